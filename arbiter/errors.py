@@ -1,0 +1,217 @@
+"""
+ArbiterError
+  RequestError            the caller can act on it; crosses process borders; maps to one HTTP status
+    UnknownCapability     404  not registered; names what is
+    UnknownModel          404  the capability has no such model; names what it has
+    CapabilityConflict    409  the same name registered differently
+    NeverFits             507  larger than the whole budget: change the model or the budget
+    DeadlineUnmet         503  not granted before the request's deadline
+    QueueFull             429  the bounded queue of a model or of the arbiter is full
+    ModelCoolingDown      503  its last load failed; says why and when to come back
+    LoadFailed            503  the load behind this ticket failed
+    EngineLost            503  the engine died under this request
+    HolderQuarantined     503  this holder did not give memory back
+    ArbiterClosing        503  shutdown has begun
+    ArbiterUnavailable    503  the arbiter cannot be reached, so nothing may be loaded
+    TicketClosed          409  use after release
+    StaleEpoch            409  message of an earlier life of the arbiter
+  LedgerBroken            a bug in this package; the actor must crash, never repair
+"""
+
+from arbiter.units import Bytes, Epoch, HolderId, TicketId, human
+
+
+class ArbiterError(Exception):
+    """Base of everything raised here. Subclasses pass every field to `super().__init__`, so that
+    `args` survives pickling: Ray rebuilds the exception in the caller's process from it."""
+
+
+class RequestError(ArbiterError):
+    """Compares by value, so that a decision carrying one can be replayed and compared."""
+
+    status_code = 503
+    code = "request_refused"  # the `code` of OpenAI's error object
+    retry_after_s: float | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.args == getattr(other, "args", None)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.args))
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(names) if names else "none yet"
+
+
+class UnknownCapability(RequestError):
+    status_code, code = 404, "capability_not_found"
+
+    def __init__(self, capability: str, known: tuple[str, ...]) -> None:
+        super().__init__(capability, known)
+        self.capability, self.known = capability, known
+
+    def __str__(self) -> str:
+        return f"no capability {self.capability!r} is registered; there is: {_names(self.known)}"
+
+
+class UnknownModel(RequestError):
+    status_code, code = 404, "model_not_found"
+
+    def __init__(self, model: str, capability: str, known: tuple[str, ...]) -> None:
+        super().__init__(model, capability, known)
+        self.model, self.capability, self.known = model, capability, known
+
+    def __str__(self) -> str:
+        where = f"{self.capability} serves" if self.capability else "this system serves"
+        return f"no model {self.model!r}; {where}: {_names(self.known)}"
+
+
+class CapabilityConflict(RequestError):
+    status_code, code = 409, "capability_conflict"
+
+    def __init__(self, capability: str, difference: str) -> None:
+        super().__init__(capability, difference)
+        self.capability, self.difference = capability, difference
+
+    def __str__(self) -> str:
+        return (
+            f"capability {self.capability!r} is already registered with other {self.difference};"
+            " change it through the configuration, or register under another name"
+        )
+
+
+class NeverFits(RequestError):
+    """The request exceeds the whole budget, so waiting cannot help."""
+
+    status_code, code = 507, "never_fits"
+
+    def __init__(self, ticket: TicketId, need_bytes: Bytes, budget_bytes: Bytes) -> None:
+        super().__init__(ticket, need_bytes, budget_bytes)
+        self.ticket, self.need_bytes, self.budget_bytes = ticket, need_bytes, budget_bytes
+
+    def __str__(self) -> str:
+        need, budget = human(self.need_bytes), human(self.budget_bytes)
+        return f"{self.ticket} needs {need} of a {budget} budget; lower its footprint or raise it"
+
+
+class DeadlineUnmet(RequestError):
+    status_code, code = 503, "deadline_unmet"
+
+    def __init__(self, ticket: TicketId, waited_s: float, retry_after_s: float) -> None:
+        super().__init__(ticket, waited_s, retry_after_s)
+        self.ticket, self.waited_s, self.retry_after_s = ticket, waited_s, retry_after_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ticket} was not granted within {self.waited_s:.1f} s;"
+            f" ask again in {self.retry_after_s:.0f} s or allow a later deadline"
+        )
+
+
+class QueueFull(RequestError):
+    status_code, code = 429, "queue_full"
+
+    def __init__(self, what: str, waiting: int, bound: int, retry_after_s: float) -> None:
+        super().__init__(what, waiting, bound, retry_after_s)
+        self.what, self.waiting, self.bound = what, waiting, bound
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.waiting} tickets already wait for {self.what} (bound {self.bound});"
+            f" ask again in {self.retry_after_s:.0f} s"
+        )
+
+
+class ModelCoolingDown(RequestError):
+    status_code, code = 503, "model_cooling_down"
+
+    def __init__(self, model: str, cause: str, retry_after_s: float) -> None:
+        super().__init__(model, cause, retry_after_s)
+        self.model, self.cause, self.retry_after_s = model, cause, retry_after_s
+
+    def __str__(self) -> str:
+        return f"{self.model} failed to load ({self.cause}); next try in {self.retry_after_s:.0f} s"
+
+
+class LoadFailed(RequestError):
+    status_code, code = 503, "load_failed"
+
+    def __init__(self, model: str, cause: str, out_of_memory: bool) -> None:
+        super().__init__(model, cause, out_of_memory)
+        self.model, self.cause, self.out_of_memory = model, cause, out_of_memory
+
+    def __str__(self) -> str:
+        return f"{self.model} did not load: {self.cause}"
+
+
+class EngineLost(RequestError):
+    status_code, code = 503, "engine_lost"
+    retry_after_s = 1.0
+
+    def __init__(self, model: str, ticket: TicketId) -> None:
+        super().__init__(model, ticket)
+        self.model, self.ticket = model, ticket
+
+    def __str__(self) -> str:
+        return f"the engine of {self.model} ({self.ticket}) died under this request; send it again"
+
+
+class HolderQuarantined(RequestError):
+    status_code, code = 503, "holder_quarantined"
+
+    def __init__(self, holder: HolderId, kept_bytes: Bytes) -> None:
+        super().__init__(holder, kept_bytes)
+        self.holder, self.kept_bytes = holder, kept_bytes
+
+    def __str__(self) -> str:
+        kept = human(self.kept_bytes)
+        return f"{self.holder} did not give {kept} back; restart it, or free its memory by hand"
+
+
+class ArbiterClosing(RequestError):
+    code = "arbiter_closing"
+
+    def __str__(self) -> str:
+        return "the arbiter is shutting down and grants nothing; start it again to load models"
+
+
+class ArbiterUnavailable(RequestError):
+    code = "arbiter_unavailable"
+
+    def __init__(self, waited_s: float, retry_after_s: float = 2.0) -> None:
+        super().__init__(waited_s, retry_after_s)
+        self.waited_s, self.retry_after_s = waited_s, retry_after_s
+
+    def __str__(self) -> str:
+        return (
+            f"the arbiter was not reachable for {self.waited_s:.1f} s, so nothing may be loaded;"
+            " it restarts by itself, or run `arbiter status` to see why not"
+        )
+
+
+class TicketClosed(RequestError):
+    status_code, code = 409, "ticket_closed"
+
+    def __init__(self, ticket: TicketId) -> None:
+        super().__init__(ticket)
+        self.ticket = ticket
+
+    def __str__(self) -> str:
+        return f"{self.ticket} was released; acquire the model again to use it"
+
+
+class StaleEpoch(RequestError):
+    status_code, code = 409, "stale_epoch"
+
+    def __init__(self, sent: Epoch, current: Epoch) -> None:
+        super().__init__(sent, current)
+        self.sent, self.current = sent, current
+
+    def __str__(self) -> str:
+        return f"message of epoch {self.sent}, but the arbiter is in epoch {self.current}; rejoin"
+
+
+class LedgerBroken(ArbiterError):
+    """An accounting identity does not hold."""

@@ -1,0 +1,296 @@
+"""What happened. The shell turns calls, timers and node readings into these; the core reads them.
+
+Who says what: holders speak of *use*, node agents of *bytes*, nobody else of either.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, TicketId
+
+
+class DeviceKind(Enum):
+    GPU = "gpu"
+    CPU = "cpu"  # a budget of host RAM that stands in for a device on a node without one
+    HOST = "host"  # host RAM for sleeping weights, caches and page pools
+
+
+class Phase(Enum):
+    """What a holder says of one of its tickets. The arbiter's own states are in ledger.State."""
+
+    LOADING = "loading"
+    RESIDENT = "resident"
+    DRAINING = "draining"  # barrier up, requests still in flight
+    UNLOADING = "unloading"  # nothing in flight, engine going to sleep or away
+    ASLEEP = "asleep"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    device: DeviceId
+    size_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Peak bytes of one model on one device, by part (SPEC A3)."""
+
+    weights_bytes: Bytes
+    working_bytes: Bytes = Bytes(0)  # KV cache and activations
+    scratch_bytes: Bytes = Bytes(0)
+    context_bytes: Bytes = Bytes(0)  # what a live but empty engine process holds
+    host_bytes: Bytes = Bytes(0)  # charged to host RAM while asleep; 0 means it cannot sleep
+
+    @property
+    def device_bytes(self) -> Bytes:
+        return Bytes(
+            self.weights_bytes + self.working_bytes + self.scratch_bytes + self.context_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One model of a capability, as configured."""
+
+    name: str
+    keep_warm: Span  # idle time after which it goes with nobody asking; negative: never
+    pinned: bool = False  # never a victim
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilitySpec:
+    name: str
+    role: str  # a key of policies.ROLES
+    engine: str
+    models: tuple[ModelSpec, ...]
+    downscale_to_zero: Span
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilitiesSet:
+    """The configuration's whole table; replaces what was there, tickets held stay."""
+
+    capabilities: tuple[CapabilitySpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityRegistered:
+    """From Python: adds one, or repeats one; a different one of the same name is an error that
+    the core raises as CapabilityConflict."""
+
+    capability: CapabilitySpec
+
+
+# -- from node agents -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    device: DeviceId
+    kind: DeviceKind
+    total_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSeen:
+    """A node agent introduces itself and its devices. Repeated after each agent restart."""
+
+    node: NodeId
+    devices: tuple[DeviceSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """The node is gone, with its devices and every engine on it."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReading:
+    device: DeviceId
+    free_bytes: Bytes  # physically free, as the kernel or NVML says
+    foreign_bytes: Bytes  # used by processes that are not engines opened by this agent
+    exact: bool = True  # False: foreign bytes inferred from the device total, not per process
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """Measured bytes of the process tree opened under one ticket."""
+
+    ticket: TicketId
+    measured: tuple[DeviceBytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A full reading of one node: every device, every engine alive on it."""
+
+    node: NodeId
+    devices: tuple[DeviceReading, ...]
+    engines: tuple[EngineReading, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGone:
+    """No process of the ticket's engine exists any more (and, by the agent's tombstone, none will
+    start). `bytes_back` says whether its bytes were also seen free: at once for host RAM, after
+    NVML agrees for a GPU. Sent again with True once they are."""
+
+    node: NodeId
+    ticket: TicketId
+    bytes_back: bool
+
+
+# -- from holders -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTicket:
+    """A holder's own account of one ticket: rejoin and heartbeat carry these, in full."""
+
+    ticket: TicketId
+    model: str
+    phase: Phase
+    inflight: int
+    idle: Span  # since the last request ended; 0 while one is in flight
+    devices: tuple[DeviceBytes, ...]  # as granted
+    need: Need
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A holder introduces itself, at its start and after each arbiter restart."""
+
+    holder: HolderId
+    node: NodeId
+    capability: str
+    tickets: tuple[HeldTicket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Heartbeat. Level-triggered: it repeats every ticket, so any one may be lost; a ticket the
+    arbiter has charged to this holder that is missing here was released."""
+
+    holder: HolderId
+    tickets: tuple[HeldTicket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HolderLost:
+    holder: HolderId
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """The holder wants the model on a device of its node. A known ASLEEP ticket: wants it awake."""
+
+    ticket: TicketId
+    holder: HolderId
+    capability: str
+    model: str
+    need: Need
+    settings_key: str = ""  # learned peaks hold for one model under one set of engine settings
+    need_is_explicit: bool = False
+    deadline: Span | None = None  # refuse if not granted within
+    attempt: int = 1  # 2 after a load that failed for memory
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The last caller stopped waiting. A grant may already be on its way."""
+
+    ticket: TicketId
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Load or wake finished; the model serves."""
+
+    ticket: TicketId
+    took: Span
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBroke:
+    """The load failed; the holder has let go of the engine."""
+
+    ticket: TicketId
+    cause: str
+    out_of_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Answer to a pressure revoke: requests are in flight, the model stays."""
+
+    ticket: TicketId
+    inflight: int
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierDropped:
+    """Answer to a swap revoke: in-flight work outlived the barrier, the model goes on."""
+
+    ticket: TicketId
+    inflight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slept:
+    """The engine says its weights are in host RAM; true only once measured (SPEC D1)."""
+
+    ticket: TicketId
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The holder has let go of the engine for good. Bytes stay charged until EngineGone."""
+
+    ticket: TicketId
+    reason: str
+
+
+# -- from the shell and people ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAsked:
+    """By hand: unload an idle model (SPEC K1, reason `manual`)."""
+
+    ticket: TicketId
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingDown:
+    """Grant nothing more, refuse the queue, unload what is idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """A `WakeAt` came due."""
+
+
+Event = (
+    CapabilitiesSet
+    | CapabilityRegistered
+    | NodeSeen
+    | NodeLost
+    | Measured
+    | EngineGone
+    | Joined
+    | Renewed
+    | HolderLost
+    | Requested
+    | Withdrawn
+    | Loaded
+    | LoadBroke
+    | Busy
+    | BarrierDropped
+    | Slept
+    | Released
+    | UnloadAsked
+    | ClosingDown
+    | Woke
+)

@@ -1,0 +1,40 @@
+"""Types that carry units. Every size is an int of bytes, every time an int of nanoseconds."""
+
+from typing import NewType
+
+Bytes = NewType("Bytes", int)
+Instant = NewType("Instant", int)  # ns on one host's monotonic clock; never crosses a process
+Span = NewType("Span", int)  # ns between two Instants; may cross a process border
+
+TicketId = NewType("TicketId", str)  # idempotency key, chosen by the holder
+HolderId = NewType("HolderId", str)
+NodeId = NewType("NodeId", str)
+DeviceId = NewType("DeviceId", str)  # "<node>/cpu:0", "<node>/host", "<node>/gpu:3"
+Epoch = NewType("Epoch", int)  # one life of the arbiter; strictly increasing across restarts
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+MILLISECOND = Span(1_000_000)
+SECOND = Span(1_000_000_000)
+
+
+def after(start: Instant, span: Span) -> Instant:
+    return Instant(start + span)
+
+
+def since(start: Instant, now: Instant) -> Span:
+    return Span(now - start)
+
+
+def seconds(value: float) -> Span:
+    return Span(round(value * SECOND))
+
+
+def in_seconds(span: Span) -> float:
+    return span / SECOND
+
+
+def human(size: Bytes) -> str:
+    """Bytes as the field writes them: binary units, one decimal."""
+    return f"{size / GIB:.1f} GiB" if abs(size) >= GIB else f"{size / MIB:.1f} MiB"
