@@ -1,0 +1,88 @@
+"""Every limit, time and share the arbiter's rules use, each with its source beside it.
+
+`Settings` is plain data: it pickles, compares, and comes out of serve_config.yaml through
+deployments/config.py. Nothing in the core writes a number that is not here.
+"""
+
+from dataclasses import dataclass, field
+
+from arbiter.events import DeviceKind
+from arbiter.units import MIB, MILLISECOND, SECOND, Bytes, Span, seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Arenas:
+    """The most of each kind of device that may be lent. None: `Settings.arena_fraction` of it."""
+
+    gpu_bytes: Bytes | None = None
+    cpu_bytes: Bytes | None = None
+    host_bytes: Bytes | None = None
+
+    def cap(self, kind: DeviceKind) -> Bytes | None:
+        caps = {
+            DeviceKind.GPU: self.gpu_bytes,
+            DeviceKind.CPU: self.cpu_bytes,
+            DeviceKind.HOST: self.host_bytes,
+        }
+        return caps[kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Time limits. Every wait in the core ends by one of these."""
+
+    # What holders do.
+    barrier: Span = seconds(10)  # SPEC A9: then the old model goes on and the next is tried
+    answer: Span = seconds(2)  # past a deadline: two heartbeats, so one may be lost
+    unload: Span = seconds(30)  # nothing in flight: 80 GB to host RAM at 5 GB/s is 16 s, doubled
+    load: Span = seconds(600)  # ollama gives up after 5 min; a hub-size model from a slow disk, 2x
+    refusal: Span = seconds(10)  # a victim that refused is left alone as long as a barrier lasts
+    silent: Span = seconds(10)  # SPEC A5: heartbeats come each second, ten missed is silence
+    lost: Span = seconds(60)  # silence this long is death; Ray tells of nearly all deaths in 2 s
+    unconfirmed: Span = seconds(5)  # a heartbeat sent before a grant arrived cannot deny it
+
+    # What nodes do.
+    rejoin: Span = seconds(5)  # SPEC A18: grants nothing before, unless everybody is back
+    reap_every: Span = Span(250 * MILLISECOND)  # SPEC A10
+    reclaim_alarm: Span = seconds(5)  # SPEC A10: then an event, and the holder is quarantined
+    reading: Span = seconds(5)  # agents send a reading each second; five missed: not trusted
+
+    # What the arbiter does.
+    cooldown_first: Span = seconds(2)  # doubles with each failure in a row
+    cooldown_most: Span = seconds(300)  # Kubernetes caps CrashLoopBackOff at five minutes
+    retry: Span = seconds(5)  # a holder asks again at once after a failure for memory
+    closing: Span = seconds(30)  # Kubernetes' default grace period before it kills
+    audit: Span = Span(10 * SECOND)  # all books are checked this often, touched ones at once
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a person may set, and what follows from the specification."""
+
+    evict: str = "priority_lru"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM
+    admit: str = "fifo"
+    place: str = "best_fit"
+    keep_warm: str = "since_last_use"
+    arenas: Arenas = Arenas()
+    terms: Terms = field(default_factory=Terms)
+
+    arena_fraction: float = 0.9  # SPEC B2: of the device, the rest is the system's
+    wiggle_fraction: float = 0.1  # SPEC B2: of the arena, for what estimates miss
+    gpu_margin_bytes: Bytes = Bytes(512 * MIB)  # SPEC B3: context and driver, GPUs only
+
+    queue_per_model_count: int = 1_000  # SPEC C7; a waiter is ~1 kB, so 1 MB a model
+    queue_total_count: int = 10_000  # SPEC C7; one pass over it is ~5 ms
+    remembered_count: int = 4_096  # answers kept to repeat: a minute at 60 refusals a second
+
+    min_residency_loads: float = 1.0  # SPEC C4: at least as long as bringing it in took
+    min_residency: Span = seconds(1)  # where nothing is known of its load: one heartbeat
+    min_residency_most: Span = seconds(60)  # a slow loader may not block others for minutes
+
+    slept_fraction: float = 0.9  # SPEC D1: of the ticket's device bytes must be seen to fall
+    finish_fraction: float = 0.2  # SPEC A8: an abandoned load with at most this left goes on
+    oom_growth_fraction: float = 0.25  # attempt 2 asks this much more; retried once only
+    learned_headroom_fraction: float = 0.05  # SPEC golden: measured <= declared <= measured + 5 %
+    load_ewma_fraction: float = 0.3  # weight of the newest load; three loads forget half
+
+
+DEFAULTS = Settings()

@@ -1,0 +1,73 @@
+"""What a policy may see and what it may answer; nothing here can change the books.
+
+A policy is a handful of pure functions in one bundle. They return keys, never decisions: the core
+finds what is lawful, sorts it by the policy's key, and acts on as much of it as is needed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from arbiter.units import Bytes, DeviceId, HolderId, Instant, Span, TicketId
+
+Key = tuple[Any, ...]  # compared with other keys of the same function only; lowest goes first
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A ticket the ledger is willing to revoke."""
+
+    ticket: TicketId
+    holder: HolderId
+    role_rank: int  # policies.ROLES: lowest is evicted first
+    freed_bytes: Bytes  # on the device that is short
+    inflight: int  # by the holder's last word; a hint for ranking
+    last_used: Instant
+    reload: Span  # expected seconds to bring it back; 0 when never measured
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """A ticket in the line."""
+
+    ticket: TicketId
+    asked: Instant
+    turn: int  # how many had asked before; breaks ties
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A device a ticket could go to: its budget holds it."""
+
+    device: DeviceId
+    need_bytes: Bytes
+    free_bytes: Bytes  # negative while overcommitted
+
+
+@dataclass(frozen=True, slots=True)
+class Idler:
+    """A resident or sleeping model that nobody uses."""
+
+    last_used: Instant
+    keep_warm: Span  # negative: never goes by itself
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """SPEC C1: what kind of work a capability does, hence how dear it is."""
+
+    rank: int  # lowest is evicted first
+    act: str  # what evicting it costs, in words
+    keep_warm_s: float  # SPEC C8, unless the model or capability says otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """One choice of each kind. Built by name in policies.bundle."""
+
+    evict: Callable[[Candidate], Key]
+    admit: Callable[[Waiter], Key]
+    place: Callable[[Site], Key]
+    keep_warm: Callable[[Idler], Instant | None]  # when it goes with nobody asking; None: never
+    roles: Mapping[str, Role]

@@ -1,0 +1,28 @@
+"""Every policy by the name used in serve_config.yaml. To add one: write the file, add the line."""
+
+from collections.abc import Callable
+
+from arbiter.settings import DEFAULTS, Settings
+from arbiter.units import Instant
+from arbiter.view import Candidate, Idler, Key, Policies, Site, Waiter
+from policies import admit_fifo, evict_priority_lru, keep_warm, place_best_fit
+from policies.roles import ROLES
+
+EVICT: dict[str, Callable[[Candidate], Key]] = {"priority_lru": evict_priority_lru.key}
+ADMIT: dict[str, Callable[[Waiter], Key]] = {"fifo": admit_fifo.key}
+PLACE: dict[str, Callable[[Site], Key]] = {"best_fit": place_best_fit.key}
+KEEP_WARM: dict[str, Callable[[Idler], Instant | None]] = {"since_last_use": keep_warm.goes_at}
+
+
+def bundle(settings: Settings = DEFAULTS) -> Policies:
+    """The policies the settings name. Raises KeyError for a name that is not in the tables."""
+    return Policies(
+        evict=EVICT[settings.evict],
+        admit=ADMIT[settings.admit],
+        place=PLACE[settings.place],
+        keep_warm=KEEP_WARM[settings.keep_warm],
+        roles=ROLES,
+    )
+
+
+__all__ = ["ADMIT", "EVICT", "KEEP_WARM", "PLACE", "ROLES", "bundle"]

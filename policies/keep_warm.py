@@ -1,0 +1,11 @@
+"""When an idle model goes with nobody asking (SPEC C8)."""
+
+from arbiter.units import Instant, after
+from arbiter.view import Idler
+
+
+def goes_at(idler: Idler) -> Instant | None:
+    """Counted from its last use; never for a pinned model or a negative term."""
+    if idler.pinned or idler.keep_warm < 0:
+        return None
+    return after(idler.last_used, idler.keep_warm)
