@@ -1,0 +1,55 @@
+# `make serve` and `make test` work on a fresh machine: each installs what it needs first.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEVICE ?= cpu# cpu or gpu: which build of torch and vLLM to install
+SEEDS ?= 10000
+KILLS ?= 200
+
+# Set before Ray starts; none is needed for correctness, a plain `serve run` works without them.
+#   RAY_preload_python_modules: a replica's process has Serve imported when it starts (wake -0.3 s)
+#   RAY_worker_maximum_startup_concurrency: idle workers are prestarted, so several wakes at once do not queue
+#   RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO: replicas reserve no GPU with Ray; the arbiter chooses for them
+#   HF_HUB_OFFLINE: models are local; an engine never waits for a hub that cannot be reached
+#   RAY_USAGE_STATS_ENABLED: no report to outside
+export RAY_preload_python_modules ?= ray.serve._private.replica
+export RAY_worker_maximum_startup_concurrency ?= 8
+export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
+export HF_HUB_OFFLINE ?= 1
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: serve test check bench sim chaos models install style
+.DEFAULT_GOAL := serve
+
+install: $(VENV)/.installed-$(DEVICE)
+
+$(VENV)/.installed-$(DEVICE): pyproject.toml constraints-$(DEVICE).txt
+	$(PYTHON) tools/install.py --venv $(VENV) --device $(DEVICE)
+	touch $@
+
+models: install
+	$(BIN)/python -m models.make_models
+
+serve: install models
+	$(BIN)/arbiter check serve_config.yaml
+	$(BIN)/serve run serve_config.yaml
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest tests/style
+
+test: install models
+	$(BIN)/pytest
+
+sim: install
+	SIM_SEEDS=$(SEEDS) $(BIN)/pytest tests/sim
+
+bench: install models
+	$(BIN)/python -m benchmarks.run
+
+chaos: install
+	$(BIN)/python -m benchmarks.chaos --kills $(KILLS)

@@ -1,0 +1,1 @@
+"""The Serve applications: the front, and one deployment per capability."""

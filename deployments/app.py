@@ -1,0 +1,59 @@
+"""Builders named by `import_path` in serve_config.yaml: the front, and one per capability."""
+
+from ray import serve
+from ray.serve import Application
+
+from deployments.config import CapabilityArgs, FrontArgs
+
+# A handle reports its queue this often, so that a waiting request starts a replica in about a
+# second; with Serve's defaults (10 s, 30 s) it takes seven to ten.
+METRICS_INTERVAL_S, LOOK_BACK_PERIOD_S = 0.1, 0.5
+
+# Above the longest generation: a replica told to stop finishes its streams first, and one that is
+# cut off earlier breaks them.
+GRACEFUL_SHUTDOWN_TIMEOUT_S = 600.0
+
+
+def front(args: FrontArgs) -> Application:
+    """The HTTP front."""
+    from deployments.front.ingress import Front
+
+    return Front.bind()
+
+
+def text(args: CapabilityArgs) -> Application:
+    """Chat and completions."""
+    from deployments.text.server import TextServer
+
+    return _capability(TextServer, args.capability)
+
+
+def embedding(args: CapabilityArgs) -> Application:
+    from deployments.embedding import EmbeddingServer
+
+    return _capability(EmbeddingServer, args.capability)
+
+
+def _capability(server: type, name: str) -> Application:
+    """Zero replicas until asked; devices are the arbiter's to place, so no GPUs or CPUs are
+    reserved with Ray."""
+    deployment = serve.deployment(
+        server,
+        name=name,
+        max_ongoing_requests=256,
+        max_queued_requests=512,
+        ray_actor_options={"num_cpus": 0, "num_gpus": 0},
+        graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        health_check_period_s=2,
+        autoscaling_config={
+            "min_replicas": 0,
+            "initial_replicas": 0,
+            "max_replicas": 1,
+            "metrics_interval_s": METRICS_INTERVAL_S,
+            "look_back_period_s": LOOK_BACK_PERIOD_S,
+            "upscale_delay_s": 0,
+            "downscale_delay_s": 5,
+        },
+    )
+    return deployment.bind(name)

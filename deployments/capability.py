@@ -1,0 +1,58 @@
+"""What every capability deployment is: a call comes in, its model is made resident, the engine's
+answer goes out. Subclasses say which paths they serve.
+"""
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar
+
+from ray import serve
+
+from arbiter.errors import EngineLost, RequestError, UnknownModel
+from deployments import wire
+from deployments.residency import Residency
+
+logger = logging.getLogger("ray.serve")
+
+
+class Capability:
+    """One Serve replica. Its constructor takes no ticket and loads nothing: three failures there
+    before the first success would end the deployment for good (Serve's rule)."""
+
+    paths: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, capability: str) -> None:
+        self._capability = capability
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._residency = Residency.start(capability, holder=f"{capability}#{replica}")
+
+    async def handle(self, call: wire.Call) -> AsyncIterator[wire.Head | bytes]:
+        """Head, then bytes. Closing this generator cancels the work down to the engine."""
+        if call.path not in self.paths:
+            yield _wrong_route(call, self._capability)
+            return
+        head_sent = False
+        try:
+            async with self._residency.use(call.model, deadline_s=call.deadline_s) as engine:
+                async for part in engine.stream("POST", call.path, call.headers, call.body):
+                    head_sent = True
+                    yield part
+        except RequestError as error:
+            logger.warning("request %s: %s", call.request_id, error)
+            if head_sent:
+                yield wire.stream_error(error)
+                return
+            head, body = wire.refusal(error)
+            again = {"x-try-again": "1"} if isinstance(error, EngineLost) else {}
+            yield wire.Head(head.status, head.headers | again)
+            yield body
+
+    async def readiness(self) -> dict[str, Any]:
+        return self._residency.readiness()
+
+    async def __del__(self) -> None:
+        await self._residency.close()
+
+
+def _wrong_route(call: wire.Call, capability: str) -> wire.Head:
+    return wire.refusal(UnknownModel(call.model, capability, ()))[0]

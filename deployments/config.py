@@ -1,0 +1,258 @@
+"""Everything a person may write into the front's `user_config` in serve_config.yaml.
+
+One table for the whole system: the arbiter's settings and every capability with its models. The
+front checks it and hands it to the arbiter, which keeps it and hands it to replicas, so a change
+restarts nothing and a capability with zero replicas is known. Unknown keys are refused by name.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from arbiter import events as ev
+from arbiter import settings as core
+from arbiter.units import GIB, KIB, MIB, Bytes, seconds
+from policies import EVICT, ROLES
+
+_UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(" + "|".join(_UNITS) + r")")
+# Names end up in URLs, file names and metric labels; `:` separates a base from its adapter.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+
+
+def parse_size(value: object) -> int:
+    """Bytes from an int or from text such as "300 MiB". Raises ValueError with what is allowed."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        return round(float(match[1]) * _UNITS[match[2]])
+    raise ValueError(f"{value!r} is not a size; write bytes, or a number with {', '.join(_UNITS)}")
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Arenas(Strict):
+    """The most of each kind of device that may be lent, before the wiggle room is taken off.
+    Absent: nine tenths of what the device has."""
+
+    gpu: Size | None = None
+    cpu: Size | None = None
+    host: Size | None = None
+
+    def as_arenas(self) -> core.Arenas:
+        caps = (None if cap is None else Bytes(cap) for cap in (self.gpu, self.cpu, self.host))
+        return core.Arenas(*caps)
+
+
+class ArbiterConfig(Strict):
+    evict: str = "priority_lru"
+    arenas: Arenas = Arenas()
+    state_file: str | None = None  # default: beside the user's other state, mode 0600
+    barrier_s: float = Field(10.0, gt=0, le=600)  # SPEC A9
+    load_timeout_s: float = Field(600.0, gt=0)
+    queue_per_model: int = Field(1_000, ge=1)
+    queue_total: int = Field(10_000, ge=1)
+    min_residency_loads: float = Field(1.0, ge=0)  # in units of the model's own load time
+
+    @field_validator("evict")
+    @classmethod
+    def _known_policy(cls, value: str) -> str:
+        if value not in EVICT:
+            raise ValueError(f"no eviction policy {value!r}; there is: {', '.join(sorted(EVICT))}")
+        return value
+
+    def as_settings(self) -> core.Settings:
+        return core.Settings(
+            evict=self.evict,
+            arenas=self.arenas.as_arenas(),
+            terms=core.Terms(barrier=seconds(self.barrier_s), load=seconds(self.load_timeout_s)),
+            queue_per_model_count=self.queue_per_model,
+            queue_total_count=self.queue_total,
+            min_residency_loads=self.min_residency_loads,
+        )
+
+
+class NeedConfig(Strict):
+    """Explicit footprint of a model. Absent parts are estimated from its files."""
+
+    weights: Size
+    working: Size = 0
+    scratch: Size = 0
+    context: Size = 0
+    host: Size | None = None  # asleep; absent: as much as the weights
+
+    def as_need(self) -> ev.Need:
+        return ev.Need(
+            weights_bytes=Bytes(self.weights),
+            working_bytes=Bytes(self.working),
+            scratch_bytes=Bytes(self.scratch),
+            context_bytes=Bytes(self.context),
+            host_bytes=Bytes(self.weights if self.host is None else self.host),
+        )
+
+
+class ModelConfig(Strict):
+    source: str  # `made:NAME` (models/make_models.py), `package:NAME`, a folder, or a hub id
+    engine_args: dict[str, Any] = {}
+    need: NeedConfig | None = None
+    keep_warm_s: float | None = Field(None, ge=-1)  # -1: for ever; 0: goes at once
+    pin: bool = False
+    can_sleep: bool = True
+
+
+class CapabilityConfig(Strict):
+    role: str
+    engine: str  # a name in deployments.engines.catalogue, or `module:function`
+    models: dict[str, ModelConfig] = Field(min_length=1)
+    keep_warm_s: float | None = Field(None, ge=-1)
+    downscale_to_zero_s: float = Field(300.0, ge=0)  # SPEC H0
+    max_queued_requests: int = Field(512, ge=1)
+
+    @field_validator("role")
+    @classmethod
+    def _known_role(cls, value: str) -> str:
+        if value not in ROLES:
+            raise ValueError(f"no role {value!r}; there is: {', '.join(sorted(ROLES))}")
+        return value
+
+    @field_validator("models")
+    @classmethod
+    def _plain_names(cls, value: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
+        for name in value:
+            if not _NAME.fullmatch(name) or ".." in name:
+                raise ValueError(f"model name {name!r}: use letters, digits, and . _ / - inside")
+        return value
+
+    def keep_warm_s_of(self, model: str) -> float:
+        own = self.models[model].keep_warm_s
+        if own is not None:
+            return own
+        if self.keep_warm_s is not None:
+            return self.keep_warm_s
+        return ROLES[self.role].keep_warm_s
+
+    def as_spec(self, name: str) -> ev.CapabilitySpec:
+        models = tuple(
+            ev.ModelSpec(model, seconds(self.keep_warm_s_of(model)), config.pin)
+            for model, config in sorted(self.models.items())
+        )
+        return ev.CapabilitySpec(
+            name, self.role, self.engine, models, seconds(self.downscale_to_zero_s)
+        )
+
+
+class Table(Strict):
+    """The front's `user_config`."""
+
+    arbiter: ArbiterConfig = ArbiterConfig()
+    capabilities: dict[str, CapabilityConfig]
+
+    @model_validator(mode="after")
+    def _one_home_per_model(self) -> "Table":
+        homes: dict[str, str] = {}
+        for capability, config in self.capabilities.items():
+            for model in config.models:
+                if other := homes.setdefault(model, capability):
+                    if other != capability:
+                        raise ValueError(f"model {model!r} is in both {other!r} and {capability!r}")
+        return self
+
+    @property
+    def homes(self) -> dict[str, str]:
+        """Model name to capability name."""
+        return {m: name for name, c in self.capabilities.items() for m in c.models}
+
+    def as_event(self) -> ev.CapabilitiesSet:
+        specs = (config.as_spec(name) for name, config in sorted(self.capabilities.items()))
+        return ev.CapabilitiesSet(tuple(specs))
+
+
+class FrontArgs(Strict):
+    """`args` of the front application; a change restarts the front."""
+
+
+class CapabilityArgs(Strict):
+    """`args` of a capability application."""
+
+    capability: str
+
+
+class ConfigError(ValueError):
+    """A configuration that must not start. The text names each key and what is wrong with it."""
+
+
+def check_file(path: Path) -> Table:
+    """Read and check a whole serve_config.yaml; returns the front's table. Raises ConfigError."""
+    import yaml
+    from ray.serve.schema import DeploymentSchema, ServeDeploySchema
+
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a mapping with `applications:`")
+    _refuse_unknown(raw, ServeDeploySchema, str(path))
+    try:
+        ServeDeploySchema.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, str(path))) from error
+    for app in raw["applications"]:
+        for block in app.get("deployments", []):
+            _refuse_unknown(block, DeploymentSchema, f"{path}: {app['name']}.{block['name']}")
+    return _check_applications(raw["applications"], path)
+
+
+def _refuse_unknown(raw: dict[str, Any], schema: type[BaseModel], where: str) -> None:
+    known = set(schema.model_fields)
+    if unknown := sorted(set(raw) - known):
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+
+
+def _check_applications(applications: list[dict[str, Any]], path: Path) -> Table:
+    by_name = {app["name"]: app for app in applications}
+    blocks = by_name.get("front", {}).get("deployments") or [{}]
+    if "user_config" not in blocks[0]:
+        raise ConfigError(f"{path}: application `front` needs a deployment with `user_config`")
+    table = parse_table(blocks[0]["user_config"], f"{path}: front.user_config")
+    for name in table.capabilities:
+        if name not in by_name:
+            raise ConfigError(f"{path}: capability {name!r} has no application of that name")
+    for name, app in by_name.items():
+        if (
+            name != "front"
+            and app.get("args", {}).get("capability", name) not in table.capabilities
+        ):
+            raise ConfigError(f"{path}: application {name!r} serves a capability not in the table")
+    return table
+
+
+def parse_table(raw: object, where: str = "user_config") -> Table:
+    """Raises ConfigError that names every bad key."""
+    try:
+        return Table.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, where)) from error
+
+
+def _explain(error: ValidationError, where: str) -> str:
+    lines = [
+        f"{where}.{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+        for problem in error.errors(include_url=False)
+    ]
+    return "\n".join(lines)

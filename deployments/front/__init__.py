@@ -1,0 +1,1 @@
+"""The HTTP front: OpenAI's routes, health, and a window on the arbiter."""

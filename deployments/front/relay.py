@@ -1,0 +1,98 @@
+"""Carry one HTTP request to its capability and the answer back.
+
+Always a stream inside, also for answers that are not: closing the stream is what cancels the work
+down to the engine when a client goes away.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.responses import Response, StreamingResponse
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from arbiter.errors import ArbiterUnavailable, EngineLost, QueueFull, RequestError
+from arbiter.units import TicketId
+from deployments import wire
+
+Parts = AsyncIterator[wire.Head | bytes]
+
+# A replica or engine that dies before its head was sent has answered nothing, so the call is sent
+# again; three times, because a kill of replica, engine and arbiter together is three causes.
+TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Broken(Exception):
+    """The capability's side is gone; `error` is what the client should hear."""
+
+    error: RequestError
+    again: bool
+
+
+async def relay(call: wire.Call, send: Callable[[wire.Call], Any], bound: int) -> Response:
+    """The answer as a response; every failure becomes OpenAI's error object. `send` starts the
+    call and returns Serve's response generator; `bound` is the queue bound, for the message."""
+    for number in range(1, TRIES + 1):
+        parts = _translated(send(call), call, bound)
+        try:
+            head = await anext(parts)
+        except Broken as broken:
+            if broken.again and number < TRIES:
+                continue
+            return _plain(*wire.refusal(broken.error))
+        assert isinstance(head, wire.Head), "a capability sends its head first"
+        if head.headers.get("x-try-again") and number < TRIES:
+            await parts.aclose()
+            continue
+        return await _respond(head, parts)
+    raise AssertionError("the last try returns")
+
+
+async def _respond(head: wire.Head, parts: Any) -> Response:
+    if head.headers.get("content-type", "").startswith("text/event-stream"):
+        headers = {k: v for k, v in head.headers.items() if k != "content-type"}
+        return StreamingResponse(_body(parts), head.status, headers, media_type="text/event-stream")
+    try:
+        body = b"".join([part async for part in parts])
+    except Broken as broken:
+        return _plain(*wire.refusal(broken.error))
+    return _plain(head, body)
+
+
+def _plain(head: wire.Head, body: bytes) -> Response:
+    headers = {k: v for k, v in head.headers.items() if k != "content-length"}
+    return Response(body, head.status, headers)
+
+
+async def _body(parts: Any) -> AsyncIterator[bytes]:
+    """An SSE body; a break becomes a last event, since the status has been sent."""
+    try:
+        async for part in parts:
+            yield part
+    except Broken as broken:
+        yield wire.stream_error(broken.error)
+    finally:
+        await parts.aclose()
+
+
+async def _translated(response: Any, call: wire.Call, bound: int) -> Parts:
+    """Serve's and Ray's ways of failing, in our words."""
+    try:
+        async for part in response:
+            yield part
+    except BackPressureError as error:
+        raise Broken(QueueFull(call.model, bound, bound, 1.0), again=False) from error
+    except DeploymentUnavailableError as error:
+        raise Broken(ArbiterUnavailable(0.0), again=False) from error
+    except RayActorError as error:
+        raise Broken(EngineLost(call.model, TicketId(call.request_id)), again=True) from error
+    except RayTaskError as error:
+        if isinstance(error.cause, RequestError):
+            raise Broken(error.cause, again=wire.is_transient(error.cause)) from error
+        raise
+    except asyncio.CancelledError:
+        response.cancel()
+        raise

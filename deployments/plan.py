@@ -1,0 +1,138 @@
+"""From one configured model to what a replica needs to load it: entry, engine config, need.
+
+Estimates here are what can be known before any load (SPEC A17): an explicit need, else the sum of
+the tensors in the safetensors headers plus the engine's own overhead. What was measured in earlier
+loads is the arbiter's to add.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arbiter.events import Need
+from arbiter.units import MIB, Bytes
+from deployments.config import CapabilityConfig, ConfigError, ModelConfig, parse_size
+
+# Longest safetensors header accepted; the format's reference reader has the same bound.
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What is known of an engine library without importing it."""
+
+    entry: str  # `module:function`, called in the engine's process
+    preload: tuple[str, ...]  # modules the zygote imports so that a start is short
+    context_bytes: Bytes  # what a live but empty engine process holds, measured on the CPU build
+    working_bytes: Bytes  # activations and buffers where the config names no KV size
+
+
+ENGINES: dict[str, EngineKind] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """Everything a replica needs to load one model."""
+
+    model: str
+    entry: str
+    config: dict[str, Any]  # handed to `entry` in the child, as JSON
+    need: Need
+    need_is_explicit: bool
+    settings_key: str  # same model and engine settings, same key: learned peaks belong to it
+
+
+def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
+    """Raises ConfigError when the model's files are not there or the engine is unknown."""
+    model = capability.models[name]
+    kind = engine_kind(capability.engine)
+    path = resolve(model.source)
+    config = {
+        "model": path,
+        "served_name": name,
+        "can_sleep": model.can_sleep,
+        "engine_args": {k: _plain(k, v) for k, v in model.engine_args.items()},
+    }
+    key = hashlib.sha256(json.dumps([kind.entry, config], sort_keys=True).encode()).hexdigest()
+    need = model.need.as_need() if model.need else estimate(path, model, kind)
+    return ModelPlan(name, kind.entry, config, need, model.need is not None, key[:16])
+
+
+def engine_kind(engine: str) -> EngineKind:
+    if engine in ENGINES:
+        return ENGINES[engine]
+    if ":" in engine:
+        return EngineKind(engine, (), Bytes(64 * MIB), Bytes(64 * MIB))
+    known = ", ".join(sorted(ENGINES))
+    raise ConfigError(f"no engine {engine!r}; there is: {known}, or write `module:function`")
+
+
+def _plain(key: str, value: Any) -> Any:
+    """Sizes may be written with units wherever an engine argument counts bytes."""
+    return parse_size(value) if key.endswith("_bytes") else value
+
+
+def models_folder() -> Path:
+    """Where models/make_models.py puts what it makes."""
+    default = Path.home() / ".cache" / "serve-arbiter" / "models"
+    return Path(os.environ.get("ARBITER_MODELS", default))
+
+
+def resolve(source: str) -> str:
+    """A folder for `made:NAME` and `package:NAME`; a path or hub id as it is."""
+    kind, _, name = source.partition(":")
+    if kind == "made":
+        folder = models_folder() / name
+        if not folder.is_dir():
+            raise ConfigError(f"{source}: no folder {folder}; make it with `make models`")
+        return str(folder)
+    if kind == "package":
+        return _package_folder(source, name)
+    return source
+
+
+def _package_folder(source: str, name: str) -> str:
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"{source}: package {name!r} is not installed; pip install it")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    inside = sorted(root.glob("**/config.json"), key=lambda p: len(p.parts))
+    if not inside:
+        raise ConfigError(f"{source}: no config.json inside package {name!r}")
+    return str(inside[0].parent)
+
+
+def estimate(path: str, model: ModelConfig, kind: EngineKind) -> Need:
+    """Header sum plus the engine's overhead."""
+    weights = weights_bytes(Path(path))
+    kv = model.engine_args.get("kv_cache_memory_bytes")
+    working = Bytes(parse_size(kv)) if kv is not None else kind.working_bytes
+    return Need(
+        weights_bytes=weights,
+        working_bytes=working,
+        context_bytes=kind.context_bytes,
+        host_bytes=weights if model.can_sleep else Bytes(0),
+    )
+
+
+def weights_bytes(folder: Path) -> Bytes:
+    """Sum of all tensors in the folder's safetensors headers; raises ConfigError when none."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder}: no .safetensors here; give the model a `need`")
+    return Bytes(sum(_tensor_bytes(file) for file in files))
+
+
+def _tensor_bytes(file: Path) -> int:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > MAX_HEADER_BYTES:
+            raise ConfigError(f"{file}: header of {length} bytes; not a safetensors file")
+        header = json.loads(stream.read(length))
+    spans = (v["data_offsets"] for k, v in header.items() if k != "__metadata__")
+    return sum(end - start for start, end in spans)

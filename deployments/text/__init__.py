@@ -1,0 +1,1 @@
+"""Text: chat and completions on vLLM."""

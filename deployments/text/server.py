@@ -1,0 +1,9 @@
+"""The text capability: chat and completions, answered by vLLM's own serving classes in the child."""
+
+from deployments.capability import Capability
+
+
+class TextServer(Capability):
+    """Passes raw JSON in and bytes out; vLLM in the engine child gives them their meaning."""
+
+    paths = frozenset({"/v1/chat/completions", "/v1/completions"})

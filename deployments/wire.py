@@ -1,0 +1,71 @@
+"""What travels between the front and a capability: a call, then a head, then bytes.
+
+Raw JSON in, raw bytes out: neither side parses what the engine will parse again.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from arbiter.errors import ArbiterUnavailable, RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request, forwarded."""
+
+    path: str
+    body: bytes
+    headers: dict[str, str]
+    request_id: str
+    model: str
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """First item of every answer; bytes follow."""
+
+    status: int
+    headers: dict[str, str]
+
+
+def error_body(
+    message: str, *, kind: str, code: str | None = None, param: str | None = None
+) -> bytes:
+    """OpenAI's error object."""
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return json.dumps({"error": error}).encode()
+
+
+def kind_of(status: int) -> str:
+    """OpenAI's `type` for a status, as its client maps them to exceptions."""
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def refusal(error: RequestError) -> tuple[Head, bytes]:
+    """The one seam where our errors become HTTP."""
+    headers = {"content-type": "application/json"}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    param = "model" if error.code in ("model_not_found", "capability_not_found") else None
+    body = error_body(str(error), kind=kind_of(error.status_code), code=error.code, param=param)
+    return Head(error.status_code, headers), body
+
+
+def stream_error(error: RequestError) -> bytes:
+    """An SSE event for a stream that breaks after its head was sent."""
+    _, body = refusal(error)
+    return b"data: " + body + b"\n\n"
+
+
+def is_transient(error: RequestError) -> bool:
+    """Whether sending the same call again at once may help: nothing was answered yet, and the
+    cause was a process that is being replaced."""
+    return error.code == "engine_lost" and not isinstance(error, ArbiterUnavailable)
+
+
+def json_response(payload: Any, status: int = 200) -> tuple[Head, bytes]:
+    return Head(status, {"content-type": "application/json"}), json.dumps(payload).encode()
