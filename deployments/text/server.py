@@ -1,4 +1,4 @@
-"""The text capability: chat and completions, answered by vLLM's own serving classes in the child."""
+"""Text: chat and completions, answered by vLLM's own serving classes in the engine child."""
 
 from deployments.capability import Capability
 
