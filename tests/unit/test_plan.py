@@ -1,0 +1,89 @@
+"""What is known of a model before its first load."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from arbiter.units import MIB
+from deployments import plan
+from deployments.config import CapabilityConfig, ConfigError
+
+
+def safetensors(folder: Path, name: str, *sizes: int) -> None:
+    """A file with a real header and no data behind it: the estimate reads the header only."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    header = {
+        f"t{i}": {"dtype": "U8", "shape": [size], "data_offsets": [end - size, end]}
+        for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    }
+    blob = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (folder / name).write_bytes(struct.pack("<Q", len(blob)) + blob)
+
+
+def capability(source: str, **model: object) -> CapabilityConfig:
+    models = {"m": {"source": source, **model}}
+    return CapabilityConfig.model_validate({"role": "text", "engine": "x:build", "models": models})
+
+
+@pytest.mark.spec("A17")
+def test_weights_are_the_sum_over_all_headers(tmp_path: Path) -> None:
+    safetensors(tmp_path, "a.safetensors", 100, 200)
+    safetensors(tmp_path, "b.safetensors", 50)
+    assert plan.weights_bytes(tmp_path) == 350
+
+
+def test_a_folder_without_tensors_asks_for_a_need(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give the model a `need`"):
+        plan.weights_bytes(tmp_path)
+
+
+def test_a_header_longer_than_the_format_allows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", 1 << 60))
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        plan.weights_bytes(tmp_path)
+
+
+@pytest.mark.spec("A17")
+def test_an_explicit_need_wins_over_the_files(tmp_path: Path) -> None:
+    need = {"weights": "3 MiB", "working": "1 MiB"}
+    got = plan.plan("m", capability(str(tmp_path), need=need))
+    assert got.need_is_explicit
+    assert got.need.device_bytes == 4 * MIB
+    assert got.need.host_bytes == 3 * MIB
+
+
+def test_kv_cache_in_the_engine_arguments_is_the_working_set(tmp_path: Path) -> None:
+    safetensors(tmp_path, "a.safetensors", 100)
+    got = plan.plan("m", capability(str(tmp_path), engine_args={"kv_cache_memory_bytes": "2 MiB"}))
+    assert got.need.working_bytes == 2 * MIB
+    assert got.config["engine_args"] == {"kv_cache_memory_bytes": 2 * MIB}
+
+
+def test_other_engine_settings_are_another_key(tmp_path: Path) -> None:
+    safetensors(tmp_path, "a.safetensors", 100)
+    keys = {
+        plan.plan("m", capability(str(tmp_path), engine_args=args)).settings_key
+        for args in ({}, {"max_num_seqs": 1}, {"max_num_seqs": 2}, {"max_num_seqs": 2})
+    }
+    assert len(keys) == 3
+
+
+def test_a_model_that_cannot_sleep_claims_no_host_memory(tmp_path: Path) -> None:
+    safetensors(tmp_path, "a.safetensors", 100)
+    assert plan.plan("m", capability(str(tmp_path), can_sleep=False)).need.host_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [("made:absent-model", "make models"), ("package:absent_package", "pip install")],
+)
+def test_a_missing_source_says_how_to_get_it(source: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan.resolve(source)
+
+
+def test_an_unknown_engine_is_named() -> None:
+    with pytest.raises(ConfigError, match="no engine 'abacus'"):
+        plan.engine_kind("abacus")
