@@ -67,10 +67,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write(name: str, figures: dict[str, Any], seed: int | None = None) -> Path:
-    """docs/benchmarks/<name>.json with the command as it was typed."""
+def write(
+    name: str, figures: dict[str, Any], seed: int | None = None, label: str | None = None
+) -> Path:
+    """docs/benchmarks/<name>[_<label>].json with the command as it was typed."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    file = FOLDER / f"{name}.json"
+    file = FOLDER / f"{name}{f'_{label}' if label else ''}.json"
     command = f"python -m benchmarks.{name} " + " ".join(sys.argv[1:])
     body = {
         "command": command.strip(),

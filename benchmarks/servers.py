@@ -1,0 +1,109 @@
+"""Start the two things that are compared: our graph, and a bare `vllm serve` of the same model."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+BIN = Path(sys.executable).parent
+
+# The figures of RAY.md 6 for each way to carry a request between Serve's processes.
+TRANSPORTS: dict[str, dict[str, str]] = {
+    "default": {},
+    "grpc": {
+        "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+        # Default 4 MB; a larger message would fail. 256 MB is above MAX_BODY_BYTES of the front.
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
+    },
+    "throughput": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"},
+    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
+}
+TRANSPORTS["haproxy+grpc"] = TRANSPORTS["haproxy"] | TRANSPORTS["grpc"]
+
+
+def wait_for(url: str, within_s: float, process: subprocess.Popen[bytes]) -> float:
+    """Seconds until the address answers 200. Raises RuntimeError when it never does."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < within_s:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server behind {url} ended with {process.returncode}")
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                if answer.status == 200:
+                    return time.perf_counter() - start
+        time.sleep(0.02)
+    raise RuntimeError(f"{url} did not answer within {within_s:.0f} s")
+
+
+@contextlib.contextmanager
+def running(
+    command: list[str], env: dict[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process group that is gone afterwards."""
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command, env=os.environ | env, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        for sign, within_s in ((signal.SIGINT, 60), (signal.SIGKILL, 10)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(within_s)
+                break
+
+
+def vllm_flags(engine_args: dict[str, Any]) -> list[str]:
+    """The same engine arguments as flags of `vllm serve`."""
+    flags = []
+    for key, value in engine_args.items():
+        name = "--" + key.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(name if value else name.replace("--", "--no-", 1))
+        else:
+            flags += [name, str(value)]
+    return flags
+
+
+@contextlib.contextmanager
+def bare_vllm(model: str, name: str, engine_args: dict[str, Any], port: int) -> Iterator[str]:
+    """`vllm serve`, ready. Yields its address."""
+    command = [str(BIN / "vllm"), "serve", model, "--served-model-name", name]
+    command += ["--host", "127.0.0.1", "--port", str(port), *vllm_flags(engine_args)]
+    with running(command, {"VLLM_LOGGING_LEVEL": "WARNING"}, _log("vllm")) as process:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(f"{url}/health", 180, process)
+        yield url
+
+
+@contextlib.contextmanager
+def our_graph(config: dict[str, Any], transport: str) -> Iterator[str]:
+    """`serve run` of a configuration, front ready. Yields its address."""
+    port = config["http_options"]["port"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "serve_config.yaml"
+        file.write_text(yaml.safe_dump(config))
+        command = [str(BIN / "serve"), "run", str(file)]
+        env = TRANSPORTS[transport] | {"ARBITER_STATE": str(Path(folder) / "arbiter.sqlite")}
+        with running(command, env, _log("serve")) as process:
+            url = f"http://127.0.0.1:{port}"
+            wait_for(f"{url}/health", 180, process)
+            yield url
+
+
+def _log(name: str) -> Path:
+    folder = Path(tempfile.gettempdir()) / "serve-arbiter-benchmarks"
+    folder.mkdir(exist_ok=True)
+    return folder / f"{name}.log"

@@ -1,0 +1,98 @@
+"""Throughput and first token through the whole graph against bare `vllm serve` (SPEC N1).
+
+Both servers are up at once and loaded in turn, so that each pair sees the same machine.
+    python -m benchmarks.throughput --model mid-chat --streams 1 8 32 --pairs 10
+"""
+
+import argparse
+import asyncio
+import copy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks import load, report, servers
+from deployments import plan
+
+ROOT = Path(__file__).resolve().parents[1]
+# Equal on both sides. 1 thread: with two on two cores a busy neighbour collapses throughput.
+ENGINE_ARGS: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_seqs": 32,
+    "kv_cache_memory_bytes": 256 << 20,
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+}
+
+
+def graph_config(model: str, port: int) -> dict[str, Any]:
+    """The shipped configuration with one chat model in a budget that holds it."""
+    config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    config = copy.deepcopy(config)
+    config["http_options"]["port"] = port
+    config["applications"] = [a for a in config["applications"] if a["name"] != "embedding"]
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    table["arbiter"]["arenas"] = {"cpu": "6 GiB", "host": "4 GiB"}
+    chat = table["capabilities"]["chat"]
+    chat["models"] = {model: {"source": f"made:{model}", "engine_args": dict(ENGINE_ARGS)}}
+    chat["keep_warm_s"], chat["downscale_to_zero_s"] = -1, 3600
+    table["capabilities"] = {"chat": chat}
+    return config
+
+
+async def pairs(ours: str, theirs: str, args: argparse.Namespace, streams: int) -> dict[str, Any]:
+    """Interleaved runs at one number of streams; ratios ours / theirs."""
+    runs: dict[str, list[load.Run]] = {ours: [], theirs: []}
+    for number in range(args.pairs + 1):
+        order = (ours, theirs) if number % 2 else (theirs, ours)
+        for url in order:
+            run = await load.closed_loop(
+                url,
+                args.model,
+                streams=streams,
+                requests=max(streams * args.rounds, 4),
+                tokens=args.tokens,
+                seed=args.seed + number,
+            )
+            if number:  # the first pair warms both
+                runs[url].append(run)
+    speed = {url: [r.tokens_per_s for r in runs[url]] for url in runs}
+    first = {url: [r.ttft_s for r in runs[url]] for url in runs}
+    return {
+        "tokens_per_s_ours": report.Sample(tuple(speed[ours])),
+        "tokens_per_s_vllm": report.Sample(tuple(speed[theirs])),
+        "throughput_ratio": report.paired_ratio(speed[ours], speed[theirs]),
+        "ttft_s_ours": report.Sample(tuple(first[ours])),
+        "ttft_s_vllm": report.Sample(tuple(first[theirs])),
+        "ttft_ratio": report.paired_ratio(first[ours], first[theirs]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="mid-chat")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=2, help="requests per stream and run")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transport", choices=sorted(servers.TRANSPORTS), default="default")
+    args = parser.parse_args()
+    figures: dict[str, Any] = {"model": args.model, "transport": args.transport}
+    path = plan.resolve(f"made:{args.model}")
+    with (
+        servers.our_graph(graph_config(args.model, 18_400), args.transport) as ours,
+        servers.bare_vllm(path, args.model, ENGINE_ARGS, 18_401) as theirs,
+    ):
+        for streams in args.streams:
+            row = asyncio.run(pairs(ours, theirs, args, streams))
+            figures[f"streams_{streams}"] = row
+            print(f"{streams:>3} streams: throughput {row['throughput_ratio']} of vllm serve,")
+            print(f"             first token {row['ttft_ratio']} of vllm serve")
+    suffix = "" if args.transport == "default" else f"_{args.transport}"
+    report.write("throughput", figures, args.seed, label=f"{args.model}{suffix}")
+
+
+if __name__ == "__main__":
+    main()
