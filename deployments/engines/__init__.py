@@ -1,0 +1,1 @@
+"""Engine processes: the zygote, its children, and one file per engine library."""

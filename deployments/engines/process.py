@@ -1,0 +1,126 @@
+"""Small Linux facts that engine processes rely on: privileges, names, descriptors, environment."""
+
+import ctypes
+import os
+import random
+import re
+import signal
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from deployments.engines.protocol import BadSpawn
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 1, 15, 38  # linux/prctl.h
+_libc = ctypes.CDLL(None, use_errno=True)
+
+# What an engine may inherit or be given: paths, locale, thread counts, device choice, and the
+# settings of the libraries it runs. Everything else, above all every secret, stays outside.
+_ALLOWED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TZ|TMPDIR|LANG|LC_\w+|VIRTUAL_ENV|LD_LIBRARY_PATH"
+    r"|PYTHON(PATH|HASHSEED|UNBUFFERED|DONTWRITEBYTECODE|FAULTHANDLER)|ARBITER_\w+"
+    r"|(XDG|OMP|KMP|MKL|OPENBLAS|MALLOC|CUDA|NVIDIA|NCCL|HF|TRANSFORMERS|TOKENIZERS|TORCH"
+    r"|TORCHINDUCTOR|TRITON|PYTORCH|VLLM|SENTENCE_TRANSFORMERS)_\w+"
+)
+_SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSWORD|CREDENTIAL|API_KEY|_KEY$")
+
+# Set before the zygote's interpreter starts, because glibc and OpenMP read them only then.
+DEFAULTS = {
+    "MALLOC_ARENA_MAX": "1",  # one heap: what a sleep frees can be trimmed (VLLM.md, residue)
+    "OMP_NUM_THREADS": "1",  # 2 threads beside a busy neighbour lost up to 4x (VLLM.md 1)
+    "OPENBLAS_NUM_THREADS": "1",  # its pool would start at import, and a fork needs one thread
+    "HF_HUB_OFFLINE": "1",  # models are folders on disk; a start must not wait for a network
+    "TOKENIZERS_PARALLELISM": "false",  # its thread pool deadlocks after a fork
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the executor be `uni` on the CPU build
+    "KMP_BLOCKTIME": "0",  # an idle OpenMP thread must not spin on a shared core
+}
+
+
+def is_allowed(name: str) -> bool:
+    return bool(_ALLOWED.fullmatch(name)) and not _SECRET.search(name)
+
+
+def allowed_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of an environment that an engine may see, over our defaults."""
+    return DEFAULTS | {k: v for k, v in environment.items() if is_allowed(k)}
+
+
+def refuse_environment(environment: Mapping[str, str]) -> None:
+    """Raises BadSpawn for a name outside the allow-list."""
+    if bad := sorted(name for name in environment if not is_allowed(name)):
+        raise BadSpawn(f"env: {bad[0]} is not on the allow-list of deployments.engines.process")
+
+
+def require_private(folder: Path) -> None:
+    """Raises BadSpawn unless only this user can enter the folder."""
+    try:
+        found = folder.lstat()
+    except OSError as error:
+        raise BadSpawn(f"{folder}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise BadSpawn(f"{folder}: need a directory of mode 0700 owned by uid {os.getuid()}")
+
+
+def prctl(option: int, value: int | bytes) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def drop_privileges() -> None:
+    """No program this process starts gains more than it has (setuid bits are ignored)."""
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL when the parent thread ends; at once when it already has."""
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def set_name(name: str) -> None:
+    """The name `ps` and `top` show; the kernel keeps 15 bytes."""
+    prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def reseed() -> None:
+    """Forks of one zygote must not share their dice."""
+    seed = int.from_bytes(os.urandom(8), "little")
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed % 2**63)
+
+
+def close_all_but(*keep: int) -> None:
+    """Close every descriptor above stderr except these."""
+    held = {int(name) for name in os.listdir("/proc/self/fd")}
+    for fd in held - {0, 1, 2, *keep}:
+        try:
+            os.close(fd)
+        except OSError:  # the listing's own descriptor is gone already
+            continue
+
+
+def thread_count() -> int:
+    """Threads of this process as the kernel sees them, native ones included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def end(status: int) -> NoReturn:
+    """End this process now, and everything it started: its process group when it leads one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(status)
+
+
+def trim() -> None:
+    """Hand freed heap back to the kernel; without it a sleep shows only in part."""
+    _libc.malloc_trim(0)

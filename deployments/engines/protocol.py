@@ -1,0 +1,147 @@
+"""What an engine author writes, and what the zygote is told.
+
+An engine is one file, the only one that imports its library, with one function
+`build(config) -> Engine`. The function runs in a process of its own, forked a moment ago from the
+zygote, single threaded, with no event loop: the place to fork helpers or set thread counts. The
+host (child.py) then calls `load` in an event loop and serves `app` on a unix socket. Killing the
+process is the unload, so there is none here and no state can outlive it.
+
+    class Echo:
+        can_sleep = False
+
+        async def load(self) -> None: ...                       # allocate; raise to fail
+        async def app(self, scope, receive, send) -> None: ...  # OpenAI routes, ASGI
+        async def sleep(self) -> None: ...                      # weights to host RAM
+        async def wake(self) -> None: ...                       # and back, no disk
+        async def probe(self) -> str: ...                       # one token or one step, as text
+        async def health(self) -> None: ...                     # raise when it cannot serve
+
+Then one line of config names it: `engine: my_package.echo:build`.
+"""
+
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+Config = dict[str, Any]  # JSON: {"model", "served_name", "can_sleep", "engine_args"}
+
+MAX_LINE_BYTES = 1 << 20  # a spawn message with thousands of adapter paths is ~200 KB
+MAX_SOCKET_PATH = 107  # sockaddr_un: 108 bytes with the closing zero (unix(7))
+
+_TICKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # it names log files
+_ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class Engine(Protocol):
+    """One loaded model. Every method may raise whatever the library raises."""
+
+    can_sleep: bool
+
+    async def load(self) -> None:
+        """Bring the model from disk. Called again when a wake did not verify."""
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI: the data routes, in OpenAI's shapes."""
+
+    async def sleep(self) -> None:
+        """Move the weights to host RAM, in memfds named `host-copy*`, and drop all else."""
+
+    async def wake(self) -> None:
+        """Undo `sleep` from host RAM alone."""
+
+    async def probe(self) -> str:
+        """A short deterministic answer; equal before a sleep and after its wake."""
+
+    async def health(self) -> None:
+        """Raise when the engine cannot answer requests."""
+
+
+class LoadFailed(Exception):
+    """A load that did not succeed; `kind` is the library's own error class."""
+
+    def __init__(self, kind: str, message: str, out_of_memory: bool) -> None:
+        super().__init__(kind, message, out_of_memory)
+        self.kind, self.message, self.out_of_memory = kind, message, out_of_memory
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+# What libraries say when memory was the cause; torch and vLLM raise RuntimeError or ValueError.
+_MEMORY_WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "free memory on device",
+    "no available memory for the cache",
+    "kv cache is needed, which is larger than the available",
+)
+
+
+def load_failure(error: BaseException) -> LoadFailed:
+    """Any error as the cause of a failed load."""
+    if isinstance(error, LoadFailed):
+        return error
+    text = str(error) or repr(error)
+    memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+    memory = memory or any(words in text.lower() for words in _MEMORY_WORDS)
+    return LoadFailed(type(error).__name__, text, memory)
+
+
+class BadSpawn(ValueError):
+    """A spawn message that must not be obeyed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Everything a child needs. `socket` lies in a directory only its owner may enter."""
+
+    ticket: str
+    entry: str  # `module:function`, called with `config` in the child
+    config: Config
+    env: dict[str, str]
+    socket: Path
+
+    @property
+    def log(self) -> Path:
+        """The child's stdout and stderr."""
+        return self.socket.with_suffix(".log")
+
+
+def parse_spawn(raw: dict[str, Any]) -> Spawn:
+    """Raises BadSpawn that names the bad field."""
+    spawn = Spawn(
+        _text(raw, "ticket"),
+        _text(raw, "entry"),
+        _mapping(raw, "config"),
+        {name: str(value) for name, value in _mapping(raw, "env").items()},
+        Path(_text(raw, "socket")),
+    )
+    if not _TICKET.fullmatch(spawn.ticket):
+        raise BadSpawn(f"ticket: {spawn.ticket!r} is not a plain name")
+    if not _ENTRY.fullmatch(spawn.entry):
+        raise BadSpawn(f"entry: {spawn.entry!r} is not `module:function`")
+    if not spawn.socket.is_absolute() or len(str(spawn.socket)) > MAX_SOCKET_PATH:
+        raise BadSpawn(f"socket: need an absolute path of at most {MAX_SOCKET_PATH} bytes")
+    return spawn
+
+
+def _text(raw: dict[str, Any], field: str) -> str:
+    value = raw.get(field)
+    if not isinstance(value, str):
+        raise BadSpawn(f"{field}: expected text, got {type(value).__name__}")
+    return value
+
+
+def _mapping(raw: dict[str, Any], field: str) -> dict[str, Any]:
+    value = raw.get(field, {})
+    if not isinstance(value, dict):
+        raise BadSpawn(f"{field}: expected an object, got {type(value).__name__}")
+    return value

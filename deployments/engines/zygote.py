@@ -1,0 +1,229 @@
+"""A process with the heavy imports done that forks engine processes on request.
+
+    python -m deployments.engines.zygote --socket PATH --preload module,module
+
+Started by exec from the node agent. It stays single threaded and runs no tensor operation, so its
+forks are sound and share its pages: an engine starts in a fraction of the time its imports take.
+One JSON object per line each way over a unix socket in a 0700 directory, same user only:
+
+    {"op": "ping"}                                -> {"ready": true, "pid": P, "threads": 1}
+    {"op": "spawn", "ticket": T, "entry": "module:function", "config": {..}, "env": {..},
+     "socket": PATH}                              -> {"pid": P}; the same ticket again: the same P
+    {"op": "list"}                                -> {"children": [{"ticket", "pid", "socket"}]}
+    anything wrong                                -> {"error": "why"}
+
+A message sent while the imports still run is answered when they are done. Children outlive a
+killed zygote; a child's output goes beside its socket, as `.log`.
+"""
+
+import argparse
+import fcntl
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from deployments.engines import child, process
+from deployments.engines.protocol import MAX_LINE_BYTES, BadSpawn, Spawn, parse_spawn
+
+# Unconnected for this long, a zygote asks itself whether anybody can still find it. An agent
+# restarts in 1-2 s, so this is far beyond any restart.
+LINGER_S = 30.0
+TICK_S = 1.0  # how often that is asked
+SEND_S = 1.0  # a reply is a few hundred bytes; a reader slower than this is gone
+_MARK = "ARBITER_ZYGOTE"  # set once the environment is the allowed one
+
+
+class Zygote:
+    """The loop. One thread, no tensor, no device."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.children: dict[str, tuple[int, Spawn]] = {}
+        self.buffers: dict[socket.socket, bytes] = {}
+        self.seen_s = 0.0
+        self.poll = selectors.DefaultSelector()
+        self.server = _listen(path)
+        self.inode = path.stat().st_ino
+        self.poll.register(self.server, selectors.EVENT_READ)
+        self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.poll.register(self.wake_read, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        self.seen_s = time.monotonic()  # the imports took seconds in which nobody was heard
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the pipe is written
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+        while not self._is_lost():
+            for key, _ in self.poll.select(TICK_S):
+                self._ready(key.fileobj)
+            self._reap()
+        self._kill_all()
+        self.path.unlink(missing_ok=True)
+
+    def _ready(self, source: Any) -> None:
+        if source is self.server:
+            self._accept()
+        elif source == self.wake_read:
+            os.read(self.wake_read, 4096)
+        else:
+            self._read(source)
+
+    def _accept(self) -> None:
+        conn, _ = self.server.accept()
+        if peer_uid(conn) != os.getuid():
+            conn.close()
+            return
+        conn.settimeout(SEND_S)
+        self.buffers[conn] = b""
+        self.poll.register(conn, selectors.EVENT_READ)
+
+    def _read(self, conn: socket.socket) -> None:
+        try:
+            data = conn.recv(1 << 16)
+        except OSError:
+            data = b""
+        *lines, rest = (self.buffers[conn] + data).split(b"\n")
+        self.buffers[conn] = rest
+        if not data or len(rest) > MAX_LINE_BYTES:
+            return self._hang_up(conn)
+        for line in lines:
+            reply = json.dumps(self._answer(line)).encode() + b"\n"
+            try:
+                conn.sendall(reply)
+            except OSError:
+                return self._hang_up(conn)
+
+    def _hang_up(self, conn: socket.socket) -> None:
+        self.seen_s = time.monotonic()
+        self.poll.unregister(conn)
+        del self.buffers[conn]
+        conn.close()
+
+    def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            message = json.loads(line)
+            op = message["op"]
+            if op == "spawn":
+                return {"pid": self._spawn(parse_spawn(message))}
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        if op == "list":
+            return {"children": [self._row(pid, spawn) for pid, spawn in self.children.values()]}
+        if op == "ping":
+            return {"ready": True, "pid": os.getpid(), "threads": process.thread_count()}
+        return {"error": f"no op {op!r}; there is: ping, spawn, list"}
+
+    def _row(self, pid: int, spawn: Spawn) -> dict[str, Any]:
+        return {"ticket": spawn.ticket, "pid": pid, "socket": str(spawn.socket)}
+
+    def _spawn(self, spawn: Spawn) -> int:
+        self._reap()
+        if known := self.children.get(spawn.ticket):
+            return known[0]
+        process.refuse_environment(spawn.env)
+        process.require_private(spawn.socket.parent)
+        if process.thread_count() != 1:
+            raise BadSpawn("the zygote has threads, so a fork would not be sound; restart it")
+        listener = bind(spawn.socket)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            child.run(spawn, listener)
+        listener.close()
+        self.children[spawn.ticket] = (pid, spawn)
+        return pid
+
+    def _reap(self) -> None:
+        for ticket, (pid, spawn) in list(self.children.items()):
+            if os.waitpid(pid, os.WNOHANG)[0] == pid:
+                del self.children[ticket]
+                spawn.socket.unlink(missing_ok=True)
+
+    def _is_lost(self) -> bool:
+        """Nobody is connected, for long, and nobody can come back: the socket's path is gone or
+        another's. With no children there is nothing to wait for either."""
+        if self.buffers or time.monotonic() - self.seen_s < LINGER_S:
+            return False
+        try:
+            can_be_found = self.path.stat().st_ino == self.inode
+        except OSError:
+            can_be_found = False
+        return not (can_be_found and self.children)
+
+    def _kill_all(self) -> None:
+        for pid, _ in self.children.values():
+            for kill in (os.killpg, os.kill):
+                try:
+                    kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+
+
+def bind(path: Path) -> socket.socket:
+    """A listening unix socket only this user may open, made before the fork so that whoever asked
+    for the child can connect the moment the answer arrives."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(before)
+    listener.listen(128)  # a replica opens one connection per request in flight
+    return listener
+
+
+def peer_uid(conn: socket.socket) -> int:
+    """User of the process at the other end, as the kernel recorded it at connect."""
+    packed = conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _pid, uid, _gid = struct.unpack("3i", packed)
+    return int(uid)
+
+
+def _listen(path: Path) -> socket.socket:
+    """Raises BadSpawn unless the directory is private and no other zygote serves this path."""
+    process.require_private(path.parent)
+    lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends
+    except BlockingIOError as error:
+        raise BadSpawn(f"{path}: another zygote serves here") from error
+    return bind(path)
+
+
+def _clean_environment() -> None:
+    """Start over with nothing but the allowed variables, before any library reads them."""
+    if os.environ.get(_MARK) == "1":
+        return
+    environment = process.allowed_environment(os.environ) | {_MARK: "1"}
+    command = [sys.executable, "-m", "deployments.engines.zygote", *sys.argv[1:]]
+    os.execve(sys.executable, command, environment)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--preload", default="", help="modules to import, separated by commas")
+    args = parser.parse_args()
+    _clean_environment()
+    process.set_name("zygote")
+    zygote = Zygote(args.socket)
+    gc.disable()  # a collection between imports costs a second and shares nothing
+    child.preload()
+    for module in filter(None, args.preload.split(",")):
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a child's collector then leaves the shared pages untouched
+    zygote.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""A zygote and its children under a test: start, speak, and leave nothing behind."""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+class Connection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: str, timeout_s: float = 60.0) -> None:
+        super().__init__("engine", timeout=timeout_s)
+        self.path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.path)
+
+
+@dataclass
+class Child:
+    """One spawned engine, and the connection that keeps it alive."""
+
+    pid: int
+    path: str
+    lifeline: Connection | None = None
+
+    def hold(self) -> "Child":
+        self.lifeline = Connection(self.path)
+        self.lifeline.request("GET", "/control/lifeline")
+        self.lifeline.getresponse()
+        return self
+
+    def call(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        conn = Connection(self.path)
+        data = None if body is None else json.dumps(body)
+        conn.request(method, path, data, {"content-type": "application/json"})
+        answer = conn.getresponse()
+        raw = answer.read()
+        conn.close()
+        is_json = answer.getheader("content-type", "").startswith("application/json")
+        return answer.status, json.loads(raw) if is_json else raw
+
+    def ready(self) -> tuple[int, Any]:
+        return self.call("GET", "/control/ready")
+
+    @property
+    def log(self) -> str:
+        return Path(self.path).with_suffix(".log").read_text()
+
+
+class ZygoteUnderTest:
+    """A zygote process with its own private folder."""
+
+    def __init__(self, preload: str = "", env: dict[str, str] | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="zyg-"))  # mkdtemp makes it 0700
+        self.socket = self.folder / "zygote.sock"
+        command = [sys.executable, "-m", "deployments.engines.zygote"]
+        command += ["--socket", str(self.socket), "--preload", preload]
+        self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(env or {})})
+        until(self.socket.exists, 30)
+        self.wire = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.wire.connect(str(self.socket))
+        self.lines = self.wire.makefile("rb")
+        self.spawned: list[int] = []
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.wire.sendall(json.dumps(message).encode() + b"\n")
+        reply: dict[str, Any] = json.loads(self.lines.readline())
+        return reply
+
+    def spawn(self, ticket: str, entry: str, config: dict[str, Any], **env: str) -> Child:
+        path = str(self.folder / f"{ticket}.sock")
+        fields = {"ticket": ticket, "entry": entry, "config": config, "env": env, "socket": path}
+        reply = self.ask({"op": "spawn", **fields})
+        assert "pid" in reply, reply
+        self.spawned.append(reply["pid"])
+        return Child(reply["pid"], path)
+
+    def close(self) -> None:
+        for pid in self.spawned:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def zygote(preload: str = "", env: dict[str, str] | None = None) -> Iterator[ZygoteUnderTest]:
+    running = ZygoteUnderTest(preload, env)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait on a condition, with a bound."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        os.sched_yield()
+        with contextlib.suppress(InterruptedError):
+            signal.sigtimedwait([], 0.01)
+
+
+def is_gone(pid: int) -> bool:
+    """Dead and reaped, or a zombie: no bytes either way."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [pid]
+    for one in found:
+        for task in Path(f"/proc/{one}/task").glob("*/children"):
+            found += [int(p) for p in task.read_text().split()]
+    return found
+
+
+def device_bytes(pid: int) -> int:
+    """Private bytes of a process tree as the kernel counts them, shared memory aside, plus the
+    memfds it holds that are not host copies."""
+    return sum(_private(p) for p in tree(pid)) + _memfds(pid, lambda name: "host-copy" not in name)
+
+
+def host_bytes(pid: int) -> int:
+    return _memfds(pid, lambda name: "host-copy" in name)
+
+
+def _private(pid: int) -> int:
+    found = {}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+        key, value, *_ = line.split()
+        found[key.rstrip(":")] = int(value) * 1024
+    return found["Private_Clean"] + found["Private_Dirty"] - found["Pss_Shmem"]
+
+
+def _memfds(pid: int, wanted: Callable[[str], bool]) -> int:
+    seen = {}
+    for one in tree(pid):
+        for fd in Path(f"/proc/{one}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                name = os.readlink(fd)
+                if name.startswith("/memfd:") and wanted(name):
+                    stat = os.stat(fd)
+                    seen[stat.st_ino] = stat.st_blocks * 512
+    return sum(seen.values())

@@ -1,0 +1,85 @@
+"""An engine that is honest about memory and obedient about everything else.
+
+It holds real, touched, private bytes, so the kernel measures it. In `engine_args`: bytes,
+load_seconds, fail (memory, error, hang), chunks and chunk_seconds of a streamed answer,
+ignore_sigterm, forget (its probe changes after a wake), sick (its health).
+"""
+
+import asyncio
+import json
+import mmap
+import os
+import signal
+
+from deployments.engines.child import respond
+from deployments.engines.protocol import Config, Receive, Scope, Send
+
+
+class FakeEngine:
+    def __init__(self, config: Config) -> None:
+        self.name = config.get("served_name", "fake")
+        self.can_sleep: bool = config.get("can_sleep", True)
+        self.args = config.get("engine_args", {})
+        self.size = int(self.args.get("bytes", 0))
+        self.held: mmap.mmap
+        self.copy = -1
+        self.wakes = 0
+
+    async def load(self) -> None:
+        if self.args.get("ignore_sigterm"):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        await asyncio.sleep(float(self.args.get("load_seconds", 0)))
+        fail = self.args.get("fail")
+        if fail == "hang":
+            await asyncio.Event().wait()
+        if fail:
+            kind = {"memory": MemoryError, "error": RuntimeError}[fail]
+            raise kind(f"told to fail with {self.size} bytes")
+        self._allocate()
+
+    def _allocate(self) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE  # touched, every page
+        self.held = mmap.mmap(-1, max(64, self.size), flags)
+
+    async def sleep(self) -> None:
+        self.copy = os.memfd_create("host-copy-fake")
+        with os.fdopen(os.dup(self.copy), "wb") as file:
+            file.write(self.held)
+        self.held.close()
+
+    async def wake(self) -> None:
+        self._allocate()
+        self.held[:] = mmap.mmap(self.copy, 0)
+        os.close(self.copy)
+        self.wakes += 1
+
+    async def probe(self) -> str:
+        return self.held[:64].hex() + (str(self.wakes) if self.args.get("forget") else "")
+
+    async def health(self) -> None:
+        assert not self.args.get("sick"), "told to be sick"
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = json.loads((await receive())["body"] or b"{}")
+        if scope["path"] == "/v1/embeddings":
+            rows = [{"object": "embedding", "index": 0, "embedding": [0.6, 0.8]}]
+            use = {"prompt_tokens": 1, "total_tokens": 1}
+            answer = {"object": "list", "data": rows, "model": self.name, "usage": use}
+            return await respond(send, 200, answer)
+        if not body.get("stream"):
+            return await respond(send, 200, self._chat("message", self.args.get("chunks", 1)))
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(self.args.get("chunks", 1)):
+            await asyncio.sleep(float(self.args.get("chunk_seconds", 0)))
+            data = b"data: " + json.dumps(self._chat("delta", 1)).encode() + b"\n\n"
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    def _chat(self, part: str, words: int) -> dict[str, object]:
+        choice = {"index": 0, part: {"role": "assistant", "content": "x " * words}}
+        kind = "chat.completion.chunk" if part == "delta" else "chat.completion"
+        return {"id": "fake", "object": kind, "created": 0, "model": self.name, "choices": [choice]}
+
+
+build = FakeEngine
