@@ -1,0 +1,29 @@
+"""From the table a person wrote to what the arbiter and the node agents are started with."""
+
+from typing import Any
+
+from arbiter.wire import AgentSettings, Boot, Configuration
+from deployments.config import Table
+from deployments.plan import engine_kind
+from policies import bundle
+
+ZYGOTE = "deployments.engines.zygote"
+
+
+def configuration(table: Table) -> Configuration:
+    settings = table.arbiter.as_settings()
+    return Configuration(settings, bundle(settings), table.as_event(), as_plain(table))
+
+
+def boot(table: Table) -> Boot:
+    """The zygote imports ahead what the table's engines need; an engine added later by a change
+    of the table works as well, and imports for itself."""
+    kinds = [engine_kind(c.engine) for c in table.capabilities.values()]
+    preload = tuple(dict.fromkeys(module for kind in kinds for module in kind.preload))
+    agent = AgentSettings(ZYGOTE, preload)
+    return Boot(configuration(table), agent, state_file=table.arbiter.state_file)
+
+
+def as_plain(table: Table) -> dict[str, Any]:
+    """JSON-able; `parse_table` reads it back."""
+    return table.model_dump(mode="json", exclude_defaults=True)

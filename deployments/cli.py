@@ -1,0 +1,208 @@
+"""The `arbiter` command: see what holds memory, check a configuration, replace or end the arbiter.
+
+`status` and `events` ask the front over HTTP, so they work from anywhere; `upgrade` and `down` join
+the Ray cluster, because they must work when no front does.
+"""
+
+import argparse
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+from arbiter.units import Bytes, human
+
+URL = "http://127.0.0.1:8000"
+HTTP_TIMEOUT_S = 30.0  # twice the longest silence of the event stream
+
+
+class CommandError(Exception):
+    """Said to the person at the terminal; exit status 1."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except CommandError as error:
+        print(f"arbiter {args.command}: {error}", file=sys.stderr)
+        return 1
+    except (BrokenPipeError, KeyboardInterrupt):  # the reader has seen enough
+        sys.stderr.close()
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="arbiter", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    as_json = argparse.ArgumentParser(add_help=False)
+    as_json.add_argument("--json", action="store_true", help="for machines")
+    http = argparse.ArgumentParser(add_help=False)
+    default = os.environ.get("ARBITER_URL", URL)
+    http.add_argument(
+        "--url", default=default, help="the front (default: $ARBITER_URL or %(default)s)"
+    )
+    ray = argparse.ArgumentParser(add_help=False)
+    ray.add_argument("--address", default="auto", help="the Ray cluster (default: %(default)s)")
+
+    def add(name: str, run: Any, about: str, *parents: Any) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=about, description=about, parents=list(parents))
+        command.set_defaults(run=run)
+        return command
+
+    add("status", status, "Devices, tickets, queue and cool-downs.", as_json, http)
+    events_of = add("events", events, "What happened, newest last.", as_json, http)
+    events_of.add_argument("--follow", action="store_true", help="go on as it happens")
+    events_of.add_argument("--after", type=int, default=0, help="sequence number to start behind")
+    add("check", check, "Name every wrong key of a configuration.", as_json).add_argument("file")
+    add("upgrade", upgrade, "Replace the running arbiter by the installed version.", as_json, ray)
+    add("down", down, "Unload, wait (bounded), end the arbiter and its agents.", as_json, ray)
+    return parser
+
+
+# -- over HTTP ---------------------------------------------------------------------------------
+
+
+def status(args: argparse.Namespace) -> None:
+    state = json.load(_get(args.url, "/arbiter/state"))
+    print(json.dumps(state, indent=2) if args.json else "\n".join(status_lines(state)))
+
+
+def status_lines(state: dict[str, Any]) -> Iterator[str]:
+    """The state as a person reads it."""
+    yield f"arbiter {state['version']}, epoch {state['epoch']}, policy {state['policy']}"
+    yield ""
+    rows = [
+        (d["device"], *(_size(d[f"{what}_bytes"]) for what in _DEVICE_COLUMNS))
+        for d in state["devices"]
+    ]
+    yield from _table(("device", *_DEVICE_COLUMNS), rows)
+    yield ""
+    tickets = [
+        (t["ticket"], t["capability"], t["model"], t["state"], t["inflight"], _charges(t))
+        for t in state["tickets"]
+    ]
+    yield from _table(("ticket", "capability", "model", "state", "in flight", "charged"), tickets)
+    for failure in state["cooldowns"]:
+        yield f"cooling down: {failure['model']} for {failure['left_s']:.0f} s, {failure['cause']}"
+
+
+_DEVICE_COLUMNS = ("budget", "free", "charged", "measured", "foreign", "largest_fit")
+
+
+def _charges(ticket: dict[str, Any]) -> str:
+    charges = ticket["charged_bytes"].items()
+    return ", ".join(f"{device.rpartition('/')[2]} {_size(size)}" for device, size in charges)
+
+
+def events(args: argparse.Namespace) -> None:
+    """One line an event. Without --follow, ends at the first silence."""
+    for line in _get(args.url, f"/arbiter/events?after={args.after}"):
+        if line.startswith(b"data: "):
+            event = json.loads(line[6:])
+            print(json.dumps(event) if args.json else event_line(event), flush=True)
+        elif line.startswith(b":") and not args.follow:
+            return
+
+
+def event_line(event: dict[str, Any]) -> str:
+    known = ("seq", "kind", "unix_s", "ticket", "size_bytes", "took_s")
+    parts = [f"{event['seq']:>6}", f"{event['kind']:<16}", event.get("ticket") or ""]
+    if event.get("size_bytes") is not None:
+        parts.append(_size(event["size_bytes"]))
+    if event.get("took_s") is not None:
+        parts.append(f"{event['took_s']:.2f} s")
+    parts += [f"{k}={v}" for k, v in event.items() if k not in known and v is not None]
+    return "  ".join(part for part in parts if part)
+
+
+def _get(url: str, path: str) -> HTTPResponse:
+    try:
+        answer: HTTPResponse = urllib.request.urlopen(url + path, timeout=HTTP_TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        raise CommandError(f"{url}{path}: {error.status} {error.read().decode()[:500]}") from error
+    except (urllib.error.URLError, TimeoutError) as error:
+        raise CommandError(f"{url}: {error}; is the front running (`make serve`)?") from error
+    return answer
+
+
+def _size(size: int) -> str:
+    return human(Bytes(size))
+
+
+def _table(head: Iterable[str], rows: list[tuple[Any, ...]]) -> Iterator[str]:
+    lines = [tuple(str(cell) for cell in row) for row in (tuple(head), *rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for line in lines:
+        yield "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
+
+
+# -- configuration -----------------------------------------------------------------------------
+
+
+def check(args: argparse.Namespace) -> None:
+    from deployments.config import ConfigError, check_file
+    from deployments.plan import plan
+
+    try:
+        table = check_file(Path(args.file))
+        needs = {
+            model: plan(model, capability).need.device_bytes
+            for capability in table.capabilities.values()
+            for model in capability.models
+        }
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
+    if args.json:
+        print(json.dumps({"ok": True, "need_bytes": needs}))
+        return
+    print(f"{args.file}: good")
+    for model, need in needs.items():
+        print(f"  {model}: about {_size(need)} while resident")
+
+
+# -- through Ray -------------------------------------------------------------------------------
+
+
+def upgrade(args: argparse.Namespace) -> None:
+    from arbiter.client import upgrade_arbiter
+
+    _connect(args.address)
+    _say(args, upgrade_arbiter())
+
+
+def down(args: argparse.Namespace) -> None:
+    from arbiter.client import stop_arbiter
+
+    _connect(args.address)
+    _say(args, stop_arbiter())
+
+
+def _say(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    if args.json:
+        print(json.dumps(report))
+        return
+    for key, value in report.items():
+        print(f"{key}: {value}")
+
+
+def _connect(address: str) -> None:
+    """Clusters that `serve run` starts ask for a token, which Ray keeps in the home folder."""
+    if (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    import ray
+
+    try:
+        ray.init(address, log_to_driver=False, logging_level="ERROR", namespace="arbiter")
+    except ConnectionError as error:
+        raise CommandError(f"no Ray cluster at {address!r}: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The front's window on the arbiter: hand over the table, read state, follow events."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from arbiter.client import call_arbiter, start_arbiter
+from deployments import boot
+from deployments.config import Table
+
+EVENT_WAIT_S = 15.0  # below the usual 30-60 s after which proxies cut a silent connection
+
+
+async def configure(table: Table) -> None:
+    """Starts the arbiter if there is none; all or nothing."""
+    await start_arbiter(boot.boot(table))
+    await call_arbiter("configure", boot.configuration(table))
+
+
+async def state() -> dict[str, Any]:
+    """Raises ArbiterUnavailable."""
+    answer: dict[str, Any] = await call_arbiter("state")
+    return answer
+
+
+async def readiness(table: Table) -> dict[str, Any]:
+    """Per capability: ready, loading, scaled_to_zero, or failed with the cause (SPEC J9)."""
+    now = await state()
+    return {name: _readiness(name, now) for name in sorted(table.capabilities)}
+
+
+def _readiness(capability: str, now: dict[str, Any]) -> dict[str, Any]:
+    tickets = [t for t in now["tickets"] if t["capability"] == capability]
+    states = {t["model"]: t["state"] for t in tickets}
+    failures = [c for c in now["cooldowns"] if c["capability"] == capability]
+    return {"state": _word(set(states.values()), failures), "models": states} | (
+        {"cause": failures[0]["cause"]} if failures else {}
+    )
+
+
+def _word(states: set[str], failures: list[dict[str, Any]]) -> str:
+    if states & {"resident", "draining"}:
+        return "ready"
+    if states & {"queued", "loading"}:
+        return "loading"
+    if failures:
+        return "failed"
+    return "ready" if "asleep" in states else "scaled_to_zero"
+
+
+async def event_stream(after: int) -> AsyncIterator[bytes]:
+    """SSE, one event a line; a comment when nothing happened, so that the connection lives."""
+    while True:
+        batch = await call_arbiter("events", after, EVENT_WAIT_S)
+        if not batch:
+            yield b": nothing happened\n\n"
+        for event in batch:
+            after = event["seq"]
+            data = json.dumps(event)
+            yield f"id: {after}\nevent: {event['kind']}\ndata: {data}\n\n".encode()
+        await asyncio.sleep(0)  # a full ring must not starve this replica's requests
