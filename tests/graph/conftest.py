@@ -1,0 +1,139 @@
+"""The whole system as a user starts it: `serve run` of the shipped configuration, real engines.
+
+One graph for the package; keep-warm is shortened so that loads and departures can be watched.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import yaml
+from openai import OpenAI
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+PORT, DASHBOARD_PORT = 18_600, 18_665
+KEEP_WARM_S, DOWNSCALE_S = 6, 4
+
+
+def until(probe: Callable[[], T], within_s: float, what: str) -> T:
+    """The first true value of `probe`, or a failure that says what did not happen."""
+    end = time.monotonic() + within_s
+    last = probe()
+    while not last:
+        assert time.monotonic() < end, f"not within {within_s:.0f} s: {what}; last seen {last!r}"
+        threading.Event().wait(0.05)
+        last = probe()
+    return last
+
+
+@dataclass
+class Graph:
+    """The running system and how to look at it."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    folder: Path
+    config: dict[str, Any]
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return json.load(answer)
+
+    def post(self, path: str, body: object, raw: bytes | None = None) -> tuple[int, Any]:
+        data = json.dumps(body).encode() if raw is None else raw
+        request = urllib.request.Request(
+            self.url + path, data, {"content-type": "application/json"}, method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def state(self) -> dict[str, Any]:
+        return self.get("/arbiter/state")
+
+    def tickets(self, capability: str) -> dict[str, str]:
+        """Ticket to state."""
+        found = [t for t in self.state()["tickets"] if t["capability"] == capability]
+        return {t["ticket"]: t["state"] for t in found}
+
+    def deploy(self, config: dict[str, Any]) -> None:
+        """Change the configuration while it runs."""
+        file = self.folder / "changed.yaml"
+        file.write_text(yaml.safe_dump(config))
+        command = [BIN / "serve", "deploy", file, "-a", f"http://127.0.0.1:{DASHBOARD_PORT}"]
+        env = os.environ | {"RAY_AUTH_MODE": "token"}
+        subprocess.run(command, check=True, env=env, timeout=60, capture_output=True)
+
+
+def shortened(config: dict[str, Any]) -> dict[str, Any]:
+    config["http_options"]["port"] = PORT
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    for capability in table["capabilities"].values():
+        capability["keep_warm_s"] = KEEP_WARM_S
+        capability["downscale_to_zero_s"] = DOWNSCALE_S
+    return config
+
+
+@pytest.fixture(scope="package")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
+    folder = tmp_path_factory.mktemp("graph")
+    config = shortened(yaml.safe_load((ROOT / "serve_config.yaml").read_text()))
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    table["arbiter"]["state_file"] = str(folder / "arbiter.sqlite")
+    file = folder / "serve_config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    log = (folder / "serve.log").open("wb")
+    env = os.environ | {"RAY_ADDRESS": "local", "RAY_DASHBOARD_PORT": str(DASHBOARD_PORT)}
+    process = subprocess.Popen(
+        [BIN / "serve", "run", file],
+        cwd=ROOT,
+        env=env,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    running = Graph(f"http://127.0.0.1:{PORT}", process, folder, config)
+    try:
+        until(lambda: _answers(running), 120, f"the front answers; log {folder / 'serve.log'}")
+        yield running
+    finally:
+        _stop(process)
+
+
+@pytest.fixture
+def client(graph: Graph) -> OpenAI:
+    return OpenAI(base_url=f"{graph.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+
+def _answers(graph: Graph) -> bool:
+    assert graph.process.poll() is None, "serve run ended"
+    try:
+        return bool(graph.get("/ready")["capabilities"])
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for sign in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+            process.wait(40)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,111 @@
+"""Zero means zero; command line and front tell the truth; a new table restarts nothing."""
+
+import copy
+import json
+import os
+import subprocess
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.graph.conftest import BIN, DASHBOARD_PORT, DOWNSCALE_S, KEEP_WARM_S, Graph, until
+
+CHAT = "tiny-chat"
+HELLO = [{"role": "user", "content": "Who holds the memory?"}]
+
+
+def replicas(capability: str) -> int:
+    """As Serve's own REST lists them."""
+    token = subprocess.run(
+        [BIN / "ray", "get-auth-token"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{DASHBOARD_PORT}/api/serve/applications/",
+        headers={"Authorization": f"Bearer {token}"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        details: dict[str, Any] = json.load(answer)
+    return len(details["applications"][capability]["deployments"][capability]["replicas"])
+
+
+def engines() -> list[int]:
+    """Pids of processes named `engine...` that belong to this user, whoever their parent is."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                comm = Path(f"/proc/{name}/comm").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if comm.startswith("engine"):
+                found.append(int(name))
+    return found
+
+
+@pytest.mark.spec("H0")
+def test_zero_is_zero_and_then_a_request_is_answered(graph: Graph, client: OpenAI) -> None:
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    until(lambda: not graph.state()["tickets"], KEEP_WARM_S + 20, "every ticket is closed")
+    until(lambda: not engines(), 5, "no engine process is left")
+    until(lambda: replicas("chat") == 0, DOWNSCALE_S + 60, "Serve lists no replica of chat")
+    assert graph.get("/ready")["capabilities"]["chat"]["state"] == "scaled_to_zero"
+    answer = client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    assert answer.choices
+
+
+@pytest.mark.spec("J9")
+def test_readiness_says_what_each_capability_is_doing(graph: Graph, client: OpenAI) -> None:
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    report = graph.get("/ready")["capabilities"]
+    assert report["chat"]["state"] == "ready"
+    assert graph.get("/health") == {"status": "ok"}
+
+
+@pytest.mark.spec("B7")
+def test_status_shows_devices_and_tickets(graph: Graph, client: OpenAI) -> None:
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    text = arbiter(graph, "status")
+    assert "cpu:0" in text
+    assert CHAT in text
+    assert json.loads(arbiter(graph, "status", "--json")) == graph.state() | {
+        key: json.loads(arbiter(graph, "status", "--json"))[key] for key in _CHANGING
+    }
+
+
+# What may differ between two looks at a living system.
+_CHANGING = ("tickets", "devices", "recent_events", "queue", "cooldowns", "now_unix_s")
+
+
+@pytest.mark.spec("K1")
+def test_events_tell_of_loads_with_bytes_and_seconds(graph: Graph, client: OpenAI) -> None:
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    lines = [json.loads(line) for line in arbiter(graph, "events", "--json").splitlines()]
+    loads = [e for e in lines if e["kind"] == "model_load" and e.get("model") == CHAT]
+    assert loads
+    assert loads[-1]["size_bytes"] > 0
+    assert loads[-1]["took_s"] > 0
+    assert [e["seq"] for e in lines] == sorted(e["seq"] for e in lines)
+
+
+def test_a_changed_table_is_served_without_a_restart(graph: Graph, client: OpenAI) -> None:
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    before = graph.state()["epoch"], list(graph.tickets("chat"))
+    config = copy.deepcopy(graph.config)
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    models = table["capabilities"]["chat"]["models"]
+    models["second-chat"] = models[CHAT]
+    graph.deploy(config)
+    until(lambda: any(m.id == "second-chat" for m in client.models.list()), 30, "it is listed")
+    answer = client.chat.completions.create(model="second-chat", messages=HELLO, max_tokens=2)
+    assert answer.model == "second-chat"
+    assert graph.state()["epoch"] == before[0]
+    graph.deploy(graph.config)
+    until(lambda: all(m.id != "second-chat" for m in client.models.list()), 30, "it is gone")
+
+
+def arbiter(graph: Graph, *args: str) -> str:
+    command = [BIN / "arbiter", *args, "--url", graph.url]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

@@ -1,0 +1,155 @@
+"""The official OpenAI client, unchanged, against the whole graph."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from openai import BadRequestError, NotFoundError, OpenAI
+
+from tests.graph.conftest import Graph
+
+CHAT, EMBED = "tiny-chat", "all-minilm-l6-v2"
+HELLO = [{"role": "user", "content": "Who holds the memory?"}]
+
+
+@pytest.mark.spec("J1")
+def test_models_are_listed_with_their_capability(client: OpenAI) -> None:
+    owners = {model.id: model.owned_by for model in client.models.list()}
+    assert owners == {CHAT: "chat", EMBED: "embedding"}
+    assert client.models.retrieve(CHAT).id == CHAT
+
+
+@pytest.mark.spec("J1", "H0")
+def test_chat_answers_from_nothing_loaded(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=8)
+    assert answer.choices[0].finish_reason in ("length", "stop")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 8
+
+
+@pytest.mark.spec("J1")
+def test_a_stream_is_the_answer_in_pieces(client: OpenAI) -> None:
+    whole = client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=16, temperature=0)
+    stream = client.chat.completions.create(
+        model=CHAT, messages=HELLO, max_tokens=16, temperature=0, stream=True
+    )
+    pieces = [c.choices[0].delta.content or "" for c in stream if c.choices]
+    assert len([p for p in pieces if p]) > 1
+    assert "".join(pieces) == whole.choices[0].message.content
+
+
+@pytest.mark.spec("J1")
+def test_completions_answer(client: OpenAI) -> None:
+    answer = client.completions.create(model=CHAT, prompt="The arbiter holds", max_tokens=4)
+    assert answer.choices[0].text
+
+
+@pytest.mark.spec("J1", "H1")
+def test_embeddings_are_real(client: OpenAI) -> None:
+    texts = ["a cat sat on the mat", "a kitten rests on a rug", "quarterly interest rates"]
+    rows = [row.embedding for row in client.embeddings.create(model=EMBED, input=texts).data]
+
+    def cosine(a: list[float], b: list[float]) -> float:
+        dot = sum(x * y for x, y in zip(a, b, strict=True))
+        return dot / math.sqrt(sum(x * x for x in a)) / math.sqrt(sum(y * y for y in b))
+
+    assert len(rows[0]) == 384
+    assert cosine(rows[0], rows[1]) > cosine(rows[0], rows[2]) + 0.3
+
+
+@pytest.mark.spec("A4")
+def test_many_clients_at_once_cause_one_load(graph: Graph, client: OpenAI) -> None:
+    def ask(number: int) -> int:
+        answer = client.chat.completions.create(
+            model=CHAT, messages=[{"role": "user", "content": f"{number}"}], max_tokens=2
+        )
+        return len(answer.choices)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, range(32))) == [1] * 32
+    assert len(graph.tickets("chat")) == 1
+
+
+@pytest.mark.spec("A9", "D1")
+def test_chat_and_embeddings_trade_the_budget(graph: Graph, client: OpenAI) -> None:
+    """The device holds one of them; each answer is right although the other had to leave."""
+    first = client.embeddings.create(model=EMBED, input="a ticket").data[0].embedding
+    for _ in range(3):
+        client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+        again = client.embeddings.create(model=EMBED, input="a ticket").data[0].embedding
+        assert again == pytest.approx(first, abs=1e-6)
+        for device in graph.state()["devices"]:
+            assert (
+                device["free_bytes"] + device["charged_bytes"] + device["foreign_bytes"]
+                == (device["budget_bytes"])
+            )
+            assert device["free_bytes"] >= 0
+    kinds = {event["kind"] for event in graph.state()["recent_events"]}
+    assert "eviction" in kinds
+
+
+@pytest.mark.spec("L3")
+def test_an_unknown_model_is_404_and_names_what_there_is(client: OpenAI) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        client.chat.completions.create(model="tiny-cat", messages=HELLO)
+    assert caught.value.param == "model"
+    assert CHAT in caught.value.message
+
+
+@pytest.mark.spec("L3")
+def test_a_model_of_another_capability_is_refused(client: OpenAI) -> None:
+    with pytest.raises(NotFoundError):
+        client.chat.completions.create(model=EMBED, messages=HELLO)
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}, "model"),
+        ("/v1/chat/completions", {"model": 7, "messages": HELLO}, "model"),
+        ("/v1/chat/completions", {"model": CHAT}, "messages"),
+        (
+            "/v1/chat/completions",
+            {"model": CHAT, "messages": HELLO, "max_tokens": -1},
+            "max_tokens",
+        ),
+        ("/v1/chat/completions", {"model": CHAT, "messages": HELLO, "n": "two"}, "n"),
+        ("/v1/completions", {"model": CHAT, "prompt": "x", "temperature": "hot"}, "temperature"),
+        ("/v1/embeddings", {"model": EMBED}, "input"),
+        ("/v1/embeddings", {"model": EMBED, "input": []}, "input"),
+        ("/v1/embeddings", {"model": EMBED, "input": "x", "dimensions": 0}, "dimensions"),
+    ],
+)
+def test_bad_input_is_400_and_names_the_field(
+    graph: Graph, path: str, body: object, field: str
+) -> None:
+    status, answer = graph.post(path, body)
+    assert status == 400
+    error = answer["error"]
+    assert field in (error["param"] or "") or field in error["message"]
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000])
+def test_a_body_that_is_no_object_is_400(graph: Graph, raw: bytes) -> None:
+    status, answer = graph.post("/v1/chat/completions", None, raw)
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.spec("L3")
+def test_bad_input_harms_no_other_request(client: OpenAI) -> None:
+    def bad(_: int) -> None:
+        with pytest.raises(BadRequestError):
+            client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=-1)
+
+    def good(_: int) -> int:
+        answer = client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=8)
+        return len(answer.choices)
+
+    with ThreadPoolExecutor(8) as pool:
+        spoilt = [pool.submit(bad, i) for i in range(8)]
+        assert list(pool.map(good, range(8))) == [1] * 8
+        for one in spoilt:
+            one.result()
