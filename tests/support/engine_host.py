@@ -124,7 +124,7 @@ def is_gone(pid: int) -> bool:
     """Dead and reaped, or a zombie: no bytes either way."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
 
 

@@ -1,0 +1,116 @@
+"""vLLM's engine core in a process of its own, forked from the frontend before it has threads.
+
+vLLM would start it by spawn and import everything again. Its seams make a fork possible: a core
+takes its two addresses from `_perform_handshakes`, and a frontend given `client_addresses` manages
+no process. The core dies with its frontend (PR_SET_PDEATHSIG); the frontend watches a pidfd.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from vllm.config import VllmConfig
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.utils import EngineZmqAddresses
+from vllm.v1.executor import Executor
+
+from deployments.engines import process
+from deployments.engines.protocol import LoadFailed, load_failure
+
+
+class ForkedCore(EngineCoreProc):
+    """An engine core that is told its addresses instead of asking a launcher for them."""
+
+    def __init__(self, addresses: EngineZmqAddresses, vllm_config: VllmConfig, stats: bool) -> None:
+        self.given = addresses
+        super().__init__(
+            vllm_config=vllm_config,
+            local_client=True,
+            handshake_address="",
+            executor_class=Executor.get_class(vllm_config),
+            log_stats=stats,
+        )
+
+    @contextmanager
+    def _perform_handshakes(self, *args: Any, **kwargs: Any) -> Iterator[EngineZmqAddresses]:
+        yield self.given
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """The frontend's view of its core."""
+
+    pid: int
+    pidfd: int  # readable once the core is dead
+    report: int  # a pipe: one JSON line when the core is up or could not start
+    client_addresses: dict[str, str]
+
+
+def fork_core(vllm_config: VllmConfig, base: str, *, stats: bool) -> Core:
+    """`base`: path without suffix in a directory only this user may enter, for two sockets."""
+    addresses = {"input_address": f"ipc://{base}.in", "output_address": f"ipc://{base}.out"}
+    read, write = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _live(vllm_config, addresses, stats, write, parent)
+    os.close(write)
+    return Core(pid, os.pidfd_open(pid), read, addresses)
+
+
+def _live(
+    vllm_config: VllmConfig, addresses: dict[str, str], stats: bool, report: int, parent: int
+) -> NoReturn:
+    status = 1
+    try:
+        process.die_with_parent(parent)
+        process.close_all_but(report)
+        process.set_name("engine-core")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _run(vllm_config, addresses, stats, report)
+        status = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run(vllm_config: VllmConfig, addresses: dict[str, str], stats: bool, report: int) -> None:
+    given = EngineZmqAddresses(
+        inputs=[addresses["input_address"]], outputs=[addresses["output_address"]]
+    )
+    try:
+        core = ForkedCore(given, vllm_config, stats)
+    except BaseException as error:
+        cause = load_failure(error)
+        _tell(report, {"kind": cause.kind, "message": cause.message, "oom": cause.out_of_memory})
+        raise
+    _tell(report, {})
+    try:
+        core.run_busy_loop()
+    except BaseException:
+        core._send_engine_dead()  # requests in flight learn of it before the process is gone
+        raise
+
+
+def _tell(report: int, message: dict[str, Any]) -> None:
+    os.write(report, json.dumps(message).encode() + b"\n")
+    os.close(report)
+
+
+def await_core(core: Core) -> None:
+    """Blocks until the core is up. Raises LoadFailed with its cause."""
+    with os.fdopen(core.report, "rb") as pipe:
+        line = pipe.readline()
+    if not line:  # it died without a word; SIGKILL unasked is what the kernel does out of memory
+        _, status = os.waitpid(core.pid, 0)
+        how = os.waitstatus_to_exitcode(status)
+        text = f"the engine core ended with {how} while loading; its log has the rest"
+        raise LoadFailed("EngineCoreDied", text, how == -signal.SIGKILL)
+    if cause := json.loads(line):
+        raise LoadFailed(cause["kind"], cause["message"], cause["oom"])

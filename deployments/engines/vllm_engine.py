@@ -1,0 +1,173 @@
+"""Text (and large embedding models) through vLLM: its own OpenAI app over a core forked here.
+
+`engine_args` are vLLM's own, by name (`max_model_len: 1024`, `enable_lora: true`,
+`lora_modules: {name: folder}`, on a GPU `device_ids: [2]`, `gpu_memory_utilization: 0.4`).
+`kv_cache_memory_bytes` is required: vLLM's own guess is a share of what happens to be free.
+"""
+
+import asyncio
+import json
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import vllm.envs
+from fastapi import FastAPI
+from vllm import PoolingParams, SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from deployments.engines import process
+from deployments.engines.child import respond
+from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
+from deployments.engines.vllm_core import Core, await_core, fork_core
+
+# What a replica may ask for. vLLM also registers routes that pause, scale or reload an engine, or
+# run any of its calls by name; those stay out of reach.
+ROUTES = frozenset(
+    "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages /v1/models "
+    "/tokenize /detokenize /pooling /classify /score /v1/score /rerank /v1/rerank /metrics".split()
+)
+_PROBE = "The answer is"
+_DEAD_S = 0.5  # how long a frontend without a core stays to tell its requests
+_CPU_WORKER = "deployments.engines.vllm_cpu_worker.SleepingCpuWorker"
+
+
+def build(config: Config) -> "VllmEngine":
+    """Runs single threaded, right after the fork: the core is forked from here."""
+    os.environ.update(VLLM_SERVER_DEV_MODE="0", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0")
+    args = arguments(config)
+    vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
+        usage_context=UsageContext.OPENAI_API_SERVER
+    )
+    core = fork_core(vllm_config, os.environ["ARBITER_ENGINE"], stats=not args.disable_log_stats)
+    return VllmEngine(args, vllm_config, core, can_sleep=config.get("can_sleep", True))
+
+
+def arguments(config: Config) -> Namespace:
+    """The namespace `vllm serve` would have. Raises LoadFailed that names a bad argument."""
+    given = {**_defaults(config), **config.get("engine_args", {})}
+    if "kv_cache_memory_bytes" not in given:
+        raise LoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)
+    parser = make_arg_parser(FlexibleArgumentParser())
+
+    def fail(message: str) -> None:
+        raise LoadFailed("BadConfig", f"engine_args: {message}", False)
+
+    parser.error = fail
+    words = [word for name, value in given.items() for word in _words(name, value)]
+    return parser.parse_args(words)
+
+
+def _defaults(config: Config) -> dict[str, Any]:
+    shared = {
+        "model": config["model"],
+        "served_model_name": config.get("served_name", config["model"]),
+        "disable_log_stats": True,
+        "disable_fastapi_docs": True,
+    }
+    if not current_platform.is_cpu():
+        return shared | {"enable_sleep_mode": config.get("can_sleep", True)}
+    return shared | {
+        "enforce_eager": True,  # with explicit KV bytes the shortest correct start (VLLM.md 1)
+        "distributed_executor_backend": "uni",
+        "worker_cls": _CPU_WORKER,
+    }
+
+
+def _words(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if name == "lora_modules" and isinstance(value, dict):
+        return [flag, *(f"{adapter}={folder}" for adapter, folder in value.items())]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+class VllmEngine:
+    """The frontend: tokenizer, templates, OpenAI semantics, and the core's only client."""
+
+    def __init__(self, args: Namespace, config: VllmConfig, core: Core, *, can_sleep: bool) -> None:
+        self.args, self.config, self.core, self.can_sleep = args, config, core, can_sleep
+        self.llm: AsyncLLM | None = None
+        self.api: FastAPI | None = None
+        self.probes = 0
+
+    async def load(self) -> None:
+        if self.llm is not None:
+            await self.llm.collective_rpc("load_from_disk" if _on_cpu() else "reload_weights")
+            return
+        await asyncio.to_thread(await_core, self.core)
+        self.llm = AsyncLLM.from_vllm_config(
+            self.config,
+            client_addresses=self.core.client_addresses,
+            disable_log_stats=self.args.disable_log_stats,
+        )
+        asyncio.get_running_loop().add_reader(self.core.pidfd, self._core_died)
+        tasks = await self.llm.get_supported_tasks()
+        self.pools = "generate" not in tasks
+        self.api = build_app(self.args, tasks, self.llm.model_config)
+        await init_app_state(self.llm, self.api.state, self.args, tasks)
+
+    def _core_died(self) -> None:
+        """Tell every request, then go: a frontend alone serves nobody."""
+        assert self.llm is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self.core.pidfd)
+        self.llm.engine_core.resources.engine_dead = True
+        self.llm.engine_core.outputs_queue.put_nowait(EngineDeadError())
+        loop.call_later(_DEAD_S, process.end, 1)
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.api is not None
+        if scope["path"] not in ROUTES:
+            error = {"message": f"no route {scope['path']}", "type": "invalid_request_error"}
+            return await respond(send, 404, {"error": {**error, "param": None, "code": None}})
+        await self.api(scope, receive, send)
+
+    async def sleep(self) -> None:
+        assert self.llm is not None
+        await self.llm.sleep(level=1)
+
+    async def wake(self) -> None:
+        assert self.llm is not None
+        await self.llm.wake_up()
+
+    async def probe(self) -> str:
+        """The next token and how sure the model is of it and its rivals."""
+        assert self.llm is not None
+        self.probes += 1
+        number = f"probe-{self.probes}"
+        if self.pools:
+            pooled = [
+                out async for out in self.llm.encode(_PROBE, PoolingParams(task="embed"), number)
+            ]
+            return str([round(x, 4) for x in pooled[-1].outputs.data.flatten()[:8].tolist()])
+        one = SamplingParams(temperature=0, max_tokens=1, logprobs=4)
+        output = [out async for out in self.llm.generate(_PROBE, one, number)][-1].outputs[0]
+        ranked = {token: round(p.logprob, 3) for token, p in output.logprobs[0].items()}
+        return f"{list(output.token_ids)} {ranked}"
+
+    async def health(self) -> None:
+        assert self.llm is not None
+        await self.llm.check_health()
+
+
+def _on_cpu() -> bool:
+    return bool(current_platform.is_cpu())
+
+
+def cache_root() -> Path:
+    """Where vLLM keeps what it learnt of model classes; losing it costs 7 s per class."""
+    return Path(vllm.envs.VLLM_CACHE_ROOT)
