@@ -156,6 +156,7 @@ class HeldTicket:
     idle: Span  # since the last request ended; 0 while one is in flight
     devices: tuple[DeviceBytes, ...]  # as granted
     need: Need
+    settings_key: str = ""  # as asked, so that what is learned survives an arbiter restart
 
 
 @dataclass(frozen=True, slots=True)

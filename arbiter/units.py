@@ -12,6 +12,12 @@ NodeId = NewType("NodeId", str)
 DeviceId = NewType("DeviceId", str)  # "<node>/cpu:0", "<node>/host", "<node>/gpu:3"
 Epoch = NewType("Epoch", int)  # one life of the arbiter; strictly increasing across restarts
 
+
+def host_device(node: NodeId) -> DeviceId:
+    """Each node has one: where its sleeping models are charged."""
+    return DeviceId(f"{node}/host")
+
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30

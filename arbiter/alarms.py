@@ -1,0 +1,37 @@
+"""When to look again, and at what: one time per subject, in a heap. Pure; the clock is outside."""
+
+import heapq
+
+from arbiter.units import Instant
+
+Subject = tuple[str, str]  # kind and id: ("ticket", id), ("holder", id), ("node", id), ...
+
+
+class Alarms:
+    """An alarm may ring early, never late: a subject whose time moved away is looked at once for
+    nothing and sets its alarm again. So each subject has about one place in the heap."""
+
+    def __init__(self) -> None:
+        self._at: dict[Subject, Instant] = {}
+        self._heap: list[tuple[Instant, Subject]] = []
+
+    def set(self, subject: Subject, at: Instant) -> None:
+        armed = self._at.get(subject)
+        if armed is None or at < armed:
+            self._at[subject] = at
+            heapq.heappush(self._heap, (at, subject))
+
+    def due(self, now: Instant) -> list[Subject]:
+        """Takes out and returns what has rung by now, earliest first."""
+        rung: list[Subject] = []
+        while self._heap and self._heap[0][0] <= now:
+            at, subject = heapq.heappop(self._heap)
+            if self._at.get(subject) == at:
+                del self._at[subject]
+                rung.append(subject)
+        return rung
+
+    def next(self) -> Instant | None:
+        while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None

@@ -1,0 +1,196 @@
+"""The arbiter's rules behind one door: `handle(event, now)` returns what must be done.
+
+Deterministic, and pure in time: the clock, the wire and the dice are outside. Every call runs the
+same steps in this order: apply the event, look at what is overdue, bring overcommitted devices
+back within their budget, admit from the line, check the books of what was touched.
+
+A message about a ticket that has moved on is normal (holders race with revokes, wires repeat), so
+it is counted in `stale_count` and otherwise ignored; an identity that does not hold is a bug and
+raises LedgerBroken, after which the actor must crash.
+
+    holders   joined, renewed, lost             nodes     devices, readings, engines that ended
+    admission asking, the line, grants          eviction  victims, barriers, sleep
+    loads     served, broken, withdrawn         reclaim   bytes on their way back
+    watch     what time alone brings about      mind      what is known between two events
+"""
+
+from functools import singledispatchmethod
+from typing import Any
+
+from arbiter import admission, eviction, holders, loads, nodes, reclaim, replicas, watch
+from arbiter import events as ev
+from arbiter.decisions import Decision, Reason, WakeAt
+from arbiter.ledger import CHARGED, State
+from arbiter.mind import Mind
+from arbiter.settings import Settings
+from arbiter.snapshot import StateView, view_of
+from arbiter.units import Epoch, HolderId, Instant, after
+from arbiter.view import Policies
+
+
+class Arbiter:
+    """One life of the arbiter. `known_holders`: those of the last epoch, still expected back."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        policies: Policies,
+        epoch: Epoch,
+        known_holders: frozenset[HolderId],
+        now: Instant,
+    ) -> None:
+        self._mind = mind = Mind(settings, policies, epoch, known_holders, now)
+        mind.alarms.set(("line", ""), mind.settled_at)
+        mind.alarms.set(("audit", ""), after(now, settings.terms.audit))
+
+    def handle(self, event: ev.Event, now: Instant) -> list[Decision]:
+        """Raises CapabilityConflict, having changed nothing, for a CapabilityRegistered that
+        differs from what is known."""
+        mind = self._mind
+        assert now >= mind.now, "time went back"
+        mind.now, mind.out = now, []
+        self._apply(event)
+        watch.ring(mind)
+        eviction.relieve(mind)
+        admission.admit(mind)
+        mind.ledger.check_touched()
+        if (at := mind.alarms.next()) is not None:
+            mind.say(WakeAt(at))
+        return mind.out
+
+    # -- reading -------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> Epoch:
+        return self._mind.epoch
+
+    @property
+    def settings(self) -> Settings:
+        return self._mind.settings
+
+    @property
+    def stale_count(self) -> int:
+        return self._mind.stale_count
+
+    def knows(self, holder: HolderId) -> bool:
+        """False: it must join (again) before anything it says counts."""
+        return holder in self._mind.holders
+
+    def known_holders(self) -> frozenset[HolderId]:
+        """Kept by the shell, so that the next epoch knows whom to wait for."""
+        return frozenset(self._mind.holders) | frozenset(self._mind.awaited)
+
+    def snapshot(self, now: Instant) -> StateView:
+        return view_of(self._mind, now)
+
+    def replica_targets(self, now: Instant) -> dict[str, int]:
+        """Replicas wanted of each capability; WakeAt also comes when one of these changes."""
+        return replicas.targets(self._mind, now)
+
+    def export_estimates(self) -> list[dict[str, Any]]:
+        """What was learned, as plain rows."""
+        return self._mind.estimates.export()
+
+    def restore_estimates(self, rows: list[dict[str, Any]]) -> None:
+        self._mind.estimates.restore(rows)
+
+    # -- the events ----------------------------------------------------------------------------
+
+    @singledispatchmethod
+    def _apply(self, event: ev.Event) -> None:
+        raise TypeError(f"unknown event {event!r}")
+
+    @_apply.register
+    def _(self, event: ev.CapabilitiesSet) -> None:
+        self._mind.registry.replace(event.capabilities)
+        admission.recheck(self._mind)
+        for entry in self._mind.ledger.entries(*CHARGED):
+            holders.configure(self._mind, entry)
+            self._mind.watch(entry, self._mind.now)
+
+    @_apply.register
+    def _(self, event: ev.CapabilityRegistered) -> None:
+        self._mind.registry.register(event.capability)
+
+    @_apply.register
+    def _(self, event: ev.NodeSeen) -> None:
+        nodes.seen(self._mind, event)
+
+    @_apply.register
+    def _(self, event: ev.NodeLost) -> None:
+        nodes.lost(self._mind, event)
+        for holder in [h for h in self._mind.holders.values() if h.node == event.node]:
+            holders.lost(self._mind, holder.holder)
+
+    @_apply.register
+    def _(self, event: ev.Measured) -> None:
+        nodes.measured(self._mind, event)
+
+    @_apply.register
+    def _(self, event: ev.EngineGone) -> None:
+        nodes.engine_gone(self._mind, event)
+
+    @_apply.register
+    def _(self, event: ev.Joined) -> None:
+        holders.joined(self._mind, event)
+
+    @_apply.register
+    def _(self, event: ev.Renewed) -> None:
+        holders.renewed(self._mind, event)
+
+    @_apply.register
+    def _(self, event: ev.HolderLost) -> None:
+        holders.lost(self._mind, event.holder)
+
+    @_apply.register
+    def _(self, event: ev.Requested) -> None:
+        admission.requested(self._mind, event)
+
+    @_apply.register
+    def _(self, event: ev.Withdrawn) -> None:
+        loads.withdrawn(self._mind, event)
+
+    @_apply.register
+    def _(self, event: ev.Loaded) -> None:
+        if entry := self._mind.live(event.ticket, State.LOADING):
+            loads.loaded(self._mind, entry, event.took)
+
+    @_apply.register
+    def _(self, event: ev.LoadBroke) -> None:
+        loads.told_why(self._mind, event)
+        if entry := self._mind.live(event.ticket, State.LOADING):
+            loads.broke(self._mind, entry, event.cause, event.out_of_memory)
+
+    @_apply.register
+    def _(self, event: ev.Busy) -> None:
+        if entry := self._mind.live(event.ticket, State.DRAINING):
+            eviction.refused(self._mind, entry, "victim_busy", event.inflight)
+
+    @_apply.register
+    def _(self, event: ev.BarrierDropped) -> None:
+        if entry := self._mind.live(event.ticket, State.DRAINING):
+            eviction.refused(self._mind, entry, "barrier_dropped", event.inflight)
+
+    @_apply.register
+    def _(self, event: ev.Slept) -> None:
+        if entry := self._mind.live(event.ticket, State.DRAINING):
+            eviction.slept(self._mind, entry)
+
+    @_apply.register
+    def _(self, event: ev.Released) -> None:
+        reclaim.released(self._mind, event)
+
+    @_apply.register
+    def _(self, event: ev.UnloadAsked) -> None:
+        watch.unload_asked(self._mind, event.ticket)
+
+    @_apply.register
+    def _(self, event: ev.ClosingDown) -> None:
+        watch.start_closing(self._mind)
+
+    @_apply.register
+    def _(self, event: ev.Woke) -> None:
+        pass
+
+
+__all__ = ["Arbiter", "Reason", "StateView"]

@@ -1,0 +1,94 @@
+"""How many bytes and seconds a load will take (SPEC A17). Integers, plain data in and out.
+
+Order: explicit, else the learned peak of an earlier load of the same model under the same
+settings, else what the holder computed from its files. A learned peak above an explicit value
+wins. After a load that failed for memory the next one asks for more, until one succeeds.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from arbiter.events import Need
+from arbiter.settings import Settings
+from arbiter.units import Bytes, Span
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKey:
+    """Learned values hold for one model under one set of engine settings."""
+
+    capability: str
+    model: str
+    settings_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    device_bytes: Bytes
+    host_bytes: Bytes  # asleep; 0: cannot sleep
+    source: str  # explicit, learned, computed, corrected
+
+
+class Estimates:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._peak: dict[ModelKey, Bytes] = {}
+        self._corrected: dict[ModelKey, Bytes] = {}  # after a failure for memory
+        self._load: dict[ModelKey, Span] = {}
+
+    def size(self, key: ModelKey, need: Need, need_is_explicit: bool) -> Estimate:
+        said, source = need.device_bytes, "explicit" if need_is_explicit else "computed"
+        peak = self._peak.get(key, Bytes(0))
+        if peak and (peak > said or not need_is_explicit):
+            said, source = self._with_headroom(peak), "learned"
+        corrected = self._corrected.get(key, Bytes(0))
+        if corrected > said:
+            said, source = corrected, "corrected"
+        return Estimate(said, need.host_bytes, source)
+
+    def _with_headroom(self, peak: Bytes) -> Bytes:
+        return Bytes(peak + int(peak * self._settings.learned_headroom_fraction))
+
+    def load_time(self, key: ModelKey) -> Span:
+        """0 when it never loaded."""
+        return self._load.get(key, Span(0))
+
+    def slowest_load(self, capability: str, model: str) -> Span:
+        """Under any settings; 0 when it never loaded."""
+        times = (t for k, t in self._load.items() if (k.capability, k.model) == (capability, model))
+        return max(times, default=Span(0))
+
+    def saw_peak(self, key: ModelKey, peak: Bytes) -> None:
+        self._peak[key] = max(peak, self._peak.get(key, Bytes(0)))
+
+    def loaded(self, key: ModelKey, took: Span) -> None:
+        self._corrected.pop(key, None)
+        old = self._load.get(key, took)
+        self._load[key] = Span(old + int((took - old) * self._settings.load_ewma_fraction))
+
+    def ran_out(self, key: ModelKey, held: Bytes) -> None:
+        """A load failed for memory while it was charged `held`."""
+        self._corrected[key] = Bytes(held + int(held * self._settings.oom_growth_fraction))
+
+    def forget(self, key: ModelKey) -> None:
+        for table in (self._peak, self._corrected, self._load):
+            table.pop(key, None)
+
+    def export(self) -> list[dict[str, Any]]:
+        """Plain rows for the state file; `restore` reads them back."""
+        keys = sorted(self._peak.keys() | self._load.keys(), key=repr)
+        return [
+            {
+                "capability": k.capability, "model": k.model, "settings_key": k.settings_key,
+                "peak_bytes": self._peak.get(k, 0), "load_ns": self._load.get(k, 0),
+            }
+            for k in keys
+        ]  # fmt: skip
+
+    def restore(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            key = ModelKey(row["capability"], row["model"], row["settings_key"])
+            if row["peak_bytes"]:
+                self._peak[key] = Bytes(row["peak_bytes"])
+            if row["load_ns"]:
+                self._load[key] = Span(row["load_ns"])

@@ -1,0 +1,243 @@
+"""Who goes so that another may come (SPEC A6, A9, B4, C3), and the answers of those asked.
+
+Lawful here means: awake and not loading, not pinned, past its minimum residency, not just refused.
+The policy only ranks what is lawful; the core takes the fewest of them that suffice, or none.
+"""
+
+from collections.abc import Iterable
+
+from arbiter.budget import share
+from arbiter.decisions import Probe, Reason, Revoke, Tier
+from arbiter.ledger import Book, Entry, Sizes, State
+from arbiter.loads import displace
+from arbiter.mind import Mind
+from arbiter.reclaim import charged, take
+from arbiter.units import Bytes, DeviceId, Instant, Span, after, host_device, since
+from arbiter.view import Candidate, Key
+
+Victims = list[Entry]
+
+
+# -- choosing -------------------------------------------------------------------------------------
+
+
+def make_room(mind: Mind, waiting: Entry, device: DeviceId, need: Bytes) -> bool:
+    """Asks victims until `need` bytes will be free; True when they are asked or on their way.
+    All or nothing: nobody leaves for a ticket that still would not fit."""
+    book = mind.ledger.books[device]
+    short = Bytes(need - book.free_bytes - coming_back(book))
+    if short <= 0:
+        return True
+    lawful = [e for e in book.entries.values() if _may_swap(mind, e, waiting)]
+    victims = _fewest(mind, book, lawful, short)
+    for victim in victims:
+        displace(mind, waiting, victim)
+        revoke(mind, victim, Reason.SWAP, waiting)
+    return bool(victims)
+
+
+def relieve(mind: Mind) -> None:
+    """Overcommitted devices: idle models leave until the rest fits. The one that took more than it
+    was granted goes first; what is in use stays, and is asked again when it falls idle."""
+    for book in mind.ledger.overcommitted():
+        short = Bytes(-book.free_bytes - coming_back(book))
+        if short <= 0:
+            continue
+        lawful = [e for e in book.entries.values() if _may_leave(mind, e)]
+        for victim in _as_far_as(mind, book, lawful, short):
+            revoke(mind, victim, Reason.FIT, None)
+
+
+def coming_back(book: Book) -> Bytes:
+    """Asked for or being reclaimed already, so not to be asked for twice. What a quarantined
+    holder keeps is not counted on."""
+    returning = (
+        e.charge(book.device) - (e.granted.get(book.device, 0) if _stays_on(book, e) else 0)
+        for e in book.entries.values()
+        if e.state is State.DRAINING or (e.state is State.RECLAIMING and not e.alarmed)
+    )
+    return Bytes(sum(returning))
+
+
+def _stays_on(book: Book, entry: Entry) -> bool:
+    """Host bytes reserved for a model on its way to sleep are not coming back."""
+    return entry.state is State.DRAINING and book.device not in entry.home
+
+
+def _is_lawful(mind: Mind, entry: Entry) -> bool:
+    return (
+        entry.state in (State.RESIDENT, State.ASLEEP)
+        and not entry.pinned
+        and mind.now >= entry.refused_until
+        and entry.ticket not in mind.line
+    )
+
+
+def _may_swap(mind: Mind, entry: Entry, waiting: Entry) -> bool:
+    lawful = _is_lawful(mind, entry) and entry is not waiting
+    return lawful and mind.now >= min_residency_ends(mind, entry)
+
+
+def _may_leave(mind: Mind, entry: Entry) -> bool:
+    """For want of real memory minimum residency does not count; being in use does."""
+    return _is_lawful(mind, entry) and entry.inflight == 0
+
+
+def min_residency_ends(mind: Mind, entry: Entry) -> Instant:
+    if entry.state is not State.RESIDENT:
+        return entry.since
+    settings = mind.settings
+    in_loads = Span(int(entry.load_took * settings.min_residency_loads))
+    at_least = max(settings.min_residency, min(in_loads, settings.min_residency_most))
+    return after(entry.resident_since, at_least)
+
+
+def _ranked(mind: Mind, book: Book, lawful: Iterable[Entry]) -> Victims:
+    """Best victim first, by the policy."""
+    return sorted(lawful, key=lambda e: _policy_key(mind, book, e))
+
+
+def _policy_key(mind: Mind, book: Book, e: Entry) -> Key:
+    reload = mind.estimates.load_time(mind.key_of(e))
+    freed = e.charge(book.device)
+    return mind.policies.evict(
+        Candidate(e.ticket, e.holder, e.role_rank, freed, e.inflight, e.last_used, reload)
+    )
+
+
+def _fewest(mind: Mind, book: Book, lawful: Victims, short: Bytes) -> Victims:
+    """The first by rank that suffice, without any that turns out not to be needed; or none."""
+    chosen: Victims = []
+    missing = int(short)
+    for entry in _ranked(mind, book, lawful):
+        if missing <= 0:
+            break
+        chosen.append(entry)
+        missing -= entry.charge(book.device)
+    if missing > 0:
+        return []
+    for entry in reversed(chosen.copy()):  # the dearest is spared first
+        if missing + entry.charge(book.device) <= 0:
+            chosen.remove(entry)
+            missing += entry.charge(book.device)
+    return chosen
+
+
+def _as_far_as(mind: Mind, book: Book, lawful: Victims, short: Bytes) -> Victims:
+    """As many as help, even if not all is found: the memory is already taken."""
+    chosen: Victims = []
+    takers_first = sorted(_ranked(mind, book, lawful), key=lambda e: not _took_more(e, book.device))
+    for entry in takers_first:
+        if sum(e.charge(book.device) for e in chosen) < short:
+            chosen.append(entry)
+    return chosen
+
+
+def _took_more(entry: Entry, device: DeviceId) -> bool:
+    return entry.measured.get(device, 0) > entry.granted.get(device, 0)
+
+
+# -- asking ---------------------------------------------------------------------------------------
+
+
+def revoke(mind: Mind, entry: Entry, reason: Reason, waiting: Entry | None) -> None:
+    """A resident is asked, a sleeper has nothing in flight and is taken."""
+    size = charged(entry)
+    for_whom = waiting.ticket if waiting else None
+    mind.tell("eviction", entry, size=size, reason=reason.value, waiting=for_whom)
+    if entry.state is State.ASLEEP:
+        take(mind, entry, reason)
+        return
+    granted = _with_bed(mind, entry) if reason in (Reason.SWAP, Reason.FIT) else None
+    entry.leaving, entry.to = reason, Tier.ASLEEP if granted else Tier.GONE
+    entry.unloading_since = entry.slept_at = None
+    entry.barrier_until = after(mind.now, mind.settings.terms.barrier)
+    mind.move(entry, State.DRAINING, granted)
+    mind.watch(entry, after(entry.barrier_until, mind.settings.terms.answer))
+    mind.say(Revoke(entry.ticket, entry.holder, reason, entry.to, entry.barrier_until))
+
+
+def _with_bed(mind: Mind, entry: Entry) -> Sizes | None:
+    """What it is granted plus host RAM to sleep in; None when it cannot or there is no room."""
+    host = mind.ledger.books.get(host_device(entry.node))
+    bed = entry.need.host_bytes
+    if host is None or bed == 0:
+        return None
+    already = entry.charge(host.device)  # a copy still measured since its last sleep
+    if bed - already > host.free_bytes:
+        return None
+    return {**entry.granted, host.device: bed}
+
+
+# -- their answers --------------------------------------------------------------------------------
+
+
+def refused(mind: Mind, entry: Entry, kind: str, inflight: int) -> None:
+    """DRAINING -> RESIDENT: work in flight outlived the barrier, or arrived before a revoke that
+    only takes the idle. It is not asked again at once; the waiter keeps its place."""
+    reason = entry.leaving or Reason.SWAP
+    entry.inflight, entry.last_used = inflight, mind.now
+    entry.refused_until = after(mind.now, mind.settings.terms.refusal)
+    took = since(entry.since, mind.now)
+    mind.move(entry, State.RESIDENT, granted=dict(entry.home))
+    entry.leaving = None
+    mind.tell(kind, entry, took=took, reason=reason.value, inflight=inflight)
+
+
+def slept(mind: Mind, entry: Entry) -> None:
+    """Its holder says so; a reading must agree (SPEC D1)."""
+    if entry.to is not Tier.ASLEEP:
+        take(mind, entry, entry.leaving or Reason.FAILED)  # nobody reserved host RAM for it
+        return
+    if entry.slept_at is None:
+        entry.slept_at = mind.now
+        entry.slept_from_bytes = Bytes(max(entry.home_bytes, entry.at_home_bytes))
+        mind.say(Probe(entry.node))
+        mind.watch(entry, after(mind.now, mind.settings.terms.reclaim_alarm))
+
+
+def confirm_sleep(mind: Mind, entry: Entry) -> None:
+    """A reading has come: DRAINING -> ASLEEP once the device bytes are seen to have fallen."""
+    if entry.state is not State.DRAINING or entry.slept_at is None:
+        return
+    fallen = entry.slept_from_bytes - entry.at_home_bytes
+    if fallen < share(entry.home_bytes, mind.settings.slept_fraction):
+        return
+    reason = entry.leaving or Reason.SWAP
+    took = since(entry.since, mind.now)
+    bed = {d: size for d, size in entry.granted.items() if d not in entry.home}
+    mind.move(entry, State.ASLEEP, granted=bed)
+    entry.leaving, entry.inflight = None, 0
+    size = Bytes(fallen)
+    mind.tell("model_unload", entry, size=size, took=took, reason=reason.value, to="asleep")
+    mind.watch(entry, mind.now)
+
+
+def tend_draining(mind: Mind, entry: Entry) -> None:
+    """The time rules of DRAINING."""
+    terms = mind.settings.terms
+    if entry.slept_at is not None:
+        _doubt_sleep(mind, entry, after(entry.slept_at, terms.reclaim_alarm))
+        return
+    answer_by = after(entry.barrier_until, terms.answer)
+    if entry.unloading_since is not None:
+        unload_by = after(entry.unloading_since, terms.unload)
+        if mind.now >= unload_by:  # holds bytes with nothing in flight
+            mind.tell("unload_overdue", entry, took=since(entry.since, mind.now))
+            take(mind, entry, entry.leaving or Reason.SWAP)
+            return
+        mind.watch(entry, unload_by)
+    elif mind.now >= answer_by and mind.is_silent(entry.holder):  # neither answers nor beats
+        mind.tell("revoke_unanswered", entry, took=since(entry.since, mind.now))
+        take(mind, entry, entry.leaving or Reason.SWAP)
+        return
+    mind.watch(entry, answer_by if mind.now < answer_by else after(mind.now, terms.answer))
+
+
+def _doubt_sleep(mind: Mind, entry: Entry, believe_by: Instant) -> None:
+    if mind.now < believe_by:
+        mind.watch(entry, believe_by)
+        return
+    wanted = mind.settings.slept_fraction
+    mind.tell("not_asleep", entry, size=entry.at_home_bytes, wanted_fraction=wanted)
+    take(mind, entry, entry.leaving or Reason.SWAP)

@@ -1,0 +1,277 @@
+"""The books: who holds how many bytes where, in which state. No policy, no time, no I/O.
+
+Identity, kept per device and checked for touched devices after every event:
+
+    free + charged + foreign == budget
+
+A ticket in a charged state is charged, on each device, the larger of what it was granted and what
+it was measured to hold; so a child that takes more than it said is on the books as soon as it is
+seen. `free` is negative while a device is overcommitted: a budget was lowered, a child took more,
+or foreign memory grew. Bytes stay charged through RECLAIMING because drivers report memory back
+later than a holder drops it (ollama waits for the same reason: server/sched.go).
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+from arbiter.decisions import Reason, Tier
+from arbiter.errors import LedgerBroken
+from arbiter.events import DeviceKind, Need
+from arbiter.units import Bytes, DeviceId, HolderId, Instant, NodeId, Span, TicketId
+
+
+class State(Enum):
+    QUEUED = "queued"
+    LOADING = "loading"
+    RESIDENT = "resident"
+    DRAINING = "draining"
+    ASLEEP = "asleep"
+    RECLAIMING = "reclaiming"
+    CLOSED = "closed"
+
+
+CHARGED = frozenset({State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP, State.RECLAIMING})
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.LOADING, State.CLOSED}),
+    State.LOADING: frozenset({State.RESIDENT, State.RECLAIMING}),
+    State.RESIDENT: frozenset({State.DRAINING, State.RECLAIMING}),
+    State.DRAINING: frozenset({State.RESIDENT, State.ASLEEP, State.RECLAIMING}),
+    State.ASLEEP: frozenset({State.LOADING, State.RECLAIMING}),
+    State.RECLAIMING: frozenset({State.CLOSED}),
+    State.CLOSED: frozenset(),
+}
+
+Sizes = dict[DeviceId, Bytes]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One ticket. Whatever changes bytes goes through the Ledger; the rest is notes for rules."""
+
+    ticket: TicketId
+    holder: HolderId
+    node: NodeId
+    capability: str
+    model: str
+    settings_key: str
+    need: Need
+    need_is_explicit: bool
+    attempt: int
+    opened: Instant
+    since: Instant  # of the present state
+    state: State = State.QUEUED
+    granted: Sizes = field(default_factory=dict)
+    measured: Sizes = field(default_factory=dict)
+    home: Sizes = field(default_factory=dict)  # granted while awake; where a sleeper must wake
+
+    # What the configuration says of its model.
+    role_rank: int = 0
+    pinned: bool = False
+    keep_warm: Span = Span(-1)
+
+    # What its holder said last.
+    inflight: int = 0
+    last_used: Instant = Instant(0)
+
+    # Notes of the present or last load.
+    load_by: Instant = Instant(0)
+    predicted: Span = Span(0)
+    load_took: Span = Span(0)
+    resident_since: Instant = Instant(0)
+    readings_count: int = 0  # while resident; the first may have been taken before it was
+    peak_bytes: Bytes = Bytes(0)
+    wakes_count: int = 0
+
+    # Notes of the present revoke.
+    leaving: Reason | None = None
+    to: Tier = Tier.GONE
+    barrier_until: Instant = Instant(0)
+    unloading_since: Instant | None = None
+    slept_at: Instant | None = None
+    slept_from_bytes: Bytes = Bytes(0)
+    refused_until: Instant = Instant(0)
+    reap_at: Instant = Instant(0)
+    alarmed: bool = False  # reclaim took too long; its holder is quarantined
+
+    def charge(self, device: DeviceId) -> Bytes:
+        """Bytes on the books for it; 0 in states that hold none."""
+        if self.state not in CHARGED:
+            return Bytes(0)
+        return max(self.granted.get(device, Bytes(0)), self.measured.get(device, Bytes(0)))
+
+    @property
+    def devices(self) -> set[DeviceId]:
+        return self.granted.keys() | self.measured.keys()
+
+    @property
+    def home_bytes(self) -> Bytes:
+        return Bytes(sum(self.home.values()))
+
+    @property
+    def at_home_bytes(self) -> Bytes:
+        """Measured on the devices it was granted while awake."""
+        return Bytes(sum(self.measured.get(d, 0) for d in self.home))
+
+
+@dataclass(slots=True)
+class Book:
+    """One device."""
+
+    device: DeviceId
+    node: NodeId
+    kind: DeviceKind
+    total_bytes: Bytes
+    budget_bytes: Bytes
+    free_bytes: Bytes
+    charged_bytes: Bytes = Bytes(0)
+    foreign_bytes: Bytes = Bytes(0)  # the part that eats into the budget
+    entries: dict[TicketId, Entry] = field(default_factory=dict)  # those it is charged for
+
+
+class Ledger:
+    """Opened, moved, weighed and budgeted here and nowhere else."""
+
+    def __init__(self) -> None:
+        self.books: dict[DeviceId, Book] = {}
+        self.open_count: Counter[str] = Counter()  # tickets not closed, by capability
+        self._entries: dict[TicketId, Entry] = {}
+        self._held: dict[HolderId, dict[TicketId, Entry]] = {}
+        self._touched: set[DeviceId] = set()
+        self._short: set[DeviceId] = set()
+
+    # -- tickets -------------------------------------------------------------------------------
+
+    def open(self, entry: Entry) -> None:
+        """A new ticket, QUEUED, or in the state its holder rejoined with."""
+        assert entry.ticket not in self._entries
+        self._entries[entry.ticket] = entry
+        self._held.setdefault(entry.holder, {})[entry.ticket] = entry
+        self.open_count[entry.capability] += 1
+        self._count(entry, 1)
+
+    def move(self, entry: Entry, to: State, now: Instant, granted: Sizes | None = None) -> None:
+        """The only way a ticket changes state. `granted` replaces what it was granted before."""
+        if to not in TRANSITIONS[entry.state]:
+            raise LedgerBroken(f"{entry.ticket}: {entry.state.value} -> {to.value}")
+        self._count(entry, -1)
+        entry.state, entry.since = to, now
+        if granted is not None:
+            entry.granted = granted
+        self._count(entry, 1)
+        if to is State.CLOSED:
+            self._forget(entry)
+
+    def weigh(self, entry: Entry, measured: Sizes) -> None:
+        """What the node agent saw this ticket's processes hold."""
+        if measured == entry.measured:
+            return
+        self._count(entry, -1)
+        entry.measured = measured
+        self._count(entry, 1)
+
+    def find(self, ticket: TicketId) -> Entry | None:
+        return self._entries.get(ticket)
+
+    def entries(self, *states: State) -> list[Entry]:
+        """In the order they were opened, filtered by state when any is given."""
+        return [e for e in self._entries.values() if not states or e.state in states]
+
+    def held_by(self, holder: HolderId) -> list[Entry]:
+        return list(self._held.get(holder, {}).values())
+
+    def _forget(self, entry: Entry) -> None:
+        del self._entries[entry.ticket]
+        del self._held[entry.holder][entry.ticket]
+        if not self._held[entry.holder]:
+            del self._held[entry.holder]
+        self.open_count[entry.capability] -= 1
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        """Put the ticket's charge on its devices' books, or take it off."""
+        for device in entry.devices:
+            if book := self.books.get(device):
+                self._post(book, entry, sign)
+
+    def _post(self, book: Book, entry: Entry, sign: int) -> None:
+        charge = entry.charge(book.device)
+        if charge == 0:
+            return
+        book.charged_bytes = Bytes(book.charged_bytes + sign * charge)
+        book.free_bytes = Bytes(book.free_bytes - sign * charge)
+        if sign > 0:
+            book.entries[entry.ticket] = entry
+        else:
+            del book.entries[entry.ticket]
+        self._note(book)
+
+    # -- devices -------------------------------------------------------------------------------
+
+    def put_device(self, book: Book) -> None:
+        """A device appears, with what is already held on it, or changes its budget."""
+        if old := self.books.get(book.device):
+            grown = book.budget_bytes - old.budget_bytes
+            old.kind, old.total_bytes, old.budget_bytes = (
+                book.kind, book.total_bytes, book.budget_bytes,
+            )  # fmt: skip
+            old.free_bytes = Bytes(old.free_bytes + grown)
+        else:
+            self.books[book.device] = book
+            for entry in self._entries.values():
+                if book.device in entry.devices:
+                    self._post(book, entry, 1)
+        self._note(self.books[book.device])
+
+    def drop_device(self, device: DeviceId) -> None:
+        assert not self.books[device].entries
+        del self.books[device]
+        self._touched.discard(device)
+        self._short.discard(device)
+
+    def set_foreign(self, device: DeviceId, foreign: Bytes) -> None:
+        book = self.books[device]
+        book.free_bytes = Bytes(book.free_bytes + book.foreign_bytes - foreign)
+        book.foreign_bytes = foreign
+        self._note(book)
+
+    def _note(self, book: Book) -> None:
+        self._touched.add(book.device)
+        if book.free_bytes < 0:
+            self._short.add(book.device)
+        else:
+            self._short.discard(book.device)
+
+    def overcommitted(self) -> list[Book]:
+        return [self.books[device] for device in sorted(self._short)]
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def check_touched(self) -> None:
+        """Devices whose books changed since the last call."""
+        touched, self._touched = self._touched, set()
+        self.check(touched)
+
+    def check(self, devices: set[DeviceId]) -> None:
+        """Raises LedgerBroken where the identity does not hold."""
+        for device in devices:
+            book = self.books[device]
+            charged = sum(e.charge(device) for e in book.entries.values())
+            if charged != book.charged_bytes:
+                raise LedgerBroken(f"{device}: charged {book.charged_bytes}, entries {charged}")
+            free, foreign = book.free_bytes, book.foreign_bytes
+            if free + charged + foreign != book.budget_bytes:
+                raise LedgerBroken(
+                    f"{device}: free {free} + charged {charged} + foreign {foreign}"
+                    f" != budget {book.budget_bytes}"
+                )
+
+    def audit(self) -> None:
+        """All of it, from the tickets up, trusting no index."""
+        self.check(set(self.books))
+        for device, book in self.books.items():
+            charged = {e.ticket for e in self._entries.values() if e.charge(device) > 0}
+            if charged != book.entries.keys():
+                raise LedgerBroken(f"{device}: index {sorted(book.entries)} != {sorted(charged)}")
+        if any(e.state is State.CLOSED for e in self._entries.values()):
+            raise LedgerBroken("a closed ticket is still on the books")

@@ -1,0 +1,150 @@
+"""How a load ends: it serves, it breaks, or nobody wants it any more (SPEC A8, A12)."""
+
+from arbiter import events as ev
+from arbiter.budget import share
+from arbiter.decisions import Reason, Reload
+from arbiter.errors import LoadFailed
+from arbiter.ledger import Entry, State
+from arbiter.mind import Displaced, DisplacedKey, Failure, Mind
+from arbiter.reclaim import charged, reclaim, take
+from arbiter.units import Bytes, Span, after, since
+
+DIED = "the engine died while loading"
+
+
+def loaded(mind: Mind, entry: Entry, took: Span) -> None:
+    """LOADING -> RESIDENT, after a load or a wake. The copy in host RAM stays charged for as long
+    as it is measured."""
+    mind.move(entry, State.RESIDENT, granted=dict(entry.home))
+    entry.resident_since = entry.last_used = mind.now
+    entry.load_took = took
+    # Grant and first use are one step: in use until its holder says otherwise.
+    entry.inflight = 1
+    entry.readings_count = 0
+    if entry.wakes_count == 0:
+        mind.estimates.loaded(mind.key_of(entry), took)
+    mind.failures.pop((entry.capability, entry.model), None)
+    mind.displaced.pop((entry.holder, entry.model), None)
+    kind = "model_wake" if entry.wakes_count else "model_load"
+    mind.tell(kind, entry, size=charged(entry), took=took, predicted_ns=entry.predicted)
+
+
+def broke(mind: Mind, entry: Entry, cause: str, out_of_memory: bool) -> None:
+    """LOADING -> RECLAIMING, with what it teaches."""
+    reclaim(mind, entry, Reason.FAILED)
+    learn_failure(mind, entry, cause, out_of_memory)
+
+
+def learn_failure(mind: Mind, entry: Entry, cause: str, out_of_memory: bool) -> None:
+    """A first failure for memory may be tried again at once with a corrected estimate; any other
+    cools the model down and answers everybody who waits for it."""
+    mind.tell("load_failed", entry, cause=cause, out_of_memory=out_of_memory)
+    if out_of_memory:
+        held = Bytes(max(entry.home_bytes, entry.at_home_bytes))
+        mind.estimates.ran_out(mind.key_of(entry), held)
+    if out_of_memory and entry.attempt == 1:
+        mind.failures.pop((entry.capability, entry.model), None)
+        _restore_later(mind, (entry.holder, entry.model))
+        return
+    _cool_down(mind, entry, cause)
+    refuse_waiters(mind, entry, LoadFailed(entry.model, cause, out_of_memory))
+    restore(mind, (entry.holder, entry.model))
+
+
+def told_why(mind: Mind, event: ev.LoadBroke) -> None:
+    """The engine's end was seen before its holder could say why; now it says."""
+    entry = mind.broken_loads.pop(event.ticket, None)
+    if entry is None:
+        return
+    if event.out_of_memory:
+        mind.estimates.ran_out(mind.key_of(entry), entry.home_bytes)
+    failure = mind.failures.get((entry.capability, entry.model))
+    if failure and event.out_of_memory and entry.attempt == 1:
+        del mind.failures[(entry.capability, entry.model)]
+    elif failure:
+        failure.cause = event.cause
+
+
+def refuse_waiters(mind: Mind, failed: Entry, error: LoadFailed) -> None:
+    for ticket in mind.line.tickets():
+        waiting = mind.ledger.find(ticket)
+        assert waiting is not None
+        same = (waiting.capability, waiting.model) == (failed.capability, failed.model)
+        if same and waiting.state is State.QUEUED:
+            mind.refuse(ticket, error)
+            mind.close(waiting)
+
+
+def _cool_down(mind: Mind, entry: Entry, cause: str) -> None:
+    terms = mind.settings.terms
+    old = mind.failures.get((entry.capability, entry.model))
+    times = old.times_count + 1 if old else 1
+    # The exponent is bounded so that the number is: 2^20 first terms are beyond any cap.
+    pause = Span(min(terms.cooldown_first << min(times - 1, 20), terms.cooldown_most))
+    failure = Failure(cause, times, after(mind.now, pause))
+    mind.failures[(entry.capability, entry.model)] = failure
+    mind.tell("cool_down", entry, took=pause, cause=cause, times=times)
+
+
+# -- what made room for a load that failed comes back --------------------------------------------
+
+
+def displace(mind: Mind, waiting: Entry, victim: Entry) -> None:
+    made_room = mind.displaced.setdefault((waiting.holder, waiting.model), Displaced())
+    made_room.models[(victim.holder, victim.model)] = victim.ticket
+
+
+def retried(mind: Mind, key: DisplacedKey) -> None:
+    if switch := mind.displaced.get(key):
+        switch.restore_at = None
+
+
+def _restore_later(mind: Mind, key: DisplacedKey) -> None:
+    if switch := mind.displaced.get(key):
+        switch.restore_at = after(mind.now, mind.settings.terms.retry)
+        mind.alarms.set(("restore", ""), switch.restore_at)
+
+
+def tend_restores(mind: Mind) -> None:
+    for key, switch in list(mind.displaced.items()):
+        if switch.restore_at is None:
+            continue
+        if mind.now >= switch.restore_at:
+            restore(mind, key)
+        else:
+            mind.alarms.set(("restore", ""), switch.restore_at)
+
+
+def restore(mind: Mind, key: DisplacedKey) -> None:
+    switch = mind.displaced.pop(key, None)
+    for (holder, model), ticket in switch.models.items() if switch else ():
+        entry = mind.ledger.find(ticket)
+        if holder in mind.holders and (entry is None or entry.state is not State.RESIDENT):
+            mind.say(Reload(holder, model))
+
+
+# -- a load nobody waits for ----------------------------------------------------------------------
+
+
+def withdrawn(mind: Mind, event: ev.Withdrawn) -> None:
+    entry = mind.live(event.ticket, State.QUEUED, State.ASLEEP, State.LOADING, State.DRAINING)
+    if entry is None:
+        return
+    if entry.state is State.QUEUED:
+        mind.tell("ticket_closed", entry, reason=Reason.WITHDRAWN.value)
+        mind.close(entry)
+        mind.displaced.pop((entry.holder, entry.model), None)
+    elif entry.state is not State.LOADING:
+        mind.line.drop(entry.ticket)  # it sleeps on
+    elif not _is_nearly_done(mind, entry):
+        take(mind, entry, Reason.WITHDRAWN)
+
+
+def _is_nearly_done(mind: Mind, entry: Entry) -> bool:
+    """A wake always is: it only copies memory."""
+    if entry.wakes_count:
+        return True
+    left = entry.predicted - since(entry.since, mind.now)
+    return entry.predicted > 0 and left <= share(
+        Bytes(entry.predicted), mind.settings.finish_fraction
+    )

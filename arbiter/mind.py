@@ -1,0 +1,187 @@
+"""What the arbiter knows between two events, and what it has decided during this one.
+
+The rules are functions over a Mind, one file per idea. They read it, move tickets through
+`mind.ledger`, and say what must be done with `mind.say`. Plain data: it pickles half way.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from arbiter import events as ev
+from arbiter.alarms import Alarms
+from arbiter.decisions import Decision, Refuse, Tell
+from arbiter.errors import RequestError, TicketClosed
+from arbiter.estimates import Estimates, ModelKey
+from arbiter.ledger import Entry, Ledger, Sizes, State
+from arbiter.line import Line
+from arbiter.registry import Registry
+from arbiter.settings import Settings
+from arbiter.units import (
+    Bytes,
+    DeviceId,
+    Epoch,
+    HolderId,
+    Instant,
+    NodeId,
+    Span,
+    TicketId,
+    after,
+    since,
+)
+from arbiter.view import Policies
+
+
+@dataclass(slots=True)
+class Holder:
+    holder: HolderId
+    node: NodeId
+    capability: str
+    heard: Instant
+
+
+@dataclass(slots=True)
+class Unclaimed:
+    """An engine measured on a node whose ticket nobody has named."""
+
+    measured: Sizes
+    first_seen: Instant
+
+
+@dataclass(slots=True)
+class Node:
+    node: NodeId
+    devices: dict[DeviceId, ev.DeviceSpec]
+    heard: Instant | None = None  # last full reading in this epoch
+    silent_told: bool = False
+    readings: dict[DeviceId, ev.DeviceReading] = field(default_factory=dict)
+    unclaimed: dict[TicketId, Unclaimed] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Failure:
+    """A model that did not load: nobody tries again before `until`."""
+
+    cause: str
+    times_count: int
+    until: Instant
+
+
+@dataclass(slots=True)
+class Displaced:
+    """Models that made room for a load which has not succeeded yet (SPEC A12)."""
+
+    models: dict[tuple[HolderId, str], TicketId] = field(default_factory=dict)
+    restore_at: Instant | None = None  # the load failed for memory; unless it is tried again
+
+
+DisplacedKey = tuple[HolderId, str]  # for whom: holder and model
+
+
+class Mind:
+    def __init__(
+        self,
+        settings: Settings,
+        policies: Policies,
+        epoch: Epoch,
+        known_holders: frozenset[HolderId],
+        now: Instant,
+    ) -> None:
+        self.settings, self.policies, self.epoch = settings, policies, epoch
+        self.ledger = Ledger()
+        self.registry = Registry()
+        self.estimates = Estimates(settings)
+        self.alarms = Alarms()
+        self.line = Line(policies.admit)
+        self.holders: dict[HolderId, Holder] = {}
+        self.nodes: dict[NodeId, Node] = {}
+        self.failures: dict[tuple[str, str], Failure] = {}
+        self.displaced: dict[DisplacedKey, Displaced] = {}
+        self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
+        self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
+        self.broken_loads: OrderedDict[TicketId, Entry] = OrderedDict()
+        self.awaited = set(known_holders)  # of the last epoch, not back yet
+        self.settled_at = after(now, settings.terms.rejoin if known_holders else Span(0))
+        self.closing_by: Instant | None = None
+        self.stale_count = 0
+        self.now = now
+        self.out: list[Decision] = []
+
+    # -- saying --------------------------------------------------------------------------------
+
+    def say(self, decision: Decision) -> None:
+        self.out.append(decision)
+
+    def tell(
+        self,
+        kind: str,
+        entry: Entry | None = None,
+        *,
+        size: Bytes | None = None,
+        took: Span | None = None,
+        **data: str | int | float | bool | None,
+    ) -> None:
+        """One line of the event log."""
+        ticket = None
+        if entry is not None:
+            ticket = entry.ticket
+            about = {"holder": entry.holder, "capability": entry.capability, "model": entry.model}
+            data = {**about, **data}
+        self.say(Tell(kind, data, ticket, size, took))
+
+    def refuse(self, ticket: TicketId, error: RequestError) -> None:
+        """An answer for good: asking again under this ticket repeats it."""
+        self.remember(ticket, error)
+        self.say_no(ticket, error)
+
+    def say_no(self, ticket: TicketId, error: RequestError) -> None:
+        self.say(Refuse(ticket, error))
+        self.say(Tell("ticket_refused", {"code": error.code, "cause": str(error)}, ticket))
+
+    def remember(self, ticket: TicketId, error: RequestError) -> None:
+        self.answers[ticket] = error
+        if len(self.answers) > self.settings.remembered_count:
+            self.answers.popitem(last=False)
+
+    # -- finding -------------------------------------------------------------------------------
+
+    def live(self, ticket: TicketId, *states: State) -> Entry | None:
+        """The ticket if it is in one of these states; otherwise the message is stale: counted."""
+        entry = self.ledger.find(ticket)
+        if entry and entry.state in states:
+            return entry
+        self.stale_count += 1
+        return None
+
+    @property
+    def is_settled(self) -> bool:
+        """Grants may be made: every holder of the last epoch is back, or was waited for."""
+        return not self.awaited or self.now >= self.settled_at
+
+    def is_silent(self, holder: HolderId) -> bool:
+        known = self.holders.get(holder)
+        return known is None or since(known.heard, self.now) >= self.settings.terms.silent
+
+    def key_of(self, entry: Entry) -> ModelKey:
+        return ModelKey(entry.capability, entry.model, entry.settings_key)
+
+    # -- small moves that several rules share ---------------------------------------------------
+
+    def watch(self, entry: Entry, at: Instant) -> None:
+        self.alarms.set(("ticket", entry.ticket), at)
+
+    def move(self, entry: Entry, to: State, granted: Sizes | None = None) -> None:
+        self.ledger.move(entry, to, self.now, granted)
+        self.note_active(entry.capability)
+
+    def note_active(self, capability: str) -> None:
+        """Its replicas are wanted for a while yet; the shell is woken when no longer."""
+        self.active[capability] = self.now
+        if spec := self.registry.specs.get(capability):
+            self.alarms.set(("scale", capability), after(self.now, spec.downscale_to_zero))
+
+    def close(self, entry: Entry) -> None:
+        """Off the books and out of the line; its id is never used again."""
+        self.line.drop(entry.ticket)
+        self.move(entry, State.CLOSED)
+        if entry.ticket not in self.answers:
+            self.remember(entry.ticket, TicketClosed(entry.ticket))
