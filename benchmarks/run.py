@@ -1,0 +1,24 @@
+"""`make bench`: every benchmark with its defaults, one after the other."""
+
+import subprocess
+import sys
+
+# Shortest first, so that a mistake shows early.
+SUITE: tuple[tuple[str, ...], ...] = (
+    ("benchmarks.protocol",),
+    ("benchmarks.start_latency",),
+    ("benchmarks.first_token", "--model", "tiny-chat"),
+    ("benchmarks.throughput", "--model", "tiny-chat"),
+    ("benchmarks.throughput", "--model", "mid-chat", "--pairs", "10", "--tokens", "32"),
+)
+
+
+def main() -> None:
+    subprocess.run([sys.executable, "-m", "models.make_models", "--mid"], check=True)
+    for module, *args in SUITE:
+        print(f"== {module} {' '.join(args)}", flush=True)
+        subprocess.run([sys.executable, "-m", module, *args], check=True)
+
+
+if __name__ == "__main__":
+    main()
