@@ -1,0 +1,228 @@
+"""The arbiter as a Ray actor: named, detached, one per cluster. Wire and watches; no rules.
+
+Its calls carry the dataclasses of arbiter.events; whoever holds tickets says in which epoch it
+believes, and hears StaleEpoch when that is over.
+"""
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from arbiter import events as ev
+from arbiter import rays, wire
+from arbiter.agents import LOOK_S, RayAgents
+from arbiter.core import Arbiter
+from arbiter.decisions import Tell
+from arbiter.errors import StaleEpoch
+from arbiter.eventlog import EventLog
+from arbiter.shell import Shell, crash, monotonic
+from arbiter.store import Store, default_path
+from arbiter.units import Epoch, HolderId, NodeId, TicketId
+
+logger = logging.getLogger("arbiter")
+
+HANDLE_S = 10.0  # a holder's actor answers its first call within its own start
+
+
+class ArbiterActor:
+    """Everything public here is the wire; see arbiter.client for who calls what."""
+
+    def __init__(self, boot: wire.Boot) -> None:
+        self._boot = boot
+        self._store = Store(Path(boot.state_file) if boot.state_file else default_path())
+        if not self._store.is_of_session(rays.session_name()):
+            self._store.begin_session(rays.session_name())
+        self._configuration = self._store.configuration() or boot.configuration
+        self._store.save_configuration(self._configuration)
+        epoch = self._store.next_epoch()
+        self._agents = RayAgents(boot.agent)
+        log = EventLog(epoch, Path(boot.event_file) if boot.event_file else None)
+        self._shell = Shell(self._new_core(epoch), epoch, self._agents, log)
+        self._joined: dict[HolderId, int] = {}  # how often, so that an old watch is told apart
+        self._learned_saved: Any = self._store.learned()
+        self._shell.feed(self._configuration.capabilities)
+        self._tell_start()
+        self._tasks = {asyncio.ensure_future(self._look())}
+
+    def __repr__(self) -> str:
+        return f"Arbiter({self._boot.configuration.settings.evict})"
+
+    def _new_core(self, epoch: Epoch) -> Arbiter:
+        chosen = self._configuration
+        core = Arbiter(chosen.settings, chosen.policies, epoch, self._store.holders(), monotonic())
+        if learned := self._store.learned():
+            core.restore_learned(learned)
+        return core
+
+    def _tell_start(self) -> None:
+        aside = str(self._store.moved_aside) if self._store.moved_aside else None
+        known = len(self._store.holders())
+        self._shell.log.tell(Tell("arbiter_started", {"holders": known, "broken_state": aside}))
+
+    # -- holders -------------------------------------------------------------------------------
+
+    async def hello(self) -> wire.Plain:
+        """For the version handshake: plain values only, whatever code the caller runs."""
+        return {
+            "identity": wire.identity(),
+            "epoch": int(self._shell.epoch),
+            "holders": len(self._shell.holders),
+        }
+
+    async def join(
+        self, epoch: Epoch | None, joined: ev.Joined, handles: list[Any], refs: list[Any]
+    ) -> wire.Welcome:
+        """`handles`: the holder's own actor, if it is one. `refs`: its pending call of
+        `keepalive`; both in lists, so that Ray passes them on instead of waiting for them."""
+        self._shell.calls_count += 1
+        holder = joined.holder
+        self._store.add_holder(holder)
+        self._shell.open_mail(holder)
+        number = self._joined[holder] = self._joined.get(holder, 0) + 1
+        self._start(self._watch(holder, number, handles, refs))
+        self._shell.feed(joined)
+        return wire.Welcome(self._shell.epoch, wire.package_version(), self._configuration.table)
+
+    async def keepalive(self, holder: HolderId) -> None:
+        """Never returns; the caller owns its result, so that losing the result is its death."""
+        await asyncio.Event().wait()
+
+    async def acquire(self, epoch: Epoch, requested: ev.Requested) -> wire.Granted:
+        """Waits for a grant. Raises RequestError; cancelled: the ticket is withdrawn."""
+        self._check(epoch, requested.holder)
+        return await self._shell.acquire(requested)
+
+    async def tell(self, epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
+        self._check(epoch, holder)
+        match event:
+            case ev.Withdrawn():
+                self._shell.withdrawn(event)
+            case ev.HolderLost():
+                self._lost(event.holder)
+            case _:
+                self._shell.feed(event)
+
+    async def renew(self, epoch: Epoch, renewed: ev.Renewed) -> Epoch:
+        self._check(epoch, renewed.holder)
+        self._shell.feed(renewed)
+        return self._shell.epoch
+
+    async def listen(self, holder: HolderId, epoch: Epoch, ack: int) -> tuple[wire.Order, ...]:
+        """Orders after `ack`; empty when none came for a while. Raises StaleEpoch: rejoin."""
+        self._check(epoch, holder)
+        return await self._shell.listen(holder, ack)
+
+    def _check(self, epoch: Epoch, holder: HolderId) -> None:
+        self._shell.calls_count += 1
+        if epoch != self._shell.epoch or not self._shell.has_mail(holder):
+            raise StaleEpoch(epoch, self._shell.epoch)
+
+    async def _watch(
+        self, holder: HolderId, number: int, handles: list[Any], refs: list[Any]
+    ) -> None:
+        """Ends when the holder's process does: in 10-25 ms if its actor was called once, because
+        that subscribes us to the actor's state, else in 2 s."""
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(HANDLE_S):
+                for handle in handles:
+                    await handle.__ray_ready__.remote()
+        with contextlib.suppress(ray.exceptions.RayError):
+            await refs[0]
+        if self._joined.get(holder) == number:
+            self._lost(holder)
+
+    def _lost(self, holder: HolderId) -> None:
+        self._joined.pop(holder, None)
+        self._store.drop_holder(holder)
+        self._shell.close_mail(holder)
+        self._shell.feed(ev.HolderLost(holder))
+
+    # -- nodes ---------------------------------------------------------------------------------
+
+    async def report(self, node: NodeId, epoch: Epoch | None, said: tuple[ev.Event, ...]) -> Epoch:
+        """From a node agent. Nothing is heard of one that believes in another epoch: it
+        introduces itself first."""
+        if epoch == self._shell.epoch:
+            for event in said:
+                self._shell.feed(event)
+        return self._shell.epoch
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                await self._agents.look(self._shell.feed)
+            except ray.exceptions.RayError as error:
+                logger.warning("cannot see the nodes: %r", error)
+            self._save_learned()
+            self._shell.refresh_targets()
+            await asyncio.sleep(LOOK_S)
+
+    def _save_learned(self) -> None:
+        learned = self._shell.core.export_learned()
+        if learned != self._learned_saved:
+            self._store.save_learned(learned)
+            self._learned_saved = learned
+
+    # -- people --------------------------------------------------------------------------------
+
+    async def configure(self, configuration: wire.Configuration) -> None:
+        """Takes effect at once; other settings or policies begin a new epoch, in which holders
+        rejoin with everything they hold."""
+        old, self._configuration = self._configuration, configuration
+        self._store.save_configuration(configuration)
+        self._shell.feed(configuration.capabilities)
+        self._shell.order_all(wire.TableOrder(configuration.table))
+        if (old.settings, old.policies) != (configuration.settings, configuration.policies):
+            logger.info("new settings begin a new epoch")
+            reply_is_out_s = 0.05  # the answer to this call is a local send
+            asyncio.get_running_loop().call_later(
+                reply_is_out_s, crash, InterruptedError("settings changed")
+            )
+
+    async def register(self, capability: ev.CapabilitySpec) -> None:
+        """Adds a capability from Python. Raises CapabilityConflict."""
+        self._shell.feed(ev.CapabilityRegistered(capability))
+
+    async def unload(self, ticket: TicketId) -> None:
+        """By hand; one in use stays."""
+        self._shell.feed(ev.UnloadAsked(ticket))
+
+    async def state(self) -> wire.Plain:
+        policy = self._configuration.settings.evict
+        return {**self._shell.snapshot(), "policy": policy, "table": self._configuration.table}
+
+    async def events(self, after_seq: int, wait_s: float) -> list[wire.Plain]:
+        return await self._shell.log.after(after_seq, wait_s)
+
+    async def replicas(self, version: int, wait_s: float) -> tuple[int, dict[str, int]]:
+        return await self._shell.replicas(version, wait_s)
+
+    async def boot(self) -> wire.Boot:
+        """What it was created with, for its replacement."""
+        return self._boot
+
+    async def close(self, wait_s: float) -> int:
+        """Grant nothing more, unload what is idle, wait for the rest; then end all agents and
+        with them every engine. Returns how many tickets were still open at the end of the wait."""
+        self._shell.feed(ev.ClosingDown())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while self._shell.open_tickets:
+                    await asyncio.sleep(0.02)
+        left = self._shell.open_tickets
+        for task in self._tasks:
+            task.cancel()
+        await self._agents.close()
+        self._save_learned()
+        self._store.begin_session("")
+        self._store.close()
+        return left
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,79 @@
+"""The arbiter's arms: one agent actor per living node, started when a node appears, dropped with
+it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from arbiter import events as ev
+from arbiter import rays
+from arbiter.node_agent import NodeAgent
+from arbiter.units import NodeId, TicketId
+from arbiter.wire import NAMESPACE, AgentSettings, agent_name
+
+logger = logging.getLogger("arbiter")
+
+LOOK_S = 1.0  # one GCS call per second: SPEC A19 asks for 2 s
+CLOSE_S = 10.0  # killing everything and seeing it dead takes milliseconds
+
+
+class RayAgents:
+    """Agents by node. Messages to them are fire and forget: the core repeats what matters."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
+        self._handles: dict[NodeId, Any] = {}
+        self._pending: set[asyncio.Future[Any]] = set()
+
+    def reap(self, node: NodeId, ticket: TicketId) -> None:
+        if handle := self._handles.get(node):
+            self._send(node, handle.reap.remote(ticket))
+
+    def probe(self, node: NodeId) -> None:
+        if handle := self._handles.get(node):
+            self._send(node, handle.probe.remote())
+
+    async def look(self, feed: Callable[[ev.Event], None]) -> None:
+        """Start agents of new nodes; tell of nodes that are gone."""
+        living = await asyncio.to_thread(rays.living_nodes)
+        for node in self._handles.keys() - living.keys():
+            ray.kill(self._handles.pop(node), no_restart=True)
+            feed(ev.NodeLost(node))
+        for node in living.keys() - self._handles.keys():
+            self._handles[node] = await asyncio.to_thread(self._start, node, living[node])
+        for node in tuple(self._handles):
+            self._send(node, self._handles[node].pids.remote())
+
+    async def close(self) -> None:
+        """End all agents and every engine and zygote of theirs."""
+        for node, handle in self._handles.items():
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await handle.close.remote()
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("the agent of %s did not close: %r", node, error)
+            ray.kill(handle, no_restart=True)
+        self._handles.clear()
+
+    def _start(self, node: NodeId, ray_node_id: str) -> Any:
+        options = rays.detached(ray_node_id, agent_name(node), NAMESPACE)
+        return ray.remote(NodeAgent).options(**options).remote(node, self._settings)
+
+    def _send(self, node: NodeId, ref: Any) -> None:
+        sent = asyncio.ensure_future(self._sent(node, ref))
+        self._pending.add(sent)
+        sent.add_done_callback(self._pending.discard)
+
+    async def _sent(self, node: NodeId, ref: Any) -> None:
+        try:
+            await ref
+        except ray.exceptions.ActorUnavailableError:
+            return  # restarting; what was said is said again
+        except ray.exceptions.RayActorError:
+            self._handles.pop(node, None)  # dead for good: the next look starts another
+        except ray.exceptions.RayError as error:
+            logger.warning("agent of %s: %r", node, error)

@@ -1,0 +1,161 @@
+"""The engine processes a node agent opened: found again after its restart, and the only processes
+it ever kills.
+
+A process is named by pid and start time, so a pid used again is never mistaken for ours; signals
+go through pidfds.
+"""
+
+import json
+import os
+import signal
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arbiter import proc
+from arbiter.events import DeviceBytes
+from arbiter.probe import Tree
+from arbiter.units import Bytes, DeviceId, TicketId
+
+# Reaped tickets remembered, so that a late spawn cannot start one: a day of a swap every 10 s.
+TOMBSTONES = 10_000
+
+
+@dataclass(slots=True)
+class Child:
+    """One engine. `members` are its processes as last seen, pid to start time."""
+
+    ticket: TicketId
+    pid: int
+    start_ticks: int
+    socket: Path
+    granted: tuple[DeviceBytes, ...]
+    fd: int  # pidfd of the root
+    members: dict[int, int] = field(default_factory=dict)
+
+    def tree(self) -> Tree:
+        return Tree(self.ticket, frozenset(self.members), self.granted)
+
+
+class Children:
+    """By ticket, mirrored as one small file each in the socket folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tombs: OrderedDict[TicketId, None] = OrderedDict()
+        self.by_ticket: dict[TicketId, Child] = {}
+
+    def socket(self, ticket: TicketId) -> Path:
+        return self._folder / f"{ticket}.sock"
+
+    def open(
+        self, ticket: TicketId, pid: int, granted: tuple[DeviceBytes, ...], start_ticks: int = 0
+    ) -> Child | None:
+        """Take charge of a process; None when it is gone, or is not the one that was meant."""
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return None
+        found = proc.process(pid)  # after the open, so that the descriptor is of this one
+        if found is None or not found.alive or start_ticks not in (0, found.start_ticks):
+            os.close(fd)
+            return None
+        child = Child(ticket, pid, found.start_ticks, self.socket(ticket), granted, fd)
+        child.members[pid] = found.start_ticks
+        self.by_ticket[ticket] = child
+        self._write(child)
+        return child
+
+    def recover(self) -> tuple[TicketId, ...]:
+        """Open again what an earlier life of the agent had; returns tickets whose engine is gone.
+        Their leftovers, if any process survived its root, are found by session and killed."""
+        lost = []
+        for path in sorted(self._folder.glob("*.child")):
+            raw = json.loads(path.read_text())
+            ticket = TicketId(raw["ticket"])
+            granted = tuple(DeviceBytes(DeviceId(d), Bytes(b)) for d, b in raw["granted"])
+            if self.open(ticket, raw["pid"], granted, raw["start_ticks"]) is None:
+                path.unlink()
+                self.bury(ticket)
+                lost.append(ticket)
+        return tuple(lost)
+
+    def refresh(self, everything: dict[int, proc.Process]) -> None:
+        """Note each engine's present processes."""
+        for child in self.by_ticket.values():
+            known = [
+                pid for pid, ticks in child.members.items() if _is_same(everything, pid, ticks)
+            ]
+            root = child.pid if _is_same(everything, child.pid, child.start_ticks) else 0
+            found = proc.tree(child.pid, everything, known) if root or known else set()
+            found |= _session(child, everything)
+            child.members = {pid: everything[pid].start_ticks for pid in found}
+
+    def kill(self, child: Child) -> None:
+        """SIGKILL to everything of it that is known; repeat until `members` stays empty."""
+        for pid, ticks in child.members.items():
+            _kill(pid, ticks)
+
+    def bury(self, ticket: TicketId) -> None:
+        """No engine may start under this ticket any more."""
+        self._tombs[ticket] = None
+        while len(self._tombs) > TOMBSTONES:
+            self._tombs.popitem(last=False)
+
+    def is_buried(self, ticket: TicketId) -> bool:
+        return ticket in self._tombs
+
+    def forget(self, child: Child) -> None:
+        """It is gone: drop its files and descriptor."""
+        del self.by_ticket[child.ticket]
+        os.close(child.fd)
+        for suffix in (".child", ".sock"):
+            (self._folder / f"{child.ticket}{suffix}").unlink(missing_ok=True)
+
+    def trees(self) -> list[Tree]:
+        return [child.tree() for child in self.by_ticket.values()]
+
+    def _write(self, child: Child) -> None:
+        granted = [[d.device, d.size_bytes] for d in child.granted]
+        raw = {"ticket": child.ticket, "pid": child.pid, "start_ticks": child.start_ticks,
+               "granted": granted}  # fmt: skip
+        path = self._folder / f"{child.ticket}.child"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(raw))
+        part.rename(path)  # whole or not at all, whenever this process is killed
+
+
+def _is_same(everything: dict[int, proc.Process], pid: int, ticks: int) -> bool:
+    found = everything.get(pid)
+    return found is not None and found.start_ticks == ticks
+
+
+def _session(child: Child, everything: dict[int, proc.Process]) -> set[int]:
+    """Members of the session the engine led. Its number cannot be used again while one lives."""
+    return {
+        p.pid
+        for p in everything.values()
+        if p.session == child.pid and p.alive and p.start_ticks >= child.start_ticks
+    }
+
+
+def _kill(pid: int, ticks: int) -> None:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        found = proc.process(pid)
+        if found is not None and found.start_ticks == ticks:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(fd)
+
+
+def kill_known(pids: Iterable[tuple[int, int]]) -> None:
+    """SIGKILL to processes named by (pid, start time)."""
+    for pid, ticks in pids:
+        _kill(pid, ticks)

@@ -1,0 +1,390 @@
+"""How everybody else reaches the arbiter: start, find, ask and stop it, and HolderClient, a
+holder's end of the ticket protocol.
+
+The arbiter may die at any time. A HolderClient then joins the next epoch with everything its holder
+has, asks again for what it was waiting for, under the same ticket ids, and gives up only after
+UNREACHABLE_S. Nothing of it is in the way of a request whose model is resident.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from arbiter import events as ev
+from arbiter import rays, wire
+from arbiter.actor import ArbiterActor
+from arbiter.errors import ArbiterUnavailable, RequestError, StaleEpoch
+from arbiter.units import Epoch, HolderId, Span, TicketId, in_seconds, seconds
+
+logger = logging.getLogger("arbiter.client")
+
+RENEW_S = 1.0  # SPEC A5
+UNREACHABLE_S = 10.0  # a restart takes 1.0-2.0 s measured; five times that is an outage
+REJOIN_FIRST_S, REJOIN_MOST_S = 0.05, 1.0  # between tries; the first finds a restart at once
+ANSWER_S = 10.0  # for calls that the arbiter answers without waiting for anything
+CALL_S = 30.0  # twice the longest poll of the event stream
+START_S = 60.0  # a process start on a machine busy with imports
+
+
+# -- the arbiter itself ------------------------------------------------------------------------
+
+
+def find_arbiter() -> Any | None:
+    """Its handle, or None when there is none."""
+    try:
+        return ray.get_actor(wire.NAME, namespace=wire.NAMESPACE)
+    except ValueError:
+        return None
+
+
+async def start_arbiter(boot: wire.Boot) -> Any:
+    """The handle of the one arbiter, started when there is none. One of other code is replaced
+    when nobody holds anything of it; raises VersionMismatch otherwise."""
+    return await asyncio.to_thread(_start_or_replace, boot)
+
+
+async def call_arbiter(method: str, *args: Any, within_s: float = CALL_S) -> Any:
+    """Call one of the actor's methods, for the front and the command line. Raises
+    ArbiterUnavailable, or the RequestError the arbiter answered with."""
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(within_s):
+            handle = await asyncio.to_thread(find_arbiter)
+            if handle is None:
+                raise ArbiterUnavailable(time.monotonic() - began)
+            return await getattr(handle, method).remote(*args)
+    except RayTaskError as error:
+        raise _cause(error) from None
+    except (RayError, TimeoutError) as error:
+        raise ArbiterUnavailable(time.monotonic() - began) from error
+
+
+def upgrade_arbiter() -> wire.Plain:
+    """Replace arbiter and node agents by this code. Engines and zygotes go on; holders rejoin."""
+    old = find_arbiter()
+    if old is None:
+        return {"arbiter": "there is none; it starts with the front"}
+    before = ray.get(old.hello.remote(), timeout=START_S)
+    boot = ray.get(old.boot.remote(), timeout=START_S)
+    after = ray.get(_replace(boot).hello.remote(), timeout=START_S)
+    return {
+        "before": before["identity"], "after": after["identity"],
+        "holders": before["holders"], "epoch": after["epoch"],
+    }  # fmt: skip
+
+
+def stop_arbiter(wait_s: float = 30.0) -> wire.Plain:
+    """Shut down: unload what is idle, wait for the rest, end every engine, agent and zygote."""
+    handle = find_arbiter()
+    if handle is None:
+        return {"arbiter": "there is none", "tickets_cut_off": 0}
+    left: int = ray.get(handle.close.remote(wait_s), timeout=wait_s + START_S)
+    _kill(handle)
+    return {"arbiter": "stopped", "tickets_cut_off": left}
+
+
+def _start_or_replace(boot: wire.Boot) -> Any:
+    handle = _start(boot)
+    said = ray.get(handle.hello.remote(), timeout=START_S)
+    if said["identity"] == wire.identity():
+        return handle
+    if said["holders"]:
+        raise wire.VersionMismatch(said["identity"], wire.identity(), said["holders"])
+    return _replace(boot)
+
+
+def _replace(boot: wire.Boot) -> Any:
+    _kill(find_arbiter())
+    for node in rays.living_nodes():
+        _kill(_find(wire.agent_name(node)))
+    return _start(boot)
+
+
+def _start(boot: wire.Boot) -> Any:
+    options = rays.detached(rays.head_node(), wire.NAME, wire.NAMESPACE)
+    return ray.remote(ArbiterActor).options(**options).remote(boot)
+
+
+def _find(name: str) -> Any | None:
+    try:
+        return ray.get_actor(name, namespace=wire.NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _kill(handle: Any | None) -> None:
+    """Kill, and wait until its name is free."""
+    if handle is None:
+        return
+    ray.kill(handle, no_restart=True)
+    try:
+        ray.get(handle.__ray_ready__.remote(), timeout=START_S)
+    except (RayActorError, GetTimeoutError):
+        return
+
+
+def _cause(error: RayTaskError) -> Exception:
+    """What was raised over there, as itself."""
+    return error.cause if isinstance(error.cause, RequestError) else error
+
+
+# -- a holder's end ----------------------------------------------------------------------------
+
+
+class HolderClient:
+    """One per holder, on its event loop. `account` tells what is held, in full, at any moment;
+    `obey` performs an order and must not wait."""
+
+    def __init__(
+        self,
+        capability: str,
+        holder: HolderId,
+        account: Callable[[], tuple[ev.HeldTicket, ...]],
+        obey: Callable[[wire.Command], None],
+    ) -> None:
+        self.capability, self.holder = capability, holder
+        self.table: wire.Plain = {}  # the configuration, once joined
+        self.epoch: Epoch | None = None  # None: not joined
+        self.calls_count = 0
+        self._account, self._obey = account, obey
+        self._arbiter: Any = None
+        self._agent: Any = None
+        self._watched: Any = None  # our pending keepalive; the arbiter watches that we own it
+        self._joined = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._outbox: deque[ev.Event] = deque()
+        self._said = asyncio.Event()  # something is in the outbox
+        self._quiet = asyncio.Event()  # nothing is
+        self._quiet.set()
+        self._away_since = time.monotonic()
+        self._tasks = [asyncio.ensure_future(t()) for t in (self._life, self._renew, self._send)]
+
+    @property
+    def away_s(self) -> float:
+        """How long the arbiter has not been reached; 0 when joined."""
+        return 0.0 if self.epoch is not None else time.monotonic() - self._away_since
+
+    async def joined(self, within_s: float = UNREACHABLE_S) -> None:
+        """Raises ArbiterUnavailable when the arbiter has been away, or stays away, for long."""
+        left_s = max(0.0, within_s - self.away_s) if self._has_failed else within_s
+        try:
+            async with asyncio.timeout(left_s):
+                await self._joined.wait()
+        except TimeoutError:
+            raise ArbiterUnavailable(self.away_s) from None
+
+    async def acquire(self, requested: ev.Requested) -> wire.Granted:
+        """Wait for the grant, across any number of the arbiter's lives. Raises RequestError.
+        Cancelled: the ticket is withdrawn."""
+        asked = time.monotonic()
+        try:
+            while True:
+                await self.joined()
+                await self._quiet.wait()  # what was said of this ticket goes first
+                if granted := await self._ask_once(_aged(requested, time.monotonic() - asked)):
+                    return granted
+        except asyncio.CancelledError:
+            self.tell(ev.Withdrawn(requested.ticket))
+            raise
+
+    async def _ask_once(self, requested: ev.Requested) -> wire.Granted | None:
+        """None: that life of the arbiter is over."""
+        epoch = self.epoch
+        if epoch is None:
+            return None
+        self.calls_count += 1
+        try:
+            granted: wire.Granted = await self._arbiter.acquire.remote(epoch, requested)
+        except RayTaskError as error:
+            cause = _cause(error)
+            if not isinstance(cause, StaleEpoch):
+                raise cause from None
+            self._lose(epoch)
+            return None
+        except RayActorError:
+            self._lose(epoch)
+            return None
+        return granted if granted.epoch == self.epoch else None
+
+    def tell(self, event: ev.Event) -> None:
+        """Say it, in order, once joined. What a rejoin says anyway is not said twice."""
+        self._outbox.append(event)
+        self._quiet.clear()
+        self._said.set()
+
+    async def spawn(self, ticket: TicketId, spec: wire.SpawnSpec) -> str:
+        """Socket path of the ticket's engine. Waits for a node agent that restarts; bound it.
+        Raises TicketClosed when the arbiter has had the ticket reaped, ZygoteError."""
+        while True:
+            try:
+                if self._agent is None:
+                    name = wire.agent_name(rays.own_node())
+                    self._agent = await asyncio.to_thread(_find, name)
+                if self._agent is not None:
+                    path: str = await self._agent.spawn.remote(ticket, spec)
+                    return path
+            except RayTaskError as error:
+                raise (error.cause or error) from None
+            except RayActorError:
+                self._agent = None
+            await asyncio.sleep(REJOIN_FIRST_S)
+
+    async def close(self) -> None:
+        """Say the last things, and that this holder is gone."""
+        if self.epoch is not None:
+            self.tell(ev.HolderLost(self.holder))
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    await self._quiet.wait()
+            except TimeoutError:
+                logger.warning("%s could not take leave; its death will be noticed", self.holder)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._watched = None
+
+    # -- one epoch after the other ---------------------------------------------------------------
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._arbiter is None and self.away_s > REJOIN_MOST_S
+
+    async def _life(self) -> None:
+        pause_s = REJOIN_FIRST_S
+        while True:
+            try:
+                await self._join()
+                pause_s = REJOIN_FIRST_S
+                await self._listen()
+            except wire.VersionMismatch as error:
+                logger.error("%s", error)
+            except RayTaskError as error:
+                if not isinstance(error.cause, StaleEpoch):
+                    logger.error("the arbiter failed on %s: %r", self.holder, error)
+            except (RayError, TimeoutError, LookupError):
+                self._arbiter = None
+            self._leave()
+            await asyncio.sleep(pause_s)
+            pause_s = min(REJOIN_MOST_S, 2 * pause_s)
+
+    async def _join(self) -> None:
+        """Raises LookupError when there is no arbiter."""
+        if self._arbiter is None:
+            self._arbiter = await asyncio.to_thread(find_arbiter)
+        if self._arbiter is None:
+            raise LookupError("no arbiter")
+        async with asyncio.timeout(ANSWER_S):
+            said = await self._arbiter.hello.remote()
+            if said["identity"] != wire.identity():
+                raise wire.VersionMismatch(said["identity"], wire.identity(), said["holders"])
+            self._watched = self._arbiter.keepalive.remote(self.holder)
+            self._forget_said()  # the account that follows says it
+            account = ev.Joined(self.holder, rays.own_node(), self.capability, self._account())
+            own = rays.own_handle()
+            welcome = await self._arbiter.join.remote(
+                self.epoch, account, [own] if own is not None else [], [self._watched]
+            )
+        self.table, self.epoch = welcome.table, welcome.epoch
+        self._lost.clear()
+        self._joined.set()
+        self._wake_sender()
+
+    def _leave(self) -> None:
+        if self.epoch is not None:
+            self._away_since = time.monotonic()
+        self.epoch = None
+        self._joined.clear()
+
+    def _lose(self, epoch: Epoch) -> None:
+        """A call failed: that epoch is over, or we are not in it."""
+        if self.epoch == epoch:
+            self._leave()
+            self._lost.set()
+
+    async def _listen(self) -> None:
+        """Returns when another call found the epoch over; raises what listening raises."""
+        ack = 0
+        lost = asyncio.ensure_future(self._lost.wait())
+        try:
+            while self.epoch is not None:
+                heard = asyncio.ensure_future(self._hear(self.epoch, ack))
+                await asyncio.wait({heard, lost}, return_when=asyncio.FIRST_COMPLETED)
+                if not heard.done():
+                    heard.cancel()
+                    return
+                for order in heard.result():
+                    ack = order.sequence
+                    self._take(order.command)
+        finally:
+            lost.cancel()
+
+    async def _hear(self, epoch: Epoch, ack: int) -> tuple[wire.Order, ...]:
+        orders: tuple[wire.Order, ...] = await self._arbiter.listen.remote(self.holder, epoch, ack)
+        return orders
+
+    def _take(self, command: wire.Command) -> None:
+        if isinstance(command, wire.TableOrder):
+            self.table = command.table
+        self._obey(command)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            epoch = self.epoch
+            if epoch is None:
+                continue
+            renewed = ev.Renewed(self.holder, self._account())
+            try:
+                await self._arbiter.renew.remote(epoch, renewed)
+            except RayError:
+                self._lose(epoch)
+
+    # -- the outbox ------------------------------------------------------------------------------
+
+    def _forget_said(self) -> None:
+        self._outbox.clear()
+        self._wake_sender()
+
+    def _wake_sender(self) -> None:
+        if self._outbox:
+            self._said.set()
+        else:
+            self._quiet.set()
+
+    async def _send(self) -> None:
+        while True:
+            await self._said.wait()
+            await self._joined.wait()
+            epoch = self.epoch
+            if not self._outbox or epoch is None:
+                self._said.clear()
+                self._wake_sender()
+                continue
+            event = self._outbox[0]
+            try:
+                await self._arbiter.tell.remote(epoch, self.holder, event)
+            except RayTaskError as error:
+                if isinstance(error.cause, StaleEpoch):
+                    self._lose(epoch)
+                    continue
+                logger.error("the arbiter failed on %r: %r", event, error)
+            except RayActorError:
+                self._lose(epoch)
+                continue
+            if self._outbox and self._outbox[0] is event:
+                self._outbox.popleft()
+
+
+def _aged(requested: ev.Requested, waited_s: float) -> ev.Requested:
+    """The deadline runs from the first asking, whichever life of the arbiter hears it."""
+    if requested.deadline is None:
+        return requested
+    left = max(0.0, in_seconds(requested.deadline) - waited_s)
+    return replace(requested, deadline=Span(max(1, seconds(left))))

@@ -1,0 +1,56 @@
+"""The event log: a ring of the newest lines, each with a sequence number, and those who wait for
+the next (SPEC K1). Optionally also a file of JSON lines.
+"""
+
+import asyncio
+import json
+import time
+from collections import deque
+from pathlib import Path
+
+from arbiter.decisions import Tell
+from arbiter.units import Epoch, in_seconds
+from arbiter.wire import Plain
+
+# Newest lines kept: an hour at one a second, about 2 MB.
+KEPT = 4_096
+FILE_MOST_BYTES = 64 << 20  # then the file starts over, its predecessor kept as `.1`
+
+
+class EventLog:
+    def __init__(self, epoch: Epoch, path: Path | None = None) -> None:
+        self._epoch = epoch
+        self._lines: deque[Plain] = deque(maxlen=KEPT)
+        self._path = path
+        self._grown = asyncio.Event()
+        # Above every number of an earlier life, so that a subscriber resumes where it stopped:
+        # epochs differ by at least one and no life tells a million things between two saves.
+        self.sequence = int(epoch) * 1_000_000
+
+    def tell(self, said: Tell) -> None:
+        self.sequence += 1
+        line: Plain = {"seq": self.sequence, "epoch": int(self._epoch), "unix_s": time.time()}
+        line |= {"kind": said.kind, "ticket": said.ticket, "size_bytes": said.size_bytes}
+        line |= {"took_s": None if said.took is None else in_seconds(said.took)}
+        line |= said.data
+        self._lines.append(line)
+        self._grown.set()
+        self._grown = asyncio.Event()
+        if self._path:
+            self._write(line, self._path)
+
+    async def after(self, sequence: int, wait_s: float) -> list[Plain]:
+        """Lines after `sequence`; waits for one at most `wait_s`."""
+        if self.sequence <= sequence:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._grown.wait()
+            except TimeoutError:
+                return []
+        return [line for line in self._lines if line["seq"] > sequence]
+
+    def _write(self, line: Plain, path: Path) -> None:
+        if path.exists() and path.stat().st_size > FILE_MOST_BYTES:
+            path.replace(path.with_suffix(path.suffix + ".1"))
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")

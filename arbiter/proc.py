@@ -1,0 +1,132 @@
+"""Processes and their memory, as the kernel tells them through /proc. Nothing here trusts what a
+process says of itself.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from arbiter.units import KIB, Bytes
+
+PROC = Path("/proc")
+
+# Weights of a sleeping model: a memory file of this name prefix is host RAM, not device memory.
+HOST_COPY = "host-copy"
+
+_SECTOR_BYTES = 512  # the unit of st_blocks, whatever the file system (stat(2))
+_DEAD = frozenset("ZXx")  # zombie or dead: its memory is back, only its exit status is left
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    pid: int
+    parent: int
+    group: int
+    session: int
+    start_ticks: int  # since boot; with the pid it names one process for ever
+    state: str
+
+    @property
+    def alive(self) -> bool:
+        return self.state not in _DEAD
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a process tree holds on its own account."""
+
+    device_bytes: Bytes
+    host_bytes: Bytes
+
+
+NOTHING = Memory(Bytes(0), Bytes(0))
+
+
+def process(pid: int) -> Process | None:
+    """None when there is none of that pid."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name may hold spaces and brackets, so fields are counted after its last bracket (proc(5)).
+    state, parent, group, session, *rest = text[text.rindex(")") + 2 :].split()
+    return Process(pid, int(parent), int(group), int(session), int(rest[15]), state)
+
+
+def processes() -> dict[int, Process]:
+    """Everything that runs now."""
+    found = (process(int(name)) for name in os.listdir(PROC) if name.isdigit())
+    return {p.pid: p for p in found if p is not None}
+
+
+def tree(root: int, everything: dict[int, Process], known: Iterable[int] = ()) -> set[int]:
+    """Living pids of `root`'s tree: descendants, members of its own group or session, and what
+    descends from `known`, members seen earlier whose parent may have died since."""
+    children: dict[int, list[int]] = {}
+    for p in everything.values():
+        children.setdefault(p.parent, []).append(p.pid)
+    leads = {root, *known}
+    leads |= {p.pid for p in everything.values() if root in (p.group, p.session)}
+    found: set[int] = set()
+    waiting = [pid for pid in leads if pid in everything]
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found:
+            found.add(pid)
+            waiting.extend(children.get(pid, ()))
+    return {pid for pid in found if everything[pid].alive}
+
+
+def memory(pids: Iterable[int]) -> Memory:
+    """Private pages of the processes, plus the shared memory they hold. Pages shared with the
+    process they were forked from are nobody's, so a fork costs what it writes."""
+    private_bytes = shared_bytes = 0
+    files: dict[tuple[int, int], tuple[str, int]] = {}
+    for pid in pids:
+        rollup = _rollup(pid)
+        shmem_bytes = rollup.get("Pss_Shmem", 0)
+        private = sum(v for k, v in rollup.items() if k.startswith("Private_"))
+        private_bytes += max(0, private - shmem_bytes)
+        shared_bytes += shmem_bytes
+        files |= {key: (name, size) for key, name, size in _memory_files(pid)}
+    host_bytes = sum(size for name, size in files.values() if name.startswith(HOST_COPY))
+    file_bytes = sum(size for _, size in files.values()) - host_bytes
+    # Shared pages are seen mapped (Pss) or held open (blocks), often both: the larger counts.
+    held_bytes = max(file_bytes, shared_bytes - host_bytes)
+    return Memory(Bytes(private_bytes + held_bytes), Bytes(host_bytes))
+
+
+def _rollup(pid: int) -> dict[str, int]:
+    """Sums over all mappings of one process, in bytes; empty when it just went."""
+    try:
+        text = (PROC / str(pid) / "smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    pairs = (line.split(":", 1) for line in text.splitlines()[1:])
+    return {key: int(value.split()[0]) * KIB for key, value in pairs}
+
+
+def _memory_files(pid: int) -> Iterator[tuple[tuple[int, int], str, int]]:
+    """(identity, name, allocated bytes) of each memfd and /dev/shm file a process holds open."""
+    folder = PROC / str(pid) / "fd"
+    try:
+        numbers = os.listdir(folder)
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    for number in numbers:
+        try:
+            target = os.readlink(folder / number)
+            if target.startswith(("/memfd:", "/dev/shm/")):
+                status = os.stat(folder / number)
+                name = target.removeprefix("/memfd:").removeprefix("/dev/shm/")
+                yield (status.st_dev, status.st_ino), name, status.st_blocks * _SECTOR_BYTES
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # closed between listing and reading
+
+
+def ram() -> tuple[Bytes, Bytes]:
+    """Total and available RAM."""
+    pairs = (line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())
+    lines = {key: int(value.split()[0]) * KIB for key, value in pairs}
+    return Bytes(lines["MemTotal"]), Bytes(lines["MemAvailable"])

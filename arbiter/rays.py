@@ -1,0 +1,63 @@
+"""The few semi-internal things asked of Ray, in one place; tests/contracts holds each of them."""
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from arbiter.units import NodeId
+from arbiter.wire import node_of
+
+
+def session_name() -> str:
+    """Names one life of the cluster."""
+    name: str = ray._private.worker._global_node.session_name
+    return name
+
+
+def logs_folder() -> Path:
+    """What lies here, the dashboard shows."""
+    return Path(ray._private.worker._global_node.get_logs_dir_path())
+
+
+def own_node() -> NodeId:
+    return node_of(ray.get_runtime_context().get_node_id())
+
+
+def own_handle() -> Any | None:
+    """This actor's handle, or None in a driver. In a Serve replica: the replica actor's."""
+    context = ray.get_runtime_context()
+    return context.current_actor if context.get_actor_id() else None
+
+
+def living_nodes() -> dict[NodeId, str]:
+    """Our name and Ray's id of every node that is up."""
+    return {node_of(n["NodeID"]): n["NodeID"] for n in ray.nodes() if n["Alive"]}
+
+
+def head_node() -> str:
+    """Ray's id of the head; of any living node where none says that it is."""
+    nodes = [n for n in ray.nodes() if n["Alive"]]
+    heads = [n for n in nodes if "node:__internal_head__" in n["Resources"]]
+    return str((heads or nodes)[0]["NodeID"])
+
+
+def on_node(ray_node_id: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(ray_node_id, soft=False)
+
+
+def detached(ray_node_id: str, name: str, namespace: str) -> dict[str, Any]:
+    """Options of an actor there is one of, which outlives whoever started it. Its calls are never
+    repeated by Ray: the protocol's own messages may be, safely."""
+    return {
+        "name": name,
+        "namespace": namespace,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "num_cpus": 0,
+        "max_concurrency": 10_000,  # every waiting ticket and every long poll is a call in flight
+        "scheduling_strategy": on_node(ray_node_id),
+    }

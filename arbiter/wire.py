@@ -1,0 +1,158 @@
+"""What crosses process borders besides events: answers, orders to holders, and the agent's terms.
+
+Instants never do: a deadline travels as the Span that is left of it.
+"""
+
+import hashlib
+from dataclasses import dataclass, field, fields, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from arbiter import events as ev
+from arbiter.decisions import Reason, Tier
+from arbiter.errors import ArbiterError
+from arbiter.events import CapabilitiesSet, DeviceBytes
+from arbiter.settings import Settings
+from arbiter.units import Epoch, NodeId, Span, TicketId
+from arbiter.view import Policies
+
+NAME, NAMESPACE = "arbiter", "arbiter"
+
+Plain = dict[str, Any]  # JSON-able
+
+
+class VersionMismatch(ArbiterError):
+    """An arbiter of other code runs, and holders of that code live."""
+
+    def __init__(self, running: str, ours: str, holders: int) -> None:
+        super().__init__(running, ours, holders)
+        self.running, self.ours, self.holders = running, ours, holders
+
+    def __str__(self) -> str:
+        return (
+            f"the arbiter runs {self.running} with {self.holders} holders, this is {self.ours};"
+            " run `arbiter upgrade`, or stop what uses the old version"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """What a node agent needs to know that `arbiter` itself may not: the zygote's module."""
+
+    zygote_module: str
+    preload: tuple[str, ...] = ()
+    folder: str | None = None  # of sockets; None: /tmp/arbiter-<uid>/<node>
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The whole of what a person set; kept across restarts of the arbiter."""
+
+    settings: Settings
+    policies: Policies
+    capabilities: CapabilitiesSet
+    table: Plain = field(default_factory=dict)  # as written; handed to holders at join
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """What the arbiter actor is created with. A stored configuration wins over this one's."""
+
+    configuration: Configuration
+    agent: AgentSettings
+    state_file: str | None = None  # None: store.default_path()
+    event_file: str | None = None  # JSON lines, if wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer to Joined."""
+
+    epoch: Epoch
+    version: str
+    table: Plain
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    ticket: TicketId
+    devices: tuple[DeviceBytes, ...]
+    load_within: Span
+    predicted: Span
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeOrder:
+    ticket: TicketId
+    reason: Reason
+    to: Tier
+    barrier: Span
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadOrder:
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class TableOrder:
+    """The configuration changed."""
+
+    table: Plain
+
+
+Command = RevokeOrder | ReloadOrder | TableOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A command with its place in the holder's line; sent again until acknowledged."""
+
+    sequence: int
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnSpec:
+    """What the node agent passes to the zygote."""
+
+    entry: str
+    config: Plain
+    devices: tuple[DeviceBytes, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def agent_name(node: NodeId) -> str:
+    return f"arbiter-agent-{node}"
+
+
+def node_of(ray_node_id: str) -> NodeId:
+    """Short enough for socket paths and tables; 48 random bits tell nodes apart."""
+    return NodeId(ray_node_id[:12])
+
+
+def package_version() -> str:
+    try:
+        return version("serve-arbiter")
+    except PackageNotFoundError:  # run from a checkout
+        return "0.0.0+checkout"
+
+
+def protocol_hash() -> str:
+    """Changes with any field of any message, so that old code never talks to new."""
+    kinds = [*_dataclasses(ev), *_dataclasses(__import__(__name__, fromlist=["wire"])), Settings]
+    text = ";".join(
+        f"{k.__name__}({','.join(f'{f.name}:{f.type}' for f in fields(k))})" for k in kinds
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _dataclasses(module: Any) -> list[Any]:
+    found = [v for v in vars(module).values() if isinstance(v, type) and is_dataclass(v)]
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
+def identity() -> str:
+    """Package version and protocol, as compared in the handshake."""
+    return f"{package_version()}/{protocol_hash()}"

@@ -1,0 +1,142 @@
+"""Start, find and speak to the node's zygote, the process that engines are forked from.
+
+Lines of JSON over a unix socket in a 0700 directory; both ends check the other's user.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arbiter.errors import ArbiterError
+from arbiter.units import TicketId
+from arbiter.wire import AgentSettings, SpawnSpec
+
+# An answer other than to the first ping is a fork away; imports of a cold disk can take a minute,
+# and a message sent meanwhile waits for them.
+ANSWER_S = 10.0
+IMPORTS_S = 180.0
+MAX_LINE_BYTES = 1 << 20  # `list` with thousands of children; the zygote has the same bound
+
+
+class ZygoteError(ArbiterError):
+    """The zygote is away or said no."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(said)
+        self.said = said
+
+    def __str__(self) -> str:
+        return f"zygote: {self.said}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildRow:
+    ticket: TicketId
+    pid: int
+    socket: Path
+
+
+class Zygote:
+    """One connection, made when first needed and again after it broke. Calls do not overlap."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = asyncio.Lock()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ping(self, within_s: float = ANSWER_S) -> int:
+        """Its pid, once its imports are done. Raises ZygoteError."""
+        reply = await self._ask({"op": "ping"}, within_s)
+        return int(reply["pid"])
+
+    async def spawn(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> int:
+        """Pid of the new child; the old one's when the ticket has a child already."""
+        message = {"op": "spawn", "ticket": ticket, "entry": spec.entry, "config": spec.config,
+                   "env": spec.env, "socket": str(path)}  # fmt: skip
+        return int((await self._ask(message, IMPORTS_S))["pid"])
+
+    async def list(self) -> tuple[ChildRow, ...]:
+        reply = await self._ask({"op": "list"}, ANSWER_S)
+        return tuple(
+            ChildRow(TicketId(c["ticket"]), int(c["pid"]), Path(c["socket"]))
+            for c in reply["children"]
+        )
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+    async def _ask(self, message: dict[str, Any], within_s: float) -> dict[str, Any]:
+        async with self._lock:
+            try:
+                async with asyncio.timeout(within_s):
+                    reply = await self._round_trip(message)
+            except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
+                self.close()
+                raise ZygoteError(f"{message['op']}: {error!r}") from error
+            except asyncio.CancelledError:
+                self.close()  # its answer would be taken for the next one's
+                raise
+        if "error" in reply:
+            raise ZygoteError(str(reply["error"]))
+        return reply
+
+    async def _round_trip(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self._streams is None:
+            self._streams = await _connect(self._path)
+        reader, writer = self._streams
+        writer.write(json.dumps(message).encode() + b"\n")
+        await writer.drain()
+        line = await reader.readuntil(b"\n")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
+    packed = writer.get_extra_info("socket").getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    _pid, uid, _gid = struct.unpack("3i", packed)
+    if uid != os.getuid():
+        writer.close()
+        raise PermissionError(f"{path} belongs to user {uid}")
+    return reader, writer
+
+
+def start(settings: AgentSettings, path: Path, log: Path) -> None:
+    """Exec a zygote that serves `path`. It is nobody's child and leads its own session, so that
+    neither Ray, which ends the children of a dying worker, nor the agent's death takes it along:
+    its children are engines with requests in flight."""
+    command = [sys.executable, "-m", settings.zygote_module]
+    command += ["--socket", str(path), "--preload", ",".join(settings.preload)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with log.open("ab") as output:
+        subprocess.run(
+            ["/bin/sh", "-c", '"$@" &', "sh", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,  # what this process can import, the zygote can
+            start_new_session=True,
+            check=True,
+            timeout=ANSWER_S,
+        )
+
+
+def private_folder(path: Path) -> Path:
+    """Make `path`, 0700 and ours, or raise PermissionError: a stranger's would see our sockets."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.lstat()
+    if status.st_uid != os.getuid() or path.is_symlink():
+        raise PermissionError(f"{path} belongs to user {status.st_uid}; remove it")
+    path.chmod(0o700)
+    return path
