@@ -30,8 +30,11 @@ class SleepingCpuWorker(CPUWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The only place vLLM asks which LoRA kernel to use.
-        type(current_platform).get_punica_wrapper = classmethod(lambda cls: _KERNEL)  # type: ignore[method-assign]
+        type(current_platform).get_punica_wrapper = classmethod(lambda cls: _KERNEL)
         super().__init__(*args, **kwargs)
+        if self.model_config.enforce_eager:
+            # Else the first request for logprobs compiles one small helper: 2-3 s, 90 MB.
+            torch._dynamo.config.disable = True
         self.emptied: list[tuple[torch.UntypedStorage, int]] = []
         self.copies: list[int] = []
 

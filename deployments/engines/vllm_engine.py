@@ -9,8 +9,9 @@ import asyncio
 import json
 import os
 from argparse import Namespace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import vllm.envs
 from fastapi import FastAPI
@@ -58,14 +59,20 @@ def arguments(config: Config) -> Namespace:
     given = {**_defaults(config), **config.get("engine_args", {})}
     if "kv_cache_memory_bytes" not in given:
         raise LoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)
-    parser = make_arg_parser(FlexibleArgumentParser())
-
-    def fail(message: str) -> None:
-        raise LoadFailed("BadConfig", f"engine_args: {message}", False)
-
-    parser.error = fail
     words = [word for name, value in given.items() for word in _words(name, value)]
-    return parser.parse_args(words)
+    return parser().parse_args(words)
+
+
+@cache
+def parser() -> FlexibleArgumentParser:
+    """vLLM's own, once per process or zygote: it reads the source of every config class."""
+    made = make_arg_parser(FlexibleArgumentParser())
+    made.error = _refuse_arguments
+    return made
+
+
+def _refuse_arguments(message: str) -> NoReturn:
+    raise LoadFailed("BadConfig", f"engine_args: {message}", False)
 
 
 def _defaults(config: Config) -> dict[str, Any]:
