@@ -87,11 +87,11 @@ class Arbiter:
         """Replicas wanted of each capability; WakeAt also comes when one of these changes."""
         return replicas.targets(self._mind, now)
 
-    def export_estimates(self) -> list[dict[str, Any]]:
+    def export_learned(self) -> list[dict[str, Any]]:
         """What was learned, as plain rows."""
         return self._mind.estimates.export()
 
-    def restore_estimates(self, rows: list[dict[str, Any]]) -> None:
+    def restore_learned(self, rows: list[dict[str, Any]]) -> None:
         self._mind.estimates.restore(rows)
 
     # -- the events ----------------------------------------------------------------------------

@@ -3,6 +3,7 @@ ArbiterError
   RequestError            the caller can act on it; crosses process borders; maps to one HTTP status
     UnknownCapability     404  not registered; names what is
     UnknownModel          404  the capability has no such model; names what it has
+    UnknownRole           400  a capability names a role that no policy ranks; names those it knows
     CapabilityConflict    409  the same name registered differently
     NeverFits             507  larger than the whole budget: change the model or the budget
     DeadlineUnmet         503  not granted before the request's deadline
@@ -65,6 +66,17 @@ class UnknownModel(RequestError):
     def __str__(self) -> str:
         where = f"{self.capability} serves" if self.capability else "this system serves"
         return f"no model {self.model!r}; {where}: {_names(self.known)}"
+
+
+class UnknownRole(RequestError):
+    status_code, code = 400, "role_not_found"
+
+    def __init__(self, role: str, capability: str, known: tuple[str, ...]) -> None:
+        super().__init__(role, capability, known)
+        self.role, self.capability, self.known = role, capability, known
+
+    def __str__(self) -> str:
+        return f"{self.capability} names no role {self.role!r}; there is: {_names(self.known)}"
 
 
 class CapabilityConflict(RequestError):

@@ -154,6 +154,11 @@ def revoke(mind: Mind, entry: Entry, reason: Reason, waiting: Entry | None) -> N
     entry.barrier_until = after(mind.now, mind.settings.terms.barrier)
     mind.move(entry, State.DRAINING, granted)
     mind.watch(entry, after(entry.barrier_until, mind.settings.terms.answer))
+    ask(mind, entry)
+
+
+def ask(mind: Mind, entry: Entry) -> None:
+    reason = entry.leaving or Reason.SWAP
     mind.say(Revoke(entry.ticket, entry.holder, reason, entry.to, entry.barrier_until))
 
 

@@ -7,7 +7,7 @@ is made good by it. What a holder no longer mentions, it has let go of.
 from arbiter import events as ev
 from arbiter.decisions import Reason, Tier
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
-from arbiter.eviction import refused, slept
+from arbiter.eviction import ask, refused, slept
 from arbiter.ledger import Entry, Sizes, State
 from arbiter.loads import loaded
 from arbiter.mind import Holder, Mind
@@ -37,6 +37,15 @@ def joined(mind: Mind, event: ev.Joined) -> None:
         if mind.ledger.find(held.ticket) is None and held.ticket not in mind.answers:
             _rebuild(mind, event, held)
     _compare(mind, event.holder, event.tickets)
+    _ask_again(mind, event)
+
+
+def _ask_again(mind: Mind, event: ev.Joined) -> None:
+    """Orders may have been lost with its old connection; what it drains already it ignores."""
+    serving = {held.ticket for held in event.tickets if held.phase is ev.Phase.RESIDENT}
+    for entry in mind.ledger.held_by(event.holder):
+        if entry.state is State.DRAINING and entry.ticket in serving:
+            ask(mind, entry)
 
 
 def renewed(mind: Mind, event: ev.Renewed) -> None:

@@ -3,7 +3,7 @@
 from arbiter import events as ev
 from arbiter.budget import share
 from arbiter.decisions import Reason, Reload
-from arbiter.errors import LoadFailed
+from arbiter.errors import LoadFailed, TicketClosed
 from arbiter.ledger import Entry, State
 from arbiter.mind import Displaced, DisplacedKey, Failure, Mind
 from arbiter.reclaim import charged, reclaim, take
@@ -129,6 +129,8 @@ def restore(mind: Mind, key: DisplacedKey) -> None:
 def withdrawn(mind: Mind, event: ev.Withdrawn) -> None:
     entry = mind.live(event.ticket, State.QUEUED, State.ASLEEP, State.LOADING, State.DRAINING)
     if entry is None:
+        if mind.ledger.find(event.ticket) is None and event.ticket not in mind.answers:
+            mind.remember(event.ticket, TicketClosed(event.ticket))  # it overtook its request
         return
     if entry.state is State.QUEUED:
         mind.tell("ticket_closed", entry, reason=Reason.WITHDRAWN.value)

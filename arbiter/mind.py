@@ -88,7 +88,7 @@ class Mind:
     ) -> None:
         self.settings, self.policies, self.epoch = settings, policies, epoch
         self.ledger = Ledger()
-        self.registry = Registry()
+        self.registry = Registry(tuple(sorted(policies.roles)))
         self.estimates = Estimates(settings)
         self.alarms = Alarms()
         self.line = Line(policies.admit)
