@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from arbiter import events as ev
 from arbiter import rays, wire
 from arbiter.actor import ArbiterActor
-from arbiter.errors import ArbiterUnavailable, RequestError, StaleEpoch
+from arbiter.errors import ArbiterUnavailable, RequestError, StaleEpoch, TicketClosed
 from arbiter.units import Epoch, HolderId, Span, TicketId, in_seconds, seconds
 
 logger = logging.getLogger("arbiter.client")
@@ -207,6 +207,8 @@ class HolderClient:
             if not isinstance(cause, StaleEpoch):
                 raise cause from None
             self._lose(epoch)
+            if cause.sent == cause.current:  # we were counted as dead, and the ticket with us
+                raise TicketClosed(requested.ticket) from None
             return None
         except RayActorError:
             self._lose(epoch)
@@ -291,7 +293,8 @@ class HolderClient:
             welcome = await self._arbiter.join.remote(
                 self.epoch, account, [own] if own is not None else [], [self._watched]
             )
-        self.table, self.epoch = welcome.table, welcome.epoch
+        self.epoch = welcome.epoch
+        self._take(wire.TableOrder(welcome.table))
         self._lost.clear()
         self._joined.set()
         self._wake_sender()

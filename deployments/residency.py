@@ -1,0 +1,365 @@
+"""The life every capability shares: ticket, load, serve, drain, sleep, wake, unload.
+
+    async with residency.use("chat-tiny") as engine:
+        async for part in engine.stream("POST", "/v1/chat/completions", headers, body): ...
+
+A request for a resident model costs a counter here and no message anywhere. Everything else is one
+task per model (single flight) that whoever needs the model waits for. All state lives on one event
+loop, and no step between looking at it and changing it awaits.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from typing import Any
+
+from arbiter import events as ev
+from arbiter import wire
+from arbiter.client import HolderClient
+from arbiter.decisions import Reason, Tier
+from arbiter.errors import (
+    DeadlineUnmet,
+    EngineLost,
+    LoadFailed,
+    RequestError,
+    TicketClosed,
+)
+from arbiter.units import HolderId, TicketId, in_seconds, seconds
+from arbiter.zygotes import ZygoteError
+from deployments.engine_link import EngineLink, LoadRefused
+from deployments.plans import Plans
+from deployments.slot import Life, Slot, new_ticket
+from deployments.use import Use
+from deployments.wire import Head
+
+logger = logging.getLogger("arbiter.residency")
+
+# A model may be taken away again between its load and this request's turn; a chain longer than
+# this is a fault, and the request hears of it.
+TURNS = 5
+UNLOAD_S = 30.0  # the core's term for an unload; an engine that sleeps slower is ended
+# A revoke for these reasons takes only what is idle (SPEC A9).
+ONLY_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
+
+
+class Residency:
+    """One per holder, on its event loop."""
+
+    def __init__(self, capability: str, holder: HolderId) -> None:
+        self.capability, self.holder = capability, holder
+        self.slots: dict[str, Slot] = {}  # by model; the one new requests go to
+        self._held: dict[TicketId, Slot] = {}  # those with bytes
+        self._failures: dict[str, str] = {}  # model: why its last load failed
+        self._plans = Plans(capability)
+        self._client: HolderClient | None = None
+        self._links: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @classmethod
+    def start(cls, capability: str, holder: str | None = None) -> "Residency":
+        """Joins the arbiter in the background; takes no ticket and loads nothing."""
+        name = holder or f"{capability}#{uuid.uuid4().hex[:8]}"
+        residency = cls(capability, HolderId(name))
+        with contextlib.suppress(RuntimeError):  # no event loop yet: joins at the first use
+            residency.client()
+        return residency
+
+    def client(self) -> HolderClient:
+        if self._client is None:
+            asyncio.get_running_loop()
+            self._client = HolderClient(self.capability, self.holder, self.account, self._obey)
+        return self._client
+
+    def use(self, model: str, *, deadline_s: float | None = None) -> Use:
+        """`async with` it. Raises RequestError: unknown model, no grant by the deadline, a failed
+        load, no arbiter."""
+        return Use(self, model, deadline_s)
+
+    async def request(
+        self, model: str, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[Head, bytes]:
+        """One-shot use."""
+        async with self.use(model) as engine:
+            parts = [part async for part in engine.stream(method, path, headers, body)]
+        head, *rest = parts
+        assert isinstance(head, Head), "an answer begins with its head"
+        return head, b"".join(part for part in rest if isinstance(part, bytes))
+
+    def account(self) -> tuple[ev.HeldTicket, ...]:
+        return tuple(slot.account() for slot in self._held.values())
+
+    def readiness(self) -> dict[str, Any]:
+        """Per model: ready, loading, asleep or failed with its cause; and whether new models can
+        be loaded at all (SPEC J9)."""
+        words = {Life.RESIDENT: "ready", Life.DRAINING: "ready", Life.ASLEEP: "asleep"}
+        models: dict[str, Any] = {
+            m: {"state": "failed", "cause": c} for m, c in self._failures.items()
+        }
+        models |= {m: {"state": words.get(s.life, "loading")} for m, s in self.slots.items()}
+        away_s = self._client.away_s if self._client else 0.0
+        return {"models": models, "arbiter_away_s": away_s}
+
+    async def close(self) -> None:
+        """Releases everything; requests in flight hear EngineLost."""
+        self._closed = True
+        for slot in {*self.slots.values(), *self._held.values()}:
+            if slot.work:
+                slot.work.cancel()
+            self._close(slot, Reason.SHUTDOWN)
+        if self._client:
+            await self._client.close()
+        await asyncio.gather(*self._links, return_exceptions=True)
+
+    # -- coming in -----------------------------------------------------------------------------
+
+    async def enter(self, model: str, deadline_s: float | None) -> Slot:
+        """The model's slot with this request counted as in flight."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(deadline_s):
+                for _ in range(TURNS):
+                    slot = self.slots.get(model) or await self._open(model)
+                    if slot.life is Life.RESIDENT:
+                        slot.inflight += 1
+                        return slot
+                    if slot.life is Life.ASLEEP:
+                        self._begin(slot, self._wake(slot))
+                    if await self._wait(slot):
+                        return slot
+        except TimeoutError:
+            ticket = self.slots[model].ticket if model in self.slots else TicketId(model)
+            raise DeadlineUnmet(ticket, time.monotonic() - began, 1.0) from None
+        raise EngineLost(model, TicketId(model))
+
+    async def _wait(self, slot: Slot) -> bool:
+        """True: in flight. False: look again. Raises what the load failed with."""
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        slot.waiters.add(waiter)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            slot.waiters.discard(waiter)
+            if waiter.done() and not waiter.cancelled() and not waiter.exception():
+                if waiter.result():
+                    slot.leave()
+            elif not slot.waiters:
+                self._abandon(slot)
+            raise
+
+    def _abandon(self, slot: Slot) -> None:
+        """Nobody waits any more (SPEC A8). In the line: out of it. A load under way: the arbiter
+        knows how much is left of it, and ends it or lets it finish."""
+        if slot.life is Life.QUEUED and slot.work:
+            slot.work.cancel()
+            if slot.ticket in self._held:
+                slot.life = Life.ASLEEP  # it was to be woken, and sleeps on
+            else:
+                self._forget(slot)
+        elif slot.life is Life.LOADING:
+            self.client().tell(ev.Withdrawn(slot.ticket))
+
+    async def _open(self, model: str) -> Slot:
+        """A slot with its load under way; another request may have opened it meanwhile."""
+        if self._closed:
+            raise TicketClosed(TicketId(model))
+        if not self._plans.known:
+            await self.client().joined()
+        made = await self._plans.of(model)
+        if found := self.slots.get(model):
+            return found
+        slot = self.slots[model] = Slot(made, new_ticket(model))
+        self._begin(slot, self._bring(slot))
+        return slot
+
+    # -- load and wake -------------------------------------------------------------------------
+
+    def _begin(self, slot: Slot, work: Any) -> None:
+        if slot.life is Life.ASLEEP:
+            slot.life = Life.QUEUED  # to be woken; whoever comes now waits for the same wake
+        slot.work = asyncio.ensure_future(work)
+
+    async def _bring(self, slot: Slot) -> None:
+        """QUEUED -> RESIDENT, with one more try after a failure for memory."""
+        try:
+            try:
+                await self._load(slot)
+            except LoadFailed as failed:
+                if not failed.out_of_memory:
+                    raise
+                slot.ticket, slot.attempt, slot.life = new_ticket(slot.model), 2, Life.QUEUED
+                await self._load(slot)
+        except TicketClosed:
+            self._close(slot, Reason.WITHDRAWN)
+        except RequestError as error:
+            self._failures[slot.model] = str(error)
+            logger.warning("%s: %s", slot.ticket, error)
+            self._close(slot, Reason.FAILED, error)
+
+    async def _load(self, slot: Slot) -> None:
+        granted = await self.client().acquire(slot.asks(self.holder, self.capability))
+        began = time.monotonic()
+        self._hold(slot, granted)
+        try:
+            async with asyncio.timeout(in_seconds(granted.load_within)):
+                await self._start_engine(slot, granted)
+        except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
+            if isinstance(error, TicketClosed):
+                raise
+            raise self._broke(slot, error, time.monotonic() - began) from error
+        self._resident(slot, time.monotonic() - began)
+
+    async def _start_engine(self, slot: Slot, granted: wire.Granted) -> None:
+        made = slot.plan
+        spec = wire.SpawnSpec(made.entry, made.config, granted.devices)
+        path = await self.client().spawn(slot.ticket, spec)
+        slot.link = link = EngineLink(slot.model, slot.ticket, path)
+        await link.hold(lambda: self._lost(slot, link))
+        await link.ready()
+
+    def _broke(self, slot: Slot, error: Exception, after_s: float) -> LoadFailed:
+        """Say why, then let go of the engine."""
+        cause, out_of_memory = str(error), False
+        if isinstance(error, LoadRefused):
+            cause, out_of_memory = error.cause, error.out_of_memory
+        elif isinstance(error, TimeoutError):
+            cause = f"not loaded after {after_s:.0f} s"
+        elif isinstance(error, EngineLost):
+            cause = "the engine died while loading"
+        self.client().tell(ev.LoadBroke(slot.ticket, cause, out_of_memory))
+        self._let_go(slot)
+        return LoadFailed(slot.model, cause, out_of_memory)
+
+    async def _wake(self, slot: Slot) -> None:
+        """ASLEEP -> RESIDENT under the same ticket."""
+        try:
+            granted = await self.client().acquire(slot.asks(self.holder, self.capability))
+        except TicketClosed:
+            return self._close(slot, Reason.LOST)
+        except RequestError as error:
+            slot.life = Life.ASLEEP
+            return slot.turn_back(error)
+        began = time.monotonic()
+        self._hold(slot, granted)
+        assert slot.link is not None
+        try:
+            async with asyncio.timeout(in_seconds(granted.load_within)):
+                woken = await slot.link.wake()
+        except (TimeoutError, LoadRefused, EngineLost) as error:
+            failed = self._broke(slot, error, time.monotonic() - began)
+            return self._close(slot, Reason.FAILED, failed)
+        if not woken.verified:
+            logger.warning("%s answered differently after its wake; loaded again", slot.ticket)
+        self._resident(slot, time.monotonic() - began)
+
+    def _hold(self, slot: Slot, granted: wire.Granted) -> None:
+        slot.life, slot.devices = Life.LOADING, granted.devices
+        self._held[slot.ticket] = slot
+
+    def _resident(self, slot: Slot, took_s: float) -> None:
+        slot.life, slot.last_end_ns = Life.RESIDENT, time.monotonic_ns()
+        self._failures.pop(slot.model, None)
+        self.client().tell(ev.Loaded(slot.ticket, seconds(took_s)))
+        slot.admit()
+
+    # -- going out -----------------------------------------------------------------------------
+
+    def _obey(self, command: wire.Command) -> None:
+        match command:
+            case wire.RevokeOrder():
+                if slot := self._held.get(command.ticket):
+                    self._revoke(slot, command)
+            case wire.ReloadOrder(model):
+                self._links.add(asyncio.ensure_future(self._bring_back(model)))
+            case wire.TableOrder(table):
+                self._take_table(table)
+
+    def _revoke(self, slot: Slot, order: wire.RevokeOrder) -> None:
+        """With no barrier it is not a question: the agent ends the engine in any case."""
+        if order.barrier == 0:
+            ended = LoadFailed(slot.model, "the arbiter ended its load", False)
+            self._close(slot, order.reason, ended if order.reason is Reason.FAILED else None)
+        elif slot.life is not Life.RESIDENT:
+            return  # an order sent twice, or overtaken by what happened here
+        elif slot.inflight and order.reason in ONLY_IDLE:
+            self.client().tell(ev.Busy(slot.ticket, slot.inflight))
+        else:
+            slot.life = Life.DRAINING
+            slot.work = asyncio.ensure_future(self._drain(slot, order))
+
+    async def _drain(self, slot: Slot, order: wire.RevokeOrder) -> None:
+        """The barrier is up: new requests wait for what comes of it."""
+        try:
+            async with asyncio.timeout(in_seconds(order.barrier)):
+                while slot.inflight:
+                    slot.emptied.clear()
+                    await slot.emptied.wait()
+        except TimeoutError:
+            if slot.inflight:
+                slot.life = Life.RESIDENT
+                self.client().tell(ev.BarrierDropped(slot.ticket, slot.inflight))
+                return slot.admit()
+        slot.life = Life.UNLOADING
+        if order.to is Tier.GONE or not await self._fell_asleep(slot):
+            return self._close(slot, order.reason)
+        slot.life = Life.ASLEEP
+        self.client().tell(ev.Slept(slot.ticket))
+        slot.turn_back()
+
+    async def _fell_asleep(self, slot: Slot) -> bool:
+        assert slot.link is not None
+        try:
+            async with asyncio.timeout(UNLOAD_S):
+                await slot.link.sleep()
+        except (TimeoutError, LoadRefused, EngineLost) as error:
+            logger.warning("%s did not fall asleep and goes: %r", slot.ticket, error)
+            return False
+        return True
+
+    def _lost(self, slot: Slot, link: EngineLink) -> None:
+        """The lifeline broke. A load or wake under way notices by itself."""
+        if slot.link is link and slot.life not in (Life.LOADING, Life.CLOSED):
+            logger.warning("the engine of %s is gone", slot.ticket)
+            self._close(slot, Reason.LOST)
+
+    def _close(self, slot: Slot, reason: Reason, error: Exception | None = None) -> None:
+        """End of the slot. Waiters hear the error, or open the next one."""
+        if slot.life is Life.CLOSED:
+            return
+        was_held = slot.ticket in self._held
+        self._let_go(slot)
+        if was_held:
+            self.client().tell(ev.Released(slot.ticket, reason.value))
+        if slot.work and slot.work is not asyncio.current_task():
+            slot.work.cancel()
+        self._forget(slot)
+        slot.turn_back(error)
+
+    def _let_go(self, slot: Slot) -> None:
+        self._held.pop(slot.ticket, None)
+        if slot.link:
+            slot.link.cut()
+            closing = asyncio.ensure_future(slot.link.closed())
+            self._links.add(closing)
+            closing.add_done_callback(self._links.discard)
+            slot.link = None
+
+    def _forget(self, slot: Slot) -> None:
+        slot.life = Life.CLOSED
+        if self.slots.get(slot.model) is slot:
+            del self.slots[slot.model]
+
+    # -- configuration -------------------------------------------------------------------------
+
+    def _take_table(self, raw: wire.Plain) -> None:
+        """Tickets held stay; what is loaded next follows the new table."""
+        for model in self._plans.take(raw):
+            self._links.add(asyncio.ensure_future(self._bring_back(model)))
+
+    async def _bring_back(self, model: str) -> None:
+        """Load with nobody waiting: pinned, or it had made room for a load that failed."""
+        try:
+            await self._open(model)
+        except RequestError as error:
+            logger.warning("%s is not brought back: %s", model, error)

@@ -1,0 +1,111 @@
+"""One model on one holder: its ticket, its engine, who uses it and who waits for it."""
+
+import asyncio
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from enum import Enum
+
+from arbiter.events import DeviceBytes, HeldTicket, Phase, Requested
+from arbiter.units import Bytes, HolderId, Span, TicketId
+from deployments.engine_link import EngineLink
+from deployments.plan import ModelPlan
+
+# Room for the socket folder and suffix in the kernel's 108 bytes of a socket's path.
+_NAME_MOST = 24
+
+
+class Life(Enum):
+    """The holder's own view; QUEUED and CLOSED hold nothing."""
+
+    QUEUED = "queued"
+    LOADING = "loading"
+    RESIDENT = "resident"
+    DRAINING = "draining"
+    UNLOADING = "unloading"
+    ASLEEP = "asleep"
+    CLOSED = "closed"
+
+
+PHASES = {
+    Life.QUEUED: Phase.ASLEEP,  # held and in the line: a sleeper that is to be woken
+    Life.LOADING: Phase.LOADING,
+    Life.RESIDENT: Phase.RESIDENT,
+    Life.DRAINING: Phase.DRAINING,
+    Life.UNLOADING: Phase.UNLOADING,
+    Life.ASLEEP: Phase.ASLEEP,
+}
+
+
+def new_ticket(model: str) -> TicketId:
+    """Names sockets and logs, so only plain characters of the model's name."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", model).strip("-")[:_NAME_MOST] or "model"
+    return TicketId(f"{name}-{uuid.uuid4().hex[:10]}")
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    plan: ModelPlan
+    ticket: TicketId
+    life: Life = Life.QUEUED
+    inflight: int = 0
+    waiters: set[asyncio.Future[bool]] = field(default_factory=set)
+    devices: tuple[DeviceBytes, ...] = ()
+    link: EngineLink | None = None
+    work: asyncio.Task[None] | None = None  # the load, wake or unload under way
+    emptied: asyncio.Event = field(default_factory=asyncio.Event)  # in-flight fell to zero
+    last_end_ns: int = field(default_factory=time.monotonic_ns)
+    attempt: int = 1
+
+    @property
+    def model(self) -> str:
+        return self.plan.model
+
+    def leave(self) -> None:
+        """One request less in flight."""
+        assert self.inflight > 0
+        self.inflight -= 1
+        if self.inflight == 0:
+            self.last_end_ns = time.monotonic_ns()
+            self.emptied.set()
+
+    def admit(self) -> None:
+        """RESIDENT: whoever waited is in flight from this very step on, so that no revoke finds
+        the model idle between its load and its first use."""
+        for waiter in self._take_waiters():
+            self.inflight += 1
+            waiter.set_result(True)
+
+    def turn_back(self, error: Exception | None = None) -> None:
+        """Whoever waited hears the error, or without one looks again at what there is."""
+        for waiter in self._take_waiters():
+            if error is None:
+                waiter.set_result(False)
+            else:
+                waiter.set_exception(error)
+
+    def _take_waiters(self) -> list[asyncio.Future[bool]]:
+        taken = [w for w in self.waiters if not w.done()]
+        self.waiters.clear()
+        return taken
+
+    def asks(self, holder: HolderId, capability: str) -> Requested:
+        plan = self.plan
+        return Requested(
+            self.ticket, holder, capability, plan.model, plan.need, plan.settings_key,
+            need_is_explicit=plan.need_is_explicit, attempt=self.attempt,
+        )  # fmt: skip
+
+    def account(self) -> HeldTicket:
+        waiting = len(self.waiters) if self.life is Life.LOADING else 0
+        inflight = self.inflight + waiting
+        idle = 0 if inflight else time.monotonic_ns() - self.last_end_ns
+        return HeldTicket(
+            self.ticket, self.model, PHASES[self.life], inflight, Span(idle), self.devices,
+            self.plan.need, self.plan.settings_key,
+        )  # fmt: skip
+
+    @property
+    def device_bytes(self) -> Bytes:
+        return Bytes(sum(d.size_bytes for d in self.devices))
