@@ -1,4 +1,4 @@
-"""What a zygote does once so that no vLLM engine has to (`--preload deployments.engines.vllm_preload`).
+"""What a zygote does once so that no vLLM engine has to: name this module in its `--preload`.
 
 Besides imports it rehearses what is the same for every engine: the argument parser, the schemas
 of the OpenAI routes, the log setup, and vLLM's replacement of Triton kernels, which visits every
@@ -8,7 +8,6 @@ attribute of every module and would give each engine its own copy of 150 MB of s
 import importlib
 
 from vllm.config.logging import LoggingConfig
-from vllm.entrypoints.launchers.app import build_app
 from vllm.logger import configure_logging_if_needed
 from vllm.platforms import current_platform
 
@@ -47,8 +46,7 @@ def rehearse() -> None:
     for module in (*MODULES, *(ON_CPU if current_platform.is_cpu() else ())):
         importlib.import_module(module)
     configure_logging_if_needed(LoggingConfig())
-    args = vllm_engine.parser().parse_args(["--model", "none", "--disable-fastapi-docs"])
-    build_app(args, ("generate",))
+    vllm_engine.text_api()
     current_platform.register_triton_kernel_overrides()
     # Done for good: what an engine imports later takes the replaced kernels from their homes.
     platform = type(current_platform)

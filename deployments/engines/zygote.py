@@ -220,6 +220,7 @@ def main() -> None:
     child.preload()
     for module in filter(None, args.preload.split(",")):
         importlib.import_module(module)
+    process.share_code()
     gc.collect()
     gc.freeze()  # a child's collector then leaves the shared pages untouched
     zygote.run()
