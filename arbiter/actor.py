@@ -7,6 +7,7 @@ believes, and hears StaleEpoch when that is over.
 import asyncio
 import contextlib
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,9 @@ class ArbiterActor:
 
     async def replicas(self, version: int, wait_s: float) -> tuple[int, dict[str, int]]:
         return await self._shell.replicas(version, wait_s)
+
+    async def pid(self) -> int:
+        return os.getpid()
 
     async def boot(self) -> wire.Boot:
         """What it was created with, for its replacement."""

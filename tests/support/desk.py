@@ -1,211 +1,241 @@
-"""Drives an arbiter in seconds and GiB, one event at a time.
-
-Heartbeats and readings are patient here (hours), so that a scenario names only what it is about;
-tests of silence pass the real terms.
+"""A real arbiter under a test: real Ray, real node agent and zygote, engines that are honest about
+memory and do nothing else.
 """
 
-from dataclasses import replace
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
 
-from arbiter import events as ev
-from arbiter.core import Arbiter
-from arbiter.decisions import Decision, Grant, Reap, Refuse, Revoke, Tell, WakeAt
-from arbiter.errors import RequestError
-from arbiter.settings import DEFAULTS, Settings, Terms
-from arbiter.units import (
-    GIB,
-    SECOND,
-    Bytes,
-    DeviceId,
-    Epoch,
-    HolderId,
-    Instant,
-    NodeId,
-    Span,
-    TicketId,
-    seconds,
-)
-from policies import bundle
+import ray
 
-NODE = NodeId("n")
-CPU, HOST = DeviceId("n/cpu:0"), DeviceId("n/host")
-PATIENT = replace(Terms(), silent=seconds(3600), reading=seconds(3600), lost=seconds(7200))
-PLAIN = replace(
-    DEFAULTS,
-    arena_fraction=1.0,  # so that a device of 80 lends 80
-    wiggle_fraction=0.0,
-    gpu_margin_bytes=Bytes(0),
-    learned_headroom_fraction=0.0,
-    terms=PATIENT,
-)
-MODELS = "a b c d e large small text vad".split()
+from arbiter import rays, wire
+from arbiter.client import call_arbiter, find_arbiter, start_arbiter, stop_arbiter
+from arbiter.errors import ArbiterUnavailable, RequestError
+from arbiter.proc import process, processes
+from arbiter.units import MIB
+from deployments import boot
+from deployments.config import parse_table
+from deployments.residency import Residency
+
+ENGINE = "tests.support.fake_engine:build"
+CONTEXT = 24 * MIB  # an empty fake engine holds about half of this, private
+WITHIN_S = 20.0  # for anything that must happen; what is measured in seconds has its own bound
 
 
-def s(t: float) -> Instant:
-    return Instant(round(t * SECOND))
+def model(mib: int, **engine_args: Any) -> dict[str, Any]:
+    """A model that holds `mib` of touched memory when loaded."""
+    own = {k: engine_args.pop(k) for k in ("keep_warm_s", "pin", "can_sleep") if k in engine_args}
+    args = {"bytes": mib * MIB, **engine_args}
+    need = {"weights": mib * MIB, "context": CONTEXT, "host": mib * MIB}
+    return {"source": "fake", "need": need, "engine_args": args, "keep_warm_s": -1, **own}
 
 
-def gib(size: float) -> Bytes:
-    return Bytes(round(size * GIB))
+def capability(role: str = "text", **models: Any) -> dict[str, Any]:
+    return {"role": role, "engine": ENGINE, "models": models}
 
 
-def capability(
-    name: str, role: str, models: tuple[str, ...], keep_warm_s: float = -1, pinned: str = ""
-) -> ev.CapabilitySpec:
-    specs = tuple(ev.ModelSpec(m, seconds(keep_warm_s), m == pinned) for m in models)
-    return ev.CapabilitySpec(name, role, "fake", specs, seconds(300))
+@ray.remote(num_cpus=0, max_concurrency=1_000)
+class Holder:
+    """A process with a Residency, as a Serve replica has one, without Serve around it."""
+
+    def __init__(self, name: str) -> None:
+        self.residency = Residency.start(name)
+        self.kept: dict[str, Any] = {}
+
+    async def pid(self) -> int:
+        await self.residency.client().joined(30.0)
+        return os.getpid()
+
+    async def ask(self, name: str, deadline_s: float | None = None) -> int:
+        """HTTP status of one call."""
+        async with self.residency.use(name, deadline_s=deadline_s) as engine:
+            parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, b"{}")]
+        return int(parts[0].status)
+
+    async def stream(self, name: str) -> int:
+        """How many chunks came."""
+        body = b'{"stream": true}'
+        async with self.residency.use(name) as engine:
+            parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, body)]
+        return len(parts) - 1
+
+    async def keep(self, name: str) -> str:
+        """Begin a long use; its ticket."""
+        self.kept[name] = use = self.residency.use(name)
+        await use.__aenter__()
+        return str(use.ticket)
+
+    async def let_go(self, name: str) -> None:
+        self.kept.pop(name).release()
+
+    async def lives(self) -> dict[str, str]:
+        return {m: slot.life.value for m, slot in self.residency.slots.items()}
+
+    async def calls(self) -> int:
+        return self.residency.client().calls_count
+
+    async def away_s(self) -> float:
+        return self.residency.client().away_s
+
+    async def warm_ns(self, name: str, times: int) -> float:
+        """Of one use of a resident model."""
+        began = time.perf_counter_ns()
+        for _ in range(times):
+            async with self.residency.use(name):
+                pass
+        return (time.perf_counter_ns() - began) / times
+
+    async def close(self) -> None:
+        await self.residency.close()
 
 
 class Desk:
-    def __init__(
-        self,
-        device: float = 80,
-        host: float = 0,
-        settings: Settings = PLAIN,
-        *,
-        known: tuple[str, ...] = (),
-        keep_warm_s: float = -1,
-        pinned: str = "",
-        holders: tuple[str, ...] = ("h",),
-        read: bool = True,
-    ) -> None:
-        self.arbiter = Arbiter(
-            settings, bundle(settings), Epoch(1), frozenset(map(HolderId, known)), Instant(0)
-        )
-        self.told: list[Tell] = []
-        self.wakes: list[Instant] = []
-        self.engines: dict[str, dict[DeviceId, float]] = {}
-        self.sizes: dict[str, float] = {}
-        self.host_sizes: dict[str, float] = {}
-        self.foreign: dict[DeviceId, float] = {}
-        text = capability("text", "text", tuple(MODELS), keep_warm_s, pinned)
-        embedding = capability("embedding", "embedding", ("e1", "e2"), keep_warm_s, pinned)
-        self.table = (text, embedding)
-        self.at(0, ev.CapabilitiesSet(self.table))
-        self.see_node(0, device, host)
-        if read:
-            self.read(0)
-        for holder in holders:
-            self.join(0, holder)
+    """The arbiter and everything a test asks of it."""
 
-    # -- feeding -------------------------------------------------------------------------------
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.holders: list[Any] = []
 
-    def at(self, t: float, event: ev.Event) -> list[Decision]:
-        """Tells and wakes are kept aside, so that a scenario compares what must be done."""
-        decisions = self.arbiter.handle(event, s(t))
-        self.told += [d for d in decisions if isinstance(d, Tell)]
-        self.wakes = [d.at for d in decisions if isinstance(d, WakeAt)]
-        return [d for d in decisions if not isinstance(d, Tell | WakeAt)]
+    async def start(self, capabilities: dict[str, Any], mib: int, **arbiter: Any) -> None:
+        arenas = {"cpu": round(mib * MIB / 0.9), "host": 512 * MIB}  # the wiggle room on top
+        own = {"arenas": arenas, "state_file": str(self.folder / "arbiter.sqlite"), **arbiter}
+        self.table = parse_table({"arbiter": own, "capabilities": capabilities})
+        await start_arbiter(boot.boot(self.table))
+        await self.until(lambda s: s["devices"] and s["devices"][0]["physical_free_bytes"])
 
-    def woke(self, t: float) -> list[Decision]:
-        return self.at(t, ev.Woke())
+    def holder(self, name: str = "chat") -> Any:
+        made = Holder.remote(name)
+        self.holders.append(made)
+        return made
 
-    def see_node(self, t: float, device: float, host: float, node: str = "n") -> None:
-        specs = [ev.DeviceSpec(DeviceId(f"{node}/cpu:0"), ev.DeviceKind.CPU, gib(device))]
-        specs.append(ev.DeviceSpec(DeviceId(f"{node}/host"), ev.DeviceKind.HOST, gib(host)))
-        self.at(t, ev.NodeSeen(NodeId(node), tuple(specs)))
+    async def state(self) -> wire.Plain:
+        answer: wire.Plain = await call_arbiter("state")
+        return answer
 
-    def read(self, t: float, node: str = "n") -> list[Decision]:
-        """A full reading: what `engines` and `foreign` say."""
-        devices = tuple(
-            ev.DeviceReading(DeviceId(f"{node}/{d}"), gib(0), gib(self.foreign.get(DeviceId(f"{node}/{d}"), 0)))
-            for d in ("cpu:0", "host")
-        )  # fmt: skip
-        engines = tuple(
-            ev.EngineReading(TicketId(t), tuple(ev.DeviceBytes(d, gib(b)) for d, b in sizes.items()))
-            for t, sizes in self.engines.items()
-        )  # fmt: skip
-        return self.at(t, ev.Measured(NodeId(node), devices, engines))
+    async def until(
+        self, condition: Callable[[wire.Plain], Any], within_s: float = WITHIN_S
+    ) -> wire.Plain:
+        """The first state in which it holds."""
+        last: Any = None
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    with contextlib.suppress(ArbiterUnavailable):
+                        last = await self.state()
+                        if condition(last):
+                            return dict(last)
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"not within {within_s} s; last state: {last}") from None
 
-    def join(self, t: float, holder: str, *held: ev.HeldTicket, node: str = "n") -> list[Decision]:
-        return self.at(t, ev.Joined(HolderId(holder), NodeId(node), "text", held))
+    async def states(self) -> dict[str, str]:
+        return {t["model"]: t["state"] for t in (await self.state())["tickets"]}
 
-    def ask(
-        self, t: float, name: str, size: float, *, holder: str = "h", model: str = "",
-        host: float = 0, capability: str = "text", deadline_s: float | None = None,
-        attempt: int = 1, explicit: bool = True,
-    ) -> list[Decision]:  # fmt: skip
-        self.sizes[name], self.host_sizes[name] = size, host
-        need = ev.Need(gib(size), host_bytes=gib(host))
-        deadline = None if deadline_s is None else seconds(deadline_s)
-        return self.at(t, ev.Requested(
-            TicketId(name), HolderId(holder), capability, model or name.rstrip("0123456789"),
-            need, "", explicit, deadline, attempt,
-        ))  # fmt: skip
+    async def events(self, kind: str = "") -> list[wire.Plain]:
+        lines: list[wire.Plain] = await call_arbiter("events", 0, 0.1)
+        return [line for line in lines if kind in ("", line["kind"])]
 
-    def resident(self, t: float, name: str, size: float, **how: object) -> None:
-        """Granted, loaded in no time, and idle."""
-        assert is_granted(self.ask(t, name, size, **how), name)  # type: ignore[arg-type]
-        assert self.at(t, ev.Loaded(TicketId(name), seconds(0))) == []
-        self.beat(t, name, holder=str(how.get("holder", "h")))
+    async def agent(self) -> Any:
+        name = wire.agent_name(rays.own_node())
+        return ray.get_actor(name, namespace=wire.NAMESPACE)
 
-    def beat(self, t: float, *names: str, holder: str = "h", inflight: int = 0) -> list[Decision]:
-        """A heartbeat that repeats every ticket of the holder; `names` have `inflight`."""
-        held = tuple(
-            self.held(e.ticket, inflight=inflight if e.ticket in names else e.inflight, t=t)
-            for e in self.mind.ledger.held_by(HolderId(holder))
-            if e.state.value in ("loading", "resident", "draining", "asleep")
-        )
-        return self.at(t, ev.Renewed(HolderId(holder), held))
+    async def engines(self) -> dict[str, list[int]]:
+        """Living processes by ticket, root first."""
+        found: dict[str, list[int]] = await (await self.agent()).engines.remote()
+        return found
 
-    def held(
-        self, name: str, phase: ev.Phase | None = None, inflight: int = 0, t: float = 0,
-        model: str = "", size: float | None = None, idle_s: float | None = None,
-    ) -> ev.HeldTicket:  # fmt: skip
-        """What a holder says of a ticket: by default what the arbiter believes."""
-        entry = self.mind.ledger.find(TicketId(name))
-        phase = phase or (ev.Phase(entry.state.value) if entry else ev.Phase.RESIDENT)
-        idle = Span(s(t) - entry.last_used if entry and not inflight else 0)
-        idle = idle if idle_s is None else seconds(idle_s)
-        size = self.sizes.get(name, size or 0) if size is None else size
-        home = (ev.DeviceBytes(CPU, gib(size)),)
-        need = ev.Need(gib(size), host_bytes=gib(self.host_sizes.get(name, 0)))
-        model = model or name.rstrip("0123456789")
-        return ev.HeldTicket(TicketId(name), model, phase, inflight, idle, home, need)
+    async def pids(self) -> dict[str, int]:
+        found: dict[str, int] = await (await self.agent()).pids.remote()
+        return found
 
-    def gone(self, t: float, name: str, bytes_back: bool = True) -> list[Decision]:
-        self.engines.pop(name, None)
-        return self.at(t, ev.EngineGone(NODE, TicketId(name), bytes_back))
+    async def arbiter_pid(self) -> int:
+        pid: int = await call_arbiter("pid")
+        return pid
 
-    # -- looking -------------------------------------------------------------------------------
+    async def books_are_true(self) -> None:
+        """Every engine process belongs to exactly one ticket on the books, nothing runs that is
+        not on them, each device's books add up, and what is measured is what is charged."""
 
-    @property
-    def mind(self):  # type: ignore[no-untyped-def]
-        return self.arbiter._mind
+        async def wrong() -> str:
+            try:
+                state, engines = await self.state(), await self.engines()
+            except (RequestError, ray.exceptions.RayError, ValueError) as error:
+                return repr(error)
+            return _wrong(state, engines)
 
-    def state(self, name: str) -> str:
-        entry = self.mind.ledger.find(TicketId(name))
-        return entry.state.value if entry else "closed"
+        problem = "not looked yet"
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                while problem := await wrong():
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise AssertionError(problem) from None
 
-    def free(self, device: DeviceId = CPU) -> float:
-        return self.mind.ledger.books[device].free_bytes / GIB
-
-    def charged(self, device: DeviceId = CPU) -> float:
-        return self.mind.ledger.books[device].charged_bytes / GIB
-
-    def kinds(self) -> list[str]:
-        return [t.kind for t in self.told]
-
-    def last(self, kind: str) -> Tell:
-        return next(t for t in reversed(self.told) if t.kind == kind)
+    async def close(self) -> None:
+        for made in self.holders:
+            ray.kill(made)
+        await asyncio.to_thread(stop_arbiter, 5.0)
+        assert find_arbiter() is None
 
 
-def is_granted(decisions: list[Decision], name: str) -> bool:
-    return any(isinstance(d, Grant) and d.ticket == name for d in decisions)
+CHARGED = ("loading", "resident", "draining", "asleep", "reclaiming")
 
 
-def granted(decisions: list[Decision]) -> list[str]:
-    return [d.ticket for d in decisions if isinstance(d, Grant)]
+def _wrong(state: wire.Plain, engines: dict[str, list[int]]) -> str:
+    """What is wrong with the books; empty when nothing is."""
+    held = {t["ticket"]: t for t in state["tickets"] if t["state"] in CHARGED}
+    if held.keys() != engines.keys():
+        return f"tickets {sorted(held)} but engines {sorted(engines)}"
+    for device in state["devices"]:
+        parts = device["free_bytes"] + device["charged_bytes"] + device["foreign_bytes"]
+        if parts != device["budget_bytes"]:
+            return f"{device} does not add up"
+    for ticket in held.values():
+        charged, measured = (sum(ticket[f"{k}_bytes"].values()) for k in ("charged", "measured"))
+        if not 0 < measured <= charged:
+            return f"{ticket['ticket']}: measured {measured}, charged {charged}"
+    strays = engine_pids() - {pid for pids in engines.values() for pid in pids}
+    return f"engine processes nobody owns: {strays}" if strays else ""
 
 
-def revoked(decisions: list[Decision]) -> list[tuple[str, str, str]]:
-    """Ticket, reason, and the tier it goes to."""
-    return [(d.ticket, d.reason.value, d.to.value) for d in decisions if isinstance(d, Revoke)]
+def engine_pids() -> set[int]:
+    """Every living process that looks like an engine of this node's zygote."""
+    found, node = set(), rays.own_node()
+    for p in processes().values():
+        with contextlib.suppress(OSError):
+            name = Path(f"/proc/{p.pid}/comm").read_text()
+            command = Path(f"/proc/{p.pid}/cmdline").read_text()
+            if p.alive and name.startswith("engine:") and f"/{node}/" in command:
+                found.add(p.pid)
+    return found
 
 
-def reaped(decisions: list[Decision]) -> list[str]:
-    return [d.ticket for d in decisions if isinstance(d, Reap)]
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
 
 
-def refusal(decisions: list[Decision]) -> RequestError:
-    [error] = [d.error for d in decisions if isinstance(d, Refuse)]
-    return error
+async def gone(pid: int, within_s: float = WITHIN_S) -> None:
+    """Dead; a zombie counts."""
+    async with asyncio.timeout(within_s):
+        while (found := process(pid)) is not None and found.alive:
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def desk(
+    capabilities: dict[str, Any] | None = None, mib: int = 400, **arbiter: Any
+) -> AsyncIterator[Desk]:
+    """An arbiter with `mib` to lend."""
+    with tempfile.TemporaryDirectory(prefix="desk-") as folder:
+        running = Desk(Path(folder))
+        try:
+            await running.start(capabilities or {"chat": capability(a=model(100))}, mib, **arbiter)
+            yield running
+        finally:
+            await running.close()

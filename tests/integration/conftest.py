@@ -1,0 +1,31 @@
+"""One Ray cluster for the whole session; each test starts and stops its own arbiter on it."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Read by Ray when it starts. Workers and zygotes import the repository; a Serve replica starts in a
+# process that has its modules already; no token file is left in anybody's home.
+ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "RAY_preload_python_modules": "ray.serve._private.replica",
+    "RAY_worker_maximum_startup_concurrency": "4",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    import ray
+
+    os.environ.update(ENVIRONMENT)
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+        yield
+        ray.shutdown()
