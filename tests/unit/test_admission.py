@@ -8,7 +8,7 @@ from arbiter import errors
 from arbiter import events as ev
 from arbiter.decisions import Grant
 from arbiter.units import GIB, Bytes, HolderId, NodeId, TicketId, in_seconds, seconds
-from tests.support.desk import (
+from tests.unit.desk import (
     CPU,
     PATIENT,
     PLAIN,
@@ -169,8 +169,9 @@ def test_a_ticket_waiting_on_one_node_does_not_block_another_node() -> None:
 def test_best_fit_leaves_the_smallest_hole() -> None:
     desk = Desk(device=80)
     gpus = tuple(
-        ev.DeviceSpec(f"n/gpu:{i}", ev.DeviceKind.GPU, gib(size)) for i, size in enumerate([80, 30, 50])
-    )  # fmt: skip
+        ev.DeviceSpec(f"n/gpu:{number}", ev.DeviceKind.GPU, gib(size))
+        for number, size in enumerate([80, 30, 50])
+    )
     desk.at(0, ev.NodeSeen(NodeId("g"), gpus))
     readings = tuple(ev.DeviceReading(g.device, gib(0), gib(0)) for g in gpus)
     desk.at(0, ev.Measured(NodeId("g"), readings, ()))

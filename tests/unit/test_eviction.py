@@ -7,7 +7,7 @@ import pytest
 from arbiter import events as ev
 from arbiter.decisions import Reason, Revoke, Tier
 from arbiter.units import DeviceId, HolderId, NodeId, TicketId, seconds
-from tests.support.desk import (
+from tests.unit.desk import (
     CPU,
     PATIENT,
     PLAIN,

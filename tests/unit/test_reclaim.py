@@ -8,7 +8,7 @@ from arbiter import errors
 from arbiter import events as ev
 from arbiter.decisions import Grant, Reap, Reload
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
-from tests.support.desk import (
+from tests.unit.desk import (
     CPU,
     HOST,
     NODE,

@@ -1,0 +1,213 @@
+"""Drives an arbiter in seconds and GiB, one event at a time.
+
+Heartbeats and readings are patient here (hours), so that a scenario names only what it is about;
+tests of silence pass the real terms.
+"""
+
+from dataclasses import replace
+
+from arbiter import events as ev
+from arbiter.core import Arbiter
+from arbiter.decisions import Decision, Grant, Reap, Refuse, Revoke, Tell, WakeAt
+from arbiter.errors import RequestError
+from arbiter.settings import DEFAULTS, Settings, Terms
+from arbiter.units import (
+    GIB,
+    SECOND,
+    Bytes,
+    DeviceId,
+    Epoch,
+    HolderId,
+    Instant,
+    NodeId,
+    Span,
+    TicketId,
+    seconds,
+)
+from policies import bundle
+
+NODE = NodeId("n")
+CPU, HOST = DeviceId("n/cpu:0"), DeviceId("n/host")
+PATIENT = replace(Terms(), silent=seconds(3600), reading=seconds(3600), lost=seconds(7200))
+PLAIN = replace(
+    DEFAULTS,
+    arena_fraction=1.0,  # so that a device of 80 lends 80
+    wiggle_fraction=0.0,
+    gpu_margin_bytes=Bytes(0),
+    learned_headroom_fraction=0.0,
+    terms=PATIENT,
+)
+MODELS = "a b c d e large small text vad".split()
+
+
+def s(t: float) -> Instant:
+    return Instant(round(t * SECOND))
+
+
+def gib(size: float) -> Bytes:
+    return Bytes(round(size * GIB))
+
+
+def listed(sizes: dict[DeviceId, float]) -> tuple[ev.DeviceBytes, ...]:
+    return tuple(ev.DeviceBytes(device, gib(size)) for device, size in sizes.items())
+
+
+def capability(
+    name: str, role: str, models: tuple[str, ...], keep_warm_s: float = -1, pinned: str = ""
+) -> ev.CapabilitySpec:
+    specs = tuple(ev.ModelSpec(m, seconds(keep_warm_s), m == pinned) for m in models)
+    return ev.CapabilitySpec(name, role, "fake", specs, seconds(300))
+
+
+class Desk:
+    def __init__(
+        self,
+        device: float = 80,
+        host: float = 0,
+        settings: Settings = PLAIN,
+        *,
+        known: tuple[str, ...] = (),
+        keep_warm_s: float = -1,
+        pinned: str = "",
+        holders: tuple[str, ...] = ("h",),
+        read: bool = True,
+    ) -> None:
+        self.arbiter = Arbiter(
+            settings, bundle(settings), Epoch(1), frozenset(map(HolderId, known)), Instant(0)
+        )
+        self.told: list[Tell] = []
+        self.wakes: list[Instant] = []
+        self.engines: dict[str, dict[DeviceId, float]] = {}
+        self.sizes: dict[str, float] = {}
+        self.host_sizes: dict[str, float] = {}
+        self.foreign: dict[DeviceId, float] = {}
+        text = capability("text", "text", tuple(MODELS), keep_warm_s, pinned)
+        embedding = capability("embedding", "embedding", ("e1", "e2"), keep_warm_s, pinned)
+        self.table = (text, embedding)
+        self.at(0, ev.CapabilitiesSet(self.table))
+        self.see_node(0, device, host)
+        if read:
+            self.read(0)
+        for holder in holders:
+            self.join(0, holder)
+
+    # -- feeding -------------------------------------------------------------------------------
+
+    def at(self, t: float, event: ev.Event) -> list[Decision]:
+        """Tells and wakes are kept aside, so that a scenario compares what must be done."""
+        decisions = self.arbiter.handle(event, s(t))
+        self.told += [d for d in decisions if isinstance(d, Tell)]
+        self.wakes = [d.at for d in decisions if isinstance(d, WakeAt)]
+        return [d for d in decisions if not isinstance(d, Tell | WakeAt)]
+
+    def woke(self, t: float) -> list[Decision]:
+        return self.at(t, ev.Woke())
+
+    def see_node(self, t: float, device: float, host: float, node: str = "n") -> None:
+        specs = [ev.DeviceSpec(DeviceId(f"{node}/cpu:0"), ev.DeviceKind.CPU, gib(device))]
+        specs.append(ev.DeviceSpec(DeviceId(f"{node}/host"), ev.DeviceKind.HOST, gib(host)))
+        self.at(t, ev.NodeSeen(NodeId(node), tuple(specs)))
+
+    def read(self, t: float, node: str = "n") -> list[Decision]:
+        """A full reading: what `engines` and `foreign` say."""
+        names = (DeviceId(f"{node}/cpu:0"), DeviceId(f"{node}/host"))
+        devices = tuple(ev.DeviceReading(d, gib(0), gib(self.foreign.get(d, 0))) for d in names)
+        engines = tuple(
+            ev.EngineReading(TicketId(ticket), listed(sizes))
+            for ticket, sizes in self.engines.items()
+        )
+        return self.at(t, ev.Measured(NodeId(node), devices, engines))
+
+    def join(self, t: float, holder: str, *held: ev.HeldTicket, node: str = "n") -> list[Decision]:
+        return self.at(t, ev.Joined(HolderId(holder), NodeId(node), "text", held))
+
+    def ask(
+        self, t: float, name: str, size: float, *, holder: str = "h", model: str = "",
+        host: float = 0, capability: str = "text", deadline_s: float | None = None,
+        attempt: int = 1, explicit: bool = True,
+    ) -> list[Decision]:  # fmt: skip
+        self.sizes[name], self.host_sizes[name] = size, host
+        need = ev.Need(gib(size), host_bytes=gib(host))
+        deadline = None if deadline_s is None else seconds(deadline_s)
+        return self.at(t, ev.Requested(
+            TicketId(name), HolderId(holder), capability, model or name.rstrip("0123456789"),
+            need, "", explicit, deadline, attempt,
+        ))  # fmt: skip
+
+    def resident(self, t: float, name: str, size: float, **how: object) -> None:
+        """Granted, loaded in no time, and idle."""
+        assert is_granted(self.ask(t, name, size, **how), name)  # type: ignore[arg-type]
+        assert self.at(t, ev.Loaded(TicketId(name), seconds(0))) == []
+        self.beat(t, name, holder=str(how.get("holder", "h")))
+
+    def beat(self, t: float, *names: str, holder: str = "h", inflight: int = 0) -> list[Decision]:
+        """A heartbeat that repeats every ticket of the holder; `names` have `inflight`."""
+        held = tuple(
+            self.held(e.ticket, inflight=inflight if e.ticket in names else e.inflight, t=t)
+            for e in self.mind.ledger.held_by(HolderId(holder))
+            if e.state.value in ("loading", "resident", "draining", "asleep")
+        )
+        return self.at(t, ev.Renewed(HolderId(holder), held))
+
+    def held(
+        self, name: str, phase: ev.Phase | None = None, inflight: int = 0, t: float = 0,
+        model: str = "", size: float | None = None, idle_s: float | None = None,
+    ) -> ev.HeldTicket:  # fmt: skip
+        """What a holder says of a ticket: by default what the arbiter believes."""
+        entry = self.mind.ledger.find(TicketId(name))
+        phase = phase or (ev.Phase(entry.state.value) if entry else ev.Phase.RESIDENT)
+        idle = Span(s(t) - entry.last_used if entry and not entry.inflight else 0)
+        idle = idle if idle_s is None else seconds(idle_s)
+        size = self.sizes.get(name, size or 0) if size is None else size
+        home = (ev.DeviceBytes(CPU, gib(size)),)
+        need = ev.Need(gib(size), host_bytes=gib(self.host_sizes.get(name, 0)))
+        model = model or name.rstrip("0123456789")
+        return ev.HeldTicket(TicketId(name), model, phase, inflight, idle, home, need)
+
+    def gone(self, t: float, name: str, bytes_back: bool = True) -> list[Decision]:
+        self.engines.pop(name, None)
+        return self.at(t, ev.EngineGone(NODE, TicketId(name), bytes_back))
+
+    # -- looking -------------------------------------------------------------------------------
+
+    @property
+    def mind(self):  # type: ignore[no-untyped-def]
+        return self.arbiter._mind
+
+    def state(self, name: str) -> str:
+        entry = self.mind.ledger.find(TicketId(name))
+        return entry.state.value if entry else "closed"
+
+    def free(self, device: DeviceId = CPU) -> float:
+        return self.mind.ledger.books[device].free_bytes / GIB
+
+    def charged(self, device: DeviceId = CPU) -> float:
+        return self.mind.ledger.books[device].charged_bytes / GIB
+
+    def kinds(self) -> list[str]:
+        return [t.kind for t in self.told]
+
+    def last(self, kind: str) -> Tell:
+        return next(t for t in reversed(self.told) if t.kind == kind)
+
+
+def is_granted(decisions: list[Decision], name: str) -> bool:
+    return any(isinstance(d, Grant) and d.ticket == name for d in decisions)
+
+
+def granted(decisions: list[Decision]) -> list[str]:
+    return [d.ticket for d in decisions if isinstance(d, Grant)]
+
+
+def revoked(decisions: list[Decision]) -> list[tuple[str, str, str]]:
+    """Ticket, reason, and the tier it goes to."""
+    return [(d.ticket, d.reason.value, d.to.value) for d in decisions if isinstance(d, Revoke)]
+
+
+def reaped(decisions: list[Decision]) -> list[str]:
+    return [d.ticket for d in decisions if isinstance(d, Reap)]
+
+
+def refusal(decisions: list[Decision]) -> RequestError:
+    [error] = [d.error for d in decisions if isinstance(d, Refuse)]
+    return error

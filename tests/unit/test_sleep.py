@@ -1,0 +1,215 @@
+"""Sleep and wake (SPEC A10, B4, D1). Times in seconds, sizes in GiB."""
+
+import pytest
+
+from arbiter import errors
+from arbiter import events as ev
+from arbiter.decisions import Grant, Probe
+from arbiter.units import HolderId, TicketId, seconds
+from tests.unit.desk import CPU, HOST, NODE, Desk, gib, granted, reaped, refusal, revoked, s
+
+
+def asleep(host: float = 100) -> Desk:
+    """`a` (80) sleeps with 40 in host RAM and a residue of 5; `b` is being loaded."""
+    desk = Desk(device=80, host=host)
+    desk.resident(0, "a", 80, host=40)
+    desk.engines["a"] = {CPU: 80}
+    desk.read(1)
+    desk.ask(20, "b", 60)
+    desk.at(21, ev.Slept(TicketId("a")))
+    desk.engines["a"] = {CPU: 5, HOST: 40}
+    desk.read(22)
+    return desk
+
+
+@pytest.mark.spec("D1", "B4")
+def test_a_swapped_model_goes_to_sleep_and_its_weights_are_charged_to_host_ram() -> None:
+    desk = Desk(device=80, host=100)
+    desk.resident(0, "a", 80, host=40)
+    assert revoked(desk.ask(20, "b", 60)) == [("a", "swap", "asleep")]
+    assert desk.charged(HOST) == 40  # reserved before it is told to go
+
+
+@pytest.mark.spec("B4")
+def test_without_room_in_host_ram_it_goes_for_good() -> None:
+    desk = Desk(device=80, host=39)
+    desk.resident(0, "a", 80, host=40)
+    assert revoked(desk.ask(20, "b", 60)) == [("a", "swap", "gone")]
+    assert desk.charged(HOST) == 0
+
+
+@pytest.mark.spec("D1")
+def test_sleep_is_believed_only_once_it_is_measured() -> None:
+    desk = Desk(device=80, host=100)
+    desk.resident(0, "a", 80, host=40)
+    desk.engines["a"] = {CPU: 80}
+    desk.read(1)
+    desk.ask(20, "b", 60)
+    assert desk.at(21, ev.Slept(TicketId("a"))) == [Probe(NODE)]
+    assert desk.state("a") == "draining"
+    assert granted(desk.read(21.5)) == []
+    desk.engines["a"] = {CPU: 9, HOST: 40}  # fell by 71 of 80: not yet nine tenths
+    assert granted(desk.read(22)) == []
+    desk.engines["a"] = {CPU: 8, HOST: 40}
+    assert granted(desk.read(23)) == ["b"]
+    assert desk.state("a") == "asleep"
+    assert (desk.charged(CPU), desk.charged(HOST)) == (68, 40)
+    assert desk.last("model_unload").data["to"] == "asleep"
+
+
+@pytest.mark.spec("D1")
+def test_a_sleep_that_is_not_seen_ends_the_engine() -> None:
+    desk = Desk(device=80, host=100)
+    desk.resident(0, "a", 80, host=40)
+    desk.engines["a"] = {CPU: 80}
+    desk.ask(20, "b", 60)
+    desk.at(21, ev.Slept(TicketId("a")))
+    assert desk.woke(25.9) == []
+    decisions = desk.woke(26)
+    assert reaped(decisions) == ["a"]
+    assert revoked(decisions) == [("a", "swap", "gone")]
+    assert "not_asleep" in desk.kinds()
+
+
+def test_a_sleep_nobody_reserved_host_ram_for_ends_the_engine() -> None:
+    desk = Desk(device=80, host=0)
+    desk.resident(0, "a", 80, host=40)
+    desk.ask(20, "b", 60)
+    assert reaped(desk.at(21, ev.Slept(TicketId("a")))) == ["a"]
+
+
+@pytest.mark.spec("A9")
+def test_a_refused_sleep_gives_the_reserved_host_ram_back() -> None:
+    desk = Desk(device=80, host=100)
+    desk.resident(0, "a", 80, host=40)
+    desk.ask(20, "b", 60)
+    desk.at(30, ev.BarrierDropped(TicketId("a"), 1))
+    assert desk.charged(HOST) == 0
+
+
+@pytest.mark.spec("D1")
+def test_a_wake_waits_in_line_and_is_granted_beside_its_residue() -> None:
+    desk = asleep()
+    assert desk.ask(30, "a", 80, host=40) == []
+    assert len(desk.mind.line) == 1
+    desk.at(31, ev.LoadBroke(TicketId("b"), "x", False))
+    [grant] = [d for d in desk.gone(32, "b") if isinstance(d, Grant)]
+    assert (grant.ticket, grant.devices) == ("a", (ev.DeviceBytes(CPU, gib(80)),))
+    assert desk.state("a") == "loading"
+    assert (desk.charged(CPU), desk.charged(HOST)) == (80, 40)
+
+
+@pytest.mark.spec("D1", "A10")
+def test_after_a_wake_host_bytes_stay_charged_until_measured_back() -> None:
+    desk = asleep()
+    desk.ask(30, "a", 80, host=40)
+    desk.at(31, ev.LoadBroke(TicketId("b"), "x", False))
+    desk.gone(32, "b")
+    desk.at(33, ev.Loaded(TicketId("a"), seconds(1)))
+    assert desk.state("a") == "resident"
+    assert desk.charged(HOST) == 40
+    desk.engines["a"] = {CPU: 80}
+    desk.read(34)
+    assert desk.charged(HOST) == 0
+    assert desk.last("model_wake").ticket == "a"
+
+
+@pytest.mark.spec("A9")
+def test_a_wake_makes_room_like_any_request() -> None:
+    desk = asleep()
+    desk.at(23, ev.Loaded(TicketId("b"), seconds(1)))
+    desk.beat(24, "b")
+    assert revoked(desk.ask(30, "a", 80, host=40)) == [("b", "swap", "gone")]
+    desk.at(31, ev.Released(TicketId("b"), "swap"))
+    assert granted(desk.gone(32, "b")) == ["a"]
+
+
+@pytest.mark.spec("A8")
+def test_a_wake_nobody_waits_for_sleeps_on_and_one_under_way_finishes() -> None:
+    desk = asleep()
+    desk.ask(30, "a", 80, host=40)
+    assert desk.at(31, ev.Withdrawn(TicketId("a"))) == []
+    assert (desk.state("a"), len(desk.mind.line)) == ("asleep", 0)
+    desk.at(32, ev.LoadBroke(TicketId("b"), "x", False))
+    desk.gone(33, "b")
+    assert granted(desk.ask(34, "a", 80, host=40)) == ["a"]
+    assert desk.at(35, ev.Withdrawn(TicketId("a"))) == []
+    assert desk.state("a") == "loading"
+
+
+def test_a_wake_asked_while_it_falls_asleep_is_granted_once_it_sleeps() -> None:
+    desk = Desk(device=80, host=100)
+    desk.resident(0, "a", 80, host=40)
+    desk.engines["a"] = {CPU: 80}
+    desk.read(1)
+    desk.ask(20, "b", 60)
+    desk.at(21, ev.Slept(TicketId("a")))
+    desk.at(21.1, ev.Withdrawn(TicketId("b")))
+    assert desk.ask(21.2, "a", 80, host=40) == []
+    desk.engines["a"] = {CPU: 5, HOST: 40}
+    assert granted(desk.read(22)) == ["a"]
+
+
+def test_a_wake_asked_before_a_refused_sleep_is_answered_as_it_is_resident() -> None:
+    desk = Desk(device=80, host=100)
+    desk.resident(0, "a", 80, host=40)
+    desk.ask(20, "b", 60)
+    assert desk.ask(21, "a", 80, host=40) == []
+    assert granted(desk.at(30, ev.BarrierDropped(TicketId("a"), 1))) == ["a"]
+    assert desk.state("a") == "resident"
+
+
+def test_a_wake_past_its_deadline_is_refused_and_may_be_asked_again() -> None:
+    desk = asleep()
+    desk.ask(30, "a", 80, host=40, deadline_s=5)
+    assert isinstance(refusal(desk.woke(35)), errors.DeadlineUnmet)
+    assert desk.state("a") == "asleep"
+    desk.at(36, ev.LoadBroke(TicketId("b"), "x", False))
+    desk.gone(36, "b")
+    assert granted(desk.ask(37, "a", 80, host=40)) == ["a"]
+
+
+@pytest.mark.spec("C8")
+def test_a_sleeper_past_its_keep_warm_is_ended_without_asking() -> None:
+    desk = asleep()
+    desk.mind.ledger.find(TicketId("a")).keep_warm = seconds(100)
+    desk.mind.watch(desk.mind.ledger.find(TicketId("a")), s(22))
+    desk.woke(23)
+    last_used = desk.mind.ledger.find(TicketId("a")).last_used
+    assert desk.woke(99.9) == []
+    decisions = desk.woke(100)
+    assert last_used == s(0)
+    assert reaped(decisions) == ["a"]
+    assert revoked(decisions) == [("a", "idle", "gone")]
+    assert desk.charged(HOST) == 40  # until seen back
+    desk.gone(101, "a")
+    assert desk.charged(HOST) == 0
+
+
+def test_who_waits_to_wake_learns_that_its_engine_is_gone() -> None:
+    desk = asleep()
+    desk.ask(30, "a", 80, host=40)
+    assert refusal(desk.gone(31, "a")) == errors.TicketClosed(TicketId("a"))
+    assert len(desk.mind.line) == 0
+
+
+@pytest.mark.spec("A18")
+def test_a_lost_slept_heals_by_heartbeat() -> None:
+    desk = Desk(device=80, host=100)
+    desk.resident(0, "a", 80, host=40)
+    desk.engines["a"] = {CPU: 80}
+    desk.read(1)
+    desk.ask(20, "b", 60)
+    held = desk.held("a", ev.Phase.ASLEEP)
+    assert desk.at(22, ev.Renewed(HolderId("h"), (held,))) == [Probe(NODE)]
+    desk.engines["a"] = {CPU: 0, HOST: 40}
+    assert granted(desk.read(23)) == ["b"]
+
+
+@pytest.mark.spec("B4")
+def test_overcommitted_host_ram_ends_sleepers() -> None:
+    desk = asleep(host=50)
+    desk.foreign[HOST] = 20
+    decisions = desk.read(40)
+    assert reaped(decisions) == ["a"]
+    assert revoked(decisions) == [("a", "fit", "gone")]
