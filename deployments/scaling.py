@@ -1,0 +1,96 @@
+"""How many replicas Serve keeps of each capability: an application-level autoscaling policy that
+does as the arbiter says, and as requests say where there is no arbiter.
+
+Named by `autoscaling_policy.policy_function` in serve_config.yaml. Serve makes one in its
+controller and calls it each 0.1 s, so a call must not wait: a thread keeps the numbers fresh.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayError
+
+from arbiter.client import find_arbiter
+
+POLL_S = 20.0  # one long poll; the arbiter answers early when a number changes
+ANSWER_S = 10.0  # beyond the poll's own end; then the arbiter is away
+AGAIN_S = 0.5  # between tries while there is none
+ALONE_S = 300.0  # SPEC H0's default, for a replica that no arbiter speaks for
+FEWER_AFTER_S = 30.0  # Serve's look-back: load below it for this long is not a pause between bursts
+
+
+class Context(Protocol):
+    """The part of Serve's AutoscalingContext that is read here."""
+
+    deployment_name: str
+    current_num_replicas: int
+    capacity_adjusted_max_replicas: int
+
+    @property
+    def total_num_requests(self) -> float: ...
+
+    @property
+    def config(self) -> Any: ...
+
+
+class ArbiterPolicy:
+    """One application's policy. `wanted` of the capability: from the arbiter; None: there is
+    none."""
+
+    def __init__(
+        self,
+        capability: str,
+        follow: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.wanted: int | None = None
+        self._capability, self._clock = capability, clock
+        self._busy_at = self._most_at = clock()
+        self._most = 0
+        if follow:
+            threading.Thread(target=self._follow, name="arbiter-policy", daemon=True).start()
+
+    def __call__(self, contexts: Mapping[Any, Context]) -> tuple[dict[Any, int], dict[Any, Any]]:
+        return {key: self.replicas(context) for key, context in contexts.items()}, {}
+
+    def replicas(self, context: Context) -> int:
+        """Any request wants one, whatever the arbiter knows; zero only when it agrees."""
+        asked, now = by_requests(context), self._clock()
+        if asked:
+            self._busy_at = now
+        least = self.wanted
+        if least is None:
+            least = int(context.current_num_replicas > 0 and now - self._busy_at < ALONE_S)
+        return max(least, min(asked, 1), self._several(asked, now))
+
+    def _several(self, asked: int, now: float) -> int:
+        """Above one, by the highest demand of the last half minute; else 0."""
+        if asked >= self._most or now - self._most_at > FEWER_AFTER_S:
+            self._most, self._most_at = asked, now
+        return self._most if self._most > 1 else 0
+
+    def _follow(self) -> None:
+        """For as long as the controller lives."""
+        version = -1
+        while True:
+            try:
+                arbiter = find_arbiter()
+                if arbiter is None:
+                    raise LookupError("no arbiter")
+                asked = arbiter.replicas.remote(version, POLL_S)
+                version, wanted = ray.get(asked, timeout=POLL_S + ANSWER_S)
+                self.wanted = wanted.get(self._capability, 0)
+            except (RayError, LookupError):
+                version, self.wanted = -1, None
+                time.sleep(AGAIN_S)
+
+
+def by_requests(context: Context) -> int:
+    """One for any request, more where one replica has too many at once."""
+    target: float = context.config.target_ongoing_requests if context.config else 1.0
+    asked = math.ceil(context.total_num_requests / max(target, 1.0))
+    return min(asked, context.capacity_adjusted_max_replicas)
