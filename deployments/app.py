@@ -18,7 +18,8 @@ def front(args: FrontArgs) -> Application:
     """The HTTP front."""
     from deployments.front.ingress import Front
 
-    return Front.bind()
+    application: Application = Front.bind()  # type: ignore[attr-defined]  # Serve's decorator
+    return application
 
 
 def text(args: CapabilityArgs) -> Application:

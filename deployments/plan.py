@@ -32,7 +32,22 @@ class EngineKind:
     working_bytes: Bytes  # activations and buffers where the config names no KV size
 
 
-ENGINES: dict[str, EngineKind] = {}
+# One line per engine library; a new one is this line and its file. The bytes are what the node
+# agent measured of the embedded models on the CPU build (docs/benchmarks.md).
+ENGINES: dict[str, EngineKind] = {
+    "vllm": EngineKind(
+        "deployments.engines.vllm_engine:build",
+        ("deployments.engines.vllm_preload",),
+        context_bytes=Bytes(60 * MIB),
+        working_bytes=Bytes(256 * MIB),
+    ),
+    "sentence_transformers": EngineKind(
+        "deployments.engines.sentence_transformers_engine:build",
+        ("sentence_transformers",),
+        context_bytes=Bytes(40 * MIB),
+        working_bytes=Bytes(64 * MIB),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,7 @@
 """The Serve ingress: finds the capability of a model and relays; parses no more than it must."""
 
-import json
 import logging
 import time
-import uuid
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,20 +10,13 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from arbiter.errors import RequestError, UnknownModel
-from deployments import wire
 from deployments.config import Table, parse_table
 from deployments.front import arbiter_routes
+from deployments.front.reading import BadRequest, read_call, refused
 from deployments.front.relay import relay
 
 logger = logging.getLogger("ray.serve")
 app = FastAPI(title="serve-arbiter", docs_url="/docs")
-
-# One request body; larger ones are refused before they are read. OpenAI's own limit for JSON
-# bodies is of this order, and image and audio uploads get their own routes.
-MAX_BODY_BYTES = 32 << 20
-
-# Headers that travel on to the engine: what its OpenAI layer reads, and nothing else.
-FORWARDED = ("content-type", "accept", "x-request-id")
 
 
 @serve.deployment(
@@ -71,7 +62,7 @@ class Front:
     @app.get("/v1/models/{model:path}")
     async def model(self, model: str) -> Response:
         if model not in self._table.homes:
-            return _refused(UnknownModel(model, "", tuple(sorted(self._table.homes))))
+            return refused(UnknownModel(model, "", tuple(sorted(self._table.homes))))
         return JSONResponse(self._card(model))
 
     def _card(self, model: str) -> dict[str, Any]:
@@ -80,12 +71,12 @@ class Front:
 
     async def _serve(self, request: Request) -> Response:
         try:
-            call = await _read(request)
+            call = await read_call(request)
         except BadRequest as error:
             return error.response
         capability = self._table.homes.get(call.model)
         if capability is None:
-            return _refused(UnknownModel(call.model, "", tuple(sorted(self._table.homes))))
+            return refused(UnknownModel(call.model, "", tuple(sorted(self._table.homes))))
         handle = self._handle(capability)
         bound = self._table.capabilities[capability].max_queued_requests
         logger.info("request %s: %s %s -> %s", call.request_id, call.path, call.model, capability)
@@ -112,7 +103,7 @@ class Front:
         try:
             report = await arbiter_routes.readiness(self._table)
         except RequestError as error:
-            return _refused(error)
+            return refused(error)
         failed = any(c["state"] == "failed" for c in report.values())
         return JSONResponse({"capabilities": report}, 503 if failed else 200)
 
@@ -121,7 +112,7 @@ class Front:
         try:
             return JSONResponse(await arbiter_routes.state())
         except RequestError as error:
-            return _refused(error)
+            return refused(error)
 
     @app.get("/arbiter/events")
     async def events(self, request: Request, after: int = 0) -> Response:
@@ -130,53 +121,3 @@ class Front:
         start = int(last) if last.isdigit() else after
         stream = arbiter_routes.event_stream(start)
         return StreamingResponse(stream, media_type="text/event-stream")
-
-
-class BadRequest(Exception):
-    """A request that goes no further; carries its 4xx."""
-
-    def __init__(self, message: str, param: str | None, status: int = 400) -> None:
-        super().__init__(message, param, status)
-        body = wire.error_body(
-            message, kind=wire.kind_of(status), code="invalid_request", param=param
-        )
-        self.response = Response(body, status, {"content-type": "application/json"})
-
-
-async def _read(request: Request) -> wire.Call:
-    """The call within an HTTP request. Raises BadRequest naming the field."""
-    body = await _bounded_body(request)
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}", None) from error
-    if not isinstance(fields, dict):
-        raise BadRequest("the body must be a JSON object", None)
-    model = fields.get("model")
-    if not isinstance(model, str) or not model:
-        raise BadRequest("`model` must be the name of a model (GET /v1/models)", "model")
-    headers = {k: request.headers[k] for k in FORWARDED if k in request.headers}
-    request_id = request.headers.get("x-request-id", "")
-    if not (0 < len(request_id) <= 128 and request_id.isprintable()):
-        request_id = f"req-{uuid.uuid4().hex[:16]}"
-    headers["x-request-id"] = request_id
-    return wire.Call(request.url.path, body, headers, request_id, model)
-
-
-async def _bounded_body(request: Request) -> bytes:
-    too_large = BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", None, 413)
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise too_large
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise too_large
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def _refused(error: RequestError) -> Response:
-    head, body = wire.refusal(error)
-    return Response(body, head.status, head.headers)

@@ -5,7 +5,7 @@ down to the engine when a client goes away.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from arbiter.errors import ArbiterUnavailable, EngineLost, QueueFull, RequestErr
 from arbiter.units import TicketId
 from deployments import wire
 
-Parts = AsyncIterator[wire.Head | bytes]
+Parts = AsyncGenerator[wire.Head | bytes, None]
 
 # A replica or engine that dies before its head was sent has answered nothing, so the call is sent
 # again; three times, because a kill of replica, engine and arbiter together is three causes.
@@ -51,12 +51,12 @@ async def relay(call: wire.Call, send: Callable[[wire.Call], Any], bound: int) -
     raise AssertionError("the last try returns")
 
 
-async def _respond(head: wire.Head, parts: Any) -> Response:
+async def _respond(head: wire.Head, parts: Parts) -> Response:
     if head.headers.get("content-type", "").startswith("text/event-stream"):
         headers = {k: v for k, v in head.headers.items() if k != "content-type"}
         return StreamingResponse(_body(parts), head.status, headers, media_type="text/event-stream")
     try:
-        body = b"".join([part async for part in parts])
+        body = b"".join([part async for part in parts if isinstance(part, bytes)])
     except Broken as broken:
         return _plain(*wire.refusal(broken.error))
     return _plain(head, body)
@@ -67,10 +67,11 @@ def _plain(head: wire.Head, body: bytes) -> Response:
     return Response(body, head.status, headers)
 
 
-async def _body(parts: Any) -> AsyncIterator[bytes]:
+async def _body(parts: Parts) -> AsyncIterator[bytes]:
     """An SSE body; a break becomes a last event, since the status has been sent."""
     try:
         async for part in parts:
+            assert isinstance(part, bytes), "one head, then bytes"
             yield part
     except Broken as broken:
         yield wire.stream_error(broken.error)
