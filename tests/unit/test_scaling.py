@@ -1,6 +1,6 @@
 """Replica counts between what the arbiter wants and what requests ask for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +9,16 @@ import pytest
 from deployments.scaling import ALONE_S, FEWER_AFTER_S, ArbiterPolicy
 
 
+TARGET = SimpleNamespace(target_ongoing_requests=2.0)
+
+
 @dataclass
 class Context:
     total_num_requests: float = 0.0
     current_num_replicas: int = 0
     deployment_name: str = "chat"
     capacity_adjusted_max_replicas: int = 4
-    config: Any = SimpleNamespace(target_ongoing_requests=2.0)
+    config: Any = field(default_factory=lambda: TARGET)
 
 
 class Clock:
