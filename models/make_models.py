@@ -50,7 +50,8 @@ class Shape:
 
 TINY = Shape("tiny-chat", layers=4, hidden=256, inner=704, heads=4, kv_heads=2, adapters=8)
 # 98 M parameters. An engine process holds ~100 MB that no sleep gives back, so a model that is to
-# sleep for real needs ten times that awake: this one does with 1 GiB of KV cache (65,536 tokens): 1.35 GB to 0.12.
+# sleep for real needs ten times that awake. With 1 GiB of KV cache (65,536 tokens) this one falls
+# from 1.35 GB to 0.12.
 SMALL = Shape("small-chat", layers=8, hidden=1024, inner=2816, heads=16, kv_heads=8, adapters=4)
 # 214 M parameters, 428 MB in bf16: heavy enough that an engine's work outweighs its plumbing.
 MID = Shape("mid-chat", 8, 1536, 4096, heads=24, kv_heads=8, adapters=4, ranks=(16,))

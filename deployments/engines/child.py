@@ -252,6 +252,7 @@ class Host:
         status = 409 if isinstance(error, CannotSleep) else 500
         await respond(send, status, _error(cause.kind, cause.message))
         if status == 500:
+            self.failure = cause
             asyncio.get_running_loop().call_later(0.05, process.end, 1)
 
     def _sleeper(self) -> Engine:

@@ -45,8 +45,8 @@ _MARK = "ARBITER_ZYGOTE"  # set once the environment is the allowed one
 class Zygote:
     """The loop. One thread, no tensor, no device."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, linger_s: float = LINGER_S) -> None:
+        self.path, self.linger_s = path, linger_s
         self.children: dict[str, tuple[int, Spawn]] = {}
         self.buffers: dict[socket.socket, bytes] = {}
         self.seen_s = 0.0
@@ -150,7 +150,7 @@ class Zygote:
     def _is_lost(self) -> bool:
         """Nobody is connected, for long, and nobody can come back: the socket's path is gone or
         another's. With no children there is nothing to wait for either."""
-        if self.buffers or time.monotonic() - self.seen_s < LINGER_S:
+        if self.buffers or time.monotonic() - self.seen_s < self.linger_s:
             return False
         try:
             can_be_found = self.path.stat().st_ino == self.inode
@@ -212,10 +212,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--preload", default="", help="modules to import, separated by commas")
+    parser.add_argument("--linger-s", type=float, default=LINGER_S, help=argparse.SUPPRESS)
     args = parser.parse_args()
     _clean_environment()
     process.set_name("zygote")
-    zygote = Zygote(args.socket)
+    zygote = Zygote(args.socket, args.linger_s)
     gc.disable()  # a collection between imports costs a second and shares nothing
     child.preload()
     for module in filter(None, args.preload.split(",")):

@@ -46,6 +46,11 @@ class Child:
         self.lifeline.getresponse()
         return self
 
+    def let_go(self) -> None:
+        assert self.lifeline is not None
+        self.lifeline.sock.shutdown(socket.SHUT_RDWR)
+        self.lifeline.close()
+
     def call(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         conn = Connection(self.path)
         data = None if body is None else json.dumps(body)
@@ -67,12 +72,13 @@ class Child:
 class ZygoteUnderTest:
     """A zygote process with its own private folder."""
 
-    def __init__(self, preload: str = "", env: dict[str, str] | None = None) -> None:
+    def __init__(self, preload: str, env: dict[str, str], linger_s: float) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="zyg-"))  # mkdtemp makes it 0700
         self.socket = self.folder / "zygote.sock"
         command = [sys.executable, "-m", "deployments.engines.zygote"]
         command += ["--socket", str(self.socket), "--preload", preload]
-        self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(env or {})})
+        command += ["--linger-s", str(linger_s)]
+        self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env})
         until(self.socket.exists, 30)
         self.wire = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.wire.connect(str(self.socket))
@@ -92,6 +98,10 @@ class ZygoteUnderTest:
         self.spawned.append(reply["pid"])
         return Child(reply["pid"], path)
 
+    def hang_up(self) -> None:
+        self.lines.close()
+        self.wire.close()
+
     def close(self) -> None:
         for pid in self.spawned:
             with contextlib.suppress(ProcessLookupError):
@@ -102,8 +112,10 @@ class ZygoteUnderTest:
 
 
 @contextlib.contextmanager
-def zygote(preload: str = "", env: dict[str, str] | None = None) -> Iterator[ZygoteUnderTest]:
-    running = ZygoteUnderTest(preload, env)
+def zygote(
+    preload: str = "", env: dict[str, str] | None = None, linger_s: float = 30.0
+) -> Iterator[ZygoteUnderTest]:
+    running = ZygoteUnderTest(preload, env or {}, linger_s)
     try:
         yield running
     finally:

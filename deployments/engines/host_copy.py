@@ -1,0 +1,113 @@
+"""Weights of a torch module in host RAM: out to a memfd, and back into the same tensors.
+
+The memfd's name starts with `host-copy`, by which the node agent charges it to the host; it is
+written through a mapping that is gone when this returns, so the process's own bytes fall.
+"""
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+_ALIGN = 64  # bytes; a cache line, and enough for every dtype
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One parameter or buffer, and which part of its storage it shows."""
+
+    tensor: torch.Tensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one storage lies in the copy, and the tensors that share it."""
+
+    start: int
+    size: int
+    device: torch.device
+    views: list[View]
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A module's emptied storages and the memfd with what was in them."""
+
+    fd: int
+    total: int
+    places: tuple[Place, ...]
+
+
+def own(module: torch.nn.Module) -> None:
+    """Private copies of weights that are still a view of their file: a file that is rewritten must
+    not change a model that is loaded."""
+    for tensor in _tensors(module):
+        tensor.data = tensor.data.clone()
+
+
+def park(module: torch.nn.Module, name: str) -> HostCopy:
+    """Copy every parameter and buffer to the host and empty it."""
+    places, total = _lay_out(module)
+    fd = os.memfd_create(f"host-copy-{name}", os.MFD_CLOEXEC)
+    os.truncate(fd, max(1, total))
+    with _mapped(fd, total) as copy:
+        for place in places:
+            storage = place.views[0].tensor.untyped_storage()
+            copy[place.start : place.start + place.size].copy_(_bytes(storage))
+    for view in (view for place in places for view in place.views):
+        view.tensor.data = torch.empty(0, dtype=view.tensor.dtype, device=view.tensor.device)
+    return HostCopy(fd, total, tuple(places))
+
+
+def restore(parked: HostCopy) -> None:
+    """Fill the same tensors again, sharing as before, and drop the copy."""
+    with _mapped(parked.fd, parked.total) as copy:
+        for place in parked.places:
+            filled = torch.empty(place.size, dtype=torch.uint8, device=place.device)
+            filled.copy_(copy[place.start : place.start + place.size])
+            for view in place.views:
+                empty = torch.empty(0, dtype=view.tensor.dtype, device=place.device)
+                storage = filled.untyped_storage()
+                view.tensor.data = empty.set_(storage, view.offset, view.shape, view.stride)
+    os.close(parked.fd)
+
+
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _lay_out(module: torch.nn.Module) -> tuple[list[Place], int]:
+    """One place per storage, however many tensors share it."""
+    places: dict[int, Place] = {}
+    at = 0
+    for tensor in _tensors(module):
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            continue
+        if storage.data_ptr() not in places:
+            places[storage.data_ptr()] = Place(at, storage.nbytes(), tensor.device, [])
+            at += -(-storage.nbytes() // _ALIGN) * _ALIGN
+        view = View(tensor, tensor.shape, tensor.stride(), tensor.storage_offset())
+        places[storage.data_ptr()].views.append(view)
+    return list(places.values()), at
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@contextmanager
+def _mapped(fd: int, size: int) -> Iterator[torch.Tensor]:
+    """The memfd as a tensor; valid only inside."""
+    mapping = mmap.mmap(fd, max(1, size))
+    view = torch.frombuffer(mapping, dtype=torch.uint8)
+    try:
+        yield view
+    finally:
+        del view  # the mapping goes with its last reference
