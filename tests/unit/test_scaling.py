@@ -8,7 +8,6 @@ import pytest
 
 from deployments.scaling import ALONE_S, FEWER_AFTER_S, ArbiterPolicy
 
-
 TARGET = SimpleNamespace(target_ongoing_requests=2.0)
 
 

@@ -1,0 +1,131 @@
+"""Bytes as the kernel tells them, on real processes."""
+
+import contextlib
+import mmap
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from arbiter import proc
+from arbiter.units import MIB
+
+SLACK = 6 * MIB  # what a forked interpreter writes on its own
+
+
+@contextlib.contextmanager
+def child(act: Callable[[], object]) -> Iterator[int]:
+    """A forked process that has done `act` and holds what it returned."""
+    ready, done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        held = act()
+        os.write(done, b"x")
+        signal.pause()
+        os._exit(held is None)
+    assert os.read(ready, 1) == b"x"
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(done)
+
+
+def private(mib: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return mmap.mmap(-1, mib * MIB, flags)
+
+
+def memory_file(name: str, mib: int) -> int:
+    fd = os.memfd_create(name)
+    for _ in range(mib):
+        os.write(fd, b"x" * MIB)
+    return fd
+
+
+def measure(pid: int) -> proc.Memory:
+    return proc.memory(proc.tree(pid, proc.processes()))
+
+
+@pytest.mark.spec("B1")
+def test_what_a_process_maps_for_itself_is_measured() -> None:
+    with child(lambda: private(50)) as pid:
+        assert 50 * MIB <= measure(pid).device_bytes <= 50 * MIB + SLACK
+
+
+@pytest.mark.spec("B1")
+def test_pages_shared_with_the_process_it_was_forked_from_are_nobodys() -> None:
+    held = private(50)
+    held[:] = bytes(50 * MIB)
+    with child(lambda: None) as pid:
+        assert measure(pid).device_bytes <= SLACK
+    held.close()
+
+
+@pytest.mark.spec("B1", "B4")
+def test_host_copies_are_host_ram_and_other_memory_files_are_not() -> None:
+    with child(lambda: (memory_file("host-copy-a", 20), memory_file("scratch", 10))) as pid:
+        found = measure(pid)
+        assert found.host_bytes == 20 * MIB
+        assert 10 * MIB <= found.device_bytes <= 10 * MIB + SLACK
+
+
+@pytest.mark.spec("B1")
+def test_a_memory_file_held_by_several_processes_of_one_tree_counts_once() -> None:
+    def two() -> int:
+        fd = memory_file("scratch", 20)
+        if os.fork() == 0:
+            signal.pause()
+        return fd
+
+    with child(two) as pid:
+        assert 20 * MIB <= measure(pid).device_bytes <= 20 * MIB + 2 * SLACK
+        for member in proc.tree(pid, proc.processes()) - {pid}:
+            os.kill(member, signal.SIGKILL)
+
+
+@pytest.mark.spec("B1")
+def test_shared_memory_without_a_file_cannot_hide() -> None:
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    with child(lambda: mmap.mmap(-1, 30 * MIB, flags)) as pid:
+        assert 30 * MIB <= measure(pid).device_bytes <= 30 * MIB + SLACK
+
+
+def test_the_tree_keeps_members_whose_parent_died() -> None:
+    def orphaning() -> int:
+        os.setsid()
+        if os.fork() == 0:
+            if os.fork() == 0:
+                signal.pause()
+            os._exit(0)
+        os.wait()
+        return 1
+
+    with child(orphaning) as pid:
+        members = proc.tree(pid, proc.processes())
+        assert len(members) == 2
+        for member in members - {pid}:
+            os.kill(member, signal.SIGKILL)
+
+
+def test_a_zombie_holds_nothing_and_is_no_member() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    found = proc.process(pid)
+    assert found is not None and not found.alive
+    assert proc.tree(pid, proc.processes()) == set()
+    os.waitpid(pid, 0)
+
+
+def test_a_process_that_is_gone_is_none() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert proc.process(pid) is None
+    assert proc.memory([pid]) == proc.NOTHING
