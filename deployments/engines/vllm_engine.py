@@ -100,6 +100,8 @@ def _defaults(config: Config) -> dict[str, Any]:
 
 def _words(name: str, value: Any) -> list[str]:
     flag = "--" + name.replace("_", "-")
+    if value is None or value in ({}, []):
+        return []  # as if it were not written: vLLM's default
     if isinstance(value, bool):
         return [flag if value else flag.replace("--", "--no-", 1)]
     if name == "lora_modules" and isinstance(value, dict):

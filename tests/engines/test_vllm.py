@@ -1,0 +1,229 @@
+"""vLLM in a child: its own OpenAI semantics, a real sleep, an honest death."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine_host import (
+    Child,
+    Connection,
+    ZygoteUnderTest,
+    device_bytes,
+    host_bytes,
+    is_gone,
+    tree,
+    until,
+)
+
+VLLM = "deployments.engines.vllm_engine:build"
+MIB = 1 << 20
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What is a lease?"}]}
+GREEDY = {**CHAT, "max_tokens": 12, "temperature": 0}
+
+
+def config(model: Path, **more: Any) -> dict[str, Any]:
+    adapters = {f"a{i}": str(model.parent / f"{model.name}-adapters" / f"a{i}") for i in range(4)}
+    args = {
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 64 * MIB,
+        "max_model_len": 1024,
+        "enable_lora": True,
+        "max_loras": 4,
+        "max_lora_rank": 16,
+        "lora_modules": adapters,
+    }
+    return {"model": str(model), "served_name": "tiny", "engine_args": {**args, **more}}
+
+
+@pytest.fixture(scope="module")
+def chat(engines: ZygoteUnderTest, tiny: Path) -> Iterator[Child]:
+    child = engines.spawn("chat", VLLM, config(tiny)).hold()
+    status, body = child.ready()
+    assert status == 200, body
+    yield child
+    child.let_go()
+    until(lambda: is_gone(child.pid), 5)
+
+
+def answer(child: Child, model: str = "tiny") -> Any:
+    body = {**GREEDY, "model": model, "logprobs": True, "top_logprobs": 3}
+    status, got = child.call("POST", "/v1/chat/completions", body)
+    assert status == 200, got
+    return got["choices"]
+
+
+def stream(child: Child, body: dict[str, Any]) -> list[str]:
+    raw = child.call("POST", "/v1/chat/completions", {**body, "stream": True})[1]
+    return [line[6:] for line in raw.decode().splitlines() if line.startswith("data: ")]
+
+
+@pytest.mark.spec("F1", "J1")
+def test_a_chat_is_answered_in_openais_shape(chat: Child) -> None:
+    status, body = chat.call("POST", "/v1/chat/completions", GREEDY)
+    assert status == 200
+    assert body["object"] == "chat.completion" and body["model"] == "tiny"
+    assert body["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.spec("J1")
+def test_a_stream_says_the_same_as_a_whole_answer(chat: Child) -> None:
+    *events, last = stream(chat, GREEDY)
+    assert last == "[DONE]" and len(events) > 2
+    parts = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events]
+    whole = chat.call("POST", "/v1/chat/completions", GREEDY)[1]
+    assert "".join(parts) == whole["choices"][0]["message"]["content"]
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [({"model": "nobody"}, 404), ({"temperature": -3}, 400), ({"messages": "hello"}, 400)],
+)
+def test_a_bad_request_is_a_4xx_and_harms_nobody(
+    chat: Child, change: dict[str, Any], status: int
+) -> None:
+    got, body = chat.call("POST", "/v1/chat/completions", {**GREEDY, **change})
+    assert got == status and body["error"]["message"]
+    assert chat.call("POST", "/v1/chat/completions", GREEDY)[0] == 200
+
+
+@pytest.mark.spec("L1")
+@pytest.mark.parametrize(
+    "path",
+    "/sleep /wake_up /collective_rpc /reset_prefix_cache /v1/load_lora_adapter /pause /invocations"
+    " /scale_elastic_ep /start_profile /update_weights /openapi.json /docs".split(),
+)
+def test_routes_that_command_the_engine_are_out_of_reach(chat: Child, path: str) -> None:
+    assert chat.call("POST", path, {})[0] == 404
+
+
+@pytest.mark.spec("D1", "D6")
+def test_a_wake_reads_no_disk_and_changes_no_bit(chat: Child) -> None:
+    names = ("tiny", "a0", "a3")
+    before = [answer(chat, name) for name in names]
+    for _ in range(2):
+        assert chat.call("POST", "/control/sleep")[0] == 200
+        assert host_bytes(chat.pid) > 7 * MIB  # the checkpoint
+        reads = disk_reads(chat)
+        woken = chat.call("POST", "/control/wake")[1]
+        assert woken["verified"] is True
+        disk, called = (now - then for now, then in zip(disk_reads(chat), reads, strict=True))
+        assert disk == 0
+        assert called < MIB, "the checkpoint is 7 MB: it was mapped, not read"
+        assert host_bytes(chat.pid) == 0
+        assert [answer(chat, name) for name in names] == before
+
+
+def disk_reads(child: Child) -> tuple[int, int]:
+    """Bytes fetched from storage, and bytes asked for by read calls, by both processes."""
+    found = [Path(f"/proc/{pid}/io").read_text().split() for pid in tree(child.pid)]
+    return sum(int(f[f.index("read_bytes:") + 1]) for f in found), sum(int(f[1]) for f in found)
+
+
+def test_requests_are_refused_while_asleep_not_lost(chat: Child) -> None:
+    assert chat.call("POST", "/control/sleep")[0] == 200
+    assert chat.call("POST", "/v1/chat/completions", GREEDY)[0] == 503
+    assert chat.call("GET", "/control/health")[1] == {"asleep": True}
+    assert chat.call("POST", "/control/wake")[0] == 200
+    assert chat.call("POST", "/v1/chat/completions", GREEDY)[0] == 200
+
+
+def test_nobody_else_can_open_the_sockets_between_frontend_and_core(chat: Child) -> None:
+    folder = Path(chat.path).parent
+    assert (folder / "chat.in").is_socket() and (folder / "chat.out").is_socket()
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.spec("D1")
+def test_the_embedded_default_gives_back_nine_tenths_asleep(
+    engines: ZygoteUnderTest, small: Path
+) -> None:
+    more = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1024 * MIB}
+    child = engines.spawn("small", VLLM, config(small, **more)).hold()
+    assert child.ready()[0] == 200
+    before = answer(child, "a1")
+    awake = device_bytes(child.pid)
+    assert child.call("POST", "/control/sleep")[0] == 200
+    assert awake - device_bytes(child.pid) >= 0.9 * awake
+    assert child.call("POST", "/control/wake")[1]["verified"] is True
+    assert answer(child, "a1") == before
+    child.let_go()
+    until(lambda: is_gone(child.pid), 5)
+
+
+@pytest.mark.spec("D5")
+def test_a_model_replaced_on_disk_is_never_put_to_sleep_as_the_old_one(
+    engines: ZygoteUnderTest, tiny: Path, tmp_path: Path
+) -> None:
+    copied = Path(shutil.copytree(tiny, tmp_path / "model"))
+    child = engines.spawn("replaced", VLLM, config(copied, enable_lora=False, lora_modules={}))
+    assert child.hold().ready()[0] == 200
+    os.utime(copied / "model.safetensors")
+    status, body = child.call("POST", "/control/sleep")
+    assert status == 500 and "changed on disk" in body["error"]["message"]
+    until(lambda: is_gone(child.pid), 5)
+
+
+@pytest.mark.spec("A19", "H9")
+def test_a_killed_core_is_heard_of_at_once_and_nothing_remains(
+    engines: ZygoteUnderTest, tiny: Path
+) -> None:
+    child = engines.spawn("killed", VLLM, config(tiny)).hold()
+    assert child.ready()[0] == 200
+    everybody = tree(child.pid)
+    frontend, core = everybody
+    conn = Connection(child.path)
+    body = {**CHAT, "stream": True, "max_tokens": 900, "ignore_eos": True}
+    conn.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
+    response = conn.getresponse()
+    assert response.read(20).startswith(b"data: ")
+    began = time.monotonic()
+    os.kill(core, signal.SIGKILL)
+    rest = response.read()
+    assert time.monotonic() - began < 1
+    assert b"error" in rest and b"[DONE]" in rest
+    until(lambda: all(is_gone(pid) for pid in everybody), 5)
+
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.spec("A19")
+def test_a_killed_frontend_takes_its_core_along(engines: ZygoteUnderTest, tiny: Path) -> None:
+    child = engines.spawn("headless", VLLM, config(tiny)).hold()
+    assert child.ready()[0] == 200
+    _, core = tree(child.pid)
+    os.kill(child.pid, signal.SIGKILL)
+    until(lambda: is_gone(core), 2)
+
+
+@pytest.mark.spec("A12")
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"max_model_len": 10**9}, "max_model_len"),
+        ({"no_such_argument": 1}, "no-such-argument"),
+        ({"kv_cache_memory_bytes": MIB}, "KV cache"),
+        ({"lora_modules": {"x": "/nowhere"}}, "/nowhere"),
+    ],
+)
+def test_a_load_that_fails_names_its_cause_and_ends(
+    engines: ZygoteUnderTest, tiny: Path, change: dict[str, Any], word: str
+) -> None:
+    child = engines.spawn(f"bad-{next(iter(change))}", VLLM, config(tiny, **change)).hold()
+    status, body = child.ready()
+    assert status == 500
+    assert word.lower() in body["error"]["message"].lower()
+    until(lambda: is_gone(child.pid), 5)
+
+
+def test_a_model_without_kv_bytes_is_refused(engines: ZygoteUnderTest, tiny: Path) -> None:
+    child = engines.spawn("no-kv", VLLM, {"model": str(tiny), "engine_args": {}}).hold()
+    assert "kv_cache_memory_bytes" in child.ready()[1]["error"]["message"]
