@@ -1,6 +1,7 @@
 """From asking to a grant (SPEC A3, A4, B6, C6, C7): who may ask, who is next, where it goes."""
 
 from arbiter import events as ev
+from arbiter.budget import on_demand
 from arbiter.decisions import Grant
 from arbiter.errors import (
     ArbiterClosing,
@@ -186,16 +187,16 @@ def _place(mind: Mind, entry: Entry, taken: set[DeviceId]) -> None:
     node = mind.nodes.get(entry.node)
     if node is None:
         return  # its agent has not introduced itself yet
-    budgets = [b.budget_bytes for b in compute_books(mind, node)]
-    need = size_of(mind, entry, max(budgets, default=Bytes(0)))
-    if budgets and need > max(budgets):
-        mind.refuse(entry.ticket, NeverFits(entry.ticket, need, max(budgets)))
-        mind.close(entry)
+    books = compute_books(mind, node)
+    need = size_of(mind, entry, max((b.budget_bytes for b in books), default=Bytes(0)))
+    most = max((on_demand_of(b) for b in books), default=need)
+    if need > most:
+        _turn_away(mind, entry, NeverFits(entry.ticket, need, most))
         return
     sites = [
         Site(b.device, need, b.free_bytes)
-        for b in compute_books(mind, node)
-        if need <= b.budget_bytes and b.device not in taken and is_trusted(mind, node, b.device)
+        for b in books
+        if need <= on_demand_of(b) and b.device not in taken and is_trusted(mind, node, b.device)
     ]
     sites.sort(key=mind.policies.place)
     if sites and sites[0].free_bytes >= need:
@@ -208,14 +209,19 @@ def _place(mind: Mind, entry: Entry, taken: set[DeviceId]) -> None:
 
 def _wake(mind: Mind, entry: Entry, taken: set[DeviceId]) -> None:
     """A sleeper wakes where its process lives."""
-    node = mind.nodes[entry.node]
-    if any(d in taken or not is_trusted(mind, node, d) for d in entry.home):
+    node = mind.nodes.get(entry.node)
+    if node is None or any(d in taken or not is_trusted(mind, node, d) for d in entry.home):
         return
     missing = {d: Bytes(size - entry.charge(d)) for d, size in entry.home.items()}
     if all(mind.ledger.books[d].free_bytes >= size for d, size in missing.items()):
         entry.wakes_count += 1
         _grant(mind, entry, dict(entry.home))
         return
+    for device in missing:
+        most = on_demand_of(mind.ledger.books[device])
+        if entry.home[device] > most:
+            _turn_away(mind, entry, NeverFits(entry.ticket, entry.home[device], most))
+            return
     for device, size in missing.items():
         make_room(mind, entry, device, size)
     taken.update(missing)
@@ -287,6 +293,12 @@ def expire(mind: Mind, entry: Entry) -> None:
 def compute_books(mind: Mind, node: Node) -> list[Book]:
     books = (mind.ledger.books.get(d) for d in node.devices)
     return [b for b in books if b and b.kind in COMPUTE]
+
+
+def on_demand_of(book: Book) -> Bytes:
+    """The most that waiting can ever bring: pinned models are never victims (SPEC B2)."""
+    pinned = sum(e.charge(book.device) for e in book.entries.values() if e.pinned)
+    return on_demand(book.budget_bytes, Bytes(pinned))
 
 
 def is_trusted(mind: Mind, node: Node, device: DeviceId) -> bool:

@@ -6,6 +6,7 @@ import pytest
 
 from arbiter import events as ev
 from arbiter.decisions import Reason, Revoke, Tier
+from arbiter.errors import NeverFits
 from arbiter.units import DeviceId, HolderId, NodeId, TicketId, seconds
 from tests.unit.desk import (
     CPU,
@@ -14,7 +15,9 @@ from tests.unit.desk import (
     Desk,
     gib,
     granted,
+    is_granted,
     reaped,
+    refusal,
     revoked,
     s,
 )
@@ -59,8 +62,8 @@ def test_bytes_already_coming_back_are_not_evicted_twice() -> None:
 
 @pytest.mark.spec("C3")
 def test_nothing_is_evicted_for_a_request_that_still_would_not_fit() -> None:
-    desk = Desk(device=80, pinned="vad")
-    desk.resident(0, "vad", 30)
+    desk = Desk(device=80)
+    desk.ask(0, "vad", 30)  # loading, so not to be had
     desk.resident(0, "a", 30)
     assert desk.ask(15, "b", 60) == []
 
@@ -69,7 +72,16 @@ def test_nothing_is_evicted_for_a_request_that_still_would_not_fit() -> None:
 def test_pinned_is_never_a_victim() -> None:
     desk = Desk(device=80, pinned="vad")
     desk.resident(0, "vad", 40)
-    assert desk.ask(100, "b", 60) == []
+    desk.resident(1, "a", 40)
+    assert revoked(desk.ask(100, "b", 40)) == [("a", "swap", "gone")]
+
+
+@pytest.mark.spec("B2", "B6")
+def test_what_pinned_models_never_make_room_for_is_refused_with_the_numbers() -> None:
+    desk = Desk(device=80, pinned="vad")
+    desk.resident(0, "vad", 40)
+    assert refusal(desk.ask(1, "b", 41)) == NeverFits(TicketId("b"), gib(41), gib(40))
+    assert is_granted(desk.ask(1, "c", 40), "c")
 
 
 @pytest.mark.spec("A6")

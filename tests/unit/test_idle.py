@@ -92,7 +92,7 @@ def test_shutdown_refuses_the_line_unloads_the_idle_and_the_rest_as_it_falls_idl
     for name in "abc":
         desk.resident(0, name, 20)
     desk.beat(1, "b", inflight=1)
-    desk.ask(1, "d", 90 - 20, deadline_s=1000)
+    desk.ask(1, "d", 60, deadline_s=1000)
     decisions = desk.at(2, ev.ClosingDown())
     assert refusal(decisions) == errors.ArbiterClosing()
     assert ("a", "shutdown", "gone") in revoked(decisions)

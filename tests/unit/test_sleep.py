@@ -213,3 +213,26 @@ def test_overcommitted_host_ram_ends_sleepers() -> None:
     decisions = desk.read(40)
     assert reaped(decisions) == ["a"]
     assert revoked(decisions) == [("a", "fit", "gone")]
+
+
+def test_a_wake_that_pinned_models_leave_no_room_for_is_refused() -> None:
+    desk = asleep()
+    desk.at(23, ev.Loaded(TicketId("b"), seconds(1)))
+    desk.mind.ledger.find(TicketId("b")).pinned = True
+    assert refusal(desk.ask(30, "a", 80, host=40)) == errors.NeverFits(
+        TicketId("a"), gib(80), gib(20)
+    )
+    assert desk.state("a") == "asleep"
+
+
+@pytest.mark.spec("A18")
+def test_a_sleeper_whose_node_is_not_back_yet_waits() -> None:
+    desk = Desk(device=80, host=80, holders=())
+    held = ev.HeldTicket(
+        TicketId("z"), "a", ev.Phase.ASLEEP, 0, seconds(0),
+        (ev.DeviceBytes("m/cpu:0", 7),), ev.Need(7, host_bytes=7),
+    )  # fmt: skip
+    desk.at(0, ev.Joined(HolderId("h"), "m", "text", (held,)))
+    assert desk.ask(1, "z", 0) == []
+    desk.see_node(2, 80, 80, node="m")
+    assert granted(desk.read(3, node="m")) == ["z"]

@@ -1,0 +1,393 @@
+"""Who lives in the simulated world: engines with their real bytes, node agents, holders.
+
+Each does what its real counterpart does, and each can fail at it. None of them shares anything
+with the arbiter but messages.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from arbiter import errors
+from arbiter import events as ev
+from arbiter.decisions import Grant, Reason, Refuse, Reload, Revoke, Tier
+from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Instant, NodeId, Span, TicketId, seconds
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+BEAT_S = 1.0
+ASK_AGAIN_S = 3.0
+RESIDUE_SHARE = 0.05  # of the device bytes, left while asleep
+
+
+@dataclass
+class Engine:
+    """A process tree. `held` is the truth; `extra` the part it takes beyond its grant."""
+
+    ticket: TicketId
+    holder: HolderId
+    granted: dict[DeviceId, int]
+    host_bytes: int
+    held: dict[DeviceId, int] = field(default_factory=dict)
+    extra: dict[DeviceId, int] = field(default_factory=dict)
+    alive: bool = True
+    stuck: bool = False  # its memory does not come back
+
+    def fill(self) -> None:
+        self.held = {**self.held, **self.granted}
+
+    def take_more(self, share: float) -> None:
+        for device, size in self.granted.items():
+            self.extra[device] = int(size * share)
+            self.held[device] = size + self.extra[device]
+
+
+@dataclass
+class Agent:
+    """One per node: measures, reaps, reports in order."""
+
+    world: "World"
+    node: NodeId
+    specs: tuple[ev.DeviceSpec, ...]
+    epoch: Epoch | None = None
+    engines: dict[TicketId, Engine] = field(default_factory=dict)
+    tombstones: set[TicketId] = field(default_factory=set)
+    down_until: Instant = Instant(0)
+    last_arrival: Instant = Instant(0)
+
+    @property
+    def is_up(self) -> bool:
+        return self.world.now >= self.down_until and self.node not in self.world.dead_nodes
+
+    def spawn(self, engine: Engine) -> bool:
+        if not self.is_up or engine.ticket in self.tombstones:
+            return False
+        self.engines[engine.ticket] = engine
+        engine.fill()  # worst case: all of it from the first instant
+        return True
+
+    def beat(self) -> None:
+        self.world.later(1.0, self.beat, exactly=True)
+        if self.is_up:
+            self.read()
+
+    def read(self) -> None:
+        if self.is_up:
+            self.report(self.reading())
+
+    def reading(self) -> ev.Measured:
+        devices = tuple(ev.DeviceReading(s.device, Bytes(0), Bytes(0)) for s in self.specs)
+        engines = tuple(
+            ev.EngineReading(
+                e.ticket, tuple(ev.DeviceBytes(d, Bytes(b)) for d, b in e.held.items() if b)
+            )
+            for e in self.engines.values()
+        )
+        return ev.Measured(self.node, devices, engines)
+
+    def report(self, event: ev.Event) -> None:
+        """In order: nothing overtakes what was sent before."""
+        if self.world.chance("lose"):
+            return
+        arrival = Instant(max(self.last_arrival + 1, self.world.now + self.world.delay()))
+        self.last_arrival = arrival
+        epoch = self.epoch
+        self.world.at(arrival, lambda: self.world.hear_agent(self, epoch, event))
+
+    def reap(self, ticket: TicketId) -> None:
+        if not self.is_up:
+            return
+        self.tombstones.add(ticket)
+        engine = self.engines.get(ticket)
+        if engine is None:
+            self.report(ev.EngineGone(self.node, ticket, True))
+        elif engine.alive:
+            self.world.later(0.3, lambda: self.end(engine))
+        else:
+            self.report(ev.EngineGone(self.node, ticket, False))
+
+    def end(self, engine: Engine) -> None:
+        """The process is dead; its memory returns now, late, or never."""
+        if not engine.alive:
+            return
+        engine.alive = False
+        engine.stuck = self.world.chance("stuck")
+        self.report(ev.EngineGone(self.node, engine.ticket, False))
+        if not engine.stuck:
+            self.world.later(7.0 if self.world.chance("slow") else 0.2, lambda: self.free(engine))
+
+    def free(self, engine: Engine) -> None:
+        if self.engines.pop(engine.ticket, None):
+            self.report(ev.EngineGone(self.node, engine.ticket, True))
+
+
+@dataclass
+class Held:
+    """A ticket as its holder knows it."""
+
+    ticket: TicketId
+    model: str
+    need: ev.Need
+    phase: ev.Phase
+    devices: tuple[ev.DeviceBytes, ...] = ()
+    inflight: int = 0
+    idle_since: Instant = Instant(0)
+    engine: Engine | None = None
+    is_barred: bool = False
+
+
+@dataclass
+class Caller:
+    """Wants one answer. `answered` says how it ended."""
+
+    model: str
+    answered: str | None = None
+
+
+@dataclass
+class Holder:
+    """A replica: loads, serves, drains, sleeps, dies."""
+
+    world: "World"
+    holder: HolderId
+    agent: Agent
+    epoch: Epoch | None = None
+    alive: bool = True
+    mute_until: Instant = Instant(0)
+    held: dict[TicketId, Held] = field(default_factory=dict)
+    asked: dict[TicketId, ev.Requested] = field(default_factory=dict)
+    callers: list[Caller] = field(default_factory=list)
+    number: int = 0
+
+    # -- callers -------------------------------------------------------------------------------
+
+    def call(self, caller: Caller) -> None:
+        self.callers.append(caller)
+        self.serve()
+
+    def serve(self) -> None:
+        """Start what can be served; ask for what is missing."""
+        for caller in [c for c in self.callers if c.answered is None]:
+            ticket = self.current(caller.model)
+            if ticket and ticket.phase is ev.Phase.RESIDENT and not ticket.is_barred:
+                caller.answered = "served"
+                ticket.inflight += 1
+                self.world.later(15.0 if self.world.chance("long") else 2.0, lambda t=ticket: self.done(t))
+            elif not any(r.model == caller.model for r in self.asked.values()):
+                self.want(caller.model, ticket)
+        self.callers = [c for c in self.callers if c.answered is None]
+
+    def current(self, model: str) -> Held | None:
+        return next((h for h in self.held.values() if h.model == model), None)
+
+    def want(self, model: str, ticket: Held | None, attempt: int = 1) -> None:
+        if ticket and ticket.phase is not ev.Phase.ASLEEP:
+            return  # loading, or leaving: asked again when that is over
+        if ticket is None:
+            self.number += 1
+        name = ticket.ticket if ticket else TicketId(f"{self.holder}.{model}.{self.number}")
+        need = self.world.needs[model]
+        request = ev.Requested(
+            name, self.holder, "text", model, need, need_is_explicit=True, attempt=attempt
+        )
+        self.asked[name] = request
+        self.ask(name)
+
+    def ask(self, name: TicketId) -> None:
+        if self.alive and (request := self.asked.get(name)):
+            self.send(request)
+            self.world.later(ASK_AGAIN_S, lambda: self.ask(name), exactly=True)
+
+    def done(self, ticket: Held) -> None:
+        if ticket.inflight:
+            ticket.inflight -= 1
+            ticket.idle_since = self.world.now
+
+    # -- the wire ------------------------------------------------------------------------------
+
+    def send(self, event: ev.Event) -> None:
+        if self.alive and self.world.now >= self.mute_until:
+            self.world.from_holder(self, self.epoch, event)
+
+    def beat(self) -> None:
+        if self.alive:
+            self.world.later(BEAT_S, self.beat, exactly=True)
+            self.notice_deaths()
+            self.serve()
+            if self.epoch is not None:
+                self.send(ev.Renewed(self.holder, self.account()))
+            else:
+                self.join()
+
+    def join(self) -> None:
+        """Also its answer to being told that its epoch is over."""
+        self.epoch = None
+        if self.alive and self.world.now >= self.mute_until:
+            event = ev.Joined(self.holder, self.agent.node, "text", self.account())
+            self.world.from_holder(self, None, event)
+
+    def account(self) -> tuple[ev.HeldTicket, ...]:
+        def idle(h: Held) -> Span:
+            return Span(0 if h.inflight else self.world.now - h.idle_since)
+
+        return tuple(
+            ev.HeldTicket(h.ticket, h.model, h.phase, h.inflight, idle(h), h.devices, h.need)
+            for h in self.held.values()
+        )
+
+    def notice_deaths(self) -> None:
+        """The pipe to a child closes when it dies."""
+        for ticket in list(self.held.values()):
+            if ticket.engine is None or not ticket.engine.alive:
+                self.forget(ticket)
+
+    def forget(self, ticket: Held) -> None:
+        self.held.pop(ticket.ticket, None)
+        self.asked.pop(ticket.ticket, None)
+
+    def hear(self, decision: Grant | Refuse | Revoke | Reload) -> None:
+        if not self.alive:
+            return
+        match decision:
+            case Grant():
+                self.on_grant(decision)
+            case Refuse(ticket, error):
+                self.on_refuse(ticket, error)
+            case Revoke():
+                self.on_revoke(decision)
+            case Reload(_, model):
+                if self.current(model) is None:
+                    self.want(model, None)
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def on_grant(self, grant: Grant) -> None:
+        request = self.asked.pop(grant.ticket, None)
+        if request is None:
+            return  # answered already, or nobody waits: the heartbeat says so
+        ticket = self.held.get(grant.ticket)
+        if ticket is not None:
+            if ticket.phase is ev.Phase.ASLEEP:
+                self.wake(ticket)
+            return
+        ticket = Held(grant.ticket, request.model, request.need, ev.Phase.LOADING, grant.devices)
+        sizes = {d.device: int(d.size_bytes) for d in grant.devices}
+        engine = Engine(grant.ticket, self.holder, sizes, request.need.host_bytes)
+        if not self.agent.spawn(engine):
+            self.send(ev.LoadBroke(grant.ticket, "no engine process", False))
+            return
+        ticket.engine, self.held[grant.ticket] = engine, ticket
+        if self.world.chance("oom"):
+            self.world.later(2, lambda: self.broke(ticket, request, True))
+        elif self.world.chance("broken"):
+            self.world.later(2, lambda: self.broke(ticket, request, False))
+        elif not self.world.chance("hang"):
+            self.world.later(4, lambda: self.loaded(ticket))
+
+    def wake(self, ticket: Held) -> None:
+        assert ticket.engine is not None
+        ticket.phase, ticket.is_barred = ev.Phase.LOADING, False
+        ticket.engine.fill()
+        self.world.later(1, lambda: self.loaded(ticket))
+
+    def loaded(self, ticket: Held) -> None:
+        engine = ticket.engine
+        if not self.alive or engine is None or not engine.alive:
+            return
+        ticket.phase, ticket.idle_since = ev.Phase.RESIDENT, self.world.now
+        self.send(ev.Loaded(ticket.ticket, seconds(1)))
+        self.world.later(1, lambda: self.drop_host_copy(ticket))
+        if self.world.chance("rogue"):
+            engine.take_more(0.2)
+        self.serve()
+
+    def drop_host_copy(self, ticket: Held) -> None:
+        if ticket.engine and ticket.engine.alive and ticket.phase is not ev.Phase.ASLEEP:
+            ticket.engine.held.pop(self.world.host_of(self.agent.node), None)
+
+    def broke(self, ticket: Held, request: ev.Requested, out_of_memory: bool) -> None:
+        if not self.alive or ticket.engine is None or ticket.ticket not in self.held:
+            return
+        self.agent.end(ticket.engine)
+        self.forget(ticket)
+        self.send(ev.LoadBroke(ticket.ticket, "injected", out_of_memory))
+        if out_of_memory and request.attempt == 1:
+            self.want(ticket.model, None, attempt=2)
+        else:
+            self.answer_all(ticket.model, "load failed")
+
+    def on_refuse(self, name: TicketId, error: errors.RequestError) -> None:
+        request = self.asked.pop(name, None)
+        if request is None:
+            return
+        if isinstance(error, errors.StaleEpoch):
+            self.join()
+        elif not isinstance(error, errors.TicketClosed):
+            self.answer_all(request.model, type(error).__name__)
+        # Otherwise whoever still waits asks under a new ticket with the next beat.
+
+    def answer_all(self, model: str, how: str) -> None:
+        for caller in self.callers:
+            if caller.model == model and caller.answered is None:
+                caller.answered = how
+
+    # -- leaving -------------------------------------------------------------------------------
+
+    def on_revoke(self, revoke: Revoke) -> None:
+        ticket = self.held.get(revoke.ticket)
+        if ticket is None or ticket.is_barred or self.world.now < self.mute_until:
+            return
+        if ticket.phase is ev.Phase.ASLEEP:
+            self.forget(ticket)
+            return
+        if ticket.phase is not ev.Phase.RESIDENT:
+            return
+        if ticket.inflight and revoke.reason not in (Reason.SWAP, Reason.FIT):
+            self.send(ev.Busy(ticket.ticket, ticket.inflight))
+            return
+        ticket.is_barred, ticket.phase = True, ev.Phase.DRAINING
+        self.drain(ticket, revoke, self.world.now + self.world.settings.terms.barrier)
+
+    def drain(self, ticket: Held, revoke: Revoke, until: int) -> None:
+        if not self.alive or self.held.get(ticket.ticket) is not ticket:
+            return
+        if ticket.inflight == 0:
+            ticket.phase = ev.Phase.UNLOADING
+            if not self.world.chance("wedged"):  # else it says unloading for ever
+                self.world.later(1, lambda: self.unload(ticket, revoke.to))
+        elif self.world.now >= until:
+            ticket.is_barred, ticket.phase = False, ev.Phase.RESIDENT
+            self.send(ev.BarrierDropped(ticket.ticket, ticket.inflight))
+            self.serve()
+        else:
+            self.world.later(0.3, lambda: self.drain(ticket, revoke, until))
+
+    def unload(self, ticket: Held, to: Tier) -> None:
+        engine = ticket.engine
+        if not self.alive or engine is None or not engine.alive:
+            return
+        if to is Tier.ASLEEP:
+            if not self.world.chance("liar"):
+                host = self.world.host_of(self.agent.node)
+                residue = {d: int(b * RESIDUE_SHARE) for d, b in engine.granted.items()}
+                engine.held, engine.extra = {**residue, host: engine.host_bytes}, {}
+            ticket.phase = ev.Phase.ASLEEP
+            self.send(ev.Slept(ticket.ticket))
+        else:
+            self.forget(ticket)
+            self.world.later(0.5, lambda: self.agent.end(engine))
+            self.send(ev.Released(ticket.ticket, "swap"))
+        self.serve()
+
+    # -- dying ---------------------------------------------------------------------------------
+
+    def die(self) -> None:
+        """Its children see the pipe close and exit, unless they hang."""
+        self.alive = False
+        for engine in [e for e in self.agent.engines.values() if e.holder == self.holder]:
+            if not self.world.chance("hang"):
+                self.world.later(1, lambda e=engine: self.agent.end(e))
+
+
+Action = Callable[[], None]

@@ -1,0 +1,348 @@
+"""Nodes, holders and a lossy wire in virtual time, driven by one seed, around the real core.
+
+The world keeps its own truth that the arbiter cannot see: the bytes each engine really holds. The
+safety check is that this truth never exceeds a device's budget, whatever is delayed, repeated,
+lost or killed, except by what an under-reporting child itself takes beyond its grant.
+"""
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from arbiter import events as ev
+from arbiter.core import Arbiter
+from arbiter.decisions import Grant, Probe, Reap, Refuse, Reload, Revoke, Tell, WakeAt
+from arbiter.settings import DEFAULTS, Terms
+from arbiter.units import (
+    GIB,
+    SECOND,
+    Bytes,
+    DeviceId,
+    Epoch,
+    HolderId,
+    Instant,
+    NodeId,
+    TicketId,
+    host_device,
+    seconds,
+)
+from policies import bundle
+from tests.sim.actors import Agent, Caller, Holder
+
+# The real times, except that a barrier and a hanging load are shorter: less virtual time a seed.
+TERMS = replace(Terms(), barrier=seconds(4), load=seconds(15), lost=seconds(20))
+SETTINGS = replace(
+    DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), terms=TERMS
+)
+MODELS, PINNED = "abcdef", "f"
+FAULTS = (
+    "lose", "repeat", "slow", "stuck", "oom", "broken", "hang", "rogue", "wedged", "liar",
+    "unannounced",
+)  # fmt: skip
+KINDS = (ev.DeviceKind.CPU, ev.DeviceKind.GPU)
+
+
+class World:
+    def __init__(self, seed: int) -> None:
+        self.seed, self.rng = seed, random.Random(seed)
+        self.now = Instant(0)
+        self.settings = SETTINGS
+        self.faults = True
+        self.agenda: list[tuple[int, int, Callable[[], None]]] = []
+        self.order = itertools.count()
+        # Swarm: each seed draws its own odds, so that some runs are only crashes, some only delay.
+        self.odds = {name: self.rng.choice([0.0, 0.05, 0.25]) for name in FAULTS}
+        self.odds["long"] = self.rng.choice([0.0, 0.3])
+        self.kills: Counter[str] = Counter()
+        self.told: Counter[str] = Counter()
+        self.dead_nodes: set[NodeId] = set()
+        self.known: set[HolderId] = set()  # what the shell keeps on disk
+        self.epoch = Epoch(0)
+        self.arbiter: Arbiter | None = None
+        self.armed: Instant | None = None
+        self.holders: dict[HolderId, Holder] = {}
+        self.names = itertools.count()
+        sleeps = self.rng.random() < 0.7
+        self.needs = {m: self._need(sleeps) for m in MODELS}
+        self.needs[PINNED] = ev.Need(Bytes(3 * GIB))  # leaves room for each of the others
+        self.agents = {n: self._agent(n) for n in (NodeId("n0"), NodeId("n1"))}
+        self.budgets = {
+            s.device: int(s.total_bytes) for a in self.agents.values() for s in a.specs
+        }
+        self.restart_arbiter()
+        for agent in self.agents.values():
+            self.later(1.0, agent.beat)
+            for _ in range(2):
+                self.new_holder(agent)
+
+    # -- making --------------------------------------------------------------------------------
+
+    def _need(self, sleeps: bool) -> ev.Need:
+        weights = self.rng.randint(5, 55) * GIB
+        host = weights if sleeps and self.rng.random() < 0.7 else 0
+        return ev.Need(Bytes(weights), host_bytes=Bytes(host))
+
+    def _agent(self, node: NodeId) -> Agent:
+        kind = self.rng.choice(KINDS)
+        count = 1 if kind is ev.DeviceKind.CPU else self.rng.randint(1, 2)
+        sizes = [80, 65][:count]
+        specs = [
+            ev.DeviceSpec(DeviceId(f"{node}/{kind.value}:{i}"), kind, Bytes(size * GIB))
+            for i, size in enumerate(sizes)
+        ]
+        host = Bytes(self.rng.choice([0, 60, 200]) * GIB)
+        specs.append(ev.DeviceSpec(host_device(node), ev.DeviceKind.HOST, host))
+        return Agent(self, node, tuple(specs))
+
+    def new_holder(self, agent: Agent) -> None:
+        holder = Holder(self, HolderId(f"h{next(self.names)}"), agent)
+        self.holders[holder.holder] = holder
+        self.later(1.0, holder.beat)
+
+    def host_of(self, node: NodeId) -> DeviceId:
+        return host_device(node)
+
+    def table(self) -> ev.CapabilitiesSet:
+        specs = tuple(
+            ev.ModelSpec(m, seconds(-1 if m == "a" else 20), pinned=m == PINNED)
+            for m in MODELS
+        )
+        return ev.CapabilitiesSet((ev.CapabilitySpec("text", "text", "fake", specs, seconds(60)),))
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def at(self, when: int, action: Callable[[], None]) -> None:
+        heapq.heappush(self.agenda, (when, next(self.order), action))
+
+    def later(self, max_s: float, action: Callable[[], None], exactly: bool = False) -> None:
+        wait_s = max_s if exactly else self.rng.uniform(0.001, max_s)
+        self.at(self.now + int(wait_s * SECOND), action)
+
+    def delay(self) -> int:
+        return int(self.rng.uniform(0.0005, 2.0 if self.chance("slow") else 0.1) * SECOND)
+
+    def chance(self, name: str) -> bool:
+        return (self.faults or name == "long") and self.rng.random() < self.odds[name]
+
+    def run(self, until_s: float) -> None:
+        until = int(until_s * SECOND)
+        while self.agenda and self.agenda[0][0] <= until:
+            at, _, action = heapq.heappop(self.agenda)
+            self.now = Instant(max(self.now, at))
+            action()
+            self.check_safety()
+        self.now = Instant(until)
+
+    # -- truth ---------------------------------------------------------------------------------
+
+    def physical(self, device: DeviceId) -> int:
+        agent = self.agents[NodeId(device.split("/", maxsplit=1)[0])]
+        return sum(e.held.get(device, 0) for e in agent.engines.values())
+
+    def check_safety(self) -> None:
+        for node, agent in self.agents.items():
+            for spec in agent.specs:
+                engines = agent.engines.values()
+                held = sum(e.held.get(spec.device, 0) for e in engines)
+                extra = sum(e.extra.get(spec.device, 0) for e in engines)
+                assert held - extra <= spec.total_bytes, (
+                    f"seed={self.seed}: {spec.device} holds {(held - extra) / GIB} GiB of "
+                    f"{spec.total_bytes / GIB} on {node} at {self.now / SECOND} s"
+                )
+
+    # -- the wire ------------------------------------------------------------------------------
+
+    def from_holder(self, holder: Holder, epoch: Epoch | None, event: ev.Event) -> None:
+        if self.chance("lose"):
+            return
+        for _ in range(1 + self.chance("repeat")):
+            self.at(self.now + self.delay(), lambda: self.hear_holder(holder, epoch, event))
+
+    def hear_holder(self, holder: Holder, epoch: Epoch | None, event: ev.Event) -> None:
+        if self.arbiter is None:
+            return
+        if isinstance(event, ev.Joined):
+            if holder.alive:
+                self.known.add(holder.holder)
+                holder.epoch = self.epoch
+                self.feed(event)
+        elif epoch != self.epoch or not self.arbiter.knows(holder.holder):
+            if epoch is not None and holder.epoch == epoch:
+                holder.join()  # the shell answers StaleEpoch
+        else:
+            self.feed(event)
+
+    def hear_agent(self, agent: Agent, epoch: Epoch | None, event: ev.Event) -> None:
+        if self.arbiter is None or agent.node in self.dead_nodes:
+            return
+        if epoch == self.epoch:
+            self.feed(event)
+        elif agent.epoch != self.epoch:
+            agent.epoch = self.epoch
+            self.feed(ev.NodeSeen(agent.node, agent.specs))
+
+    def feed(self, event: ev.Event) -> None:
+        assert self.arbiter is not None
+        for decision in self.arbiter.handle(event, self.now):
+            match decision:
+                case Grant(ticket, _) | Refuse(ticket, _):
+                    self.to_holder(HolderId(ticket.split(".", maxsplit=1)[0]), decision)
+                case Revoke(_, holder) | Reload(holder, _):
+                    self.to_holder(holder, decision)
+                case Reap(node, ticket):
+                    self.to_agent(node, lambda a, t=ticket: a.reap(t))
+                case Probe(node):
+                    self.to_agent(node, lambda a: a.read())
+                case Tell(kind):
+                    self.told[kind] += 1
+                case WakeAt(at):
+                    self.arm(at)
+
+    def to_holder(self, name: HolderId, decision: Grant | Refuse | Revoke | Reload) -> None:
+        holder, epoch = self.holders[name], self.epoch
+        if self.chance("lose"):
+            return
+
+        def deliver() -> None:
+            if holder.epoch == epoch:
+                holder.hear(decision)
+
+        for _ in range(1 + self.chance("repeat")):
+            self.at(self.now + self.delay(), deliver)
+
+    def to_agent(self, node: NodeId, act: Callable[[Agent], None]) -> None:
+        if not self.chance("lose"):
+            self.at(self.now + self.delay(), lambda: act(self.agents[node]))
+
+    def arm(self, at: Instant) -> None:
+        """One timer, as in the shell: the newest WakeAt replaces the older."""
+        self.armed, arbiter = at, self.arbiter
+
+        def ring() -> None:
+            if self.armed == at and self.arbiter is arbiter and arbiter is not None:
+                self.feed(ev.Woke())
+
+        self.at(max(at, self.now), ring)
+
+    # -- faults --------------------------------------------------------------------------------
+
+    def restart_arbiter(self) -> None:
+        """It dies with its books; what it keeps on disk is the epoch and whom it knew."""
+        self.epoch = Epoch(self.epoch + 1)
+        policies = bundle(self.settings)
+        known = frozenset(self.known)
+        self.arbiter = Arbiter(self.settings, policies, self.epoch, known, self.now)
+        self.feed(self.table())
+
+    def kill_arbiter(self) -> None:
+        self.kills["arbiter"] += 1
+        self.arbiter = None
+        self.later(3.0, self.restart_arbiter)
+
+    def kill_holder(self) -> None:
+        living = [h for h in self.holders.values() if h.alive]
+        if living:
+            self.kills["holder"] += 1
+            self.bury(self.rng.choice(living))
+
+    def bury(self, holder: Holder) -> None:
+        holder.die()
+        self.later(5.0, lambda: self.new_holder(holder.agent))
+        if not self.chance("unannounced"):
+            self.later(2.0, lambda: self.announce(holder))
+
+    def announce(self, holder: Holder) -> None:
+        if self.arbiter is not None:
+            self.known.discard(holder.holder)
+            self.feed(ev.HolderLost(holder.holder))
+
+    def kill_engine(self) -> None:
+        agent = self.rng.choice(list(self.agents.values()))
+        if living := [e for e in agent.engines.values() if e.alive]:
+            self.kills["engine"] += 1
+            agent.end(self.rng.choice(living))
+
+    def kill_agent(self) -> None:
+        self.kills["agent"] += 1
+        agent = self.rng.choice(list(self.agents.values()))
+        agent.down_until = Instant(self.now + int(self.rng.uniform(0.5, 12) * SECOND))
+        agent.epoch = None
+
+    def mute_holder(self) -> None:
+        holder = self.rng.choice(list(self.holders.values()))
+        holder.mute_until = Instant(self.now + int(self.rng.uniform(1, 15) * SECOND))
+
+    def kill_node(self) -> None:
+        agent = self.rng.choice(list(self.agents.values()))
+        if agent.node in self.dead_nodes:
+            return
+        self.kills["node"] += 1
+        self.dead_nodes.add(agent.node)
+        for holder in [h for h in self.holders.values() if h.agent is agent and h.alive]:
+            holder.alive = False
+        agent.engines.clear()
+        agent.epoch = None
+        self.later(2.0, lambda: self.announce_node(agent))
+
+    def announce_node(self, agent: Agent) -> None:
+        if self.arbiter is None:  # Ray tells the next arbiter as well
+            self.later(1.0, lambda: self.announce_node(agent))
+            return
+        self.feed(ev.NodeLost(agent.node))
+        self.known -= {h.holder for h in self.holders.values() if h.agent is agent}
+        self.later(5.0, lambda: self.revive_node(agent))
+
+    def revive_node(self, agent: Agent) -> None:
+        self.dead_nodes.discard(agent.node)
+        for _ in range(2):
+            self.new_holder(agent)
+
+    def schedule(self, calls: int, kills: int, within_s: float) -> None:
+        harms = [self.kill_holder, self.kill_engine, self.kill_arbiter, self.kill_agent,
+                 self.kill_node, self.mute_holder]  # fmt: skip
+        weights = [self.rng.random() for _ in harms]
+        for _ in range(calls):
+            self.later(within_s, self.call)
+        for harm in self.rng.choices(harms, weights, k=kills):
+            self.later(within_s, harm)
+
+    def call(self) -> None:
+        if living := [h for h in self.holders.values() if h.alive]:
+            self.rng.choice(living).call(Caller(self.rng.choice(MODELS)))
+
+    def stop_faults(self) -> None:
+        """Nothing breaks any more, and people free by hand what never came back."""
+        self.faults = False
+        for agent in self.agents.values():
+            for engine in [e for e in agent.engines.values() if e.stuck]:
+                agent.free(engine)
+            for engine in agent.engines.values():  # the under-reporters are mended too
+                engine.held = {d: b - engine.extra.get(d, 0) for d, b in engine.held.items()}
+                engine.extra = {}
+
+    # -- after the faults ----------------------------------------------------------------------
+
+    def waiting(self) -> list[str]:
+        return [
+            f"{h.holder}: {c.model}" for h in self.holders.values() if h.alive
+            for c in h.callers if c.answered is None
+        ]  # fmt: skip
+
+    def differences(self) -> list[str]:
+        """Where what is charged is not what is held."""
+        assert self.arbiter is not None
+        view = self.arbiter.snapshot(self.now)
+        return [
+            f"{d.device}: charged {d.charged_bytes / GIB}, held {self.physical(d.device) / GIB}"
+            for d in view.devices
+            if d.charged_bytes != self.physical(d.device) or d.foreign_bytes
+        ]
+
+    def lost_tickets(self) -> list[TicketId]:
+        """On the arbiter's books but known to no living holder."""
+        assert self.arbiter is not None
+        known = {t for h in self.holders.values() if h.alive for t in (*h.held, *h.asked)}
+        return [t.ticket for t in self.arbiter.snapshot(self.now).tickets if t.ticket not in known]
