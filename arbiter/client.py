@@ -7,6 +7,7 @@ UNREACHABLE_S. Nothing of it is in the way of a request whose model is resident.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -221,6 +222,12 @@ class HolderClient:
         self._quiet.clear()
         self._said.set()
 
+    async def quiet(self, within_s: float) -> None:
+        """Everything told so far has been heard, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._quiet.wait()
+
     async def spawn(self, ticket: TicketId, spec: wire.SpawnSpec) -> str:
         """Socket path of the ticket's engine. Waits for a node agent that restarts; bound it.
         Raises TicketClosed when the arbiter has had the ticket reaped, ZygoteError."""
@@ -242,11 +249,7 @@ class HolderClient:
         """Say the last things, and that this holder is gone."""
         if self.epoch is not None:
             self.tell(ev.HolderLost(self.holder))
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    await self._quiet.wait()
-            except TimeoutError:
-                logger.warning("%s could not take leave; its death will be noticed", self.holder)
+            await self.quiet(ANSWER_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -39,6 +39,7 @@ logger = logging.getLogger("arbiter.residency")
 # A model may be taken away again between its load and this request's turn; a chain longer than
 # this is a fault, and the request hears of it.
 TURNS = 5
+SAY_S = 1.0  # one message takes 1 ms; an arbiter that is away learns of the end from the agent
 UNLOAD_S = 30.0  # the core's term for an unload; an engine that sleeps slower is ended
 # A revoke for these reasons takes only what is idle (SPEC A9).
 ONLY_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
@@ -207,7 +208,7 @@ class Residency:
         except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
             if isinstance(error, TicketClosed):
                 raise
-            raise self._broke(slot, error, time.monotonic() - began) from error
+            raise await self._broke(slot, error, time.monotonic() - began) from error
         self._resident(slot, time.monotonic() - began)
 
     async def _start_engine(self, slot: Slot, granted: wire.Granted) -> None:
@@ -218,8 +219,8 @@ class Residency:
         await link.hold(lambda: self._lost(slot, link))
         await link.ready()
 
-    def _broke(self, slot: Slot, error: Exception, after_s: float) -> LoadFailed:
-        """Say why, then let go of the engine."""
+    async def _broke(self, slot: Slot, error: Exception, after_s: float) -> LoadFailed:
+        """Say why, and only then let go of the engine: its end alone says less."""
         cause, out_of_memory = str(error), False
         if isinstance(error, LoadRefused):
             cause, out_of_memory = error.cause, error.out_of_memory
@@ -228,6 +229,7 @@ class Residency:
         elif isinstance(error, EngineLost):
             cause = "the engine died while loading"
         self.client().tell(ev.LoadBroke(slot.ticket, cause, out_of_memory))
+        await self.client().quiet(SAY_S)
         self._let_go(slot)
         return LoadFailed(slot.model, cause, out_of_memory)
 
@@ -247,7 +249,7 @@ class Residency:
             async with asyncio.timeout(in_seconds(granted.load_within)):
                 woken = await slot.link.wake()
         except (TimeoutError, LoadRefused, EngineLost) as error:
-            failed = self._broke(slot, error, time.monotonic() - began)
+            failed = await self._broke(slot, error, time.monotonic() - began)
             return self._close(slot, Reason.FAILED, failed)
         if not woken.verified:
             logger.warning("%s answered differently after its wake; loaded again", slot.ticket)

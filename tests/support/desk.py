@@ -77,6 +77,10 @@ class Holder:
     async def lives(self) -> dict[str, str]:
         return {m: slot.life.value for m, slot in self.residency.slots.items()}
 
+    async def waiting(self, name: str) -> int:
+        slot = self.residency.slots.get(name)
+        return len(slot.waiters) if slot else 0
+
     async def calls(self) -> int:
         return self.residency.client().calls_count
 

@@ -1,0 +1,298 @@
+"""Tickets between real processes: single flight, swaps, refusals, cancellation, ends."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import ray
+
+from arbiter.client import call_arbiter, find_arbiter, start_arbiter, stop_arbiter
+from arbiter.errors import (
+    ArbiterUnavailable,
+    CapabilityConflict,
+    DeadlineUnmet,
+    LoadFailed,
+    ModelCoolingDown,
+    NeverFits,
+    TicketClosed,
+    UnknownModel,
+)
+from arbiter.events import CapabilitySpec
+from arbiter.units import MIB, Span, TicketId
+from deployments import boot
+from deployments.residency import Residency
+from tests.support.desk import capability, desk, gone, model
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def two(**arguments: Any) -> dict[str, Any]:
+    """Two models of which only one fits."""
+    return {"chat": capability(a=model(200, **arguments)), "other": capability(b=model(200))}
+
+
+def idle(s: dict[str, Any], name: str) -> bool:
+    return any(t["model"] == name and t["idle_s"] is not None for t in s["tickets"])
+
+
+@pytest.mark.spec("A1")
+async def test_starting_it_twice_yields_the_same_one() -> None:
+    async with desk() as d:
+        again = await start_arbiter(boot.boot(d.table))
+        assert await again.pid.remote() == await d.arbiter_pid()
+
+
+@pytest.mark.spec("A2")
+async def test_an_unknown_model_is_named_with_what_there_is() -> None:
+    async with desk() as d:
+        with pytest.raises(UnknownModel) as caught:
+            await d.holder().ask.remote("nope")
+        assert caught.value.cause.known == ("a",)
+        with pytest.raises(CapabilityConflict):
+            await call_arbiter("register", CapabilitySpec("chat", "vad", "m:f", (), Span(1)))
+
+
+@pytest.mark.spec("A4")
+async def test_a_hundred_requests_for_one_model_cause_one_load() -> None:
+    async with desk({"chat": capability(a=model(50, load_seconds=0.3))}) as d:
+        h = d.holder()
+        assert await asyncio.gather(*(h.ask.remote("a") for _ in range(100))) == [200] * 100
+        assert len(await d.events("model_load")) == 1
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A4")
+async def test_different_models_load_at_the_same_time() -> None:
+    models = {n: model(50, load_seconds=1) for n in "abc"}
+    async with desk({"chat": capability(**models)}) as d:
+        h = d.holder()
+        await h.pid.remote()
+        asked = [h.ask.remote(n) for n in "abc"]
+        await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["loading"] * 3)
+        assert await asyncio.gather(*asked) == [200] * 3
+
+
+@pytest.mark.spec("A9", "A10", "D1")
+async def test_an_idle_model_sleeps_for_another_and_wakes_with_its_process() -> None:
+    async with desk(two()) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        assert await chat.ask.remote("a") == 200
+        ticket, before = (await d.engines()).popitem()
+        assert await other.ask.remote("b") == 200
+        state = await d.until(lambda s: any(t["state"] == "asleep" for t in s["tickets"]))
+        asleep = next(t for t in state["tickets"] if t["state"] == "asleep")
+        measured = asleep["measured_bytes"]
+        assert sum(b for k, b in measured.items() if k.endswith("/host")) == 200 * MIB
+        assert sum(b for k, b in measured.items() if k.endswith("cpu:0")) < 20 * MIB
+        await d.books_are_true()
+        assert await chat.ask.remote("a") == 200
+        assert (await d.engines())[ticket] == before
+        assert len(await d.events("model_wake")) == 1
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A9", "A10")
+async def test_a_model_that_cannot_sleep_goes_and_its_bytes_are_seen_back_first() -> None:
+    async with desk(two(can_sleep=False)) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        await chat.ask.remote("a")
+        await other.ask.remote("b")
+        unloads = await d.events("model_unload")
+        assert [(e["reason"], e["to"]) for e in unloads] == [("swap", "gone")]
+        granted = (await d.events("ticket_granted"))[-1]
+        assert granted["model"] == "b" and granted["seq"] > unloads[0]["seq"]
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A6", "A9")
+async def test_a_model_in_use_is_not_evicted_and_the_waiter_keeps_its_place() -> None:
+    async with desk(two(), barrier_s=0.5) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        await chat.keep.remote("a")
+        waiting = other.ask.remote("b")
+        await d.until(lambda s: s["queue"])
+        while not await d.events("barrier_dropped"):
+            await asyncio.sleep(0.05)
+        assert await chat.ask.remote("a") == 200
+        await chat.let_go.remote("a")
+        assert await asyncio.wait_for(waiting, 30) == 200
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A5", "N2")
+async def test_warm_requests_send_nothing_to_the_arbiter() -> None:
+    async with desk() as d:
+        h = d.holder()
+        await h.ask.remote("a")
+        before = await h.calls.remote()
+        assert await asyncio.gather(*(h.ask.remote("a") for _ in range(50))) == [200] * 50
+        assert await h.calls.remote() == before
+
+
+@pytest.mark.spec("A8")
+async def test_a_cancelled_waiter_leaves_the_line_and_loads_nothing() -> None:
+    async with desk(two(), barrier_s=60) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        await chat.keep.remote("a")
+        waiting = other.ask.remote("b")
+        await d.until(lambda s: s["queue"])
+        ray.cancel(waiting)
+        await d.until(lambda s: not s["queue"])
+        await chat.let_go.remote("a")
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A8")
+async def test_a_load_whose_caller_left_stops_and_gives_everything_back() -> None:
+    async with desk({"chat": capability(a=model(50, load_seconds=60))}) as d:
+        h = d.holder()
+        asked = h.ask.remote("a")
+        await d.until(lambda s: s["tickets"] and s["tickets"][0]["state"] == "loading")
+        ray.cancel(asked)
+        await d.until(lambda s: not s["tickets"])
+        assert await d.engines() == {}
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A8")
+async def test_one_of_two_waiters_leaving_changes_nothing_for_the_other() -> None:
+    async with desk({"chat": capability(a=model(50, load_seconds=3))}) as d:
+        h = d.holder()
+        first, second = h.ask.remote("a"), h.ask.remote("a")
+        while await h.waiting.remote("a") < 2:
+            await asyncio.sleep(0.02)
+        ray.cancel(first)
+        assert await second == 200
+        assert len(await d.events("model_load")) == 1
+
+
+@pytest.mark.spec("A3")
+async def test_a_deadline_that_cannot_be_met_is_a_typed_refusal() -> None:
+    async with desk(two(), barrier_s=60) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        await chat.keep.remote("a")
+        with pytest.raises(DeadlineUnmet):
+            await other.ask.remote("b", deadline_s=0.5)
+        await d.until(lambda s: not s["queue"])
+
+
+@pytest.mark.spec("A12")
+async def test_a_failed_load_answers_every_waiter_and_cools_the_model_down() -> None:
+    async with desk({"chat": capability(a=model(50, fail="error", load_seconds=0.2))}) as d:
+        h = d.holder()
+        asked = [h.ask.remote("a") for _ in range(5)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(a, LoadFailed) for a in answers)
+        assert "told to fail" in str(answers[0])
+        with pytest.raises(ModelCoolingDown):
+            await h.ask.remote("a")
+        await d.until(lambda s: not s["tickets"])
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A12")
+async def test_a_load_that_fails_for_memory_is_tried_once_more_and_asks_for_more() -> None:
+    async with desk({"chat": capability(a=model(50, fail="memory"))}) as d:
+        with pytest.raises(LoadFailed) as caught:
+            await d.holder().ask.remote("a")
+        assert caught.value.cause.out_of_memory
+        first, second = await d.events("ticket_granted")
+        assert second["size_bytes"] > first["size_bytes"]
+        await d.until(lambda s: not s["tickets"])
+        await d.books_are_true()
+
+
+@pytest.mark.spec("B6")
+async def test_a_model_larger_than_the_whole_budget_is_refused_with_the_numbers() -> None:
+    async with desk({"chat": capability(a=model(1000))}, mib=200) as d:
+        with pytest.raises(NeverFits) as caught:
+            await d.holder().ask.remote("a")
+        assert caught.value.cause.budget_bytes // MIB in (199, 200)
+
+
+@pytest.mark.spec("C8", "H0")
+async def test_an_idle_model_goes_after_keep_warm_with_nobody_asking() -> None:
+    async with desk({"chat": capability(a=model(50, keep_warm_s=0.5))}) as d:
+        await d.holder().ask.remote("a")
+        await d.until(lambda s: not s["tickets"])
+        (unload,) = await d.events("model_unload")
+        assert (unload["reason"], unload["to"]) == ("idle", "gone")
+        assert await d.engines() == {}
+
+
+@pytest.mark.spec("C8")
+async def test_a_pinned_model_is_loaded_with_nobody_asking() -> None:
+    async with desk({"chat": capability(a=model(50, pin=True))}) as d:
+        d.holder()
+        await d.until(lambda s: s["tickets"] and s["tickets"][0]["state"] == "resident")
+
+
+@pytest.mark.spec("A7")
+async def test_a_driver_holds_a_model_too_and_use_after_release_is_typed() -> None:
+    async with desk() as d:
+        residency = Residency.start("chat")
+        use = residency.use("a")
+        async with use as engine:
+            head, *_ = [p async for p in engine.stream("POST", "/v1/embeddings", {}, b"{}")]
+            assert head.status == 200
+        use.release()
+        with pytest.raises(TicketClosed):
+            use.stream("POST", "/v1/embeddings", {}, b"{}")
+        head, body = await residency.request("a", "POST", "/v1/embeddings", {}, b"{}")
+        assert head.status == 200 and b"embedding" in body
+        await residency.close()
+        await d.until(lambda s: not s["tickets"] and not s["holders"])
+        await d.books_are_true()
+
+
+@pytest.mark.spec("K1")
+async def test_unloaded_by_hand_is_said_to_be_manual() -> None:
+    async with desk() as d:
+        await d.holder().ask.remote("a")
+        state = await d.until(lambda s: idle(s, "a"))
+        await call_arbiter("unload", TicketId(state["tickets"][0]["ticket"]))
+        await d.until(lambda s: not s["tickets"])
+        assert [e["reason"] for e in await d.events("model_unload")] == ["manual"]
+
+
+@pytest.mark.spec("K1")
+async def test_a_subscriber_hears_the_next_event_at_once_and_misses_none() -> None:
+    async with desk() as d:
+        seen = (await d.state())["sequence"]
+        waiting = asyncio.ensure_future(call_arbiter("events", seen, 20.0))
+        await d.holder().ask.remote("a")
+        heard = await waiting
+        assert heard[0]["seq"] == seen + 1
+        rest = await call_arbiter("events", heard[-1]["seq"], 0.1)
+        numbers = [e["seq"] for e in (*heard, *rest)]
+        assert numbers == list(range(seen + 1, seen + 1 + len(numbers)))
+
+
+@pytest.mark.spec("A20")
+async def test_after_shutdown_nothing_runs_and_asking_is_a_typed_error() -> None:
+    async with desk() as d:
+        h = d.holder()
+        await h.ask.remote("a")
+        pids = [pid for tree in (await d.engines()).values() for pid in tree]
+        pids.append((await d.pids())["zygote"])
+        report = await asyncio.to_thread(stop_arbiter, 10.0)
+        assert report["tickets_cut_off"] == 0 and find_arbiter() is None
+        for pid in pids:
+            await gone(pid)
+        with pytest.raises(ArbiterUnavailable):
+            await h.ask.remote("a")
+
+
+@pytest.mark.spec("C12")
+async def test_other_settings_begin_a_new_epoch_and_keep_what_is_resident() -> None:
+    async with desk(two()) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        await chat.ask.remote("a")
+        before, epoch = await d.engines(), (await d.state())["epoch"]
+        arbiter = d.table.arbiter.model_copy(update={"barrier_s": 3.0})
+        changed = d.table.model_copy(update={"arbiter": arbiter})
+        await call_arbiter("configure", boot.configuration(changed))
+        state = await d.until(lambda s: s["epoch"] > epoch and s["tickets"])
+        assert state["tickets"][0]["state"] == "resident" and await d.engines() == before
+        assert await other.ask.remote("b") == 200
+        await d.books_are_true()
