@@ -79,8 +79,10 @@ def vllm_flags(engine_args: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def bare_vllm(model: str, name: str, engine_args: dict[str, Any], port: int) -> Iterator[str]:
-    """`vllm serve`, ready. Yields its address."""
-    command = [str(BIN / "vllm"), "serve", model, "--served-model-name", name]
+    """`vllm serve`, ready. Yields its address. Started by its module, which is the same server:
+    the `vllm` script of the CPU distribution stops at looking up its own version."""
+    server = "vllm.entrypoints.openai.api_server"
+    command = [sys.executable, "-m", server, "--model", model, "--served-model-name", name]
     command += ["--host", "127.0.0.1", "--port", str(port), *vllm_flags(engine_args)]
     with running(command, {"VLLM_LOGGING_LEVEL": "WARNING"}, _log("vllm")) as process:
         url = f"http://127.0.0.1:{port}"

@@ -43,7 +43,7 @@ ENGINES: dict[str, EngineKind] = {
     ),
     "sentence_transformers": EngineKind(
         "deployments.engines.sentence_transformers_engine:build",
-        ("sentence_transformers",),
+        ("deployments.engines.sentence_transformers_engine",),
         context_bytes=Bytes(40 * MIB),
         working_bytes=Bytes(64 * MIB),
     ),
