@@ -63,9 +63,12 @@ class SegmentedPunica(PunicaWrapperCPU):
     ) -> None:
         self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
         self.is_prefill = bool(mapping.is_prefill)
-        slots = self.token_lora_indices
+        self.describe(self.token_lora_indices, self.sampler_indices)
+
+    def describe(self, slots: torch.Tensor, sampler_slots: torch.Tensor) -> None:
+        """Which slot each token, and each sampled token, of the next step belongs to."""
         self.token_segments = segments(slots)
-        self.sampler_segments = segments(self.sampler_indices)
+        self.sampler_segments = segments(sampler_slots)
         self.no_lora = not self.token_segments
         gather = len(self.token_segments) > 2 and slots.numel() <= GATHER_TOKENS
         self.gathered = slots.clamp_min(0) if gather else None

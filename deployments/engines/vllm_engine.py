@@ -10,10 +10,8 @@ import json
 import os
 from argparse import Namespace
 from functools import cache
-from pathlib import Path
 from typing import Any, NoReturn
 
-import vllm.envs
 from fastapi import FastAPI
 from vllm import PoolingParams, SamplingParams
 from vllm.config import VllmConfig
@@ -183,8 +181,3 @@ class VllmEngine:
 
 def _on_cpu() -> bool:
     return bool(current_platform.is_cpu())
-
-
-def cache_root() -> Path:
-    """Where vLLM keeps what it learnt of model classes; losing it costs 7 s per class."""
-    return Path(vllm.envs.VLLM_CACHE_ROOT)

@@ -178,7 +178,7 @@ def test_a_killed_core_is_heard_of_at_once_and_nothing_remains(
     child = engines.spawn("killed", VLLM, config(tiny)).hold()
     assert child.ready()[0] == 200
     everybody = tree(child.pid)
-    frontend, core = everybody
+    _, core = everybody
     conn = Connection(child.path)
     body = {**CHAT, "stream": True, "max_tokens": 900, "ignore_eos": True}
     conn.request("POST", "/v1/chat/completions", json.dumps(body), JSON)

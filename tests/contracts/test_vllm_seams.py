@@ -1,0 +1,141 @@
+"""The seams of vLLM 0.32 we stand on. When one moves, this says which, before anything breaks."""
+
+import inspect
+from importlib.metadata import version
+
+import pytest
+import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.lora.punica_wrapper import punica_selector
+from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers import utils as linear_layers
+from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import core_client
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.utils import EngineZmqAddresses
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+from deployments.engines.lora_cpu import SegmentedPunica
+from deployments.engines.vllm_cpu_worker import SleepingCpuWorker
+
+
+def names(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+
+def test_this_is_the_minor_version_the_seams_were_read_in() -> None:
+    installed = [v for v in (_version("vllm-cpu"), _version("vllm")) if v]
+    assert installed and all(v.startswith("0.32.") for v in installed)
+
+
+def _version(name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def test_a_core_takes_its_addresses_from_a_handshake_we_can_replace() -> None:
+    assert names(EngineCoreProc._perform_handshakes)[1:] == [
+        "handshake_address",
+        "identity",
+        "local_client",
+        "vllm_config",
+        "client_handshake_address",
+    ]
+    source = inspect.getsource(EngineCoreProc.__init__)
+    assert "with self._perform_handshakes(" in source and ") as addresses:" in source
+    assert {"vllm_config", "local_client", "handshake_address", "executor_class", "log_stats"} <= (
+        set(names(EngineCoreProc.__init__))
+    )
+    assert {"inputs", "outputs"} <= set(EngineZmqAddresses.__dataclass_fields__)
+    assert callable(EngineCoreProc.run_busy_loop) and callable(EngineCoreProc._send_engine_dead)
+
+
+def test_a_frontend_given_addresses_starts_no_core() -> None:
+    assert {"client_addresses", "disable_log_stats"} <= set(names(AsyncLLM.from_vllm_config))
+    source = inspect.getsource(core_client.MPClient.__init__)
+    assert 'client_addresses["input_address"]' in source
+    assert 'client_addresses["output_address"]' in source
+
+
+def test_a_dead_core_can_be_told_to_the_frontend() -> None:
+    assert "engine_dead" in core_client.BackgroundResources.__dataclass_fields__
+    assert "self.outputs_queue" in inspect.getsource(core_client.AsyncMPClient.__init__)
+    assert "isinstance(outputs, Exception)" in inspect.getsource(
+        core_client.AsyncMPClient.get_output_async
+    )
+
+
+def test_vllms_openai_app_is_built_in_two_steps() -> None:
+    assert names(build_app) == ["args", "supported_tasks", "model_config"]
+    assert names(init_app_state) == ["engine_client", "state", "args", "supported_tasks"]
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", "x", "--kv-cache-memory-bytes", "1", "--enforce-eager"])
+    assert args.kv_cache_memory_bytes == 1 and args.disable_log_stats is False
+    assert args.api_key is None and args.middleware == []
+
+
+def test_the_engine_arguments_we_set_exist() -> None:
+    fields = AsyncEngineArgs.__dataclass_fields__
+    wanted = "worker_cls kv_cache_memory_bytes enforce_eager distributed_executor_backend"
+    gpu = "enable_sleep_mode device_ids gpu_memory_utilization"
+    assert not {*wanted.split(), *gpu.split()} - set(fields)
+
+
+def test_sleep_and_wake_reach_the_worker_by_name() -> None:
+    assert names(CPUWorker.sleep) == names(SleepingCpuWorker.sleep) == ["self", "level"]
+    assert names(CPUWorker.wake_up) == names(SleepingCpuWorker.wake_up) == ["self", "tags"]
+    assert 'collective_rpc("sleep"' in inspect.getsource(_executor().sleep)
+    assert "mode" in names(EngineCore.sleep)
+
+
+def _executor() -> type:
+    from vllm.v1.executor.abstract import Executor
+
+    return Executor
+
+
+def test_weights_can_be_loaded_again_in_place() -> None:
+    assert "weights_iterator" in names(GPUModelRunner.reload_weights)
+    assert "self.reset_lora_state()" in inspect.getsource(GPUModelRunner.reload_weights)
+    assert callable(LoRAModelRunnerMixin.reset_lora_state)
+    assert names(safetensors_weights_iterator)[:2] == ["hf_weights_files", "use_tqdm_on_load"]
+    assert "layer.cpu_linear" in inspect.getsource(linear_layers.dispatch_cpu_unquantized_gemm)
+
+
+def test_the_lora_kernel_is_chosen_by_one_hook() -> None:
+    assert "current_platform.get_punica_wrapper()" in inspect.getsource(punica_selector)
+    assert isinstance(current_platform.get_punica_wrapper(), str)
+    for name in ("update_metadata", "add_lora_linear", "add_lora_embedding", "add_lora_logits"):
+        theirs = inspect.signature(getattr(PunicaWrapperCPU, name)).parameters
+        ours = inspect.signature(getattr(SegmentedPunica, name)).parameters
+        assert list(theirs) == list(ours)
+    assert callable(PunicaWrapperBase._update_base_metadata)
+
+
+@pytest.mark.spec("F10")
+def test_the_stock_kernel_still_gives_a_base_token_the_last_slots_adapter() -> None:
+    """Why lora_cpu.py exists. When this fails, vLLM is mended and ours must prove it is faster."""
+    from vllm.lora.ops.torch_ops import bgmv_expand
+
+    b = torch.zeros(2, 1, 4, 3)
+    b[1] = 1.0  # only the last slot changes anything
+    y = torch.zeros(1, 4)
+    bgmv_expand(torch.ones(1, 3), b, y, torch.tensor([-1]), True)
+    assert y.abs().sum() > 0
+
+
+def test_triton_kernels_are_replaced_once_per_zygote() -> None:
+    assert callable(current_platform.register_triton_kernel_overrides)

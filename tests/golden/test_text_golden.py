@@ -1,0 +1,111 @@
+"""What our vLLM child says against transformers, PEFT and vLLM alone: fp32, greedy."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import LlamaForCausalLM
+
+from models.make_models import TINY, default_folder, make
+from tests.support.engine_host import ROOT, Child, zygote
+
+VLLM = "deployments.engines.vllm_engine:build"
+COUNT = 32
+# Token ids, so that no tokenizer stands between: short, one block, longer than a block of 128.
+PROMPTS = [[7, 300, 12], list(range(100, 180)), [(i * 37) % 2000 + 3 for i in range(200)]]
+ADAPTERS = ("a0", "a1", "a2", "a3")
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return make(default_folder(), TINY)
+
+
+@pytest.fixture(scope="module")
+def ours(model: Path) -> Iterator[Child]:
+    """As many slots as adapters: the stock CPU kernel gives a base request the last slot's."""
+    folder = model.parent / f"{model.name}-adapters"
+    args = {
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": 1024,
+        "enable_lora": True,
+        "max_loras": len(ADAPTERS),
+        "max_lora_rank": 16,
+        "lora_modules": {name: str(folder / name) for name in ADAPTERS},
+    }
+    with zygote("deployments.engines.vllm_preload") as running:
+        child = running.spawn(
+            "golden", VLLM, {"model": str(model), "served_name": "base", "engine_args": args}
+        ).hold()
+        status, body = child.ready()
+        assert status == 200, body
+        yield child
+
+
+def tokens(child: Child, name: str, prompt: list[int]) -> list[int]:
+    body = {"model": name, "prompt": prompt, "max_tokens": COUNT, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    status, got = child.call("POST", "/v1/completions", body)
+    assert status == 200, got
+    found: list[int] = got["choices"][0]["token_ids"]
+    return found
+
+
+def greedy(network: Any, prompt: list[int]) -> list[int]:
+    """One request alone, by transformers."""
+    with torch.inference_mode():
+        got = network.generate(
+            torch.tensor([prompt]), max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False
+        )
+    found: list[int] = got[0, len(prompt) :].tolist()
+    return found
+
+
+@pytest.mark.spec("F10")
+def test_tokens_equal_transformers(ours: Child, model: Path) -> None:
+    network = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    network.generation_config.eos_token_id = None
+    for prompt in PROMPTS:
+        assert tokens(ours, "base", prompt) == greedy(network, prompt)
+
+
+@pytest.mark.spec("F10")
+def test_tokens_equal_plain_vllm(ours: Child, model: Path) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("plain_vllm.py")), str(model)]
+    command += [json.dumps(PROMPTS), str(COUNT)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
+    )
+    line = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
+    assert line, done.stderr[-2000:]
+    assert [tokens(ours, "base", prompt) for prompt in PROMPTS] == json.loads(line[0][7:])
+
+
+@pytest.mark.spec("F10")
+@pytest.mark.parametrize("adapter", ADAPTERS[:2])
+def test_an_adapter_equals_peft(ours: Child, model: Path, adapter: str) -> None:
+    network = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    folder = model.parent / f"{model.name}-adapters" / adapter
+    wrapped = PeftModel.from_pretrained(network, str(folder)).float()
+    wrapped.generation_config.eos_token_id = None
+    for prompt in PROMPTS:
+        assert tokens(ours, adapter, prompt) == greedy(wrapped, prompt)
+
+
+@pytest.mark.spec("F1", "F10")
+def test_a_mixed_batch_equals_each_alone(ours: Child) -> None:
+    names = ("base", *ADAPTERS, "base", *reversed(ADAPTERS))
+    asks = [(name, prompt) for prompt in PROMPTS for name in names]
+    alone = [tokens(ours, *ask) for ask in asks]
+    assert len({tuple(found) for found in alone}) == len(PROMPTS) * (1 + len(ADAPTERS))
+    with ThreadPoolExecutor(len(asks)) as crowd:
+        mixed = list(crowd.map(lambda ask: tokens(ours, *ask), asks))
+    assert mixed == alone
