@@ -278,7 +278,10 @@ class Residency:
                 self._take_table(table)
 
     def _revoke(self, slot: Slot, order: wire.RevokeOrder) -> None:
-        """With no barrier it is not a question: the agent ends the engine in any case."""
+        """With no barrier it is not a question: the agent ends the engine in any case. A load that
+        is lost this way finds out by itself, and then knows more."""
+        if slot.life is Life.LOADING and order.reason is Reason.LOST:
+            return
         if order.barrier == 0:
             ended = LoadFailed(slot.model, "the arbiter ended its load", False)
             self._close(slot, order.reason, ended if order.reason is Reason.FAILED else None)

@@ -1,4 +1,6 @@
-"""One Ray cluster for the whole session; each test starts and stops its own arbiter on it."""
+"""One Ray cluster for the whole session, made when the first test asks for it; each test that does
+starts and stops its own arbiter on it.
+"""
 
 import os
 import tempfile
@@ -7,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 # Read by Ray when it starts. Workers and zygotes import the repository; a Serve replica starts in a
 # process that has its modules already; no token file is left in anybody's home.

@@ -1,0 +1,149 @@
+"""The arbiter dies at any moment: warm requests do not notice, its books come back exactly, waiters
+are answered under the ticket they asked with.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from arbiter.client import call_arbiter
+from arbiter.errors import ArbiterUnavailable, StaleEpoch
+from arbiter.events import Loaded, Renewed
+from arbiter.units import Epoch, HolderId, Span, TicketId
+from tests.support.desk import capability, desk, gone, kill, model
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A18")]
+
+
+def two(**arguments: Any) -> dict[str, Any]:
+    return {"chat": capability(a=model(200, **arguments)), "other": capability(b=model(200))}
+
+
+def charges(state: dict[str, Any]) -> dict[str, Any]:
+    return {t["ticket"]: (t["state"], t["charged_bytes"]) for t in state["tickets"]}
+
+
+async def test_a_restarted_arbiter_rebuilds_its_books_exactly() -> None:
+    async with desk({"chat": capability(a=model(50), b=model(60))}) as d:
+        h = d.holder()
+        await h.ask.remote("a")
+        await h.ask.remote("b")
+        before = await d.until(lambda s: all(t["measured_bytes"] for t in s["tickets"]))
+        kill(await d.arbiter_pid())
+        after = await d.until(lambda s: s["epoch"] > before["epoch"] and len(s["tickets"]) == 2)
+        assert charges(after) == charges(before)
+        assert after["is_settled"]
+        await d.books_are_true()
+
+
+async def test_who_waited_is_granted_by_the_next_epoch_under_the_same_ticket() -> None:
+    async with desk(two(), barrier_s=60) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        await chat.keep.remote("a")
+        waiting = other.ask.remote("b")
+        before = await d.until(lambda s: s["queue"])
+        kill(await d.arbiter_pid())
+        after = await d.until(lambda s: s["epoch"] > before["epoch"] and s["queue"])
+        assert after["queue"][0]["ticket"] == before["queue"][0]["ticket"]
+        await chat.let_go.remote("a")
+        assert await asyncio.wait_for(waiting, 60) == 200
+        await d.books_are_true()
+
+
+async def test_warm_requests_in_an_outage_neither_fail_nor_wait() -> None:
+    async with desk() as d:
+        h = d.holder()
+        await h.ask.remote("a")
+        epoch, pid = (await d.state())["epoch"], await d.arbiter_pid()
+        normal_s = max([await timed(h) for _ in range(30)])
+        kill(pid)
+        await gone(pid)
+        worst_s = 0.0
+        served = 0
+        while True:
+            worst_s, served = max(worst_s, await timed(h)), served + 1
+            try:
+                if (await call_arbiter("hello", within_s=0.05))["epoch"] > epoch:
+                    break
+            except ArbiterUnavailable:
+                continue
+        assert served >= 3
+        assert worst_s < max(0.5, 10 * normal_s)  # a restart takes over a second
+        await d.books_are_true()
+
+
+async def timed(h: Any) -> float:
+    began = time.monotonic()
+    assert await h.ask.remote("a") == 200
+    return time.monotonic() - began
+
+
+@pytest.mark.spec("A19")
+async def test_arbiter_and_holder_killed_together_leave_no_engine() -> None:
+    async with desk() as d:
+        h = d.holder()
+        pid = await h.pid.remote()
+        await h.ask.remote("a")
+        (pids,) = (await d.engines()).values()
+        kill(await d.arbiter_pid())
+        kill(pid)
+        for engine in pids:
+            await gone(engine)
+        await d.until(lambda s: s["is_settled"] and not s["tickets"])
+        assert await asyncio.wait_for(d.holder().ask.remote("a"), 30) == 200
+        await d.books_are_true()
+
+
+async def test_nothing_is_granted_before_known_holders_are_back_or_were_waited_for() -> None:
+    async with desk(two()) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        pid = await chat.pid.remote()
+        await other.pid.remote()
+        await chat.ask.remote("a")
+        kill(await d.arbiter_pid())
+        kill(pid)
+        asked = time.monotonic()
+        assert await asyncio.wait_for(other.ask.remote("b"), 60) == 200
+        granted = (await d.events("ticket_granted"))[-1]
+        lost = [e for e in await d.events() if e["kind"] in ("unclaimed_engine", "holder_lost")]
+        assert all(e["seq"] < granted["seq"] for e in lost)
+        assert time.monotonic() - asked > 1  # not from the ashes of the old epoch
+        await d.books_are_true()
+
+
+async def test_messages_of_another_epoch_are_refused() -> None:
+    async with desk() as d:
+        h = d.holder()
+        await h.ask.remote("a")
+        state = await d.state()
+        old, holder = Epoch(state["epoch"] - 1), HolderId(state["holders"][0]["holder"])
+        with pytest.raises(StaleEpoch):
+            await call_arbiter("tell", old, holder, Loaded(TicketId("x"), Span(1)))
+        with pytest.raises(StaleEpoch):
+            await call_arbiter("renew", old, Renewed(holder, ()))
+        with pytest.raises(StaleEpoch):
+            await call_arbiter("listen", HolderId("stranger"), Epoch(state["epoch"]), 0)
+
+
+async def test_a_load_under_way_survives_the_arbiter() -> None:
+    async with desk({"chat": capability(a=model(50, load_seconds=3))}) as d:
+        asked = d.holder().ask.remote("a")
+        await d.until(lambda s: s["tickets"] and s["tickets"][0]["state"] == "loading")
+        engine = await d.engines()
+        kill(await d.arbiter_pid())
+        assert await asyncio.wait_for(asked, 30) == 200
+        await d.books_are_true()
+        assert (await d.engines()).keys() == engine.keys()
+
+
+async def test_repeated_kills_lose_and_double_nothing() -> None:
+    async with desk({"chat": capability(a=model(50), b=model(60))}) as d:
+        h = d.holder()
+        for round_number in range(3):
+            assert await asyncio.wait_for(h.ask.remote("ab"[round_number % 2]), 30) == 200
+            kill(await d.arbiter_pid())
+        assert await asyncio.wait_for(h.ask.remote("a"), 30) == 200
+        await d.until(lambda s: len(s["tickets"]) == 2)
+        await d.books_are_true()
