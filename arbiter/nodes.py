@@ -25,6 +25,7 @@ def seen(mind: Mind, event: ev.NodeSeen) -> None:
         mind.tell("node_seen", node=event.node, devices=len(event.devices))
     else:
         node.unclaimed = old.unclaimed
+        node.readings = {d: r for d, r in old.readings.items() if d in node.devices}
         for device in old.devices.keys() - node.devices.keys():
             _withdraw_device(mind, device)
     mind.nodes[event.node] = node
@@ -109,12 +110,11 @@ def _sizes(reading: ev.EngineReading) -> Sizes:
 
 
 def _weigh_all(mind: Mind, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
-    on_node = {
-        t: e
-        for device in node.devices
-        for t, e in mind.ledger.books[device].entries.items()
-    }  # fmt: skip
-    for entry in on_node.values():
+    charged = {t: e for d in node.devices for t, e in mind.ledger.books[d].entries.items()}
+    for ticket in seen_bytes:  # may hold bytes though it was granted none
+        if (entry := mind.ledger.find(ticket)) and entry.state in CHARGED:
+            charged[ticket] = entry
+    for entry in charged.values():
         mind.ledger.weigh(entry, seen_bytes.get(entry.ticket, {}))
         confirm_sleep(mind, entry)
         if entry.state is State.RESIDENT:

@@ -4,7 +4,6 @@ Each does what its real counterpart does, and each can fail at it. None of them 
 with the arbiter but messages.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -173,7 +172,8 @@ class Holder:
             if ticket and ticket.phase is ev.Phase.RESIDENT and not ticket.is_barred:
                 caller.answered = "served"
                 ticket.inflight += 1
-                self.world.later(15.0 if self.world.chance("long") else 2.0, lambda t=ticket: self.done(t))
+                takes_s = 15.0 if self.world.chance("long") else 2.0
+                self.world.later(takes_s, lambda t=ticket: self.done(t))
             elif not any(r.model == caller.model for r in self.asked.values()):
                 self.want(caller.model, ticket)
         self.callers = [c for c in self.callers if c.answered is None]
@@ -389,5 +389,3 @@ class Holder:
             if not self.world.chance("hang"):
                 self.world.later(1, lambda e=engine: self.agent.end(e))
 
-
-Action = Callable[[], None]

@@ -7,37 +7,39 @@ from collections import Counter
 import pytest
 
 from arbiter import events as ev
-from arbiter.units import Instant
 from tests.sim.world import World
 
 SEEDS_COUNT = int(os.environ.get("SIM_SEEDS", "200"))
 BATCHES_COUNT = 10  # so that a failure is seen before all seeds have run
-FAULTS_S, QUIET_S = 60.0, 200.0
+FAULTS_S, QUIET_S = 60, 200
 KILLS_PER_SEED = 8  # 200 seeds make 1,000 real kills; muting and misses are not counted
 KILLS: Counter[str] = Counter()
+TOLD: Counter[str] = Counter()
 
 
 def run(seed: int) -> World:
+    """Safety: anything may break. Then liveness: nothing breaks any more, and all is well soon."""
     world = World(seed)
     world.schedule(calls=40, kills=KILLS_PER_SEED, within_s=FAULTS_S)
-    world.run(until_s=FAULTS_S)  # safety: anything may break
-    world.stop_faults()
-    world.run(until_s=FAULTS_S + QUIET_S)  # liveness: nothing breaks any more
-    return world
+    try:
+        world.run(until_s=FAULTS_S)
+        world.stop_faults()
+        for look_s in range(10, QUIET_S + 1, 10):
+            world.run(until_s=FAULTS_S + look_s)
+            if not world.unfinished():
+                return world
+    except AssertionError as error:
+        raise AssertionError(f"seed={seed}: {error}") from error
+    raise AssertionError(f"seed={seed}: after {QUIET_S} s without faults: {world.unfinished()}")
 
 
 @pytest.mark.spec("A10", "A18", "A19", "B1")
 @pytest.mark.parametrize("batch", range(BATCHES_COUNT))
 def test_never_oversold_then_everyone_is_answered_and_the_books_meet_the_truth(batch: int) -> None:
     for seed in range(batch, SEEDS_COUNT, BATCHES_COUNT):
-        try:
-            world = run(seed)
-        except AssertionError as error:
-            raise AssertionError(f"seed={seed}: {error}") from error
-        assert not world.waiting(), f"seed={seed}: never answered {world.waiting()}"
-        assert not world.differences(), f"seed={seed}: {world.differences()}"
-        assert not world.lost_tickets(), f"seed={seed}: leaked {world.lost_tickets()}"
+        world = run(seed)
         KILLS.update(world.kills)
+        TOLD.update(world.told)
 
 
 @pytest.mark.spec("A19")
@@ -48,15 +50,11 @@ def test_a_thousand_kills_were_among_them() -> None:
 
 
 def test_every_kind_of_trouble_was_met() -> None:
-    told: Counter[str] = Counter()
-    for seed in range(30):
-        told.update(run(seed).told)
-    missing = {
+    expected = {
         "quarantine", "barrier_dropped", "unclaimed_engine", "load_failed", "model_wake",
-        "not_asleep", "holder_lost", "node_lost", "node_silent", "victim_busy", "eviction",
-        "unload_overdue",
-    } - told.keys()  # fmt: skip
-    assert not missing
+        "not_asleep", "holder_lost", "node_lost", "node_silent", "eviction", "unload_overdue",
+    }  # fmt: skip
+    assert expected <= TOLD.keys()
 
 
 def test_same_seed_same_run() -> None:
@@ -76,4 +74,3 @@ def test_same_seed_same_run() -> None:
 
     assert trace(7) == trace(7)
     assert trace(7) != trace(8)
-    assert Instant(0) == 0

@@ -25,7 +25,6 @@ from arbiter.units import (
     HolderId,
     Instant,
     NodeId,
-    TicketId,
     host_device,
     seconds,
 )
@@ -143,14 +142,15 @@ class World:
         return sum(e.held.get(device, 0) for e in agent.engines.values())
 
     def check_safety(self) -> None:
-        for node, agent in self.agents.items():
-            for spec in agent.specs:
-                engines = agent.engines.values()
-                held = sum(e.held.get(spec.device, 0) for e in engines)
-                extra = sum(e.extra.get(spec.device, 0) for e in engines)
-                assert held - extra <= spec.total_bytes, (
-                    f"seed={self.seed}: {spec.device} holds {(held - extra) / GIB} GiB of "
-                    f"{spec.total_bytes / GIB} on {node} at {self.now / SECOND} s"
+        for agent in self.agents.values():
+            held: Counter[DeviceId] = Counter()
+            for engine in agent.engines.values():
+                held.update(engine.held)
+                held.subtract(engine.extra)
+            for device, size in held.items():
+                assert size <= self.budgets[device], (
+                    f"{device} holds {size / GIB} GiB of {self.budgets[device] / GIB}"
+                    f" at {self.now / SECOND} s"
                 )
 
     # -- the wire ------------------------------------------------------------------------------
@@ -325,6 +325,10 @@ class World:
 
     # -- after the faults ----------------------------------------------------------------------
 
+    def unfinished(self) -> list[str]:
+        """Empty once everybody is answered and the books say what is true."""
+        return self.waiting() + self.differences() + self.lost_tickets()
+
     def waiting(self) -> list[str]:
         return [
             f"{h.holder}: {c.model}" for h in self.holders.values() if h.alive
@@ -341,7 +345,7 @@ class World:
             if d.charged_bytes != self.physical(d.device) or d.foreign_bytes
         ]
 
-    def lost_tickets(self) -> list[TicketId]:
+    def lost_tickets(self) -> list[str]:
         """On the arbiter's books but known to no living holder."""
         assert self.arbiter is not None
         known = {t for h in self.holders.values() if h.alive for t in (*h.held, *h.asked)}
