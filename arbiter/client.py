@@ -1,5 +1,4 @@
-"""How everybody else reaches the arbiter: start, find, ask and stop it, and HolderClient, a
-holder's end of the ticket protocol.
+"""A holder's end of the ticket protocol.
 
 The arbiter may die at any time. A HolderClient then joins the next epoch with everything its holder
 has, asks again for what it was waiting for, under the same ticket ids, and gives up only after
@@ -15,14 +14,30 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from arbiter import events as ev
 from arbiter import rays, wire
-from arbiter.actor import ArbiterActor
-from arbiter.errors import ArbiterUnavailable, RequestError, StaleEpoch, TicketClosed
+from arbiter.errors import ArbiterUnavailable, StaleEpoch, TicketClosed
+from arbiter.lifecycle import (
+    call_arbiter,
+    cause_of,
+    find_actor,
+    find_arbiter,
+    start_arbiter,
+    stop_arbiter,
+    upgrade_arbiter,
+)
 from arbiter.units import Epoch, HolderId, Span, TicketId, in_seconds, seconds
+
+__all__ = [
+    "HolderClient",
+    "call_arbiter",
+    "find_arbiter",
+    "start_arbiter",
+    "stop_arbiter",
+    "upgrade_arbiter",
+]
 
 logger = logging.getLogger("arbiter.client")
 
@@ -30,113 +45,6 @@ RENEW_S = 1.0  # SPEC A5
 UNREACHABLE_S = 10.0  # a restart takes 1.0-2.0 s measured; five times that is an outage
 REJOIN_FIRST_S, REJOIN_MOST_S = 0.05, 1.0  # between tries; the first finds a restart at once
 ANSWER_S = 10.0  # for calls that the arbiter answers without waiting for anything
-CALL_S = 30.0  # twice the longest poll of the event stream
-START_S = 60.0  # a process start on a machine busy with imports
-
-
-# -- the arbiter itself ------------------------------------------------------------------------
-
-
-def find_arbiter() -> Any | None:
-    """Its handle, or None when there is none."""
-    try:
-        return ray.get_actor(wire.NAME, namespace=wire.NAMESPACE)
-    except ValueError:
-        return None
-
-
-async def start_arbiter(boot: wire.Boot) -> Any:
-    """The handle of the one arbiter, started when there is none. One of other code is replaced
-    when nobody holds anything of it; raises VersionMismatch otherwise."""
-    return await asyncio.to_thread(_start_or_replace, boot)
-
-
-async def call_arbiter(method: str, *args: Any, within_s: float = CALL_S) -> Any:
-    """Call one of the actor's methods, for the front and the command line. Raises
-    ArbiterUnavailable, or the RequestError the arbiter answered with."""
-    began = time.monotonic()
-    try:
-        async with asyncio.timeout(within_s):
-            handle = await asyncio.to_thread(find_arbiter)
-            if handle is None:
-                raise ArbiterUnavailable(time.monotonic() - began)
-            return await getattr(handle, method).remote(*args)
-    except RayTaskError as error:
-        raise _cause(error) from None
-    except (RayError, TimeoutError) as error:
-        raise ArbiterUnavailable(time.monotonic() - began) from error
-
-
-def upgrade_arbiter() -> wire.Plain:
-    """Replace arbiter and node agents by this code. Engines and zygotes go on; holders rejoin."""
-    old = find_arbiter()
-    if old is None:
-        return {"arbiter": "there is none; it starts with the front"}
-    before = ray.get(old.hello.remote(), timeout=START_S)
-    boot = ray.get(old.boot.remote(), timeout=START_S)
-    after = ray.get(_replace(boot).hello.remote(), timeout=START_S)
-    return {
-        "before": before["identity"], "after": after["identity"],
-        "holders": before["holders"], "epoch": after["epoch"],
-    }  # fmt: skip
-
-
-def stop_arbiter(wait_s: float = 30.0) -> wire.Plain:
-    """Shut down: unload what is idle, wait for the rest, end every engine, agent and zygote."""
-    handle = find_arbiter()
-    if handle is None:
-        return {"arbiter": "there is none", "tickets_cut_off": 0}
-    left: int = ray.get(handle.close.remote(wait_s), timeout=wait_s + START_S)
-    _kill(handle)
-    return {"arbiter": "stopped", "tickets_cut_off": left}
-
-
-def _start_or_replace(boot: wire.Boot) -> Any:
-    handle = _start(boot)
-    said = ray.get(handle.hello.remote(), timeout=START_S)
-    if said["identity"] == wire.identity():
-        return handle
-    if said["holders"]:
-        raise wire.VersionMismatch(said["identity"], wire.identity(), said["holders"])
-    return _replace(boot)
-
-
-def _replace(boot: wire.Boot) -> Any:
-    _kill(find_arbiter())
-    for node in rays.living_nodes():
-        _kill(_find(wire.agent_name(node)))
-    return _start(boot)
-
-
-def _start(boot: wire.Boot) -> Any:
-    options = rays.detached(rays.head_node(), wire.NAME, wire.NAMESPACE)
-    return ray.remote(ArbiterActor).options(**options).remote(boot)
-
-
-def _find(name: str) -> Any | None:
-    try:
-        return ray.get_actor(name, namespace=wire.NAMESPACE)
-    except ValueError:
-        return None
-
-
-def _kill(handle: Any | None) -> None:
-    """Kill, and wait until its name is free."""
-    if handle is None:
-        return
-    ray.kill(handle, no_restart=True)
-    try:
-        ray.get(handle.__ray_ready__.remote(), timeout=START_S)
-    except (RayActorError, GetTimeoutError):
-        return
-
-
-def _cause(error: RayTaskError) -> Exception:
-    """What was raised over there, as itself."""
-    return error.cause if isinstance(error.cause, RequestError) else error
-
-
-# -- a holder's end ----------------------------------------------------------------------------
 
 
 class HolderClient:
@@ -204,7 +112,7 @@ class HolderClient:
         try:
             granted: wire.Granted = await self._arbiter.acquire.remote(epoch, requested)
         except RayTaskError as error:
-            cause = _cause(error)
+            cause = cause_of(error)
             if not isinstance(cause, StaleEpoch):
                 raise cause from None
             self._lose(epoch)
@@ -235,7 +143,7 @@ class HolderClient:
             try:
                 if self._agent is None:
                     name = wire.agent_name(rays.own_node())
-                    self._agent = await asyncio.to_thread(_find, name)
+                    self._agent = await asyncio.to_thread(find_actor, name)
                 if self._agent is not None:
                     path: str = await self._agent.spawn.remote(ticket, spec)
                     return path
