@@ -24,8 +24,10 @@ from arbiter.ledger import CHARGED, State
 from arbiter.mind import Mind
 from arbiter.settings import Settings
 from arbiter.snapshot import StateView, view_of
-from arbiter.units import Epoch, HolderId, Instant, after
+from arbiter.units import Epoch, HolderId, Instant, Span, after
 from arbiter.view import Policies
+
+NEXT = Span(1)  # what admission left to be looked at is looked at in a step of its own
 
 
 class Arbiter:
@@ -55,7 +57,7 @@ class Arbiter:
         admission.admit(mind)
         mind.ledger.check_touched()
         if (at := mind.alarms.next()) is not None:
-            mind.say(WakeAt(at))
+            mind.say(WakeAt(max(at, after(now, NEXT))))
         return mind.out
 
     # -- reading -------------------------------------------------------------------------------

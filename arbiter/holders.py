@@ -44,7 +44,9 @@ def _ask_again(mind: Mind, event: ev.Joined) -> None:
     """Orders may have been lost with its old connection; what it drains already it ignores."""
     serving = {held.ticket for held in event.tickets if held.phase is ev.Phase.RESIDENT}
     for entry in mind.ledger.held_by(event.holder):
-        if entry.state is State.DRAINING and entry.ticket in serving:
+        if entry.state is not State.DRAINING or entry.ticket not in serving:
+            continue
+        if mind.now < entry.barrier_until:  # else its answer is awaited for a moment yet
             ask(mind, entry)
 
 

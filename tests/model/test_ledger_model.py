@@ -135,7 +135,7 @@ class Books(RuleBasedStateMachine):
         entry = self.ledger.find(revoke.ticket)
         if before.state is State.DRAINING:
             return  # repeated to a holder that joined again
-        assert before.state is State.RESIDENT
+        assert before.state in (State.RESIDENT, State.LOADING)  # loaded by this very heartbeat
         assert not entry.pinned or revoke.reason in (Reason.MANUAL, Reason.SHUTDOWN)
         if revoke.reason in ONLY_IDLE:
             assert entry.inflight == 0
@@ -286,10 +286,9 @@ class Books(RuleBasedStateMachine):
             total = sum(e.charge(device) for e in charged.values())
             assert book.charged_bytes == total
             assert book.free_bytes + total + book.foreign_bytes == book.budget_bytes
-            orphans = sum(
-                m[device] for t, m in self.measured.items()
-                if t not in self.held and t in self.arbiter._mind.nodes[NODE].unclaimed
-            )  # fmt: skip
+            unclaimed = self.arbiter._mind.nodes[NODE].unclaimed.keys()
+            assert self.measured.keys() - self.held.keys() <= unclaimed
+            orphans = sum(m[device] for t, m in self.measured.items() if t in unclaimed)
             assert book.foreign_bytes == self.foreign[device] + orphans
         self.ledger.audit()
 
