@@ -1,0 +1,149 @@
+"""What we rely on in Ray beyond its documented interface. An upgrade that changes one fails here,
+by name, and not in a user's cluster.
+"""
+
+import asyncio
+import inspect
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.serve.config import AutoscalingContext
+
+from arbiter import rays
+from arbiter.errors import NeverFits
+from arbiter.units import Bytes, TicketId
+from deployments.scaling import ArbiterPolicy, Context
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@ray.remote(num_cpus=0, max_concurrency=100)
+class Probe:
+    """An asyncio actor with a plain constructor, as ours are."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.started = asyncio.ensure_future(asyncio.sleep(0))
+        self.lost: dict[int, float] = {}
+
+    async def same_loop(self) -> bool:
+        await self.started
+        return asyncio.get_running_loop() is self.loop
+
+    async def places(self) -> tuple[str, str]:
+        return rays.session_name(), str(rays.logs_folder())
+
+    async def refuse(self) -> None:
+        raise NeverFits(TicketId("t"), Bytes(2), Bytes(1))
+
+    async def forever(self) -> None:
+        await asyncio.Event().wait()
+
+    async def watch(self, handles: list[Any], refs: list[Any], pid: int) -> None:
+        await handles[0].__ray_ready__.remote()
+        self.watching = asyncio.ensure_future(self._watch(refs[0], pid))
+
+    async def _watch(self, ref: Any, pid: int) -> None:
+        try:
+            await ref
+        except RayError:
+            self.lost[pid] = time.time()
+
+    async def lost_at(self, pid: int) -> float | None:
+        return self.lost.get(pid)
+
+
+@ray.remote(num_cpus=0)
+class Owner:
+    """Owns a pending call, as every holder does."""
+
+    async def own(self, probe: Any) -> int:
+        self.pending = probe.forever.remote()
+        await probe.watch.remote([rays.own_handle()], [self.pending], os.getpid())
+        return os.getpid()
+
+
+@pytest.fixture
+def probe() -> Iterator[Any]:
+    made = Probe.remote()
+    yield made
+    ray.kill(made)
+
+
+async def test_a_plain_constructor_of_an_asyncio_actor_runs_on_its_loop(probe: Any) -> None:
+    assert await probe.same_loop.remote()
+
+
+async def test_session_name_and_log_folder_are_found_in_a_worker(probe: Any) -> None:
+    session, logs = await probe.places.remote()
+    assert session in logs and Path(logs).is_dir()
+
+
+async def test_our_errors_cross_process_borders_as_themselves(probe: Any) -> None:
+    with pytest.raises(RayTaskError) as caught:
+        await probe.refuse.remote()
+    assert caught.value.cause == NeverFits(TicketId("t"), Bytes(2), Bytes(1))
+    assert isinstance(caught.value, NeverFits)
+
+
+async def test_an_owners_death_is_noticed_at_once_when_its_handle_was_called(probe: Any) -> None:
+    owner = Owner.remote()
+    pid = await owner.own.remote(probe)
+    killed = time.time()
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while (at := await probe.lost_at.remote(pid)) is None:
+            await asyncio.sleep(0.01)
+    assert at - killed < 1.5  # 10-25 ms on an idle machine; 2 s is what it takes without the call
+
+
+def test_an_unavailable_actor_is_told_apart_from_a_dead_one() -> None:
+    assert issubclass(ActorUnavailableError, RayActorError) and issubclass(RayActorError, RayError)
+    assert not issubclass(RayTaskError, RayActorError)
+
+
+def test_nodes_say_who_is_alive_and_which_is_the_head() -> None:
+    nodes = ray.nodes()
+    assert all({"NodeID", "Alive", "Resources"} <= node.keys() for node in nodes)
+    assert rays.head_node() in {n["NodeID"] for n in nodes}
+    assert "node:__internal_head__" in nodes[0]["Resources"]
+    assert rays.own_node() in rays.living_nodes()
+
+
+def test_serve_gives_scaling_policies_what_ours_reads() -> None:
+    given = set(inspect.signature(AutoscalingContext.__init__).parameters)
+    read = {*Context.__annotations__, "total_num_requests", "config"}
+    assert read <= given
+    assert "target_ongoing_requests" in _fields("AutoscalingConfig")
+
+
+def test_serve_makes_one_instance_of_a_policy_class_for_an_application() -> None:
+    from ray.serve._private import autoscaling_state
+    from ray.serve.config import AutoscalingPolicy
+    from ray.serve.schema import ServeApplicationSchema
+
+    assert "autoscaling_policy" in ServeApplicationSchema.model_fields
+    path = f"{ArbiterPolicy.__module__}:{ArbiterPolicy.__name__}"
+    policy = AutoscalingPolicy(
+        policy_function=path, policy_kwargs={"capability": "chat", "follow": False}
+    )
+    makers = [
+        f
+        for name, f in vars(autoscaling_state).items()
+        if callable(f) and "instantiate" in (inspect.getdoc(f) or "").lower()
+    ]
+    made = [maker(policy) for maker in makers if len(inspect.signature(maker).parameters) == 1]
+    assert any(isinstance(one, ArbiterPolicy) for one in made)
+
+
+def _fields(name: str) -> set[str]:
+    from ray.serve import config
+
+    return set(getattr(config, name).model_fields)
