@@ -1,0 +1,212 @@
+# ruff: noqa: E501 -- a table of quotations from the code
+"""Do the tests bite? Plants one bug at a time in a copy and names the first tier that fails.
+
+    python -m tests.mutate            stops at the first tier that catches a bug
+    python -m tests.mutate --all      runs every tier on every bug
+    python -m tests.mutate NAME ...   only these
+
+Exit status 1 when fewer than nine tenths are caught, or when a bug no longer applies to the code.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TIERS = ("unit", "model", "sim", "style")
+SEEDS = "60"
+LEAST_CAUGHT = 0.9
+PER_TIER_S = 300  # an endless loop is caught as well
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    name: str
+    path: str
+    old: str
+    new: str
+
+
+BUGS = [
+    Mutant("bytes freed on Released", "arbiter/reclaim.py",
+           "        reclaim(mind, entry, REASONS.get(event.reason, Reason.MANUAL))",
+           "        reclaim(mind, entry, REASONS.get(event.reason, Reason.MANUAL))\n        gone(mind, entry)"),
+    Mutant("bytes freed when the holder dies", "arbiter/holders.py",
+           "            reclaim(mind, entry, Reason.LOST)\n\n\ndef tend",
+           "            reclaim(mind, entry, Reason.LOST)\n            mind.close(entry)\n\n\ndef tend"),
+    Mutant("bytes freed before they are seen back", "arbiter/nodes.py",
+           "    if event.bytes_back:\n        gone(", "    if True:\n        gone("),
+    Mutant("LOADING not charged", "arbiter/ledger.py",
+           "CHARGED = frozenset({State.LOADING, ", "CHARGED = frozenset({"),
+    Mutant("RECLAIMING not charged", "arbiter/ledger.py",
+           "State.ASLEEP, State.RECLAIMING})\n\nTRANS", "State.ASLEEP})\n\nTRANS"),
+    Mutant("measured bytes ignored", "arbiter/ledger.py",
+           "return max(self.granted.get(device, Bytes(0)), self.measured.get(device, Bytes(0)))",
+           "return self.granted.get(device, Bytes(0))"),
+    Mutant("foreign bytes ignored", "arbiter/nodes.py", "Bytes(eats + orphans)", "Bytes(orphans)"),
+    Mutant("unclaimed engines ignored", "arbiter/nodes.py", "Bytes(eats + orphans)", "Bytes(eats)"),
+    Mutant("admission off by one byte", "arbiter/admission.py",
+           "if sites and sites[0].free_bytes >= need:", "if sites and sites[0].free_bytes >= need - 1:"),
+    Mutant("admission strict by one byte", "arbiter/admission.py",
+           "if sites and sites[0].free_bytes >= need:", "if sites and sites[0].free_bytes > need:"),
+    Mutant("never fits off by one", "arbiter/admission.py", "    if need > most:", "    if need >= most:"),
+    Mutant("a small request overtakes", "arbiter/admission.py",
+           "        taken.add(next(asked, sites[0].device))", "        next(asked, None)"),
+    Mutant("asking again queues twice", "arbiter/admission.py",
+           "        elif entry.ticket not in mind.line:\n", "        else:\n"),
+    Mutant("asking again charges again", "arbiter/admission.py",
+           "    if entry := mind.ledger.find(event.ticket):\n        _asked_again(mind, entry, event)\n        return\n", ""),
+    Mutant("a restarted arbiter grants at once", "arbiter/mind.py",
+           "return not self.awaited or self.now >= self.settled_at", "return True"),
+    Mutant("grants before the first reading", "arbiter/admission.py",
+           "    if node.heard is None or since", "    if node.heard is not None and since"),
+    Mutant("grants beside an engine nobody claimed", "arbiter/admission.py",
+           "        if device in engine.measured and mind.now < over_at:", "        if False:"),
+    Mutant("revokes pinned", "arbiter/eviction.py", "        and not entry.pinned\n", ""),
+    Mutant("ignores minimum residency", "arbiter/eviction.py",
+           "    return lawful and mind.now >= min_residency_ends(mind, entry)", "    return lawful"),
+    Mutant("evicts again for bytes already coming back", "arbiter/eviction.py",
+           "need - book.free_bytes - coming_back(book)", "need - book.free_bytes"),
+    Mutant("counts on a quarantined holder", "arbiter/eviction.py",
+           "(e.state is State.RECLAIMING and not e.alarmed)", "e.state is State.RECLAIMING"),
+    Mutant("evicts for what still would not fit", "arbiter/eviction.py",
+           "    if missing > 0:\n        return []\n", ""),
+    Mutant("spares nobody", "arbiter/eviction.py",
+           "        if missing + entry.charge(book.device) <= 0:", "        if False:"),
+    Mutant("asks at once who just refused", "arbiter/eviction.py",
+           "        and mind.now >= entry.refused_until\n", ""),
+    Mutant("takes a model in use for want of memory", "arbiter/eviction.py",
+           "    return _is_lawful(mind, entry) and entry.inflight == 0", "    return _is_lawful(mind, entry)"),
+    Mutant("believes a sleeper", "arbiter/eviction.py",
+           "    if fallen < share(entry.home_bytes, mind.settings.slept_fraction):\n        return\n", ""),
+    Mutant("never doubts a sleeper", "arbiter/eviction.py",
+           "    if mind.now < believe_by:", "    if True:"),
+    Mutant("no bed for a sleeper", "arbiter/eviction.py",
+           "    return {**entry.granted, host.device: bed}", "    return {**entry.granted, host.device: Bytes(0)}"),
+    Mutant("host copy off the books at the wake", "arbiter/admission.py",
+           "granted={**entry.granted, **home}", "granted=dict(home)"),
+    Mutant("no timer for a lost answer", "arbiter/eviction.py",
+           "    elif mind.now >= answer_by and mind.is_silent(entry.holder):", "    elif False:"),
+    Mutant("waits for an unload for ever", "arbiter/eviction.py",
+           "        if mind.now >= unload_by:", "        if False:"),
+    Mutant("no timer at all", "arbiter/core.py", "    if (at := mind.alarms.next()) is not None:",
+           "    if (at := mind.alarms.next()) is None:"),
+    Mutant("alarms ring late", "arbiter/alarms.py", "if armed is None or at < armed:", "if armed is None or at > armed:"),
+    Mutant("reap is not repeated", "arbiter/reclaim.py",
+           "    if mind.now >= entry.reap_at:\n        _reap(mind, entry)\n", ""),
+    Mutant("no quarantine", "arbiter/reclaim.py", "    entry.alarmed = True\n", ""),
+    Mutant("a heartbeat under way denies a grant", "arbiter/holders.py",
+           "entry.state in HOLDING and _is_confirmed(mind, entry):", "entry.state in HOLDING:"),
+    Mutant("a forgotten ticket stays for ever", "arbiter/holders.py",
+           "        if entry.ticket not in listed and", "        if False and entry.ticket not in listed and"),
+    Mutant("a lost Loaded never heals", "arbiter/holders.py",
+           "    if held.phase is ev.Phase.RESIDENT and (not is_wake", "    if False and (not is_wake"),
+    Mutant("a dead holder keeps its place", "arbiter/holders.py",
+           "        if entry.state is State.QUEUED:\n            mind.refuse(entry.ticket, StaleEpoch",
+           "        if entry.state is State.QUEUED:\n            continue\n            mind.refuse(entry.ticket, StaleEpoch"),
+    Mutant("an old heartbeat revives a closed ticket", "arbiter/holders.py",
+           " and held.ticket not in mind.answers:", ":"),
+    Mutant("a failed load does not cool down", "arbiter/loads.py", "    _cool_down(mind, entry, cause)\n", ""),
+    Mutant("success does not clear the cool-down", "arbiter/loads.py",
+           "    mind.failures.pop((entry.capability, entry.model), None)\n    mind.displaced.pop((entry.holder, entry.model), None)\n    kind",
+           "    mind.displaced.pop((entry.holder, entry.model), None)\n    kind"),
+    Mutant("a failed switch restores nothing", "arbiter/loads.py",
+           "            mind.say(Reload(holder, model))", "            pass"),
+    Mutant("attempt 2 asks no more", "arbiter/estimates.py",
+           "        if corrected > said:", "        if corrected < said:"),
+    Mutant("a lower peak replaces a higher", "arbiter/estimates.py",
+           "max(peak, self._peak.get(key, Bytes(0)))", "peak"),
+    Mutant("in use is forgotten at the load", "arbiter/loads.py", "    entry.inflight = 1\n", "    entry.inflight = 0\n"),
+    Mutant("keep-warm ignores use", "arbiter/watch.py",
+           "    if entry.inflight > 0 or entry.ticket in mind.line:\n        return\n", ""),
+    Mutant("a dead node keeps its devices", "arbiter/nodes.py",
+           "    for device in node.devices:\n        mind.ledger.drop_device(device)\n", ""),
+    Mutant("policy order reversed", "policies/evict_priority_lru.py", "c.last_used, c.ticket)", "-c.last_used, c.ticket)"),
+    Mutant("busy before idle", "policies/evict_priority_lru.py", "c.inflight > 0", "c.inflight == 0"),
+    Mutant("worst fit", "policies/place_best_fit.py", "abs(left)", "-abs(left)"),
+    Mutant("last come, first served", "policies/admit_fifo.py", "(w.asked, w.turn)", "(-w.asked, -w.turn)"),
+    Mutant("keep-warm evicts pinned", "policies/keep_warm.py", "idler.pinned or ", ""),
+    Mutant("a policy reads the clock", "policies/keep_warm.py",
+           "from arbiter.units import Instant, after", "import time\n\nfrom arbiter.units import Instant, after"),
+    Mutant("the core rolls dice", "arbiter/core.py", "from typing import Any", "import random\nfrom typing import Any"),
+    Mutant("a transition that is not drawn", "arbiter/ledger.py",
+           "State.ASLEEP: frozenset({State.LOADING,", "State.ASLEEP: frozenset({State.RESIDENT, State.LOADING,"),
+    Mutant("wiggle forgotten", "arbiter/budget.py", "ours - share(ours, settings.wiggle_fraction) - margin", "ours - margin"),
+    Mutant("an error loses a field in transit", "arbiter/errors.py",
+           "super().__init__(what, waiting, bound, retry_after_s)", "super().__init__(what, waiting, bound)"),
+]  # fmt: skip
+
+
+def plant(mutant: Mutant, copy: Path) -> None:
+    path = copy / mutant.path
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        raise SystemExit(f"{mutant.name}: found {text.count(mutant.old)} times in {mutant.path}")
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def fails(tier: str, copy: Path) -> bool:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", f"tests/{tier}"]
+    env = {**os.environ, "SIM_SEEDS": SEEDS, "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=env, capture_output=True, timeout=PER_TIER_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode != 0
+
+
+def copy_tree(to: Path) -> None:
+    for package in ("arbiter", "policies"):
+        shutil.copytree(ROOT / package, to / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (to / "tests").mkdir()
+    for name in ("__init__.py", *TIERS):
+        source = ROOT / "tests" / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, to / "tests" / name)
+    (to / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "states.md", to / "docs")
+    shutil.copy(ROOT / "pyproject.toml", to)
+
+
+def judge(mutant: Mutant | None, run_all: bool) -> list[str]:
+    """The tiers that fail; with no mutant, on the code as it is."""
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        copy = Path(folder)
+        copy_tree(copy)
+        if mutant:
+            plant(mutant, copy)
+        caught: list[str] = []
+        for tier in TIERS:
+            if fails(tier, copy):
+                caught.append(tier)
+                if not run_all:
+                    break
+        return caught
+
+
+def main() -> int:
+    run_all = "--all" in sys.argv
+    names = [a for a in sys.argv[1:] if a != "--all"]
+    bugs = [b for b in BUGS if not names or b.name in names]
+    if broken := judge(None, run_all=True):
+        print(f"without any bug these tiers fail: {broken}")
+        return 1
+    print("| bug | " + " | ".join(TIERS) + " |")
+    print("|---|" + "---|" * len(TIERS))
+    caught_count = 0
+    for bug in bugs:
+        caught = judge(bug, run_all)
+        caught_count += bool(caught)
+        marks = " | ".join("x" if tier in caught else " " for tier in TIERS)
+        print(f"| {bug.name} | {marks} |{'' if caught else '  <- not caught'}", flush=True)
+    print(f"{caught_count} of {len(bugs)} caught ({caught_count / len(bugs):.0%})")
+    return int(caught_count < LEAST_CAUGHT * len(bugs))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

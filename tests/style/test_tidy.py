@@ -1,0 +1,159 @@
+"""Rules of the style guide that a tool other than ruff or import-linter must check."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from arbiter.ledger import TRANSITIONS
+from tests.style import states_diagram
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("arbiter", "policies", "deployments", "models")
+CODE = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+PURE_NAMES = (
+    "units errors events decisions settings view budget ledger alarms line registry estimates mind "
+    "reclaim loads eviction admission holders nodes watch replicas snapshot core"
+).split()
+PURE = [ROOT / "arbiter" / f"{name}.py" for name in PURE_NAMES]
+PURE += sorted((ROOT / "policies").rglob("*.py"))
+ALLOWED = {
+    "bisect", "collections", "collections.abc", "dataclasses", "difflib", "enum", "functools",
+    "heapq", "typing",
+}  # fmt: skip
+LINES_PER_FILE, LINES_PER_FUNCTION, LINES_PER_CAPABILITY = 400, 50, 150
+CAPABILITIES = ("embedding", "vision", "transcribe", "speak", "image", "vad")
+# The unit ends the name of a plain number; these count or rank things that have no unit.
+UNITS = ("_bytes", "_ns", "_s", "_fraction", "_count", "_loads", "_ticks")
+UNITLESS = {
+    "inflight", "attempt", "rank", "role_rank", "turn", "position", "times", "waiting", "bound",
+    "status_code", "sequence", "version",
+    "pid", "parent", "group", "session", "fd",  # the kernel's names of things
+}  # fmt: skip
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    nodes = ast.walk(tree(path))
+    return [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+@pytest.mark.parametrize("path", CODE + TESTS, ids=name_of)
+def test_files_and_functions_are_short(path: Path) -> None:
+    limit = LINES_PER_FILE * (1 if path in CODE else 2)  # scenarios are a list, not a design
+    assert len(path.read_text().splitlines()) <= limit
+    long = [f"{f.name}:{f.lineno}" for f in functions(path) if length(f) > LINES_PER_FUNCTION]
+    assert not long
+
+
+@pytest.mark.parametrize("path", CODE, ids=name_of)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    assert not path.read_text().strip() or ast.get_docstring(tree(path))
+
+
+def imports(path: Path) -> set[str]:
+    nodes = list(ast.walk(tree(path)))
+    found = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [f"{module}.{a.name}" for a in node.names]
+            found |= set(names) if module in ("arbiter", "policies") else {module}
+    return found
+
+
+@pytest.mark.parametrize("path", PURE, ids=name_of)
+def test_the_core_and_the_policies_are_pure(path: Path) -> None:
+    """They take the time, the dice and the bytes as arguments, and import only one another."""
+    ours = {f"arbiter.{name}" for name in PURE_NAMES}
+    foreign = {
+        m for m in imports(path) - ALLOWED - ours if m.split(".")[0] != "policies"
+    }  # fmt: skip
+    assert not foreign
+    calls = [n.func for n in ast.walk(tree(path)) if isinstance(n, ast.Call)]
+    names = {f.id for f in calls if isinstance(f, ast.Name)}
+    assert not names & {"print", "open", "input", "eval", "exec", "__import__"}
+
+
+@pytest.mark.parametrize("path", [p for p in PURE if p.parent.name == "arbiter"], ids=name_of)
+def test_the_core_does_not_know_the_policies(path: Path) -> None:
+    assert not {m for m in imports(path) if m.split(".")[0] == "policies"}
+
+
+def plain_number_fields(path: Path) -> list[str]:
+    classes = [n for n in ast.walk(tree(path)) if isinstance(n, ast.ClassDef)]
+    return [
+        f"{c.name}.{f.target.id}"
+        for c in classes
+        if any("dataclass" in ast.dump(d) for d in c.decorator_list)
+        for f in c.body
+        if isinstance(f, ast.AnnAssign)
+        and isinstance(f.target, ast.Name)
+        and {n.id for n in ast.walk(f.annotation) if isinstance(n, ast.Name)} & {"int", "float"}
+        and not f.target.id.endswith(UNITS)
+        and f.target.id not in UNITLESS
+        and not isinstance(f.annotation, ast.Subscript)
+    ]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "arbiter").rglob("*.py")), ids=name_of)
+def test_every_number_carries_its_unit_in_its_type_or_name(path: Path) -> None:
+    assert not plain_number_fields(path)
+
+
+@pytest.mark.parametrize("path", CODE, ids=name_of)
+def test_nothing_catches_everything(path: Path) -> None:
+    handlers = [n for n in ast.walk(tree(path)) if isinstance(n, ast.ExceptHandler)]
+    caught = [h for h in handlers if h.type is None or "'Exception'" in ast.dump(h.type)]
+    assert not [h.lineno for h in caught]
+
+
+def sleeps(path: Path) -> list[int]:
+    """Calls that only let time pass: not those inside a loop that waits for a condition, nor
+    `sleep(0)`, which lets others run."""
+    whole = tree(path)
+    loops = [n for n in ast.walk(whole) if isinstance(n, ast.While | ast.For | ast.AsyncFor)]
+    waiting = {id(n) for loop in loops for n in ast.walk(loop)}
+    calls = [n for n in ast.walk(whole) if isinstance(n, ast.Call) and id(n) not in waiting]
+    return [
+        c.lineno
+        for c in calls
+        if isinstance(c.func, ast.Attribute)
+        and c.func.attr == "sleep"
+        and not (c.args and ast.dump(c.args[0]) == "Constant(value=0)")
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in TESTS if p.name.startswith("test_")], ids=name_of
+)
+def test_no_test_sleeps(path: Path) -> None:
+    """They wait on a condition with a bound; the loop that looks again lives in tests/support."""
+    assert not sleeps(path)
+
+
+def test_capabilities_are_small() -> None:
+    for name in CAPABILITIES:
+        path = ROOT / "deployments" / f"{name}.py"
+        files = [path] if path.exists() else sorted((ROOT / "deployments" / name).glob("*.py"))
+        for file in files:
+            assert len(file.read_text().splitlines()) <= LINES_PER_CAPABILITY, name_of(file)
+
+
+def test_the_picture_of_the_states_is_up_to_date() -> None:
+    assert states_diagram.PATH.read_text() == states_diagram.page()
+    pairs = {(state, to) for state, targets in TRANSITIONS.items() for to in targets}
+    assert pairs == states_diagram.WHY.keys()
