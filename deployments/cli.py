@@ -102,13 +102,21 @@ def _charges(ticket: dict[str, Any]) -> str:
 
 
 def events(args: argparse.Namespace) -> None:
-    """One line an event. Without --follow, ends at the first silence."""
+    """One line an event."""
+    for event in _follow(args) if args.follow else _recent(args):
+        print(json.dumps(event) if args.json else event_line(event), flush=True)
+
+
+def _recent(args: argparse.Namespace) -> list[dict[str, Any]]:
+    answer = json.load(_get(args.url, f"/arbiter/events/recent?after={args.after}"))
+    found: list[dict[str, Any]] = answer["events"]
+    return found
+
+
+def _follow(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for line in _get(args.url, f"/arbiter/events?after={args.after}"):
         if line.startswith(b"data: "):
-            event = json.loads(line[6:])
-            print(json.dumps(event) if args.json else event_line(event), flush=True)
-        elif line.startswith(b":") and not args.follow:
-            return
+            yield json.loads(line[6:])
 
 
 def event_line(event: dict[str, Any]) -> str:

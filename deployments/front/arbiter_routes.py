@@ -49,6 +49,12 @@ def _word(states: set[str], failures: list[dict[str, Any]]) -> str:
     return "ready" if "asleep" in states else "scaled_to_zero"
 
 
+async def recent_events(after: int) -> list[dict[str, Any]]:
+    """What the ring holds behind `after`, oldest first; does not wait."""
+    found: list[dict[str, Any]] = await call_arbiter("events", after, 0.0)
+    return found
+
+
 async def event_stream(after: int) -> AsyncIterator[bytes]:
     """SSE, one event a line; a comment when nothing happened, so that the connection lives."""
     while True:

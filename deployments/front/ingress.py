@@ -114,6 +114,14 @@ class Front:
         except RequestError as error:
             return refused(error)
 
+    @app.get("/arbiter/events/recent")
+    async def recent_events(self, after: int = 0) -> Response:
+        """The event log from sequence number `after` on, as far as it is kept."""
+        try:
+            return JSONResponse({"events": await arbiter_routes.recent_events(after)})
+        except RequestError as error:
+            return refused(error)
+
     @app.get("/arbiter/events")
     async def events(self, request: Request, after: int = 0) -> Response:
         """The event log as SSE, from sequence number `after` on; `Last-Event-ID` resumes."""

@@ -5,6 +5,7 @@ One graph for the package; keep-warm is shortened so that loads and departures c
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from openai import OpenAI
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-PORT, DASHBOARD_PORT = 18_600, 18_665
+PORT = 18_600
 KEEP_WARM_S, DOWNSCALE_S = 6, 4
 
 
@@ -48,6 +49,14 @@ class Graph:
     folder: Path
     config: dict[str, Any]
 
+    @property
+    def dashboard(self) -> str:
+        """Address of Ray's dashboard; it takes the first free port, and says which."""
+        text = (self.folder / "serve.log").read_text()
+        found = re.search(r"http://127\.0\.0\.1:\d+", text)
+        assert found, "Ray did not say where its dashboard is"
+        return found[0]
+
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:
             return json.load(answer)
@@ -64,7 +73,12 @@ class Graph:
             return error.code, json.load(error)
 
     def state(self) -> dict[str, Any]:
-        return self.get("/arbiter/state")
+        found: dict[str, Any] = self.get("/arbiter/state")
+        return found
+
+    def events(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.get("/arbiter/events/recent")["events"]
+        return found
 
     def tickets(self, capability: str) -> dict[str, str]:
         """Ticket to state."""
@@ -75,7 +89,7 @@ class Graph:
         """Change the configuration while it runs."""
         file = self.folder / "changed.yaml"
         file.write_text(yaml.safe_dump(config))
-        command = [BIN / "serve", "deploy", file, "-a", f"http://127.0.0.1:{DASHBOARD_PORT}"]
+        command = [BIN / "serve", "deploy", file, "-a", self.dashboard]
         env = os.environ | {"RAY_AUTH_MODE": "token"}
         subprocess.run(command, check=True, env=env, timeout=60, capture_output=True)
 
@@ -98,7 +112,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     file = folder / "serve_config.yaml"
     file.write_text(yaml.safe_dump(config))
     log = (folder / "serve.log").open("wb")
-    env = os.environ | {"RAY_ADDRESS": "local", "RAY_DASHBOARD_PORT": str(DASHBOARD_PORT)}
+    env = os.environ | {"RAY_ADDRESS": "local"}
     process = subprocess.Popen(
         [BIN / "serve", "run", file],
         cwd=ROOT,
