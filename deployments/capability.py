@@ -4,12 +4,14 @@ answer goes out. Subclasses say which paths they serve.
 
 import logging
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, ClassVar
 
 from ray import serve
 
 from arbiter.errors import EngineLost, RequestError, UnknownModel
 from deployments import wire
+from deployments.pace import Pace
 from deployments.residency import Residency
 
 logger = logging.getLogger("ray.serve")
@@ -24,6 +26,7 @@ class Capability:
     def __init__(self, capability: str) -> None:
         self._capability = capability
         replica = serve.get_replica_context().replica_id.unique_id
+        self._pace = Pace()
         self._residency = Residency.start(capability, holder=f"{capability}#{replica}")
 
     async def handle(self, call: wire.Call) -> AsyncIterator[wire.Head | bytes]:
@@ -34,9 +37,11 @@ class Capability:
         head_sent = False
         try:
             async with self._residency.use(call.model, deadline_s=call.deadline_s) as engine:
-                async for part in engine.stream("POST", call.path, call.headers, call.body):
-                    head_sent = True
-                    yield part
+                answer = engine.stream("POST", call.path, call.headers, call.body)
+                async with aclosing(self._pace.follow(answer)) as parts:
+                    async for part in parts:
+                        head_sent = True
+                        yield part
         except RequestError as error:
             logger.warning("request %s: %s", call.request_id, error)
             if head_sent:

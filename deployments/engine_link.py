@@ -6,7 +6,7 @@ it, or dies itself; the holder knows the engine is dead when the line breaks.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class EngineLink:
 
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> AsyncIterator[Head | bytes]:
+    ) -> AsyncGenerator[Head | bytes, None]:
         """The engine's answer: its head, then its bytes as they come. Closing this generator
         closes the connection, which cancels the work in the engine."""
         with self._typed():

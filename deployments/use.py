@@ -1,6 +1,6 @@
 """One use of one model: a counter while it is resident, a wait while it is not."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Protocol
 
@@ -55,7 +55,7 @@ class Use:
 
     def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> AsyncIterator[Head | bytes]:
+    ) -> AsyncGenerator[Head | bytes, None]:
         """See EngineLink.stream. Raises TicketClosed after release, EngineLost."""
         if self._slot is None:
             raise TicketClosed(self._ticket)

@@ -1,0 +1,106 @@
+"""Streams are joined into fewer pieces under load, never changed."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from deployments.pace import Pace, Part
+from deployments.wire import Head
+
+HEAD = Head(200, {})
+
+
+class Pipe:
+    """What arrived since it was last asked, as one piece: like a socket's buffer."""
+
+    def __init__(self) -> None:
+        self.buffer, self.ended = b"", False
+        self.came = asyncio.Event()
+
+    def put(self, data: bytes) -> None:
+        self.buffer += data
+        self.came.set()
+
+    def end(self) -> None:
+        self.ended = True
+        self.came.set()
+
+    async def parts(self) -> AsyncGenerator[Part, None]:
+        yield HEAD
+        while True:
+            await self.came.wait()
+            if self.buffer:
+                piece, self.buffer = self.buffer, b""
+                if not self.ended:
+                    self.came.clear()
+                yield piece
+            elif self.ended:
+                return
+
+
+async def test_every_byte_arrives_once_and_in_order() -> None:
+    pipe = Pipe()
+    got: list[Part] = []
+
+    async def read() -> None:
+        async for part in Pace(chunks_per_s=1_000).follow(pipe.parts()):
+            got.append(part)
+
+    reading = asyncio.ensure_future(read())
+    for number in range(200):
+        pipe.put(b"%d," % number)
+        await asyncio.sleep(0)
+    pipe.end()
+    await reading
+    assert got[0] == HEAD
+    joined = b"".join(p for p in got if isinstance(p, bytes))
+    assert joined == b"".join(b"%d," % number for number in range(200))
+
+
+async def test_what_comes_while_a_piece_is_not_due_goes_out_as_one() -> None:
+    pipe = Pipe()
+    stream = Pace(chunks_per_s=50).follow(pipe.parts())
+    assert await anext(stream) == HEAD
+    pipe.put(b"a")
+    assert await anext(stream) == b"a"
+    following = asyncio.ensure_future(anext(stream))
+    for _ in range(10):
+        pipe.put(b"b")
+        await asyncio.sleep(0)
+    assert not following.done()
+    assert await following == b"b" * 10
+
+
+async def test_closing_it_closes_what_it_follows() -> None:
+    closed = asyncio.Event()
+
+    async def endless() -> AsyncGenerator[Part, None]:
+        try:
+            yield HEAD
+            while True:
+                yield b"x"
+        finally:
+            closed.set()
+
+    source = endless()
+    stream = Pace().follow(source)
+    await anext(stream)
+    await stream.aclose()
+    await asyncio.wait_for(closed.wait(), 5)
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+async def test_the_share_of_a_stream_shrinks_with_their_number(streams: int) -> None:
+    pace = Pace(chunks_per_s=100)
+    pipes = [Pipe() for _ in range(streams)]
+    followed = [pace.follow(pipe.parts()) for pipe in pipes]
+    for stream, pipe in zip(followed, pipes, strict=True):
+        assert await anext(stream) == HEAD
+        pipe.put(b"a")
+        assert await anext(stream) == b"a"
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    pipes[0].put(b"b")
+    assert await anext(followed[0]) == b"b"
+    assert loop.time() - began >= 0.9 * streams / 100
