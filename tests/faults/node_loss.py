@@ -1,0 +1,63 @@
+"""A cluster of two nodes loses one. Run by test_node_loss in a process of its own, because a
+process can be in one cluster only. Prints `ok`.
+"""
+
+import asyncio
+import os
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from arbiter import rays, wire
+from arbiter.proc import process
+from tests.conftest import ENVIRONMENT
+from tests.support.desk import Holder, capability, desk, model
+
+# Dead after three missed checks, a second apart; Ray's own defaults take half a minute.
+QUICK = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+async def main(cluster: Cluster, worker: Any) -> None:
+    async with desk({"chat": capability(a=model(50), b=model(60))}) as d:
+        await d.until(lambda s: len(s["devices"]) == 4)
+        here, there = (
+            Holder.options(scheduling_strategy=rays.on_node(node)).remote("chat")
+            for node in (rays.head_node(), worker.node_id)
+        )
+        assert await asyncio.gather(here.ask.remote("a"), there.ask.remote("b")) == [200, 200]
+        lost = wire.node_of(worker.node_id)
+        state = await d.until(lambda s: all(t["measured_bytes"] for t in s["tickets"]))
+        assert {t["node"] for t in state["tickets"]} == {lost, rays.own_node()}
+        agent = ray.get_actor(wire.agent_name(lost), namespace=wire.NAMESPACE)
+        engines = [pid for pids in (await agent.engines.remote()).values() for pid in pids]
+        await asyncio.to_thread(cluster.remove_node, worker, False)
+        state = await d.until(lambda s: len(s["devices"]) == 2, 30)
+        assert [t["model"] for t in state["tickets"]] == ["a"]
+        assert len(state["holders"]) == 1
+        assert await here.ask.remote("b") == 200
+        await d.books_are_true()
+        for pid in engines:  # their holder died with its node, and they with their holder
+            assert (found := process(pid)) is None or not found.alive
+        print("ok")
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "include_dashboard": False, "_system_config": QUICK},
+    )
+    ray.init(made.address, log_to_driver=False)
+    second = made.add_node(num_cpus=2)
+    made.wait_for_nodes()
+    try:
+        asyncio.run(main(made, second))
+    finally:
+        ray.shutdown()
+        made.shutdown()

@@ -1,0 +1,153 @@
+"""Where the point is Serve: replicas that come and go with the arbiter's word, and its controller
+killed.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingPolicy
+from ray.serve.schema import LoggingConfig
+
+from deployments.residency import Residency
+from tests.support.desk import Desk, capability, desk, gone, model
+
+pytestmark = pytest.mark.usefixtures("cluster", "serving")
+
+
+@serve.deployment
+class Chat:
+    def __init__(self) -> None:
+        replica = serve.get_replica_context().replica_id.unique_id
+        self.residency = Residency.start("chat", holder=f"chat#{replica}")
+
+    async def ask(self, name: str) -> int:
+        async with self.residency.use(name) as engine:
+            parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, b"{}")]
+        return int(parts[0].status)
+
+    async def stream(self, name: str) -> AsyncIterator[int]:
+        body = b'{"stream": true}'
+        async with self.residency.use(name) as engine:
+            async for part in engine.stream("POST", "/v1/chat/completions", {}, body):
+                yield len(part) if isinstance(part, bytes) else part.status
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def __del__(self) -> None:
+        await self.residency.close()
+
+
+@pytest.fixture(scope="module")
+def serving(cluster: None) -> Iterator[None]:
+    serve.start(proxy_location="Disabled", logging_config=LoggingConfig(enable_access_log=False))
+    yield
+    serve.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def graph(table: dict[str, Any], **arbiter: Any) -> AsyncIterator[tuple[Desk, Any]]:
+    """An arbiter, and a chat application that has no replica until asked."""
+    async with desk(table, **arbiter) as d:
+        app = Chat.options(
+            name="chat",
+            ray_actor_options={"num_cpus": 0},
+            graceful_shutdown_timeout_s=30,
+            graceful_shutdown_wait_loop_s=0.05,
+            autoscaling_config={
+                "min_replicas": 0,
+                "initial_replicas": 0,
+                "max_replicas": 1,
+                "metrics_interval_s": 0.1,
+                "look_back_period_s": 0.5,
+                "upscale_delay_s": 0,
+                "downscale_delay_s": 0,
+                "policy": AutoscalingPolicy(
+                    policy_function="tests.support.scaling:one_deployment",
+                ),
+            },
+        ).bind()
+        handle = await asyncio.to_thread(serve.run, app, name="chat", route_prefix=None)
+        try:
+            yield d, handle
+        finally:
+            await asyncio.to_thread(serve.delete, "chat")
+
+
+async def replicas(count: int, within_s: float = 30.0) -> None:
+    async with asyncio.timeout(within_s):
+        while await running() != count:
+            await asyncio.sleep(0.05)
+
+
+async def running() -> int:
+    status = await asyncio.to_thread(serve.status)
+    deployment = status.applications["chat"].deployments["chat"]
+    return sum(deployment.replica_states.values())
+
+
+def table(**arguments: Any) -> dict[str, Any]:
+    return {
+        "chat": capability(a=model(200, **arguments)) | {"downscale_to_zero_s": 0.5},
+        "other": capability(b=model(200)),
+    }
+
+
+@pytest.mark.spec("H0", "A1")
+async def test_zero_replicas_and_zero_engines_then_a_request_is_answered() -> None:
+    async with graph(table(keep_warm_s=0.5)) as (d, handle):
+        await replicas(0)
+        assert await asyncio.wait_for(handle.ask.remote("a"), 60) == 200
+        await d.until(lambda s: not s["tickets"])
+        await replicas(0)
+        assert await d.engines() == {}
+        assert await asyncio.wait_for(handle.ask.remote("a"), 60) == 200
+        await d.books_are_true()
+
+
+@pytest.mark.spec("H0", "A9")
+async def test_a_replica_scaled_to_zero_during_a_revoke_gives_everything_back() -> None:
+    slow = table(chunks=30, chunk_seconds=0.1)
+    async with graph(slow, barrier_s=30) as (d, handle):
+        other = d.holder("other")
+        stream = handle.options(stream=True).stream.remote("a")
+        assert await anext(stream) == 200
+        asked = other.ask.remote("b")
+        await d.until(lambda s: any(t["state"] == "draining" for t in s["tickets"]))
+        await asyncio.to_thread(serve.delete, "chat", False)
+        rest = [size async for size in stream]
+        assert len(rest) >= 30  # the replica finished what it had before it went
+        assert await asyncio.wait_for(asked, 60) == 200
+        await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["b"])
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A19")
+async def test_a_killed_controller_disturbs_no_request() -> None:
+    async with graph(table()) as (d, handle):
+        assert await asyncio.wait_for(handle.ask.remote("a"), 60) == 200
+        controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+        pid = ray.get(controller.get_pid.remote())
+        os.kill(pid, signal.SIGKILL)
+        await gone(pid)
+        assert await asyncio.wait_for(handle.ask.remote("a"), 60) == 200
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A19", "H0")
+async def test_a_killed_replica_is_replaced_and_its_engine_does_not_stay() -> None:
+    async with graph(table()) as (d, handle):
+        assert await asyncio.wait_for(handle.ask.remote("a"), 60) == 200
+        (engine,) = (await d.engines()).values()
+        pid = await handle.pid.remote()
+        os.kill(pid, signal.SIGKILL)
+        await gone(engine[0])
+        assert await asyncio.wait_for(handle.ask.remote("a"), 60) == 200
+        await d.books_are_true()
