@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ray import serve
 
-from arbiter.errors import EngineLost, RequestError, UnknownModel
+from arbiter.errors import EngineLost, RequestError
 from deployments import wire
 from deployments.pace import Pace
 from deployments.residency import Residency
@@ -32,7 +32,9 @@ class Capability:
     async def handle(self, call: wire.Call) -> AsyncIterator[wire.Head | bytes]:
         """Head, then bytes. Closing this generator cancels the work down to the engine."""
         if call.path not in self.paths:
-            yield _wrong_route(call, self._capability)
+            head, body = _wrong_route(call, self.paths)
+            yield head
+            yield body
             return
         head_sent = False
         try:
@@ -59,5 +61,10 @@ class Capability:
         await self._residency.close()
 
 
-def _wrong_route(call: wire.Call, capability: str) -> wire.Head:
-    return wire.refusal(UnknownModel(call.model, capability, ()))[0]
+def _wrong_route(call: wire.Call, paths: frozenset[str]) -> tuple[wire.Head, bytes]:
+    """404, as OpenAI answers a chat request for a model that is none."""
+    message = f"{call.model} is served at {', '.join(sorted(paths))}, not at {call.path}"
+    body = wire.error_body(
+        message, kind=wire.kind_of(404), code="model_not_supported", param="model"
+    )
+    return wire.Head(404, {"content-type": "application/json"}), body

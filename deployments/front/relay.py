@@ -4,13 +4,12 @@ Always a stream inside, also for answers that are not: closing the stream is wha
 down to the engine when a client goes away.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi.responses import Response, StreamingResponse
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from arbiter.errors import ArbiterUnavailable, EngineLost, QueueFull, RequestError
@@ -80,20 +79,29 @@ async def _body(parts: Parts) -> AsyncIterator[bytes]:
 
 
 async def _translated(response: Any, call: wire.Call, bound: int) -> Parts:
-    """Serve's and Ray's ways of failing, in our words."""
+    """Serve's and Ray's ways of failing, in our words. Left before its end, by whatever way, it
+    cancels the work behind it."""
+    ended = False
     try:
         async for part in response:
             yield part
-    except BackPressureError as error:
-        raise Broken(QueueFull(call.model, bound, bound, 1.0), again=False) from error
-    except DeploymentUnavailableError as error:
-        raise Broken(ArbiterUnavailable(0.0), again=False) from error
-    except RayActorError as error:
-        raise Broken(EngineLost(call.model, TicketId(call.request_id)), again=True) from error
-    except RayTaskError as error:
-        if isinstance(error.cause, RequestError):
-            raise Broken(error.cause, again=wire.is_transient(error.cause)) from error
-        raise
-    except asyncio.CancelledError:
-        response.cancel()
-        raise
+        ended = True
+    except (RayError, BackPressureError, DeploymentUnavailableError) as error:
+        ended = True
+        raise _in_our_words(error, call, bound) from error
+    finally:
+        if not ended:
+            response.cancel()
+
+
+def _in_our_words(error: Exception, call: wire.Call, bound: int) -> Exception:
+    match error:
+        case BackPressureError():
+            return Broken(QueueFull(call.model, bound, bound, 1.0), again=False)
+        case DeploymentUnavailableError():
+            return Broken(ArbiterUnavailable(0.0), again=False)
+        case RayActorError():
+            return Broken(EngineLost(call.model, TicketId(call.request_id)), again=True)
+        case RayTaskError(cause=RequestError() as cause):
+            return Broken(cause, again=wire.is_transient(cause))
+    return error

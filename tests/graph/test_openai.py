@@ -97,8 +97,9 @@ def test_an_unknown_model_is_404_and_names_what_there_is(client: OpenAI) -> None
 
 @pytest.mark.spec("L3")
 def test_a_model_of_another_capability_is_refused(client: OpenAI) -> None:
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError, match="/v1/embeddings") as caught:
         client.chat.completions.create(model=EMBED, messages=HELLO)
+    assert caught.value.param == "model"
 
 
 @pytest.mark.spec("L3")

@@ -1,0 +1,122 @@
+"""Whatever breaks behind the front becomes an answer; what answered nothing is sent again."""
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from fastapi.responses import Response, StreamingResponse
+from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import BackPressureError
+
+from deployments import wire
+from deployments.front.relay import TRIES, relay
+
+CALL = wire.Call("/v1/chat/completions", b"{}", {}, "req-1", "tiny")
+JSON = wire.Head(200, {"content-type": "application/json"})
+SSE = wire.Head(200, {"content-type": "text/event-stream"})
+Item = wire.Head | bytes | Exception
+
+
+class Answer:
+    """Serve's response generator: yields its items; an exception among them is raised."""
+
+    def __init__(self, *items: Item) -> None:
+        self.items, self.cancelled = list(items), False
+
+    def __aiter__(self) -> AsyncIterator[wire.Head | bytes]:
+        return self._run()
+
+    async def _run(self) -> AsyncIterator[wire.Head | bytes]:
+        for item in self.items:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Capability:
+    """Gives one answer after the other, and the last for ever."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers, self.calls = list(answers), 0
+
+    def __call__(self, call: wire.Call) -> Answer:
+        self.calls += 1
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+async def body_of(response: Response) -> bytes:
+    if isinstance(response, StreamingResponse):
+        return b"".join([bytes(chunk) async for chunk in response.body_iterator])
+    return bytes(response.body)
+
+
+async def test_an_answer_is_carried_over() -> None:
+    response = await relay(CALL, Capability(Answer(JSON, b'{"a"', b": 1}")), 5)
+    assert response.status_code == 200
+    assert json.loads(await body_of(response)) == {"a": 1}
+
+
+@pytest.mark.spec("A19")
+async def test_a_replica_that_dies_before_its_head_is_asked_again() -> None:
+    capability = Capability(Answer(ActorDiedError()), Answer(JSON, b"{}"))
+    response = await relay(CALL, capability, 5)
+    assert response.status_code == 200
+    assert capability.calls == 2
+
+
+async def test_an_answer_that_asks_for_another_try_gets_it() -> None:
+    again = wire.Head(503, {"content-type": "application/json", "x-try-again": "1"})
+    first = Answer(again, b"{}")
+    response = await relay(CALL, Capability(first, Answer(JSON, b"{}")), 5)
+    assert response.status_code == 200
+    assert first.cancelled
+
+
+async def test_the_tries_are_bounded_and_the_last_failure_is_told() -> None:
+    capability = Capability(Answer(ActorDiedError()))
+    response = await relay(CALL, capability, 5)
+    assert capability.calls == TRIES
+    assert response.status_code == 503
+    assert json.loads(await body_of(response))["error"]["code"] == "engine_lost"
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
+    response = await relay(CALL, Capability(Answer(SSE, b"data: 1\n\n", ActorDiedError())), 5)
+    assert response.status_code == 200
+    first, last = (await body_of(response)).strip().split(b"\n\n")
+    assert first == b"data: 1"
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_lost"
+
+
+async def test_an_answer_that_breaks_half_way_is_an_error_not_a_torso() -> None:
+    response = await relay(CALL, Capability(Answer(JSON, b'{"a"', ActorDiedError())), 5)
+    assert response.status_code == 503
+
+
+@pytest.mark.spec("J8")
+async def test_a_full_queue_is_429_with_its_bound_and_when_to_come_back() -> None:
+    full = BackPressureError(num_queued_requests=5, max_queued_requests=5)
+    response = await relay(CALL, Capability(Answer(full)), 5)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    assert "bound 5" in json.loads(await body_of(response))["error"]["message"]
+
+
+@pytest.mark.spec("J8")
+async def test_a_client_that_leaves_a_stream_cancels_the_work() -> None:
+    answer = Answer(SSE, b"data: 1\n\n", b"data: 2\n\n")
+    response = await relay(CALL, Capability(answer), 5)
+    assert isinstance(response, StreamingResponse)
+    stream = response.body_iterator
+    await anext(aiter(stream))
+    await stream.aclose()  # type: ignore[union-attr]
+    assert answer.cancelled
+
+
+async def test_an_answer_taken_to_its_end_is_not_cancelled() -> None:
+    answer = Answer(JSON, b"{}")
+    await relay(CALL, Capability(answer), 5)
+    assert not answer.cancelled
