@@ -1,0 +1,196 @@
+"""Random kills under load, on a real cluster with real child processes: is a byte ever lost or
+doubled, is anybody left without an answer?
+
+    python -m benchmarks.chaos --kills 200
+
+Three holders ask for three models of which two fit. Each kill takes a random process of the
+protocol: an engine, a holder, the arbiter, the node agent, the zygote, or several at once. The
+figure is in the last lines.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from arbiter.errors import ArbiterUnavailable, RequestError
+from arbiter.units import MIB
+from benchmarks import report
+from tests.conftest import ENVIRONMENT
+from tests.support.desk import Desk, capability, desk, kill, model
+
+MODELS = {"a": 80, "b": 90, "c": 100}  # MiB; any two fit, three do not
+BUDGET_MIB = 260
+ANSWER_S = 60.0  # no request may take longer, whatever dies
+LOOK_EVERY = 10  # kills between full comparisons of books and measurement
+TARGETS = (
+    "engine",
+    "engine",
+    "holder",
+    "arbiter",
+    "agent",
+    "zygote",
+    "arbiter+holder",
+    "agent+zygote",
+)
+
+
+@dataclass
+class Tally:
+    answers: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    untyped: list[str] = field(default_factory=list)
+    looks: int = 0
+    wrong: list[str] = field(default_factory=list)
+    worst_answer_s: float = 0.0
+
+
+class Load:
+    """Requests without pause, each from a living holder; a dead one is replaced."""
+
+    def __init__(self, d: Desk, tally: Tally, dice: random.Random) -> None:
+        self.d, self.tally, self.dice = d, tally, dice
+        self.holders = {name: d.holder(name) for name in MODELS}
+        self.stopping = False
+
+    async def run(self, name: str) -> None:
+        while not self.stopping:
+            began = time.monotonic()
+            self.tally.answers[await self._ask(name)] += 1
+            took = time.monotonic() - began
+            self.tally.worst_answer_s = max(self.tally.worst_answer_s, took)
+            await asyncio.sleep(self.dice.random() * 0.1)
+
+    async def _ask(self, name: str) -> str:
+        """How one request ended, in a word."""
+        holder = self.holders[name]
+        try:
+            status = await asyncio.wait_for(holder.ask.remote(name), ANSWER_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, RequestError):
+                return error.cause.code
+            self.tally.untyped.append(repr(error.cause))
+        except RayActorError:
+            if self.holders[name] is holder:  # Serve would answer: sent again to another replica
+                self.holders[name] = self.d.holder(name)
+            return "holder_lost"
+        except TimeoutError:
+            self.tally.untyped.append(f"no answer in {ANSWER_S:.0f} s")
+        else:
+            return "served" if status == 200 else f"status_{status}"
+        return "untyped"
+
+
+async def victims(d: Desk, load: Load, target: str, dice: random.Random) -> list[int]:
+    """Pids of a target, as far as they exist now."""
+    found: list[int] = []
+    for part in target.split("+"):
+        with contextlib.suppress(RequestError, RayActorError, RayTaskError, ValueError, IndexError):
+            found.append(await _pid(d, load, part, dice))
+    return [pid for pid in found if pid > 0]
+
+
+async def _pid(d: Desk, load: Load, part: str, dice: random.Random) -> int:
+    if part == "arbiter":
+        return await d.arbiter_pid()
+    if part == "engine":
+        return dice.choice(sorted(pid for pids in (await d.engines()).values() for pid in pids))
+    if part == "holder":
+        holder = dice.choice(sorted(load.holders.items()))[1]
+        return int(await asyncio.wait_for(holder.pid.remote(), ANSWER_S))
+    return (await d.pids())[part]
+
+
+async def look(d: Desk, tally: Tally) -> None:
+    """With the load going on: books against measurement, until they agree once."""
+    tally.looks += 1
+    try:
+        await d.books_are_true()
+    except AssertionError as wrong:
+        tally.wrong.append(str(wrong))
+
+
+async def chaos(kills: int, seed: int) -> Tally:
+    dice, tally = random.Random(seed), Tally()
+    table = {name: capability(**{name: model(mib)}) for name, mib in MODELS.items()}
+    async with desk(table, mib=BUDGET_MIB, barrier_s=2.0) as d:
+        load = Load(d, tally, dice)
+        clients = [asyncio.ensure_future(load.run(name)) for name in MODELS for _ in range(2)]
+        for number in range(1, kills + 1):
+            target = dice.choice(TARGETS)
+            for pid in await victims(d, load, target, dice):
+                with contextlib.suppress(ProcessLookupError):
+                    kill(pid)
+            tally.kills[target] += 1
+            await asyncio.sleep(dice.random() * 1.5)
+            if number % LOOK_EVERY == 0:
+                await look(d, tally)
+                print(f"{number} kills, {sum(tally.answers.values())} answers", flush=True)
+        load.stopping = True
+        await asyncio.gather(*clients)
+        await settle(d, load, tally)
+    return tally
+
+
+async def settle(d: Desk, load: Load, tally: Tally) -> None:
+    """Faults are over: everybody is served, and nothing is left that should not be."""
+    for name in MODELS:
+        end = time.monotonic() + ANSWER_S
+        while (answer := await load._ask(name)) != "served":
+            if time.monotonic() > end:
+                tally.wrong.append(f"{name} is not served after the faults: {answer}")
+                break
+    await look(d, tally)
+    for holder in load.holders.values():
+        with contextlib.suppress(RayActorError):
+            await holder.close.remote()
+    with contextlib.suppress(AssertionError, ArbiterUnavailable):
+        state = await d.until(lambda s: not s["tickets"])
+        charged = sum(device["charged_bytes"] for device in state["devices"])
+        if charged or await d.engines():
+            tally.wrong.append(f"{charged / MIB:.0f} MiB charged with nothing held")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    began = time.monotonic()
+    try:
+        tally = asyncio.run(chaos(args.kills, args.seed))
+    finally:
+        ray.shutdown()
+    figures = {
+        "kills": dict(tally.kills),
+        "answers": dict(tally.answers),
+        "worst_answer_s": round(tally.worst_answer_s, 2),
+        "comparisons": tally.looks,
+        "lost_or_doubled": tally.wrong,
+        "untyped": tally.untyped,
+        "took_s": round(time.monotonic() - began, 1),
+    }
+    report.write("chaos", figures, seed=args.seed)
+    for wrong in (*tally.wrong, *tally.untyped):
+        print(wrong)
+    print(f"kills {sum(tally.kills.values())}: {dict(tally.kills)}")
+    print(f"answers {sum(tally.answers.values())}: {dict(tally.answers)}")
+    print(f"slowest answer {tally.worst_answer_s:.1f} s")
+    print(f"unanswered or untyped: {len(tally.untyped)}")
+    print(f"books compared with measurement: {tally.looks} times")
+    print(f"bytes lost or doubled: {len(tally.wrong)}")
+    return 1 if tally.wrong or tally.untyped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
