@@ -236,3 +236,11 @@ def test_a_sleeper_whose_node_is_not_back_yet_waits() -> None:
     assert desk.ask(1, "z", 0) == []
     desk.see_node(2, 80, 80, node="m")
     assert granted(desk.read(3, node="m")) == ["z"]
+
+
+def test_a_wake_asked_twice_waits_once() -> None:
+    desk = asleep()
+    desk.ask(30, "a", 80, host=40)
+    desk.ask(31, "a", 80, host=40)
+    assert desk.mind.line.tickets() == ["a"]
+    assert desk.mind.line.count("text/a") == 1
