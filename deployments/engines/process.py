@@ -27,13 +27,16 @@ _ALLOWED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TZ|TMPDIR|LANG|LC_\w+|VIRTUAL_ENV|LD_LIBRARY_PATH"
     r"|PYTHON(PATH|HASHSEED|UNBUFFERED|DONTWRITEBYTECODE|FAULTHANDLER)|ARBITER_\w+"
     r"|(XDG|OMP|KMP|MKL|OPENBLAS|MALLOC|CUDA|NVIDIA|NCCL|HF|TRANSFORMERS|TOKENIZERS|TORCH"
-    r"|TORCHINDUCTOR|TRITON|PYTORCH|VLLM|SENTENCE_TRANSFORMERS)_\w+"
+    r"|TORCHINDUCTOR|TRITON|PYTORCH|VLLM|SENTENCE_TRANSFORMERS|ONEDNN|LRU_CACHE|THP)_\w+"
 )
 _SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSWORD|CREDENTIAL|API_KEY|_KEY$")
 
 # Set before the zygote's interpreter starts, because glibc and OpenMP read them only then.
 DEFAULTS = {
     "MALLOC_ARENA_MAX": "1",  # one heap: what a sleep frees can be trimmed (VLLM.md, residue)
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # fixed: activations go back to the kernel when freed
+    # oneDNN keeps 1,024 compiled primitives, one per batch shape: 80 MB that no sleep gives back.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "OMP_NUM_THREADS": "1",  # 2 threads beside a busy neighbour lost up to 4x (VLLM.md 1)
     "OPENBLAS_NUM_THREADS": "1",  # its pool would start at import, and a fork needs one thread
     "HF_HUB_OFFLINE": "1",  # models are folders on disk; a start must not wait for a network

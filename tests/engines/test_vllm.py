@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +143,15 @@ def test_nobody_else_can_open_the_sockets_between_frontend_and_core(chat: Child)
 
 
 @pytest.mark.spec("D1")
-def test_the_embedded_default_gives_back_nine_tenths_asleep(
+def test_after_a_crowd_a_sleeper_still_gives_back_nine_tenths(
     engines: ZygoteUnderTest, small: Path
 ) -> None:
-    more = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1024 * MIB}
+    more = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1536 * MIB}
     child = engines.spawn("small", VLLM, config(small, **more)).hold()
     assert child.ready()[0] == 200
+    with ThreadPoolExecutor(24) as crowd:  # batches of every size leave their traces in the heap
+        asks = [("tiny", "a0", "a1")[n % 3] for n in range(48)]
+        assert len(list(crowd.map(lambda name: answer(child, name), asks))) == len(asks)
     before = answer(child, "a1")
     awake = device_bytes(child.pid)
     assert child.call("POST", "/control/sleep")[0] == 200
