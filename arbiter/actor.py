@@ -47,7 +47,8 @@ class ArbiterActor:
         self._learned_saved: Any = self._store.learned()
         self._shell.feed(self._configuration.capabilities)
         self._tell_start()
-        self._tasks = {asyncio.ensure_future(self._look())}
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._start(self._look())
 
     def __repr__(self) -> str:
         return f"Arbiter({self._boot.configuration.settings.evict})"
@@ -229,4 +230,9 @@ class ArbiterActor:
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            crash(error)

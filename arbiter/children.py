@@ -69,7 +69,7 @@ class Children:
 
     def recover(self) -> tuple[TicketId, ...]:
         """Open again what an earlier life of the agent had; returns tickets whose engine is gone.
-        Their leftovers, if any process survived its root, are found by session and killed."""
+        A helper that outlived its root is killed."""
         lost = []
         for path in sorted(self._folder.glob("*.child")):
             raw = json.loads(path.read_text())
@@ -77,6 +77,7 @@ class Children:
             granted = tuple(DeviceBytes(DeviceId(d), Bytes(b)) for d, b in raw["granted"])
             if self.open(ticket, raw["pid"], granted, raw["start_ticks"]) is None:
                 path.unlink()
+                _kill_session(raw["pid"], raw["start_ticks"])
                 self.bury(ticket)
                 lost.append(ticket)
         return tuple(lost)
@@ -153,6 +154,17 @@ def _kill(pid: int, ticks: int) -> None:
         return
     finally:
         os.close(fd)
+
+
+def _kill_session(leader: int, ticks: int) -> None:
+    """What is left of a session whose leader died. While any of it lives the kernel gives the
+    leader's number to nobody else; if somebody has it, nothing is left."""
+    holder = proc.process(leader)
+    if holder is not None and holder.start_ticks != ticks:
+        return
+    for p in proc.processes().values():
+        if p.session == leader and p.alive:
+            _kill(p.pid, p.start_ticks)
 
 
 def kill_known(pids: Iterable[tuple[int, int]]) -> None:

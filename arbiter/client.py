@@ -74,6 +74,8 @@ class HolderClient:
         self._quiet.set()
         self._away_since = time.monotonic()
         self._tasks = [asyncio.ensure_future(t()) for t in (self._life, self._renew, self._send)]
+        for task in self._tasks:
+            task.add_done_callback(_complain)
 
     @property
     def away_s(self) -> float:
@@ -302,3 +304,9 @@ def _aged(requested: ev.Requested, waited_s: float) -> ev.Requested:
         return requested
     left = max(0.0, in_seconds(requested.deadline) - waited_s)
     return replace(requested, deadline=Span(max(1, seconds(left))))
+
+
+def _complain(task: asyncio.Task[None]) -> None:
+    """These end only by being cancelled; anything else is a bug, and must be seen."""
+    if not task.cancelled() and (error := task.exception()):
+        logger.critical("a holder lost its line to the arbiter: %r", error, exc_info=error)

@@ -7,6 +7,7 @@ what to reap from the arbiter. It kills only what it opened.
 import asyncio
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import ray
@@ -24,6 +25,8 @@ TURN_S = 1.0  # SPEC B1: within 2 s on the books
 REAP_TURN_S = 0.25  # SPEC A10
 REPORT_S = 5.0  # an arbiter slower than its own reading bound is as good as away
 BACKOFF_FIRST_S, BACKOFF_MOST_S = 0.1, 5.0  # between starts of a zygote that will not stay up
+RETRY_S = 0.02  # until the zygote's death is noticed, which takes a turn of the event loop
+EX_SOFTWARE = 70  # sysexits.h
 PINGS_MISSED = 3  # a zygote that answers none of these, seconds apart, is hung
 
 
@@ -32,8 +35,7 @@ class NodeAgent:
 
     def __init__(self, node: NodeId, settings: AgentSettings, logs: str | None = None) -> None:
         self._node, self._settings = node, settings
-        default = Path(f"/tmp/arbiter-{os.getuid()}") / node
-        self._folder = zygotes.private_folder(Path(settings.folder or default))
+        self._folder = zygotes.private_folder(_folder(settings, node))
         self._logs = Path(logs) if logs else rays.logs_folder()
         self._probe = NodeProbe(node, find_gpus())
         self._children = children.Children(self._folder)
@@ -52,6 +54,8 @@ class NodeAgent:
         for child in self._children.by_ticket.values():
             self._watch(child)
         self._tasks = [asyncio.ensure_future(self._turns()), asyncio.ensure_future(self._keep())]
+        for task in self._tasks:
+            task.add_done_callback(_crash)
 
     def __repr__(self) -> str:
         return f"NodeAgent({self._node})"
@@ -105,14 +109,14 @@ class NodeAgent:
         if self._zygote_known:
             children.kill_known([self._zygote_known])
         self._zygote.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- engines ---------------------------------------------------------------------------------
 
     async def _spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
         try:
-            await self._zygote_up.wait()
             path = self._children.socket(ticket)
-            pid = await self._zygote.spawn(ticket, self._with_devices(spec), path)
+            pid = await self._fork(ticket, self._with_devices(spec), path)
             child = self._children.open(ticket, pid, spec.devices)
             if child and not await self._is_listed(child):
                 self._children.forget(child)  # died, and its pid may be another's: not ours to kill
@@ -130,6 +134,19 @@ class NodeAgent:
             self._children.kill(child)
             raise TicketClosed(ticket)
         return str(path)
+
+    async def _fork(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> int:
+        """By the next zygote when this one dies over it; whoever waits bounds the wait."""
+        while True:
+            await self._zygote_up.wait()
+            if self._children.is_buried(ticket):
+                raise TicketClosed(ticket)
+            try:
+                return await self._zygote.spawn(ticket, spec, path)
+            except zygotes.ZygoteError as error:
+                if not error.is_away:
+                    raise
+                await asyncio.sleep(RETRY_S)
 
     async def _is_listed(self, child: children.Child) -> bool:
         """The zygote drops a child from its list when it collects it; until then no other process
@@ -160,6 +177,14 @@ class NodeAgent:
         if not link.is_symlink():
             link.symlink_to(child.socket.with_suffix(".log"))
 
+    def _keep_log(self, child: children.Child) -> None:
+        """The engine is gone; what it wrote stays where people look."""
+        written = child.socket.with_suffix(".log")
+        if written.exists():
+            link = self._logs / f"engine-{child.ticket}.log"
+            link.unlink(missing_ok=True)
+            shutil.move(written, link)
+
     def _settle(self, everything: dict[int, proc.Process], *, kill_all: bool = False) -> None:
         """Kill what is left of dead and reaped engines; report those with nothing left."""
         self._children.refresh(everything)
@@ -167,6 +192,7 @@ class NodeAgent:
             if not child.members:
                 asyncio.get_running_loop().remove_reader(child.fd)
                 self._children.forget(child)
+                self._keep_log(child)
                 self._children.bury(child.ticket)
                 self._reaping.discard(child.ticket)
                 self._say_gone(child.ticket, child.pid)
@@ -202,14 +228,15 @@ class NodeAgent:
                 continue
 
     async def _report(self) -> None:
-        """One reading and whatever engines went; kept for the next turn if nobody hears it."""
+        """Engines that went, at once, for somebody may wait for their bytes; then a reading."""
+        await self._say_all_gone()
         readings = await asyncio.to_thread(self._probe.read, self._children.trees())
+        await self._send((ev.Measured(self._node, readings.devices, readings.engines),))
+
+    async def _say_all_gone(self) -> None:
+        """Kept for the next turn if nobody hears it."""
         gone = dict(self._gone)
-        said: tuple[ev.Event, ...] = (
-            *gone.values(),
-            ev.Measured(self._node, readings.devices, readings.engines),
-        )
-        if await self._send(said):
+        if gone and await self._send(tuple(gone.values())):
             for ticket, event in gone.items():
                 if self._gone.get(ticket) == event:
                     del self._gone[ticket]
@@ -247,8 +274,9 @@ class NodeAgent:
 
     async def _find_or_start(self) -> None:
         try:
-            pid = await self._zygote.ping()
+            pid = await self._zygote.ping(zygotes.IMPORTS_S)  # found while it still imports
         except zygotes.ZygoteError:
+            self._kill_strays()
             log = self._logs / f"zygote-{self._node}.log"
             await asyncio.to_thread(
                 zygotes.start, self._settings, self._folder / "zygote.sock", log
@@ -301,8 +329,31 @@ class NodeAgent:
             return False
         return True
 
+    def _kill_strays(self) -> None:
+        """Forked by a zygote that died before it could say so: nobody knows their ticket."""
+        self._children.refresh(proc.processes())
+        known = {pid for c in self._children.by_ticket.values() for pid in c.members}
+        for pid in proc.started_with(str(self._folder / "zygote.sock")) - known:
+            if found := proc.process(pid):
+                children.kill_known([(pid, found.start_ticks)])
+
     def _kill_hung(self) -> None:
         self._zygote.close()
         if self._zygote_known:
             children.kill_known([self._zygote_known])
             self._zygote_known = None
+
+
+def _folder(settings: AgentSettings, node: NodeId) -> Path:
+    """Every step of the way must be ours alone, or a stranger could put another in its place."""
+    if settings.folder:
+        return Path(settings.folder)
+    return zygotes.private_folder(Path(f"/tmp/arbiter-{os.getuid()}")) / node
+
+
+def _crash(task: asyncio.Task[None]) -> None:
+    """Ray starts the agent anew, and it finds its engines again."""
+    if not task.cancelled() and (error := task.exception()):
+        logger.critical("the agent ends itself, to start anew: %r", error, exc_info=error)
+        logging.shutdown()
+        os._exit(EX_SOFTWARE)

@@ -60,6 +60,19 @@ def processes() -> dict[int, Process]:
     return {p.pid: p for p in found if p is not None}
 
 
+def started_with(argument: str) -> set[int]:
+    """Living pids that have `argument` on their command line, forks of such a one included."""
+    found = set()
+    for p in processes().values():
+        try:
+            words = (PROC / str(p.pid) / "cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if p.alive and argument.encode() in words:
+            found.add(p.pid)
+    return found
+
+
 def tree(root: int, everything: dict[int, Process], known: Iterable[int] = ()) -> set[int]:
     """Living pids of `root`'s tree: descendants, members of its own group or session, and what
     descends from `known`, members seen earlier whose parent may have died since."""

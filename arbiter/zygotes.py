@@ -26,11 +26,11 @@ MAX_LINE_BYTES = 1 << 20  # `list` with thousands of children; the zygote has th
 
 
 class ZygoteError(ArbiterError):
-    """The zygote is away or said no."""
+    """The zygote is away, so that asking again may help, or said no."""
 
-    def __init__(self, said: str) -> None:
-        super().__init__(said)
-        self.said = said
+    def __init__(self, said: str, is_away: bool = False) -> None:
+        super().__init__(said, is_away)
+        self.said, self.is_away = said, is_away
 
     def __str__(self) -> str:
         return f"zygote: {self.said}"
@@ -81,7 +81,7 @@ class Zygote:
                     reply = await self._round_trip(message)
             except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
                 self.close()
-                raise ZygoteError(f"{message['op']}: {error!r}") from error
+                raise ZygoteError(f"{message['op']}: {error!r}", is_away=True) from error
             except asyncio.CancelledError:
                 self.close()  # its answer would be taken for the next one's
                 raise

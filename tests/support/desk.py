@@ -95,6 +95,12 @@ class Holder:
                 pass
         return (time.perf_counter_ns() - began) / times
 
+    async def load_ms(self, name: str) -> float:
+        """From asking to the first use."""
+        began = time.perf_counter()
+        async with self.residency.use(name):
+            return (time.perf_counter() - began) * 1e3
+
     async def close(self) -> None:
         await self.residency.close()
 

@@ -1,0 +1,179 @@
+"""What the ticket protocol costs, on a real cluster with real child processes.
+
+    python -m benchmarks.protocol
+
+Warm use: nanoseconds and messages. Load: milliseconds beyond a bare start of the same engine
+process by the same zygote; with eviction: beyond a bare start and a bare kill, when an idle model
+of another holder goes for it. Recovery: from the arbiter's death until a cold request has loaded.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import select
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import ray
+
+from arbiter import rays
+from arbiter.client import call_arbiter
+from arbiter.units import TicketId
+from arbiter.wire import SpawnSpec
+from arbiter.zygotes import Zygote
+from benchmarks import report
+from benchmarks.report import Sample
+from tests.conftest import ENVIRONMENT
+from tests.support.desk import ENGINE, Desk, capability, desk, kill, model
+
+MIB_EACH = 60
+WARM_USES = 20_000
+LIMITS = {"warm_use_ns": 5_000, "load_added_ms": 5.0, "evict_added_ms": 10.0}  # SPEC N2
+
+
+@ray.remote(num_cpus=0, max_concurrency=100)
+class Bare:
+    """What anybody would do without tickets: fork from the zygote, wait until it is ready."""
+
+    async def start(self, zygote: str, number: int) -> tuple[float, float]:
+        """Milliseconds to start, and to kill and see dead."""
+        path = Path(zygote).with_name(f"bare-{number}.sock")
+        wire = Zygote(Path(zygote))
+        config = {"engine_args": {"bytes": MIB_EACH << 20}}
+        began = time.perf_counter()
+        pid = await wire.spawn(TicketId(f"bare-{number}"), SpawnSpec(ENGINE, config), path)
+        connector = aiohttp.UnixConnector(path=str(path))
+        async with aiohttp.ClientSession("http://engine", connector=connector) as session:
+            async with session.get("/control/lifeline"):
+                async with session.get("/control/ready") as answer:
+                    assert answer.status == 200
+                took = time.perf_counter() - began
+                began = time.perf_counter()
+                fd = os.pidfd_open(pid)
+                kill(pid)
+                select.select([fd], [], [])
+                died = time.perf_counter() - began
+                os.close(fd)
+        wire.close()
+        return took * 1e3, died * 1e3
+
+
+@dataclass
+class Loads:
+    bare_ms: list[float]
+    kill_ms: list[float]
+    free_ms: list[float]
+    evict_ms: list[float]
+
+
+async def unload_all(d: Desk) -> None:
+    state = await d.until(lambda s: all(t["idle_s"] is not None for t in s["tickets"]))
+    for ticket in state["tickets"]:
+        await call_arbiter("unload", TicketId(ticket["ticket"]))
+    await d.until(lambda s: not s["tickets"])
+
+
+async def loads(pairs: int) -> Loads:
+    """Interleaved, so that a machine whose speed drifts changes all three alike."""
+    found = Loads([], [], [], [])
+    names = {"a": model(MIB_EACH, can_sleep=False), "b": model(MIB_EACH, can_sleep=False)}
+    table = {"chat": capability(a=names["a"]), "other": capability(b=names["b"])}
+    async with desk(table, mib=130) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        await asyncio.gather(chat.pid.remote(), other.pid.remote())
+        bare = Bare.remote()
+        zygote = str(Path(f"/tmp/arbiter-{os.getuid()}") / rays.own_node() / "zygote.sock")
+        for number in range(pairs):
+            start_ms, kill_ms = await bare.start.remote(zygote, number)
+            found.bare_ms.append(start_ms)
+            found.kill_ms.append(kill_ms)
+            found.free_ms.append(await chat.load_ms.remote("a"))
+            await unload_all(d)
+        ray.kill(bare)
+    async with desk(table, mib=100) as d:  # now only one of them fits
+        chat, other = d.holder("chat"), d.holder("other")
+        await chat.load_ms.remote("a")
+        for number in range(pairs):
+            holder, name = ((other, "b"), (chat, "a"))[number % 2]
+            await d.until(lambda s: s["tickets"] and s["tickets"][0]["in_state_s"] > 1.2)
+            found.evict_ms.append(await holder.load_ms.remote(name))
+    return found
+
+
+async def warm() -> dict[str, Any]:
+    async with desk() as d:
+        h = d.holder()
+        await h.ask.remote("a")
+        before = await h.calls.remote()
+        runs = [await h.warm_ns.remote("a", WARM_USES) for _ in range(10)]
+        return {"use_ns": Sample(tuple(runs)), "messages": await h.calls.remote() - before}
+
+
+async def recovery(times: int) -> dict[str, Any]:
+    waits, slowest_warm = [], 0.0
+    table = {"chat": capability(a=model(20), b=model(20, keep_warm_s=0))}
+    async with desk(table) as d:
+        h = d.holder()
+        await h.ask.remote("a")
+        for _ in range(times):
+            await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["a"])
+            kill(await d.arbiter_pid())
+            began = time.perf_counter()
+            cold = h.load_ms.remote("b")
+            while not ray.wait([cold], timeout=0)[0]:
+                asked = time.perf_counter()
+                assert await h.ask.remote("a") == 200
+                slowest_warm = max(slowest_warm, time.perf_counter() - asked)
+            await cold
+            waits.append(time.perf_counter() - began)
+    return {"granted_and_loaded_s": Sample(tuple(waits)), "slowest_warm_ms": slowest_warm * 1e3}
+
+
+async def measure(pairs: int) -> dict[str, Any]:
+    warm_figures = await warm()
+    found = await loads(pairs)
+    bare = Sample(tuple(found.bare_ms))
+    added = [ours - theirs for ours, theirs in zip(found.free_ms, found.bare_ms, strict=True)]
+    without_ms = bare.median + Sample(tuple(found.kill_ms)).median
+    evicted = [ours - without_ms for ours in found.evict_ms]
+    return {
+        "warm": warm_figures,
+        "bare_start_ms": bare,
+        "bare_kill_ms": Sample(tuple(found.kill_ms)),
+        "load_ms": Sample(tuple(found.free_ms)),
+        "load_with_eviction_ms": Sample(tuple(found.evict_ms)),
+        "load_added_ms": Sample(tuple(added)),
+        "load_ratio": report.paired_ratio(found.free_ms, found.bare_ms),
+        "evict_added_ms": Sample(tuple(evicted)),
+        "recovery": await recovery(5),
+        "limits": LIMITS,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=10)
+    args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    try:
+        figures = asyncio.run(measure(args.pairs))
+    finally:
+        ray.shutdown()
+    report.write("protocol", figures)
+    warm_ns = figures["warm"]["use_ns"]
+    print(f"warm use {warm_ns} ns, {figures['warm']['messages']} messages; limit 5000 ns, 0")
+    print(f"bare start of the engine process {figures['bare_start_ms']} ms")
+    print(f"load, with room: ratio {figures['load_ratio']}, added {figures['load_added_ms']} ms")
+    print(f"load, evicting an idle model elsewhere: added {figures['evict_added_ms']} ms")
+    print(f"after an arbiter kill: loaded after {figures['recovery']['granted_and_loaded_s']} s")
+    print(f"slowest warm request meanwhile {figures['recovery']['slowest_warm_ms']:.1f} ms")
+    print(json.dumps(LIMITS))
+
+
+if __name__ == "__main__":
+    main()

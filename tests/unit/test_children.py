@@ -1,0 +1,126 @@
+"""What an agent opened: found again, killed whole, and nothing else ever killed."""
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from arbiter import proc
+from arbiter.children import Children
+from arbiter.events import DeviceBytes
+from arbiter.units import Bytes, DeviceId, TicketId
+
+T = TicketId("t")
+GRANTED = (DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
+
+
+@contextlib.contextmanager
+def engine(helpers: int = 0) -> Iterator[int]:
+    """A session of its own, as an engine's processes have."""
+    ready, done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        for _ in range(helpers):
+            if os.fork() == 0:
+                break
+        os.write(done, b"x")
+        signal.pause()
+    for _ in range(helpers + 1):
+        os.read(ready, 1)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def living(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if (p := proc.process(pid)) and p.alive}
+
+
+@pytest.mark.spec("A19", "L4")
+def test_a_kill_takes_the_whole_tree(tmp_path: Path) -> None:
+    opened = Children(tmp_path)
+    with engine(helpers=2) as pid:
+        child = opened.open(T, pid, GRANTED)
+        assert child is not None
+        opened.refresh(proc.processes())
+        members = set(child.members)
+        assert len(members) == 3
+        opened.kill(child)
+        while living(members):
+            os.sched_yield()
+        opened.refresh(proc.processes())
+        assert not child.members
+
+
+@pytest.mark.spec("A19")
+def test_helpers_that_outlive_their_root_are_still_its_members(tmp_path: Path) -> None:
+    opened = Children(tmp_path)
+    with engine(helpers=1) as pid:
+        child = opened.open(T, pid, GRANTED)
+        assert child is not None
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        opened.refresh(proc.processes())
+        assert len(child.members) == 1 and pid not in child.members
+        opened.kill(child)
+        while living(set(child.members)):
+            os.sched_yield()
+
+
+@pytest.mark.spec("A18")
+def test_the_next_life_of_the_agent_finds_them_by_their_notes(tmp_path: Path) -> None:
+    with engine() as pid:
+        assert Children(tmp_path).open(T, pid, GRANTED)
+        again = Children(tmp_path)
+        assert again.recover() == ()
+        assert (again.by_ticket[T].pid, again.by_ticket[T].granted) == (pid, GRANTED)
+
+
+@pytest.mark.spec("A18")
+def test_a_note_whose_process_is_gone_buries_its_ticket(tmp_path: Path) -> None:
+    with engine() as pid:
+        Children(tmp_path).open(T, pid, GRANTED)
+    again = Children(tmp_path)
+    assert again.recover() == (T,)
+    assert again.is_buried(T) and not list(tmp_path.glob("*.child"))
+
+
+@pytest.mark.spec("A18", "A19")
+def test_a_helper_whose_root_died_while_no_agent_lived_is_killed(tmp_path: Path) -> None:
+    with engine(helpers=1) as pid:
+        child = Children(tmp_path).open(T, pid, GRANTED)
+        assert child is not None
+        helpers = {p.pid for p in proc.processes().values() if p.session == pid} - {pid}
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert Children(tmp_path).recover() == (T,)
+        while living(helpers):
+            os.sched_yield()
+
+
+@pytest.mark.spec("L4")
+def test_a_pid_that_means_another_process_now_is_never_taken_for_ours(tmp_path: Path) -> None:
+    note = {"ticket": T, "pid": os.getpid(), "start_ticks": 1, "granted": []}
+    (tmp_path / "t.child").write_text(json.dumps(note))
+    opened = Children(tmp_path)
+    assert opened.recover() == (T,)
+    assert opened.by_ticket == {}
+
+
+def test_forgetting_removes_what_lies_in_the_folder(tmp_path: Path) -> None:
+    opened = Children(tmp_path)
+    with engine() as pid:
+        child = opened.open(T, pid, GRANTED)
+        assert child is not None
+        child.socket.touch()
+        opened.forget(child)
+    assert list(tmp_path.iterdir()) == []
