@@ -139,18 +139,19 @@ def package_version() -> str:
         return "0.0.0+checkout"
 
 
+def messages() -> list[Any]:
+    """Every dataclass that crosses a process border."""
+    here = globals().values()
+    kinds = [v for v in (*here, *vars(ev).values()) if isinstance(v, type) and is_dataclass(v)]
+    return sorted(set(kinds), key=lambda kind: kind.__name__)
+
+
 def protocol_hash() -> str:
     """Changes with any field of any message, so that old code never talks to new."""
-    kinds = [*_dataclasses(ev), *_dataclasses(__import__(__name__, fromlist=["wire"])), Settings]
-    text = ";".join(
-        f"{k.__name__}({','.join(f'{f.name}:{f.type}' for f in fields(k))})" for k in kinds
+    lines = (
+        f"{k.__name__}({','.join(f'{f.name}:{f.type}' for f in fields(k))})" for k in messages()
     )
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _dataclasses(module: Any) -> list[Any]:
-    found = [v for v in vars(module).values() if isinstance(v, type) and is_dataclass(v)]
-    return sorted(found, key=lambda kind: kind.__name__)
+    return hashlib.sha256(";".join(lines).encode()).hexdigest()[:12]
 
 
 def identity() -> str:

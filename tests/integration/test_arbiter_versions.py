@@ -1,0 +1,53 @@
+"""One arbiter's code replaces another's only when nobody holds anything of it, or when told to."""
+
+import asyncio
+
+import pytest
+
+from arbiter import wire
+from arbiter.client import start_arbiter, upgrade_arbiter
+from deployments import boot
+from tests.support.desk import desk
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A20")]
+
+
+async def test_an_upgrade_keeps_every_engine_and_holder() -> None:
+    async with desk() as d:
+        h = d.holder()
+        await h.ask.remote("a")
+        before = await d.until(lambda s: all(t["measured_bytes"] for t in s["tickets"]))
+        engines, agent = await d.engines(), (await d.pids())["agent"]
+        report = await asyncio.to_thread(upgrade_arbiter)
+        assert report["holders"] == 1 and report["epoch"] > before["epoch"]
+        after = await d.until(lambda s: s["tickets"] and s["tickets"][0]["measured_bytes"])
+        assert after["tickets"][0]["ticket"] == before["tickets"][0]["ticket"]
+        assert await d.engines() == engines and (await d.pids())["agent"] != agent
+        assert await h.ask.remote("a") == 200
+        await d.books_are_true()
+
+
+async def test_other_code_does_not_replace_an_arbiter_that_somebody_holds_tickets_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with desk() as d:
+        await d.holder().ask.remote("a")
+        pid = await d.arbiter_pid()
+        monkeypatch.setattr(wire, "identity", lambda: "9.9.9/other")
+        with pytest.raises(wire.VersionMismatch, match="arbiter upgrade"):
+            await start_arbiter(boot.boot(d.table))
+        assert await d.arbiter_pid() == pid
+
+
+async def test_an_arbiter_nobody_uses_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk() as d:
+        pid = await d.arbiter_pid()
+        monkeypatch.setattr(wire, "identity", lambda: "9.9.9/other")
+        await start_arbiter(boot.boot(d.table))
+        assert await d.arbiter_pid() != pid
+
+
+def test_the_protocol_hash_follows_every_message() -> None:
+    assert wire.protocol_hash() == wire.protocol_hash()
+    names = {k.__name__ for k in wire.messages()}
+    assert {"Requested", "Granted", "Measured", "RevokeOrder", "SpawnSpec"} <= names
