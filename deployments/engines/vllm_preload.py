@@ -15,8 +15,6 @@ from deployments.engines import vllm_engine
 
 MODULES = (
     "compressed_tensors",
-    "deployments.engines.lora_cpu",
-    "deployments.engines.vllm_cpu_worker",
     "deployments.engines.vllm_core",
     "transformers.models.auto.tokenization_auto",
     "vllm.distributed.elastic_ep.elastic_execute",
@@ -39,7 +37,11 @@ MODULES = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.metrics.reader",
 )
-ON_CPU = ("vllm.v1.attention.backends.cpu_attn", "vllm.v1.worker.cpu_worker")
+ON_CPU = (
+    "deployments.engines.lora_cpu",
+    "deployments.engines.vllm_cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+)
 
 
 def rehearse() -> None:

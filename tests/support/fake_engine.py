@@ -21,8 +21,6 @@ class FakeEngine:
         self.can_sleep: bool = config.get("can_sleep", True)
         self.args = config.get("engine_args", {})
         self.size = int(self.args.get("bytes", 0))
-        self.held: mmap.mmap
-        self.copy = -1
         self.wakes = 0
 
     async def load(self) -> None:
@@ -33,8 +31,7 @@ class FakeEngine:
         if fail == "hang":
             await asyncio.Event().wait()
         if fail:
-            kind = {"memory": MemoryError, "error": RuntimeError}[fail]
-            raise kind(f"told to fail with {self.size} bytes")
+            raise {"memory": MemoryError, "error": RuntimeError}[fail](f"told to fail: {self.size}")
         self._allocate()
 
     def _allocate(self) -> None:
@@ -62,23 +59,21 @@ class FakeEngine:
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = json.loads((await receive())["body"] or b"{}")
         if scope["path"] == "/v1/embeddings":
-            rows = [{"object": "embedding", "index": 0, "embedding": [0.6, 0.8]}]
-            use = {"prompt_tokens": 1, "total_tokens": 1}
-            answer = {"object": "list", "data": rows, "model": self.name, "usage": use}
-            return await respond(send, 200, answer)
+            row = {"object": "embedding", "index": 0, "embedding": [0.6, 0.8]}
+            return await respond(send, 200, {"object": "list", "data": [row], "model": self.name})
         if not body.get("stream"):
             return await respond(send, 200, self._chat("message", self.args.get("chunks", 1)))
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for _ in range(self.args.get("chunks", 1)):
             await asyncio.sleep(float(self.args.get("chunk_seconds", 0)))
-            data = b"data: " + json.dumps(self._chat("delta", 1)).encode() + b"\n\n"
+            data = f"data: {json.dumps(self._chat('delta', 1))}\n\n".encode()
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     def _chat(self, part: str, words: int) -> dict[str, object]:
         choice = {"index": 0, part: {"role": "assistant", "content": "x " * words}}
-        kind = "chat.completion.chunk" if part == "delta" else "chat.completion"
+        kind = "chat.completion" + ".chunk" * (part == "delta")
         return {"id": "fake", "object": kind, "created": 0, "model": self.name, "choices": [choice]}
 
 
