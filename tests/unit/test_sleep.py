@@ -244,3 +244,14 @@ def test_a_wake_asked_twice_waits_once() -> None:
     desk.ask(31, "a", 80, host=40)
     assert desk.mind.line.tickets() == ["a"]
     assert desk.mind.line.count("text/a") == 1
+
+
+@pytest.mark.spec("B4")
+def test_during_a_wake_all_of_the_bed_stays_charged_however_little_of_it_is_measured() -> None:
+    desk = asleep()
+    desk.engines["a"] = {CPU: 5, HOST: 30}
+    desk.read(29)
+    desk.ask(30, "a", 80, host=40)
+    desk.at(31, ev.LoadBroke(TicketId("b"), "x", False))
+    assert granted(desk.gone(32, "b")) == ["a"]
+    assert desk.charged(HOST) == 40
