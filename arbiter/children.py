@@ -8,6 +8,7 @@ go through pidfds.
 import json
 import os
 import signal
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class Child:
     socket: Path
     granted: tuple[DeviceBytes, ...]
     fd: int  # pidfd of the root
+    opened_ns: int  # monotonic; an older look at the processes says nothing about it
     members: dict[int, int] = field(default_factory=dict)
 
     def tree(self) -> Tree:
@@ -61,7 +63,9 @@ class Children:
         if found is None or not found.alive or start_ticks not in (0, found.start_ticks):
             os.close(fd)
             return None
-        child = Child(ticket, pid, found.start_ticks, self.socket(ticket), granted, fd)
+        child = Child(
+            ticket, pid, found.start_ticks, self.socket(ticket), granted, fd, time.monotonic_ns()
+        )
         child.members[pid] = found.start_ticks
         self.by_ticket[ticket] = child
         self._write(child)
@@ -82,9 +86,14 @@ class Children:
                 lost.append(ticket)
         return tuple(lost)
 
-    def refresh(self, everything: dict[int, proc.Process]) -> None:
-        """Note each engine's present processes."""
-        for child in self.by_ticket.values():
+    def refresh(self) -> list[Child]:
+        """Look and note in one."""
+        return self.note(*look())
+
+    def note(self, looked_ns: int, everything: dict[int, proc.Process]) -> list[Child]:
+        """What was seen at `looked_ns`, of every engine opened before; returns those."""
+        noted = [c for c in self.by_ticket.values() if c.opened_ns < looked_ns]
+        for child in noted:
             known = [
                 pid for pid, ticks in child.members.items() if _is_same(everything, pid, ticks)
             ]
@@ -92,6 +101,7 @@ class Children:
             found = proc.tree(child.pid, everything, known) if root or known else set()
             found |= _session(child, everything)
             child.members = {pid: everything[pid].start_ticks for pid in found}
+        return noted
 
     def kill(self, child: Child) -> None:
         """SIGKILL to everything of it that is known; repeat until `members` stays empty."""
@@ -125,6 +135,11 @@ class Children:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(raw))
         part.rename(path)  # whole or not at all, whenever this process is killed
+
+
+def look() -> tuple[int, dict[int, proc.Process]]:
+    """Every process, and when the looking began. Takes milliseconds: call it from a thread."""
+    return time.monotonic_ns(), proc.processes()
 
 
 def _is_same(everything: dict[int, proc.Process], pid: int, ticks: int) -> bool:

@@ -104,7 +104,7 @@ class NodeAgent:
         for task in self._tasks:
             task.cancel()
         while self._children.by_ticket:
-            self._settle(await asyncio.to_thread(proc.processes), kill_all=True)
+            self._settle(*await asyncio.to_thread(children.look), kill_all=True)
             await asyncio.sleep(0.01)
         if self._zygote_known:
             children.kill_known([self._zygote_known])
@@ -185,10 +185,11 @@ class NodeAgent:
             link.unlink(missing_ok=True)
             shutil.move(written, link)
 
-    def _settle(self, everything: dict[int, proc.Process], *, kill_all: bool = False) -> None:
+    def _settle(
+        self, looked_ns: int, everything: dict[int, proc.Process], *, kill_all: bool = False
+    ) -> None:
         """Kill what is left of dead and reaped engines; report those with nothing left."""
-        self._children.refresh(everything)
-        for child in list(self._children.by_ticket.values()):
+        for child in self._children.note(looked_ns, everything):
             if not child.members:
                 asyncio.get_running_loop().remove_reader(child.fd)
                 self._children.forget(child)
@@ -217,7 +218,7 @@ class NodeAgent:
     async def _turns(self) -> None:
         while True:
             self._stir.clear()
-            self._settle(await asyncio.to_thread(proc.processes))
+            self._settle(*await asyncio.to_thread(children.look))
             self._see_returned()
             await self._report()
             busy = self._reaping or self._returning or self._gone
@@ -331,7 +332,7 @@ class NodeAgent:
 
     def _kill_strays(self) -> None:
         """Forked by a zygote that died before it could say so: nobody knows their ticket."""
-        self._children.refresh(proc.processes())
+        self._children.refresh()
         known = {pid for c in self._children.by_ticket.values() for pid in c.members}
         for pid in proc.started_with(str(self._folder / "zygote.sock")) - known:
             if found := proc.process(pid):

@@ -32,7 +32,8 @@ def model(mib: int, **engine_args: Any) -> dict[str, Any]:
     """A model that holds `mib` of touched memory when loaded."""
     own = {k: engine_args.pop(k) for k in ("keep_warm_s", "pin", "can_sleep") if k in engine_args}
     args = {"bytes": mib * MIB, **engine_args}
-    need = {"weights": mib * MIB, "context": CONTEXT, "host": mib * MIB}
+    bed = mib * MIB if own.get("can_sleep", True) else 0
+    need = {"weights": mib * MIB, "context": CONTEXT, "host": bed}
     return {"source": "fake", "need": need, "engine_args": args, "keep_warm_s": -1, **own}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from arbiter import proc
-from arbiter.children import Children
+from arbiter.children import Children, look
 from arbiter.events import DeviceBytes
 from arbiter.units import Bytes, DeviceId, TicketId
 
@@ -51,13 +51,13 @@ def test_a_kill_takes_the_whole_tree(tmp_path: Path) -> None:
     with engine(helpers=2) as pid:
         child = opened.open(T, pid, GRANTED)
         assert child is not None
-        opened.refresh(proc.processes())
+        opened.refresh()
         members = set(child.members)
         assert len(members) == 3
         opened.kill(child)
         while living(members):
             os.sched_yield()
-        opened.refresh(proc.processes())
+        opened.refresh()
         assert not child.members
 
 
@@ -69,11 +69,25 @@ def test_helpers_that_outlive_their_root_are_still_its_members(tmp_path: Path) -
         assert child is not None
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        opened.refresh(proc.processes())
+        opened.refresh()
         assert len(child.members) == 1 and pid not in child.members
         opened.kill(child)
         while living(set(child.members)):
             os.sched_yield()
+
+
+@pytest.mark.spec("A19")
+def test_a_look_that_began_before_an_engine_was_opened_says_nothing_about_it(
+    tmp_path: Path,
+) -> None:
+    opened = Children(tmp_path)
+    before = look()
+    with engine() as pid:
+        child = opened.open(T, pid, GRANTED)
+        assert child is not None
+        assert opened.note(*before) == []
+        assert child.members == {pid: child.start_ticks}
+        assert opened.refresh() == [child]
 
 
 @pytest.mark.spec("A18")
