@@ -47,6 +47,7 @@ class NodeAgent:
         self._gone: dict[TicketId, ev.EngineGone] = {}  # not yet said
         self._returning: dict[TicketId, set[int]] = {}  # dead, but NVML still lists these pids
         self._epoch: Epoch | None = None
+        self._heard = False  # whether the arbiter got the last reading
         self._stir = asyncio.Event()
         self._closing = False
         for ticket in self._children.recover():
@@ -221,7 +222,7 @@ class NodeAgent:
             self._settle(*await asyncio.to_thread(children.look))
             self._see_returned()
             await self._report()
-            busy = self._reaping or self._returning or self._gone
+            busy = self._reaping or self._returning or self._gone or not self._heard
             try:
                 async with asyncio.timeout(REAP_TURN_S if busy else TURN_S):
                     await self._stir.wait()
@@ -232,7 +233,8 @@ class NodeAgent:
         """Engines that went, at once, for somebody may wait for their bytes; then a reading."""
         await self._say_all_gone()
         readings = await asyncio.to_thread(self._probe.read, self._children.trees())
-        await self._send((ev.Measured(self._node, readings.devices, readings.engines),))
+        said = (ev.Measured(self._node, readings.devices, readings.engines),)
+        self._heard = await self._send(said)
 
     async def _say_all_gone(self) -> None:
         """Kept for the next turn if nobody hears it."""
