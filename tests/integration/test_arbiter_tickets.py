@@ -21,7 +21,7 @@ from arbiter.events import CapabilitySpec
 from arbiter.units import MIB, Span, TicketId
 from deployments import boot
 from deployments.residency import Residency
-from tests.support.desk import capability, desk, gone, model
+from tests.support.desk import WITHIN_S, capability, desk, gone, model
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -111,8 +111,9 @@ async def test_a_model_in_use_is_not_evicted_and_the_waiter_keeps_its_place() ->
         await chat.keep.remote("a")
         waiting = other.ask.remote("b")
         await d.until(lambda s: s["queue"])
-        while not await d.events("barrier_dropped"):
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(WITHIN_S):
+            while not await d.events("barrier_dropped"):
+                await asyncio.sleep(0.05)
         assert await chat.ask.remote("a") == 200
         await chat.let_go.remote("a")
         assert await asyncio.wait_for(waiting, 30) == 200
@@ -159,8 +160,9 @@ async def test_one_of_two_waiters_leaving_changes_nothing_for_the_other() -> Non
     async with desk({"chat": capability(a=model(50, load_seconds=3))}) as d:
         h = d.holder()
         first, second = h.ask.remote("a"), h.ask.remote("a")
-        while await h.waiting.remote("a") < 2:
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(WITHIN_S):
+            while await h.waiting.remote("a") < 2:
+                await asyncio.sleep(0.02)
         ray.cancel(first)
         assert await second == 200
         assert len(await d.events("model_load")) == 1

@@ -1,0 +1,213 @@
+"""The life of a model on one holder, against a scripted arbiter and a real unix socket."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from arbiter import events as ev
+from arbiter import wire
+from arbiter.decisions import Reason, Tier
+from arbiter.errors import DeadlineUnmet, EngineLost, TicketClosed
+from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Span, TicketId, seconds
+from deployments.residency import Residency
+
+MODEL = {"source": "x", "need": {"weights": 5, "host": 5}}
+TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": MODEL}}}}
+ON = (ev.DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
+
+
+class Engine:
+    """The child's side: control routes and one slow answer."""
+
+    def __init__(self) -> None:
+        self.loaded, self.answer, self.dead = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.acts: list[str] = []
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/control/lifeline":
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await self.dead.wait()
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        if request.path == "/control/ready":
+            await self.loaded.wait()
+            return web.json_response({"load_seconds": 0.0})
+        self.acts.append(request.path)
+        if request.path.startswith("/control/"):
+            return web.json_response({"seconds": 0.0, "verified": True})
+        await self.answer.wait()
+        return web.Response(body=b"answer")
+
+
+class Arbiter:
+    """Stands where HolderClient does: grants at once, notes what is told."""
+
+    away_s = 0.0
+
+    def __init__(self, path: str) -> None:
+        self.path, self.asked, self.told = path, [], []  # type: ignore[var-annotated]
+
+    async def joined(self) -> None: ...
+    async def quiet(self, within_s: float) -> None: ...
+    async def close(self) -> None: ...
+
+    async def acquire(self, requested: ev.Requested) -> wire.Granted:
+        self.asked.append(requested.ticket)
+        return wire.Granted(requested.ticket, ON, seconds(5), Span(0), Epoch(1))
+
+    async def spawn(self, ticket: TicketId, spec: wire.SpawnSpec) -> str:
+        return self.path
+
+    def tell(self, event: ev.Event) -> None:
+        self.told.append(event)
+
+    def kinds(self) -> list[str]:
+        return [type(event).__name__ for event in self.told]
+
+
+@asynccontextmanager
+async def holder(loaded: bool = True) -> AsyncIterator[tuple[Any, Arbiter, Engine]]:
+    engine = Engine()
+    if loaded:
+        engine.loaded.set()
+    application = web.Application()
+    application.router.add_route("*", "/{rest:.*}", engine.serve)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "s")
+        await web.UnixSite(runner, path).start()
+        arbiter = Arbiter(path)
+        residency: Any = Residency("c", HolderId("h"))
+        residency._client = arbiter
+        residency._obey(wire.TableOrder(TABLE))
+        try:
+            yield residency, arbiter, engine
+        finally:
+            await residency.close()
+            engine.dead.set()
+            engine.answer.set()
+            await runner.cleanup()
+
+
+def revoke(residency: Any, reason: Reason, to: Tier = Tier.GONE, barrier_s: float = 5) -> None:
+    ticket = residency.slots["a"].ticket
+    residency._obey(wire.RevokeOrder(ticket, reason, to, seconds(barrier_s)))
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def use(residency: Any) -> TicketId:
+    async with residency.use("a") as engine:
+        return TicketId(engine.ticket)
+
+
+@pytest.mark.spec("A4")
+async def test_concurrent_uses_share_one_load() -> None:
+    async with holder(loaded=False) as (residency, arbiter, engine):
+        uses = [asyncio.ensure_future(use(residency)) for _ in range(20)]
+        await until(lambda: residency.slots.get("a") and len(residency.slots["a"].waiters) == 20)
+        engine.loaded.set()
+        assert len(set(await asyncio.gather(*uses))) == 1
+        assert len(arbiter.asked) == 1
+
+
+@pytest.mark.spec("A5")
+async def test_a_revoke_between_the_load_and_its_first_use_finds_the_model_in_use() -> None:
+    async with holder(loaded=False) as (residency, arbiter, engine):
+        waiting = asyncio.ensure_future(use(residency))
+        await until(lambda: residency.slots.get("a") and residency.slots["a"].waiters)
+        slot, admit = residency.slots["a"], residency._resident
+
+        def and_revoke(slot: Any, took_s: float) -> None:
+            admit(slot, took_s)
+            revoke(residency, Reason.IDLE)
+
+        residency._resident = and_revoke
+        engine.loaded.set()
+        assert await waiting == slot.ticket
+        assert "Busy" in arbiter.kinds()
+
+
+@pytest.mark.spec("A6", "A9")
+async def test_a_pressure_revoke_of_a_busy_model_is_refused_and_of_an_idle_one_obeyed() -> None:
+    async with holder() as (residency, arbiter, _):
+        async with residency.use("a"):
+            revoke(residency, Reason.PRESSURE)
+            assert arbiter.kinds()[-1] == "Busy"
+        revoke(residency, Reason.PRESSURE)
+        await until(lambda: "a" not in residency.slots)
+        assert arbiter.told[-1] == ev.Released(arbiter.asked[0], "pressure")
+
+
+@pytest.mark.spec("A9")
+async def test_a_swap_waits_for_what_is_in_flight_and_new_requests_get_a_new_ticket() -> None:
+    async with holder() as (residency, arbiter, _):
+        async with residency.use("a"):
+            revoke(residency, Reason.SWAP)
+            late = asyncio.ensure_future(use(residency))
+            await until(lambda: residency.slots["a"].waiters)
+            assert "Released" not in arbiter.kinds()
+        assert await late == arbiter.asked[1] != arbiter.asked[0]
+
+
+@pytest.mark.spec("A9")
+async def test_a_barrier_that_is_outlived_drops_and_waiters_go_on_with_the_old_ticket() -> None:
+    async with holder() as (residency, arbiter, _):
+        async with residency.use("a"):
+            revoke(residency, Reason.SWAP, barrier_s=0.05)
+            assert await use(residency) == arbiter.asked[0]
+        assert "BarrierDropped" in arbiter.kinds()
+
+
+@pytest.mark.spec("D1")
+async def test_asleep_and_awake_keep_the_ticket() -> None:
+    async with holder() as (residency, arbiter, engine):
+        first = await use(residency)
+        revoke(residency, Reason.SWAP, Tier.ASLEEP)
+        await until(lambda: "Slept" in arbiter.kinds())
+        assert await use(residency) == first
+        assert engine.acts == ["/control/sleep", "/control/wake"]
+
+
+@pytest.mark.spec("A19")
+async def test_a_broken_lifeline_is_engine_lost_for_those_in_flight() -> None:
+    async with holder() as (residency, arbiter, engine):
+        async with residency.use("a") as open_use:
+            engine.dead.set()
+            await until(lambda: "a" not in residency.slots)
+            with pytest.raises(EngineLost):
+                open_use.stream("POST", "/v1/x", {}, b"")
+        assert arbiter.told[-1] == ev.Released(arbiter.asked[0], "lost")
+
+
+@pytest.mark.spec("A8")
+async def test_the_last_waiters_leaving_is_told_and_a_deadline_is_typed() -> None:
+    async with holder(loaded=False) as (residency, arbiter, _):
+        with pytest.raises(DeadlineUnmet):
+            async with residency.use("a", deadline_s=0.1):
+                pass
+        assert arbiter.told[-1] == ev.Withdrawn(arbiter.asked[0])
+
+
+@pytest.mark.spec("A7")
+async def test_release_is_idempotent_and_use_after_it_is_typed() -> None:
+    async with holder() as (residency, _, _engine):
+        async with residency.use("a") as open_use:
+            pass
+        open_use.release()
+        with pytest.raises(TicketClosed):
+            open_use.stream("POST", "/v1/x", {}, b"")
+        assert residency.slots["a"].inflight == 0
