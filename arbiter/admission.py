@@ -257,10 +257,11 @@ def _back_in_service(mind: Mind, entry: Entry) -> None:
 
 
 def size_of(mind: Mind, entry: Entry, largest: Bytes) -> Bytes:
-    """What it will be granted. A correction after a failure for memory never exceeds the largest
-    device, for there is nothing beyond it to try."""
+    """What it will be granted. What was learned, of a failure for memory or of a peak with its
+    headroom, never exceeds the largest device: there is nothing beyond it to try, and the model
+    has run there before."""
     estimate = mind.estimates.size(mind.key_of(entry), entry.need, entry.need_is_explicit)
-    if estimate.source == "corrected" and largest >= entry.need.device_bytes:
+    if estimate.source in ("corrected", "learned") and largest >= entry.need.device_bytes:
         return min(estimate.device_bytes, largest)
     return estimate.device_bytes
 

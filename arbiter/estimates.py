@@ -35,6 +35,7 @@ class Estimates:
         self._peak: dict[ModelKey, Bytes] = {}
         self._corrected: dict[ModelKey, Bytes] = {}  # after a failure for memory
         self._load: dict[ModelKey, Span] = {}
+        self._sleepless: set[ModelKey] = set()  # a sleep of it did not give its bytes back
 
     def size(self, key: ModelKey, need: Need, need_is_explicit: bool) -> Estimate:
         said, source = need.device_bytes, "explicit" if need_is_explicit else "computed"
@@ -45,6 +46,13 @@ class Estimates:
         if corrected > said:
             said, source = corrected, "corrected"
         return Estimate(said, need.host_bytes, source)
+
+    def can_sleep(self, key: ModelKey) -> bool:
+        return key not in self._sleepless
+
+    def did_not_sleep(self, key: ModelKey) -> None:
+        """Seen once is enough: what stays behind is the engine's own, and stays each time."""
+        self._sleepless.add(key)
 
     def _with_headroom(self, peak: Bytes) -> Bytes:
         return Bytes(peak + int(peak * self._settings.learned_headroom_fraction))
@@ -73,14 +81,16 @@ class Estimates:
     def forget(self, key: ModelKey) -> None:
         for table in (self._peak, self._corrected, self._load):
             table.pop(key, None)
+        self._sleepless.discard(key)
 
     def export(self) -> list[dict[str, Any]]:
         """Plain rows for the state file; `restore` reads them back."""
-        keys = sorted(self._peak.keys() | self._load.keys(), key=repr)
+        keys = sorted(self._peak.keys() | self._load.keys() | self._sleepless, key=repr)
         return [
             {
                 "capability": k.capability, "model": k.model, "settings_key": k.settings_key,
                 "peak_bytes": self._peak.get(k, 0), "load_ns": self._load.get(k, 0),
+                "is_sleepless": k in self._sleepless,
             }
             for k in keys
         ]  # fmt: skip
@@ -92,3 +102,5 @@ class Estimates:
                 self._peak[key] = Bytes(row["peak_bytes"])
             if row["load_ns"]:
                 self._load[key] = Span(row["load_ns"])
+            if row.get("is_sleepless"):  # rows of older versions lack it
+                self._sleepless.add(key)

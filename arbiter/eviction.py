@@ -69,18 +69,21 @@ def _is_lawful(mind: Mind, entry: Entry) -> bool:
         entry.state in (State.RESIDENT, State.ASLEEP)
         and not entry.pinned
         and mind.now >= entry.refused_until
-        and entry.ticket not in mind.line
     )
 
 
 def _may_swap(mind: Mind, entry: Entry, waiting: Entry) -> bool:
+    """A sleeper that waits to be woken gives way to those before it in the line, never to those
+    behind: what it still holds on the device could keep the first in line waiting for ever."""
     lawful = _is_lawful(mind, entry) and entry is not waiting
+    if entry.ticket in mind.line:
+        lawful = lawful and mind.line.is_ahead(waiting.ticket, entry.ticket)
     return lawful and mind.now >= min_residency_ends(mind, entry)
 
 
 def _may_leave(mind: Mind, entry: Entry) -> bool:
     """For want of real memory minimum residency does not count; being in use does."""
-    return _is_lawful(mind, entry) and entry.inflight == 0
+    return _is_lawful(mind, entry) and entry.inflight == 0 and entry.ticket not in mind.line
 
 
 def min_residency_ends(mind: Mind, entry: Entry) -> Instant:
@@ -93,8 +96,8 @@ def min_residency_ends(mind: Mind, entry: Entry) -> Instant:
 
 
 def _ranked(mind: Mind, book: Book, lawful: Iterable[Entry]) -> Victims:
-    """Best victim first, by the policy."""
-    return sorted(lawful, key=lambda e: _policy_key(mind, book, e))
+    """Best victim first, by the policy; last those that somebody waits for."""
+    return sorted(lawful, key=lambda e: (e.ticket in mind.line, _policy_key(mind, book, e)))
 
 
 def _policy_key(mind: Mind, book: Book, e: Entry) -> Key:
@@ -166,7 +169,7 @@ def _with_bed(mind: Mind, entry: Entry) -> Sizes | None:
     """What it is granted plus host RAM to sleep in; None when it cannot or there is no room."""
     host = mind.ledger.books.get(host_device(entry.node))
     bed = entry.need.host_bytes
-    if host is None or bed == 0:
+    if host is None or bed == 0 or not mind.estimates.can_sleep(mind.key_of(entry)):
         return None
     already = entry.charge(host.device)  # a copy still measured since its last sleep
     if bed - already > host.free_bytes:
@@ -218,6 +221,14 @@ def confirm_sleep(mind: Mind, entry: Entry) -> None:
     mind.watch(entry, mind.now)
 
 
+def doubt_sleeper(mind: Mind, entry: Entry) -> None:
+    """A reading has come of a sleeper that perhaps nobody saw fall asleep: its holder rejoined
+    with it. A sleeper may grow a little; one that never gave back half of its share is none."""
+    believed = entry.home_bytes - share(entry.home_bytes, mind.settings.slept_fraction) // 2
+    if entry.state is State.ASLEEP and entry.at_home_bytes > believed:
+        _is_not_asleep(mind, entry, Reason.FAILED)
+
+
 def tend_draining(mind: Mind, entry: Entry) -> None:
     """The time rules of DRAINING."""
     terms = mind.settings.terms
@@ -243,6 +254,11 @@ def _doubt_sleep(mind: Mind, entry: Entry, believe_by: Instant) -> None:
     if mind.now < believe_by:
         mind.watch(entry, believe_by)
         return
+    _is_not_asleep(mind, entry, entry.leaving or Reason.SWAP)
+
+
+def _is_not_asleep(mind: Mind, entry: Entry, reason: Reason) -> None:
     wanted = mind.settings.slept_fraction
     mind.tell("not_asleep", entry, size=entry.at_home_bytes, wanted_fraction=wanted)
-    take(mind, entry, entry.leaving or Reason.SWAP)
+    mind.estimates.did_not_sleep(mind.key_of(entry))
+    take(mind, entry, reason)

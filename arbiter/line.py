@@ -38,6 +38,10 @@ class Line:
             self._per_model[waiting.model] -= 1
             del self._order[bisect_left(self._order, (waiting.key, ticket))]
 
+    def is_ahead(self, ticket: TicketId, other: TicketId) -> bool:
+        """Both wait; `ticket` comes first."""
+        return (self._waiting[ticket].key, ticket) < (self._waiting[other].key, other)
+
     def find(self, ticket: TicketId) -> Waiting | None:
         return self._waiting.get(ticket)
 

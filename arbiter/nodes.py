@@ -7,7 +7,7 @@ taken: its agent sends the next one only when the last was received.
 from arbiter import events as ev
 from arbiter.budget import foreign_in_budget, lendable
 from arbiter.decisions import Reap, Reason
-from arbiter.eviction import confirm_sleep
+from arbiter.eviction import confirm_sleep, doubt_sleeper
 from arbiter.ledger import CHARGED, Book, Entry, Sizes, State
 from arbiter.loads import DIED, learn_failure
 from arbiter.mind import Mind, Node, Unclaimed
@@ -117,6 +117,7 @@ def _weigh_all(mind: Mind, node: Node, seen_bytes: dict[TicketId, Sizes]) -> Non
     for entry in charged.values():
         mind.ledger.weigh(entry, seen_bytes.get(entry.ticket, {}))
         confirm_sleep(mind, entry)
+        doubt_sleeper(mind, entry)
         if entry.state is State.RESIDENT:
             _learn(mind, entry)
 

@@ -175,9 +175,13 @@ def test_learned_values_survive_as_plain_rows() -> None:
     again.restore(estimates.export())
     assert again.export() == estimates.export() == [
         {"capability": "text", "model": "a", "settings_key": "", "peak_bytes": 1000,
-         "load_ns": seconds(3)}
+         "load_ns": seconds(3), "is_sleepless": False}
     ]  # fmt: skip
     assert again.size(KEY, Need(Bytes(10)), False).device_bytes == 1050
+    again.did_not_sleep(KEY)
+    heir = Estimates(DEFAULTS)
+    heir.restore(again.export())
+    assert not heir.can_sleep(KEY)
     again.forget(KEY)
     assert again.export() == []
 

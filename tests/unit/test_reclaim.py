@@ -287,6 +287,20 @@ def test_without_an_explicit_value_what_was_learned_replaces_what_was_computed()
     assert grant.devices[0].size_bytes == gib(15)
 
 
+@pytest.mark.spec("A17", "B6")
+def test_a_learned_peak_with_its_headroom_asks_at_most_for_the_whole_device() -> None:
+    """It has run there, so it must not be refused as larger than the device."""
+    desk = Desk(device=80, settings=replace(PLAIN, learned_headroom_fraction=0.05))
+    desk.resident(0, "a", 70)
+    desk.engines["a"] = {CPU: 79}
+    desk.read(1)
+    desk.read(2)
+    desk.at(3, ev.Released(TicketId("a"), "manual"))
+    desk.gone(3, "a")
+    [grant] = desk.ask(4, "a1", 70)
+    assert grant.devices[0].size_bytes == gib(80)
+
+
 def test_a_late_message_is_counted_and_ignored() -> None:
     desk = Desk()
     before = desk.arbiter.stale_count

@@ -71,6 +71,49 @@ def test_a_sleep_that_is_not_seen_ends_the_engine() -> None:
     assert "not_asleep" in desk.kinds()
 
 
+@pytest.mark.spec("D1")
+def test_a_model_whose_sleep_was_not_seen_is_not_put_to_sleep_again() -> None:
+    desk = Desk(device=80, host=100)
+    desk.resident(0, "a", 80, host=40)
+    desk.engines["a"] = {CPU: 80}
+    desk.read(1)
+    desk.ask(20, "b", 60)
+    desk.at(21, ev.Slept(TicketId("a")))
+    desk.woke(26)
+    desk.gone(27, "a")
+    desk.at(28, ev.Released(TicketId("b"), "manual"))
+    desk.gone(28, "b")
+    desk.resident(30, "a2", 80, host=40)
+    assert revoked(desk.ask(50, "c", 60)) == [("a2", "swap", "gone")]
+
+
+@pytest.mark.spec("D1", "A18")
+def test_a_sleeper_that_rejoins_awake_in_memory_is_ended() -> None:
+    desk = Desk(device=80, host=100)
+    desk.host_sizes["a"] = 40
+    held = desk.held("a", ev.Phase.ASLEEP, size=40)
+    desk.join(0, "h", held)
+    desk.engines["a"] = {CPU: 40}
+    assert reaped(desk.read(1)) == ["a"]
+    assert "not_asleep" in desk.kinds()
+
+
+@pytest.mark.spec("C6", "A9")
+def test_a_sleeper_behind_in_the_line_gives_its_residue_to_the_first() -> None:
+    """`c` needs what the sleeper `a` still holds; `a` asked to be woken meanwhile."""
+    desk = asleep()
+    desk.at(23, ev.Loaded(TicketId("b"), seconds(0)))
+    assert desk.ask(23.5, "c", 80) == []  # `b` is within its minimum residency
+    assert desk.ask(23.6, "a", 80, host=40) == []
+    decisions = desk.woke(24.1)
+    assert reaped(decisions) == ["a"]
+    assert isinstance(refusal(decisions), errors.TicketClosed)
+    assert ("b", "swap", "gone") in revoked(decisions)
+    desk.gone(24.2, "a")
+    desk.at(24.3, ev.Released(TicketId("b"), "swap"))
+    assert granted(desk.gone(24.4, "b")) == ["c"]
+
+
 def test_a_sleep_nobody_reserved_host_ram_for_ends_the_engine() -> None:
     desk = Desk(device=80, host=0)
     desk.resident(0, "a", 80, host=40)
