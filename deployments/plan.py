@@ -29,7 +29,7 @@ class EngineKind:
     entry: str  # `module:function`, called in the engine's process
     preload: tuple[str, ...]  # modules the zygote imports so that a start is short
     context_bytes: Bytes  # what a live but empty engine process holds, measured on the CPU build
-    working_bytes: Bytes  # activations and buffers where the config names no KV size
+    working_bytes: Bytes  # activations and buffers under traffic, KV cache apart
 
 
 # One line per engine library; a new one is this line and its file. The bytes are what the node
@@ -38,14 +38,14 @@ ENGINES: dict[str, EngineKind] = {
     "vllm": EngineKind(
         "deployments.engines.vllm_engine:build",
         ("deployments.engines.vllm_preload",),
-        context_bytes=Bytes(60 * MIB),
-        working_bytes=Bytes(256 * MIB),
+        context_bytes=Bytes(100 * MIB),
+        working_bytes=Bytes(96 * MIB),
     ),
     "sentence_transformers": EngineKind(
         "deployments.engines.sentence_transformers_engine:build",
         ("deployments.engines.sentence_transformers_engine",),
-        context_bytes=Bytes(40 * MIB),
-        working_bytes=Bytes(64 * MIB),
+        context_bytes=Bytes(56 * MIB),
+        working_bytes=Bytes(32 * MIB),
     ),
 }
 
@@ -125,8 +125,8 @@ def _package_folder(source: str, name: str) -> str:
 def estimate(path: str, model: ModelConfig, kind: EngineKind) -> Need:
     """Header sum plus the engine's overhead."""
     weights = weights_bytes(Path(path))
-    kv = model.engine_args.get("kv_cache_memory_bytes")
-    working = Bytes(parse_size(kv)) if kv is not None else kind.working_bytes
+    kv_bytes = parse_size(model.engine_args.get("kv_cache_memory_bytes", 0))
+    working = Bytes(kind.working_bytes + kv_bytes)
     return Need(
         weights_bytes=weights,
         working_bytes=working,

@@ -8,14 +8,14 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.graph.conftest import Graph
 
-CHAT, EMBED = "tiny-chat", "all-minilm-l6-v2"
+CHAT, SMALL, EMBED = "tiny-chat", "small-chat", "all-minilm-l6-v2"
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
 
 
 @pytest.mark.spec("J1")
 def test_models_are_listed_with_their_capability(client: OpenAI) -> None:
     owners = {model.id: model.owned_by for model in client.models.list()}
-    assert owners == {CHAT: "chat", EMBED: "embedding"}
+    assert owners == {CHAT: "chat", SMALL: "chat", EMBED: "embedding"}
     assert client.models.retrieve(CHAT).id == CHAT
 
 
@@ -70,21 +70,34 @@ def test_many_clients_at_once_cause_one_load(graph: Graph, client: OpenAI) -> No
     assert len(graph.tickets("chat")) == 1
 
 
-@pytest.mark.spec("A9", "D1")
+@pytest.mark.spec("A9", "D1", "D6", "B4")
 def test_chat_and_embeddings_trade_the_budget(graph: Graph, client: OpenAI) -> None:
-    """The device holds one of them; each answer is right although the other had to leave."""
-    first = client.embeddings.create(model=EMBED, input="a ticket").data[0].embedding
+    """The device holds one of them. Each time the other must leave, chat to sleep in host RAM, and
+    every answer is what it was before."""
+    vector = embed(client)
+    words = talk(client)
     for _ in range(3):
-        client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
-        again = client.embeddings.create(model=EMBED, input="a ticket").data[0].embedding
-        assert again == pytest.approx(first, abs=1e-6)
+        assert embed(client) == pytest.approx(vector, abs=1e-6)
+        assert list(graph.tickets("chat").values()) == ["asleep"]
         for device in graph.state()["devices"]:
-            assert (
-                device["free_bytes"] + device["charged_bytes"] + device["foreign_bytes"]
-                == (device["budget_bytes"])
-            )
+            taken = device["charged_bytes"] + device["foreign_bytes"]
+            assert device["free_bytes"] + taken == device["budget_bytes"]
             assert device["free_bytes"] >= 0
-    assert "eviction" in {event["kind"] for event in graph.events()}
+        assert talk(client) == words
+    kinds = [event["kind"] for event in graph.events()]
+    assert kinds.count("model_wake") >= 3
+    assert "eviction" in kinds
+
+
+def embed(client: OpenAI) -> list[float]:
+    return client.embeddings.create(model=EMBED, input="a ticket").data[0].embedding
+
+
+def talk(client: OpenAI) -> str:
+    answer = client.chat.completions.create(
+        model=SMALL, messages=HELLO, max_tokens=16, temperature=0
+    )
+    return answer.choices[0].message.content or ""
 
 
 @pytest.mark.spec("L3")
