@@ -70,7 +70,8 @@ class Graph:
             with urllib.request.urlopen(request, timeout=120) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
+            said = error.read()
+            return error.code, json.loads(said) if said.startswith(b"{") else said
 
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = self.get("/arbiter/state")

@@ -101,6 +101,31 @@ def test_the_event_stream_resumes_behind_the_last_event_seen(graph: Graph) -> No
     assert int(first[4:]) == seen + 1
 
 
+@pytest.mark.spec("L0")
+def test_http_offers_what_it_should_and_nothing_else(graph: Graph) -> None:
+    """What commands an engine or the arbiter is not to be had over HTTP, whatever the path."""
+    offered = {
+        (method.upper(), path)
+        for path, methods in graph.get("/openapi.json")["paths"].items()
+        for method in methods
+    }
+    assert offered == {
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/embeddings"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/{model}"),
+        ("GET", "/health"),
+        ("GET", "/ready"),
+        ("GET", "/arbiter/state"),
+        ("GET", "/arbiter/events"),
+        ("GET", "/arbiter/events/recent"),
+    }
+    for path in ("/control/sleep", "/v1/load_lora_adapter", "/v1/chat/../../control/sleep"):
+        status, _ = graph.post(path, {"model": CHAT})
+        assert status in (404, 405)
+
+
 def test_a_changed_table_is_served_without_a_restart(graph: Graph, client: OpenAI) -> None:
     client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
     before = graph.state()["epoch"], list(graph.tickets("chat"))
