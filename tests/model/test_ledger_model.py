@@ -100,9 +100,7 @@ class Books(RuleBasedStateMachine):
             case WakeAt(at):
                 assert at > self.now
 
-    def judge_grant(
-        self, grant: Grant, event: ev.Event, before: dict[TicketId, Entry]
-    ) -> None:
+    def judge_grant(self, grant: Grant, event: ev.Event, before: dict[TicketId, Entry]) -> None:
         ticket = grant.ticket
         if ticket in self.held and before[ticket].state is not State.ASLEEP:
             repeats = isinstance(event, ev.Requested) and event.ticket == ticket

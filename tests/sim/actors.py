@@ -388,4 +388,3 @@ class Holder:
         for engine in [e for e in self.agent.engines.values() if e.holder == self.holder]:
             if not self.world.chance("hang"):
                 self.world.later(1, lambda e=engine: self.agent.end(e))
-

@@ -68,9 +68,7 @@ class World:
         self.needs = {m: self._need(sleeps) for m in MODELS}
         self.needs[PINNED] = ev.Need(Bytes(3 * GIB))  # leaves room for each of the others
         self.agents = {n: self._agent(n) for n in (NodeId("n0"), NodeId("n1"))}
-        self.budgets = {
-            s.device: int(s.total_bytes) for a in self.agents.values() for s in a.specs
-        }
+        self.budgets = {s.device: int(s.total_bytes) for a in self.agents.values() for s in a.specs}
         self.restart_arbiter()
         for agent in self.agents.values():
             self.later(1.0, agent.beat)
@@ -106,8 +104,7 @@ class World:
 
     def table(self) -> ev.CapabilitiesSet:
         specs = tuple(
-            ev.ModelSpec(m, seconds(-1 if m == "a" else 20), pinned=m == PINNED)
-            for m in MODELS
+            ev.ModelSpec(m, seconds(-1 if m == "a" else 20), pinned=m == PINNED) for m in MODELS
         )
         return ev.CapabilitiesSet((ev.CapabilitySpec("text", "text", "fake", specs, seconds(60)),))
 

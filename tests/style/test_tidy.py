@@ -137,9 +137,7 @@ def sleeps(path: Path) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in TESTS if p.name.startswith("test_")], ids=name_of
-)
+@pytest.mark.parametrize("path", [p for p in TESTS if p.name.startswith("test_")], ids=name_of)
 def test_no_test_sleeps(path: Path) -> None:
     """They wait on a condition with a bound; the loop that looks again lives in tests/support."""
     assert not sleeps(path)
