@@ -11,6 +11,7 @@ ArbiterError
     ModelCoolingDown      503  its last load failed; says why and when to come back
     LoadFailed            503  the load behind this ticket failed
     EngineLost            503  the engine died under this request
+    CapabilityFailed      503  its deployment is broken or has no application
     HolderQuarantined     503  this holder did not give memory back
     ArbiterClosing        503  shutdown has begun
     ArbiterUnavailable    503  the arbiter cannot be reached, so nothing may be loaded
@@ -168,6 +169,17 @@ class EngineLost(RequestError):
 
     def __str__(self) -> str:
         return f"the engine of {self.model} ({self.ticket}) died under this request; send it again"
+
+
+class CapabilityFailed(RequestError):
+    status_code, code = 503, "capability_failed"
+
+    def __init__(self, model: str, cause: str) -> None:
+        super().__init__(model, cause)
+        self.model, self.cause = model, cause
+
+    def __str__(self) -> str:
+        return f"the capability that serves {self.model} failed ({self.cause}); see `serve status`"
 
 
 class HolderQuarantined(RequestError):

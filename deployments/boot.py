@@ -21,7 +21,8 @@ def boot(table: Table) -> Boot:
     kinds = [engine_kind(c.engine) for c in table.capabilities.values()]
     preload = tuple(dict.fromkeys(module for kind in kinds for module in kind.preload))
     agent = AgentSettings(ZYGOTE, preload)
-    return Boot(configuration(table), agent, state_file=table.arbiter.state_file)
+    files = {"state_file": table.arbiter.state_file, "event_file": table.arbiter.event_file}
+    return Boot(configuration(table), agent, **files)
 
 
 def as_plain(table: Table) -> dict[str, Any]:

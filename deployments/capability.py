@@ -5,11 +5,11 @@ answer goes out. Subclasses say which paths they serve.
 import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ray import serve
 
-from arbiter.errors import EngineLost, RequestError
+from arbiter.errors import RequestError
 from deployments import wire
 from deployments.pace import Pace
 from deployments.residency import Residency
@@ -30,32 +30,28 @@ class Capability:
         self._residency = Residency.start(capability, holder=f"{capability}#{replica}")
 
     async def handle(self, call: wire.Call) -> AsyncIterator[wire.Head | bytes]:
-        """Head, then bytes. Closing this generator cancels the work down to the engine."""
+        """Head, then bytes. Closing this generator cancels the work down to the engine. Raises
+        RequestError, which the front turns into an answer, or into another try when the client has
+        seen nothing yet; within a stream of events the error is the last event."""
         if call.path not in self.paths:
             head, body = _wrong_route(call, self.paths)
             yield head
             yield body
             return
-        head_sent = False
+        is_stream = False
         try:
             async with self._residency.use(call.model, deadline_s=call.deadline_s) as engine:
                 answer = engine.stream("POST", call.path, call.headers, call.body)
                 async with aclosing(self._pace.follow(answer)) as parts:
                     async for part in parts:
-                        head_sent = True
+                        if isinstance(part, wire.Head):
+                            is_stream = part.is_stream
                         yield part
         except RequestError as error:
             logger.warning("request %s: %s", call.request_id, error)
-            if head_sent:
-                yield wire.stream_error(error)
-                return
-            head, body = wire.refusal(error)
-            again = {"x-try-again": "1"} if isinstance(error, EngineLost) else {}
-            yield wire.Head(head.status, head.headers | again)
-            yield body
-
-    async def readiness(self) -> dict[str, Any]:
-        return self._residency.readiness()
+            if not is_stream:
+                raise
+            yield wire.stream_error(error)
 
     async def __del__(self) -> None:
         await self._residency.close()

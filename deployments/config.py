@@ -63,6 +63,7 @@ class ArbiterConfig(Strict):
     evict: str = "priority_lru"
     arenas: Arenas = Arenas()
     state_file: str | None = None  # default: beside the user's other state, mode 0600
+    event_file: str | None = None  # the event log as JSON lines; default: none is written
     barrier_s: float = Field(10.0, gt=0, le=600)  # SPEC A9
     load_timeout_s: float = Field(600.0, gt=0)
     queue_per_model: int = Field(1_000, ge=1)
@@ -117,11 +118,10 @@ class ModelConfig(Strict):
 
 class CapabilityConfig(Strict):
     role: str
-    engine: str  # a name in deployments.engines.catalogue, or `module:function`
+    engine: str  # a name in deployments.plan.ENGINES, or `module:function`
     models: dict[str, ModelConfig] = Field(min_length=1)
     keep_warm_s: float | None = Field(None, ge=-1)
     downscale_to_zero_s: float = Field(300.0, ge=0)  # SPEC H0
-    max_queued_requests: int = Field(512, ge=1)
 
     @field_validator("role")
     @classmethod

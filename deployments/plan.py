@@ -9,10 +9,11 @@ import hashlib
 import importlib.util
 import json
 import os
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from arbiter.events import Need
 from arbiter.units import MIB, Bytes
@@ -20,6 +21,15 @@ from deployments.config import CapabilityConfig, ConfigError, ModelConfig, parse
 
 # Longest safetensors header accepted; the format's reference reader has the same bound.
 MAX_HEADER_BYTES = 100_000_000
+
+
+class _Tensor(BaseModel):
+    """One entry of a safetensors header; the metadata entry has no offsets."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+_HEADER = TypeAdapter(dict[str, _Tensor])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +154,16 @@ def weights_bytes(folder: Path) -> Bytes:
 
 
 def _tensor_bytes(file: Path) -> int:
+    """Raises ConfigError for anything that is not a safetensors header."""
     with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > MAX_HEADER_BYTES:
+        prefix = stream.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > MAX_HEADER_BYTES:
             raise ConfigError(f"{file}: header of {length} bytes; not a safetensors file")
-        header = json.loads(stream.read(length))
-    spans = (v["data_offsets"] for k, v in header.items() if k != "__metadata__")
+        raw = stream.read(length)
+    try:
+        header = _HEADER.validate_json(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{file}: {error.errors()[0]['msg']}; not a safetensors file") from error
+    spans = (tensor.data_offsets for key, tensor in header.items() if key != "__metadata__")
     return sum(end - start for start, end in spans)

@@ -5,9 +5,8 @@ Raw JSON in, raw bytes out: neither side parses what the engine will parse again
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
-from arbiter.errors import ArbiterUnavailable, RequestError
+from arbiter.errors import EngineLost, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +28,11 @@ class Head:
     status: int
     headers: dict[str, str]
 
+    @property
+    def is_stream(self) -> bool:
+        """Server-sent events: each piece is of use to the client as it comes."""
+        return self.headers.get("content-type", "").startswith("text/event-stream")
+
 
 def error_body(
     message: str, *, kind: str, code: str | None = None, param: str | None = None
@@ -36,6 +40,12 @@ def error_body(
     """OpenAI's error object."""
     error = {"message": message, "type": kind, "param": param, "code": code}
     return json.dumps({"error": error}).encode()
+
+
+def is_transient(error: RequestError) -> bool:
+    """Whether sending the same call again at once may help: its process died, and another takes
+    its place."""
+    return isinstance(error, EngineLost)
 
 
 def kind_of(status: int) -> str:
@@ -59,13 +69,3 @@ def stream_error(error: RequestError) -> bytes:
     """An SSE event for a stream that breaks after its head was sent."""
     _, body = refusal(error)
     return b"data: " + body + b"\n\n"
-
-
-def is_transient(error: RequestError) -> bool:
-    """Whether sending the same call again at once may help: nothing was answered yet, and the
-    cause was a process that is being replaced."""
-    return error.code == "engine_lost" and not isinstance(error, ArbiterUnavailable)
-
-
-def json_response(payload: Any, status: int = 200) -> tuple[Head, bytes]:
-    return Head(status, {"content-type": "application/json"}), json.dumps(payload).encode()

@@ -11,6 +11,8 @@ from deployments.config import Table
 
 EVENT_WAIT_S = 15.0  # below the usual 30-60 s after which proxies cut a silent connection
 
+STATE_WAIT_S = 5.0  # a restart of the arbiter takes 1-2 s; a probe must not hang for longer
+
 
 async def configure(table: Table) -> None:
     """Starts the arbiter if there is none; all or nothing."""
@@ -20,7 +22,7 @@ async def configure(table: Table) -> None:
 
 async def state() -> dict[str, Any]:
     """Raises ArbiterUnavailable."""
-    answer: dict[str, Any] = await call_arbiter("state")
+    answer: dict[str, Any] = await call_arbiter("state", within_s=STATE_WAIT_S)
     return answer
 
 
@@ -44,9 +46,9 @@ def _word(states: set[str], failures: list[dict[str, Any]]) -> str:
         return "ready"
     if states & {"queued", "loading"}:
         return "loading"
-    if failures:
-        return "failed"
-    return "ready" if "asleep" in states else "scaled_to_zero"
+    if "asleep" in states:
+        return "ready"
+    return "failed" if failures else "scaled_to_zero"
 
 
 async def recent_events(after: int) -> list[dict[str, Any]]:

@@ -7,9 +7,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from arbiter.errors import RequestError, UnknownModel
+from arbiter.errors import CapabilityFailed, RequestError, UnknownModel
 from deployments.config import Table, parse_table
 from deployments.front import arbiter_routes
 from deployments.front.reading import BadRequest, read_call, refused
@@ -77,10 +78,12 @@ class Front:
         capability = self._table.homes.get(call.model)
         if capability is None:
             return refused(UnknownModel(call.model, "", tuple(sorted(self._table.homes))))
-        handle = self._handle(capability)
-        bound = self._table.capabilities[capability].max_queued_requests
+        try:
+            handle = self._handle(capability)
+        except (KeyError, RayServeException):
+            return refused(CapabilityFailed(call.model, "it has no application"))
         logger.info("request %s: %s %s -> %s", call.request_id, call.path, call.model, capability)
-        response = await relay(call, handle.handle.remote, bound)
+        response = await relay(call, handle.handle.remote)
         response.headers["x-request-id"] = call.request_id
         return response
 
@@ -99,13 +102,14 @@ class Front:
 
     @app.get("/ready")
     async def ready(self) -> Response:
-        """Readiness of each capability: ready, loading, scaled_to_zero or failed with cause."""
+        """Readiness of each capability: ready, loading, scaled_to_zero or failed with cause. 503
+        only when none of them can serve."""
         try:
             report = await arbiter_routes.readiness(self._table)
         except RequestError as error:
             return refused(error)
-        failed = any(c["state"] == "failed" for c in report.values())
-        return JSONResponse({"capabilities": report}, 503 if failed else 200)
+        states = {c["state"] for c in report.values()}
+        return JSONResponse({"capabilities": report}, 503 if states == {"failed"} else 200)
 
     @app.get("/arbiter/state")
     async def state(self) -> Response:
@@ -126,6 +130,6 @@ class Front:
     async def events(self, request: Request, after: int = 0) -> Response:
         """The event log as SSE, from sequence number `after` on; `Last-Event-ID` resumes."""
         last = request.headers.get("last-event-id", "")
-        start = int(last) if last.isdigit() else after
+        start = int(last) if last.isascii() and last.isdecimal() else after
         stream = arbiter_routes.event_stream(start)
         return StreamingResponse(stream, media_type="text/event-stream")

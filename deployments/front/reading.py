@@ -51,7 +51,7 @@ async def read_call(request: Request) -> wire.Call:
 async def _bounded_body(request: Request) -> bytes:
     too_large = BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", None, 413)
     declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+    if declared.isascii() and declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
         raise too_large
     chunks, size = [], 0
     async for chunk in request.stream():

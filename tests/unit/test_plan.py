@@ -45,6 +45,18 @@ def test_a_header_longer_than_the_format_allows_is_refused(tmp_path: Path) -> No
         plan.weights_bytes(tmp_path)
 
 
+@pytest.mark.spec("L2", "L3")
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"\x05", b"\x02\0\0\0\0\0\0\0{", b"\x02\0\0\0\0\0\0\0[]", b"\x05\0\0\0\0\0\0\0null!"]
+    + [len(b).to_bytes(8, "little") + b for b in (b'{"t": 1}', b'{"t": {"data_offsets": [1]}}')],
+)
+def test_a_broken_header_is_named_with_its_file(raw: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(raw)
+    with pytest.raises(ConfigError, match=r"a\.safetensors.*not a safetensors file"):
+        plan.weights_bytes(tmp_path)
+
+
 @pytest.mark.spec("A17")
 def test_an_explicit_need_wins_over_the_files(tmp_path: Path) -> None:
     need = {"weights": "3 MiB", "working": "1 MiB"}

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from fastapi.responses import Response, StreamingResponse
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from deployments import wire
@@ -54,7 +54,7 @@ async def body_of(response: Response) -> bytes:
 
 
 async def test_an_answer_is_carried_over() -> None:
-    response = await relay(CALL, Capability(Answer(JSON, b'{"a"', b": 1}")), 5)
+    response = await relay(CALL, Capability(Answer(JSON, b'{"a"', b": 1}")))
     assert response.status_code == 200
     assert json.loads(await body_of(response)) == {"a": 1}
 
@@ -62,29 +62,39 @@ async def test_an_answer_is_carried_over() -> None:
 @pytest.mark.spec("A19")
 async def test_a_replica_that_dies_before_its_head_is_asked_again() -> None:
     capability = Capability(Answer(ActorDiedError()), Answer(JSON, b"{}"))
-    response = await relay(CALL, capability, 5)
+    response = await relay(CALL, capability)
     assert response.status_code == 200
     assert capability.calls == 2
 
 
-async def test_an_answer_that_asks_for_another_try_gets_it() -> None:
-    again = wire.Head(503, {"content-type": "application/json", "x-try-again": "1"})
-    first = Answer(again, b"{}")
-    response = await relay(CALL, Capability(first, Answer(JSON, b"{}")), 5)
+@pytest.mark.spec("A19")
+async def test_a_json_answer_that_breaks_half_way_is_asked_for_again() -> None:
+    """The client has seen nothing of it."""
+    torso = Answer(JSON, b'{"a"', ActorDiedError())
+    response = await relay(CALL, Capability(torso, Answer(JSON, b'{"a": 1}')))
     assert response.status_code == 200
-    assert first.cancelled
+    assert json.loads(await body_of(response)) == {"a": 1}
+
+
+@pytest.mark.spec("L3")
+async def test_an_error_nobody_expected_is_typed_and_not_tried_again() -> None:
+    capability = Capability(Answer(RayTaskError("handle", "traceback", ValueError("x"))))
+    response = await relay(CALL, capability)
+    assert response.status_code == 503
+    assert json.loads(await body_of(response))["error"]["code"] == "capability_failed"
+    assert capability.calls == 1
 
 
 async def test_the_tries_are_bounded_and_the_last_failure_is_told() -> None:
     capability = Capability(Answer(ActorDiedError()))
-    response = await relay(CALL, capability, 5)
+    response = await relay(CALL, capability)
     assert capability.calls == TRIES
     assert response.status_code == 503
     assert json.loads(await body_of(response))["error"]["code"] == "engine_lost"
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
-    response = await relay(CALL, Capability(Answer(SSE, b"data: 1\n\n", ActorDiedError())), 5)
+    response = await relay(CALL, Capability(Answer(SSE, b"data: 1\n\n", ActorDiedError())))
     assert response.status_code == 200
     first, last = (await body_of(response)).strip().split(b"\n\n")
     assert first == b"data: 1"
@@ -92,14 +102,14 @@ async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
 
 
 async def test_an_answer_that_breaks_half_way_is_an_error_not_a_torso() -> None:
-    response = await relay(CALL, Capability(Answer(JSON, b'{"a"', ActorDiedError())), 5)
+    response = await relay(CALL, Capability(Answer(JSON, b'{"a"', ActorDiedError())))
     assert response.status_code == 503
 
 
 @pytest.mark.spec("J8")
 async def test_a_full_queue_is_429_with_its_bound_and_when_to_come_back() -> None:
     full = BackPressureError(num_queued_requests=5, max_queued_requests=5)
-    response = await relay(CALL, Capability(Answer(full)), 5)
+    response = await relay(CALL, Capability(Answer(full)))
     assert response.status_code == 429
     assert response.headers["retry-after"] == "1"
     assert "bound 5" in json.loads(await body_of(response))["error"]["message"]
@@ -108,7 +118,7 @@ async def test_a_full_queue_is_429_with_its_bound_and_when_to_come_back() -> Non
 @pytest.mark.spec("J8")
 async def test_a_client_that_leaves_a_stream_cancels_the_work() -> None:
     answer = Answer(SSE, b"data: 1\n\n", b"data: 2\n\n")
-    response = await relay(CALL, Capability(answer), 5)
+    response = await relay(CALL, Capability(answer))
     assert isinstance(response, StreamingResponse)
     stream = response.body_iterator
     await anext(aiter(stream))
@@ -118,5 +128,5 @@ async def test_a_client_that_leaves_a_stream_cancels_the_work() -> None:
 
 async def test_an_answer_taken_to_its_end_is_not_cancelled() -> None:
     answer = Answer(JSON, b"{}")
-    await relay(CALL, Capability(answer), 5)
+    await relay(CALL, Capability(answer))
     assert not answer.cancelled
