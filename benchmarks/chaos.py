@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from arbiter.errors import ArbiterUnavailable, RequestError
+from arbiter.errors import RequestError
 from arbiter.units import MIB
 from benchmarks import report
 from tests.conftest import ENVIRONMENT
@@ -49,6 +49,8 @@ class Tally:
     kills: Counter[str] = field(default_factory=Counter)
     untyped: list[str] = field(default_factory=list)
     looks: int = 0
+    processes: int = 0
+    rounds_without_victim: int = 0
     wrong: list[str] = field(default_factory=list)
     worst_answer_s: float = 0.0
 
@@ -124,16 +126,22 @@ async def chaos(kills: int, seed: int) -> Tally:
     async with desk(table, mib=BUDGET_MIB, barrier_s=2.0) as d:
         load = Load(d, tally, dice)
         clients = [asyncio.ensure_future(load.run(name)) for name in MODELS for _ in range(2)]
-        for number in range(1, kills + 1):
+        while (number := sum(tally.kills.values())) < kills:
             target = dice.choice(TARGETS)
+            killed = 0
             for pid in await victims(d, load, target, dice):
                 with contextlib.suppress(ProcessLookupError):
                     kill(pid)
-            tally.kills[target] += 1
+                    killed += 1
+            tally.processes += killed
+            tally.rounds_without_victim += not killed
             await asyncio.sleep(dice.random() * 1.5)
-            if number % LOOK_EVERY == 0:
+            if not killed:
+                continue  # it was dead already or could not be found: not a kill
+            tally.kills[target] += 1
+            if (number + 1) % LOOK_EVERY == 0:
                 await look(d, tally)
-                print(f"{number} kills, {sum(tally.answers.values())} answers", flush=True)
+                print(f"{number + 1} kills, {sum(tally.answers.values())} answers", flush=True)
         load.stopping = True
         await asyncio.gather(*clients)
         await settle(d, load, tally)
@@ -152,11 +160,14 @@ async def settle(d: Desk, load: Load, tally: Tally) -> None:
     for holder in load.holders.values():
         with contextlib.suppress(RayActorError):
             await holder.close.remote()
-    with contextlib.suppress(AssertionError, ArbiterUnavailable):
+    try:
         state = await d.until(lambda s: not s["tickets"])
-        charged = sum(device["charged_bytes"] for device in state["devices"])
-        if charged or await d.engines():
-            tally.wrong.append(f"{charged / MIB:.0f} MiB charged with nothing held")
+    except AssertionError as left:
+        tally.wrong.append(f"tickets left with nothing held: {left}")
+        return
+    charged = sum(device["charged_bytes"] for device in state["devices"])
+    if charged or await d.engines():
+        tally.wrong.append(f"{charged / MIB:.0f} MiB charged with nothing held")
 
 
 def main() -> int:
@@ -173,6 +184,8 @@ def main() -> int:
         ray.shutdown()
     figures = {
         "kills": dict(tally.kills),
+        "processes_killed": tally.processes,
+        "rounds_without_victim": tally.rounds_without_victim,
         "answers": dict(tally.answers),
         "worst_answer_s": round(tally.worst_answer_s, 2),
         "comparisons": tally.looks,
@@ -184,6 +197,10 @@ def main() -> int:
     for wrong in (*tally.wrong, *tally.untyped):
         print(wrong)
     print(f"kills {sum(tally.kills.values())}: {dict(tally.kills)}")
+    print(
+        f"processes killed {tally.processes}; rounds that found none and do not count: "
+        f"{tally.rounds_without_victim}"
+    )
     print(f"answers {sum(tally.answers.values())}: {dict(tally.answers)}")
     print(f"slowest answer {tally.worst_answer_s:.1f} s")
     print(f"unanswered or untyped: {len(tally.untyped)}")
