@@ -11,13 +11,14 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NoReturn, Protocol
 
 from arbiter import events as ev
 from arbiter import wire
 from arbiter.core import Arbiter
 from arbiter.decisions import Decision, Grant, Probe, Reap, Refuse, Reload, Revoke, Tell, WakeAt
-from arbiter.errors import LedgerBroken, RequestError, TicketClosed
+from arbiter.errors import RequestError, TicketClosed
 from arbiter.eventlog import EventLog
 from arbiter.plain import plain
 from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId
@@ -72,6 +73,20 @@ def crash(error: BaseException) -> NoReturn:
     os._exit(EX_SOFTWARE)
 
 
+class _Border(AbstractContextManager["_Border", None]):
+    """What leaves it is a refusal that a caller can act on. Whatever else is raised inside is a bug
+    after which the books may be half written."""
+
+    def __init__(self, crash: Callable[[BaseException], NoReturn]) -> None:
+        self._crash = crash
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if error is not None and not isinstance(error, RequestError):
+            self._crash(error)
+
+
 class Shell:
     """One event in, all its decisions performed."""
 
@@ -100,13 +115,11 @@ class Shell:
     # -- events --------------------------------------------------------------------------------
 
     def feed(self, event: ev.Event) -> None:
-        try:
-            decisions = self.core.handle(event, self._clock())
-        except (LedgerBroken, AssertionError) as error:
-            self._crash(error)
-        for decision in decisions:
-            self._perform(decision)
-        self.refresh_targets()
+        """Raises RequestError when the core refuses; anything else it raises ends the process."""
+        with _Border(self._crash):
+            for decision in self.core.handle(event, self._clock()):
+                self._perform(decision)
+            self.refresh_targets()
 
     def _perform(self, decision: Decision) -> None:
         match decision:
