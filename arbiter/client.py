@@ -73,9 +73,22 @@ class HolderClient:
         self._quiet = asyncio.Event()  # nothing is
         self._quiet.set()
         self._away_since = time.monotonic()
+        self._failed: BaseException | None = None  # a bug ended one of the tasks below
         self._tasks = [asyncio.ensure_future(t()) for t in (self._life, self._renew, self._send)]
         for task in self._tasks:
-            task.add_done_callback(_complain)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """These end only by being cancelled; anything else is a bug, and must be seen."""
+        if not task.cancelled() and (error := task.exception()):
+            self._failed = self._failed or error
+            logger.critical("a holder lost its line to the arbiter: %r", error, exc_info=error)
+
+    def check(self) -> None:
+        """Raises what ended this holder's line to the arbiter, for whoever can replace the holder:
+        without it no heartbeat goes out and no order comes in."""
+        if self._failed is not None:
+            raise self._failed
 
     @property
     def away_s(self) -> float:
@@ -98,12 +111,25 @@ class HolderClient:
         try:
             while True:
                 await self.joined()
-                await self._quiet.wait()  # what was said of this ticket goes first
+                if not await self._all_is_said():  # what was said of this ticket goes first
+                    continue
                 if granted := await self._ask_once(_aged(requested, time.monotonic() - asked)):
                     return granted
         except asyncio.CancelledError:
             self.tell(ev.Withdrawn(requested.ticket))
             raise
+
+    async def _all_is_said(self) -> bool:
+        """False: the arbiter went before it had heard everything."""
+        if self._quiet.is_set():
+            return True
+        waits = [asyncio.ensure_future(e.wait()) for e in (self._quiet, self._lost)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self._quiet.is_set()
 
     async def _ask_once(self, requested: ev.Requested) -> wire.Granted | None:
         """None: that life of the arbiter is over."""
@@ -217,12 +243,12 @@ class HolderClient:
             self._away_since = time.monotonic()
         self.epoch = None
         self._joined.clear()
+        self._lost.set()
 
     def _lose(self, epoch: Epoch) -> None:
         """A call failed: that epoch is over, or we are not in it."""
         if self.epoch == epoch:
             self._leave()
-            self._lost.set()
 
     async def _listen(self) -> None:
         """Returns when another call found the epoch over; raises what listening raises."""
@@ -304,9 +330,3 @@ def _aged(requested: ev.Requested, waited_s: float) -> ev.Requested:
         return requested
     left = max(0.0, in_seconds(requested.deadline) - waited_s)
     return replace(requested, deadline=Span(max(1, seconds(left))))
-
-
-def _complain(task: asyncio.Task[None]) -> None:
-    """These end only by being cancelled; anything else is a bug, and must be seen."""
-    if not task.cancelled() and (error := task.exception()):
-        logger.critical("a holder lost its line to the arbiter: %r", error, exc_info=error)

@@ -1,0 +1,35 @@
+"""An arbiter that is no actor: each method is a coroutine a test wrote, called as Ray's are."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from arbiter.client import HolderClient
+from arbiter.units import Epoch, HolderId
+
+
+class Method:
+    def __init__(self, act: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self.remote = act
+
+
+class FakeArbiter:
+    """A method that was not given never answers."""
+
+    def __init__(self, **methods: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self.methods = methods
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(self.methods.get(name, never))
+
+
+async def never(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+def joined_client(arbiter: FakeArbiter, kind: type[HolderClient] = HolderClient) -> HolderClient:
+    """A client in the middle of an epoch, whose own joining is over."""
+    client = kind("chat", HolderId("h"), lambda: (), lambda command: None)
+    client._arbiter, client.epoch = arbiter, Epoch(5)
+    client._joined.set()
+    return client
