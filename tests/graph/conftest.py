@@ -3,6 +3,7 @@
 One graph for the package; keep-warm is shortened so that loads and departures can be watched.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +42,24 @@ def until(probe: Callable[[], T], within_s: float, what: str) -> T:
     return last
 
 
+def pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 @dataclass
 class Graph:
     """The running system and how to look at it."""
@@ -56,6 +76,24 @@ class Graph:
         found = re.search(r"http://127\.0\.0\.1:\d+", text)
         assert found, "Ray did not say where its dashboard is"
         return found[0]
+
+    @cached_property
+    def node(self) -> str:
+        """Its only node; part of the command line of its zygote and of all forks of it."""
+        return str(self.state()["devices"][0]["node"])
+
+    def engines(self) -> list[int]:
+        """Pids of this graph's engine processes, whoever their parent is."""
+        return [p for p in pids() if name_of(p).startswith("engine") and self.node in command_of(p)]
+
+    def workers(self) -> list[int]:
+        """Pids of this graph's Ray processes: what descends from `serve run`."""
+        found = [self.process.pid]
+        for pid in found:
+            for task in Path(f"/proc/{pid}/task").glob("*/children"):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    found += [int(child) for child in task.read_text().split()]
+        return found
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:
@@ -101,6 +139,8 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     for capability in table["capabilities"].values():
         capability["keep_warm_s"] = KEEP_WARM_S
         capability["downscale_to_zero_s"] = DOWNSCALE_S
+    # Sleepers leave when their keep-warm is over as well; this one is watched asleep.
+    table["capabilities"]["chat"]["models"]["small-chat"]["keep_warm_s"] = 300
     return config
 
 

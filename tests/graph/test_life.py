@@ -2,10 +2,8 @@
 
 import copy
 import json
-import os
 import subprocess
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,25 +29,11 @@ def replicas(graph: Graph, capability: str) -> int:
     return len(details["applications"][capability]["deployments"][capability]["replicas"])
 
 
-def engines() -> list[int]:
-    """Pids of processes named `engine...` that belong to this user, whoever their parent is."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                comm = Path(f"/proc/{name}/comm").read_text()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if comm.startswith("engine"):
-                found.append(int(name))
-    return found
-
-
 @pytest.mark.spec("H0")
 def test_zero_is_zero_and_then_a_request_is_answered(graph: Graph, client: OpenAI) -> None:
     client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
     until(lambda: not graph.state()["tickets"], KEEP_WARM_S + 20, "every ticket is closed")
-    until(lambda: not engines(), 5, "no engine process is left")
+    until(lambda: not graph.engines(), 5, "no engine process is left")
     until(lambda: replicas(graph, "chat") == 0, DOWNSCALE_S + 60, "Serve lists no replica of chat")
     assert graph.get("/ready")["capabilities"]["chat"]["state"] == "scaled_to_zero"
     answer = client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
