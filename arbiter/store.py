@@ -1,27 +1,40 @@
 """What must outlive the arbiter, in one SQLite file of mode 0600: the epoch counter, who held
-tickets, learned estimates, and the configuration.
+tickets and the configuration, each of one life of a cluster; and learned estimates, of all.
 
 The books are not in it: holders and measurement are their truth. Losing the file loses comfort,
-never bytes, so a broken one is moved aside and a new one begun.
+never bytes, so a broken one is moved aside and a new one begun, and where none can be written the
+arbiter goes on without.
 """
 
 import json
+import logging
 import os
 import pickle
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from arbiter.units import Epoch, HolderId
-from arbiter.wire import Configuration
+from arbiter.wire import Configuration, protocol_hash
+
+logger = logging.getLogger("arbiter")
+
+# Lives of clusters remembered, some kB each; a user has a few at once, and old ones never return.
+SESSIONS_KEPT = 64
+LOCKED_S = 1.0  # another cluster's arbiter writes for 0.016 ms; heartbeats come each second
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
-CREATE TABLE IF NOT EXISTS holders (holder TEXT PRIMARY KEY) STRICT;
+CREATE TABLE IF NOT EXISTS learned (value BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS sessions (session TEXT PRIMARY KEY, begun_ns INTEGER NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS session_facts (
+    session TEXT, name TEXT, value BLOB NOT NULL, PRIMARY KEY (session, name)) STRICT;
+CREATE TABLE IF NOT EXISTS session_holders (
+    session TEXT, holder TEXT, PRIMARY KEY (session, holder)) STRICT;
 """
-# What unpickling a configuration of other code can raise (pickle's documentation: "other
-# exceptions may also be raised, including (but not necessarily limited to)" these).
+# What unpickling a configuration can raise though its code is the same (pickle's documentation:
+# "other exceptions may also be raised, including (but not necessarily limited to)" these).
 _STALE = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, IndexError, TypeError)
 
 
@@ -32,90 +45,138 @@ def default_path() -> Path:
 
 
 class Store:
-    """Every write is durable against a killed process (WAL, synchronous NORMAL: 0.016 ms)."""
+    """One session's view. Every write is durable against a killed process (WAL, synchronous
+    NORMAL: 0.016 ms); one that fails is logged and told to `on_trouble`, once until one works."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, session: str) -> None:
+        self.path, self._session = path, session
         self.moved_aside: Path | None = None  # where a broken predecessor went
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            self._db = _open(path)
-        except sqlite3.DatabaseError:
-            self.moved_aside = path.with_suffix(f".broken-{time.time_ns()}")
-            path.rename(self.moved_aside)
-            for suffix in ("-wal", "-shm"):
-                Path(f"{path}{suffix}").unlink(missing_ok=True)
-            self._db = _open(path)
+        self.trouble: str | None = None
+        self.on_trouble: Callable[[str], None] = lambda why: None
+        self._is_file = True
+        self._db = self._open_somehow()
+        self._begin()
 
     def next_epoch(self) -> Epoch:
-        """Never one given before: a lost file falls back on the clock, which is ahead of any
-        count of restarts."""
-        last = self._read("epoch")
-        epoch = json.loads(last) + 1 if last else time.time_ns() // 1_000_000_000
-        self._write("epoch", json.dumps(epoch))
+        """Never one given before, whether or not the last could be saved: the clock is ahead of
+        any count of restarts, which take a second each."""
+        last = self._fact("epoch")
+        epoch = max(json.loads(last) + 1 if last else 0, time.time_ns() // 1_000_000_000)
+        self._save_fact("epoch", json.dumps(epoch).encode())
         return Epoch(epoch)
 
-    def is_of_session(self, name: str) -> bool:
-        """Whether the file was last used in this life of the cluster."""
-        return bool(self._read("session") == name.encode())
-
-    def begin_session(self, name: str) -> None:
-        """Forget holders and configuration of another life of the cluster; learned stays."""
-        self._db.execute("DELETE FROM holders")
-        self._db.execute("DELETE FROM facts WHERE name = 'configuration'")
-        self._write("session", name)
+    def end_session(self) -> None:
+        """Nobody is expected back. The epoch stays: who missed the end must hear of the next."""
+        self._run("DELETE FROM session_holders WHERE session = ?", self._session)
+        self._run("DELETE FROM session_facts WHERE session = ? AND name != 'epoch'", self._session)
 
     # -- who is expected back ----------------------------------------------------------------
 
     def holders(self) -> frozenset[HolderId]:
-        rows = self._db.execute("SELECT holder FROM holders")
+        rows = self._run("SELECT holder FROM session_holders WHERE session = ?", self._session)
         return frozenset(HolderId(row[0]) for row in rows)
 
     def add_holder(self, holder: HolderId) -> None:
-        self._db.execute("INSERT OR IGNORE INTO holders VALUES (?)", (holder,))
+        self._run("INSERT OR IGNORE INTO session_holders VALUES (?, ?)", self._session, holder)
 
     def drop_holder(self, holder: HolderId) -> None:
-        self._db.execute("DELETE FROM holders WHERE holder = ?", (holder,))
+        mine = "session = ? AND holder = ?"
+        self._run(f"DELETE FROM session_holders WHERE {mine}", self._session, holder)
 
     # -- learned and set -----------------------------------------------------------------------
 
     def learned(self) -> Any:
-        """What `save_learned` was given last, or None. Plain JSON values."""
-        raw = self._read("learned")
-        return json.loads(raw) if raw else None
+        """What `save_learned` was given last, by whichever session, or None. Plain JSON values."""
+        rows = self._run("SELECT value FROM learned")
+        return json.loads(rows[0][0]) if rows else None
 
     def save_learned(self, plain: Any) -> None:
-        self._write("learned", json.dumps(plain))
+        row = json.dumps(plain).encode()
+        self._run("INSERT OR REPLACE INTO learned (rowid, value) VALUES (1, ?)", row)
 
     def configuration(self) -> Configuration | None:
-        """None when none was saved, or by code too different to read."""
-        raw = self._read("configuration")
+        """None when none was saved, or by other code: a pickle has its fields by place, so one of
+        other classes would be read without an error, and wrong."""
+        code, _, blob = (self._fact("configuration") or b"").partition(b"\n")
+        if code != protocol_hash().encode():
+            return None
         try:
             # Our own file, 0600: whoever can write it runs as us already.
-            return pickle.loads(raw) if raw else None
+            found: Configuration = pickle.loads(blob)
+            return found
         except _STALE:
             return None
 
     def save_configuration(self, configuration: Configuration) -> None:
-        self._write("configuration", pickle.dumps(configuration))
+        blob = protocol_hash().encode() + b"\n" + pickle.dumps(configuration)
+        self._save_fact("configuration", blob)
 
     def close(self) -> None:
         self._db.close()
 
-    def _read(self, name: str) -> Any:
-        row = self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-        return row[0] if row else None
+    # -- the file ------------------------------------------------------------------------------
 
-    def _write(self, name: str, value: str | bytes) -> None:
-        blob = value.encode() if isinstance(value, str) else value
-        self._db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, blob))
+    def _open_somehow(self) -> sqlite3.Connection:
+        try:
+            return self._open_or_replace()
+        except (sqlite3.Error, OSError) as error:  # locked, full, read-only: not the file's fault
+            self._failed(error)
+            self._is_file = False
+            db = sqlite3.connect(":memory:", isolation_level=None)
+            db.executescript(_SCHEMA)
+            return db
+
+    def _open_or_replace(self) -> sqlite3.Connection:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            return _open(self.path)
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError:
+            self.moved_aside = self.path.with_suffix(f".broken-{time.time_ns()}")
+            self.path.rename(self.moved_aside)
+            for suffix in ("-wal", "-shm"):
+                Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+            return _open(self.path)
+
+    def _begin(self) -> None:
+        self._run("INSERT OR REPLACE INTO sessions VALUES (?, ?)", self._session, time.time_ns())
+        newest = f"SELECT session FROM sessions ORDER BY begun_ns DESC LIMIT {SESSIONS_KEPT}"
+        for table in ("session_holders", "session_facts", "sessions"):
+            self._run(f"DELETE FROM {table} WHERE session NOT IN ({newest})")
+
+    def _fact(self, name: str) -> bytes | None:
+        mine = "session = ? AND name = ?"
+        rows = self._run(f"SELECT value FROM session_facts WHERE {mine}", self._session, name)
+        return rows[0][0] if rows else None
+
+    def _save_fact(self, name: str, value: bytes) -> None:
+        self._run(
+            "INSERT OR REPLACE INTO session_facts VALUES (?, ?, ?)", self._session, name, value
+        )
+
+    def _run(self, statement: str, *values: str | bytes | int) -> list[Any]:
+        try:
+            rows = self._db.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            self._failed(error)
+            return []
+        if self._is_file:
+            self.trouble = None
+        return rows
+
+    def _failed(self, error: Exception) -> None:
+        if self.trouble is None:
+            self.trouble = f"{self.path}: {error}"
+            logger.error("what is learned and set now will not outlive this: %s", self.trouble)
+            self.on_trouble(self.trouble)
 
 
 def _open(path: Path) -> sqlite3.Connection:
     """Raises sqlite3.DatabaseError when the file is not a sound database."""
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     path.chmod(0o600)
-    db = sqlite3.connect(path, isolation_level=None)  # each statement commits
+    db = sqlite3.connect(path, isolation_level=None, timeout=LOCKED_S)  # each statement commits
     try:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from arbiter import events as ev
+from arbiter import settings, view
 from arbiter.decisions import Reason, Tier
 from arbiter.errors import ArbiterError
 from arbiter.events import CapabilitiesSet, DeviceBytes
@@ -140,9 +141,10 @@ def package_version() -> str:
 
 
 def messages() -> list[Any]:
-    """Every dataclass that crosses a process border."""
-    here = globals().values()
-    kinds = [v for v in (*here, *vars(ev).values()) if isinstance(v, type) and is_dataclass(v)]
+    """Every dataclass that crosses a process border or is kept in the state file, and what they are
+    made of."""
+    names = [v for where in (ev, settings, view) for v in vars(where).values()]
+    kinds = [v for v in (*globals().values(), *names) if isinstance(v, type) and is_dataclass(v)]
     return sorted(set(kinds), key=lambda kind: kind.__name__)
 
 
