@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,16 @@ class ArbiterActor:
 
     def __init__(self, boot: wire.Boot) -> None:
         self._boot = boot
-        self._store = Store(Path(boot.state_file) if boot.state_file else default_path())
-        if not self._store.is_of_session(rays.session_name()):
-            self._store.begin_session(rays.session_name())
+        path = Path(boot.state_file) if boot.state_file else default_path()
+        self._store = Store(path, rays.session_name())
         self._configuration = self._store.configuration() or boot.configuration
         self._store.save_configuration(self._configuration)
         epoch = self._store.next_epoch()
         self._agents = RayAgents(boot.agent)
         log = EventLog(epoch, Path(boot.event_file) if boot.event_file else None)
         self._shell = Shell(self._new_core(epoch), epoch, self._agents, log)
-        self._joined: dict[HolderId, int] = {}  # how often, so that an old watch is told apart
+        self._stays: dict[HolderId, str] = {}  # the joining that counts, of each holder
+        self._ends: dict[str, asyncio.Event] = {}  # of a stay
         self._learned_saved: Any = self._store.learned()
         self._shell.feed(self._configuration.capabilities)
         self._tell_start()
@@ -61,9 +62,15 @@ class ArbiterActor:
         return core
 
     def _tell_start(self) -> None:
+        if self._store.trouble:
+            self._tell_trouble(self._store.trouble)
+        self._store.on_trouble = self._tell_trouble
         aside = str(self._store.moved_aside) if self._store.moved_aside else None
         known = len(self._store.holders())
         self._shell.log.tell(Tell("arbiter_started", {"holders": known, "broken_state": aside}))
+
+    def _tell_trouble(self, why: str) -> None:
+        self._shell.log.tell(Tell("state_not_kept", {"cause": why}))
 
     # -- holders -------------------------------------------------------------------------------
 
@@ -76,22 +83,34 @@ class ArbiterActor:
         }
 
     async def join(
-        self, epoch: Epoch | None, joined: ev.Joined, handles: list[Any], refs: list[Any]
+        self, epoch: Epoch | None, joined: ev.Joined, stay: str, handles: list[Any], refs: list[Any]
     ) -> wire.Welcome:
         """`handles`: the holder's own actor, if it is one. `refs`: its pending call of
-        `keepalive`; both in lists, so that Ray passes them on instead of waiting for them."""
+        `keepalive(stay)`; both in lists, so that Ray passes them on instead of waiting for them."""
         self._shell.calls_count += 1
         holder = joined.holder
         self._store.add_holder(holder)
         self._shell.open_mail(holder)
-        number = self._joined[holder] = self._joined.get(holder, 0) + 1
-        self._start(self._watch(holder, number, handles, refs))
+        before, self._stays[holder] = self._stays.get(holder), stay
+        if before:
+            self._end_stay(before)
+        self._start(self._watch(holder, stay, handles, refs))
         self._shell.feed(joined)
         return wire.Welcome(self._shell.epoch, wire.package_version(), self._configuration.table)
 
-    async def keepalive(self, holder: HolderId) -> None:
-        """Never returns; the caller owns its result, so that losing the result is its death."""
-        await asyncio.Event().wait()
+    async def keepalive(self, stay: str) -> None:
+        """The caller owns its result, so that losing the result is its death. Returns when that
+        joining is over, whichever of the two calls came first."""
+        try:
+            await self._end_of(stay).wait()
+        finally:
+            self._ends.pop(stay, None)
+
+    def _end_of(self, stay: str) -> asyncio.Event:
+        return self._ends.setdefault(stay, asyncio.Event())
+
+    def _end_stay(self, stay: str) -> None:
+        self._end_of(stay).set()
 
     async def acquire(self, epoch: Epoch, requested: ev.Requested) -> wire.Granted:
         """Waits for a grant. Raises RequestError; cancelled: the ticket is withdrawn."""
@@ -124,7 +143,7 @@ class ArbiterActor:
             raise StaleEpoch(epoch, self._shell.epoch)
 
     async def _watch(
-        self, holder: HolderId, number: int, handles: list[Any], refs: list[Any]
+        self, holder: HolderId, stay: str, handles: list[Any], refs: list[Any]
     ) -> None:
         """Ends when the holder's process does: in 10-25 ms if its actor was called once, because
         that subscribes us to the actor's state, else in 2 s."""
@@ -134,11 +153,12 @@ class ArbiterActor:
                     await handle.__ray_ready__.remote()
         with contextlib.suppress(ray.exceptions.RayError):
             await refs[0]
-        if self._joined.get(holder) == number:
+        if self._stays.get(holder) == stay:
             self._lost(holder)
 
     def _lost(self, holder: HolderId) -> None:
-        self._joined.pop(holder, None)
+        if stay := self._stays.pop(holder, None):
+            self._end_stay(stay)
         self._store.drop_holder(holder)
         self._shell.close_mail(holder)
         self._shell.feed(ev.HolderLost(holder))
@@ -207,8 +227,9 @@ class ArbiterActor:
         return os.getpid()
 
     async def boot(self) -> wire.Boot:
-        """What it was created with, for its replacement."""
-        return self._boot
+        """What its replacement is to be created with: as it was itself, but for what was set
+        since."""
+        return replace(self._boot, configuration=self._configuration)
 
     async def close(self, wait_s: float) -> int:
         """Grant nothing more, unload what is idle, wait for the rest; then end all agents and
@@ -223,7 +244,7 @@ class ArbiterActor:
             task.cancel()
         await self._agents.close()
         self._save_learned()
-        self._store.begin_session("")
+        self._store.end_session()
         self._store.close()
         return left
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -225,12 +226,13 @@ class HolderClient:
             said = await self._arbiter.hello.remote()
             if said["identity"] != wire.identity():
                 raise wire.VersionMismatch(said["identity"], wire.identity(), said["holders"])
-            self._watched = self._arbiter.keepalive.remote(self.holder)
+            stay = uuid.uuid4().hex
+            self._watched = self._arbiter.keepalive.remote(stay)
             self._forget_said()  # the account that follows says it
             account = ev.Joined(self.holder, rays.own_node(), self.capability, self._account())
             own = rays.own_handle()
             welcome = await self._arbiter.join.remote(
-                self.epoch, account, [own] if own is not None else [], [self._watched]
+                self.epoch, account, stay, [own] if own is not None else [], [self._watched]
             )
         self.epoch = welcome.epoch
         self._take(wire.TableOrder(welcome.table))

@@ -4,6 +4,7 @@ the next (SPEC K1). Optionally also a file of JSON lines.
 
 import asyncio
 import json
+import logging
 import time
 from collections import deque
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 from arbiter.decisions import Tell
 from arbiter.units import Epoch, in_seconds
 from arbiter.wire import Plain
+
+logger = logging.getLogger("arbiter")
 
 # Newest lines kept: an hour at one a second, about 2 MB.
 KEPT = 4_096
@@ -50,7 +53,11 @@ class EventLog:
         return [line for line in self._lines if line["seq"] > sequence]
 
     def _write(self, line: Plain, path: Path) -> None:
-        if path.exists() and path.stat().st_size > FILE_MOST_BYTES:
-            path.replace(path.with_suffix(path.suffix + ".1"))
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        """A full disk costs the line, not the arbiter."""
+        try:
+            if path.exists() and path.stat().st_size > FILE_MOST_BYTES:
+                path.replace(path.with_suffix(path.suffix + ".1"))
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            logger.error("event %s is not in the file: %s", line["seq"], error)

@@ -117,7 +117,8 @@ def _replace(boot: wire.Boot) -> Any:
 
 
 def _start(boot: wire.Boot) -> Any:
-    options = rays.detached(rays.head_node(), wire.NAME, wire.NAMESPACE)
+    waiting_count = boot.configuration.settings.queue_total_count
+    options = rays.detached(rays.head_node(), wire.NAME, wire.NAMESPACE, waiting_count)
     return ray.remote(ArbiterActor).options(**options).remote(boot)
 
 

@@ -47,9 +47,15 @@ def on_node(ray_node_id: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(ray_node_id, soft=False)
 
 
-def detached(ray_node_id: str, name: str, namespace: str) -> dict[str, Any]:
+# Calls in flight beside the line: three of each holder (keepalive, listen, renew), event streams,
+# long polls. Thousands of holders fit; a slot that nobody uses costs nothing.
+OTHER_CALLS = 50_000
+
+
+def detached(ray_node_id: str, name: str, namespace: str, waiting_count: int = 0) -> dict[str, Any]:
     """Options of an actor there is one of, which outlives whoever started it. Its calls are never
-    repeated by Ray: the protocol's own messages may be, safely."""
+    repeated by Ray: the protocol's own messages may be, safely. `waiting_count`: calls that may
+    wait in a bounded line; what exceeds it must still get in, to be refused."""
     return {
         "name": name,
         "namespace": namespace,
@@ -58,6 +64,6 @@ def detached(ray_node_id: str, name: str, namespace: str) -> dict[str, Any]:
         "max_restarts": -1,
         "max_task_retries": 0,
         "num_cpus": 0,
-        "max_concurrency": 10_000,  # every waiting ticket and every long poll is a call in flight
+        "max_concurrency": waiting_count + OTHER_CALLS,
         "scheduling_strategy": on_node(ray_node_id),
     }

@@ -1,0 +1,136 @@
+"""The arbiter's wire, driven without Ray."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbiter import eventlog, rays
+from arbiter import events as ev
+from arbiter.actor import ArbiterActor
+from arbiter.agents import RayAgents
+from arbiter.decisions import Tell
+from arbiter.eventlog import EventLog
+from arbiter.units import Epoch, HolderId, NodeId
+from arbiter.wire import AgentSettings, Boot
+from deployments.boot import configuration
+from deployments.config import parse_table
+
+TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
+H = HolderId("h")
+Running = Callable[..., Any]
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
+    async def look(self: RayAgents, feed: Callable[[ev.Event], None]) -> None: ...
+
+    monkeypatch.setattr(RayAgents, "look", look)
+    monkeypatch.setattr(rays, "session_name", lambda: "session")
+
+    @asynccontextmanager
+    async def run(**options: Any) -> AsyncIterator[ArbiterActor]:
+        agent = AgentSettings("no.zygote")
+        options = {"state_file": str(tmp_path / "state"), **options}
+        actor = ArbiterActor(Boot(configuration(parse_table(TABLE)), agent, **options))
+        yield actor
+        await actor.close(0)
+
+    return run
+
+
+async def join(actor: ArbiterActor, stay: str) -> asyncio.Future[None]:
+    """As a client does: its pending keepalive goes along."""
+    call = asyncio.ensure_future(actor.keepalive(stay))
+    await actor.join(None, ev.Joined(H, NodeId("n"), "c", ()), stay, [], [call])
+    return call
+
+
+async def ended(call: asyncio.Future[None]) -> None:
+    async with asyncio.timeout(5):
+        await asyncio.shield(call)
+
+
+@pytest.mark.spec("A18")
+async def test_a_joining_that_is_over_leaves_no_call_behind(running: Running) -> None:
+    async with running() as actor:
+        first = await join(actor, "1")
+        second = await join(actor, "2")
+        await ended(first)
+        assert not second.done() and actor._shell.has_mail(H)
+        await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
+        await ended(second)
+        assert not actor._ends
+
+
+@pytest.mark.spec("A18")
+async def test_a_keepalive_that_arrives_after_its_joining_was_replaced_returns(
+    running: Running,
+) -> None:
+    async with running() as actor:
+        forever = asyncio.ensure_future(asyncio.Event().wait())
+        joined = ev.Joined(H, NodeId("n"), "c", ())
+        await actor.join(None, joined, "1", [], [forever])
+        second = await join(actor, "2")
+        async with asyncio.timeout(5):
+            await actor.keepalive("1")
+        assert not second.done()
+        forever.cancel()
+        await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
+
+
+@pytest.mark.spec("A19")
+async def test_a_holder_whose_call_breaks_is_lost(running: Running) -> None:
+    async with running() as actor:
+        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        joined = ev.Joined(H, NodeId("n"), "c", ())
+        await actor.join(None, joined, "1", [], [broken])
+        broken.set_result(None)
+        async with asyncio.timeout(5):
+            while actor._shell.has_mail(H):
+                await asyncio.sleep(0)
+
+
+@pytest.mark.spec("C7")
+def test_a_full_line_still_lets_in_who_is_to_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rays, "on_node", lambda node: node)
+    assert rays.detached("n", "a", "s", 60_000)["max_concurrency"] >= 60_000 + 10_000
+
+
+@pytest.mark.spec("K1")
+async def test_the_event_file_has_the_events_as_lines(running: Running, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    async with running(event_file=str(path)) as actor:
+        told = await actor.events(0, 0)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kind"] for line in lines][: len(told)] == [line["kind"] for line in told]
+    assert lines[0]["kind"] == "arbiter_started"
+
+
+@pytest.mark.spec("K1")
+def test_a_long_event_file_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eventlog, "FILE_MOST_BYTES", 10)
+    log = EventLog(Epoch(1), tmp_path / "e")
+    log.tell(Tell("first", {}))
+    log.tell(Tell("second", {}))
+    assert "first" in (tmp_path / "e.1").read_text()
+    assert "second" in (tmp_path / "e").read_text()
+
+
+@pytest.mark.spec("K1")
+async def test_an_event_file_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    log = EventLog(Epoch(1), tmp_path / "no such folder" / "e")
+    log.tell(Tell("first", {}))
+    assert [line["kind"] for line in await log.after(0, 0)] == ["first"]
+
+
+@pytest.mark.spec("A18")
+async def test_state_that_cannot_be_kept_is_told(running: Running, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    async with running(state_file=str(tmp_path / "file" / "state")) as actor:
+        kinds = [line["kind"] for line in await actor.events(0, 0)]
+    assert kinds.count("state_not_kept") == 1
