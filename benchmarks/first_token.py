@@ -1,34 +1,45 @@
 """Seconds to the first token from each state of rest, against a bare `vllm serve` (SPEC N3).
 
-    python -m benchmarks.first_token --model tiny-chat --rounds 5
+    python -m benchmarks.first_token --model small-chat --rounds 5
 
-States: zero replicas and no engine; replica up and engine gone; asleep. The bare start is measured
-in the same run, cold process, warm page cache, from exec to the first token of its first answer.
+States: asleep (the embedding model took the device); replica up and engine gone; zero replicas. The
+bare start is measured in the same run, from exec to the first token of its first answer, with the
+page cache warm.
 """
 
 import argparse
 import asyncio
+import copy
 import json
 import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import yaml
 
 from benchmarks import load, report, servers
-from benchmarks.throughput import ENGINE_ARGS, graph_config
 from deployments import plan
 
+ROOT = Path(__file__).resolve().parents[1]
 EMBED = "all-minilm-l6-v2"
+PORT = 18_410
 
 
-def trading_config(model: str, port: int) -> dict[str, Any]:
-    """Chat and embeddings in a budget that cannot hold both, keep-warm as told."""
-    config = graph_config(model, port)
-    chat = config["applications"][0]["deployments"][0]["user_config"]["capabilities"]["chat"]
-    chat["keep_warm_s"], chat["downscale_to_zero_s"] = 3, 1_000
+def shipped(keep_warm_s: float, downscale_s: float) -> dict[str, Any]:
+    """The shipped configuration, whose budget holds one model, with other times."""
+    config: dict[str, Any] = copy.deepcopy(yaml.safe_load((ROOT / "serve_config.yaml").read_text()))
+    config["http_options"]["port"] = PORT
+    for capability in table_of(config)["capabilities"].values():
+        capability["keep_warm_s"], capability["downscale_to_zero_s"] = keep_warm_s, downscale_s
     return config
+
+
+def table_of(config: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = config["applications"][0]["deployments"][0]["user_config"]
+    return found
 
 
 def ask(url: str, model: str) -> float:
@@ -55,59 +66,79 @@ def until(condition: Callable[[], bool], within_s: float, what: str) -> None:
         time.sleep(0.05)
 
 
-def engine_gone(url: str, model: str, rounds: int) -> list[float]:
-    """Replica up, keep-warm over, no engine."""
+def embed(url: str) -> None:
+    body = json.dumps({"model": EMBED, "input": "a ticket"}).encode()
+    head = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/embeddings", body, head)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        answer.read()
+
+
+def chat_states(url: str) -> list[str]:
+    return [t["state"] for t in state(url)["tickets"] if t["capability"] == "chat"]
+
+
+def asleep(url: str, model: str) -> float:
+    """The device was taken by the embedding model."""
+    embed(url)
+    until(lambda: chat_states(url) == ["asleep"], 30, f"{model} is asleep")
+    return ask(url, model)
+
+
+def engine_gone(url: str, model: str) -> float:
+    """Replica up, keep-warm over."""
+    until(lambda: not state(url)["tickets"], 60, "the engine is gone")
+    return ask(url, model)
+
+
+def zero_replicas(url: str, model: str) -> float:
+    until(lambda: not state(url)["holders"], 120, "no holder is left")
+    return ask(url, model)
+
+
+def measured(
+    rest: Callable[[str, str], float], model: str, rounds: int, config: dict[str, Any]
+) -> report.Sample:
+    """The first answer, which waits for the zygote's imports, is not counted."""
+    with servers.our_graph(config, "default") as url:
+        ask(url, model)
+        return report.Sample(tuple(rest(url, model) for _ in range(rounds)))
+
+
+def bare(model: str, engine_args: dict[str, Any], rounds: int) -> report.Sample:
+    """exec of a bare server to the first token."""
     found = []
-    for _ in range(rounds + 1):
-        until(lambda: not state(url)["tickets"], 60, "the engine is gone")
-        found.append(ask(url, model))
-    return found[1:]
-
-
-def zero_replicas(url: str, model: str, rounds: int) -> list[float]:
-    """Serve lists no replica."""
-    found = []
-    for _ in range(rounds + 1):
-        until(lambda: not state(url)["holders"], 120, "no holder is left")
-        found.append(ask(url, model))
-    return found[1:]
-
-
-def bare(path: str, model: str, rounds: int) -> list[float]:
-    """exec of `vllm serve` to the first token."""
-    found = []
+    args = {k: plan.plain(k, v) for k, v in engine_args.items()} | {"enforce_eager": True}
     for _ in range(rounds):
         start = time.perf_counter()
-        with servers.bare_vllm(path, model, ENGINE_ARGS, 18_411) as url:
+        with servers.bare_vllm(plan.resolve(f"made:{model}"), model, args, PORT + 1) as url:
             ready_s = time.perf_counter() - start
             found.append(ready_s + ask(url, model))
-    return found
+    return report.Sample(tuple(found))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="tiny-chat")
+    parser.add_argument("--model", default="small-chat")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    states: list[tuple[str, Callable[[str, str], float], dict[str, Any]]] = [
+        ("engine_gone", engine_gone, shipped(2, 1_000)),
+        ("zero_replicas", zero_replicas, shipped(2, 1)),
+    ]
+    chat = table_of(shipped(2, 1))["capabilities"]["chat"]["models"][args.model]
+    if chat.get("can_sleep", True):
+        states.insert(0, ("asleep", asleep, shipped(300, 1_000)))
     figures: dict[str, Any] = {"model": args.model}
-    config = trading_config(args.model, 18_410)
-    chat = config["applications"][0]["deployments"][0]["user_config"]["capabilities"]["chat"]
-    with servers.our_graph(config, "default") as url:
-        ask(url, args.model)
-        figures["engine_gone_s"] = report.Sample(tuple(engine_gone(url, args.model, args.rounds)))
-    chat["downscale_to_zero_s"] = 1
-    with servers.our_graph(config, "default") as url:
-        ask(url, args.model)
-        figures["zero_replicas_s"] = report.Sample(
-            tuple(zero_replicas(url, args.model, args.rounds))
-        )
-    path = plan.resolve(f"made:{args.model}")
-    figures["bare_vllm_s"] = report.Sample(tuple(bare(path, args.model, args.rounds)))
-    for name in ("engine_gone_s", "zero_replicas_s"):
-        ratio = figures[name].median / figures["bare_vllm_s"].median
-        figures[name.removesuffix("_s") + "_ratio"] = ratio
-        print(f"{name}: {figures[name]} s, {ratio:.3f} of bare vllm serve")
-    print(f"bare_vllm_s: {figures['bare_vllm_s']} s")
+    for name, rest, config in states:
+        figures[f"{name}_s"] = measured(rest, args.model, args.rounds, config)
+        print(f"{name}: {figures[f'{name}_s']} s", flush=True)
+    figures["bare_vllm_s"] = bare(args.model, chat["engine_args"], args.rounds)
+    print(f"bare_vllm: {figures['bare_vllm_s']} s")
+    for name, _, _ in states:
+        ratio = figures[f"{name}_s"].median / figures["bare_vllm_s"].median
+        figures[f"{name}_ratio"] = ratio
+        print(f"{name}: {ratio:.3f} of a bare start")
     report.write("first_token", figures, label=args.model)
 
 

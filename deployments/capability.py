@@ -30,28 +30,33 @@ class Capability:
         self._residency = Residency.start(capability, holder=f"{capability}#{replica}")
 
     async def handle(self, call: wire.Call) -> AsyncIterator[wire.Head | bytes]:
-        """Head, then bytes. Closing this generator cancels the work down to the engine. Raises
-        RequestError, which the front turns into an answer, or into another try when the client has
-        seen nothing yet; within a stream of events the error is the last event."""
+        """Head, then bytes. Closing this generator cancels the work down to the engine. A refusal
+        is an answer; within a stream of events it is the last event. Raises EngineLost where the
+        client has seen nothing yet, so that the front tries again."""
         if call.path not in self.paths:
             head, body = _wrong_route(call, self.paths)
             yield head
             yield body
             return
-        is_stream = False
+        sent: wire.Head | None = None
         try:
             async with self._residency.use(call.model, deadline_s=call.deadline_s) as engine:
                 answer = engine.stream("POST", call.path, call.headers, call.body)
                 async with aclosing(self._pace.follow(answer)) as parts:
                     async for part in parts:
                         if isinstance(part, wire.Head):
-                            is_stream = part.is_stream
+                            sent = part
                         yield part
         except RequestError as error:
             logger.warning("request %s: %s", call.request_id, error)
-            if not is_stream:
+            if sent is None and not wire.is_transient(error):
+                head, body = wire.refusal(error)
+                yield head
+                yield body
+            elif sent is not None and sent.is_stream:
+                yield wire.stream_error(error)
+            else:
                 raise
-            yield wire.stream_error(error)
 
     async def __del__(self) -> None:
         await self._residency.close()

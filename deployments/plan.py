@@ -81,7 +81,7 @@ def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
         "model": path,
         "served_name": name,
         "can_sleep": model.can_sleep,
-        "engine_args": {k: _plain(k, v) for k, v in model.engine_args.items()},
+        "engine_args": {k: plain(k, v) for k, v in model.engine_args.items()},
     }
     key = hashlib.sha256(json.dumps([kind.entry, config], sort_keys=True).encode()).hexdigest()
     need = model.need.as_need() if model.need else estimate(path, model, kind)
@@ -97,7 +97,7 @@ def engine_kind(engine: str) -> EngineKind:
     raise ConfigError(f"no engine {engine!r}; there is: {known}, or write `module:function`")
 
 
-def _plain(key: str, value: Any) -> Any:
+def plain(key: str, value: Any) -> Any:
     """Sizes may be written with units wherever an engine argument counts bytes."""
     return parse_size(value) if key.endswith("_bytes") else value
 
