@@ -211,6 +211,7 @@ class Loaded:
 
     ticket: TicketId
     took: Span
+    verified: bool = True  # False: its probe differed after the wake, so it was loaded from disk
 
 
 @dataclass(frozen=True, slots=True)

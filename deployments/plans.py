@@ -36,14 +36,16 @@ class Plans:
 
     async def of(self, model: str) -> ModelPlan:
         """Reads file headers, so in a thread. Raises UnknownModel and other RequestErrors."""
-        if model not in self._made:
-            config = self._config()
+        while model not in self._made:  # again when the table changed meanwhile
+            table, config = self._table, self._config()
             if model not in config.models:
                 raise UnknownModel(model, self._capability, tuple(sorted(config.models)))
             try:
-                self._made[model] = await asyncio.to_thread(plan, model, config)
+                made = await asyncio.to_thread(plan, model, config)
             except (ConfigError, OSError) as error:
                 raise LoadFailed(model, str(error), False) from error
+            if self._table is table:
+                self._made[model] = made
         return self._made[model]
 
     def _config(self) -> CapabilityConfig:

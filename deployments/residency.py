@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections.abc import Coroutine
 from typing import Any
 
 from arbiter import events as ev
@@ -28,6 +29,7 @@ from arbiter.errors import (
 )
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
 from arbiter.zygotes import ZygoteError
+from deployments.chores import Chores
 from deployments.engine_link import EngineLink, LoadRefused
 from deployments.plans import Plans
 from deployments.slot import Life, Slot, new_ticket
@@ -41,6 +43,7 @@ logger = logging.getLogger("arbiter.residency")
 TURNS = 5
 SAY_S = 1.0  # one message takes 1 ms; an arbiter that is away learns of the end from the agent
 UNLOAD_S = 30.0  # the core's term for an unload; an engine that sleeps slower is ended
+UNDER_WAY = frozenset({Life.QUEUED, Life.LOADING, Life.DRAINING, Life.UNLOADING})
 # A revoke for these reasons takes only what is idle (SPEC A9).
 ONLY_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
 
@@ -55,7 +58,8 @@ class Residency:
         self._failures: dict[str, str] = {}  # model: why its last load failed
         self._plans = Plans(capability)
         self._client: HolderClient | None = None
-        self._links: set[asyncio.Task[None]] = set()
+        self._pinned: frozenset[str] = frozenset()
+        self._chores = Chores()
         self._closed = False
 
     @classmethod
@@ -111,7 +115,7 @@ class Residency:
             self._close(slot, Reason.SHUTDOWN)
         if self._client:
             await self._client.close()
-        await asyncio.gather(*self._links, return_exceptions=True)
+        await self._chores.done()
 
     # -- coming in -----------------------------------------------------------------------------
 
@@ -151,7 +155,10 @@ class Residency:
 
     def _abandon(self, slot: Slot) -> None:
         """Nobody waits any more (SPEC A8). In the line: out of it. A load under way: the arbiter
-        knows how much is left of it, and ends it or lets it finish."""
+        knows how much is left of it, and ends it or lets it finish. What is wanted with nobody
+        waiting goes on."""
+        if slot.wanted or slot.model in self._pinned:
+            return
         if slot.life is Life.QUEUED and slot.work:
             slot.work.cancel()
             if slot.ticket in self._held:
@@ -176,10 +183,25 @@ class Residency:
 
     # -- load and wake -------------------------------------------------------------------------
 
-    def _begin(self, slot: Slot, work: Any) -> None:
+    def _begin(self, slot: Slot, work: Coroutine[Any, Any, None]) -> None:
         if slot.life is Life.ASLEEP:
             slot.life = Life.QUEUED  # to be woken; whoever comes now waits for the same wake
         slot.work = asyncio.ensure_future(work)
+        slot.work.add_done_callback(lambda ended: self._worked(slot, ended))
+
+    def _worked(self, slot: Slot, ended: asyncio.Task[None]) -> None:
+        """What the world breaks the work has dealt with. Anything else is a bug, which costs this
+        slot and keeps nobody waiting."""
+        if slot.work is not ended:
+            return
+        if ended.cancelled():
+            if slot.life in UNDER_WAY:  # not by us
+                self._close(slot, Reason.WITHDRAWN)
+        elif error := ended.exception():
+            logger.error("%s: the work on it failed", slot.ticket, exc_info=error)
+            failed = LoadFailed(slot.model, f"{type(error).__name__}: {error}", False)
+            self._failures[slot.model] = str(failed)
+            self._close(slot, Reason.FAILED, failed)
 
     async def _bring(self, slot: Slot) -> None:
         """QUEUED -> RESIDENT, with one more try after a failure for memory."""
@@ -240,7 +262,7 @@ class Residency:
         except TicketClosed:
             return self._close(slot, Reason.LOST)
         except RequestError as error:
-            slot.life = Life.ASLEEP
+            slot.life, slot.wanted = Life.ASLEEP, False
             return slot.turn_back(error)
         began = time.monotonic()
         self._hold(slot, granted)
@@ -251,18 +273,16 @@ class Residency:
         except (TimeoutError, LoadRefused, EngineLost) as error:
             failed = await self._broke(slot, error, time.monotonic() - began)
             return self._close(slot, Reason.FAILED, failed)
-        if not woken.verified:
-            logger.warning("%s answered differently after its wake; loaded again", slot.ticket)
-        self._resident(slot, time.monotonic() - began)
+        self._resident(slot, time.monotonic() - began, woken.verified)
 
     def _hold(self, slot: Slot, granted: wire.Granted) -> None:
         slot.life, slot.devices = Life.LOADING, granted.devices
         self._held[slot.ticket] = slot
 
-    def _resident(self, slot: Slot, took_s: float) -> None:
-        slot.life, slot.last_end_ns = Life.RESIDENT, time.monotonic_ns()
+    def _resident(self, slot: Slot, took_s: float, verified: bool = True) -> None:
+        slot.life, slot.last_end_ns, slot.wanted = Life.RESIDENT, time.monotonic_ns(), False
         self._failures.pop(slot.model, None)
-        self.client().tell(ev.Loaded(slot.ticket, seconds(took_s)))
+        self.client().tell(ev.Loaded(slot.ticket, seconds(took_s), verified))
         slot.admit()
 
     # -- going out -----------------------------------------------------------------------------
@@ -273,7 +293,7 @@ class Residency:
                 if slot := self._held.get(command.ticket):
                     self._revoke(slot, command)
             case wire.ReloadOrder(model):
-                self._links.add(asyncio.ensure_future(self._bring_back(model)))
+                self._chores.begin(self._bring_back(model))
             case wire.TableOrder(table):
                 self._take_table(table)
 
@@ -291,7 +311,7 @@ class Residency:
             self.client().tell(ev.Busy(slot.ticket, slot.inflight))
         else:
             slot.life = Life.DRAINING
-            slot.work = asyncio.ensure_future(self._drain(slot, order))
+            self._begin(slot, self._drain(slot, order))
 
     async def _drain(self, slot: Slot, order: wire.RevokeOrder) -> None:
         """The barrier is up: new requests wait for what comes of it."""
@@ -340,14 +360,14 @@ class Residency:
             slot.work.cancel()
         self._forget(slot)
         slot.turn_back(error)
+        if reason is Reason.LOST and slot.model in self._pinned and not self._closed:
+            self._chores.begin(self._bring_back(slot.model))
 
     def _let_go(self, slot: Slot) -> None:
         self._held.pop(slot.ticket, None)
         if slot.link:
             slot.link.cut()
-            closing = asyncio.ensure_future(slot.link.closed())
-            self._links.add(closing)
-            closing.add_done_callback(self._links.discard)
+            self._chores.begin(slot.link.closed())
             slot.link = None
 
     def _forget(self, slot: Slot) -> None:
@@ -359,12 +379,18 @@ class Residency:
 
     def _take_table(self, raw: wire.Plain) -> None:
         """Tickets held stay; what is loaded next follows the new table."""
-        for model in self._plans.take(raw):
-            self._links.add(asyncio.ensure_future(self._bring_back(model)))
+        pinned = self._plans.take(raw)
+        self._pinned = frozenset(pinned)
+        for model in pinned:
+            self._chores.begin(self._bring_back(model))
 
     async def _bring_back(self, model: str) -> None:
         """Load with nobody waiting: pinned, or it had made room for a load that failed."""
         try:
-            await self._open(model)
+            slot = await self._open(model)
         except RequestError as error:
             logger.warning("%s is not brought back: %s", model, error)
+            return
+        if slot.life is Life.ASLEEP:
+            self._begin(slot, self._wake(slot))
+        slot.wanted = slot.life in (Life.QUEUED, Life.LOADING)

@@ -57,6 +57,7 @@ class Slot:
     emptied: asyncio.Event = field(default_factory=asyncio.Event)  # in-flight fell to zero
     last_end_ns: int = field(default_factory=time.monotonic_ns)
     attempt: int = 1
+    wanted: bool = False  # with nobody waiting: pinned, or brought back
 
     @property
     def model(self) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,12 +14,15 @@ from aiohttp import web
 from arbiter import events as ev
 from arbiter import wire
 from arbiter.decisions import Reason, Tier
-from arbiter.errors import DeadlineUnmet, EngineLost, TicketClosed
+from arbiter.errors import DeadlineUnmet, EngineLost, LoadFailed, TicketClosed
 from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Span, TicketId, seconds
+from deployments import plans
+from deployments.plan import ModelPlan, plan
 from deployments.residency import Residency
+from deployments.slot import Life
 
 MODEL = {"source": "x", "need": {"weights": 5, "host": 5}}
-TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": MODEL}}}}
+TABLE: Any = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": MODEL}}}}
 ON = (ev.DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
 
 
@@ -28,12 +32,13 @@ class Engine:
     def __init__(self) -> None:
         self.loaded, self.answer, self.dead = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.acts: list[str] = []
+        self.verified = True
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/control/lifeline":
-            response = web.StreamResponse()
+            response, dead = web.StreamResponse(), self.dead
             await response.prepare(request)
-            await self.dead.wait()
+            await dead.wait()
             assert request.transport is not None
             request.transport.close()
             return response
@@ -42,7 +47,7 @@ class Engine:
             return web.json_response({"load_seconds": 0.0})
         self.acts.append(request.path)
         if request.path.startswith("/control/"):
-            return web.json_response({"seconds": 0.0, "verified": True})
+            return web.json_response({"seconds": 0.0, "verified": self.verified})
         await self.answer.wait()
         return web.Response(body=b"answer")
 
@@ -211,3 +216,130 @@ async def test_release_is_idempotent_and_use_after_it_is_typed() -> None:
         with pytest.raises(TicketClosed):
             open_use.stream("POST", "/v1/x", {}, b"")
         assert residency.slots["a"].inflight == 0
+
+
+@pytest.mark.spec("A12")
+async def test_a_bug_under_a_load_reaches_every_waiter_and_the_next_request_tries_again() -> None:
+    async with holder() as (residency, arbiter, _):
+        granted = arbiter.acquire
+
+        async def broken(requested: ev.Requested) -> wire.Granted:
+            await granted(requested)
+            raise KeyError("nobody thought of this")
+
+        arbiter.acquire = broken  # type: ignore[method-assign]
+        uses = [asyncio.ensure_future(use(residency)) for _ in range(3)]
+        async with asyncio.timeout(5):
+            answers = await asyncio.gather(*uses, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [LoadFailed] * 3
+        assert "KeyError" in str(answers[0])
+        assert "KeyError" in residency.readiness()["models"]["a"]["cause"]
+        arbiter.acquire = granted  # type: ignore[method-assign]
+        assert await use(residency) == arbiter.asked[1]
+
+
+async def test_a_load_cancelled_by_nobody_here_is_begun_anew() -> None:
+    async with holder() as (residency, arbiter, _):
+        granted = arbiter.acquire
+
+        async def cancelled(requested: ev.Requested) -> wire.Granted:
+            arbiter.acquire = granted  # type: ignore[method-assign]
+            raise asyncio.CancelledError
+
+        arbiter.acquire = cancelled  # type: ignore[method-assign]
+        async with asyncio.timeout(5):
+            assert await use(residency) == arbiter.asked[0]
+
+
+PINNED_ROW = TABLE["capabilities"]["c"] | {"models": {"a": MODEL | {"pin": True}}}
+PINNED = {"capabilities": {"c": PINNED_ROW}}
+
+
+@pytest.mark.spec("A8", "C8")
+async def test_a_client_that_comes_and_goes_does_not_end_the_load_of_a_pinned_model() -> None:
+    async with holder(loaded=False) as (residency, arbiter, engine):
+        residency._obey(wire.TableOrder(PINNED))
+        await until(lambda: residency.slots.get("a") and residency.slots["a"].life is Life.LOADING)
+        with pytest.raises(DeadlineUnmet):
+            async with residency.use("a", deadline_s=0.05):
+                pass
+        assert "Withdrawn" not in arbiter.kinds()
+        engine.loaded.set()
+        await until(lambda: residency.slots["a"].life is Life.RESIDENT)
+
+
+@pytest.mark.spec("A8", "A12")
+async def test_a_client_that_comes_and_goes_does_not_end_what_is_brought_back() -> None:
+    async with holder() as (residency, arbiter, _):
+        granted, may_go_on = arbiter.acquire, asyncio.Event()
+
+        async def queued(requested: ev.Requested) -> wire.Granted:
+            await may_go_on.wait()
+            return await granted(requested)
+
+        arbiter.acquire = queued  # type: ignore[method-assign]
+        residency._obey(wire.ReloadOrder("a"))
+        await until(lambda: "a" in residency.slots)
+        with pytest.raises(DeadlineUnmet):
+            async with residency.use("a", deadline_s=0.05):
+                pass
+        may_go_on.set()
+        await until(lambda: residency.slots["a"].life is Life.RESIDENT)
+        assert not residency._chores.running
+
+
+@pytest.mark.spec("A12")
+async def test_a_sleeper_that_made_room_for_a_failed_load_is_woken() -> None:
+    async with holder() as (residency, arbiter, engine):
+        await use(residency)
+        revoke(residency, Reason.SWAP, Tier.ASLEEP)
+        await until(lambda: "Slept" in arbiter.kinds())
+        residency._obey(wire.ReloadOrder("a"))
+        await until(lambda: residency.slots["a"].life is Life.RESIDENT)
+        assert engine.acts == ["/control/sleep", "/control/wake"]
+
+
+@pytest.mark.spec("C8")
+async def test_a_pinned_model_whose_engine_died_is_brought_back() -> None:
+    async with holder() as (residency, arbiter, engine):
+        residency._obey(wire.TableOrder(PINNED))
+        await until(lambda: "Loaded" in arbiter.kinds())
+        first, engine.dead = engine.dead, asyncio.Event()
+        first.set()
+        await until(lambda: arbiter.kinds().count("Loaded") == 2)
+        assert ev.Released(arbiter.asked[0], "lost") in arbiter.told
+        assert residency.slots["a"].life is Life.RESIDENT
+
+
+@pytest.mark.spec("D6")
+async def test_a_wake_that_was_not_verified_says_so() -> None:
+    async with holder() as (residency, arbiter, engine):
+        await use(residency)
+        revoke(residency, Reason.SWAP, Tier.ASLEEP)
+        await until(lambda: "Slept" in arbiter.kinds())
+        engine.verified = False
+        ticket = await use(residency)
+        loads = [event for event in arbiter.told if isinstance(event, ev.Loaded)]
+        assert [load.verified for load in loads] == [True, False]
+        assert {load.ticket for load in loads} == {ticket}
+
+
+async def test_a_table_that_comes_while_a_plan_is_made_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planning, go_on = threading.Event(), threading.Event()
+
+    def slow(model: str, config: Any) -> ModelPlan:
+        planning.set()
+        assert go_on.wait(5)
+        return plan(model, config)
+
+    monkeypatch.setattr(plans, "plan", slow)
+    made = plans.Plans("c")
+    made.take(TABLE)
+    first = asyncio.ensure_future(made.of("a"))
+    await asyncio.to_thread(planning.wait, 5)
+    bigger = MODEL | {"need": {"weights": 7}}
+    made.take({"capabilities": {"c": TABLE["capabilities"]["c"] | {"models": {"a": bigger}}}})
+    go_on.set()
+    assert (await first).need.weights_bytes == (await made.of("a")).need.weights_bytes == 7
