@@ -26,6 +26,7 @@ from deployments import plan
 ROOT = Path(__file__).resolve().parents[1]
 EMBED = "all-minilm-l6-v2"
 PORT = 18_410
+MIN_RESIDENCY_S = 5.0  # several loads of the embedding model; see Settings.min_residency_loads
 
 
 def shipped(keep_warm_s: float, downscale_s: float) -> dict[str, Any]:
@@ -79,9 +80,10 @@ def chat_states(url: str) -> list[str]:
 
 
 def asleep(url: str, model: str) -> float:
-    """The device was taken by the embedding model."""
+    """The device was taken by the embedding model, long enough ago for it to give way at once."""
     embed(url)
     until(lambda: chat_states(url) == ["asleep"], 30, f"{model} is asleep")
+    time.sleep(MIN_RESIDENCY_S)
     return ask(url, model)
 
 
