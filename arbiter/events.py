@@ -120,6 +120,7 @@ class EngineReading:
 
     ticket: TicketId
     measured: tuple[DeviceBytes, ...]
+    exact: bool = True  # False: counts pages that a new engine would share; teaches nothing
 
 
 @dataclass(frozen=True, slots=True)

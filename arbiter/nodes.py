@@ -101,6 +101,7 @@ def measured(mind: Mind, event: ev.Measured) -> None:
     node.readings = {r.device: r for r in event.devices if r.device in node.devices}
     seen_bytes = {e.ticket: _sizes(e) for e in event.engines}
     _weigh_all(mind, node, seen_bytes)
+    _learn_all(mind, event.engines)
     _note_unclaimed(mind, node, seen_bytes)
     _charge_foreign(mind, node)
 
@@ -118,7 +119,12 @@ def _weigh_all(mind: Mind, node: Node, seen_bytes: dict[TicketId, Sizes]) -> Non
         mind.ledger.weigh(entry, seen_bytes.get(entry.ticket, {}))
         confirm_sleep(mind, entry)
         doubt_sleeper(mind, entry)
-        if entry.state is State.RESIDENT:
+
+
+def _learn_all(mind: Mind, readings: tuple[ev.EngineReading, ...]) -> None:
+    for reading in readings:
+        entry = mind.ledger.find(reading.ticket)
+        if entry is not None and entry.state is State.RESIDENT and reading.exact:
             _learn(mind, entry)
 
 

@@ -78,6 +78,7 @@ class Desk:
         self.told: list[Tell] = []
         self.wakes: list[Instant] = []
         self.engines: dict[str, dict[DeviceId, float]] = {}
+        self.inexact: set[str] = set()
         self.sizes: dict[str, float] = {}
         self.host_sizes: dict[str, float] = {}
         self.foreign: dict[DeviceId, float] = {}
@@ -113,7 +114,7 @@ class Desk:
         names = (DeviceId(f"{node}/cpu:0"), DeviceId(f"{node}/host"))
         devices = tuple(ev.DeviceReading(d, gib(0), gib(self.foreign.get(d, 0))) for d in names)
         engines = tuple(
-            ev.EngineReading(TicketId(ticket), listed(sizes))
+            ev.EngineReading(TicketId(ticket), listed(sizes), ticket not in self.inexact)
             for ticket, sizes in self.engines.items()
         )
         return self.at(t, ev.Measured(NodeId(node), devices, engines))

@@ -287,6 +287,18 @@ def test_without_an_explicit_value_what_was_learned_replaces_what_was_computed()
     assert grant.devices[0].size_bytes == gib(15)
 
 
+@pytest.mark.spec("A17")
+def test_an_inexact_reading_is_charged_but_teaches_nothing() -> None:
+    desk = Desk()
+    desk.resident(0, "a", 10, explicit=True)
+    desk.engines["a"], desk.inexact = {CPU: 15}, {"a"}
+    desk.read(1)
+    desk.read(2)
+    assert desk.charged() == 15
+    [grant] = desk.ask(3, "a1", 10, explicit=True)
+    assert grant.devices[0].size_bytes == gib(10)
+
+
 @pytest.mark.spec("A17", "B6")
 def test_a_learned_peak_with_its_headroom_asks_at_most_for_the_whole_device() -> None:
     """It has run there, so it must not be refused as larger than the device."""
