@@ -5,12 +5,13 @@ A process is named by pid and start time, so a pid used again is never mistaken 
 go through pidfds.
 """
 
+import glob
 import json
 import os
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +36,8 @@ class Child:
     fd: int  # pidfd of the root
     opened_ns: int  # monotonic; an older look at the processes says nothing about it
     members: dict[int, int] = field(default_factory=dict)
+    zygote: proc.Name | None = None  # which forked it
+    leads: bool = True  # its pid still names its session and group, even if it is dead
 
     def tree(self) -> Tree:
         return Tree(self.ticket, frozenset(self.members), self.granted)
@@ -52,7 +55,12 @@ class Children:
         return self._folder / f"{ticket}.sock"
 
     def open(
-        self, ticket: TicketId, pid: int, granted: tuple[DeviceBytes, ...], start_ticks: int = 0
+        self,
+        ticket: TicketId,
+        pid: int,
+        granted: tuple[DeviceBytes, ...],
+        start_ticks: int = 0,
+        zygote: proc.Name | None = None,
     ) -> Child | None:
         """Take charge of a process; None when it is gone, or is not the one that was meant."""
         try:
@@ -67,21 +75,24 @@ class Children:
             ticket, pid, found.start_ticks, self.socket(ticket), granted, fd, time.monotonic_ns()
         )
         child.members[pid] = found.start_ticks
+        child.zygote = zygote
         self.by_ticket[ticket] = child
         self._write(child)
         return child
 
-    def recover(self) -> tuple[TicketId, ...]:
+    def recover(self, keep_log: Callable[[str, Path], None]) -> tuple[TicketId, ...]:
         """Open again what an earlier life of the agent had; returns tickets whose engine is gone.
-        A helper that outlived its root is killed."""
+        A helper that outlived its root is killed. `keep_log` gets the logs of the dead."""
         lost = []
         for path in sorted(self._folder.glob("*.child")):
             raw = json.loads(path.read_text())
             ticket = TicketId(raw["ticket"])
             granted = tuple(DeviceBytes(DeviceId(d), Bytes(b)) for d, b in raw["granted"])
-            if self.open(ticket, raw["pid"], granted, raw["start_ticks"]) is None:
-                path.unlink()
+            zygote = tuple(raw["zygote"]) if raw.get("zygote") else None
+            if self.open(ticket, raw["pid"], granted, raw["start_ticks"], zygote) is None:
                 _kill_session(raw["pid"], raw["start_ticks"])
+                keep_log(ticket, self.socket(ticket).with_suffix(".log"))
+                self._unlink(ticket)
                 self.bury(ticket)
                 lost.append(ticket)
         return tuple(lost)
@@ -94,12 +105,8 @@ class Children:
         """What was seen at `looked_ns`, of every engine opened before; returns those."""
         noted = [c for c in self.by_ticket.values() if c.opened_ns < looked_ns]
         for child in noted:
-            known = [
-                pid for pid, ticks in child.members.items() if _is_same(everything, pid, ticks)
-            ]
-            root = child.pid if _is_same(everything, child.pid, child.start_ticks) else 0
-            found = proc.tree(child.pid, everything, known) if root or known else set()
-            found |= _session(child, everything)
+            known = {p for p, ticks in child.members.items() if _is_same(everything, p, ticks)}
+            found = proc.descend(known | _led(child, everything), everything)
             child.members = {pid: everything[pid].start_ticks for pid in found}
         return noted
 
@@ -121,8 +128,12 @@ class Children:
         """It is gone: drop its files and descriptor."""
         del self.by_ticket[child.ticket]
         os.close(child.fd)
-        for suffix in (".child", ".sock"):
-            (self._folder / f"{child.ticket}{suffix}").unlink(missing_ok=True)
+        self._unlink(child.ticket)
+
+    def _unlink(self, ticket: TicketId) -> None:
+        """Everything of that name: an engine has sockets of its own beside the one we gave it."""
+        for path in self._folder.glob(f"{glob.escape(ticket)}.*"):
+            path.unlink(missing_ok=True)
 
     def trees(self) -> list[Tree]:
         return [child.tree() for child in self.by_ticket.values()]
@@ -130,7 +141,7 @@ class Children:
     def _write(self, child: Child) -> None:
         granted = [[d.device, d.size_bytes] for d in child.granted]
         raw = {"ticket": child.ticket, "pid": child.pid, "start_ticks": child.start_ticks,
-               "granted": granted}  # fmt: skip
+               "granted": granted, "zygote": child.zygote}  # fmt: skip
         path = self._folder / f"{child.ticket}.child"
         part = path.with_suffix(".part")
         part.write_text(json.dumps(raw))
@@ -147,13 +158,18 @@ def _is_same(everything: dict[int, proc.Process], pid: int, ticks: int) -> bool:
     return found is not None and found.start_ticks == ticks
 
 
-def _session(child: Child, everything: dict[int, proc.Process]) -> set[int]:
-    """Members of the session the engine led. Its number cannot be used again while one lives."""
-    return {
-        p.pid
-        for p in everything.values()
-        if p.session == child.pid and p.alive and p.start_ticks >= child.start_ticks
-    }
+def _led(child: Child, everything: dict[int, proc.Process]) -> set[int]:
+    """The root, and the session and group it led. Their number cannot be used again while one of
+    them lives; once none does it may be anybody's, for good."""
+    root = everything.get(child.pid)
+    is_strangers = root is not None and root.start_ticks != child.start_ticks
+    if is_strangers or not child.leads:
+        child.leads = False
+        return set()
+    led = proc.led_by(child.pid, everything)
+    led = {pid for pid in led if everything[pid].start_ticks >= child.start_ticks}
+    child.leads = root is not None or bool(led)
+    return led
 
 
 def _kill(pid: int, ticks: int) -> None:
@@ -165,7 +181,7 @@ def _kill(pid: int, ticks: int) -> None:
         found = proc.process(pid)
         if found is not None and found.start_ticks == ticks:
             signal.pidfd_send_signal(fd, signal.SIGKILL)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return
     finally:
         os.close(fd)
@@ -178,11 +194,11 @@ def _kill_session(leader: int, ticks: int) -> None:
     if holder is not None and holder.start_ticks != ticks:
         return
     for p in proc.processes().values():
-        if p.session == leader and p.alive:
+        if p.session == leader and p.alive and p.start_ticks >= ticks:
             _kill(p.pid, p.start_ticks)
 
 
-def kill_known(pids: Iterable[tuple[int, int]]) -> None:
+def kill_known(pids: Iterable[proc.Name]) -> None:
     """SIGKILL to processes named by (pid, start time)."""
     for pid, ticks in pids:
         _kill(pid, ticks)

@@ -8,13 +8,16 @@ import asyncio
 import logging
 import os
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import ray
 
-from arbiter import children, proc, rays, zygotes
+from arbiter import children, leftovers, proc, rays, zygotes
 from arbiter import events as ev
 from arbiter.errors import TicketClosed
+from arbiter.keeper import Keeper
 from arbiter.probe import NodeProbe, find_gpus
 from arbiter.units import Epoch, NodeId, TicketId
 from arbiter.wire import NAME, NAMESPACE, AgentSettings, SpawnSpec
@@ -24,10 +27,9 @@ logger = logging.getLogger("arbiter.agent")
 TURN_S = 1.0  # SPEC B1: within 2 s on the books
 REAP_TURN_S = 0.25  # SPEC A10
 REPORT_S = 5.0  # an arbiter slower than its own reading bound is as good as away
-BACKOFF_FIRST_S, BACKOFF_MOST_S = 0.1, 5.0  # between starts of a zygote that will not stay up
+LOOK_AGAIN_S = 0.005  # while its helpers end: a look takes about as long
 RETRY_S = 0.02  # until the zygote's death is noticed, which takes a turn of the event loop
 EX_SOFTWARE = 70  # sysexits.h
-PINGS_MISSED = 3  # a zygote that answers none of these, seconds apart, is hung
 
 
 class NodeAgent:
@@ -36,12 +38,17 @@ class NodeAgent:
     def __init__(self, node: NodeId, settings: AgentSettings, logs: str | None = None) -> None:
         self._node, self._settings = node, settings
         self._folder = zygotes.private_folder(_folder(settings, node))
-        self._logs = Path(logs) if logs else rays.logs_folder()
+        log_folder = Path(logs) if logs else rays.logs_folder()
+        self._logs = leftovers.EngineLogs(log_folder)
         self._probe = NodeProbe(node, find_gpus())
         self._children = children.Children(self._folder)
-        self._zygote = zygotes.Zygote(self._folder / "zygote.sock")
-        self._zygote_known: tuple[int, int] | None = None  # pid and start time
-        self._zygote_up = asyncio.Event()
+        self._keeper = Keeper(
+            settings,
+            self._folder / "zygote.sock",
+            log_folder / f"zygote-{node}.log",
+            found=self._adopt,
+            strays=self._kill_strays,
+        )
         self._spawning: dict[TicketId, asyncio.Task[str]] = {}
         self._reaping: set[TicketId] = set()
         self._gone: dict[TicketId, ev.EngineGone] = {}  # not yet said
@@ -49,12 +56,18 @@ class NodeAgent:
         self._epoch: Epoch | None = None
         self._heard = False  # whether the arbiter got the last reading
         self._stir = asyncio.Event()
+        self._died = asyncio.Event()  # an engine's root
         self._closing = False
-        for ticket in self._children.recover():
+        if not settings.folder:  # else what lies beside is not ours to judge
+            leftovers.sweep(self._folder)
+        for ticket in self._children.recover(self._logs.keep):
             self._say_gone(ticket)
         for child in self._children.by_ticket.values():
             self._watch(child)
-        self._tasks = [asyncio.ensure_future(self._turns()), asyncio.ensure_future(self._keep())]
+        self._tasks = [
+            asyncio.ensure_future(t)
+            for t in (self._turns(), self._bury_dead(), self._keeper.keep())
+        ]
         for task in self._tasks:
             task.add_done_callback(_crash)
 
@@ -82,6 +95,7 @@ class NodeAgent:
             self._children.kill(self._children.by_ticket[ticket])
         elif ticket not in self._spawning:  # else the spawn finds the tombstone
             self._say_gone(ticket)
+        self._keeper.announce()  # a spawn that waits for a zygote looks at the tombstones
         self._stir.set()
 
     async def probe(self) -> None:
@@ -90,7 +104,7 @@ class NodeAgent:
 
     async def pids(self) -> dict[str, int]:
         """The zygote's and the agent's own, for status pages and fault tests."""
-        return {"agent": os.getpid(), "zygote": self._zygote_known[0] if self._zygote_known else 0}
+        return {"agent": os.getpid(), "zygote": self._keeper.known[0] if self._keeper.known else 0}
 
     async def engines(self) -> dict[str, list[int]]:
         """Living processes by ticket, root first."""
@@ -107,9 +121,7 @@ class NodeAgent:
         while self._children.by_ticket:
             self._settle(*await asyncio.to_thread(children.look), kill_all=True)
             await asyncio.sleep(0.01)
-        if self._zygote_known:
-            children.kill_known([self._zygote_known])
-        self._zygote.close()
+        self._keeper.end()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- engines ---------------------------------------------------------------------------------
@@ -118,8 +130,9 @@ class NodeAgent:
         try:
             path = self._children.socket(ticket)
             pid = await self._fork(ticket, self._with_devices(spec), path)
-            child = self._children.open(ticket, pid, spec.devices)
+            child = self._children.open(ticket, pid, spec.devices, zygote=self._keeper.known)
             if child and not await self._is_listed(child):
+                self._logs.keep(ticket, path.with_suffix(".log"))
                 self._children.forget(child)  # died, and its pid may be another's: not ours to kill
                 child = None
         finally:
@@ -129,7 +142,7 @@ class NodeAgent:
             self._say_gone(ticket)
             raise TicketClosed(ticket)
         self._watch(child)
-        self._link_log(child)
+        self._logs.link(ticket, path.with_suffix(".log"))
         if self._children.is_buried(ticket):
             self._reaping.add(ticket)
             self._children.kill(child)
@@ -137,13 +150,19 @@ class NodeAgent:
         return str(path)
 
     async def _fork(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> int:
-        """By the next zygote when this one dies over it; whoever waits bounds the wait."""
+        """By the next zygote when this one dies over it; whoever waits bounds the wait. Raises
+        ZygoteError when no zygote will start."""
         while True:
-            await self._zygote_up.wait()
             if self._children.is_buried(ticket):
+                self._say_gone(ticket)
                 raise TicketClosed(ticket)
+            if not self._keeper.is_up:
+                if self._keeper.trouble:
+                    raise zygotes.ZygoteError(self._keeper.trouble)
+                await self._keeper.news.wait()
+                continue
             try:
-                return await self._zygote.spawn(ticket, spec, path)
+                return await self._keeper.zygote.spawn(ticket, spec, path)
             except zygotes.ZygoteError as error:
                 if not error.is_away:
                     raise
@@ -152,13 +171,15 @@ class NodeAgent:
     async def _is_listed(self, child: children.Child) -> bool:
         """The zygote drops a child from its list when it collects it; until then no other process
         can have its pid."""
-        rows = await self._zygote.list()
+        rows = await self._keeper.zygote.list()
         return any(r.ticket == child.ticket and r.pid == child.pid for r in rows)
 
     def _with_devices(self, spec: SpawnSpec) -> SpawnSpec:
         """The engine sees the GPUs of its ticket and no others, from its first instruction on."""
         ids = [d.device.rsplit("gpu:", 1)[1] for d in spec.devices if "gpu:" in d.device]
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {}
+        # NVML counts by bus, CUDA by speed unless told.
+        by_bus = {"CUDA_VISIBLE_DEVICES": ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        visible = by_bus if ids else {}
         return SpawnSpec(spec.entry, spec.config, spec.devices, spec.env | visible)
 
     def _watch(self, child: children.Child) -> None:
@@ -168,23 +189,9 @@ class NodeAgent:
             loop.remove_reader(fd)
             self._children.bury(child.ticket)
             self._reaping.add(child.ticket)
-            self._stir.set()
+            self._died.set()
 
         loop.add_reader(fd, died)
-
-    def _link_log(self, child: children.Child) -> None:
-        """Under Ray's log folder the dashboard shows it."""
-        link = self._logs / f"engine-{child.ticket}.log"
-        if not link.is_symlink():
-            link.symlink_to(child.socket.with_suffix(".log"))
-
-    def _keep_log(self, child: children.Child) -> None:
-        """The engine is gone; what it wrote stays where people look."""
-        written = child.socket.with_suffix(".log")
-        if written.exists():
-            link = self._logs / f"engine-{child.ticket}.log"
-            link.unlink(missing_ok=True)
-            shutil.move(written, link)
 
     def _settle(
         self, looked_ns: int, everything: dict[int, proc.Process], *, kill_all: bool = False
@@ -193,8 +200,8 @@ class NodeAgent:
         for child in self._children.note(looked_ns, everything):
             if not child.members:
                 asyncio.get_running_loop().remove_reader(child.fd)
+                self._logs.keep(child.ticket, child.socket.with_suffix(".log"))
                 self._children.forget(child)
-                self._keep_log(child)
                 self._children.bury(child.ticket)
                 self._reaping.discard(child.ticket)
                 self._say_gone(child.ticket, child.pid)
@@ -229,12 +236,34 @@ class NodeAgent:
             except TimeoutError:
                 continue
 
+    async def _bury_dead(self) -> None:
+        """As soon as one died, whatever a turn is doing: somebody may wait for its bytes."""
+        while True:
+            await self._died.wait()
+            self._died.clear()
+            turn_ends_s = time.monotonic() + REAP_TURN_S
+            self._settle(*await asyncio.to_thread(children.look))
+            await self._say_all_gone()
+            while self._reaping and time.monotonic() < turn_ends_s:
+                await asyncio.sleep(LOOK_AGAIN_S)
+                self._settle(*await asyncio.to_thread(children.look))
+                await self._say_all_gone()
+            self._stir.set()
+
     async def _report(self) -> None:
         """Engines that went, at once, for somebody may wait for their bytes; then a reading."""
         await self._say_all_gone()
         readings = await asyncio.to_thread(self._probe.read, self._children.trees())
-        said = (ev.Measured(self._node, readings.devices, readings.engines),)
+        engines = tuple(self._judged(e) for e in readings.engines)
+        said = (ev.Measured(self._node, readings.devices, engines),)
         self._heard = await self._send(said)
+
+    def _judged(self, reading: ev.EngineReading) -> ev.EngineReading:
+        """Pages shared with a zygote count as an engine's own once that zygote died. Asked after
+        the reading, for it may have died during it."""
+        child = self._children.by_ticket.get(reading.ticket)
+        forked_by = child.zygote if child else None
+        return replace(reading, exact=self._keeper.is_alive() and forked_by == self._keeper.known)
 
     async def _say_all_gone(self) -> None:
         """Kept for the next turn if nobody hears it."""
@@ -260,91 +289,22 @@ class NodeAgent:
 
     # -- the zygote ------------------------------------------------------------------------------
 
-    async def _keep(self) -> None:
-        """A zygote that answers, always; one that died or hangs is replaced."""
-        backoff_s = BACKOFF_FIRST_S
-        while True:
-            try:
-                await self._find_or_start()
-                backoff_s = BACKOFF_FIRST_S
-                await self._stays_up()
-            except (zygotes.ZygoteError, OSError) as error:
-                logger.warning("%s; next try in %.1f s", error, backoff_s)
-            self._zygote_up.clear()
-            self._kill_hung()
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(BACKOFF_MOST_S, 2 * backoff_s)
-
-    async def _find_or_start(self) -> None:
-        try:
-            pid = await self._zygote.ping(zygotes.IMPORTS_S)  # found while it still imports
-        except zygotes.ZygoteError:
-            self._kill_strays()
-            log = self._logs / f"zygote-{self._node}.log"
-            await asyncio.to_thread(
-                zygotes.start, self._settings, self._folder / "zygote.sock", log
-            )
-            pid = await self._first_ping()
-        found = proc.process(pid)
-        self._zygote_known = (pid, found.start_ticks) if found else None
-        await self._adopt()
-        self._zygote_up.set()
-
-    async def _first_ping(self) -> int:
-        """It binds its socket before its imports and answers after them."""
-        async with asyncio.timeout(zygotes.IMPORTS_S):
-            while True:
-                try:
-                    return await self._zygote.ping(zygotes.IMPORTS_S)
-                except zygotes.ZygoteError:
-                    await asyncio.sleep(0.02)
-
     async def _adopt(self) -> None:
         """Children forked just before an earlier agent died, who left no note of them."""
-        for row in await self._zygote.list():
+        for row in await self._keeper.zygote.list():
             known = row.ticket in self._children.by_ticket or row.ticket in self._spawning
-            if not known and (child := self._children.open(row.ticket, row.pid, ())):
+            if known:
+                continue
+            if child := self._children.open(row.ticket, row.pid, (), zygote=self._keeper.known):
                 self._watch(child)
-
-    async def _stays_up(self) -> None:
-        """Returns when it is dead or hung."""
-        assert self._zygote_known is not None
-        died = asyncio.Event()
-        fd = os.pidfd_open(self._zygote_known[0])
-        loop = asyncio.get_running_loop()
-        loop.add_reader(fd, died.set)
-        try:
-            missed = 0
-            while missed < PINGS_MISSED and not died.is_set():
-                try:
-                    async with asyncio.timeout(TURN_S):
-                        await died.wait()
-                except TimeoutError:
-                    missed = 0 if await self._answers() else missed + 1
-        finally:
-            loop.remove_reader(fd)
-            os.close(fd)
-
-    async def _answers(self) -> bool:
-        try:
-            await self._zygote.ping()
-        except zygotes.ZygoteError:
-            return False
-        return True
 
     def _kill_strays(self) -> None:
         """Forked by a zygote that died before it could say so: nobody knows their ticket."""
         self._children.refresh()
         known = {pid for c in self._children.by_ticket.values() for pid in c.members}
-        for pid in proc.started_with(str(self._folder / "zygote.sock")) - known:
+        for pid in proc.started_with(str(self._folder / "zygote.sock"), zygotes.MARK) - known:
             if found := proc.process(pid):
                 children.kill_known([(pid, found.start_ticks)])
-
-    def _kill_hung(self) -> None:
-        self._zygote.close()
-        if self._zygote_known:
-            children.kill_known([self._zygote_known])
-            self._zygote_known = None
 
 
 def _folder(settings: AgentSettings, node: NodeId) -> Path:

@@ -18,6 +18,9 @@ _SECTOR_BYTES = 512  # the unit of st_blocks, whatever the file system (stat(2))
 _DEAD = frozenset("ZXx")  # zombie or dead: its memory is back, only its exit status is left
 
 
+Name = tuple[int, int]  # pid and start time: means one process for ever
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     pid: int
@@ -60,27 +63,42 @@ def processes() -> dict[int, Process]:
     return {p.pid: p for p in found if p is not None}
 
 
-def started_with(argument: str) -> set[int]:
-    """Living pids that have `argument` on their command line, forks of such a one included."""
+def started_with(argument: str, variable: str) -> set[int]:
+    """Living pids of this user that have `argument` on their command line and `variable`, as
+    NAME=value, in the environment they began with; forks of such a one included."""
     found = set()
     for p in processes().values():
+        folder = PROC / str(p.pid)
         try:
-            words = (PROC / str(p.pid) / "cmdline").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
+            is_ours = p.alive and folder.stat().st_uid == os.getuid()
+            if not is_ours or argument.encode() not in _words(folder / "cmdline"):
+                continue
+            if variable.encode() in _words(folder / "environ"):
+                found.add(p.pid)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if p.alive and argument.encode() in words:
-            found.add(p.pid)
     return found
 
 
-def tree(root: int, everything: dict[int, Process], known: Iterable[int] = ()) -> set[int]:
-    """Living pids of `root`'s tree: descendants, members of its own group or session, and what
-    descends from `known`, members seen earlier whose parent may have died since."""
+def _words(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\0")
+
+
+def led_by(leader: int, everything: dict[int, Process]) -> set[int]:
+    """The leader, if it is there, and the members of the group and session of its number."""
+    return {p.pid for p in everything.values() if leader in (p.pid, p.group, p.session)}
+
+
+def tree(root: int, everything: dict[int, Process]) -> set[int]:
+    """Living pids of `root`'s tree: its group and session, and what descends from them."""
+    return descend(led_by(root, everything), everything)
+
+
+def descend(leads: Iterable[int], everything: dict[int, Process]) -> set[int]:
+    """Living pids among `leads` and their descendants."""
     children: dict[int, list[int]] = {}
     for p in everything.values():
         children.setdefault(p.parent, []).append(p.pid)
-    leads = {root, *known}
-    leads |= {p.pid for p in everything.values() if root in (p.group, p.session)}
     found: set[int] = set()
     waiting = [pid for pid in leads if pid in everything]
     while waiting:

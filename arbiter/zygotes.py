@@ -22,7 +22,11 @@ from arbiter.wire import AgentSettings, SpawnSpec
 # and a message sent meanwhile waits for them.
 ANSWER_S = 10.0
 IMPORTS_S = 180.0
+TAIL_LINES, TAIL_BYTES = 3, 4_096  # of its log, in an error that a client may read
 MAX_LINE_BYTES = 1 << 20  # `list` with thousands of children; the zygote has the same bound
+
+
+MARK = "ARBITER_ZYGOTE=1"  # in the environment of a zygote, and of all it forked
 
 
 class ZygoteError(ArbiterError):
@@ -112,24 +116,31 @@ async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
     return reader, writer
 
 
-def start(settings: AgentSettings, path: Path, log: Path) -> None:
-    """Exec a zygote that serves `path`. It is nobody's child and leads its own session, so that
-    neither Ray, which ends the children of a dying worker, nor the agent's death takes it along:
-    its children are engines with requests in flight."""
+def start(settings: AgentSettings, path: Path, log: Path) -> int:
+    """Exec a zygote that serves `path`; its pid. It is nobody's child and has a session of its
+    own, so that neither Ray, which ends the children of a dying worker, nor the agent's death takes
+    it along: its children are engines with requests in flight."""
     command = [sys.executable, "-m", settings.zygote_module]
     command += ["--socket", str(path), "--preload", ",".join(settings.preload)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with log.open("ab") as output:
-        subprocess.run(
-            ["/bin/sh", "-c", '"$@" &', "sh", *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment,  # what this process can import, the zygote can
-            start_new_session=True,
-            check=True,
-            timeout=ANSWER_S,
-        )
+    started = subprocess.run(
+        ["/bin/sh", "-c", '"$@" >>"$0" 2>&1 & echo $!', str(log), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        env=environment,  # what this process can import, the zygote can
+        start_new_session=True,
+        check=True,
+        timeout=ANSWER_S,
+    )
+    return int(started.stdout)
+
+
+def tail(log: Path, from_bytes: int) -> str:
+    """The last words written after `from_bytes`: of a traceback, what was raised and where."""
+    with log.open("rb") as file:
+        file.seek(max(from_bytes, log.stat().st_size - TAIL_BYTES))
+        text = file.read().decode(errors="replace").strip()
+    return " | ".join(text.splitlines()[-TAIL_LINES:]) or "it wrote nothing"
 
 
 def private_folder(path: Path) -> Path:

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 
 from arbiter import proc
-from arbiter.children import Children, look
+from arbiter.children import Child, Children, look
 from arbiter.events import DeviceBytes
 from arbiter.units import Bytes, DeviceId, TicketId
 
 T = TicketId("t")
 GRANTED = (DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
+
+
+def ignore(ticket: str, log: Path) -> None:
+    """For logs nobody wants."""
 
 
 @contextlib.contextmanager
@@ -95,7 +99,7 @@ def test_the_next_life_of_the_agent_finds_them_by_their_notes(tmp_path: Path) ->
     with engine() as pid:
         assert Children(tmp_path).open(T, pid, GRANTED)
         again = Children(tmp_path)
-        assert again.recover() == ()
+        assert again.recover(ignore) == ()
         assert (again.by_ticket[T].pid, again.by_ticket[T].granted) == (pid, GRANTED)
 
 
@@ -104,7 +108,7 @@ def test_a_note_whose_process_is_gone_buries_its_ticket(tmp_path: Path) -> None:
     with engine() as pid:
         Children(tmp_path).open(T, pid, GRANTED)
     again = Children(tmp_path)
-    assert again.recover() == (T,)
+    assert again.recover(ignore) == (T,)
     assert again.is_buried(T) and not list(tmp_path.glob("*.child"))
 
 
@@ -116,7 +120,7 @@ def test_a_helper_whose_root_died_while_no_agent_lived_is_killed(tmp_path: Path)
         helpers = {p.pid for p in proc.processes().values() if p.session == pid} - {pid}
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        assert Children(tmp_path).recover() == (T,)
+        assert Children(tmp_path).recover(ignore) == (T,)
         while living(helpers):
             os.sched_yield()
 
@@ -126,7 +130,7 @@ def test_a_pid_that_means_another_process_now_is_never_taken_for_ours(tmp_path: 
     note = {"ticket": T, "pid": os.getpid(), "start_ticks": 1, "granted": []}
     (tmp_path / "t.child").write_text(json.dumps(note))
     opened = Children(tmp_path)
-    assert opened.recover() == (T,)
+    assert opened.recover(ignore) == (T,)
     assert opened.by_ticket == {}
 
 
@@ -135,6 +139,44 @@ def test_forgetting_removes_what_lies_in_the_folder(tmp_path: Path) -> None:
     with engine() as pid:
         child = opened.open(T, pid, GRANTED)
         assert child is not None
-        child.socket.touch()
+        for suffix in (".sock", ".core"):
+            child.socket.with_suffix(suffix).touch()
         opened.forget(child)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.spec("L4")
+def test_a_stranger_under_the_pid_of_a_dead_root_is_never_a_member(tmp_path: Path) -> None:
+    """The root died, a helper that left its session lives, and the kernel used the pid again."""
+    opened = Children(tmp_path)
+    root, helper, stranger = 100, 200, 101
+    child = Child(T, root, 5, tmp_path, (), -1, 0, {root: 5, helper: 6})
+    opened.by_ticket[T] = child
+    seen = [
+        proc.Process(root, 1, root, root, 999, "S"),
+        proc.Process(stranger, root, root, root, 1000, "S"),
+        proc.Process(helper, 1, helper, helper, 6, "S"),
+    ]
+    opened.note(1, {p.pid: p for p in seen})
+    assert child.members == {helper: 6}
+    opened.note(2, {p.pid: p for p in seen[1:]})
+    assert child.members == {helper: 6}
+
+
+def test_everything_of_a_dead_ticket_leaves_the_folder_and_its_log_is_kept(tmp_path: Path) -> None:
+    with engine() as pid:
+        Children(tmp_path).open(T, pid, GRANTED)
+    for name in ("t.sock", "t.core", "t.log", "t2.sock"):
+        (tmp_path / name).touch()
+    kept: list[Path] = []
+    assert Children(tmp_path).recover(lambda ticket, log: kept.append(log)) == (T,)
+    assert kept == [tmp_path / "t.log"]
+    assert [p.name for p in tmp_path.iterdir()] == ["t2.sock"]
+
+
+def test_which_zygote_forked_an_engine_is_known_to_the_next_life(tmp_path: Path) -> None:
+    with engine() as pid:
+        assert Children(tmp_path).open(T, pid, GRANTED, zygote=(7, 8))
+        again = Children(tmp_path)
+        again.recover(ignore)
+        assert again.by_ticket[T].zygote == (7, 8)

@@ -1,0 +1,67 @@
+"""What engines and agents leave on disk: logs that people read, folders that nobody does."""
+
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+
+# Of each node. A model that breaks at each load is tried again after 2 s to 5 min, so this is at
+# least an hour of one and a day of most; a log is some kB, so a few MB.
+LOGS_KEPT = 200
+# A zygote that is being replaced leaves its lock free for seconds, and its folder fresh.
+ABANDONED_AFTER_S = 3_600.0
+
+
+class EngineLogs:
+    """Under Ray's log folder, where the dashboard shows them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _place(self, ticket: str) -> Path:
+        return self._folder / f"engine-{ticket}.log"
+
+    def link(self, ticket: str, written: Path) -> None:
+        """While it is written."""
+        place = self._place(ticket)
+        if not place.is_symlink():
+            place.symlink_to(written)
+
+    def keep(self, ticket: str, written: Path) -> None:
+        """The engine is gone; what it wrote stays where people look, the newest of them."""
+        if not written.exists():
+            return
+        place = self._place(ticket)
+        place.unlink(missing_ok=True)
+        shutil.move(written, place)
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        ended = [p for p in self._folder.glob("engine-*.log") if not p.is_symlink()]
+        ended.sort(key=lambda p: p.stat().st_mtime_ns, reverse=True)
+        for path in ended[LOGS_KEPT:]:
+            path.unlink(missing_ok=True)
+
+
+def sweep(own: Path) -> None:
+    """Remove the folders beside `own` of nodes that are gone: old, and no zygote holds the lock."""
+    for folder in own.parent.iterdir():
+        if folder != own and folder.is_dir() and not folder.is_symlink() and _is_abandoned(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    if time.time() - folder.stat().st_mtime < ABANDONED_AFTER_S:
+        return False
+    try:
+        lock = os.open(folder / "zygote.lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True

@@ -1,0 +1,183 @@
+"""The node's zygote: found, started, and given up on with its own last words; the agent beside it,
+without Ray.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray.exceptions import RayError
+
+from arbiter import events as ev
+from arbiter import keeper as module
+from arbiter import leftovers, node_agent, proc, zygotes
+from arbiter.errors import TicketClosed
+from arbiter.leftovers import EngineLogs, sweep
+from arbiter.node_agent import NodeAgent
+from arbiter.units import Bytes, DeviceId, NodeId, TicketId
+from arbiter.wire import AgentSettings, SpawnSpec
+
+T = TicketId("t")
+SPEC = SpawnSpec("a:b", {})
+BROKEN = "tests.support.silent_zygote"
+WITHIN_S = 30
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short enough for a socket's path."""
+    with tempfile.TemporaryDirectory(prefix="kp-") as made:
+        yield Path(made)
+
+
+@pytest.fixture(autouse=True)
+def no_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*_: object, **__: object) -> None:
+        raise RayError("no cluster")
+
+    monkeypatch.setattr(node_agent.ray, "get_actor", nobody)
+
+
+def agent(folder: Path, module_name: str) -> NodeAgent:
+    settings = AgentSettings(module_name, folder=str(folder / "n"))
+    return NodeAgent(NodeId("n"), settings, str(folder))
+
+
+@pytest.mark.spec("A19", "H2")
+async def test_a_zygote_that_cannot_start_is_given_up_on_with_its_last_words(folder: Path) -> None:
+    running = agent(folder, BROKEN)
+    async with asyncio.timeout(WITHIN_S):
+        with pytest.raises(zygotes.ZygoteError, match="No module named 'missing'"):
+            await running.spawn(T, SPEC)
+    await running.close()
+
+
+@pytest.mark.spec("A10")
+async def test_a_reap_ends_a_spawn_that_waits_for_a_zygote(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STARTS_FAILED", 1_000)
+    running = agent(folder, BROKEN)
+    spawning = asyncio.ensure_future(running.spawn(T, SPEC))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await running.reap(T)
+    async with asyncio.timeout(5):
+        with pytest.raises(TicketClosed):
+            await spawning
+    assert running._gone[T] == ev.EngineGone(NodeId("n"), T, bytes_back=True)
+    await running.close()
+
+
+@pytest.mark.spec("A17")
+async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_lives(
+    folder: Path,
+) -> None:
+    running = agent(folder, "deployments.engines.zygote")
+    entry = "tests.support.fake_engine:FakeEngine"
+    async with asyncio.timeout(WITHIN_S):
+        await running.spawn(T, SpawnSpec(entry, {"served_name": "m", "engine_args": {}}))
+        reading = ev.EngineReading(T, ())
+        assert running._judged(reading).exact
+        dead = running._keeper.known
+        assert dead is not None
+        os.kill(dead[0], 9)
+        while running._keeper.is_alive():
+            await asyncio.sleep(0.01)
+        assert not running._judged(reading).exact
+        while running._keeper.known in (dead, None) or not running._keeper.is_up:
+            await asyncio.sleep(0.01)
+        assert not running._judged(reading).exact
+        await running.close()
+
+
+async def test_a_gpu_is_named_as_nvml_counts(folder: Path) -> None:
+    running = agent(folder, BROKEN)
+    on_gpu = SpawnSpec("a:b", {}, (ev.DeviceBytes(DeviceId("n/gpu:1"), Bytes(1)),))
+    assert running._with_devices(on_gpu).env == {
+        "CUDA_VISIBLE_DEVICES": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    assert running._with_devices(SPEC).env == {}
+    await running.close()
+
+
+@pytest.mark.spec("L4")
+def test_only_what_carries_the_zygotes_mark_is_a_stray() -> None:
+    def start(**env: str) -> subprocess.Popen[bytes]:
+        code = "import signal; print(flush=True); signal.pause()"
+        began = subprocess.Popen(
+            [sys.executable, "-c", code, "/the/path"], stdout=subprocess.PIPE, env=env
+        )
+        assert began.stdout is not None
+        began.stdout.readline()
+        return began
+
+    marked, plain = start(ARBITER_ZYGOTE="1"), start()
+    try:
+        assert proc.started_with("/the/path", zygotes.MARK) == {marked.pid}
+    finally:
+        for process in (marked, plain):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.spec("L4")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start another user's process")
+def test_a_process_of_another_user_is_no_stray() -> None:
+    code = "import os, signal; os.setuid(65534); print(flush=True); signal.pause()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, "/the/path"],
+        stdout=subprocess.PIPE,
+        env={"ARBITER_ZYGOTE": "1"},
+    )
+    assert other.stdout is not None
+    other.stdout.readline()
+    try:
+        assert proc.started_with("/the/path", zygotes.MARK) == set()
+    finally:
+        other.kill()
+        other.communicate()
+
+
+# -- what is left on disk -----------------------------------------------------------------------
+
+
+def test_folders_of_nodes_that_are_gone_are_removed_and_others_are_not(tmp_path: Path) -> None:
+    import fcntl
+
+    own, gone, held, young = (tmp_path / n for n in ("own", "gone", "held", "young"))
+    for path in (own, gone, held, young):
+        path.mkdir()
+        (path / "zygote.lock").touch()
+    long_ago_s = time.time() - leftovers.ABANDONED_AFTER_S - 60
+    for path in (own, gone, held):
+        os.utime(path, (long_ago_s, long_ago_s))
+    with (held / "zygote.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sweep(own)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["held", "own", "young"]
+
+
+def test_only_the_newest_logs_of_ended_engines_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "LOGS_KEPT", 2)
+    logs = EngineLogs(tmp_path)
+    living = tmp_path / "living.log"
+    living.touch()
+    logs.link("living", living)
+    for age_s, ticket in ((30, "old"), (20, "newer"), (10, "newest")):
+        written = tmp_path / f"{ticket}.log"
+        written.write_text(ticket)
+        os.utime(written, (1e9 - age_s, 1e9 - age_s))
+        logs.keep(ticket, written)
+    left = {p.name for p in tmp_path.glob("engine-*.log")}
+    assert left == {"engine-living.log", "engine-newer.log", "engine-newest.log"}
+    assert (tmp_path / "engine-newest.log").read_text() == "newest"
