@@ -58,6 +58,10 @@ class Capability:
             else:
                 raise
 
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces this replica when it raises: it could load nothing."""
+        self._residency.client().check()
+
     async def __del__(self) -> None:
         await self._residency.close()
 
