@@ -11,6 +11,7 @@ held back, and a crowd fills the batch by itself.
 import asyncio
 import base64
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from deployments.engines.protocol import Config, Receive, Scope, Send
 
 MAX_BODY_BYTES = 32 << 20  # 2,048 texts of 16 KB; longer texts exceed any model's window
 MAX_TEXTS = 2048  # OpenAI's own bound on one request
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON may carry one alone; no tokenizer takes it
 _PROBE = "The probe of an embedding model."
 
 
@@ -69,13 +71,21 @@ class EmbeddingEngine:
         self.threads: int = args.get("threads", 1)
         self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
         self.parked: host_copy.HostCopy | None = None
+        self.model: Any = None
+        self.worker: ThreadPoolExecutor | None = None
+        self.batching: asyncio.Task[None] | None = None
 
     async def load(self) -> None:
-        self.worker = ThreadPoolExecutor(1, "embed")
+        """Again after a wake that was not verified: with the same worker and batching task, for two
+        would run the model side by side."""
+        if self.worker is None:
+            self.worker = ThreadPoolExecutor(1, "embed")
         await self._work(self._load)
-        self.batching = asyncio.create_task(self._batch_for_ever())
+        if self.batching is None or self.batching.done():
+            self.batching = asyncio.create_task(self._batch_for_ever())
 
     def _load(self) -> None:
+        self.model = None  # one that is replaced leaves first: the ticket is for one
         torch.set_num_threads(self.threads)
         self.model = SentenceTransformer(self.path, device=self.device, local_files_only=True)
         self.model.eval()
@@ -98,7 +108,7 @@ class EmbeddingEngine:
         return str(vectors[0].tobytes().hex() if _on_cpu(self.model) else vectors[0].round(3))
 
     async def health(self) -> None:
-        assert not self.batching.done(), "the batching task has ended"
+        assert self.batching and not self.batching.done(), "the batching task has ended"
 
     async def _work(self, function: Any, *args: Any) -> Any:
         """In the one thread that touches the model."""
@@ -109,18 +119,23 @@ class EmbeddingEngine:
         self.queue.put_nowait(Waiting(texts, answer))
         return await answer
 
+    async def _embed_for(self, receive: Receive, texts: list[str]) -> np.ndarray | None:
+        """None: the client has gone, and what was still queued for it is dropped."""
+        answer = asyncio.ensure_future(self._embed(texts))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer.done() else None
+        finally:
+            answer.cancel()
+            gone.cancel()
+
     async def _batch_for_ever(self) -> None:
         while True:
-            batch = await self._next_batch()
-            work = asyncio.ensure_future(self._work(self._encode, [w.texts for w in batch]))
-            await asyncio.wait({work})
-            for waiting in batch:
-                if waiting.answer.done():  # its client has gone
-                    continue
-                if error := work.exception():
-                    waiting.answer.set_exception(error)
-                else:
-                    waiting.answer.set_result(work.result().pop(0))
+            if batch := await self._next_batch():
+                work = asyncio.ensure_future(self._work(self._encode, [w.texts for w in batch]))
+                await asyncio.wait({work})
+                _hand_out(batch, work)
 
     async def _next_batch(self) -> list[Waiting]:
         """The first that waits, and all others that fit beside it."""
@@ -151,8 +166,10 @@ class EmbeddingEngine:
             tokens = self._count(asked.texts)
         except BadInput as bad:
             return await _refuse(send, 400, bad.param, bad.message)
-        vectors = shorten(await self._embed(asked.texts), asked.dimensions)
-        await respond(send, 200, self._answer(vectors, asked, tokens))
+        vectors = await self._embed_for(receive, asked.texts)
+        if vectors is not None:
+            short = shorten(vectors, asked.dimensions)
+            await respond(send, 200, self._answer(short, asked, tokens))
 
     def _count(self, texts: list[str]) -> int:
         """Tokens of all texts. Raises BadInput for one longer than the model's window: a vector of
@@ -174,11 +191,23 @@ class EmbeddingEngine:
         return {"object": "list", "data": rows, "model": self.name, "usage": usage}
 
 
+def _hand_out(batch: list[Waiting], work: asyncio.Future[list[np.ndarray]]) -> None:
+    """To each its own, whoever else has gone meanwhile."""
+    if error := work.exception():
+        for waiting in batch:
+            if not waiting.answer.done():
+                waiting.answer.set_exception(error)
+        return
+    for waiting, vectors in zip(batch, work.result(), strict=True):
+        if not waiting.answer.done():
+            waiting.answer.set_result(vectors)
+
+
 def parse(raw: bytes, width: int, *, matryoshka: bool) -> Asked:
     """Raises BadInput that names the field."""
     try:
         body = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput("body", f"not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadInput("body", "expected a JSON object")
@@ -200,6 +229,8 @@ def _texts(given: object) -> list[str]:
             raise BadInput("input", "token ids are not supported by this model; send text")
         if not isinstance(text, str) or not text:
             raise BadInput("input", f"input {number} is not text, or is empty")
+        if not text.isascii() and _SURROGATE.search(text):
+            raise BadInput("input", f"input {number} is not Unicode text: half of a pair in it")
     return texts
 
 
@@ -243,6 +274,11 @@ async def _body(receive: Receive) -> bytes:
             raise BadInput("body", f"larger than {MAX_BODY_BYTES} bytes")
         more = message.get("more_body", False)
     return b"".join(parts)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
 
 
 async def _refuse(send: Send, status: int, param: str | None, message: str) -> None:

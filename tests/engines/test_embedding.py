@@ -1,8 +1,10 @@
 """Embeddings in a child: OpenAI's shapes, bad input refused by field, crowds batched."""
 
+import asyncio
 import base64
 import json
 import struct
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -67,6 +69,7 @@ def test_base64_carries_the_same_numbers(minilm: Child) -> None:
         ({"input": [[1, 2], [3]]}, "input"),
         ({"input": {"text": "x"}}, "input"),
         ({"input": "word " * 600}, "input"),
+        ({"input": "half of a pair: \ud800"}, "input"),
         ({"input": ["x"] * 2049}, "input"),
         ({"dimensions": 0}, "dimensions"),
         ({"dimensions": 100}, "dimensions"),
@@ -138,3 +141,73 @@ def test_only_the_embedding_routes_exist(minilm: Child) -> None:
     assert minilm.call("POST", "/v1/chat/completions", {})[0] == 404
     raw = json.dumps(minilm.call("GET", "/v1/embeddings")[1])
     assert "no route" in raw
+
+
+class Slow:
+    """An engine whose forward pass waits; its vector of a text is the text's length."""
+
+    def __init__(self) -> None:
+        self.engine = module.build({"model": PATH})
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.passes: list[list[list[str]]] = []
+        self.engine._encode = self.encode  # type: ignore[method-assign]
+        self.engine._load = lambda: None  # type: ignore[method-assign]
+
+    def encode(self, requests: list[list[str]]) -> list[Any]:
+        self.passes.append(requests)
+        self.begun.set()
+        assert self.go_on.wait(5)
+        return [module.np.array([[len(text)] for text in texts]) for texts in requests]
+
+
+@pytest.mark.spec("J8", "L3")
+async def test_a_client_that_leaves_during_a_pass_takes_nobody_elses_answer_with_it() -> None:
+    slow = Slow()
+    await slow.engine.load()
+    leaves = asyncio.ensure_future(slow.engine._embed(["a long text"]))
+    stays = asyncio.ensure_future(slow.engine._embed(["b"]))
+    await asyncio.to_thread(slow.begun.wait, 5)
+    assert [len(requests) for requests in slow.passes] == [2]
+    leaves.cancel()
+    await asyncio.wait({leaves})
+    slow.go_on.set()
+    assert (await stays).tolist() == [[1]]
+
+
+@pytest.mark.spec("A8", "J8")
+async def test_a_client_that_disconnects_is_not_computed_for() -> None:
+    slow, told = Slow(), asyncio.Queue[dict[str, Any]]()
+    await slow.engine.load()
+    first = asyncio.ensure_future(slow.engine._embed(["first"]))
+    await asyncio.to_thread(slow.begun.wait, 5)
+    gone = asyncio.ensure_future(slow.engine._embed_for(told.get, ["second"]))
+    third = asyncio.ensure_future(slow.engine._embed(["third one"]))
+    told.put_nowait({"type": "http.disconnect"})
+    async with asyncio.timeout(5):
+        assert await gone is None
+        slow.go_on.set()
+        assert (await first).tolist() == [[5]]
+        assert (await third).tolist() == [[9]]
+    assert slow.passes == [[["first"]], [["third one"]]]
+
+
+@pytest.mark.spec("J8")
+async def test_when_all_that_wait_have_gone_the_next_is_served() -> None:
+    slow = Slow()
+    slow.go_on.set()
+    await slow.engine.load()
+    gone = asyncio.ensure_future(slow.engine._embed(["gone"]))
+    await asyncio.sleep(0)  # it is in the queue
+    gone.cancel()
+    async with asyncio.timeout(5):
+        assert (await slow.engine._embed(["here"])).tolist() == [[4]]
+    assert slow.passes == [[["here"]]]
+
+
+@pytest.mark.spec("D6")
+async def test_a_second_load_keeps_one_worker_and_one_batching_task() -> None:
+    slow = Slow()
+    await slow.engine.load()
+    before = asyncio.all_tasks(), slow.engine.worker
+    await slow.engine.load()
+    assert (asyncio.all_tasks(), slow.engine.worker) == before
