@@ -51,7 +51,8 @@ class Estimates:
         return key not in self._sleepless
 
     def did_not_sleep(self, key: ModelKey) -> None:
-        """Seen once is enough: what stays behind is the engine's own, and stays each time."""
+        """Seen once is enough for this epoch: what stays behind is mostly the engine's own. Not
+        kept beyond it, for a zygote that died can be the cause too."""
         self._sleepless.add(key)
 
     def _with_headroom(self, peak: Bytes) -> Bytes:
@@ -85,12 +86,11 @@ class Estimates:
 
     def export(self) -> list[dict[str, Any]]:
         """Plain rows for the state file; `restore` reads them back."""
-        keys = sorted(self._peak.keys() | self._load.keys() | self._sleepless, key=repr)
+        keys = sorted(self._peak.keys() | self._load.keys(), key=repr)
         return [
             {
                 "capability": k.capability, "model": k.model, "settings_key": k.settings_key,
                 "peak_bytes": self._peak.get(k, 0), "load_ns": self._load.get(k, 0),
-                "is_sleepless": k in self._sleepless,
             }
             for k in keys
         ]  # fmt: skip
@@ -102,5 +102,3 @@ class Estimates:
                 self._peak[key] = Bytes(row["peak_bytes"])
             if row["load_ns"]:
                 self._load[key] = Span(row["load_ns"])
-            if row.get("is_sleepless"):  # rows of older versions lack it
-                self._sleepless.add(key)

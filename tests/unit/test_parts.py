@@ -175,14 +175,13 @@ def test_learned_values_survive_as_plain_rows() -> None:
     again.restore(estimates.export())
     assert again.export() == estimates.export() == [
         {"capability": "text", "model": "a", "settings_key": "", "peak_bytes": 1000,
-         "load_ns": seconds(3), "is_sleepless": False}
+         "load_ns": seconds(3)}
     ]  # fmt: skip
     assert again.size(KEY, Need(Bytes(10)), False).device_bytes == 1050
     again.did_not_sleep(KEY)
-    heir = Estimates(DEFAULTS)
-    heir.restore(again.export())
-    assert not heir.can_sleep(KEY)
+    assert not again.can_sleep(KEY)
     again.forget(KEY)
+    assert again.can_sleep(KEY)
     assert again.export() == []
 
 
@@ -227,6 +226,7 @@ ERRORS = [
     errors.ModelCoolingDown("a", "bad weights", 2.0),
     errors.LoadFailed("a", "bad weights", False),
     errors.EngineLost("a", TicketId("t")),
+    errors.CapabilityFailed("a", "it has no application"),
     errors.HolderQuarantined(HolderId("h"), Bytes(5)),
     errors.ArbiterClosing(),
     errors.ArbiterUnavailable(3.0),
