@@ -93,7 +93,10 @@ class NodeAgent:
         if ticket in self._children.by_ticket:
             self._reaping.add(ticket)
             self._children.kill(self._children.by_ticket[ticket])
-        elif ticket not in self._spawning:  # else the spawn finds the tombstone
+            # Its death is news by itself; a reading now would hold its memory map while it dies.
+            asyncio.get_running_loop().call_later(REAP_TURN_S, self._stir.set)
+            return
+        if ticket not in self._spawning:  # else the spawn finds the tombstone
             self._say_gone(ticket)
         self._keeper.announce()  # a spawn that waits for a zygote looks at the tombstones
         self._stir.set()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +21,13 @@ from arbiter import leftovers, node_agent, proc, zygotes
 from arbiter.errors import TicketClosed
 from arbiter.leftovers import EngineLogs, sweep
 from arbiter.node_agent import NodeAgent
+from arbiter.probe import Readings, Tree
 from arbiter.units import Bytes, DeviceId, NodeId, TicketId
 from arbiter.wire import AgentSettings, SpawnSpec
 
 T = TicketId("t")
 SPEC = SpawnSpec("a:b", {})
+FAKE = "tests.support.fake_engine:FakeEngine"
 BROKEN = "tests.support.silent_zygote"
 WITHIN_S = 30
 
@@ -80,9 +83,8 @@ async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_l
     folder: Path,
 ) -> None:
     running = agent(folder, "deployments.engines.zygote")
-    entry = "tests.support.fake_engine:FakeEngine"
     async with asyncio.timeout(WITHIN_S):
-        await running.spawn(T, SpawnSpec(entry, {"served_name": "m", "engine_args": {}}))
+        await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))
         reading = ev.EngineReading(T, ())
         assert running._judged(reading).exact
         dead = running._keeper.known
@@ -95,6 +97,33 @@ async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_l
             await asyncio.sleep(0.01)
         assert not running._judged(reading).exact
         await running.close()
+
+
+@pytest.mark.spec("A10")
+async def test_the_end_of_an_engine_is_said_though_a_reading_takes_long(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: asyncio.Queue[ev.Event] = asyncio.Queue()
+    is_over = threading.Event()
+
+    async def send(events: tuple[ev.Event, ...]) -> bool:
+        for event in events:
+            said.put_nowait(event)
+        return True
+
+    def read(trees: list[Tree]) -> Readings:
+        is_over.wait(WITHIN_S)
+        return Readings((), ())
+
+    running = agent(folder, "deployments.engines.zygote")
+    monkeypatch.setattr(running, "_send", send)
+    monkeypatch.setattr(running._probe, "read", read)
+    async with asyncio.timeout(WITHIN_S / 2):
+        await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))
+        await running.reap(T)
+        assert await said.get() == ev.EngineGone(NodeId("n"), T, bytes_back=True)
+    is_over.set()
+    await running.close()
 
 
 async def test_a_gpu_is_named_as_nvml_counts(folder: Path) -> None:
