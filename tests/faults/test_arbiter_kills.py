@@ -131,7 +131,9 @@ async def test_a_load_under_way_survives_the_arbiter() -> None:
     async with desk({"chat": capability(a=model(50, load_seconds=3))}) as d:
         asked = d.holder().ask.remote("a")
         await d.until(lambda s: s["tickets"] and s["tickets"][0]["state"] == "loading")
-        engine = await d.engines()
+        async with asyncio.timeout(10):
+            while not (engine := await d.engines()):  # granted a moment before it is forked
+                await asyncio.sleep(0.01)
         kill(await d.arbiter_pid())
         assert await asyncio.wait_for(asked, 30) == 200
         await d.books_are_true()
