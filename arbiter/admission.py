@@ -1,7 +1,7 @@
 """From asking to a grant (SPEC A3, A4, B6, C6, C7): who may ask, who is next, where it goes."""
 
 from arbiter import events as ev
-from arbiter.budget import on_demand
+from arbiter.budget import on_demand, pinned_overcommit
 from arbiter.decisions import Grant
 from arbiter.errors import (
     ArbiterClosing,
@@ -83,6 +83,7 @@ def refuse_all(mind: Mind) -> None:
 def _turn_away(mind: Mind, entry: Entry, error: RequestError) -> None:
     """Out of the line. A sleeper sleeps on and may ask again under the same ticket."""
     mind.line.drop(entry.ticket)
+    mind.displaced.pop((entry.holder, entry.model), None)
     if entry.state is State.QUEUED:
         mind.refuse(entry.ticket, error)
         mind.close(entry)
@@ -191,6 +192,8 @@ def _place(mind: Mind, entry: Entry, taken: set[DeviceId]) -> None:
     need = size_of(mind, entry, max((b.budget_bytes for b in books), default=Bytes(0)))
     most = max((on_demand_of(b) for b in books), default=need)
     if need > most:
+        if entry.pinned:
+            _flag_pinned(mind, max(books, key=on_demand_of), need)
         _turn_away(mind, entry, NeverFits(entry.ticket, need, most))
         return
     sites = [
@@ -233,7 +236,8 @@ def _grant(mind: Mind, entry: Entry, home: Sizes) -> None:
     waited = since(entry.since, mind.now)
     mind.line.drop(entry.ticket)
     entry.home = home
-    entry.predicted = mind.estimates.load_time(mind.key_of(entry))
+    time_of = mind.estimates.wake_time if entry.wakes_count else mind.estimates.load_time
+    entry.predicted = time_of(mind.key_of(entry))
     entry.load_by = after(mind.now, mind.settings.terms.load)
     entry.peak_bytes, entry.readings_count = Bytes(0), 0
     mind.move(entry, State.LOADING, granted={**entry.granted, **home})
@@ -298,8 +302,25 @@ def compute_books(mind: Mind, node: Node) -> list[Book]:
 
 def on_demand_of(book: Book) -> Bytes:
     """The most that waiting can ever bring: pinned models are never victims (SPEC B2)."""
-    pinned = sum(e.charge(book.device) for e in book.entries.values() if e.pinned)
-    return on_demand(book.budget_bytes, Bytes(pinned))
+    return on_demand(book.budget_bytes, _pinned_on(book))
+
+
+def _pinned_on(book: Book) -> Bytes:
+    return Bytes(sum(e.charge(book.device) for e in book.entries.values() if e.pinned))
+
+
+def flag_pinned(mind: Mind) -> None:
+    """The table or a node has changed: more may be pinned now than a device can lend."""
+    for book in mind.ledger.books.values():
+        _flag_pinned(mind, book, Bytes(0))
+
+
+def _flag_pinned(mind: Mind, book: Book, more: Bytes) -> None:
+    """What a pinned model needs is known once it asks, which it does at start (SPEC B2)."""
+    pinned = Bytes(_pinned_on(book) + more)
+    if over := pinned_overcommit(book.budget_bytes, pinned):
+        lent = book.budget_bytes
+        mind.tell("pinned_overcommit", size=over, device=book.device, pinned=pinned, budget=lent)
 
 
 def is_trusted(mind: Mind, node: Node, device: DeviceId) -> bool:

@@ -33,25 +33,10 @@ def foreign_in_budget(foreign: Bytes, total: Bytes, kind: DeviceKind, settings: 
     return Bytes(max(0, foreign - left_to_others))
 
 
-# Engines that share one dispatch lock run one at a time and so share one reserved scratch area.
-
-
-def scratch_ceiling(arena_bytes: Bytes, settings: Settings) -> Bytes:
-    return Bytes(arena_bytes - share(arena_bytes, settings.wiggle_fraction))
-
-
-def weight_pool(
-    arena_bytes: Bytes, fraction: float, max_scratch: Bytes, settings: Settings
-) -> Bytes:
-    """What weights may take beside the largest scratch any of the sharing engines needs."""
-    ceiling = scratch_ceiling(arena_bytes, settings)
-    return Bytes(max(0, min(share(arena_bytes, fraction), ceiling - max_scratch)))
-
-
 def on_demand(pool: Bytes, pinned: Bytes) -> Bytes:
     return Bytes(max(0, pool - pinned))
 
 
 def pinned_overcommit(pool: Bytes, pinned: Bytes) -> Bytes:
-    """Above zero the configuration pins more than can ever be resident; flagged at start."""
+    """Above zero the configuration pins more than can ever be resident."""
     return Bytes(max(0, pinned - pool))

@@ -74,14 +74,6 @@ class Arbiter:
     def stale_count(self) -> int:
         return self._mind.stale_count
 
-    def knows(self, holder: HolderId) -> bool:
-        """False: it must join (again) before anything it says counts."""
-        return holder in self._mind.holders
-
-    def known_holders(self) -> frozenset[HolderId]:
-        """Kept by the shell, so that the next epoch knows whom to wait for."""
-        return frozenset(self._mind.holders) | frozenset(self._mind.awaited)
-
     def snapshot(self, now: Instant) -> StateView:
         return view_of(self._mind, now)
 
@@ -109,6 +101,7 @@ class Arbiter:
         for entry in self._mind.ledger.entries(*CHARGED):
             holders.configure(self._mind, entry)
             self._mind.watch(entry, self._mind.now)
+        admission.flag_pinned(self._mind)
 
     @_apply.register
     def _(self, event: ev.CapabilityRegistered) -> None:
@@ -117,6 +110,7 @@ class Arbiter:
     @_apply.register
     def _(self, event: ev.NodeSeen) -> None:
         nodes.seen(self._mind, event)
+        admission.flag_pinned(self._mind)
 
     @_apply.register
     def _(self, event: ev.NodeLost) -> None:
@@ -155,7 +149,7 @@ class Arbiter:
     @_apply.register
     def _(self, event: ev.Loaded) -> None:
         if entry := self._mind.live(event.ticket, State.LOADING):
-            loads.loaded(self._mind, entry, event.took)
+            loads.loaded(self._mind, entry, event.took, verified=event.verified)
 
     @_apply.register
     def _(self, event: ev.LoadBroke) -> None:

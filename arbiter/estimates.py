@@ -35,6 +35,7 @@ class Estimates:
         self._peak: dict[ModelKey, Bytes] = {}
         self._corrected: dict[ModelKey, Bytes] = {}  # after a failure for memory
         self._load: dict[ModelKey, Span] = {}
+        self._wake: dict[ModelKey, Span] = {}
         self._sleepless: set[ModelKey] = set()  # a sleep of it did not give its bytes back
 
     def size(self, key: ModelKey, need: Need, need_is_explicit: bool) -> Estimate:
@@ -62,6 +63,10 @@ class Estimates:
         """0 when it never loaded."""
         return self._load.get(key, Span(0))
 
+    def wake_time(self, key: ModelKey) -> Span:
+        """0 when it was never woken."""
+        return self._wake.get(key, Span(0))
+
     def slowest_load(self, capability: str, model: str) -> Span:
         """Under any settings; 0 when it never loaded."""
         times = (t for k, t in self._load.items() if (k.capability, k.model) == (capability, model))
@@ -72,25 +77,31 @@ class Estimates:
 
     def loaded(self, key: ModelKey, took: Span) -> None:
         self._corrected.pop(key, None)
-        old = self._load.get(key, took)
-        self._load[key] = Span(old + int((took - old) * self._settings.load_ewma_fraction))
+        self._load[key] = self._smoothed(self._load.get(key, took), took)
+
+    def woke(self, key: ModelKey, took: Span) -> None:
+        self._wake[key] = self._smoothed(self._wake.get(key, took), took)
+
+    def _smoothed(self, old: Span, took: Span) -> Span:
+        return Span(old + int((took - old) * self._settings.load_ewma_fraction))
 
     def ran_out(self, key: ModelKey, held: Bytes) -> None:
         """A load failed for memory while it was charged `held`."""
         self._corrected[key] = Bytes(held + int(held * self._settings.oom_growth_fraction))
 
     def forget(self, key: ModelKey) -> None:
-        for table in (self._peak, self._corrected, self._load):
+        for table in (self._peak, self._corrected, self._load, self._wake):
             table.pop(key, None)
         self._sleepless.discard(key)
 
     def export(self) -> list[dict[str, Any]]:
         """Plain rows for the state file; `restore` reads them back."""
-        keys = sorted(self._peak.keys() | self._load.keys(), key=repr)
+        keys = sorted(self._peak.keys() | self._load.keys() | self._wake.keys(), key=repr)
         return [
             {
                 "capability": k.capability, "model": k.model, "settings_key": k.settings_key,
                 "peak_bytes": self._peak.get(k, 0), "load_ns": self._load.get(k, 0),
+                "wake_ns": self._wake.get(k, 0),
             }
             for k in keys
         ]  # fmt: skip
@@ -102,3 +113,5 @@ class Estimates:
                 self._peak[key] = Bytes(row["peak_bytes"])
             if row["load_ns"]:
                 self._load[key] = Span(row["load_ns"])
+            if row.get("wake_ns"):  # rows of older versions lack it
+                self._wake[key] = Span(row["wake_ns"])

@@ -9,7 +9,7 @@ from arbiter.decisions import Reason, Tier
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
 from arbiter.eviction import ask, refused, slept
 from arbiter.ledger import Entry, Sizes, State
-from arbiter.loads import loaded
+from arbiter.loads import forget_switches, loaded, sleep_on
 from arbiter.mind import Holder, Mind
 from arbiter.nodes import claim
 from arbiter.reclaim import charged, notify, reclaim, take
@@ -66,6 +66,7 @@ def lost(mind: Mind, holder: HolderId) -> None:
     mind.awaited.discard(holder)
     if mind.holders.pop(holder, None):
         mind.tell("holder_lost", holder=holder)
+    forget_switches(mind, holder)
     for entry in mind.ledger.held_by(holder):
         if entry.state is State.QUEUED:
             mind.refuse(entry.ticket, StaleEpoch(mind.epoch, mind.epoch))
@@ -129,6 +130,8 @@ def _hear_loading(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
     if held.phase is ev.Phase.RESIDENT and (not is_wake or _is_confirmed(mind, entry)):
         loaded(mind, entry, since(entry.since, mind.now))
         use(mind, entry, held)
+    elif is_wake and held.phase is ev.Phase.ASLEEP and _is_confirmed(mind, entry):
+        sleep_on(mind, entry)
 
 
 def _hear_resident(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:

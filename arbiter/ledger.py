@@ -35,7 +35,7 @@ CHARGED = frozenset({State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.LOADING, State.CLOSED}),
-    State.LOADING: frozenset({State.RESIDENT, State.RECLAIMING}),
+    State.LOADING: frozenset({State.RESIDENT, State.ASLEEP, State.RECLAIMING}),
     State.RESIDENT: frozenset({State.DRAINING, State.RECLAIMING}),
     State.DRAINING: frozenset({State.RESIDENT, State.ASLEEP, State.RECLAIMING}),
     State.ASLEEP: frozenset({State.LOADING, State.RECLAIMING}),

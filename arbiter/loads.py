@@ -7,14 +7,15 @@ from arbiter.errors import LoadFailed, TicketClosed
 from arbiter.ledger import Entry, State
 from arbiter.mind import Displaced, DisplacedKey, Failure, Mind
 from arbiter.reclaim import charged, reclaim, take
-from arbiter.units import Bytes, Span, after, since
+from arbiter.units import Bytes, HolderId, Span, after, since
 
 DIED = "the engine died while loading"
 
 
-def loaded(mind: Mind, entry: Entry, took: Span) -> None:
+def loaded(mind: Mind, entry: Entry, took: Span, *, verified: bool = True) -> None:
     """LOADING -> RESIDENT, after a load or a wake. The copy in host RAM stays charged for as long
-    as it is measured."""
+    as it is measured. A wake that was not verified was a load as well, so its seconds teach
+    nothing."""
     mind.move(entry, State.RESIDENT, granted=dict(entry.home))
     entry.resident_since = entry.last_used = mind.now
     entry.load_took = took
@@ -23,6 +24,10 @@ def loaded(mind: Mind, entry: Entry, took: Span) -> None:
     entry.readings_count = 0
     if entry.wakes_count == 0:
         mind.estimates.loaded(mind.key_of(entry), took)
+    elif verified:
+        mind.estimates.woke(mind.key_of(entry), took)
+    else:
+        mind.tell("wake_unverified", entry, took=took)
     mind.failures.pop((entry.capability, entry.model), None)
     mind.displaced.pop((entry.holder, entry.model), None)
     kind = "model_wake" if entry.wakes_count else "model_load"
@@ -123,6 +128,12 @@ def restore(mind: Mind, key: DisplacedKey) -> None:
             mind.say(Reload(holder, model))
 
 
+def forget_switches(mind: Mind, holder: HolderId) -> None:
+    """It is gone, and what it displaced has no load to wait for."""
+    for key in [key for key in mind.displaced if key[0] == holder]:
+        del mind.displaced[key]
+
+
 # -- a load nobody waits for ----------------------------------------------------------------------
 
 
@@ -138,8 +149,21 @@ def withdrawn(mind: Mind, event: ev.Withdrawn) -> None:
         mind.displaced.pop((entry.holder, entry.model), None)
     elif entry.state is not State.LOADING:
         mind.line.drop(entry.ticket)  # it sleeps on
+        mind.displaced.pop((entry.holder, entry.model), None)
     elif not _is_nearly_done(mind, entry):
         take(mind, entry, Reason.WITHDRAWN)
+        mind.displaced.pop((entry.holder, entry.model), None)
+
+
+def sleep_on(mind: Mind, entry: Entry) -> None:
+    """LOADING -> ASLEEP: who asked for the wake had gone before the grant arrived, and its holder
+    never began (SPEC A8)."""
+    bed = {d: size for d, size in entry.granted.items() if d not in entry.home}
+    mind.move(entry, State.ASLEEP, granted=bed)
+    entry.inflight = 0
+    mind.displaced.pop((entry.holder, entry.model), None)
+    mind.tell("wake_given_up", entry)
+    mind.watch(entry, mind.now)
 
 
 def _is_nearly_done(mind: Mind, entry: Entry) -> bool:

@@ -166,7 +166,7 @@ class World:
                 self.known.add(holder.holder)
                 holder.epoch = self.epoch
                 self.feed(event)
-        elif epoch != self.epoch or not self.arbiter.knows(holder.holder):
+        elif epoch != self.epoch or holder.holder not in self.arbiter._mind.holders:
             if epoch is not None and holder.epoch == epoch:
                 holder.join()  # the shell answers StaleEpoch
         else:

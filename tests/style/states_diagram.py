@@ -13,6 +13,7 @@ WHY: dict[tuple[State, State], str] = {
     (State.QUEUED, State.LOADING): "granted: bytes charged",
     (State.QUEUED, State.CLOSED): "refused, withdrawn, holder lost",
     (State.LOADING, State.RESIDENT): "loaded or awake",
+    (State.LOADING, State.ASLEEP): "its wake was given up",
     (State.LOADING, State.RECLAIMING): "load broke, hung, withdrawn, holder lost",
     (State.RESIDENT, State.DRAINING): "revoked",
     (State.RESIDENT, State.RECLAIMING): "released, engine or holder lost",

@@ -205,7 +205,7 @@ def test_silence_for_long_enough_counts_as_death() -> None:
     desk.beat(30, "a")
     assert desk.woke(89.9) == []
     assert reaped(desk.woke(90)) == ["a"]
-    assert not desk.arbiter.knows(HolderId("h"))
+    assert desk.mind.holders == {}
 
 
 def test_a_lost_holder_may_join_again() -> None:
@@ -217,11 +217,11 @@ def test_a_lost_holder_may_join_again() -> None:
 
 
 @pytest.mark.spec("A18")
-def test_whom_the_next_epoch_must_wait_for() -> None:
+def test_a_holder_known_to_be_dead_is_no_longer_waited_for() -> None:
     desk = Desk(known=("old",), holders=("h",))
-    assert desk.arbiter.known_holders() == {"old", "h"}
+    assert (desk.mind.awaited, desk.mind.is_settled) == ({"old"}, False)
     desk.at(1, ev.HolderLost(HolderId("old")))
-    assert desk.arbiter.known_holders() == {"h"}
+    assert (desk.mind.awaited, desk.mind.is_settled) == (set(), True)
 
 
 def test_heartbeats_before_joining_count_for_nothing() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from arbiter import events as ev
-from arbiter.units import Bytes, HolderId, NodeId, TicketId, seconds
+from arbiter.units import Bytes, NodeId, TicketId, seconds
 from tests.unit.desk import (
     CPU,
     HOST,
@@ -59,7 +59,7 @@ def test_a_dead_nodes_devices_leave_with_it_and_its_tickets_are_closed() -> None
     assert desk.mind.ledger.books == {}
     assert desk.mind.ledger.entries() == []
     assert len(desk.mind.line) == 0
-    assert not desk.arbiter.knows(HolderId("h"))
+    assert desk.mind.holders == {}
     assert "node_lost" in desk.kinds()
 
 

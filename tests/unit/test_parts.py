@@ -106,11 +106,7 @@ def test_a_tiny_device_lends_nothing_rather_than_less_than_nothing() -> None:
 
 
 @pytest.mark.spec("B2")
-def test_engines_that_share_a_dispatch_lock_share_one_reserved_scratch() -> None:
-    assert budget.scratch_ceiling(Bytes(1000), DEFAULTS) == 900
-    assert budget.weight_pool(Bytes(1000), 0.5, Bytes(100), DEFAULTS) == 500
-    assert budget.weight_pool(Bytes(1000), 0.9, Bytes(100), DEFAULTS) == 800
-    assert budget.weight_pool(Bytes(1000), 0.9, Bytes(2000), DEFAULTS) == 0
+def test_what_is_pinned_is_not_lent_on_demand() -> None:
     assert budget.on_demand(Bytes(800), Bytes(300)) == 500
     assert budget.on_demand(Bytes(800), Bytes(900)) == 0
     assert budget.pinned_overcommit(Bytes(800), Bytes(900)) == 100
@@ -171,11 +167,12 @@ def test_learned_values_survive_as_plain_rows() -> None:
     estimates = Estimates(DEFAULTS)
     estimates.saw_peak(KEY, Bytes(1000))
     estimates.loaded(KEY, seconds(3))
+    estimates.woke(KEY, seconds(1))
     again = Estimates(DEFAULTS)
     again.restore(estimates.export())
     assert again.export() == estimates.export() == [
         {"capability": "text", "model": "a", "settings_key": "", "peak_bytes": 1000,
-         "load_ns": seconds(3)}
+         "load_ns": seconds(3), "wake_ns": seconds(1)}
     ]  # fmt: skip
     assert again.size(KEY, Need(Bytes(10)), False).device_bytes == 1050
     again.did_not_sleep(KEY)

@@ -1,6 +1,7 @@
 """Bytes on their way back, and loads that break (SPEC A8, A10, A12). Seconds and GiB."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -324,3 +325,45 @@ def test_a_late_message_is_counted_and_ignored() -> None:
         assert desk.at(0, event) == []
     assert desk.arbiter.stale_count == before + 6
     assert desk.charged(HOST) == 0
+
+
+@pytest.mark.spec("A12")
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda desk: desk.at(22, ev.Withdrawn(TicketId("b"))),
+        lambda desk: desk.at(22, ev.HolderLost(HolderId("h"))),
+    ],
+)
+def test_what_made_room_for_a_load_is_forgotten_with_it(end: Any) -> None:
+    desk = Desk(device=80)
+    desk.resident(0, "a", 80)
+    desk.ask(20, "b", 60)
+    desk.at(21, ev.Released(TicketId("a"), "swap"))
+    assert granted(desk.gone(21.5, "a")) == ["b"]
+    assert desk.mind.displaced
+    end(desk)
+    assert desk.mind.displaced == {}
+
+
+@pytest.mark.spec("A12", "A21")
+def test_what_made_room_for_a_request_past_its_deadline_is_forgotten() -> None:
+    desk = Desk(device=80)
+    desk.resident(0, "a", 80)
+    desk.ask(20, "b", 60, deadline_s=1)
+    assert desk.mind.displaced
+    desk.woke(21)
+    assert desk.mind.displaced == {}
+
+
+@pytest.mark.spec("B2")
+def test_more_pinned_than_can_be_lent_is_an_event() -> None:
+    desk = Desk(device=80, pinned="a")
+    desk.resident(0, "a", 60)
+    assert "pinned_overcommit" not in desk.kinds()
+    desk.see_node(1, 50, 0)
+    told = desk.last("pinned_overcommit")
+    assert (told.size_bytes, told.data["device"]) == (gib(10), CPU)
+    late = Desk(device=50, pinned="a")
+    late.ask(0, "a", 60)
+    assert late.last("pinned_overcommit").size_bytes == gib(10)

@@ -5,8 +5,11 @@ import pytest
 from arbiter import errors
 from arbiter import events as ev
 from arbiter.decisions import Grant, Probe
+from arbiter.estimates import ModelKey
 from arbiter.units import HolderId, TicketId, seconds
 from tests.unit.desk import CPU, HOST, NODE, Desk, gib, granted, reaped, refusal, revoked, s
+
+KEY = ModelKey("text", "a", "")
 
 
 def asleep(host: float = 100) -> Desk:
@@ -298,3 +301,57 @@ def test_during_a_wake_all_of_the_bed_stays_charged_however_little_of_it_is_meas
     desk.at(31, ev.LoadBroke(TicketId("b"), "x", False))
     assert granted(desk.gone(32, "b")) == ["a"]
     assert desk.charged(HOST) == 40
+
+
+def being_woken() -> Desk:
+    """`a` was asleep, and its wake was granted at 33."""
+    desk = asleep()
+    desk.at(31, ev.LoadBroke(TicketId("b"), "x", False))
+    desk.gone(32, "b")
+    assert granted(desk.ask(33, "a", 80, host=40)) == ["a"]
+    return desk
+
+
+@pytest.mark.spec("A8")
+def test_a_wake_whose_caller_left_before_the_grant_arrived_is_given_up() -> None:
+    desk = being_woken()
+    desk.at(33.1, ev.Withdrawn(TicketId("a")))
+    beat = ev.Renewed(HolderId("h"), (desk.held("a", ev.Phase.ASLEEP),))
+    desk.at(37, beat)
+    assert desk.state("a") == "loading"  # it may have been sent before the grant arrived
+    desk.at(38, beat)
+    assert (desk.state("a"), desk.charged(HOST)) == ("asleep", 40)
+    assert desk.charged(CPU) == desk.engines["a"].get(CPU, 0)
+    told = desk.kinds()
+    desk.woke(700)
+    assert "wake_given_up" in told
+    assert desk.kinds().count("load_failed") == told.count("load_failed")
+    assert granted(desk.ask(701, "a", 80, host=40)) == ["a"]
+
+
+@pytest.mark.spec("D6")
+def test_a_wake_that_was_not_verified_is_an_event_and_teaches_no_seconds() -> None:
+    desk = being_woken()
+    desk.at(35, ev.Loaded(TicketId("a"), seconds(2), verified=False))
+    assert desk.last("wake_unverified").ticket == "a"
+    assert desk.mind.estimates.wake_time(KEY) == 0
+
+
+@pytest.mark.spec("A17")
+def test_the_seconds_of_a_wake_are_predicted_from_wakes() -> None:
+    desk = being_woken()
+    desk.mind.estimates.loaded(KEY, seconds(30))
+    desk.at(35, ev.Loaded(TicketId("a"), seconds(2)))
+    assert desk.mind.estimates.wake_time(KEY) == seconds(2)
+    assert desk.mind.estimates.load_time(KEY) > seconds(2)
+    desk.engines["a"] = {CPU: 80}
+    desk.read(36)
+    desk.beat(37, "a")
+    desk.ask(60, "c", 60)
+    desk.at(61, ev.Slept(TicketId("a")))
+    desk.engines["a"] = {CPU: 5, HOST: 40}
+    assert granted(desk.read(62)) == ["c"]
+    desk.at(63, ev.LoadBroke(TicketId("c"), "x", False))
+    desk.gone(64, "c")
+    [grant] = [d for d in desk.ask(65, "a", 80, host=40) if isinstance(d, Grant)]
+    assert grant.predicted == seconds(2)
