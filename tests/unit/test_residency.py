@@ -343,3 +343,32 @@ async def test_a_table_that_comes_while_a_plan_is_made_is_followed(
     made.take({"capabilities": {"c": TABLE["capabilities"]["c"] | {"models": {"a": bigger}}}})
     go_on.set()
     assert (await first).need.weights_bytes == (await made.of("a")).need.weights_bytes == 7
+
+
+@pytest.mark.spec("A7", "A8")
+async def test_every_way_out_leaves_nothing_in_flight() -> None:
+    async with holder(loaded=False) as (residency, _, engine):
+        engine.answer.clear()
+
+        async def stream(deadline_s: float | None = None) -> None:
+            async with residency.use("a", deadline_s=deadline_s) as open_use:
+                async for _ in open_use.stream("POST", "/v1/x", {}, b""):
+                    pass
+
+        waits, streams = asyncio.ensure_future(stream()), asyncio.ensure_future(stream())
+        await until(lambda: residency.slots.get("a") and len(residency.slots["a"].waiters) == 2)
+        with pytest.raises(DeadlineUnmet):
+            await stream(deadline_s=0.01)
+        waits.cancel()
+        await asyncio.wait({waits})
+        engine.loaded.set()
+        await until(lambda: engine.acts)
+        slot = residency.slots["a"]
+        assert (slot.inflight, len(slot.waiters)) == (1, 0)
+        streams.cancel()  # its client died in the middle of the answer
+        await asyncio.wait({streams})
+        assert slot.inflight == 0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await stream()
+        assert slot.inflight == 0
