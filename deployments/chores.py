@@ -1,11 +1,18 @@
 """Tasks that nobody waits for: kept while they run, and heard when they fail."""
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Coroutine
 from typing import Any
 
 logger = logging.getLogger("arbiter.residency")
+
+
+def apart(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task with a context of its own: Ray cancels whatever was called in the context of a request
+    that is cancelled, and work that others wait for is not only of the request that began it."""
+    return asyncio.create_task(work, context=contextvars.Context())
 
 
 class Chores:
@@ -15,7 +22,7 @@ class Chores:
         self.running: set[asyncio.Task[None]] = set()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+        task = apart(work)
         self.running.add(task)
         task.add_done_callback(self._ended)
 

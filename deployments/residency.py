@@ -10,6 +10,7 @@ loop, and no step between looking at it and changing it awaits.
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import time
 import uuid
@@ -29,7 +30,7 @@ from arbiter.errors import (
 )
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
 from arbiter.zygotes import ZygoteError
-from deployments.chores import Chores
+from deployments.chores import Chores, apart
 from deployments.engine_link import EngineLink, LoadRefused
 from deployments.plans import Plans
 from deployments.slot import Life, Slot, new_ticket
@@ -74,7 +75,8 @@ class Residency:
     def client(self) -> HolderClient:
         if self._client is None:
             asyncio.get_running_loop()
-            self._client = HolderClient(self.capability, self.holder, self.account, self._obey)
+            mine = self.capability, self.holder, self.account, self._obey
+            self._client = contextvars.Context().run(HolderClient, *mine)  # as in chores.apart
         return self._client
 
     def use(self, model: str, *, deadline_s: float | None = None) -> Use:
@@ -186,7 +188,7 @@ class Residency:
     def _begin(self, slot: Slot, work: Coroutine[Any, Any, None]) -> None:
         if slot.life is Life.ASLEEP:
             slot.life = Life.QUEUED  # to be woken; whoever comes now waits for the same wake
-        slot.work = asyncio.ensure_future(work)
+        slot.work = apart(work)
         slot.work.add_done_callback(lambda ended: self._worked(slot, ended))
 
     def _worked(self, slot: Slot, ended: asyncio.Task[None]) -> None:

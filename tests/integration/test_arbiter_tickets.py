@@ -141,6 +141,8 @@ async def test_a_cancelled_waiter_leaves_the_line_and_loads_nothing() -> None:
         await d.until(lambda s: not s["queue"])
         await chat.let_go.remote("a")
         await d.books_are_true()
+        assert "b" not in await d.states()
+        assert [e["model"] for e in await d.events("ticket_granted")] == ["a"]
 
 
 @pytest.mark.spec("A8")

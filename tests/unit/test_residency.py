@@ -1,6 +1,7 @@
 """The life of a model on one holder, against a scripted arbiter and a real unix socket."""
 
 import asyncio
+import contextvars
 import tempfile
 import threading
 from collections.abc import AsyncIterator
@@ -372,3 +373,19 @@ async def test_every_way_out_leaves_nothing_in_flight() -> None:
             async with asyncio.timeout(0.01):
                 await stream()
         assert slot.inflight == 0
+
+
+@pytest.mark.spec("A4", "A8")
+async def test_a_load_is_not_of_the_request_that_began_it() -> None:
+    request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="none")
+    async with holder() as (residency, arbiter, _):
+        granted, seen = arbiter.acquire, []
+
+        async def looks(requested: ev.Requested) -> wire.Granted:
+            seen.append(request.get())
+            return await granted(requested)
+
+        arbiter.acquire = looks  # type: ignore[method-assign]
+        request.set("the first")
+        await use(residency)
+        assert seen == ["none"]
