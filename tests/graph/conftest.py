@@ -165,6 +165,8 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     running = Graph(f"http://127.0.0.1:{PORT}", process, folder, config)
     try:
         until(lambda: _answers(running), 120, f"the front answers; log {folder / 'serve.log'}")
+        until(lambda: running.state()["devices"], 60, "the node has introduced itself")
+        assert running.node  # read once, while there is an arbiter to say it
         yield running
     finally:
         _stop(process)

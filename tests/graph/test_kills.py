@@ -88,8 +88,8 @@ def books_are_true(graph: Graph) -> bool:
     for each ticket that holds bytes and none besides."""
     state = graph.state()
     holding = [t for t in state["tickets"] if t["state"] not in ("queued", "closed")]
-    if any(t["state"] == "reclaiming" for t in holding):
-        return False
+    if not state["devices"] or any(t["state"] == "reclaiming" for t in holding):
+        return False  # a new epoch has not heard of its node, or bytes are on their way back
     roots = {os.getpgid(pid) for pid in graph.engines()}
     if len(roots) != len(holding):
         return False
