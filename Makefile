@@ -19,7 +19,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test check bench sim chaos models install style
+.PHONY: serve test retest check bench sim chaos models install style
 .DEFAULT_GOAL := serve
 
 install: $(VENV)/.installed-$(DEVICE)
@@ -44,6 +44,9 @@ check: install
 
 test: install models
 	$(BIN)/pytest
+
+retest: install models
+	$(BIN)/pytest --last-failed --last-failed-no-failures none
 
 sim: install
 	SIM_SEEDS=$(SEEDS) $(BIN)/pytest tests/sim
