@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from arbiter.units import Bytes, human
+from deployments.front import key_commands, keys
 
 URL = "http://127.0.0.1:8000"
 HTTP_TIMEOUT_S = 30.0  # twice the longest silence of the event stream
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         args.run(args)
-    except CommandError as error:
+    except (CommandError, keys.KeyTrouble) as error:
         print(f"arbiter {args.command}: {error}", file=sys.stderr)
         return 1
     except (BrokenPipeError, KeyboardInterrupt):  # the reader has seen enough
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add("check", check, "Name every wrong key of a configuration.", as_json).add_argument("file")
     add("upgrade", upgrade, "Replace the running arbiter by the installed version.", as_json, ray)
     add("down", down, "Unload, wait (bounded), end the arbiter and its agents.", as_json, ray)
+    key_commands.add_parser(commands, as_json)
     return parser
 
 
@@ -130,9 +132,19 @@ def event_line(event: dict[str, Any]) -> str:
     return "  ".join(part for part in parts if part)
 
 
+def api_key() -> str:
+    """$ARBITER_KEY, else the one that the first start left for the owner of the machine."""
+    file = keys.first_key_path(keys.keys_path())
+    given = os.environ.get("ARBITER_KEY")
+    return given or (file.read_text().strip() if os.access(file, os.R_OK) else "")
+
+
 def _get(url: str, path: str) -> HTTPResponse:
+    key = api_key()
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(url + path, headers=headers)
     try:
-        answer: HTTPResponse = urllib.request.urlopen(url + path, timeout=HTTP_TIMEOUT_S)
+        answer: HTTPResponse = urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S)
     except urllib.error.HTTPError as error:
         raise CommandError(f"{url}{path}: {error.status} {error.read().decode()[:500]}") from error
     except (urllib.error.URLError, TimeoutError) as error:

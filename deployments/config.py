@@ -156,9 +156,16 @@ class CapabilityConfig(Strict):
         )
 
 
+class FrontConfig(Strict):
+    keys_file: str | None = None  # API keys, mode 0600; default: beside the arbiter's state
+    hosts: tuple[str, ...] = ()  # names this front is called by, besides addresses and localhost
+    origins: tuple[str, ...] = ()  # other sites whose pages may call it, as `https://name:port`
+
+
 class Table(Strict):
     """The front's `user_config`."""
 
+    front: FrontConfig = FrontConfig()
     arbiter: ArbiterConfig = ArbiterConfig()
     capabilities: dict[str, CapabilityConfig]
 

@@ -70,6 +70,12 @@ class Graph:
     config: dict[str, Any]
 
     @property
+    def table(self) -> dict[str, Any]:
+        """The front's `user_config`."""
+        found: dict[str, Any] = self.config["applications"][0]["deployments"][0]["user_config"]
+        return found
+
+    @property
     def dashboard(self) -> str:
         """Address of Ray's dashboard; it takes the first free port, and says which."""
         text = (self.folder / "serve.log").read_text()

@@ -1,0 +1,235 @@
+"""API keys: who may ask for what, and in whose name (SPEC L1).
+
+Keys live in one JSON file of mode 0600 beside the arbiter's state; of each only a hash. The front
+reads the file again when it changes, so a key is good, or no longer, from the next request on. The
+first start writes one key with every scope beside it, for the owner of the machine.
+
+A key is `arb-<id>-<secret>`. The id is public and finds the entry; the secret has 256 random bits,
+so that one round of SHA-256 keeps it: there is no dictionary of such secrets to try.
+"""
+
+import fcntl
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from arbiter.store import default_path
+
+logger = logging.getLogger("ray.serve")
+
+DEFAULT_TENANT = "default"
+# As of model names, without the separators: a tenant is part of folder names and metric labels.
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_KEY = re.compile(r"arb-([0-9a-f]{12})-([A-Za-z0-9_-]{43})")
+
+
+class Scope(StrEnum):
+    """What a key allows; none implies another."""
+
+    INFER = "infer"  # the OpenAI routes
+    VIEW = "view"  # the arbiter's state and events, which name every tenant's models
+    PRIORITY = "priority"  # a request priority above normal
+    LEASE = "lease"  # device memory for processes outside Serve
+    ADMIN = "admin"  # load, unload, pin, drain, settings
+
+
+OPEN_SCOPES = frozenset({Scope.INFER, Scope.VIEW})  # of everybody, until the first key is added
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, as far as the system knows."""
+
+    tenant: str
+    scopes: frozenset[Scope]
+    key_id: str | None = None  # None: no key was needed
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One entry of the file. What is removed stays, so that its id is not given out again and the
+    file never looks as if no key had been added."""
+
+    id: str
+    name: str
+    tenant: str
+    scopes: tuple[Scope, ...]
+    sha256: str
+    created_unix_s: int
+    removed: bool = False
+    first: bool = False  # written at first start; does not close what is open without keys
+
+
+class KeyTrouble(Exception):
+    """What is wrong with a key or with their file; its text is for a person."""
+
+
+class KeysBroken(KeyTrouble):
+    """The file is there and cannot be used; nobody gets in until it is put right."""
+
+
+def keys_path(configured: str | None = None, state_file: str | None = None) -> Path:
+    """Beside the arbiter's state, if not configured otherwise."""
+    if configured:
+        return Path(configured)
+    return (Path(state_file) if state_file else default_path()).with_name("keys.json")
+
+
+def first_key_path(path: Path) -> Path:
+    """Where the first start leaves the owner's key, in plain text."""
+    return path.with_name("admin.key")
+
+
+def digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+class Keyring:
+    """The file as last read. Asking it costs a stat of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen: tuple[int, int, int] | None = None  # inode, size, mtime
+        self._keys: dict[str, Key] = {}
+        self._broken: KeysBroken | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """No key was ever added: inference and state ask for none. Raises KeysBroken."""
+        return all(key.first for key in self._current().values())
+
+    def caller(self, token: str) -> Caller | None:
+        """None: not a key of ours. Takes equally long for a wrong secret and an unknown id. Raises
+        KeysBroken."""
+        keys = self._current()
+        match = _KEY.fullmatch(token)
+        key = keys.get(match[1]) if match else None
+        good = hmac.compare_digest(digest(token), key.sha256 if key else digest(""))
+        if key is None or not good or key.removed:
+            return None
+        return Caller(key.tenant, frozenset(key.scopes), key.id)
+
+    def _current(self) -> dict[str, Key]:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            seen = None
+        else:
+            seen = (found.st_ino, found.st_size, found.st_mtime_ns)
+        if seen != self._seen:
+            self._seen = seen
+            self._read()
+        if self._broken:
+            raise self._broken
+        return self._keys
+
+    def _read(self) -> None:
+        try:
+            self._keys, self._broken = load(self.path), None
+        except KeysBroken as error:
+            logger.error("%s", error)
+            self._broken = error
+
+
+_FILE = TypeAdapter(list[Key])
+
+
+def load(path: Path) -> dict[str, Key]:
+    """By id; empty when there is no file. Raises KeysBroken."""
+    try:
+        with path.open("rb") as stream:
+            found = os.fstat(stream.fileno())
+            raw = stream.read()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise KeysBroken(f"{path}: {error}") from error
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise KeysBroken(f"{path} must be yours and of mode 0600; `chmod 600 {path}`")
+    try:
+        return {key.id: key for key in _FILE.validate_json(raw)}
+    except ValidationError as error:
+        raise KeysBroken(f"{path}: {error.errors()[0]['msg']}; restore it") from error
+
+
+def add(path: Path, name: str, tenant: str, scopes: frozenset[Scope]) -> str:
+    """The new key in plain text, for the only time. Raises KeyTrouble."""
+    if not _TENANT.fullmatch(tenant):
+        raise KeyTrouble(f"tenant {tenant!r}: use letters, digits, and . _ - inside")
+    if not scopes:
+        raise KeyTrouble("a key needs a scope")
+    with _changing(path) as keys:
+        return _put(keys, name, tenant, scopes)
+
+
+def remove(path: Path, key_id: str) -> None:
+    """Good from the next request on. Raises KeyTrouble."""
+    with _changing(path) as keys:
+        if key_id not in keys or keys[key_id].removed:
+            raise KeyTrouble(f"no key {key_id!r} in {path}; `arbiter key list`")
+        keys[key_id] = replace(keys[key_id], removed=True)
+
+
+def ensure_first(path: Path) -> None:
+    """At the first start: a key with every scope, in a file only the owner reads. Where nothing
+    can be written there is none, and what needs a key stays off."""
+    try:
+        with _changing(path) as keys:
+            if keys:
+                return
+            token = _put(keys, "first start", DEFAULT_TENANT, frozenset(Scope), first=True)
+            _write(first_key_path(path), token.encode() + b"\n")
+    except KeysBroken as error:
+        logger.error("no key for admin and lease routes: %s", error)
+        return
+    logger.info("the key for admin and lease routes is in %s", first_key_path(path))
+
+
+def _put(
+    keys: dict[str, Key], name: str, tenant: str, scopes: frozenset[Scope], *, first: bool = False
+) -> str:
+    key_id = secrets.token_hex(6)
+    token = f"arb-{key_id}-{secrets.token_urlsafe(32)}"
+    now = int(time.time())
+    keys[key_id] = Key(key_id, name, tenant, tuple(sorted(scopes)), digest(token), now, first=first)
+    return token
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[dict[str, Key]]:
+    """Read, change, and replace in one step: front and command line may both be at it. Raises
+    KeysBroken, also when the folder cannot be written to."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            keys = load(path)
+            before = dict(keys)
+            yield keys
+            if keys != before:
+                rows = [asdict(key) for key in keys.values()]
+                _write(path, json.dumps(rows, indent=1).encode())
+    except OSError as error:
+        raise KeysBroken(f"{path}: {error}") from error
+
+
+def _write(path: Path, content: bytes) -> None:
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)  # of a writer that died
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    new.rename(path)
