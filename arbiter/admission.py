@@ -1,6 +1,7 @@
 """From asking to a grant (SPEC A3, A4, B6, C6, C7): who may ask, who is next, where it goes."""
 
 from arbiter import events as ev
+from arbiter import urgency
 from arbiter.budget import on_demand, pinned_overcommit
 from arbiter.decisions import Grant
 from arbiter.errors import (
@@ -60,6 +61,9 @@ def _asked_again(mind: Mind, entry: Entry, event: ev.Requested) -> None:
         mind.refuse(entry.ticket, TicketClosed(entry.ticket))
     else:
         mind.stale_count += 1  # it waits already
+    if entry.ticket in mind.line and event.priority < entry.priority:
+        entry.priority = event.priority
+        mind.line.hurry(entry.ticket, event.priority)
 
 
 def recheck(mind: Mind) -> None:
@@ -156,10 +160,13 @@ def _new_entry(mind: Mind, holder: Holder, event: ev.Requested) -> Entry:
 def _queue(mind: Mind, entry: Entry, event: ev.Requested) -> None:
     deadline = None if event.deadline is None else after(mind.now, event.deadline)
     label = model_label(entry.capability, entry.model)
-    mind.line.add(entry.ticket, label, mind.now, deadline)
+    entry.priority = event.priority
+    mind.line.add(entry.ticket, label, mind.now, deadline, event.priority)
     if deadline is not None:
         mind.watch(entry, deadline)
-    mind.tell("ticket_queued", entry, position=len(mind.line), attempt=entry.attempt)
+    priority = event.priority.name.lower()
+    waiting = len(mind.line)
+    mind.tell("ticket_queued", entry, position=waiting, attempt=entry.attempt, priority=priority)
 
 
 # -- granting -------------------------------------------------------------------------------------
@@ -271,12 +278,13 @@ def size_of(mind: Mind, entry: Entry, largest: Bytes) -> Bytes:
 
 
 def _look_again(mind: Mind, devices: list[DeviceId]) -> None:
-    """Minimum residency and refusals end by themselves; so does distrust of a device."""
+    """Minimum residency, refusals and urgency end by themselves; so does distrust of a device."""
     for device in devices:
         for entry in mind.ledger.books[device].entries.values():
-            lawful_at = max(min_residency_ends(mind, entry), entry.refused_until)
-            if lawful_at > mind.now:
-                mind.alarms.set(("line", ""), lawful_at)
+            fades_at = urgency.fading(mind, entry) or mind.now
+            for lawful_at in (min_residency_ends(mind, entry), entry.refused_until, fades_at):
+                if lawful_at > mind.now:
+                    mind.alarms.set(("line", ""), lawful_at)
 
 
 def expire(mind: Mind, entry: Entry) -> None:

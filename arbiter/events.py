@@ -4,7 +4,7 @@ Who says what: holders speak of *use*, node agents of *bytes*, nobody else of ei
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, TicketId
 
@@ -13,6 +13,17 @@ class DeviceKind(Enum):
     GPU = "gpu"
     CPU = "cpu"  # a budget of host RAM that stands in for a device on a node without one
     HOST = "host"  # host RAM for sleeping weights, caches and page pools
+
+
+class Priority(IntEnum):
+    """How urgent a request is (SPEC C2): the lowest number goes first. A model carries that of its
+    last request."""
+
+    URGENT = 1
+    HIGH = 5
+    NORMAL = 10
+    LOW = 20
+    BATCH = 40
 
 
 class Phase(Enum):
@@ -158,6 +169,7 @@ class HeldTicket:
     devices: tuple[DeviceBytes, ...]  # as granted
     need: Need
     settings_key: str = ""  # as asked, so that what is learned survives an arbiter restart
+    priority: Priority = Priority.NORMAL  # of its last request
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +198,8 @@ class HolderLost:
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The holder wants the model on a device of its node. A known ASLEEP ticket: wants it awake."""
+    """The holder wants the model on a device of its node. A known ASLEEP ticket: wants it awake.
+    One that waits already: says that it has become more urgent."""
 
     ticket: TicketId
     holder: HolderId
@@ -197,6 +210,7 @@ class Requested:
     need_is_explicit: bool = False
     deadline: Span | None = None  # refuse if not granted within
     attempt: int = 1  # 2 after a load that failed for memory
+    priority: Priority = Priority.NORMAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ The policy only ranks what is lawful; the core takes the fewest of them that suf
 
 from collections.abc import Iterable
 
+from arbiter import urgency
 from arbiter.budget import share
 from arbiter.decisions import Probe, Reason, Revoke, Tier
 from arbiter.ledger import Book, Entry, Sizes, State
@@ -73,12 +74,17 @@ def _is_lawful(mind: Mind, entry: Entry) -> bool:
 
 
 def _may_swap(mind: Mind, entry: Entry, waiting: Entry) -> bool:
-    """A sleeper that waits to be woken gives way to those before it in the line, never to those
+    """Never one more urgent than who asks; an equal only after its minimum residency (SPEC C2, C4).
+    A sleeper that waits to be woken gives way to those before it in the line, never to those
     behind: what it still holds on the device could keep the first in line waiting for ever."""
-    lawful = _is_lawful(mind, entry) and entry is not waiting
+    if entry is waiting or not _is_lawful(mind, entry):
+        return False
     if entry.ticket in mind.line:
-        lawful = lawful and mind.line.is_ahead(waiting.ticket, entry.ticket)
-    return lawful and mind.now >= min_residency_ends(mind, entry)
+        return mind.line.is_ahead(waiting.ticket, entry.ticket)
+    urgent = urgency.of(mind, entry)
+    if urgent == waiting.priority:
+        return mind.now >= min_residency_ends(mind, entry)
+    return urgent > waiting.priority
 
 
 def _may_leave(mind: Mind, entry: Entry) -> bool:
@@ -104,8 +110,11 @@ def _policy_key(mind: Mind, book: Book, e: Entry) -> Key:
     reload = mind.estimates.load_time(mind.key_of(e))
     freed = e.charge(book.device)
     return mind.policies.evict(
-        Candidate(e.ticket, e.holder, e.role_rank, freed, e.inflight, e.last_used, reload)
-    )
+        Candidate(
+            e.ticket, e.holder, e.role_rank, freed, e.inflight, e.last_used, reload,
+            urgency.of(mind, e),
+        )
+    )  # fmt: skip
 
 
 def _fewest(mind: Mind, book: Book, lawful: Victims, short: Bytes) -> Victims:

@@ -159,7 +159,7 @@ def _hear_draining(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
 
 def use(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
     """Its holder's last word on use: a hint for ranking and the start of keep-warm."""
-    entry.inflight = held.inflight
+    entry.inflight, entry.priority = held.inflight, held.priority
     entry.last_used = Instant(max(entry.last_used, mind.now - held.idle))
     if held.inflight == 0:
         mind.watch(entry, mind.now)
@@ -176,7 +176,7 @@ def _rebuild(mind: Mind, event: ev.Joined, held: ev.HeldTicket) -> None:
         settings_key=held.settings_key, need=held.need, need_is_explicit=False, attempt=1,
         opened=mind.now, since=mind.now, state=state, home=home,
         granted=_granted_in(event, held, state, home),
-        inflight=held.inflight, last_used=Instant(mind.now - held.idle),
+        inflight=held.inflight, last_used=Instant(mind.now - held.idle), priority=held.priority,
         load_by=after(mind.now, mind.settings.terms.load), resident_since=mind.now,
     )  # fmt: skip
     if state is State.DRAINING:

@@ -17,7 +17,7 @@ from enum import Enum
 
 from arbiter.decisions import Reason, Tier
 from arbiter.errors import LedgerBroken
-from arbiter.events import DeviceKind, Need
+from arbiter.events import DeviceKind, Need, Priority
 from arbiter.units import Bytes, DeviceId, HolderId, Instant, NodeId, Span, TicketId
 
 
@@ -72,6 +72,7 @@ class Entry:
     keep_warm: Span = Span(-1)
 
     # What its holder said last.
+    priority: Priority = Priority.NORMAL  # of its last request; see urgency.of for what counts
     inflight: int = 0
     last_used: Instant = Instant(0)
 

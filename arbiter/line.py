@@ -3,8 +3,9 @@
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from arbiter.events import Priority
 from arbiter.units import Instant, TicketId
 from arbiter.view import Key, Waiter
 
@@ -25,13 +26,29 @@ class Line:
         self._per_model: Counter[str] = Counter()
         self._turn = 0
 
-    def add(self, ticket: TicketId, model: str, now: Instant, deadline: Instant | None) -> None:
+    def add(
+        self,
+        ticket: TicketId,
+        model: str,
+        now: Instant,
+        deadline: Instant | None,
+        priority: Priority,
+    ) -> None:
         self._turn += 1
-        waiter = Waiter(ticket, now, self._turn)
+        self._enter(Waiter(ticket, now, self._turn, priority), model, deadline)
+
+    def hurry(self, ticket: TicketId, priority: Priority) -> None:
+        """It waits, and somebody more urgent waits for it too."""
+        old = self._waiting[ticket]
+        if priority < old.waiter.priority:
+            self.drop(ticket)
+            self._enter(replace(old.waiter, priority=priority), old.model, old.deadline)
+
+    def _enter(self, waiter: Waiter, model: str, deadline: Instant | None) -> None:
         waiting = Waiting(waiter, self._place_of(waiter), model, deadline)
-        self._waiting[ticket] = waiting
+        self._waiting[waiter.ticket] = waiting
         self._per_model[model] += 1
-        insort(self._order, (waiting.key, ticket))
+        insort(self._order, (waiting.key, waiter.ticket))
 
     def drop(self, ticket: TicketId) -> None:
         if waiting := self._waiting.pop(ticket, None):

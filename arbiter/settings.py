@@ -60,7 +60,7 @@ class Settings:
     """What a person may set, and what follows from the specification."""
 
     evict: str = "priority_lru"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM
-    admit: str = "fifo"
+    admit: str = "urgent_first"
     place: str = "best_fit"
     keep_warm: str = "since_last_use"
     arenas: Arenas = Arenas()
@@ -76,6 +76,7 @@ class Settings:
 
     min_residency_loads: float = 1.0  # SPEC C4: at least as long as bringing it in took
     min_residency: Span = seconds(1)  # where nothing is known of its load: one heartbeat
+    carry_most: Span = seconds(900)  # SPEC C2, C8: the longest keep-warm of any role
     min_residency_most: Span = seconds(60)  # a slow loader may not block others for minutes
 
     slept_fraction: float = 0.9  # SPEC D1: of the ticket's device bytes must be seen to fall

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from arbiter.events import Priority
 from arbiter.units import Bytes, DeviceId, HolderId, Instant, Span, TicketId
 
 Key = tuple[Any, ...]  # compared with other keys of the same function only; lowest goes first
@@ -24,6 +25,7 @@ class Candidate:
     inflight: int  # by the holder's last word; a hint for ranking
     last_used: Instant
     reload: Span  # expected seconds to bring it back; 0 when never measured
+    priority: Priority = Priority.NORMAL  # of its last request, BATCH past its keep-warm
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Waiter:
     ticket: TicketId
     asked: Instant
     turn: int  # how many had asked before; breaks ties
+    priority: Priority = Priority.NORMAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,10 @@ class Capability:
             return
         sent: wire.Head | None = None
         try:
-            async with self._residency.use(call.model, deadline_s=call.deadline_s) as engine:
+            use = self._residency.use(
+                call.model, deadline_s=call.deadline_s, priority=call.priority
+            )
+            async with use as engine:
                 answer = engine.stream("POST", call.path, call.headers, call.body)
                 async with aclosing(self._pace.follow(answer)) as parts:
                     async for part in parts:

@@ -21,13 +21,8 @@ from arbiter import events as ev
 from arbiter import wire
 from arbiter.client import HolderClient
 from arbiter.decisions import Reason, Tier
-from arbiter.errors import (
-    DeadlineUnmet,
-    EngineLost,
-    LoadFailed,
-    RequestError,
-    TicketClosed,
-)
+from arbiter.errors import DeadlineUnmet, EngineLost, LoadFailed, RequestError, TicketClosed
+from arbiter.events import Priority
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
 from arbiter.zygotes import ZygoteError
 from deployments.chores import Chores, apart
@@ -79,10 +74,12 @@ class Residency:
             self._client = contextvars.Context().run(HolderClient, *mine)  # as in chores.apart
         return self._client
 
-    def use(self, model: str, *, deadline_s: float | None = None) -> Use:
+    def use(
+        self, model: str, *, deadline_s: float | None = None, priority: Priority = Priority.NORMAL
+    ) -> Use:
         """`async with` it. Raises RequestError: unknown model, no grant by the deadline, a failed
         load, no arbiter."""
-        return Use(self, model, deadline_s)
+        return Use(self, model, deadline_s, priority)
 
     async def request(
         self, model: str, method: str, path: str, headers: dict[str, str], body: bytes
@@ -121,7 +118,7 @@ class Residency:
 
     # -- coming in -----------------------------------------------------------------------------
 
-    async def enter(self, model: str, deadline_s: float | None) -> Slot:
+    async def enter(self, model: str, deadline_s: float | None, priority: Priority) -> Slot:
         """The model's slot with this request counted as in flight."""
         began = time.monotonic()
         try:
@@ -129,8 +126,10 @@ class Residency:
                 for _ in range(TURNS):
                     slot = self.slots.get(model) or await self._open(model)
                     if slot.life is Life.RESIDENT:
-                        slot.inflight += 1
+                        slot.enter(priority)
                         return slot
+                    if slot.note(priority):
+                        self.client().tell(slot.asks(self.holder, self.capability))
                     if slot.life is Life.ASLEEP:
                         self._begin(slot, self._wake(slot))
                     if await self._wait(slot):

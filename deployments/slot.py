@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 from enum import Enum
 
-from arbiter.events import DeviceBytes, HeldTicket, Phase, Requested
+from arbiter.events import DeviceBytes, HeldTicket, Phase, Priority, Requested
 from arbiter.units import Bytes, HolderId, Span, TicketId
 from deployments.engine_link import EngineLink
 from deployments.plan import ModelPlan
@@ -57,11 +57,24 @@ class Slot:
     emptied: asyncio.Event = field(default_factory=asyncio.Event)  # in-flight fell to zero
     last_end_ns: int = field(default_factory=time.monotonic_ns)
     attempt: int = 1
+    priority: Priority = Priority.NORMAL  # the most urgent of those in flight or waiting
     wanted: bool = False  # with nobody waiting: pinned, or brought back
 
     @property
     def model(self) -> str:
         return self.plan.model
+
+    def enter(self, priority: Priority) -> None:
+        """One request more in flight."""
+        self.note(priority)
+        self.inflight += 1
+
+    def note(self, priority: Priority) -> bool:
+        """A request comes. True when the arbiter, which was asked already, must hear of it."""
+        is_busy = bool(self.inflight or self.waiters)
+        is_raised = is_busy and priority < self.priority
+        self.priority = priority if is_raised or not is_busy else self.priority
+        return is_raised and self.life is Life.QUEUED
 
     def leave(self) -> None:
         """One request less in flight."""
@@ -95,7 +108,7 @@ class Slot:
         plan = self.plan
         return Requested(
             self.ticket, holder, capability, plan.model, plan.need, plan.settings_key,
-            need_is_explicit=plan.need_is_explicit, attempt=self.attempt,
+            need_is_explicit=plan.need_is_explicit, attempt=self.attempt, priority=self.priority,
         )  # fmt: skip
 
     def account(self) -> HeldTicket:
@@ -104,7 +117,7 @@ class Slot:
         idle = 0 if inflight else time.monotonic_ns() - self.last_end_ns
         return HeldTicket(
             self.ticket, self.model, PHASES[self.life], inflight, Span(idle), self.devices,
-            self.plan.need, self.plan.settings_key,
+            self.plan.need, self.plan.settings_key, self.priority,
         )  # fmt: skip
 
     @property

@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Protocol
 
 from arbiter.errors import EngineLost, TicketClosed
+from arbiter.events import Priority
 from arbiter.units import TicketId
 from deployments.slot import Life, Slot
 from deployments.wire import Head
@@ -15,25 +16,28 @@ class Slots(Protocol):
 
     slots: dict[str, Slot]
 
-    async def enter(self, model: str, deadline_s: float | None) -> Slot: ...
+    async def enter(self, model: str, deadline_s: float | None, priority: Priority) -> Slot: ...
 
 
 class Use:
     """One use of one model, from `async with` to its end; also the handle to its engine."""
 
-    __slots__ = ("_deadline_s", "_model", "_residency", "_slot", "_ticket")
+    __slots__ = ("_deadline_s", "_model", "_priority", "_residency", "_slot", "_ticket")
 
-    def __init__(self, residency: Slots, model: str, deadline_s: float | None) -> None:
+    def __init__(
+        self, residency: Slots, model: str, deadline_s: float | None, priority: Priority
+    ) -> None:
         self._residency, self._model, self._deadline_s = residency, model, deadline_s
+        self._priority = priority
         self._slot: Slot | None = None
         self._ticket = TicketId("")
 
     async def __aenter__(self) -> "Use":
         slot = self._residency.slots.get(self._model)
         if slot is not None and slot.life is Life.RESIDENT:
-            slot.inflight += 1
+            slot.enter(self._priority)
         else:
-            slot = await self._residency.enter(self._model, self._deadline_s)
+            slot = await self._residency.enter(self._model, self._deadline_s, self._priority)
         self._slot = slot
         return self
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 
 from arbiter.errors import EngineLost, RequestError
+from arbiter.events import Priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Call:
     request_id: str
     model: str
     deadline_s: float | None = None
+    priority: Priority = Priority.NORMAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,14 @@ from collections.abc import Callable
 from arbiter.settings import DEFAULTS, Settings
 from arbiter.units import Instant
 from arbiter.view import Candidate, Idler, Key, Policies, Site, Waiter
-from policies import admit_fifo, evict_priority_lru, keep_warm, place_best_fit
+from policies import admit_fifo, admit_urgent_first, evict_priority_lru, keep_warm, place_best_fit
 from policies.roles import ROLES
 
 EVICT: dict[str, Callable[[Candidate], Key]] = {"priority_lru": evict_priority_lru.key}
-ADMIT: dict[str, Callable[[Waiter], Key]] = {"fifo": admit_fifo.key}
+ADMIT: dict[str, Callable[[Waiter], Key]] = {
+    "urgent_first": admit_urgent_first.key,
+    "fifo": admit_fifo.key,
+}
 PLACE: dict[str, Callable[[Site], Key]] = {"best_fit": place_best_fit.key}
 KEEP_WARM: dict[str, Callable[[Idler], Instant | None]] = {"since_last_use": keep_warm.goes_at}
 

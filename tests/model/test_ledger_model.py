@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from arbiter import events as ev
+from arbiter import urgency
 from arbiter.core import Arbiter
 from arbiter.decisions import Decision, Grant, Reap, Reason, Refuse, Revoke, WakeAt
 from arbiter.eviction import min_residency_ends
@@ -140,7 +141,10 @@ class Books(RuleBasedStateMachine):
         if revoke.reason is Reason.SWAP:
             resident = copy.copy(entry)
             resident.state = State.RESIDENT
-            assert self.now >= min_residency_ends(self.arbiter._mind, resident)
+            most_urgent = min(e.priority for e in self.ledger.entries() if e is not entry)
+            assert most_urgent <= urgency.of(self.arbiter._mind, resident)
+            if most_urgent == urgency.of(self.arbiter._mind, resident):
+                assert self.now >= min_residency_ends(self.arbiter._mind, resident)
             assert self.now >= entry.refused_until
 
     def state(self, ticket: TicketId) -> State | None:
@@ -149,13 +153,19 @@ class Books(RuleBasedStateMachine):
 
     # -- anything that may happen ----------------------------------------------------------------
 
-    @rule(ticket=TICKETS, size=SIZES, sleeps=st.booleans(), attempt=st.integers(1, 2))
-    def request(self, ticket: TicketId, size: int, sleeps: bool, attempt: int) -> None:
+    @rule(
+        ticket=TICKETS, size=SIZES, sleeps=st.booleans(), attempt=st.integers(1, 2),
+        priority=st.sampled_from(ev.Priority),
+    )  # fmt: skip
+    def request(
+        self, ticket: TicketId, size: int, sleeps: bool, attempt: int, priority: ev.Priority
+    ) -> None:
         self.asked.add(ticket)
         need = ev.Need(Bytes(size), host_bytes=Bytes(size if sleeps else 0))
         deadline = seconds(30) if size % 2 else None
         self.feed(ev.Requested(
-            ticket, HOLDER_OF[ticket], "text", ticket, need, "", True, deadline, attempt
+            ticket, HOLDER_OF[ticket], "text", ticket, need, "", True, deadline, attempt,
+            priority,
         ))  # fmt: skip
         if self.ledger.find(ticket) is None or self.state(ticket) in (
             State.LOADING, State.RESIDENT, State.RECLAIMING

@@ -4,7 +4,7 @@ Each does what its real counterpart does, and each can fail at it. None of them 
 with the arbiter but messages.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from arbiter import errors
@@ -134,6 +134,7 @@ class Held:
     idle_since: Instant = Instant(0)
     engine: Engine | None = None
     is_barred: bool = False
+    priority: ev.Priority = ev.Priority.NORMAL
 
 
 @dataclass
@@ -141,6 +142,7 @@ class Caller:
     """Wants one answer. `answered` says how it ended."""
 
     model: str
+    priority: ev.Priority = ev.Priority.NORMAL
     answered: str | None = None
 
 
@@ -172,16 +174,27 @@ class Holder:
             if ticket and ticket.phase is ev.Phase.RESIDENT and not ticket.is_barred:
                 caller.answered = "served"
                 ticket.inflight += 1
+                ticket.priority = caller.priority
                 takes_s = 15.0 if self.world.chance("long") else 2.0
                 self.world.later(takes_s, lambda t=ticket: self.done(t))
-            elif not any(r.model == caller.model for r in self.asked.values()):
-                self.want(caller.model, ticket)
+            elif not any(self.hurry(r, caller) for r in self.asked.values()):
+                self.want(caller.model, ticket, priority=caller.priority)
         self.callers = [c for c in self.callers if c.answered is None]
 
     def current(self, model: str) -> Held | None:
         return next((h for h in self.held.values() if h.model == model), None)
 
-    def want(self, model: str, ticket: Held | None, attempt: int = 1) -> None:
+    def hurry(self, request: ev.Requested, caller: Caller) -> bool:
+        """It waits for the same model: then for the more urgent of the two."""
+        if request.model == caller.model and caller.priority < request.priority:
+            self.asked[request.ticket] = replace(request, priority=caller.priority)
+            self.send(self.asked[request.ticket])
+        return request.model == caller.model
+
+    def want(
+        self, model: str, ticket: Held | None, attempt: int = 1,
+        priority: ev.Priority = ev.Priority.NORMAL,
+    ) -> None:  # fmt: skip
         if ticket and ticket.phase is not ev.Phase.ASLEEP:
             return  # loading, or leaving: asked again when that is over
         if ticket is None:
@@ -189,8 +202,9 @@ class Holder:
         name = ticket.ticket if ticket else TicketId(f"{self.holder}.{model}.{self.number}")
         need = self.world.needs[model]
         request = ev.Requested(
-            name, self.holder, "text", model, need, need_is_explicit=True, attempt=attempt
-        )
+            name, self.holder, "text", model, need, need_is_explicit=True, attempt=attempt,
+            priority=priority,
+        )  # fmt: skip
         self.asked[name] = request
         self.ask(name)
 
@@ -232,9 +246,12 @@ class Holder:
             return Span(0 if h.inflight else self.world.now - h.idle_since)
 
         return tuple(
-            ev.HeldTicket(h.ticket, h.model, h.phase, h.inflight, idle(h), h.devices, h.need)
+            ev.HeldTicket(
+                h.ticket, h.model, h.phase, h.inflight, idle(h), h.devices, h.need,
+                priority=h.priority,
+            )
             for h in self.held.values()
-        )
+        )  # fmt: skip
 
     def notice_deaths(self) -> None:
         """The pipe to a child closes when it dies."""
@@ -272,6 +289,7 @@ class Holder:
                 self.wake(ticket)
             return
         ticket = Held(grant.ticket, request.model, request.need, ev.Phase.LOADING, grant.devices)
+        ticket.priority = request.priority
         sizes = {d.device: int(d.size_bytes) for d in grant.devices}
         engine = Engine(grant.ticket, self.holder, sizes, request.need.host_bytes)
         if not self.agent.spawn(engine):

@@ -34,8 +34,9 @@ from tests.sim.actors import Agent, Caller, Holder
 # The real times, except that a barrier and a hanging load are shorter: less virtual time a seed.
 TERMS = replace(Terms(), barrier=seconds(4), load=seconds(15), lost=seconds(20))
 SETTINGS = replace(
-    DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), terms=TERMS
-)
+    DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), terms=TERMS,
+    carry_most=seconds(20),
+)  # fmt: skip
 MODELS, PINNED = "abcdef", "f"
 FAULTS = (
     "lose", "repeat", "slow", "stuck", "oom", "broken", "hang", "rogue", "wedged", "liar",
@@ -308,7 +309,8 @@ class World:
 
     def call(self) -> None:
         if living := [h for h in self.holders.values() if h.alive]:
-            self.rng.choice(living).call(Caller(self.rng.choice(MODELS)))
+            priority = self.rng.choice(list(ev.Priority))
+            self.rng.choice(living).call(Caller(self.rng.choice(MODELS), priority))
 
     def stop_faults(self) -> None:
         """Nothing breaks any more, and people free by hand what never came back."""

@@ -14,7 +14,7 @@ CODE = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PURE_NAMES = (
     "units errors events decisions settings view budget ledger alarms line registry estimates mind "
-    "reclaim loads eviction admission holders nodes watch replicas snapshot core"
+    "urgency reclaim loads eviction admission holders nodes watch replicas snapshot core"
 ).split()
 PURE = [ROOT / "arbiter" / f"{name}.py" for name in PURE_NAMES]
 PURE += sorted((ROOT / "policies").rglob("*.py"))

@@ -125,14 +125,14 @@ class Desk:
     def ask(
         self, t: float, name: str, size: float, *, holder: str = "h", model: str = "",
         host: float = 0, capability: str = "text", deadline_s: float | None = None,
-        attempt: int = 1, explicit: bool = True,
+        attempt: int = 1, explicit: bool = True, priority: ev.Priority = ev.Priority.NORMAL,
     ) -> list[Decision]:  # fmt: skip
         self.sizes[name], self.host_sizes[name] = size, host
         need = ev.Need(gib(size), host_bytes=gib(host))
         deadline = None if deadline_s is None else seconds(deadline_s)
         return self.at(t, ev.Requested(
             TicketId(name), HolderId(holder), capability, model or name.rstrip("0123456789"),
-            need, "", explicit, deadline, attempt,
+            need, "", explicit, deadline, attempt, priority,
         ))  # fmt: skip
 
     def resident(self, t: float, name: str, size: float, **how: object) -> None:
@@ -163,7 +163,8 @@ class Desk:
         home = (ev.DeviceBytes(CPU, gib(size)),)
         need = ev.Need(gib(size), host_bytes=gib(self.host_sizes.get(name, 0)))
         model = model or name.rstrip("0123456789")
-        return ev.HeldTicket(TicketId(name), model, phase, inflight, idle, home, need)
+        priority = entry.priority if entry else ev.Priority.NORMAL
+        return ev.HeldTicket(TicketId(name), model, phase, inflight, idle, home, need, "", priority)
 
     def gone(self, t: float, name: str, bytes_back: bool = True) -> list[Decision]:
         self.engines.pop(name, None)

@@ -26,7 +26,7 @@ class DyingEngine:
     def __init__(self, head: wire.Head) -> None:
         self.head = head
 
-    def use(self, model: str, *, deadline_s: float | None = None) -> "DyingEngine":
+    def use(self, model: str, **how: object) -> "DyingEngine":
         return self
 
     async def __aenter__(self) -> "DyingEngine":
