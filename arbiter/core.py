@@ -21,7 +21,7 @@ from arbiter import admission, eviction, holders, loads, nodes, reclaim, replica
 from arbiter import events as ev
 from arbiter.decisions import Decision, Reason, WakeAt
 from arbiter.ledger import CHARGED, State
-from arbiter.mind import Mind
+from arbiter.mind import Foresight, Mind
 from arbiter.settings import Settings
 from arbiter.snapshot import StateView, view_of
 from arbiter.units import Epoch, HolderId, Instant, Span, after
@@ -31,7 +31,8 @@ NEXT = Span(1)  # what admission left to be looked at is looked at in a step of 
 
 
 class Arbiter:
-    """One life of the arbiter. `known_holders`: those of the last epoch, still expected back."""
+    """One life of the arbiter. `known_holders`: those of the last epoch, still expected back.
+    `foresight`: when a model is next used, in a replay that knows."""
 
     def __init__(
         self,
@@ -40,8 +41,10 @@ class Arbiter:
         epoch: Epoch,
         known_holders: frozenset[HolderId],
         now: Instant,
+        foresight: Foresight | None = None,
     ) -> None:
         self._mind = mind = Mind(settings, policies, epoch, known_holders, now)
+        mind.foresight = foresight
         mind.alarms.set(("line", ""), mind.settled_at)
         mind.alarms.set(("audit", ""), after(now, settings.terms.audit))
 

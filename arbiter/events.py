@@ -170,6 +170,7 @@ class HeldTicket:
     need: Need
     settings_key: str = ""  # as asked, so that what is learned survives an arbiter restart
     priority: Priority = Priority.NORMAL  # of its last request
+    uses_count: int = 0  # requests served under this ticket so far
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,8 @@
 """Who goes so that another may come (SPEC A6, A9, B4, C3), and the answers of those asked.
 
 Lawful here means: awake and not loading, not pinned, past its minimum residency, not just refused.
-The policy only ranks what is lawful; the core takes the fewest of them that suffice, or none.
+The policy only prices them; the core takes the cheapest set that suffices (victims.py), or none.
 """
-
-from collections.abc import Iterable
 
 from arbiter import urgency
 from arbiter.budget import share
@@ -12,9 +10,10 @@ from arbiter.decisions import Probe, Reason, Revoke, Tier
 from arbiter.ledger import Book, Entry, Sizes, State
 from arbiter.loads import displace
 from arbiter.mind import Mind
+from arbiter.ranking import in_order
 from arbiter.reclaim import charged, take
 from arbiter.units import Bytes, DeviceId, Instant, Span, after, host_device, since
-from arbiter.view import Candidate, Key
+from arbiter.victims import EXACT_COUNT, Option, choose
 
 Victims = list[Entry]
 
@@ -29,8 +28,7 @@ def make_room(mind: Mind, waiting: Entry, device: DeviceId, need: Bytes) -> bool
     short = Bytes(need - book.free_bytes - coming_back(book))
     if short <= 0:
         return True
-    lawful = [e for e in book.entries.values() if _may_swap(mind, e, waiting)]
-    victims = _fewest(mind, book, lawful, short)
+    victims = _cheapest(mind, book, waiting, short)
     for victim in victims:
         displace(mind, waiting, victim)
         revoke(mind, victim, Reason.SWAP, waiting)
@@ -44,8 +42,7 @@ def relieve(mind: Mind) -> None:
         short = Bytes(-book.free_bytes - coming_back(book))
         if short <= 0:
             continue
-        lawful = [e for e in book.entries.values() if _may_leave(mind, e)]
-        for victim in _as_far_as(mind, book, lawful, short):
+        for victim in _as_far_as(mind, book, short):
             revoke(mind, victim, Reason.FIT, None)
 
 
@@ -101,47 +98,30 @@ def min_residency_ends(mind: Mind, entry: Entry) -> Instant:
     return after(entry.resident_since, at_least)
 
 
-def _ranked(mind: Mind, book: Book, lawful: Iterable[Entry]) -> Victims:
-    """Best victim first, by the policy; last those that somebody waits for."""
-    return sorted(lawful, key=lambda e: (e.ticket in mind.line, _policy_key(mind, book, e)))
-
-
-def _policy_key(mind: Mind, book: Book, e: Entry) -> Key:
-    reload = mind.estimates.load_time(mind.key_of(e))
-    freed = e.charge(book.device)
-    return mind.policies.evict(
-        Candidate(
-            e.ticket, e.holder, e.role_rank, freed, e.inflight, e.last_used, reload,
-            urgency.of(mind, e),
-        )
-    )  # fmt: skip
-
-
-def _fewest(mind: Mind, book: Book, lawful: Victims, short: Bytes) -> Victims:
-    """The first by rank that suffice, without any that turns out not to be needed; or none."""
-    chosen: Victims = []
-    missing = int(short)
-    for entry in _ranked(mind, book, lawful):
-        if missing <= 0:
+def _cheapest(mind: Mind, book: Book, waiting: Entry, short: Bytes) -> Victims:
+    """The cheapest lawful set that suffices, or none. In an order that is long nobody looks far
+    behind those that would do."""
+    options: list[Option] = []
+    missing, spare_count = int(short), EXACT_COUNT
+    for entry, option in in_order(mind, book):
+        if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
             break
-        chosen.append(entry)
-        missing -= entry.charge(book.device)
-    if missing > 0:
-        return []
-    for entry in reversed(chosen.copy()):  # the dearest is spared first
-        if missing + entry.charge(book.device) <= 0:
-            chosen.remove(entry)
-            missing += entry.charge(book.device)
-    return chosen
+        if _may_swap(mind, entry, waiting):
+            spare_count -= missing <= 0
+            missing -= option.freed_bytes
+            options.append(option)
+    return [book.entries[option.ticket] for option in choose(options, short)]
 
 
-def _as_far_as(mind: Mind, book: Book, lawful: Victims, short: Bytes) -> Victims:
+def _as_far_as(mind: Mind, book: Book, short: Bytes) -> Victims:
     """As many as help, even if not all is found: the memory is already taken."""
     chosen: Victims = []
-    takers_first = sorted(_ranked(mind, book, lawful), key=lambda e: not _took_more(e, book.device))
-    for entry in takers_first:
-        if sum(e.charge(book.device) for e in chosen) < short:
+    missing = int(short)
+    ranked = [entry for entry, _ in in_order(mind, book)]
+    for entry in sorted(ranked, key=lambda e: not _took_more(e, book.device)):
+        if missing > 0 and _may_leave(mind, entry):
             chosen.append(entry)
+            missing -= entry.charge(book.device)
     return chosen
 
 

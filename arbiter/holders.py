@@ -161,6 +161,10 @@ def use(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
     """Its holder's last word on use: a hint for ranking and the start of keep-warm."""
     entry.inflight, entry.priority = held.inflight, held.priority
     entry.last_used = Instant(max(entry.last_used, mind.now - held.idle))
+    if held.uses_count > entry.uses_count:
+        more, entry.uses_count = held.uses_count - entry.uses_count, held.uses_count
+        mind.rates.used((entry.capability, entry.model), more, mind.now)
+    mind.ledger.touch(entry)
     if held.inflight == 0:
         mind.watch(entry, mind.now)
 
@@ -177,6 +181,7 @@ def _rebuild(mind: Mind, event: ev.Joined, held: ev.HeldTicket) -> None:
         opened=mind.now, since=mind.now, state=state, home=home,
         granted=_granted_in(event, held, state, home),
         inflight=held.inflight, last_used=Instant(mind.now - held.idle), priority=held.priority,
+        uses_count=held.uses_count,
         load_by=after(mind.now, mind.settings.terms.load), resident_since=mind.now,
     )  # fmt: skip
     if state is State.DRAINING:

@@ -74,6 +74,7 @@ class Entry:
     # What its holder said last.
     priority: Priority = Priority.NORMAL  # of its last request; see urgency.of for what counts
     inflight: int = 0
+    uses_count: int = 0  # so far, under this ticket
     last_used: Instant = Instant(0)
 
     # Notes of the present or last load.
@@ -129,6 +130,7 @@ class Book:
     charged_bytes: Bytes = Bytes(0)
     foreign_bytes: Bytes = Bytes(0)  # the part that eats into the budget
     entries: dict[TicketId, Entry] = field(default_factory=dict)  # those it is charged for
+    stale: set[TicketId] | None = None  # changed since they were ranked; None: no order is kept
 
 
 class Ledger:
@@ -172,6 +174,12 @@ class Ledger:
         entry.measured = measured
         self._count(entry, 1)
 
+    def touch(self, entry: Entry) -> None:
+        """Something that ranks it has changed, its bytes have not."""
+        for device in entry.devices:
+            if (book := self.books.get(device)) and book.stale is not None:
+                book.stale.add(entry.ticket)
+
     def find(self, ticket: TicketId) -> Entry | None:
         return self._entries.get(ticket)
 
@@ -205,6 +213,8 @@ class Ledger:
             book.entries[entry.ticket] = entry
         else:
             del book.entries[entry.ticket]
+        if book.stale is not None:
+            book.stale.add(entry.ticket)
         self._note(book)
 
     # -- devices -------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ The rules are functions over a Mind, one file per idea. They read it, move ticke
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from arbiter import events as ev
 from arbiter.alarms import Alarms
@@ -14,6 +16,7 @@ from arbiter.errors import RequestError, TicketClosed
 from arbiter.estimates import Estimates, ModelKey
 from arbiter.ledger import Entry, Ledger, Sizes, State
 from arbiter.line import Line
+from arbiter.rates import Rates
 from arbiter.registry import Registry
 from arbiter.settings import Settings
 from arbiter.units import (
@@ -75,6 +78,7 @@ class Displaced:
 
 
 DisplacedKey = tuple[HolderId, str]  # for whom: holder and model
+Foresight = Callable[[str, str, Instant], Instant | None]  # capability and model
 
 
 class Mind:
@@ -90,6 +94,9 @@ class Mind:
         self.ledger = Ledger()
         self.registry = Registry(tuple(sorted(policies.roles)))
         self.estimates = Estimates(settings)
+        self.rates = Rates(settings.rate_window)
+        self.rankings: dict[DeviceId, Any] = {}  # of large devices; see ranking.Ranking
+        self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
         self.alarms = Alarms()
         self.line = Line(policies.admit)
         self.holders: dict[HolderId, Holder] = {}

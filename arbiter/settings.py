@@ -76,6 +76,7 @@ class Settings:
 
     min_residency_loads: float = 1.0  # SPEC C4: at least as long as bringing it in took
     min_residency: Span = seconds(1)  # where nothing is known of its load: one heartbeat
+    rate_window: Span = seconds(600)  # uses older than twice the usual keep-warm count for little
     carry_most: Span = seconds(900)  # SPEC C2, C8: the longest keep-warm of any role
     min_residency_most: Span = seconds(60)  # a slow loader may not block others for minutes
 

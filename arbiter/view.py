@@ -16,7 +16,7 @@ Key = tuple[Any, ...]  # compared with other keys of the same function only; low
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A ticket the ledger is willing to revoke."""
+    """A ticket whose bytes somebody may want."""
 
     ticket: TicketId
     holder: HolderId
@@ -26,6 +26,19 @@ class Candidate:
     last_used: Instant
     reload: Span  # expected seconds to bring it back; 0 when never measured
     priority: Priority = Priority.NORMAL  # of its last request, BATCH past its keep-warm
+    now: Instant = Instant(0)
+    budget_bytes: Bytes = Bytes(0)  # of that device
+    recent_count: float = 0.0  # uses in the last window, older ones fading (rates.Rates)
+    next_use: Instant | None = None  # in a replay that knows the future; None: never, or unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What losing a candidate costs. Ranks come first and are compared one by one; within one rank
+    costs add up over the victims of one eviction."""
+
+    rank: Key = ()
+    cost_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +82,7 @@ class Role:
 class Policies:
     """One choice of each kind. Built by name in policies.bundle."""
 
-    evict: Callable[[Candidate], Key]
+    evict: Callable[[Candidate], Price]
     admit: Callable[[Waiter], Key]
     place: Callable[[Site], Key]
     keep_warm: Callable[[Idler], Instant | None]  # when it goes with nobody asking; None: never

@@ -22,7 +22,7 @@ from pydantic import (
 from arbiter import events as ev
 from arbiter import settings as core
 from arbiter.units import GIB, KIB, MIB, Bytes, seconds
-from policies import EVICT, ROLES
+from policies import EVICT, REPLAY_ONLY, ROLES
 
 _UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(" + "|".join(_UNITS) + r")")
@@ -73,8 +73,9 @@ class ArbiterConfig(Strict):
     @field_validator("evict")
     @classmethod
     def _known_policy(cls, value: str) -> str:
-        if value not in EVICT:
-            raise ValueError(f"no eviction policy {value!r}; there is: {', '.join(sorted(EVICT))}")
+        usable = sorted(EVICT.keys() - REPLAY_ONLY)
+        if value not in usable:
+            raise ValueError(f"no eviction policy {value!r}; there is: {', '.join(usable)}")
         return value
 
     def as_settings(self) -> core.Settings:

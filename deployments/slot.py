@@ -57,6 +57,7 @@ class Slot:
     emptied: asyncio.Event = field(default_factory=asyncio.Event)  # in-flight fell to zero
     last_end_ns: int = field(default_factory=time.monotonic_ns)
     attempt: int = 1
+    uses_count: int = 0
     priority: Priority = Priority.NORMAL  # the most urgent of those in flight or waiting
     wanted: bool = False  # with nobody waiting: pinned, or brought back
 
@@ -68,6 +69,7 @@ class Slot:
         """One request more in flight."""
         self.note(priority)
         self.inflight += 1
+        self.uses_count += 1
 
     def note(self, priority: Priority) -> bool:
         """A request comes. True when the arbiter, which was asked already, must hear of it."""
@@ -89,6 +91,7 @@ class Slot:
         the model idle between its load and its first use."""
         for waiter in self._take_waiters():
             self.inflight += 1
+            self.uses_count += 1
             waiter.set_result(True)
 
     def turn_back(self, error: Exception | None = None) -> None:
@@ -117,7 +120,7 @@ class Slot:
         idle = 0 if inflight else time.monotonic_ns() - self.last_end_ns
         return HeldTicket(
             self.ticket, self.model, PHASES[self.life], inflight, Span(idle), self.devices,
-            self.plan.need, self.plan.settings_key, self.priority,
+            self.plan.need, self.plan.settings_key, self.priority, self.uses_count,
         )  # fmt: skip
 
     @property

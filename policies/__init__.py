@@ -4,11 +4,26 @@ from collections.abc import Callable
 
 from arbiter.settings import DEFAULTS, Settings
 from arbiter.units import Instant
-from arbiter.view import Candidate, Idler, Key, Policies, Site, Waiter
-from policies import admit_fifo, admit_urgent_first, evict_priority_lru, keep_warm, place_best_fit
+from arbiter.view import Candidate, Idler, Key, Policies, Price, Site, Waiter
+from policies import (
+    admit_fifo,
+    admit_urgent_first,
+    evict_belady,
+    evict_cost_aware,
+    evict_priority_lru,
+    evict_size_aware_lru,
+    keep_warm,
+    place_best_fit,
+)
 from policies.roles import ROLES
 
-EVICT: dict[str, Callable[[Candidate], Key]] = {"priority_lru": evict_priority_lru.key}
+EVICT: dict[str, Callable[[Candidate], Price]] = {
+    "priority_lru": evict_priority_lru.price,
+    "size_aware_lru": evict_size_aware_lru.price,
+    "cost_aware": evict_cost_aware.price,
+    "belady": evict_belady.price,
+}
+REPLAY_ONLY = frozenset({"belady"})  # they read the future; no configuration may name them
 ADMIT: dict[str, Callable[[Waiter], Key]] = {
     "urgent_first": admit_urgent_first.key,
     "fifo": admit_fifo.key,
@@ -28,4 +43,4 @@ def bundle(settings: Settings = DEFAULTS) -> Policies:
     )
 
 
-__all__ = ["ADMIT", "EVICT", "KEEP_WARM", "PLACE", "ROLES", "bundle"]
+__all__ = ["ADMIT", "EVICT", "KEEP_WARM", "PLACE", "REPLAY_ONLY", "ROLES", "bundle"]

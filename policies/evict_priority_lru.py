@@ -1,7 +1,7 @@
-"""Idle before busy, the least urgent, the role worth least, then the least recently used."""
+"""The role worth least, then the least recently used."""
 
-from arbiter.view import Candidate, Key
+from arbiter.view import Candidate, Price
 
 
-def key(c: Candidate) -> Key:
-    return (c.inflight > 0, -c.priority, c.role_rank, c.last_used, c.ticket)
+def price(c: Candidate) -> Price:
+    return Price(rank=(c.role_rank, c.last_used, c.ticket))

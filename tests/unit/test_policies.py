@@ -6,10 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arbiter import urgency
+from arbiter.events import Priority
 from arbiter.settings import DEFAULTS
-from arbiter.units import GIB, Bytes, DeviceId, HolderId, Instant, Span, TicketId, seconds
-from arbiter.view import Candidate, Idler, Site, Waiter
+from arbiter.units import GIB, SECOND, Bytes, DeviceId, HolderId, Instant, Span, TicketId, seconds
+from arbiter.victims import Option
+from arbiter.view import Candidate, Idler, Key, Site, Waiter
 from policies import ADMIT, EVICT, KEEP_WARM, PLACE, ROLES, bundle
+from tests.unit.desk import CPU, PLAIN, Desk, revoked
 
 CANDIDATES = st.lists(
     st.builds(
@@ -21,6 +25,11 @@ CANDIDATES = st.lists(
         inflight=st.integers(0, 9),
         last_used=st.integers(0, 10**12).map(Instant),
         reload=st.integers(0, 10**11).map(Span),
+        priority=st.sampled_from(Priority),
+        now=st.just(Instant(10**12)),
+        budget_bytes=st.just(Bytes(80 * GIB)),
+        recent_count=st.floats(0, 1e6),
+        next_use=st.none() | st.integers(10**12, 10**13).map(Instant),
     ),
     max_size=8,
     unique_by=lambda c: c.ticket,
@@ -28,30 +37,105 @@ CANDIDATES = st.lists(
 ONE = Candidate(TicketId("a"), HolderId("h"), 25, Bytes(GIB), 0, Instant(5), Span(0))
 
 
+def place(name: str, c: Candidate) -> Key:
+    price = EVICT[name](c)
+    return Option(c.ticket, c.freed_bytes, price.rank, price.cost_s).place
+
+
+@pytest.mark.spec("C3")
 @pytest.mark.parametrize("name", EVICT)
 @given(candidates=CANDIDATES)
 def test_eviction_orders_any_candidates_alike_in_whatever_order_they_come(
     name: str, candidates: list[Candidate]
 ) -> None:
-    key = EVICT[name]
-    assert sorted(candidates, key=key) == sorted(reversed(candidates), key=key)
-    assert len({key(c) for c in candidates}) == len(candidates)  # no ties left to chance
+    """Total, deterministic on ties, and pure: the same question gets the same answer."""
+    places = [place(name, c) for c in candidates]
+    assert places == [place(name, c) for c in candidates]
+    assert len(set(places)) == len(candidates)  # no ties left to chance
+    assert sorted(places) == sorted(reversed(places))
+    assert all(EVICT[name](c).cost_s >= 0 for c in candidates)
 
 
+@pytest.mark.spec("C2", "C3")
 @pytest.mark.parametrize("name", EVICT)
-def test_every_eviction_policy_spares_what_is_in_use_longest(name: str) -> None:
-    busy = replace(ONE, ticket=TicketId("b"), inflight=1, role_rank=10, last_used=Instant(0))
-    assert EVICT[name](ONE) < EVICT[name](busy)
+@given(data=st.data())
+def test_no_policy_can_name_the_unlawful_and_each_takes_an_irreducible_set(
+    name: str, data: st.DataObject
+) -> None:
+    """Whatever it would like: not the pinned, the more urgent, those within their minimum
+    residency; not the busy before the idle."""
+    desk = Desk(device=80, settings=replace(PLAIN, evict=name), pinned="vad")
+    sizes = data.draw(st.lists(st.integers(1, 15), min_size=2, max_size=5))
+    for number, (model, size) in enumerate(zip(["vad", "a", "b", "c", "d"], sizes, strict=False)):
+        priority = data.draw(st.sampled_from(Priority))
+        desk.resident(number, model, size, priority=priority)
+        desk.beat(number, model, inflight=data.draw(st.integers(0, 1)))
+    now = data.draw(st.sampled_from([5, 30]))
+    before = {e.ticket: e for e in desk.mind.ledger.entries()}
+    urgent = {t: urgency.of(desk.mind, e) for t, e in before.items()}
+    asker, need = data.draw(st.sampled_from(Priority)), data.draw(st.integers(5, 60))
+    free = desk.free()
+    victims = [before[TicketId(t)] for t, _, _ in revoked(desk.ask(now, "e", need, priority=asker))]
+    freed = [e.charge(CPU) / GIB for e in victims]
+    assert not victims or free < need <= free + sum(freed)
+    assert all(sum(freed) - one + free < need for one in freed)
+    for entry in victims:
+        assert not entry.pinned
+        assert urgent[entry.ticket] >= asker
+    if any(e.inflight for e in victims):
+        idle = [e for e in before.values() if not e.inflight and not e.pinned]
+        left = [e for e in idle if e not in victims and urgent[e.ticket] >= asker]
+        assert sum(e.charge(CPU) / GIB for e in left) < max(freed)
 
 
 @pytest.mark.spec("C1")
-def test_priority_lru_prefers_idle_then_the_least_role_then_the_oldest() -> None:
-    key = EVICT["priority_lru"]
+def test_priority_lru_prefers_the_least_role_then_the_oldest() -> None:
     text_old = replace(ONE, ticket=TicketId("b"), role_rank=100, last_used=Instant(1))
     text_new = replace(text_old, ticket=TicketId("c"), last_used=Instant(9))
     vision_new = replace(ONE, ticket=TicketId("d"), role_rank=20, last_used=Instant(9))
-    order = sorted([text_new, text_old, ONE, vision_new], key=key)
+    everybody = [text_new, text_old, ONE, vision_new]
+    order = sorted(everybody, key=lambda c: place("priority_lru", c))
     assert [c.ticket for c in order] == ["d", "a", "b", "c"]
+
+
+AGED = replace(ONE, now=Instant(600 * SECOND), last_used=Instant(500 * SECOND))
+AGED = replace(AGED, budget_bytes=Bytes(10 * GIB), role_rank=40)
+
+
+@pytest.mark.spec("C3")
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(AGED, last_used=Instant(0)),
+        replace(AGED, freed_bytes=Bytes(9 * GIB)),
+        replace(AGED, role_rank=10),
+        # each of the three can outweigh the other two together, when it differs by enough
+        replace(AGED, last_used=Instant(0), freed_bytes=Bytes(GIB // 9), role_rank=50),
+        replace(AGED, last_used=Instant(520 * SECOND), freed_bytes=Bytes(9 * GIB), role_rank=45),
+        replace(AGED, last_used=Instant(520 * SECOND), freed_bytes=Bytes(GIB // 9), role_rank=10),
+    ],
+)
+def test_size_aware_lru_weighs_recency_size_and_role(other: Candidate) -> None:
+    other = replace(other, ticket=TicketId("z"))
+    assert place("size_aware_lru", other) < place("size_aware_lru", AGED)
+
+
+@pytest.mark.spec("C3")
+def test_cost_aware_spares_what_is_dear_to_bring_back_likely_wanted_and_small() -> None:
+    one = replace(ONE, reload=seconds(10), recent_count=1.0)
+    slower = replace(one, ticket=TicketId("s"), reload=seconds(30))
+    wanted = replace(one, ticket=TicketId("w"), recent_count=5.0)
+    large = replace(one, ticket=TicketId("l"), freed_bytes=Bytes(2 * GIB))
+    order = sorted([slower, wanted, large, one], key=lambda c: place("cost_aware", c))
+    assert [c.ticket for c in order] == ["l", "a", "w", "s"]
+
+
+@pytest.mark.spec("C3")
+def test_belady_takes_what_is_next_used_last_and_before_it_what_never_is() -> None:
+    soon = replace(ONE, ticket=TicketId("s"), next_use=Instant(5))
+    late = replace(ONE, ticket=TicketId("l"), next_use=Instant(50))
+    order = sorted([soon, late, ONE], key=lambda c: place("belady", c))
+    assert [c.ticket for c in order] == ["a", "l", "s"]
 
 
 @pytest.mark.spec("C1")

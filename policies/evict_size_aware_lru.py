@@ -1,0 +1,21 @@
+"""Long unused, large and of little worth goes first: 0.6 recency + 0.2 size + 0.2 role (SPEC C3).
+
+Each part lies between 0 and 1 on a scale of its own, so that each matters: the time since the last
+use against ten minutes (half of that counts one half), the bytes freed against the device's budget,
+and the role's rank against the dearest.
+"""
+
+from arbiter.units import seconds
+from arbiter.view import Candidate, Price
+
+RECENCY, SIZE, ROLE = 0.6, 0.2, 0.2
+UNUSED_HALF = seconds(300)  # SPEC C8: the usual keep-warm time
+DEAREST_ROLE = 100  # text; see policies/roles.py
+
+
+def price(c: Candidate) -> Price:
+    unused = max(0, c.now - c.last_used)
+    recent = UNUSED_HALF / (UNUSED_HALF + unused)
+    small = 1 - min(1, c.freed_bytes / max(1, c.budget_bytes))
+    score = RECENCY * recent + SIZE * small + ROLE * c.role_rank / DEAREST_ROLE
+    return Price(rank=(score, c.last_used, c.ticket))
