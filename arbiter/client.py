@@ -29,6 +29,7 @@ from arbiter.lifecycle import (
     stop_arbiter,
     upgrade_arbiter,
 )
+from arbiter.runs import Runs
 from arbiter.units import Epoch, HolderId, Span, TicketId, in_seconds, seconds
 
 __all__ = [
@@ -63,6 +64,7 @@ class HolderClient:
         self.table: wire.Plain = {}  # the configuration, once joined
         self.epoch: Epoch | None = None  # None: not joined
         self.calls_count = 0
+        self.runs = Runs()
         self._account, self._obey = account, obey
         self._arbiter: Any = None
         self._agent: Any = None
@@ -284,11 +286,14 @@ class HolderClient:
             epoch = self.epoch
             if epoch is None:
                 continue
-            renewed = ev.Renewed(self.holder, self._account())
+            runs, dropped = self.runs.waiting()
+            renewed = ev.Renewed(self.holder, self._account(), runs, dropped)
             try:
                 await self._arbiter.renew.remote(epoch, renewed)
             except RayError:
                 self._lose(epoch)
+            else:
+                self.runs.said(runs, dropped)
 
     # -- the outbox ------------------------------------------------------------------------------
 

@@ -150,6 +150,7 @@ class ModelCoolingDown(RequestError):
 
 class LoadFailed(RequestError):
     status_code, code = 503, "load_failed"
+    retry_after_s = 2.0  # the first cool-down; a longer one is told to who comes too early
 
     def __init__(self, model: str, cause: str, out_of_memory: bool) -> None:
         super().__init__(model, cause, out_of_memory)
@@ -173,6 +174,7 @@ class EngineLost(RequestError):
 
 class CapabilityFailed(RequestError):
     status_code, code = 503, "capability_failed"
+    retry_after_s = 30.0  # somebody has to mend it; probes commonly ask twice a minute
 
     def __init__(self, model: str, cause: str) -> None:
         super().__init__(model, cause)
@@ -184,6 +186,7 @@ class CapabilityFailed(RequestError):
 
 class HolderQuarantined(RequestError):
     status_code, code = 503, "holder_quarantined"
+    retry_after_s = 5.0  # what it keeps is asked for again this often
 
     def __init__(self, holder: HolderId, kept_bytes: Bytes) -> None:
         super().__init__(holder, kept_bytes)
@@ -196,6 +199,7 @@ class HolderQuarantined(RequestError):
 
 class ArbiterClosing(RequestError):
     code = "arbiter_closing"
+    retry_after_s = 30.0  # the longest shutdown; then another may be started
 
     def __str__(self) -> str:
         return "the arbiter is shutting down and grants nothing; start it again to load models"

@@ -3,6 +3,7 @@ the next (SPEC K1). Optionally also a file of JSON lines.
 """
 
 import asyncio
+import heapq
 import json
 import logging
 import time
@@ -15,8 +16,10 @@ from arbiter.wire import Plain
 
 logger = logging.getLogger("arbiter")
 
-# Newest lines kept: an hour at one a second, about 2 MB.
+# Newest lines kept: an hour at one a second, about 2 MB. Those of single requests are kept apart,
+# so that no flood of them pushes out why a model left.
 KEPT = 4_096
+REQUESTS = frozenset({"capability_run"})
 FILE_MOST_BYTES = 64 << 20  # then the file starts over, its predecessor kept as `.1`
 
 
@@ -24,6 +27,7 @@ class EventLog:
     def __init__(self, epoch: Epoch, path: Path | None = None) -> None:
         self._epoch = epoch
         self._lines: deque[Plain] = deque(maxlen=KEPT)
+        self._requests: deque[Plain] = deque(maxlen=KEPT)
         self._path = path
         self._grown = asyncio.Event()
         # Above every number of an earlier life, so that a subscriber resumes where it stopped:
@@ -36,7 +40,7 @@ class EventLog:
         line |= {"kind": said.kind, "ticket": said.ticket, "size_bytes": said.size_bytes}
         line |= {"took_s": None if said.took is None else in_seconds(said.took)}
         line |= said.data
-        self._lines.append(line)
+        (self._requests if said.kind in REQUESTS else self._lines).append(line)
         self._grown.set()
         self._grown = asyncio.Event()
         if self._path:
@@ -50,7 +54,8 @@ class EventLog:
                     await self._grown.wait()
             except TimeoutError:
                 return []
-        return [line for line in self._lines if line["seq"] > sequence]
+        merged = heapq.merge(self._lines, self._requests, key=lambda line: line["seq"])
+        return [line for line in merged if line["seq"] > sequence]
 
     def _write(self, line: Plain, path: Path) -> None:
         """A full disk costs the line, not the arbiter."""

@@ -184,12 +184,26 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """One request that has ended (SPEC K1). Never what was asked or answered."""
+
+    ticket: TicketId | None  # None: it was refused before there was one
+    model: str
+    took: Span  # from its arrival at the holder, the wait for a load included
+    outcome: str  # answered, left (its client went), or the code of the refusal
+    request: str = ""  # the id its client knows it by
+
+
+@dataclass(frozen=True, slots=True)
 class Renewed:
     """Heartbeat. Level-triggered: it repeats every ticket, so any one may be lost; a ticket the
-    arbiter has charged to this holder that is missing here was released."""
+    arbiter has charged to this holder that is missing here was released. `runs` ended since the
+    last one; so many more were dropped."""
 
     holder: HolderId
     tickets: tuple[HeldTicket, ...]
+    runs: tuple[Run, ...] = ()
+    runs_dropped_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

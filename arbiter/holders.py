@@ -5,7 +5,7 @@ is made good by it. What a holder no longer mentions, it has let go of.
 """
 
 from arbiter import events as ev
-from arbiter.decisions import Reason, Tier
+from arbiter.decisions import Reason, Tell, Tier
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
 from arbiter.eviction import ask, refused, slept
 from arbiter.ledger import Entry, Sizes, State
@@ -56,9 +56,19 @@ def renewed(mind: Mind, event: ev.Renewed) -> None:
         mind.stale_count += 1  # the shell has it rejoin
         return
     holder.heard = mind.now
+    _tell_runs(mind, holder, event)
     if event.tickets:
         mind.note_active(holder.capability)
     _compare(mind, event.holder, event.tickets)
+
+
+def _tell_runs(mind: Mind, holder: Holder, event: ev.Renewed) -> None:
+    about = {"holder": holder.holder, "capability": holder.capability}
+    for run in event.runs:
+        what = {**about, "model": run.model, "outcome": run.outcome, "request_id": run.request}
+        mind.say(Tell("capability_run", {**what}, run.ticket, took=run.took))
+    if event.runs_dropped_count:
+        mind.say(Tell("runs_dropped", {**about, "dropped": event.runs_dropped_count}))
 
 
 def lost(mind: Mind, holder: HolderId) -> None:

@@ -41,7 +41,10 @@ class Capability:
         sent: wire.Head | None = None
         try:
             use = self._residency.use(
-                call.model, deadline_s=call.deadline_s, priority=call.priority
+                call.model,
+                deadline_s=call.deadline_s,
+                priority=call.priority,
+                request=call.request_id,
             )
             async with use as engine:
                 answer = engine.stream("POST", call.path, call.headers, call.body)

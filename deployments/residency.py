@@ -75,11 +75,16 @@ class Residency:
         return self._client
 
     def use(
-        self, model: str, *, deadline_s: float | None = None, priority: Priority = Priority.NORMAL
+        self,
+        model: str,
+        *,
+        deadline_s: float | None = None,
+        priority: Priority = Priority.NORMAL,
+        request: str = "",
     ) -> Use:
         """`async with` it. Raises RequestError: unknown model, no grant by the deadline, a failed
         load, no arbiter."""
-        return Use(self, model, deadline_s, priority)
+        return Use(self, model, deadline_s, priority, request)
 
     async def request(
         self, model: str, method: str, path: str, headers: dict[str, str], body: bytes

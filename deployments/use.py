@@ -1,12 +1,15 @@
 """One use of one model: a counter while it is resident, a wait while it is not."""
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Protocol
 
-from arbiter.errors import EngineLost, TicketClosed
+from arbiter.client import HolderClient
+from arbiter.errors import EngineLost, RequestError, TicketClosed
 from arbiter.events import Priority
-from arbiter.units import TicketId
+from arbiter.units import Span, TicketId
 from deployments.slot import Life, Slot
 from deployments.wire import Head
 
@@ -17,41 +20,75 @@ class Slots(Protocol):
     slots: dict[str, Slot]
 
     async def enter(self, model: str, deadline_s: float | None, priority: Priority) -> Slot: ...
+    def client(self) -> HolderClient: ...
+
+
+def outcome_of(error: BaseException | None) -> str:
+    """How a use ended, in a word."""
+    if error is None:
+        return "answered"
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "left"
+    return error.code if isinstance(error, RequestError) else "failed"
 
 
 class Use:
     """One use of one model, from `async with` to its end; also the handle to its engine."""
 
-    __slots__ = ("_deadline_s", "_model", "_priority", "_residency", "_slot", "_ticket")
+    __slots__ = (
+        "_began_ns", "_deadline_s", "_model", "_priority", "_request", "_residency", "_slot",
+        "_ticket",
+    )  # fmt: skip
 
     def __init__(
-        self, residency: Slots, model: str, deadline_s: float | None, priority: Priority
+        self,
+        residency: Slots,
+        model: str,
+        deadline_s: float | None,
+        priority: Priority,
+        request: str = "",
     ) -> None:
         self._residency, self._model, self._deadline_s = residency, model, deadline_s
-        self._priority = priority
+        self._priority, self._request = priority, request
+        self._began_ns = 0
         self._slot: Slot | None = None
         self._ticket = TicketId("")
 
     async def __aenter__(self) -> "Use":
+        self._began_ns = time.monotonic_ns()
         slot = self._residency.slots.get(self._model)
         if slot is not None and slot.life is Life.RESIDENT:
             slot.enter(self._priority)
         else:
-            slot = await self._residency.enter(self._model, self._deadline_s, self._priority)
+            try:
+                slot = await self._residency.enter(self._model, self._deadline_s, self._priority)
+            except (RequestError, asyncio.CancelledError) as error:
+                self._tell(None, error)
+                raise
         self._slot = slot
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self.release()
+        self._end(error)
 
     def release(self) -> None:
         """Idempotent."""
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
             self._ticket = slot.ticket
             slot.leave()
+            self._tell(slot.ticket, error)
+
+    def _tell(self, ticket: TicketId | None, error: BaseException | None) -> None:
+        """Of the event log; goes with the next heartbeat."""
+        took = Span(time.monotonic_ns() - self._began_ns)
+        runs = self._residency.client().runs
+        runs.note(ticket, self._model, took, outcome_of(error), self._request)
 
     @property
     def ticket(self) -> TicketId:

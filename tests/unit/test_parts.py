@@ -239,6 +239,7 @@ def test_errors_survive_a_process_border(error: RequestError) -> None:
     assert hash(copy) == hash(error)
     assert (str(copy), copy.__dict__) == (str(error), error.__dict__)
     assert copy.status_code in (400, 404, 409, 429, 503, 507)
+    assert (copy.retry_after_s is not None) == (copy.status_code in (429, 503))
     assert copy.code != RequestError.code
 
 

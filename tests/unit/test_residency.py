@@ -16,6 +16,7 @@ from arbiter import events as ev
 from arbiter import wire
 from arbiter.decisions import Reason, Tier
 from arbiter.errors import DeadlineUnmet, EngineLost, LoadFailed, TicketClosed
+from arbiter.runs import Runs
 from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Span, TicketId, seconds
 from deployments import plans
 from deployments.plan import ModelPlan, plan
@@ -60,6 +61,7 @@ class Arbiter:
 
     def __init__(self, path: str) -> None:
         self.path, self.asked, self.told = path, [], []  # type: ignore[var-annotated]
+        self.runs = Runs()
 
     async def joined(self) -> None: ...
     async def quiet(self, within_s: float) -> None: ...
@@ -373,6 +375,8 @@ async def test_every_way_out_leaves_nothing_in_flight() -> None:
             async with asyncio.timeout(0.01):
                 await stream()
         assert slot.inflight == 0
+        runs, _ = residency.client().runs.waiting()
+        assert [run.outcome for run in runs] == ["deadline_unmet", "left", "left", "left"]
 
 
 @pytest.mark.spec("A4", "A8")

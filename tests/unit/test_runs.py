@@ -1,0 +1,109 @@
+"""What became of each request, told without a message of its own."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbiter import client as module
+from arbiter import events as ev
+from arbiter.client import HolderClient
+from arbiter.decisions import Tell
+from arbiter.errors import LoadFailed
+from arbiter.eventlog import KEPT, EventLog
+from arbiter.runs import Runs
+from arbiter.units import Epoch, HolderId, TicketId, seconds
+from deployments.use import outcome_of
+from tests.support.lines import FakeArbiter, joined_client
+from tests.unit.desk import Desk
+
+TICKET = TicketId("a-1")
+
+
+def noted(runs: Runs, request: str) -> None:
+    runs.note(TICKET, "a", seconds(2), "answered", request)
+
+
+@pytest.mark.spec("K1")
+def test_runs_are_bounded_and_what_was_dropped_is_counted() -> None:
+    runs = Runs(most=2)
+    for number in range(5):
+        noted(runs, f"r{number}")
+    kept, dropped = runs.waiting()
+    assert ([run.request for run in kept], dropped) == (["r0", "r1"], 3)
+    noted(runs, "r5")  # while the heartbeat is on its way
+    runs.said(kept, dropped)
+    assert runs.waiting() == ((), 1)
+
+
+@pytest.mark.spec("K1", "A5")
+async def test_runs_go_with_the_heartbeat_and_again_when_it_was_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RENEW_S", 0.0)
+    heard: list[ev.Renewed] = []
+    twice = asyncio.Event()
+
+    async def renew(epoch: Epoch, renewed: ev.Renewed) -> Epoch:
+        heard.append(renewed)
+        if len(heard) == 1:
+            raise module.RayError("lost on its way")
+        twice.set()
+        client._tasks[1].cancel()
+        return epoch
+
+    class Here(HolderClient):
+        async def _life(self) -> None:
+            await asyncio.Event().wait()
+
+        def _lose(self, epoch: Epoch) -> None:
+            """Stays in the epoch."""
+
+    client = joined_client(FakeArbiter(renew=renew), Here)
+    noted(client.runs, "r")
+    async with asyncio.timeout(5):
+        await twice.wait()
+    assert [[run.request for run in each.runs] for each in heard] == [["r"], ["r"]]
+    client.epoch = None
+    await client.close()
+
+
+@pytest.mark.spec("K1")
+def test_a_heartbeats_runs_become_events_without_what_was_said() -> None:
+    desk = Desk()
+    desk.at(1, ev.Renewed(HolderId("h"), (), (ev.Run(TICKET, "a", seconds(2), "left", "r"),), 7))
+    run, dropped = (t for t in desk.told if t.kind in ("capability_run", "runs_dropped"))
+    assert (run.ticket, run.took) == (TICKET, seconds(2))
+    assert run.data == {
+        "holder": "h", "capability": "text", "model": "a", "outcome": "left", "request_id": "r",
+    }  # fmt: skip
+    assert dropped.data["dropped"] == 7
+
+
+@pytest.mark.spec("K1")
+async def test_a_flood_of_runs_pushes_no_other_event_out(tmp_path: Path) -> None:
+    log = EventLog(Epoch(1), tmp_path / "e")
+    log.tell(Tell("model_load", {}))
+    for _ in range(KEPT + 1):
+        log.tell(Tell("capability_run", {}))
+    log.tell(Tell("model_unload", {}))
+    kinds = [line["kind"] for line in await log.after(0, 0)]
+    assert (kinds[0], kinds[-1], len(kinds)) == ("model_load", "model_unload", KEPT + 2)
+    numbers = [json.loads(line)["seq"] for line in (tmp_path / "e").read_text().splitlines()]
+    assert numbers == sorted(numbers) and len(numbers) == KEPT + 3
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, "answered"),
+        (asyncio.CancelledError(), "left"),
+        (GeneratorExit(), "left"),
+        (LoadFailed("m", "broken", False), "load_failed"),
+        (KeyError("a bug"), "failed"),
+    ],
+)
+def test_an_outcome_is_a_word(error: Any, outcome: str) -> None:
+    assert outcome_of(error) == outcome
