@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from arbiter.decisions import Tell
 from arbiter.errors import StaleEpoch
 from arbiter.eventlog import EventLog
 from arbiter.shell import Shell, crash, monotonic
-from arbiter.store import Store, default_path
+from arbiter.store import Member, Store, default_path
 from arbiter.units import Epoch, HolderId, NodeId, TicketId
 
 logger = logging.getLogger("arbiter")
@@ -45,7 +44,7 @@ class ArbiterActor:
         self._shell = Shell(self._new_core(epoch), epoch, self._agents, log)
         self._stays: dict[HolderId, str] = {}  # the joining that counts, of each holder
         self._ends: dict[str, asyncio.Event] = {}  # of a stay
-        self._learned_saved: Any = self._store.learned()
+        self._learned_saved = self._shell.core.export_learned()
         self._shell.feed(self._configuration.capabilities)
         self._tell_start()
         self._tasks: set[asyncio.Future[None]] = set()
@@ -56,9 +55,9 @@ class ArbiterActor:
 
     def _new_core(self, epoch: Epoch) -> Arbiter:
         chosen = self._configuration
-        core = Arbiter(chosen.settings, chosen.policies, epoch, self._store.holders(), monotonic())
-        if learned := self._store.learned():
-            core.restore_learned(learned)
+        known = frozenset(member.holder for member in self._store.members())
+        core = Arbiter(chosen.settings, chosen.policies, epoch, known, monotonic())
+        core.restore_learned(self._store.learned())
         return core
 
     def _tell_start(self) -> None:
@@ -66,7 +65,7 @@ class ArbiterActor:
             self._tell_trouble(self._store.trouble)
         self._store.on_trouble = self._tell_trouble
         aside = str(self._store.moved_aside) if self._store.moved_aside else None
-        known = len(self._store.holders())
+        known = len(self._store.members())
         self._shell.log.tell(Tell("arbiter_started", {"holders": known, "broken_state": aside}))
 
     def _tell_trouble(self, why: str) -> None:
@@ -89,7 +88,7 @@ class ArbiterActor:
         `keepalive(stay)`; both in lists, so that Ray passes them on instead of waiting for them."""
         self._shell.calls_count += 1
         holder = joined.holder
-        self._store.add_holder(holder)
+        self._store.add_member(Member(holder, joined.node, joined.pid, joined.start_ticks))
         self._shell.open_mail(holder)
         before, self._stays[holder] = self._stays.get(holder), stay
         if before:
@@ -177,11 +176,25 @@ class ArbiterActor:
         while True:
             try:
                 await self._agents.look(self._shell.feed)
+                await self._bury_awaited()
             except ray.exceptions.RayError as error:
                 logger.warning("cannot see the nodes: %r", error)
             self._save_learned()
             self._shell.refresh_targets()
             await asyncio.sleep(LOOK_S)
+
+    async def _bury_awaited(self) -> None:
+        """Who died while there was no arbiter to see it is not waited for."""
+        awaited = self._shell.core.awaited
+        members = [m for m in self._store.members() if m.holder in awaited] if awaited else []
+        if self._shell.core.is_settled:
+            dead = [m.holder for m in members]  # waited for in vain: the next life need not
+        else:
+            dead = await self._agents.dead(members)
+        for holder in dead:
+            if holder in self._shell.core.awaited:  # not back meanwhile, under the same name
+                self._store.drop_holder(holder)
+                self._shell.feed(ev.HolderLost(holder))
 
     def _save_learned(self) -> None:
         learned = self._shell.core.export_learned()
@@ -226,10 +239,10 @@ class ArbiterActor:
     async def pid(self) -> int:
         return os.getpid()
 
-    async def boot(self) -> wire.Boot:
-        """What its replacement is to be created with: as it was itself, but for what was set
-        since."""
-        return replace(self._boot, configuration=self._configuration)
+    async def table(self) -> wire.Plain:
+        """What another arbiter is to be started with, in plain values: it may be of other code,
+        in which a pickled object would be read without an error, and wrong."""
+        return self._configuration.table
 
     async def close(self, wait_s: float) -> int:
         """Grant nothing more, unload what is idle, wait for the rest; then end all agents and

@@ -12,12 +12,14 @@ import ray
 from arbiter import events as ev
 from arbiter import rays
 from arbiter.node_agent import NodeAgent
-from arbiter.units import NodeId, TicketId
+from arbiter.store import Member
+from arbiter.units import HolderId, NodeId, TicketId
 from arbiter.wire import NAMESPACE, AgentSettings, agent_name
 
 logger = logging.getLogger("arbiter")
 
 LOOK_S = 1.0  # one GCS call per second: SPEC A19 asks for 2 s
+ANSWER_S = 2.0  # a look at /proc; an agent that restarts is asked again at the next look
 CLOSE_S = 10.0  # killing everything and seeing it dead takes milliseconds
 
 
@@ -47,6 +49,20 @@ class RayAgents:
             self._handles[node] = await asyncio.to_thread(self._start, node, living[node])
         for node in tuple(self._handles):
             self._send(node, self._handles[node].pids.remote())
+
+    async def dead(self, members: list[Member]) -> list[HolderId]:
+        """Those of whom it is known: their node is gone, or its agent sees no such process."""
+        asked = [m for m in members if m.node in self._handles and m.pid]
+        gone = [m.holder for m in members if m.node not in self._handles]
+        for node in {m.node for m in asked}:
+            here = [m for m in asked if m.node == node]
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    living = await self._handles[node].living.remote([m.pid for m in here])
+            except (ray.exceptions.RayError, TimeoutError, KeyError):
+                continue  # asked again at the next look
+            gone += [m.holder for m in here if living.get(m.pid) != m.start_ticks]
+        return gone
 
     async def close(self) -> None:
         """End all agents and every engine and zygote of theirs."""

@@ -8,6 +8,7 @@ UNREACHABLE_S. Nothing of it is in the way of a request whose model is resident.
 import asyncio
 import contextlib
 import logging
+import os
 import time
 import uuid
 from collections import deque
@@ -18,7 +19,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from arbiter import events as ev
-from arbiter import rays, wire
+from arbiter import proc, rays, wire
 from arbiter.errors import ArbiterUnavailable, StaleEpoch, TicketClosed
 from arbiter.lifecycle import (
     call_arbiter,
@@ -231,7 +232,7 @@ class HolderClient:
             stay = uuid.uuid4().hex
             self._watched = self._arbiter.keepalive.remote(stay)
             self._forget_said()  # the account that follows says it
-            account = ev.Joined(self.holder, rays.own_node(), self.capability, self._account())
+            account = self._introduction()
             own = rays.own_handle()
             welcome = await self._arbiter.join.remote(
                 self.epoch, account, stay, [own] if own is not None else [], [self._watched]
@@ -241,6 +242,12 @@ class HolderClient:
         self._lost.clear()
         self._joined.set()
         self._wake_sender()
+
+    def _introduction(self) -> ev.Joined:
+        own = proc.process(os.getpid())
+        assert own is not None
+        name = own.pid, own.start_ticks
+        return ev.Joined(self.holder, rays.own_node(), self.capability, self._account(), *name)
 
     def _leave(self) -> None:
         if self.epoch is not None:

@@ -77,6 +77,16 @@ class Arbiter:
     def stale_count(self) -> int:
         return self._mind.stale_count
 
+    @property
+    def awaited(self) -> frozenset[HolderId]:
+        """Holders of the last epoch that are not back."""
+        return frozenset(self._mind.awaited)
+
+    @property
+    def is_settled(self) -> bool:
+        """They are all back, or have had their time."""
+        return self._mind.is_settled
+
     def snapshot(self, now: Instant) -> StateView:
         return view_of(self._mind, now)
 

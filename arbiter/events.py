@@ -175,12 +175,15 @@ class HeldTicket:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A holder introduces itself, at its start and after each arbiter restart."""
+    """A holder introduces itself, at its start and after each arbiter restart. Its process, by pid
+    and start time, is known to its node's agent after it died, even while there is no arbiter."""
 
     holder: HolderId
     node: NodeId
     capability: str
     tickets: tuple[HeldTicket, ...]
+    pid: int = 0  # 0: not said
+    start_ticks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

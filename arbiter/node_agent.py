@@ -105,6 +105,11 @@ class NodeAgent:
         """Send a reading now."""
         self._stir.set()
 
+    async def living(self, pids: list[int]) -> dict[int, int]:
+        """Start time of each of these processes that lives."""
+        found = (proc.process(pid) for pid in pids)
+        return {p.pid: p.start_ticks for p in found if p is not None and p.alive}
+
     async def pids(self) -> dict[str, int]:
         """The zygote's and the agent's own, for status pages and fault tests."""
         return {"agent": os.getpid(), "zygote": self._keeper.known[0] if self._keeper.known else 0}

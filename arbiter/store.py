@@ -13,11 +13,12 @@ import pickle
 import sqlite3
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arbiter.units import Epoch, HolderId
-from arbiter.wire import Configuration, protocol_hash
+from arbiter.units import Epoch, HolderId, NodeId
+from arbiter.wire import Configuration, Plain, protocol_hash
 
 logger = logging.getLogger("arbiter")
 
@@ -26,12 +27,15 @@ SESSIONS_KEPT = 64
 LOCKED_S = 1.0  # another cluster's arbiter writes for 0.016 ms; heartbeats come each second
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS learned (value BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS learned_rows (
+    capability TEXT, model TEXT, settings_key TEXT, value BLOB NOT NULL,
+    PRIMARY KEY (capability, model, settings_key)) STRICT;
 CREATE TABLE IF NOT EXISTS sessions (session TEXT PRIMARY KEY, begun_ns INTEGER NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS session_facts (
     session TEXT, name TEXT, value BLOB NOT NULL, PRIMARY KEY (session, name)) STRICT;
-CREATE TABLE IF NOT EXISTS session_holders (
-    session TEXT, holder TEXT, PRIMARY KEY (session, holder)) STRICT;
+CREATE TABLE IF NOT EXISTS session_members (
+    session TEXT, holder TEXT, node TEXT NOT NULL, pid INTEGER NOT NULL,
+    start_ticks INTEGER NOT NULL, PRIMARY KEY (session, holder)) STRICT;
 """
 # What unpickling a configuration can raise though its code is the same (pickle's documentation:
 # "other exceptions may also be raised, including (but not necessarily limited to)" these).
@@ -44,6 +48,16 @@ def default_path() -> Path:
     return Path(home) / "serve-arbiter" / "arbiter.sqlite"
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A holder that is expected back, and the process it is. 0: not said."""
+
+    holder: HolderId
+    node: NodeId
+    pid: int = 0
+    start_ticks: int = 0
+
+
 class Store:
     """One session's view. Every write is durable against a killed process (WAL, synchronous
     NORMAL: 0.016 ms); one that fails is logged and told to `on_trouble`, once until one works."""
@@ -54,6 +68,7 @@ class Store:
         self.trouble: str | None = None
         self.on_trouble: Callable[[str], None] = lambda why: None
         self._is_file = True
+        self._saved: dict[tuple[str, str, str], Plain] = {}  # learned rows as last read or written
         self._db = self._open_somehow()
         self._begin()
 
@@ -67,32 +82,45 @@ class Store:
 
     def end_session(self) -> None:
         """Nobody is expected back. The epoch stays: who missed the end must hear of the next."""
-        self._run("DELETE FROM session_holders WHERE session = ?", self._session)
+        self._run("DELETE FROM session_members WHERE session = ?", self._session)
         self._run("DELETE FROM session_facts WHERE session = ? AND name != 'epoch'", self._session)
 
     # -- who is expected back ----------------------------------------------------------------
 
-    def holders(self) -> frozenset[HolderId]:
-        rows = self._run("SELECT holder FROM session_holders WHERE session = ?", self._session)
-        return frozenset(HolderId(row[0]) for row in rows)
+    def members(self) -> tuple[Member, ...]:
+        mine = "SELECT holder, node, pid, start_ticks FROM session_members WHERE session = ?"
+        rows = self._run(mine, self._session)
+        return tuple(Member(HolderId(h), NodeId(n), pid, ticks) for h, n, pid, ticks in rows)
 
-    def add_holder(self, holder: HolderId) -> None:
-        self._run("INSERT OR IGNORE INTO session_holders VALUES (?, ?)", self._session, holder)
+    def add_member(self, member: Member) -> None:
+        row = (member.holder, member.node, member.pid, member.start_ticks)
+        statement = "INSERT OR REPLACE INTO session_members VALUES (?, ?, ?, ?, ?)"
+        self._run(statement, self._session, *row)
 
     def drop_holder(self, holder: HolderId) -> None:
         mine = "session = ? AND holder = ?"
-        self._run(f"DELETE FROM session_holders WHERE {mine}", self._session, holder)
+        self._run(f"DELETE FROM session_members WHERE {mine}", self._session, holder)
 
     # -- learned and set -----------------------------------------------------------------------
 
-    def learned(self) -> Any:
-        """What `save_learned` was given last, by whichever session, or None. Plain JSON values."""
-        rows = self._run("SELECT value FROM learned")
-        return json.loads(rows[0][0]) if rows else None
+    def learned(self) -> list[Plain]:
+        """What all sessions have learned, a row for each model under its settings."""
+        rows = self._run("SELECT value FROM learned_rows")
+        self._saved = {_key(found): found for found in (json.loads(row[0]) for row in rows)}
+        return list(self._saved.values())
 
-    def save_learned(self, plain: Any) -> None:
-        row = json.dumps(plain).encode()
-        self._run("INSERT OR REPLACE INTO learned (rowid, value) VALUES (1, ?)", row)
+    def save_learned(self, rows: list[Plain]) -> None:
+        """Writes what is new to this session and removes what it has forgotten; rows that it did
+        not touch are another's to change."""
+        now = {_key(row): row for row in rows}
+        for key, row in now.items():
+            if self._saved.get(key) != row:
+                value = json.dumps(row).encode()
+                self._run("INSERT OR REPLACE INTO learned_rows VALUES (?, ?, ?, ?)", *key, value)
+        for key in self._saved.keys() - now.keys():
+            one = "capability = ? AND model = ? AND settings_key = ?"
+            self._run(f"DELETE FROM learned_rows WHERE {one}", *key)
+        self._saved = now
 
     def configuration(self) -> Configuration | None:
         """None when none was saved, or by other code: a pickle has its fields by place, so one of
@@ -142,7 +170,7 @@ class Store:
     def _begin(self) -> None:
         self._run("INSERT OR REPLACE INTO sessions VALUES (?, ?)", self._session, time.time_ns())
         newest = f"SELECT session FROM sessions ORDER BY begun_ns DESC LIMIT {SESSIONS_KEPT}"
-        for table in ("session_holders", "session_facts", "sessions"):
+        for table in ("session_members", "session_facts", "sessions"):
             self._run(f"DELETE FROM {table} WHERE session NOT IN ({newest})")
 
     def _fact(self, name: str) -> bytes | None:
@@ -170,6 +198,10 @@ class Store:
             self.trouble = f"{self.path}: {error}"
             logger.error("what is learned and set now will not outlive this: %s", self.trouble)
             self.on_trouble(self.trouble)
+
+
+def _key(row: Plain) -> tuple[str, str, str]:
+    return row["capability"], row["model"], row["settings_key"]
 
 
 def _open(path: Path) -> sqlite3.Connection:

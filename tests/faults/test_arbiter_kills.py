@@ -104,12 +104,10 @@ async def test_nothing_is_granted_before_known_holders_are_back_or_were_waited_f
         await chat.ask.remote("a")
         kill(await d.arbiter_pid())
         kill(pid)
-        asked = time.monotonic()
         assert await asyncio.wait_for(other.ask.remote("b"), 60) == 200
         granted = (await d.events("ticket_granted"))[-1]
         lost = [e for e in await d.events() if e["kind"] in ("unclaimed_engine", "holder_lost")]
         assert all(e["seq"] < granted["seq"] for e in lost)
-        assert time.monotonic() - asked > 1  # not from the ashes of the old epoch
         await d.books_are_true()
 
 

@@ -15,10 +15,12 @@ from arbiter.actor import ArbiterActor
 from arbiter.agents import RayAgents
 from arbiter.decisions import Tell
 from arbiter.eventlog import EventLog
+from arbiter.store import Member, Store
 from arbiter.units import Epoch, HolderId, NodeId
 from arbiter.wire import AgentSettings, Boot
 from deployments.boot import configuration
 from deployments.config import parse_table
+from tests.support.lines import FakeArbiter
 
 TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
 H = HolderId("h")
@@ -93,6 +95,43 @@ async def test_a_holder_whose_call_breaks_is_lost(running: Running) -> None:
         async with asyncio.timeout(5):
             while actor._shell.has_mail(H):
                 await asyncio.sleep(0)
+
+
+@pytest.mark.spec("A18")
+async def test_who_died_while_there_was_no_arbiter_is_not_waited_for(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = [Member(HolderId(name), NodeId("n"), 7, 9) for name in ("dead", "living")]
+    before = Store(tmp_path / "state", "session")
+    for member in members:
+        before.add_member(member)
+
+    async def dead(self: RayAgents, asked: list[Member]) -> list[HolderId]:
+        return [m.holder for m in asked if m.holder == "dead"]
+
+    monkeypatch.setattr(RayAgents, "dead", dead)
+    async with running() as actor, asyncio.timeout(5):
+        while "dead" in actor._shell.core.awaited:
+            await asyncio.sleep(0)
+        assert actor._shell.core.awaited == {"living"}
+        assert [m.holder for m in before.members()] == ["living"]
+
+
+@pytest.mark.spec("A18")
+async def test_an_agent_knows_the_dead_by_number_and_start_time() -> None:
+    async def living(pids: list[int]) -> dict[int, int]:
+        return {7: 9, 8: 9}
+
+    agents = RayAgents(AgentSettings("no.zygote"))
+    agents._handles[NodeId("n")] = FakeArbiter(living=living)
+    asked = [
+        Member(HolderId("lives"), NodeId("n"), 7, 9),
+        Member(HolderId("replaced"), NodeId("n"), 8, 1),
+        Member(HolderId("gone"), NodeId("n"), 6, 9),
+        Member(HolderId("elsewhere"), NodeId("lost"), 7, 9),
+        Member(HolderId("unsaid"), NodeId("n")),
+    ]
+    assert sorted(await agents.dead(asked)) == ["elsewhere", "gone", "replaced"]
 
 
 @pytest.mark.spec("C7")

@@ -2,18 +2,23 @@
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from arbiter import store as module
-from arbiter.store import SESSIONS_KEPT, Store
-from arbiter.units import HolderId
+from arbiter.store import SESSIONS_KEPT, Member, Store
+from arbiter.units import HolderId, NodeId
 from arbiter.wire import Configuration
 from deployments.boot import configuration
 from deployments.config import parse_table
 
 TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
-H = HolderId("h")
+ME = Member(HolderId("h"), NodeId("n"), pid=7, start_ticks=9)
+
+
+def row(model: str, peak: int = 1) -> dict[str, Any]:
+    return {"capability": "c", "model": model, "settings_key": "k", "peak_bytes": peak}
 
 
 def chosen() -> Configuration:
@@ -41,45 +46,58 @@ def test_a_lost_file_still_gives_a_later_epoch(tmp_path: Path) -> None:
 
 def test_holders_learned_values_and_configuration_come_back(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    store.add_holder(H)
-    store.save_learned([{"a": 1}])
+    store.add_member(ME)
+    store.save_learned([row("a")])
     store.save_configuration(chosen())
     store.close()
     again = opened(tmp_path)
-    assert (again.holders(), again.learned()) == ({H}, [{"a": 1}])
+    assert (again.members(), again.learned()) == ((ME,), [row("a")])
     assert again.configuration() == chosen()
 
 
 @pytest.mark.spec("A18")
 def test_clusters_of_one_user_keep_apart_and_share_what_was_learned(tmp_path: Path) -> None:
     one = opened(tmp_path)
-    one.add_holder(H)
-    one.save_learned([1])
+    one.add_member(ME)
+    one.save_learned([row("a")])
     one.save_configuration(chosen())
     two = opened(tmp_path, "two")
-    assert (two.holders(), two.learned(), two.configuration()) == (frozenset(), [1], None)
-    two.add_holder(HolderId("other"))
+    assert (two.members(), two.learned(), two.configuration()) == ((), [row("a")], None)
+    two.add_member(Member(HolderId("other"), NodeId("n")))
     two.end_session()
     again = opened(tmp_path)
-    assert (again.holders(), again.configuration()) == ({H}, chosen())
+    assert (again.members(), again.configuration()) == ((ME,), chosen())
+
+
+@pytest.mark.spec("A17")
+def test_clusters_that_learn_at_the_same_time_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    one, two = opened(tmp_path), opened(tmp_path, "two")
+    assert one.learned() == two.learned() == []
+    one.save_learned([row("a", 5), row("b", 5)])
+    two.save_learned([row("c", 7)])
+    two.save_learned([row("c", 7), row("b", 9)])
+    one.save_learned([row("a", 6), row("b", 5)])  # has not heard of what the other knows of b
+    assert sorted(opened(tmp_path).learned(), key=str) == [row("a", 6), row("b", 9), row("c", 7)]
+    one.save_learned([row("b", 5)])  # forgets a
+    assert sorted(opened(tmp_path).learned(), key=str) == [row("b", 9), row("c", 7)]
 
 
 def test_after_its_end_a_session_expects_nobody_but_counts_on(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    store.add_holder(H)
+    store.add_member(ME)
     store.save_configuration(chosen())
     before = store.next_epoch()
     store.end_session()
     again = opened(tmp_path)
-    assert (again.holders(), again.configuration()) == (frozenset(), None)
+    assert (again.members(), again.configuration()) == ((), None)
     assert again.next_epoch() > before
 
 
 def test_only_the_newest_sessions_are_remembered(tmp_path: Path) -> None:
-    opened(tmp_path, "first").add_holder(H)
+    opened(tmp_path, "first").add_member(ME)
     for number in range(SESSIONS_KEPT):
         opened(tmp_path, f"s{number}").close()
-    assert opened(tmp_path, "first").holders() == frozenset()
+    assert opened(tmp_path, "first").members() == ()
 
 
 @pytest.mark.spec("L4")
@@ -113,18 +131,18 @@ def test_a_write_that_fails_costs_comfort_and_is_told_once(tmp_path: Path) -> No
     store.on_trouble = told.append
     first = store.next_epoch()
     with sqlite3.connect(tmp_path / "s", isolation_level=None) as other:
-        other.execute("DROP TABLE session_holders")
+        other.execute("DROP TABLE session_members")
         other.execute("DROP TABLE session_facts")
     other.close()
-    store.add_holder(H)
+    store.add_member(ME)
     assert store.next_epoch() >= first
-    assert len(told) == 1 and "session_holders" in told[0]
+    assert len(told) == 1 and "session_members" in told[0]
 
 
 @pytest.mark.spec("A18")
 def test_where_no_file_can_be_made_the_arbiter_goes_on_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     store = Store(tmp_path / "file" / "s", "one")
-    store.add_holder(H)
-    assert (store.holders(), store.next_epoch() > 0) == ({H}, True)
+    store.add_member(ME)
+    assert (store.members(), store.next_epoch() > 0) == ((ME,), True)
     assert store.trouble is not None and "file" in store.trouble
