@@ -63,13 +63,15 @@ async def _call(method: str, args: tuple[Any, ...]) -> Any:
             await asyncio.sleep(AGAIN_S)
 
 
-def upgrade_arbiter() -> wire.Plain:
-    """Replace arbiter and node agents by this code. Engines and zygotes go on; holders rejoin."""
+def upgrade_arbiter(boot_of: Callable[[wire.Plain], wire.Boot]) -> wire.Plain:
+    """Replace arbiter and node agents by this code. Engines and zygotes go on; holders rejoin. Of
+    the old one only its table is taken over, in plain values; `boot_of` reads it, and nothing has
+    happened yet if it cannot."""
     old = find_arbiter()
     if old is None:
         return {"arbiter": "there is none; it starts with the front"}
     before = _settled(old.hello.remote, START_S)
-    boot = _settled(old.boot.remote, START_S)
+    boot = boot_of(_settled(old.table.remote, START_S))
     after = _settled(_replace(boot).hello.remote, START_S)
     return {
         "before": before["identity"], "after": after["identity"],

@@ -3,7 +3,7 @@
 from typing import Any
 
 from arbiter.wire import AgentSettings, Boot, Configuration
-from deployments.config import Table
+from deployments.config import Table, parse_table
 from deployments.plan import engine_kind
 from policies import bundle
 
@@ -23,6 +23,11 @@ def boot(table: Table) -> Boot:
     agent = AgentSettings(ZYGOTE, preload)
     files = {"state_file": table.arbiter.state_file, "event_file": table.arbiter.event_file}
     return Boot(configuration(table), agent, **files)
+
+
+def read(plain: dict[str, Any]) -> Boot:
+    """From what `as_plain` made, perhaps by other code. Raises ConfigError."""
+    return boot(parse_table(plain, "the arbiter's table"))
 
 
 def as_plain(table: Table) -> dict[str, Any]:

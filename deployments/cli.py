@@ -192,9 +192,14 @@ def check(args: argparse.Namespace) -> None:
 
 def upgrade(args: argparse.Namespace) -> None:
     from arbiter.client import upgrade_arbiter
+    from deployments import boot
+    from deployments.config import ConfigError
 
     _connect(args.address)
-    _say(args, upgrade_arbiter())
+    try:
+        _say(args, upgrade_arbiter(boot.read))
+    except ConfigError as error:
+        raise CommandError(f"nothing was changed: {error}") from error
 
 
 def down(args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ async def test_an_upgrade_keeps_every_engine_and_holder() -> None:
         await h.ask.remote("a")
         before = await d.until(lambda s: all(t["measured_bytes"] for t in s["tickets"]))
         engines, agent = await d.engines(), (await d.pids())["agent"]
-        report = await asyncio.to_thread(upgrade_arbiter)
+        report = await asyncio.to_thread(upgrade_arbiter, boot.read)
         assert report["holders"] == 1 and report["epoch"] > before["epoch"]
         after = await d.until(lambda s: s["tickets"] and s["tickets"][0]["measured_bytes"])
         assert after["tickets"][0]["ticket"] == before["tickets"][0]["ticket"]
