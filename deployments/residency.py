@@ -51,7 +51,6 @@ class Residency:
         self.capability, self.holder = capability, holder
         self.slots: dict[str, Slot] = {}  # by model; the one new requests go to
         self._held: dict[TicketId, Slot] = {}  # those with bytes
-        self._failures: dict[str, str] = {}  # model: why its last load failed
         self._plans = Plans(capability)
         self._client: HolderClient | None = None
         self._pinned: frozenset[str] = frozenset()
@@ -98,17 +97,6 @@ class Residency:
 
     def account(self) -> tuple[ev.HeldTicket, ...]:
         return tuple(slot.account() for slot in self._held.values())
-
-    def readiness(self) -> dict[str, Any]:
-        """Per model: ready, loading, asleep or failed with its cause; and whether new models can
-        be loaded at all (SPEC J9)."""
-        words = {Life.RESIDENT: "ready", Life.DRAINING: "ready", Life.ASLEEP: "asleep"}
-        models: dict[str, Any] = {
-            m: {"state": "failed", "cause": c} for m, c in self._failures.items()
-        }
-        models |= {m: {"state": words.get(s.life, "loading")} for m, s in self.slots.items()}
-        away_s = self._client.away_s if self._client else 0.0
-        return {"models": models, "arbiter_away_s": away_s}
 
     async def close(self) -> None:
         """Releases everything; requests in flight hear EngineLost."""
@@ -206,7 +194,6 @@ class Residency:
         elif error := ended.exception():
             logger.error("%s: the work on it failed", slot.ticket, exc_info=error)
             failed = LoadFailed(slot.model, f"{type(error).__name__}: {error}", False)
-            self._failures[slot.model] = str(failed)
             self._close(slot, Reason.FAILED, failed)
 
     async def _bring(self, slot: Slot) -> None:
@@ -222,7 +209,6 @@ class Residency:
         except TicketClosed:
             self._close(slot, Reason.WITHDRAWN)
         except RequestError as error:
-            self._failures[slot.model] = str(error)
             logger.warning("%s: %s", slot.ticket, error)
             self._close(slot, Reason.FAILED, error)
 
@@ -287,7 +273,6 @@ class Residency:
 
     def _resident(self, slot: Slot, took_s: float, verified: bool = True) -> None:
         slot.life, slot.last_end_ns, slot.wanted = Life.RESIDENT, time.monotonic_ns(), False
-        self._failures.pop(slot.model, None)
         self.client().tell(ev.Loaded(slot.ticket, seconds(took_s), verified))
         slot.admit()
 
@@ -354,7 +339,7 @@ class Residency:
             logger.warning("the engine of %s is gone", slot.ticket)
             self._close(slot, Reason.LOST)
 
-    def _close(self, slot: Slot, reason: Reason, error: Exception | None = None) -> None:
+    def _close(self, slot: Slot, reason: Reason, error: RequestError | None = None) -> None:
         """End of the slot. Waiters hear the error, or open the next one."""
         if slot.life is Life.CLOSED:
             return
@@ -366,8 +351,8 @@ class Residency:
             slot.work.cancel()
         self._forget(slot)
         slot.turn_back(error)
-        if reason is Reason.LOST and slot.model in self._pinned and not self._closed:
-            self._chores.begin(self._bring_back(slot.model))
+        if reason in (Reason.LOST, Reason.FAILED):
+            self._pin_again(slot.model, 0.0 if error is None else error.retry_after_s)
 
     def _let_go(self, slot: Slot) -> None:
         self._held.pop(slot.ticket, None)
@@ -389,6 +374,16 @@ class Residency:
         self._pinned = frozenset(pinned)
         for model in pinned:
             self._chores.begin(self._bring_back(model))
+
+    def _pin_again(self, model: str, after_s: float | None) -> None:
+        """A pinned model is tried again once that may help; None: it will not."""
+
+        def bring() -> None:
+            if model in self._pinned and not self._closed:
+                self._chores.begin(self._bring_back(model))
+
+        if after_s is not None:
+            asyncio.get_running_loop().call_later(after_s, bring)
 
     async def _bring_back(self, model: str) -> None:
         """Load with nobody waiting: pinned, or it had made room for a load that failed."""

@@ -15,7 +15,14 @@ from aiohttp import web
 from arbiter import events as ev
 from arbiter import wire
 from arbiter.decisions import Reason, Tier
-from arbiter.errors import DeadlineUnmet, EngineLost, LoadFailed, TicketClosed
+from arbiter.errors import (
+    DeadlineUnmet,
+    EngineLost,
+    LoadFailed,
+    ModelCoolingDown,
+    NeverFits,
+    TicketClosed,
+)
 from arbiter.runs import Runs
 from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Span, TicketId, seconds
 from deployments import plans
@@ -236,7 +243,6 @@ async def test_a_bug_under_a_load_reaches_every_waiter_and_the_next_request_trie
             answers = await asyncio.gather(*uses, return_exceptions=True)
         assert [type(answer) for answer in answers] == [LoadFailed] * 3
         assert "KeyError" in str(answers[0])
-        assert "KeyError" in residency.readiness()["models"]["a"]["cause"]
         arbiter.acquire = granted  # type: ignore[method-assign]
         assert await use(residency) == arbiter.asked[1]
 
@@ -312,6 +318,25 @@ async def test_a_pinned_model_whose_engine_died_is_brought_back() -> None:
         await until(lambda: arbiter.kinds().count("Loaded") == 2)
         assert ev.Released(arbiter.asked[0], "lost") in arbiter.told
         assert residency.slots["a"].life is Life.RESIDENT
+
+
+@pytest.mark.spec("C8", "A12")
+async def test_a_pinned_model_that_did_not_load_is_tried_again_when_its_refusal_says() -> None:
+    async with holder() as (residency, arbiter, _):
+        granted = arbiter.acquire
+
+        async def cools_down(requested: ev.Requested) -> wire.Granted:
+            arbiter.acquire = granted  # type: ignore[method-assign]
+            raise ModelCoolingDown("a", "no such file", 0.01)
+
+        arbiter.acquire = cools_down  # type: ignore[method-assign]
+        residency._obey(wire.TableOrder(PINNED))
+        await until(lambda: "Loaded" in arbiter.kinds())
+        residency._close(
+            residency.slots["a"], Reason.FAILED, NeverFits(TicketId("a"), Bytes(9), Bytes(5))
+        )
+        await residency._chores.done()
+        assert "a" not in residency.slots
 
 
 @pytest.mark.spec("D6")
