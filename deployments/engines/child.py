@@ -41,7 +41,7 @@ from deployments.engines.protocol import (
 UNHELD_S = 60.0
 # A failed load keeps its cause this long for a holder that asks late, then ends anyway.
 UNASKED_S = 30.0
-_PRELOAD = ("uvicorn", "uvicorn.protocols.http.httptools_impl", "uvloop", "httptools")
+_PRELOAD = ("uvicorn", "deployments.engines.guard", "uvloop", "httptools")
 
 
 def preload() -> None:
@@ -96,6 +96,8 @@ def _reset_signals() -> None:
 def _serve(spawn: Spawn, listener: socket.socket) -> None:
     import uvicorn
 
+    from deployments.engines.guard import OwnOnly
+
     host = Host()
     with host.catch():
         module, _, function = spawn.entry.partition(":")
@@ -104,7 +106,7 @@ def _serve(spawn: Spawn, listener: socket.socket) -> None:
     config = uvicorn.Config(
         cast(Any, host),
         loop="uvloop",
-        http="httptools",
+        http=OwnOnly,
         ws="none",
         lifespan="off",
         log_config=None,

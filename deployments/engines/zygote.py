@@ -25,13 +25,13 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from deployments.engines import child, process
+from deployments.engines.guard import peer_uid
 from deployments.engines.protocol import MAX_LINE_BYTES, BadSpawn, Spawn, parse_spawn
 
 # Unconnected for this long, a zygote asks itself whether anybody can still find it. An agent
@@ -179,13 +179,6 @@ def bind(path: Path) -> socket.socket:
         os.umask(before)
     listener.listen(128)  # a replica opens one connection per request in flight
     return listener
-
-
-def peer_uid(conn: socket.socket) -> int:
-    """User of the process at the other end, as the kernel recorded it at connect."""
-    packed = conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _pid, uid, _gid = struct.unpack("3i", packed)
-    return int(uid)
 
 
 def _listen(path: Path) -> socket.socket:
