@@ -13,6 +13,7 @@ from arbiter.errors import ArbiterUnavailable, StaleEpoch
 from arbiter.events import Loaded, Renewed
 from arbiter.units import Epoch, HolderId, Span, TicketId
 from tests.support.desk import capability, desk, gone, kill, model
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A18")]
 
@@ -129,9 +130,7 @@ async def test_a_load_under_way_survives_the_arbiter() -> None:
     async with desk({"chat": capability(a=model(50, load_seconds=3))}) as d:
         asked = d.holder().ask.remote("a")
         await d.until(lambda s: s["tickets"] and s["tickets"][0]["state"] == "loading")
-        async with asyncio.timeout(10):
-            while not (engine := await d.engines()):  # granted a moment before it is forked
-                await asyncio.sleep(0.01)
+        engine = await eventually(d.engines, 10)  # granted a moment before it is forked
         kill(await d.arbiter_pid())
         assert await asyncio.wait_for(asked, 30) == 200
         await d.books_are_true()

@@ -17,6 +17,7 @@ from ray.serve.schema import LoggingConfig
 
 from deployments.residency import Residency
 from tests.support.desk import Desk, capability, desk, gone, model
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster", "serving")
 
@@ -82,9 +83,10 @@ async def graph(table: dict[str, Any], **arbiter: Any) -> AsyncIterator[tuple[De
 
 
 async def replicas(count: int, within_s: float = 30.0) -> None:
-    async with asyncio.timeout(within_s):
-        while await running() != count:
-            await asyncio.sleep(0.05)
+    async def as_many() -> bool:
+        return await running() == count
+
+    await eventually(as_many, within_s)
 
 
 async def running() -> int:

@@ -1,6 +1,7 @@
 """Tickets between real processes: single flight, swaps, refusals, cancellation, ends."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +15,18 @@ from arbiter.errors import (
     LoadFailed,
     ModelCoolingDown,
     NeverFits,
+    QueueFull,
     TicketClosed,
     UnknownModel,
 )
 from arbiter.events import CapabilitySpec
 from arbiter.units import MIB, Span, TicketId
 from deployments import boot
+from deployments.config import parse_table
 from deployments.residency import Residency
-from tests.support.desk import WITHIN_S, capability, desk, gone, model
+from deployments.wire import refusal
+from tests.support.desk import capability, desk, gone, model
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -40,6 +45,51 @@ async def test_starting_it_twice_yields_the_same_one() -> None:
     async with desk() as d:
         again = await start_arbiter(boot.boot(d.table))
         assert await again.pid.remote() == await d.arbiter_pid()
+
+
+@ray.remote(num_cpus=0)
+class Starter:
+    """A process of its own that starts the arbiter."""
+
+    async def start(self, made: Any) -> int:
+        handle = await start_arbiter(made)
+        return int(await handle.pid.remote())
+
+
+@pytest.mark.spec("A1")
+async def test_many_starts_at_once_from_several_processes_yield_one(tmp_path: Path) -> None:
+    table = parse_table({
+        "arbiter": {"state_file": str(tmp_path / "arbiter.sqlite")},
+        "capabilities": {"chat": capability(a=model(10))},
+    })  # fmt: skip
+    starters = [Starter.remote() for _ in range(4)]  # type: ignore[attr-defined]
+    try:
+        made = boot.boot(table)
+        pids = await asyncio.gather(*(s.start.remote(made) for s in starters for _ in range(4)))
+        assert len(pids) == 16
+        assert set(pids) == {await call_arbiter("pid")}
+    finally:
+        for starter in starters:
+            ray.kill(starter)
+        await asyncio.to_thread(stop_arbiter, 5.0)
+
+
+@pytest.mark.spec("C7", "J8")
+async def test_a_full_line_is_refused_with_when_to_come_back() -> None:
+    async with desk(two(), queue_per_model=2) as d:
+        other, crowd = d.holder("other"), [d.holder("chat") for _ in range(3)]
+        await other.keep.remote("b")
+        waiting = [asyncio.ensure_future(h.ask.remote("a")) for h in crowd]
+        refused, queued = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        (error,) = (one.exception() for one in refused)
+        assert isinstance(error, ray.exceptions.RayTaskError)
+        assert isinstance(error.cause, QueueFull)
+        head, body = refusal(error.cause)
+        assert head.status == 429 and int(head.headers["retry-after"]) >= 1
+        assert b"bound 2" in body
+        await other.let_go.remote("b")
+        assert await asyncio.gather(*queued) == [200, 200]
+        await d.books_are_true()
 
 
 @pytest.mark.spec("A2")
@@ -111,9 +161,7 @@ async def test_a_model_in_use_is_not_evicted_and_the_waiter_keeps_its_place() ->
         await chat.keep.remote("a")
         waiting = other.ask.remote("b")
         await d.until(lambda s: s["queue"])
-        async with asyncio.timeout(WITHIN_S):
-            while not await d.events("barrier_dropped"):
-                await asyncio.sleep(0.05)
+        await eventually(lambda: d.events("barrier_dropped"))
         assert await chat.ask.remote("a") == 200
         await chat.let_go.remote("a")
         assert await asyncio.wait_for(waiting, 30) == 200
@@ -162,9 +210,11 @@ async def test_one_of_two_waiters_leaving_changes_nothing_for_the_other() -> Non
     async with desk({"chat": capability(a=model(50, load_seconds=3))}) as d:
         h = d.holder()
         first, second = h.ask.remote("a"), h.ask.remote("a")
-        async with asyncio.timeout(WITHIN_S):
-            while await h.waiting.remote("a") < 2:
-                await asyncio.sleep(0.02)
+
+        async def both_wait() -> bool:
+            return int(await h.waiting.remote("a")) == 2
+
+        await eventually(both_wait)
         ray.cancel(first)
         assert await second == 200
         assert len(await d.events("model_load")) == 1

@@ -123,19 +123,21 @@ def test_nothing_catches_everything(path: Path) -> None:
 
 
 def sleeps(path: Path) -> list[int]:
-    """Calls that only let time pass: not those inside a loop that waits for a condition, nor
-    `sleep(0)`, which lets others run."""
-    whole = tree(path)
-    loops = [n for n in ast.walk(whole) if isinstance(n, ast.While | ast.For | ast.AsyncFor)]
-    waiting = {id(n) for loop in loops for n in ast.walk(loop)}
-    calls = [n for n in ast.walk(whole) if isinstance(n, ast.Call) and id(n) not in waiting]
+    """Calls that let time pass, also within a loop: any sleep but `sleep(0)`, which lets others
+    run, and a wait on something made on the spot, which nobody can set."""
+    calls = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Call)]
+    methods = [(c, c.func) for c in calls if isinstance(c.func, ast.Attribute)]
     return [
         c.lineno
-        for c in calls
-        if isinstance(c.func, ast.Attribute)
-        and c.func.attr == "sleep"
-        and not (c.args and ast.dump(c.args[0]) == "Constant(value=0)")
+        for c, method in methods
+        if (method.attr == "sleep" and not _is_zero(c))
+        or (method.attr == "wait" and isinstance(method.value, ast.Call) and (c.args or c.keywords))
+        or method.attr in ("sigtimedwait", "call_later")
     ]
+
+
+def _is_zero(call: ast.Call) -> bool:
+    return bool(call.args) and ast.dump(call.args[0]) == "Constant(value=0)"
 
 
 @pytest.mark.parametrize("path", [p for p in TESTS if p.name.startswith("test_")], ids=name_of)

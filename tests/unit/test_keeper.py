@@ -24,6 +24,7 @@ from arbiter.node_agent import NodeAgent
 from arbiter.probe import Readings, Tree
 from arbiter.units import Bytes, DeviceId, NodeId, TicketId
 from arbiter.wire import AgentSettings, SpawnSpec
+from tests.support.waits import eventually
 
 T = TicketId("t")
 SPEC = SpawnSpec("a:b", {})
@@ -90,11 +91,11 @@ async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_l
         dead = running._keeper.known
         assert dead is not None
         os.kill(dead[0], 9)
-        while running._keeper.is_alive():
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not running._keeper.is_alive())
         assert not running._judged(reading).exact
-        while running._keeper.known in (dead, None) or not running._keeper.is_up:
-            await asyncio.sleep(0.01)
+        await eventually(
+            lambda: running._keeper.known not in (dead, None) and running._keeper.is_up
+        )
         assert not running._judged(reading).exact
         await running.close()
 
