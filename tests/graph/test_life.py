@@ -2,7 +2,10 @@
 
 import copy
 import json
+import os
+import signal
 import subprocess
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from openai import OpenAI
 
 from tests.graph.conftest import BIN, DOWNSCALE_S, KEEP_WARM_S, Graph, until
+from tests.graph.test_kills import victims
 
 CHAT = "tiny-chat"
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
@@ -48,6 +52,21 @@ def test_readiness_says_what_each_capability_is_doing(graph: Graph, client: Open
     assert graph.get("/health") == {"status": "ok"}
 
 
+@pytest.mark.spec("J9", "A18")
+def test_readiness_says_that_the_arbiter_is_away(graph: Graph) -> None:
+    (pid,) = victims(graph, "arbiter")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            graph.get("/ready")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert caught.value.code == 503
+    assert int(caught.value.headers["retry-after"]) >= 1
+    assert json.load(caught.value)["error"]["code"] == "arbiter_unavailable"
+    assert graph.get("/ready")["capabilities"]
+
+
 @pytest.mark.spec("B7")
 def test_status_shows_devices_and_tickets(graph: Graph, client: OpenAI) -> None:
     client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
@@ -72,6 +91,20 @@ def test_events_tell_of_loads_with_bytes_and_seconds(graph: Graph, client: OpenA
     assert loads[-1]["size_bytes"] > 0
     assert loads[-1]["took_s"] > 0
     assert [e["seq"] for e in lines] == sorted(e["seq"] for e in lines)
+
+
+@pytest.mark.spec("K1")
+def test_a_finished_request_is_told_without_its_words(graph: Graph, client: OpenAI) -> None:
+    name = {"x-request-id": "the-one-told"}
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2, extra_headers=name)
+
+    def runs() -> list[dict[str, Any]]:
+        return [e for e in graph.events() if e.get("request_id") == "the-one-told"]
+
+    (run,) = until(runs, 10, "the request is told")
+    assert (run["kind"], run["model"], run["outcome"]) == ("capability_run", CHAT, "answered")
+    assert run["took_s"] > 0 and run["ticket"]
+    assert HELLO[0]["content"] not in json.dumps(run)
 
 
 @pytest.mark.spec("K1")

@@ -1,0 +1,216 @@
+"""Random kills of any process of the whole graph while clients stream from its real engines.
+
+    python -m benchmarks.graph_chaos --kills 50 --seed 3
+
+Serve's controller, HTTP proxy, front and replicas, the arbiter, node agent, zygote and engines. A
+request is answered, refused with a typed error, or cut off because what its connection ended at
+was killed: proxy or front, which alone may leave a client without a last word. The figure is in
+the last lines.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from benchmarks import report
+from tests.graph.conftest import KEEP_WARM_S, Graph, command_of, started
+from tests.graph.test_kills import VICTIMS, books_are_true, victims
+
+ANSWER_S = 120.0  # no request may take longer, whatever dies
+LOOK_EVERY = 10  # kills between full comparisons of books and measurement
+SETTLED_S = 60.0  # for books that are compared while loads come and go
+SERVED_S = 60.0  # between two kills somebody is served, or a minute has passed
+# Between the death of what a connection ends at and the clients hearing of it.
+DOOR_S = 5.0
+HELLO = [{"role": "user", "content": "Who holds the memory?"}]
+CHAT = {"messages": HELLO, "max_tokens": 24, "stream": True, "ignore_eos": True}
+CALLS = {
+    "tiny-chat": ("/v1/chat/completions", CHAT),
+    "small-chat": ("/v1/chat/completions", CHAT),
+    "all-minilm-l6-v2": ("/v1/embeddings", {"input": "a ticket"}),
+}
+DOOR = {"proxy": "ray::ProxyActor", "front": "ray::ServeReplica:front:front"}
+MORE = {"embedding replica": "ray::ServeReplica:embedding:embedding", **DOOR}
+TARGETS = (*sorted({*VICTIMS, *MORE}), "engine", "engine", "arbiter+replica", "node agent+zygote")
+
+
+@dataclass
+class Tally:
+    answers: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    untyped: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    processes: int = 0
+    looks: int = 0
+    slowest: list[tuple[float, str, str]] = field(default_factory=list)
+    door_killed_s: float = float("-inf")
+
+    def note(self, model: str, outcome: str, began_s: float) -> None:
+        now_s = time.monotonic()
+        if outcome.startswith("untyped") and self.door_killed_s > began_s - DOOR_S:
+            outcome = "cut_off_at_the_door"
+        elif outcome.startswith("untyped"):
+            self.untyped.append(f"{model}: {outcome} after {now_s - began_s:.1f} s")
+        self.answers[outcome.partition(":")[0]] += 1
+        self.slowest.append((round(now_s - began_s, 1), model, outcome))
+        self.slowest = sorted(self.slowest, reverse=True)[:5]
+
+
+async def ask(http: aiohttp.ClientSession, graph: Graph, model: str) -> str:
+    """How one request ended, in a word; `untyped: ...` where nothing said why."""
+    path, body = CALLS[model]
+    try:
+        async with http.post(graph.url + path, json={"model": model, **body}) as answer:
+            said = await answer.read()
+    except (aiohttp.ClientError, ConnectionError) as error:
+        return f"untyped: {error!r}"
+    except TimeoutError:
+        return f"untyped: no answer in {ANSWER_S:.0f} s"
+    return outcome_of(answer.status, said)
+
+
+def outcome_of(status: int, said: bytes) -> str:
+    """Of a whole answer, be it JSON or a stream of events."""
+    is_stream = said.startswith(b"data: ")
+    last = said.rstrip().rpartition(b"data: ")[2] if is_stream else said
+    if status == 200 and (last == b"[DONE]" or not is_stream):
+        return "served"
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(last)["error"]["code"])
+    return f"untyped: status {status}, {last[:200]!r}"
+
+
+def find(graph: Graph, target: str) -> list[int]:
+    """Pids of a target, as far as they exist now."""
+    found: list[int] = []
+    for part in target.split("+"):
+        if part in MORE:
+            found += [p for p in graph.workers() if MORE[part] in command_of(p)]
+        else:
+            found += victims(graph, part)
+    return found
+
+
+class Chaos:
+    """Clients without pause, and somebody who kills."""
+
+    def __init__(self, graph: Graph, kills: int, seed: int) -> None:
+        self.graph, self.kills, self.dice = graph, kills, random.Random(seed)
+        self.tally, self.stopping = Tally(), False
+
+    async def run(self) -> Tally:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            clients = [asyncio.ensure_future(self._client(http, m)) for m in CALLS for _ in "ab"]
+            await self._served_again(0)
+            while (number := sum(self.tally.kills.values())) < self.kills:
+                await self._kill(self.dice.choice(TARGETS))
+                if sum(self.tally.kills.values()) > number and (number + 1) % LOOK_EVERY == 0:
+                    await self._look()
+                    print(f"{number + 1} kills, {dict(self.tally.answers)}", flush=True)
+            self.stopping = True
+            await asyncio.gather(*clients)
+            await self._settle(http)
+        return self.tally
+
+    async def _client(self, http: aiohttp.ClientSession, model: str) -> None:
+        while not self.stopping:
+            began_s = time.monotonic()
+            self.tally.note(model, await ask(http, self.graph, model), began_s)
+            await asyncio.sleep(self.dice.random() * 0.5)
+
+    async def _kill(self, target: str) -> None:
+        before, killed = self.tally.answers["served"], 0
+        for pid in await asyncio.to_thread(find, self.graph, target):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+        if target in DOOR and killed:
+            self.tally.door_killed_s = time.monotonic()
+        self.tally.processes += killed
+        self.tally.kills[target] += bool(killed)
+        await asyncio.sleep(self.dice.random() * 2.0)
+        if killed:
+            await self._served_again(before)
+
+    async def _served_again(self, before: int) -> None:
+        """So that each kill meets a system at work."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SERVED_S):
+                while self.tally.answers["served"] <= before:
+                    await asyncio.sleep(0.05)
+
+    async def _look(self) -> None:
+        """With the load going on: books against measurement, until they agree once."""
+        self.tally.looks += 1
+        if not await self._comes_true(lambda: books_are_true(self.graph)):
+            self.tally.wrong.append(f"books differ from measurement: {self.graph.state()}")
+
+    async def _comes_true(self, what: Callable[[], bool]) -> bool:
+        end_s = time.monotonic() + SETTLED_S
+        while time.monotonic() < end_s:
+            with contextlib.suppress(OSError, ValueError, StopIteration):  # away, or just gone
+                if await asyncio.to_thread(what):
+                    return True
+            await asyncio.sleep(0.2)
+        return False
+
+    async def _settle(self, http: aiohttp.ClientSession) -> None:
+        """Faults are over: everybody is served, and nothing is left that should not be."""
+        for model in CALLS:
+            end_s, answer = time.monotonic() + SETTLED_S, ""
+            while answer != "served" and time.monotonic() < end_s:
+                answer = await ask(http, self.graph, model)
+            if answer != "served":
+                self.tally.wrong.append(f"{model} is not served after the faults: {answer}")
+        await self._look()
+        if not await self._comes_true(lambda: not self.graph.tickets("embedding")):
+            self.tally.wrong.append(f"embedding tickets left, {KEEP_WARM_S} s after their last use")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder, started(Path(folder)) as graph:
+        tally = asyncio.run(Chaos(graph, args.kills, args.seed).run())
+    figures = {
+        "kills": dict(tally.kills),
+        "processes_killed": tally.processes,
+        "answers": dict(tally.answers),
+        "slowest": tally.slowest,
+        "comparisons": tally.looks,
+        "lost_or_doubled": tally.wrong,
+        "untyped": tally.untyped,
+        "took_s": round(time.monotonic() - began_s, 1),
+    }
+    report.write("graph_chaos", figures, seed=args.seed, label=f"seed{args.seed}")
+    for wrong in (*tally.wrong, *tally.untyped):
+        print(wrong)
+    print(f"kills {sum(tally.kills.values())}: {dict(tally.kills)}")
+    print(f"processes killed {tally.processes}")
+    print(f"answers {sum(tally.answers.values())}: {dict(tally.answers)}")
+    print(f"slowest answers: {tally.slowest}")
+    print(f"unanswered or untyped: {len(tally.untyped)}")
+    print(f"books compared with measurement: {tally.looks} times")
+    print(f"bytes lost or doubled: {len(tally.wrong)}")
+    return 1 if tally.wrong or tally.untyped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
