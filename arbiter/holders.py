@@ -173,7 +173,7 @@ def use(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
     entry.last_used = Instant(max(entry.last_used, mind.now - held.idle))
     if held.uses_count > entry.uses_count:
         more, entry.uses_count = held.uses_count - entry.uses_count, held.uses_count
-        mind.rates.used((entry.capability, entry.model), more, mind.now)
+        mind.note_uses(entry, more)
     mind.ledger.touch(entry)
     if held.inflight == 0:
         mind.watch(entry, mind.now)

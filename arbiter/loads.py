@@ -22,7 +22,7 @@ def loaded(mind: Mind, entry: Entry, took: Span, *, verified: bool = True) -> No
     # Grant and first use are one step: in use until its holder says otherwise.
     entry.inflight = 1
     entry.uses_count += 1
-    mind.rates.used((entry.capability, entry.model), 1, mind.now)
+    mind.note_uses(entry, 1)
     entry.readings_count = 0
     if entry.wakes_count == 0:
         mind.estimates.loaded(mind.key_of(entry), took)

@@ -95,6 +95,7 @@ class Mind:
         self.registry = Registry(tuple(sorted(policies.roles)))
         self.estimates = Estimates(settings)
         self.rates = Rates(settings.rate_window)
+        self.lasting_rates = Rates(settings.lasting_window)
         self.rankings: dict[DeviceId, Any] = {}  # of large devices; see ranking.Ranking
         self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
         self.alarms = Alarms()
@@ -185,6 +186,11 @@ class Mind:
         self.active[capability] = self.now
         if spec := self.registry.specs.get(capability):
             self.alarms.set(("scale", capability), after(self.now, spec.downscale_to_zero))
+
+    def note_uses(self, entry: Entry, times_count: int) -> None:
+        name = (entry.capability, entry.model)
+        self.rates.used(name, times_count, self.now)
+        self.lasting_rates.used(name, times_count, self.now)
 
     def close(self, entry: Entry) -> None:
         """Off the books and out of the line; its id is never used again."""

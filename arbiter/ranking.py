@@ -76,6 +76,7 @@ def option(mind: Mind, book: Book, entry: Entry) -> Option:
             entry.last_used, _reload(mind, entry), urgent,
             now=mind.now, budget_bytes=book.budget_bytes,
             recent_count=mind.rates.recent(name, mind.now),
+            lasting_count=mind.lasting_rates.recent(name, mind.now),
             next_use=mind.foresight(*name, mind.now) if mind.foresight else None,
         )
     )  # fmt: skip

@@ -76,7 +76,10 @@ class Settings:
 
     min_residency_loads: float = 1.0  # SPEC C4: at least as long as bringing it in took
     min_residency: Span = seconds(1)  # where nothing is known of its load: one heartbeat
-    rate_window: Span = seconds(600)  # uses older than twice the usual keep-warm count for little
+    # Both tuned on half of the public traces (docs/adr/0006): a quarter of an hour is noise at a
+    # request a minute, four hours is late when a client leaves; a day carries the daily swing.
+    rate_window: Span = seconds(1800)
+    lasting_window: Span = seconds(86_400)
     carry_most: Span = seconds(900)  # SPEC C2, C8: the longest keep-warm of any role
     min_residency_most: Span = seconds(60)  # a slow loader may not block others for minutes
 

@@ -29,6 +29,7 @@ CANDIDATES = st.lists(
         now=st.just(Instant(10**12)),
         budget_bytes=st.just(Bytes(80 * GIB)),
         recent_count=st.floats(0, 1e6),
+        lasting_count=st.floats(0, 1e6),
         next_use=st.none() | st.integers(10**12, 10**13).map(Instant),
     ),
     max_size=8,
@@ -136,6 +137,18 @@ def test_belady_takes_what_is_next_used_last_and_before_it_what_never_is() -> No
     late = replace(ONE, ticket=TicketId("l"), next_use=Instant(50))
     order = sorted([soon, late, ONE], key=lambda c: place("belady", c))
     assert [c.ticket for c in order] == ["a", "l", "s"]
+
+
+@pytest.mark.spec("C3")
+def test_two_rates_spares_what_is_used_now_and_usually() -> None:
+    """Of equals in size and load: once today, popular yesterday, and both."""
+    price = EVICT["two_rates"]
+    new = replace(ONE, recent_count=4.0, lasting_count=4.0)
+    old = replace(ONE, recent_count=0.0, lasting_count=50.0)
+    both = replace(ONE, recent_count=4.0, lasting_count=50.0)
+    assert price(old).cost_s < price(new).cost_s < price(both).cost_s
+    slow = replace(both, reload=seconds(40))
+    assert price(slow).cost_s == pytest.approx(4 * price(both).cost_s)  # 10 s where unknown
 
 
 @pytest.mark.spec("C1")

@@ -1,0 +1,344 @@
+"""Holders and agents that do what the core decides, in virtual time and without faults.
+
+One holder per seat. As in production the warm path tells the core nothing: a request on a resident
+model only keeps it in use, and the core hears of it by the heartbeat at the next full second.
+"""
+
+import heapq
+import itertools
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from arbiter import events as ev
+from arbiter.core import Arbiter
+from arbiter.decisions import Decision, Grant, Probe, Reap, Reason, Refuse, Revoke, Tier, WakeAt
+from arbiter.replay.demand import Demand, Seat
+from arbiter.replay.score import Score, Tally
+from arbiter.settings import Settings
+from arbiter.units import (
+    SECOND,
+    Bytes,
+    Epoch,
+    HolderId,
+    Instant,
+    NodeId,
+    Span,
+    TicketId,
+    after,
+    host_device,
+)
+from arbiter.view import Policies
+
+NEVER = Instant(1 << 62)
+EMPTY = array("q")
+NO_TICKET = TicketId("")
+PATIENCE = Span(NEVER // 4)  # nobody here falls silent, so nobody needs to say that they live
+UNASKED = (Reason.IDLE, Reason.PRESSURE)  # a busy holder refuses these
+
+
+class Life(Enum):
+    COLD = "cold"
+    WAITING = "waiting"
+    LOADING = "loading"
+    RESIDENT = "resident"
+    DRAINING = "draining"
+    ASLEEP = "asleep"
+
+
+@dataclass(slots=True)
+class Desk:
+    """One seat as it stands."""
+
+    seat: Seat
+    holder: HolderId
+    life: Life = Life.COLD
+    ticket: TicketId = NO_TICKET
+    home: tuple[ev.DeviceBytes, ...] = ()
+    is_wake: bool = False
+    uses_count: int = 0
+    busy_until: Instant = Instant(0)
+    waiters: list[tuple[Instant, Span]] = field(default_factory=list)
+    beats: bool = False  # a heartbeat is on the agenda
+
+
+class World:
+    """Runs once. `counted_from`: what happens earlier warms the books and is not scored."""
+
+    def __init__(
+        self,
+        demand: Demand,
+        settings: Settings,
+        policies: Policies,
+        counted_from: Instant = Instant(0),
+    ) -> None:
+        self._demand, self._tally = demand, Tally(counted_from)
+        self.now = Instant(0)
+        terms = replace(
+            settings.terms, silent=PATIENCE, reading=PATIENCE, lost=PATIENCE, audit=PATIENCE
+        )
+        patient = replace(settings, terms=terms)
+        self.core = Arbiter(patient, policies, Epoch(1), frozenset(), Instant(0), self.next_use)
+        self._desks = [
+            Desk(seat, HolderId(f"{seat.capability}-{n}")) for n, seat in enumerate(demand.seats)
+        ]
+        self._tickets: dict[TicketId, Desk] = {}
+        self._wanted = demand.wanted()
+        self._agenda: list[tuple[Instant, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._turn = itertools.count()
+        self._woken_at = NEVER
+
+    def run(self) -> Score:
+        self._introduce()
+        for at, seat, busy in self._demand.uses:
+            self._until(at)
+            self.now = at
+            self._arrive(self._desks[seat], busy)
+        self._until(after(self._demand.uses.end, self.core.settings.terms.load))
+        self._tally.refused_count += sum(
+            self._counts(at) for d in self._desks for at, _ in d.waiters
+        )
+        return self._tally.score()
+
+    def next_use(self, capability: str, model: str, now: Instant) -> Instant | None:
+        """Foresight, for policies that are yardsticks: when it is asked for next; None: never."""
+        times = self._wanted.get((capability, model), EMPTY)
+        index = bisect_right(times, now)
+        return Instant(times[index]) if index < len(times) else None
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def _at(self, when: Instant, action: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (when, next(self._order), action))
+
+    def _later(self, span: Span, action: Callable[[], None]) -> None:
+        self._at(after(self.now, span), action)
+
+    def _until(self, end: Instant) -> None:
+        while self._agenda and self._agenda[0][0] <= end:
+            self.now, _, action = heapq.heappop(self._agenda)
+            action()
+
+    def _feed(self, event: ev.Event) -> None:
+        for decision in self.core.handle(event, self.now):
+            self._perform(decision)
+
+    def _tell(self, event: ev.Event) -> None:
+        """Now, but after what is being performed."""
+        self._later(Span(0), lambda: self._feed(event))
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _introduce(self) -> None:
+        self._feed(self._demand.table)
+        for node in self._demand.nodes:
+            self._feed(node)
+            self._read(node)
+        for desk in self._desks:
+            self._feed(ev.Joined(desk.holder, desk.seat.node, desk.seat.capability, ()))
+
+    def _counts(self, at: Instant) -> bool:
+        return at >= self._tally.since
+
+    def _arrive(self, desk: Desk, busy: Span) -> None:
+        self._tally.requests_count += self._counts(self.now)
+        if desk.life is Life.RESIDENT:
+            self._use(desk, busy)
+            return
+        desk.waiters.append((self.now, busy))
+        if desk.life in (Life.COLD, Life.ASLEEP):
+            self._ask(desk)
+
+    def _use(self, desk: Desk, busy: Span) -> None:
+        desk.uses_count += 1
+        desk.busy_until = max(desk.busy_until, after(self.now, busy))
+        if not desk.beats:
+            desk.beats = True
+            self._at(_next_second(self.now), lambda: self._beat(desk))
+
+    def _beat(self, desk: Desk) -> None:
+        """Each second while in use, and once more to say since when it is not."""
+        desk.beats = desk.life is Life.RESIDENT and desk.busy_until > self.now
+        if desk.life is not Life.RESIDENT:
+            return
+        inflight, idle = int(desk.beats), Span(max(0, self.now - desk.busy_until))
+        held = ev.HeldTicket(
+            desk.ticket, desk.seat.model, ev.Phase.RESIDENT, inflight, idle, desk.home,
+            desk.seat.need, priority=desk.seat.priority, uses_count=desk.uses_count,
+        )  # fmt: skip
+        if desk.beats:
+            self._at(_next_second(self.now), lambda: self._beat(desk))
+        self._feed(ev.Renewed(desk.holder, (held,)))
+
+    def _ask(self, desk: Desk) -> None:
+        if desk.life is Life.COLD:
+            desk.uses_count = 0
+            desk.ticket = TicketId(f"{desk.seat.model}.{next(self._turn)}")
+            self._tickets[desk.ticket] = desk
+        desk.is_wake = desk.life is Life.ASLEEP
+        desk.life = Life.WAITING
+        seat = desk.seat
+        asked = ev.Requested(
+            desk.ticket, desk.holder, seat.capability, seat.model, seat.need,
+            need_is_explicit=True, priority=seat.priority,
+        )  # fmt: skip
+        self._feed(asked)
+
+    # -- what the core decides -----------------------------------------------------------------
+
+    def _perform(self, decision: Decision) -> None:
+        match decision:
+            case Grant(ticket, devices):
+                self._granted(self._tickets[ticket], devices)
+            case Refuse(ticket):
+                self._refused(self._tickets[ticket])
+            case Revoke():
+                self._revoked(decision)
+            case Reap(node, ticket):
+                self._reap(node, ticket)
+            case Probe():
+                self._later(Span(0), self._read_all)
+            case WakeAt(at) if at < self._woken_at:
+                self._woken_at = at
+                self._at(at, self._woke)
+
+    def _woke(self) -> None:
+        if self.now >= self._woken_at:
+            self._woken_at = NEVER
+            self._feed(ev.Woke())
+
+    def _granted(self, desk: Desk, devices: tuple[ev.DeviceBytes, ...]) -> None:
+        if desk.life is not Life.WAITING:
+            return
+        desk.life, desk.home = Life.LOADING, devices
+        took = desk.seat.wake if desk.is_wake else desk.seat.load
+        ticket = desk.ticket
+        self._later(took, lambda: self._loaded(desk, ticket, took))
+
+    def _loaded(self, desk: Desk, ticket: TicketId, took: Span) -> None:
+        if desk.ticket != ticket or desk.life is not Life.LOADING:
+            return
+        if self._counts(self.now):
+            self._tally.loads_count += not desk.is_wake
+            self._tally.wakes_count += desk.is_wake
+            self._tally.moved_bytes += sum(d.size_bytes for d in desk.home)
+        self._serve(desk)
+        self._feed(ev.Loaded(ticket, took))
+        if desk.is_wake:
+            self._read_all()  # its copy in host RAM is gone
+
+    def _serve(self, desk: Desk) -> None:
+        desk.life = Life.RESIDENT
+        waiters, desk.waiters = desk.waiters, []
+        for came, busy in waiters:
+            if self._counts(came):
+                self._tally.waits.append(self.now - came)
+            self._use(desk, busy)
+
+    def _refused(self, desk: Desk) -> None:
+        self._tally.refused_count += sum(self._counts(at) for at, _ in desk.waiters)
+        desk.waiters.clear()
+        desk.life = Life.ASLEEP if desk.is_wake else Life.COLD
+
+    # -- leaving -------------------------------------------------------------------------------
+
+    def _revoked(self, order: Revoke) -> None:
+        desk = self._tickets.get(order.ticket)
+        if desk is None or desk.ticket != order.ticket:
+            return
+        if desk.life is not Life.RESIDENT:  # taken: its engine is being ended
+            self._leave(desk)
+            return
+        self._tally.evictions_count += self._counts(self.now) and order.reason not in UNASKED
+        if order.reason in UNASKED and desk.busy_until > self.now:
+            self._tell(ev.Busy(desk.ticket, 1))
+        elif desk.busy_until > order.barrier_until:
+            desk.life = Life.DRAINING
+            self._at(order.barrier_until, lambda: self._drop_barrier(desk, order.ticket))
+        else:
+            desk.life = Life.DRAINING
+            self._at(max(self.now, desk.busy_until), lambda: self._empty(desk, order))
+
+    def _drop_barrier(self, desk: Desk, ticket: TicketId) -> None:
+        if desk.ticket != ticket or desk.life is not Life.DRAINING:
+            return
+        self._feed(ev.BarrierDropped(ticket, 1))
+        self._serve(desk)
+        if not desk.beats:
+            desk.beats = True
+            self._at(_next_second(self.now), lambda: self._beat(desk))
+
+    def _empty(self, desk: Desk, order: Revoke) -> None:
+        """Nothing in flight any more."""
+        if desk.ticket != order.ticket or desk.life is not Life.DRAINING:
+            return
+        if order.to is Tier.ASLEEP:
+            self._later(desk.seat.sleep, lambda: self._slept(desk, order.ticket))
+        else:
+            self._later(desk.seat.unload, lambda: self._unloaded(desk, order))
+
+    def _slept(self, desk: Desk, ticket: TicketId) -> None:
+        if desk.ticket != ticket or desk.life is not Life.DRAINING:
+            return
+        desk.life = Life.ASLEEP
+        self._feed(ev.Slept(ticket))  # the core asks for a reading to see it
+        if desk.waiters:
+            self._later(Span(1), lambda: self._ask_awake(desk, ticket))
+
+    def _ask_awake(self, desk: Desk, ticket: TicketId) -> None:
+        if desk.ticket == ticket and desk.life is Life.ASLEEP:
+            self._ask(desk)
+
+    def _unloaded(self, desk: Desk, order: Revoke) -> None:
+        if desk.ticket == order.ticket:
+            self._feed(ev.Released(order.ticket, order.reason.value))
+            self._leave(desk)
+
+    def _reap(self, node: NodeId, ticket: TicketId) -> None:
+        """Ends what is left and says so; the unload's own seconds have passed already."""
+        if (desk := self._tickets.get(ticket)) and desk.ticket == ticket:
+            self._leave(desk)
+        self._later(Span(0), lambda: self._gone(node, ticket))
+
+    def _gone(self, node: NodeId, ticket: TicketId) -> None:
+        if self._tickets.pop(ticket, None):
+            self._feed(ev.EngineGone(node, ticket, bytes_back=True))
+
+    def _leave(self, desk: Desk) -> None:
+        """Cold; whoever waits asks anew under another ticket."""
+        if desk.life is Life.COLD:
+            return
+        desk.life, desk.home = Life.COLD, ()
+        if desk.waiters:
+            self._later(Span(0), lambda: self._ask_if_cold(desk))
+
+    def _ask_if_cold(self, desk: Desk) -> None:
+        if desk.life is Life.COLD and desk.waiters:
+            self._ask(desk)
+
+    # -- readings ------------------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        for node in self._demand.nodes:
+            self._read(node)
+
+    def _read(self, node: ev.NodeSeen) -> None:
+        """Every engine holds exactly what it was granted."""
+        devices = tuple(ev.DeviceReading(d.device, d.total_bytes, Bytes(0)) for d in node.devices)
+        here = [d for d in self._desks if d.seat.node == node.node and d.life is not Life.COLD]
+        engines = tuple(ev.EngineReading(d.ticket, _held(d)) for d in here if _held(d))
+        self._feed(ev.Measured(node.node, devices, engines))
+
+
+def _held(desk: Desk) -> tuple[ev.DeviceBytes, ...]:
+    if desk.life is Life.ASLEEP or (desk.life is Life.WAITING and desk.is_wake):
+        host = host_device(desk.seat.node)
+        return (ev.DeviceBytes(host, desk.seat.need.host_bytes),)
+    return desk.home
+
+
+def _next_second(now: Instant) -> Instant:
+    return Instant((now // SECOND + 1) * SECOND)

@@ -1,0 +1,93 @@
+"""Runs of one trace, and what they say."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from arbiter.replay.score import Closed, Score, as_plain, closed
+from arbiter.replay.world import World
+from arbiter.settings import DEFAULTS, Settings
+from arbiter.units import Bytes, Instant
+from benchmarks.replay.mixes import Mix, demand
+from benchmarks.replay.traces import Arrival
+from policies import bundle
+
+WORST, BEST = "priority_lru", "belady"
+WARM_FRACTION = 0.1  # of the tuned half: only fills the books
+# The whole device is lent and needs are exact, so that a budget is a budget.
+SETTINGS = replace(
+    DEFAULTS,
+    arena_fraction=1.0,
+    wiggle_fraction=0.0,
+    gpu_margin_bytes=Bytes(0),
+    learned_headroom_fraction=0.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    trace: str
+    mix: Mix
+    budget_fraction: float  # of what all models need together
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    case: Case
+    policy: str
+    score: Score
+    closed: Closed  # of the gap from least recently used to foresight
+
+    def as_dict(self) -> dict[str, object]:
+        where = {"trace": self.case.trace, "mix": self.case.mix.name}
+        where["budget_fraction"] = str(self.case.budget_fraction)
+        return {**where, "policy": self.policy, **as_plain(self.score), **asdict(self.closed)}
+
+    def __str__(self) -> str:
+        s, c = self.score, self.closed
+        parts = (
+            f"{self.case.trace:<15} {self.case.mix.name:<9} {self.case.budget_fraction:<5}",
+            f"{self.policy:<15} miss {s.miss_fraction:6.2%}  loads {s.loads_count:>6}",
+            f"{s.moved_bytes / 2**40:7.2f} TiB  wait {s.waited_mean_s:6.3f} s",
+            f"p99 {s.waited_p99 / 1e9:5.1f} s  closed {_percent(c.missed_fraction)} of misses,",
+            f"{_percent(c.moved_fraction)} of bytes, {_percent(c.waited_fraction)} of waiting",
+        )
+        return "  ".join(parts)
+
+
+def halves(arrivals: list[Arrival]) -> tuple[list[Arrival], list[Arrival]]:
+    """By time: what may be tuned on, and all (of which only the second half is to be counted)."""
+    middle = arrivals[-1][0] / 2
+    return [a for a in arrivals if a[0] < middle], arrivals
+
+
+def run(
+    case: Case, arrivals: list[Arrival], counted_from_s: float, policies: list[str], seed: int
+) -> Iterator[Row]:
+    """The worst, the best, then those between."""
+    asked = demand(arrivals, case.mix, case.budget_fraction, seed)
+    counted = Instant(round(counted_from_s * 1e9))
+    between = [name for name in policies if name not in (WORST, BEST)]
+    scores: dict[str, Score] = {}
+    for policy in (WORST, BEST, *between):
+        chosen: Settings = replace(SETTINGS, evict=policy)
+        scores[policy] = World(asked, chosen, bundle(chosen), counted).run()
+    for policy, score in scores.items():
+        yield Row(case, policy, score, closed(scores[WORST], scores[BEST], score))
+
+
+def mean_closed(rows: list[Row]) -> dict[str, dict[str, float]]:
+    """Of each policy over all cases, each case counting the same."""
+    found: dict[str, dict[str, float]] = {}
+    for policy in dict.fromkeys(row.policy for row in rows):
+        parts = [asdict(row.closed) for row in rows if row.policy == policy]
+        found[policy] = {name: _mean([p[name] for p in parts]) for name in parts[0]}
+    return found
+
+
+def _mean(values: list[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0
+
+
+def _percent(fraction: float | None) -> str:
+    return "  - " if fraction is None else f"{fraction:4.0%}"
