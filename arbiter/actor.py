@@ -20,6 +20,7 @@ from arbiter.core import Arbiter
 from arbiter.decisions import Tell
 from arbiter.errors import StaleEpoch
 from arbiter.eventlog import EventLog
+from arbiter.lease_desk import LeaseDesk
 from arbiter.shell import Shell, crash, monotonic
 from arbiter.store import Member, Store, default_path
 from arbiter.units import Epoch, HolderId, NodeId, TicketId
@@ -44,6 +45,7 @@ class ArbiterActor:
         self._shell = Shell(self._new_core(epoch), epoch, self._agents, log)
         self._stays: dict[HolderId, str] = {}  # the joining that counts, of each holder
         self._ends: dict[str, asyncio.Event] = {}  # of a stay
+        self._leases = LeaseDesk(self._shell, self._agents, self._store)
         self._learned_saved = self._shell.core.export_learned()
         self._shell.feed(self._configuration.capabilities)
         self._tell_start()
@@ -180,6 +182,7 @@ class ArbiterActor:
             except ray.exceptions.RayError as error:
                 logger.warning("cannot see the nodes: %r", error)
             self._save_learned()
+            self._leases.sweep()
             self._shell.refresh_targets()
             await asyncio.sleep(LOOK_S)
 
@@ -201,6 +204,20 @@ class ArbiterActor:
         if learned != self._learned_saved:
             self._store.save_learned(learned)
             self._learned_saved = learned
+
+    # -- outside processes ---------------------------------------------------------------------
+
+    async def lease(self, call: wire.LeaseCall) -> wire.LeaseState:
+        """Asks for a lease, beats for it, and waits for news of it. Raises RequestError."""
+        return await self._leases.hear(call)
+
+    async def end_lease(self, ticket: TicketId, tenant: str | None = None) -> None:
+        """Its holder has let go. Repeated, or another tenant's: nothing."""
+        self._leases.end(ticket, tenant)
+
+    async def clean_leases(self) -> list[TicketId]:
+        """End those whose holder has missed its heartbeats, without waiting any longer."""
+        return self._leases.clean()
 
     # -- people --------------------------------------------------------------------------------
 

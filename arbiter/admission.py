@@ -1,6 +1,7 @@
 """From asking to a grant (SPEC A3, A4, B6, C6, C7): who may ask, who is next, where it goes."""
 
 from arbiter import events as ev
+from arbiter import leases_held as leases
 from arbiter import urgency
 from arbiter.budget import on_demand, pinned_overcommit
 from arbiter.decisions import Grant
@@ -71,6 +72,8 @@ def recheck(mind: Mind) -> None:
     for ticket in mind.line.tickets():
         entry = mind.ledger.find(ticket)
         assert entry is not None
+        if entry.lease:
+            continue
         try:
             mind.registry.find(entry.capability, entry.model)
         except (UnknownCapability, UnknownModel) as unknown:
@@ -107,6 +110,8 @@ def _why_no_wake(mind: Mind, entry: Entry) -> RequestError | None:
 def _why_not(mind: Mind, event: ev.Requested) -> RequestError | None:
     if mind.closing_by is not None:
         return ArbiterClosing()
+    if event.lease:
+        return leases.why_not(mind, event, event.lease) or _full(mind, event)
     try:
         mind.registry.find(event.capability, event.model)
     except (UnknownCapability, UnknownModel) as unknown:
@@ -147,6 +152,8 @@ def retry_after_s(mind: Mind, capability: str, model: str) -> float:
 
 
 def _new_entry(mind: Mind, holder: Holder, event: ev.Requested) -> Entry:
+    if event.lease:
+        return leases.new_entry(mind, holder, event, event.lease)
     spec = mind.registry.find(event.capability, event.model)
     role = mind.registry.specs[event.capability].role
     return Entry(
@@ -254,6 +261,8 @@ def _grant(mind: Mind, entry: Entry, home: Sizes) -> None:
     if entry.need_is_explicit and entry.home_bytes > entry.need.device_bytes:
         said = entry.need.device_bytes
         mind.tell("explicit_too_low", entry, size=entry.home_bytes, explicit_bytes=said)
+    if entry.lease:
+        leases.begin(mind, entry)
 
 
 def _grant_of(entry: Entry) -> Grant:

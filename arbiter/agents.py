@@ -11,6 +11,7 @@ import ray
 
 from arbiter import events as ev
 from arbiter import rays
+from arbiter.errors import LeaseRefused
 from arbiter.node_agent import NodeAgent
 from arbiter.store import Member
 from arbiter.units import HolderId, NodeId, TicketId
@@ -20,6 +21,7 @@ logger = logging.getLogger("arbiter")
 
 LOOK_S = 1.0  # one GCS call per second: SPEC A19 asks for 2 s
 ANSWER_S = 2.0  # a look at /proc; an agent that restarts is asked again at the next look
+ADOPT_S = 5.0  # the agent looks at one process
 CLOSE_S = 10.0  # killing everything and seeing it dead takes milliseconds
 
 
@@ -38,6 +40,19 @@ class RayAgents:
     def probe(self, node: NodeId) -> None:
         if handle := self._handles.get(node):
             self._send(node, handle.probe.remote())
+
+    async def adopt(
+        self, node: NodeId, ticket: TicketId, pid: int, granted: tuple[ev.DeviceBytes, ...]
+    ) -> None:
+        """Raises LeaseRefused, or RayError when that node has no agent just now."""
+        handle = self._handles.get(node)
+        if handle is None:
+            raise LeaseRefused("node", f"{node} has no agent")
+        try:
+            async with asyncio.timeout(ADOPT_S):
+                await handle.adopt.remote(ticket, pid, granted)
+        except ray.exceptions.RayTaskError as error:
+            raise (error.cause or error) from None
 
     async def look(self, feed: Callable[[ev.Event], None]) -> None:
         """Start agents of new nodes; tell of nodes that are gone."""

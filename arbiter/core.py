@@ -24,7 +24,7 @@ from arbiter.ledger import CHARGED, State
 from arbiter.mind import Foresight, Mind
 from arbiter.settings import Settings
 from arbiter.snapshot import StateView, view_of
-from arbiter.units import Epoch, HolderId, Instant, Span, after
+from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId, after
 from arbiter.view import Policies
 
 NEXT = Span(1)  # what admission left to be looked at is looked at in a step of its own
@@ -86,6 +86,15 @@ class Arbiter:
     def is_settled(self) -> bool:
         """They are all back, or have had their time."""
         return self._mind.is_settled
+
+    def state_of(self, ticket: TicketId) -> str:
+        """`closed` for one that is not on the books."""
+        entry = self._mind.ledger.find(ticket)
+        return entry.state.value if entry else State.CLOSED.value
+
+    @property
+    def nodes(self) -> tuple[NodeId, ...]:
+        return tuple(sorted(self._mind.nodes))
 
     def snapshot(self, now: Instant) -> StateView:
         return view_of(self._mind, now)

@@ -20,6 +20,7 @@ class Reason(Enum):
     LOST = "lost"
     FAILED = "failed"
     WITHDRAWN = "withdrawn"
+    TERM = "term"  # a lease has lasted as long as it may
 
 
 class Tier(Enum):

@@ -12,6 +12,8 @@ ArbiterError
     LoadFailed            503  the load behind this ticket failed
     EngineLost            503  the engine died under this request
     CapabilityFailed      503  its deployment is broken or has no application
+    LeaseRefused          400  a lease on terms, or for a process, that cannot be
+    QuotaExceeded         429  more than this tenant or client may have at once
     HolderQuarantined     503  this holder did not give memory back
     ArbiterClosing        503  shutdown has begun
     ArbiterUnavailable    503  the arbiter cannot be reached, so nothing may be loaded
@@ -182,6 +184,34 @@ class CapabilityFailed(RequestError):
 
     def __str__(self) -> str:
         return f"the capability that serves {self.model} failed ({self.cause}); see `serve status`"
+
+
+class LeaseRefused(RequestError):
+    status_code, code = 400, "lease_refused"
+
+    def __init__(self, field: str, cause: str) -> None:
+        super().__init__(field, cause)
+        self.field, self.cause = field, cause
+
+    def __str__(self) -> str:
+        return f"no lease: `{self.field}` {self.cause}"
+
+
+class QuotaExceeded(RequestError):
+    status_code, code = 429, "quota_exceeded"
+
+    def __init__(self, tenant: str, has: int, wants: int, bound: int, unit: str) -> None:
+        super().__init__(tenant, has, wants, bound, unit)
+        self.tenant, self.has, self.wants, self.bound, self.unit = tenant, has, wants, bound, unit
+
+    def __str__(self) -> str:
+        def said(count: int) -> str:
+            return human(Bytes(count)) if self.unit == "bytes" else f"{count} {self.unit}"
+
+        return (
+            f"{self.tenant} has {said(self.has)} and asks for {said(self.wants)} more;"
+            f" it may have {said(self.bound)}"
+        )
 
 
 class HolderQuarantined(RequestError):

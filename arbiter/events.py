@@ -60,6 +60,16 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseTerms:
+    """On what terms a process outside Serve holds device memory (SPEC A15)."""
+
+    tenant: str
+    term: Span  # until it ends whatever the heartbeats say; what is left of it when repeated
+    notice: Span  # from being asked for the bytes until it must be gone
+    preemptible: bool = False  # may be asked for its bytes so that others may come
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One model of a capability, as configured."""
 
@@ -171,6 +181,7 @@ class HeldTicket:
     settings_key: str = ""  # as asked, so that what is learned survives an arbiter restart
     priority: Priority = Priority.NORMAL  # of its last request
     uses_count: int = 0  # requests served under this ticket so far
+    lease: LeaseTerms | None = None  # held by a process outside Serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +240,7 @@ class Requested:
     deadline: Span | None = None  # refuse if not granted within
     attempt: int = 1  # 2 after a load that failed for memory
     priority: Priority = Priority.NORMAL
+    lease: LeaseTerms | None = None  # of a process outside Serve; `model` is what it is called
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ def _is_lawful(mind: Mind, entry: Entry) -> bool:
     return (
         entry.state in (State.RESIDENT, State.ASLEEP)
         and not entry.pinned
+        and (entry.lease is None or entry.lease.preemptible)
         and mind.now >= entry.refused_until
     )
 
@@ -143,7 +144,8 @@ def revoke(mind: Mind, entry: Entry, reason: Reason, waiting: Entry | None) -> N
     granted = _with_bed(mind, entry) if reason in (Reason.SWAP, Reason.FIT) else None
     entry.leaving, entry.to = reason, Tier.ASLEEP if granted else Tier.GONE
     entry.unloading_since = entry.slept_at = None
-    entry.barrier_until = after(mind.now, mind.settings.terms.barrier)
+    notice = entry.lease.notice if entry.lease else mind.settings.terms.barrier
+    entry.barrier_until = after(mind.now, notice)
     mind.move(entry, State.DRAINING, granted)
     mind.watch(entry, after(entry.barrier_until, mind.settings.terms.answer))
     ask(mind, entry)
@@ -232,6 +234,10 @@ def tend_draining(mind: Mind, entry: Entry) -> None:
             take(mind, entry, entry.leaving or Reason.SWAP)
             return
         mind.watch(entry, unload_by)
+    elif mind.now >= answer_by and entry.lease:  # it was given notice, and is not asked again
+        mind.tell("lease_overdue", entry, size=charged(entry), took=since(entry.since, mind.now))
+        take(mind, entry, entry.leaving or Reason.SWAP)
+        return
     elif mind.now >= answer_by and mind.is_silent(entry.holder):  # neither answers nor beats
         mind.tell("revoke_unanswered", entry, took=since(entry.since, mind.now))
         take(mind, entry, entry.leaving or Reason.SWAP)

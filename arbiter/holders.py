@@ -5,6 +5,7 @@ is made good by it. What a holder no longer mentions, it has let go of.
 """
 
 from arbiter import events as ev
+from arbiter import leases_held as leases
 from arbiter.decisions import Reason, Tell, Tier
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
 from arbiter.eviction import ask, refused, slept
@@ -90,7 +91,7 @@ def tend(mind: Mind, holder: HolderId) -> None:
     known = mind.holders.get(holder)
     if known is None:
         return
-    lost_at = after(known.heard, mind.settings.terms.lost)
+    lost_at = after(known.heard, leases.patience(mind, known))
     if mind.now >= lost_at:
         lost(mind, holder)
     else:
@@ -120,6 +121,8 @@ def _hear(mind: Mind, holder: HolderId, held: ev.HeldTicket) -> None:
     if entry is None or entry.holder != holder or entry.state is State.RECLAIMING:
         _let_go(mind, holder, held.ticket)
         return
+    if entry.lease:
+        return  # it holds or it does not; what else there is to know the agent says
     match entry.state:
         case State.LOADING:
             _hear_loading(mind, entry, held)
@@ -197,6 +200,8 @@ def _rebuild(mind: Mind, event: ev.Joined, held: ev.HeldTicket) -> None:
     if state is State.DRAINING:
         entry.leaving, entry.to = Reason.SWAP, _tier_of(held)
         entry.barrier_until = after(mind.now, mind.settings.terms.barrier)
+    if held.lease:
+        leases.bind(mind, entry, held.lease)
     configure(mind, entry)
     mind.ledger.open(entry)
     claim(mind, entry)
@@ -219,6 +224,8 @@ def _granted_in(event: ev.Joined, held: ev.HeldTicket, state: State, home: Sizes
 
 def configure(mind: Mind, entry: Entry) -> None:
     """What the configuration says of its model now. One that was removed goes once idle."""
+    if entry.lease:
+        return
     try:
         spec = mind.registry.find(entry.capability, entry.model)
     except (UnknownCapability, UnknownModel):

@@ -17,7 +17,7 @@ from enum import Enum
 
 from arbiter.decisions import Reason, Tier
 from arbiter.errors import LedgerBroken
-from arbiter.events import DeviceKind, Need, Priority
+from arbiter.events import DeviceKind, LeaseTerms, Need, Priority
 from arbiter.units import Bytes, DeviceId, HolderId, Instant, NodeId, Span, TicketId
 
 
@@ -70,6 +70,9 @@ class Entry:
     role_rank: int = 0
     pinned: bool = False
     keep_warm: Span = Span(-1)
+
+    lease: LeaseTerms | None = None  # its holder is a process outside Serve
+    lease_ends: Instant = Instant(0)
 
     # What its holder said last.
     priority: Priority = Priority.NORMAL  # of its last request; see urgency.of for what counts

@@ -18,6 +18,7 @@ from arbiter import children, leftovers, proc, rays, zygotes
 from arbiter import events as ev
 from arbiter.errors import TicketClosed
 from arbiter.keeper import Keeper
+from arbiter.outsiders import Outsider, Outsiders
 from arbiter.probe import NodeProbe, find_gpus
 from arbiter.units import Epoch, NodeId, TicketId
 from arbiter.wire import NAME, NAMESPACE, AgentSettings, SpawnSpec
@@ -49,6 +50,8 @@ class NodeAgent:
             found=self._adopt,
             strays=self._kill_strays,
         )
+        self._outsiders = Outsiders()
+        self._returned: list[TicketId] = []  # leases given back; said once what is left is foreign
         self._spawning: dict[TicketId, asyncio.Task[str]] = {}
         self._reaping: set[TicketId] = set()
         self._gone: dict[TicketId, ev.EngineGone] = {}  # not yet said
@@ -88,7 +91,12 @@ class NodeAgent:
         return await asyncio.shield(self._spawning[ticket])
 
     async def reap(self, ticket: TicketId) -> None:
-        """Kill what there is of the ticket's engine, let none start, report EngineGone."""
+        """Kill what there is of the ticket's engine, let none start, report EngineGone. What runs
+        under a lease is not killed, but watched until its bytes are back."""
+        if outsider := self._outsiders.by_ticket.get(ticket):
+            outsider.leaving = True
+            self._stir.set()
+            return
         self._children.bury(ticket)
         if ticket in self._children.by_ticket:
             self._reaping.add(ticket)
@@ -100,6 +108,14 @@ class NodeAgent:
             self._say_gone(ticket)
         self._keeper.announce()  # a spawn that waits for a zygote looks at the tombstones
         self._stir.set()
+
+    async def adopt(self, ticket: TicketId, pid: int, granted: tuple[ev.DeviceBytes, ...]) -> None:
+        """Measure this outside process under its lease from now on. Raises LeaseRefused."""
+        ours = {pid for child in self._children.by_ticket.values() for pid in child.members}
+        opened = self._outsiders.open(ticket, pid, granted, ours | self._not_theirs())
+        if opened:
+            self._watch_outsider(opened)
+            self._stir.set()
 
     async def probe(self) -> None:
         """Send a reading now."""
@@ -115,10 +131,12 @@ class NodeAgent:
         return {"agent": os.getpid(), "zygote": self._keeper.known[0] if self._keeper.known else 0}
 
     async def engines(self) -> dict[str, list[int]]:
-        """Living processes by ticket, root first."""
+        """Living processes by ticket, root first; those of leases as well."""
+        every: list[children.Child | Outsider] = list(self._children.by_ticket.values())
+        every += self._outsiders.by_ticket.values()
         return {
             c.ticket: sorted(c.members, key=lambda pid, root=c.pid: pid != root)  # type: ignore[misc]
-            for c in self._children.by_ticket.values()
+            for c in every
         }
 
     async def close(self) -> None:
@@ -201,6 +219,22 @@ class NodeAgent:
 
         loop.add_reader(fd, died)
 
+    def _not_theirs(self) -> set[int]:
+        """The agent, its zygote, and the Ray node that started both."""
+        zygote = {self._keeper.known[0]} if self._keeper.known else set()
+        return zygote | {os.getpid(), os.getppid()}
+
+    def _watch_outsider(self, outsider: Outsider) -> None:
+        loop = asyncio.get_running_loop()
+
+        def died() -> None:
+            loop.remove_reader(outsider.fd)
+            outsider.leaving = True
+            self._gone[outsider.ticket] = ev.EngineGone(self._node, outsider.ticket, False)
+            self._died.set()
+
+        loop.add_reader(outsider.fd, died)
+
     def _settle(
         self, looked_ns: int, everything: dict[int, proc.Process], *, kill_all: bool = False
     ) -> None:
@@ -215,6 +249,17 @@ class NodeAgent:
                 self._say_gone(child.ticket, child.pid)
             elif kill_all or child.ticket in self._reaping:
                 self._children.kill(child)
+
+        theirs = self._not_theirs() | {
+            pid for child in self._children.by_ticket.values() for pid in child.members
+        }
+        for outsider in self._outsiders.note(looked_ns, everything, theirs):
+            self._forget_outsider(outsider)
+            self._say_gone(outsider.ticket, outsider.pid)
+
+    def _forget_outsider(self, outsider: Outsider) -> None:
+        asyncio.get_running_loop().remove_reader(outsider.fd)
+        self._outsiders.forget(outsider)
 
     def _say_gone(self, ticket: TicketId, *pids: int) -> None:
         still_listed = self._probe.gpu_pids() & set(pids)
@@ -261,10 +306,27 @@ class NodeAgent:
     async def _report(self) -> None:
         """Engines that went, at once, for somebody may wait for their bytes; then a reading."""
         await self._say_all_gone()
-        readings = await asyncio.to_thread(self._probe.read, self._children.trees())
+        trees, returned = self._children.trees() + self._outsiders.trees(), self._returned
+        readings = await asyncio.to_thread(self._probe.read, trees)
         engines = tuple(self._judged(e) for e in readings.engines)
         said = (ev.Measured(self._node, readings.devices, engines),)
         self._heard = await self._send(said)
+        if self._heard:
+            self._release_outsiders(readings.engines, returned)
+
+    def _release_outsiders(
+        self, engines: tuple[ev.EngineReading, ...], returned: list[TicketId]
+    ) -> None:
+        """Who gave its lease back is watched no more; and when a reading has counted as foreign
+        what it keeps, its bytes are said to be back."""
+        for ticket in returned:
+            self._gone[ticket] = ev.EngineGone(self._node, ticket, bytes_back=True)
+        back = self._outsiders.given_back(engines)
+        self._returned = [outsider.ticket for outsider in back]
+        for outsider in back:
+            self._forget_outsider(outsider)
+        if returned or back:
+            self._stir.set()
 
     def _judged(self, reading: ev.EngineReading) -> ev.EngineReading:
         """Pages shared with a zygote count as an engine's own once that zygote died. Asked after

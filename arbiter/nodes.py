@@ -124,7 +124,9 @@ def _weigh_all(mind: Mind, node: Node, seen_bytes: dict[TicketId, Sizes]) -> Non
 def _learn_all(mind: Mind, readings: tuple[ev.EngineReading, ...]) -> None:
     for reading in readings:
         entry = mind.ledger.find(reading.ticket)
-        if entry is not None and entry.state is State.RESIDENT and reading.exact:
+        if entry is None or entry.lease or not reading.exact:
+            continue  # what a stranger holds says nothing of its next run
+        if entry.state is State.RESIDENT:
             _learn(mind, entry)
 
 

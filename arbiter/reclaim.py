@@ -92,5 +92,6 @@ def gone(mind: Mind, entry: Entry) -> None:
     assert entry.state is State.RECLAIMING
     reason = entry.leaving or Reason.LOST
     took = since(entry.since, mind.now)
-    mind.tell("model_unload", entry, size=charged(entry), took=took, reason=reason.value, to="gone")
+    kind = "lease_ended" if entry.lease else "model_unload"
+    mind.tell(kind, entry, size=charged(entry), took=took, reason=reason.value, to="gone")
     mind.close(entry)

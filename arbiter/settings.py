@@ -39,6 +39,7 @@ class Terms:
     refusal: Span = seconds(10)  # a victim that refused is left alone as long as a barrier lasts
     silent: Span = seconds(10)  # SPEC A5: heartbeats come each second, ten missed is silence
     lost: Span = seconds(60)  # silence this long is death; Ray tells of nearly all deaths in 2 s
+    lease_lapse: Span = seconds(10)  # SPEC A5, A15: a lease without heartbeats is over
     unconfirmed: Span = seconds(5)  # a heartbeat sent before a grant arrived cannot deny it
 
     # What nodes do.
@@ -82,6 +83,11 @@ class Settings:
     lasting_window: Span = seconds(86_400)
     carry_most: Span = seconds(900)  # SPEC C2, C8: the longest keep-warm of any role
     min_residency_most: Span = seconds(60)  # a slow loader may not block others for minutes
+
+    lease_term_most: Span = seconds(86_400)  # SPEC A15; batch clusters cap a job at a day
+    lease_notice_most: Span = seconds(120)  # cloud spot machines give 30 s to 2 min
+    lease_tenant_bytes: Bytes | None = None  # SPEC A15: the most one tenant may lease; None:
+    lease_tenant_fraction: float = 0.5  # this share of all that can be lent, half for everyone else
 
     slept_fraction: float = 0.9  # SPEC D1: of the ticket's device bytes must be seen to fall
     finish_fraction: float = 0.2  # SPEC A8: an abandoned load with at most this left goes on

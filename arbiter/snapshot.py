@@ -4,7 +4,7 @@ nothing outside the arbiter's process."""
 from dataclasses import dataclass
 
 from arbiter.admission import is_trusted
-from arbiter.events import DeviceBytes, DeviceKind
+from arbiter.events import DeviceBytes, DeviceKind, LeaseTerms
 from arbiter.ledger import Book, Entry, Sizes
 from arbiter.mind import Mind
 from arbiter.reclaim import kept_bytes
@@ -54,6 +54,8 @@ class TicketView:
     charged: tuple[DeviceBytes, ...]
     measured: tuple[DeviceBytes, ...]
     leaving: str | None  # the reason of its revoke
+    lease: LeaseTerms | None = None  # its holder is a process outside Serve
+    left: Span | None = None  # of the lease's term
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ def _ticket(entry: Entry, now: Instant) -> TicketView:
         charged=_listed({d: entry.charge(d) for d in entry.devices}),
         measured=_listed(entry.measured),
         leaving=entry.leaving.value if entry.leaving else None,
+        lease=entry.lease,
+        left=since(now, entry.lease_ends) if entry.lease else None,
     )  # fmt: skip
 
 

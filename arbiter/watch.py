@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from arbiter import admission, eviction, holders, loads, nodes, reclaim, replicas
+from arbiter import leases_held as leases
 from arbiter.decisions import Reason
 from arbiter.ledger import Entry, State
 from arbiter.mind import Mind
@@ -32,6 +33,8 @@ def tend(mind: Mind, entry: Entry) -> None:
     match entry.state:
         case State.LOADING:
             _tend_loading(mind, entry)
+        case State.RESIDENT if entry.lease:
+            _tend_lease(mind, entry)
         case State.RESIDENT | State.ASLEEP:
             tend_idle(mind, entry)
         case State.DRAINING:
@@ -48,6 +51,16 @@ def _tend_loading(mind: Mind, entry: Entry) -> None:
     limit = f"did not finish within {in_seconds(mind.settings.terms.load):.0f} s"
     loads.broke(mind, entry, limit, out_of_memory=False)
     reclaim.notify(mind, entry.ticket, entry.holder, Reason.FAILED)
+
+
+def _tend_lease(mind: Mind, entry: Entry) -> None:
+    """It is told in time that its term ends, and at shutdown."""
+    if mind.closing_by is not None:
+        eviction.revoke(mind, entry, Reason.SHUTDOWN, None)
+    elif mind.now >= (told_at := leases.told_at(entry)):
+        eviction.revoke(mind, entry, Reason.TERM, None)
+    else:
+        mind.watch(entry, told_at)
 
 
 def tend_idle(mind: Mind, entry: Entry) -> None:
@@ -80,7 +93,7 @@ def start_closing(mind: Mind) -> None:
     mind.tell("closing", waiting=len(mind.line))
     admission.refuse_all(mind)
     for entry in mind.ledger.entries(State.RESIDENT, State.ASLEEP):
-        tend_idle(mind, entry)
+        tend(mind, entry)
 
 
 def end_closing(mind: Mind) -> None:

@@ -14,7 +14,7 @@ from arbiter.decisions import Reason, Tier
 from arbiter.errors import ArbiterError
 from arbiter.events import CapabilitiesSet, DeviceBytes
 from arbiter.settings import Settings
-from arbiter.units import Epoch, NodeId, Span, TicketId
+from arbiter.units import Bytes, Epoch, NodeId, Span, TicketId
 from arbiter.view import Policies
 
 NAME, NAMESPACE = "arbiter", "arbiter"
@@ -81,6 +81,35 @@ class Granted:
     load_within: Span
     predicted: Span
     epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseCall:
+    """What an outside process says of its lease, in full, each time: it asks, beats and rejoins
+    with the same words (SPEC A15)."""
+
+    ticket: TicketId
+    size_bytes: Bytes
+    terms: ev.LeaseTerms
+    label: str  # what people call it
+    node: NodeId | None = None  # None: the only one there is
+    pid: int | None = None  # whose tree is measured; None: the lease counts as granted, no more
+    devices: tuple[DeviceBytes, ...] = ()  # as granted; empty while it waits
+    deadline: Span | None = None
+    seen: str = ""  # the state it knows; answered when there is another
+    wait: Span = Span(0)  # for at most this long
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseState:
+    """Answer to a LeaseCall. `state`: queued, held, leaving (give it back within `left`), ended."""
+
+    ticket: TicketId
+    state: str
+    devices: tuple[DeviceBytes, ...] = ()
+    left: Span | None = None  # until it must be gone
+    reason: str | None = None  # why it is to leave, or has ended
+    node: NodeId | None = None
 
 
 @dataclass(frozen=True, slots=True)

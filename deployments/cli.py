@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from arbiter.units import Bytes, human
+from deployments import lease_commands
 from deployments.front import key_commands, keys
 
 URL = "http://127.0.0.1:8000"
@@ -64,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     add("check", check, "Name every wrong key of a configuration.", as_json).add_argument("file")
     add("upgrade", upgrade, "Replace the running arbiter by the installed version.", as_json, ray)
     add("down", down, "Unload, wait (bounded), end the arbiter and its agents.", as_json, ray)
+    lease_commands.add_to(add, lease, http)
+    add("leases", leases_held, "Memory lent to processes outside Serve.", as_json, http)
+    add("drain", drain, "Give a lease its notice.", as_json, http).add_argument("lease")
+    add("cleanup", clean_up, "End leases whose holder does not beat.", as_json, http)
     key_commands.add_parser(commands, as_json)
     return parser
 
@@ -139,10 +144,10 @@ def api_key() -> str:
     return given or (file.read_text().strip() if os.access(file, os.R_OK) else "")
 
 
-def _get(url: str, path: str) -> HTTPResponse:
+def _get(url: str, path: str, method: str = "GET") -> HTTPResponse:
     key = api_key()
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(url + path, headers=headers)
+    request = urllib.request.Request(url + path, headers=headers, method=method)
     try:
         answer: HTTPResponse = urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S)
     except urllib.error.HTTPError as error:
@@ -161,6 +166,42 @@ def _table(head: Iterable[str], rows: list[tuple[Any, ...]]) -> Iterator[str]:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
         yield "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
+
+
+# -- leases ------------------------------------------------------------------------------------
+
+
+def lease(args: argparse.Namespace) -> None:
+    from arbiter.errors import RequestError
+    from arbiter.leases import LeaseLost
+
+    try:
+        status_code = lease_commands.run(args, api_key())
+    except (RequestError, LeaseLost, OSError) as error:
+        raise CommandError(str(error)) from error
+    raise SystemExit(status_code)
+
+
+def leases_held(args: argparse.Namespace) -> None:
+    found = json.load(_get(args.url, "/arbiter/leases"))["leases"]
+    print(json.dumps(found, indent=2) if args.json else "\n".join(_lease_lines(found)))
+
+
+def _lease_lines(found: list[dict[str, Any]]) -> Iterator[str]:
+    head = ("lease", "name", "tenant", "state", "charged", "left", "preemptible")
+    yield from _table(head, [
+        (t["ticket"], t["model"], t["lease"]["tenant"], t["state"], _charges(t),
+         f"{t['left_s']:.0f} s", t["lease"]["preemptible"])
+        for t in found
+    ])  # fmt: skip
+
+
+def drain(args: argparse.Namespace) -> None:
+    _say(args, json.load(_get(args.url, f"/arbiter/leases/{args.lease}/drain", "POST")))
+
+
+def clean_up(args: argparse.Namespace) -> None:
+    _say(args, json.load(_get(args.url, "/arbiter/leases/cleanup", "POST")))
 
 
 # -- configuration -----------------------------------------------------------------------------

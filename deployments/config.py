@@ -69,6 +69,8 @@ class ArbiterConfig(Strict):
     queue_per_model: int = Field(1_000, ge=1)
     queue_total: int = Field(10_000, ge=1)
     min_residency_loads: float = Field(1.0, ge=0)  # in units of the model's own load time
+    lease_tenant: Size | None = None  # the most one tenant may lease; default: half of all
+    lease_term_most_s: float = Field(86_400.0, gt=0)  # SPEC A15
 
     @field_validator("evict")
     @classmethod
@@ -86,6 +88,8 @@ class ArbiterConfig(Strict):
             queue_per_model_count=self.queue_per_model,
             queue_total_count=self.queue_total,
             min_residency_loads=self.min_residency_loads,
+            lease_tenant_bytes=None if self.lease_tenant is None else Bytes(self.lease_tenant),
+            lease_term_most=seconds(self.lease_term_most_s),
         )
 
 

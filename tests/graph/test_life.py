@@ -137,6 +137,11 @@ def test_http_offers_what_it_should_and_nothing_else(graph: Graph) -> None:
         ("GET", "/arbiter/state"),
         ("GET", "/arbiter/events"),
         ("GET", "/arbiter/events/recent"),
+        ("GET", "/arbiter/leases"),
+        ("PUT", "/arbiter/leases/{lease}"),
+        ("DELETE", "/arbiter/leases/{lease}"),
+        ("POST", "/arbiter/leases/{lease}/drain"),
+        ("POST", "/arbiter/leases/cleanup"),
     }
     for path in ("/control/sleep", "/v1/load_lora_adapter", "/v1/chat/../../control/sleep"):
         status, _ = graph.post(path, {"model": CHAT})

@@ -28,7 +28,13 @@ from policies import bundle
 
 NODE = NodeId("n")
 CPU, HOST = DeviceId("n/cpu:0"), DeviceId("n/host")
-PATIENT = replace(Terms(), silent=seconds(3600), reading=seconds(3600), lost=seconds(7200))
+PATIENT = replace(
+    Terms(),
+    silent=seconds(3600),
+    reading=seconds(3600),
+    lost=seconds(7200),
+    lease_lapse=seconds(7200),
+)
 PLAIN = replace(
     DEFAULTS,
     arena_fraction=1.0,  # so that a device of 80 lends 80
@@ -134,6 +140,19 @@ class Desk:
             TicketId(name), HolderId(holder), capability, model or name.rstrip("0123456789"),
             need, "", explicit, deadline, attempt, priority,
         ))  # fmt: skip
+
+    def lease(
+        self, t: float, name: str, size: float, *, tenant: str = "t", preemptible: bool = False,
+        term_s: float = 3600, notice_s: float = 5, joined: bool = False, node: str = "n",
+    ) -> list[Decision]:  # fmt: skip
+        """Its process introduces itself, unless it has, and asks."""
+        holder = HolderId(f"lease:{name}")
+        if not joined:
+            self.at(t, ev.Joined(holder, NodeId(node), "lease", ()))
+        self.sizes[name] = size
+        terms = ev.LeaseTerms(tenant, seconds(term_s), seconds(notice_s), preemptible)
+        need = ev.Need(gib(size))
+        return self.at(t, ev.Requested(TicketId(name), holder, "lease", name, need, lease=terms))
 
     def resident(self, t: float, name: str, size: float, **how: object) -> None:
         """Granted, loaded in no time, and idle."""

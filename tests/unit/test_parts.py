@@ -225,6 +225,8 @@ ERRORS = [
     errors.EngineLost("a", TicketId("t")),
     errors.CapabilityFailed("a", "it has no application"),
     errors.HolderQuarantined(HolderId("h"), Bytes(5)),
+    errors.LeaseRefused("pid", "1 is no process"),
+    errors.QuotaExceeded("t", 5, 6, 7, "bytes"),
     errors.ArbiterClosing(),
     errors.ArbiterUnavailable(3.0),
     errors.TicketClosed(TicketId("t")),

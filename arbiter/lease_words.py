@@ -1,0 +1,51 @@
+"""What an outside process says of its lease, as JSON: checked here, for HTTP and Python alike."""
+
+import re
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from arbiter.events import DeviceBytes, LeaseTerms
+from arbiter.units import Bytes, DeviceId, NodeId, TicketId, seconds
+from arbiter.wire import LeaseCall
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # names a ticket, so no separators
+DEFAULT_TENANT = "default"
+
+
+class LeaseBody(BaseModel):
+    """The body of `PUT /arbiter/leases/{id}`: repeated in full with each call."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bytes: int = Field(gt=0)
+    name: str = Field("", max_length=128)
+    term_s: float = Field(3600.0, gt=0)
+    notice_s: float = Field(10.0, ge=0)
+    preemptible: bool = False
+    tenant: str = DEFAULT_TENANT
+    node: str | None = None
+    pid: int | None = Field(None, gt=1)
+    devices: dict[str, int] = {}  # as granted, once it is
+    deadline_s: float | None = Field(None, gt=0)
+    seen: str = ""  # answered when the state is another one, or after wait_s
+    wait_s: float = Field(0.0, ge=0, le=10)
+
+    def as_call(self, lease: str) -> LeaseCall:
+        terms = LeaseTerms(
+            self.tenant, seconds(self.term_s), seconds(self.notice_s), self.preemptible
+        )
+        return LeaseCall(
+            TicketId(lease), Bytes(self.bytes), terms, self.name or lease,
+            node=None if self.node is None else NodeId(self.node), pid=self.pid,
+            devices=tuple(
+                DeviceBytes(DeviceId(d), Bytes(size)) for d, size in sorted(self.devices.items())
+            ),
+            deadline=None if self.deadline_s is None else seconds(self.deadline_s),
+            seen=self.seen, wait=seconds(self.wait_s),
+        )  # fmt: skip
+
+
+def call_of(lease: str, body: dict[str, Any]) -> LeaseCall:
+    """Raises pydantic's ValidationError naming the field."""
+    return LeaseBody.model_validate(body).as_call(lease)

@@ -1,0 +1,261 @@
+"""Lease device memory from outside Serve: a training job, a notebook, any program (SPEC A15).
+
+    with lease(gb=2, name="training") as held:
+        while not held.notice.is_set():   # somebody needs the memory: save, and leave
+            train_one_step()
+
+Blocks until the memory is there; a thread beats for it and listens for notice. Inside the Ray
+cluster it asks the arbiter directly, elsewhere the front over HTTP with a key of scope `lease`.
+"""
+
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from arbiter.errors import ArbiterUnavailable, LeaseRefused, RequestError
+
+URL = "http://127.0.0.1:8000"
+WAIT_S = 2.0  # one call; the arbiter gives a lease up after 10 s without one
+AGAIN_S = 0.5  # between calls that did not get through; a restart takes 1-2 s
+GIVE_UP_S = 30.0  # without any answer before the grant; three times the longest outage expected
+HTTP_S = 10.0  # beyond what the call itself waits
+GIB = 1 << 30
+
+Plain = dict[str, Any]
+
+
+class LeaseLost(Exception):
+    """The lease has ended: its term is over, its notice ran out, or its heartbeats did not come
+    through for too long. The memory may be somebody else's by now."""
+
+    def __init__(self, lease: str, reason: str) -> None:
+        super().__init__(lease, reason)
+        self.lease, self.reason = lease, reason
+
+    def __str__(self) -> str:
+        return f"lease {self.lease} is over ({self.reason}); give its memory back"
+
+
+class Door(Protocol):
+    """A way to the arbiter. Raises RequestError when it refuses, OSError when it is away."""
+
+    def put(self, lease: str, body: Plain) -> Plain: ...
+    def delete(self, lease: str) -> None: ...
+
+
+class HttpDoor:
+    def __init__(self, url: str | None = None, key: str | None = None) -> None:
+        self._url = (url or os.environ.get("ARBITER_URL", URL)).rstrip("/")
+        self._key = key or os.environ.get("ARBITER_KEY", "")
+
+    def put(self, lease: str, body: Plain) -> Plain:
+        return self._send("PUT", lease, body)
+
+    def delete(self, lease: str) -> None:
+        self._send("DELETE", lease, None)
+
+    def _send(self, method: str, lease: str, body: Plain | None) -> Plain:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json", "authorization": f"Bearer {self._key}"}
+        address = f"{self._url}/arbiter/leases/{lease}"
+        request = urllib.request.Request(address, data, headers, method=method)
+        wait_s = (body or {}).get("wait_s", 0.0)
+        try:
+            with urllib.request.urlopen(request, timeout=HTTP_S + wait_s) as answer:
+                said: Plain = json.load(answer)
+                return said
+        except urllib.error.HTTPError as error:
+            raise _refusal(error.code, error.read()) from None
+
+
+def _refusal(status: int, body: bytes) -> Exception:
+    """5xx may pass: as good as away. Anything else is an answer."""
+    try:
+        message = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = body.decode(errors="replace")[:500]
+    if status in (502, 503, 504):
+        return ConnectionError(message)
+    return LeaseRefused(f"HTTP {status}", message)
+
+
+class RayDoor:
+    """From within the cluster. The process is measured on its own node."""
+
+    def put(self, lease: str, body: Plain) -> Plain:
+        from arbiter import rays
+        from arbiter.lease_words import call_of
+        from arbiter.plain import plain
+
+        own = {"node": rays.own_node()} if body.get("pid") and not body.get("node") else {}
+        said: Plain = plain(self._call("lease", call_of(lease, {**body, **own})))
+        return said
+
+    def delete(self, lease: str) -> None:
+        self._call("end_lease", lease)
+
+    def _call(self, method: str, argument: Any) -> Any:
+        import ray
+
+        from arbiter.lifecycle import cause_of, find_arbiter
+
+        handle = find_arbiter()
+        if handle is None:
+            raise ConnectionError("no arbiter")
+        try:
+            return ray.get(getattr(handle, method).remote(argument), timeout=HTTP_S + WAIT_S)
+        except ray.exceptions.RayTaskError as error:
+            raise cause_of(error) from None
+        except ray.exceptions.RayError as error:
+            raise ConnectionError(str(error)) from error
+
+
+def door(url: str | None = None, key: str | None = None) -> Door:
+    """Through Ray where this process is connected and no address was given, else by HTTP."""
+    if url is None and "ARBITER_URL" not in os.environ and _is_in_ray():
+        return RayDoor()
+    return HttpDoor(url, key)
+
+
+def _is_in_ray() -> bool:
+    import sys
+
+    ray = sys.modules.get("ray")
+    return bool(ray and ray.is_initialized())
+
+
+@dataclass(eq=False)
+class Lease:
+    """One lease held by this process. Used by one thread; `notice` and `ended` may be waited for
+    by any."""
+
+    name: str
+    body: Plain  # what is said of it with each call
+    way: Door
+    on_notice: Callable[["Lease"], None] | None = None
+    id: str = field(default_factory=lambda: f"lease-{uuid.uuid4().hex[:10]}")
+    devices: dict[str, int] = field(default_factory=dict)  # bytes by device
+    reason: str = ""  # why it is to leave, or has ended
+    gone_by_s: float | None = None  # monotonic; when notice runs out
+    notice: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    state: str = ""
+    _released: bool = False
+    _thread: threading.Thread | None = None
+
+    def acquire(self, within_s: float | None = None) -> "Lease":
+        """Waits for the memory. Raises LeaseRefused, QuotaExceeded, NeverFits, DeadlineUnmet;
+        ArbiterUnavailable when nobody answers for long."""
+        began = heard = time.monotonic()
+        if within_s is not None:
+            self.body["deadline_s"] = within_s
+        while self.state in ("", "queued"):
+            try:
+                self._hear(self.way.put(self.id, self._said()))
+                heard = time.monotonic()
+            except OSError:
+                if time.monotonic() - heard > GIVE_UP_S:
+                    raise ArbiterUnavailable(time.monotonic() - began) from None
+                time.sleep(AGAIN_S)
+            except BaseException:
+                self.release()
+                raise
+        if self.ended.is_set():
+            raise LeaseLost(self.id, self.reason)
+        self._thread = threading.Thread(target=self._beat, name=self.id, daemon=True)
+        self._thread.start()
+        return self
+
+    def measure(self, pid: int) -> None:
+        """The memory is that process's and its children's, from the next beat on."""
+        self.body["pid"] = pid
+
+    def check(self) -> None:
+        """Raises LeaseLost once it is over."""
+        if self.ended.is_set():
+            raise LeaseLost(self.id, self.reason)
+
+    @property
+    def left_s(self) -> float | None:
+        """Until the memory must be back; None before notice."""
+        return None if self.gone_by_s is None else max(0.0, self.gone_by_s - time.monotonic())
+
+    def release(self) -> None:
+        """Idempotent. The memory should be free by now: what is not stays charged to it."""
+        self._released = True
+        self.ended.set()
+        try:
+            self.way.delete(self.id)
+        except (OSError, RequestError):
+            return  # without heartbeats it ends by itself
+
+    def _said(self) -> Plain:
+        return {**self.body, "devices": self.devices, "seen": self.state, "wait_s": WAIT_S}
+
+    def _beat(self) -> None:
+        while not self.ended.is_set():
+            try:
+                self._hear(self.way.put(self.id, self._said()))
+            except OSError:
+                self.ended.wait(AGAIN_S)
+            except RequestError as error:
+                self._end(str(error))
+
+    def _hear(self, said: Plain) -> None:
+        self.state, self.reason = said["state"], said.get("reason") or self.reason
+        self.devices = said.get("devices_bytes") or self.devices
+        if self.body.get("node") is None and said.get("node"):
+            self.body["node"] = said["node"]
+        if self.state == "leaving" and not self.notice.is_set():
+            self.gone_by_s = time.monotonic() + (said.get("left_s") or 0.0)
+            self.notice.set()
+            if self.on_notice:
+                self.on_notice(self)
+        if self.state == "ended":
+            self._end(self.reason or "ended")
+
+    def _end(self, reason: str) -> None:
+        self.reason, self.state = reason, "ended"
+        self.notice.set()
+        self.ended.set()
+
+
+def ask(
+    gb: float,
+    *,
+    name: str = "",
+    preemptible: bool = False,
+    notice_s: float = 10.0,
+    term_s: float = 3600.0,
+    tenant: str | None = None,
+    pid: int | None = None,
+    on_notice: Callable[[Lease], None] | None = None,
+    way: Door | None = None,
+) -> Lease:
+    """A lease not yet acquired, of `gb` GiB. `pid`: whose memory it is. `on_notice` is called in
+    the heartbeat's thread, once."""
+    body: Plain = {
+        "bytes": round(gb * GIB), "name": name or f"pid-{os.getpid()}", "term_s": term_s,
+        "notice_s": notice_s, "preemptible": preemptible, "pid": pid,
+    }  # fmt: skip
+    if tenant is not None:
+        body["tenant"] = tenant
+    return Lease(name, body, way or door(), on_notice)
+
+
+@contextmanager
+def lease(gb: float, *, within_s: float | None = None, **how: Any) -> Iterator[Lease]:
+    """See `ask`. This process is measured: keep in it what the lease is for."""
+    held = ask(gb, **{"pid": os.getpid(), **how}).acquire(within_s)
+    try:
+        yield held
+    finally:
+        held.release()

@@ -1,0 +1,68 @@
+"""`arbiter lease` around a command, on the running system."""
+
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+from deployments.front import keys
+from tests.graph.conftest import BIN, ROOT, Graph, until
+
+TRAINER = [sys.executable, "-m", "tests.support.trainer", "100"]
+
+
+def environment(graph: Graph) -> dict[str, str]:
+    path = keys.keys_path(None, graph.table["arbiter"]["state_file"])
+    token = keys.first_key_path(path).read_text().strip()
+    return os.environ | {"ARBITER_KEY": token, "ARBITER_URL": graph.url}
+
+
+def said(graph: Graph, *words: str) -> str:
+    command = [BIN / "arbiter", *words]
+    done = subprocess.run(
+        command, env=environment(graph), capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout
+
+
+def leased(graph: Graph) -> list[dict[str, Any]]:
+    """Those whose memory has been measured."""
+    found = [t for t in graph.state()["tickets"] if t["lease"]]
+    return [t for t in found if sum(t["measured_bytes"].values()) > 100 << 20]
+
+
+@pytest.mark.spec("A15", "L1")
+def test_a_command_runs_while_its_memory_is_leased_and_ends_when_it_is_drained(
+    graph: Graph,
+) -> None:
+    command = [BIN / "arbiter", "lease", "--gb", "0.2", "--name", "job", "--", *TRAINER]
+    job = subprocess.Popen(command, cwd=ROOT, env=environment(graph), stdout=subprocess.PIPE)
+    try:
+        [lease] = until(lambda: leased(graph), 60, "the job runs and is measured")
+        assert "job" in said(graph, "leases")
+        said(graph, "drain", lease["ticket"])
+        assert job.wait(20) == 0  # the trainer obeys SIGTERM
+    finally:
+        job.kill()
+        job.communicate()
+    until(lambda: not leased(graph), 20, "its bytes are back")
+    assert said(graph, "cleanup").strip() == "ended: []"
+
+
+@pytest.mark.spec("A15", "L1")
+def test_no_lease_is_had_without_a_key(graph: Graph) -> None:
+    address = f"{graph.url}/arbiter/leases/mine"
+    request = urllib.request.Request(address, b'{"bytes": 1}', method="PUT")
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=30)
+    assert caught.value.code == 401
+    key = environment(graph)["ARBITER_KEY"]
+    request.add_header("authorization", f"Bearer {key}")
+    request.data = b'{"bytes": 1, "tenants": "x"}'
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=30)
+    assert caught.value.code == 400 and b'"param": "tenants"' in caught.value.read()

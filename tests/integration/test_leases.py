@@ -1,0 +1,122 @@
+"""A training job outside Serve and a model trade memory through the arbiter."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from arbiter import leases
+from arbiter.client import call_arbiter
+from arbiter.errors import DeadlineUnmet, LeaseRefused
+from arbiter.units import MIB, TicketId
+from tests.support.desk import Desk, capability, desk, kill, model
+from tests.support.engine_host import ROOT
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A15")]
+WHOLE = {"lease_tenant": "1 GiB"}
+
+
+@contextmanager
+def training(mib: int) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "tests.support.trainer", str(mib)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout and process.stdout.readline() == b"training\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ask(mib: int, **how: Any) -> leases.Lease:
+    return leases.ask(mib / 1024, way=leases.RayDoor(), **how)
+
+
+def held_by_lease(state: dict[str, Any], mib: int) -> bool:
+    """Measured, on the books, of a lease."""
+    found = [t for t in state["tickets"] if t["lease"]]
+    return bool(found) and sum(found[0]["measured_bytes"].values()) >= mib * MIB
+
+
+async def ended(d: Desk) -> dict[str, Any]:
+    await d.until(lambda s: not any(t["lease"] for t in s["tickets"]))
+    return (await d.events("lease_ended"))[-1]
+
+
+@pytest.mark.spec("A10", "A16")
+async def test_a_training_job_and_a_model_trade_memory() -> None:
+    chat = {"chat": capability(a=model(200, can_sleep=False))}
+    async with desk(chat, **WHOLE) as d:
+        holder = d.holder()
+        await holder.ask.remote("a")
+        lease = ask(250, name="train", preemptible=True, notice_s=20)
+        await asyncio.to_thread(lease.acquire, 20)
+        assert await d.engines() == {} and not lease.notice.is_set()
+        with training(200) as job:
+            lease.on_notice = lambda _: job.terminate()
+            lease.measure(job.pid)
+            await d.until(lambda s: held_by_lease(s, 200))
+            await d.books_are_true()
+            assert await holder.ask.remote("a") == 200
+            assert lease.notice.is_set() and job.wait(5) == 0
+            await asyncio.to_thread(lease.release)
+        kinds = [e["kind"] for e in await d.events()]
+        last_load = len(kinds) - kinds[::-1].index("ticket_granted")
+        assert kinds.index("lease_granted") < kinds.index("lease_ended") < last_load
+        assert (await ended(d))["reason"] == "swap"
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A19")
+async def test_the_lease_of_a_job_that_dies_is_reclaiming_within_two_seconds() -> None:
+    async with desk(**WHOLE) as d:
+        lease = ask(250, name="train")
+        await asyncio.to_thread(lease.acquire)
+        with training(200) as job:
+            lease.measure(job.pid)
+            await d.until(lambda s: held_by_lease(s, 200))
+            job.kill()
+            state = await d.until(
+                lambda s: not any(t["state"] == "resident" for t in s["tickets"]), within_s=2
+            )
+            assert {t["state"] for t in state["tickets"]} <= {"reclaiming"}
+            assert (await ended(d))["reason"] == "lost"
+        assert await asyncio.to_thread(lease.ended.wait, 10)
+
+
+async def test_a_process_that_keeps_its_memory_is_waited_for_and_not_killed() -> None:
+    async with desk(**WHOLE) as d:
+        lease = ask(250, name="hoarder")
+        await asyncio.to_thread(lease.acquire)
+        with training(200) as job:
+            lease.measure(job.pid)
+            await d.until(lambda s: held_by_lease(s, 200))
+            await asyncio.to_thread(lease.release)
+            state = await d.until(lambda s: s["tickets"][0]["state"] == "reclaiming")
+            assert held_by_lease(state, 200) and job.poll() is None
+            job.terminate()
+            await ended(d)
+
+
+@pytest.mark.spec("A18")
+async def test_a_lease_survives_the_arbiter_and_is_drained_by_hand() -> None:
+    async with desk(**WHOLE) as d:
+        lease = ask(100, name="notebook", notice_s=30)
+        await asyncio.to_thread(lease.acquire)
+        epoch = (await d.state())["epoch"]
+        kill(await d.arbiter_pid())
+        state = await d.until(lambda s: s["epoch"] > epoch and s["tickets"])
+        assert [(t["ticket"], t["state"]) for t in state["tickets"]] == [(lease.id, "resident")]
+        with pytest.raises(DeadlineUnmet):
+            await asyncio.to_thread(ask(350, name="second").acquire, 0.5)
+        with pytest.raises(LeaseRefused):
+            await asyncio.to_thread(ask(10, pid=4_000_000).acquire)
+        await call_arbiter("unload", TicketId(lease.id))
+        assert await asyncio.to_thread(lease.notice.wait, 10)
+        assert lease.reason == "manual" and lease.left_s is not None
+        await asyncio.to_thread(lease.release)
+        assert (await ended(d))["reason"] == "manual"

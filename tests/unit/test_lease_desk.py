@@ -1,0 +1,154 @@
+"""The counter for outside processes: calls that repeat everything, and what comes of them."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import pytest
+
+from arbiter import events as ev
+from arbiter import wire
+from arbiter.core import Arbiter
+from arbiter.errors import LeaseRefused, QuotaExceeded
+from arbiter.eventlog import EventLog
+from arbiter.lease_desk import LeaseDesk
+from arbiter.shell import Shell
+from arbiter.store import Member
+from arbiter.units import Epoch, HolderId, Instant, NodeId, TicketId, seconds
+from policies import bundle
+from tests.unit.desk import CPU, HOST, NODE, PLAIN, gib
+
+JOB = TicketId("job")
+TERMS = ev.LeaseTerms("t", seconds(3600), seconds(5), preemptible=True)
+
+
+def reraise(error: BaseException) -> NoReturn:
+    raise error
+
+
+class Counter:
+    """A desk on a real shell and core, with a clock that stands still unless moved."""
+
+    def __init__(self, known: frozenset[HolderId] = frozenset()) -> None:
+        self.now, self.adopted, self.known = 0.0, [], set(known)  # type: ignore[var-annotated]
+        self.refuse: LeaseRefused | None = None
+        settings = replace(PLAIN, lease_tenant_fraction=1.0)
+        core = Arbiter(settings, bundle(settings), Epoch(1), known, Instant(0))
+        self.shell = Shell(
+            core, Epoch(1), self, EventLog(Epoch(1)), crash=reraise,
+            clock=lambda: Instant(int(self.now * 1e9)),
+        )  # fmt: skip
+        specs = (
+            ev.DeviceSpec(CPU, ev.DeviceKind.CPU, gib(80)),
+            ev.DeviceSpec(HOST, ev.DeviceKind.HOST, gib(0)),
+        )
+        self.shell.feed(ev.NodeSeen(NODE, specs))
+        readings = tuple(ev.DeviceReading(d, gib(0), gib(0)) for d in (CPU, HOST))
+        self.shell.feed(ev.Measured(NODE, readings, ()))
+        self.desk = LeaseDesk(self.shell, self, self)  # type: ignore[arg-type]
+
+    def reap(self, node: NodeId, ticket: TicketId) -> None: ...
+    def probe(self, node: NodeId) -> None: ...
+
+    async def adopt(self, node: NodeId, ticket: TicketId, pid: int, granted: Any) -> None:
+        if self.refuse:
+            raise self.refuse
+        self.adopted.append((ticket, pid))
+
+    def members(self) -> tuple[Member, ...]:
+        return tuple(Member(holder, NODE) for holder in self.known)
+
+    def add_member(self, member: Member) -> None:
+        self.known.add(member.holder)
+
+    def drop_holder(self, holder: HolderId) -> None:
+        self.known.discard(holder)
+
+    async def call(self, size: float = 30, **more: Any) -> wire.LeaseState:
+        asked = wire.LeaseCall(JOB, gib(size), TERMS, "job", **more)
+        async with asyncio.timeout(10):
+            return await self.desk.hear(asked)
+
+
+@pytest.fixture
+async def counter() -> Counter:
+    return Counter()
+
+
+pytestmark = pytest.mark.spec("A15")
+
+
+async def test_a_lease_is_asked_for_held_and_given_back(counter: Counter) -> None:
+    said = await counter.call(wait=seconds(3), seen="queued")
+    assert (said.state, said.devices) == ("held", (ev.DeviceBytes(CPU, gib(30)),))
+    assert (await counter.call(pid=77)).state == "held" and counter.adopted == [("job", 77)]
+    counter.desk.end(JOB)
+    assert counter.shell.core.state_of(JOB) == "reclaiming" and not counter.known
+    assert (await counter.call()).state == "ended"
+
+
+async def test_notice_comes_with_the_time_that_is_left_and_then_the_end(counter: Counter) -> None:
+    await counter.call(wait=seconds(3), seen="queued")
+    waiting = asyncio.ensure_future(counter.call(seen="held", wait=seconds(3)))
+    await asyncio.sleep(0)
+    counter.now = 2
+    counter.shell.feed(ev.UnloadAsked(JOB))
+    said = await waiting
+    assert (said.state, said.reason) == ("leaving", "manual")
+    assert said.left is not None and seconds(4) < said.left <= seconds(5)
+    waiting = asyncio.ensure_future(counter.call(seen="leaving", wait=seconds(3)))
+    await asyncio.sleep(0)
+    counter.now = 10
+    counter.shell.feed(ev.Woke())
+    assert (await waiting).state == "ended"
+
+
+async def test_what_is_refused_is_told_and_leaves_nothing(counter: Counter) -> None:
+    with pytest.raises(QuotaExceeded):
+        await counter.call(size=100, wait=seconds(3), seen="queued")
+    assert not counter.known and counter.shell.core.state_of(JOB) == "closed"
+
+
+async def test_a_process_that_is_not_there_ends_the_lease(counter: Counter) -> None:
+    counter.refuse = LeaseRefused("pid", "77 is no process")
+    with pytest.raises(LeaseRefused):
+        await counter.call(wait=seconds(3), seen="queued", pid=77)
+    assert counter.shell.core.state_of(JOB) == "reclaiming"
+
+
+async def test_a_claim_to_hold_bytes_is_believed_only_of_whom_the_last_life_knew() -> None:
+    held = (ev.DeviceBytes(CPU, gib(79)),)
+    stranger = Counter()
+    said = await stranger.call(devices=held, wait=seconds(3), seen="queued")
+    assert said.devices == (ev.DeviceBytes(CPU, gib(30)),)
+    known = Counter(frozenset({HolderId("lease:job")}))
+    assert (await known.call(devices=held)).devices == held
+    assert known.shell.core.state_of(JOB) == "resident"
+
+
+async def test_those_who_missed_their_calls_are_cleaned_up(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await counter.call(wait=seconds(3), seen="queued")
+    assert counter.desk.clean() == []
+    monkeypatch.setattr("arbiter.lease_desk.LATE_S", -1.0)
+    assert counter.desk.clean() == [JOB]
+    assert counter.shell.core.state_of(JOB) == "reclaiming"
+
+
+async def test_a_lease_that_lapsed_unheard_is_swept(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await counter.call(wait=seconds(3), seen="queued")
+    counter.shell.feed(ev.EngineGone(NODE, JOB, True))
+    monkeypatch.setattr("arbiter.lease_desk.LATE_S", -1.0)
+    counter.desk.sweep()
+    assert not counter.known
+
+
+async def test_with_no_node_or_several_it_must_be_named() -> None:
+    counter = Counter()
+    counter.shell.feed(ev.NodeSeen(NodeId("m"), ()))
+    with pytest.raises(LeaseRefused) as caught:
+        await counter.call()
+    assert caught.value.field == "node"

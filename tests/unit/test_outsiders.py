@@ -1,0 +1,109 @@
+"""Leased processes: whose bytes are read, when they count as back, and that none is killed."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from arbiter import children, proc
+from arbiter.errors import LeaseRefused
+from arbiter.events import DeviceBytes, EngineReading
+from arbiter.outsiders import Outsider, Outsiders
+from arbiter.units import MIB, Bytes, DeviceId, TicketId
+from tests.support.engine_host import until
+
+JOB, CPU = TicketId("job"), DeviceId("n/cpu:0")
+LENT = (DeviceBytes(CPU, Bytes(100 * MIB)),)
+PARENT = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'input()']); input()"
+pytestmark = pytest.mark.spec("A15")
+
+
+@pytest.fixture
+def job() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a child; both wait for their input to close."""
+    process = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def look(outsiders: Outsiders, *not_through: int) -> list[Outsider]:
+    looked_ns, everything = children.look()
+    return outsiders.note(looked_ns, everything, not_through)
+
+
+def test_the_whole_tree_is_read_and_nobody_behind_the_node_of_ours(
+    job: subprocess.Popen[bytes],
+) -> None:
+    outsiders = Outsiders()
+    opened = outsiders.open(JOB, job.pid, LENT, set())
+    assert opened
+    until(lambda: look(outsiders) == [] and len(opened.members) == 2, 10)
+    [child] = opened.members.keys() - {job.pid}
+    look(outsiders, child)
+    assert opened.members.keys() == {job.pid}
+    [tree] = outsiders.trees()
+    assert (tree.ticket, tree.pids, tree.granted) == (JOB, frozenset({job.pid}), LENT)
+
+
+def test_one_process_has_one_lease_and_no_engine_is_leased(job: subprocess.Popen[bytes]) -> None:
+    outsiders = Outsiders()
+    with pytest.raises(LeaseRefused):
+        outsiders.open(JOB, job.pid, LENT, {job.pid})
+    outsiders.open(JOB, job.pid, LENT, set())
+    assert outsiders.open(JOB, job.pid, LENT, set()) is None
+    with pytest.raises(LeaseRefused):
+        outsiders.open(TicketId("other"), job.pid, LENT, set())
+    with pytest.raises(LeaseRefused):
+        outsiders.open(JOB, os.getpid(), LENT, set())
+
+
+def test_a_dead_process_and_a_strangers_are_refused(
+    job: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with pytest.raises(LeaseRefused):
+        Outsiders().open(JOB, gone.pid, LENT, set())
+    monkeypatch.setattr(os, "getuid", lambda: 12_345)
+    with pytest.raises(LeaseRefused):
+        Outsiders().open(JOB, job.pid, LENT, set())
+
+
+def test_helpers_outlive_their_root_on_the_books(job: subprocess.Popen[bytes]) -> None:
+    outsiders = Outsiders()
+    opened = outsiders.open(JOB, job.pid, LENT, set())
+    assert opened
+    until(lambda: look(outsiders) == [] and len(opened.members) == 2, 10)
+    [helper] = opened.members.keys() - {job.pid}
+    job.kill()
+    job.wait()
+    assert look(outsiders) == [] and opened.members.keys() == {helper}
+    os.kill(helper, 9)
+    until(lambda: look(outsiders) == [opened], 10)
+    outsiders.forget(opened)
+    assert not outsiders.by_ticket
+
+
+def test_bytes_are_back_when_it_holds_no_more_than_before_it_came(
+    job: subprocess.Popen[bytes],
+) -> None:
+    outsiders = Outsiders()
+    opened = outsiders.open(JOB, job.pid, LENT, set())
+    assert opened and 0 < opened.floor_bytes == proc.memory({job.pid}).device_bytes
+
+    def reading(mib: int) -> tuple[EngineReading, ...]:
+        held = DeviceBytes(CPU, Bytes(opened.floor_bytes + mib * MIB))
+        other = DeviceBytes(DeviceId("n/host"), Bytes(900 * MIB))
+        return (EngineReading(JOB, (held, other)),)
+
+    assert outsiders.given_back(reading(0)) == []  # it is not leaving
+    opened.leaving = True
+    assert outsiders.given_back(reading(50)) == []
+    assert outsiders.given_back(()) == []  # opened after that reading
+    assert outsiders.given_back(reading(9)) == [opened]
+    assert job.poll() is None
