@@ -243,6 +243,10 @@ class ArbiterActor:
         """By hand; one in use stays."""
         self._shell.feed(ev.UnloadAsked(ticket))
 
+    async def push_pressure(self, pushed: ev.PressurePushed) -> None:
+        """Somebody knows that memory is short (SPEC C5)."""
+        self._shell.feed(pushed)
+
     async def state(self) -> wire.Plain:
         policy = self._configuration.settings.evict
         return {**self._shell.snapshot(), "policy": policy, "table": self._configuration.table}

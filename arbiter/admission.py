@@ -2,7 +2,7 @@
 
 from arbiter import events as ev
 from arbiter import leases_held as leases
-from arbiter import urgency
+from arbiter import pressure, urgency
 from arbiter.budget import on_demand, pinned_overcommit
 from arbiter.decisions import Grant
 from arbiter.errors import (
@@ -111,7 +111,8 @@ def _why_not(mind: Mind, event: ev.Requested) -> RequestError | None:
     if mind.closing_by is not None:
         return ArbiterClosing()
     if event.lease:
-        return leases.why_not(mind, event, event.lease) or _full(mind, event)
+        short = pressure.why_not(mind, event.holder, leases.LEASE)
+        return short or leases.why_not(mind, event, event.lease) or _full(mind, event)
     try:
         mind.registry.find(event.capability, event.model)
     except (UnknownCapability, UnknownModel) as unknown:
@@ -120,7 +121,9 @@ def _why_not(mind: Mind, event: ev.Requested) -> RequestError | None:
         return StaleEpoch(NEVER_JOINED, mind.epoch)
     if kept := kept_bytes(mind, event.holder):
         return HolderQuarantined(event.holder, kept)
-    return _cooling(mind, event) or _full(mind, event)
+    role = mind.registry.specs[event.capability].role
+    short = pressure.why_not(mind, event.holder, role)
+    return short or _cooling(mind, event) or _full(mind, event)
 
 
 def _cooling(mind: Mind, event: ev.Requested) -> ModelCoolingDown | None:
@@ -213,7 +216,10 @@ def _place(mind: Mind, entry: Entry, taken: set[DeviceId]) -> None:
     sites = [
         Site(b.device, need, b.free_bytes)
         for b in books
-        if need <= on_demand_of(b) and b.device not in taken and is_trusted(mind, node, b.device)
+        if need <= on_demand_of(b)
+        and b.device not in taken
+        and is_trusted(mind, node, b.device)
+        and not pressure.is_shut(mind, entry, b.device)
     ]
     sites.sort(key=mind.policies.place)
     if sites and sites[0].free_bytes >= need:
@@ -228,6 +234,8 @@ def _wake(mind: Mind, entry: Entry, taken: set[DeviceId]) -> None:
     """A sleeper wakes where its process lives."""
     node = mind.nodes.get(entry.node)
     if node is None or any(d in taken or not is_trusted(mind, node, d) for d in entry.home):
+        return
+    if any(pressure.is_shut(mind, entry, d) for d in entry.home):
         return
     missing = {d: Bytes(size - entry.charge(d)) for d, size in entry.home.items()}
     if all(mind.ledger.books[d].free_bytes >= size for d, size in missing.items()):

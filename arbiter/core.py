@@ -17,7 +17,7 @@ raises LedgerBroken, after which the actor must crash.
 from functools import singledispatchmethod
 from typing import Any
 
-from arbiter import admission, eviction, holders, loads, nodes, reclaim, replicas, watch
+from arbiter import admission, eviction, holders, loads, nodes, pressure, reclaim, replicas, watch
 from arbiter import events as ev
 from arbiter.decisions import Decision, Reason, WakeAt
 from arbiter.ledger import CHARGED, State
@@ -182,7 +182,10 @@ class Arbiter:
     @_apply.register
     def _(self, event: ev.Busy) -> None:
         if entry := self._mind.live(event.ticket, State.DRAINING):
+            reason = entry.leaving
             eviction.refused(self._mind, entry, "victim_busy", event.inflight)
+            if reason is Reason.PRESSURE:
+                pressure.try_next(self._mind, entry)
 
     @_apply.register
     def _(self, event: ev.BarrierDropped) -> None:
@@ -201,6 +204,10 @@ class Arbiter:
     @_apply.register
     def _(self, event: ev.UnloadAsked) -> None:
         watch.unload_asked(self._mind, event.ticket)
+
+    @_apply.register
+    def _(self, event: ev.PressurePushed) -> None:
+        pressure.pushed(self._mind, event)
 
     @_apply.register
     def _(self, event: ev.ClosingDown) -> None:

@@ -13,6 +13,7 @@ ArbiterError
     EngineLost            503  the engine died under this request
     CapabilityFailed      503  its deployment is broken or has no application
     LeaseRefused          400  a lease on terms, or for a process, that cannot be
+    UnderPressure         503  real memory is short on every device it could go to
     QuotaExceeded         429  more than this tenant or client may have at once
     HolderQuarantined     503  this holder did not give memory back
     ArbiterClosing        503  shutdown has begun
@@ -22,7 +23,7 @@ ArbiterError
   LedgerBroken            a bug in this package; the actor must crash, never repair
 """
 
-from arbiter.units import Bytes, Epoch, HolderId, TicketId, human
+from arbiter.units import Bytes, Epoch, HolderId, NodeId, TicketId, human
 
 
 class ArbiterError(Exception):
@@ -195,6 +196,21 @@ class LeaseRefused(RequestError):
 
     def __str__(self) -> str:
         return f"no lease: `{self.field}` {self.cause}"
+
+
+class UnderPressure(RequestError):
+    status_code, code = 503, "under_pressure"
+    retry_after_s = 5.0  # a tick of the rule that makes room
+
+    def __init__(self, node: NodeId, free_bytes: Bytes) -> None:
+        super().__init__(node, free_bytes)
+        self.node, self.free_bytes = node, free_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"memory is critically short on {self.node} ({human(self.free_bytes)} free);"
+            " nothing but text is loaded there until that is over"
+        )
 
 
 class QuotaExceeded(RequestError):

@@ -26,6 +26,14 @@ class Priority(IntEnum):
     BATCH = 40
 
 
+class Level(IntEnum):
+    """How short of real memory a device is (SPEC C5)."""
+
+    NOMINAL = 0
+    LOW = 1
+    CRITICAL = 2
+
+
 class Phase(Enum):
     """What a holder says of one of its tickets. The arbiter's own states are in ledger.State."""
 
@@ -151,6 +159,7 @@ class Measured:
     node: NodeId
     devices: tuple[DeviceReading, ...]
     engines: tuple[EngineReading, ...]
+    stalled_fraction: float = 0.0  # of the last 10 s, in which some task waited for RAM (PSI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +319,16 @@ class UnloadAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class PressurePushed:
+    """Somebody knows of memory that is short, and says so for a while (SPEC C5)."""
+
+    where: str  # a device, or a node: all its devices
+    level: Level
+    free_bytes: Bytes | None
+    term: Span
+
+
+@dataclass(frozen=True, slots=True)
 class ClosingDown:
     """Grant nothing more, refuse the queue, unload what is idle."""
 
@@ -338,6 +357,7 @@ Event = (
     | Slept
     | Released
     | UnloadAsked
+    | PressurePushed
     | ClosingDown
     | Woke
 )

@@ -85,7 +85,7 @@ def _may_swap(mind: Mind, entry: Entry, waiting: Entry) -> bool:
     return urgent > waiting.priority
 
 
-def _may_leave(mind: Mind, entry: Entry) -> bool:
+def may_leave(mind: Mind, entry: Entry) -> bool:
     """For want of real memory minimum residency does not count; being in use does."""
     return _is_lawful(mind, entry) and entry.inflight == 0 and entry.ticket not in mind.line
 
@@ -120,7 +120,7 @@ def _as_far_as(mind: Mind, book: Book, short: Bytes) -> Victims:
     missing = int(short)
     ranked = [entry for entry, _ in in_order(mind, book)]
     for entry in sorted(ranked, key=lambda e: not _took_more(e, book.device)):
-        if missing > 0 and _may_leave(mind, entry):
+        if missing > 0 and may_leave(mind, entry):
             chosen.append(entry)
             missing -= entry.charge(book.device)
     return chosen

@@ -61,6 +61,19 @@ class Node:
 
 
 @dataclass(slots=True)
+class Felt:
+    """How short of real memory a device is, and what was done about it (SPEC C5)."""
+
+    level: ev.Level = ev.Level.NOMINAL  # the worst of these two
+    measured: ev.Level = ev.Level.NOMINAL
+    pushed: ev.Level = ev.Level.NOMINAL
+    pushed_until: Instant | None = None
+    free_bytes: Bytes = Bytes(0)
+    acts_at: Instant | None = None  # the next tick
+    nothing_left: bool = False  # told once, until the level changes
+
+
+@dataclass(slots=True)
 class Failure:
     """A model that did not load: nobody tries again before `until`."""
 
@@ -102,6 +115,7 @@ class Mind:
         self.line = Line(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
+        self.pressure: dict[DeviceId, Felt] = {}
         self.failures: dict[tuple[str, str], Failure] = {}
         self.displaced: dict[DisplacedKey, Displaced] = {}
         self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen

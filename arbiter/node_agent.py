@@ -309,7 +309,8 @@ class NodeAgent:
         trees, returned = self._children.trees() + self._outsiders.trees(), self._returned
         readings = await asyncio.to_thread(self._probe.read, trees)
         engines = tuple(self._judged(e) for e in readings.engines)
-        said = (ev.Measured(self._node, readings.devices, engines),)
+        stalls = proc.stalled_fraction()
+        said = (ev.Measured(self._node, readings.devices, engines, stalls),)
         self._heard = await self._send(said)
         if self._heard:
             self._release_outsiders(readings.engines, returned)

@@ -5,6 +5,7 @@ taken: its agent sends the next one only when the last was received.
 """
 
 from arbiter import events as ev
+from arbiter import pressure
 from arbiter.budget import foreign_in_budget, lendable
 from arbiter.decisions import Reap, Reason
 from arbiter.eviction import confirm_sleep, doubt_sleeper
@@ -104,6 +105,7 @@ def measured(mind: Mind, event: ev.Measured) -> None:
     _learn_all(mind, event.engines)
     _note_unclaimed(mind, node, seen_bytes)
     _charge_foreign(mind, node)
+    pressure.read(mind, node, event.stalled_fraction)
 
 
 def _sizes(reading: ev.EngineReading) -> Sizes:

@@ -163,6 +163,16 @@ def _memory_files(pid: int) -> Iterator[tuple[tuple[int, int], str, int]]:
             continue  # closed between listing and reading
 
 
+def stalled_fraction() -> float:
+    """Share of the last 10 s in which some task waited for memory; 0 where the kernel keeps no
+    account of it (PSI, Documentation/accounting/psi.rst)."""
+    try:
+        line = (PROC / "pressure" / "memory").read_text().splitlines()[0]
+    except OSError:
+        return 0.0
+    return float(line.split("avg10=")[1].split()[0]) / 100
+
+
 def ram() -> tuple[Bytes, Bytes]:
     """Total and available RAM."""
     pairs = (line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())

@@ -53,6 +53,7 @@ class Terms:
     cooldown_most: Span = seconds(300)  # Kubernetes caps CrashLoopBackOff at five minutes
     retry: Span = seconds(5)  # a holder asks again at once after a failure for memory
     closing: Span = seconds(30)  # Kubernetes' default grace period before it kills
+    pressure_tick: Span = seconds(5)  # SPEC C5: while it lasts, another one goes
     audit: Span = Span(10 * SECOND)  # all books are checked this often, touched ones at once
 
 
@@ -60,10 +61,11 @@ class Terms:
 class Settings:
     """What a person may set, and what follows from the specification."""
 
-    evict: str = "priority_lru"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM
+    evict: str = "priority_lru"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM, PRESSURE
     admit: str = "urgent_first"
     place: str = "best_fit"
     keep_warm: str = "since_last_use"
+    pressure: str = "physical"
     arenas: Arenas = Arenas()
     terms: Terms = field(default_factory=Terms)
 

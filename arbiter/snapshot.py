@@ -7,6 +7,7 @@ from arbiter.admission import is_trusted
 from arbiter.events import DeviceBytes, DeviceKind, LeaseTerms
 from arbiter.ledger import Book, Entry, Sizes
 from arbiter.mind import Mind
+from arbiter.pressure import level_of
 from arbiter.reclaim import kept_bytes
 from arbiter.units import (
     Bytes,
@@ -34,6 +35,7 @@ class DeviceView:
     free_bytes: Bytes  # negative while overcommitted
     largest_fit_bytes: Bytes  # the largest ticket that could be granted there now
     physical_free_bytes: Bytes | None  # None before the first reading
+    pressure: str  # nominal, low, critical: of real memory (SPEC C5)
     is_exact: bool  # False: foreign bytes inferred from the device total
 
 
@@ -128,6 +130,7 @@ def _device(mind: Mind, book: Book) -> DeviceView:
         foreign_bytes=book.foreign_bytes, free_bytes=book.free_bytes,
         largest_fit_bytes=Bytes(fits),
         physical_free_bytes=reading.free_bytes if reading else None,
+        pressure=level_of(mind, book.device).name.lower(),
         is_exact=reading.exact if reading else False,
     )  # fmt: skip
 

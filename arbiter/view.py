@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from arbiter.events import Priority
+from arbiter.events import DeviceKind, Level, Priority
 from arbiter.units import Bytes, DeviceId, HolderId, Instant, Span, TicketId
 
 Key = tuple[Any, ...]  # compared with other keys of the same function only; lowest goes first
@@ -62,6 +62,17 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
+class Gauge:
+    """What is known of a device's real memory."""
+
+    kind: DeviceKind
+    free_bytes: Bytes  # physically
+    total_bytes: Bytes
+    reserve_bytes: Bytes  # of the total, not ours to plan with; a cap on what is lent aside
+    stalled_fraction: float  # of time in which tasks waited for this memory
+
+
+@dataclass(frozen=True, slots=True)
 class Idler:
     """A resident or sleeping model that nobody uses."""
 
@@ -77,6 +88,7 @@ class Role:
     rank: int  # lowest is evicted first
     act: str  # what evicting it costs, in words
     keep_warm_s: float  # SPEC C8, unless the model or capability says otherwise
+    is_spared: bool = False  # SPEC C5: pressure never evicts it
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +100,4 @@ class Policies:
     place: Callable[[Site], Key]
     keep_warm: Callable[[Idler], Instant | None]  # when it goes with nobody asking; None: never
     roles: Mapping[str, Role]
+    pressure: Callable[[Gauge], Level]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from arbiter import admission, eviction, holders, loads, nodes, reclaim, replicas
+from arbiter import admission, eviction, holders, loads, nodes, pressure, reclaim, replicas
 from arbiter import leases_held as leases
 from arbiter.decisions import Reason
 from arbiter.ledger import Entry, State
@@ -118,6 +118,7 @@ RULES: dict[str, Callable[[Mind, str], None]] = {
     "ticket": tend_ticket,
     "holder": lambda mind, name: holders.tend(mind, HolderId(name)),
     "node": lambda mind, name: nodes.tend(mind, NodeId(name)),
+    "pressure": pressure.tend,
     "restore": lambda mind, _: loads.tend_restores(mind),
     "scale": replicas.tend,
     "closing": lambda mind, _: end_closing(mind),

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
+from arbiter.events import Level
 from arbiter.settings import DEFAULTS, Settings
 from arbiter.units import Instant
-from arbiter.view import Candidate, Idler, Key, Policies, Price, Site, Waiter
+from arbiter.view import Candidate, Gauge, Idler, Key, Policies, Price, Site, Waiter
 from policies import (
     admit_fifo,
     admit_urgent_first,
@@ -15,6 +16,7 @@ from policies import (
     evict_two_rates,
     keep_warm,
     place_best_fit,
+    pressure,
 )
 from policies.roles import ROLES
 
@@ -33,6 +35,8 @@ ADMIT: dict[str, Callable[[Waiter], Key]] = {
 PLACE: dict[str, Callable[[Site], Key]] = {"best_fit": place_best_fit.key}
 KEEP_WARM: dict[str, Callable[[Idler], Instant | None]] = {"since_last_use": keep_warm.goes_at}
 
+PRESSURE: dict[str, Callable[[Gauge], Level]] = {"physical": pressure.level}
+
 
 def bundle(settings: Settings = DEFAULTS) -> Policies:
     """The policies the settings name. Raises KeyError for a name that is not in the tables."""
@@ -42,7 +46,8 @@ def bundle(settings: Settings = DEFAULTS) -> Policies:
         place=PLACE[settings.place],
         keep_warm=KEEP_WARM[settings.keep_warm],
         roles=ROLES,
+        pressure=PRESSURE[settings.pressure],
     )
 
 
-__all__ = ["ADMIT", "EVICT", "KEEP_WARM", "PLACE", "REPLAY_ONLY", "ROLES", "bundle"]
+__all__ = ["ADMIT", "EVICT", "KEEP_WARM", "PLACE", "PRESSURE", "REPLAY_ONLY", "ROLES", "bundle"]

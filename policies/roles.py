@@ -18,5 +18,7 @@ ROLES: dict[str, Role] = {
     "vad": Role(35, "may drop its pages instead of its process", keep_warm_s=300),
     "asr": Role(40, "speech waits for a load", keep_warm_s=300),
     "tts": Role(50, "answers wait for a voice", keep_warm_s=300),
-    "text": Role(100, "drops its KV cache; every conversation waits", keep_warm_s=300),
+    "text": Role(
+        100, "drops its KV cache; every conversation waits", keep_warm_s=300, is_spared=True
+    ),
 }

@@ -40,7 +40,7 @@ SETTINGS = replace(
     terms=replace(Terms(), reading=seconds(60), silent=seconds(40), lost=seconds(200)),
 )
 SIZES = st.integers(1, 12)
-ONLY_IDLE = (Reason.IDLE, Reason.FIT, Reason.MANUAL, Reason.SHUTDOWN)
+ONLY_IDLE = (Reason.PRESSURE, Reason.IDLE, Reason.FIT, Reason.MANUAL, Reason.SHUTDOWN)
 
 
 class Books(RuleBasedStateMachine):
@@ -58,7 +58,9 @@ class Books(RuleBasedStateMachine):
         self.budget = {CPU: 10, HOST: 6}
         self.foreign = {CPU: 0, HOST: 0}
         specs = tuple(ev.ModelSpec(m, seconds(20), m == PINNED) for m in "abcdef")
-        self.feed(ev.CapabilitiesSet((ev.CapabilitySpec("text", "text", "x", specs, seconds(60)),)))
+        self.feed(
+            ev.CapabilitiesSet((ev.CapabilitySpec("text", "embedding", "x", specs, seconds(60)),))
+        )
         self.see_node()
         self.feed(ev.Joined(HolderId("h1"), NODE, "text", ()))
         self.reading({}, 0, 0)
@@ -247,7 +249,8 @@ class Books(RuleBasedStateMachine):
         self.foreign = {CPU: cpu, HOST: host}
         self.measured = {t: {CPU: c, HOST: h} for t, (c, h) in engines.items()}
         devices = tuple(
-            ev.DeviceReading(d, Bytes(0), Bytes(b)) for d, b in sorted(self.foreign.items())
+            ev.DeviceReading(d, Bytes(self.budget[d]), Bytes(b))
+            for d, b in sorted(self.foreign.items())
         )
         readings = tuple(
             ev.EngineReading(t, tuple(ev.DeviceBytes(d, Bytes(b)) for d, b in sorted(m.items())))
@@ -265,6 +268,10 @@ class Books(RuleBasedStateMachine):
             ev.DeviceSpec(CPU, ev.DeviceKind.CPU, Bytes(cpu)),
             ev.DeviceSpec(HOST, ev.DeviceKind.HOST, Bytes(self.budget[HOST])),
         )))  # fmt: skip
+
+    @rule(level=st.sampled_from(ev.Level), where=st.sampled_from([NODE, CPU, HOST]))
+    def pressure(self, level: ev.Level, where: str) -> None:
+        self.feed(ev.PressurePushed(where, level, None, seconds(10)))
 
     @precondition(lambda self: len(self.log) % 7 == 0)  # rarely: it ends most of what goes on
     @rule()

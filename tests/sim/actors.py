@@ -76,7 +76,7 @@ class Agent:
             self.report(self.reading())
 
     def reading(self) -> ev.Measured:
-        devices = tuple(ev.DeviceReading(s.device, Bytes(0), Bytes(0)) for s in self.specs)
+        devices = tuple(ev.DeviceReading(s.device, s.total_bytes, Bytes(0)) for s in self.specs)
         engines = tuple(
             ev.EngineReading(
                 e.ticket, tuple(ev.DeviceBytes(d, Bytes(b)) for d, b in e.held.items() if b)

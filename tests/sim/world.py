@@ -65,6 +65,7 @@ class World:
         self.armed: Instant | None = None
         self.holders: dict[HolderId, Holder] = {}
         self.names = itertools.count()
+        self.role = self.rng.choice(["text", "embedding"])  # pressure spares the one
         sleeps = self.rng.random() < 0.7
         self.needs = {m: self._need(sleeps) for m in MODELS}
         self.needs[PINNED] = ev.Need(Bytes(3 * GIB))  # leaves room for each of the others
@@ -107,7 +108,8 @@ class World:
         specs = tuple(
             ev.ModelSpec(m, seconds(-1 if m == "a" else 20), pinned=m == PINNED) for m in MODELS
         )
-        return ev.CapabilitiesSet((ev.CapabilitySpec("text", "text", "fake", specs, seconds(60)),))
+        spec = ev.CapabilitySpec("text", self.role, "fake", specs, seconds(60))
+        return ev.CapabilitiesSet((spec,))
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -273,6 +275,14 @@ class World:
         holder = self.rng.choice(list(self.holders.values()))
         holder.mute_until = Instant(self.now + int(self.rng.uniform(1, 15) * SECOND))
 
+    def squeeze(self) -> None:
+        """Real memory is short somewhere, as somebody says."""
+        agent = self.rng.choice(list(self.agents.values()))
+        where = self.rng.choice([agent.node, *(s.device for s in agent.specs)])
+        level = self.rng.choice(list(ev.Level))
+        if self.arbiter is not None:
+            self.feed(ev.PressurePushed(where, level, None, seconds(self.rng.uniform(1, 20))))
+
     def kill_node(self) -> None:
         agent = self.rng.choice(list(self.agents.values()))
         if agent.node in self.dead_nodes:
@@ -300,7 +310,7 @@ class World:
 
     def schedule(self, calls: int, kills: int, within_s: float) -> None:
         harms = [self.kill_holder, self.kill_engine, self.kill_arbiter, self.kill_agent,
-                 self.kill_node, self.mute_holder]  # fmt: skip
+                 self.kill_node, self.mute_holder, self.squeeze]  # fmt: skip
         weights = [self.rng.random() for _ in harms]
         for _ in range(calls):
             self.later(within_s, self.call)

@@ -85,9 +85,11 @@ class Desk:
         self.wakes: list[Instant] = []
         self.engines: dict[str, dict[DeviceId, float]] = {}
         self.inexact: set[str] = set()
+        self.stalls = 0.0
         self.sizes: dict[str, float] = {}
         self.host_sizes: dict[str, float] = {}
         self.foreign: dict[DeviceId, float] = {}
+        self.physical: dict[DeviceId, float] = {}  # free; plenty where nothing is said
         text = capability("text", "text", tuple(MODELS), keep_warm_s, pinned)
         embedding = capability("embedding", "embedding", ("e1", "e2"), keep_warm_s, pinned)
         self.table = (text, embedding)
@@ -118,12 +120,15 @@ class Desk:
     def read(self, t: float, node: str = "n") -> list[Decision]:
         """A full reading: what `engines` and `foreign` say."""
         names = (DeviceId(f"{node}/cpu:0"), DeviceId(f"{node}/host"))
-        devices = tuple(ev.DeviceReading(d, gib(0), gib(self.foreign.get(d, 0))) for d in names)
+        devices = tuple(
+            ev.DeviceReading(d, gib(self.physical.get(d, 1e6)), gib(self.foreign.get(d, 0)))
+            for d in names
+        )
         engines = tuple(
             ev.EngineReading(TicketId(ticket), listed(sizes), ticket not in self.inexact)
             for ticket, sizes in self.engines.items()
         )
-        return self.at(t, ev.Measured(NodeId(node), devices, engines))
+        return self.at(t, ev.Measured(NodeId(node), devices, engines, self.stalls))
 
     def join(self, t: float, holder: str, *held: ev.HeldTicket, node: str = "n") -> list[Decision]:
         return self.at(t, ev.Joined(HolderId(holder), NodeId(node), "text", held))

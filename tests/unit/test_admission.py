@@ -173,7 +173,7 @@ def test_best_fit_leaves_the_smallest_hole() -> None:
         for number, size in enumerate([80, 30, 50])
     )
     desk.at(0, ev.NodeSeen(NodeId("g"), gpus))
-    readings = tuple(ev.DeviceReading(g.device, gib(0), gib(0)) for g in gpus)
+    readings = tuple(ev.DeviceReading(g.device, gib(80), gib(0)) for g in gpus)
     desk.at(0, ev.Measured(NodeId("g"), readings, ()))
     desk.join(0, "hg", node="g")
     [grant] = desk.ask(0, "a", 25, holder="hg")

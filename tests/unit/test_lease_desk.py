@@ -43,7 +43,7 @@ class Counter:
             ev.DeviceSpec(HOST, ev.DeviceKind.HOST, gib(0)),
         )
         self.shell.feed(ev.NodeSeen(NODE, specs))
-        readings = tuple(ev.DeviceReading(d, gib(0), gib(0)) for d in (CPU, HOST))
+        readings = tuple(ev.DeviceReading(d, gib(80), gib(0)) for d in (CPU, HOST))
         self.shell.feed(ev.Measured(NODE, readings, ()))
         self.desk = LeaseDesk(self.shell, self, self)  # type: ignore[arg-type]
 

@@ -1,0 +1,35 @@
+"""Memory that is said to be short, on a real cluster."""
+
+import pytest
+
+from arbiter.client import call_arbiter
+from arbiter.errors import UnderPressure
+from arbiter.events import Level, PressurePushed
+from arbiter.units import Bytes, seconds
+from tests.support.desk import capability, desk, model
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("C5")]
+
+
+async def test_pressure_takes_what_is_idle_and_not_text_and_lets_nothing_else_in() -> None:
+    both = {
+        "chat": capability(a=model(50)),
+        "other": capability("embedding", b=model(50), c=model(50)),
+    }
+    async with desk(both) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        assert [await chat.ask.remote("a"), await other.ask.remote("b")] == [200, 200]
+        state = await d.until(lambda s: all(t["idle_s"] is not None for t in s["tickets"]))
+        assert {x["pressure"] for x in state["devices"]} == {"nominal"}
+        node = state["devices"][0]["node"]
+        critical = PressurePushed(node, Level.CRITICAL, Bytes(0), seconds(5))
+        await call_arbiter("push_pressure", critical)
+        await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["a"])
+        [unload] = await d.events("model_unload")
+        assert (unload["model"], unload["reason"]) == ("b", "pressure")
+        with pytest.raises(UnderPressure):
+            await other.ask.remote("c")
+        assert await chat.ask.remote("a") == 200
+        await d.until(lambda s: all(x["pressure"] == "nominal" for x in s["devices"]))
+        assert await other.ask.remote("c") == 200
+        await d.books_are_true()

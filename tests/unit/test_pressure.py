@@ -1,0 +1,166 @@
+"""Pressure: what is physically free decides, text is spared, and what is in use stays."""
+
+from dataclasses import replace
+
+import pytest
+
+from arbiter import events as ev
+from arbiter.errors import UnderPressure
+from arbiter.units import GIB, Bytes, DeviceId, TicketId, seconds
+from arbiter.view import Gauge
+from policies.pressure import level
+from tests.unit.desk import (
+    CPU,
+    HOST,
+    NODE,
+    PLAIN,
+    Desk,
+    capability,
+    gib,
+    granted,
+    is_granted,
+    refusal,
+    revoked,
+)
+
+pytestmark = pytest.mark.spec("C5")
+
+
+def desk(device: float = 80, host: float = 0) -> Desk:
+    """With three embedding models and a text model resident, from the lowest up."""
+    made = Desk(device, host)
+    names = ("e1", "e2", "e3")
+    made.at(0, ev.CapabilitiesSet((made.table[0], capability("embedding", "embedding", names))))
+    for t, name in enumerate(names):
+        made.ask(t, f"{name}x", 10, capability="embedding", model=name)
+        made.at(t, ev.Loaded(TicketId(f"{name}x"), seconds(0)))
+        made.beat(t)
+    made.resident(3, "a", 10)
+    for name in (*(f"{n}x" for n in names), "a"):
+        made.beat(3, name)
+    return made
+
+
+def short(made: Desk, t: float, free: float, device: DeviceId = CPU) -> list[tuple[str, str, str]]:
+    made.physical[device] = free
+    return revoked(made.read(t))
+
+
+def push(
+    made: Desk, t: float, how: ev.Level, where: str = CPU, term_s: float = 60
+) -> list[tuple[str, str, str]]:
+    return revoked(made.at(t, ev.PressurePushed(where, how, Bytes(GIB), seconds(term_s))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "free", "stalls", "expected"),
+    [
+        (ev.DeviceKind.HOST, 15, 0, ev.Level.NOMINAL),
+        (ev.DeviceKind.HOST, 14, 0, ev.Level.LOW),
+        (ev.DeviceKind.CPU, 5, 0, ev.Level.LOW),
+        (ev.DeviceKind.CPU, 4, 0, ev.Level.CRITICAL),
+        (ev.DeviceKind.HOST, 90, 0.1, ev.Level.LOW),
+        (ev.DeviceKind.HOST, 14, 0.7, ev.Level.CRITICAL),
+        (ev.DeviceKind.GPU, 5, 0, ev.Level.NOMINAL),  # of a reserve of 10
+        (ev.DeviceKind.GPU, 4, 0, ev.Level.LOW),
+        (ev.DeviceKind.GPU, 1, 0, ev.Level.CRITICAL),
+    ],
+)
+def test_the_worst_source_wins(
+    kind: ev.DeviceKind, free: int, stalls: float, expected: ev.Level
+) -> None:
+    assert level(Gauge(kind, Bytes(free), Bytes(100), Bytes(10), stalls)) is expected
+
+
+def test_low_takes_the_lowest_idle_and_another_with_each_tick_that_stays_low() -> None:
+    d = desk()
+    assert short(d, 10, free=10) == [("e1x", "pressure", "gone")]
+    assert revoked(d.read(12)) == []
+    assert revoked(d.woke(15)) == [("e2x", "pressure", "gone")]
+    assert short(d, 16, free=70) == [] and revoked(d.woke(30)) == []
+    told = [(t.data["level"], t.data["source"]) for t in d.told if t.kind == "memory_pressure"]
+    assert told == [("low", "measured"), ("nominal", "measured")]
+
+
+def test_critical_takes_every_idle_one_but_text_and_refuses_loads() -> None:
+    d = desk()
+    d.beat(4, "e2x", inflight=1)
+    assert sorted(short(d, 10, free=2)) == [
+        ("e1x", "pressure", "gone"),
+        ("e3x", "pressure", "gone"),
+    ]
+    error = refusal(d.ask(11, "e1y", 1, capability="embedding", model="e1"))
+    assert isinstance(error, UnderPressure) and error.retry_after_s
+    assert is_granted(d.ask(12, "b", 1), "b")
+    d.beat(13, "e2x")
+    assert revoked(d.woke(15)) == [("e2x", "pressure", "gone")]
+    assert d.state("a") == "resident"
+
+
+def test_who_waits_for_a_load_waits_until_it_clears() -> None:
+    d = Desk()
+    d.ask(0, "a", 80)
+    d.ask(1, "e1", 10, capability="embedding", model="e1")
+    push(d, 2, ev.Level.CRITICAL)
+    d.at(3, ev.Released(TicketId("a"), "x"))
+    assert granted(d.gone(4, "a")) == []
+    assert granted(d.woke(62)) == ["e1"]
+
+
+def test_one_that_was_in_use_after_all_is_skipped_for_the_next() -> None:
+    d = desk()
+    assert short(d, 10, free=10) == [("e1x", "pressure", "gone")]
+    assert revoked(d.at(10.5, ev.Busy(TicketId("e1x"), 1))) == [("e2x", "pressure", "gone")]
+    assert d.state("e1x") == "resident"
+
+
+def test_when_none_is_left_that_is_an_event_once() -> None:
+    d = Desk()
+    d.resident(0, "a", 10)
+    short(d, 10, free=2)
+    d.woke(15)
+    d.woke(20)
+    assert d.kinds().count("pressure_nothing_left") == 1 and d.state("a") == "resident"
+
+
+def test_pushed_levels_last_for_their_term_and_hold_where_they_were_pushed() -> None:
+    d = desk()
+    d.see_node(4, 80, 0, node="m")
+    assert push(d, 10, ev.Level.LOW, where="m/cpu:0") == []
+    assert push(d, 11, ev.Level.LOW, where=NODE, term_s=8) == [("e1x", "pressure", "gone")]
+    assert revoked(d.woke(16)) == [("e2x", "pressure", "gone")]
+    assert revoked(d.woke(19)) == [] and revoked(d.woke(21)) == []
+    assert d.last("memory_pressure").data["level"] == "nominal"
+    stale = d.arbiter.stale_count
+    push(d, 22, ev.Level.LOW, where="nowhere")
+    assert d.arbiter.stale_count == stale + 1
+
+
+def test_what_the_books_say_does_not_matter() -> None:
+    d = Desk(settings=replace(PLAIN, arena_fraction=0.5))
+    assert is_granted(
+        d.ask(0, "e1", 40, capability="embedding", model="e1"), "e1"
+    )  # all that can be lent
+    assert short(d, 1, free=40) == [] and "memory_pressure" not in d.kinds()
+
+
+def test_two_budgets_of_one_ram_lose_one_model_a_tick() -> None:
+    d = desk(host=80)
+    d.physical = {CPU: 10, HOST: 10}
+    assert revoked(d.read(10)) == [("e1x", "pressure", "gone")]
+    assert len(revoked(d.woke(15))) == 1
+
+
+@pytest.mark.spec("A15")
+def test_a_preemptible_lease_goes_before_any_model() -> None:
+    d = desk()
+    d.lease(4, "job", 10, preemptible=True)
+    assert short(d, 10, free=10) == [("job", "pressure", "gone")]
+
+
+def test_the_picture_shows_the_level() -> None:
+    d = desk()
+    short(d, 10, free=10)
+    [cpu, host] = d.arbiter.snapshot(seconds(10)).devices  # type: ignore[arg-type]
+    assert (cpu.pressure, host.pressure) == ("low", "nominal")
+    assert cpu.physical_free_bytes == gib(10)
