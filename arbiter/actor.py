@@ -118,6 +118,13 @@ class ArbiterActor:
         self._check(epoch, requested.holder)
         return await self._shell.acquire(requested)
 
+    async def grow(
+        self, epoch: Epoch, holder: HolderId, event: ev.GrowthAsked
+    ) -> wire.Granted:
+        """Waits for more for a resident. Raises GrowthRefused, NeverFits, TicketClosed."""
+        self._check(epoch, holder)
+        return await self._shell.grow(event)
+
     async def tell(self, epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
         self._check(epoch, holder)
         match event:

@@ -1,9 +1,8 @@
 """From asking to a grant (SPEC A3, A4, B6, C6, C7): who may ask, who is next, where it goes."""
 
 from arbiter import events as ev
+from arbiter import gangs, pressure, urgency
 from arbiter import leases_held as leases
-from arbiter import pressure, urgency
-from arbiter.budget import on_demand, pinned_overcommit
 from arbiter.decisions import Grant
 from arbiter.errors import (
     ArbiterClosing,
@@ -19,14 +18,14 @@ from arbiter.errors import (
     UnknownModel,
 )
 from arbiter.eviction import make_room, min_residency_ends
-from arbiter.ledger import Book, Entry, Sizes, State
+from arbiter.ledger import Entry, Sizes, State
 from arbiter.loads import retried
 from arbiter.mind import Holder, Mind, Node
 from arbiter.reclaim import kept_bytes
+from arbiter.sites import compute_books, flag_pinned_on, is_trusted, on_demand_of
 from arbiter.units import Bytes, DeviceId, Epoch, after, in_seconds, since
 from arbiter.view import Site
 
-COMPUTE = frozenset({ev.DeviceKind.GPU, ev.DeviceKind.CPU})
 NEVER_JOINED = Epoch(0)
 
 
@@ -163,7 +162,7 @@ def _new_entry(mind: Mind, holder: Holder, event: ev.Requested) -> Entry:
         event.ticket, event.holder, holder.node, event.capability, event.model,
         event.settings_key, event.need, event.need_is_explicit, event.attempt,
         opened=mind.now, since=mind.now, role_rank=mind.policies.roles[role].rank,
-        pinned=spec.pinned, keep_warm=spec.keep_warm,
+        pinned=spec.pinned, keep_warm=spec.keep_warm, gang=event.gang, split=event.split,
     )  # fmt: skip
 
 
@@ -205,12 +204,17 @@ def _place(mind: Mind, entry: Entry, taken: set[DeviceId]) -> None:
     node = mind.nodes.get(entry.node)
     if node is None:
         return  # its agent has not introduced itself yet
+    if entry.gang:
+        return _place_gang(mind, entry, node, taken)
     books = compute_books(mind, node)
     need = size_of(mind, entry, max((b.budget_bytes for b in books), default=Bytes(0)))
     most = max((on_demand_of(b) for b in books), default=need)
+    if need > most and (several := gangs.split(books, need, entry.split)):
+        parts = [gangs.Part(entry, d, size) for d, size in several.items()]
+        return _place_parts(mind, entry, node, parts, taken)
     if need > most:
         if entry.pinned:
-            _flag_pinned(mind, max(books, key=on_demand_of), need)
+            flag_pinned_on(mind, max(books, key=on_demand_of), need)
         _turn_away(mind, entry, NeverFits(entry.ticket, need, most))
         return
     sites = [
@@ -228,6 +232,45 @@ def _place(mind: Mind, entry: Entry, taken: set[DeviceId]) -> None:
         asked = (s.device for s in sites if make_room(mind, entry, s.device, need))
         taken.add(next(asked, sites[0].device))
         _look_again(mind, [s.device for s in sites])
+
+
+def _place_gang(mind: Mind, entry: Entry, node: Node, taken: set[DeviceId]) -> None:
+    """The first of its members to come up in the line asks for all of them."""
+    if gone := [t for t in entry.gang if t in mind.answers]:
+        return _turn_away(mind, entry, TicketClosed(gone[0]))
+    there = gangs.members(mind, entry)
+    if there is None or any(mind.line.is_ahead(e.ticket, entry.ticket) for e in there):
+        return
+    books = compute_books(mind, node)
+    largest = max((b.budget_bytes for b in books), default=Bytes(0))
+    sizes = [(e, size_of(mind, e, largest)) for e in there]
+    most = {b.device: on_demand_of(b) for b in books}
+    if not gangs.assign(sizes, books, most):
+        need, whole = Bytes(sum(s for _, s in sizes)), Bytes(sum(most.values()))
+        for member in there:
+            _turn_away(mind, member, NeverFits(member.ticket, need, whole))
+        return
+    now = gangs.assign(sizes, books, {b.device: b.free_bytes for b in books})
+    _place_parts(mind, entry, node, now or gangs.assign(sizes, books, most), taken)
+
+
+def _place_parts(
+    mind: Mind, entry: Entry, node: Node, parts: list[gangs.Part], taken: set[DeviceId]
+) -> None:
+    """All of them in this step, or none (SPEC A13)."""
+    devices = {part.device for part in parts}
+    entries = {part.entry.ticket: part.entry for part in parts}
+    shut = any(pressure.is_shut(mind, p.entry, p.device) for p in parts)
+    if devices & taken or shut or not all(is_trusted(mind, node, d) for d in devices):
+        return
+    if gangs.is_free(mind, parts):
+        for ticket, member in entries.items():
+            home = {p.device: p.size_bytes for p in parts if p.entry.ticket == ticket}
+            _grant(mind, member, home)
+        return
+    gangs.make_room_for_all(mind, entry, parts)
+    taken |= devices
+    _look_again(mind, sorted(devices))
 
 
 def _wake(mind: Mind, entry: Entry, taken: set[DeviceId]) -> None:
@@ -315,51 +358,3 @@ def expire(mind: Mind, entry: Entry) -> None:
     waited = in_seconds(since(waiting.waiter.asked, mind.now))
     again = retry_after_s(mind, entry.capability, entry.model)
     _turn_away(mind, entry, DeadlineUnmet(entry.ticket, waited, again))
-
-
-# -- where ----------------------------------------------------------------------------------------
-
-
-def compute_books(mind: Mind, node: Node) -> list[Book]:
-    books = (mind.ledger.books.get(d) for d in node.devices)
-    return [b for b in books if b and b.kind in COMPUTE]
-
-
-def on_demand_of(book: Book) -> Bytes:
-    """The most that waiting can ever bring: pinned models are never victims (SPEC B2)."""
-    return on_demand(book.budget_bytes, _pinned_on(book))
-
-
-def _pinned_on(book: Book) -> Bytes:
-    return Bytes(sum(e.charge(book.device) for e in book.entries.values() if e.pinned))
-
-
-def flag_pinned(mind: Mind) -> None:
-    """The table or a node has changed: more may be pinned now than a device can lend."""
-    for book in mind.ledger.books.values():
-        _flag_pinned(mind, book, Bytes(0))
-
-
-def _flag_pinned(mind: Mind, book: Book, more: Bytes) -> None:
-    """What a pinned model needs is known once it asks, which it does at start (SPEC B2)."""
-    pinned = Bytes(_pinned_on(book) + more)
-    if over := pinned_overcommit(book.budget_bytes, pinned):
-        lent = book.budget_bytes
-        mind.tell("pinned_overcommit", size=over, device=book.device, pinned=pinned, budget=lent)
-
-
-def is_trusted(mind: Mind, node: Node, device: DeviceId) -> bool:
-    """Its memory was read in this epoch and lately, and no engine that nobody claimed may still be
-    growing on it."""
-    terms = mind.settings.terms
-    if node.heard is None or since(node.heard, mind.now) >= terms.reading:
-        return False
-    if device not in node.readings:
-        return False
-    grace = after(mind.settled_at, terms.reclaim_alarm)
-    for engine in node.unclaimed.values():
-        over_at = max(grace, after(engine.first_seen, terms.reclaim_alarm))
-        if device in engine.measured and mind.now < over_at:
-            mind.alarms.set(("line", ""), over_at)
-            return False
-    return True

@@ -31,7 +31,7 @@ from arbiter.lifecycle import (
     upgrade_arbiter,
 )
 from arbiter.runs import Runs
-from arbiter.units import Epoch, HolderId, Span, TicketId, in_seconds, seconds
+from arbiter.units import Bytes, Epoch, HolderId, Span, TicketId, in_seconds, seconds
 
 __all__ = [
     "HolderClient",
@@ -122,6 +122,30 @@ class HolderClient:
         except asyncio.CancelledError:
             self.tell(ev.Withdrawn(requested.ticket))
             raise
+
+    async def acquire_all(self, requested: tuple[ev.Requested, ...]) -> tuple[wire.Granted, ...]:
+        """A gang: all of them or none (SPEC A13). Raises what the first refused one does."""
+        gang = tuple(r.ticket for r in requested)
+        asked = [asyncio.ensure_future(self.acquire(replace(r, gang=gang))) for r in requested]
+        try:
+            return tuple(await asyncio.gather(*asked))
+        finally:
+            for one in asked:
+                one.cancel()  # withdrawn, if it still waits
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def grow(self, ticket: TicketId, more: Bytes, within: Span) -> wire.Granted:
+        """More for a resident (SPEC A14); the grant says what it has now. Raises GrowthRefused,
+        NeverFits, TicketClosed, ArbiterUnavailable: then it goes on with what it had."""
+        await self.joined()
+        asked = ev.GrowthAsked(ticket, more, within)
+        try:
+            granted: wire.Granted = await self._arbiter.grow.remote(self.epoch, self.holder, asked)
+        except RayTaskError as error:
+            raise cause_of(error) from None
+        except RayActorError:
+            raise ArbiterUnavailable(0.0) from None
+        return granted
 
     async def _all_is_said(self) -> bool:
         """False: the arbiter went before it had heard everything."""

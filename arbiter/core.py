@@ -17,7 +17,7 @@ raises LedgerBroken, after which the actor must crash.
 from functools import singledispatchmethod
 from typing import Any
 
-from arbiter import admission, eviction, holders, loads, nodes, pressure, reclaim, replicas, watch
+from arbiter import admission, eviction, growth, holders, loads, nodes, pressure, reclaim, replicas, sites, watch
 from arbiter import events as ev
 from arbiter.decisions import Decision, Reason, WakeAt
 from arbiter.ledger import CHARGED, State
@@ -57,6 +57,7 @@ class Arbiter:
         self._apply(event)
         watch.ring(mind)
         eviction.relieve(mind)
+        growth.serve(mind)
         admission.admit(mind)
         mind.ledger.check_touched()
         if (at := mind.alarms.next()) is not None:
@@ -123,7 +124,7 @@ class Arbiter:
         for entry in self._mind.ledger.entries(*CHARGED):
             holders.configure(self._mind, entry)
             self._mind.watch(entry, self._mind.now)
-        admission.flag_pinned(self._mind)
+        sites.flag_pinned(self._mind)
 
     @_apply.register
     def _(self, event: ev.CapabilityRegistered) -> None:
@@ -132,7 +133,7 @@ class Arbiter:
     @_apply.register
     def _(self, event: ev.NodeSeen) -> None:
         nodes.seen(self._mind, event)
-        admission.flag_pinned(self._mind)
+        sites.flag_pinned(self._mind)
 
     @_apply.register
     def _(self, event: ev.NodeLost) -> None:
@@ -163,6 +164,14 @@ class Arbiter:
     @_apply.register
     def _(self, event: ev.Requested) -> None:
         admission.requested(self._mind, event)
+
+    @_apply.register
+    def _(self, event: ev.GrowthAsked) -> None:
+        growth.asked(self._mind, event)
+
+    @_apply.register
+    def _(self, event: ev.GaveBack) -> None:
+        growth.gave_back(self._mind, event)
 
     @_apply.register
     def _(self, event: ev.Withdrawn) -> None:

@@ -13,6 +13,7 @@ ArbiterError
     EngineLost            503  the engine died under this request
     CapabilityFailed      503  its deployment is broken or has no application
     LeaseRefused          400  a lease on terms, or for a process, that cannot be
+    GrowthRefused         409  a resident that wants more would wait for one that does as well
     UnderPressure         503  real memory is short on every device it could go to
     QuotaExceeded         429  more than this tenant or client may have at once
     HolderQuarantined     503  this holder did not give memory back
@@ -196,6 +197,19 @@ class LeaseRefused(RequestError):
 
     def __str__(self) -> str:
         return f"no lease: `{self.field}` {self.cause}"
+
+
+class GrowthRefused(RequestError):
+    """It goes on with what it has."""
+
+    status_code, code = 409, "growth_refused"
+
+    def __init__(self, ticket: TicketId, more_bytes: Bytes, cause: str) -> None:
+        super().__init__(ticket, more_bytes, cause)
+        self.ticket, self.more_bytes, self.cause = ticket, more_bytes, cause
+
+    def __str__(self) -> str:
+        return f"{self.ticket} gets no {human(self.more_bytes)} more: {self.cause}"
 
 
 class UnderPressure(RequestError):

@@ -34,6 +34,14 @@ class Level(IntEnum):
     CRITICAL = 2
 
 
+class Split(Enum):
+    """How a model larger than one device may lie on several (SPEC B5)."""
+
+    NONE = "none"
+    EQUAL = "equal"  # tensor parallel
+    PROPORTIONAL = "proportional"  # layers by what each device has free
+
+
 class Phase(Enum):
     """What a holder says of one of its tickets. The arbiter's own states are in ledger.State."""
 
@@ -249,7 +257,27 @@ class Requested:
     deadline: Span | None = None  # refuse if not granted within
     attempt: int = 1  # 2 after a load that failed for memory
     priority: Priority = Priority.NORMAL
+    gang: tuple[TicketId, ...] = ()  # of its holder, itself included: granted all or none
+    split: Split = Split.NONE
     lease: LeaseTerms | None = None  # of a process outside Serve; `model` is what it is called
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthAsked:
+    """A resident wants to hold more: longer context, more KV (SPEC A14). Answered like a request,
+    under the same ticket."""
+
+    ticket: TicketId
+    more_bytes: Bytes  # 0: no longer
+    within: Span  # it goes on as it is when there is no room by then
+
+
+@dataclass(frozen=True, slots=True)
+class GaveBack:
+    """A resident holds less from now on. What is still measured stays charged."""
+
+    ticket: TicketId
+    less_bytes: Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +377,8 @@ Event = (
     | Renewed
     | HolderLost
     | Requested
+    | GrowthAsked
+    | GaveBack
     | Withdrawn
     | Loaded
     | LoadBroke

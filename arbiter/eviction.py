@@ -24,15 +24,21 @@ Victims = list[Entry]
 def make_room(mind: Mind, waiting: Entry, device: DeviceId, need: Bytes) -> bool:
     """Asks victims until `need` bytes will be free; True when they are asked or on their way.
     All or nothing: nobody leaves for a ticket that still would not fit."""
+    victims = room_for(mind, waiting, device, need)
+    for victim in victims or ():
+        displace(mind, waiting, victim)
+        revoke(mind, victim, Reason.SWAP, waiting)
+    return victims is not None
+
+
+def room_for(mind: Mind, waiting: Entry, device: DeviceId, need: Bytes) -> Victims | None:
+    """Whom to ask: nobody where it is free or on its way, None where all who may be asked would
+    not do."""
     book = mind.ledger.books[device]
     short = Bytes(need - book.free_bytes - coming_back(book))
     if short <= 0:
-        return True
-    victims = _cheapest(mind, book, waiting, short)
-    for victim in victims:
-        displace(mind, waiting, victim)
-        revoke(mind, victim, Reason.SWAP, waiting)
-    return bool(victims)
+        return []
+    return _cheapest(mind, book, waiting, short) or None
 
 
 def relieve(mind: Mind) -> None:

@@ -15,10 +15,10 @@ from arbiter.errors import HolderQuarantined, LeaseRefused, QuotaExceeded, Reque
 from arbiter.ledger import Entry, State
 from arbiter.mind import Holder, Mind
 from arbiter.reclaim import charged
+from arbiter.sites import COMPUTE
 from arbiter.units import Bytes, Epoch, Instant, Span, after, in_seconds
 
 LEASE = "lease"  # the capability and the role every lease has
-COMPUTE = frozenset({ev.DeviceKind.GPU, ev.DeviceKind.CPU})
 
 
 # -- asking ---------------------------------------------------------------------------------------

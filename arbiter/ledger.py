@@ -17,7 +17,7 @@ from enum import Enum
 
 from arbiter.decisions import Reason, Tier
 from arbiter.errors import LedgerBroken
-from arbiter.events import DeviceKind, LeaseTerms, Need, Priority
+from arbiter.events import DeviceKind, LeaseTerms, Need, Priority, Split
 from arbiter.units import Bytes, DeviceId, HolderId, Instant, NodeId, Span, TicketId
 
 
@@ -70,6 +70,11 @@ class Entry:
     role_rank: int = 0
     pinned: bool = False
     keep_warm: Span = Span(-1)
+
+    gang: tuple[TicketId, ...] = ()
+    split: Split = Split.NONE
+    grows_bytes: Bytes = Bytes(0)  # wanted on top of what it has; waits for room
+    grows_by: Instant = Instant(0)
 
     lease: LeaseTerms | None = None  # its holder is a process outside Serve
     lease_ends: Instant = Instant(0)
@@ -182,6 +187,12 @@ class Ledger:
         for device in entry.devices:
             if (book := self.books.get(device)) and book.stale is not None:
                 book.stale.add(entry.ticket)
+
+    def resize(self, entry: Entry, granted: Sizes) -> None:
+        """A resident was granted more, or gave some back."""
+        self._count(entry, -1)
+        entry.granted = granted
+        self._count(entry, 1)
 
     def find(self, ticket: TicketId) -> Entry | None:
         return self._entries.get(ticket)

@@ -115,6 +115,7 @@ class Mind:
         self.line = Line(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
+        self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
         self.pressure: dict[DeviceId, Felt] = {}
         self.failures: dict[tuple[str, str], Failure] = {}
         self.displaced: dict[DisplacedKey, Displaced] = {}

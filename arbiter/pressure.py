@@ -15,10 +15,10 @@ from arbiter.ledger import Book, Entry
 from arbiter.mind import Felt, Mind, Node
 from arbiter.ranking import in_order
 from arbiter.reclaim import charged
+from arbiter.sites import compute_books
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, after, host_device
 from arbiter.view import Gauge
 
-COMPUTE = frozenset({ev.DeviceKind.GPU, ev.DeviceKind.CPU})
 
 
 # -- sources --------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def why_not(mind: Mind, holder: HolderId, role: str) -> UnderPressure | None:
     found = mind.nodes.get(known.node) if known else None
     if found is None or mind.policies.roles[role].is_spared:
         return None
-    books = [b for d in found.devices if (b := mind.ledger.books.get(d)) and b.kind in COMPUTE]
+    books = compute_books(mind, found)
     if not books or any(level_of(mind, b.device) is not Level.CRITICAL for b in books):
         return None
     freest = max((mind.pressure[b.device].free_bytes for b in books), default=Bytes(0))

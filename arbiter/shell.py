@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import NoReturn, Protocol
 
 from arbiter import events as ev
@@ -21,7 +22,7 @@ from arbiter.decisions import Decision, Grant, Probe, Reap, Refuse, Reload, Revo
 from arbiter.errors import RequestError, TicketClosed
 from arbiter.eventlog import EventLog
 from arbiter.plain import plain
-from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId
+from arbiter.units import Bytes, Epoch, HolderId, Instant, NodeId, Span, TicketId
 
 logger = logging.getLogger("arbiter")
 
@@ -167,6 +168,20 @@ class Shell:
                 del self._callers[ticket]
                 if self._waiting.get(ticket) is waiter:
                     del self._waiting[ticket]
+
+    async def grow(self, event: ev.GrowthAsked) -> wire.Granted:
+        """As `acquire`, for a resident: refused, it goes on as it is. Cancelled, it wants no more."""
+        ticket = event.ticket
+        waiter = self._waiting.setdefault(ticket, asyncio.get_running_loop().create_future())
+        try:
+            self.feed(event)
+            return await asyncio.shield(waiter)
+        except asyncio.CancelledError:
+            self.feed(replace(event, more_bytes=Bytes(0)))
+            raise
+        finally:
+            if self._waiting.get(ticket) is waiter:
+                del self._waiting[ticket]
 
     def withdrawn(self, event: ev.Withdrawn) -> None:
         """The holder's own word; its pending call, if any, ends."""

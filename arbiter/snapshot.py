@@ -3,12 +3,12 @@ nothing outside the arbiter's process."""
 
 from dataclasses import dataclass
 
-from arbiter.admission import is_trusted
 from arbiter.events import DeviceBytes, DeviceKind, LeaseTerms
 from arbiter.ledger import Book, Entry, Sizes
 from arbiter.mind import Mind
 from arbiter.pressure import level_of
 from arbiter.reclaim import kept_bytes
+from arbiter.sites import is_trusted
 from arbiter.units import (
     Bytes,
     DeviceId,

@@ -54,6 +54,7 @@ class Books(RuleBasedStateMachine):
         self.held: dict[TicketId, dict[DeviceId, int]] = {}
         self.measured: dict[TicketId, dict[DeviceId, int]] = {}
         self.asked: set[TicketId] = set()  # and not yet answered
+        self.growing: set[TicketId] = set()  # and not yet answered
         self.answers: dict[TicketId, Grant | Refuse] = {}
         self.budget = {CPU: 10, HOST: 6}
         self.foreign = {CPU: 0, HOST: 0}
@@ -105,6 +106,11 @@ class Books(RuleBasedStateMachine):
 
     def judge_grant(self, grant: Grant, event: ev.Event, before: dict[TicketId, Entry]) -> None:
         ticket = grant.ticket
+        if ticket in self.growing and not isinstance(event, ev.Requested):
+            self.growing.discard(ticket)
+            assert all(self.ledger.books[p.device].free_bytes >= 0 for p in grant.devices)
+            self.held[ticket] = {p.device: int(p.size_bytes) for p in grant.devices}
+            return
         if ticket in self.held and before[ticket].state is not State.ASLEEP:
             repeats = isinstance(event, ev.Requested) and event.ticket == ticket
             if repeats and ticket not in self.asked:
@@ -123,6 +129,9 @@ class Books(RuleBasedStateMachine):
         self, refusal: Refuse, event: ev.Event, before: dict[TicketId, Entry]
     ) -> None:
         ticket = refusal.ticket
+        if ticket in self.growing or isinstance(event, ev.GrowthAsked):
+            self.growing.discard(ticket)
+            return
         asked_now = isinstance(event, ev.Requested) and event.ticket == ticket
         assert ticket in self.asked or asked_now, f"{ticket} was refused without asking"
         first = self.answers.get(ticket)
@@ -183,6 +192,20 @@ class Books(RuleBasedStateMachine):
             "busy": ev.Busy(ticket, 1),
             "dropped": ev.BarrierDropped(ticket, 2),
         }[kind])  # fmt: skip
+
+    @rule(ticket=TICKETS, more=st.integers(0, 6))
+    def grow(self, ticket: TicketId, more: int) -> None:
+        if self.state(ticket) is State.RESIDENT:
+            self.growing.add(ticket)
+        self.feed(ev.GrowthAsked(ticket, Bytes(more), seconds(10)))
+
+    @rule(ticket=TICKETS, less=st.integers(1, 6))
+    def give_back(self, ticket: TicketId, less: int) -> None:
+        if self.state(ticket) is State.RESIDENT:
+            home = self.ledger.find(ticket).home
+            assert len(home) <= 1
+            self.held[ticket] = {d: max(0, b - less) for d, b in home.items()}
+        self.feed(ev.GaveBack(ticket, Bytes(less)))
 
     @rule(ticket=TICKETS, kind=st.sampled_from(["slept", "released", "withdrawn", "unload"]))
     def holder_leaves(self, ticket: TicketId, kind: str) -> None:

@@ -227,6 +227,7 @@ ERRORS = [
     errors.CapabilityFailed("a", "it has no application"),
     errors.HolderQuarantined(HolderId("h"), Bytes(5)),
     errors.LeaseRefused("pid", "1 is no process"),
+    errors.GrowthRefused(TicketId("a"), Bytes(5), "it is leaving"),
     errors.UnderPressure(NodeId("n"), Bytes(5)),
     errors.QuotaExceeded("t", 5, 6, 7, "bytes"),
     errors.ArbiterClosing(),

@@ -1,0 +1,54 @@
+"""Where a ticket could go: devices that may be lent from, and how much waiting could ever bring."""
+
+from arbiter.budget import on_demand, pinned_overcommit
+from arbiter.events import DeviceKind
+from arbiter.ledger import Book
+from arbiter.mind import Mind, Node
+from arbiter.units import Bytes, DeviceId, after, since
+
+COMPUTE = frozenset({DeviceKind.GPU, DeviceKind.CPU})
+
+
+def compute_books(mind: Mind, node: Node) -> list[Book]:
+    books = (mind.ledger.books.get(d) for d in node.devices)
+    return [b for b in books if b and b.kind in COMPUTE]
+
+
+def on_demand_of(book: Book) -> Bytes:
+    """The most that waiting can ever bring: pinned models are never victims (SPEC B2)."""
+    return on_demand(book.budget_bytes, pinned_on(book))
+
+
+def pinned_on(book: Book) -> Bytes:
+    return Bytes(sum(e.charge(book.device) for e in book.entries.values() if e.pinned))
+
+
+def flag_pinned(mind: Mind) -> None:
+    """The table or a node has changed: more may be pinned now than a device can lend."""
+    for book in mind.ledger.books.values():
+        flag_pinned_on(mind, book, Bytes(0))
+
+
+def flag_pinned_on(mind: Mind, book: Book, more: Bytes) -> None:
+    """What a pinned model needs is known once it asks, which it does at start (SPEC B2)."""
+    pinned = Bytes(pinned_on(book) + more)
+    if over := pinned_overcommit(book.budget_bytes, pinned):
+        lent = book.budget_bytes
+        mind.tell("pinned_overcommit", size=over, device=book.device, pinned=pinned, budget=lent)
+
+
+def is_trusted(mind: Mind, node: Node, device: DeviceId) -> bool:
+    """Its memory was read in this epoch and lately, and no engine that nobody claimed may still be
+    growing on it."""
+    terms = mind.settings.terms
+    if node.heard is None or since(node.heard, mind.now) >= terms.reading:
+        return False
+    if device not in node.readings:
+        return False
+    grace = after(mind.settled_at, terms.reclaim_alarm)
+    for engine in node.unclaimed.values():
+        over_at = max(grace, after(engine.first_seen, terms.reclaim_alarm))
+        if device in engine.measured and mind.now < over_at:
+            mind.alarms.set(("line", ""), over_at)
+            return False
+    return True

@@ -1,0 +1,156 @@
+"""All or none: tickets that only make sense together, and tickets over several devices."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arbiter import events as ev
+from arbiter.errors import NeverFits, TicketClosed
+from arbiter.events import Split
+from arbiter.gangs import split
+from arbiter.ledger import Book
+from arbiter.units import Bytes, DeviceId, HolderId, NodeId, TicketId
+from tests.unit.desk import PLAIN, Desk, gib, granted, refusal, revoked
+
+GPUS = [DeviceId(f"g/gpu:{i}") for i in range(4)]
+
+
+def books(*free: int, budget: int = 100) -> list[Book]:
+    return [
+        Book(d, NodeId("g"), ev.DeviceKind.GPU, Bytes(budget), Bytes(budget), Bytes(f))
+        for d, f in zip(GPUS, free, strict=False)
+    ]
+
+
+class Gpus(Desk):
+    """A node of GPUs of the given GiB."""
+
+    def __init__(self, *sizes: float) -> None:
+        super().__init__(settings=PLAIN)
+        self.gpus = [
+            ev.DeviceSpec(d, ev.DeviceKind.GPU, gib(size))
+            for d, size in zip(GPUS, sizes, strict=False)
+        ]
+        self.at(0, ev.NodeSeen(NodeId("g"), tuple(self.gpus)))
+        readings = tuple(ev.DeviceReading(s.device, s.total_bytes, gib(0)) for s in self.gpus)
+        self.at(0, ev.Measured(NodeId("g"), readings, ()))
+        self.join(0, "k", node="g")
+
+    def want(
+        self, t: float, name: str, size: float, gang: str = "", how: Split = Split.NONE
+    ) -> list[object]:
+        return list(self.at(t, ev.Requested(
+            TicketId(name), HolderId("k"), "text", name, ev.Need(gib(size)), "", True,
+            gang=tuple(map(TicketId, gang)), split=how,
+        )))  # fmt: skip
+
+    def done(self, t: float, name: str) -> None:
+        self.at(t, ev.Loaded(TicketId(name), ev.Span(0)))
+        self.beat(t, name, holder="k")
+
+    def home(self, name: str) -> dict[str, float]:
+        entry = self.mind.ledger.find(TicketId(name))
+        return {d[-1]: size / gib(1) for d, size in entry.home.items()}
+
+
+@pytest.mark.spec("A13")
+def test_a_gang_is_granted_in_one_step_when_the_last_has_asked() -> None:
+    d = Gpus(80)
+    assert granted(d.want(0, "a", 50, "ab")) == []
+    assert granted(d.want(1, "b", 30, "ab")) == ["a", "b"]
+
+
+@pytest.mark.spec("A13")
+def test_none_of_a_gang_is_granted_while_one_has_no_room() -> None:
+    d = Gpus(80)
+    d.want(0, "c", 20)
+    d.done(0, "c")
+    d.beat(0.5, "c", holder="k", inflight=1)
+    d.want(0.6, "a", 50, "ab")
+    assert granted(d.want(0.7, "b", 30, "ab")) == []
+    assert d.state("a") == d.state("b") == "queued"
+    d.at(2, ev.Released(TicketId("c"), "x"))
+    assert granted(d.at(3, ev.EngineGone(NodeId("g"), TicketId("c"), True))) == ["a", "b"]
+
+
+@pytest.mark.spec("A13")
+def test_nobody_leaves_for_a_gang_that_would_not_fit_all_the_same() -> None:
+    d = Gpus(80, 80)
+    for name, size in (("c", 60), ("d", 60)):
+        d.want(0, name, size)
+        d.done(0, name)
+    d.mind.ledger.find(TicketId("d")).pinned = True
+    d.want(20, "a", 70, "ab")
+    assert revoked(d.want(20, "b", 70, "ab")) == []
+    assert isinstance(d.mind.answers[TicketId("a")], NeverFits)
+
+
+@pytest.mark.spec("A13")
+def test_room_is_made_for_the_whole_gang_over_devices() -> None:
+    d = Gpus(80, 80)
+    for name in ("c", "d"):
+        d.want(0, name, 60)
+        d.done(0, name)
+    d.want(20, "a", 70, "ab")
+    assert sorted(r[0] for r in revoked(d.want(20, "b", 70, "ab"))) == ["c", "d"]
+
+
+@pytest.mark.spec("A13")
+def test_while_a_gang_is_incomplete_others_go_past_it() -> None:
+    d = Gpus(80)
+    d.want(0, "a", 50, "ab")
+    assert granted(d.want(1, "c", 60)) == ["c"]
+
+
+@pytest.mark.spec("A13", "A8")
+def test_one_member_leaving_ends_the_wait_of_the_others() -> None:
+    d = Gpus(80)
+    d.want(0, "a", 50, "ab")
+    d.at(1, ev.Withdrawn(TicketId("b")))
+    assert isinstance(refusal(d.woke(2)), TicketClosed) and d.state("a") == "closed"
+
+
+@pytest.mark.spec("A13", "B5")
+def test_a_model_larger_than_any_device_is_split_and_the_parts_are_on_its_ticket() -> None:
+    d = Gpus(80, 80, 60)
+    assert granted(d.want(0, "a", 120, how=Split.EQUAL)) == ["a"]
+    assert d.home("a") == {"0": 60, "1": 60}
+    assert [b.charged_bytes for b in d.mind.ledger.books.values() if b.charged_bytes]
+
+
+@pytest.mark.spec("A13", "B5")
+def test_a_split_waits_for_all_of_its_devices() -> None:
+    d = Gpus(80, 80)
+    d.want(0, "c", 60)
+    d.done(0, "c")
+    assert revoked(d.want(20, "a", 120, how=Split.EQUAL)) == [("c", "swap", "gone")]
+    d.at(21, ev.Released(TicketId("c"), "x"))
+    assert granted(d.at(22, ev.EngineGone(NodeId("g"), TicketId("c"), True))) == ["a"]
+
+
+@pytest.mark.spec("B6")
+def test_what_does_not_fit_on_all_devices_together_never_fits() -> None:
+    d = Gpus(80, 80)
+    assert isinstance(refusal(d.want(0, "a", 170, how=Split.EQUAL)), NeverFits)
+    assert isinstance(refusal(d.want(0, "b", 120)), NeverFits)  # it cannot be split
+
+
+@pytest.mark.spec("B5")
+@given(
+    free=st.lists(st.integers(0, 100), min_size=2, max_size=4), need=st.integers(1, 500)
+)  # fmt: skip
+def test_parts_add_up_and_fit(free: list[int], need: int) -> None:
+    for how in (Split.EQUAL, Split.PROPORTIONAL):
+        parts = split(books(*free), Bytes(need), how)
+        if parts is None:
+            assert need > 100 * (len(free) if how is Split.PROPORTIONAL else 2)
+            continue
+        whole = sum(parts.values())
+        assert whole == need if how is Split.PROPORTIONAL else need <= whole < need + len(parts)
+        assert all(0 < part <= 100 for part in parts.values())
+
+
+@pytest.mark.spec("B5")
+def test_in_proportion_to_what_is_free() -> None:
+    assert split(books(90, 30), Bytes(100), Split.PROPORTIONAL) == {GPUS[0]: 75, GPUS[1]: 25}
+    assert split(books(10, 10), Bytes(100), Split.PROPORTIONAL) == {GPUS[0]: 50, GPUS[1]: 50}

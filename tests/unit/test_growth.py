@@ -1,0 +1,91 @@
+"""A resident that wants more: idle models make room, and nobody waits for who waits himself."""
+
+import pytest
+
+from arbiter import events as ev
+from arbiter.decisions import Decision, Grant
+from arbiter.errors import GrowthRefused, NeverFits
+from arbiter.units import TicketId, seconds
+from tests.unit.desk import CPU, Desk, gib, granted, refusal, revoked
+
+pytestmark = pytest.mark.spec("A14")
+
+
+def grow(d: Desk, t: float, name: str, more: float, within_s: float = 30) -> list[Decision]:
+    return d.at(t, ev.GrowthAsked(TicketId(name), gib(more), seconds(within_s)))
+
+
+def desk() -> Desk:
+    """Two holders with a model of 30 each, both in use, and 20 free."""
+    d = Desk(holders=("h", "k"))
+    d.resident(0, "a", 30)
+    d.resident(0, "b", 30, holder="k")
+    d.beat(1, "a", inflight=1)
+    d.beat(1, "b", holder="k", inflight=1)
+    return d
+
+
+def test_it_grows_where_there_is_room_and_the_grant_says_how_much_it_has_now() -> None:
+    d = desk()
+    [grant] = grow(d, 2, "a", 15)
+    assert isinstance(grant, Grant) and grant.devices == (ev.DeviceBytes(CPU, gib(45)),)
+    assert d.free() == 5 and d.state("a") == "resident"
+
+
+def test_idle_models_make_room() -> None:
+    d = desk()
+    d.resident(2, "c", 15)
+    assert revoked(grow(d, 10, "a", 15)) == [("c", "swap", "gone")]
+    d.at(11, ev.Released(TicketId("c"), "swap"))
+    assert granted(d.gone(12, "c")) == ["a"] and d.charged() == 75
+
+
+def test_it_goes_on_as_it_is_when_there_is_no_room_in_time() -> None:
+    d = desk()
+    assert grow(d, 2, "a", 25, within_s=10) == []
+    error = refusal(d.woke(12))
+    assert isinstance(error, GrowthRefused) and "in time" in str(error)
+    assert d.state("a") == "resident" and d.charged() == 60
+
+
+def test_it_never_waits_on_a_holder_that_waits_for_growth_itself() -> None:
+    d = desk()
+    assert grow(d, 2, "a", 25) == []
+    error = refusal(grow(d, 3, "b", 25))
+    assert isinstance(error, GrowthRefused) and "waits as well" in str(error)
+    assert d.state("b") == "resident"
+    d.beat(4, "b", holder="k")
+    assert revoked(d.woke(20)) == [("b", "swap", "gone")]
+
+
+def test_more_than_there_can_ever_be_is_refused_at_once() -> None:
+    assert isinstance(refusal(grow(desk(), 2, "a", 51)), NeverFits)
+
+
+def test_what_is_given_back_is_free_once_it_is_no_longer_measured() -> None:
+    d = desk()
+    d.engines["a"] = {CPU: 30}
+    d.read(2)
+    d.at(3, ev.GaveBack(TicketId("a"), gib(10)))
+    assert d.charged() == 60
+    d.engines["a"] = {CPU: 20}
+    d.read(4)
+    assert d.charged() == 50
+
+
+def test_what_it_took_already_is_not_asked_for_twice() -> None:
+    d = desk()
+    d.engines["a"] = {CPU: 45}
+    d.read(2)
+    assert d.free() == 5
+    assert granted(grow(d, 3, "a", 20)) == ["a"] and d.free() == 0
+
+
+def test_one_that_is_taken_away_grows_no_more() -> None:
+    d = desk()
+    grow(d, 2, "a", 25)
+    d.at(3, ev.UnloadAsked(TicketId("a")))  # in use: it stays
+    d.beat(4, "a")
+    d.at(5, ev.UnloadAsked(TicketId("a")))
+    assert d.state("a") == "draining"
+    assert not d.mind.growing
