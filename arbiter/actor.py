@@ -60,6 +60,7 @@ class ArbiterActor:
         known = frozenset(member.holder for member in self._store.members())
         core = Arbiter(chosen.settings, chosen.policies, epoch, known, monotonic())
         core.restore_learned(self._store.learned())
+        core.restore_floors(self._store.floors())
         return core
 
     def _tell_start(self) -> None:
@@ -118,9 +119,7 @@ class ArbiterActor:
         self._check(epoch, requested.holder)
         return await self._shell.acquire(requested)
 
-    async def grow(
-        self, epoch: Epoch, holder: HolderId, event: ev.GrowthAsked
-    ) -> wire.Granted:
+    async def grow(self, epoch: Epoch, holder: HolderId, event: ev.GrowthAsked) -> wire.Granted:
         """Waits for more for a resident. Raises GrowthRefused, NeverFits, TicketClosed."""
         self._check(epoch, holder)
         return await self._shell.grow(event)
@@ -249,6 +248,15 @@ class ArbiterActor:
     async def unload(self, ticket: TicketId) -> None:
         """By hand; one in use stays."""
         self._shell.feed(ev.UnloadAsked(ticket))
+
+    async def set_floor(self, capability: str, model: str, floor: ev.Floor) -> None:
+        """Kept across restarts. Raises UnknownCapability, UnknownModel."""
+        self._shell.feed(ev.FloorSet(capability, model, floor))
+        self._store.save_floors(self._shell.core.export_floors())
+
+    async def load(self, capability: str, model: str) -> None:
+        """By hand, with nobody waiting. Raises UnknownCapability, UnknownModel, NotResident."""
+        self._shell.feed(ev.LoadAsked(capability, model))
 
     async def push_pressure(self, pushed: ev.PressurePushed) -> None:
         """Somebody knows that memory is short (SPEC C5)."""

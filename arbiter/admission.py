@@ -1,7 +1,7 @@
 """From asking to a grant (SPEC A3, A4, B6, C6, C7): who may ask, who is next, where it goes."""
 
 from arbiter import events as ev
-from arbiter import gangs, pressure, urgency
+from arbiter import floors, gangs, pressure, urgency
 from arbiter import leases_held as leases
 from arbiter.decisions import Grant
 from arbiter.errors import (
@@ -22,7 +22,7 @@ from arbiter.ledger import Entry, Sizes, State
 from arbiter.loads import retried
 from arbiter.mind import Holder, Mind, Node
 from arbiter.reclaim import kept_bytes
-from arbiter.sites import compute_books, flag_pinned_on, is_trusted, on_demand_of
+from arbiter.sites import cap_pins, compute_books, flag_pinned_on, is_trusted, on_demand_of
 from arbiter.units import Bytes, DeviceId, Epoch, after, in_seconds, since
 from arbiter.view import Site
 
@@ -103,7 +103,7 @@ def _why_no_wake(mind: Mind, entry: Entry) -> RequestError | None:
         return ArbiterClosing()
     if kept := kept_bytes(mind, entry.holder):
         return HolderQuarantined(entry.holder, kept)
-    return None
+    return floors.why_not(mind, entry.capability, entry.model)
 
 
 def _why_not(mind: Mind, event: ev.Requested) -> RequestError | None:
@@ -116,6 +116,8 @@ def _why_not(mind: Mind, event: ev.Requested) -> RequestError | None:
         mind.registry.find(event.capability, event.model)
     except (UnknownCapability, UnknownModel) as unknown:
         return unknown
+    if error := floors.why_not(mind, event.capability, event.model):
+        return error
     if event.holder not in mind.holders:
         return StaleEpoch(NEVER_JOINED, mind.epoch)
     if kept := kept_bytes(mind, event.holder):
@@ -158,11 +160,13 @@ def _new_entry(mind: Mind, holder: Holder, event: ev.Requested) -> Entry:
         return leases.new_entry(mind, holder, event, event.lease)
     spec = mind.registry.find(event.capability, event.model)
     role = mind.registry.specs[event.capability].role
+    floor = mind.floors.get((event.capability, event.model))
     return Entry(
         event.ticket, event.holder, holder.node, event.capability, event.model,
         event.settings_key, event.need, event.need_is_explicit, event.attempt,
         opened=mind.now, since=mind.now, role_rank=mind.policies.roles[role].rank,
-        pinned=spec.pinned, keep_warm=spec.keep_warm, gang=event.gang, split=event.split,
+        pinned=spec.pinned or floor is ev.Floor.DEVICE, keep_warm=spec.keep_warm,
+        gang=event.gang, split=event.split,
     )  # fmt: skip
 
 
@@ -189,7 +193,8 @@ def admit(mind: Mind) -> None:
     taken: set[DeviceId] = set()
     for ticket in mind.line.tickets():
         entry = mind.ledger.find(ticket)
-        assert entry is not None
+        if entry is None:
+            continue  # turned away with its gang
         if mind.is_silent(entry.holder):
             continue  # it keeps its place; a grant would only lie there
         if entry.state is State.QUEUED:
@@ -307,6 +312,8 @@ def _grant(mind: Mind, entry: Entry, home: Sizes) -> None:
     entry.peak_bytes, entry.readings_count = Bytes(0), 0
     mind.move(entry, State.LOADING, granted={**entry.granted, **home})
     mind.watch(entry, entry.load_by)
+    if entry.pinned:
+        cap_pins(mind, home)
     mind.say(_grant_of(entry))
     mind.tell("ticket_granted", entry, size=entry.home_bytes, took=waited)
     if entry.need_is_explicit and entry.home_bytes > entry.need.device_bytes:

@@ -28,6 +28,7 @@ from arbiter.lifecycle import (
     find_arbiter,
     start_arbiter,
     stop_arbiter,
+    subscribe,
     upgrade_arbiter,
 )
 from arbiter.runs import Runs
@@ -39,6 +40,7 @@ __all__ = [
     "find_arbiter",
     "start_arbiter",
     "stop_arbiter",
+    "subscribe",
     "upgrade_arbiter",
 ]
 

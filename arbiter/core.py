@@ -17,7 +17,20 @@ raises LedgerBroken, after which the actor must crash.
 from functools import singledispatchmethod
 from typing import Any
 
-from arbiter import admission, eviction, growth, holders, loads, nodes, pressure, reclaim, replicas, sites, watch
+from arbiter import (
+    admission,
+    eviction,
+    floors,
+    growth,
+    holders,
+    loads,
+    nodes,
+    pressure,
+    reclaim,
+    replicas,
+    sites,
+    watch,
+)
 from arbiter import events as ev
 from arbiter.decisions import Decision, Reason, WakeAt
 from arbiter.ledger import CHARGED, State
@@ -59,6 +72,7 @@ class Arbiter:
         eviction.relieve(mind)
         growth.serve(mind)
         admission.admit(mind)
+        floors.forget_removed(mind)
         mind.ledger.check_touched()
         if (at := mind.alarms.next()) is not None:
             mind.say(WakeAt(max(at, after(now, NEXT))))
@@ -108,6 +122,14 @@ class Arbiter:
         """What was learned, as plain rows."""
         return self._mind.estimates.export()
 
+    def export_floors(self) -> list[list[str]]:
+        """Capability, model, floor."""
+        return [[*name, floor.value] for name, floor in sorted(self._mind.floors.items())]
+
+    def restore_floors(self, rows: list[list[str]]) -> None:
+        for capability, model, floor in rows:
+            self._mind.floors[(capability, model)] = ev.Floor(floor)
+
     def restore_learned(self, rows: list[dict[str, Any]]) -> None:
         self._mind.estimates.restore(rows)
 
@@ -119,11 +141,14 @@ class Arbiter:
 
     @_apply.register
     def _(self, event: ev.CapabilitiesSet) -> None:
+        before = tuple(self._mind.registry.specs.values())
         self._mind.registry.replace(event.capabilities)
+        floors.note_removed(self._mind, before)
         admission.recheck(self._mind)
         for entry in self._mind.ledger.entries(*CHARGED):
             holders.configure(self._mind, entry)
             self._mind.watch(entry, self._mind.now)
+        sites.cap_pins(self._mind, self._mind.ledger.books)
         sites.flag_pinned(self._mind)
 
     @_apply.register
@@ -152,6 +177,7 @@ class Arbiter:
     @_apply.register
     def _(self, event: ev.Joined) -> None:
         holders.joined(self._mind, event)
+        floors.greet(self._mind, event.capability)
 
     @_apply.register
     def _(self, event: ev.Renewed) -> None:
@@ -213,6 +239,14 @@ class Arbiter:
     @_apply.register
     def _(self, event: ev.UnloadAsked) -> None:
         watch.unload_asked(self._mind, event.ticket)
+
+    @_apply.register
+    def _(self, event: ev.FloorSet) -> None:
+        floors.is_set(self._mind, event)
+
+    @_apply.register
+    def _(self, event: ev.LoadAsked) -> None:
+        floors.load_asked(self._mind, event)
 
     @_apply.register
     def _(self, event: ev.PressurePushed) -> None:

@@ -14,6 +14,7 @@ ArbiterError
     CapabilityFailed      503  its deployment is broken or has no application
     LeaseRefused          400  a lease on terms, or for a process, that cannot be
     GrowthRefused         409  a resident that wants more would wait for one that does as well
+    NotResident           409  somebody else says what is resident, and this model is not
     UnderPressure         503  real memory is short on every device it could go to
     QuotaExceeded         429  more than this tenant or client may have at once
     HolderQuarantined     503  this holder did not give memory back
@@ -212,6 +213,20 @@ class GrowthRefused(RequestError):
         return f"{self.ticket} gets no {human(self.more_bytes)} more: {self.cause}"
 
 
+class NotResident(RequestError):
+    status_code, code = 409, "not_resident"
+
+    def __init__(self, model: str, capability: str, floor: str) -> None:
+        super().__init__(model, capability, floor)
+        self.model, self.capability, self.floor = model, capability, floor
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model} is not resident (its floor is {self.floor}), and {self.capability} loads"
+            " nothing by itself; set its floor to device"
+        )
+
+
 class UnderPressure(RequestError):
     status_code, code = 503, "under_pressure"
     retry_after_s = 5.0  # a tick of the rule that makes room
@@ -229,6 +244,7 @@ class UnderPressure(RequestError):
 
 class QuotaExceeded(RequestError):
     status_code, code = 429, "quota_exceeded"
+    retry_after_s = 10.0  # when its own leases end is its own to know; a lapse takes this long
 
     def __init__(self, tenant: str, has: int, wants: int, bound: int, unit: str) -> None:
         super().__init__(tenant, has, wants, bound, unit)

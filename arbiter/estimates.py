@@ -94,6 +94,13 @@ class Estimates:
             table.pop(key, None)
         self._sleepless.discard(key)
 
+    def forget_model(self, capability: str, model: str) -> None:
+        """Under any settings."""
+        tables = (self._peak, self._corrected, self._load, self._wake, self._sleepless)
+        known = {k for table in tables for k in table}
+        for key in [k for k in known if (k.capability, k.model) == (capability, model)]:
+            self.forget(key)
+
     def export(self) -> list[dict[str, Any]]:
         """Plain rows for the state file; `restore` reads them back."""
         keys = sorted(self._peak.keys() | self._load.keys() | self._wake.keys(), key=repr)

@@ -4,52 +4,12 @@ Who says what: holders speak of *use*, node agents of *bytes*, nobody else of ei
 """
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
 
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, TicketId
+from arbiter.words import DeviceKind, Floor, Level, Phase, Priority, Split
 
-
-class DeviceKind(Enum):
-    GPU = "gpu"
-    CPU = "cpu"  # a budget of host RAM that stands in for a device on a node without one
-    HOST = "host"  # host RAM for sleeping weights, caches and page pools
-
-
-class Priority(IntEnum):
-    """How urgent a request is (SPEC C2): the lowest number goes first. A model carries that of its
-    last request."""
-
-    URGENT = 1
-    HIGH = 5
-    NORMAL = 10
-    LOW = 20
-    BATCH = 40
-
-
-class Level(IntEnum):
-    """How short of real memory a device is (SPEC C5)."""
-
-    NOMINAL = 0
-    LOW = 1
-    CRITICAL = 2
-
-
-class Split(Enum):
-    """How a model larger than one device may lie on several (SPEC B5)."""
-
-    NONE = "none"
-    EQUAL = "equal"  # tensor parallel
-    PROPORTIONAL = "proportional"  # layers by what each device has free
-
-
-class Phase(Enum):
-    """What a holder says of one of its tickets. The arbiter's own states are in ledger.State."""
-
-    LOADING = "loading"
-    RESIDENT = "resident"
-    DRAINING = "draining"  # barrier up, requests still in flight
-    UNLOADING = "unloading"  # nothing in flight, engine going to sleep or away
-    ASLEEP = "asleep"
+# Words of events, to be had here like everything else that events are made of.
+__all__ = ["DeviceKind", "Floor", "Level", "Phase", "Priority", "Split"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +61,7 @@ class CapabilitySpec:
     engine: str
     models: tuple[ModelSpec, ...]
     downscale_to_zero: Span
+    is_external: bool = False  # somebody else says what is resident; requests load nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +308,23 @@ class UnloadAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class FloorSet:
+    """Somebody says where a model is to be (SPEC D8). Raises UnknownCapability, UnknownModel."""
+
+    capability: str
+    model: str
+    floor: Floor
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAsked:
+    """By hand: load it once, with nobody waiting. Raises as FloorSet, and NotResident."""
+
+    capability: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class PressurePushed:
     """Somebody knows of memory that is short, and says so for a while (SPEC C5)."""
 
@@ -387,6 +365,8 @@ Event = (
     | Slept
     | Released
     | UnloadAsked
+    | FloorSet
+    | LoadAsked
     | PressurePushed
     | ClosingDown
     | Woke

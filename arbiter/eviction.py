@@ -7,6 +7,7 @@ The policy only prices them; the core takes the cheapest set that suffices (vict
 from arbiter import urgency
 from arbiter.budget import share
 from arbiter.decisions import Probe, Reason, Revoke, Tier
+from arbiter.events import Floor
 from arbiter.ledger import Book, Entry, Sizes, State
 from arbiter.loads import displace
 from arbiter.mind import Mind
@@ -73,6 +74,7 @@ def _is_lawful(mind: Mind, entry: Entry) -> bool:
         entry.state in (State.RESIDENT, State.ASLEEP)
         and not entry.pinned
         and (entry.lease is None or entry.lease.preemptible)
+        and not (entry.state is State.ASLEEP and _floor(mind, entry) is Floor.HOST)
         and mind.now >= entry.refused_until
     )
 
@@ -147,7 +149,8 @@ def revoke(mind: Mind, entry: Entry, reason: Reason, waiting: Entry | None) -> N
     if entry.state is State.ASLEEP:
         take(mind, entry, reason)
         return
-    granted = _with_bed(mind, entry) if reason in (Reason.SWAP, Reason.FIT) else None
+    sleeps = reason in (Reason.SWAP, Reason.FIT) or _floor(mind, entry) is Floor.HOST
+    granted = _with_bed(mind, entry) if sleeps else None
     entry.leaving, entry.to = reason, Tier.ASLEEP if granted else Tier.GONE
     entry.unloading_since = entry.slept_at = None
     notice = entry.lease.notice if entry.lease else mind.settings.terms.barrier
@@ -155,6 +158,10 @@ def revoke(mind: Mind, entry: Entry, reason: Reason, waiting: Entry | None) -> N
     mind.move(entry, State.DRAINING, granted)
     mind.watch(entry, after(entry.barrier_until, mind.settings.terms.answer))
     ask(mind, entry)
+
+
+def _floor(mind: Mind, entry: Entry) -> Floor:
+    return mind.floors.get((entry.capability, entry.model), Floor.COLD)
 
 
 def ask(mind: Mind, entry: Entry) -> None:

@@ -25,6 +25,8 @@ def asked(mind: Mind, event: ev.GrowthAsked) -> None:
     entry.grows_bytes = event.more_bytes
     if event.more_bytes <= 0:  # it wants no more
         return
+    if any(device not in mind.ledger.books for device in entry.home):
+        return _refuse(mind, entry, _error(entry, "its device is gone"))
     if never := _never_fits(mind, entry):
         return _refuse(mind, entry, never)
     if not all(_can_wait(mind, e) for e in (*_growing(mind), entry)):
@@ -49,7 +51,8 @@ def gave_back(mind: Mind, event: ev.GaveBack) -> None:
 def serve(mind: Mind) -> None:
     """In the order they asked. Before the line: they are in service already."""
     for entry in _growing(mind):
-        if entry.state is not State.RESIDENT:
+        is_gone = any(device not in mind.ledger.books for device in entry.home)
+        if entry.state is not State.RESIDENT or is_gone:
             _refuse(mind, entry, _error(entry, "it is leaving"))
         elif _has_room(mind, entry):
             _grow(mind, entry)

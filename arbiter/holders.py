@@ -234,4 +234,6 @@ def configure(mind: Mind, entry: Entry) -> None:
         return
     role = mind.registry.specs[entry.capability].role
     entry.role_rank = mind.policies.roles[role].rank
-    entry.pinned, entry.keep_warm = spec.pinned, spec.keep_warm
+    floor = mind.floors.get((entry.capability, entry.model))
+    entry.pinned = spec.pinned or floor is ev.Floor.DEVICE
+    entry.keep_warm = spec.keep_warm

@@ -73,6 +73,7 @@ class Entry:
 
     gang: tuple[TicketId, ...] = ()
     split: Split = Split.NONE
+    settles: bool = False  # its floor was lowered: it goes down to it once it is idle
     grows_bytes: Bytes = Bytes(0)  # wanted on top of what it has; waits for room
     grows_by: Instant = Instant(0)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import ray
@@ -18,6 +18,7 @@ from arbiter import rays, wire
 from arbiter.actor import ArbiterActor
 from arbiter.errors import ArbiterUnavailable, RequestError
 
+POLL_S = 15.0  # of the event stream, which then asks again
 CALL_S = 30.0  # twice the longest poll of the event stream
 START_S = 60.0  # a process start on a machine busy with imports
 AGAIN_S = 0.05  # a restart takes 1.0-2.0 s measured
@@ -48,6 +49,15 @@ async def call_arbiter(method: str, *args: Any, within_s: float = CALL_S) -> Any
         raise cause_of(error) from None
     except (RayError, TimeoutError, LookupError) as error:
         raise ArbiterUnavailable(time.monotonic() - began) from error
+
+
+async def subscribe(after: int = 0) -> AsyncIterator[wire.Plain]:
+    """Events behind sequence number `after`, as they happen; for as long as somebody listens.
+    Raises ArbiterUnavailable."""
+    while True:
+        for event in await call_arbiter("events", after, POLL_S):
+            after = event["seq"]
+            yield event
 
 
 async def _call(method: str, args: tuple[Any, ...]) -> Any:

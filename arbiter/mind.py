@@ -115,6 +115,9 @@ class Mind:
         self.line = Line(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
+        self.floors: dict[tuple[str, str], ev.Floor] = {}  # by capability and model
+        self.wanted: dict[tuple[str, str], None] = {}  # to be loaded by the first who can
+        self.removing: dict[tuple[str, str], None] = {}  # no longer in the table, still held
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
         self.pressure: dict[DeviceId, Felt] = {}
         self.failures: dict[tuple[str, str], Failure] = {}

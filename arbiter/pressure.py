@@ -19,8 +19,6 @@ from arbiter.sites import compute_books
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, after, host_device
 from arbiter.view import Gauge
 
-
-
 # -- sources --------------------------------------------------------------------------------------
 
 

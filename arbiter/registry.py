@@ -31,7 +31,7 @@ class Registry:
         """Raises UnknownRole, or CapabilityConflict, naming what differs."""
         self._check_role(spec)
         old = self.specs.setdefault(spec.name, spec)
-        fields = ("role", "engine", "models", "downscale_to_zero")
+        fields = ("role", "engine", "models", "downscale_to_zero", "is_external")
         different = [f for f in fields if getattr(old, f) != getattr(spec, f)]
         if different:
             raise CapabilityConflict(spec.name, ", ".join(different))

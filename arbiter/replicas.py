@@ -5,6 +5,7 @@ than one is a request-driven matter that Serve adds by itself.
 """
 
 from arbiter.events import CapabilitySpec
+from arbiter.floors import wants_replica
 from arbiter.mind import Mind
 from arbiter.units import Instant, after
 
@@ -16,7 +17,9 @@ def targets(mind: Mind, now: Instant) -> dict[str, int]:
 def _target(mind: Mind, spec: CapabilitySpec, now: Instant) -> int:
     if mind.closing_by is not None:
         return 0
-    if mind.ledger.open_count[spec.name] or any(m.pinned for m in spec.models):
+    if wants_replica(mind, spec.name) or any(m.pinned for m in spec.models):
+        return 1
+    if mind.ledger.open_count[spec.name]:
         return 1
     last = mind.active.get(spec.name)
     return int(last is not None and now < after(last, spec.downscale_to_zero))

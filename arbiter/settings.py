@@ -91,6 +91,8 @@ class Settings:
     lease_tenant_bytes: Bytes | None = None  # SPEC A15: the most one tenant may lease; None:
     lease_tenant_fraction: float = 0.5  # this share of all that can be lent, half for everyone else
 
+    pinned_most_fraction: float = 1.0  # SPEC C8: of a budget; all of it unless somebody says less
+
     slept_fraction: float = 0.9  # SPEC D1: of the ticket's device bytes must be seen to fall
     finish_fraction: float = 0.2  # SPEC A8: an abandoned load with at most this left goes on
     oom_growth_fraction: float = 0.25  # attempt 2 asks this much more; retried once only

@@ -170,7 +170,7 @@ class Shell:
                     del self._waiting[ticket]
 
     async def grow(self, event: ev.GrowthAsked) -> wire.Granted:
-        """As `acquire`, for a resident: refused, it goes on as it is. Cancelled, it wants no more."""
+        """For a resident: refused, it goes on as it is; cancelled, it wants no more."""
         ticket = event.ticket
         waiter = self._waiting.setdefault(ticket, asyncio.get_running_loop().create_future())
         try:

@@ -1,6 +1,8 @@
 """Where a ticket could go: devices that may be lent from, and how much waiting could ever bring."""
 
-from arbiter.budget import on_demand, pinned_overcommit
+from collections.abc import Iterable
+
+from arbiter.budget import on_demand, pinned_overcommit, share
 from arbiter.events import DeviceKind
 from arbiter.ledger import Book
 from arbiter.mind import Mind, Node
@@ -35,6 +37,23 @@ def flag_pinned_on(mind: Mind, book: Book, more: Bytes) -> None:
     if over := pinned_overcommit(book.budget_bytes, pinned):
         lent = book.budget_bytes
         mind.tell("pinned_overcommit", size=over, device=book.device, pinned=pinned, budget=lent)
+
+
+def cap_pins(mind: Mind, devices: Iterable[DeviceId]) -> None:
+    """At most a share of a device is pinned (SPEC C8). What was pinned first stays so; what comes
+    on top of that is a victim like any other."""
+    for device in devices:
+        if (book := mind.ledger.books.get(device)) is None:
+            continue
+        most, total = share(book.budget_bytes, mind.settings.pinned_most_fraction), 0
+        pinned = (e for e in book.entries.values() if e.pinned)
+        for entry in sorted(pinned, key=lambda e: (e.opened, e.ticket)):
+            size = entry.charge(device)
+            if total + size > most:
+                entry.pinned = False
+                mind.tell("pin_over_cap", entry, size=size, device=device, cap=most)
+            else:
+                total += size
 
 
 def is_trusted(mind: Mind, node: Node, device: DeviceId) -> bool:

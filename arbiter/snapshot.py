@@ -89,6 +89,13 @@ class HolderView:
 
 
 @dataclass(frozen=True, slots=True)
+class FloorView:
+    capability: str
+    model: str
+    floor: str
+
+
+@dataclass(frozen=True, slots=True)
 class StateView:
     epoch: Epoch
     is_settled: bool  # False: waiting for the holders of the last epoch
@@ -99,6 +106,7 @@ class StateView:
     queue: tuple[QueueView, ...]
     cooldowns: tuple[CooldownView, ...]
     holders: tuple[HolderView, ...]
+    floors: tuple[FloorView, ...]
 
 
 def view_of(mind: Mind, now: Instant) -> StateView:
@@ -115,6 +123,7 @@ def view_of(mind: Mind, now: Instant) -> StateView:
             HolderView(h.holder, h.node, h.capability, since(h.heard, now), kept_bytes(mind, name))
             for name, h in sorted(mind.holders.items())
         ),
+        floors=tuple(FloorView(*n, floor.value) for n, floor in sorted(mind.floors.items())),
     )
 
 

@@ -122,6 +122,13 @@ class Store:
             self._run(f"DELETE FROM learned_rows WHERE {one}", *key)
         self._saved = now
 
+    def floors(self) -> Any:
+        """What `save_floors` was given last in this session; empty when nothing was."""
+        return json.loads(self._fact("floors") or b"[]")
+
+    def save_floors(self, rows: Any) -> None:
+        self._save_fact("floors", json.dumps(rows).encode())
+
     def configuration(self) -> Configuration | None:
         """None when none was saved, or by other code: a pickle has its fields by place, so one of
         other classes would be read without an error, and wrong."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from arbiter import admission, eviction, holders, loads, nodes, pressure, reclaim, replicas
+from arbiter import admission, eviction, floors, holders, loads, nodes, pressure, reclaim, replicas
 from arbiter import leases_held as leases
 from arbiter.decisions import Reason
+from arbiter.events import Floor
 from arbiter.ledger import Entry, State
 from arbiter.mind import Mind
 from arbiter.units import HolderId, NodeId, TicketId, after, in_seconds
@@ -70,6 +71,10 @@ def tend_idle(mind: Mind, entry: Entry) -> None:
         return
     if mind.closing_by is not None:
         eviction.revoke(mind, entry, Reason.SHUTDOWN, None)
+        return
+    if floors.settle(mind, entry):
+        return
+    if entry.state is State.ASLEEP and floors.of(mind, entry) is Floor.HOST:
         return
     goes_at = mind.policies.keep_warm(Idler(entry.last_used, entry.keep_warm, entry.pinned))
     if goes_at is None:

@@ -69,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     add("leases", leases_held, "Memory lent to processes outside Serve.", as_json, http)
     add("drain", drain, "Give a lease its notice.", as_json, http).add_argument("lease")
     add("cleanup", clean_up, "End leases whose holder does not beat.", as_json, http)
+    add("residency", residency, "Where each model is, and where it is to be.", as_json, http)
+    for name, about in (("load", "Load a model now."), ("unload", "Unload a model once idle.")):
+        add(name, by_hand, about, as_json, http).add_argument("model")
+    floor_of = add("floor", floor, "Say how far a model may fall.", as_json, http)
+    floor_of.add_argument("model")
+    floor_of.add_argument("floor", choices=("device", "host", "cold"))
     key_commands.add_parser(commands, as_json)
     return parser
 
@@ -144,10 +150,11 @@ def api_key() -> str:
     return given or (file.read_text().strip() if os.access(file, os.R_OK) else "")
 
 
-def _get(url: str, path: str, method: str = "GET") -> HTTPResponse:
+def _get(url: str, path: str, method: str = "GET", body: object = None) -> HTTPResponse:
     key = api_key()
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    request = urllib.request.Request(url + path, headers=headers, method=method)
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, headers, method=method)
     try:
         answer: HTTPResponse = urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S)
     except urllib.error.HTTPError as error:
@@ -202,6 +209,31 @@ def drain(args: argparse.Namespace) -> None:
 
 def clean_up(args: argparse.Namespace) -> None:
     _say(args, json.load(_get(args.url, "/arbiter/leases/cleanup", "POST")))
+
+
+# -- residency ---------------------------------------------------------------------------------
+
+
+def residency(args: argparse.Namespace) -> None:
+    models = json.load(_get(args.url, "/arbiter/residency"))["models"]
+    print(json.dumps(models, indent=2) if args.json else "\n".join(_residency_lines(models)))
+
+
+def _residency_lines(models: dict[str, Any]) -> Iterator[str]:
+    rows = [
+        (name, m["capability"], m["level"], m["floor"], _size(m["host_copy_bytes"]))
+        for name, m in models.items()
+    ]
+    yield from _table(("model", "capability", "level", "floor", "host copy"), rows)
+
+
+def by_hand(args: argparse.Namespace) -> None:
+    _say(args, json.load(_get(args.url, f"/arbiter/models/{args.command}/{args.model}", "POST")))
+
+
+def floor(args: argparse.Namespace) -> None:
+    body = {"floor": args.floor}
+    _say(args, json.load(_get(args.url, f"/arbiter/residency/{args.model}", "PUT", body)))
 
 
 # -- configuration -----------------------------------------------------------------------------

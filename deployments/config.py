@@ -7,7 +7,7 @@ restarts nothing and a capability with zero replicas is known. Unknown keys are 
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -69,6 +69,7 @@ class ArbiterConfig(Strict):
     queue_per_model: int = Field(1_000, ge=1)
     queue_total: int = Field(10_000, ge=1)
     min_residency_loads: float = Field(1.0, ge=0)  # in units of the model's own load time
+    pinned_most: float = Field(1.0, ge=0, le=1)  # SPEC C8: share of a device that may be pinned
     lease_tenant: Size | None = None  # the most one tenant may lease; default: half of all
     lease_term_most_s: float = Field(86_400.0, gt=0)  # SPEC A15
 
@@ -88,6 +89,7 @@ class ArbiterConfig(Strict):
             queue_per_model_count=self.queue_per_model,
             queue_total_count=self.queue_total,
             min_residency_loads=self.min_residency_loads,
+            pinned_most_fraction=self.pinned_most,
             lease_tenant_bytes=None if self.lease_tenant is None else Bytes(self.lease_tenant),
             lease_term_most=seconds(self.lease_term_most_s),
         )
@@ -127,6 +129,8 @@ class CapabilityConfig(Strict):
     models: dict[str, ModelConfig] = Field(min_length=1)
     keep_warm_s: float | None = Field(None, ge=-1)
     downscale_to_zero_s: float = Field(300.0, ge=0)  # SPEC H0
+    # SPEC D2: `external`: requests load nothing, a control plane sets what is resident
+    managed: Literal["self", "external"] = "self"
 
     @field_validator("role")
     @classmethod
@@ -157,7 +161,12 @@ class CapabilityConfig(Strict):
             for model, config in sorted(self.models.items())
         )
         return ev.CapabilitySpec(
-            name, self.role, self.engine, models, seconds(self.downscale_to_zero_s)
+            name,
+            self.role,
+            self.engine,
+            models,
+            seconds(self.downscale_to_zero_s),
+            is_external=self.managed == "external",
         )
 
 

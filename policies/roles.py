@@ -6,7 +6,7 @@ A new role is one line. Rank: lowest is evicted first.
 from arbiter.view import Role
 
 ROLES: dict[str, Role] = {
-    "lease": Role(5, "an outside process is asked to end", keep_warm_s=-1),
+    "lease": Role(5, "an outside process is asked to end", keep_warm_s=300),
     "drafter": Role(10, "text goes on without speculation", keep_warm_s=300),
     "emotion": Role(15, "its labels are missing until it is back", keep_warm_s=300),
     "speaker-id": Role(18, "its labels are missing until it is back", keep_warm_s=300),

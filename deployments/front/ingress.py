@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from arbiter.errors import CapabilityFailed, RequestError, UnknownModel
 from deployments.config import Table, parse_table
-from deployments.front import arbiter_routes, lease_routes
+from deployments.front import arbiter_routes, lease_routes, residency_routes
 from deployments.front.gate import Denied, Gate
 from deployments.front.keys import Keyring, Scope, ensure_first, keys_path
 from deployments.front.reading import BadRequest, read_call, refused
@@ -39,6 +39,7 @@ app = FastAPI(
     exception_handlers={Denied: _denied},
 )
 app.include_router(lease_routes.router)
+app.include_router(residency_routes.router)
 
 
 @serve.deployment(

@@ -21,7 +21,7 @@ router = APIRouter(prefix="/arbiter")
 MOST_BYTES = 16 << 10  # a lease is named by a few words and numbers
 
 
-def _gate() -> Gate:
+def the_gate() -> Gate:
     """The front's own, as its configuration has it now."""
     gate: Gate = serve.get_replica_context().servable_object.gate
     return gate
@@ -30,7 +30,7 @@ def _gate() -> Gate:
 @router.get("/leases")
 async def leases(request: Request) -> Response:
     """Those of the key's tenant; with the scope `admin` all."""
-    caller = _gate().require(request, Scope.LEASE)
+    caller = the_gate().require(request, Scope.LEASE)
     try:
         state = await arbiter_routes.state()
     except RequestError as error:
@@ -46,7 +46,7 @@ def _may_see(caller: Caller, lease: dict[str, Any]) -> bool:
 @router.put("/leases/{lease}")
 async def hear(request: Request, lease: str) -> Response:
     """Asks for the lease, beats for it, waits for news: the same words each time."""
-    caller = _gate().require(request, Scope.LEASE)
+    caller = the_gate().require(request, Scope.LEASE)
     if not NAME.fullmatch(lease):
         return BadRequest("a lease's id has letters, digits and . _ - inside", "id").response
     raw = await request.body()
@@ -67,7 +67,7 @@ async def hear(request: Request, lease: str) -> Response:
 @router.delete("/leases/{lease}")
 async def give_back(request: Request, lease: str) -> Response:
     """Repeated: nothing."""
-    caller = _gate().require(request, Scope.LEASE)
+    caller = the_gate().require(request, Scope.LEASE)
     try:
         await call_arbiter("end_lease", TicketId(lease), caller.tenant)
     except RequestError as error:
@@ -78,7 +78,7 @@ async def give_back(request: Request, lease: str) -> Response:
 @router.post("/leases/{lease}/drain")
 async def drain(request: Request, lease: str) -> Response:
     """Notice by hand, also to one that may not be interrupted otherwise."""
-    _gate().require(request, Scope.ADMIN)
+    the_gate().require(request, Scope.ADMIN)
     try:
         state = await arbiter_routes.state()
         known = {t["ticket"] for t in state["tickets"] if t["lease"]}
@@ -93,7 +93,7 @@ async def drain(request: Request, lease: str) -> Response:
 @router.post("/leases/cleanup")
 async def clean_up(request: Request) -> Response:
     """End those whose holder has missed its heartbeats, without waiting any longer."""
-    _gate().require(request, Scope.ADMIN)
+    the_gate().require(request, Scope.ADMIN)
     try:
         return JSONResponse({"ended": await call_arbiter("clean_leases")})
     except RequestError as error:

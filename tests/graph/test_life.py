@@ -142,6 +142,11 @@ def test_http_offers_what_it_should_and_nothing_else(graph: Graph) -> None:
         ("DELETE", "/arbiter/leases/{lease}"),
         ("POST", "/arbiter/leases/{lease}/drain"),
         ("POST", "/arbiter/leases/cleanup"),
+        ("GET", "/arbiter/residency"),
+        ("PUT", "/arbiter/residency/{model}"),
+        ("POST", "/arbiter/models/load/{model}"),
+        ("POST", "/arbiter/models/unload/{model}"),
+        ("POST", "/arbiter/pressure"),
     }
     for path in ("/control/sleep", "/v1/load_lora_adapter", "/v1/chat/../../control/sleep"):
         status, _ = graph.post(path, {"model": CHAT})

@@ -32,6 +32,7 @@ class Engine:
     extra: dict[DeviceId, int] = field(default_factory=dict)
     alive: bool = True
     stuck: bool = False  # its memory does not come back
+    is_outside: bool = False  # under a lease: nobody but its own holder ends it
 
     def fill(self) -> None:
         self.held = {**self.held, **self.granted}
@@ -97,8 +98,10 @@ class Agent:
     def reap(self, ticket: TicketId) -> None:
         if not self.is_up:
             return
-        self.tombstones.add(ticket)
         engine = self.engines.get(ticket)
+        if engine is not None and engine.is_outside and engine.alive:
+            return
+        self.tombstones.add(ticket)
         if engine is None:
             self.report(ev.EngineGone(self.node, ticket, True))
         elif engine.alive:

@@ -30,6 +30,7 @@ from arbiter.units import (
 )
 from policies import bundle
 from tests.sim.actors import Agent, Caller, Holder
+from tests.sim.jobs import Job, size_of
 
 # The real times, except that a barrier and a hanging load are shorter: less virtual time a seed.
 TERMS = replace(Terms(), barrier=seconds(4), load=seconds(15), lost=seconds(20))
@@ -100,6 +101,16 @@ class World:
         holder = Holder(self, HolderId(f"h{next(self.names)}"), agent)
         self.holders[holder.holder] = holder
         self.later(1.0, holder.beat)
+
+    def new_job(self) -> None:
+        """A process outside Serve wants memory for a while."""
+        agent = self.rng.choice(list(self.agents.values()))
+        may_interrupt = self.rng.random() < 0.5
+        terms = ev.LeaseTerms("t", seconds(self.rng.uniform(5, 40)), seconds(3), may_interrupt)
+        size = size_of(self.rng.randrange(3))
+        job = Job(self, HolderId(f"j{next(self.names)}"), agent, size_bytes=size, terms=terms)
+        self.holders[job.holder] = job
+        self.later(1.0, job.beat)
 
     def host_of(self, node: NodeId) -> DeviceId:
         return host_device(node)
@@ -250,7 +261,8 @@ class World:
 
     def bury(self, holder: Holder) -> None:
         holder.die()
-        self.later(5.0, lambda: self.new_holder(holder.agent))
+        if not isinstance(holder, Job):
+            self.later(5.0, lambda: self.new_holder(holder.agent))
         if not self.chance("unannounced"):
             self.later(2.0, lambda: self.announce(holder))
 
@@ -314,11 +326,13 @@ class World:
         weights = [self.rng.random() for _ in harms]
         for _ in range(calls):
             self.later(within_s, self.call)
+        for _ in range(calls // 10):
+            self.later(within_s, self.new_job)
         for harm in self.rng.choices(harms, weights, k=kills):
             self.later(within_s, harm)
 
     def call(self) -> None:
-        if living := [h for h in self.holders.values() if h.alive]:
+        if living := [h for h in self.holders.values() if h.alive and not isinstance(h, Job)]:
             priority = self.rng.choice(list(ev.Priority))
             self.rng.choice(living).call(Caller(self.rng.choice(MODELS), priority))
 

@@ -106,8 +106,8 @@ def test_while_a_gang_is_incomplete_others_go_past_it() -> None:
 def test_one_member_leaving_ends_the_wait_of_the_others() -> None:
     d = Gpus(80)
     d.want(0, "a", 50, "ab")
-    d.at(1, ev.Withdrawn(TicketId("b")))
-    assert isinstance(refusal(d.woke(2)), TicketClosed) and d.state("a") == "closed"
+    error = refusal(d.at(1, ev.Withdrawn(TicketId("b"))))
+    assert isinstance(error, TicketClosed) and d.state("a") == "closed"
 
 
 @pytest.mark.spec("A13", "B5")

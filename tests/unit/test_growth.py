@@ -54,8 +54,7 @@ def test_it_never_waits_on_a_holder_that_waits_for_growth_itself() -> None:
     error = refusal(grow(d, 3, "b", 25))
     assert isinstance(error, GrowthRefused) and "waits as well" in str(error)
     assert d.state("b") == "resident"
-    d.beat(4, "b", holder="k")
-    assert revoked(d.woke(20)) == [("b", "swap", "gone")]
+    assert revoked(d.beat(4, "b", holder="k")) == [("b", "swap", "gone")]
 
 
 def test_more_than_there_can_ever_be_is_refused_at_once() -> None:

@@ -228,6 +228,7 @@ ERRORS = [
     errors.HolderQuarantined(HolderId("h"), Bytes(5)),
     errors.LeaseRefused("pid", "1 is no process"),
     errors.GrowthRefused(TicketId("a"), Bytes(5), "it is leaving"),
+    errors.NotResident("a", "text", "cold"),
     errors.UnderPressure(NodeId("n"), Bytes(5)),
     errors.QuotaExceeded("t", 5, 6, 7, "bytes"),
     errors.ArbiterClosing(),

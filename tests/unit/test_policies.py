@@ -157,7 +157,7 @@ def test_roles_are_ranked_as_specified_and_name_their_eviction_act() -> None:
     assert ranks == {
         "drafter": 10, "emotion": 15, "speaker-id": 18, "vision": 20, "image": 20,
         "embedding": 25, "turn-detector": 28, "wake-word": 30, "vad": 35, "asr": 40, "tts": 50,
-        "text": 100,
+        "text": 100, "lease": 5,
     }  # fmt: skip
     assert all(role.act for role in ROLES.values())
 

@@ -1,0 +1,148 @@
+"""Where somebody wants a model to be: floors, management from outside, loads by hand, removal."""
+
+from dataclasses import replace
+
+import pytest
+
+from arbiter import events as ev
+from arbiter.decisions import Reload
+from arbiter.errors import NotResident, UnknownModel
+from arbiter.events import Floor
+from arbiter.units import GIB, HolderId, TicketId
+from tests.unit.desk import CPU, HOST, PLAIN, Desk, granted, is_granted, refusal, revoked
+
+H = HolderId("h")
+
+
+def floor(d: Desk, t: float, model: str, to: Floor) -> list[object]:
+    return list(d.at(t, ev.FloorSet("text", model, to)))
+
+
+def external() -> Desk:
+    d = Desk(host=80)
+    d.at(0, ev.CapabilitiesSet((replace(d.table[0], is_external=True), d.table[1])))
+    return d
+
+
+@pytest.mark.spec("D1", "D8")
+def test_a_device_floor_loads_now_and_makes_it_no_victim() -> None:
+    d = Desk()
+    assert floor(d, 0, "a", Floor.DEVICE) == [Reload(H, "a")]
+    d.resident(1, "a", 50)
+    assert d.ask(20, "b", 50) == [] or isinstance(d.mind.answers.get(TicketId("b")), Exception)
+    assert d.state("a") == "resident"
+    assert [f.floor for f in d.arbiter.snapshot(ev.Span(20 * 10**9)).floors] == ["device"]  # type: ignore[arg-type]
+
+
+@pytest.mark.spec("D8")
+def test_what_nobody_could_load_is_loaded_by_the_first_to_join() -> None:
+    d = Desk(holders=())
+    assert floor(d, 0, "a", Floor.DEVICE) == []
+    assert d.arbiter.replica_targets(ev.Span(10**15))["text"] == 1  # type: ignore[arg-type]
+    assert d.join(1, "h") == [Reload(H, "a")]
+
+
+@pytest.mark.spec("D1", "D8")
+def test_a_host_floor_puts_it_to_sleep_once_idle_and_keeps_it_there() -> None:
+    d = Desk(host=80, keep_warm_s=60)
+    d.resident(0, "a", 50, host=40)
+    d.beat(1, "a", inflight=1)
+    assert floor(d, 2, "a", Floor.HOST) == []
+    assert revoked(d.beat(3, "a")) == [("a", "manual", "asleep")]
+    d.engines["a"] = {CPU: 50}
+    d.read(3)
+    d.at(4, ev.Slept(TicketId("a")))
+    d.engines["a"] = {HOST: 40}
+    d.read(5)
+    assert d.state("a") == "asleep"
+    assert revoked(d.woke(500)) == [] and d.state("a") == "asleep"
+    assert [r[0] for r in revoked(floor(d, 501, "a", Floor.COLD))] == ["a"]
+
+
+@pytest.mark.spec("D8")
+def test_a_model_nobody_knows_has_no_floor() -> None:
+    d = Desk()
+    with pytest.raises(UnknownModel):
+        floor(d, 0, "nope", Floor.DEVICE)
+    assert not d.mind.floors
+
+
+@pytest.mark.spec("D8")
+def test_floors_survive_the_arbiter() -> None:
+    d, heir = Desk(), Desk()
+    floor(d, 0, "a", Floor.DEVICE)
+    heir.arbiter.restore_floors(d.arbiter.export_floors())
+    assert heir.arbiter.export_floors() == [["text", "a", "device"]]
+    assert heir.join(1, "h") == [Reload(H, "a")]
+
+
+@pytest.mark.spec("D2")
+def test_managed_from_outside_a_request_for_what_is_not_resident_is_refused_at_once() -> None:
+    d = external()
+    error = refusal(d.ask(0, "a", 30))
+    assert isinstance(error, NotResident) and error.status_code == 409
+    floor(d, 1, "a", Floor.DEVICE)
+    assert is_granted(d.ask(2, "a2", 30), "a2")
+    with pytest.raises(NotResident):
+        d.at(3, ev.LoadAsked("text", "b"))
+
+
+@pytest.mark.spec("D2")
+def test_leaving_the_device_floor_releases_the_device() -> None:
+    d = external()
+    floor(d, 0, "a", Floor.DEVICE)
+    d.resident(1, "a", 30)
+    assert revoked(floor(d, 10, "a", Floor.COLD)) == [("a", "manual", "gone")]
+    d.at(11, ev.Released(TicketId("a"), "manual"))
+    d.gone(12, "a")
+    assert isinstance(refusal(d.ask(13, "a2", 30)), NotResident)
+
+
+@pytest.mark.spec("D8")
+def test_loaded_by_hand_with_nobody_waiting() -> None:
+    d = Desk()
+    assert d.at(0, ev.LoadAsked("text", "a")) == [Reload(H, "a")]
+    assert granted(d.ask(1, "a", 30)) == ["a"]
+    assert d.at(2, ev.LoadAsked("text", "a")) == []  # it loads already
+
+
+@pytest.mark.spec("D9")
+def test_a_removed_model_goes_after_its_requests_and_what_was_learned_goes_with_it() -> None:
+    d = Desk()
+    d.resident(0, "a", 30)
+    floor(d, 0, "a", Floor.DEVICE)
+    d.engines["a"] = {CPU: 30}
+    d.read(1)
+    d.read(2)
+    d.beat(3, "a", inflight=1)
+    assert d.arbiter.export_learned()
+    text = replace(d.table[0], models=tuple(m for m in d.table[0].models if m.name != "a"))
+    assert revoked(d.at(4, ev.CapabilitiesSet((text, d.table[1])))) == []
+    assert isinstance(refusal(d.ask(5, "a2", 30)), UnknownModel)
+    assert [r[0] for r in revoked(d.beat(6, "a"))] == ["a"]
+    d.at(7, ev.Released(TicketId("a"), "idle"))
+    assert d.arbiter.export_learned()
+    d.gone(8, "a")
+    assert d.arbiter.export_learned() == [] and d.arbiter.export_floors() == []
+    assert d.last("model_removed").data["model"] == "a"
+
+
+@pytest.mark.spec("D9")
+def test_a_model_that_is_back_in_time_keeps_what_was_learned() -> None:
+    d = Desk()
+    d.resident(0, "a", 30)
+    d.at(1, ev.CapabilitiesSet(()))
+    d.at(1, ev.CapabilitiesSet(d.table))
+    d.woke(2)
+    assert not d.mind.removing
+
+
+@pytest.mark.spec("C8")
+def test_what_is_pinned_on_top_of_the_cap_is_a_victim_like_any_other() -> None:
+    d = Desk(settings=replace(PLAIN, pinned_most_fraction=0.5))
+    for t, name in enumerate("ab"):
+        floor(d, t, name, Floor.DEVICE)
+        d.resident(t, name, 30)
+    told = d.last("pin_over_cap")
+    assert told.ticket == "b" and told.data["cap"] == 40 * GIB
+    assert [r[0] for r in revoked(d.ask(20, "c", 50))] == ["b"]
