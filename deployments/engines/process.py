@@ -1,6 +1,8 @@
 """Small Linux facts that engine processes rely on: privileges, names, descriptors, environment."""
 
+import contextlib
 import ctypes
+import mmap
 import os
 import random
 import re
@@ -14,6 +16,7 @@ from typing import NoReturn
 from deployments.engines.protocol import BadSpawn
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_NO_NEW_PRIVS = 1, 15, 38  # linux/prctl.h
+_DONTNEED = 4  # MADV_DONTNEED: private anonymous pages are given back and read as zeros again
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14; an older kernel refuses and nothing is lost
 _HOT_CODE = re.compile(
     r"/(torch|vllm|tokenizers|pydantic_core|numpy/_core|safetensors|sentencepiece|uvloop)/.*\.so"
@@ -138,6 +141,20 @@ def share_code() -> None:
         if mode in ("r-xp", "r--p") and _HOT_CODE.search(path):
             start, end = (int(part, 16) for part in span.split("-"))
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ)
+
+
+def blank(address: int, size: int) -> None:
+    """Zero `size` bytes of private anonymous memory by giving its pages back to the kernel: they
+    cost nothing until they are touched again. Raises OSError."""
+    page = mmap.PAGESIZE
+    start, end = -(-address // page) * page, (address + size) // page * page
+    if start >= end:
+        ctypes.memset(address, 0, size)
+        return
+    ctypes.memset(address, 0, start - address)
+    ctypes.memset(end, 0, address + size - end)
+    if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def trim() -> None:

@@ -3,7 +3,8 @@
 vLLM's own sleep is a no-op on CPU. Asleep, the checkpoint lies in memfds named `host-copy-*`,
 written and never mapped, so the kernel shows the process's private bytes fall and the host's rise;
 weights, KV cache and LoRA slots are given back. Waking maps the memfds, repacks the weights from
-them and closes them: no disk is read.
+them and closes them: no disk is read. KV cache and slots keep their addresses and only their pages
+go, to come back as zeros when they are touched: a wake costs the weights, however large the cache.
 """
 
 import gc
@@ -54,8 +55,10 @@ class SleepingCpuWorker(CPUWorker):
         for layer in self.model_runner.model.modules():
             if hasattr(layer, "cpu_linear"):
                 layer.cpu_linear = None  # a closure over the repacked weight
-        for tensor in self._device_tensors():
+        for tensor in self.model_runner.model.parameters():
             self._empty(tensor)
+        for storage in self._rebuilt():
+            process.blank(storage.data_ptr(), storage.nbytes())
         _give_back()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -64,8 +67,6 @@ class SleepingCpuWorker(CPUWorker):
         for storage, size in self.emptied:
             storage.resize_(size)
         self.emptied = []
-        for tensor in (*self._slots(), *self.model_runner.kv_caches):
-            tensor.zero_()
         names = [f"/proc/self/fd/{copy}" for copy in self.copies]
         self._reload(safetensors_weights_iterator(names, use_tqdm_on_load=False))
         for copy in self.copies:
@@ -100,10 +101,11 @@ class SleepingCpuWorker(CPUWorker):
             for number in list(adapters._active_adapters.cache):
                 adapters.deactivate_adapter(number)
 
-    def _device_tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._slots()
-        yield from self.model_runner.model.parameters()
-        yield from self.model_runner.kv_caches
+    def _rebuilt(self) -> list[torch.UntypedStorage]:
+        """What a sleep loses and use brings back: adapters in their slots, and the KV cache."""
+        tensors = (*self._slots(), *self.model_runner.kv_caches)
+        found = (tensor.untyped_storage() for tensor in tensors)
+        return list({storage.data_ptr(): storage for storage in found}.values())
 
     def _slots(self) -> Iterator[torch.Tensor]:
         manager = getattr(self.model_runner, "lora_manager", None)
