@@ -209,6 +209,7 @@ def main() -> None:
     args = parser.parse_args()
     _clean_environment()
     process.set_name("zygote")
+    process.claim_priority()
     zygote = Zygote(args.socket, args.linger_s)
     gc.disable()  # a collection between imports costs a second and shares nothing
     child.preload()
