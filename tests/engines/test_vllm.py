@@ -122,6 +122,27 @@ def test_a_wake_reads_no_disk_and_changes_no_bit(chat: Child) -> None:
         assert [answer(chat, name) for name in names] == before
 
 
+@pytest.mark.spec("D6")
+def test_a_wake_from_a_damaged_host_copy_is_noticed_and_loads_from_disk(chat: Child) -> None:
+    before = [answer(chat, name) for name in ("tiny", "a0")]
+    assert chat.call("POST", "/control/sleep")[0] == 200
+    damage_host_copy(chat)
+    assert chat.call("POST", "/control/wake")[1]["verified"] is False
+    assert [answer(chat, name) for name in ("tiny", "a0")] == before
+    assert chat.call("POST", "/control/sleep")[0] == 200
+    assert chat.call("POST", "/control/wake")[1]["verified"] is True
+
+
+def damage_host_copy(child: Child) -> None:
+    """Zeros in the middle half of what sleeps: weights of most layers, still a proper file."""
+    links = (fd for pid in tree(child.pid) for fd in Path(f"/proc/{pid}/fd").iterdir())
+    (copy,) = [fd for fd in links if "memfd:host-copy" in os.readlink(fd)]
+    with copy.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(size // 4)
+        file.write(bytes(size // 2))
+
+
 def disk_reads(child: Child) -> tuple[int, int]:
     """Bytes fetched from storage, and bytes asked for by read calls, by both processes."""
     found = [Path(f"/proc/{pid}/io").read_text().split() for pid in tree(child.pid)]
