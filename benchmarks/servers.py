@@ -17,6 +17,12 @@ import yaml
 
 BIN = Path(sys.executable).parent
 
+# As `make serve` starts Ray (Makefile); the rest of what it exports has no part in a figure.
+MAKE_SERVE = {
+    "RAY_preload_python_modules": "ray.serve._private.replica",
+    "RAY_worker_maximum_startup_concurrency": "8",
+}
+
 # The figures of RAY.md 6 for each way to carry a request between Serve's processes.
 TRANSPORTS: dict[str, dict[str, str]] = {
     "default": {},
@@ -98,7 +104,8 @@ def our_graph(config: dict[str, Any], transport: str) -> Iterator[str]:
         file = Path(folder) / "serve_config.yaml"
         file.write_text(yaml.safe_dump(config))
         command = [str(BIN / "serve"), "run", str(file)]
-        env = TRANSPORTS[transport] | {"ARBITER_STATE": str(Path(folder) / "arbiter.sqlite")}
+        state = {"ARBITER_STATE": str(Path(folder) / "arbiter.sqlite")}
+        env = MAKE_SERVE | TRANSPORTS[transport] | state
         with running(command, env, _log("serve")) as process:
             url = f"http://127.0.0.1:{port}"
             wait_for(f"{url}/health", 180, process)

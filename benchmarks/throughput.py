@@ -16,7 +16,8 @@ from benchmarks import load, report, servers
 from deployments import plan
 
 ROOT = Path(__file__).resolve().parents[1]
-# Equal on both sides. 1 thread: with two on two cores a busy neighbour collapses throughput.
+STREAMS = [1, 8, 32]
+# Equal on both sides. Threads that compute: what `vllm serve` binds on this node, and so do we.
 ENGINE_ARGS: dict[str, Any] = {
     "max_model_len": 2048,
     "max_num_seqs": 32,
@@ -26,7 +27,7 @@ ENGINE_ARGS: dict[str, Any] = {
 }
 
 
-def graph_config(model: str, port: int) -> dict[str, Any]:
+def graph_config(model: str, port: int, threads: int | None = None) -> dict[str, Any]:
     """The shipped configuration with one chat model in a budget that holds it."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config = copy.deepcopy(config)
@@ -36,6 +37,8 @@ def graph_config(model: str, port: int) -> dict[str, Any]:
     table["arbiter"]["arenas"] = {"cpu": "6 GiB", "host": "4 GiB"}
     chat = table["capabilities"]["chat"]
     chat["models"] = {model: {"source": f"made:{model}", "engine_args": dict(ENGINE_ARGS)}}
+    if threads is not None:
+        chat["models"][model]["threads"] = threads
     chat["keep_warm_s"], chat["downscale_to_zero_s"] = -1, 3600
     table["capabilities"] = {"chat": chat}
     return config
@@ -72,17 +75,18 @@ async def pairs(ours: str, theirs: str, args: argparse.Namespace, streams: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="mid-chat")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=2, help="requests per stream and run")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--transport", choices=sorted(servers.TRANSPORTS), default="default")
+    parser.add_argument("--threads", type=int, help="of our engine that compute; default: its own")
     args = parser.parse_args()
     figures: dict[str, Any] = {"model": args.model, "transport": args.transport}
     path = plan.resolve(f"made:{args.model}")
     with (
-        servers.our_graph(graph_config(args.model, 18_400), args.transport) as ours,
+        servers.our_graph(graph_config(args.model, 18_400, args.threads), args.transport) as ours,
         servers.bare_vllm(path, args.model, ENGINE_ARGS, 18_401) as theirs,
     ):
         for streams in args.streams:
@@ -90,8 +94,12 @@ def main() -> None:
             figures[f"streams_{streams}"] = row
             print(f"{streams:>3} streams: throughput {row['throughput_ratio']} of vllm serve,")
             print(f"             first token {row['ttft_ratio']} of vllm serve")
-    suffix = "" if args.transport == "default" else f"_{args.transport}"
-    report.write("throughput", figures, args.seed, label=f"{args.model}{suffix}")
+    label = [args.model, *([] if args.transport == "default" else [args.transport])]
+    if args.streams != STREAMS:
+        label.append("-".join(map(str, args.streams)))
+    if args.threads is not None:
+        label.append(f"{args.threads}-threads")
+    report.write("throughput", figures, args.seed, label="_".join(label))
 
 
 if __name__ == "__main__":
