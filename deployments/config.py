@@ -114,6 +114,17 @@ class NeedConfig(Strict):
         )
 
 
+class AdaptersConfig(Strict):
+    """LoRA adapters of a text model, by name from a folder that may change while it is served
+    (deployments/text/catalogue.py has its layout)."""
+
+    folder: str
+    max_rank: Literal[8, 16, 32, 64, 128, 256] = 16
+    slots: int | None = Field(None, ge=1)  # adapters in one batch; absent: from the next line
+    slot_share: float = Field(0.25, gt=0, le=4)  # of the weights' bytes, spent on slots
+    wait_s: float = Field(30.0, gt=0, le=600)  # for a slot, when others hold them all
+
+
 class ModelConfig(Strict):
     source: str  # `made:NAME` (models/make_models.py), `package:NAME`, a folder, or a hub id
     engine_args: dict[str, Any] = {}
@@ -121,6 +132,8 @@ class ModelConfig(Strict):
     keep_warm_s: float | None = Field(None, ge=-1)  # -1: for ever; 0: goes at once
     pin: bool = False
     can_sleep: bool = True
+    adapters: AdaptersConfig | None = None
+    threads: int | None = Field(None, ge=1)  # that compute; absent: the engine's own choice
 
 
 class CapabilityConfig(Strict):
@@ -197,6 +210,16 @@ class Table(Strict):
     def homes(self) -> dict[str, str]:
         """Model name to capability name."""
         return {m: name for name, c in self.capabilities.items() for m in c.models}
+
+    @property
+    def adapter_folders(self) -> dict[str, Path]:
+        """Model name to the folder of its adapters: what a text.catalogue.Catalogue is made of."""
+        return {
+            m: Path(config.adapters.folder).expanduser()
+            for c in self.capabilities.values()
+            for m, config in c.models.items()
+            if config.adapters
+        }
 
     def as_event(self) -> ev.CapabilitiesSet:
         specs = (config.as_spec(name) for name, config in sorted(self.capabilities.items()))

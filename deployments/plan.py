@@ -13,23 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
-
 from arbiter.events import Need
 from arbiter.units import MIB, Bytes
+from deployments import headers
 from deployments.config import CapabilityConfig, ConfigError, ModelConfig, parse_size
-
-# Longest safetensors header accepted; the format's reference reader has the same bound.
-MAX_HEADER_BYTES = 100_000_000
-
-
-class _Tensor(BaseModel):
-    """One entry of a safetensors header; the metadata entry has no offsets."""
-
-    data_offsets: tuple[int, int] = (0, 0)
-
-
-_HEADER = TypeAdapter(dict[str, _Tensor])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +70,10 @@ def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
         "can_sleep": model.can_sleep,
         "engine_args": {k: plain(k, v) for k, v in model.engine_args.items()},
     }
+    if model.threads is not None:
+        config["threads"] = model.threads
+    if model.adapters is not None:
+        config["adapters"] = adapters(path, model)
     key = hashlib.sha256(json.dumps([kind.entry, config], sort_keys=True).encode()).hexdigest()
     need = model.need.as_need() if model.need else estimate(path, model, kind)
     return ModelPlan(name, kind.entry, config, need, model.need is not None, key[:16])
@@ -100,6 +91,41 @@ def engine_kind(engine: str) -> EngineKind:
 def plain(key: str, value: Any) -> Any:
     """Sizes may be written with units wherever an engine argument counts bytes."""
     return parse_size(value) if key.endswith("_bytes") else value
+
+
+# vLLM's default number of sequences in a batch; more slots than sequences serve nobody.
+DEFAULT_SEQUENCES = 128
+
+
+def adapters(path: str, model: ModelConfig) -> dict[str, Any]:
+    """What the engine is told: the folder, and as many slots as their share of bytes pays for.
+    Raises ConfigError."""
+    given = model.adapters
+    assert given is not None
+    one = slot_size(path, given.max_rank)
+    most = model.engine_args.get("max_num_seqs", DEFAULT_SEQUENCES)
+    paid = int(weights_bytes(Path(path)) * given.slot_share) // one
+    return {
+        "folder": str(Path(given.folder).expanduser()),
+        "store": str(adapter_store()),
+        "max_rank": given.max_rank,
+        "slots": given.slots or max(1, min(most, paid)),
+        "wait_s": given.wait_s,
+    }
+
+
+def slot_size(path: str, max_rank: int) -> int:
+    """Bytes of one adapter slot. Raises ConfigError."""
+    try:
+        return headers.slot_bytes(headers.linear_shapes(Path(path)), max_rank)
+    except (headers.BadHeader, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def adapter_store() -> Path:
+    """Where engines keep the adapters they have checked."""
+    default = Path.home() / ".cache" / "serve-arbiter" / "adapters"
+    return Path(os.environ.get("ARBITER_ADAPTERS", default))
 
 
 def models_folder() -> Path:
@@ -136,7 +162,7 @@ def estimate(path: str, model: ModelConfig, kind: EngineKind) -> Need:
     """Header sum plus the engine's overhead."""
     weights = weights_bytes(Path(path))
     kv_bytes = parse_size(model.engine_args.get("kv_cache_memory_bytes", 0))
-    working = Bytes(kind.working_bytes + kv_bytes)
+    working = Bytes(kind.working_bytes + kv_bytes + _adapter_bytes(path, model))
     return Need(
         weights_bytes=weights,
         working_bytes=working,
@@ -145,25 +171,21 @@ def estimate(path: str, model: ModelConfig, kind: EngineKind) -> Need:
     )
 
 
+def _adapter_bytes(path: str, model: ModelConfig) -> int:
+    """Slots, and as many adapters again in vLLM's own cache on the host, which without a GPU is
+    the same RAM; with one it is slack."""
+    if model.adapters is None:
+        return 0
+    slots = int(adapters(path, model)["slots"])
+    return 2 * slots * slot_size(path, model.adapters.max_rank)
+
+
 def weights_bytes(folder: Path) -> Bytes:
     """Sum of all tensors in the folder's safetensors headers; raises ConfigError when none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder}: no .safetensors here; give the model a `need`")
-    return Bytes(sum(_tensor_bytes(file) for file in files))
-
-
-def _tensor_bytes(file: Path) -> int:
-    """Raises ConfigError for anything that is not a safetensors header."""
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > MAX_HEADER_BYTES:
-            raise ConfigError(f"{file}: header of {length} bytes; not a safetensors file")
-        raw = stream.read(length)
     try:
-        header = _HEADER.validate_json(raw)
-    except ValidationError as error:
-        raise ConfigError(f"{file}: {error.errors()[0]['msg']}; not a safetensors file") from error
-    spans = (tensor.data_offsets for key, tensor in header.items() if key != "__metadata__")
-    return sum(end - start for start, end in spans)
+        return Bytes(sum(t.size_bytes for file in files for t in headers.read(file).values()))
+    except headers.BadHeader as error:
+        raise ConfigError(str(error)) from error

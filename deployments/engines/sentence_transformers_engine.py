@@ -1,8 +1,8 @@
 """Embeddings through sentence-transformers, in OpenAI's shapes.
 
 `engine_args`: `device` (default: a GPU when there is one, else cpu), `max_batch` (texts per
-forward pass, 32), `threads` (CPU threads of torch, 1), `matryoshka` (the model was trained so that
-a prefix of its vector is a vector: `dimensions` is honoured, false).
+forward pass, 32), `threads` (CPU threads of torch; default: the model's, else 1), `matryoshka` (the
+model was trained so that a prefix of its vector is a vector: `dimensions` is honoured, false).
 
 Requests that wait while a batch runs become the next batch: no timer, so a lone request is never
 held back, and a crowd fills the batch by itself.
@@ -68,7 +68,7 @@ class EmbeddingEngine:
         self.can_sleep: bool = config.get("can_sleep", True)
         self.device: str | None = args.get("device")
         self.max_batch, self.matryoshka = args.get("max_batch", 32), args.get("matryoshka", False)
-        self.threads: int = args.get("threads", 1)
+        self.threads: int = args.get("threads", config.get("threads", 1))
         self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
         self.parked: host_copy.HostCopy | None = None
         self.model: Any = None

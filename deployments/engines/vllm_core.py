@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineZmqAddresses
@@ -26,6 +27,40 @@ from vllm.v1.executor import Executor
 
 from deployments.engines import process
 from deployments.engines.protocol import LoadFailed, load_failure
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """What the scheduler put into one step, summed: how mixed the batches are (SPEC F1)."""
+
+    steps: int = 0
+    requests: int = 0
+    adapters: int = 0
+    most_adapters: int = 0
+    most_beside_base: int = 0  # different adapters in one step with the base among them
+
+    def note(self, names: list[str]) -> None:
+        """`names`: of each request's adapter, empty for the base."""
+        if not names:
+            return
+        different = set(names)
+        count = len(different - {""})
+        self.steps += 1
+        self.requests += len(names)
+        self.adapters += count
+        self.most_adapters = max(self.most_adapters, count)
+        if "" in different:
+            self.most_beside_base = max(self.most_beside_base, count)
+
+    def facts(self) -> dict[str, float]:
+        steps = max(1, self.steps)
+        return {
+            "steps": self.steps,
+            "mean_requests": self.requests / steps,
+            "mean_adapters": self.adapters / steps,
+            "most_adapters": self.most_adapters,
+            "most_adapters_beside_base": self.most_beside_base,
+        }
 
 
 class ForkedCore(EngineCoreProc):
@@ -40,6 +75,24 @@ class ForkedCore(EngineCoreProc):
             executor_class=Executor.get_class(vllm_config),
             log_stats=stats,
         )
+
+        self.trace = StepTrace()
+        schedule = self.scheduler.schedule
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            step = schedule(*args, **kwargs)
+            requests = (self.scheduler.requests.get(key) for key in step.num_scheduled_tokens)
+            self.trace.note(
+                [r.lora_request.lora_name if r.lora_request else "" for r in requests if r]
+            )
+            return step
+
+        if vllm_config.lora_config is not None:
+            self.scheduler.schedule = traced
+
+    def step_trace(self) -> dict[str, float]:
+        """Called by name from the frontend."""
+        return self.trace.facts()
 
     @contextmanager
     def _perform_handshakes(self, *args: Any, **kwargs: Any) -> Iterator[EngineZmqAddresses]:
@@ -56,13 +109,20 @@ class Core:
     client_addresses: dict[str, str]
 
 
-def fork_core(vllm_config: VllmConfig, base: str, *, stats: bool) -> Core:
-    """`base`: path without suffix in a directory only this user may enter, for two sockets."""
+def fork_core(
+    vllm_config: VllmConfig, base: str, *, stats: bool, threads: int | None = None
+) -> Core:
+    """`base`: path without suffix in a directory only this user may enter, for two sockets.
+    `threads`: that compute; None leaves it to the library."""
     addresses = {"input_address": f"ipc://{base}.in", "output_address": f"ipc://{base}.out"}
     read, write = os.pipe()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        if threads is not None:
+            # Before the first operation, and in the thread that will run them all: libgomp starts
+            # its pool then, with as many as this thread asks for.
+            torch.set_num_threads(threads)
         _live(vllm_config, addresses, stats, write, parent)
     os.close(write)
     return Core(pid, os.pidfd_open(pid), read, addresses)

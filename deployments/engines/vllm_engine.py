@@ -1,7 +1,7 @@
 """Text (and large embedding models) through vLLM: its own OpenAI app over a core forked here.
 
 `engine_args` are vLLM's own, by name (`max_model_len: 1024`, `enable_lora: true`,
-`lora_modules: {name: folder}`, on a GPU `device_ids: [2]`, `gpu_memory_utilization: 0.4`).
+on a GPU `device_ids: [2]`, `gpu_memory_utilization: 0.4`).
 `kv_cache_memory_bytes` is required: vLLM's own guess is a share of what happens to be free.
 """
 
@@ -22,19 +22,22 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.engines import process
 from deployments.engines.child import respond
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
+from deployments.engines.vllm_adapters import AdapterDesk, AdmittingLLM
 from deployments.engines.vllm_core import Core, await_core, fork_core
 
 # What a replica may ask for. vLLM also registers routes that pause, scale or reload an engine, or
 # run any of its calls by name; those stay out of reach.
 ROUTES = frozenset(
     "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages /v1/models "
-    "/tokenize /detokenize /pooling /classify /score /v1/score /rerank /v1/rerank /metrics".split()
+    "/tokenize /detokenize /pooling /classify /score /v1/score /rerank /v1/rerank /metrics "
+    "/adapters".split()
 )
 _PROBE = "The answer is"
 _DEAD_S = 0.5  # how long a frontend without a core stays to tell its requests
@@ -48,8 +51,29 @@ def build(config: Config) -> "VllmEngine":
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
     )
-    core = fork_core(vllm_config, os.environ["ARBITER_ENGINE"], stats=not args.disable_log_stats)
-    return VllmEngine(args, vllm_config, core, can_sleep=config.get("can_sleep", True))
+    core = fork_core(
+        vllm_config,
+        os.environ["ARBITER_ENGINE"],
+        stats=not args.disable_log_stats,
+        threads=compute_threads(config),
+    )
+    engine = VllmEngine(args, vllm_config, core, can_sleep=config.get("can_sleep", True))
+    if "adapters" in config:
+        window = vllm_config.scheduler_config.max_num_seqs
+        engine.desk = AdapterDesk(config, window)
+    return engine
+
+
+def compute_threads(config: Config) -> int | None:
+    """As configured; else, without a GPU, as many as `vllm serve` would bind on this node: one for
+    each core of the first memory node but one, which is the scheduler's."""
+    if "threads" in config:
+        return int(config["threads"])
+    if not current_platform.is_cpu():
+        return None
+    cpus = get_allowed_cpu_list()
+    cores = {cpu.physical_core for cpu in cpus if cpu.numa_node == cpus[0].numa_node}
+    return max(1, len(cores) - 1)
 
 
 def arguments(config: Config) -> Namespace:
@@ -86,6 +110,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         "served_model_name": config.get("served_name", config["model"]),
         "disable_log_stats": True,
         "disable_fastapi_docs": True,
+        **_adapter_arguments(config),
     }
     if not current_platform.is_cpu():
         return shared | {"enable_sleep_mode": config.get("can_sleep", True)}
@@ -93,6 +118,18 @@ def _defaults(config: Config) -> dict[str, Any]:
         "enforce_eager": True,  # with explicit KV bytes the shortest correct start (VLLM.md 1)
         "distributed_executor_backend": "uni",
         "worker_cls": _CPU_WORKER,
+    }
+
+
+def _adapter_arguments(config: Config) -> dict[str, Any]:
+    if "adapters" not in config:
+        return {}
+    given = config["adapters"]
+    return {
+        "enable_lora": True,
+        "max_loras": given["slots"],
+        "max_cpu_loras": 2 * given["slots"],  # deployments.plan charges as much for it
+        "max_lora_rank": given["max_rank"],
     }
 
 
@@ -117,13 +154,15 @@ class VllmEngine:
         self.llm: AsyncLLM | None = None
         self.api: FastAPI | None = None
         self.probes = 0
+        self.desk: AdapterDesk | None = None
 
     async def load(self) -> None:
         if self.llm is not None:
             await self.llm.collective_rpc("load_from_disk" if _on_cpu() else "reload_weights")
             return
         await asyncio.to_thread(await_core, self.core)
-        self.llm = AsyncLLM.from_vllm_config(
+        kind = AsyncLLM if self.desk is None else AdmittingLLM
+        self.llm = kind.from_vllm_config(
             self.config,
             client_addresses=self.core.client_addresses,
             disable_log_stats=self.args.disable_log_stats,
@@ -134,6 +173,9 @@ class VllmEngine:
         self.api = build_app(self.args, tasks, self.llm.model_config) if self.pools else text_api()
         self.api.state.args = self.args
         await init_app_state(self.llm, self.api.state, self.args, tasks)
+        if self.desk is not None:
+            self.llm.desk = self.desk
+            self.desk.adopt(self.llm, self.api.state)
 
     def _core_died(self) -> None:
         """Tell every request, then go: a frontend alone serves nobody."""
@@ -145,14 +187,21 @@ class VllmEngine:
         loop.call_later(_DEAD_S, process.end, 1)
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert self.api is not None
+        assert self.api is not None and self.llm is not None
         if scope["path"] not in ROUTES:
             error = {"message": f"no route {scope['path']}", "type": "invalid_request_error"}
             return await respond(send, 404, {"error": {**error, "param": None, "code": None}})
-        await self.api(scope, receive, send)
+        if self.desk is None:
+            return await self.api(scope, receive, send)
+        if scope["path"] == "/adapters":
+            trace = await self.llm.engine_core.call_utility_async("step_trace")
+            return await respond(send, 200, {**self.desk.facts(), "trace": trace})
+        await self.desk.serve(self.api, scope, receive, send)
 
     async def sleep(self) -> None:
         assert self.llm is not None
+        if self.desk is not None:
+            await self.desk.forget_loaded()
         await self.llm.sleep(level=1)
 
     async def wake(self) -> None:

@@ -8,7 +8,7 @@
 A folder dropped into place is found by the next call, a removed one no longer: nothing is
 registered and nothing restarts. How to use it, in the front and in an engine alike:
 
-    catalogue = Catalogue({"small-chat": Path("/adapters/small-chat")}, frozenset(bases))
+    catalogue = Catalogue(table.adapter_folders, frozenset(table.homes))
     found = catalogue.find("legal-v2", tenant="acme")       # or "small-chat:legal-v2"
     found.base                                              # the model whose engine serves it
     catalogue.names("acme")                                 # for GET /v1/models and near misses
@@ -76,6 +76,7 @@ class Entry:
     path: Path
     rank: int
     size_bytes: int
+    stamp: tuple[int, ...] = ()  # times and inodes of its files: equal as long as nothing changed
     tenant: str = ""  # empty: everybody's
     priority: str = "normal"
     pin: bool = False
@@ -146,7 +147,7 @@ class Catalogue:
             stamp = _stamp(path)
             known = self._read.get(path)
             if known is None or known[0] != stamp:
-                known = self._read[path] = stamp, _read_entry(name, base, path, owner)
+                known = self._read[path] = stamp, _read_entry(name, base, path, stamp, owner)
         except OSError as error:
             raise AdapterInvalid(name, f"{error.filename}: {error.strerror}") from error
         return known[1]
@@ -176,7 +177,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
             extras)  # fmt: skip
 
 
-def _read_entry(name: str, base: str, path: Path, owner: str) -> Entry:
+def _read_entry(name: str, base: str, path: Path, stamp: tuple[int, ...], owner: str) -> Entry:
     """Raises AdapterInvalid, OSError."""
     config = read_json(name, path / CONFIG)
     rank = config.get("r")
@@ -188,7 +189,7 @@ def _read_entry(name: str, base: str, path: Path, owner: str) -> Entry:
         allowed = f"`priority` is one of {', '.join(PRIORITIES)}, `pin` true or false"
         raise AdapterInvalid(name, f"{EXTRAS}: {allowed}")
     size = (path / WEIGHTS).stat().st_size
-    return Entry(name, base, path, rank, size, owner, priority, pin)
+    return Entry(name, base, path, rank, size, stamp, owner, priority, pin)
 
 
 def read_json(name: str, file: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What our vLLM child says against transformers, PEFT and vLLM alone: fp32, greedy."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,14 +14,16 @@ import torch
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
+from deployments.headers import linear_shapes
 from models.make_models import TINY, default_folder, make
+from tests.support.adapters import write
 from tests.support.engine_host import ROOT, Child, zygote
 
 VLLM = "deployments.engines.vllm_engine:build"
 COUNT = 32
 # Token ids, so that no tokenizer stands between: short, one block, longer than a block of 128.
 PROMPTS = [[7, 300, 12], list(range(100, 180)), [(i * 37) % 2000 + 3 for i in range(200)]]
-ADAPTERS = ("a0", "a1", "a2", "a3")
+ADAPTERS = ("a0", "a1", "r32", "r64")  # ranks 8, 16, 32, 64
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +32,30 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="module")
-def ours(model: Path) -> Iterator[Child]:
+def catalogue(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    for name in ADAPTERS[:2]:
+        shutil.copytree(model.parent / f"{model.name}-adapters" / name, folder / name)
+    shapes = {name: shape for name, shape in linear_shapes(model).items() if "_proj" in name}
+    for rank in (32, 64):
+        write(folder / f"r{rank}", shapes, rank)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(model: Path, catalogue: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
     """As many slots as adapters: the stock CPU kernel gives a base request the last slot's."""
-    folder = model.parent / f"{model.name}-adapters"
-    args = {
-        "dtype": "float32",
-        "kv_cache_memory_bytes": 64 << 20,
-        "max_model_len": 1024,
-        "enable_lora": True,
-        "max_loras": len(ADAPTERS),
-        "max_lora_rank": 16,
-        "lora_modules": {name: str(folder / name) for name in ADAPTERS},
+    args = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
+    store = str(tmp_path_factory.mktemp("store"))
+    adapters = {"folder": str(catalogue), "store": store, "max_rank": 64}
+    config = {
+        "model": str(model),
+        "served_name": "base",
+        "engine_args": args,
+        "adapters": {**adapters, "slots": len(ADAPTERS), "wait_s": 30.0},
     }
     with zygote("deployments.engines.vllm_preload") as running:
-        child = running.spawn(
-            "golden", VLLM, {"model": str(model), "served_name": "base", "engine_args": args}
-        ).hold()
+        child = running.spawn("golden", VLLM, config).hold()
         status, body = child.ready()
         assert status == 200, body
         yield child
@@ -90,11 +101,10 @@ def test_tokens_equal_plain_vllm(ours: Child, model: Path) -> None:
 
 
 @pytest.mark.spec("F10")
-@pytest.mark.parametrize("adapter", ADAPTERS[:2])
-def test_an_adapter_equals_peft(ours: Child, model: Path, adapter: str) -> None:
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_adapter_equals_peft(ours: Child, model: Path, catalogue: Path, adapter: str) -> None:
     network = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
-    folder = model.parent / f"{model.name}-adapters" / adapter
-    wrapped = PeftModel.from_pretrained(network, str(folder)).float()
+    wrapped = PeftModel.from_pretrained(network, str(catalogue / adapter)).float()
     wrapped.generation_config.eos_token_id = None
     for prompt in PROMPTS:
         assert tokens(ours, adapter, prompt) == greedy(wrapped, prompt)

@@ -9,6 +9,7 @@ import pytest
 from arbiter.units import MIB
 from deployments import plan
 from deployments.config import CapabilityConfig, ConfigError
+from tests.support.adapters import write
 
 
 def safetensors(folder: Path, name: str, *sizes: int) -> None:
@@ -99,3 +100,20 @@ def test_a_missing_source_says_how_to_get_it(source: str, says: str) -> None:
 def test_an_unknown_engine_is_named() -> None:
     with pytest.raises(ConfigError, match="no engine 'abacus'"):
         plan.engine_kind("abacus")
+
+
+@pytest.mark.spec("F2")
+def test_adapter_slots_are_what_their_share_of_the_weights_pays_for(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", {f"layers.{n}.up_proj": (64, 16) for n in range(40)})
+    one = plan.slot_size(str(model), 8)
+    assert one == 8 * 2 * 40 * (64 + 8 + 8 + 16)
+    given = {"folder": str(tmp_path / "in"), "max_rank": 8}
+    got = plan.plan("m", capability(str(model), adapters={**given, "slot_share": 4.0}))
+    slots = got.config["adapters"]["slots"]
+    assert slots == 4 * plan.weights_bytes(model) // one > 1
+    plain = plan.plan("m", capability(str(model)))
+    assert got.need.working_bytes - plain.need.working_bytes == 2 * slots * one
+    few = plan.plan("m", capability(str(model), adapters={**given, "slots": 3}, threads=2))
+    assert (few.config["adapters"]["slots"], few.config["threads"]) == (3, 2)
+    bounded = {"adapters": {**given, "slot_share": 4.0}, "engine_args": {"max_num_seqs": 2}}
+    assert plan.plan("m", capability(str(model), **bounded)).config["adapters"]["slots"] == 2

@@ -1,0 +1,343 @@
+"""Adapters in a vLLM child: from the name in a request to a slot in the batch.
+
+Each request passes three doors, and fails alone at any of them, with the reason: its adapter is
+found in the catalogue, copied and checked, before vLLM sees the request; it waits its turn for a
+slot (deployments.text.admission); vLLM loads the adapter by `add_lora`, whose failure harms nobody.
+Only then does it reach vLLM's `generate`, where a bad adapter would end the engine for everybody
+(VLLM.md 0.3).
+"""
+
+import asyncio
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from arbiter.errors import RequestError
+from deployments import wire
+from deployments.engines.protocol import Config, Receive, Scope, Send
+from deployments.headers import linear_shapes
+from deployments.text.adapters import Published, Rules, Store
+from deployments.text.admission import BASE, View, Waiting, plan
+from deployments.text.catalogue import AdapterInvalid, Catalogue, Entry
+
+# Requests that wait for their turn in one engine. The front bounds what comes in; this bounds what
+# one engine remembers, at 1 ms of planning per step (measured with 2,000 waiting).
+MAX_WAITING = 2_000
+# Requests let in beyond a full batch, so that the next step has one when a place comes free.
+AHEAD = 4
+
+
+# Set by the front on every call, whatever the client wrote.
+_TENANT = b"x-arbiter-tenant"
+
+
+class AdaptersBusy(RequestError):
+    """All slots, or all places to wait for one, are taken."""
+
+    status_code, code = 503, "adapters_busy"
+
+    def __init__(self, name: str, slots: int, waited_s: float, retry_after_s: float) -> None:
+        super().__init__(name, slots, waited_s, retry_after_s)
+        self.name, self.slots, self.waited_s = name, slots, waited_s
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return (
+            f"adapter {self.name!r} found all {self.slots} slots in use for {self.waited_s:.1f} s;"
+            f" ask again in {self.retry_after_s:.0f} s, or give the model more slots"
+        )
+
+
+class Gate:
+    """Who is in the engine, who waits; `plan` decides, this obeys."""
+
+    def __init__(self, slots: int, window: int, wait_s: float) -> None:
+        self.slots, self.window, self.wait_s = slots, window, wait_s
+        self.running: Counter[str] = Counter()
+        self._waiting: dict[int, tuple[Waiting, asyncio.Future[None]]] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def enter(self, adapter: str, name: str) -> None:
+        """Returns with the adapter's place taken. Raises AdaptersBusy after `wait_s`."""
+        if len(self._waiting) >= MAX_WAITING:
+            raise AdaptersBusy(name, self.slots, 0.0, self.wait_s)
+        one = Waiting(next(self._numbers), adapter, time.monotonic())
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[one.key] = one, turn
+        self._admit()
+        try:
+            async with asyncio.timeout(self.wait_s):
+                await turn
+        except TimeoutError:
+            self._give_up(one, turn)
+            raise AdaptersBusy(name, self.slots, self.wait_s, self.wait_s / 2) from None
+        except asyncio.CancelledError:
+            self._give_up(one, turn)
+            raise
+
+    def leave(self, adapter: str) -> None:
+        self.running[adapter] -= 1
+        if not self.running[adapter]:
+            del self.running[adapter]
+        self._admit()
+
+    def _give_up(self, one: Waiting, turn: asyncio.Future[None]) -> None:
+        if turn.done() and not turn.cancelled():
+            return self.leave(one.adapter)
+        self._waiting.pop(one.key, None)
+        self._admit()
+
+    def _admit(self) -> None:
+        if not self._waiting:
+            return
+        waiting = [one for one, _ in self._waiting.values()]
+        view = View(self.slots, self.window, self.running, waiting, time.monotonic())
+        for key in plan(view):
+            one, turn = self._waiting.pop(key)
+            self.running[one.adapter] += 1
+            turn.set_result(None)
+
+
+@dataclass(slots=True)
+class Asked:
+    """One HTTP request for an adapter."""
+
+    model: str  # as the client wrote it
+    lora: LoRARequest
+    refused: RequestError | None = None  # at the second or third door
+
+
+_ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
+
+
+class AdmittingLLM(AsyncLLM):
+    """vLLM's frontend with the second and third door in `generate`, where every route ends."""
+
+    desk: "AdapterDesk"
+
+    async def generate(
+        self, *args: Any, lora_request: LoRARequest | None = None, **more: Any
+    ) -> AsyncGenerator[Any, None]:
+        async with self.desk.turn(lora_request):
+            found = super().generate(*args, lora_request=lora_request, **more)
+            async with aclosing(found) as outputs:
+                async for output in outputs:
+                    yield output
+
+
+class AdapterDesk:
+    """One per engine."""
+
+    def __init__(self, config: Config, window: int) -> None:
+        """`config["adapters"]`: what deployments.plan made. Raises OSError, headers.BadHeader."""
+        given = config["adapters"]
+        self.served_name = str(config.get("served_name", config["model"]))
+        self.llm: AsyncLLM | None = None
+        self.gate = Gate(given["slots"], window + AHEAD, given["wait_s"])
+        self._catalogue = Catalogue({self.served_name: Path(given["folder"])})
+        self._store = Store(Path(given["store"]))
+        self._rules = Rules(linear_shapes(Path(config["model"])), given["max_rank"])
+        self._copying = asyncio.Lock()
+        self._published: dict[tuple[str, str], tuple[Entry, Published]] = {}
+        self._numbers: dict[str, int] = {}  # digest to vLLM's number for it
+        self._loads: dict[str, asyncio.Task[None]] = {}  # of adapters that run
+
+    # -- the first door ------------------------------------------------------------------------
+
+    async def asked(self, body: bytes, tenant: str) -> Asked | None:
+        """The adapter a request names; None when it means the base, or nothing we know, which is
+        vLLM's to say. Raises AdapterInvalid."""
+        try:
+            model = json.loads(body).get("model")
+        except (ValueError, RecursionError, AttributeError):
+            return None
+        if not isinstance(model, str) or model == self.served_name:
+            return None
+        entry = self._catalogue.find(model, tenant)
+        if entry is None:
+            return None
+        published = await self._publish(entry)
+        number = self._numbers.setdefault(published.digest, len(self._numbers) + 1)
+        return Asked(model, LoRARequest(published.digest, number, str(published.path)))
+
+    async def _publish(self, entry: Entry) -> Published:
+        """The checked copy, made again when the entry changed or its copy is gone."""
+        key = entry.tenant, entry.name
+        async with self._copying:
+            known = self._published.get(key)
+            if known is None or known[0] != entry or not known[1].path.is_dir():
+                made = await asyncio.to_thread(self._store.publish, entry, self._rules)
+                known = self._published[key] = entry, made
+        return known[1]
+
+    # -- the second and the third --------------------------------------------------------------
+
+    @asynccontextmanager
+    async def turn(self, lora: LoRARequest | None) -> AsyncIterator[None]:
+        """One request's time in the engine."""
+        adapter = lora.lora_name if lora else BASE
+        asked = _ASKED.get()
+        name = asked.model if asked else self.served_name
+        try:
+            await self.gate.enter(adapter, name)
+        except AdaptersBusy as error:
+            raise _noted(asked, error) from None
+        try:
+            if lora is not None:
+                await self._loaded(lora, name)
+            yield
+        except AdapterInvalid as error:
+            raise _noted(asked, error) from None
+        finally:
+            self.gate.leave(adapter)
+            if adapter not in self.gate.running:
+                self._loads.pop(adapter, None)
+
+    async def _loaded(self, lora: LoRARequest, name: str) -> None:
+        """In vLLM's host cache and in a slot. Asked once for all requests that run at a time: while
+        one runs, its slot is its own; after the last, vLLM may have dropped it."""
+        task = self._loads.get(lora.lora_name)
+        if task is None:
+            task = self._loads[lora.lora_name] = asyncio.ensure_future(self._load(lora))
+        await asyncio.wait({task})
+        if isinstance(error := task.exception(), EngineDeadError):
+            raise error
+        if error:
+            raise AdapterInvalid(name, f"vLLM: {error}") from error
+
+    async def _load(self, lora: LoRARequest) -> None:
+        assert self.llm is not None
+        await self.llm.add_lora(lora)
+
+    async def forget_loaded(self) -> None:
+        """Before a sleep: what vLLM keeps of adapters on the host is private memory too, and they
+        are loaded again from their copies when they are asked for."""
+        assert self.llm is not None
+        for number in await self.llm.list_loras():
+            await self.llm.remove_lora(number)
+
+    # -- in front of vLLM's application --------------------------------------------------------
+
+    async def serve(self, api: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _whole(receive)
+        if body is None:
+            return
+        tenant = dict(scope["headers"]).get(_TENANT, b"").decode("latin-1")
+        try:
+            asked = await self.asked(body, tenant)
+        except RequestError as error:
+            return await _refuse(send, error)
+        if asked is not None:
+            send = _HeldHead(asked, send)
+        _ASKED.set(asked)
+        await api(scope, _Replayed(body, receive), send)
+
+    def adopt(self, llm: AsyncLLM, state: Any) -> None:
+        """Let vLLM's routes resolve names through the request that asks."""
+        self.llm = llm
+        models = state.openai_serving_models
+        models.lora_requests = _AskedAdapters()
+        plain_name = models.model_name
+        models.model_name = lambda lora=None: _asked_name() or plain_name()
+
+    def facts(self) -> dict[str, Any]:
+        running = {k or self.served_name: n for k, n in self.gate.running.items()}
+        return {"slots": self.gate.slots, "running": running, "waiting": self.gate.waiting}
+
+
+def _asked_name() -> str:
+    asked = _ASKED.get()
+    return asked.model if asked else ""
+
+
+def _noted(asked: Asked | None, error: RequestError) -> RequestError:
+    if asked is not None:
+        asked.refused = error
+    return error
+
+
+class _AskedAdapters(dict[str, LoRARequest]):
+    """Stands where vLLM keeps all adapters by name: knows the one this request has asked for."""
+
+    def __contains__(self, name: object) -> bool:
+        asked = _ASKED.get()
+        return asked is not None and asked.model == name
+
+    def __getitem__(self, name: str) -> LoRARequest:
+        asked = _ASKED.get()
+        if asked is None or asked.model != name:
+            raise KeyError(name)
+        return asked.lora
+
+
+class _HeldHead:
+    """Sends the head with the first bytes, so that a request refused in `generate` is answered with
+    its own status though vLLM has begun a stream."""
+
+    def __init__(self, asked: Asked, send: Send) -> None:
+        self._asked, self._send = asked, send
+        self._head: Any = None
+        self._passes = False
+
+    async def __call__(self, message: Any) -> None:
+        if self._passes:
+            return await self._send(message)
+        if message["type"] == "http.response.start":
+            self._head = message
+        elif refused := self._asked.refused:
+            if self._head is not None:
+                self._head = None
+                await _refuse(self._send, refused)
+        elif self._head is not None:
+            self._passes = True
+            await self._send(self._head)
+            await self._send(message)
+
+
+class _Replayed:
+    """A body that was read, then what comes after it."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Any:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+async def _whole(receive: Receive) -> bytes | None:
+    """The body, or None when the client has left. The front bounds its size."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _refuse(send: Send, error: RequestError) -> None:
+    head, body = wire.refusal(error)
+    headers = [(k.encode(), v.encode()) for k, v in head.headers.items()]
+    headers.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": head.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

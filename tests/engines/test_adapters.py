@@ -1,0 +1,176 @@
+"""Adapters in a vLLM child: by name from a folder, many in one batch, each failing alone."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.headers import linear_shapes
+from tests.support.adapters import write
+from tests.support.engine_host import Child, Connection, ZygoteUnderTest, is_gone, until
+
+VLLM = "deployments.engines.vllm_engine:build"
+COUNT = 24
+PROMPT = [(i * 37) % 2000 + 3 for i in range(40)]
+NAMES = tuple(f"a{i}" for i in range(8))
+
+
+def config(tiny: Path, folder: Path, slots: int, wait_s: float) -> dict[str, Any]:
+    adapters = {"folder": str(folder / "in"), "store": str(folder / "store"), "max_rank": 16}
+    args = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
+    return {
+        "model": str(tiny),
+        "served_name": "tiny",
+        "adapters": {**adapters, "slots": slots, "wait_s": wait_s},
+        "engine_args": {**args, "max_num_seqs": 16},
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("catalogue")
+    shutil.copytree(tiny.parent / f"{tiny.name}-adapters", made / "in")
+    return made
+
+
+@pytest.fixture(scope="module")
+def shapes(tiny: Path) -> dict[str, tuple[int, int]]:
+    return {name: shape for name, shape in linear_shapes(tiny).items() if "_proj" in name}
+
+
+@pytest.fixture(scope="module")
+def chat(engines: ZygoteUnderTest, tiny: Path, folder: Path) -> Iterator[Child]:
+    with running(engines, "many", config(tiny, folder, slots=8, wait_s=30.0)) as child:
+        yield child
+
+
+@contextlib.contextmanager
+def running(engines: ZygoteUnderTest, name: str, given: dict[str, Any]) -> Iterator[Child]:
+    child = engines.spawn(name, VLLM, given).hold()
+    status, body = child.ready()
+    assert status == 200, body
+    yield child
+    child.let_go()
+    until(lambda: is_gone(child.pid), 5)
+
+
+def ask(child: Child, model: str, count: int = COUNT, prompt: list[int] = PROMPT) -> Any:
+    body = {"model": model, "prompt": prompt, "max_tokens": count, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    return child.call("POST", "/v1/completions", body)
+
+
+def tokens(child: Child, model: str, prompt: list[int] = PROMPT) -> list[int]:
+    status, got = ask(child, model, prompt=prompt)
+    assert status == 200, got
+    found: list[int] = got["choices"][0]["token_ids"]
+    return found
+
+
+def crowd(child: Child, names: tuple[str, ...]) -> list[list[int]]:
+    with ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(lambda name: tokens(child, name), names))
+
+
+@pytest.mark.spec("F1", "F10")
+def test_eight_adapters_and_the_base_run_in_one_step_and_answer_as_alone(
+    engines: ZygoteUnderTest, tiny: Path, folder: Path, chat: Child
+) -> None:
+    names = ("tiny", *NAMES)
+    alone = [tokens(chat, name) for name in names]
+    assert len({tuple(found) for found in alone}) == len(names)
+    assert crowd(chat, names) == alone
+    trace = chat.call("GET", "/adapters")[1]["trace"]
+    assert trace["most_adapters_beside_base"] == 8
+    assert 1 <= trace["mean_adapters"] <= 8
+    assert chat.call("POST", "/control/sleep")[0] == 200
+    assert chat.call("POST", "/control/wake")[1]["verified"] is True
+    assert crowd(chat, names) == alone
+    with running(engines, "again", config(tiny, folder, slots=8, wait_s=30.0)) as again:
+        assert crowd(again, names) == alone
+
+
+@pytest.mark.spec("F1")
+def test_an_answer_names_the_adapter_as_it_was_asked_for(chat: Child) -> None:
+    for name in ("a1", "tiny:a1", "tiny"):
+        assert ask(chat, name, count=1)[1]["model"] == name
+
+
+@pytest.mark.spec("F2")
+def test_a_folder_dropped_into_place_is_served_replaced_and_gone_without_a_restart(
+    chat: Child, folder: Path, shapes: dict[str, tuple[int, int]]
+) -> None:
+    assert ask(chat, "tiny:new")[0] == 404
+    write(folder / "in" / "new", shapes, rank=8)
+    first = tokens(chat, "tiny:new")
+    write(folder / "in" / "new", shapes, rank=4)
+    assert tokens(chat, "new") != first, "nothing of the old one is kept, its prefixes included"
+    shutil.rmtree(folder / "in" / "new")
+    assert ask(chat, "new")[0] == 404
+    assert ask(chat, "a0")[0] == 200
+
+
+@pytest.mark.spec("F2", "L3")
+def test_a_bad_adapter_fails_its_own_request_with_the_reason_and_nothing_else(
+    chat: Child, folder: Path, shapes: dict[str, tuple[int, int]]
+) -> None:
+    bad = {
+        "corrupt": lambda made: (made / "adapter_model.safetensors").write_bytes(b"\xff" * 999),
+        "half": lambda made: (made / "adapter_model.safetensors").unlink(),
+        "wide": lambda made: write(made, shapes, rank=64),
+        "strange": lambda made: write(made, {"model.layers.9.mlp.up_proj": (704, 256)}),
+    }
+    expected = tokens(chat, "a0")
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(ask, chat, "a2", 400)
+        for name, spoil in bad.items():
+            spoil(write(folder / "in" / name, shapes))
+            status, got = ask(chat, name)
+            assert (status, got["error"]["code"]) == (400, "adapter_invalid"), got
+            assert name in got["error"]["message"]
+        assert beside.result()[0] == 200
+    assert tokens(chat, "a0") == expected
+
+
+@pytest.mark.spec("F2", "L3")
+def test_what_only_vllm_refuses_fails_its_own_request_too(
+    chat: Child, folder: Path, shapes: dict[str, tuple[int, int]]
+) -> None:
+    """`add_lora` says so and `generate` never sees it; a stream hears it as a status too."""
+    write(folder / "in" / "odd", shapes, rank_pattern={"q_proj": -1})
+    body = {"model": "odd", "prompt": PROMPT, "max_tokens": 4}
+    for stream in (False, True):
+        status, got = chat.call("POST", "/v1/completions", {**body, "stream": stream})
+        assert (status, got["error"]["code"]) == (400, "adapter_invalid"), got
+        assert "vLLM" in got["error"]["message"]
+    assert ask(chat, "a0")[0] == 200
+
+
+@pytest.mark.spec("F8")
+def test_when_all_slots_are_in_use_a_new_adapter_waits_bounded_and_then_is_told(
+    engines: ZygoteUnderTest, tiny: Path, folder: Path
+) -> None:
+    with running(engines, "few", config(tiny, folder, slots=2, wait_s=0.5)) as child:
+        streams = [opened(child, name) for name in ("a0", "a1")]
+        status, got = ask(child, "a2", count=1)
+        assert (status, got["error"]["code"]) == (503, "adapters_busy")
+        assert "2 slots" in got["error"]["message"]
+        assert ask(child, "tiny", count=1)[0] == 200 and ask(child, "a1", count=1)[0] == 200
+        for conn in streams:
+            conn.close()
+        until(lambda: not child.call("GET", "/adapters")[1]["running"], 5)
+        assert ask(child, "a2", count=1)[0] == 200
+
+
+def opened(child: Child, model: str) -> Connection:
+    """A stream that has begun and goes on."""
+    conn = Connection(child.path)
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 900, "stream": True, "ignore_eos": True}
+    conn.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    assert conn.getresponse().read(20).startswith(b"data: ")
+    return conn
