@@ -100,7 +100,7 @@ def _mean_since(before: dict[str, float], after: dict[str, float], name: str) ->
 
 
 def first_tokens(child: Child, slots: int, count: int) -> dict[str, report.Sample]:
-    """On an engine that has seen nothing: each adapter once, then again when others had its slot."""
+    """On an engine that has seen nothing: each adapter, then again when others had its slot."""
 
     def first(name: str) -> float:
         return asyncio.run(closed_loop(child, [name], 1, 0)).ttft_s

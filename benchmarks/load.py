@@ -73,11 +73,15 @@ async def ask(http: aiohttp.ClientSession, url: str, model: str, text: str, toke
 async def closed_loop(
     url: str, model: str, *, streams: int, requests: int, tokens: int, seed: int
 ) -> Run:
-    """`streams` clients, each sending its next request when its last is answered."""
+    """`streams` clients, each sending its next request when its last is answered. `url` may be
+    `unix:PATH`, an engine's own socket."""
     dice = random.Random(seed)
     texts = [prompt(dice) for _ in range(requests)]
     answers: list[Answer] = []
-    connector = aiohttp.TCPConnector(limit=streams)
+    connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=streams)
+    if url.startswith("unix:"):
+        connector = aiohttp.UnixConnector(path=url.removeprefix("unix:"), limit=streams)
+        url = "http://engine"
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from tests.support.engine_host import zygote
+
 BIN = Path(sys.executable).parent
 
 # As `make serve` starts Ray (Makefile); the rest of what it exports has no part in a figure.
@@ -110,6 +112,18 @@ def our_graph(config: dict[str, Any], transport: str) -> Iterator[str]:
             url = f"http://127.0.0.1:{port}"
             wait_for(f"{url}/health", 180, process)
             yield url
+
+
+@contextlib.contextmanager
+def engine_alone(model: str, name: str, engine_args: dict[str, Any], **more: Any) -> Iterator[str]:
+    """One engine child, ready, with no Ray before it. Yields its address for benchmarks.load."""
+    with zygote("deployments.engines.vllm_preload") as running:
+        config = {"model": model, "served_name": name, "engine_args": engine_args, **more}
+        child = running.spawn("alone", "deployments.engines.vllm_engine:build", config).hold()
+        status, body = child.ready()
+        assert status == 200, body
+        yield f"unix:{child.path}"
+        child.let_go()
 
 
 def _log(name: str) -> Path:

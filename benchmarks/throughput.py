@@ -7,6 +7,7 @@ Both servers are up at once and loaded in turn, so that each pair sees the same 
 import argparse
 import asyncio
 import copy
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ async def pairs(ours: str, theirs: str, args: argparse.Namespace, streams: int) 
     }
 
 
+def our_side(args: argparse.Namespace, path: str) -> AbstractContextManager[str]:
+    if args.transport == "alone":
+        more = {} if args.threads is None else {"threads": args.threads}
+        return servers.engine_alone(path, args.model, ENGINE_ARGS, **more)
+    return servers.our_graph(graph_config(args.model, 18_400, args.threads), args.transport)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="mid-chat")
@@ -80,13 +88,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="requests per stream and run")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--transport", choices=sorted(servers.TRANSPORTS), default="default")
+    ways = [*sorted(servers.TRANSPORTS), "alone"]
+    parser.add_argument("--transport", choices=ways, default="default", help="alone: no graph")
     parser.add_argument("--threads", type=int, help="of our engine that compute; default: its own")
     args = parser.parse_args()
     figures: dict[str, Any] = {"model": args.model, "transport": args.transport}
     path = plan.resolve(f"made:{args.model}")
     with (
-        servers.our_graph(graph_config(args.model, 18_400, args.threads), args.transport) as ours,
+        our_side(args, path) as ours,
         servers.bare_vllm(path, args.model, ENGINE_ARGS, 18_401) as theirs,
     ):
         for streams in args.streams:
