@@ -19,7 +19,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test retest check bench sim chaos models install style
+.PHONY: serve test retest check bench sim chaos graph-chaos models install style
 .DEFAULT_GOAL := serve
 
 install: $(VENV)/.installed-$(DEVICE)
@@ -56,3 +56,7 @@ bench: install models
 
 chaos: install
 	$(BIN)/python -m benchmarks.chaos --kills $(KILLS)
+
+# The same against everything that `make serve` starts, Serve's own processes included.
+graph-chaos: install models
+	$(BIN)/python -m benchmarks.graph_chaos --kills $(KILLS)

@@ -35,6 +35,7 @@ SETTLED_S = 60.0  # for books that are compared while loads come and go
 SERVED_S = 60.0  # between two kills somebody is served, or a minute has passed
 # Between the death of what a connection ends at and the clients hearing of it.
 DOOR_S = 5.0
+PAUSE_S = 4.0  # between tries while nobody opens
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
 CHAT = {"messages": HELLO, "max_tokens": 24, "stream": True, "ignore_eos": True}
 CALLS = {
@@ -57,12 +58,23 @@ class Tally:
     looks: int = 0
     slowest: list[tuple[float, str, str]] = field(default_factory=list)
     door_killed_s: float = float("-inf")
+    door_is_shut: bool = False
+    longest_shut_s: float = 0.0
+
+    def killed(self, target: str) -> None:
+        self.kills[target] += 1
+        if target in DOOR:
+            self.door_killed_s, self.door_is_shut = time.monotonic(), True
 
     def note(self, model: str, outcome: str, began_s: float) -> None:
         now_s = time.monotonic()
-        if outcome.startswith("untyped") and self.door_killed_s > began_s - DOOR_S:
+        if not outcome.startswith("untyped"):
+            if self.door_is_shut and began_s > self.door_killed_s:
+                self.door_is_shut = False
+                self.longest_shut_s = max(self.longest_shut_s, now_s - self.door_killed_s)
+        elif self.door_is_shut or self.door_killed_s > began_s - DOOR_S:
             outcome = "cut_off_at_the_door"
-        elif outcome.startswith("untyped"):
+        else:
             self.untyped.append(f"{model}: {outcome} after {now_s - began_s:.1f} s")
         self.answers[outcome.partition(":")[0]] += 1
         self.slowest.append((round(now_s - began_s, 1), model, outcome))
@@ -79,13 +91,13 @@ async def ask(http: aiohttp.ClientSession, graph: Graph, model: str) -> str:
         return f"untyped: {error!r}"
     except TimeoutError:
         return f"untyped: no answer in {ANSWER_S:.0f} s"
-    return outcome_of(answer.status, said)
+    return outcome_of(answer.status, answer.content_type == "text/event-stream", said)
 
 
-def outcome_of(status: int, said: bytes) -> str:
+def outcome_of(status: int, is_stream: bool, said: bytes) -> str:
     """Of a whole answer, be it JSON or a stream of events."""
-    is_stream = said.startswith(b"data: ")
-    last = said.rstrip().rpartition(b"data: ")[2] if is_stream else said
+    data = [line[6:] for line in said.splitlines() if line.startswith(b"data: ")]
+    last = (data[-1] if data else b"") if is_stream else said
     if status == 200 and (last == b"[DONE]" or not is_stream):
         return "served"
     with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -107,8 +119,9 @@ def find(graph: Graph, target: str) -> list[int]:
 class Chaos:
     """Clients without pause, and somebody who kills."""
 
-    def __init__(self, graph: Graph, kills: int, seed: int) -> None:
+    def __init__(self, graph: Graph, kills: int, minutes: float, seed: int) -> None:
         self.graph, self.kills, self.dice = graph, kills, random.Random(seed)
+        self.ends_s = time.monotonic() + minutes * 60
         self.tally, self.stopping = Tally(), False
 
     async def run(self) -> Tally:
@@ -116,9 +129,9 @@ class Chaos:
         async with aiohttp.ClientSession(timeout=timeout) as http:
             clients = [asyncio.ensure_future(self._client(http, m)) for m in CALLS for _ in "ab"]
             await self._served_again(0)
-            while (number := sum(self.tally.kills.values())) < self.kills:
+            while (number := self._number()) < self.kills and time.monotonic() < self.ends_s:
                 await self._kill(self.dice.choice(TARGETS))
-                if sum(self.tally.kills.values()) > number and (number + 1) % LOOK_EVERY == 0:
+                if self._number() > number and (number + 1) % LOOK_EVERY == 0:
                     await self._look()
                     print(f"{number + 1} kills, {dict(self.tally.answers)}", flush=True)
             self.stopping = True
@@ -126,11 +139,14 @@ class Chaos:
             await self._settle(http)
         return self.tally
 
+    def _number(self) -> int:
+        return sum(self.tally.kills.values())
+
     async def _client(self, http: aiohttp.ClientSession, model: str) -> None:
         while not self.stopping:
             began_s = time.monotonic()
             self.tally.note(model, await ask(http, self.graph, model), began_s)
-            await asyncio.sleep(self.dice.random() * 0.5)
+            await asyncio.sleep(self.dice.random() * (PAUSE_S if self.tally.door_is_shut else 0.5))
 
     async def _kill(self, target: str) -> None:
         before, killed = self.tally.answers["served"], 0
@@ -138,10 +154,9 @@ class Chaos:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 killed += 1
-        if target in DOOR and killed:
-            self.tally.door_killed_s = time.monotonic()
         self.tally.processes += killed
-        self.tally.kills[target] += bool(killed)
+        if killed:
+            self.tally.killed(target)
         await asyncio.sleep(self.dice.random() * 2.0)
         if killed:
             await self._served_again(before)
@@ -184,16 +199,18 @@ class Chaos:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=60.0, help="ends earlier after these")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder, started(Path(folder)) as graph:
-        tally = asyncio.run(Chaos(graph, args.kills, args.seed).run())
+        tally = asyncio.run(Chaos(graph, args.kills, args.minutes, args.seed).run())
     figures = {
         "kills": dict(tally.kills),
         "processes_killed": tally.processes,
         "answers": dict(tally.answers),
         "slowest": tally.slowest,
+        "longest_without_a_door_s": round(tally.longest_shut_s, 1),
         "comparisons": tally.looks,
         "lost_or_doubled": tally.wrong,
         "untyped": tally.untyped,
@@ -201,11 +218,12 @@ def main() -> int:
     }
     report.write("graph_chaos", figures, seed=args.seed, label=f"seed{args.seed}")
     for wrong in (*tally.wrong, *tally.untyped):
-        print(wrong)
+        print(wrong[:300])
     print(f"kills {sum(tally.kills.values())}: {dict(tally.kills)}")
     print(f"processes killed {tally.processes}")
     print(f"answers {sum(tally.answers.values())}: {dict(tally.answers)}")
     print(f"slowest answers: {tally.slowest}")
+    print(f"longest time without proxy or front: {tally.longest_shut_s:.1f} s")
     print(f"unanswered or untyped: {len(tally.untyped)}")
     print(f"books compared with measurement: {tally.looks} times")
     print(f"bytes lost or doubled: {len(tally.wrong)}")

@@ -166,11 +166,14 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
 
 
 @contextlib.contextmanager
-def started(folder: Path) -> Iterator[Graph]:
-    """The shipped configuration, shortened, in a process group of its own."""
+def started(
+    folder: Path, change: Callable[[dict[str, Any]], None] = lambda config: None
+) -> Iterator[Graph]:
+    """The shipped configuration, shortened and changed, in a process group of its own."""
     config = shortened(yaml.safe_load((ROOT / "serve_config.yaml").read_text()))
     table = config["applications"][0]["deployments"][0]["user_config"]
     table["arbiter"]["state_file"] = str(folder / "arbiter.sqlite")
+    change(config)
     file = folder / "serve_config.yaml"
     file.write_text(yaml.safe_dump(config))
     log = (folder / "serve.log").open("wb")

@@ -59,6 +59,11 @@ def in_flight(graph: Graph, model: str) -> int:
     return sum(t["inflight"] for t in tickets(graph, model))
 
 
+def serves(graph: Graph, model: str) -> bool:
+    """With its engine up and a request in it."""
+    return any(t["state"] == "resident" and t["inflight"] for t in tickets(graph, model))
+
+
 def told(graph: Graph, after: int, kind: str, model: str) -> list[dict[str, Any]]:
     return [e for e in graph.events()
             if e["seq"] > after and e["kind"] == kind and e.get("model") == model]  # fmt: skip
@@ -107,6 +112,7 @@ def test_a_client_that_leaves_while_its_model_loads_ends_the_load(graph: Graph) 
 def test_a_client_that_leaves_while_queued_has_nothing_loaded(graph: Graph) -> None:
     """Behind a stream that the barrier cannot end in time."""
     with Caller(graph, "/v1/chat/completions", LONG | {"stream": True}) as busy:
+        until(lambda: serves(graph, LEFT), 60, "it streams")
         assert b"200 OK" in busy.hears()
         last = graph.state()["sequence"]
         with Caller(graph, "/v1/embeddings", {"model": EMBED, "input": "a ticket"}):
@@ -124,7 +130,7 @@ def test_a_client_that_leaves_during_its_answer_stops_the_engine(
     graph: Graph, stream: bool
 ) -> None:
     with Caller(graph, "/v1/chat/completions", LONG | {"stream": stream}):
-        until(lambda: in_flight(graph, LEFT) == 1 and computes(graph), 60, "the engine computes")
+        until(lambda: serves(graph, LEFT) and computes(graph), 60, "the engine computes")
     until(lambda: in_flight(graph, LEFT) == 0, STOPS_WITHIN_S, "nobody uses it")
     until(lambda: not computes(graph), STOPS_WITHIN_S, "the engine has stopped")
     nothing_of(graph, LEFT)
