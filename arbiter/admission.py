@@ -1,7 +1,7 @@
 """From asking to a grant (SPEC A3, A4, B6, C6, C7): who may ask, who is next, where it goes."""
 
 from arbiter import events as ev
-from arbiter import floors, gangs, pressure, urgency
+from arbiter import floors, gangs, preload, pressure, urgency
 from arbiter import leases_held as leases
 from arbiter.decisions import Grant
 from arbiter.errors import (
@@ -222,9 +222,14 @@ def _place(mind: Mind, entry: Entry, taken: set[DeviceId]) -> None:
             flag_pinned_on(mind, max(books, key=on_demand_of), need)
         _turn_away(mind, entry, NeverFits(entry.ticket, need, most))
         return
+    _place_whole(mind, entry, node, need, taken)
+
+
+def _place_whole(mind: Mind, entry: Entry, node: Node, need: Bytes, taken: set[DeviceId]) -> None:
+    """On one device: where it is free, or where others make room for it."""
     sites = [
         Site(b.device, need, b.free_bytes)
-        for b in books
+        for b in compute_books(mind, node)
         if need <= on_demand_of(b)
         and b.device not in taken
         and is_trusted(mind, node, b.device)
@@ -233,6 +238,8 @@ def _place(mind: Mind, entry: Entry, taken: set[DeviceId]) -> None:
     sites.sort(key=mind.policies.place)
     if sites and sites[0].free_bytes >= need:
         _grant(mind, entry, {sites[0].device: need})
+    elif sites and (late := preload.give_way(mind, entry)):
+        _turn_away(mind, entry, late)
     elif sites:
         asked = (s.device for s in sites if make_room(mind, entry, s.device, need))
         taken.add(next(asked, sites[0].device))

@@ -25,6 +25,7 @@ from arbiter import (
     holders,
     loads,
     nodes,
+    preload,
     pressure,
     reclaim,
     replicas,
@@ -73,6 +74,7 @@ class Arbiter:
         growth.serve(mind)
         admission.admit(mind)
         floors.forget_removed(mind)
+        preload.follow(mind)
         mind.ledger.check_touched()
         if (at := mind.alarms.next()) is not None:
             mind.say(WakeAt(max(at, after(now, NEXT))))

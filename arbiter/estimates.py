@@ -48,6 +48,11 @@ class Estimates:
             said, source = corrected, "corrected"
         return Estimate(said, need.host_bytes, source)
 
+    def proven(self, capability: str, model: str) -> Bytes | None:
+        """The largest it was ever measured, with headroom; None when it never was."""
+        mine = [b for k, b in self._peak.items() if (k.capability, k.model) == (capability, model)]
+        return self._with_headroom(max(mine)) if mine else None
+
     def can_sleep(self, key: ModelKey) -> bool:
         return key not in self._sleepless
 

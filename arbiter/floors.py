@@ -40,7 +40,7 @@ def is_set(mind: Mind, event: ev.FloorSet) -> None:
         mind.watch(entry, mind.now)
         cap_pins(mind, entry.home)
     if event.floor is Floor.DEVICE:
-        _bring(mind, name)
+        bring(mind, name)
     elif event.floor is Floor.COLD:
         mind.wanted.pop(name, None)
         for entry in entries:
@@ -75,10 +75,10 @@ def load_asked(mind: Mind, event: ev.LoadAsked) -> None:
     mind.registry.find(event.capability, event.model)
     if error := why_not(mind, event.capability, event.model):
         raise error
-    _bring(mind, (event.capability, event.model))
+    bring(mind, (event.capability, event.model))
 
 
-def _bring(mind: Mind, name: ModelName) -> None:
+def bring(mind: Mind, name: ModelName) -> None:
     """By a holder of the capability, or, where there is none, by the first to join."""
     if any(e.state in HERE for e in _entries(mind, name)):
         return
@@ -98,7 +98,7 @@ def greet(mind: Mind, capability: str) -> None:
     for name in dict.fromkeys([*mind.wanted, *names]):
         if name[0] == capability:
             mind.wanted.pop(name, None)
-            _bring(mind, name)
+            bring(mind, name)
 
 
 def wants_replica(mind: Mind, capability: str) -> bool:

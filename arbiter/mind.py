@@ -115,6 +115,10 @@ class Mind:
         self.line = Line(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
+        self.just_used: list[tuple[tuple[str, str], NodeId]] = []  # in this event; see preload
+        self.last_used: tuple[tuple[str, str], Instant] | None = None
+        self.followers: dict[tuple[str, str], dict[tuple[str, str], int]] = {}
+        self.guesses: dict[tuple[str, str], Instant] = {}  # brought in unasked, not used yet
         self.floors: dict[tuple[str, str], ev.Floor] = {}  # by capability and model
         self.wanted: dict[tuple[str, str], None] = {}  # to be loaded by the first who can
         self.removing: dict[tuple[str, str], None] = {}  # no longer in the table, still held
@@ -209,6 +213,8 @@ class Mind:
         name = (entry.capability, entry.model)
         self.rates.used(name, times_count, self.now)
         self.lasting_rates.used(name, times_count, self.now)
+        if self.settings.preload != "off":
+            self.just_used.append((name, entry.node))
 
     def close(self, entry: Entry) -> None:
         """Off the books and out of the line; its id is never used again."""

@@ -66,6 +66,8 @@ class Settings:
     place: str = "best_fit"
     keep_warm: str = "since_last_use"
     pressure: str = "physical"
+    preload: str = "declared"  # SPEC C11: off, declared (pipelines), history (both)
+    pipelines: tuple[tuple[str, ...], ...] = ()  # capabilities, in the order they are used
     arenas: Arenas = Arenas()
     terms: Terms = field(default_factory=Terms)
 
@@ -92,6 +94,11 @@ class Settings:
     lease_tenant_fraction: float = 0.5  # this share of all that can be lent, half for everyone else
 
     pinned_most_fraction: float = 1.0  # SPEC C8: of a budget; all of it unless somebody says less
+
+    follow_within: Span = seconds(60)  # SPEC C11: a use after that long follows nothing
+    habit_least_count: int = 3  # seen as often as this before it is a habit, not a coincidence
+    habit_fraction: float = 0.5  # and at least every second time
+    guess_for: Span = seconds(60)  # a load that nobody asked for has ended by then
 
     slept_fraction: float = 0.9  # SPEC D1: of the ticket's device bytes must be seen to fall
     finish_fraction: float = 0.2  # SPEC A8: an abandoned load with at most this left goes on

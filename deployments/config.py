@@ -69,6 +69,9 @@ class ArbiterConfig(Strict):
     queue_per_model: int = Field(1_000, ge=1)
     queue_total: int = Field(10_000, ge=1)
     min_residency_loads: float = Field(1.0, ge=0)  # in units of the model's own load time
+    # SPEC C11: `declared` brings in the next of a pipeline, `history` also what usually followed
+    preload: Literal["off", "declared", "history"] = "declared"
+    pipelines: list[list[str]] = []  # of capabilities, in the order they are used
     pinned_most: float = Field(1.0, ge=0, le=1)  # SPEC C8: share of a device that may be pinned
     lease_tenant: Size | None = None  # the most one tenant may lease; default: half of all
     lease_term_most_s: float = Field(86_400.0, gt=0)  # SPEC A15
@@ -89,6 +92,8 @@ class ArbiterConfig(Strict):
             queue_per_model_count=self.queue_per_model,
             queue_total_count=self.queue_total,
             min_residency_loads=self.min_residency_loads,
+            preload=self.preload,
+            pipelines=tuple(tuple(pipeline) for pipeline in self.pipelines),
             pinned_most_fraction=self.pinned_most,
             lease_tenant_bytes=None if self.lease_tenant is None else Bytes(self.lease_tenant),
             lease_term_most=seconds(self.lease_term_most_s),

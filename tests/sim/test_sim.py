@@ -53,7 +53,8 @@ def test_every_kind_of_trouble_was_met() -> None:
     expected = {
         "quarantine", "barrier_dropped", "unclaimed_engine", "load_failed", "model_wake",
         "not_asleep", "holder_lost", "node_lost", "node_silent", "eviction", "unload_overdue",
-        "memory_pressure", "pressure_nothing_left", "lease_granted", "lease_ended", "lease_overdue",
+        "memory_pressure", "pressure_nothing_left", "lease_granted", "lease_ended",
+        "lease_overdue", "model_preload",
     }  # fmt: skip
     assert expected <= TOLD.keys()
 

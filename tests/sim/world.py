@@ -36,7 +36,7 @@ from tests.sim.jobs import Job, size_of
 TERMS = replace(Terms(), barrier=seconds(4), load=seconds(15), lost=seconds(20))
 SETTINGS = replace(
     DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), terms=TERMS,
-    carry_most=seconds(20),
+    carry_most=seconds(20), preload="history", habit_least_count=1, habit_fraction=0.0,
 )  # fmt: skip
 MODELS, PINNED = "abcdef", "f"
 FAULTS = (

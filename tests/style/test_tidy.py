@@ -16,7 +16,7 @@ PURE_NAMES = (
     "units errors events decisions settings view budget ledger alarms line registry estimates mind "
     "rates victims urgency ranking reclaim loads eviction admission holders nodes watch replicas "
     "snapshot core "
-    "leases_held pressure sites gangs growth floors words"
+    "leases_held pressure sites gangs growth floors words preload"
 ).split()
 PURE = [ROOT / "arbiter" / f"{name}.py" for name in PURE_NAMES]
 PURE += sorted((ROOT / "policies").rglob("*.py"))

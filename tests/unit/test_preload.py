@@ -1,0 +1,120 @@
+"""What is likely next is brought in, where a wrong guess costs nobody anything."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from arbiter import events as ev
+from arbiter.decisions import Decision, Reload
+from arbiter.errors import TicketClosed
+from arbiter.units import HolderId, NodeId, TicketId, seconds
+from tests.unit.desk import CPU, PLAIN, Desk, granted, refusal
+
+pytestmark = pytest.mark.spec("C11")
+PIPELINE = replace(PLAIN, pipelines=(("embedding", "text"),))
+HABIT = replace(PLAIN, preload="history")
+
+
+def desk(settings: object = PIPELINE) -> Desk:
+    """A text model that was measured once and has left, and the holders of both."""
+    d = Desk(settings=settings)  # type: ignore[arg-type]
+    d.at(0, ev.Joined(HolderId("k"), NodeId("n"), "embedding", ()))
+    come_and_go(d, 0, "a", 30)
+    return d
+
+
+def come_and_go(d: Desk, t: float, name: str, size: float, model: str = "a") -> None:
+    d.ask(t, name, size, model=model)
+    d.at(t, ev.Loaded(TicketId(name), seconds(1)))
+    d.engines[name] = {CPU: size}
+    d.read(t + 1)
+    d.read(t + 2)
+    d.at(t + 3, ev.Released(TicketId(name), "x"))
+    d.gone(t + 3, name)
+
+
+def use(d: Desk, t: float, name: str = "e1x") -> list[Decision]:
+    """Somebody uses the embedding model."""
+    d.ask(t, name, 10, capability="embedding", model="e1", holder="k")
+    return d.at(t, ev.Loaded(TicketId(name), seconds(1)))
+
+
+def test_the_next_of_a_pipeline_is_brought_in_while_nobody_uses_it() -> None:
+    d = desk()
+    assert use(d, 10) == [Reload(HolderId("h"), "a")]
+    assert d.last("model_preload").data["why"] == "pipeline"
+    assert granted(d.ask(11, "a2", 30, model="a")) == ["a2"]
+    assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == []  # its own load guesses nothing
+
+
+def waits(d: Desk) -> None:
+    d.ask(5, "b", 79)
+    d.at(5, ev.Loaded(TicketId("b"), seconds(0)))
+    d.beat(5, "b", inflight=1)
+    d.ask(6, "c", 60)
+
+
+def is_short(d: Desk) -> None:
+    d.at(5, ev.PressurePushed(CPU, ev.Level.LOW, None, seconds(60)))
+
+
+def is_full(d: Desk) -> None:
+    d.resident(5, "b", 60)
+
+
+def loads(d: Desk) -> None:
+    d.ask(5, "b", 1)
+
+
+def is_here(d: Desk) -> None:
+    d.resident(5, "a5", 30, model="a")
+
+
+def has_no_holder(d: Desk) -> None:
+    d.at(5, ev.HolderLost(HolderId("h")))
+
+
+@pytest.mark.parametrize("why", [waits, is_short, is_full, loads, is_here, has_no_holder])
+def test_a_guess_costs_nobody_anything(why: Callable[[Desk], None]) -> None:
+    d = desk()
+    why(d)
+    assert Reload(HolderId("h"), "a") not in use(d, 10)
+
+
+def test_a_model_that_was_never_measured_is_no_guess() -> None:
+    d = Desk(settings=PIPELINE)
+    assert use(d, 10) == []
+
+
+def test_if_the_room_has_gone_meanwhile_the_guess_goes_and_nobody_else() -> None:
+    d = desk()
+    use(d, 10)
+    d.resident(11, "b", 60)
+    error = refusal(d.ask(20, "a2", 30, model="a"))
+    assert isinstance(error, TicketClosed) and d.state("b") == "resident"
+    assert d.ask(21, "a3", 30, model="a") != []  # somebody really wants it: b makes room
+    assert d.state("b") == "draining"
+
+
+def test_what_usually_followed_is_brought_in_and_a_coincidence_is_not() -> None:
+    d = desk(HABIT)
+    for round_count in range(3):
+        t = 20 + 40 * round_count
+        assert use(d, t, f"e1{round_count}") == []
+        d.at(t + 1, ev.Released(TicketId(f"e1{round_count}"), "x"))
+        d.gone(t + 1, f"e1{round_count}")
+        come_and_go(d, t + 2, f"a{round_count + 2}", 30)
+    assert use(d, 200, "e1y") == [Reload(HolderId("h"), "a")]
+    assert d.last("model_preload").data["why"] == "history"
+
+
+def test_a_use_long_after_follows_nothing() -> None:
+    d = desk(HABIT)
+    for round_count in range(4):
+        t = 200 + 400 * round_count
+        use(d, t, f"e1{round_count}")
+        d.at(t + 1, ev.Released(TicketId(f"e1{round_count}"), "x"))
+        d.gone(t + 1, f"e1{round_count}")
+        come_and_go(d, t + 100, f"a{round_count + 2}", 30)
+    assert use(d, 4000, "e1y") == []
