@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 DEVICE ?= cpu# cpu or gpu: which build of torch and vLLM to install
 SEEDS ?= 10000
 KILLS ?= 200
+MINUTES ?= 6
 
 # Set before Ray starts; none is needed for correctness, a plain `serve run` works without them.
 #   RAY_preload_python_modules: a replica's process has Serve imported when it starts (wake -0.3 s)
@@ -19,7 +20,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test retest check bench sim chaos graph-chaos models install style
+.PHONY: serve test retest check bench sim chaos graph-chaos soak models install style
 .DEFAULT_GOAL := serve
 
 install: $(VENV)/.installed-$(DEVICE)
@@ -60,3 +61,6 @@ chaos: install
 # The same against everything that `make serve` starts, Serve's own processes included.
 graph-chaos: install models
 	$(BIN)/python -m benchmarks.graph_chaos --kills $(KILLS)
+
+soak: install models
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
