@@ -13,8 +13,8 @@ from typing import Any
 
 import ray
 
+from arbiter import calls, rays, wire, zygotes
 from arbiter import events as ev
-from arbiter import rays, wire
 from arbiter.agents import LOOK_S, RayAgents
 from arbiter.core import Arbiter
 from arbiter.decisions import Tell
@@ -50,6 +50,7 @@ class ArbiterActor:
         self._shell.feed(self._configuration.capabilities)
         self._tell_start()
         self._tasks: set[asyncio.Future[None]] = set()
+        self._door = self._open_door()
         self._start(self._look())
 
     def __repr__(self) -> str:
@@ -62,6 +63,13 @@ class ArbiterActor:
         core.restore_learned(self._store.learned())
         core.restore_floors(self._store.floors())
         return core
+
+    def _open_door(self) -> calls.Door:
+        """For holders and the agent of this node."""
+        node = rays.own_node()
+        ours = self.acquire, self.grow, self.tell, self.renew, self.listen, self.report
+        offers: calls.Offers = {f.__name__: f for f in ours}
+        return calls.Door(node, zygotes.folder(self._boot.agent, node) / "arbiter.sock", offers)
 
     def _tell_start(self) -> None:
         if self._store.trouble:
@@ -82,6 +90,7 @@ class ArbiterActor:
             "identity": wire.identity(),
             "epoch": int(self._shell.epoch),
             "holders": len(self._shell.holders),
+            "door": await self._door.where(),
         }
 
     async def join(
@@ -293,6 +302,7 @@ class ArbiterActor:
             task.cancel()
         await self._agents.close()
         self._save_learned()
+        self._door.close()
         self._store.end_session()
         self._store.close()
         return left

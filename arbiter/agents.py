@@ -4,13 +4,13 @@ it.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
 
+from arbiter import calls, rays
 from arbiter import events as ev
-from arbiter import rays
 from arbiter.errors import LeaseRefused
 from arbiter.node_agent import NodeAgent
 from arbiter.store import Member
@@ -31,15 +31,14 @@ class RayAgents:
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
         self._handles: dict[NodeId, Any] = {}
+        self._peers: dict[NodeId, calls.Peer] = {}  # the shortest way to each
         self._pending: set[asyncio.Future[Any]] = set()
 
     def reap(self, node: NodeId, ticket: TicketId) -> None:
-        if handle := self._handles.get(node):
-            self._send(node, handle.reap.remote(ticket))
+        self._say(node, "reap", ticket)
 
     def probe(self, node: NodeId) -> None:
-        if handle := self._handles.get(node):
-            self._send(node, handle.probe.remote())
+        self._say(node, "probe")
 
     async def adopt(
         self, node: NodeId, ticket: TicketId, pid: int, granted: tuple[ev.DeviceBytes, ...]
@@ -58,12 +57,13 @@ class RayAgents:
         """Start agents of new nodes; tell of nodes that are gone."""
         living = await asyncio.to_thread(rays.living_nodes)
         for node in self._handles.keys() - living.keys():
+            self._forget_way(node)
             ray.kill(self._handles.pop(node), no_restart=True)
             feed(ev.NodeLost(node))
         for node in living.keys() - self._handles.keys():
             self._handles[node] = await asyncio.to_thread(self._start, node, living[node])
         for node in tuple(self._handles):
-            self._send(node, self._handles[node].pids.remote())
+            self._send(node, self._look_at(node, self._handles[node]))
 
     async def dead(self, members: list[Member]) -> list[HolderId]:
         """Those of whom it is known: their node is gone, or its agent sees no such process."""
@@ -82,6 +82,7 @@ class RayAgents:
     async def close(self) -> None:
         """End all agents and every engine and zygote of theirs."""
         for node, handle in self._handles.items():
+            self._forget_way(node)
             try:
                 async with asyncio.timeout(CLOSE_S):
                     await handle.close.remote()
@@ -94,17 +95,37 @@ class RayAgents:
         options = rays.detached(ray_node_id, agent_name(node), NAMESPACE)
         return ray.remote(NodeAgent).options(**options).remote(node, self._settings)
 
-    def _send(self, node: NodeId, ref: Any) -> None:
-        sent = asyncio.ensure_future(self._sent(node, ref))
+    def _forget_way(self, node: NodeId) -> None:
+        if peer := self._peers.pop(node, None):
+            peer.close()
+
+    def _say(self, node: NodeId, name: str, *args: Any) -> None:
+        handle, peer = self._handles.get(node), self._peers.get(node)
+        if handle is not None:
+            nearest = peer if peer and peer.is_open else calls.RayPeer(handle)
+            self._send(node, nearest.call(name, *args))
+
+    async def _look_at(self, node: NodeId, handle: Any) -> None:
+        """Ray's word on whether it lives, and the way to it."""
+        door = await handle.door.remote()
+        peer = self._peers.get(node)
+        if peer is None or not peer.is_open:
+            self._peers[node] = await calls.reach(handle, door, rays.own_node())
+
+    def _send(self, node: NodeId, said: Awaitable[None]) -> None:
+        sent = asyncio.ensure_future(self._sent(node, said))
         self._pending.add(sent)
         sent.add_done_callback(self._pending.discard)
 
-    async def _sent(self, node: NodeId, ref: Any) -> None:
+    async def _sent(self, node: NodeId, said: Awaitable[None]) -> None:
         try:
-            await ref
+            await said
+        except calls.LineBroken:
+            return  # the next look tells why; what was said is said again
         except ray.exceptions.ActorUnavailableError:
             return  # restarting; what was said is said again
         except ray.exceptions.RayActorError:
+            self._forget_way(node)
             self._handles.pop(node, None)  # dead for good: the next look starts another
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, calls.CallFailed) as error:
             logger.warning("agent of %s: %r", node, error)

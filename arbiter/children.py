@@ -38,6 +38,9 @@ class Child:
     members: dict[int, int] = field(default_factory=dict)
     zygote: proc.Name | None = None  # which forked it
     leads: bool = True  # its pid still names its session and group, even if it is dead
+    killed: dict[int, int] = field(default_factory=dict)  # those of `members` that were
+    killed_ns: int | None = None  # when the last of them was
+    is_whole: bool = False  # `killed` is all there ever will be of it
 
     def tree(self) -> Tree:
         return Tree(self.ticket, frozenset(self.members), self.granted)
@@ -92,7 +95,7 @@ class Children:
             if self.open(ticket, raw["pid"], granted, raw["start_ticks"], zygote) is None:
                 _kill_session(raw["pid"], raw["start_ticks"])
                 keep_log(ticket, self.socket(ticket).with_suffix(".log"))
-                self._unlink(ticket)
+                self.unlink(ticket)
                 self.bury(ticket)
                 lost.append(ticket)
         return tuple(lost)
@@ -108,12 +111,26 @@ class Children:
             known = {p for p, ticks in child.members.items() if _is_same(everything, p, ticks)}
             found = proc.descend(known | _led(child, everything), everything)
             child.members = {pid: everything[pid].start_ticks for pid in found}
+            # The kernel forks nothing for a process with a signal to die by (copy_process, fork.c).
+            # So a look that began after all that is known was killed, and found no other, is the
+            # last that is needed.
+            was_killed = child.killed_ns is not None and child.killed_ns < looked_ns
+            is_known = child.members.items() <= child.killed.items()
+            child.is_whole = child.is_whole or (was_killed and is_known)
         return noted
 
     def kill(self, child: Child) -> None:
         """SIGKILL to everything of it that is known; repeat until `members` stays empty."""
         for pid, ticks in child.members.items():
             _kill(pid, ticks)
+        if not child.members.items() <= child.killed.items():
+            child.killed |= child.members
+            child.killed_ns = time.monotonic_ns()
+
+    def see_dead(self, child: Child) -> None:
+        """Look again at the known members of a whole one, and at nothing else."""
+        assert child.is_whole
+        child.members = {p: ticks for p, ticks in child.members.items() if lives(p, ticks)}
 
     def bury(self, ticket: TicketId) -> None:
         """No engine may start under this ticket any more."""
@@ -125,12 +142,11 @@ class Children:
         return ticket in self._tombs
 
     def forget(self, child: Child) -> None:
-        """It is gone: drop its files and descriptor."""
+        """It is gone: drop its descriptor."""
         del self.by_ticket[child.ticket]
         os.close(child.fd)
-        self._unlink(child.ticket)
 
-    def _unlink(self, ticket: TicketId) -> None:
+    def unlink(self, ticket: TicketId) -> None:
         """Everything of that name: an engine has sockets of its own beside the one we gave it."""
         for path in self._folder.glob(f"{glob.escape(ticket)}.*"):
             path.unlink(missing_ok=True)
@@ -156,6 +172,11 @@ def look() -> tuple[int, dict[int, proc.Process]]:
 def _is_same(everything: dict[int, proc.Process], pid: int, ticks: int) -> bool:
     found = everything.get(pid)
     return found is not None and found.start_ticks == ticks
+
+
+def lives(pid: int, ticks: int) -> bool:
+    found = proc.process(pid)
+    return found is not None and found.alive and found.start_ticks == ticks
 
 
 def _led(child: Child, everything: dict[int, proc.Process]) -> set[int]:

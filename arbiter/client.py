@@ -16,14 +16,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
+from arbiter import calls, proc, rays, wire
 from arbiter import events as ev
-from arbiter import proc, rays, wire
-from arbiter.errors import ArbiterUnavailable, StaleEpoch, TicketClosed
+from arbiter.errors import ArbiterUnavailable, RequestError, StaleEpoch, TicketClosed
 from arbiter.lifecycle import (
     call_arbiter,
-    cause_of,
     find_actor,
     find_arbiter,
     start_arbiter,
@@ -69,8 +68,11 @@ class HolderClient:
         self.calls_count = 0
         self.runs = Runs()
         self._account, self._obey = account, obey
-        self._arbiter: Any = None
-        self._agent: Any = None
+        self._handle: Any = None  # of the arbiter's actor
+        self._arbiter: calls.Peer | None = None
+        self._agent: calls.Peer | None = None
+        self._finding = asyncio.Lock()  # the agent
+        self._preparing: asyncio.Future[None] | None = None
         self._watched: Any = None  # our pending keepalive; the arbiter watches that we own it
         self._joined = asyncio.Event()
         self._lost = asyncio.Event()
@@ -140,12 +142,12 @@ class HolderClient:
         """More for a resident (SPEC A14); the grant says what it has now. Raises GrowthRefused,
         NeverFits, TicketClosed, ArbiterUnavailable: then it goes on with what it had."""
         await self.joined()
-        asked = ev.GrowthAsked(ticket, more, within)
+        asked, arbiter = ev.GrowthAsked(ticket, more, within), self._arbiter
+        if arbiter is None:
+            raise ArbiterUnavailable(0.0)
         try:
-            granted: wire.Granted = await self._arbiter.grow.remote(self.epoch, self.holder, asked)
-        except RayTaskError as error:
-            raise cause_of(error) from None
-        except RayActorError:
+            granted: wire.Granted = await arbiter.call("grow", self.epoch, self.holder, asked)
+        except calls.LineBroken:
             raise ArbiterUnavailable(0.0) from None
         return granted
 
@@ -163,21 +165,18 @@ class HolderClient:
 
     async def _ask_once(self, requested: ev.Requested) -> wire.Granted | None:
         """None: that life of the arbiter is over."""
-        epoch = self.epoch
-        if epoch is None:
+        epoch, arbiter = self.epoch, self._arbiter
+        if epoch is None or arbiter is None:
             return None
         self.calls_count += 1
         try:
-            granted: wire.Granted = await self._arbiter.acquire.remote(epoch, requested)
-        except RayTaskError as error:
-            cause = cause_of(error)
-            if not isinstance(cause, StaleEpoch):
-                raise cause from None
+            granted: wire.Granted = await arbiter.call("acquire", epoch, requested)
+        except StaleEpoch as stale:
             self._lose(epoch)
-            if cause.sent == cause.current:  # we were counted as dead, and the ticket with us
+            if stale.sent == stale.current:  # we were counted as dead, and the ticket with us
                 raise TicketClosed(requested.ticket) from None
             return None
-        except RayActorError:
+        except calls.LineBroken:
             self._lose(epoch)
             return None
         return granted if granted.epoch == self.epoch else None
@@ -199,33 +198,42 @@ class HolderClient:
         Raises TicketClosed when the arbiter has had the ticket reaped, ZygoteError."""
         while True:
             try:
-                if self._agent is None:
-                    name = wire.agent_name(rays.own_node())
-                    self._agent = await asyncio.to_thread(find_actor, name)
-                if self._agent is not None:
-                    path: str = await self._agent.spawn.remote(ticket, spec)
-                    return path
-            except RayTaskError as error:
-                raise (error.cause or error) from None
-            except RayActorError:
+                agent = await self._own_agent()
+                path: str = await agent.call("spawn", ticket, spec)
+                return path
+            except (calls.LineBroken, LookupError, RayError):
                 self._agent = None
             await asyncio.sleep(REJOIN_FIRST_S)
+
+    async def _own_agent(self) -> calls.Peer:
+        """Of this node. Raises LookupError when there is none yet, RayError while it restarts."""
+        async with self._finding:
+            if self._agent is None:
+                node = rays.own_node()
+                handle = await asyncio.to_thread(find_actor, wire.agent_name(node))
+                if handle is None:
+                    raise LookupError("no agent")
+                self._agent = await calls.reach(handle, await handle.door.remote(), node)
+            return self._agent
 
     async def close(self) -> None:
         """Say the last things, and that this holder is gone."""
         if self.epoch is not None:
             self.tell(ev.HolderLost(self.holder))
             await self.quiet(ANSWER_S)
-        for task in self._tasks:
+        for task in (*self._tasks, *([self._preparing] if self._preparing else [])):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for peer in (self._arbiter, self._agent):
+            if peer is not None:
+                peer.close()
         self._watched = None
 
     # -- one epoch after the other ---------------------------------------------------------------
 
     @property
     def _has_failed(self) -> bool:
-        return self._arbiter is None and self.away_s > REJOIN_MOST_S
+        return self._handle is None and self.away_s > REJOIN_MOST_S
 
     async def _life(self) -> None:
         pause_s = REJOIN_FIRST_S
@@ -236,31 +244,33 @@ class HolderClient:
                 await self._listen()
             except wire.VersionMismatch as error:
                 logger.error("%s", error)
-            except RayTaskError as error:
-                if not isinstance(error.cause, StaleEpoch):
-                    logger.error("the arbiter failed on %s: %r", self.holder, error)
-            except (RayError, TimeoutError, LookupError):
-                self._arbiter = None
+            except StaleEpoch as stale:
+                logger.info("%s rejoins: %s", self.holder, stale)
+            except (calls.CallFailed, RayTaskError) as error:
+                logger.error("the arbiter failed on %s: %r", self.holder, error)
+            except (RayError, calls.LineBroken, TimeoutError, LookupError):
+                self._handle = None
             self._leave()
             await asyncio.sleep(pause_s)
             pause_s = min(REJOIN_MOST_S, 2 * pause_s)
 
     async def _join(self) -> None:
         """Raises LookupError when there is no arbiter."""
-        if self._arbiter is None:
-            self._arbiter = await asyncio.to_thread(find_arbiter)
-        if self._arbiter is None:
+        if self._handle is None:
+            self._handle = await asyncio.to_thread(find_arbiter)
+        if self._handle is None:
             raise LookupError("no arbiter")
         async with asyncio.timeout(ANSWER_S):
-            said = await self._arbiter.hello.remote()
+            said = await self._handle.hello.remote()
             if said["identity"] != wire.identity():
                 raise wire.VersionMismatch(said["identity"], wire.identity(), said["holders"])
+            node, own = rays.own_node(), rays.own_handle()
+            self._arbiter = await calls.reach(self._handle, said.get("door"), node)
             stay = uuid.uuid4().hex
-            self._watched = self._arbiter.keepalive.remote(stay)
+            self._watched = self._handle.keepalive.remote(stay)
             self._forget_said()  # the account that follows says it
             account = self._introduction()
-            own = rays.own_handle()
-            welcome = await self._arbiter.join.remote(
+            welcome = await self._handle.join.remote(
                 self.epoch, account, stay, [own] if own is not None else [], [self._watched]
             )
         self.epoch = welcome.epoch
@@ -268,6 +278,13 @@ class HolderClient:
         self._lost.clear()
         self._joined.set()
         self._wake_sender()
+        self._preparing = asyncio.ensure_future(self._prepare())
+
+    async def _prepare(self) -> None:
+        """Look for the agent before the first grant, which then need not wait for it."""
+        with contextlib.suppress(LookupError, RayError, TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                await self._own_agent()
 
     def _introduction(self) -> ev.Joined:
         own = proc.process(os.getpid())
@@ -279,6 +296,9 @@ class HolderClient:
         if self.epoch is not None:
             self._away_since = time.monotonic()
         self.epoch = None
+        if self._arbiter is not None:
+            self._arbiter.close()
+            self._arbiter = None
         self._joined.clear()
         self._lost.set()
 
@@ -305,7 +325,8 @@ class HolderClient:
             lost.cancel()
 
     async def _hear(self, epoch: Epoch, ack: int) -> tuple[wire.Order, ...]:
-        orders: tuple[wire.Order, ...] = await self._arbiter.listen.remote(self.holder, epoch, ack)
+        assert self._arbiter is not None
+        orders: tuple[wire.Order, ...] = await self._arbiter.call("listen", self.holder, epoch, ack)
         return orders
 
     def _take(self, command: wire.Command) -> None:
@@ -316,14 +337,14 @@ class HolderClient:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
-            epoch = self.epoch
-            if epoch is None:
+            epoch, arbiter = self.epoch, self._arbiter
+            if epoch is None or arbiter is None:
                 continue
             runs, dropped = self.runs.waiting()
             renewed = ev.Renewed(self.holder, self._account(), runs, dropped)
             try:
-                await self._arbiter.renew.remote(epoch, renewed)
-            except RayError:
+                await arbiter.call("renew", epoch, renewed)
+            except (StaleEpoch, calls.LineBroken, calls.CallFailed):
                 self._lose(epoch)
             else:
                 self.runs.said(runs, dropped)
@@ -344,22 +365,19 @@ class HolderClient:
         while True:
             await self._said.wait()
             await self._joined.wait()
-            epoch = self.epoch
-            if not self._outbox or epoch is None:
+            epoch, arbiter = self.epoch, self._arbiter
+            if not self._outbox or epoch is None or arbiter is None:
                 self._said.clear()
                 self._wake_sender()
                 continue
             event = self._outbox[0]
             try:
-                await self._arbiter.tell.remote(epoch, self.holder, event)
-            except RayTaskError as error:
-                if isinstance(error.cause, StaleEpoch):
-                    self._lose(epoch)
-                    continue
-                logger.error("the arbiter failed on %r: %r", event, error)
-            except RayActorError:
+                await arbiter.call("tell", epoch, self.holder, event)
+            except (StaleEpoch, calls.LineBroken):
                 self._lose(epoch)
                 continue
+            except (calls.CallFailed, RequestError) as error:
+                logger.error("the arbiter failed on %r: %r", event, error)
             if self._outbox and self._outbox[0] is event:
                 self._outbox.popleft()
 

@@ -45,7 +45,7 @@ class Keeper:
 
     def is_alive(self) -> bool:
         """As the kernel says now, which may be news to this process."""
-        return self.known is not None and _lives(self.known)
+        return self.known is not None and children.lives(*self.known)
 
     async def keep(self) -> None:
         """A zygote that answers, always; one that died or hangs is replaced."""
@@ -94,7 +94,7 @@ class Keeper:
         its last words when it is dead instead."""
         process = proc.process(started)
         async with asyncio.timeout(zygotes.IMPORTS_S):
-            while process is not None and _lives((started, process.start_ticks)):
+            while process is not None and children.lives(started, process.start_ticks):
                 try:
                     return await self.zygote.ping(zygotes.IMPORTS_S)
                 except zygotes.ZygoteError:
@@ -127,11 +127,6 @@ class Keeper:
         except zygotes.ZygoteError:
             return False
         return True
-
-
-def _lives(name: proc.Name) -> bool:
-    found = proc.process(name[0])
-    return found is not None and found.alive and found.start_ticks == name[1]
 
 
 def _said(error: Exception) -> str:

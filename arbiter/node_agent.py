@@ -9,25 +9,25 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import ray
-
-from arbiter import children, leftovers, proc, rays, zygotes
+from arbiter import calls, children, leftovers, proc, rays, zygotes
 from arbiter import events as ev
 from arbiter.errors import TicketClosed
 from arbiter.keeper import Keeper
 from arbiter.outsiders import Outsider, Outsiders
 from arbiter.probe import NodeProbe, find_gpus
-from arbiter.units import Epoch, NodeId, TicketId
-from arbiter.wire import NAME, NAMESPACE, AgentSettings, SpawnSpec
+from arbiter.reports import Reports
+from arbiter.units import NodeId, TicketId
+from arbiter.wire import AgentSettings, SpawnSpec
 
 logger = logging.getLogger("arbiter.agent")
 
 TURN_S = 1.0  # SPEC B1: within 2 s on the books
 REAP_TURN_S = 0.25  # SPEC A10
-REPORT_S = 5.0  # an arbiter slower than its own reading bound is as good as away
 LOOK_AGAIN_S = 0.005  # while its helpers end: a look takes about as long
 RETRY_S = 0.02  # until the zygote's death is noticed, which takes a turn of the event loop
 EX_SOFTWARE = 70  # sysexits.h
@@ -38,10 +38,11 @@ class NodeAgent:
 
     def __init__(self, node: NodeId, settings: AgentSettings, logs: str | None = None) -> None:
         self._node, self._settings = node, settings
-        self._folder = zygotes.private_folder(_folder(settings, node))
+        self._folder = zygotes.folder(settings, node)
         log_folder = Path(logs) if logs else rays.logs_folder()
         self._logs = leftovers.EngineLogs(log_folder)
         self._probe = NodeProbe(node, find_gpus())
+        self._reports = Reports(node, self._probe.inventory)
         self._children = children.Children(self._folder)
         self._keeper = Keeper(
             settings,
@@ -54,12 +55,11 @@ class NodeAgent:
         self._returned: list[TicketId] = []  # leases given back; said once what is left is foreign
         self._spawning: dict[TicketId, asyncio.Task[str]] = {}
         self._reaping: set[TicketId] = set()
-        self._gone: dict[TicketId, ev.EngineGone] = {}  # not yet said
         self._returning: dict[TicketId, set[int]] = {}  # dead, but NVML still lists these pids
-        self._epoch: Epoch | None = None
         self._heard = False  # whether the arbiter got the last reading
         self._stir = asyncio.Event()
         self._died = asyncio.Event()  # an engine's root
+        self._forking = asyncio.Lock()  # from asking for a fork until it is in our charge
         self._closing = False
         if not settings.folder:  # else what lies beside is not ours to judge
             leftovers.sweep(self._folder)
@@ -67,15 +67,20 @@ class NodeAgent:
             self._say_gone(ticket)
         for child in self._children.by_ticket.values():
             self._watch(child)
-        self._tasks = [
-            asyncio.ensure_future(t)
-            for t in (self._turns(), self._bury_dead(), self._keeper.keep())
-        ]
-        for task in self._tasks:
-            task.add_done_callback(_crash)
+        self._tasks: set[asyncio.Future[None]] = set()
+        for work in (self._turns(), self._bury_dead(), self._keeper.keep()):
+            self._start(work)
+        offers = {f.__name__: f for f in (self.spawn, self.reap, self.probe)}
+        self._door = calls.Door(node, self._folder / "agent.sock", offers)
 
     def __repr__(self) -> str:
         return f"NodeAgent({self._node})"
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_crash)
 
     # -- called by holders and the arbiter -------------------------------------------------------
 
@@ -101,6 +106,7 @@ class NodeAgent:
         if ticket in self._children.by_ticket:
             self._reaping.add(ticket)
             self._children.kill(self._children.by_ticket[ticket])
+            self._died.set()  # look for what else is of it while it dies
             # Its death is news by itself; a reading now would hold its memory map while it dies.
             asyncio.get_running_loop().call_later(REAP_TURN_S, self._stir.set)
             return
@@ -111,8 +117,7 @@ class NodeAgent:
 
     async def adopt(self, ticket: TicketId, pid: int, granted: tuple[ev.DeviceBytes, ...]) -> None:
         """Measure this outside process under its lease from now on. Raises LeaseRefused."""
-        ours = {pid for child in self._children.by_ticket.values() for pid in child.members}
-        opened = self._outsiders.open(ticket, pid, granted, ours | self._not_theirs())
+        opened = self._outsiders.open(ticket, pid, granted, self._not_theirs())
         if opened:
             self._watch_outsider(opened)
             self._stir.set()
@@ -125,6 +130,10 @@ class NodeAgent:
         """Start time of each of these processes that lives."""
         found = (proc.process(pid) for pid in pids)
         return {p.pid: p.start_ticks for p in found if p is not None and p.alive}
+
+    async def door(self) -> dict[str, str] | None:
+        """Where the same calls are heard sooner, by whoever is on this node."""
+        return await self._door.where()
 
     async def pids(self) -> dict[str, int]:
         """The zygote's and the agent's own, for status pages and fault tests."""
@@ -148,6 +157,7 @@ class NodeAgent:
             self._settle(*await asyncio.to_thread(children.look), kill_all=True)
             await asyncio.sleep(0.01)
         self._keeper.end()
+        self._door.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- engines ---------------------------------------------------------------------------------
@@ -155,12 +165,7 @@ class NodeAgent:
     async def _spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
         try:
             path = self._children.socket(ticket)
-            pid = await self._fork(ticket, self._with_devices(spec), path)
-            child = self._children.open(ticket, pid, spec.devices, zygote=self._keeper.known)
-            if child and not await self._is_listed(child):
-                self._logs.keep(ticket, path.with_suffix(".log"))
-                self._children.forget(child)  # died, and its pid may be another's: not ours to kill
-                child = None
+            child = await self._fork(ticket, self._with_devices(spec), path)
         finally:
             del self._spawning[ticket]
         if child is None:
@@ -175,9 +180,9 @@ class NodeAgent:
             raise TicketClosed(ticket)
         return str(path)
 
-    async def _fork(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> int:
-        """By the next zygote when this one dies over it; whoever waits bounds the wait. Raises
-        ZygoteError when no zygote will start."""
+    async def _fork(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> children.Child | None:
+        """By the next zygote when this one dies over it; whoever waits bounds the wait. None: it
+        died at once. Raises ZygoteError when no zygote will start."""
         while True:
             if self._children.is_buried(ticket):
                 self._say_gone(ticket)
@@ -188,25 +193,33 @@ class NodeAgent:
                 await self._keeper.news.wait()
                 continue
             try:
-                return await self._keeper.zygote.spawn(ticket, spec, path)
+                async with self._forking:
+                    pid = await self._keeper.zygote.spawn(ticket, spec, path)
+                    return self._take_charge(ticket, pid, spec)
             except zygotes.ZygoteError as error:
                 if not error.is_away:
                     raise
                 await asyncio.sleep(RETRY_S)
 
-    async def _is_listed(self, child: children.Child) -> bool:
-        """The zygote drops a child from its list when it collects it; until then no other process
-        can have its pid."""
-        rows = await self._keeper.zygote.list()
-        return any(r.ticket == child.ticket and r.pid == child.pid for r in rows)
+    def _take_charge(self, ticket: TicketId, pid: int, spec: SpawnSpec) -> children.Child | None:
+        """One that died and was collected may have left its pid to another process. But that is
+        no child of the zygote, which has forked nothing since: only we ask it, one at a time."""
+        zygote = self._keeper.known
+        child = self._children.open(ticket, pid, spec.devices, zygote=zygote)
+        found = proc.process(pid) if child else None
+        if child and found and zygote and found.parent == zygote[0]:
+            return child
+        if child:
+            self._children.forget(child)  # not ours to kill
+        self._tidy(ticket)
+        return None
 
     def _with_devices(self, spec: SpawnSpec) -> SpawnSpec:
         """The engine sees the GPUs of its ticket and no others, from its first instruction on."""
         ids = [d.device.rsplit("gpu:", 1)[1] for d in spec.devices if "gpu:" in d.device]
         # NVML counts by bus, CUDA by speed unless told.
         by_bus = {"CUDA_VISIBLE_DEVICES": ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        visible = by_bus if ids else {}
-        return SpawnSpec(spec.entry, spec.config, spec.devices, spec.env | visible)
+        return replace(spec, env=spec.env | (by_bus if ids else {}))
 
     def _watch(self, child: children.Child) -> None:
         loop, fd = asyncio.get_running_loop(), child.fd
@@ -215,14 +228,16 @@ class NodeAgent:
             loop.remove_reader(fd)
             self._children.bury(child.ticket)
             self._reaping.add(child.ticket)
+            self._see_dead(child)
             self._died.set()
 
         loop.add_reader(fd, died)
 
     def _not_theirs(self) -> set[int]:
-        """The agent, its zygote, and the Ray node that started both."""
+        """The agent, its zygote and engines, and the Ray node that started them."""
+        ours = {pid for child in self._children.by_ticket.values() for pid in child.members}
         zygote = {self._keeper.known[0]} if self._keeper.known else set()
-        return zygote | {os.getpid(), os.getppid()}
+        return ours | zygote | {os.getpid(), os.getppid()}
 
     def _watch_outsider(self, outsider: Outsider) -> None:
         loop = asyncio.get_running_loop()
@@ -230,7 +245,7 @@ class NodeAgent:
         def died() -> None:
             loop.remove_reader(outsider.fd)
             outsider.leaving = True
-            self._gone[outsider.ticket] = ev.EngineGone(self._node, outsider.ticket, False)
+            self._reports.note_gone(outsider.ticket, bytes_back=False)
             self._died.set()
 
         loop.add_reader(outsider.fd, died)
@@ -241,19 +256,10 @@ class NodeAgent:
         """Kill what is left of dead and reaped engines; report those with nothing left."""
         for child in self._children.note(looked_ns, everything):
             if not child.members:
-                asyncio.get_running_loop().remove_reader(child.fd)
-                self._logs.keep(child.ticket, child.socket.with_suffix(".log"))
-                self._children.forget(child)
-                self._children.bury(child.ticket)
-                self._reaping.discard(child.ticket)
-                self._say_gone(child.ticket, child.pid)
+                self._end(child)
             elif kill_all or child.ticket in self._reaping:
                 self._children.kill(child)
-
-        theirs = self._not_theirs() | {
-            pid for child in self._children.by_ticket.values() for pid in child.members
-        }
-        for outsider in self._outsiders.note(looked_ns, everything, theirs):
+        for outsider in self._outsiders.note(looked_ns, everything, self._not_theirs()):
             self._forget_outsider(outsider)
             self._say_gone(outsider.ticket, outsider.pid)
 
@@ -261,18 +267,40 @@ class NodeAgent:
         asyncio.get_running_loop().remove_reader(outsider.fd)
         self._outsiders.forget(outsider)
 
+    def _see_dead(self, child: children.Child) -> None:
+        """Nothing can have been added to a whole one, so no look at all processes is needed."""
+        if child.is_whole:
+            self._children.see_dead(child)
+            if not child.members:
+                self._end(child)
+
+    def _end(self, child: children.Child) -> None:
+        """Nothing of it is left. That is said first; somebody may wait for its bytes."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(child.fd)
+        self._children.forget(child)
+        self._children.bury(child.ticket)
+        self._reaping.discard(child.ticket)
+        self._say_gone(child.ticket, child.pid)
+        self._start(self._reports.say_all_gone())
+        loop.call_soon(self._tidy, child.ticket)
+
+    def _tidy(self, ticket: TicketId) -> None:
+        self._logs.keep(ticket, self._children.socket(ticket).with_suffix(".log"))
+        self._children.unlink(ticket)
+
     def _say_gone(self, ticket: TicketId, *pids: int) -> None:
         still_listed = self._probe.gpu_pids() & set(pids)
         if still_listed:
             self._returning[ticket] = still_listed
-        self._gone[ticket] = ev.EngineGone(self._node, ticket, bytes_back=not still_listed)
+        self._reports.note_gone(ticket, bytes_back=not still_listed)
 
     def _see_returned(self) -> None:
         """Bytes of dead engines count as back when NVML no longer lists their processes."""
         listed = self._probe.gpu_pids() if self._returning else set()
         for ticket in [t for t, pids in self._returning.items() if not pids & listed]:
             del self._returning[ticket]
-            self._gone[ticket] = ev.EngineGone(self._node, ticket, bytes_back=True)
+            self._reports.note_gone(ticket, bytes_back=True)
 
     # -- readings --------------------------------------------------------------------------------
 
@@ -282,7 +310,7 @@ class NodeAgent:
             self._settle(*await asyncio.to_thread(children.look))
             self._see_returned()
             await self._report()
-            busy = self._reaping or self._returning or self._gone or not self._heard
+            busy = self._reaping or self._returning or self._reports.gone or not self._heard
             try:
                 async with asyncio.timeout(REAP_TURN_S if busy else TURN_S):
                     await self._stir.wait()
@@ -295,23 +323,31 @@ class NodeAgent:
             await self._died.wait()
             self._died.clear()
             turn_ends_s = time.monotonic() + REAP_TURN_S
-            self._settle(*await asyncio.to_thread(children.look))
-            await self._say_all_gone()
+            await self._see_reaped()
             while self._reaping and time.monotonic() < turn_ends_s:
                 await asyncio.sleep(LOOK_AGAIN_S)
-                self._settle(*await asyncio.to_thread(children.look))
-                await self._say_all_gone()
-            self._stir.set()
+                await self._see_reaped()
+            # A reading can wait: the next engine may be starting on what this one gave back.
+            asyncio.get_running_loop().call_later(REAP_TURN_S, self._stir.set)
+
+    async def _see_reaped(self) -> None:
+        reaped = [c for t in self._reaping if (c := self._children.by_ticket.get(t))]
+        if any(not child.is_whole for child in reaped) or self._outsiders.by_ticket:
+            self._settle(*await asyncio.to_thread(children.look))
+        else:
+            for child in reaped:
+                self._see_dead(child)
+        await self._reports.say_all_gone()
 
     async def _report(self) -> None:
         """Engines that went, at once, for somebody may wait for their bytes; then a reading."""
-        await self._say_all_gone()
+        await self._reports.say_all_gone()
         trees, returned = self._children.trees() + self._outsiders.trees(), self._returned
         readings = await asyncio.to_thread(self._probe.read, trees)
         engines = tuple(self._judged(e) for e in readings.engines)
         stalls = proc.stalled_fraction()
         said = (ev.Measured(self._node, readings.devices, engines, stalls),)
-        self._heard = await self._send(said)
+        self._heard = await self._reports.say(said)
         if self._heard:
             self._release_outsiders(readings.engines, returned)
 
@@ -321,7 +357,7 @@ class NodeAgent:
         """Who gave its lease back is watched no more; and when a reading has counted as foreign
         what it keeps, its bytes are said to be back."""
         for ticket in returned:
-            self._gone[ticket] = ev.EngineGone(self._node, ticket, bytes_back=True)
+            self._reports.note_gone(ticket, bytes_back=True)
         back = self._outsiders.given_back(engines)
         self._returned = [outsider.ticket for outsider in back]
         for outsider in back:
@@ -335,28 +371,6 @@ class NodeAgent:
         child = self._children.by_ticket.get(reading.ticket)
         forked_by = child.zygote if child else None
         return replace(reading, exact=self._keeper.is_alive() and forked_by == self._keeper.known)
-
-    async def _say_all_gone(self) -> None:
-        """Kept for the next turn if nobody hears it."""
-        gone = dict(self._gone)
-        if gone and await self._send(tuple(gone.values())):
-            for ticket, event in gone.items():
-                if self._gone.get(ticket) == event:
-                    del self._gone[ticket]
-
-    async def _send(self, said: tuple[ev.Event, ...]) -> bool:
-        """Whether the arbiter heard it. A new life of the arbiter hears of the node first."""
-        try:
-            arbiter = ray.get_actor(NAME, namespace=NAMESPACE)
-            async with asyncio.timeout(REPORT_S):
-                epoch = await arbiter.report.remote(self._node, self._epoch, said)
-                if epoch != self._epoch:
-                    self._epoch = epoch
-                    seen = ev.NodeSeen(self._node, self._probe.inventory())
-                    await arbiter.report.remote(self._node, epoch, (seen, *said))
-        except (ray.exceptions.RayError, ValueError, TimeoutError):
-            return False  # away; the next turn says it again
-        return True
 
     # -- the zygote ------------------------------------------------------------------------------
 
@@ -378,14 +392,7 @@ class NodeAgent:
                 children.kill_known([(pid, found.start_ticks)])
 
 
-def _folder(settings: AgentSettings, node: NodeId) -> Path:
-    """Every step of the way must be ours alone, or a stranger could put another in its place."""
-    if settings.folder:
-        return Path(settings.folder)
-    return zygotes.private_folder(Path(f"/tmp/arbiter-{os.getuid()}")) / node
-
-
-def _crash(task: asyncio.Task[None]) -> None:
+def _crash(task: asyncio.Future[None]) -> None:
     """Ray starts the agent anew, and it finds its engines again."""
     if not task.cancelled() and (error := task.exception()):
         logger.critical("the agent ends itself, to start anew: %r", error, exc_info=error)

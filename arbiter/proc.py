@@ -30,10 +30,12 @@ class Process:
     session: int
     start_ticks: int  # since boot; with the pid it names one process for ever
     state: str
+    threads_count: int = 1
 
     @property
     def alive(self) -> bool:
-        return self.state not in _DEAD
+        """A zombie whose other threads still end may still be giving its memory back."""
+        return self.state not in _DEAD or self.threads_count > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ def process(pid: int) -> Process | None:
         return None
     # The name may hold spaces and brackets, so fields are counted after its last bracket (proc(5)).
     state, parent, group, session, *rest = text[text.rindex(")") + 2 :].split()
-    return Process(pid, int(parent), int(group), int(session), int(rest[15]), state)
+    names = int(parent), int(group), int(session)
+    return Process(pid, *names, start_ticks=int(rest[15]), state=state, threads_count=int(rest[13]))
 
 
 def processes() -> dict[int, Process]:

@@ -6,16 +6,15 @@ Lines of JSON over a unix socket in a 0700 directory; both ends check the other'
 import asyncio
 import json
 import os
-import socket
-import struct
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arbiter.calls import peer_uid
 from arbiter.errors import ArbiterError
-from arbiter.units import TicketId
+from arbiter.units import NodeId, TicketId
 from arbiter.wire import AgentSettings, SpawnSpec
 
 # An answer other than to the first ping is a fork away; imports of a cold disk can take a minute,
@@ -106,10 +105,7 @@ class Zygote:
 
 async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_unix_connection(path, limit=MAX_LINE_BYTES)
-    packed = writer.get_extra_info("socket").getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
-    )
-    _pid, uid, _gid = struct.unpack("3i", packed)
+    uid = peer_uid(writer.get_extra_info("socket"))
     if uid != os.getuid():
         writer.close()
         raise PermissionError(f"{path} belongs to user {uid}")
@@ -141,6 +137,14 @@ def tail(log: Path, from_bytes: int) -> str:
         file.seek(max(from_bytes, log.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace").strip()
     return " | ".join(text.splitlines()[-TAIL_LINES:]) or "it wrote nothing"
+
+
+def folder(settings: AgentSettings, node: NodeId) -> Path:
+    """Of the sockets of one node, made. Every step of the way must be ours alone, or a stranger
+    could put another in its place."""
+    if settings.folder:
+        return private_folder(Path(settings.folder))
+    return private_folder(private_folder(Path(f"/tmp/arbiter-{os.getuid()}")) / node)
 
 
 def private_folder(path: Path) -> Path:

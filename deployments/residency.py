@@ -343,10 +343,9 @@ class Residency:
         """End of the slot. Waiters hear the error, or open the next one."""
         if slot.life is Life.CLOSED:
             return
-        was_held = slot.ticket in self._held
-        self._let_go(slot)
-        if was_held:
+        if slot.ticket in self._held:  # said first: somebody may wait for its bytes
             self.client().tell(ev.Released(slot.ticket, reason.value))
+        self._let_go(slot)
         if slot.work and slot.work is not asyncio.current_task():
             slot.work.cancel()
         self._forget(slot)

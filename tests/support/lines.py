@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from arbiter.calls import RayPeer
 from arbiter.client import HolderClient
 from arbiter.units import Epoch, HolderId
 
@@ -30,6 +31,6 @@ async def never(*_: object) -> None:
 def joined_client(arbiter: FakeArbiter, kind: type[HolderClient] = HolderClient) -> HolderClient:
     """A client in the middle of an epoch, whose own joining is over."""
     client = kind("chat", HolderId("h"), lambda: (), lambda command: None)
-    client._arbiter, client.epoch = arbiter, Epoch(5)
+    client._arbiter, client.epoch = RayPeer(arbiter), Epoch(5)
     client._joined.set()
     return client

@@ -33,10 +33,11 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
 
     monkeypatch.setattr(RayAgents, "look", look)
     monkeypatch.setattr(rays, "session_name", lambda: "session")
+    monkeypatch.setattr(rays, "own_node", lambda: NodeId("n"))
 
     @asynccontextmanager
     async def run(**options: Any) -> AsyncIterator[ArbiterActor]:
-        agent = AgentSettings("no.zygote")
+        agent = AgentSettings("no.zygote", folder=str(tmp_path / "n"))
         options = {"state_file": str(tmp_path / "state"), **options}
         actor = ArbiterActor(Boot(configuration(parse_table(TABLE)), agent, **options))
         yield actor

@@ -134,7 +134,7 @@ def test_a_pid_that_means_another_process_now_is_never_taken_for_ours(tmp_path: 
     assert opened.by_ticket == {}
 
 
-def test_forgetting_removes_what_lies_in_the_folder(tmp_path: Path) -> None:
+def test_what_lies_in_the_folder_of_an_ended_engine_is_removed(tmp_path: Path) -> None:
     opened = Children(tmp_path)
     with engine() as pid:
         child = opened.open(T, pid, GRANTED)
@@ -142,6 +142,7 @@ def test_forgetting_removes_what_lies_in_the_folder(tmp_path: Path) -> None:
         for suffix in (".sock", ".core"):
             child.socket.with_suffix(suffix).touch()
         opened.forget(child)
+        opened.unlink(T)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -180,3 +181,29 @@ def test_which_zygote_forked_an_engine_is_known_to_the_next_life(tmp_path: Path)
         again = Children(tmp_path)
         again.recover(ignore)
         assert again.by_ticket[T].zygote == (7, 8)
+
+
+@pytest.mark.spec("A10")
+def test_an_engine_is_whole_once_a_look_after_its_kill_found_nothing_new(tmp_path: Path) -> None:
+    opened = Children(tmp_path)
+    with engine(helpers=1) as pid:
+        child = opened.open(T, pid, GRANTED)
+        assert child is not None
+        before = look()
+        opened.kill(child)  # knows of the root alone
+        opened.note(*before)
+        assert not child.is_whole  # that look began before the kill
+        opened.refresh()
+        assert not child.is_whole  # it found the helper
+        assert len(set(child.members) - {pid}) == 1
+        opened.kill(child)
+        opened.refresh()
+        assert child.is_whole
+        while child.members:
+            opened.see_dead(child)
+
+
+@pytest.mark.spec("A10")
+def test_a_zombie_with_threads_that_still_end_has_not_given_its_memory_back() -> None:
+    assert not proc.Process(1, 1, 1, 1, 5, "Z").alive
+    assert proc.Process(1, 1, 1, 1, 5, "Z", threads_count=2).alive

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from arbiter import events as ev
 from arbiter import keeper as module
-from arbiter import leftovers, node_agent, proc, zygotes
+from arbiter import leftovers, proc, reports, zygotes
 from arbiter.errors import TicketClosed
 from arbiter.leftovers import EngineLogs, sweep
 from arbiter.node_agent import NodeAgent
@@ -45,7 +45,7 @@ def no_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(*_: object, **__: object) -> None:
         raise RayError("no cluster")
 
-    monkeypatch.setattr(node_agent.ray, "get_actor", nobody)
+    monkeypatch.setattr(reports.ray, "get_actor", nobody)
 
 
 def agent(folder: Path, module_name: str) -> NodeAgent:
@@ -75,7 +75,7 @@ async def test_a_reap_ends_a_spawn_that_waits_for_a_zygote(
     async with asyncio.timeout(5):
         with pytest.raises(TicketClosed):
             await spawning
-    assert running._gone[T] == ev.EngineGone(NodeId("n"), T, bytes_back=True)
+    assert running._reports.gone[T] == ev.EngineGone(NodeId("n"), T, bytes_back=True)
     await running.close()
 
 
@@ -117,7 +117,7 @@ async def test_the_end_of_an_engine_is_said_though_a_reading_takes_long(
         return Readings((), ())
 
     running = agent(folder, "deployments.engines.zygote")
-    monkeypatch.setattr(running, "_send", send)
+    monkeypatch.setattr(running._reports, "say", send)
     monkeypatch.setattr(running._probe, "read", read)
     async with asyncio.timeout(WITHIN_S / 2):
         await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))

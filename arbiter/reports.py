@@ -1,0 +1,66 @@
+"""What a node agent says to the arbiter, whichever life of it, and what it still has to say."""
+
+import asyncio
+from collections.abc import Callable
+
+import ray
+from ray.exceptions import RayError
+
+from arbiter import calls
+from arbiter import events as ev
+from arbiter.errors import ArbiterError
+from arbiter.units import Epoch, NodeId, TicketId
+from arbiter.wire import NAME, NAMESPACE
+
+REPORT_S = 5.0  # an arbiter slower than its own reading bound is as good as away
+
+
+class Reports:
+    """`inventory`: the node's devices, told first to each life of the arbiter."""
+
+    def __init__(self, node: NodeId, inventory: Callable[[], tuple[ev.DeviceSpec, ...]]) -> None:
+        self.gone: dict[TicketId, ev.EngineGone] = {}  # not yet said
+        self._node, self._inventory = node, inventory
+        self._arbiter: calls.Peer | None = None
+        self._finding = asyncio.Lock()
+        self._epoch: Epoch | None = None
+
+    def note_gone(self, ticket: TicketId, *, bytes_back: bool) -> None:
+        self.gone[ticket] = ev.EngineGone(self._node, ticket, bytes_back)
+
+    async def say_all_gone(self) -> None:
+        """Kept for the next turn if nobody hears it."""
+        gone = dict(self.gone)
+        if gone and await self.say(tuple(gone.values())):
+            for ticket, event in gone.items():
+                if self.gone.get(ticket) == event:
+                    del self.gone[ticket]
+
+    async def say(self, said: tuple[ev.Event, ...]) -> bool:
+        """Whether the arbiter heard it."""
+        try:
+            async with asyncio.timeout(REPORT_S):
+                arbiter = await self._found()
+                epoch = await arbiter.call("report", self._node, self._epoch, said)
+                if epoch != self._epoch:
+                    self._epoch = epoch
+                    seen = ev.NodeSeen(self._node, self._inventory())
+                    await arbiter.call("report", self._node, epoch, (seen, *said))
+        except (RayError, ArbiterError, ValueError, TimeoutError):
+            self.close()
+            return False  # away; the next turn says it again
+        return True
+
+    def close(self) -> None:
+        if self._arbiter is not None:
+            self._arbiter.close()
+            self._arbiter = None
+
+    async def _found(self) -> calls.Peer:
+        """Raises RayError, ValueError when there is no arbiter."""
+        async with self._finding:
+            if self._arbiter is None:
+                handle = ray.get_actor(NAME, namespace=NAMESPACE)
+                door = (await handle.hello.remote()).get("door")
+                self._arbiter = await calls.reach(handle, door, self._node)
+            return self._arbiter
