@@ -11,11 +11,13 @@ MINUTES ?= 6
 # Set before Ray starts; none is needed for correctness, a plain `serve run` works without them.
 #   RAY_preload_python_modules: a replica's process has Serve imported when it starts (wake -0.3 s)
 #   RAY_worker_maximum_startup_concurrency: idle workers are prestarted, so several wakes at once do not queue
+#   RAY_SERVE_CONTROL_LOOP_INTERVAL_S: Serve looks twice as often whether a replica is wanted or ready
 #   RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO: replicas reserve no GPU with Ray; the arbiter chooses for them
 #   HF_HUB_OFFLINE: models are local; an engine never waits for a hub that cannot be reached
 #   RAY_USAGE_STATS_ENABLED: no report to outside
 export RAY_preload_python_modules ?= ray.serve._private.replica
 export RAY_worker_maximum_startup_concurrency ?= 8
+export RAY_SERVE_CONTROL_LOOP_INTERVAL_S ?= 0.05
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0

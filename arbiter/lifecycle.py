@@ -15,7 +15,6 @@ from ray.exceptions import (
 )
 
 from arbiter import rays, wire
-from arbiter.actor import ArbiterActor
 from arbiter.errors import ArbiterUnavailable, RequestError
 
 POLL_S = 15.0  # of the event stream, which then asks again
@@ -129,6 +128,8 @@ def _replace(boot: wire.Boot) -> Any:
 
 
 def _start(boot: wire.Boot) -> Any:
+    from arbiter.actor import ArbiterActor  # the core is nothing to a replica that only asks
+
     waiting_count = boot.configuration.settings.queue_total_count
     options = rays.detached(rays.head_node(), wire.NAME, wire.NAMESPACE, waiting_count)
     return ray.remote(ArbiterActor).options(**options).remote(boot)

@@ -23,6 +23,7 @@ BIN = Path(sys.executable).parent
 MAKE_SERVE = {
     "RAY_preload_python_modules": "ray.serve._private.replica",
     "RAY_worker_maximum_startup_concurrency": "8",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
 }
 
 # The figures of RAY.md 6 for each way to carry a request between Serve's processes.
