@@ -9,7 +9,8 @@ it is counted in `stale_count` and otherwise ignored; an identity that does not 
 raises LedgerBroken, after which the actor must crash.
 
     holders   joined, renewed, lost             nodes     devices, readings, engines that ended
-    admission asking, the line, grants          eviction  victims, barriers, sleep
+    admission asking                            granting  the line, grants
+    placing   where, how much                   eviction  victims, barriers, sleep
     loads     served, broken, withdrawn         reclaim   bytes on their way back
     watch     what time alone brings about      mind      what is known between two events
 """
@@ -21,6 +22,7 @@ from arbiter import (
     admission,
     eviction,
     floors,
+    granting,
     growth,
     holders,
     loads,
@@ -72,7 +74,7 @@ class Arbiter:
         watch.ring(mind)
         eviction.relieve(mind)
         growth.serve(mind)
-        admission.admit(mind)
+        granting.admit(mind)
         floors.forget_removed(mind)
         preload.follow(mind)
         mind.ledger.check_touched()
@@ -151,7 +153,8 @@ class Arbiter:
             holders.configure(self._mind, entry)
             self._mind.watch(entry, self._mind.now)
         sites.cap_pins(self._mind, self._mind.ledger.books)
-        sites.flag_pinned(self._mind)
+        self._mind.ledger.changed.update(self._mind.nodes)
+        sites.flag_pinned(self._mind, self._mind.ledger.books)
 
     @_apply.register
     def _(self, event: ev.CapabilityRegistered) -> None:
@@ -160,7 +163,7 @@ class Arbiter:
     @_apply.register
     def _(self, event: ev.NodeSeen) -> None:
         nodes.seen(self._mind, event)
-        sites.flag_pinned(self._mind)
+        sites.flag_pinned(self._mind, [spec.device for spec in event.devices])
 
     @_apply.register
     def _(self, event: ev.NodeLost) -> None:
@@ -245,6 +248,7 @@ class Arbiter:
     @_apply.register
     def _(self, event: ev.FloorSet) -> None:
         floors.is_set(self._mind, event)
+        self._mind.ledger.changed.update(self._mind.nodes)  # who may be a victim has changed
 
     @_apply.register
     def _(self, event: ev.LoadAsked) -> None:

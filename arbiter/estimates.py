@@ -32,6 +32,7 @@ class Estimate:
 class Estimates:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.version = 0  # rises whenever a size may have become another
         self._peak: dict[ModelKey, Bytes] = {}
         self._corrected: dict[ModelKey, Bytes] = {}  # after a failure for memory
         self._load: dict[ModelKey, Span] = {}
@@ -78,10 +79,13 @@ class Estimates:
         return max(times, default=Span(0))
 
     def saw_peak(self, key: ModelKey, peak: Bytes) -> None:
-        self._peak[key] = max(peak, self._peak.get(key, Bytes(0)))
+        if peak > self._peak.get(key, Bytes(0)):
+            self._peak[key] = peak
+            self.version += 1
 
     def loaded(self, key: ModelKey, took: Span) -> None:
-        self._corrected.pop(key, None)
+        if self._corrected.pop(key, None):
+            self.version += 1
         self._load[key] = self._smoothed(self._load.get(key, took), took)
 
     def woke(self, key: ModelKey, took: Span) -> None:
@@ -93,6 +97,7 @@ class Estimates:
     def ran_out(self, key: ModelKey, held: Bytes) -> None:
         """A load failed for memory while it was charged `held`."""
         self._corrected[key] = Bytes(held + int(held * self._settings.oom_growth_fraction))
+        self.version += 1
 
     def forget(self, key: ModelKey) -> None:
         for table in (self._peak, self._corrected, self._load, self._wake):

@@ -52,6 +52,7 @@ class ModelSpec:
     name: str
     keep_warm: Span  # idle time after which it goes with nobody asking; negative: never
     pinned: bool = False  # never a victim
+    allow_oversize: bool = False  # loads even where it is larger than the whole budget (SPEC B6)
 
 
 @dataclass(frozen=True, slots=True)

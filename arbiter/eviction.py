@@ -7,13 +7,13 @@ The policy only prices them; the core takes the cheapest set that suffices (vict
 from arbiter import urgency
 from arbiter.budget import share
 from arbiter.decisions import Probe, Reason, Revoke, Tier
-from arbiter.events import Floor
+from arbiter.events import Floor, Priority
 from arbiter.ledger import Book, Entry, Sizes, State
 from arbiter.loads import displace
 from arbiter.mind import Mind
 from arbiter.ranking import in_order
 from arbiter.reclaim import charged, take
-from arbiter.units import Bytes, DeviceId, Instant, Span, after, host_device, since
+from arbiter.units import SECOND, Bytes, DeviceId, Instant, Span, after, host_device, since
 from arbiter.victims import EXACT_COUNT, Option, choose
 
 Victims = list[Entry]
@@ -22,35 +22,31 @@ Victims = list[Entry]
 # -- choosing -------------------------------------------------------------------------------------
 
 
-def make_room(mind: Mind, waiting: Entry, device: DeviceId, need: Bytes) -> bool:
-    """Asks victims until `need` bytes will be free; True when they are asked or on their way.
+def make_room(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: Priority) -> bool:
+    """Asks for `short` bytes beyond what is on its way; `urgent`: how urgent it is to `waiting`.
     All or nothing: nobody leaves for a ticket that still would not fit."""
-    victims = room_for(mind, waiting, device, need)
-    for victim in victims or ():
+    victims = room_for(mind, waiting, device, short, urgent)
+    for victim in victims:
         displace(mind, waiting, victim)
         revoke(mind, victim, Reason.SWAP, waiting)
-    return victims is not None
+    return bool(victims)
 
 
-def room_for(mind: Mind, waiting: Entry, device: DeviceId, need: Bytes) -> Victims | None:
-    """Whom to ask: nobody where it is free or on its way, None where all who may be asked would
-    not do."""
-    book = mind.ledger.books[device]
-    short = Bytes(need - book.free_bytes - coming_back(book))
-    if short <= 0:
-        return []
-    return _cheapest(mind, book, waiting, short) or None
+def room_for(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: Priority) -> Victims:
+    """Whom to ask; nobody where all who may be asked would not do."""
+    return _cheapest(mind, mind.ledger.books[device], waiting, Bytes(short), urgent)
 
 
 def relieve(mind: Mind) -> None:
     """Overcommitted devices: idle models leave until the rest fits. The one that took more than it
     was granted goes first; what is in use stays, and is asked again when it falls idle."""
-    for book in mind.ledger.overcommitted():
-        short = Bytes(-book.free_bytes - coming_back(book))
-        if short <= 0:
-            continue
-        for victim in _as_far_as(mind, book, short):
-            revoke(mind, victim, Reason.FIT, None)
+    for node in mind.changed():
+        for book in mind.ledger.overcommitted(node):
+            short = Bytes(-book.free_bytes - coming_back(book))
+            if short > 0:
+                mind.alarms.set(("line", node), after(mind.now, Span(SECOND)))
+                for victim in _as_far_as(mind, book, short):
+                    revoke(mind, victim, Reason.FIT, None)
 
 
 def coming_back(book: Book) -> Bytes:
@@ -58,8 +54,8 @@ def coming_back(book: Book) -> Bytes:
     holder keeps is not counted on."""
     returning = (
         e.charge(book.device) - (e.granted.get(book.device, 0) if _stays_on(book, e) else 0)
-        for e in book.entries.values()
-        if e.state is State.DRAINING or (e.state is State.RECLAIMING and not e.alarmed)
+        for e in book.leaving.values()
+        if e.state is State.DRAINING or not e.alarmed
     )
     return Bytes(sum(returning))
 
@@ -79,7 +75,7 @@ def _is_lawful(mind: Mind, entry: Entry) -> bool:
     )
 
 
-def _may_swap(mind: Mind, entry: Entry, waiting: Entry) -> bool:
+def may_swap(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> bool:
     """Never one more urgent than who asks; an equal only after its minimum residency (SPEC C2, C4).
     A sleeper that waits to be woken gives way to those before it in the line, never to those
     behind: what it still holds on the device could keep the first in line waiting for ever."""
@@ -87,10 +83,10 @@ def _may_swap(mind: Mind, entry: Entry, waiting: Entry) -> bool:
         return False
     if entry.ticket in mind.line:
         return mind.line.is_ahead(waiting.ticket, entry.ticket)
-    urgent = urgency.of(mind, entry)
-    if urgent == waiting.priority:
+    its_own = urgency.of(mind, entry)
+    if its_own == urgent:
         return mind.now >= min_residency_ends(mind, entry)
-    return urgent > waiting.priority
+    return its_own > urgent
 
 
 def may_leave(mind: Mind, entry: Entry) -> bool:
@@ -107,7 +103,7 @@ def min_residency_ends(mind: Mind, entry: Entry) -> Instant:
     return after(entry.resident_since, at_least)
 
 
-def _cheapest(mind: Mind, book: Book, waiting: Entry, short: Bytes) -> Victims:
+def _cheapest(mind: Mind, book: Book, waiting: Entry, short: Bytes, urgent: Priority) -> Victims:
     """The cheapest lawful set that suffices, or none. In an order that is long nobody looks far
     behind those that would do."""
     options: list[Option] = []
@@ -115,7 +111,7 @@ def _cheapest(mind: Mind, book: Book, waiting: Entry, short: Bytes) -> Victims:
     for entry, option in in_order(mind, book):
         if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
             break
-        if _may_swap(mind, entry, waiting):
+        if may_swap(mind, entry, waiting, urgent):
             spare_count -= missing <= 0
             missing -= option.freed_bytes
             options.append(option)
@@ -128,7 +124,7 @@ def _as_far_as(mind: Mind, book: Book, short: Bytes) -> Victims:
     missing = int(short)
     ranked = [entry for entry, _ in in_order(mind, book)]
     for entry in sorted(ranked, key=lambda e: not _took_more(e, book.device)):
-        if missing > 0 and may_leave(mind, entry):
+        if missing > 0 and may_leave(mind, entry) and not entry.allow_oversize:
             chosen.append(entry)
             missing -= entry.charge(book.device)
     return chosen

@@ -10,7 +10,6 @@ part while another part would still find no room.
 from dataclasses import dataclass
 
 from arbiter.events import Split
-from arbiter.eviction import make_room, room_for
 from arbiter.ledger import Book, Entry, Sizes, State
 from arbiter.mind import Mind
 from arbiter.sites import on_demand_of
@@ -104,17 +103,3 @@ def totals(parts: list[Part]) -> Sizes:
     for part in parts:
         sums[part.device] = Bytes(sums.get(part.device, 0) + part.size_bytes)
     return sums
-
-
-def is_free(mind: Mind, parts: list[Part]) -> bool:
-    return all(mind.ledger.books[d].free_bytes >= size for d, size in totals(parts).items())
-
-
-def make_room_for_all(mind: Mind, waiting: Entry, parts: list[Part]) -> bool:
-    """True when all that is missing was asked for, or is on its way."""
-    needs = totals(parts)
-    if any(room_for(mind, waiting, d, size) is None for d, size in needs.items()):
-        return False
-    for device, size in sorted(needs.items()):
-        make_room(mind, waiting, device, size)
-    return True

@@ -11,7 +11,7 @@ from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
 from arbiter.eviction import ask, refused, slept
 from arbiter.ledger import Entry, Sizes, State
 from arbiter.loads import forget_switches, loaded, sleep_on
-from arbiter.mind import Holder, Mind
+from arbiter.mind import Holder, Mind, model_label
 from arbiter.nodes import claim
 from arbiter.reclaim import charged, notify, reclaim, take
 from arbiter.units import HolderId, Instant, Span, TicketId, after, host_device, since
@@ -31,6 +31,7 @@ def joined(mind: Mind, event: ev.Joined) -> None:
     is taken already."""
     if event.holder not in mind.holders:
         mind.tell("holder_joined", holder=event.holder, node=event.node, tickets=len(event.tickets))
+    mind.ledger.changed.add(event.node)
     mind.holders[event.holder] = Holder(event.holder, event.node, event.capability, mind.now)
     mind.awaited.discard(event.holder)
     mind.note_active(event.capability)
@@ -56,6 +57,8 @@ def renewed(mind: Mind, event: ev.Renewed) -> None:
     if holder is None:
         mind.stale_count += 1  # the shell has it rejoin
         return
+    if mind.is_silent(event.holder):
+        mind.ledger.changed.add(holder.node)
     holder.heard = mind.now
     _tell_runs(mind, holder, event)
     if event.tickets:
@@ -172,6 +175,8 @@ def _hear_draining(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
 
 def use(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
     """Its holder's last word on use: a hint for ranking and the start of keep-warm."""
+    if (entry.inflight == 0, entry.priority) != (held.inflight == 0, held.priority):
+        mind.ledger.changed.add(entry.node)  # it may be a victim now
     entry.inflight, entry.priority = held.inflight, held.priority
     entry.last_used = Instant(max(entry.last_used, mind.now - held.idle))
     if held.uses_count > entry.uses_count:
@@ -204,6 +209,8 @@ def _rebuild(mind: Mind, event: ev.Joined, held: ev.HeldTicket) -> None:
         leases.bind(mind, entry, held.lease)
     configure(mind, entry)
     mind.ledger.open(entry)
+    if state is State.LOADING:
+        mind.line.loading(entry.node, model_label(entry.capability, entry.model), 1)
     claim(mind, entry)
     mind.watch(entry, mind.now)
     mind.tell("ticket_rejoined", entry, size=charged(entry), phase=held.phase.value)
@@ -230,10 +237,11 @@ def configure(mind: Mind, entry: Entry) -> None:
         spec = mind.registry.find(entry.capability, entry.model)
     except (UnknownCapability, UnknownModel):
         if mind.registry.is_set:
-            entry.pinned, entry.keep_warm = False, Span(0)
+            mind.ledger.pin(entry, False)
+            entry.keep_warm = Span(0)
         return
     role = mind.registry.specs[entry.capability].role
-    entry.role_rank = mind.policies.roles[role].rank
     floor = mind.floors.get((entry.capability, entry.model))
-    entry.pinned = spec.pinned or floor is ev.Floor.DEVICE
-    entry.keep_warm = spec.keep_warm
+    entry.role, entry.role_rank = role, mind.policies.roles[role].rank
+    entry.allow_oversize, entry.keep_warm = spec.allow_oversize, spec.keep_warm
+    mind.ledger.pin(entry, spec.pinned or floor is ev.Floor.DEVICE)

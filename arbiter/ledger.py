@@ -31,6 +31,7 @@ class State(Enum):
     CLOSED = "closed"
 
 
+LEAVING = frozenset({State.DRAINING, State.RECLAIMING})
 CHARGED = frozenset({State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP, State.RECLAIMING})
 
 TRANSITIONS: dict[State, frozenset[State]] = {
@@ -44,6 +45,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 Sizes = dict[DeviceId, Bytes]
+SUMMED_COUNT = 64  # tickets on a device; their sum takes about 20 us
 
 
 @dataclass(slots=True)
@@ -67,8 +69,10 @@ class Entry:
     home: Sizes = field(default_factory=dict)  # granted while awake; where a sleeper must wake
 
     # What the configuration says of its model.
+    role: str = ""
     role_rank: int = 0
     pinned: bool = False
+    allow_oversize: bool = False
     keep_warm: Span = Span(-1)
 
     gang: tuple[TicketId, ...] = ()
@@ -139,6 +143,9 @@ class Book:
     charged_bytes: Bytes = Bytes(0)
     foreign_bytes: Bytes = Bytes(0)  # the part that eats into the budget
     entries: dict[TicketId, Entry] = field(default_factory=dict)  # those it is charged for
+    leaving: dict[TicketId, Entry] = field(default_factory=dict)  # DRAINING and RECLAIMING
+    copies: Counter[tuple[str, str]] = field(default_factory=Counter)  # by capability and model
+    pinned_bytes: Bytes = Bytes(0)  # of those charged
     stale: set[TicketId] | None = None  # changed since they were ranked; None: no order is kept
 
 
@@ -150,8 +157,9 @@ class Ledger:
         self.open_count: Counter[str] = Counter()  # tickets not closed, by capability
         self._entries: dict[TicketId, Entry] = {}
         self._held: dict[HolderId, dict[TicketId, Entry]] = {}
+        self.changed: set[NodeId] = set()  # since somebody last looked for what to decide
         self._touched: set[DeviceId] = set()
-        self._short: set[DeviceId] = set()
+        self._short: dict[NodeId, set[DeviceId]] = {}
 
     # -- tickets -------------------------------------------------------------------------------
 
@@ -169,6 +177,7 @@ class Ledger:
             raise LedgerBroken(f"{entry.ticket}: {entry.state.value} -> {to.value}")
         self._count(entry, -1)
         entry.state, entry.since = to, now
+        self.changed.add(entry.node)
         if granted is not None:
             entry.granted = granted
         self._count(entry, 1)
@@ -182,6 +191,15 @@ class Ledger:
         self._count(entry, -1)
         entry.measured = measured
         self._count(entry, 1)
+
+    def pin(self, entry: Entry, is_pinned: bool) -> None:
+        """The configuration has changed its mind about it."""
+        if entry.ticket not in self._entries:
+            entry.pinned = is_pinned
+        elif is_pinned is not entry.pinned:
+            self._count(entry, -1)
+            entry.pinned = is_pinned
+            self._count(entry, 1)
 
     def touch(self, entry: Entry) -> None:
         """Something that ranks it has changed, its bytes have not."""
@@ -224,10 +242,18 @@ class Ledger:
             return
         book.charged_bytes = Bytes(book.charged_bytes + sign * charge)
         book.free_bytes = Bytes(book.free_bytes - sign * charge)
+        book.copies[entry.capability, entry.model] += sign
+        if entry.pinned:
+            book.pinned_bytes = Bytes(book.pinned_bytes + sign * charge)
         if sign > 0:
             book.entries[entry.ticket] = entry
+            if entry.state in LEAVING:
+                book.leaving[entry.ticket] = entry
         else:
             del book.entries[entry.ticket]
+            book.leaving.pop(entry.ticket, None)
+            if not book.copies[entry.capability, entry.model]:
+                del book.copies[entry.capability, entry.model]
         if book.stale is not None:
             book.stale.add(entry.ticket)
         self._note(book)
@@ -251,32 +277,39 @@ class Ledger:
 
     def drop_device(self, device: DeviceId) -> None:
         assert not self.books[device].entries
+        node = self.books[device].node
         del self.books[device]
         self._touched.discard(device)
-        self._short.discard(device)
+        self._short.get(node, set()).discard(device)
 
     def set_foreign(self, device: DeviceId, foreign: Bytes) -> None:
         book = self.books[device]
+        if foreign == book.foreign_bytes:
+            return
         book.free_bytes = Bytes(book.free_bytes + book.foreign_bytes - foreign)
         book.foreign_bytes = foreign
         self._note(book)
 
     def _note(self, book: Book) -> None:
         self._touched.add(book.device)
+        self.changed.add(book.node)
         if book.free_bytes < 0:
-            self._short.add(book.device)
-        else:
-            self._short.discard(book.device)
+            self._short.setdefault(book.node, set()).add(book.device)
+        elif short := self._short.get(book.node):
+            short.discard(book.device)
 
-    def overcommitted(self) -> list[Book]:
-        return [self.books[device] for device in sorted(self._short)]
+    def overcommitted(self, node: NodeId) -> list[Book]:
+        return [self.books[device] for device in sorted(self._short.get(node, ()))]
 
     # -- checks --------------------------------------------------------------------------------
 
     def check_touched(self) -> None:
-        """Devices whose books changed since the last call."""
+        """Devices whose books changed since the last call. Of one with very many tickets the sum
+        is left to the audit: it would cost each event as much as all of them."""
         touched, self._touched = self._touched, set()
-        self.check(touched)
+        self.check({d for d in touched if len(self.books[d].entries) <= SUMMED_COUNT})
+        for device in touched:
+            self._check_sum(self.books[device], self.books[device].charged_bytes)
 
     def check(self, devices: set[DeviceId]) -> None:
         """Raises LedgerBroken where the identity does not hold."""
@@ -285,12 +318,15 @@ class Ledger:
             charged = sum(e.charge(device) for e in book.entries.values())
             if charged != book.charged_bytes:
                 raise LedgerBroken(f"{device}: charged {book.charged_bytes}, entries {charged}")
-            free, foreign = book.free_bytes, book.foreign_bytes
-            if free + charged + foreign != book.budget_bytes:
-                raise LedgerBroken(
-                    f"{device}: free {free} + charged {charged} + foreign {foreign}"
-                    f" != budget {book.budget_bytes}"
-                )
+            self._check_sum(book, charged)
+
+    def _check_sum(self, book: Book, charged: int) -> None:
+        free, foreign = book.free_bytes, book.foreign_bytes
+        if free + charged + foreign != book.budget_bytes:
+            raise LedgerBroken(
+                f"{book.device}: free {free} + charged {charged} + foreign {foreign}"
+                f" != budget {book.budget_bytes}"
+            )
 
     def audit(self) -> None:
         """All of it, from the tickets up, trusting no index."""
@@ -299,5 +335,11 @@ class Ledger:
             charged = {e.ticket for e in self._entries.values() if e.charge(device) > 0}
             if charged != book.entries.keys():
                 raise LedgerBroken(f"{device}: index {sorted(book.entries)} != {sorted(charged)}")
+            leaving = {t for t, e in book.entries.items() if e.state in LEAVING}
+            if leaving != book.leaving.keys():
+                raise LedgerBroken(f"{device}: leaving {sorted(book.leaving)} != {sorted(leaving)}")
+            pinned = sum(e.charge(device) for e in book.entries.values() if e.pinned)
+            if pinned != book.pinned_bytes or book.copies.total() != len(book.entries):
+                raise LedgerBroken(f"{device}: pinned {book.pinned_bytes}, entries {pinned}")
         if any(e.state is State.CLOSED for e in self._entries.values()):
             raise LedgerBroken("a closed ticket is still on the books")

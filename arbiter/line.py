@@ -1,4 +1,8 @@
-"""The line of waiting tickets, in the order the admission policy gives."""
+"""The line of waiting tickets: per node, in the order of the admission policy (SPEC C6).
+
+A ticket competes only with those of its own node, for its holder loads there. It may be overtaken
+by later ones, so often and for so long; then it is *due*, and stands before all that are not.
+"""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -6,67 +10,148 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from arbiter.events import Priority
-from arbiter.units import Instant, TicketId
+from arbiter.units import Bytes, Instant, NodeId, TicketId
 from arbiter.view import Key, Waiter
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Waiting:
     waiter: Waiter
-    key: Key  # its place, by the policy, fixed when it joined
+    key: Key  # its place
     model: str  # capability and model: what the per-model bound counts
+    node: NodeId
     deadline: Instant | None
+    overtaken_count: int = 0
+    is_due: bool = False
+    need_bytes: Bytes = Bytes(0)
+    version: int = -1  # of the estimates that say so
 
 
 class Line:
     def __init__(self, place_of: Callable[[Waiter], Key]) -> None:
         self._place_of = place_of
-        self._order: list[tuple[Key, TicketId]] = []
         self._waiting: dict[TicketId, Waiting] = {}
-        self._per_model: Counter[str] = Counter()
+        self._order: dict[NodeId, list[tuple[Key, TicketId]]] = {}
+        self._of_model: dict[str, dict[TicketId, None]] = {}
+        self._loads: Counter[tuple[NodeId, str]] = Counter()  # in flight
         self._turn = 0
+        self.changed: set[NodeId] = set()
+
+    # -- coming and going ----------------------------------------------------------------------
 
     def add(
         self,
         ticket: TicketId,
         model: str,
+        node: NodeId,
         now: Instant,
-        deadline: Instant | None,
-        priority: Priority,
-    ) -> None:
+        deadline: Instant | None = None,
+        priority: Priority = Priority.NORMAL,
+        *,
+        is_asleep: bool = False,
+    ) -> Waiting:
         self._turn += 1
-        self._enter(Waiter(ticket, now, self._turn, priority), model, deadline)
-
-    def hurry(self, ticket: TicketId, priority: Priority) -> None:
-        """It waits, and somebody more urgent waits for it too."""
-        old = self._waiting[ticket]
-        if priority < old.waiter.priority:
-            self.drop(ticket)
-            self._enter(replace(old.waiter, priority=priority), old.model, old.deadline)
-
-    def _enter(self, waiter: Waiter, model: str, deadline: Instant | None) -> None:
-        waiting = Waiting(waiter, self._place_of(waiter), model, deadline)
-        self._waiting[waiter.ticket] = waiting
-        self._per_model[model] += 1
-        insort(self._order, (waiting.key, waiter.ticket))
+        is_warm = is_asleep or self._loads[node, model] > 0
+        waiter = Waiter(ticket, now, self._turn, priority, is_warm, is_asleep)
+        waiting = Waiting(waiter, (), model, node, deadline)
+        self._waiting[ticket] = waiting
+        self._of_model.setdefault(model, {})[ticket] = None
+        self._insert(waiting)
+        return waiting
 
     def drop(self, ticket: TicketId) -> None:
         if waiting := self._waiting.pop(ticket, None):
-            self._per_model[waiting.model] -= 1
-            del self._order[bisect_left(self._order, (waiting.key, ticket))]
+            self._remove(waiting)
+            del self._of_model[waiting.model][ticket]
+            if not self._of_model[waiting.model]:
+                del self._of_model[waiting.model]
+
+    def _insert(self, waiting: Waiting) -> None:
+        waiter = waiting.waiter
+        place = (waiter.asked, waiter.turn) if waiting.is_due else self._place_of(waiter)
+        waiting.key = (not waiting.is_due, *place)
+        insort(self._order.setdefault(waiting.node, []), (waiting.key, waiter.ticket))
+        self.changed.add(waiting.node)
+
+    def _remove(self, waiting: Waiting) -> None:
+        order = self._order[waiting.node]
+        del order[bisect_left(order, (waiting.key, waiting.waiter.ticket))]
+        if not order:
+            del self._order[waiting.node]
+        self.changed.add(waiting.node)
+
+    # -- moving up -----------------------------------------------------------------------------
+
+    def hurry(self, ticket: TicketId, priority: Priority) -> None:
+        """Somebody more urgent waits for it too."""
+        waiting = self._waiting[ticket]
+        self._change(waiting, replace(waiting.waiter, priority=priority))
+
+    def loading(self, node: NodeId, model: str, more: int) -> None:
+        """A load of the model begins (1) or ends (-1): it is warm meanwhile (SPEC C6)."""
+        was_warm = self._loads[node, model] > 0
+        self._loads[node, model] += more
+        is_warm = self._loads[node, model] > 0
+        if not is_warm:
+            del self._loads[node, model]
+        if is_warm != was_warm:
+            for ticket in list(self._of_model.get(model, ())):
+                waiting = self._waiting[ticket]
+                if waiting.node == node and not waiting.waiter.is_asleep:
+                    self._change(waiting, replace(waiting.waiter, is_warm=is_warm))
+
+    def overtaken(self, waiting: Waiting, most_count: int) -> None:
+        waiting.overtaken_count += 1
+        if waiting.overtaken_count >= most_count:
+            self.ripen(waiting)
+
+    def ripen(self, waiting: Waiting) -> None:
+        """Nobody overtakes it any more."""
+        if not waiting.is_due:
+            self._remove(waiting)
+            waiting.is_due = True
+            self._insert(waiting)
+
+    def _change(self, waiting: Waiting, waiter: Waiter) -> None:
+        self._remove(waiting)
+        waiting.waiter = waiter
+        self._insert(waiting)
+
+    def reorder(self, place_of: Callable[[Waiter], Key]) -> None:
+        """Another policy."""
+        self._place_of = place_of
+        for waiting in self._waiting.values():
+            self._change(waiting, waiting.waiter)
+
+    # -- looking -------------------------------------------------------------------------------
 
     def is_ahead(self, ticket: TicketId, other: TicketId) -> bool:
-        """Both wait; `ticket` comes first."""
+        """Both wait on one node; `ticket` comes first."""
         return (self._waiting[ticket].key, ticket) < (self._waiting[other].key, other)
 
     def find(self, ticket: TicketId) -> Waiting | None:
         return self._waiting.get(ticket)
 
+    def at(self, node: NodeId) -> list[Waiting]:
+        """Who waits there, first to last."""
+        return [self._waiting[ticket] for _, ticket in self._order.get(node, ())]
+
+    def is_empty(self, node: NodeId) -> bool:
+        return node not in self._order
+
+    def of_model(self, model: str) -> list[TicketId]:
+        return list(self._of_model.get(model, ()))
+
     def tickets(self) -> list[TicketId]:
-        return [ticket for _, ticket in self._order]
+        """All of them, first to last as if they stood in one line."""
+        return [t for _, t in sorted(row for order in self._order.values() for row in order)]
+
+    @property
+    def nodes(self) -> list[NodeId]:
+        return list(self._order)
 
     def count(self, model: str) -> int:
-        return self._per_model[model]
+        return len(self._of_model.get(model, ()))
 
     def __len__(self) -> int:
         return len(self._waiting)

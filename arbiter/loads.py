@@ -5,7 +5,7 @@ from arbiter.budget import share
 from arbiter.decisions import Reason, Reload
 from arbiter.errors import LoadFailed, TicketClosed
 from arbiter.ledger import Entry, State
-from arbiter.mind import Displaced, DisplacedKey, Failure, Mind
+from arbiter.mind import Displaced, DisplacedKey, Failure, Mind, model_label
 from arbiter.reclaim import charged, reclaim, take
 from arbiter.units import Bytes, HolderId, Span, after, since
 
@@ -32,6 +32,8 @@ def loaded(mind: Mind, entry: Entry, took: Span, *, verified: bool = True) -> No
         mind.tell("wake_unverified", entry, took=took)
     mind.failures.pop((entry.capability, entry.model), None)
     mind.displaced.pop((entry.holder, entry.model), None)
+    if len(entry.home) == 1:
+        mind.last_home[entry.node, entry.capability, entry.model] = next(iter(entry.home))
     kind = "model_wake" if entry.wakes_count else "model_load"
     mind.tell(kind, entry, size=charged(entry), took=took, predicted_ns=entry.predicted)
 
@@ -73,11 +75,10 @@ def told_why(mind: Mind, event: ev.LoadBroke) -> None:
 
 
 def refuse_waiters(mind: Mind, failed: Entry, error: LoadFailed) -> None:
-    for ticket in mind.line.tickets():
+    for ticket in mind.line.of_model(model_label(failed.capability, failed.model)):
         waiting = mind.ledger.find(ticket)
         assert waiting is not None
-        same = (waiting.capability, waiting.model) == (failed.capability, failed.model)
-        if same and waiting.state is State.QUEUED:
+        if waiting.state is State.QUEUED:
             mind.refuse(ticket, error)
             mind.close(waiting)
 
@@ -97,6 +98,9 @@ def _cool_down(mind: Mind, entry: Entry, cause: str) -> None:
 
 
 def displace(mind: Mind, waiting: Entry, victim: Entry) -> None:
+    """A process outside Serve that was asked for its lease has no model to bring back."""
+    if victim.lease:
+        return
     made_room = mind.displaced.setdefault((waiting.holder, waiting.model), Displaced())
     made_room.models[(victim.holder, victim.model)] = victim.ticket
 
@@ -144,6 +148,7 @@ def withdrawn(mind: Mind, event: ev.Withdrawn) -> None:
     if entry is None:
         if mind.ledger.find(event.ticket) is None and event.ticket not in mind.answers:
             mind.remember(event.ticket, TicketClosed(event.ticket))  # it overtook its request
+            mind.ledger.changed.update(mind.line.nodes)  # its gang may wait for it
         return
     if entry.state is State.QUEUED:
         mind.tell("ticket_closed", entry, reason=Reason.WITHDRAWN.value)

@@ -94,6 +94,10 @@ DisplacedKey = tuple[HolderId, str]  # for whom: holder and model
 Foresight = Callable[[str, str, Instant], Instant | None]  # capability and model
 
 
+def model_label(capability: str, model: str) -> str:
+    return f"{capability}/{model}"
+
+
 class Mind:
     def __init__(
         self,
@@ -125,6 +129,7 @@ class Mind:
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
         self.pressure: dict[DeviceId, Felt] = {}
         self.failures: dict[tuple[str, str], Failure] = {}
+        self.last_home: dict[tuple[NodeId, str, str], DeviceId] = {}  # of capability and model
         self.displaced: dict[DisplacedKey, Displaced] = {}
         self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
@@ -194,13 +199,25 @@ class Mind:
     def key_of(self, entry: Entry) -> ModelKey:
         return ModelKey(entry.capability, entry.model, entry.settings_key)
 
+    def changed(self) -> list[NodeId]:
+        """Where something may be decided now that could not be before."""
+        return sorted(self.ledger.changed | self.line.changed)
+
+    def take_changed(self) -> list[NodeId]:
+        changed = self.changed()
+        self.ledger.changed, self.line.changed = set(), set()
+        return changed
+
     # -- small moves that several rules share ---------------------------------------------------
 
     def watch(self, entry: Entry, at: Instant) -> None:
         self.alarms.set(("ticket", entry.ticket), at)
 
     def move(self, entry: Entry, to: State, granted: Sizes | None = None) -> None:
+        was, label = entry.state, model_label(entry.capability, entry.model)
         self.ledger.move(entry, to, self.now, granted)
+        if (was is State.LOADING) != (to is State.LOADING):
+            self.line.loading(entry.node, label, 1 if to is State.LOADING else -1)
         self.note_active(entry.capability)
 
     def note_active(self, capability: str) -> None:

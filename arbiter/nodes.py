@@ -30,6 +30,8 @@ def seen(mind: Mind, event: ev.NodeSeen) -> None:
         for device in old.devices.keys() - node.devices.keys():
             _withdraw_device(mind, device)
     mind.nodes[event.node] = node
+    mind.estimates.version += 1  # what a learned size may be at most depends on the devices
+    mind.ledger.changed.add(event.node)
     for spec in event.devices:
         budget = lendable(spec.total_bytes, spec.kind, mind.settings)
         mind.ledger.put_device(
@@ -97,6 +99,9 @@ def measured(mind: Mind, event: ev.Measured) -> None:
     if node is None:
         mind.stale_count += 1  # it introduces itself first
         return
+    was_trusted = node.heard is not None and not node.silent_told
+    if not was_trusted or since(node.heard or mind.now, mind.now) >= mind.settings.terms.reading:
+        mind.ledger.changed.add(node.node)
     node.heard, node.silent_told = mind.now, False
     mind.alarms.set(("node", node.node), after(mind.now, mind.settings.terms.reading))
     node.readings = {r.device: r for r in event.devices if r.device in node.devices}

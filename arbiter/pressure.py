@@ -74,6 +74,7 @@ def _feel(mind: Mind, book: Book, source: str) -> None:
     if felt.level is before:
         return
     felt.nothing_left = False
+    mind.ledger.changed.add(book.node)  # loads may begin there that could not, or the reverse
     level = felt.level.name.lower()
     mind.tell(
         "memory_pressure", size=felt.free_bytes, device=book.device, level=level, source=source

@@ -66,6 +66,7 @@ def tend(mind: Mind, entry: Entry) -> None:
 
 def _quarantine(mind: Mind, entry: Entry) -> None:
     entry.alarmed = True
+    mind.ledger.changed.add(entry.node)  # its bytes are not counted on any more
     kept = charged(entry)
     mind.tell("quarantine", entry, size=kept, took=since(entry.since, mind.now), node=entry.node)
     for other in mind.ledger.held_by(entry.holder):

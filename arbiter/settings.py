@@ -49,6 +49,7 @@ class Terms:
     reading: Span = seconds(5)  # agents send a reading each second; five missed: not trusted
 
     # What the arbiter does.
+    bypass: Span = seconds(30)  # SPEC C6: a ticket is overtaken no longer than this
     cooldown_first: Span = seconds(2)  # doubles with each failure in a row
     cooldown_most: Span = seconds(300)  # Kubernetes caps CrashLoopBackOff at five minutes
     retry: Span = seconds(5)  # a holder asks again at once after a failure for memory
@@ -62,7 +63,7 @@ class Settings:
     """What a person may set, and what follows from the specification."""
 
     evict: str = "priority_lru"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM, PRESSURE
-    admit: str = "urgent_first"
+    admit: str = "warm_first"
     place: str = "best_fit"
     keep_warm: str = "since_last_use"
     pressure: str = "physical"
@@ -75,8 +76,11 @@ class Settings:
     wiggle_fraction: float = 0.1  # SPEC B2: of the arena, for what estimates miss
     gpu_margin_bytes: Bytes = Bytes(512 * MIB)  # SPEC B3: context and driver, GPUs only
 
+    bypass_count: int = 8  # SPEC C6: nor more often than this; 0: never
+    one_resident_roles: frozenset[str] = frozenset()  # SPEC A11: exclusion groups; by default none
+
     queue_per_model_count: int = 1_000  # SPEC C7; a waiter is ~1 kB, so 1 MB a model
-    queue_total_count: int = 10_000  # SPEC C7; one pass over it is ~5 ms
+    queue_total_count: int = 10_000  # SPEC C7; one look at as many on one node is ~5 ms
     remembered_count: int = 4_096  # answers kept to repeat: a minute at 60 refusals a second
 
     min_residency_loads: float = 1.0  # SPEC C4: at least as long as bringing it in took

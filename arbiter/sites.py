@@ -18,22 +18,18 @@ def compute_books(mind: Mind, node: Node) -> list[Book]:
 
 def on_demand_of(book: Book) -> Bytes:
     """The most that waiting can ever bring: pinned models are never victims (SPEC B2)."""
-    return on_demand(book.budget_bytes, pinned_on(book))
+    return on_demand(book.budget_bytes, book.pinned_bytes)
 
 
-def pinned_on(book: Book) -> Bytes:
-    return Bytes(sum(e.charge(book.device) for e in book.entries.values() if e.pinned))
-
-
-def flag_pinned(mind: Mind) -> None:
+def flag_pinned(mind: Mind, devices: Iterable[DeviceId]) -> None:
     """The table or a node has changed: more may be pinned now than a device can lend."""
-    for book in mind.ledger.books.values():
-        flag_pinned_on(mind, book, Bytes(0))
+    for device in devices:
+        flag_pinned_on(mind, mind.ledger.books[device], Bytes(0))
 
 
 def flag_pinned_on(mind: Mind, book: Book, more: Bytes) -> None:
     """What a pinned model needs is known once it asks, which it does at start (SPEC B2)."""
-    pinned = Bytes(pinned_on(book) + more)
+    pinned = Bytes(book.pinned_bytes + more)
     if over := pinned_overcommit(book.budget_bytes, pinned):
         lent = book.budget_bytes
         mind.tell("pinned_overcommit", size=over, device=book.device, pinned=pinned, budget=lent)
@@ -50,7 +46,7 @@ def cap_pins(mind: Mind, devices: Iterable[DeviceId]) -> None:
         for entry in sorted(pinned, key=lambda e: (e.opened, e.ticket)):
             size = entry.charge(device)
             if total + size > most:
-                entry.pinned = False
+                mind.ledger.pin(entry, False)
                 mind.tell("pin_over_cap", entry, size=size, device=device, cap=most)
             else:
                 total += size
@@ -68,6 +64,6 @@ def is_trusted(mind: Mind, node: Node, device: DeviceId) -> bool:
     for engine in node.unclaimed.values():
         over_at = max(grace, after(engine.first_seen, terms.reclaim_alarm))
         if device in engine.measured and mind.now < over_at:
-            mind.alarms.set(("line", ""), over_at)
+            mind.alarms.set(("line", node.node), over_at)
             return False
     return True

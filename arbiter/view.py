@@ -50,6 +50,8 @@ class Waiter:
     asked: Instant
     turn: int  # how many had asked before; breaks ties
     priority: Priority = Priority.NORMAL
+    is_warm: bool = False  # soon ready: asleep, or another load of the model is under way
+    is_asleep: bool = False  # its weights are in host RAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,9 @@ class Site:
     device: DeviceId
     need_bytes: Bytes
     free_bytes: Bytes  # negative while overcommitted
+    copies_count: int = 0  # of the same model, held by others on this device
+    tickets_count: int = 0  # charged there
+    was_home: bool = False  # the model was here last on this node
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,18 @@
 
 from collections.abc import Callable
 
-from arbiter import admission, eviction, floors, holders, loads, nodes, pressure, reclaim, replicas
+from arbiter import (
+    admission,
+    eviction,
+    floors,
+    granting,
+    holders,
+    loads,
+    nodes,
+    pressure,
+    reclaim,
+    replicas,
+)
 from arbiter import leases_held as leases
 from arbiter.decisions import Reason
 from arbiter.events import Floor
@@ -23,14 +34,23 @@ def tend_ticket(mind: Mind, name: str) -> None:
         tend(mind, entry)
 
 
+def look_at_line(mind: Mind, node: str) -> None:
+    """Something there has become lawful by time alone."""
+    if node:
+        mind.ledger.changed.add(NodeId(node))
+
+
 def audit(mind: Mind, _: str) -> None:
+    """All the books, and every line: level-triggered, should a reason to look ever be missed."""
     mind.ledger.audit()
+    mind.ledger.changed.update(mind.line.nodes)
     mind.alarms.set(("audit", ""), after(mind.now, mind.settings.terms.audit))
 
 
 def tend(mind: Mind, entry: Entry) -> None:
     if entry.ticket in mind.line:
         admission.expire(mind, entry)
+        granting.ripen(mind, entry)
     match entry.state:
         case State.LOADING:
             _tend_loading(mind, entry)
@@ -128,5 +148,5 @@ RULES: dict[str, Callable[[Mind, str], None]] = {
     "scale": replicas.tend,
     "closing": lambda mind, _: end_closing(mind),
     "audit": audit,
-    "line": lambda mind, _: None,  # admission looks at the line after every event anyway
+    "line": look_at_line,
 }

@@ -22,7 +22,7 @@ from pydantic import (
 from arbiter import events as ev
 from arbiter import settings as core
 from arbiter.units import GIB, KIB, MIB, Bytes, seconds
-from policies import EVICT, REPLAY_ONLY, ROLES
+from policies import ADMIT, EVICT, REPLAY_ONLY, ROLES
 
 _UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(" + "|".join(_UNITS) + r")")
@@ -61,6 +61,10 @@ class Arenas(Strict):
 
 class ArbiterConfig(Strict):
     evict: str = "priority_lru"
+    admit: str = "warm_first"
+    one_resident_roles: tuple[str, ...] = ()  # SPEC A11: of these roles one model a node
+    bypass_count: int = Field(8, ge=0)  # SPEC C6: how often a ticket is overtaken
+    bypass_s: float = Field(30.0, ge=0)  # and for how long
     arenas: Arenas = Arenas()
     state_file: str | None = None  # default: beside the user's other state, mode 0600
     event_file: str | None = None  # the event log as JSON lines; default: none is written
@@ -84,11 +88,32 @@ class ArbiterConfig(Strict):
             raise ValueError(f"no eviction policy {value!r}; there is: {', '.join(usable)}")
         return value
 
+    @field_validator("admit")
+    @classmethod
+    def _known_order(cls, value: str) -> str:
+        if value not in ADMIT:
+            raise ValueError(f"no order of admission {value!r}; there is: {', '.join(ADMIT)}")
+        return value
+
+    @field_validator("one_resident_roles")
+    @classmethod
+    def _known_roles(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [role for role in value if role not in ROLES]:
+            raise ValueError(f"no role {unknown[0]!r}; there is: {', '.join(sorted(ROLES))}")
+        return value
+
     def as_settings(self) -> core.Settings:
         return core.Settings(
             evict=self.evict,
             arenas=self.arenas.as_arenas(),
-            terms=core.Terms(barrier=seconds(self.barrier_s), load=seconds(self.load_timeout_s)),
+            admit=self.admit,
+            one_resident_roles=frozenset(self.one_resident_roles),
+            bypass_count=self.bypass_count,
+            terms=core.Terms(
+                barrier=seconds(self.barrier_s),
+                load=seconds(self.load_timeout_s),
+                bypass=seconds(self.bypass_s),
+            ),
             queue_per_model_count=self.queue_per_model,
             queue_total_count=self.queue_total,
             min_residency_loads=self.min_residency_loads,
@@ -136,6 +161,7 @@ class ModelConfig(Strict):
     need: NeedConfig | None = None
     keep_warm_s: float | None = Field(None, ge=-1)  # -1: for ever; 0: goes at once
     pin: bool = False
+    allow_oversize: bool = False  # loads even where it is larger than the whole budget (SPEC B6)
     can_sleep: bool = True
     adapters: AdaptersConfig | None = None
     threads: int | None = Field(None, ge=1)  # that compute; absent: the engine's own choice
@@ -175,7 +201,9 @@ class CapabilityConfig(Strict):
 
     def as_spec(self, name: str) -> ev.CapabilitySpec:
         models = tuple(
-            ev.ModelSpec(model, seconds(self.keep_warm_s_of(model)), config.pin)
+            ev.ModelSpec(
+                model, seconds(self.keep_warm_s_of(model)), config.pin, config.allow_oversize
+            )
             for model, config in sorted(self.models.items())
         )
         return ev.CapabilitySpec(

@@ -8,7 +8,7 @@ from arbiter.units import Instant
 from arbiter.view import Candidate, Gauge, Idler, Key, Policies, Price, Site, Waiter
 from policies import (
     admit_fifo,
-    admit_urgent_first,
+    admit_warm_first,
     evict_belady,
     evict_cost_aware,
     evict_priority_lru,
@@ -29,7 +29,7 @@ EVICT: dict[str, Callable[[Candidate], Price]] = {
 }
 REPLAY_ONLY = frozenset({"belady"})  # they read the future; no configuration may name them
 ADMIT: dict[str, Callable[[Waiter], Key]] = {
-    "urgent_first": admit_urgent_first.key,
+    "warm_first": admit_warm_first.key,
     "fifo": admit_fifo.key,
 }
 PLACE: dict[str, Callable[[Site], Key]] = {"best_fit": place_best_fit.key}

@@ -1,8 +1,13 @@
-"""Where it fits, the place that leaves the smallest hole; elsewhere the one that lacks least."""
+"""Where it fits; of such devices one without a copy of the model, then where it was last, then the
+smallest hole, then the least crowded. Where it fits nowhere, the device that lacks least.
+
+Copies apart: one device lost or busy leaves the other. Where it was: a model does not wander
+because holes of about its size come and go.
+"""
 
 from arbiter.view import Key, Site
 
 
 def key(s: Site) -> Key:
     left = s.free_bytes - s.need_bytes
-    return (left < 0, abs(left), s.device)
+    return (left < 0, s.copies_count, not s.was_home, abs(left), s.tickets_count, s.device)

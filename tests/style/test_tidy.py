@@ -14,8 +14,8 @@ CODE = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PURE_NAMES = (
     "units errors events decisions settings view budget ledger alarms line registry estimates mind "
-    "rates victims urgency ranking reclaim loads eviction admission holders nodes watch replicas "
-    "snapshot core "
+    "rates victims urgency ranking reclaim loads eviction refusing placing groups oversize "
+    "granting admission holders nodes watch replicas snapshot core "
     "leases_held pressure sites gangs growth floors words preload"
 ).split()
 PURE = [ROOT / "arbiter" / f"{name}.py" for name in PURE_NAMES]

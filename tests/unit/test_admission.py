@@ -137,16 +137,6 @@ def test_a_holder_that_never_joined_is_told_to_rejoin() -> None:
 
 
 @pytest.mark.spec("C6")
-def test_a_small_request_does_not_overtake_a_large_one_on_its_device() -> None:
-    desk = Desk(device=80)
-    desk.ask(0, "a", 50)
-    assert desk.ask(1, "large", 60) == []
-    assert desk.ask(2, "small", 1) == []
-    desk.at(3, ev.LoadBroke(TicketId("a"), "x", False))
-    assert granted(desk.gone(4, "a")) == ["large", "small"]
-
-
-@pytest.mark.spec("C6")
 def test_the_line_is_served_in_order_of_arrival() -> None:
     desk = Desk(device=80)
     desk.ask(0, "a", 80)

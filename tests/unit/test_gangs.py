@@ -79,7 +79,7 @@ def test_nobody_leaves_for_a_gang_that_would_not_fit_all_the_same() -> None:
     for name, size in (("c", 60), ("d", 60)):
         d.want(0, name, size)
         d.done(0, name)
-    d.mind.ledger.find(TicketId("d")).pinned = True
+    d.mind.ledger.pin(d.mind.ledger.find(TicketId("d")), True)
     d.want(20, "a", 70, "ab")
     assert revoked(d.want(20, "b", 70, "ab")) == []
     assert isinstance(d.mind.answers[TicketId("a")], NeverFits)

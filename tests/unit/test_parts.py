@@ -13,7 +13,7 @@ from arbiter import events as ev
 from arbiter.alarms import Alarms
 from arbiter.errors import LedgerBroken, RequestError
 from arbiter.estimates import Estimates, ModelKey
-from arbiter.events import DeviceKind, Need, Priority
+from arbiter.events import DeviceKind, Need
 from arbiter.ledger import TRANSITIONS, State
 from arbiter.line import Line
 from arbiter.settings import DEFAULTS, Arenas, Settings
@@ -152,7 +152,7 @@ def test_the_line_keeps_the_policys_order_whatever_leaves(steps: list[tuple[int,
             line.drop(model.pop(number % len(model)))
         else:
             ticket = TicketId(f"t{len(model)}-{now}-{number}-{line._turn}")
-            line.add(ticket, "m", Instant(now), None, Priority.NORMAL)
+            line.add(ticket, "m", NodeId("n"), Instant(now))
             model.append(ticket)
         assert line.tickets() == model
         assert line.count("m") == len(line) == len(model)

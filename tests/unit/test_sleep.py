@@ -107,7 +107,7 @@ def test_a_sleeper_behind_in_the_line_gives_its_residue_to_the_first() -> None:
     desk = asleep()
     desk.at(23, ev.Loaded(TicketId("b"), seconds(0)))
     assert desk.ask(23.5, "c", 80) == []  # `b` is within its minimum residency
-    assert desk.ask(23.6, "a", 80, host=40) == []
+    assert desk.ask(23.6, "a", 80, host=40, priority=ev.Priority.LOW) == []
     decisions = desk.woke(24.1)
     assert reaped(decisions) == ["a"]
     assert isinstance(refusal(decisions), errors.TicketClosed)
@@ -264,7 +264,7 @@ def test_overcommitted_host_ram_ends_sleepers() -> None:
 def test_a_wake_that_pinned_models_leave_no_room_for_is_refused() -> None:
     desk = asleep()
     desk.at(23, ev.Loaded(TicketId("b"), seconds(1)))
-    desk.mind.ledger.find(TicketId("b")).pinned = True
+    desk.mind.ledger.pin(desk.mind.ledger.find(TicketId("b")), True)
     assert refusal(desk.ask(30, "a", 80, host=40)) == errors.NeverFits(
         TicketId("a"), gib(80), gib(20)
     )

@@ -1,0 +1,10 @@
+"""The most urgent first; among equals those that are soon ready, then whoever came first (SPEC C6).
+
+Warm: its weights lie in host RAM already, or another load of them is reading them.
+"""
+
+from arbiter.view import Key, Waiter
+
+
+def key(w: Waiter) -> Key:
+    return (w.priority, not w.is_warm, w.asked, w.turn)
