@@ -236,15 +236,16 @@ def ask(
     notice_s: float = 10.0,
     term_s: float = 3600.0,
     tenant: str | None = None,
+    node: str | None = None,
     pid: int | None = None,
     on_notice: Callable[[Lease], None] | None = None,
     way: Door | None = None,
 ) -> Lease:
-    """A lease not yet acquired, of `gb` GiB. `pid`: whose memory it is. `on_notice` is called in
-    the heartbeat's thread, once."""
+    """A lease not yet acquired, of `gb` GiB. `node`: where, if there are several. `pid`: whose
+    memory it is. `on_notice` is called in the heartbeat's thread, once."""
     body: Plain = {
         "bytes": round(gb * GIB), "name": name or f"pid-{os.getpid()}", "term_s": term_s,
-        "notice_s": notice_s, "preemptible": preemptible, "pid": pid,
+        "notice_s": notice_s, "preemptible": preemptible, "node": node, "pid": pid,
     }  # fmt: skip
     if tenant is not None:
         body["tenant"] = tenant

@@ -125,3 +125,14 @@ class EngineLink:
             while await lifeline.content.read(1):
                 pass  # the engine may write to keep the line from looking idle
         lost()
+
+
+def why(error: Exception, after_s: float) -> tuple[str, bool]:
+    """Why a load broke, in words, and whether for want of memory."""
+    if isinstance(error, LoadRefused):
+        return error.cause, error.out_of_memory
+    if isinstance(error, TimeoutError):
+        return f"not loaded after {after_s:.0f} s", False
+    if isinstance(error, EngineLost):
+        return "the engine died while loading", False
+    return str(error), False

@@ -28,6 +28,7 @@ def add_to(add: Add, run: Callable[[argparse.Namespace], None], *parents: Any) -
     parser.add_argument("--notice-s", type=float, default=10.0, help="from signal to kill")
     parser.add_argument("--term-s", type=float, default=3600.0, help="at most (default: an hour)")
     parser.add_argument("--within-s", type=float, help="give up if it is not granted by then")
+    parser.add_argument("--node", help="this machine's, as `arbiter status` names it, of several")
     parser.add_argument("--signal", default="TERM", help="of the notice (default: TERM)")
     parser.add_argument("words", nargs="+", metavar="COMMAND", help="after `--`")
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace, key: str) -> int:
     name = args.name or os.path.basename(args.words[0])
     held = leases.ask(
         args.gb, name=name, preemptible=args.preemptible, notice_s=args.notice_s,
-        term_s=args.term_s, way=leases.HttpDoor(args.url, key),
+        term_s=args.term_s, node=args.node, way=leases.HttpDoor(args.url, key),
     )  # fmt: skip
     held.acquire(args.within_s)
     try:

@@ -34,6 +34,10 @@ class Plans:
         mine = self._table.capabilities.get(self._capability)
         return tuple(m for m, config in mine.models.items() if config.pin) if mine else ()
 
+    def forget(self, model: str) -> None:
+        """Its files have changed: what was read of them no longer holds."""
+        self._made.pop(model, None)
+
     async def of(self, model: str) -> ModelPlan:
         """Reads file headers, so in a thread. Raises UnknownModel and other RequestErrors."""
         while model not in self._made:  # again when the table changed meanwhile

@@ -22,20 +22,19 @@ from arbiter import wire
 from arbiter.client import HolderClient
 from arbiter.decisions import Reason, Tier
 from arbiter.errors import DeadlineUnmet, EngineLost, LoadFailed, RequestError, TicketClosed
-from arbiter.events import Priority
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
 from arbiter.zygotes import ZygoteError
+from deployments import freshness
 from deployments.chores import Chores, apart
-from deployments.engine_link import EngineLink, LoadRefused
+from deployments.engine_link import EngineLink, LoadRefused, why
 from deployments.plans import Plans
 from deployments.slot import Life, Slot, new_ticket
-from deployments.use import Use
+from deployments.use import Use, one_shot
 from deployments.wire import Head
 
 logger = logging.getLogger("arbiter.residency")
 
-# A model may be taken away again between its load and this request's turn; a chain longer than
-# this is a fault, and the request hears of it.
+# A model may go again before this request's turn; a longer chain is a fault that it hears of.
 TURNS = 5
 SAY_S = 1.0  # one message takes 1 ms; an arbiter that is away learns of the end from the agent
 UNLOAD_S = 30.0  # the core's term for an unload; an engine that sleeps slower is ended
@@ -60,8 +59,7 @@ class Residency:
     @classmethod
     def start(cls, capability: str, holder: str | None = None) -> "Residency":
         """Joins the arbiter in the background; takes no ticket and loads nothing."""
-        name = holder or f"{capability}#{uuid.uuid4().hex[:8]}"
-        residency = cls(capability, HolderId(name))
+        residency = cls(capability, HolderId(holder or f"{capability}#{uuid.uuid4().hex[:8]}"))
         with contextlib.suppress(RuntimeError):  # no event loop yet: joins at the first use
             residency.client()
         return residency
@@ -78,7 +76,7 @@ class Residency:
         model: str,
         *,
         deadline_s: float | None = None,
-        priority: Priority = Priority.NORMAL,
+        priority: ev.Priority = ev.Priority.NORMAL,
         request: str = "",
     ) -> Use:
         """`async with` it. Raises RequestError: unknown model, no grant by the deadline, a failed
@@ -89,11 +87,7 @@ class Residency:
         self, model: str, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> tuple[Head, bytes]:
         """One-shot use."""
-        async with self.use(model) as engine:
-            parts = [part async for part in engine.stream(method, path, headers, body)]
-        head, *rest = parts
-        assert isinstance(head, Head), "an answer begins with its head"
-        return head, b"".join(part for part in rest if isinstance(part, bytes))
+        return await one_shot(self.use(model), method, path, headers, body)
 
     def account(self) -> tuple[ev.HeldTicket, ...]:
         return tuple(slot.account() for slot in self._held.values())
@@ -111,7 +105,7 @@ class Residency:
 
     # -- coming in -----------------------------------------------------------------------------
 
-    async def enter(self, model: str, deadline_s: float | None, priority: Priority) -> Slot:
+    async def enter(self, model: str, deadline_s: float | None, priority: ev.Priority) -> Slot:
         """The model's slot with this request counted as in flight."""
         began = time.monotonic()
         try:
@@ -228,6 +222,7 @@ class Residency:
     async def _start_engine(self, slot: Slot, granted: wire.Granted) -> None:
         made = slot.plan
         spec = wire.SpawnSpec(made.entry, made.config, granted.devices)
+        await freshness.look(slot)
         path = await self.client().spawn(slot.ticket, spec)
         slot.link = link = EngineLink(slot.model, slot.ticket, path)
         await link.hold(lambda: self._lost(slot, link))
@@ -235,13 +230,7 @@ class Residency:
 
     async def _broke(self, slot: Slot, error: Exception, after_s: float) -> LoadFailed:
         """Say why, and only then let go of the engine: its end alone says less."""
-        cause, out_of_memory = str(error), False
-        if isinstance(error, LoadRefused):
-            cause, out_of_memory = error.cause, error.out_of_memory
-        elif isinstance(error, TimeoutError):
-            cause = f"not loaded after {after_s:.0f} s"
-        elif isinstance(error, EngineLost):
-            cause = "the engine died while loading"
+        cause, out_of_memory = why(error, after_s)
         self.client().tell(ev.LoadBroke(slot.ticket, cause, out_of_memory))
         await self.client().quiet(SAY_S)
         self._let_go(slot)
@@ -249,6 +238,9 @@ class Residency:
 
     async def _wake(self, slot: Slot) -> None:
         """ASLEEP -> RESIDENT under the same ticket."""
+        if await freshness.is_stale(slot):
+            self._outdated(slot)
+            return self._close(slot, Reason.MANUAL)
         try:
             granted = await self.client().acquire(slot.asks(self.holder, self.capability))
         except TicketClosed:
@@ -275,6 +267,8 @@ class Residency:
         slot.life, slot.last_end_ns, slot.wanted = Life.RESIDENT, time.monotonic_ns(), False
         self.client().tell(ev.Loaded(slot.ticket, seconds(took_s), verified))
         slot.admit()
+        if slot.watched is None:
+            slot.watched = apart(freshness.watch(slot, self._outdated, self._close))
 
     # -- going out -----------------------------------------------------------------------------
 
@@ -353,6 +347,13 @@ class Residency:
         if reason in (Reason.LOST, Reason.FAILED):
             self._pin_again(slot.model, 0.0 if error is None else error.retry_after_s)
 
+    def _outdated(self, slot: Slot) -> None:
+        """Its files are others now: no request that comes from here on gets the old one."""
+        self._plans.forget(slot.model)
+        if slot.life is Life.RESIDENT:
+            slot.life = Life.DRAINING
+            del self.slots[slot.model]
+
     def _let_go(self, slot: Slot) -> None:
         self._held.pop(slot.ticket, None)
         if slot.link:
@@ -362,6 +363,8 @@ class Residency:
 
     def _forget(self, slot: Slot) -> None:
         slot.life = Life.CLOSED
+        if slot.watched:
+            slot.watched.cancel()
         if self.slots.get(slot.model) is slot:
             del self.slots[slot.model]
 

@@ -57,6 +57,8 @@ class Slot:
     emptied: asyncio.Event = field(default_factory=asyncio.Event)  # in-flight fell to zero
     last_end_ns: int = field(default_factory=time.monotonic_ns)
     attempt: int = 1
+    files: tuple[tuple[str | int, ...], ...] = ()  # of its model when it was loaded; see freshness
+    watched: asyncio.Task[None] | None = None  # that they are still those
     uses_count: int = 0
     priority: Priority = Priority.NORMAL  # the most urgent of those in flight or waiting
     wanted: bool = False  # with nobody waiting: pinned, or brought back

@@ -103,3 +103,14 @@ class Use:
         if self._slot.link is None or self._slot.life is Life.CLOSED:
             raise EngineLost(self._model, self._slot.ticket)
         return self._slot.link.stream(method, path, headers, body)
+
+
+async def one_shot(
+    use: Use, method: str, path: str, headers: dict[str, str], body: bytes
+) -> tuple[Head, bytes]:
+    """The whole answer; the model is in use until it is there."""
+    async with use as engine:
+        parts = [part async for part in engine.stream(method, path, headers, body)]
+    head, *rest = parts
+    assert isinstance(head, Head), "an answer begins with its head"
+    return head, b"".join(part for part in rest if isinstance(part, bytes))
