@@ -148,7 +148,8 @@ def _new_entry(mind: Mind, holder: Holder, event: ev.Requested) -> Entry:
         event.settings_key, event.need, event.need_is_explicit, event.attempt,
         opened=mind.now, since=mind.now, role=role, role_rank=mind.policies.roles[role].rank,
         pinned=spec.pinned or floor is ev.Floor.DEVICE, keep_warm=spec.keep_warm,
-        allow_oversize=spec.allow_oversize, gang=event.gang, split=event.split,
+        allow_oversize=spec.allow_oversize, dispatch_lock=spec.dispatch_lock,
+        shared_scratch_bytes=spec.shared_scratch_bytes, gang=event.gang, split=event.split,
     )  # fmt: skip
 
 

@@ -152,6 +152,7 @@ class Arbiter:
         for entry in self._mind.ledger.entries(*CHARGED):
             holders.configure(self._mind, entry)
             self._mind.watch(entry, self._mind.now)
+        nodes.rebudget(self._mind)
         sites.cap_pins(self._mind, self._mind.ledger.books)
         self._mind.ledger.changed.update(self._mind.nodes)
         sites.flag_pinned(self._mind, self._mind.ledger.books)
@@ -159,6 +160,7 @@ class Arbiter:
     @_apply.register
     def _(self, event: ev.CapabilityRegistered) -> None:
         self._mind.registry.register(event.capability)
+        nodes.rebudget(self._mind)
 
     @_apply.register
     def _(self, event: ev.NodeSeen) -> None:

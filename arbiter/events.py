@@ -53,6 +53,8 @@ class ModelSpec:
     keep_warm: Span  # idle time after which it goes with nobody asking; negative: never
     pinned: bool = False  # never a victim
     allow_oversize: bool = False  # loads even where it is larger than the whole budget (SPEC B6)
+    dispatch_lock: str = ""  # its engine computes only while it holds this lock of its node
+    shared_scratch_bytes: Bytes = Bytes(0)  # beyond its ticket, while it holds that lock (SPEC B2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,3 +245,4 @@ def configure(mind: Mind, entry: Entry) -> None:
     entry.role, entry.role_rank = role, mind.policies.roles[role].rank
     entry.allow_oversize, entry.keep_warm = spec.allow_oversize, spec.keep_warm
     mind.ledger.pin(entry, spec.pinned or floor is ev.Floor.DEVICE)
+    mind.ledger.share_scratch(entry, spec.dispatch_lock, spec.shared_scratch_bytes)

@@ -18,7 +18,16 @@ from enum import Enum
 from arbiter.decisions import Reason, Tier
 from arbiter.errors import LedgerBroken
 from arbiter.events import DeviceKind, LeaseTerms, Need, Priority, Split
-from arbiter.units import Bytes, DeviceId, HolderId, Instant, NodeId, Span, TicketId
+from arbiter.units import (
+    Bytes,
+    DeviceId,
+    HolderId,
+    Instant,
+    NodeId,
+    Span,
+    TicketId,
+    host_device,
+)
 
 
 class State(Enum):
@@ -74,6 +83,8 @@ class Entry:
     pinned: bool = False
     allow_oversize: bool = False
     keep_warm: Span = Span(-1)
+    dispatch_lock: str = ""
+    shared_scratch_bytes: Bytes = Bytes(0)  # of the reserve of its lock, on each of its devices
 
     gang: tuple[TicketId, ...] = ()
     split: Split = Split.NONE
@@ -114,7 +125,15 @@ class Entry:
         """Bytes on the books for it; 0 in states that hold none."""
         if self.state not in CHARGED:
             return Bytes(0)
-        return max(self.granted.get(device, Bytes(0)), self.measured.get(device, Bytes(0)))
+        held = self.measured.get(device, 0) - self.scratch_in_use(device)
+        return Bytes(max(self.granted.get(device, 0), held))
+
+    def scratch_in_use(self, device: DeviceId) -> Bytes:
+        """Of what it is measured to hold, the part that the shared reserve stands for."""
+        if not self.dispatch_lock or device == host_device(self.node):
+            return Bytes(0)
+        beyond_grant = max(0, self.measured.get(device, 0) - self.granted.get(device, 0))
+        return Bytes(min(self.shared_scratch_bytes, beyond_grant))
 
     @property
     def devices(self) -> set[DeviceId]:
@@ -199,6 +218,15 @@ class Ledger:
         elif is_pinned is not entry.pinned:
             self._count(entry, -1)
             entry.pinned = is_pinned
+            self._count(entry, 1)
+
+    def share_scratch(self, entry: Entry, lock: str, size: Bytes) -> None:
+        """The configuration says under which dispatch lock it computes."""
+        if entry.ticket not in self._entries:
+            entry.dispatch_lock, entry.shared_scratch_bytes = lock, size
+        elif (lock, size) != (entry.dispatch_lock, entry.shared_scratch_bytes):
+            self._count(entry, -1)
+            entry.dispatch_lock, entry.shared_scratch_bytes = lock, size
             self._count(entry, 1)
 
     def touch(self, entry: Entry) -> None:

@@ -6,7 +6,7 @@ taken: its agent sends the next one only when the last was received.
 
 from arbiter import events as ev
 from arbiter import pressure
-from arbiter.budget import foreign_in_budget, lendable
+from arbiter.budget import beyond, foreign_in_budget, lendable, shared_scratch
 from arbiter.decisions import Reap, Reason
 from arbiter.eviction import confirm_sleep, doubt_sleeper
 from arbiter.ledger import CHARGED, Book, Entry, Sizes, State
@@ -32,10 +32,22 @@ def seen(mind: Mind, event: ev.NodeSeen) -> None:
     mind.nodes[event.node] = node
     mind.estimates.version += 1  # what a learned size may be at most depends on the devices
     mind.ledger.changed.add(event.node)
-    for spec in event.devices:
-        budget = lendable(spec.total_bytes, spec.kind, mind.settings)
+    _budget(mind, node)
+
+
+def rebudget(mind: Mind) -> None:
+    """The table has changed, and with it what engines share."""
+    for node in mind.nodes.values():
+        _budget(mind, node)
+        _charge_foreign(mind, node)
+
+
+def _budget(mind: Mind, node: Node) -> None:
+    scratch = Bytes(sum(shared_scratch(mind.registry.specs.values()).values()))
+    for spec in node.devices.values():
+        budget = lendable(spec.total_bytes, spec.kind, mind.settings, scratch)
         mind.ledger.put_device(
-            Book(spec.device, event.node, spec.kind, spec.total_bytes, budget, free_bytes=budget)
+            Book(spec.device, node.node, spec.kind, spec.total_bytes, budget, free_bytes=budget)
         )
 
 
@@ -139,7 +151,8 @@ def _learn_all(mind: Mind, readings: tuple[ev.EngineReading, ...]) -> None:
 
 def _learn(mind: Mind, entry: Entry) -> None:
     """The peak while it serves; how far off the estimate was is told once for each load."""
-    held = entry.at_home_bytes
+    shared = sum(entry.scratch_in_use(device) for device in entry.home)
+    held = Bytes(entry.at_home_bytes - shared)
     entry.readings_count += 1
     entry.peak_bytes = max(entry.peak_bytes, held)
     if entry.readings_count < LEARNED_AFTER or held == 0:
@@ -187,7 +200,16 @@ def _charge_foreign(mind: Mind, node: Node) -> None:
         spec = node.devices[device]
         eats = foreign_in_budget(reading.foreign_bytes, spec.total_bytes, spec.kind, mind.settings)
         orphans = sum(e.measured.get(device, 0) for e in node.unclaimed.values())
-        mind.ledger.set_foreign(device, Bytes(eats + orphans))
+        mind.ledger.set_foreign(device, Bytes(eats + orphans + _scratch_kept(mind, device)))
+
+
+def _scratch_kept(mind: Mind, device: DeviceId) -> Bytes:
+    """More scratch on the device than the reserves cover is nobody's ticket, and not free."""
+    entries = [e for e in mind.ledger.books[device].entries.values() if e.dispatch_lock]
+    if not entries:
+        return Bytes(0)
+    reserve = shared_scratch(mind.registry.specs.values())
+    return beyond(reserve, ((e.dispatch_lock, e.scratch_in_use(device)) for e in entries))
 
 
 def tend(mind: Mind, name: NodeId) -> None:

