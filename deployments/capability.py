@@ -3,18 +3,26 @@ answer goes out. Subclasses say which paths they serve.
 """
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing
 from typing import ClassVar
 
 from ray import serve
 
 from arbiter.errors import RequestError
 from deployments import wire
+from deployments.arriving import arriving, is_at_hand
 from deployments.pace import Pace
 from deployments.residency import Residency
+from deployments.use import Use
 
 logger = logging.getLogger("ray.serve")
+
+# Headers of an answer whose model had to be brought: seconds from the replica's first sight of the
+# request until the model served, and what the load or wake alone was predicted to take.
+WAITED, ESTIMATE = "x-arbiter-waited-s", "x-arbiter-estimate-s"
+WAIT_TOLD_S = 0.05  # a resident model is at hand within a millisecond
 
 
 class Capability:
@@ -29,7 +37,7 @@ class Capability:
         self._pace = Pace()
         self._residency = Residency.start(capability, holder=f"{capability}#{replica}")
 
-    async def handle(self, call: wire.Call) -> AsyncIterator[wire.Head | bytes]:
+    async def handle(self, call: wire.Call) -> AsyncIterator[wire.Progress | wire.Head | bytes]:
         """Head, then bytes. Closing this generator cancels the work down to the engine. A refusal
         is an answer; within a stream of events it is the last event. Raises EngineLost where the
         client has seen nothing yet, so that the front tries again."""
@@ -40,19 +48,11 @@ class Capability:
             return
         sent: wire.Head | None = None
         try:
-            use = self._residency.use(
-                call.model,
-                deadline_s=call.deadline_s,
-                priority=call.priority,
-                request=call.request_id,
-            )
-            async with use as engine:
-                answer = engine.stream("POST", call.path, call.headers, call.body)
-                async with aclosing(self._pace.follow(answer)) as parts:
-                    async for part in parts:
-                        if isinstance(part, wire.Head):
-                            sent = part
-                        yield part
+            async with aclosing(self._served(call)) as parts:
+                async for part in parts:
+                    if isinstance(part, wire.Head):
+                        sent = part
+                    yield part
         except RequestError as error:
             logger.warning("request %s: %s", call.request_id, error)
             if sent is None and not wire.is_transient(error):
@@ -64,12 +64,53 @@ class Capability:
             else:
                 raise
 
+    async def _served(
+        self, call: wire.Call
+    ) -> AsyncGenerator[wire.Progress | wire.Head | bytes, None]:
+        """The model is made resident, then its engine answers. Raises RequestError."""
+        began_s = time.monotonic()
+        use = self._residency.use(
+            call.model,
+            deadline_s=call.deadline_s,
+            priority=call.priority,
+            request=call.request_id,
+        )
+        async with AsyncExitStack() as stack:
+            if call.wants_progress and not is_at_hand(self._residency.slots, call.model):
+                steps = arriving(use, self._residency.slots, call.model)
+                async for step in await stack.enter_async_context(aclosing(steps)):
+                    yield step
+            else:
+                await use.__aenter__()
+            stack.push_async_exit(use)
+            if call.stay_warm_s:
+                use.stay_warm(call.stay_warm_s)
+            waited_s = time.monotonic() - began_s
+            logger.info(
+                "request %s: %s under %s, waited %.2f s",
+                call.request_id, call.model, use.ticket, waited_s,
+            )  # fmt: skip
+            answer = use.stream("POST", call.path, call.headers, call.body)
+            async with aclosing(self._pace.follow(answer)) as parts:
+                async for part in parts:
+                    yield _with_wait(part, waited_s, use) if waited_s > WAIT_TOLD_S else part
+
     async def check_health(self) -> None:
         """Called by Serve, which replaces this replica when it raises: it could load nothing."""
         self._residency.client().check()
 
     async def __del__(self) -> None:
         await self._residency.close()
+
+
+def _with_wait(part: wire.Head | bytes, waited_s: float, use: Use) -> wire.Head | bytes:
+    """Who gets no comments while the model loads learns afterwards what it waited for."""
+    if isinstance(part, bytes):
+        return part
+    told = {WAITED: f"{waited_s:.2f}"}
+    if use.predicted_s:
+        told[ESTIMATE] = f"{use.predicted_s:.2f}"
+    return wire.Head(part.status, part.headers | told)
 
 
 def _wrong_route(call: wire.Call, paths: frozenset[str]) -> tuple[wire.Head, bytes]:

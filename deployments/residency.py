@@ -260,7 +260,7 @@ class Residency:
         self._resident(slot, time.monotonic() - began, woken.verified)
 
     def _hold(self, slot: Slot, granted: wire.Granted) -> None:
-        slot.life, slot.devices = Life.LOADING, granted.devices
+        slot.granted(granted)
         self._held[slot.ticket] = slot
 
     def _resident(self, slot: Slot, took_s: float, verified: bool = True) -> None:

@@ -9,6 +9,7 @@ from enum import Enum
 
 from arbiter.events import DeviceBytes, HeldTicket, Phase, Priority, Requested
 from arbiter.units import Bytes, HolderId, Span, TicketId
+from arbiter.wire import Granted
 from deployments.engine_link import EngineLink
 from deployments.plan import ModelPlan
 
@@ -60,6 +61,9 @@ class Slot:
     files: tuple[tuple[str | int, ...], ...] = ()  # of its model when it was loaded; see freshness
     watched: asyncio.Task[None] | None = None  # that they are still those
     uses_count: int = 0
+    predicted: Span = Span(0)  # how long its load or wake takes, as said with the grant; 0: unknown
+    granted_ns: int = 0
+    warm_until_ns: int = 0  # a client asked that it does not count as idle before
     priority: Priority = Priority.NORMAL  # the most urgent of those in flight or waiting
     wanted: bool = False  # with nobody waiting: pinned, or brought back
 
@@ -79,6 +83,11 @@ class Slot:
         is_raised = is_busy and priority < self.priority
         self.priority = priority if is_raised or not is_busy else self.priority
         return is_raised and self.life is Life.QUEUED
+
+    def granted(self, grant: Granted) -> None:
+        """What it asked for may be loaded now."""
+        self.life, self.devices = Life.LOADING, grant.devices
+        self.predicted, self.granted_ns = grant.predicted, time.monotonic_ns()
 
     def leave(self) -> None:
         """One request less in flight."""
@@ -119,7 +128,8 @@ class Slot:
     def account(self) -> HeldTicket:
         waiting = len(self.waiters) if self.life is Life.LOADING else 0
         inflight = self.inflight + waiting
-        idle = 0 if inflight else time.monotonic_ns() - self.last_end_ns
+        since_ns = max(self.last_end_ns, self.warm_until_ns)
+        idle = 0 if inflight else max(0, time.monotonic_ns() - since_ns)
         return HeldTicket(
             self.ticket, self.model, PHASES[self.life], inflight, Span(idle), self.devices,
             self.plan.need, self.plan.settings_key, self.priority, self.uses_count,

@@ -9,7 +9,7 @@ from typing import Protocol
 from arbiter.client import HolderClient
 from arbiter.errors import EngineLost, RequestError, TicketClosed
 from arbiter.events import Priority
-from arbiter.units import Span, TicketId
+from arbiter.units import Span, TicketId, in_seconds
 from deployments.slot import Life, Slot
 from deployments.wire import Head
 
@@ -103,6 +103,17 @@ class Use:
         if self._slot.link is None or self._slot.life is Life.CLOSED:
             raise EngineLost(self._model, self._slot.ticket)
         return self._slot.link.stream(method, path, headers, body)
+
+    def stay_warm(self, for_s: float) -> None:
+        """For so long from now the model does not count as idle."""
+        assert self._slot is not None
+        until_ns = time.monotonic_ns() + round(for_s * 1e9)
+        self._slot.warm_until_ns = max(self._slot.warm_until_ns, until_ns)
+
+    @property
+    def predicted_s(self) -> float:
+        """What its last load or wake was predicted to take; 0: nothing was known."""
+        return in_seconds(self._slot.predicted) if self._slot else 0.0
 
 
 async def one_shot(

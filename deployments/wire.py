@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from arbiter.errors import EngineLost, RequestError
 from arbiter.events import Priority
 
+# In the headers of every call, set by the front whatever the client wrote: whose adapters are seen.
+TENANT_HEADER = "x-arbiter-tenant"
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -21,11 +24,30 @@ class Call:
     model: str
     deadline_s: float | None = None
     priority: Priority = Priority.NORMAL
+    tenant: str = "default"
+    conversation_id: str | None = None
+    stay_warm_s: float = 0.0  # after it ends, before the model's keep-warm begins to count
+    wants_progress: bool = False  # while the model is brought, say how far it is
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the model of a waiting call is; may come before the head, for those that want it."""
+
+    phase: str  # starting (no replica yet), queued, loading
+    position: int  # in its holder's line; 0 when it is this model's turn
+    estimate_s: float | None  # until the model serves, where anything is known of it
+
+    def line(self, waited_s: float) -> bytes:
+        """A comment of the event stream, which clients skip."""
+        left = "unknown" if self.estimate_s is None else f"{self.estimate_s:.1f}"
+        words = f"phase={self.phase} position={self.position} estimate_s={left}"
+        return f": {words} waited_s={waited_s:.1f}\n\n".encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """First item of every answer; bytes follow."""
+    """First item of every answer but for progress; bytes follow."""
 
     status: int
     headers: dict[str, str]

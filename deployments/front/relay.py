@@ -2,10 +2,18 @@
 
 Always a stream inside, also for answers that are not: closing the stream is what cancels the work
 down to the engine when a client goes away.
+
+A client that asked for a stream and waits for its model hears how far it is, as comments of the
+event stream. Its status is 200 from then on, so what is refused later comes as an event; hence the
+first second is spent in silence, in which nearly every refusal still finds its own status.
 """
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi.responses import Response, StreamingResponse
@@ -18,7 +26,9 @@ from deployments import wire
 
 logger = logging.getLogger("ray.serve")
 
-Parts = AsyncGenerator[wire.Head | bytes, None]
+Part = wire.Progress | wire.Head | bytes
+Parts = AsyncGenerator[Part, None]
+Send = Callable[[wire.Call], Any]
 
 # A replica or engine that dies before the client saw anything has answered nothing, so the call is
 # sent again; three times in all, for replica, engine and arbiter killed together are three causes.
@@ -26,6 +36,13 @@ TRIES = 3
 
 # When a full queue may have room again: a short answer takes about this long.
 RETRY_AFTER_S = 1.0
+
+# Of comments while a model loads, if not configured. Proxies cut connections silent for 30-60 s;
+# people look at a progress bar once a second.
+BEAT_S = 1.0
+
+SSE = "text/event-stream"
+STARTING = wire.Progress("starting", 0, None)
 
 
 class Broken(Exception):
@@ -37,30 +54,84 @@ class Broken(Exception):
         self.error, self.again = error, again
 
 
-async def relay(call: wire.Call, send: Callable[[wire.Call], Any]) -> Response:
+async def relay(call: wire.Call, send: Send, beat_s: float = BEAT_S) -> Response:
     """The answer as a response; every failure becomes OpenAI's error object. `send` starts the
     call and returns Serve's response generator."""
-    for number in range(1, TRIES + 1):
-        try:
-            return await _respond(_translated(send(call), call))
-        except Broken as broken:
-            if not broken.again or number == TRIES:
-                return _plain(*wire.refusal(broken.error))
-    raise AssertionError("the last try returns")
-
-
-async def _respond(parts: Parts) -> Response:
-    """A stream as it comes; anything else only when it is whole. Raises Broken."""
-    head = await anext(parts)
-    assert isinstance(head, wire.Head), "a capability sends its head first"
+    parts = _answer(call, send)
+    head: Part | None
+    try:
+        if call.wants_progress:
+            beginning = Beginning(parts, beat_s)
+            head = await beginning.head()
+            if head is None:
+                return StreamingResponse(beginning.told(), media_type=SSE)
+        else:
+            head = await anext(parts)
+    except Broken as broken:
+        return _plain(*wire.refusal(broken.error))
+    assert isinstance(head, wire.Head), "progress comes only where it is wanted"
     if head.is_stream:
         return _stream(head, parts)
-    return _plain(head, b"".join([part async for part in parts if isinstance(part, bytes)]))
+    return _plain(head, await _rest(parts))
+
+
+class Beginning:
+    """The wait for the head of an answer, by a client that likes to hear how far it is."""
+
+    def __init__(self, parts: Parts, beat_s: float) -> None:
+        self._parts, self._beat_s = parts, beat_s
+        self._began_s = self._heard_s = time.monotonic()
+        self._progress = STARTING
+        self._next = asyncio.ensure_future(anext(parts))
+
+    async def head(self) -> wire.Head | None:
+        """None: not within a beat. Raises Broken."""
+        end_s = time.monotonic() + self._beat_s
+        while True:
+            try:
+                await asyncio.wait({self._next}, timeout=max(0.0, end_s - time.monotonic()))
+            except asyncio.CancelledError:
+                self._next.cancel()
+                raise
+            if not self._next.done():
+                return None
+            match self._next.result():
+                case wire.Head() as head:
+                    return head
+                case wire.Progress() as progress:
+                    self._progress, self._heard_s = progress, time.monotonic()
+            self._next = asyncio.ensure_future(anext(self._parts))
+
+    async def told(self) -> AsyncGenerator[bytes, None]:
+        """The whole event stream: comments, then the answer, also where it is a refusal."""
+        try:
+            yield self._comment()
+            while (head := await self.head()) is None:
+                yield self._comment()
+            if head.is_stream:
+                async for part in _body(self._parts):
+                    yield part
+            else:  # its status came too late
+                said = await _rest(self._parts)
+                yield b"data: " + said.replace(b"\n", b" ") + b"\n\n"
+        except Broken as broken:
+            yield wire.stream_error(broken.error)
+        finally:
+            self._next.cancel()
+            await asyncio.wait({self._next})
+            await self._parts.aclose()
+
+    def _comment(self) -> bytes:
+        now_s, progress = time.monotonic(), self._progress
+        if progress.estimate_s is not None:
+            left_s = max(0.0, progress.estimate_s - (now_s - self._heard_s))
+            progress = replace(progress, estimate_s=left_s)
+        return progress.line(now_s - self._began_s)
 
 
 def _stream(head: wire.Head, parts: Parts) -> Response:
     headers = {k: v for k, v in head.headers.items() if k != "content-type"}
-    return StreamingResponse(_body(parts), head.status, headers, media_type="text/event-stream")
+    return StreamingResponse(_body(parts), head.status, headers, media_type=SSE)
 
 
 def _plain(head: wire.Head, body: bytes) -> Response:
@@ -68,7 +139,11 @@ def _plain(head: wire.Head, body: bytes) -> Response:
     return Response(body, head.status, headers)
 
 
-async def _body(parts: Parts) -> AsyncIterator[bytes]:
+async def _rest(parts: Parts) -> bytes:
+    return b"".join([part async for part in parts if isinstance(part, bytes)])
+
+
+async def _body(parts: Parts) -> AsyncGenerator[bytes, None]:
     """An SSE body; a break becomes a last event, since the status has been sent."""
     try:
         async for part in parts:
@@ -78,6 +153,34 @@ async def _body(parts: Parts) -> AsyncIterator[bytes]:
         yield wire.stream_error(broken.error)
     finally:
         await parts.aclose()
+
+
+async def _answer(call: wire.Call, send: Send) -> Parts:
+    """Of the first try that gives one; after its head there is no other. Raises Broken."""
+    for number in range(1, TRIES + 1):
+        has_begun = False
+        try:
+            async with aclosing(_try(call, send)) as parts:
+                async for part in parts:
+                    has_begun = has_begun or not isinstance(part, wire.Progress)
+                    yield part
+            return
+        except Broken as broken:
+            if has_begun or not broken.again or number == TRIES:
+                raise
+
+
+async def _try(call: wire.Call, send: Send) -> Parts:
+    """A stream as it comes; anything else only when it is whole, for until then the client has
+    seen nothing of it. Raises Broken."""
+    async with aclosing(_translated(send(call), call)) as parts:
+        async for part in parts:
+            if isinstance(part, wire.Head) and not part.is_stream:
+                whole = await _rest(parts)
+                yield part
+                yield whole
+            else:
+                yield part
 
 
 async def _translated(response: Any, call: wire.Call) -> Parts:

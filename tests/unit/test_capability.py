@@ -23,6 +23,8 @@ CALL = wire.Call("/v1/thing", b"{}", {}, "req-1", "m")
 class DyingEngine:
     """Sends a head and one piece, then is gone. Stands for a Residency and its Use."""
 
+    ticket, predicted_s = TicketId("t"), 0.0
+
     def __init__(self, head: wire.Head) -> None:
         self.head = head
 

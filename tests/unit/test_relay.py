@@ -1,20 +1,23 @@
 """Whatever breaks behind the front becomes an answer; what answered nothing is sent again."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from fastapi.responses import Response, StreamingResponse
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
+from arbiter.errors import CapabilityFailed
 from deployments import wire
 from deployments.front.relay import TRIES, relay
 
 CALL = wire.Call("/v1/chat/completions", b"{}", {}, "req-1", "tiny")
 JSON = wire.Head(200, {"content-type": "application/json"})
 SSE = wire.Head(200, {"content-type": "text/event-stream"})
-Item = wire.Head | bytes | Exception
+Item = wire.Progress | wire.Head | bytes | Exception
 
 
 class Answer:
@@ -23,10 +26,10 @@ class Answer:
     def __init__(self, *items: Item) -> None:
         self.items, self.cancelled = list(items), False
 
-    def __aiter__(self) -> AsyncIterator[wire.Head | bytes]:
+    def __aiter__(self) -> AsyncIterator[wire.Progress | wire.Head | bytes]:
         return self._run()
 
-    async def _run(self) -> AsyncIterator[wire.Head | bytes]:
+    async def _run(self) -> AsyncIterator[wire.Progress | wire.Head | bytes]:
         for item in self.items:
             if isinstance(item, Exception):
                 raise item
@@ -124,6 +127,102 @@ async def test_a_client_that_leaves_a_stream_cancels_the_work() -> None:
     await anext(aiter(stream))
     await stream.aclose()  # type: ignore[union-attr]
     assert answer.cancelled
+
+
+class Slow(Answer):
+    """Waits at each item until the test lets it go on."""
+
+    def __init__(self, *items: Item) -> None:
+        super().__init__(*items)
+        self.gates = [asyncio.Event() for _ in items]
+
+    async def _run(self) -> AsyncIterator[wire.Progress | wire.Head | bytes]:
+        for gate, item in zip(self.gates, self.items, strict=True):
+            await gate.wait()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+
+WANTS = replace(CALL, wants_progress=True)
+LOADING = wire.Progress("loading", 0, 3.0)
+
+
+@pytest.mark.spec("J3")
+async def test_while_a_model_loads_a_stream_says_how_far_it_is() -> None:
+    answer = Slow(LOADING, SSE, b"data: 1\n\n")
+    response = await relay(WANTS, Capability(answer), beat_s=0.01)
+    assert isinstance(response, StreamingResponse)
+    stream = aiter(response.body_iterator)
+    assert str(bytes(await anext(stream))).startswith("b': phase=starting position=0 estimate_s=un")
+    answer.gates[0].set()
+    while b"phase=loading" not in (line := bytes(await anext(stream))):
+        assert b"phase=starting" in line
+    assert b"estimate_s=3.0" in line or b"estimate_s=2.9" in line
+    for gate in answer.gates:
+        gate.set()
+    rest = b"".join([bytes(part) async for part in stream])
+    assert rest.endswith(b"data: 1\n\n")
+    assert all(block.startswith((b": ", b"data: ")) for block in rest.strip().split(b"\n\n"))
+
+
+@pytest.mark.spec("J3")
+@pytest.mark.parametrize(
+    "last",
+    [
+        (
+            wire.Head(400, {"content-type": "application/json"}),
+            b'{"error": {"code": "engine_lost"}}',
+        ),
+        (CapabilityFailed("m", "x"), b""),
+    ],
+    ids=["refused by the engine", "broken"],
+)
+async def test_what_is_refused_after_a_comment_is_an_event(last: tuple[Item, bytes]) -> None:
+    item, body = last
+    if isinstance(item, Exception):
+        item = RayTaskError("handle", "traceback", item)
+    answer = Slow(LOADING, item, body)
+    response = await relay(WANTS, Capability(answer), beat_s=0.01)
+    for gate in answer.gates:
+        gate.set()
+    *comments, event = (await body_of(response)).strip().split(b"\n\n")
+    assert comments
+    assert json.loads(event.removeprefix(b"data: "))["error"]["code"] in (
+        "engine_lost", "capability_failed",
+    )  # fmt: skip
+
+
+async def test_what_is_refused_at_once_keeps_its_status() -> None:
+    bad = wire.Head(400, {"content-type": "application/json"})
+    response = await relay(WANTS, Capability(Answer(LOADING, bad, b"{}")))
+    assert response.status_code == 400
+
+
+@pytest.mark.spec("J8")
+async def test_a_client_that_leaves_while_the_model_loads_cancels_the_work() -> None:
+    answer = Slow(LOADING, SSE)
+    response = await relay(WANTS, Capability(answer), beat_s=0.01)
+    assert isinstance(response, StreamingResponse)
+    await anext(aiter(response.body_iterator))
+    await response.body_iterator.aclose()  # type: ignore[union-attr]
+    assert answer.cancelled
+    answer = Slow(LOADING, SSE)
+    early = asyncio.ensure_future(relay(WANTS, Capability(answer)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    early.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await early
+    while not answer.cancelled:
+        await asyncio.sleep(0)
+
+
+async def test_a_replica_that_dies_while_its_model_loads_is_asked_again() -> None:
+    capability = Capability(Answer(LOADING, ActorDiedError()), Answer(JSON, b"{}"))
+    response = await relay(WANTS, capability)
+    assert response.status_code == 200
+    assert capability.calls == 2
 
 
 async def test_an_answer_taken_to_its_end_is_not_cancelled() -> None:

@@ -1,0 +1,95 @@
+"""A waiting request hears of its model from the slot of its holder, and no message is sent."""
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import pytest
+
+from arbiter.events import Need, Phase
+from arbiter.runs import Runs
+from arbiter.units import Bytes, HolderId, TicketId, seconds
+from arbiter.wire import Granted
+from deployments import arriving
+from deployments.plan import ModelPlan
+from deployments.slot import Life, Slot
+from deployments.use import Use
+from deployments.wire import Progress
+
+NEED = Need(Bytes(1), Bytes(1), Bytes(1), Bytes(0))
+
+
+def slot(model: str, life: Life = Life.QUEUED) -> Slot:
+    made = Slot(ModelPlan(model, "m:f", {}, NEED, False, "k"), TicketId(model))
+    made.life = life
+    return made
+
+
+class Holder:
+    """Stands for Residency: `enter` waits until the test lets it."""
+
+    def __init__(self, *slots: Slot) -> None:
+        self.slots = {s.model: s for s in slots}
+        self.go_on = asyncio.Event()
+        self.runs = Runs()
+
+    def client(self) -> "Holder":
+        return self
+
+    async def enter(self, model: str, *how: object) -> Slot:
+        await self.go_on.wait()
+        self.slots[model].inflight += 1
+        return self.slots[model]
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving, "LOOK_S", 0.001)
+
+
+@pytest.mark.spec("J3")
+async def test_it_says_its_place_and_then_how_long_the_load_will_take() -> None:
+    mine = slot("b")
+    holder = Holder(slot("a"), slot("r", Life.RESIDENT), mine)
+    use = Use(holder, "b", None, None)  # type: ignore[arg-type]
+    async with aclosing(arriving.arriving(use, holder.slots, "b")) as steps:
+        assert await anext(steps) == Progress("queued", 1, None)
+        mine.granted(Granted(mine.ticket, (), seconds(60), seconds(20), None))  # type: ignore[arg-type]
+        loading = await anext(steps)
+        assert (loading.phase, loading.position) == ("loading", 0)
+        assert loading.estimate_s is not None
+        assert 10 < loading.estimate_s <= 20
+        holder.go_on.set()
+        assert [step async for step in steps] == []
+    assert mine.inflight == 1
+    use.release()
+    assert mine.inflight == 0
+
+
+async def test_given_up_it_leaves_nothing_behind() -> None:
+    mine = slot("b")
+    holder = Holder(mine)
+    use = Use(holder, "b", None, None)  # type: ignore[arg-type]
+    steps = arriving.arriving(use, holder.slots, "b")
+    await anext(steps)
+    await steps.aclose()
+    holder.go_on.set()
+    await asyncio.sleep(0)
+    assert mine.inflight == 0
+
+
+async def test_a_load_of_which_nothing_is_known_has_no_estimate() -> None:
+    mine = slot("b")
+    mine.granted(Granted(mine.ticket, (), seconds(60), seconds(0), None))  # type: ignore[arg-type]
+    assert arriving.look({"b": mine}, "b") == Progress("loading", 0, None)
+
+
+@pytest.mark.spec("J2")
+def test_a_model_that_is_to_stay_warm_does_not_count_as_idle() -> None:
+    mine = slot("b", Life.RESIDENT)
+    mine.last_end_ns = time.monotonic_ns() - 10**12
+    assert mine.account().idle > seconds(900)
+    mine.warm_until_ns = time.monotonic_ns() + 10**10
+    account = mine.account()
+    assert (account.idle, account.phase, account.inflight) == (0, Phase.RESIDENT, 0)
+    assert mine.asks(HolderId("h"), "c").model == "b"
