@@ -25,7 +25,11 @@ ArbiterError
   LedgerBroken            a bug in this package; the actor must crash, never repair
 """
 
+from difflib import get_close_matches
+
 from arbiter.units import Bytes, Epoch, HolderId, NodeId, TicketId, human
+
+NAMES_TOLD = 20  # of what there is, in a message; more is for GET /v1/models
 
 
 class ArbiterError(Exception):
@@ -48,7 +52,8 @@ class RequestError(ArbiterError):
 
 
 def _names(names: tuple[str, ...]) -> str:
-    return ", ".join(names) if names else "none yet"
+    some = ", ".join(names[:NAMES_TOLD]) if names else "none yet"
+    return f"{some}, ..." if len(names) > NAMES_TOLD else some
 
 
 class UnknownCapability(RequestError):
@@ -71,7 +76,9 @@ class UnknownModel(RequestError):
 
     def __str__(self) -> str:
         where = f"{self.capability} serves" if self.capability else "this system serves"
-        return f"no model {self.model!r}; {where}: {_names(self.known)}"
+        near = get_close_matches(self.model, self.known)
+        hint = f" did you mean {' or '.join(near)}?" if near else ""
+        return f"no model {self.model!r};{hint} {where}: {_names(self.known)}"
 
 
 class UnknownRole(RequestError):

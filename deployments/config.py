@@ -165,6 +165,9 @@ class AdaptersConfig(Strict):
 class ModelConfig(Strict):
     source: str  # `made:NAME` (models/make_models.py), `package:NAME`, a folder, or a hub id
     engine_args: dict[str, Any] = {}
+    chat_template: str | None = None  # a Jinja file or the template itself; default: the model's
+    thinking: bool | None = None  # `enable_thinking` of its template where a request says nothing
+    defaults: dict[str, Any] = {}  # request fields where a request says nothing
     need: NeedConfig | None = None
     keep_warm_s: float | None = Field(None, ge=-1)  # -1: for ever; 0: goes at once
     pin: bool = False
@@ -173,6 +176,12 @@ class ModelConfig(Strict):
     adapters: AdaptersConfig | None = None
     threads: int | None = Field(None, ge=1)  # that compute; absent: the engine's own choice
     dispatch: DispatchConfig | None = None  # only for engines that can wait for their turn
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the engine is started with, by its own names."""
+        template = {"chat_template": self.chat_template} if self.chat_template else {}
+        return template | self.engine_args
 
 
 class CapabilityConfig(Strict):
@@ -230,7 +239,21 @@ class CapabilityConfig(Strict):
         )
 
 
+class Profile(Strict):
+    """What is meant by clients that name it in `x_client_id` and say nothing else."""
+
+    aliases: dict[str, str] = {}  # names they use to names that are served
+    defaults: dict[str, Any] = {}  # request fields, before those of the model
+    priority: Literal["urgent", "high", "normal", "low", "batch"] | None = None
+    deadline_s: float | None = Field(None, gt=0)
+    stay_warm_s: float = Field(0.0, ge=0, le=3_600)
+
+
 class FrontConfig(Strict):
+    profiles: dict[str, Profile] = {}
+    # To who streams and waits for a load: silence before the first comment, and between two. What
+    # is refused after a comment has the status 200.
+    progress_s: float = Field(1.0, gt=0, le=60)
     keys_file: str | None = None  # API keys, mode 0600; default: beside the arbiter's state
     hosts: tuple[str, ...] = ()  # names this front is called by, besides addresses and localhost
     origins: tuple[str, ...] = ()  # other sites whose pages may call it, as `https://name:port`

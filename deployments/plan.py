@@ -70,7 +70,7 @@ def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
         "model": path,
         "served_name": name,
         "can_sleep": model.can_sleep,
-        "engine_args": {k: plain(k, v) for k, v in model.engine_args.items()},
+        "engine_args": {k: plain(k, v) for k, v in model.arguments.items()},
     }
     if model.threads is not None:
         config["threads"] = model.threads

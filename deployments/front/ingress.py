@@ -1,25 +1,22 @@
-"""The Serve ingress: finds the capability of a model and relays; parses no more than it must."""
+"""The Serve ingress: every route of the front, and what each needs of a key."""
 
 import asyncio
-import logging
 import time
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from arbiter.errors import CapabilityFailed, RequestError, UnknownModel
+from arbiter.errors import RequestError
 from deployments.config import Table, parse_table
 from deployments.front import arbiter_routes, lease_routes, residency_routes
 from deployments.front.gate import Denied, Gate
+from deployments.front.inference import MAX_IN_FLIGHT, Inference
 from deployments.front.keys import Keyring, Scope, ensure_first, keys_path
-from deployments.front.reading import BadRequest, read_call, refused
-from deployments.front.relay import relay
-
-logger = logging.getLogger("ray.serve")
+from deployments.front.reading import refused
+from deployments.front.shapes import described
 
 
 async def _from_here(request: Request) -> None:
@@ -45,7 +42,8 @@ app.include_router(residency_routes.router)
 @serve.deployment(
     name="front",
     num_replicas=1,
-    max_ongoing_requests=1_000,
+    max_ongoing_requests=MAX_IN_FLIGHT + 200,  # so that there is room to say that it is full
+    max_queued_requests=1_000,  # in the proxy, which then answers 503 by itself
     ray_actor_options={"num_cpus": 0},
     graceful_shutdown_timeout_s=600,  # above the longest generation, or clients see broken streams
 )
@@ -57,6 +55,7 @@ class Front:
         self._table = Table(capabilities={})
         self.gate = Gate(Keyring(keys_path()))
         self._handles: dict[str, DeploymentHandle] = {}
+        self._inference = Inference(self._table, self.gate, self._handles)
         self._started_unix_s = int(time.time())
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -67,60 +66,45 @@ class Front:
         await arbiter_routes.configure(table)
         site = frozenset(table.front.hosts), frozenset(table.front.origins)
         self.gate, self._table = Gate(Keyring(path), *site), table
+        self._inference = Inference(table, self.gate, self._handles)
 
     # -- OpenAI ------------------------------------------------------------------------------
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", **described("/v1/chat/completions"))
     async def chat_completions(self, request: Request) -> Response:
-        return await self._serve(request)
+        return await self._inference.serve(request)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", **described("/v1/completions"))
     async def completions(self, request: Request) -> Response:
-        return await self._serve(request)
+        return await self._inference.serve(request)
 
-    @app.post("/v1/embeddings")
+    @app.post("/v1/responses", **described("/v1/responses"))
+    async def responses(self, request: Request) -> Response:
+        return await self._inference.serve(request)
+
+    @app.post("/v1/embeddings", **described("/v1/embeddings"))
     async def embeddings(self, request: Request) -> Response:
-        return await self._serve(request)
+        return await self._inference.serve(request)
 
     @app.get("/v1/models")
     async def models(self, request: Request) -> dict[str, Any]:
-        self.gate.require(request, Scope.INFER)
-        return {"object": "list", "data": [self._card(name) for name in sorted(self._table.homes)]}
+        """Models, and the adapters that this caller may name."""
+        tenant = self.gate.require(request, Scope.INFER).tenant
+        names = self._inference.names
+        cards = [self._card(name, names.home(name)) for name in names.visible(tenant)]
+        return {"object": "list", "data": cards}
 
     @app.get("/v1/models/{model:path}")
     async def model(self, request: Request, model: str) -> Response:
-        self.gate.require(request, Scope.INFER)
-        if model not in self._table.homes:
-            return refused(UnknownModel(model, "", tuple(sorted(self._table.homes))))
-        return JSONResponse(self._card(model))
-
-    def _card(self, model: str) -> dict[str, Any]:
-        owner = self._table.homes[model]
-        return {"id": model, "object": "model", "created": self._started_unix_s, "owned_by": owner}
-
-    async def _serve(self, request: Request) -> Response:
-        self.gate.require(request, Scope.INFER)
+        tenant = self.gate.require(request, Scope.INFER).tenant
         try:
-            call = await read_call(request)
-        except BadRequest as error:
-            return error.response
-        capability = self._table.homes.get(call.model)
-        if capability is None:
-            return refused(UnknownModel(call.model, "", tuple(sorted(self._table.homes))))
-        try:
-            handle = self._handle(capability)
-        except (KeyError, RayServeException):
-            return refused(CapabilityFailed(call.model, "it has no application"))
-        logger.info("request %s: %s %s -> %s", call.request_id, call.path, call.model, capability)
-        response = await relay(call, handle.handle.remote)
-        response.headers["x-request-id"] = call.request_id
-        return response
+            target = self._inference.names.find(model, tenant)
+        except RequestError as error:
+            return refused(error)
+        return JSONResponse(self._card(target.served, target.capability))
 
-    def _handle(self, capability: str) -> DeploymentHandle:
-        if capability not in self._handles:
-            handle = serve.get_deployment_handle(capability, app_name=capability)
-            self._handles[capability] = handle.options(stream=True)
-        return self._handles[capability]
+    def _card(self, name: str, owner: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._started_unix_s, "owned_by": owner}
 
     # -- health and the arbiter ----------------------------------------------------------------
 

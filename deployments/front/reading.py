@@ -2,19 +2,30 @@
 
 import json
 import uuid
+from dataclasses import dataclass
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
+from pydantic import ValidationError
 
 from arbiter.errors import RequestError
+from arbiter.events import Priority
 from deployments import wire
+from deployments.config import ModelConfig, Profile
+from deployments.front.keys import DEFAULT_TENANT
+from deployments.front.names import Target
+from deployments.front.shapes import PRIVATE, SHAPES, Body, Generates
 
 # One request body; larger ones are refused before they are read. OpenAI's own limit for JSON
 # bodies is of this order, and image and audio uploads get their own routes.
 MAX_BODY_BYTES = 32 << 20
 
 # Headers that travel on to the engine: what its OpenAI layer reads, and nothing else.
-FORWARDED = ("content-type", "accept", "x-request-id")
+FORWARDED = ("content-type", "accept")
+
+_EXTENSIONS = sorted(name for name in Body.model_fields if name.startswith("x_"))
+_NO_PROFILE = Profile()
 
 
 class BadRequest(Exception):
@@ -28,24 +39,112 @@ class BadRequest(Exception):
         self.response = Response(body, status, {"content-type": "application/json"})
 
 
-async def read_call(request: Request) -> wire.Call:
-    """The call within an HTTP request. Raises BadRequest naming the field."""
-    body = await _bounded_body(request)
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as it was understood."""
+
+    path: str
+    request_id: str
+    headers: dict[str, str]
+    raw: bytes
+    fields: dict[str, Any]  # the body as it came
+    checked: Body
+    profile: Profile
+
+    @property
+    def model(self) -> str:
+        """By the name the profile gives it, if any."""
+        return self.profile.aliases.get(self.checked.model, self.checked.model)
+
+    @property
+    def priority(self) -> Priority | None:
+        """As asked for by the client or its profile."""
+        word = self.checked.x_priority or self.profile.priority
+        return Priority[word.upper()] if word else None
+
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self.checked, Generates) and self.checked.stream is True
+
+
+async def read(request: Request, profiles: dict[str, Profile]) -> Asked:
+    """Raises BadRequest naming the field."""
+    raw = await _bounded_body(request)
+    fields = _object(raw)
+    path = request.url.path
+    if private := sorted(PRIVATE & fields.keys()):
+        raise BadRequest(f"`{private[0]}` is not for clients", private[0])
+    said = {
+        name: value
+        for name in _EXTENSIONS
+        if (value := request.headers.get(name.replace("_", "-"))) is not None
+    }
+    checked = _checked(path, said | fields)
+    headers = {k: request.headers[k] for k in FORWARDED if k in request.headers}
+    profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
+    return Asked(path, _request_id(request), headers, raw, fields, checked, profile)
+
+
+def call_of(asked: Asked, target: Target, model: ModelConfig, tenant: str) -> wire.Call:
+    """What goes to the capability: extension fields are out of the body, defaults are in it."""
+    checked, profile = asked.checked, asked.profile
+    stay = checked.x_stay_warm if checked.x_stay_warm is not None else profile.stay_warm_s
+    said = {"x-request-id": asked.request_id, wire.TENANT_HEADER: tenant}
+    return wire.Call(
+        asked.path,
+        _body(asked, target, model, tenant),
+        asked.headers | said,
+        asked.request_id,
+        target.model,
+        checked.x_deadline_s or profile.deadline_s,
+        asked.priority or target.priority,
+        tenant=tenant,
+        conversation_id=checked.x_conversation_id,
+        stay_warm_s=stay,
+        wants_progress=asked.is_stream,
+    )
+
+
+def _body(asked: Asked, target: Target, model: ModelConfig, tenant: str) -> bytes:
+    """The client's own bytes wherever nothing had to change."""
+    defaults = {**model.defaults, **asked.profile.defaults}
+    fields = defaults | {k: v for k, v in asked.fields.items() if not k.startswith("x_")}
+    fields["model"] = target.served
+    if isinstance(asked.checked, Generates):
+        if model.thinking is not None:
+            given = fields.get("chat_template_kwargs") or {}
+            fields["chat_template_kwargs"] = {"enable_thinking": model.thinking} | given
+        if tenant != DEFAULT_TENANT:
+            fields["cache_salt"] = tenant  # what one tenant's prompts left is no other's to find
+    return asked.raw if fields == asked.fields else json.dumps(fields).encode()
+
+
+def _object(raw: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(body)
+        fields = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}", None) from error
     if not isinstance(fields, dict):
         raise BadRequest("the body must be a JSON object", None)
-    model = fields.get("model")
-    if not isinstance(model, str) or not model:
-        raise BadRequest("`model` must be the name of a model (GET /v1/models)", "model")
-    headers = {k: request.headers[k] for k in FORWARDED if k in request.headers}
-    request_id = request.headers.get("x-request-id", "")
-    if not (0 < len(request_id) <= 128 and request_id.isprintable()):
-        request_id = f"req-{uuid.uuid4().hex[:16]}"
-    headers["x-request-id"] = request_id
-    return wire.Call(request.url.path, body, headers, request_id, model)
+    return fields
+
+
+def _checked(path: str, fields: dict[str, Any]) -> Body:
+    try:
+        return SHAPES[path].model_validate(fields)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        # A union names its branches in the path; the field itself comes first.
+        field = str(problem["loc"][0])
+        hint = " (GET /v1/models lists them)" if field == "model" else ""
+        raise BadRequest(f"`{field}`: {problem['msg']}{hint}", field) from error
+
+
+def _request_id(request: Request) -> str:
+    given = request.headers.get("x-request-id", "")
+    if 0 < len(given) <= 128 and given.isascii() and given.isprintable():
+        return given
+    return f"req-{uuid.uuid4().hex[:16]}"
 
 
 async def _bounded_body(request: Request) -> bytes:

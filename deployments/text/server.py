@@ -6,4 +6,4 @@ from deployments.capability import Capability
 class TextServer(Capability):
     """Passes raw JSON in and bytes out; vLLM in the engine child gives them their meaning."""
 
-    paths = frozenset({"/v1/chat/completions", "/v1/completions"})
+    paths = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})

@@ -129,6 +129,7 @@ def test_http_offers_what_it_should_and_nothing_else(graph: Graph) -> None:
     assert offered == {
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
+        ("POST", "/v1/responses"),
         ("POST", "/v1/embeddings"),
         ("GET", "/v1/models"),
         ("GET", "/v1/models/{model}"),
