@@ -147,6 +147,8 @@ def free_port() -> int:
 
 def shortened(config: dict[str, Any]) -> dict[str, Any]:
     config["http_options"]["port"] = free_port()
+    # Loads here take half a second, and who waits is to hear of it.
+    config["applications"][0]["deployments"][0]["user_config"]["front"] = {"progress_s": 0.1}
     table = config["applications"][0]["deployments"][0]["user_config"]
     for capability in table["capabilities"].values():
         capability["keep_warm_s"] = KEEP_WARM_S
