@@ -1,7 +1,7 @@
 """Asking for a ticket (SPEC A2, A3, A21, C7): who may, who may not, and until when."""
 
 from arbiter import events as ev
-from arbiter import floors, pressure
+from arbiter import floors, forecast, pressure
 from arbiter import leases_held as leases
 from arbiter.errors import (
     ArbiterClosing,
@@ -39,6 +39,10 @@ def requested(mind: Mind, event: ev.Requested) -> None:
         mind.refuse(event.ticket, error)
         return
     entry = _new_entry(mind, mind.holders[event.holder], event)
+    load = forecast.load_of(mind, entry)
+    if event.deadline is not None and load > event.deadline:
+        mind.refuse(event.ticket, forecast.too_late(entry, 0.0, load))
+        return
     mind.ledger.open(entry)
     mind.note_active(entry.capability)
     _queue(mind, entry, event)
@@ -161,6 +165,7 @@ def _queue(mind: Mind, entry: Entry, event: ev.Requested) -> None:
     mind.line.add(
         entry.ticket, label, entry.node, mind.now, deadline, event.priority, is_asleep=is_asleep
     )
+    mind.fresh.append(entry.ticket)
     ripen(mind, entry)
     if deadline is not None:
         mind.watch(entry, deadline)

@@ -22,6 +22,7 @@ from arbiter import (
     admission,
     eviction,
     floors,
+    forecast,
     granting,
     growth,
     holders,
@@ -75,6 +76,7 @@ class Arbiter:
         eviction.relieve(mind)
         growth.serve(mind)
         granting.admit(mind)
+        forecast.judge_new(mind)
         floors.forget_removed(mind)
         preload.follow(mind)
         mind.ledger.check_touched()

@@ -6,7 +6,7 @@ ArbiterError
     UnknownRole           400  a capability names a role that no policy ranks; names those it knows
     CapabilityConflict    409  the same name registered differently
     NeverFits             507  larger than the whole budget: change the model or the budget
-    DeadlineUnmet         503  not granted before the request's deadline
+    DeadlineUnmet         503  cannot be served, or was not granted, before its deadline
     QueueFull             429  the bounded queue of a model or of the arbiter is full
     ModelCoolingDown      503  its last load failed; says why and when to come back
     LoadFailed            503  the load behind this ticket failed
@@ -123,11 +123,23 @@ class NeverFits(RequestError):
 class DeadlineUnmet(RequestError):
     status_code, code = 503, "deadline_unmet"
 
-    def __init__(self, ticket: TicketId, waited_s: float, retry_after_s: float) -> None:
-        super().__init__(ticket, waited_s, retry_after_s)
+    def __init__(
+        self,
+        ticket: TicketId,
+        waited_s: float,
+        retry_after_s: float,
+        predicted_s: float | None = None,
+    ) -> None:
+        super().__init__(ticket, waited_s, retry_after_s, predicted_s)
         self.ticket, self.waited_s, self.retry_after_s = ticket, waited_s, retry_after_s
+        self.predicted_s = predicted_s  # wait and load; then it was refused before it was too late
 
     def __str__(self) -> str:
+        if self.predicted_s is not None:
+            return (
+                f"{self.ticket} would take {self.predicted_s:.1f} s, longer than it may;"
+                f" ask again in {self.retry_after_s:.0f} s or allow a later deadline"
+            )
         return (
             f"{self.ticket} was not granted within {self.waited_s:.1f} s;"
             f" ask again in {self.retry_after_s:.0f} s or allow a later deadline"

@@ -142,6 +142,7 @@ def revoke(mind: Mind, entry: Entry, reason: Reason, waiting: Entry | None) -> N
     size = charged(entry)
     for_whom = waiting.ticket if waiting else None
     mind.tell("eviction", entry, size=size, reason=reason.value, waiting=for_whom)
+    entry.revoked_at = mind.now
     if entry.state is State.ASLEEP:
         take(mind, entry, reason)
         return
@@ -188,7 +189,7 @@ def refused(mind: Mind, entry: Entry, kind: str, inflight: int) -> None:
     entry.refused_until = after(mind.now, mind.settings.terms.refusal)
     took = since(entry.since, mind.now)
     mind.move(entry, State.RESIDENT, granted=dict(entry.home))
-    entry.leaving = None
+    entry.leaving = entry.revoked_at = None
     mind.tell(kind, entry, took=took, reason=reason.value, inflight=inflight)
 
 
@@ -215,6 +216,8 @@ def confirm_sleep(mind: Mind, entry: Entry) -> None:
     took = since(entry.since, mind.now)
     bed = {d: size for d, size in entry.granted.items() if d not in entry.home}
     mind.move(entry, State.ASLEEP, granted=bed)
+    if entry.revoked_at is not None:
+        mind.estimates.left(entry.capability, since(entry.revoked_at, mind.now))
     entry.leaving, entry.inflight = None, 0
     size = Bytes(fallen)
     mind.tell("model_unload", entry, size=size, took=took, reason=reason.value, to="asleep")

@@ -52,6 +52,13 @@ class Look:
         """One before it that asked for no more, and was no less urgent, could not load."""
         return any(need >= n and priority >= p for n, p in self.hopeless)
 
+    def passes_over(self, waiting: Waiting, version: int) -> bool:
+        """Most of a long line: what such a one needs is known, and hopeless."""
+        waiter = waiting.waiter
+        if waiting.version != version or waiting.is_due or waiter.is_asleep:
+            return False
+        return self.is_hopeless(waiting.need_bytes, waiter.priority)
+
     def wait(self, waiting: Waiting, devices: list[DeviceId]) -> None:
         """One that is due holds every device it could use."""
         self.is_waiting = True
@@ -79,6 +86,8 @@ def _serve(mind: Mind, node: Node) -> bool:
         max((on_demand_of(b) for b in books), default=Bytes(0)),
     )
     for waiting in mind.line.at(node.node):
+        if look.passes_over(waiting, mind.estimates.version):
+            continue
         entry = mind.ledger.find(waiting.waiter.ticket)
         if entry is None or entry.ticket not in mind.line:
             continue  # turned away or granted with its gang
@@ -285,8 +294,11 @@ def charge(mind: Mind, entry: Entry, home: Sizes) -> None:
     """To LOADING. Whatever is granted already (the copy in host RAM of a sleeper) stays charged."""
     waited = since(entry.since, mind.now)
     entry.home = home
-    time_of = mind.estimates.wake_time if entry.wakes_count else mind.estimates.load_time
-    entry.predicted = time_of(mind.key_of(entry))
+    key = mind.key_of(entry)
+    if entry.wakes_count:
+        entry.predicted = mind.estimates.wake_time(key)
+    else:
+        entry.predicted = mind.estimates.load_time(key, entry.need.weights_bytes)
     entry.load_by = after(mind.now, mind.settings.terms.load)
     entry.peak_bytes, entry.readings_count = Bytes(0), 0
     mind.move(entry, State.LOADING, granted={**entry.granted, **home})

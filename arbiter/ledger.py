@@ -112,6 +112,7 @@ class Entry:
 
     # Notes of the present revoke.
     leaving: Reason | None = None
+    revoked_at: Instant | None = None
     to: Tier = Tier.GONE
     barrier_until: Instant = Instant(0)
     unloading_since: Instant | None = None

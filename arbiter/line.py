@@ -21,6 +21,7 @@ class Waiting:
     model: str  # capability and model: what the per-model bound counts
     node: NodeId
     deadline: Instant | None
+    predicted_at: Instant | None = None  # when it was expected to serve, as it joined
     overtaken_count: int = 0
     is_due: bool = False
     need_bytes: Bytes = Bytes(0)

@@ -25,7 +25,7 @@ def loaded(mind: Mind, entry: Entry, took: Span, *, verified: bool = True) -> No
     mind.note_uses(entry, 1)
     entry.readings_count = 0
     if entry.wakes_count == 0:
-        mind.estimates.loaded(mind.key_of(entry), took)
+        mind.estimates.loaded(mind.key_of(entry), took, entry.need.weights_bytes)
     elif verified:
         mind.estimates.woke(mind.key_of(entry), took)
     else:

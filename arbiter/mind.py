@@ -135,6 +135,7 @@ class Mind:
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
         self.broken_loads: OrderedDict[TicketId, Entry] = OrderedDict()
         self.awaited = set(known_holders)  # of the last epoch, not back yet
+        self.fresh: list[TicketId] = []  # joined the line in this step
         self.settled_at = after(now, settings.terms.rejoin if known_holders else Span(0))
         self.closing_by: Instant | None = None
         self.stale_count = 0

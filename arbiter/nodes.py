@@ -159,6 +159,8 @@ def _learn(mind: Mind, entry: Entry) -> None:
         return
     mind.estimates.saw_peak(mind.key_of(entry), entry.peak_bytes)
     if entry.readings_count == LEARNED_AFTER and entry.wakes_count == 0:
+        if not entry.need_is_explicit:
+            mind.estimates.saw_overhead(mind.key_of(entry), entry.need, entry.peak_bytes)
         mind.tell(
             "estimate_error",
             entry,

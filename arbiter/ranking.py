@@ -88,5 +88,6 @@ def _reload(mind: Mind, entry: Entry) -> Span:
     """To have it back: a wake if it would fall asleep, else a load; 0 when never measured."""
     key = mind.key_of(entry)
     if entry.state is State.RESIDENT and entry.need.host_bytes and mind.estimates.can_sleep(key):
-        return mind.estimates.wake_time(key) or mind.estimates.load_time(key)
-    return mind.estimates.load_time(key)
+        if woken := mind.estimates.wake_time(key):
+            return woken
+    return mind.estimates.load_time(key, entry.need.weights_bytes)

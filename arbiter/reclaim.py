@@ -93,6 +93,8 @@ def gone(mind: Mind, entry: Entry) -> None:
     assert entry.state is State.RECLAIMING
     reason = entry.leaving or Reason.LOST
     took = since(entry.since, mind.now)
+    if entry.revoked_at is not None:
+        mind.estimates.left(entry.capability, since(entry.revoked_at, mind.now))
     kind = "lease_ended" if entry.lease else "model_unload"
     mind.tell(kind, entry, size=charged(entry), took=took, reason=reason.value, to="gone")
     mind.close(entry)

@@ -18,23 +18,35 @@ class Registry:
     def __init__(self, roles: tuple[str, ...]) -> None:
         self._roles = roles
         self.specs: dict[str, CapabilitySpec] = {}
+        self.pinning: set[str] = set()  # capabilities with a pinned model
+        self._models: dict[str, dict[str, ModelSpec]] = {}
         self.is_set = False  # False: the configuration has not come yet, so nothing is removed
 
     def replace(self, specs: tuple[CapabilitySpec, ...]) -> None:
         """Raises UnknownRole, having changed nothing."""
         for spec in specs:
             self._check_role(spec)
-        self.specs = {spec.name: spec for spec in specs}
+        self.specs, self._models, self.pinning = {}, {}, set()
+        for spec in specs:
+            self._put(spec)
         self.is_set = True
 
     def register(self, spec: CapabilitySpec) -> None:
         """Raises UnknownRole, or CapabilityConflict, naming what differs."""
         self._check_role(spec)
-        old = self.specs.setdefault(spec.name, spec)
+        if spec.name not in self.specs:
+            self._put(spec)
+        old = self.specs[spec.name]
         fields = ("role", "engine", "models", "downscale_to_zero", "is_external")
         different = [f for f in fields if getattr(old, f) != getattr(spec, f)]
         if different:
             raise CapabilityConflict(spec.name, ", ".join(different))
+
+    def _put(self, spec: CapabilitySpec) -> None:
+        self.specs[spec.name] = spec
+        self._models[spec.name] = {model.name: model for model in spec.models}
+        if any(model.pinned for model in spec.models):
+            self.pinning.add(spec.name)
 
     def _check_role(self, spec: CapabilitySpec) -> None:
         if spec.role not in self._roles:
@@ -45,8 +57,7 @@ class Registry:
         spec = self.specs.get(capability)
         if spec is None:
             raise UnknownCapability(capability, _near(capability, sorted(self.specs)))
-        for candidate in spec.models:
-            if candidate.name == model:
-                return candidate
+        if found := self._models[capability].get(model):
+            return found
         names = sorted(m.name for m in spec.models)
         raise UnknownModel(model, capability, _near(model, names))

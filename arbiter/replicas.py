@@ -17,7 +17,7 @@ def targets(mind: Mind, now: Instant) -> dict[str, int]:
 def _target(mind: Mind, spec: CapabilitySpec, now: Instant) -> int:
     if mind.closing_by is not None:
         return 0
-    if wants_replica(mind, spec.name) or any(m.pinned for m in spec.models):
+    if wants_replica(mind, spec.name) or spec.name in mind.registry.pinning:
         return 1
     if mind.ledger.open_count[spec.name]:
         return 1

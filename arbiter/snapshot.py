@@ -68,6 +68,7 @@ class QueueView:
     model: str
     waited: Span
     left: Span | None  # until its deadline
+    predicted: Span | None  # until it serves, as expected when it joined; 0: overdue
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,10 @@ def _queue(mind: Mind, now: Instant) -> list[QueueView]:
         assert waiting and entry
         left = None if waiting.deadline is None else since(now, waiting.deadline)
         waited = since(waiting.waiter.asked, now)
-        rows.append(QueueView(position, ticket, entry.capability, entry.model, waited, left))
+        at = waiting.predicted_at
+        predicted = None if at is None else Span(max(0, since(now, at)))
+        name = (entry.capability, entry.model)
+        rows.append(QueueView(position, ticket, *name, waited, left, predicted))
     return rows
 
 

@@ -16,7 +16,8 @@ PURE_NAMES = (
     "units errors events decisions settings view budget ledger alarms line registry estimates mind "
     "rates victims urgency ranking reclaim loads eviction refusing placing groups oversize "
     "granting admission holders nodes watch replicas snapshot core "
-    "leases_held pressure sites gangs growth floors words preload"
+    "leases_held pressure sites gangs growth floors words preload "
+    "predictor forecast"
 ).split()
 PURE = [ROOT / "arbiter" / f"{name}.py" for name in PURE_NAMES]
 PURE += sorted((ROOT / "policies").rglob("*.py"))

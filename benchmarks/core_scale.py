@@ -1,0 +1,170 @@
+"""What one decision of the core costs as everything around it grows (SPEC N2).
+
+    python -m benchmarks.core_scale [--samples 500]
+
+No Ray and no engine: events go straight into `Arbiter.handle`, each call timed alone. One device a
+node, ten resident models and a hundred queued tickets on each, at three sizes; and one device with
+very many residents.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from arbiter import events as ev
+from arbiter.core import Arbiter
+from arbiter.decisions import Decision, Grant, Revoke
+from arbiter.events import Priority
+from arbiter.settings import DEFAULTS, Terms
+from arbiter.units import GIB, SECOND, Bytes, DeviceId, Epoch, HolderId, Instant, NodeId, TicketId
+from arbiter.units import seconds as span
+from benchmarks import report
+from policies import bundle
+
+RESIDENT, QUEUED = 10, 100  # on each device
+SIZES = (10, 100, 1_000)  # devices
+CROWDS = (10, 100, 1_000, 10_000)  # residents of one device
+QUIET = span(10**7)  # nothing times out meanwhile
+PATIENT = replace(Terms(), silent=QUIET, lost=QUIET, reading=QUIET, bypass=QUIET, audit=QUIET)
+ROOMY = replace(
+    DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), terms=PATIENT,
+    queue_per_model_count=10**9, queue_total_count=10**9, carry_most=QUIET,
+)  # fmt: skip
+SEED = 7
+
+
+@dataclass
+class Scene:
+    """A core with its nodes filled, and a clock."""
+
+    devices: int
+    residents: int
+    queued: int
+    now: int = SECOND
+    rng: random.Random = field(default_factory=lambda: random.Random(SEED))
+
+    def __post_init__(self) -> None:
+        self.core = Arbiter(ROOMY, bundle(ROOMY), Epoch(1), frozenset(), Instant(0))
+        self.tickets = 0
+        self.models = self.devices * self.residents
+        specs = tuple(ev.ModelSpec(f"m{n}", span(-1)) for n in range(self.models))
+        self.feed(ev.CapabilitiesSet((ev.CapabilitySpec("c", "text", "e", specs, span(60)),)))
+        for n in range(self.devices):
+            self._node(n)
+        for n in range(self.devices):
+            for _ in range(self.queued):
+                self.ask(n, Priority.BATCH)
+
+    def _node(self, n: int) -> None:
+        node, device = NodeId(f"n{n}"), DeviceId(f"n{n}/gpu:0")
+        total = Bytes(self.residents * 8 * GIB)
+        self.feed(ev.NodeSeen(node, (ev.DeviceSpec(device, ev.DeviceKind.GPU, total),)))
+        self.feed(ev.Measured(node, (ev.DeviceReading(device, total, Bytes(0)),), ()))
+        self.feed(ev.Joined(HolderId(f"h{n}"), node, "c", ()))
+        for r in range(self.residents):
+            ticket = self.ask(n, Priority.HIGH, f"m{n * self.residents + r}")
+            self.feed(ev.Loaded(ticket, span(1)))
+        self.feed(self.beat(n))
+
+    def feed(self, event: ev.Event) -> list[Decision]:
+        self.now += SECOND // 1000
+        return self.core.handle(event, Instant(self.now))
+
+    def request(self, n: int, priority: Priority, model: str) -> ev.Requested:
+        self.tickets += 1
+        ticket = TicketId(f"t{self.tickets}")
+        need = ev.Need(Bytes(8 * GIB))
+        return ev.Requested(
+            ticket, HolderId(f"h{n}"), "c", model, need, "", True, priority=priority
+        )
+
+    def ask(self, n: int, priority: Priority, model: str | None = None) -> TicketId:
+        request = self.request(n, priority, model or f"m{self.rng.randrange(self.models)}")
+        self.feed(request)
+        return request.ticket
+
+    def beat(self, n: int) -> ev.Renewed:
+        held = tuple(
+            ev.HeldTicket(
+                e.ticket, e.model, ev.Phase.RESIDENT, 0, span(1),
+                tuple(ev.DeviceBytes(d, b) for d, b in e.home.items()), e.need, "",
+                Priority.HIGH, uses_count=1,
+            )
+            for e in self.core._mind.ledger.held_by(HolderId(f"h{n}"))
+            if e.state.value == "resident"
+        )  # fmt: skip
+        return ev.Renewed(HolderId(f"h{n}"), held)
+
+    def timed(self, event: ev.Event) -> tuple[float, list[Decision]]:
+        """Microseconds of this thread in one call; what others do on the machine is not in it."""
+        self.now += SECOND // 1000
+        began = time.thread_time_ns()
+        decisions = self.core.handle(event, Instant(self.now))
+        return (time.thread_time_ns() - began) / 1e3, decisions
+
+
+def renew(scene: Scene, n: int) -> float:
+    """A heartbeat that repeats ten tickets, nothing changed."""
+    return scene.timed(scene.beat(n))[0]
+
+
+def queue(scene: Scene, n: int) -> float:
+    """A request that must wait behind those that wait."""
+    request = scene.request(n, Priority.BATCH, f"m{scene.rng.randrange(scene.models)}")
+    took_us, decisions = scene.timed(request)
+    assert not any(isinstance(d, Grant | Revoke) for d in decisions)
+    scene.feed(ev.Withdrawn(request.ticket))
+    return took_us
+
+
+def grant_with_victims(scene: Scene, n: int) -> float:
+    """Minimum residency is over: an urgent request takes the cheapest set of victims."""
+    request = scene.request(n, Priority.URGENT, f"m{scene.rng.randrange(scene.models)}")
+    took_us, decisions = scene.timed(request)
+    [revoke] = [d for d in decisions if isinstance(d, Revoke)]
+    scene.feed(ev.BarrierDropped(revoke.ticket, 0))
+    scene.feed(ev.Withdrawn(request.ticket))
+    for other in scene.core._mind.ledger.held_by(HolderId(f"h{n}")):  # whoever was tried next
+        if other.state.value == "draining":
+            scene.feed(ev.BarrierDropped(other.ticket, 0))
+        other.refused_until = Instant(0)
+    return took_us
+
+
+ACTS: dict[str, Callable[[Scene, int], float]] = {
+    "renew": renew, "queue": queue, "grant_with_victims": grant_with_victims
+}  # fmt: skip
+
+
+def measure(scene: Scene, samples: int) -> dict[str, dict[str, float]]:
+    figures = {}
+    for name, act in ACTS.items():
+        took = sorted(act(scene, scene.rng.randrange(scene.devices)) for _ in range(samples))
+        p50, p99 = took[len(took) // 2], took[len(took) * 99 // 100]
+        figures[name] = {"p50_us": round(p50, 1), "p99_us": round(p99, 1)}
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=500)
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
+    parser.add_argument("--crowds", type=int, nargs="*", default=CROWDS)
+    args = parser.parse_args()
+    figures: dict[str, object] = {}
+    for devices in args.sizes:
+        scene = Scene(devices, RESIDENT, QUEUED)
+        name = f"{devices} devices, {scene.models} models, {devices * QUEUED} tickets in line"
+        figures[name] = measure(scene, args.samples)
+        print(name, figures[name], flush=True)
+    for residents in args.crowds:
+        scene = Scene(1, residents, QUEUED)
+        figures[f"one device with {residents} residents"] = found = measure(scene, args.samples)
+        print(f"one device with {residents} residents", found, flush=True)
+    report.write("core_scale", figures, seed=SEED)
+
+
+if __name__ == "__main__":
+    main()
