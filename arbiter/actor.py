@@ -16,11 +16,11 @@ import ray
 from arbiter import calls, rays, wire, zygotes
 from arbiter import events as ev
 from arbiter.agents import LOOK_S, RayAgents
-from arbiter.core import Arbiter
 from arbiter.decisions import Tell
 from arbiter.errors import StaleEpoch
 from arbiter.eventlog import EventLog
 from arbiter.lease_desk import LeaseDesk
+from arbiter.recording import Heading, Recorder
 from arbiter.shell import Shell, crash, monotonic
 from arbiter.store import Member, Store, default_path
 from arbiter.units import Epoch, HolderId, NodeId, TicketId
@@ -42,7 +42,7 @@ class ArbiterActor:
         epoch = self._store.next_epoch()
         self._agents = RayAgents(boot.agent)
         log = EventLog(epoch, Path(boot.event_file) if boot.event_file else None)
-        self._shell = Shell(self._new_core(epoch), epoch, self._agents, log)
+        self._shell = self._new_shell(epoch, log)
         self._stays: dict[HolderId, str] = {}  # the joining that counts, of each holder
         self._ends: dict[str, asyncio.Event] = {}  # of a stay
         self._leases = LeaseDesk(self._shell, self._agents, self._store)
@@ -56,13 +56,27 @@ class ArbiterActor:
     def __repr__(self) -> str:
         return f"Arbiter({self._boot.configuration.settings.evict})"
 
-    def _new_core(self, epoch: Epoch) -> Arbiter:
+    def _new_shell(self, epoch: Epoch, log: EventLog) -> Shell:
+        """Its core is made from a heading, so that a recording of this life begins as it did."""
         chosen = self._configuration
-        known = frozenset(member.holder for member in self._store.members())
-        core = Arbiter(chosen.settings, chosen.policies, epoch, known, monotonic())
-        core.restore_learned(self._store.learned())
-        core.restore_floors(self._store.floors())
-        return core
+        known = tuple(sorted(member.holder for member in self._store.members()))
+        heading = Heading(
+            wire.protocol_hash(), chosen.settings, epoch, known, self._store.learned(), monotonic(),
+            self._store.floors(),
+        )  # fmt: skip
+        core = heading.core(chosen.policies)
+        return Shell(core, epoch, self._agents, log, recorder=self._recorder(heading, log))
+
+    def _recorder(self, heading: Heading, log: EventLog) -> Recorder | None:
+        """A file that cannot be written costs the recording, not the arbiter."""
+        path = self._store.recording()
+        if path is None:
+            return None
+        try:
+            return Recorder(Path(path), heading)
+        except OSError as error:
+            log.tell(Tell("not_recorded", {"cause": str(error)}))
+            return None
 
     def _open_door(self) -> calls.Door:
         """For holders and the agent of this node."""
@@ -244,11 +258,18 @@ class ArbiterActor:
         self._shell.feed(configuration.capabilities)
         self._shell.order_all(wire.TableOrder(configuration.table))
         if (old.settings, old.policies) != (configuration.settings, configuration.policies):
-            logger.info("new settings begin a new epoch")
-            reply_is_out_s = 0.05  # the answer to this call is a local send
-            asyncio.get_running_loop().call_later(
-                reply_is_out_s, crash, InterruptedError("settings changed")
-            )
+            self._begin_anew("settings changed")
+
+    async def record(self, path: str | None) -> None:
+        """Every event from the next epoch on, which begins now; None: no longer."""
+        self._store.save_recording(path)
+        self._begin_anew("recording" if path else "no longer recording")
+
+    def _begin_anew(self, why: str) -> None:
+        """End this process; the next has another epoch, and holders rejoin."""
+        logger.info("a new epoch begins: %s", why)
+        reply_is_out_s = 0.05  # the answer to the call that led here is a local send
+        asyncio.get_running_loop().call_later(reply_is_out_s, crash, InterruptedError(why))
 
     async def register(self, capability: ev.CapabilitySpec) -> None:
         """Adds a capability from Python. Raises CapabilityConflict."""
@@ -274,6 +295,10 @@ class ArbiterActor:
     async def state(self) -> wire.Plain:
         policy = self._configuration.settings.evict
         return {**self._shell.snapshot(), "policy": policy, "table": self._configuration.table}
+
+    async def explain(self, ticket: TicketId) -> wire.Plain:
+        """Why it waits, or why it went. Raises UnknownTicket."""
+        return self._shell.explain(ticket)
 
     async def events(self, after_seq: int, wait_s: float) -> list[wire.Plain]:
         return await self._shell.log.after(after_seq, wait_s)

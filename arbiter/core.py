@@ -37,6 +37,7 @@ from arbiter import (
 )
 from arbiter import events as ev
 from arbiter.decisions import Decision, Reason, WakeAt
+from arbiter.explain import Explanation, explain
 from arbiter.ledger import CHARGED, State
 from arbiter.mind import Foresight, Mind
 from arbiter.settings import Settings
@@ -119,6 +120,10 @@ class Arbiter:
 
     def snapshot(self, now: Instant) -> StateView:
         return view_of(self._mind, now)
+
+    def explain(self, ticket: TicketId, now: Instant) -> Explanation:
+        """Why it waits, or why it went. Raises UnknownTicket."""
+        return explain(self._mind, ticket, now)
 
     def replica_targets(self, now: Instant) -> dict[str, int]:
         """Replicas wanted of each capability; WakeAt also comes when one of these changes."""

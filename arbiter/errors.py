@@ -4,6 +4,7 @@ ArbiterError
     UnknownCapability     404  not registered; names what is
     UnknownModel          404  the capability has no such model; names what it has
     UnknownRole           400  a capability names a role that no policy ranks; names those it knows
+    UnknownTicket         404  neither on the books nor remembered
     CapabilityConflict    409  the same name registered differently
     NeverFits             507  larger than the whole budget: change the model or the budget
     DeadlineUnmet         503  cannot be served, or was not granted, before its deadline
@@ -79,6 +80,17 @@ class UnknownModel(RequestError):
         near = get_close_matches(self.model, self.known)
         hint = f" did you mean {' or '.join(near)}?" if near else ""
         return f"no model {self.model!r};{hint} {where}: {_names(self.known)}"
+
+
+class UnknownTicket(RequestError):
+    status_code, code = 404, "ticket_not_found"
+
+    def __init__(self, ticket: TicketId) -> None:
+        super().__init__(ticket)
+        self.ticket = ticket
+
+    def __str__(self) -> str:
+        return f"no ticket {self.ticket!r} is on the books or remembered; see `arbiter status`"
 
 
 class UnknownRole(RequestError):

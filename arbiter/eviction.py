@@ -6,6 +6,7 @@ The policy only prices them; the core takes the cheapest set that suffices (vict
 
 from arbiter import urgency
 from arbiter.budget import share
+from arbiter.choices import Choice, weighed
 from arbiter.decisions import Probe, Reason, Revoke, Tier
 from arbiter.events import Floor, Priority
 from arbiter.ledger import Book, Entry, Sizes, State
@@ -13,7 +14,17 @@ from arbiter.loads import displace
 from arbiter.mind import Mind
 from arbiter.ranking import in_order
 from arbiter.reclaim import charged, take
-from arbiter.units import SECOND, Bytes, DeviceId, Instant, Span, after, host_device, since
+from arbiter.units import (
+    SECOND,
+    Bytes,
+    DeviceId,
+    Instant,
+    Span,
+    after,
+    host_device,
+    in_seconds,
+    since,
+)
 from arbiter.victims import EXACT_COUNT, Option, choose
 
 Victims = list[Entry]
@@ -25,7 +36,11 @@ Victims = list[Entry]
 def make_room(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: Priority) -> bool:
     """Asks for `short` bytes beyond what is on its way; `urgent`: how urgent it is to `waiting`.
     All or nothing: nobody leaves for a ticket that still would not fit."""
-    victims = room_for(mind, waiting, device, short, urgent)
+    book = mind.ledger.books[device]
+    options, chosen = _weigh(mind, book, waiting, Bytes(short), urgent)
+    if chosen:
+        _remember(mind, book, waiting, Bytes(short), options, chosen)
+    victims = [book.entries[option.ticket] for option in chosen]
     for victim in victims:
         displace(mind, waiting, victim)
         revoke(mind, victim, Reason.SWAP, waiting)
@@ -34,7 +49,9 @@ def make_room(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: 
 
 def room_for(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: Priority) -> Victims:
     """Whom to ask; nobody where all who may be asked would not do."""
-    return _cheapest(mind, mind.ledger.books[device], waiting, Bytes(short), urgent)
+    book = mind.ledger.books[device]
+    _, chosen = _weigh(mind, book, waiting, Bytes(short), urgent)
+    return [book.entries[option.ticket] for option in chosen]
 
 
 def relieve(mind: Mind) -> None:
@@ -75,18 +92,39 @@ def _is_lawful(mind: Mind, entry: Entry) -> bool:
     )
 
 
-def may_swap(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> bool:
-    """Never one more urgent than who asks; an equal only after its minimum residency (SPEC C2, C4).
-    A sleeper that waits to be woken gives way to those before it in the line, never to those
-    behind: what it still holds on the device could keep the first in line waiting for ever."""
-    if entry is waiting or not _is_lawful(mind, entry):
-        return False
+def obstacle(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> str | None:
+    """Why it may not be revoked for `waiting`; None: it may. Never one more urgent than who asks;
+    an equal only after its minimum residency (SPEC C2, C4). A sleeper that waits to be woken gives
+    way to those before it in the line, never to those behind: what it still holds on the device
+    could keep the first in line waiting for ever."""
+    if entry is waiting:
+        return "it is the one that waits"
+    if not _is_lawful(mind, entry):
+        return _never(mind, entry)
     if entry.ticket in mind.line:
-        return mind.line.is_ahead(waiting.ticket, entry.ticket)
+        is_ahead = mind.line.is_ahead(waiting.ticket, entry.ticket)
+        return None if is_ahead else "it waits itself, further ahead"
     its_own = urgency.of(mind, entry)
-    if its_own == urgent:
-        return mind.now >= min_residency_ends(mind, entry)
-    return its_own > urgent
+    if its_own < urgent:
+        return f"it is more urgent ({its_own.name.lower()} before {urgent.name.lower()})"
+    stays_until = min_residency_ends(mind, entry)
+    if its_own == urgent and mind.now < stays_until:
+        left_s = in_seconds(since(mind.now, stays_until))
+        return f"it came lately, and stays {left_s:.1f} s yet for what its load took"
+    return None
+
+
+def may_swap(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> bool:
+    return obstacle(mind, entry, waiting, urgent) is None
+
+
+def _never(mind: Mind, entry: Entry) -> str:
+    if entry.pinned:
+        return "it is pinned"
+    if mind.now < entry.refused_until:
+        left_s = in_seconds(since(mind.now, entry.refused_until))
+        return f"it was busy when asked, and is left alone for {left_s:.1f} s"
+    return f"it is {entry.state.value}"
 
 
 def may_leave(mind: Mind, entry: Entry) -> bool:
@@ -103,9 +141,11 @@ def min_residency_ends(mind: Mind, entry: Entry) -> Instant:
     return after(entry.resident_since, at_least)
 
 
-def _cheapest(mind: Mind, book: Book, waiting: Entry, short: Bytes, urgent: Priority) -> Victims:
-    """The cheapest lawful set that suffices, or none. In an order that is long nobody looks far
-    behind those that would do."""
+def _weigh(
+    mind: Mind, book: Book, waiting: Entry, short: Bytes, urgent: Priority
+) -> tuple[list[Option], list[Option]]:
+    """Lawful options, and the cheapest set of them that suffices, or none. In an order that is long
+    nobody looks far behind those that would do."""
     options: list[Option] = []
     missing, spare_count = int(short), EXACT_COUNT
     for entry, option in in_order(mind, book):
@@ -115,7 +155,21 @@ def _cheapest(mind: Mind, book: Book, waiting: Entry, short: Bytes, urgent: Prio
             spare_count -= missing <= 0
             missing -= option.freed_bytes
             options.append(option)
-    return [book.entries[option.ticket] for option in choose(options, short)]
+    return options, choose(options, short)
+
+
+def _remember(
+    mind: Mind, book: Book, waiting: Entry, short: Bytes, options: list[Option],
+    chosen: list[Option],
+) -> None:  # fmt: skip
+    """What was weighed, for whoever asks why (SPEC K3)."""
+    named = ((book.entries[option.ticket].model, option) for option in options)
+    mind.choices.add(
+        Choice(
+            mind.now, waiting.ticket, waiting.model, book.device, short, mind.settings.evict,
+            weighed(named, chosen),
+        )
+    )  # fmt: skip
 
 
 def _as_far_as(mind: Mind, book: Book, short: Bytes) -> Victims:

@@ -88,6 +88,16 @@ def upgrade_arbiter(boot_of: Callable[[wire.Plain], wire.Boot]) -> wire.Plain:
     }  # fmt: skip
 
 
+def record_arbiter(path: str | None) -> wire.Plain:
+    """Have every event recorded into a file on the arbiter's node, from a new epoch on; None ends
+    it. Raises ArbiterUnavailable when there is no arbiter."""
+    handle = find_arbiter()
+    if handle is None:
+        raise ArbiterUnavailable(0.0)
+    _settled(lambda: handle.record.remote(path), START_S)
+    return {"recording": path or "no longer"}
+
+
 def stop_arbiter(wait_s: float = 30.0) -> wire.Plain:
     """Shut down: unload what is idle, wait for the rest, end every engine, agent and zygote."""
     handle = find_arbiter()

@@ -11,6 +11,7 @@ from typing import Any
 
 from arbiter import events as ev
 from arbiter.alarms import Alarms
+from arbiter.choices import Choices
 from arbiter.decisions import Decision, Refuse, Tell
 from arbiter.errors import RequestError, TicketClosed
 from arbiter.estimates import Estimates, ModelKey
@@ -113,6 +114,7 @@ class Mind:
         self.estimates = Estimates(settings)
         self.rates = Rates(settings.rate_window)
         self.lasting_rates = Rates(settings.lasting_window)
+        self.choices = Choices()
         self.rankings: dict[DeviceId, Any] = {}  # of large devices; see ranking.Ranking
         self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
         self.alarms = Alarms()

@@ -22,6 +22,7 @@ from arbiter.decisions import Decision, Grant, Probe, Reap, Refuse, Reload, Revo
 from arbiter.errors import RequestError, TicketClosed
 from arbiter.eventlog import EventLog
 from arbiter.plain import plain
+from arbiter.recording import Recorder
 from arbiter.units import Bytes, Epoch, HolderId, Instant, NodeId, Span, TicketId
 
 logger = logging.getLogger("arbiter")
@@ -98,12 +99,14 @@ class Shell:
         agents: Agents,
         log: EventLog,
         *,
+        recorder: Recorder | None = None,
         clock: Callable[[], Instant] = monotonic,
         crash: Callable[[BaseException], NoReturn] = crash,
     ) -> None:
         self.core, self.epoch, self.log = core, epoch, log
         self.calls_count = 0  # messages received, for the protocol's own measurements
         self._agents, self._clock, self._crash = agents, clock, crash
+        self._recorder = recorder
         self._waiting: dict[TicketId, asyncio.Future[wire.Granted]] = {}
         self._callers: dict[TicketId, int] = {}
         self._mail: dict[HolderId, Mailbox] = {}
@@ -118,9 +121,18 @@ class Shell:
     def feed(self, event: ev.Event) -> None:
         """Raises RequestError when the core refuses; anything else it raises ends the process."""
         with _Border(self._crash):
-            for decision in self.core.handle(event, self._clock()):
+            for decision in self._decide(event):
                 self._perform(decision)
             self.refresh_targets()
+
+    def _decide(self, event: ev.Event) -> list[Decision]:
+        now = self._clock()
+        if self._recorder is None:
+            return self.core.handle(event, now)
+        self._recorder.event(event, now)
+        decisions = self.core.handle(event, now)
+        self._recorder.decided(decisions)
+        return decisions
 
     def _perform(self, decision: Decision) -> None:
         match decision:
@@ -277,6 +289,11 @@ class Shell:
             "sequence": self.log.sequence,
             **plain(self.core.snapshot(self._clock())),
         }
+
+    def explain(self, ticket: TicketId) -> wire.Plain:
+        """Raises UnknownTicket."""
+        found: wire.Plain = plain(self.core.explain(ticket, self._clock()))
+        return found
 
     @property
     def open_tickets(self) -> int:

@@ -146,6 +146,14 @@ class Store:
         blob = protocol_hash().encode() + b"\n" + pickle.dumps(configuration)
         self._save_fact("configuration", blob)
 
+    def recording(self) -> str | None:
+        """Where this session's events are recorded, if they are."""
+        path = self._fact("recording")
+        return path.decode() if path else None
+
+    def save_recording(self, path: str | None) -> None:
+        self._save_fact("recording", (path or "").encode())
+
     def close(self) -> None:
         self._db.close()
 

@@ -14,10 +14,13 @@ from collections.abc import Iterable, Iterator
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from arbiter.errors import ArbiterError
 from arbiter.units import Bytes, human
 from deployments import lease_commands
 from deployments.front import key_commands, keys
+from deployments.whatif import add_whatif, run_whatif
 
 URL = "http://127.0.0.1:8000"
 HTTP_TIMEOUT_S = 30.0  # twice the longest silence of the event stream
@@ -31,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         args.run(args)
-    except (CommandError, keys.KeyTrouble) as error:
+    except (CommandError, keys.KeyTrouble, ArbiterError) as error:
         print(f"arbiter {args.command}: {error}", file=sys.stderr)
         return 1
     except (BrokenPipeError, KeyboardInterrupt):  # the reader has seen enough
@@ -62,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     events_of = add("events", events, "What happened, newest last.", as_json, http)
     events_of.add_argument("--follow", action="store_true", help="go on as it happens")
     events_of.add_argument("--after", type=int, default=0, help="sequence number to start behind")
+    why = add("explain", explain, "Why a ticket waits, or why it went.", as_json, http)
+    why.add_argument("ticket", help="as `arbiter status` and `arbiter events` name it")
+    record_to = add("record", record, "Every event into a file, from now on.", as_json, ray)
+    record_to.add_argument("file", nargs="?", help="on the arbiter's node; none: stop recording")
+    replayed = add("whatif", run_whatif, "A recording under other policies.", as_json)
+    add_whatif(replayed)
     add("check", check, "Name every wrong key of a configuration.", as_json).add_argument("file")
     add("upgrade", upgrade, "Replace the running arbiter by the installed version.", as_json, ray)
     add("down", down, "Unload, wait (bounded), end the arbiter and its agents.", as_json, ray)
@@ -236,6 +245,11 @@ def floor(args: argparse.Namespace) -> None:
     _say(args, json.load(_get(args.url, f"/arbiter/residency/{args.model}", "PUT", body)))
 
 
+def explain(args: argparse.Namespace) -> None:
+    found = json.load(_get(args.url, f"/arbiter/explain/{quote(args.ticket, safe='')}"))
+    print(json.dumps(found, indent=2) if args.json else "\n".join(found["said"]))
+
+
 # -- configuration -----------------------------------------------------------------------------
 
 
@@ -273,6 +287,13 @@ def upgrade(args: argparse.Namespace) -> None:
         _say(args, upgrade_arbiter(boot.read))
     except ConfigError as error:
         raise CommandError(f"nothing was changed: {error}") from error
+
+
+def record(args: argparse.Namespace) -> None:
+    from arbiter.client import record_arbiter
+
+    _connect(args.address)
+    _say(args, record_arbiter(str(Path(args.file).absolute()) if args.file else None))
 
 
 def down(args: argparse.Namespace) -> None:

@@ -51,6 +51,12 @@ def _word(states: set[str], failures: list[dict[str, Any]]) -> str:
     return "failed" if failures else "scaled_to_zero"
 
 
+async def explain(ticket: str) -> dict[str, Any]:
+    """Raises UnknownTicket."""
+    answer: dict[str, Any] = await call_arbiter("explain", ticket, within_s=STATE_WAIT_S)
+    return answer
+
+
 async def recent_events(after: int) -> list[dict[str, Any]]:
     """What the ring holds behind `after`, oldest first; does not wait."""
     found: list[dict[str, Any]] = await call_arbiter("events", after, 0.0)

@@ -132,6 +132,15 @@ class Front:
         except RequestError as error:
             return refused(error)
 
+    @app.get("/arbiter/explain/{ticket}")
+    async def explain(self, request: Request, ticket: str) -> Response:
+        """Why this ticket waits, or why it went, with the numbers."""
+        self.gate.require(request, Scope.VIEW)
+        try:
+            return JSONResponse(await arbiter_routes.explain(ticket))
+        except RequestError as error:
+            return refused(error)
+
     @app.get("/arbiter/events/recent")
     async def recent_events(self, request: Request, after: int = 0) -> Response:
         """The event log from sequence number `after` on, as far as it is kept."""

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import ray
 
-from arbiter.client import call_arbiter, find_arbiter, start_arbiter, stop_arbiter
+from arbiter.client import (
+    call_arbiter,
+    find_arbiter,
+    record_arbiter,
+    start_arbiter,
+    stop_arbiter,
+)
 from arbiter.errors import (
     ArbiterUnavailable,
     CapabilityConflict,
@@ -18,12 +24,14 @@ from arbiter.errors import (
     QueueFull,
     TicketClosed,
     UnknownModel,
+    UnknownTicket,
 )
 from arbiter.events import CapabilitySpec
 from arbiter.units import MIB, Span, TicketId
 from deployments import boot
 from deployments.config import parse_table
 from deployments.residency import Residency
+from deployments.whatif import whatif
 from deployments.wire import refusal
 from tests.support.desk import capability, desk, gone, model
 from tests.support.waits import eventually
@@ -350,3 +358,33 @@ async def test_other_settings_begin_a_new_epoch_and_keep_what_is_resident() -> N
         assert state["tickets"][0]["state"] == "resident" and await d.engines() == before
         assert await other.ask.remote("b") == 200
         await d.books_are_true()
+
+
+@pytest.mark.spec("K3")
+async def test_one_can_ask_why_and_a_recording_decides_the_same_again(tmp_path: Path) -> None:
+    async with desk(two()) as d:
+        first = (await d.state())["epoch"]
+        log = tmp_path / "log.jsonl"
+        assert await asyncio.to_thread(record_arbiter, str(log)) == {"recording": str(log)}
+        await d.until(lambda s: s["epoch"] > first)
+        h, other = d.holder("chat"), d.holder("other")
+        await other.keep.remote("b")
+        waiting = asyncio.ensure_future(h.ask.remote("a"))
+        s = await d.until(lambda s: s["queue"])
+        asked = s["queue"][0]["ticket"]
+        why = await call_arbiter("explain", asked)
+        (shortage,) = why["shortages"]
+        assert shortage["need_bytes"] > shortage["free_bytes"] > 0
+        assert [x["model"] for x in shortage["standings"]] == ["b"]
+        (victim,) = (t["ticket"] for t in s["tickets"] if t["model"] == "b")
+        await other.let_go.remote("b")
+        assert await waiting == 200
+        then = await call_arbiter("explain", victim)
+        (past,) = then["past"]
+        assert (past["part"], past["waiting"]) == ("went", asked)
+        assert "it was asked to leave" in then["said"][-1]
+        with pytest.raises(UnknownTicket):
+            await call_arbiter("explain", TicketId("nobody"))
+    found = whatif(log, ["two_rates"])
+    assert found["decided_as_recorded"] == found["events"] > 10
+    assert found["policies"]["two_rates"]["loads_count"] >= 1

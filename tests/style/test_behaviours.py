@@ -49,7 +49,8 @@ def test_what_works_is_held_by_a_test_or_a_benchmark(line: str, state: str, test
     assert test or state != "works", f"{line} works, but no test is named"
     if test.startswith("benchmarks."):
         name = test.removeprefix("benchmarks.")
-        assert (ROOT / "benchmarks" / f"{name}.py").exists()
+        folder = ROOT / "benchmarks"
+        assert (folder / f"{name}.py").exists() or (folder / name / "__main__.py").exists()
         assert list((ROOT / "docs" / "benchmarks").glob(f"{name}*.json")), f"{line}: no figures"
     elif test:
         assert test in TESTS, f"{line}: there is no test {test}"

@@ -19,6 +19,7 @@ PURE_NAMES = (
     "leases_held pressure sites gangs growth floors words preload "
     "predictor forecast"
 ).split()
+PURE_NAMES += ["choices", "explain"]
 PURE = [ROOT / "arbiter" / f"{name}.py" for name in PURE_NAMES]
 PURE += sorted((ROOT / "policies").rglob("*.py"))
 ALLOWED = {

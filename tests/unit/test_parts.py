@@ -217,6 +217,7 @@ ERRORS = [
     errors.UnknownCapability("x", ("a",)),
     errors.UnknownModel("x", "text", ("a", "b")),
     errors.UnknownRole("poet", "odes", ("text",)),
+    errors.UnknownTicket(TicketId("t")),
     errors.CapabilityConflict("text", "role"),
     errors.NeverFits(TicketId("a"), Bytes(90 * GIB), Bytes(80 * GIB)),
     errors.DeadlineUnmet(TicketId("a"), 5.0, 2.0),

@@ -1,0 +1,24 @@
+"""Every notebook runs from top to bottom, without the trace files and without a display."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+CELL_S = 200  # the longest cell takes some 5 s alone; a busy machine is several times slower
+
+
+@pytest.mark.spec("K6")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_to_its_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ARBITER_TRACES", raising=False)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(path, as_version=4)
+    where = {"metadata": {"path": str(ROOT)}}
+    NotebookClient(notebook, timeout=CELL_S, kernel_name="python3", resources=where).execute()
+    ran = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert ran and all(cell.execution_count for cell in ran)
