@@ -62,7 +62,7 @@ class Terms:
 class Settings:
     """What a person may set, and what follows from the specification."""
 
-    evict: str = "priority_lru"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM, PRESSURE
+    evict: str = "two_rates"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM, PRESSURE
     admit: str = "warm_first"
     place: str = "best_fit"
     keep_warm: str = "since_last_use"

@@ -60,7 +60,7 @@ class Arenas(Strict):
 
 
 class ArbiterConfig(Strict):
-    evict: str = "priority_lru"
+    evict: str = "two_rates"
     admit: str = "warm_first"
     one_resident_roles: tuple[str, ...] = ()  # SPEC A11: of these roles one model a node
     bypass_count: int = Field(8, ge=0)  # SPEC C6: how often a ticket is overtaken

@@ -216,6 +216,6 @@ def test_keep_warm_counts_from_the_last_use() -> None:
 
 
 def test_a_bundle_holds_what_the_settings_name() -> None:
-    assert bundle(DEFAULTS).evict is EVICT["priority_lru"]
+    assert bundle(DEFAULTS).evict is EVICT["two_rates"]
     with pytest.raises(KeyError):
         bundle(replace(DEFAULTS, evict="no such policy"))
