@@ -5,10 +5,12 @@ the Ray cluster, because they must work when no front does.
 """
 
 import argparse
+import ipaddress
 import json
 import os
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Iterator
 from http.client import HTTPResponse
@@ -152,15 +154,27 @@ def event_line(event: dict[str, Any]) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def api_key() -> str:
-    """$ARBITER_KEY, else the one that the first start left for the owner of the machine."""
+def api_key(url: str) -> str:
+    """$ARBITER_KEY, else, for a front on this machine only, the one that its first start left for
+    the owner: a key with every scope is not sent to whatever address was typed."""
+    if given := os.environ.get("ARBITER_KEY"):
+        return given
     file = keys.first_key_path(keys.keys_path())
-    given = os.environ.get("ARBITER_KEY")
-    return given or (file.read_text().strip() if os.access(file, os.R_OK) else "")
+    is_here = _is_loopback(urllib.parse.urlsplit(url).hostname or "")
+    return file.read_text().strip() if is_here and os.access(file, os.R_OK) else ""
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _get(url: str, path: str, method: str = "GET", body: object = None) -> HTTPResponse:
-    key = api_key()
+    key = api_key(url)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, headers, method=method)
@@ -192,7 +206,7 @@ def lease(args: argparse.Namespace) -> None:
     from arbiter.leases import LeaseLost
 
     try:
-        status_code = lease_commands.run(args, api_key())
+        status_code = lease_commands.run(args, api_key(args.url))
     except (RequestError, LeaseLost, OSError) as error:
         raise CommandError(str(error)) from error
     raise SystemExit(status_code)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from deployments.config import Table
 
 EVENT_WAIT_S = 15.0  # below the usual 30-60 s after which proxies cut a silent connection
 
+EVENT_NUMBER = re.compile(r"[0-9]{1,18}")  # a million events a second for 30,000 years
 STATE_WAIT_S = 5.0  # a restart of the arbiter takes 1-2 s; a probe must not hang for longer
 
 
@@ -61,6 +63,11 @@ async def recent_events(after: int) -> list[dict[str, Any]]:
     """What the ring holds behind `after`, oldest first; does not wait."""
     found: list[dict[str, Any]] = await call_arbiter("events", after, 0.0)
     return found
+
+
+def event_number(text: str, otherwise: int) -> int:
+    """From a `Last-Event-ID`, which a client may fill with anything."""
+    return int(text) if EVENT_NUMBER.fullmatch(text) else otherwise
 
 
 async def event_stream(after: int) -> AsyncIterator[bytes]:

@@ -20,7 +20,8 @@ from deployments.front.shapes import described
 
 
 async def _from_here(request: Request) -> None:
-    """Of every route: see Gate.check_site. Raises Denied."""
+    """Of every route but the description of them, which tells of nobody: see Gate.check_site.
+    Raises Denied."""
     serve.get_replica_context().servable_object.gate.check_site(request)
 
 
@@ -32,6 +33,7 @@ async def _denied(request: Request, error: Exception) -> Response:
 app = FastAPI(
     title="serve-arbiter",
     docs_url="/docs",
+    redoc_url=None,
     dependencies=[Depends(_from_here)],
     exception_handlers={Denied: _denied},
 )
@@ -155,6 +157,5 @@ class Front:
         """The event log as SSE, from sequence number `after` on; `Last-Event-ID` resumes."""
         self.gate.require(request, Scope.VIEW)
         last = request.headers.get("last-event-id", "")
-        start = int(last) if last.isascii() and last.isdecimal() else after
-        stream = arbiter_routes.event_stream(start)
+        stream = arbiter_routes.event_stream(arbiter_routes.event_number(last, after))
         return StreamingResponse(stream, media_type="text/event-stream")

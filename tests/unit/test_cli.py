@@ -1,0 +1,42 @@
+"""What the command line sends, and to whom."""
+
+from pathlib import Path
+
+import pytest
+
+from deployments import cli
+from deployments.front import arbiter_routes, keys
+
+
+@pytest.fixture
+def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The key of the first start, where the command looks for it."""
+    path = tmp_path / "keys.json"
+    keys.ensure_first(path)
+    monkeypatch.setattr(keys, "keys_path", lambda: path)
+    monkeypatch.delenv("ARBITER_KEY", raising=False)
+    return keys.first_key_path(path).read_text().strip()
+
+
+@pytest.mark.spec("L1")
+def test_the_owners_key_is_sent_to_this_machine_and_no_other(owner: str) -> None:
+    for here in ("http://127.0.0.1:8000", "http://localhost:8000", "http://[::1]:8000"):
+        assert cli.api_key(here) == owner
+    for away in ("http://10.0.0.7:8000", "http://gpu-box:8000", "http://localhost.evil.example"):
+        assert cli.api_key(away) == ""
+
+
+@pytest.mark.spec("L1")
+def test_a_key_given_by_name_goes_wherever_it_is_sent(
+    owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARBITER_KEY", "arb-mine")
+    assert cli.api_key("http://gpu-box:8000") == "arb-mine" != owner
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize(
+    ("text", "number"), [("17", 17), ("", 3), ("-1", 3), ("٣", 3), ("9" * 5000, 3), ("1e3", 3)]
+)
+def test_a_last_event_id_that_is_no_number_of_ours_is_not_used(text: str, number: int) -> None:
+    assert arbiter_routes.event_number(text, 3) == number
