@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,15 @@ class ArbiterActor:
     async def grow(self, epoch: Epoch, holder: HolderId, event: ev.GrowthAsked) -> wire.Granted:
         """Waits for more for a resident. Raises GrowthRefused, NeverFits, TicketClosed."""
         self._check(epoch, holder)
-        return await self._shell.grow(event)
+        return await self._shell.grow(replace(event, holder=holder))
 
     async def tell(self, epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
         self._check(epoch, holder)
         match event:
             case ev.Withdrawn():
-                self._shell.withdrawn(event)
+                self._shell.withdrawn(replace(event, holder=holder))
+            case ev.Released():
+                self._shell.feed(replace(event, holder=holder))
             case ev.HolderLost():
                 self._lost(event.holder)
             case _:
@@ -240,9 +243,9 @@ class ArbiterActor:
         """Asks for a lease, beats for it, and waits for news of it. Raises RequestError."""
         return await self._leases.hear(call)
 
-    async def end_lease(self, ticket: TicketId, tenant: str | None = None) -> None:
-        """Its holder has let go. Repeated, or another tenant's: nothing."""
-        self._leases.end(ticket, tenant)
+    async def end_lease(self, lease: str, tenant: str) -> None:
+        """Its holder has let go. Repeated: nothing. Raises UnknownLease."""
+        self._leases.give_back(lease, tenant)
 
     async def clean_leases(self) -> list[TicketId]:
         """End those whose holder has missed its heartbeats, without waiting any longer."""

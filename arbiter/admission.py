@@ -30,8 +30,12 @@ NEVER_JOINED = Epoch(0)
 
 
 def requested(mind: Mind, event: ev.Requested) -> None:
-    """The ticket id is an idempotency key: asking again repeats the answer."""
+    """The ticket id is an idempotency key: asking again repeats the answer. Raises TicketClosed,
+    to this asker alone, for a ticket that another holder has: to it, there is none."""
     if entry := mind.ledger.find(event.ticket):
+        if entry.holder != event.holder:
+            mind.stale_count += 1
+            raise TicketClosed(event.ticket)
         _asked_again(mind, entry, event)
         return
     error = mind.answers.get(event.ticket) or _why_not(mind, event)

@@ -114,6 +114,11 @@ class Arbiter:
         entry = self._mind.ledger.find(ticket)
         return entry.state.value if entry else State.CLOSED.value
 
+    def holder_of(self, ticket: TicketId) -> HolderId | None:
+        """None: it is not on the books."""
+        entry = self._mind.ledger.find(ticket)
+        return entry.holder if entry else None
+
     @property
     def nodes(self) -> tuple[NodeId, ...]:
         return tuple(sorted(self._mind.nodes))

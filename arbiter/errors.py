@@ -14,6 +14,7 @@ ArbiterError
     EngineLost            503  the engine died under this request
     CapabilityFailed      503  its deployment is broken or has no application
     LeaseRefused          400  a lease on terms, or for a process, that cannot be
+    UnknownLease          404  no such lease of this tenant
     GrowthRefused         409  a resident that wants more would wait for one that does as well
     NotResident           409  somebody else says what is resident, and this model is not
     UnderPressure         503  real memory is short on every device it could go to
@@ -229,6 +230,19 @@ class LeaseRefused(RequestError):
 
     def __str__(self) -> str:
         return f"no lease: `{self.field}` {self.cause}"
+
+
+class UnknownLease(RequestError):
+    """Never heard of under this tenant, whoever else may have one of that name."""
+
+    status_code, code = 404, "lease_not_found"
+
+    def __init__(self, lease: str) -> None:
+        super().__init__(lease)
+        self.lease = lease
+
+    def __str__(self) -> str:
+        return f"no lease {self.lease!r}; `arbiter leases` shows those there are"
 
 
 class GrowthRefused(RequestError):

@@ -234,6 +234,7 @@ class GrowthAsked:
     ticket: TicketId
     more_bytes: Bytes  # 0: no longer
     within: Span  # it goes on as it is when there is no room by then
+    holder: HolderId | None = None  # who says it: it must be the ticket's own; None: not said
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +250,7 @@ class Withdrawn:
     """The last caller stopped waiting. A grant may already be on its way."""
 
     ticket: TicketId
+    holder: HolderId | None = None  # who says it: it must be the ticket's own; None: not said
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +300,7 @@ class Released:
 
     ticket: TicketId
     reason: str
+    holder: HolderId | None = None  # who says it: it must be the ticket's own; None: not said
 
 
 # -- from the shell and people ----------------------------------------------------------------

@@ -18,7 +18,7 @@ from arbiter.units import Bytes, DeviceId, HolderId, after
 
 
 def asked(mind: Mind, event: ev.GrowthAsked) -> None:
-    entry = mind.live(event.ticket, State.RESIDENT)
+    entry = mind.live(event.ticket, State.RESIDENT, by=event.holder)
     if entry is None:
         return mind.say_no(event.ticket, TicketClosed(event.ticket))
     mind.growing.pop(entry.ticket, None)

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from arbiter import events as ev
 from arbiter import wire
-from arbiter.errors import LeaseRefused, RequestError, TicketClosed
+from arbiter.errors import LeaseRefused, RequestError, TicketClosed, UnknownLease
+from arbiter.lease_words import NAME
 from arbiter.leases_held import LEASE
 from arbiter.ledger import State
 from arbiter.shell import Shell
@@ -91,29 +92,31 @@ class LeaseDesk:
         if call.ticket in self._ended:
             return wire.LeaseState(call.ticket, "ended", reason=self._ended[call.ticket])
         seat = self._seats.get(call.ticket) or self._open(call)
-        if seat.call.terms.tenant != call.terms.tenant:
-            raise LeaseRefused("id", "is another tenant's lease")
         seat.call, seat.heard_s = call, time.monotonic()
         self._shell.feed(ev.Renewed(seat.holder, seat.account()))
         await self._wait(seat, call)
         await self._adopt(seat, call)
         return self._said(seat)
 
-    def end(self, ticket: TicketId, tenant: str | None = None, reason: str = "released") -> None:
-        """`tenant`: whose it must be; None: anybody's."""
-        seat = self._seats.get(ticket)
-        if seat is None or tenant not in (None, seat.call.terms.tenant):
-            return
+    def give_back(self, lease: str, tenant: str) -> None:
+        """Repeated: nothing. Raises UnknownLease."""
+        ticket = wire.lease_ticket(tenant, lease)
+        if not NAME.fullmatch(lease) or not (ticket in self._seats or ticket in self._ended):
+            raise UnknownLease(lease)
+        if seat := self._seats.get(ticket):
+            self._end(seat, "released")
+
+    def _end(self, seat: Seat, reason: str) -> None:
         if self._word(seat) == "queued":
-            self._shell.withdrawn(ev.Withdrawn(ticket))
+            self._shell.withdrawn(ev.Withdrawn(seat.call.ticket, seat.holder))
         else:
-            self._shell.feed(ev.Released(ticket, reason))
+            self._shell.feed(ev.Released(seat.call.ticket, reason, seat.holder))
         self._close(seat, reason)
 
     def clean(self) -> list[TicketId]:
         late = [t for t, s in self._seats.items() if time.monotonic() - s.heard_s > LATE_S]
         for ticket in late:
-            self.end(ticket, reason="lost")
+            self._end(self._seats[ticket], "lost")
         return late
 
     def sweep(self) -> None:
@@ -125,8 +128,10 @@ class LeaseDesk:
     # -- coming --------------------------------------------------------------------------------
 
     def _open(self, call: wire.LeaseCall) -> Seat:
+        if not NAME.fullmatch(call.lease):
+            raise LeaseRefused("id", "has letters, digits and . _ - inside, 64 at most")
         node = call.node or self._only_node()
-        seat = Seat(call, HolderId(f"{LEASE}:{call.ticket}"), node)
+        seat = Seat(call, HolderId(call.ticket), node)
         if seat.holder in self._expected:
             seat.devices = call.devices
         self._seats[call.ticket] = seat
@@ -176,7 +181,7 @@ class LeaseDesk:
         except LeaseRefused as refused:
             if seat.pid == call.pid:  # it died since, and the agent says so by itself
                 return
-            self.end(call.ticket, reason=str(refused))
+            self._end(seat, str(refused))
             raise
         seat.pid = call.pid
 

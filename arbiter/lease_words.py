@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from arbiter.events import DeviceBytes, LeaseTerms
-from arbiter.units import Bytes, DeviceId, NodeId, TicketId, seconds
+from arbiter.units import Bytes, DeviceId, NodeId, seconds
 from arbiter.wire import LeaseCall
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # names a ticket, so no separators
@@ -36,7 +36,7 @@ class LeaseBody(BaseModel):
             self.tenant, seconds(self.term_s), seconds(self.notice_s), self.preemptible
         )
         return LeaseCall(
-            TicketId(lease), Bytes(self.bytes), terms, self.name or lease,
+            lease, Bytes(self.bytes), terms, self.name or lease,
             node=None if self.node is None else NodeId(self.node), pid=self.pid,
             devices=tuple(
                 DeviceBytes(DeviceId(d), Bytes(size)) for d, size in sorted(self.devices.items())

@@ -48,7 +48,7 @@ class Door(Protocol):
     """A way to the arbiter. Raises RequestError when it refuses, OSError when it is away."""
 
     def put(self, lease: str, body: Plain) -> Plain: ...
-    def delete(self, lease: str) -> None: ...
+    def delete(self, lease: str, tenant: str | None) -> None: ...
 
 
 class HttpDoor:
@@ -59,8 +59,8 @@ class HttpDoor:
     def put(self, lease: str, body: Plain) -> Plain:
         return self._send("PUT", lease, body)
 
-    def delete(self, lease: str) -> None:
-        self._send("DELETE", lease, None)
+    def delete(self, lease: str, tenant: str | None) -> None:
+        self._send("DELETE", lease, None)  # the key says whose it is
 
     def _send(self, method: str, lease: str, body: Plain | None) -> Plain:
         data = None if body is None else json.dumps(body).encode()
@@ -99,10 +99,12 @@ class RayDoor:
         said: Plain = plain(self._call("lease", call_of(lease, {**body, **own})))
         return said
 
-    def delete(self, lease: str) -> None:
-        self._call("end_lease", lease)
+    def delete(self, lease: str, tenant: str | None) -> None:
+        from arbiter.lease_words import DEFAULT_TENANT
 
-    def _call(self, method: str, argument: Any) -> Any:
+        self._call("end_lease", lease, tenant or DEFAULT_TENANT)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
         import ray
 
         from arbiter.lifecycle import cause_of, find_arbiter
@@ -111,7 +113,7 @@ class RayDoor:
         if handle is None:
             raise ConnectionError("no arbiter")
         try:
-            return ray.get(getattr(handle, method).remote(argument), timeout=HTTP_S + WAIT_S)
+            return ray.get(getattr(handle, method).remote(*arguments), timeout=HTTP_S + WAIT_S)
         except ray.exceptions.RayTaskError as error:
             raise cause_of(error) from None
         except ray.exceptions.RayError as error:
@@ -193,7 +195,7 @@ class Lease:
         self._released = True
         self.ended.set()
         try:
-            self.way.delete(self.id)
+            self.way.delete(self.id, self.body.get("tenant"))
         except (OSError, RequestError):
             return  # without heartbeats it ends by itself
 

@@ -144,7 +144,8 @@ def forget_switches(mind: Mind, holder: HolderId) -> None:
 
 
 def withdrawn(mind: Mind, event: ev.Withdrawn) -> None:
-    entry = mind.live(event.ticket, State.QUEUED, State.ASLEEP, State.LOADING, State.DRAINING)
+    states = State.QUEUED, State.ASLEEP, State.LOADING, State.DRAINING
+    entry = mind.live(event.ticket, *states, by=event.holder)
     if entry is None:
         if mind.ledger.find(event.ticket) is None and event.ticket not in mind.answers:
             mind.remember(event.ticket, TicketClosed(event.ticket))  # it overtook its request

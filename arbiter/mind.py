@@ -182,10 +182,11 @@ class Mind:
 
     # -- finding -------------------------------------------------------------------------------
 
-    def live(self, ticket: TicketId, *states: State) -> Entry | None:
-        """The ticket if it is in one of these states; otherwise the message is stale: counted."""
+    def live(self, ticket: TicketId, *states: State, by: HolderId | None = None) -> Entry | None:
+        """The ticket if it is in one of these states, and of the holder that speaks of it, if that
+        is known; otherwise the message is stale: counted."""
         entry = self.ledger.find(ticket)
-        if entry and entry.state in states:
+        if entry and entry.state in states and by in (None, entry.holder):
             return entry
         self.stale_count += 1
         return None

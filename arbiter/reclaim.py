@@ -26,7 +26,8 @@ def reclaim(mind: Mind, entry: Entry, reason: Reason) -> None:
 
 def released(mind: Mind, event: Released) -> None:
     """Its holder has let go; the agent makes sure of it and says when the bytes are back."""
-    entry = mind.live(event.ticket, State.QUEUED, *(CHARGED - {State.RECLAIMING}))
+    states = State.QUEUED, *(CHARGED - {State.RECLAIMING})
+    entry = mind.live(event.ticket, *states, by=event.holder)
     if entry is None:
         return
     if entry.state is State.QUEUED:

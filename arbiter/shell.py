@@ -172,7 +172,7 @@ class Shell:
             return await asyncio.shield(waiter)
         except asyncio.CancelledError:
             if self._callers[ticket] == 1 and not waiter.done():
-                self.feed(ev.Withdrawn(ticket))
+                self.feed(ev.Withdrawn(ticket, requested.holder))
             raise
         finally:
             self._callers[ticket] -= 1
@@ -198,7 +198,9 @@ class Shell:
     def withdrawn(self, event: ev.Withdrawn) -> None:
         """The holder's own word; its pending call, if any, ends."""
         self.feed(event)
-        self._answer(event.ticket, TicketClosed(event.ticket))
+        owner = self.core.holder_of(event.ticket)
+        if owner is None or event.holder in (None, owner):
+            self._answer(event.ticket, TicketClosed(event.ticket))
 
     def _grant(self, grant: Grant) -> None:
         waiter = self._waiting.pop(grant.ticket, None)

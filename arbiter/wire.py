@@ -88,7 +88,7 @@ class LeaseCall:
     """What an outside process says of its lease, in full, each time: it asks, beats and rejoins
     with the same words (SPEC A15)."""
 
-    ticket: TicketId
+    lease: str  # its client's name for it, one among those of the tenant
     size_bytes: Bytes
     terms: ev.LeaseTerms
     label: str  # what people call it
@@ -98,6 +98,16 @@ class LeaseCall:
     deadline: Span | None = None
     seen: str = ""  # the state it knows; answered when there is another
     wait: Span = Span(0)  # for at most this long
+
+    @property
+    def ticket(self) -> TicketId:
+        return lease_ticket(self.terms.tenant, self.lease)
+
+
+def lease_ticket(tenant: str, lease: str) -> TicketId:
+    """A name that no client chooses, so that none can name an engine's ticket, or another
+    tenant's lease. What follows the last colon is the client's: see `lease_words.NAME`."""
+    return TicketId(f"lease:{tenant}:{lease}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ async def give_back(request: Request, lease: str) -> Response:
     """Repeated: nothing."""
     caller = the_gate().require(request, Scope.LEASE)
     try:
-        await call_arbiter("end_lease", TicketId(lease), caller.tenant)
+        await call_arbiter("end_lease", lease, caller.tenant)
     except RequestError as error:
         return refused(error)
     return JSONResponse({"lease": lease, "state": "ended"})

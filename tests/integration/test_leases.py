@@ -12,7 +12,8 @@ import pytest
 from arbiter import leases
 from arbiter.client import call_arbiter
 from arbiter.errors import DeadlineUnmet, LeaseRefused
-from arbiter.units import MIB, TicketId
+from arbiter.units import MIB
+from arbiter.wire import lease_ticket
 from tests.support.desk import Desk, capability, desk, kill, model
 from tests.support.engine_host import ROOT
 
@@ -110,12 +111,14 @@ async def test_a_lease_survives_the_arbiter_and_is_drained_by_hand() -> None:
         epoch = (await d.state())["epoch"]
         kill(await d.arbiter_pid())
         state = await d.until(lambda s: s["epoch"] > epoch and s["tickets"])
-        assert [(t["ticket"], t["state"]) for t in state["tickets"]] == [(lease.id, "resident")]
+        assert [(t["ticket"], t["state"]) for t in state["tickets"]] == [
+            (f"lease:default:{lease.id}", "resident")
+        ]
         with pytest.raises(DeadlineUnmet):
             await asyncio.to_thread(ask(350, name="second").acquire, 0.5)
         with pytest.raises(LeaseRefused):
             await asyncio.to_thread(ask(10, pid=4_000_000).acquire)
-        await call_arbiter("unload", TicketId(lease.id))
+        await call_arbiter("unload", lease_ticket("default", lease.id))
         assert await asyncio.to_thread(lease.notice.wait, 10)
         assert lease.reason == "manual" and lease.left_s is not None
         await asyncio.to_thread(lease.release)

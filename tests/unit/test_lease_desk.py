@@ -9,7 +9,7 @@ import pytest
 from arbiter import events as ev
 from arbiter import wire
 from arbiter.core import Arbiter
-from arbiter.errors import LeaseRefused, QuotaExceeded
+from arbiter.errors import LeaseRefused, QuotaExceeded, TicketClosed, UnknownLease
 from arbiter.eventlog import EventLog
 from arbiter.lease_desk import LeaseDesk
 from arbiter.shell import Shell
@@ -18,7 +18,7 @@ from arbiter.units import Epoch, HolderId, Instant, NodeId, TicketId, seconds
 from policies import bundle
 from tests.unit.desk import CPU, HOST, NODE, PLAIN, gib
 
-JOB = TicketId("job")
+JOB = TicketId("lease:t:job")
 TERMS = ev.LeaseTerms("t", seconds(3600), seconds(5), preemptible=True)
 
 
@@ -65,7 +65,7 @@ class Counter:
         self.known.discard(holder)
 
     async def call(self, size: float = 30, **more: Any) -> wire.LeaseState:
-        asked = wire.LeaseCall(JOB, gib(size), TERMS, "job", **more)
+        asked = wire.LeaseCall("job", gib(size), TERMS, "job", **more)
         async with asyncio.timeout(10):
             return await self.desk.hear(asked)
 
@@ -81,10 +81,51 @@ pytestmark = pytest.mark.spec("A15")
 async def test_a_lease_is_asked_for_held_and_given_back(counter: Counter) -> None:
     said = await counter.call(wait=seconds(3), seen="queued")
     assert (said.state, said.devices) == ("held", (ev.DeviceBytes(CPU, gib(30)),))
-    assert (await counter.call(pid=77)).state == "held" and counter.adopted == [("job", 77)]
-    counter.desk.end(JOB)
+    assert (await counter.call(pid=77)).state == "held" and counter.adopted == [(JOB, 77)]
+    counter.desk.give_back("job", "t")
     assert counter.shell.core.state_of(JOB) == "reclaiming" and not counter.known
     assert (await counter.call()).state == "ended"
+
+
+async def test_a_lease_named_like_an_engines_ticket_touches_no_engine(counter: Counter) -> None:
+    engine = TicketId("job")
+    counter.shell.feed(ev.Joined(HolderId("r"), NODE, "lease", ()))
+    asked = ev.Requested(engine, HolderId("r"), "lease", "m", ev.Need(gib(5)), lease=TERMS)
+    await counter.shell.acquire(asked)
+    said = await counter.call(wait=seconds(3), seen="queued", pid=77)
+    assert said.ticket == JOB and counter.adopted == [(JOB, 77)]
+    counter.desk.give_back("job", "t")
+    counter.desk.give_back("job", "t")
+    assert counter.shell.core.state_of(JOB) == "reclaiming"
+    assert counter.shell.core.state_of(engine) == "resident"
+    bad = wire.LeaseCall("t:job", gib(1), TERMS, "job")
+    with pytest.raises(LeaseRefused, match="`id`"):
+        await counter.desk.hear(bad)
+
+
+async def test_another_tenants_lease_is_not_found_and_goes_on(counter: Counter) -> None:
+    await counter.call(wait=seconds(3), seen="queued")
+    for lease, tenant in (("job", "u"), (JOB, "t"), ("t:job", "u")):
+        with pytest.raises(UnknownLease):
+            counter.desk.give_back(lease, tenant)
+    assert counter.shell.core.state_of(JOB) == "resident"
+
+
+async def test_who_withdraws_anothers_request_does_not_end_its_wait(counter: Counter) -> None:
+    await counter.call(size=60, wait=seconds(3), seen="queued")
+    waits = asyncio.ensure_future(counter.shell.acquire(_asks_for("late", 30)))
+    await asyncio.sleep(0)
+    counter.shell.withdrawn(ev.Withdrawn(TicketId("late"), HolderId("other")))
+    await asyncio.sleep(0)
+    assert not waits.done()
+    counter.shell.withdrawn(ev.Withdrawn(TicketId("late"), HolderId(JOB)))
+    with pytest.raises(TicketClosed):
+        await waits
+
+
+def _asks_for(ticket: str, size: float) -> ev.Requested:
+    asked = TicketId(ticket), HolderId(JOB), "lease", "m", ev.Need(gib(size))
+    return ev.Requested(*asked, lease=ev.LeaseTerms("u", seconds(9), seconds(1)))
 
 
 async def test_notice_comes_with_the_time_that_is_left_and_then_the_end(counter: Counter) -> None:
@@ -121,7 +162,7 @@ async def test_a_claim_to_hold_bytes_is_believed_only_of_whom_the_last_life_knew
     stranger = Counter()
     said = await stranger.call(devices=held, wait=seconds(3), seen="queued")
     assert said.devices == (ev.DeviceBytes(CPU, gib(30)),)
-    known = Counter(frozenset({HolderId("lease:job")}))
+    known = Counter(frozenset({HolderId(JOB)}))
     assert (await known.call(devices=held)).devices == held
     assert known.shell.core.state_of(JOB) == "resident"
 

@@ -228,6 +228,7 @@ ERRORS = [
     errors.CapabilityFailed("a", "it has no application"),
     errors.HolderQuarantined(HolderId("h"), Bytes(5)),
     errors.LeaseRefused("pid", "1 is no process"),
+    errors.UnknownLease("job"),
     errors.GrowthRefused(TicketId("a"), Bytes(5), "it is leaving"),
     errors.NotResident("a", "text", "cold"),
     errors.UnderPressure(NodeId("n"), Bytes(5)),

@@ -367,3 +367,16 @@ def test_more_pinned_than_can_be_lent_is_an_event() -> None:
     late = Desk(device=50, pinned="a")
     late.ask(0, "a", 60)
     assert late.last("pinned_overcommit").size_bytes == gib(10)
+
+
+@pytest.mark.spec("A10")
+def test_what_another_holder_says_of_a_ticket_is_stale() -> None:
+    desk = Desk()
+    desk.resident(0, "a", 30)
+    thief, ticket = HolderId("thief"), TicketId("a")
+    desk.at(1, ev.Released(ticket, "manual", thief))
+    desk.at(2, ev.Withdrawn(ticket, thief))
+    desk.at(3, ev.GrowthAsked(ticket, ev.Bytes(1), seconds(1), thief))
+    with pytest.raises(errors.TicketClosed):
+        desk.at(4, ev.Requested(ticket, thief, "chat", "a", ev.Need(ev.Bytes(1))))
+    assert desk.state("a") == "resident" and desk.free() == 50 and desk.arbiter.stale_count == 4
