@@ -86,7 +86,7 @@ class Settings:
 
     min_residency_loads: float = 1.0  # SPEC C4: at least as long as bringing it in took
     min_residency: Span = seconds(1)  # where nothing is known of its load: one heartbeat
-    # Both tuned on half of the public traces (docs/adr/0006): a quarter of an hour is noise at a
+    # Both tuned on half of the public traces (docs/adr/0007): a quarter of an hour is noise at a
     # request a minute, four hours is late when a client leaves; a day carries the daily swing.
     rate_window: Span = seconds(1800)
     lasting_window: Span = seconds(86_400)
