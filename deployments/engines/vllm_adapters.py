@@ -24,9 +24,9 @@ from arbiter.errors import RequestError
 from deployments import wire
 from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.headers import linear_shapes
-from deployments.text.adapters import Published, Rules, Store
+from deployments.text.adapters import Rules, Shelf, Store
 from deployments.text.admission import BASE
-from deployments.text.catalogue import AdapterInvalid, Catalogue, Entry
+from deployments.text.catalogue import AdapterInvalid, Catalogue
 from deployments.text.turns import AdaptersBusy, Gate
 
 # Requests let in beyond a full batch, so that the next step has one when a place comes free.
@@ -74,10 +74,8 @@ class AdapterDesk:
         self.llm: AsyncLLM | None = None
         self.gate = Gate(given["slots"], window + AHEAD, given["wait_s"])
         self._catalogue = Catalogue({self.served_name: Path(given["folder"])})
-        self._store = Store(Path(given["store"]))
-        self._rules = Rules(linear_shapes(Path(config["model"])), given["max_rank"])
-        self._copying = asyncio.Lock()
-        self._published: dict[tuple[str, str], tuple[Entry, Published]] = {}
+        rules = Rules(linear_shapes(Path(config["model"])), given["max_rank"])
+        self._shelf = Shelf(Store(Path(given["store"])), rules)
         self._numbers: dict[str, int] = {}  # digest to vLLM's number for it
         self._loads: dict[str, asyncio.Task[None]] = {}  # of adapters that run
 
@@ -95,19 +93,9 @@ class AdapterDesk:
         entry = self._catalogue.find(model, tenant)
         if entry is None:
             return None
-        published = await self._publish(entry)
+        published = await self._shelf.take(entry)
         number = self._numbers.setdefault(published.digest, len(self._numbers) + 1)
         return Asked(model, LoRARequest(published.digest, number, str(published.path)))
-
-    async def _publish(self, entry: Entry) -> Published:
-        """The checked copy, made again when the entry changed or its copy is gone."""
-        key = entry.tenant, entry.name
-        async with self._copying:
-            known = self._published.get(key)
-            if known is None or known[0] != entry or not known[1].path.is_dir():
-                made = await asyncio.to_thread(self._store.publish, entry, self._rules)
-                known = self._published[key] = entry, made
-        return known[1]
 
     # -- the second and the third --------------------------------------------------------------
 

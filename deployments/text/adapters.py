@@ -5,11 +5,14 @@ and vLLM's prefix cache knows adapters by path. So an engine serves `<store>/<di
 bounds, hashed while copying, and checked after that: what was checked is what is loaded.
 """
 
+import asyncio
 import hashlib
 import math
 import os
 import shutil
 import tempfile
+import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ from deployments.text.catalogue import (
     WEIGHTS,
     AdapterInvalid,
     Entry,
+    open_plain,
     read_json,
 )
 
@@ -61,12 +65,12 @@ class Published:
 
 
 class Store:
-    """Content-addressed copies of one node; several engines may share it. Not for use from several
-    threads at once."""
+    """Content-addressed copies of one node; several engines and threads may share it."""
 
     def __init__(self, folder: Path, max_bytes: int = MAX_STORE_BYTES) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder, self._max_bytes = folder, max_bytes
+        self._folder, self._max_bytes = folder.resolve(), max_bytes
+        self._placing = threading.Lock()  # so that two do not make the same room
 
     def publish(self, entry: Entry, rules: Rules) -> Published:
         """Copy, hash, check, and only then give it its name. Blocks for the copy. Raises
@@ -90,11 +94,12 @@ class Store:
         digest = hashed.hexdigest()[:32]
         target = self._folder / digest
         size_bytes = (scratch / WEIGHTS).stat().st_size
-        if target.is_dir():
-            os.utime(target)  # the longest unused go first
-        else:
-            self._make_room(size_bytes)
-            _rename(scratch, target)
+        with self._placing:
+            if target.is_dir():
+                os.utime(target)  # the longest unused go first
+            else:
+                self._make_room(size_bytes)
+                _rename(scratch, target)
         return Published(digest, target, size_bytes)
 
     def _make_room(self, size_bytes: int) -> None:
@@ -110,6 +115,36 @@ class Store:
             excess -= sizes[path]
 
 
+class Shelf:
+    """The store as one engine uses it: what was published and has not changed is there at once,
+    whatever else is being copied."""
+
+    def __init__(self, store: Store, rules: Rules) -> None:
+        self._store, self._rules = store, rules
+        self._known: dict[tuple[str, str], tuple[Entry, Published]] = {}
+        # One per adapter, so that a crowd asking for a new one has it copied once.
+        self._copying: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def take(self, entry: Entry) -> Published:
+        """The checked copy, made again when the entry changed or its copy is gone. Raises
+        AdapterInvalid."""
+        if known := self._current(entry):
+            return known
+        key = entry.tenant, entry.name
+        async with self._copying[key]:
+            if known := self._current(entry):
+                return known
+            made = await asyncio.to_thread(self._store.publish, entry, self._rules)
+            self._known[key] = entry, made
+        return made
+
+    def _current(self, entry: Entry) -> Published | None:
+        found = self._known.get((entry.tenant, entry.name))
+        if found is None or found[0] != entry or not found[1].path.is_dir():
+            return None
+        return found[1]
+
+
 def _rename(scratch: Path, target: Path) -> None:
     try:
         scratch.rename(target)
@@ -119,9 +154,8 @@ def _rename(scratch: Path, target: Path) -> None:
 
 
 def _copy(entry: Entry, name: str, target: Path, bound: int, hashed: Any) -> None:
-    """Raises AdapterInvalid for a link or a file beyond the bound, OSError."""
-    source = os.open(entry.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(source, "rb") as reader, target.open("xb") as writer:
+    """Raises AdapterInvalid for a file that is not plain or beyond the bound, OSError for links."""
+    with open_plain(entry.name, entry.path / name) as reader, target.open("xb") as writer:
         target.chmod(0o400)
         left = bound
         while chunk := reader.read(_CHUNK_BYTES):

@@ -17,15 +17,20 @@ registered and nothing restarts. How to use it, in the front and in an engine al
 folders whose time has changed, so both may be called for each request at 10,000 entries. Neither
 opens the weights: an engine copies, hashes and checks them before it uses them
 (deployments.text.adapters), because what is named here may still change.
+
+Tenants write their own folders, so nothing in one is followed anywhere else: a link in place of a
+tenant's folder or an adapter is no adapter, and a file that is a link, a pipe or a device makes its
+adapter invalid.
 """
 
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from arbiter.errors import RequestError
 
@@ -138,7 +143,7 @@ class Catalogue:
         if _NAME.fullmatch(tenant):
             tries.insert(0, (folder / f"@{tenant}" / name, tenant))
         for path, owner in tries:
-            if (path / CONFIG).is_file() and path.resolve().is_relative_to(folder):
+            if _is_folder(path.parent) and _is_folder(path) and os.path.lexists(path / CONFIG):
                 return path, owner
         return None
 
@@ -154,6 +159,8 @@ class Catalogue:
 
     def _listed(self, folder: Path) -> frozenset[str]:
         try:
+            if not _is_folder(folder):
+                return frozenset()
             mtime_ns = folder.stat().st_mtime_ns
             known = self._listings.get(folder)
             if known is None or known.mtime_ns != mtime_ns:
@@ -164,15 +171,25 @@ class Catalogue:
 
     def _list(self, folder: Path) -> frozenset[str]:
         with os.scandir(folder) as rows:
-            names = (r.name for r in rows if _NAME.fullmatch(r.name) and r.is_dir())
+            names = (
+                r.name for r in rows if _NAME.fullmatch(r.name) and r.is_dir(follow_symlinks=False)
+            )
             found = [name for name, _ in zip(names, range(MAX_NAMES), strict=False)]
         return frozenset(found) - self._reserved
 
 
+def _is_folder(path: Path) -> bool:
+    """And no link to one."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def _stamp(path: Path) -> tuple[int, ...]:
-    """What changes when an adapter is replaced."""
-    config, weights = (path / CONFIG).stat(), (path / WEIGHTS).stat()
-    extras = (path / EXTRAS).stat().st_mtime_ns if (path / EXTRAS).exists() else 0
+    """What changes when an adapter is replaced. Raises OSError."""
+    config, weights = (path / CONFIG).lstat(), (path / WEIGHTS).lstat()
+    extras = (path / EXTRAS).lstat().st_mtime_ns if os.path.lexists(path / EXTRAS) else 0
     return (config.st_mtime_ns, config.st_ino, weights.st_mtime_ns, weights.st_ino, weights.st_size,
             extras)  # fmt: skip
 
@@ -183,18 +200,44 @@ def _read_entry(name: str, base: str, path: Path, stamp: tuple[int, ...], owner:
     rank = config.get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise AdapterInvalid(name, f"{CONFIG}: `r` is {rank!r}, not a rank")
-    extras = read_json(name, path / EXTRAS) if (path / EXTRAS).exists() else {}
+    extras = read_json(name, path / EXTRAS) if os.path.lexists(path / EXTRAS) else {}
     priority, pin = extras.get("priority", "normal"), extras.get("pin", False)
     if priority not in PRIORITIES or not isinstance(pin, bool):
         allowed = f"`priority` is one of {', '.join(PRIORITIES)}, `pin` true or false"
         raise AdapterInvalid(name, f"{EXTRAS}: {allowed}")
-    size = (path / WEIGHTS).stat().st_size
+    with open_plain(name, path / WEIGHTS) as weights:
+        size = os.fstat(weights.fileno()).st_size
     return Entry(name, base, path, rank, size, stamp, owner, priority, pin)
+
+
+def open_plain(name: str, file: Path) -> BinaryIO:
+    """To read a file of an adapter: a plain one, in a folder and a parent folder that are no links,
+    whatever takes their places meanwhile. Never blocks for a writer. Raises AdapterInvalid,
+    OSError."""
+    inside: int | None = None
+    for folder in (file.parent.parent, file.parent.name):
+        inside = _opened(folder, os.O_DIRECTORY, inside)
+    stream = os.fdopen(_opened(file.name, os.O_NONBLOCK, inside), "rb")
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise AdapterInvalid(name, f"{file.name} is not a plain file")
+    return stream
+
+
+def _opened(path: Path | str, flags: int, inside: int | None) -> int:
+    """Descriptor of `path` in the folder `inside`, which is closed. Raises OSError, for a link
+    too."""
+    try:
+        flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(path, flags, dir_fd=inside)
+    finally:
+        if inside is not None:
+            os.close(inside)
 
 
 def read_json(name: str, file: Path) -> dict[str, Any]:
     """A small object. Raises AdapterInvalid, OSError."""
-    with file.open("rb") as stream:
+    with open_plain(name, file) as stream:
         raw = stream.read(MAX_CONFIG_BYTES + 1)
     if len(raw) > MAX_CONFIG_BYTES:
         raise AdapterInvalid(name, f"{file.name} is larger than {MAX_CONFIG_BYTES} bytes")

@@ -1,6 +1,8 @@
 """Only a checked, immutable copy of an adapter reaches an engine."""
 
+import asyncio
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 
 from deployments.headers import linear_shapes, slot_bytes
-from deployments.text.adapters import Rules, Store
+from deployments.text.adapters import Published, Rules, Shelf, Store
 from deployments.text.catalogue import AdapterInvalid, Catalogue, Entry
 from tests.support.adapters import rewrite_header, write
 
@@ -71,7 +73,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a pipe": (
         lambda folder: ((folder / WEIGHTS).unlink(), os.mkfifo(folder / WEIGHTS)),
-        "not a safetensors",
+        "not a plain file",
     ),
     "rank above the slots'": (configured(rank=32), "rank 32"),
     "rank not of its tensors": (lambda f: write(f, SHAPES, 32, r=8), "rank 32 is not"),
@@ -102,6 +104,69 @@ def test_a_bad_adapter_is_refused_with_the_reason_and_nothing_is_kept(
     with pytest.raises(AdapterInvalid, match=word):
         store.publish(entry(source), RULES)
     assert list((tmp_path / "store").iterdir()) == []
+
+
+def linked(path: Path, target: Path) -> None:
+    path.rename(path.with_name("was-here"))
+    path.symlink_to(target)
+
+
+SWAPPED: dict[str, Callable[[Path], object]] = {
+    "its config": lambda folder: linked(folder / "adapter_config.json", folder / "was-here"),
+    "its weights": lambda folder: linked(folder / WEIGHTS, folder / "was-here"),
+    "itself": lambda folder: linked(folder, folder.parent / "was-here"),
+    "its folder": lambda folder: linked(folder.parent, folder.parent.parent / "was-here"),
+}
+
+
+@pytest.mark.spec("F2", "L2")
+@pytest.mark.parametrize("swap", SWAPPED.values(), ids=SWAPPED.keys())
+def test_what_became_a_link_after_it_was_found_is_not_copied(
+    tmp_path: Path, store: Store, swap: Callable[[Path], object]
+) -> None:
+    found = entry(write(tmp_path / "in" / "good", SHAPES))
+    swap(found.path)
+    with pytest.raises(AdapterInvalid, match=r"symbolic links|Not a directory"):
+        store.publish(found, RULES)
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+class SlowStore(Store):
+    """Copies what is called `cold` when it is allowed to; counts all copies."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.begun, self.allowed, self.copies = threading.Event(), threading.Event(), list[str]()
+
+    def publish(self, entry: Entry, rules: Rules) -> Published:
+        self.copies.append(entry.name)
+        if entry.name == "cold":
+            self.begun.set()
+            assert self.allowed.wait(10)
+        return super().publish(entry, rules)
+
+
+@pytest.mark.spec("F2")
+def test_while_a_cold_adapter_is_copied_warm_and_other_new_ones_go_on(tmp_path: Path) -> None:
+    names = ("warm", "cold", "new")
+    warm, cold, new = (entry(write(tmp_path / "in" / name, SHAPES)) for name in names)
+    store = SlowStore(tmp_path / "store")
+
+    async def story() -> None:
+        shelf = Shelf(store, RULES)
+        first = await shelf.take(warm)
+        crowd = [asyncio.ensure_future(shelf.take(cold)) for _ in range(3)]
+        assert await asyncio.to_thread(store.begun.wait, 10)
+        try:
+            async with asyncio.timeout(10):
+                assert await shelf.take(warm) == first
+                await shelf.take(new)
+        finally:
+            store.allowed.set()
+        assert len({made.digest for made in await asyncio.gather(*crowd)}) == 1
+
+    asyncio.run(story())
+    assert sorted(store.copies) == ["cold", "new", "warm"], "each copied once"
 
 
 @pytest.mark.spec("F2")

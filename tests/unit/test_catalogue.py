@@ -96,7 +96,38 @@ def test_a_name_cannot_leave_its_folder(catalogue: Catalogue, name: str) -> None
 def test_a_link_out_of_the_folder_is_not_followed(catalogue: Catalogue, root: Path) -> None:
     outside = put(root / "outside")
     (root / "chat" / "escape").symlink_to(outside)
-    assert catalogue.find("escape") is None
+    assert catalogue.find("escape") is None and "chat:escape" not in catalogue.names()
+
+
+@pytest.mark.spec("F2", "L2")
+def test_a_tenants_link_to_another_tenants_adapter_is_nobodys(
+    catalogue: Catalogue, root: Path
+) -> None:
+    (root / "chat" / "@other").mkdir()
+    (root / "chat" / "@other" / "mine").symlink_to("../@acme/secret")
+    (root / "chat" / "@whole").symlink_to("@acme")
+    (root / "chat" / "@acme" / "shortcut").symlink_to("secret")
+    for name, tenant in (("mine", "other"), ("secret", "whole"), ("shortcut", "acme")):
+        assert catalogue.find(name, tenant) is None
+        assert f"chat:{name}" not in catalogue.names(tenant)
+
+
+@pytest.mark.spec("L2", "L3")
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors", "serve.json"])
+def test_a_file_that_is_a_link_or_a_pipe_is_refused_at_once(
+    catalogue: Catalogue, root: Path, file: str
+) -> None:
+    put(root / "chat" / "other-one")
+    (root / "chat" / "other-one" / "serve.json").write_text("{}")
+    place = root / "chat" / "legal" / file
+    place.unlink()
+    place.symlink_to(root / "chat" / "other-one" / file)
+    with pytest.raises(AdapterInvalid, match="symbolic links"):
+        catalogue.find("legal")
+    place.unlink()
+    os.mkfifo(place)
+    with pytest.raises(AdapterInvalid, match="not a plain file"):
+        catalogue.find("legal")
 
 
 def test_a_replaced_adapter_is_read_again(catalogue: Catalogue, root: Path) -> None:
