@@ -259,6 +259,7 @@ class ArbiterActor:
         old, self._configuration = self._configuration, configuration
         self._store.save_configuration(configuration)
         self._shell.feed(configuration.capabilities)
+        self._store.save_floors(self._shell.core.export_floors())  # what was removed has none
         self._shell.order_all(wire.TableOrder(configuration.table))
         if (old.settings, old.policies) != (configuration.settings, configuration.policies):
             self._begin_anew("settings changed")

@@ -273,6 +273,7 @@ def confirm_sleep(mind: Mind, entry: Entry) -> None:
     if entry.revoked_at is not None:
         mind.estimates.left(entry.capability, since(entry.revoked_at, mind.now))
     entry.leaving, entry.inflight = None, 0
+    entry.settles = entry.settles and _floor(mind, entry) is not Floor.HOST
     size = Bytes(fallen)
     mind.tell("model_unload", entry, size=size, took=took, reason=reason.value, to="asleep")
     mind.watch(entry, mind.now)

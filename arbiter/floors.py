@@ -17,7 +17,7 @@ from arbiter.sites import cap_pins
 
 ModelName = tuple[str, str]  # capability and model
 HERE = (State.QUEUED, State.LOADING, State.RESIDENT)
-LEVEL = {State.RESIDENT: Floor.DEVICE, State.ASLEEP: Floor.HOST}
+AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # one that drains may refuse to go
 
 
 # -- floors ---------------------------------------------------------------------------------------
@@ -36,25 +36,30 @@ def is_set(mind: Mind, event: ev.FloorSet) -> None:
     entries = _entries(mind, name)
     for entry in entries:
         mind.ledger.pin(entry, spec.pinned or event.floor is Floor.DEVICE)
-        entry.settles = event.floor is not Floor.DEVICE and entry.state is State.RESIDENT
+        entry.settles = event.floor is not Floor.DEVICE and entry.state in AWAKE
         mind.watch(entry, mind.now)
         cap_pins(mind, entry.home)
     if event.floor is Floor.DEVICE:
         bring(mind, name)
+        if failure := mind.failures.get(name):
+            mind.alarms.set(("floors", ""), failure.until)
     elif event.floor is Floor.COLD:
         mind.wanted.pop(name, None)
         for entry in entries:
-            entry.settles = entry.state in LEVEL
+            entry.settles = entry.state in (*AWAKE, State.ASLEEP)
 
 
 def settle(mind: Mind, entry: Entry) -> bool:
-    """It is idle, and its floor was lowered: it goes down to it. False: it is where it may be."""
+    """It is idle, and its floor was lowered: it goes down to it. A holder that is busy after all
+    refuses, and is asked again. False: it is where it may be."""
+    if entry.settles and entry.state is State.ASLEEP and of(mind, entry) is Floor.HOST:
+        entry.settles = False
     if not entry.settles:
         return False
-    entry.settles = False
-    if entry.state is State.ASLEEP and of(mind, entry) is Floor.HOST:
-        return False
-    revoke(mind, entry, Reason.MANUAL, None)
+    if mind.now < entry.refused_until:
+        mind.watch(entry, entry.refused_until)
+    else:
+        revoke(mind, entry, Reason.MANUAL, None)
     return True
 
 
@@ -91,6 +96,17 @@ def bring(mind: Mind, name: ModelName) -> None:
     mind.say(Reload(asleep[0] if asleep else able[0].holder, name[1]))
 
 
+def keep(mind: Mind) -> None:
+    """An engine with the device floor has ended, or a cool-down has: what should be on the device
+    and is not is brought in again, as soon as it may be tried."""
+    for name in [n for n, floor in mind.floors.items() if floor is Floor.DEVICE]:
+        failure = mind.failures.get(name)
+        if failure and mind.now < failure.until:
+            mind.alarms.set(("floors", ""), failure.until)
+        elif mind.closing_by is None:
+            bring(mind, name)
+
+
 def greet(mind: Mind, capability: str) -> None:
     """A holder has joined: what nobody could load before it may now. What is pinned it loads
     anyway."""
@@ -114,12 +130,13 @@ def _entries(mind: Mind, name: ModelName) -> list[Entry]:
 
 
 def note_removed(mind: Mind, before: tuple[ev.CapabilitySpec, ...]) -> None:
-    """The table has changed: what is no longer in it goes once it is idle, and then what was
-    learned of it."""
+    """The table has changed: what is no longer in it has no floor any more, goes once it is idle,
+    and then what was learned of it."""
     for spec in before:
         for model in spec.models:
             if not _is_known(mind, spec.name, model.name):
                 mind.removing[(spec.name, model.name)] = None
+                mind.floors.pop((spec.name, model.name), None)
     for name in list(mind.removing):
         if _is_known(mind, *name):
             del mind.removing[name]  # it is back
@@ -139,8 +156,22 @@ def forget_removed(mind: Mind) -> None:
         if _entries(mind, name):
             continue
         del mind.removing[name]
-        mind.floors.pop(name, None)
         mind.wanted.pop(name, None)
         mind.failures.pop(name, None)
         mind.estimates.forget_model(*name)
+        _forget_uses(mind, name)
         mind.tell("model_removed", capability=name[0], model=name[1])
+
+
+def _forget_uses(mind: Mind, name: ModelName) -> None:
+    """How often it was used, what followed it, and where it was."""
+    mind.rates.forget(name)
+    mind.lasting_rates.forget(name)
+    mind.guesses.pop(name, None)
+    mind.followers.pop(name, None)
+    for followers in mind.followers.values():
+        followers.pop(name, None)
+    if mind.last_used and mind.last_used[0] == name:
+        mind.last_used = None
+    for home in [home for home in mind.last_home if home[1:] == name]:
+        del mind.last_home[home]

@@ -21,7 +21,7 @@ from arbiter.line import Waiting
 from arbiter.mind import Mind, Node
 from arbiter.ranking import SCANNED_COUNT
 from arbiter.refusing import turn_away
-from arbiter.sites import cap_pins, compute_books, flag_pinned_on, is_trusted, on_demand_of
+from arbiter.sites import cap_pins, compute_books, flag_pinned_on, on_demand_of, trusted
 from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
 
 
@@ -81,7 +81,7 @@ def _serve(mind: Mind, node: Node) -> bool:
     books = compute_books(mind, node)
     look = Look(
         node,
-        {b.device: b for b in books if is_trusted(mind, node, b.device)},
+        {b.device: b for b in trusted(mind, node)},
         max((b.budget_bytes for b in books), default=Bytes(0)),
         max((on_demand_of(b) for b in books), default=Bytes(0)),
     )

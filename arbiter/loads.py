@@ -91,6 +91,7 @@ def _cool_down(mind: Mind, entry: Entry, cause: str) -> None:
     pause = Span(min(terms.cooldown_first << min(times - 1, 20), terms.cooldown_most))
     failure = Failure(cause, times, after(mind.now, pause))
     mind.failures[(entry.capability, entry.model)] = failure
+    mind.alarms.set(("floors", ""), failure.until)
     mind.tell("cool_down", entry, took=pause, cause=cause, times=times)
 
 

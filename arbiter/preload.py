@@ -14,7 +14,7 @@ from arbiter.ledger import Entry, State
 from arbiter.mind import Mind, Node
 from arbiter.pressure import is_nominal
 from arbiter.rates import Name
-from arbiter.sites import compute_books, is_trusted
+from arbiter.sites import trusted
 from arbiter.units import Bytes, NodeId, after, since
 
 NAMES_COUNT = 1_000  # models whose followers are remembered; some 100 bytes each
@@ -108,9 +108,7 @@ def _is_free(mind: Mind, name: NodeId, wanted: Name) -> bool:
 
 
 def _has_room(mind: Mind, node: Node, size: Bytes) -> bool:
-    return any(
-        b.free_bytes >= size and is_trusted(mind, node, b.device) for b in compute_books(mind, node)
-    )
+    return any(b.free_bytes >= size for b in trusted(mind, node))
 
 
 def _is_busy(mind: Mind, wanted: Name) -> bool:

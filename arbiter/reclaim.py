@@ -11,6 +11,8 @@ from arbiter.mind import Mind
 from arbiter.units import Bytes, HolderId, TicketId, after, since
 
 REASONS = {reason.value: reason for reason in Reason}
+# Nobody wanted these to end: a model whose floor is the device comes back (floors.keep).
+UNASKED = frozenset({Reason.LOST, Reason.FAILED})
 
 
 def reclaim(mind: Mind, entry: Entry, reason: Reason) -> None:
@@ -99,3 +101,5 @@ def gone(mind: Mind, entry: Entry) -> None:
     kind = "lease_ended" if entry.lease else "model_unload"
     mind.tell(kind, entry, size=charged(entry), took=took, reason=reason.value, to="gone")
     mind.close(entry)
+    if reason in UNASKED and mind.floors:
+        mind.alarms.set(("floors", ""), mind.now)

@@ -6,7 +6,7 @@ from arbiter.budget import on_demand, pinned_overcommit, share
 from arbiter.events import DeviceKind
 from arbiter.ledger import Book
 from arbiter.mind import Mind, Node
-from arbiter.units import Bytes, DeviceId, after, since
+from arbiter.units import Bytes, DeviceId, Instant, after, since
 
 COMPUTE = frozenset({DeviceKind.GPU, DeviceKind.CPU})
 
@@ -52,18 +52,25 @@ def cap_pins(mind: Mind, devices: Iterable[DeviceId]) -> None:
                 total += size
 
 
-def is_trusted(mind: Mind, node: Node, device: DeviceId) -> bool:
+def is_trusted(mind: Mind, node: Node, device: DeviceId, now: Instant) -> bool:
     """Its memory was read in this epoch and lately, and no engine that nobody claimed may still be
     growing on it."""
-    terms = mind.settings.terms
-    if node.heard is None or since(node.heard, mind.now) >= terms.reading:
+    if node.heard is None or since(node.heard, now) >= mind.settings.terms.reading:
         return False
-    if device not in node.readings:
-        return False
-    grace = after(mind.settled_at, terms.reclaim_alarm)
-    for engine in node.unclaimed.values():
-        over_at = max(grace, after(engine.first_seen, terms.reclaim_alarm))
-        if device in engine.measured and mind.now < over_at:
+    return device in node.readings and now >= _unclaimed_until(mind, node, device)
+
+
+def _unclaimed_until(mind: Mind, node: Node, device: DeviceId) -> Instant:
+    alarm = mind.settings.terms.reclaim_alarm
+    seen = [e.first_seen for e in node.unclaimed.values() if device in e.measured]
+    return after(max([mind.settled_at, *seen]), alarm) if seen else Instant(0)
+
+
+def trusted(mind: Mind, node: Node) -> list[Book]:
+    """Of those that compute. The line is looked at again when claims to another are over."""
+    books = compute_books(mind, node)
+    for book in books:
+        over_at = _unclaimed_until(mind, node, book.device)
+        if mind.now < over_at:
             mind.alarms.set(("line", node.node), over_at)
-            return False
-    return True
+    return [b for b in books if is_trusted(mind, node, b.device, mind.now)]

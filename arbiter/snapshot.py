@@ -116,7 +116,7 @@ def view_of(mind: Mind, now: Instant) -> StateView:
         is_settled=not mind.awaited or now >= mind.settled_at,
         is_closing=mind.closing_by is not None,
         stale_count=mind.stale_count,
-        devices=tuple(_device(mind, book) for _, book in sorted(mind.ledger.books.items())),
+        devices=tuple(_device(mind, book, now) for _, book in sorted(mind.ledger.books.items())),
         tickets=tuple(_ticket(entry, now) for entry in mind.ledger.entries()),
         queue=tuple(_queue(mind, now)),
         cooldowns=tuple(_cooldowns(mind, now)),
@@ -128,11 +128,11 @@ def view_of(mind: Mind, now: Instant) -> StateView:
     )
 
 
-def _device(mind: Mind, book: Book) -> DeviceView:
+def _device(mind: Mind, book: Book, now: Instant) -> DeviceView:
     node = mind.nodes[book.node]
     reading = node.readings.get(book.device)
     measured = sum(e.measured.get(book.device, 0) for e in book.entries.values())
-    fits = max(0, book.free_bytes) if is_trusted(mind, node, book.device) else 0
+    fits = max(0, book.free_bytes) if is_trusted(mind, node, book.device, now) else 0
     return DeviceView(
         book.device, book.node, book.kind,
         capacity_bytes=book.total_bytes, budget_bytes=book.budget_bytes,

@@ -147,6 +147,7 @@ RULES: dict[str, Callable[[Mind, str], None]] = {
     "restore": lambda mind, _: loads.tend_restores(mind),
     "scale": replicas.tend,
     "closing": lambda mind, _: end_closing(mind),
+    "floors": lambda mind, _: floors.keep(mind),
     "audit": audit,
     "line": look_at_line,
 }

@@ -137,6 +137,82 @@ def test_a_model_that_is_back_in_time_keeps_what_was_learned() -> None:
     assert not d.mind.removing
 
 
+@pytest.mark.spec("D2", "D8")
+def test_a_lowered_floor_is_asked_again_when_its_holder_was_busy_after_all() -> None:
+    d = external()
+    floor(d, 0, "a", Floor.DEVICE)
+    d.resident(1, "a", 30)
+    assert revoked(floor(d, 10, "a", Floor.COLD)) == [("a", "manual", "gone")]
+    d.at(11, ev.Busy(TicketId("a"), 1))
+    assert revoked(d.beat(12, "a")) == []  # it was asked a moment ago
+    assert revoked(d.woke(60)) == [("a", "manual", "gone")]
+
+
+@pytest.mark.spec("D8")
+def test_what_has_the_device_floor_comes_back_when_its_engine_dies() -> None:
+    d = Desk()
+    floor(d, 0, "a", Floor.DEVICE)
+    d.resident(1, "a", 30)
+    assert Reload(H, "a") in d.gone(2, "a")
+
+
+@pytest.mark.spec("D8")
+def test_what_has_the_device_floor_is_tried_again_after_each_cool_down() -> None:
+    d = Desk()
+    floor(d, 0, "a", Floor.DEVICE)
+    d.ask(1, "a", 30)
+    d.at(2, ev.LoadBroke(TicketId("a"), "a bug", False))
+    assert d.gone(2.1, "a") == []
+    assert d.woke(3.9) == []
+    assert d.woke(4.1) == [Reload(H, "a")]
+
+
+@pytest.mark.spec("D9")
+def test_a_removed_model_that_sleeps_on_its_floor_goes_and_the_floor_with_it() -> None:
+    d = Desk(host=80)
+    d.resident(0, "a", 50, host=40)
+    floor(d, 2, "a", Floor.HOST)
+    d.beat(3, "a")
+    d.engines["a"] = {CPU: 50}
+    d.read(3)
+    d.at(4, ev.Slept(TicketId("a")))
+    d.engines["a"] = {HOST: 40}
+    d.read(5)
+    assert d.state("a") == "asleep"
+    text = replace(d.table[0], models=tuple(m for m in d.table[0].models if m.name != "a"))
+    gone = revoked(d.at(10, ev.CapabilitiesSet((text, d.table[1]))))
+    assert [r[0] for r in gone] == ["a"] and d.arbiter.export_floors() == []
+
+
+@pytest.mark.spec("D9", "C11")
+def test_with_a_removed_model_its_rates_and_what_followed_it_are_forgotten() -> None:
+    d = Desk(settings=replace(PLAIN, preload="history"))
+    for t, name in enumerate(("b", "a", "b2", "a2")):
+        d.ask(t, name, 10)
+        d.at(t, ev.Loaded(TicketId(name), ev.Span(0)))
+        d.at(t, ev.Released(TicketId(name), "x"))
+        d.gone(t, name)
+    a, b = ("text", "a"), ("text", "b")
+    mind = d.mind
+    assert mind.rates.recent(a, mind.now) and set(mind.followers) == {a, b}
+    text = replace(d.table[0], models=tuple(m for m in d.table[0].models if m.name != "a"))
+    d.at(10, ev.CapabilitiesSet((text, d.table[1])))
+    d.woke(11)
+    assert mind.rates.recent(a, mind.now) == mind.lasting_rates.recent(a, mind.now) == 0
+    assert mind.followers == {b: {}} and mind.last_used is None
+    assert mind.rates.recent(b, mind.now) > 0
+
+
+@pytest.mark.spec("B7")
+def test_a_status_read_changes_nothing() -> None:
+    d = Desk(settings=replace(PLAIN, terms=replace(PLAIN.terms, reclaim_alarm=ev.Span(10**12))))
+    d.engines["stranger"] = {CPU: 1}
+    d.read(20)
+    d.mind.alarms.due(ev.Span(10**15))
+    d.arbiter.snapshot(ev.Span(21 * 10**9))  # type: ignore[arg-type]
+    assert d.mind.alarms.next() is None
+
+
 @pytest.mark.spec("C8")
 def test_what_is_pinned_on_top_of_the_cap_is_a_victim_like_any_other() -> None:
     d = Desk(settings=replace(PLAIN, pinned_most_fraction=0.5))
