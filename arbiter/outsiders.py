@@ -70,7 +70,7 @@ class Outsiders:
             raise LeaseRefused("pid", f"{pid} belongs to another ticket, or this one to another")
         try:
             fd = os.pidfd_open(pid)
-        except (ProcessLookupError, OSError) as error:
+        except (OSError, OverflowError) as error:
             raise LeaseRefused("pid", f"{pid} is no process on this node: {error}") from error
         found = proc.process(pid)
         if found is None or not found.alive or not _is_ours(pid):
@@ -95,7 +95,7 @@ class Outsiders:
                 pid for pid, ticks in outsider.members.items()
                 if pid in seen and seen[pid].start_ticks == ticks
             }  # fmt: skip
-            found = proc.descend(known, seen)
+            found = {pid for pid in proc.descend(known, seen) if pid in known or _is_ours(pid)}
             outsider.members = {pid: seen[pid].start_ticks for pid in found}
         return [o for o in noted if not o.members]
 

@@ -139,10 +139,11 @@ def memory(pids: Iterable[int]) -> Memory:
 
 
 def _rollup(pid: int) -> dict[str, int]:
-    """Sums over all mappings of one process, in bytes; empty when it just went."""
+    """Sums over all mappings of one process, in bytes; empty when it just went, or when
+    it is another user's (a setuid helper): what cannot be read stays foreign."""
     try:
         text = (PROC / str(pid) / "smaps_rollup").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return {}
     pairs = (line.split(":", 1) for line in text.splitlines()[1:])
     return {key: int(value.split()[0]) * KIB for key, value in pairs}
@@ -153,7 +154,7 @@ def _memory_files(pid: int) -> Iterator[tuple[tuple[int, int], str, int]]:
     folder = PROC / str(pid) / "fd"
     try:
         numbers = os.listdir(folder)
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return
     for number in numbers:
         try:
@@ -162,8 +163,8 @@ def _memory_files(pid: int) -> Iterator[tuple[tuple[int, int], str, int]]:
                 status = os.stat(folder / number)
                 name = target.removeprefix("/memfd:").removeprefix("/dev/shm/")
                 yield (status.st_dev, status.st_ino), name, status.st_blocks * _SECTOR_BYTES
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # closed between listing and reading
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # closed between listing and reading, or it has become another user's
 
 
 def stalled_fraction() -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from arbiter import children
+from arbiter import children, proc
 from arbiter.errors import LeaseRefused
 from arbiter.events import DeviceBytes, EngineReading
 from arbiter.outsiders import Outsider, Outsiders
@@ -72,6 +72,24 @@ def test_a_dead_process_and_a_strangers_are_refused(
     monkeypatch.setattr(os, "getuid", lambda: 12_345)
     with pytest.raises(LeaseRefused):
         Outsiders().open(JOB, job.pid, LENT, set())
+
+
+def test_a_helper_of_another_user_is_nobodys(
+    job: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outsiders = Outsiders()
+    opened = outsiders.open(JOB, job.pid, LENT, set())
+    assert opened
+    ours = {job.pid, os.getpid()}
+    monkeypatch.setattr("arbiter.outsiders._is_ours", lambda pid: pid in ours)
+    until(lambda: len(proc.descend({job.pid}, proc.processes())) == 2, 10)
+    assert look(outsiders) == [] and opened.members.keys() == {job.pid}
+
+
+@pytest.mark.parametrize("pid", [99_999_999_999, 1 << 70])
+def test_a_number_that_can_be_no_pid_is_refused(pid: int) -> None:
+    with pytest.raises(LeaseRefused):
+        Outsiders().open(JOB, pid, LENT, set())
 
 
 def test_helpers_outlive_their_root_on_the_books(job: subprocess.Popen[bytes]) -> None:

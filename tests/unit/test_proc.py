@@ -5,6 +5,7 @@ import mmap
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,20 @@ def test_shared_memory_without_a_file_cannot_hide() -> None:
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     with child(lambda: mmap.mmap(-1, 30 * MIB, flags)) as pid:
         assert 30 * MIB <= measure(pid).device_bytes <= 30 * MIB + SLACK
+
+
+@pytest.mark.parametrize("call", ["read_text", "listdir", "readlink"])
+def test_what_another_user_keeps_to_itself_is_not_read_and_does_no_harm(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(*_: object) -> str:
+        raise PermissionError("another user's")
+
+    with child(lambda: memory_file("scratch", 20)) as pid:
+        monkeypatch.setattr(Path if call == "read_text" else os, call, kept)
+        found = proc.memory({pid})
+        monkeypatch.undo()
+    assert found.device_bytes < 20 * MIB + SLACK
 
 
 def test_the_tree_keeps_members_whose_parent_died() -> None:
