@@ -15,7 +15,7 @@ from arbiter.units import TicketId
 from deployments.front import arbiter_routes
 from deployments.front.gate import Gate
 from deployments.front.keys import Caller, Scope
-from deployments.front.reading import BadRequest, refused
+from deployments.front.reading import BadRequest, bounded_body, refused
 
 router = APIRouter(prefix="/arbiter")
 MOST_BYTES = 16 << 10  # a lease is named by a few words and numbers
@@ -49,11 +49,11 @@ async def hear(request: Request, lease: str) -> Response:
     caller = the_gate().require(request, Scope.LEASE)
     if not NAME.fullmatch(lease):
         return BadRequest("a lease's id has letters, digits and . _ - inside", "id").response
-    raw = await request.body()
-    if len(raw) > MOST_BYTES:
-        return BadRequest(f"the body is larger than {MOST_BYTES} bytes", None, 413).response
     try:
+        raw = await bounded_body(request, MOST_BYTES)
         said = LeaseBody.model_validate_json(raw).model_copy(update={"tenant": caller.tenant})
+    except BadRequest as error:
+        return error.response
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in problem["loc"])

@@ -69,7 +69,7 @@ class Asked:
 
 async def read(request: Request, profiles: dict[str, Profile]) -> Asked:
     """Raises BadRequest naming the field."""
-    raw = await _bounded_body(request)
+    raw = await bounded_body(request)
     fields = _object(raw)
     path = request.url.path
     if private := sorted(PRIVATE & fields.keys()):
@@ -147,15 +147,16 @@ def _request_id(request: Request) -> str:
     return f"req-{uuid.uuid4().hex[:16]}"
 
 
-async def _bounded_body(request: Request) -> bytes:
-    too_large = BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes", None, 413)
+async def bounded_body(request: Request, most_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Raises BadRequest as soon as it is larger, having kept no more than that."""
+    too_large = BadRequest(f"the body is larger than {most_bytes} bytes", None, 413)
     declared = request.headers.get("content-length", "0")
-    if declared.isascii() and declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+    if declared.isascii() and declared.isdecimal() and int(declared) > most_bytes:
         raise too_large
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_BODY_BYTES:
+        if size > most_bytes:
             raise too_large
         chunks.append(chunk)
     return b"".join(chunks)

@@ -14,7 +14,7 @@ from deployments.config import Strict, parse_table
 from deployments.front import arbiter_routes
 from deployments.front.keys import Scope
 from deployments.front.lease_routes import MOST_BYTES, the_gate
-from deployments.front.reading import BadRequest, refused
+from deployments.front.reading import BadRequest, bounded_body, refused
 
 router = APIRouter(prefix="/arbiter")
 ORDER = ("resident", "draining", "loading", "asleep", "queued", "reclaiming")  # best first
@@ -146,9 +146,7 @@ async def _home(model: str) -> str:
 
 async def _read(request: Request, shape: type[T]) -> T:
     """Raises BadRequest naming the field."""
-    raw = await request.body()
-    if len(raw) > MOST_BYTES:
-        raise BadRequest(f"the body is larger than {MOST_BYTES} bytes", None, 413)
+    raw = await bounded_body(request, MOST_BYTES)
     try:
         return shape.model_validate_json(raw)
     except ValidationError as error:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fastapi import Request
@@ -13,6 +14,7 @@ from arbiter.errors import UnknownModel
 from arbiter.events import Priority
 from deployments import wire
 from deployments.config import Table, parse_table
+from deployments.front import lease_routes, residency_routes
 from deployments.front.names import Names
 from deployments.front.reading import Asked, BadRequest, call_of, read
 from deployments.front.shapes import PRIVATE
@@ -36,6 +38,27 @@ def request(body: bytes, headers: dict[str, str] | None = None, path: str = CHAT
 
     scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
     return Request(scope | {"server": ("localhost", 8000), "scheme": "http"}, receive)
+
+
+async def test_a_body_without_end_is_read_no_further_than_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_bytes = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal read_bytes
+        read_bytes += 4096
+        assert read_bytes < 1 << 20, "it is read without end"
+        return {"type": "http.request", "body": b" " * 4096, "more_body": True}
+
+    endless = Request({"type": "http", "method": "PUT", "path": "/", "headers": []}, receive)
+    monkeypatch.setattr(lease_routes, "the_gate", Mock)
+    answer = await lease_routes.hear(endless, "mine")
+    assert answer.status_code == 413
+    endless = Request({"type": "http", "method": "PUT", "path": "/", "headers": []}, receive)
+    with pytest.raises(BadRequest):
+        await residency_routes._read(endless, residency_routes.PressureBody)
+    assert read_bytes <= 2 * (lease_routes.MOST_BYTES + 4096)
 
 
 async def asked(
