@@ -42,8 +42,11 @@ def parse_size(value: object) -> int:
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 
 
+LONGEST_S = 31_622_400.0  # a leap year; beyond 292 of them nanoseconds do not fit
+
+
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Arenas(Strict):
@@ -64,12 +67,12 @@ class ArbiterConfig(Strict):
     admit: str = "warm_first"
     one_resident_roles: tuple[str, ...] = ()  # SPEC A11: of these roles one model a node
     bypass_count: int = Field(8, ge=0)  # SPEC C6: how often a ticket is overtaken
-    bypass_s: float = Field(30.0, ge=0)  # and for how long
+    bypass_s: float = Field(30.0, ge=0, le=LONGEST_S)  # and for how long
     arenas: Arenas = Arenas()
     state_file: str | None = None  # default: beside the user's other state, mode 0600
     event_file: str | None = None  # the event log as JSON lines; default: none is written
     barrier_s: float = Field(10.0, gt=0, le=600)  # SPEC A9
-    load_timeout_s: float = Field(600.0, gt=0)
+    load_timeout_s: float = Field(600.0, gt=0, le=LONGEST_S)
     queue_per_model: int = Field(1_000, ge=1)
     queue_total: int = Field(10_000, ge=1)
     min_residency_loads: float = Field(1.0, ge=0)  # in units of the model's own load time
@@ -78,7 +81,7 @@ class ArbiterConfig(Strict):
     pipelines: list[list[str]] = []  # of capabilities, in the order they are used
     pinned_most: float = Field(1.0, ge=0, le=1)  # SPEC C8: share of a device that may be pinned
     lease_tenant: Size | None = None  # the most one tenant may lease; default: half of all
-    lease_term_most_s: float = Field(86_400.0, gt=0)  # SPEC A15
+    lease_term_most_s: float = Field(86_400.0, gt=0, le=LONGEST_S)  # SPEC A15
 
     @field_validator("evict")
     @classmethod
@@ -169,7 +172,7 @@ class ModelConfig(Strict):
     thinking: bool | None = None  # `enable_thinking` of its template where a request says nothing
     defaults: dict[str, Any] = {}  # request fields where a request says nothing
     need: NeedConfig | None = None
-    keep_warm_s: float | None = Field(None, ge=-1)  # -1: for ever; 0: goes at once
+    keep_warm_s: float | None = Field(None, ge=-1, le=LONGEST_S)  # -1: for ever; 0: goes at once
     pin: bool = False
     allow_oversize: bool = False  # loads even where it is larger than the whole budget (SPEC B6)
     can_sleep: bool = True
@@ -188,8 +191,8 @@ class CapabilityConfig(Strict):
     role: str
     engine: str  # a name in deployments.plan.ENGINES, or `module:function`
     models: dict[str, ModelConfig] = Field(min_length=1)
-    keep_warm_s: float | None = Field(None, ge=-1)
-    downscale_to_zero_s: float = Field(300.0, ge=0)  # SPEC H0
+    keep_warm_s: float | None = Field(None, ge=-1, le=LONGEST_S)
+    downscale_to_zero_s: float = Field(300.0, ge=0, le=LONGEST_S)  # SPEC H0
     # SPEC D2: `external`: requests load nothing, a control plane sets what is resident
     managed: Literal["self", "external"] = "self"
 
@@ -245,7 +248,7 @@ class Profile(Strict):
     aliases: dict[str, str] = {}  # names they use to names that are served
     defaults: dict[str, Any] = {}  # request fields, before those of the model
     priority: Literal["urgent", "high", "normal", "low", "batch"] | None = None
-    deadline_s: float | None = Field(None, gt=0)
+    deadline_s: float | None = Field(None, gt=0, le=LONGEST_S)
     stay_warm_s: float = Field(0.0, ge=0, le=3_600)
 
 

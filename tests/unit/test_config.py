@@ -126,3 +126,12 @@ def test_keep_warm_is_the_models_else_the_capabilitys_else_the_roles() -> None:
     assert keep_warm({}, {}) == seconds(300)
     assert keep_warm({"keep_warm_s": 5}, {}) == seconds(5)
     assert keep_warm({"keep_warm_s": 5}, {"keep_warm_s": -1}) == seconds(-1)
+
+
+@pytest.mark.parametrize("value", ["inf", "1e308"])
+@pytest.mark.parametrize("field", ["load_timeout_s", "bypass_s", "lease_term_most_s"])
+def test_a_time_that_does_not_fit_is_refused_by_name(field: str, value: str) -> None:
+    models = {"m": {"source": "x"}}
+    chat = {"role": "text", "engine": "vllm", "models": models}
+    with pytest.raises(ConfigError, match=field):
+        parse_table({"arbiter": {field: float(value)}, "capabilities": {"chat": chat}})
