@@ -11,7 +11,7 @@ import ray
 
 from arbiter import calls, rays
 from arbiter import events as ev
-from arbiter.errors import LeaseRefused
+from arbiter.errors import AgentAway, LeaseRefused
 from arbiter.node_agent import NodeAgent
 from arbiter.store import Member
 from arbiter.units import HolderId, NodeId, TicketId
@@ -43,15 +43,19 @@ class RayAgents:
     async def adopt(
         self, node: NodeId, ticket: TicketId, pid: int, granted: tuple[ev.DeviceBytes, ...]
     ) -> None:
-        """Raises LeaseRefused, or RayError when that node has no agent just now."""
+        """Raises LeaseRefused, the agent's own word, or AgentAway: it said nothing."""
         handle = self._handles.get(node)
         if handle is None:
-            raise LeaseRefused("node", f"{node} has no agent")
+            raise AgentAway(f"{node} has no agent")
         try:
             async with asyncio.timeout(ADOPT_S):
                 await handle.adopt.remote(ticket, pid, granted)
         except ray.exceptions.RayTaskError as error:
-            raise (error.cause or error) from None
+            if isinstance(error.cause, LeaseRefused):
+                raise error.cause from None
+            raise AgentAway(f"the agent of {node} failed: {error}") from error
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise AgentAway(f"the agent of {node}: {error!r}") from error
 
     async def look(self, feed: Callable[[ev.Event], None]) -> None:
         """Start agents of new nodes; tell of nodes that are gone."""

@@ -362,5 +362,9 @@ class StaleEpoch(RequestError):
         return f"message of epoch {self.sent}, but the arbiter is in epoch {self.current}; rejoin"
 
 
+class AgentAway(ArbiterError):
+    """A node's agent did not answer just now. What was asked of it is asked again."""
+
+
 class LedgerBroken(ArbiterError):
     """An accounting identity does not hold."""

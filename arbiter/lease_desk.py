@@ -7,6 +7,7 @@ only of whom the last life of the arbiter knew.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -14,13 +15,15 @@ from typing import Protocol
 
 from arbiter import events as ev
 from arbiter import wire
-from arbiter.errors import LeaseRefused, RequestError, TicketClosed, UnknownLease
+from arbiter.errors import AgentAway, LeaseRefused, RequestError, TicketClosed, UnknownLease
 from arbiter.lease_words import NAME
 from arbiter.leases_held import LEASE
 from arbiter.ledger import State
 from arbiter.shell import Shell
 from arbiter.store import Member
 from arbiter.units import HolderId, NodeId, Span, TicketId, in_seconds, seconds
+
+logger = logging.getLogger("arbiter")
 
 # Longest wait of one call. A third of the lapse, so that two calls may be lost.
 WAIT_MOST_S = 3.0
@@ -123,7 +126,7 @@ class LeaseDesk:
         """Forget those that ended while nobody asked."""
         for seat in list(self._seats.values()):
             if self._word(seat) == "ended" and time.monotonic() - seat.heard_s > LATE_S:
-                self._close(seat, seat.reason or "lost")
+                self._close(seat, _why(seat))
 
     # -- coming --------------------------------------------------------------------------------
 
@@ -178,6 +181,9 @@ class LeaseDesk:
             return
         try:
             await self._agents.adopt(seat.node, call.ticket, call.pid, seat.devices)
+        except AgentAway as away:
+            logger.warning("%s is not measured yet: %s", call.ticket, away)
+            return  # restarting: the next call says it again
         except LeaseRefused as refused:
             if seat.pid == call.pid:  # it died since, and the agent says so by itself
                 return
@@ -195,15 +201,17 @@ class LeaseDesk:
                     await seat.news.wait()
 
     def _word(self, seat: Seat) -> str:
+        if seat.error:
+            return "ended"
         if not seat.devices:
             return "queued"  # or about to be
         return WORDS.get(self._shell.core.state_of(seat.call.ticket), "ended")
 
     def _said(self, seat: Seat) -> wire.LeaseState:
-        word = "ended" if seat.error else self._word(seat)
+        word = self._word(seat)
         ticket = seat.call.ticket
         if word == "ended":
-            self._close(seat, seat.reason or "lost")
+            self._close(seat, _why(seat))
             if seat.error and not isinstance(seat.error, TicketClosed):
                 raise seat.error
         left_s = None if seat.gone_by_s is None else max(0.0, seat.gone_by_s - time.monotonic())
@@ -223,6 +231,10 @@ class LeaseDesk:
         self._shell.close_mail(seat.holder)
         self._known.drop_holder(seat.holder)
         self._shell.feed(ev.HolderLost(seat.holder))
+
+
+def _why(seat: Seat) -> str:
+    return str(seat.error) if seat.error else seat.reason or "lost"
 
 
 def _asks(seat: Seat) -> ev.Requested:

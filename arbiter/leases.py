@@ -8,6 +8,7 @@ Blocks until the memory is there; a thread beats for it and listens for notice. 
 cluster it asks the arbiter directly, elsewhere the front over HTTP with a key of scope `lease`.
 """
 
+import http.client
 import json
 import os
 import threading
@@ -26,7 +27,10 @@ URL = "http://127.0.0.1:8000"
 WAIT_S = 2.0  # one call; the arbiter gives a lease up after 10 s without one
 AGAIN_S = 0.5  # between calls that did not get through; a restart takes 1-2 s
 GIVE_UP_S = 30.0  # without any answer before the grant; three times the longest outage expected
-HTTP_S = 10.0  # beyond what the call itself waits
+HTTP_S = 5.0  # beyond what the call itself waits; both together are less than the lapse
+LAPSE_S = 10.0  # without a heartbeat through; the arbiter's own bound (settings.Terms.lease_lapse)
+LEAST_TERM_S = 0.001  # of a term that is over; none at all would be refused as a mistake
+AWAY = "arbiter_unavailable"  # the one refusal that passes by itself
 GIB = 1 << 30
 
 Plain = dict[str, Any]
@@ -70,21 +74,34 @@ class HttpDoor:
         wait_s = (body or {}).get("wait_s", 0.0)
         try:
             with urllib.request.urlopen(request, timeout=HTTP_S + wait_s) as answer:
-                said: Plain = json.load(answer)
-                return said
+                return _answer(answer.read())
         except urllib.error.HTTPError as error:
             raise _refusal(error.code, error.read()) from None
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"{address} broke off: {error!r}") from error
 
 
 def _refusal(status: int, body: bytes) -> Exception:
-    """5xx may pass: as good as away. Anything else is an answer."""
+    """The arbiter's own refusals have a code. A failure without one may pass: as good as away."""
     try:
-        message = str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        message = body.decode(errors="replace")[:500]
-    if status in (502, 503, 504):
+        error = json.loads(body)["error"]
+        code, message = error.get("code"), str(error["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        code, message = None, body.decode(errors="replace")[:500]
+    if code == AWAY or (status >= 500 and code in (None, "internal_error")):
         return ConnectionError(message)
     return LeaseRefused(f"HTTP {status}", message)
+
+
+def _answer(body: bytes) -> Plain:
+    """Raises ConnectionError for what no arbiter said: a proxy in between, or half an answer."""
+    try:
+        said: Plain = json.loads(body)
+        if isinstance(said["state"], str):
+            return said
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ConnectionError(f"no answer of the arbiter's: {body[:500]!r}")
 
 
 class RayDoor:
@@ -109,13 +126,16 @@ class RayDoor:
 
         from arbiter.lifecycle import cause_of, find_arbiter
 
-        handle = find_arbiter()
-        if handle is None:
-            raise ConnectionError("no arbiter")
         try:
+            handle = find_arbiter()
+            if handle is None:
+                raise ConnectionError("no arbiter")
             return ray.get(getattr(handle, method).remote(*arguments), timeout=HTTP_S + WAIT_S)
         except ray.exceptions.RayTaskError as error:
-            raise cause_of(error) from None
+            cause = cause_of(error)
+            if isinstance(cause, RequestError):
+                raise cause from None
+            raise ConnectionError(str(cause)) from error
         except ray.exceptions.RayError as error:
             raise ConnectionError(str(error)) from error
 
@@ -151,7 +171,9 @@ class Lease:
     ended: threading.Event = field(default_factory=threading.Event)
     state: str = ""
     _released: bool = False
+    _held_since_s: float | None = None  # monotonic
     _thread: threading.Thread | None = None
+    _hearing: threading.RLock = field(default_factory=threading.RLock)  # two may call at once
 
     def acquire(self, within_s: float | None = None) -> "Lease":
         """Waits for the memory. Raises LeaseRefused, QuotaExceeded, NeverFits, DeadlineUnmet;
@@ -177,8 +199,17 @@ class Lease:
         return self
 
     def measure(self, pid: int) -> None:
-        """The memory is that process's and its children's, from the next beat on."""
+        """The memory is that process's and its children's. Said at once: until it is known, what
+        the process holds counts beside the lease. Refused, the lease has ended."""
         self.body["pid"] = pid
+        if self._thread is None or self.ended.is_set():
+            return  # with the first call
+        try:
+            self._hear(self.way.put(self.id, {**self._said(), "wait_s": 0.0}))
+        except (OSError, ArbiterUnavailable):
+            return  # the next beat says it again
+        except RequestError as error:
+            self._end(str(error))
 
     def check(self) -> None:
         """Raises LeaseLost once it is over."""
@@ -200,32 +231,61 @@ class Lease:
             return  # without heartbeats it ends by itself
 
     def _said(self) -> Plain:
-        return {**self.body, "devices": self.devices, "seen": self.state, "wait_s": WAIT_S}
+        """Once it is held, its term is what is left of it: an arbiter that begins anew takes it
+        as it is said."""
+        said = {**self.body, "devices": self.devices, "seen": self.state, "wait_s": WAIT_S}
+        if self._held_since_s is not None:
+            held_s = time.monotonic() - self._held_since_s
+            said["term_s"] = max(LEAST_TERM_S, self.body["term_s"] - held_s)
+        return said
 
     def _beat(self) -> None:
-        while not self.ended.is_set():
-            try:
-                self._hear(self.way.put(self.id, self._said()))
-            except OSError:
-                self.ended.wait(AGAIN_S)
-            except RequestError as error:
-                self._end(str(error))
+        heard = time.monotonic()
+        try:
+            while not self.ended.is_set():
+                try:
+                    self._hear(self.way.put(self.id, self._said()))
+                    heard = time.monotonic()
+                except (OSError, ArbiterUnavailable) as away:
+                    if time.monotonic() - heard > LAPSE_S:
+                        self._end(f"no heartbeat came through for {LAPSE_S:.0f} s: {away}")
+                    self.ended.wait(AGAIN_S)
+                except RequestError as error:
+                    self._end(str(error))
+        finally:
+            if not self.ended.is_set():
+                self._end("its heartbeats failed")
 
     def _hear(self, said: Plain) -> None:
+        with self._hearing:
+            self._heed(said)
+
+    def _heed(self, said: Plain) -> None:
+        if self.ended.is_set():
+            return
         self.state, self.reason = said["state"], said.get("reason") or self.reason
         self.devices = said.get("devices_bytes") or self.devices
         if self.body.get("node") is None and said.get("node"):
             self.body["node"] = said["node"]
+        if self.state == "held" and self._held_since_s is None:
+            self._held_since_s = time.monotonic()
         if self.state == "leaving" and not self.notice.is_set():
-            self.gone_by_s = time.monotonic() + (said.get("left_s") or 0.0)
+            self._warn(said.get("left_s"))
             self.notice.set()
             if self.on_notice:
                 self.on_notice(self)
         if self.state == "ended":
             self._end(self.reason or "ended")
 
+    def _warn(self, left_s: float | None) -> None:
+        """Where nobody says how long is left, it is the notice that was agreed."""
+        grace_s = self.body["notice_s"] if left_s is None else left_s
+        self.gone_by_s = time.monotonic() + grace_s
+
     def _end(self, reason: str) -> None:
         self.reason, self.state = reason, "ended"
+        if self.gone_by_s is None:
+            self._warn(None)
         self.notice.set()
         self.ended.set()
 

@@ -8,6 +8,7 @@ like any ticket it stays charged until the node agent has seen its bytes back.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from arbiter import events as ev
 from arbiter.budget import share
@@ -89,7 +90,14 @@ def new_entry(mind: Mind, holder: Holder, event: ev.Requested, terms: ev.LeaseTe
 
 
 def bind(mind: Mind, entry: Entry, terms: ev.LeaseTerms) -> None:
-    """On these terms from now on."""
+    """On these terms from now on, as far as they are lawful: after a restart they are the word of
+    whoever holds the lease."""
+    settings = mind.settings
+    terms = replace(
+        terms,
+        term=min(terms.term, settings.lease_term_most),
+        notice=max(Span(0), min(terms.notice, settings.lease_notice_most)),
+    )
     entry.lease, entry.keep_warm = terms, Span(-1)
     entry.role_rank = mind.policies.roles[LEASE].rank
     entry.lease_ends = after(mind.now, terms.term)

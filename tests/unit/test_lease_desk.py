@@ -9,7 +9,14 @@ import pytest
 from arbiter import events as ev
 from arbiter import wire
 from arbiter.core import Arbiter
-from arbiter.errors import LeaseRefused, QuotaExceeded, TicketClosed, UnknownLease
+from arbiter.errors import (
+    AgentAway,
+    ArbiterError,
+    LeaseRefused,
+    QuotaExceeded,
+    TicketClosed,
+    UnknownLease,
+)
 from arbiter.eventlog import EventLog
 from arbiter.lease_desk import LeaseDesk
 from arbiter.shell import Shell
@@ -31,7 +38,7 @@ class Counter:
 
     def __init__(self, known: frozenset[HolderId] = frozenset()) -> None:
         self.now, self.adopted, self.known = 0.0, [], set(known)  # type: ignore[var-annotated]
-        self.refuse: LeaseRefused | None = None
+        self.refuse: ArbiterError | None = None
         settings = replace(PLAIN, lease_tenant_fraction=1.0)
         core = Arbiter(settings, bundle(settings), Epoch(1), known, Instant(0))
         self.shell = Shell(
@@ -155,6 +162,26 @@ async def test_a_process_that_is_not_there_ends_the_lease(counter: Counter) -> N
     with pytest.raises(LeaseRefused):
         await counter.call(wait=seconds(3), seen="queued", pid=77)
     assert counter.shell.core.state_of(JOB) == "reclaiming"
+
+
+async def test_an_agent_that_restarts_ends_no_lease_and_is_told_again(counter: Counter) -> None:
+    counter.refuse = AgentAway("n has no agent")
+    assert (await counter.call(wait=seconds(3), seen="queued", pid=77)).state == "held"
+    counter.refuse = None
+    assert (await counter.call(pid=77)).state == "held" and counter.adopted == [(JOB, 77)]
+
+
+async def test_one_that_was_refused_unheard_is_swept_and_says_why(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await counter.call(size=100)).state == "queued"
+    for _ in range(3):  # until its task has heard the refusal
+        await asyncio.sleep(0)
+    monkeypatch.setattr("arbiter.lease_desk.LATE_S", -1.0)
+    counter.desk.sweep()
+    assert not counter.known and not counter.shell.holders
+    said = await counter.call()
+    assert said.state == "ended" and said.reason and "it may have" in said.reason
 
 
 async def test_a_claim_to_hold_bytes_is_believed_only_of_whom_the_last_life_knew() -> None:

@@ -174,6 +174,19 @@ def test_a_lease_rejoins_the_next_life_of_the_arbiter_on_its_terms() -> None:
     assert [r[0] for r in revoked(desk.ask(20, "a", 60))] == ["job"]
 
 
+@pytest.mark.spec("A18")
+def test_what_a_lease_says_of_its_terms_after_a_restart_is_bounded() -> None:
+    desk = Desk(settings=WHOLE, known=("lease:job",))
+    terms = ev.LeaseTerms("t", seconds(1e6), seconds(1e6))
+    held = ev.HeldTicket(
+        TicketId("job"), "job", ev.Phase.RESIDENT, 0, Span(0), listed({CPU: 30}),
+        ev.Need(ev.Bytes(30 * GIB)), lease=terms,
+    )  # fmt: skip
+    desk.at(1, ev.Joined(HolderId("lease:job"), NodeId("n"), "lease", (held,)))
+    [notice] = [d for d in desk.at(10, ev.UnloadAsked(TicketId("job"))) if isinstance(d, Revoke)]
+    assert notice.barrier_until == seconds(130)
+
+
 def test_a_changed_table_and_keep_warm_leave_leases_alone() -> None:
     desk = Desk(settings=WHOLE, keep_warm_s=1)
     desk.lease(0, "job", 30)
