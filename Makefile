@@ -15,7 +15,7 @@ MINUTES ?= 6
 #   RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO: replicas reserve no GPU with Ray; the arbiter chooses for them
 #   HF_HUB_OFFLINE: models are local; an engine never waits for a hub that cannot be reached
 #   RAY_USAGE_STATS_ENABLED: no report to outside
-export RAY_preload_python_modules ?= ray.serve._private.replica
+export RAY_preload_python_modules ?= deployments.worker_start
 export RAY_worker_maximum_startup_concurrency ?= 8
 export RAY_SERVE_CONTROL_LOOP_INTERVAL_S ?= 0.05
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0

@@ -10,21 +10,23 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from arbiter import calls, rays, wire, zygotes
 from arbiter import events as ev
-from arbiter.agents import LOOK_S, RayAgents
 from arbiter.decisions import Tell
 from arbiter.errors import StaleEpoch
-from arbiter.eventlog import EventLog
-from arbiter.lease_desk import LeaseDesk
-from arbiter.recording import Heading, Recorder
-from arbiter.shell import Shell, crash, monotonic
-from arbiter.store import Member, Store, default_path
 from arbiter.units import Epoch, HolderId, NodeId, TicketId
+
+# Whoever gets a handle of this actor imports this module: Ray wants its class. A replica that
+# starts does so while somebody waits for its first token, so what only the arbiter's own process
+# needs is imported where it is used; that is a tenth of a second.
+if TYPE_CHECKING:
+    from arbiter.eventlog import EventLog
+    from arbiter.recording import Heading, Recorder
+    from arbiter.shell import Shell
 
 logger = logging.getLogger("arbiter")
 
@@ -35,6 +37,11 @@ class ArbiterActor:
     """Everything public here is the wire; see arbiter.client for who calls what."""
 
     def __init__(self, boot: wire.Boot) -> None:
+        from arbiter.agents import RayAgents
+        from arbiter.eventlog import EventLog
+        from arbiter.lease_desk import LeaseDesk
+        from arbiter.store import Store, default_path
+
         self._boot = boot
         path = Path(boot.state_file) if boot.state_file else default_path()
         self._store = Store(path, rays.session_name())
@@ -57,8 +64,11 @@ class ArbiterActor:
     def __repr__(self) -> str:
         return f"Arbiter({self._boot.configuration.settings.evict})"
 
-    def _new_shell(self, epoch: Epoch, log: EventLog) -> Shell:
+    def _new_shell(self, epoch: Epoch, log: "EventLog") -> "Shell":
         """Its core is made from a heading, so that a recording of this life begins as it did."""
+        from arbiter.recording import Heading
+        from arbiter.shell import Shell, monotonic
+
         chosen = self._configuration
         known = tuple(sorted(member.holder for member in self._store.members()))
         heading = Heading(
@@ -68,8 +78,10 @@ class ArbiterActor:
         core = heading.core(chosen.policies)
         return Shell(core, epoch, self._agents, log, recorder=self._recorder(heading, log))
 
-    def _recorder(self, heading: Heading, log: EventLog) -> Recorder | None:
+    def _recorder(self, heading: "Heading", log: "EventLog") -> "Recorder | None":
         """A file that cannot be written costs the recording, not the arbiter."""
+        from arbiter.recording import Recorder
+
         path = self._store.recording()
         if path is None:
             return None
@@ -113,6 +125,8 @@ class ArbiterActor:
     ) -> wire.Welcome:
         """`handles`: the holder's own actor, if it is one. `refs`: its pending call of
         `keepalive(stay)`; both in lists, so that Ray passes them on instead of waiting for them."""
+        from arbiter.store import Member
+
         self._shell.calls_count += 1
         holder = joined.holder
         self._store.add_member(Member(holder, joined.node, joined.pid, joined.start_ticks))
@@ -207,6 +221,8 @@ class ArbiterActor:
         return self._shell.epoch
 
     async def _look(self) -> None:
+        from arbiter.agents import LOOK_S
+
         while True:
             try:
                 await self._agents.look(self._shell.feed)
@@ -271,6 +287,8 @@ class ArbiterActor:
 
     def _begin_anew(self, why: str) -> None:
         """End this process; the next has another epoch, and holders rejoin."""
+        from arbiter.shell import crash
+
         logger.info("a new epoch begins: %s", why)
         reply_is_out_s = 0.05  # the answer to the call that led here is a local send
         asyncio.get_running_loop().call_later(reply_is_out_s, crash, InterruptedError(why))
@@ -344,4 +362,6 @@ class ArbiterActor:
     def _ended(self, task: asyncio.Future[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
+            from arbiter.shell import crash
+
             crash(error)

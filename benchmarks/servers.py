@@ -21,7 +21,7 @@ BIN = Path(sys.executable).parent
 
 # As `make serve` starts Ray (Makefile); the rest of what it exports has no part in a figure.
 MAKE_SERVE = {
-    "RAY_preload_python_modules": "ray.serve._private.replica",
+    "RAY_preload_python_modules": "deployments.worker_start",
     "RAY_worker_maximum_startup_concurrency": "8",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
 }

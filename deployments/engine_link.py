@@ -8,18 +8,18 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from arbiter.errors import EngineLost
 from arbiter.units import Span, TicketId, seconds
 from deployments.wire import Head
 
+if TYPE_CHECKING:  # a tenth of a second, spent while the first engine starts
+    import aiohttp
+
 # Headers of the engine's answer that concern its connection, not the client's.
 _HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "date",
                   "server"})  # fmt: skip
-_BROKEN = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
 
 
 class LoadRefused(Exception):
@@ -40,6 +40,9 @@ class EngineLink:
     """Open for as long as the engine is ours. Every call raises EngineLost when it is gone."""
 
     def __init__(self, model: str, ticket: TicketId, path: str) -> None:
+        import aiohttp
+
+        self._broken = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
         self._model, self._ticket = model, ticket
         # No bound on connections: the engine's own queue is where requests wait.
         connector = aiohttp.UnixConnector(path=path, limit=0)
@@ -111,7 +114,7 @@ class EngineLink:
         """Whatever breaks on the way to the engine means that it is gone."""
         try:
             yield
-        except _BROKEN as error:
+        except self._broken as error:
             raise EngineLost(self._model, self._ticket) from error
         except RuntimeError as error:
             if not self._session.closed:
@@ -119,9 +122,9 @@ class EngineLink:
             raise EngineLost(self._model, self._ticket) from error
 
     async def _until_broken(
-        self, lifeline: aiohttp.ClientResponse, lost: Callable[[], None]
+        self, lifeline: "aiohttp.ClientResponse", lost: Callable[[], None]
     ) -> None:
-        with contextlib.suppress(*_BROKEN):
+        with contextlib.suppress(*self._broken):
             while await lifeline.content.read(1):
                 pass  # the engine may write to keep the line from looking idle
         lost()

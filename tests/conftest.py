@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # process that has its modules already; no token file is left in anybody's home.
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
-    "RAY_preload_python_modules": "ray.serve._private.replica",
+    "RAY_preload_python_modules": "deployments.worker_start",
     "RAY_worker_maximum_startup_concurrency": "4",
     "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
