@@ -64,7 +64,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Score]:
 @settings(max_examples=15)  # of each of twenty kinds
 @given(data=st.data())
 def test_every_event_is_read_as_it_was_written(kind: Any, data: st.DataObject) -> None:
-    event = data.draw(st.from_type(kind))
+    # A NaN equals nothing, itself included.
+    event = data.draw(st.from_type(kind).filter(lambda drawn: "nan" not in repr(drawn)))
     assert from_json(kind, json.loads(json.dumps(to_json(event)))) == event
 
 
