@@ -169,6 +169,8 @@ class ArbiterActor:
                 self._shell.withdrawn(replace(event, holder=holder))
             case ev.Released():
                 self._shell.feed(replace(event, holder=holder))
+            case ev.GrowthAsked():
+                self._shell.growth_withdrawn(event)
             case ev.HolderLost():
                 self._lost(event.holder)
             case _:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from arbiter import calls, proc, rays, wire
+from arbiter import asking, calls, proc, rays, wire
 from arbiter import events as ev
 from arbiter.errors import ArbiterUnavailable, RequestError, StaleEpoch, TicketClosed
 from arbiter.lifecycle import (
@@ -131,14 +131,7 @@ class HolderClient:
 
     async def acquire_all(self, requested: tuple[ev.Requested, ...]) -> tuple[wire.Granted, ...]:
         """A gang: all of them or none (SPEC A13). Raises what the first refused one does."""
-        gang = tuple(r.ticket for r in requested)
-        asked = [asyncio.ensure_future(self.acquire(replace(r, gang=gang))) for r in requested]
-        try:
-            return tuple(await asyncio.gather(*asked))
-        finally:
-            for one in asked:
-                one.cancel()  # withdrawn, if it still waits
-            await asyncio.gather(*asked, return_exceptions=True)
+        return await asking.acquire_all(self, requested)
 
     async def grow(self, ticket: TicketId, more: Bytes, within: Span) -> wire.Granted:
         """More for a resident (SPEC A14); the grant says what it has now. Raises GrowthRefused,
@@ -151,19 +144,26 @@ class HolderClient:
             granted: wire.Granted = await arbiter.call("grow", self.epoch, self.holder, asked)
         except calls.LineBroken:
             raise ArbiterUnavailable(0.0) from None
+        except asyncio.CancelledError:
+            self.tell(replace(asked, more_bytes=Bytes(0)))  # over a socket nobody else says so
+            raise
         return granted
 
     async def _all_is_said(self) -> bool:
         """False: the arbiter went before it had heard everything."""
-        if self._quiet.is_set():
+        return await self.comes_first(self._quiet)
+
+    async def comes_first(self, event: asyncio.Event) -> bool:
+        """Waits for it. False: the arbiter went before."""
+        if event.is_set():
             return True
-        waits = [asyncio.ensure_future(e.wait()) for e in (self._quiet, self._lost)]
+        waits = [asyncio.ensure_future(e.wait()) for e in (event, self._lost)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        return self._quiet.is_set()
+        return event.is_set()
 
     async def _ask_once(self, requested: ev.Requested) -> wire.Granted | None:
         """None: that life of the arbiter is over."""

@@ -202,6 +202,11 @@ class Shell:
         if owner is None or event.holder in (None, owner):
             self._answer(event.ticket, TicketClosed(event.ticket))
 
+    def growth_withdrawn(self, event: ev.GrowthAsked) -> None:
+        """The holder wants no more; its pending call, if any, ends."""
+        self.feed(event)
+        self._answer(event.ticket, TicketClosed(event.ticket))
+
     def _grant(self, grant: Grant) -> None:
         waiter = self._waiting.pop(grant.ticket, None)
         if waiter and not waiter.done():
