@@ -1,7 +1,7 @@
 """Asking for a ticket (SPEC A2, A3, A21, C7): who may, who may not, and until when."""
 
 from arbiter import events as ev
-from arbiter import floors, forecast, pressure
+from arbiter import floors, forecast, preload, pressure
 from arbiter import leases_held as leases
 from arbiter.errors import (
     ArbiterClosing,
@@ -47,6 +47,7 @@ def requested(mind: Mind, event: ev.Requested) -> None:
     if event.deadline is not None and load > event.deadline:
         mind.refuse(event.ticket, forecast.too_late(entry, 0.0, load))
         return
+    entry.is_guess = preload.is_awaited(mind, (entry.capability, entry.model))
     mind.ledger.open(entry)
     mind.note_active(entry.capability)
     _queue(mind, entry, event)
@@ -55,6 +56,7 @@ def requested(mind: Mind, event: ev.Requested) -> None:
 
 
 def _asked_again(mind: Mind, entry: Entry, event: ev.Requested) -> None:
+    entry.is_guess = False
     if entry.state in (State.LOADING, State.RESIDENT):
         mind.say(grant_of(entry))
     elif entry.state in (State.ASLEEP, State.DRAINING):
@@ -164,16 +166,16 @@ def _new_entry(mind: Mind, holder: Holder, event: ev.Requested) -> Entry:
 def _queue(mind: Mind, entry: Entry, event: ev.Requested) -> None:
     deadline = None if event.deadline is None else after(mind.now, event.deadline)
     label = model_label(entry.capability, entry.model)
-    entry.priority = event.priority
+    entry.priority = ev.Priority.BATCH if entry.is_guess else event.priority
     is_asleep = entry.state is not State.QUEUED
     mind.line.add(
-        entry.ticket, label, entry.node, mind.now, deadline, event.priority, is_asleep=is_asleep
+        entry.ticket, label, entry.node, mind.now, deadline, entry.priority, is_asleep=is_asleep
     )
     mind.fresh.append(entry.ticket)
     ripen(mind, entry)
     if deadline is not None:
         mind.watch(entry, deadline)
-    priority = event.priority.name.lower()
+    priority = entry.priority.name.lower()
     waiting = len(mind.line)
     mind.tell("ticket_queued", entry, position=waiting, attempt=entry.attempt, priority=priority)
 

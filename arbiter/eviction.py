@@ -37,6 +37,12 @@ def make_room(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: 
     """Asks for `short` bytes beyond what is on its way; `urgent`: how urgent it is to `waiting`.
     All or nothing: nobody leaves for a ticket that still would not fit."""
     book = mind.ledger.books[device]
+    guesses = [e for e in book.entries.values() if e.is_guess and e.state is State.LOADING]
+    guessed = sum(guess.charge(device) for guess in guesses)
+    if guesses and short <= guessed:  # nobody waits for them: as a load that was abandoned
+        for guess in guesses:
+            take(mind, guess, Reason.WITHDRAWN)
+        return True
     options, chosen = _weigh(mind, book, waiting, Bytes(short), urgent)
     if chosen:
         _remember(mind, book, waiting, Bytes(short), options, chosen)
@@ -133,7 +139,7 @@ def may_leave(mind: Mind, entry: Entry) -> bool:
 
 
 def min_residency_ends(mind: Mind, entry: Entry) -> Instant:
-    if entry.state is not State.RESIDENT:
+    if entry.state is not State.RESIDENT or entry.is_guess:
         return entry.since
     settings = mind.settings
     in_loads = Span(int(entry.load_took * settings.min_residency_loads))

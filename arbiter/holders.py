@@ -142,6 +142,7 @@ def _let_go(mind: Mind, holder: HolderId, ticket: TicketId) -> None:
 
 
 def _hear_loading(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
+    entry.is_guess = entry.is_guess and held.inflight == 0  # who waits for it counts as in flight
     is_wake = entry.wakes_count > 0  # then an old heartbeat may still say resident
     if held.phase is ev.Phase.RESIDENT and (not is_wake or _is_confirmed(mind, entry)):
         loaded(mind, entry, since(entry.since, mind.now))
@@ -175,9 +176,11 @@ def _hear_draining(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
 
 def use(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
     """Its holder's last word on use: a hint for ranking and the start of keep-warm."""
-    if (entry.inflight == 0, entry.priority) != (held.inflight == 0, held.priority):
+    entry.is_guess = entry.is_guess and held.inflight == 0 and held.uses_count == 0
+    priority = ev.Priority.BATCH if entry.is_guess else held.priority
+    if (entry.inflight == 0, entry.priority) != (held.inflight == 0, priority):
         mind.ledger.changed.add(entry.node)  # it may be a victim now
-    entry.inflight, entry.priority = held.inflight, held.priority
+    entry.inflight, entry.priority = held.inflight, priority
     entry.last_used = Instant(max(entry.last_used, mind.now - held.idle))
     if held.uses_count > entry.uses_count:
         more, entry.uses_count = held.uses_count - entry.uses_count, held.uses_count

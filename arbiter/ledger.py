@@ -96,6 +96,7 @@ class Entry:
     lease_ends: Instant = Instant(0)
 
     # What its holder said last.
+    is_guess: bool = False  # brought in unasked, and not used yet (SPEC C11)
     priority: Priority = Priority.NORMAL  # of its last request; see urgency.of for what counts
     inflight: int = 0
     uses_count: int = 0  # so far, under this ticket

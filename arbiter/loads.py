@@ -19,10 +19,7 @@ def loaded(mind: Mind, entry: Entry, took: Span, *, verified: bool = True) -> No
     mind.move(entry, State.RESIDENT, granted=dict(entry.home))
     entry.resident_since = entry.last_used = mind.now
     entry.load_took = took
-    # Grant and first use are one step: in use until its holder says otherwise.
-    entry.inflight = 1
-    entry.uses_count += 1
-    mind.note_uses(entry, 1)
+    _first_use(mind, entry)
     entry.readings_count = 0
     if entry.wakes_count == 0:
         mind.estimates.loaded(mind.key_of(entry), took, entry.need.weights_bytes)
@@ -36,6 +33,18 @@ def loaded(mind: Mind, entry: Entry, took: Span, *, verified: bool = True) -> No
         mind.last_home[entry.node, entry.capability, entry.model] = next(iter(entry.home))
     kind = "model_wake" if entry.wakes_count else "model_load"
     mind.tell(kind, entry, size=charged(entry), took=took, predicted_ns=entry.predicted)
+
+
+def _first_use(mind: Mind, entry: Entry) -> None:
+    """Grant and first use are one step: in use until its holder says otherwise. A guess is used by
+    nobody until its holder says so."""
+    if entry.is_guess:
+        mind.guesses.pop((entry.capability, entry.model), None)
+        entry.inflight = 0
+        return
+    entry.inflight = 1
+    entry.uses_count += 1
+    mind.note_uses(entry, 1)
 
 
 def broke(mind: Mind, entry: Entry, cause: str, out_of_memory: bool) -> None:

@@ -3,7 +3,9 @@
 Two guesses: the next in a declared pipeline (voice activity, speech, text, voice), and what most
 often followed before. A wrong guess must cost nobody anything, so it is made only while nothing
 waits or loads, at nominal pressure, for a model whose size was measured, into room that is free;
-and if the room has gone when its request comes, the request goes, not another model.
+and if the room has gone when its request comes, the request goes, not another model. Until it is
+used it is batch work without minimum residency, and while it still loads it ends as soon as
+somebody waits for its bytes (eviction.make_room).
 """
 
 from dataclasses import dataclass
@@ -50,6 +52,12 @@ def give_way(mind: Mind, entry: Entry) -> TicketClosed | None:
     the model by now asks under a ticket of their own."""
     until = mind.guesses.pop((entry.capability, entry.model), None)
     return TicketClosed(entry.ticket) if until is not None and mind.now < until else None
+
+
+def is_awaited(mind: Mind, name: Name) -> bool:
+    """A load of it that is asked for now is the guess."""
+    until = mind.guesses.get(name)
+    return until is not None and mind.now < until
 
 
 # -- guessing -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from arbiter import events as ev
 from arbiter.decisions import Decision, Reload
 from arbiter.errors import TicketClosed
 from arbiter.units import HolderId, NodeId, TicketId, seconds
-from tests.unit.desk import CPU, PLAIN, Desk, granted, refusal
+from tests.unit.desk import CPU, PLAIN, Desk, granted, refusal, revoked
 
 pytestmark = pytest.mark.spec("C11")
 PIPELINE = replace(PLAIN, pipelines=(("embedding", "text"),))
@@ -118,3 +118,19 @@ def test_a_use_long_after_follows_nothing() -> None:
         d.gone(t + 1, f"e1{round_count}")
         come_and_go(d, t + 100, f"a{round_count + 2}", 30)
     assert use(d, 4000, "e1y") == []
+
+
+def test_a_guess_that_loads_ends_as_soon_as_somebody_waits_for_its_bytes() -> None:
+    d = desk()
+    use(d, 10)
+    assert granted(d.ask(11, "a2", 30, model="a")) == ["a2"]
+    assert [r[:2] for r in revoked(d.ask(12, "b", 60))] == [("a2", "withdrawn")]
+    assert granted(d.gone(12.1, "a2")) == ["b"]
+
+
+def test_a_guess_that_nobody_used_has_no_minimum_residency() -> None:
+    d = desk()
+    use(d, 10)
+    d.ask(11, "a2", 30, model="a")
+    d.at(41, ev.Loaded(TicketId("a2"), seconds(30)))
+    assert [r[:2] for r in revoked(d.ask(41.1, "b", 60))] == [("a2", "swap")]
