@@ -123,8 +123,10 @@ async def test_who_withdraws_anothers_request_does_not_end_its_wait(counter: Cou
     waits = asyncio.ensure_future(counter.shell.acquire(_asks_for("late", 30)))
     await asyncio.sleep(0)
     counter.shell.withdrawn(ev.Withdrawn(TicketId("late"), HolderId("other")))
-    await asyncio.sleep(0)
+    for _ in range(3):  # as many turns as its answer would take
+        await asyncio.sleep(0)
     assert not waits.done()
+    assert counter.shell.core.state_of(TicketId("late")) == "queued"
     counter.shell.withdrawn(ev.Withdrawn(TicketId("late"), HolderId(JOB)))
     with pytest.raises(TicketClosed):
         await waits
