@@ -175,6 +175,8 @@ def started(
     config = shortened(yaml.safe_load((ROOT / "serve_config.yaml").read_text()))
     table = config["applications"][0]["deployments"][0]["user_config"]
     table["arbiter"]["state_file"] = str(folder / "arbiter.sqlite")
+    models = table["capabilities"]["chat"]["models"]
+    models["tiny-chat"]["adapters"]["folder"] = str(folder / "adapters")
     change(config)
     file = folder / "serve_config.yaml"
     file.write_text(yaml.safe_dump(config))

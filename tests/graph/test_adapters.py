@@ -1,0 +1,71 @@
+"""Adapters by name through the whole graph, with the official client."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from openai import BadRequestError, NotFoundError, OpenAI
+
+from models.make_models import TINY, default_folder, make
+from tests.graph.conftest import Graph
+
+CHAT = "tiny-chat"
+
+
+@pytest.fixture
+def adapters(graph: Graph) -> Iterator[Path]:
+    """The folder the running system looks in; empty before and after."""
+    folder = Path(graph.table["capabilities"]["chat"]["models"][CHAT]["adapters"]["folder"])
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def dropped(folder: Path, name: str) -> Path:
+    """A good adapter, there all at once."""
+    source = make(default_folder(), TINY).with_name(f"{TINY.name}-adapters")
+    shutil.copytree(source / "a1", folder.parent / name)
+    target = folder / name
+    (folder.parent / name).rename(target)
+    return target
+
+
+def said(client: OpenAI, model: str, **headers: str) -> tuple[str, str]:
+    answer = client.completions.create(
+        model=model, prompt="The arbiter holds", max_tokens=12, temperature=0, extra_headers=headers
+    )
+    return answer.model, answer.choices[0].text
+
+
+@pytest.mark.spec("F2", "J1")
+def test_a_dropped_adapter_is_called_by_its_names_and_a_corrupt_one_harms_nobody(
+    client: OpenAI, adapters: Path
+) -> None:
+    base = said(client, CHAT)
+    with pytest.raises(NotFoundError):
+        said(client, "law-v1")
+    dropped(adapters, "law-v1")
+    asked, text = said(client, f"{CHAT}:law-v1")
+    assert asked == f"{CHAT}:law-v1" and text != base[1]
+    assert said(client, "law-v1")[1] == text
+    assert f"{CHAT}:law-v1" in {model.id for model in client.models.list()}
+    with pytest.raises(NotFoundError, match="law-v1"):
+        said(client, "law-v2")
+    (dropped(adapters, "torn") / "adapter_model.safetensors").write_bytes(b"\xff" * 999)
+    with pytest.raises(BadRequestError, match="torn") as refused:
+        said(client, "torn")
+    assert refused.value.code == "adapter_invalid"
+    assert said(client, CHAT) == base and said(client, "law-v1")[1] == text
+
+
+@pytest.mark.spec("F2", "L2")
+def test_whatever_tenant_a_client_says_it_is_another_tenants_adapter_is_not_there(
+    client: OpenAI, adapters: Path
+) -> None:
+    (adapters / "@acme").mkdir()
+    dropped(adapters, "secret").rename(adapters / "@acme" / "secret")
+    for name in ("secret", f"{CHAT}:secret"):
+        with pytest.raises(NotFoundError):
+            said(client, name, **{"x-arbiter-tenant": "acme"})
+    assert f"{CHAT}:secret" not in {model.id for model in client.models.list()}
