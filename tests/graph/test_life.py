@@ -136,6 +136,7 @@ def test_http_offers_what_it_should_and_nothing_else(graph: Graph) -> None:
         ("GET", "/health"),
         ("GET", "/ready"),
         ("GET", "/arbiter/state"),
+        ("GET", "/arbiter/explain/{ticket}"),
         ("GET", "/arbiter/events"),
         ("GET", "/arbiter/events/recent"),
         ("GET", "/arbiter/leases"),
