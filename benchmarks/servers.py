@@ -1,6 +1,7 @@
 """Start the two things that are compared: our graph, and a bare `vllm serve` of the same model."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -82,7 +83,7 @@ def vllm_flags(engine_args: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             flags.append(name if value else name.replace("--", "--no-", 1))
         else:
-            flags += [name, str(value)]
+            flags += [name, json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags
 
 
