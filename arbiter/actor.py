@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from arbiter import calls, rays, wire, zygotes
+from arbiter import calls, rays, wire
 from arbiter import events as ev
 from arbiter.decisions import Tell
 from arbiter.errors import StaleEpoch
+from arbiter.node import zygotes
 from arbiter.units import Epoch, HolderId, NodeId, TicketId
 
 # Whoever gets a handle of this actor imports this module: Ray wants its class. A replica that

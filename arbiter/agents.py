@@ -12,7 +12,7 @@ import ray
 from arbiter import calls, rays
 from arbiter import events as ev
 from arbiter.errors import AgentAway, LeaseRefused
-from arbiter.node_agent import NodeAgent
+from arbiter.node.node_agent import NodeAgent
 from arbiter.store import Member
 from arbiter.units import HolderId, NodeId, TicketId
 from arbiter.wire import NAMESPACE, AgentSettings, agent_name

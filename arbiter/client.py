@@ -18,7 +18,7 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from arbiter import asking, calls, proc, rays, wire
+from arbiter import asking, calls, rays, wire
 from arbiter import events as ev
 from arbiter.errors import ArbiterUnavailable, RequestError, StaleEpoch, TicketClosed
 from arbiter.lifecycle import (
@@ -31,6 +31,7 @@ from arbiter.lifecycle import (
     subscribe,
     upgrade_arbiter,
 )
+from arbiter.node import proc
 from arbiter.runs import Runs
 from arbiter.units import Bytes, Epoch, HolderId, Span, TicketId, in_seconds, seconds
 

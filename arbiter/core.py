@@ -18,7 +18,10 @@ raises LedgerBroken, after which the actor must crash.
 from functools import singledispatchmethod
 from typing import Any
 
-from arbiter import (
+from arbiter import events as ev
+from arbiter.decisions import Decision, Reason, WakeAt
+from arbiter.ledger import CHARGED, State
+from arbiter.rules import (
     admission,
     eviction,
     floors,
@@ -35,13 +38,10 @@ from arbiter import (
     sites,
     watch,
 )
-from arbiter import events as ev
-from arbiter.decisions import Decision, Reason, WakeAt
-from arbiter.explain import Explanation, explain
-from arbiter.ledger import CHARGED, State
-from arbiter.mind import Foresight, Mind
+from arbiter.rules.explain import Explanation, explain
+from arbiter.rules.mind import Foresight, Mind
+from arbiter.rules.snapshot import StateView, view_of
 from arbiter.settings import Settings
-from arbiter.snapshot import StateView, view_of
 from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId, after
 from arbiter.view import Policies
 

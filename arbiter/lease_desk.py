@@ -17,8 +17,8 @@ from arbiter import events as ev
 from arbiter import wire
 from arbiter.errors import AgentAway, LeaseRefused, RequestError, TicketClosed, UnknownLease
 from arbiter.lease_words import NAME
-from arbiter.leases_held import LEASE
 from arbiter.ledger import State
+from arbiter.rules.leases_held import LEASE
 from arbiter.shell import Shell
 from arbiter.store import Member
 from arbiter.units import HolderId, NodeId, Span, TicketId, in_seconds, seconds

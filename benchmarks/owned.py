@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from arbiter import proc
+from arbiter.node import proc
 
 # By the beginning of a command line, the first that fits.
 ROLES = {

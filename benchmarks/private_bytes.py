@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from arbiter import proc
+from arbiter.node import proc
 from arbiter.units import KIB, MIB
 from benchmarks import owned, report, servers
 from benchmarks.first_token import ask, chat_states, embed, no_replica_left, shipped, state, until

@@ -23,9 +23,9 @@ import ray
 
 from arbiter import rays
 from arbiter.client import call_arbiter
+from arbiter.node.zygotes import Zygote
 from arbiter.units import TicketId
 from arbiter.wire import SpawnSpec
-from arbiter.zygotes import Zygote
 from benchmarks import report
 from benchmarks.report import Sample
 from tests.conftest import ENVIRONMENT

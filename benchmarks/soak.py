@@ -23,7 +23,7 @@ from typing import Any
 
 import aiohttp
 
-from arbiter.proc import memory
+from arbiter.node.proc import memory
 from arbiter.units import MIB
 from benchmarks import report
 from benchmarks.graph_chaos import CALLS, ask, find

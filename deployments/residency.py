@@ -22,8 +22,8 @@ from arbiter import wire
 from arbiter.client import HolderClient
 from arbiter.decisions import Reason, Tier
 from arbiter.errors import DeadlineUnmet, EngineLost, LoadFailed, RequestError, TicketClosed
+from arbiter.node.zygotes import ZygoteError
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
-from arbiter.zygotes import ZygoteError
 from deployments import freshness
 from deployments.chores import Chores, apart
 from deployments.engine_link import EngineLink, LoadRefused, why

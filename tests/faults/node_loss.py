@@ -10,7 +10,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from arbiter import rays, wire
-from arbiter.proc import process
+from arbiter.node.proc import process
 from tests.conftest import ENVIRONMENT
 from tests.support.desk import Holder, capability, desk, model
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from arbiter import events as ev
-from arbiter import urgency
 from arbiter.core import Arbiter
 from arbiter.decisions import Decision, Grant, Reap, Reason, Refuse, Revoke, WakeAt
-from arbiter.eviction import min_residency_ends
 from arbiter.ledger import CHARGED, Entry, State
+from arbiter.rules import urgency
+from arbiter.rules.eviction import min_residency_ends
 from arbiter.settings import DEFAULTS, Terms
 from arbiter.units import (
     SECOND,

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from arbiter import events as ev
-from arbiter import granting
 from arbiter.decisions import Decision, Grant, Refuse, Revoke
 from arbiter.ledger import State
+from arbiter.rules import granting
 from arbiter.settings import Terms
 from arbiter.units import SECOND, HolderId, Instant, TicketId, seconds
 from tests.unit.desk import CPU, PATIENT, PLAIN, Desk, s

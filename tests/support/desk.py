@@ -17,7 +17,7 @@ import ray
 from arbiter import rays, wire
 from arbiter.client import call_arbiter, find_arbiter, start_arbiter, stop_arbiter
 from arbiter.errors import ArbiterUnavailable, RequestError
-from arbiter.proc import process, processes
+from arbiter.node.proc import process, processes
 from arbiter.units import MIB
 from deployments import boot
 from deployments.config import parse_table

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from arbiter import proc
-from arbiter.children import Child, Children, look
 from arbiter.events import DeviceBytes
+from arbiter.node import proc
+from arbiter.node.children import Child, Children, look
 from arbiter.units import Bytes, DeviceId, TicketId
 
 T = TicketId("t")

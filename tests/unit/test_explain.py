@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from arbiter import events as ev
-from arbiter.choices import KEPT_COUNT
 from arbiter.errors import UnknownTicket
 from arbiter.events import Priority
-from arbiter.explain import Explanation
 from arbiter.plain import plain
+from arbiter.rules.choices import KEPT_COUNT
+from arbiter.rules.explain import Explanation
 from arbiter.units import GIB, TicketId
 from tests.unit.desk import CPU, PLAIN, Desk, revoked, s
 

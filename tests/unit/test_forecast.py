@@ -8,7 +8,7 @@ import pytest
 
 from arbiter import events as ev
 from arbiter.errors import DeadlineUnmet
-from arbiter.predictor import Predictor
+from arbiter.rules.predictor import Predictor
 from arbiter.units import GIB, Bytes, TicketId, in_seconds, seconds
 from tests.unit.desk import CPU, PLAIN, Desk, granted, refusal, revoked
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from arbiter import events as ev
 from arbiter.errors import NeverFits, TicketClosed
 from arbiter.events import Split
-from arbiter.gangs import split
 from arbiter.ledger import Book
+from arbiter.rules.gangs import split
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, TicketId
 from tests.unit.desk import PLAIN, Desk, gib, granted, refusal, revoked
 

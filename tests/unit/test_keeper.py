@@ -16,12 +16,12 @@ import pytest
 from ray.exceptions import RayError
 
 from arbiter import events as ev
-from arbiter import keeper as module
-from arbiter import leftovers, proc, reports, zygotes
 from arbiter.errors import TicketClosed
-from arbiter.leftovers import EngineLogs, sweep
-from arbiter.node_agent import NodeAgent
-from arbiter.probe import Readings, Tree
+from arbiter.node import keeper as module
+from arbiter.node import leftovers, proc, reports, zygotes
+from arbiter.node.leftovers import EngineLogs, sweep
+from arbiter.node.node_agent import NodeAgent
+from arbiter.node.probe import Readings, Tree
 from arbiter.units import Bytes, DeviceId, NodeId, TicketId
 from arbiter.wire import AgentSettings, SpawnSpec
 from tests.support.waits import eventually

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from arbiter import children, proc
 from arbiter.errors import LeaseRefused
 from arbiter.events import DeviceBytes, EngineReading
-from arbiter.outsiders import Outsider, Outsiders
+from arbiter.node import children, proc
+from arbiter.node.outsiders import Outsider, Outsiders
 from arbiter.units import MIB, Bytes, DeviceId, TicketId
 from tests.support.engine_host import until
 
@@ -81,7 +81,7 @@ def test_a_helper_of_another_user_is_nobodys(
     opened = outsiders.open(JOB, job.pid, LENT, set())
     assert opened
     ours = {job.pid, os.getpid()}
-    monkeypatch.setattr("arbiter.outsiders._is_ours", lambda pid: pid in ours)
+    monkeypatch.setattr("arbiter.node.outsiders._is_ours", lambda pid: pid in ours)
     until(lambda: len(proc.descend({job.pid}, proc.processes())) == 2, 10)
     assert look(outsiders) == [] and opened.members.keys() == {job.pid}
 

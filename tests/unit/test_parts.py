@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbiter import budget, errors
+from arbiter import errors
 from arbiter import events as ev
-from arbiter.alarms import Alarms
 from arbiter.errors import LedgerBroken, RequestError
-from arbiter.estimates import Estimates, ModelKey
 from arbiter.events import DeviceKind, Need
 from arbiter.ledger import TRANSITIONS, State
-from arbiter.line import Line
+from arbiter.rules import budget
+from arbiter.rules.alarms import Alarms
+from arbiter.rules.estimates import Estimates, ModelKey
+from arbiter.rules.line import Line
 from arbiter.settings import DEFAULTS, Arenas, Settings
 from arbiter.units import (
     GIB,

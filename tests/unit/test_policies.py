@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbiter import urgency
 from arbiter.events import Priority
+from arbiter.rules import urgency
+from arbiter.rules.victims import Option
 from arbiter.settings import DEFAULTS
 from arbiter.units import GIB, SECOND, Bytes, DeviceId, HolderId, Instant, Span, TicketId, seconds
-from arbiter.victims import Option
 from arbiter.view import Candidate, Idler, Key, Site, Waiter
 from policies import ADMIT, EVICT, KEEP_WARM, PLACE, ROLES, bundle
 from tests.unit.desk import CPU, PLAIN, Desk, revoked

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from arbiter.events import DeviceBytes, DeviceKind
-from arbiter.probe import NodeProbe, NoGpus, Nvml, Tree
+from arbiter.node.probe import NodeProbe, NoGpus, Nvml, Tree
 from arbiter.units import GIB, Bytes, DeviceId, NodeId, TicketId
 
 N = NodeId("n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from arbiter import proc
+from arbiter.node import proc
 from arbiter.units import MIB
 
 SLACK = 6 * MIB  # what a forked interpreter writes on its own

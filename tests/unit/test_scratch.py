@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbiter import budget
 from arbiter import events as ev
 from arbiter.events import DeviceKind
+from arbiter.rules import budget
 from arbiter.settings import DEFAULTS
 from arbiter.units import GIB, Bytes, TicketId, seconds
 from tests.unit.desk import CPU, HOST, PLAIN, Desk, gib, is_granted

@@ -5,7 +5,7 @@ import pytest
 from arbiter import errors
 from arbiter import events as ev
 from arbiter.decisions import Grant, Probe
-from arbiter.estimates import ModelKey
+from arbiter.rules.estimates import ModelKey
 from arbiter.units import HolderId, TicketId, seconds
 from tests.unit.desk import CPU, HOST, NODE, Desk, gib, granted, reaped, refusal, revoked, s
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from arbiter import events as ev
 from arbiter.events import Priority
-from arbiter.ranking import SCANNED_COUNT, in_order, option
-from arbiter.rates import Rates
+from arbiter.rules.ranking import SCANNED_COUNT, in_order, option
+from arbiter.rules.rates import Rates
+from arbiter.rules.victims import Option, choose, freed
 from arbiter.units import Bytes, Instant, Span, TicketId, seconds
-from arbiter.victims import Option, choose, freed
 from policies import EVICT
 from tests.unit.desk import CPU, PLAIN, Desk, capability, revoked
 

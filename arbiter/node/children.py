@@ -1,0 +1,225 @@
+"""The engine processes a node agent opened: found again after its restart, and the only processes
+it ever kills.
+
+A process is named by pid and start time, so a pid used again is never mistaken for ours; signals
+go through pidfds.
+"""
+
+import glob
+import json
+import os
+import signal
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arbiter.events import DeviceBytes
+from arbiter.node import proc
+from arbiter.node.probe import Tree
+from arbiter.units import Bytes, DeviceId, TicketId
+
+# Reaped tickets remembered, so that a late spawn cannot start one: a day of a swap every 10 s.
+TOMBSTONES = 10_000
+
+
+@dataclass(slots=True)
+class Child:
+    """One engine. `members` are its processes as last seen, pid to start time."""
+
+    ticket: TicketId
+    pid: int
+    start_ticks: int
+    socket: Path
+    granted: tuple[DeviceBytes, ...]
+    fd: int  # pidfd of the root
+    opened_ns: int  # monotonic; an older look at the processes says nothing about it
+    members: dict[int, int] = field(default_factory=dict)
+    zygote: proc.Name | None = None  # which forked it
+    leads: bool = True  # its pid still names its session and group, even if it is dead
+    killed: dict[int, int] = field(default_factory=dict)  # those of `members` that were
+    killed_ns: int | None = None  # when the last of them was
+    is_whole: bool = False  # `killed` is all there ever will be of it
+
+    def tree(self) -> Tree:
+        return Tree(self.ticket, frozenset(self.members), self.granted)
+
+
+class Children:
+    """By ticket, mirrored as one small file each in the socket folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tombs: OrderedDict[TicketId, None] = OrderedDict()
+        self.by_ticket: dict[TicketId, Child] = {}
+
+    def socket(self, ticket: TicketId) -> Path:
+        return self._folder / f"{ticket}.sock"
+
+    def open(
+        self,
+        ticket: TicketId,
+        pid: int,
+        granted: tuple[DeviceBytes, ...],
+        start_ticks: int = 0,
+        zygote: proc.Name | None = None,
+    ) -> Child | None:
+        """Take charge of a process; None when it is gone, or is not the one that was meant."""
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return None
+        found = proc.process(pid)  # after the open, so that the descriptor is of this one
+        if found is None or not found.alive or start_ticks not in (0, found.start_ticks):
+            os.close(fd)
+            return None
+        child = Child(
+            ticket, pid, found.start_ticks, self.socket(ticket), granted, fd, time.monotonic_ns()
+        )
+        child.members[pid] = found.start_ticks
+        child.zygote = zygote
+        self.by_ticket[ticket] = child
+        self._write(child)
+        return child
+
+    def recover(self, keep_log: Callable[[str, Path], None]) -> tuple[TicketId, ...]:
+        """Open again what an earlier life of the agent had; returns tickets whose engine is gone.
+        A helper that outlived its root is killed. `keep_log` gets the logs of the dead."""
+        lost = []
+        for path in sorted(self._folder.glob("*.child")):
+            raw = json.loads(path.read_text())
+            ticket = TicketId(raw["ticket"])
+            granted = tuple(DeviceBytes(DeviceId(d), Bytes(b)) for d, b in raw["granted"])
+            zygote = tuple(raw["zygote"]) if raw.get("zygote") else None
+            if self.open(ticket, raw["pid"], granted, raw["start_ticks"], zygote) is None:
+                _kill_session(raw["pid"], raw["start_ticks"])
+                keep_log(ticket, self.socket(ticket).with_suffix(".log"))
+                self.unlink(ticket)
+                self.bury(ticket)
+                lost.append(ticket)
+        return tuple(lost)
+
+    def refresh(self) -> list[Child]:
+        """Look and note in one."""
+        return self.note(*look())
+
+    def note(self, looked_ns: int, everything: dict[int, proc.Process]) -> list[Child]:
+        """What was seen at `looked_ns`, of every engine opened before; returns those."""
+        noted = [c for c in self.by_ticket.values() if c.opened_ns < looked_ns]
+        for child in noted:
+            known = {p for p, ticks in child.members.items() if _is_same(everything, p, ticks)}
+            found = proc.descend(known | _led(child, everything), everything)
+            child.members = {pid: everything[pid].start_ticks for pid in found}
+            # The kernel forks nothing for a process with a signal to die by (copy_process, fork.c).
+            # So a look that began after all that is known was killed, and found no other, is the
+            # last that is needed.
+            was_killed = child.killed_ns is not None and child.killed_ns < looked_ns
+            is_known = child.members.items() <= child.killed.items()
+            child.is_whole = child.is_whole or (was_killed and is_known)
+        return noted
+
+    def kill(self, child: Child) -> None:
+        """SIGKILL to everything of it that is known; repeat until `members` stays empty."""
+        for pid, ticks in child.members.items():
+            _kill(pid, ticks)
+        if not child.members.items() <= child.killed.items():
+            child.killed |= child.members
+            child.killed_ns = time.monotonic_ns()
+
+    def see_dead(self, child: Child) -> None:
+        """Look again at the known members of a whole one, and at nothing else."""
+        assert child.is_whole
+        child.members = {p: ticks for p, ticks in child.members.items() if lives(p, ticks)}
+
+    def bury(self, ticket: TicketId) -> None:
+        """No engine may start under this ticket any more."""
+        self._tombs[ticket] = None
+        while len(self._tombs) > TOMBSTONES:
+            self._tombs.popitem(last=False)
+
+    def is_buried(self, ticket: TicketId) -> bool:
+        return ticket in self._tombs
+
+    def forget(self, child: Child) -> None:
+        """It is gone: drop its descriptor."""
+        del self.by_ticket[child.ticket]
+        os.close(child.fd)
+
+    def unlink(self, ticket: TicketId) -> None:
+        """Everything of that name: an engine has sockets of its own beside the one we gave it."""
+        for path in self._folder.glob(f"{glob.escape(ticket)}.*"):
+            path.unlink(missing_ok=True)
+
+    def trees(self) -> list[Tree]:
+        return [child.tree() for child in self.by_ticket.values()]
+
+    def _write(self, child: Child) -> None:
+        granted = [[d.device, d.size_bytes] for d in child.granted]
+        raw = {"ticket": child.ticket, "pid": child.pid, "start_ticks": child.start_ticks,
+               "granted": granted, "zygote": child.zygote}  # fmt: skip
+        path = self._folder / f"{child.ticket}.child"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(raw))
+        part.rename(path)  # whole or not at all, whenever this process is killed
+
+
+def look() -> tuple[int, dict[int, proc.Process]]:
+    """Every process, and when the looking began. Takes milliseconds: call it from a thread."""
+    return time.monotonic_ns(), proc.processes()
+
+
+def _is_same(everything: dict[int, proc.Process], pid: int, ticks: int) -> bool:
+    found = everything.get(pid)
+    return found is not None and found.start_ticks == ticks
+
+
+def lives(pid: int, ticks: int) -> bool:
+    found = proc.process(pid)
+    return found is not None and found.alive and found.start_ticks == ticks
+
+
+def _led(child: Child, everything: dict[int, proc.Process]) -> set[int]:
+    """The root, and the session and group it led. Their number cannot be used again while one of
+    them lives; once none does it may be anybody's, for good."""
+    root = everything.get(child.pid)
+    is_strangers = root is not None and root.start_ticks != child.start_ticks
+    if is_strangers or not child.leads:
+        child.leads = False
+        return set()
+    led = proc.led_by(child.pid, everything)
+    led = {pid for pid in led if everything[pid].start_ticks >= child.start_ticks}
+    child.leads = root is not None or bool(led)
+    return led
+
+
+def _kill(pid: int, ticks: int) -> None:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        found = proc.process(pid)
+        if found is not None and found.start_ticks == ticks:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+    finally:
+        os.close(fd)
+
+
+def _kill_session(leader: int, ticks: int) -> None:
+    """What is left of a session whose leader died. While any of it lives the kernel gives the
+    leader's number to nobody else; if somebody has it, nothing is left."""
+    holder = proc.process(leader)
+    if holder is not None and holder.start_ticks != ticks:
+        return
+    for p in proc.processes().values():
+        if p.session == leader and p.alive and p.start_ticks >= ticks:
+            _kill(p.pid, p.start_ticks)
+
+
+def kill_known(pids: Iterable[proc.Name]) -> None:
+    """SIGKILL to processes named by (pid, start time)."""
+    for pid, ticks in pids:
+        _kill(pid, ticks)

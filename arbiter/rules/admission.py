@@ -1,0 +1,193 @@
+"""Asking for a ticket (SPEC A2, A3, A21, C7): who may, who may not, and until when."""
+
+from arbiter import events as ev
+from arbiter.errors import (
+    ArbiterClosing,
+    DeadlineUnmet,
+    HolderQuarantined,
+    ModelCoolingDown,
+    QueueFull,
+    RequestError,
+    StaleEpoch,
+    TicketClosed,
+    UnknownCapability,
+    UnknownModel,
+)
+from arbiter.ledger import Entry, State
+from arbiter.rules import floors, forecast, preload, pressure
+from arbiter.rules import leases_held as leases
+from arbiter.rules.granting import grant_of, ripen
+from arbiter.rules.loads import retried
+from arbiter.rules.mind import Holder, Mind, model_label
+from arbiter.rules.reclaim import kept_bytes
+from arbiter.rules.refusing import turn_away
+from arbiter.units import Epoch, after, in_seconds, since
+
+NEVER_JOINED = Epoch(0)
+
+
+# -- asking ---------------------------------------------------------------------------------------
+
+
+def requested(mind: Mind, event: ev.Requested) -> None:
+    """The ticket id is an idempotency key: asking again repeats the answer. Raises TicketClosed,
+    to this asker alone, for a ticket that another holder has: to it, there is none."""
+    if entry := mind.ledger.find(event.ticket):
+        if entry.holder != event.holder:
+            mind.stale_count += 1
+            raise TicketClosed(event.ticket)
+        _asked_again(mind, entry, event)
+        return
+    error = mind.answers.get(event.ticket) or _why_not(mind, event)
+    if error is not None:
+        mind.refuse(event.ticket, error)
+        return
+    entry = _new_entry(mind, mind.holders[event.holder], event)
+    load = forecast.load_of(mind, entry)
+    if event.deadline is not None and load > event.deadline:
+        mind.refuse(event.ticket, forecast.too_late(entry, 0.0, load))
+        return
+    entry.is_guess = preload.is_awaited(mind, (entry.capability, entry.model))
+    mind.ledger.open(entry)
+    mind.note_active(entry.capability)
+    _queue(mind, entry, event)
+    if event.attempt > 1:
+        retried(mind, (event.holder, event.model))
+
+
+def _asked_again(mind: Mind, entry: Entry, event: ev.Requested) -> None:
+    entry.is_guess = False
+    if entry.state in (State.LOADING, State.RESIDENT):
+        mind.say(grant_of(entry))
+    elif entry.state in (State.ASLEEP, State.DRAINING):
+        if error := _why_no_wake(mind, entry):
+            mind.say_no(entry.ticket, error)
+        elif entry.ticket not in mind.line:
+            _queue(mind, entry, event)
+    elif entry.state is State.RECLAIMING:
+        mind.refuse(entry.ticket, TicketClosed(entry.ticket))
+    else:
+        mind.stale_count += 1  # it waits already
+    if entry.ticket in mind.line and event.priority < entry.priority:
+        entry.priority = event.priority
+        mind.line.hurry(entry.ticket, event.priority)
+
+
+def recheck(mind: Mind) -> None:
+    """The table has changed: who waits for a model that is no longer in it is refused."""
+    for ticket in mind.line.tickets():
+        entry = mind.ledger.find(ticket)
+        assert entry is not None
+        if entry.lease:
+            continue
+        try:
+            mind.registry.find(entry.capability, entry.model)
+        except (UnknownCapability, UnknownModel) as unknown:
+            turn_away(mind, entry, unknown)
+
+
+def refuse_all(mind: Mind) -> None:
+    for ticket in mind.line.tickets():
+        entry = mind.ledger.find(ticket)
+        assert entry is not None
+        turn_away(mind, entry, ArbiterClosing())
+
+
+def _why_no_wake(mind: Mind, entry: Entry) -> RequestError | None:
+    if mind.closing_by is not None:
+        return ArbiterClosing()
+    if kept := kept_bytes(mind, entry.holder):
+        return HolderQuarantined(entry.holder, kept)
+    return floors.why_not(mind, entry.capability, entry.model)
+
+
+def _why_not(mind: Mind, event: ev.Requested) -> RequestError | None:
+    if mind.closing_by is not None:
+        return ArbiterClosing()
+    if event.lease:
+        short = pressure.why_not(mind, event.holder, leases.LEASE)
+        return short or leases.why_not(mind, event, event.lease) or _full(mind, event)
+    try:
+        mind.registry.find(event.capability, event.model)
+    except (UnknownCapability, UnknownModel) as unknown:
+        return unknown
+    if error := floors.why_not(mind, event.capability, event.model):
+        return error
+    if event.holder not in mind.holders:
+        return StaleEpoch(NEVER_JOINED, mind.epoch)
+    if kept := kept_bytes(mind, event.holder):
+        return HolderQuarantined(event.holder, kept)
+    role = mind.registry.specs[event.capability].role
+    short = pressure.why_not(mind, event.holder, role)
+    return short or _cooling(mind, event) or _full(mind, event)
+
+
+def _cooling(mind: Mind, event: ev.Requested) -> ModelCoolingDown | None:
+    failure = mind.failures.get((event.capability, event.model))
+    if failure is None or mind.now >= failure.until or event.attempt > 1:
+        return None
+    left = in_seconds(since(mind.now, failure.until))
+    return ModelCoolingDown(event.model, failure.cause, left)
+
+
+def _full(mind: Mind, event: ev.Requested) -> QueueFull | None:
+    per_model, total = mind.settings.queue_per_model_count, mind.settings.queue_total_count
+    label = model_label(event.capability, event.model)
+    if mind.line.count(label) >= per_model:
+        again = retry_after_s(mind, event.capability, event.model)
+        return QueueFull(event.model, mind.line.count(label), per_model, again)
+    if len(mind.line) >= total:
+        again = retry_after_s(mind, event.capability, event.model)
+        return QueueFull("the arbiter", len(mind.line), total, again)
+    return None
+
+
+def retry_after_s(mind: Mind, capability: str, model: str) -> float:
+    """About one load of it, at least a second: a hint, not a promise."""
+    return max(1.0, in_seconds(mind.estimates.slowest_load(capability, model)))
+
+
+def _new_entry(mind: Mind, holder: Holder, event: ev.Requested) -> Entry:
+    if event.lease:
+        return leases.new_entry(mind, holder, event, event.lease)
+    spec = mind.registry.find(event.capability, event.model)
+    floor = mind.floors.get((event.capability, event.model))
+    role = mind.registry.specs[event.capability].role
+    return Entry(
+        event.ticket, event.holder, holder.node, event.capability, event.model,
+        event.settings_key, event.need, event.need_is_explicit, event.attempt,
+        opened=mind.now, since=mind.now, role=role, role_rank=mind.policies.roles[role].rank,
+        pinned=spec.pinned or floor is ev.Floor.DEVICE, keep_warm=spec.keep_warm,
+        allow_oversize=spec.allow_oversize, dispatch_lock=spec.dispatch_lock,
+        shared_scratch_bytes=spec.shared_scratch_bytes, gang=event.gang, split=event.split,
+    )  # fmt: skip
+
+
+def _queue(mind: Mind, entry: Entry, event: ev.Requested) -> None:
+    deadline = None if event.deadline is None else after(mind.now, event.deadline)
+    label = model_label(entry.capability, entry.model)
+    entry.priority = ev.Priority.BATCH if entry.is_guess else event.priority
+    is_asleep = entry.state is not State.QUEUED
+    mind.line.add(
+        entry.ticket, label, entry.node, mind.now, deadline, entry.priority, is_asleep=is_asleep
+    )
+    mind.fresh.append(entry.ticket)
+    ripen(mind, entry)
+    if deadline is not None:
+        mind.watch(entry, deadline)
+    priority = entry.priority.name.lower()
+    waiting = len(mind.line)
+    mind.tell("ticket_queued", entry, position=waiting, attempt=entry.attempt, priority=priority)
+
+
+def expire(mind: Mind, entry: Entry) -> None:
+    """The time rule of the line: refuse what was not granted by its deadline."""
+    waiting = mind.line.find(entry.ticket)
+    if waiting is None or waiting.deadline is None:
+        return
+    if mind.now < waiting.deadline:
+        mind.watch(entry, waiting.deadline)
+        return
+    waited = in_seconds(since(waiting.waiter.asked, mind.now))
+    again = retry_after_s(mind, entry.capability, entry.model)
+    turn_away(mind, entry, DeadlineUnmet(entry.ticket, waited, again))

@@ -1,0 +1,62 @@
+"""What was weighed when somebody was sent away: kept for a while, so that one can ask why."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from arbiter.rules.victims import Option
+from arbiter.units import Bytes, DeviceId, Instant, TicketId
+from arbiter.view import Key
+
+KEPT_COUNT = 256  # evictions remembered, some kB each: an hour of one every fifteen seconds
+WEIGHED_COUNT = 32  # candidates of one kept, cheapest first; a device seldom holds more
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A lawful candidate at the time, and its price."""
+
+    ticket: TicketId
+    model: str
+    freed_bytes: Bytes
+    rank: Key  # what no cost outweighs, lowest first; see ranking.option and the policy
+    cost_s: float
+    is_chosen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    at: Instant
+    waiting: TicketId  # for whom
+    waiting_model: str
+    device: DeviceId
+    short_bytes: Bytes  # what was missing
+    policy: str
+    weighed: tuple[Weighed, ...]  # cheapest first
+
+    def concerns(self, ticket: TicketId) -> bool:
+        return ticket == self.waiting or any(w.ticket == ticket for w in self.weighed)
+
+
+class Choices:
+    """The newest, oldest first."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Choice] = deque(maxlen=KEPT_COUNT)
+
+    def add(self, choice: Choice) -> None:
+        self._kept.append(choice)
+
+    def about(self, ticket: TicketId) -> Iterator[Choice]:
+        """Those in which it asked, went or was spared."""
+        return (choice for choice in self._kept if choice.concerns(ticket))
+
+
+def weighed(options: Iterable[tuple[str, Option]], chosen: Iterable[Option]) -> tuple[Weighed, ...]:
+    """`options`: with their models. The chosen are kept however many there were."""
+    taken = {option.ticket for option in chosen}
+    rows = [
+        Weighed(o.ticket, model, o.freed_bytes, o.rank, o.cost_s, o.ticket in taken)
+        for model, o in options
+    ]
+    return tuple(row for n, row in enumerate(rows) if n < WEIGHED_COUNT or row.is_chosen)

@@ -1,0 +1,166 @@
+"""How many bytes and seconds a load will take (SPEC A17). Integers, plain data in and out.
+
+Order: explicit, else the learned peak of an earlier load of the same model under the same
+settings, else what the holder computed from its files and the overhead that models of its
+capability were seen to have beyond that. A learned peak above an explicit value wins. After a load
+that failed for memory the next one asks for more, until one succeeds.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from arbiter.events import Need
+from arbiter.rules.predictor import Predictor
+from arbiter.settings import Settings
+from arbiter.units import Bytes, Span
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKey:
+    """Learned values hold for one model under one set of engine settings."""
+
+    capability: str
+    model: str
+    settings_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    device_bytes: Bytes
+    host_bytes: Bytes  # asleep; 0: cannot sleep
+    source: str  # explicit, learned, computed, corrected
+
+
+class Estimates:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.version = 0  # rises whenever a size may have become another
+        self._peak: dict[ModelKey, Bytes] = {}
+        self._corrected: dict[ModelKey, Bytes] = {}  # after a failure for memory
+        self._load: dict[ModelKey, Span] = {}
+        self._wake: dict[ModelKey, Span] = {}
+        self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
+        self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
+        self._slowest: dict[tuple[str, str], Span] = {}  # of a model under any settings
+        self._predictor = Predictor()
+        self._sleepless: set[ModelKey] = set()  # a sleep of it did not give its bytes back
+
+    def size(self, key: ModelKey, need: Need, need_is_explicit: bool) -> Estimate:
+        said, source = need.device_bytes, "explicit"
+        if not need_is_explicit:
+            beyond = self._overhead.get(key.capability, 0)
+            said, source = Bytes(max(need.weights_bytes, said + beyond)), "computed"
+        peak = self._peak.get(key, Bytes(0))
+        if peak and (peak > said or not need_is_explicit):
+            said, source = self._with_headroom(peak), "learned"
+        corrected = self._corrected.get(key, Bytes(0))
+        if corrected > said:
+            said, source = corrected, "corrected"
+        return Estimate(said, need.host_bytes, source)
+
+    def proven(self, capability: str, model: str) -> Bytes | None:
+        """The largest it was ever measured, with headroom; None when it never was."""
+        mine = [b for k, b in self._peak.items() if (k.capability, k.model) == (capability, model)]
+        return self._with_headroom(max(mine)) if mine else None
+
+    def can_sleep(self, key: ModelKey) -> bool:
+        return key not in self._sleepless
+
+    def did_not_sleep(self, key: ModelKey) -> None:
+        """Seen once is enough for this epoch: what stays behind is mostly the engine's own. Not
+        kept beyond it, for a zygote that died can be the cause too."""
+        self._sleepless.add(key)
+
+    def _with_headroom(self, peak: Bytes) -> Bytes:
+        return Bytes(peak + int(peak * self._settings.learned_headroom_fraction))
+
+    def load_time(self, key: ModelKey, weights: Bytes = Bytes(0)) -> Span:
+        """As it took so far; else as others of its capability took for as many bytes; else 0."""
+        if weights == 0 or key in self._load:
+            return self._load.get(key, Span(0))
+        return self._predictor.seconds(key.capability, weights)
+
+    def wake_time(self, key: ModelKey) -> Span:
+        """0 when it was never woken."""
+        return self._wake.get(key, Span(0))
+
+    def slowest_load(self, capability: str, model: str) -> Span:
+        """Under any settings; 0 when it never loaded."""
+        return self._slowest.get((capability, model), Span(0))
+
+    def turnover(self, capability: str) -> Span:
+        """From asking a model to leave until its bytes are seen back; 0 when never seen."""
+        return self._turnover.get(capability, Span(0))
+
+    def left(self, capability: str, took: Span) -> None:
+        self._turnover[capability] = self._smoothed(self._turnover.get(capability, took), took)
+
+    def saw_overhead(self, key: ModelKey, need: Need, peak: Bytes) -> None:
+        """Once for each load whose need was computed, not said."""
+        beyond = peak - need.device_bytes
+        old = self._overhead.get(key.capability, beyond)
+        share = self._settings.load_ewma_fraction
+        self._overhead[key.capability] = old + int((beyond - old) * share)
+        self.version += 1
+
+    def saw_peak(self, key: ModelKey, peak: Bytes) -> None:
+        if peak > self._peak.get(key, Bytes(0)):
+            self._peak[key] = peak
+            self.version += 1
+
+    def loaded(self, key: ModelKey, took: Span, weights: Bytes = Bytes(0)) -> None:
+        self._predictor.loaded(key.capability, weights, took)
+        if self._corrected.pop(key, None):
+            self.version += 1
+        self._load[key] = self._smoothed(self._load.get(key, took), took)
+        self._note_slowest(key)
+
+    def _note_slowest(self, key: ModelKey) -> None:
+        name = (key.capability, key.model)
+        self._slowest[name] = max(self._load[key], self._slowest.get(name, Span(0)))
+
+    def woke(self, key: ModelKey, took: Span) -> None:
+        self._wake[key] = self._smoothed(self._wake.get(key, took), took)
+
+    def _smoothed(self, old: Span, took: Span) -> Span:
+        return Span(old + int((took - old) * self._settings.load_ewma_fraction))
+
+    def ran_out(self, key: ModelKey, held: Bytes) -> None:
+        """A load failed for memory while it was charged `held`."""
+        self._corrected[key] = Bytes(held + int(held * self._settings.oom_growth_fraction))
+        self.version += 1
+
+    def forget(self, key: ModelKey) -> None:
+        for table in (self._peak, self._corrected, self._load, self._wake):
+            table.pop(key, None)
+        self._sleepless.discard(key)
+
+    def forget_model(self, capability: str, model: str) -> None:
+        """Under any settings."""
+        tables = (self._peak, self._corrected, self._load, self._wake, self._sleepless)
+        known = {k for table in tables for k in table}
+        for key in [k for k in known if (k.capability, k.model) == (capability, model)]:
+            self.forget(key)
+
+    def export(self) -> list[dict[str, Any]]:
+        """Plain rows for the state file; `restore` reads them back."""
+        keys = sorted(self._peak.keys() | self._load.keys() | self._wake.keys(), key=repr)
+        return [
+            {
+                "capability": k.capability, "model": k.model, "settings_key": k.settings_key,
+                "peak_bytes": self._peak.get(k, 0), "load_ns": self._load.get(k, 0),
+                "wake_ns": self._wake.get(k, 0),
+            }
+            for k in keys
+        ]  # fmt: skip
+
+    def restore(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            key = ModelKey(row["capability"], row["model"], row["settings_key"])
+            if row["peak_bytes"]:
+                self._peak[key] = Bytes(row["peak_bytes"])
+            if row["load_ns"]:
+                self._load[key] = Span(row["load_ns"])
+                self._note_slowest(key)
+            if row.get("wake_ns"):  # rows of older versions lack it
+                self._wake[key] = Span(row["wake_ns"])

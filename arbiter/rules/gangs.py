@@ -1,0 +1,105 @@
+"""Tickets that only make sense together, and tickets over several devices (SPEC A13, B5).
+
+A gang is a set of tickets of one holder (a target and its drafter, a vision model and its
+projector): none is granted before all of them can be, in the same step. A model larger than any one
+device is split over several of its node, which is one ticket with several parts. Both are the same
+question: is there room for all of these parts at once? All or none: nobody is asked to leave for a
+part while another part would still find no room.
+"""
+
+from dataclasses import dataclass
+
+from arbiter.events import Split
+from arbiter.ledger import Book, Entry, Sizes, State
+from arbiter.rules.mind import Mind
+from arbiter.rules.sites import on_demand_of
+from arbiter.units import Bytes, DeviceId
+
+# Ways of an equal split. Tensor parallel engines divide heads, which come in powers of two; a node
+# has at most sixteen GPUs.
+EQUAL_WAYS = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """So many bytes for this ticket on that device."""
+
+    entry: Entry
+    device: DeviceId
+    size_bytes: Bytes
+
+
+# -- where the parts of one ticket go -------------------------------------------------------------
+
+
+def split(books: list[Book], need: Bytes, how: Split) -> Sizes | None:
+    """One ticket over several devices; None when all of them together are too small."""
+    roomy = sorted(books, key=lambda b: (-on_demand_of(b), b.device))
+    if how is Split.EQUAL:
+        return _equally(roomy, need)
+    if how is Split.PROPORTIONAL:
+        return _in_proportion(roomy, need)
+    return None
+
+
+def _equally(roomy: list[Book], need: Bytes) -> Sizes | None:
+    """Over the fewest devices that hold an equal share each, those with the most free."""
+    for ways in (w for w in EQUAL_WAYS if w <= len(roomy)):
+        part = Bytes(-(-need // ways))
+        fit = [b for b in roomy if on_demand_of(b) >= part]
+        if len(fit) >= ways:
+            freest = sorted(fit, key=lambda b: (-b.free_bytes, b.device))[:ways]
+            return {b.device: part for b in freest}
+    return None
+
+
+def _in_proportion(roomy: list[Book], need: Bytes) -> Sizes | None:
+    """Over the fewest devices, by what is free there now if that is enough, else by what waiting
+    can bring."""
+    for count in range(2, len(roomy) + 1):
+        chosen = roomy[:count]
+        free = [max(0, b.free_bytes) for b in chosen]
+        weights = free if sum(free) >= need else [int(on_demand_of(b)) for b in chosen]
+        if sum(weights) < need:
+            continue
+        parts = [need * w // sum(weights) for w in weights]
+        rest = need - sum(parts)  # of rounding: at most one byte each
+        for i in range(count):
+            more = min(rest, weights[i] - parts[i])
+            parts[i], rest = parts[i] + more, rest - more
+        return {b.device: Bytes(p) for b, p in zip(chosen, parts, strict=True) if p}
+    return None
+
+
+# -- where the members of a gang go ---------------------------------------------------------------
+
+
+def members(mind: Mind, entry: Entry) -> list[Entry] | None:
+    """All of them, in the line; None while one has not asked yet, or is gone."""
+    found = [mind.ledger.find(ticket) for ticket in entry.gang]
+    there = [e for e in found if e and e.state is State.QUEUED and e.holder == entry.holder]
+    return there if len(there) == len(entry.gang) else None
+
+
+def assign(sizes: list[tuple[Entry, Bytes]], books: list[Book], at_most: Sizes) -> list[Part]:
+    """A device for each, the largest first, where it leaves the smallest hole; empty when one finds
+    none. `at_most`: what each device could hold."""
+    left, parts = dict(at_most), []
+    for entry, size in sorted(sizes, key=lambda s: (-s[1], s[0].ticket)):
+        fit = [b.device for b in books if left[b.device] >= size]
+        if not fit:
+            return []
+        device = min(fit, key=lambda d: (left[d] - size, d))
+        left[device] = Bytes(left[device] - size)
+        parts.append(Part(entry, device, size))
+    return parts
+
+
+# -- all or none ----------------------------------------------------------------------------------
+
+
+def totals(parts: list[Part]) -> Sizes:
+    sums: Sizes = {}
+    for part in parts:
+        sums[part.device] = Bytes(sums.get(part.device, 0) + part.size_bytes)
+    return sums

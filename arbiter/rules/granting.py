@@ -1,0 +1,349 @@
+"""From the line to a grant (SPEC A3, A4, B6, C6, C9): who is next, and where it goes.
+
+Only nodes on which something has changed are looked at, each in the order of its line. A ticket
+that cannot load now does not hold up one behind it that can, until it has been overtaken 8 times or
+has waited 30 s: from then on it is due, nobody who came later is granted on a device that it could
+use, and it asks with the urgency of the most urgent it holds up. Bytes that are on their way for
+one ticket are not lent to another.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from arbiter import events as ev
+from arbiter.decisions import Grant
+from arbiter.errors import NeverFits, TicketClosed
+from arbiter.ledger import Book, Entry, Sizes, State
+from arbiter.rules import gangs, groups, oversize, placing, preload, pressure, urgency
+from arbiter.rules import leases_held as leases
+from arbiter.rules.eviction import coming_back, make_room, min_residency_ends, room_for
+from arbiter.rules.line import Waiting
+from arbiter.rules.mind import Mind, Node
+from arbiter.rules.ranking import SCANNED_COUNT
+from arbiter.rules.refusing import turn_away
+from arbiter.rules.sites import cap_pins, compute_books, flag_pinned_on, on_demand_of, trusted
+from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
+
+
+@dataclass(slots=True)
+class Look:
+    """One look at one node's line."""
+
+    node: Node
+    books: dict[DeviceId, Book]  # of its trusted devices that compute
+    largest_bytes: Bytes  # budget
+    most_bytes: Bytes  # that waiting can ever bring on one device
+    promised: defaultdict[DeviceId, int] = field(default_factory=lambda: defaultdict(int))
+    held: set[DeviceId] = field(default_factory=set)  # for one that is due
+    hopeless: list[tuple[Bytes, ev.Priority]] = field(default_factory=list)
+    most_urgent: ev.Priority | None = None  # of all in the line, once somebody asked
+    is_waiting: bool = False  # somebody is left in the line
+    is_over: bool = False  # somebody has become due: the order has changed
+
+    def room(self, device: DeviceId) -> int:
+        """What is free there or coming, and promised to nobody."""
+        book = self.books[device]
+        return book.free_bytes + coming_back(book) - self.promised[device]
+
+    def fits(self, device: DeviceId, need: int) -> bool:
+        return min(self.books[device].free_bytes, self.room(device)) >= need
+
+    def is_hopeless(self, need: Bytes, priority: ev.Priority) -> bool:
+        """One before it that asked for no more, and was no less urgent, could not load."""
+        return any(need >= n and priority >= p for n, p in self.hopeless)
+
+    def passes_over(self, waiting: Waiting, version: int) -> bool:
+        """Most of a long line: what such a one needs is known, and hopeless."""
+        waiter = waiting.waiter
+        if waiting.version != version or waiting.is_due or waiter.is_asleep:
+            return False
+        return self.is_hopeless(waiting.need_bytes, waiter.priority)
+
+    def wait(self, waiting: Waiting, devices: list[DeviceId]) -> None:
+        """One that is due holds every device it could use."""
+        self.is_waiting = True
+        if waiting.is_due:
+            self.held.update(devices)
+
+
+def admit(mind: Mind) -> None:
+    if not mind.is_settled or mind.closing_by is not None:
+        return
+    for name in mind.take_changed():
+        node = mind.nodes.get(name)
+        if node is not None:  # else its agent has not introduced itself yet
+            while not mind.line.is_empty(name) and not _serve(mind, node):
+                pass  # somebody became due by a grant: each turn grants one more
+
+
+def _serve(mind: Mind, node: Node) -> bool:
+    """Once through the line; False: look again, from the front."""
+    books = compute_books(mind, node)
+    look = Look(
+        node,
+        {b.device: b for b in trusted(mind, node)},
+        max((b.budget_bytes for b in books), default=Bytes(0)),
+        max((on_demand_of(b) for b in books), default=Bytes(0)),
+    )
+    for waiting in mind.line.at(node.node):
+        if look.passes_over(waiting, mind.estimates.version):
+            continue
+        entry = mind.ledger.find(waiting.waiter.ticket)
+        if entry is None or entry.ticket not in mind.line:
+            continue  # turned away or granted with its gang
+        if mind.is_silent(entry.holder):
+            continue  # it keeps its place; a grant would only lie there
+        _try(mind, look, entry, waiting)
+        if look.is_over:
+            return False
+    if look.is_waiting:
+        _look_again(mind, look)
+    return True
+
+
+def _try(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
+    if entry.state is State.QUEUED:
+        if look.books and look.held.issuperset(look.books):
+            look.is_waiting = True
+        elif entry.gang:
+            _place_gang(mind, look, entry, waiting)
+        else:
+            _place(mind, look, entry, waiting)
+    elif entry.state is State.ASLEEP:
+        _wake(mind, look, entry, waiting)
+    elif entry.state is State.RESIDENT:
+        _back_in_service(mind, entry)
+
+
+# -- a new load -----------------------------------------------------------------------------------
+
+
+def _place(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
+    need = _need(mind, look, entry, waiting)
+    if need > look.most_bytes and not _may_exceed(mind, look, entry, waiting, need):
+        return
+    if look.is_hopeless(need, entry.priority) and not waiting.is_due:
+        look.is_waiting = True
+        return
+    urgent = _urgency(mind, look, waiting)
+    sites = [s.device for s in placing.places(mind, look.books.values(), entry, need)]
+    found = [d for d in sites if d not in look.held]
+    if groups.stands_in_the_way(mind, entry, urgent):
+        look.wait(waiting, sites)
+        return
+    if device := next((d for d in found if look.fits(d, need)), None):
+        _grant(mind, look, entry, waiting, {device: need})
+        return
+    if found and (late := preload.give_way(mind, entry)):
+        turn_away(mind, entry, late)
+        return
+    promised = next((d for d in found if look.room(d) >= need), None) or next(
+        (d for d in found if make_room(mind, entry, d, need - look.room(d), urgent)), None
+    )
+    if promised:
+        look.promised[promised] += need
+    elif found == sites:
+        look.hopeless.append((need, entry.priority))
+    look.wait(waiting, sites)
+
+
+def _need(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> Bytes:
+    """Asked of the estimates anew only when these have changed."""
+    if waiting.version != mind.estimates.version:
+        waiting.need_bytes = placing.size_of(mind, entry, look.largest_bytes)
+        waiting.version = mind.estimates.version
+    return waiting.need_bytes
+
+
+def _may_exceed(mind: Mind, look: Look, entry: Entry, waiting: Waiting, need: Bytes) -> bool:
+    """It is larger than anything waiting can bring (SPEC B6). False: it is dealt with."""
+    books = compute_books(mind, look.node)
+    if not books:
+        return True  # no device is known yet
+    if several := gangs.split(books, need, entry.split):
+        _place_parts(mind, look, waiting, [gangs.Part(entry, d, s) for d, s in several.items()])
+        return False
+    if entry.allow_oversize:
+        look.wait(waiting, list(look.books))
+        if home := oversize.clear(mind, look.books.values(), entry):
+            _grant(mind, look, entry, waiting, home)
+            mind.tell("oversize", entry, size=need, granted_bytes=entry.home_bytes)
+        else:
+            look.held.update(look.books)
+        return False
+    if entry.pinned:
+        flag_pinned_on(mind, max(books, key=on_demand_of), need)
+    turn_away(mind, entry, NeverFits(entry.ticket, need, look.most_bytes))
+    return False
+
+
+def _urgency(mind: Mind, look: Look, waiting: Waiting) -> ev.Priority:
+    """One that is due holds others up, and asks for the most urgent of them."""
+    if not waiting.is_due:
+        return waiting.waiter.priority
+    if look.most_urgent is None:
+        look.most_urgent = min(w.waiter.priority for w in mind.line.at(look.node.node))
+    return look.most_urgent
+
+
+# -- several parts at once ------------------------------------------------------------------------
+
+
+def _place_gang(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
+    """The first of its members to come up in the line asks for all of them (SPEC A13)."""
+    if gone := [t for t in entry.gang if t in mind.answers]:
+        turn_away(mind, entry, TicketClosed(gone[0]))
+        return
+    there = gangs.members(mind, entry)
+    if there is None or any(mind.line.is_ahead(e.ticket, entry.ticket) for e in there):
+        return
+    books = compute_books(mind, look.node)
+    sizes = [(e, placing.size_of(mind, e, look.largest_bytes)) for e in there]
+    most = {b.device: on_demand_of(b) for b in books}
+    if not gangs.assign(sizes, books, most):
+        need, whole = Bytes(sum(s for _, s in sizes)), Bytes(sum(most.values()))
+        for member in there:
+            turn_away(mind, member, NeverFits(member.ticket, need, whole))
+        return
+    free = {d: Bytes(min(b.free_bytes, look.room(d))) for d, b in look.books.items()}
+    now = gangs.assign(sizes, list(look.books.values()), free)
+    _place_parts(mind, look, waiting, now or gangs.assign(sizes, books, most))
+
+
+def _place_parts(mind: Mind, look: Look, waiting: Waiting, parts: list[gangs.Part]) -> None:
+    """All of them in this step, or none: nobody leaves for a part while another finds no room."""
+    needs, first = gangs.totals(parts), parts[0].entry
+    shut = any(pressure.is_shut(mind, p.entry, p.device) for p in parts)
+    if shut or needs.keys() & look.held or not needs.keys() <= look.books.keys():
+        look.wait(waiting, list(look.books))
+    elif all(look.fits(device, size) for device, size in needs.items()):
+        for ticket in {p.entry.ticket: None for p in parts}:
+            mine = [p for p in parts if p.entry.ticket == ticket]
+            in_line = mind.line.find(ticket)
+            assert in_line is not None
+            _grant(mind, look, mine[0].entry, in_line, {p.device: p.size_bytes for p in mine})
+    else:
+        urgent = _urgency(mind, look, waiting)
+        short = {d: size - look.room(d) for d, size in needs.items() if size > look.room(d)}
+        if all(room_for(mind, first, d, n, urgent) for d, n in short.items()):
+            for device, lacking in sorted(short.items()):
+                make_room(mind, first, device, lacking, urgent)
+            for device, size in needs.items():
+                look.promised[device] += size
+        look.wait(waiting, list(look.books))
+
+
+# -- a wake ---------------------------------------------------------------------------------------
+
+
+def _wake(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
+    """A sleeper wakes where its process lives."""
+    home = list(entry.home)
+    if any(d not in look.books or pressure.is_shut(mind, entry, d) for d in home):
+        look.wait(waiting, home)
+        return
+    urgent = _urgency(mind, look, waiting)
+    missing = {d: Bytes(size - entry.charge(d)) for d, size in entry.home.items()}
+    if look.held & entry.home.keys() or groups.stands_in_the_way(mind, entry, urgent):
+        look.wait(waiting, home)
+    elif all(look.fits(d, size) for d, size in missing.items()):
+        entry.wakes_count += 1
+        _grant(mind, look, entry, waiting, dict(entry.home))
+    elif tight := [d for d in home if entry.home[d] > on_demand_of(look.books[d])]:
+        most = on_demand_of(look.books[tight[0]])
+        turn_away(mind, entry, NeverFits(entry.ticket, entry.home[tight[0]], most))
+    else:
+        lacking = {d: size - look.room(d) for d, size in missing.items()}
+        if all(n <= 0 or make_room(mind, entry, d, n, urgent) for d, n in lacking.items()):
+            for device, size in missing.items():
+                look.promised[device] += size
+        look.wait(waiting, home)
+
+
+def _back_in_service(mind: Mind, entry: Entry) -> None:
+    """It was to be woken, but never went to sleep."""
+    mind.line.drop(entry.ticket)
+    mind.say(grant_of(entry))
+
+
+# -- the grant ------------------------------------------------------------------------------------
+
+
+def _grant(mind: Mind, look: Look, entry: Entry, waiting: Waiting, home: Sizes) -> None:
+    mind.line.drop(entry.ticket)
+    for other in mind.line.at(look.node.node):
+        if other.waiter.turn < waiting.waiter.turn and _could_use(mind, other, home):
+            mind.line.overtaken(other, mind.settings.bypass_count)
+            look.is_over = look.is_over or other.is_due
+    charge(mind, entry, home)
+
+
+def _could_use(mind: Mind, other: Waiting, home: Sizes) -> bool:
+    entry = mind.ledger.find(other.waiter.ticket)
+    assert entry is not None
+    if mind.is_silent(entry.holder) or entry.state not in (State.QUEUED, State.ASLEEP):
+        return False  # it does not compete, or has bytes of its own to come
+    if entry.state is State.ASLEEP:
+        return bool(entry.home.keys() & home.keys())
+    if entry.gang and gangs.members(mind, entry) is None:
+        return False
+    return any(other.need_bytes <= on_demand_of(mind.ledger.books[d]) for d in home)
+
+
+def charge(mind: Mind, entry: Entry, home: Sizes) -> None:
+    """To LOADING. Whatever is granted already (the copy in host RAM of a sleeper) stays charged."""
+    waited = since(entry.since, mind.now)
+    entry.home = home
+    key = mind.key_of(entry)
+    if entry.wakes_count:
+        entry.predicted = mind.estimates.wake_time(key)
+    else:
+        entry.predicted = mind.estimates.load_time(key, entry.need.weights_bytes)
+    entry.load_by = after(mind.now, mind.settings.terms.load)
+    entry.peak_bytes, entry.readings_count = Bytes(0), 0
+    mind.move(entry, State.LOADING, granted={**entry.granted, **home})
+    mind.watch(entry, entry.load_by)
+    if entry.pinned:
+        cap_pins(mind, home)
+    mind.say(grant_of(entry))
+    mind.tell("ticket_granted", entry, size=entry.home_bytes, took=waited)
+    if entry.need_is_explicit and entry.home_bytes > entry.need.device_bytes:
+        said = entry.need.device_bytes
+        mind.tell("explicit_too_low", entry, size=entry.home_bytes, explicit_bytes=said)
+    if entry.lease:
+        leases.begin(mind, entry)
+
+
+def grant_of(entry: Entry) -> Grant:
+    devices = tuple(ev.DeviceBytes(d, size) for d, size in sorted(entry.home.items()))
+    return Grant(entry.ticket, devices, entry.load_by, entry.predicted)
+
+
+# -- later ----------------------------------------------------------------------------------------
+
+
+def _look_again(mind: Mind, look: Look) -> None:
+    """Minimum residency, refusals and urgency end by themselves. Of a device with very many tickets
+    one does surely soon."""
+    name = look.node.node
+    for book in look.books.values():
+        if len(book.entries) > SCANNED_COUNT:
+            mind.alarms.set(("line", name), after(mind.now, Span(SECOND)))
+            continue
+        for entry in book.entries.values():
+            fades_at = urgency.fading(mind, entry) or mind.now
+            for lawful_at in (min_residency_ends(mind, entry), entry.refused_until, fades_at):
+                if lawful_at > mind.now:
+                    mind.alarms.set(("line", name), lawful_at)
+
+
+def ripen(mind: Mind, entry: Entry) -> None:
+    """The time rule of overtaking: after so long nobody does."""
+    waiting = mind.line.find(entry.ticket)
+    if waiting is None or waiting.is_due:
+        return
+    due_at = after(waiting.waiter.asked, mind.settings.terms.bypass)
+    if mind.now >= due_at:
+        mind.line.ripen(waiting)
+    else:
+        mind.watch(entry, due_at)

@@ -1,0 +1,182 @@
+"""A resident that wants more, or gives some back (SPEC A14).
+
+Idle models make room for it. It never waits on a holder that itself waits for growth: two of those
+could wait for each other for ever, so the later one is refused, at once, and goes on with what it
+has. Every wait has an end in any case.
+"""
+
+from arbiter import events as ev
+from arbiter.decisions import Grant, Reason
+from arbiter.errors import GrowthRefused, NeverFits, TicketClosed
+from arbiter.ledger import Book, Entry, Sizes, State
+from arbiter.rules import urgency
+from arbiter.rules.budget import on_demand
+from arbiter.rules.eviction import coming_back, may_leave, revoke
+from arbiter.rules.mind import Mind
+from arbiter.rules.ranking import in_order
+from arbiter.units import Bytes, DeviceId, HolderId, after
+
+
+def asked(mind: Mind, event: ev.GrowthAsked) -> None:
+    entry = mind.live(event.ticket, State.RESIDENT, by=event.holder)
+    if entry is None:
+        return mind.say_no(event.ticket, TicketClosed(event.ticket))
+    mind.growing.pop(entry.ticket, None)
+    entry.grows_bytes = event.more_bytes
+    if event.more_bytes <= 0:  # it wants no more
+        return
+    if any(device not in mind.ledger.books for device in entry.home):
+        return _refuse(mind, entry, _error(entry, "its device is gone"))
+    if never := _never_fits(mind, entry):
+        return _refuse(mind, entry, never)
+    if not all(_can_wait(mind, e) for e in (*_growing(mind), entry)):
+        return _refuse(mind, entry, _error(entry, "it would wait on a holder that waits as well"))
+    entry.grows_by = after(mind.now, event.within)
+    mind.growing[entry.ticket] = None
+    mind.watch(entry, entry.grows_by)
+    mind.tell("growth_asked", entry, size=event.more_bytes)
+
+
+def gave_back(mind: Mind, event: ev.GaveBack) -> None:
+    """Its grant shrinks; what it is still measured to hold stays on the books."""
+    entry = mind.live(event.ticket, State.RESIDENT)
+    if entry is None:
+        return
+    less = min(event.less_bytes, entry.home_bytes)
+    home = {d: Bytes(size - part) for (d, size), part in _by_share(entry, less)}
+    _resize(mind, entry, home)
+    mind.tell("growth_given_back", entry, size=Bytes(less))
+
+
+def serve(mind: Mind) -> None:
+    """In the order they asked. Before the line: they are in service already."""
+    for entry in _growing(mind):
+        is_gone = any(device not in mind.ledger.books for device in entry.home)
+        if entry.state is not State.RESIDENT or is_gone:
+            _refuse(mind, entry, _error(entry, "it is leaving"))
+        elif _has_room(mind, entry):
+            _grow(mind, entry)
+        elif mind.now >= entry.grows_by:
+            _refuse(mind, entry, _error(entry, "there was no room in time"))
+        else:
+            for device, part in _wanted(entry).items():
+                _make_room(mind, entry, mind.ledger.books[device], part)
+
+
+def _growing(mind: Mind) -> list[Entry]:
+    found = []
+    for ticket in list(mind.growing):
+        entry = mind.ledger.find(ticket)
+        if entry is None:
+            del mind.growing[ticket]
+        else:
+            found.append(entry)
+    return found
+
+
+def _grow(mind: Mind, entry: Entry) -> None:
+    wanted = _wanted(entry)
+    home = {d: Bytes(size + wanted.get(d, 0)) for d, size in entry.home.items()}
+    _resize(mind, entry, home)
+    mind.growing.pop(entry.ticket, None)
+    more, entry.grows_bytes = entry.grows_bytes, Bytes(0)
+    devices = tuple(ev.DeviceBytes(d, size) for d, size in sorted(home.items()))
+    load_by = after(mind.now, mind.settings.terms.load)
+    time = mind.estimates.load_time(mind.key_of(entry))  # growing may be a restart of the engine
+    mind.say(Grant(entry.ticket, devices, load_by, time))
+    mind.tell("growth_granted", entry, size=more)
+
+
+def _resize(mind: Mind, entry: Entry, home: Sizes) -> None:
+    others = {d: size for d, size in entry.granted.items() if d not in home}
+    entry.home = home
+    mind.ledger.resize(entry, {**others, **home})
+
+
+def _refuse(mind: Mind, entry: Entry, error: GrowthRefused | NeverFits) -> None:
+    """Not remembered as the ticket's answer: the ticket goes on."""
+    mind.growing.pop(entry.ticket, None)
+    entry.grows_bytes = Bytes(0)
+    mind.say_no(entry.ticket, error)
+
+
+def _error(entry: Entry, cause: str) -> GrowthRefused:
+    return GrowthRefused(entry.ticket, entry.grows_bytes, cause)
+
+
+# -- how much where -------------------------------------------------------------------------------
+
+
+def _wanted(entry: Entry) -> Sizes:
+    return {d: part for (d, _), part in _by_share(entry, entry.grows_bytes) if part}
+
+
+def _by_share(entry: Entry, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes], Bytes]]:
+    """Of a total over its devices, in the proportion of what it has; the first takes the rest."""
+    home = sorted(entry.home.items())
+    parts = [total * size // max(1, entry.home_bytes) for _, size in home]
+    parts[0] += total - sum(parts)
+    return [(item, Bytes(part)) for item, part in zip(home, parts, strict=True)]
+
+
+def _has_room(mind: Mind, entry: Entry) -> bool:
+    """What it took already beyond its grant is charged already."""
+    return all(
+        part <= mind.ledger.books[d].free_bytes + entry.charge(d) - entry.granted.get(d, Bytes(0))
+        for d, part in _wanted(entry).items()
+    )
+
+
+# -- who makes room -------------------------------------------------------------------------------
+
+
+def _never_fits(mind: Mind, entry: Entry) -> NeverFits | None:
+    for device, part in _wanted(entry).items():
+        book = mind.ledger.books[device]
+        others = (e for e in book.entries.values() if e.pinned and e is not entry)
+        most = on_demand(book.budget_bytes, Bytes(sum(e.charge(device) for e in others)))
+        need = Bytes(entry.home[device] + part)
+        if need > most:
+            return NeverFits(entry.ticket, need, most)
+    return None
+
+
+def _waiting_holders(mind: Mind, entry: Entry) -> set[HolderId]:
+    """Whom it must not wait for."""
+    return {e.holder for e in _growing(mind) if e is not entry}
+
+
+def _can_wait(mind: Mind, entry: Entry) -> bool:
+    """There would be room if everybody left who may, but those who wait for growth themselves.
+    Asked of all that wait each time another joins them."""
+    waiting = _waiting_holders(mind, entry)
+    return all(
+        part <= _reachable(mind.ledger.books[d], entry, waiting)
+        for d, part in _wanted(entry).items()
+    )
+
+
+def _reachable(book: Book, entry: Entry, waiting: set[HolderId]) -> Bytes:
+    leavable = (
+        e.charge(book.device) for e in book.entries.values()
+        if e is not entry and not e.pinned and e.holder not in waiting
+    )  # fmt: skip
+    return Bytes(book.free_bytes + sum(leavable))
+
+
+def _make_room(mind: Mind, entry: Entry, book: Book, part: Bytes) -> None:
+    """Idle ones no more urgent than it; all that is missing or nobody."""
+    short = part - book.free_bytes - coming_back(book)
+    if short <= 0:
+        return
+    waiting = _waiting_holders(mind, entry)
+    chosen: list[Entry] = []
+    for victim, _ in in_order(mind, book):
+        is_lawful = may_leave(mind, victim) and victim.holder not in waiting
+        if short <= 0 or victim is entry or not is_lawful:
+            continue
+        if urgency.of(mind, victim) >= entry.priority:
+            chosen.append(victim)
+            short -= victim.charge(book.device)
+    for victim in chosen if short <= 0 else []:
+        revoke(mind, victim, Reason.SWAP, entry)

@@ -1,0 +1,38 @@
+"""A model larger than the whole budget, where its configuration allows that (SPEC B6).
+
+Everything idle and unpinned leaves the device with the most to lend; then it loads with what there
+is, is charged that, and what it takes beyond is measured. Nothing else fits beside it.
+"""
+
+from collections.abc import Iterable
+
+from arbiter.decisions import Reason
+from arbiter.ledger import Book, Entry, Sizes, State
+from arbiter.rules.eviction import may_leave, revoke
+from arbiter.rules.loads import displace
+from arbiter.rules.mind import Mind
+from arbiter.rules.sites import on_demand_of
+from arbiter.units import Bytes
+
+ON_THE_MOVE = frozenset({State.LOADING, State.DRAINING})
+
+
+def clear(mind: Mind, books: Iterable[Book], entry: Entry) -> Sizes | None:
+    """What it is granted once nobody idle is left there; None: they have been asked to leave."""
+    book = max(books, key=lambda b: (on_demand_of(b), b.device), default=None)
+    if book is None:
+        return None
+    for other in list(book.entries.values()):
+        if may_leave(mind, other):
+            displace(mind, entry, other)
+            revoke(mind, other, Reason.SWAP, entry)
+    left = [e for e in book.entries.values() if _comes_back(e)]
+    return None if left or book.free_bytes <= 0 else {book.device: Bytes(book.free_bytes)}
+
+
+def _comes_back(entry: Entry) -> bool:
+    """Its bytes are awaited, or will be."""
+    if entry.state is State.RECLAIMING:
+        return not entry.alarmed
+    is_idle = entry.inflight == 0 and not entry.pinned
+    return entry.state in ON_THE_MOVE or (entry.state is State.RESIDENT and is_idle)

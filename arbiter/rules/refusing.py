@@ -1,0 +1,17 @@
+"""Out of the line with an answer (SPEC C7): a new ticket is closed, a sleeper sleeps on."""
+
+from arbiter.errors import RequestError
+from arbiter.ledger import Entry, State
+from arbiter.rules.mind import Mind
+
+
+def turn_away(mind: Mind, entry: Entry, error: RequestError) -> None:
+    """A sleeper may ask again under the same ticket."""
+    mind.line.drop(entry.ticket)
+    mind.displaced.pop((entry.holder, entry.model), None)
+    if entry.state is State.QUEUED:
+        mind.refuse(entry.ticket, error)
+        mind.close(entry)
+    else:
+        mind.say_no(entry.ticket, error)
+        mind.watch(entry, mind.now)
