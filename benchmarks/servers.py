@@ -38,6 +38,11 @@ TRANSPORTS: dict[str, dict[str, str]] = {
     "throughput": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"},
     "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
 }
+TRANSPORTS["loops"] = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+TRANSPORTS["grpc+loops"] = TRANSPORTS["grpc"] | TRANSPORTS["loops"]
 TRANSPORTS["haproxy+grpc"] = TRANSPORTS["haproxy"] | TRANSPORTS["grpc"]
 
 

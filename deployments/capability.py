@@ -37,32 +37,31 @@ class Capability:
         self._pace = Pace()
         self._residency = Residency.start(capability, holder=f"{capability}#{replica}")
 
-    async def handle(self, call: wire.Call) -> AsyncIterator[wire.Progress | wire.Head | bytes]:
-        """Head, then bytes. Closing this generator cancels the work down to the engine. A refusal
-        is an answer; within a stream of events it is the last event. Raises EngineLost where the
-        client has seen nothing yet, so that the front tries again."""
+    async def handle(self, call: wire.Call) -> AsyncIterator[wire.Part]:
+        """Closing this generator cancels the work down to the engine. A refusal is an answer;
+        within a stream of events it is the last event. Raises EngineLost where the client has seen
+        nothing yet, so that the front tries again."""
         if call.path not in self.paths:
-            head, body = _wrong_route(call, self.paths)
-            yield head
-            yield body
+            yield _wrong_route(call, self.paths)
             return
-        sent: wire.Head | None = None
+        is_streaming = False
         try:
             async with aclosing(self._served(call)) as parts:
                 async for part in parts:
                     if isinstance(part, wire.Head):
-                        sent = part
+                        if not part.is_stream:
+                            yield wire.Whole(part, await _rest(parts))
+                            return
+                        is_streaming = True
                     yield part
         except RequestError as error:
             logger.warning("request %s: %s", call.request_id, error)
-            if sent is None and not wire.is_transient(error):
-                head, body = wire.refusal(error)
-                yield head
-                yield body
-            elif sent is not None and sent.is_stream:
+            if is_streaming:
                 yield wire.stream_error(error)
-            else:
+            elif wire.is_transient(error):
                 raise
+            else:
+                yield wire.Whole(*wire.refusal(error))
 
     async def _served(
         self, call: wire.Call
@@ -103,6 +102,10 @@ class Capability:
         await self._residency.close()
 
 
+async def _rest(parts: AsyncIterator[wire.Progress | wire.Head | bytes]) -> bytes:
+    return b"".join([part async for part in parts if isinstance(part, bytes)])
+
+
 def _with_wait(part: wire.Head | bytes, waited_s: float, use: Use) -> wire.Head | bytes:
     """Who gets no comments while the model loads learns afterwards what it waited for."""
     if isinstance(part, bytes):
@@ -113,10 +116,10 @@ def _with_wait(part: wire.Head | bytes, waited_s: float, use: Use) -> wire.Head 
     return wire.Head(part.status, part.headers | told)
 
 
-def _wrong_route(call: wire.Call, paths: frozenset[str]) -> tuple[wire.Head, bytes]:
+def _wrong_route(call: wire.Call, paths: frozenset[str]) -> wire.Whole:
     """404, as OpenAI answers a chat request for a model that is none."""
     message = f"{call.model} is served at {', '.join(sorted(paths))}, not at {call.path}"
     body = wire.error_body(
         message, kind=wire.kind_of(404), code="model_not_supported", param="model"
     )
-    return wire.Head(404, {"content-type": "application/json"}), body
+    return wire.Whole(wire.Head(404, {"content-type": "application/json"}), body)

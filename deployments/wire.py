@@ -1,4 +1,5 @@
-"""What travels between the front and a capability: a call, then a head, then bytes.
+"""What travels between the front and a capability: a call, then a whole answer, or the head of a
+stream and its bytes.
 
 Raw JSON in, raw bytes out: neither side parses what the engine will parse again.
 """
@@ -47,7 +48,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """First item of every answer but for progress; bytes follow."""
+    """Begins every answer; where it is a stream, bytes follow."""
 
     status: int
     headers: dict[str, str]
@@ -56,6 +57,18 @@ class Head:
     def is_stream(self) -> bool:
         """Server-sent events: each piece is of use to the client as it comes."""
         return self.headers.get("content-type", "").startswith("text/event-stream")
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An answer that is no stream. One message, whatever its size: each costs proxy, front and
+    replica about a millisecond, and its client can use none of it before the last byte."""
+
+    head: Head
+    body: bytes
+
+
+Part = Progress | Head | Whole | bytes  # of an answer; progress only before all else
 
 
 def error_body(

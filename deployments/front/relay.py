@@ -26,8 +26,8 @@ from deployments import wire
 
 logger = logging.getLogger("ray.serve")
 
-Part = wire.Progress | wire.Head | bytes
-Parts = AsyncGenerator[Part, None]
+Parts = AsyncGenerator[wire.Part, None]
+Beginnings = wire.Head | wire.Whole
 Send = Callable[[wire.Call], Any]
 
 # A replica or engine that dies before the client saw anything has answered nothing, so the call is
@@ -58,25 +58,26 @@ async def relay(call: wire.Call, send: Send, beat_s: float = BEAT_S) -> Response
     """The answer as a response; every failure becomes OpenAI's error object. `send` starts the
     call and returns Serve's response generator."""
     parts = _answer(call, send)
-    head: Part | None
+    first: wire.Part | None
     try:
         if call.wants_progress:
             beginning = Beginning(parts, beat_s)
-            head = await beginning.head()
-            if head is None:
+            first = await beginning.first()
+            if first is None:
                 return StreamingResponse(beginning.told(), media_type=SSE)
         else:
-            head = await anext(parts)
+            first = await anext(parts)
     except Broken as broken:
-        return _plain(*wire.refusal(broken.error))
-    assert isinstance(head, wire.Head), "progress comes only where it is wanted"
-    if head.is_stream:
-        return _stream(head, parts)
-    return _plain(head, await _rest(parts))
+        return _plain(wire.Whole(*wire.refusal(broken.error)))
+    if isinstance(first, wire.Whole):
+        await parts.aclose()
+        return _plain(first)
+    assert isinstance(first, wire.Head), "progress comes only where it is wanted"
+    return _stream(first, parts)
 
 
 class Beginning:
-    """The wait for the head of an answer, by a client that likes to hear how far it is."""
+    """The wait for an answer to begin, by a client that likes to hear how far it is."""
 
     def __init__(self, parts: Parts, beat_s: float) -> None:
         self._parts, self._beat_s = parts, beat_s
@@ -84,7 +85,7 @@ class Beginning:
         self._progress = STARTING
         self._next = asyncio.ensure_future(anext(parts))
 
-    async def head(self) -> wire.Head | None:
+    async def first(self) -> Beginnings | None:
         """None: not within a beat. Raises Broken."""
         end_s = time.monotonic() + self._beat_s
         while True:
@@ -96,8 +97,8 @@ class Beginning:
             if not self._next.done():
                 return None
             match self._next.result():
-                case wire.Head() as head:
-                    return head
+                case wire.Head() | wire.Whole() as first:
+                    return first
                 case wire.Progress() as progress:
                     self._progress, self._heard_s = progress, time.monotonic()
             self._next = asyncio.ensure_future(anext(self._parts))
@@ -106,14 +107,13 @@ class Beginning:
         """The whole event stream: comments, then the answer, also where it is a refusal."""
         try:
             yield self._comment()
-            while (head := await self.head()) is None:
+            while (first := await self.first()) is None:
                 yield self._comment()
-            if head.is_stream:
+            if isinstance(first, wire.Whole):  # its status came too late
+                yield b"data: " + first.body.replace(b"\n", b" ") + b"\n\n"
+            else:
                 async for part in _body(self._parts):
                     yield part
-            else:  # its status came too late
-                said = await _rest(self._parts)
-                yield b"data: " + said.replace(b"\n", b" ") + b"\n\n"
         except Broken as broken:
             yield wire.stream_error(broken.error)
         finally:
@@ -134,13 +134,9 @@ def _stream(head: wire.Head, parts: Parts) -> Response:
     return StreamingResponse(_body(parts), head.status, headers, media_type=SSE)
 
 
-def _plain(head: wire.Head, body: bytes) -> Response:
-    headers = {k: v for k, v in head.headers.items() if k != "content-length"}
-    return Response(body, head.status, headers)
-
-
-async def _rest(parts: Parts) -> bytes:
-    return b"".join([part async for part in parts if isinstance(part, bytes)])
+def _plain(said: wire.Whole) -> Response:
+    headers = {k: v for k, v in said.head.headers.items() if k != "content-length"}
+    return Response(said.body, said.head.status, headers)
 
 
 async def _body(parts: Parts) -> AsyncGenerator[bytes, None]:
@@ -160,7 +156,7 @@ async def _answer(call: wire.Call, send: Send) -> Parts:
     for number in range(1, TRIES + 1):
         has_begun = False
         try:
-            async with aclosing(_try(call, send)) as parts:
+            async with aclosing(_translated(send(call), call)) as parts:
                 async for part in parts:
                     has_begun = has_begun or not isinstance(part, wire.Progress)
                     yield part
@@ -170,25 +166,13 @@ async def _answer(call: wire.Call, send: Send) -> Parts:
                 raise
 
 
-async def _try(call: wire.Call, send: Send) -> Parts:
-    """A stream as it comes; anything else only when it is whole, for until then the client has
-    seen nothing of it. Raises Broken."""
-    async with aclosing(_translated(send(call), call)) as parts:
-        async for part in parts:
-            if isinstance(part, wire.Head) and not part.is_stream:
-                whole = await _rest(parts)
-                yield part
-                yield whole
-            else:
-                yield part
-
-
 async def _translated(response: Any, call: wire.Call) -> Parts:
     """Serve's and Ray's ways of failing, in our words. Left before its end, by whatever way, it
     cancels the work behind it."""
     ended = False
     try:
         async for part in response:
+            ended = isinstance(part, wire.Whole)  # nothing follows
             yield part
         ended = True
     except (RayError, BackPressureError, DeploymentUnavailableError) as error:

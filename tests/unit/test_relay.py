@@ -15,9 +15,9 @@ from deployments import wire
 from deployments.front.relay import TRIES, relay
 
 CALL = wire.Call("/v1/chat/completions", b"{}", {}, "req-1", "tiny")
-JSON = wire.Head(200, {"content-type": "application/json"})
+JSON = wire.Whole(wire.Head(200, {"content-type": "application/json"}), b'{"a": 1}')
 SSE = wire.Head(200, {"content-type": "text/event-stream"})
-Item = wire.Progress | wire.Head | bytes | Exception
+Item = wire.Part | Exception
 
 
 class Answer:
@@ -26,10 +26,10 @@ class Answer:
     def __init__(self, *items: Item) -> None:
         self.items, self.cancelled = list(items), False
 
-    def __aiter__(self) -> AsyncIterator[wire.Progress | wire.Head | bytes]:
+    def __aiter__(self) -> AsyncIterator[wire.Part]:
         return self._run()
 
-    async def _run(self) -> AsyncIterator[wire.Progress | wire.Head | bytes]:
+    async def _run(self) -> AsyncIterator[wire.Part]:
         for item in self.items:
             if isinstance(item, Exception):
                 raise item
@@ -57,26 +57,17 @@ async def body_of(response: Response) -> bytes:
 
 
 async def test_an_answer_is_carried_over() -> None:
-    response = await relay(CALL, Capability(Answer(JSON, b'{"a"', b": 1}")))
+    response = await relay(CALL, Capability(Answer(JSON)))
     assert response.status_code == 200
     assert json.loads(await body_of(response)) == {"a": 1}
 
 
 @pytest.mark.spec("A19")
 async def test_a_replica_that_dies_before_its_head_is_asked_again() -> None:
-    capability = Capability(Answer(ActorDiedError()), Answer(JSON, b"{}"))
+    capability = Capability(Answer(ActorDiedError()), Answer(JSON))
     response = await relay(CALL, capability)
     assert response.status_code == 200
     assert capability.calls == 2
-
-
-@pytest.mark.spec("A19")
-async def test_a_json_answer_that_breaks_half_way_is_asked_for_again() -> None:
-    """The client has seen nothing of it."""
-    torso = Answer(JSON, b'{"a"', ActorDiedError())
-    response = await relay(CALL, Capability(torso, Answer(JSON, b'{"a": 1}')))
-    assert response.status_code == 200
-    assert json.loads(await body_of(response)) == {"a": 1}
 
 
 @pytest.mark.spec("L3")
@@ -102,11 +93,6 @@ async def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
     first, last = (await body_of(response)).strip().split(b"\n\n")
     assert first == b"data: 1"
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_lost"
-
-
-async def test_an_answer_that_breaks_half_way_is_an_error_not_a_torso() -> None:
-    response = await relay(CALL, Capability(Answer(JSON, b'{"a"', ActorDiedError())))
-    assert response.status_code == 503
 
 
 @pytest.mark.spec("J8")
@@ -136,7 +122,7 @@ class Slow(Answer):
         super().__init__(*items)
         self.gates = [asyncio.Event() for _ in items]
 
-    async def _run(self) -> AsyncIterator[wire.Progress | wire.Head | bytes]:
+    async def _run(self) -> AsyncIterator[wire.Part]:
         for gate, item in zip(self.gates, self.items, strict=True):
             await gate.wait()
             if isinstance(item, Exception):
@@ -170,19 +156,16 @@ async def test_while_a_model_loads_a_stream_says_how_far_it_is() -> None:
 @pytest.mark.parametrize(
     "last",
     [
-        (
+        wire.Whole(
             wire.Head(400, {"content-type": "application/json"}),
             b'{"error": {"code": "engine_lost"}}',
         ),
-        (CapabilityFailed("m", "x"), b""),
+        RayTaskError("handle", "traceback", CapabilityFailed("m", "x")),
     ],
     ids=["refused by the engine", "broken"],
 )
-async def test_what_is_refused_after_a_comment_is_an_event(last: tuple[Item, bytes]) -> None:
-    item, body = last
-    if isinstance(item, Exception):
-        item = RayTaskError("handle", "traceback", item)
-    answer = Slow(LOADING, item, body)
+async def test_what_is_refused_after_a_comment_is_an_event(last: Item) -> None:
+    answer = Slow(LOADING, last)
     response = await relay(WANTS, Capability(answer), beat_s=0.01)
     for gate in answer.gates:
         gate.set()
@@ -194,8 +177,8 @@ async def test_what_is_refused_after_a_comment_is_an_event(last: tuple[Item, byt
 
 
 async def test_what_is_refused_at_once_keeps_its_status() -> None:
-    bad = wire.Head(400, {"content-type": "application/json"})
-    response = await relay(WANTS, Capability(Answer(LOADING, bad, b"{}")))
+    bad = wire.Whole(wire.Head(400, {"content-type": "application/json"}), b"{}")
+    response = await relay(WANTS, Capability(Answer(LOADING, bad)))
     assert response.status_code == 400
 
 
@@ -219,13 +202,13 @@ async def test_a_client_that_leaves_while_the_model_loads_cancels_the_work() -> 
 
 
 async def test_a_replica_that_dies_while_its_model_loads_is_asked_again() -> None:
-    capability = Capability(Answer(LOADING, ActorDiedError()), Answer(JSON, b"{}"))
+    capability = Capability(Answer(LOADING, ActorDiedError()), Answer(JSON))
     response = await relay(WANTS, capability)
     assert response.status_code == 200
     assert capability.calls == 2
 
 
 async def test_an_answer_taken_to_its_end_is_not_cancelled() -> None:
-    answer = Answer(JSON, b"{}")
+    answer = Answer(JSON)
     await relay(CALL, Capability(answer))
     assert not answer.cancelled
