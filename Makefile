@@ -12,12 +12,22 @@ MINUTES ?= 6
 #   RAY_preload_python_modules: a replica's process has Serve imported when it starts (wake -0.3 s)
 #   RAY_worker_maximum_startup_concurrency: idle workers are prestarted, so several wakes at once do not queue
 #   RAY_SERVE_CONTROL_LOOP_INTERVAL_S: Serve looks twice as often whether a replica is wanted or ready
+#   RAY_SERVE_USE_GRPC_BY_DEFAULT: proxy, front and replicas stream to each other by gRPC, not as one
+#     object of Ray for each piece: half the processor time of a token outside its engine. The port
+#     for it is open in every replica of Serve either way
+#   RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH: of that, in bytes; Serve's 4 MB is less than a body may have
+#   RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP: fronts and
+#     replicas compute nothing, so they need no thread beside Serve's, and no hop to it with each piece
 #   RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO: replicas reserve no GPU with Ray; the arbiter chooses for them
 #   HF_HUB_OFFLINE: models are local; an engine never waits for a hub that cannot be reached
 #   RAY_USAGE_STATS_ENABLED: no report to outside
 export RAY_preload_python_modules ?= deployments.worker_start
 export RAY_worker_maximum_startup_concurrency ?= 8
 export RAY_SERVE_CONTROL_LOOP_INTERVAL_S ?= 0.05
+export RAY_SERVE_USE_GRPC_BY_DEFAULT ?= 1
+export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH ?= 268435456
+export RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD ?= 0
+export RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP ?= 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0

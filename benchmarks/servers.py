@@ -25,25 +25,24 @@ MAKE_SERVE = {
     "RAY_preload_python_modules": "deployments.worker_start",
     "RAY_worker_maximum_startup_concurrency": "8",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
-}
-
-# The figures of RAY.md 6 for each way to carry a request between Serve's processes.
-TRANSPORTS: dict[str, dict[str, str]] = {
-    "default": {},
-    "grpc": {
-        "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
-        # Default 4 MB; a larger message would fail. 256 MB is above MAX_BODY_BYTES of the front.
-        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
-    },
-    "throughput": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"},
-    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
-}
-TRANSPORTS["loops"] = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-TRANSPORTS["grpc+loops"] = TRANSPORTS["grpc"] | TRANSPORTS["loops"]
-TRANSPORTS["haproxy+grpc"] = TRANSPORTS["haproxy"] | TRANSPORTS["grpc"]
+
+_OBJECTS = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "0"}
+_THREADS = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",
+}
+# Other ways to carry a request between Serve's processes, as changes to the above.
+TRANSPORTS: dict[str, dict[str, str]] = {
+    "default": {},
+    "ray": _OBJECTS | _THREADS,  # a plain `serve run`
+    "grpc": _THREADS,
+    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1"},
+}
 
 
 def wait_for(url: str, within_s: float, process: subprocess.Popen[bytes]) -> float:

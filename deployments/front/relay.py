@@ -12,12 +12,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 from fastapi.responses import Response, StreamingResponse
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from grpc.aio import AioRpcError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from arbiter.errors import CapabilityFailed, EngineLost, QueueFull, RequestError
@@ -167,20 +169,34 @@ async def _answer(call: wire.Call, send: Send) -> Parts:
 
 
 async def _translated(response: Any, call: wire.Call) -> Parts:
-    """Serve's and Ray's ways of failing, in our words. Left before its end, by whatever way, it
-    cancels the work behind it."""
+    """Left before its end, by whatever way, it cancels the work behind it. Raises Broken."""
     ended = False
     try:
-        async for part in response:
-            ended = isinstance(part, wire.Whole)  # nothing follows
-            yield part
+        with _Border(call):
+            async for part in response:
+                ended = isinstance(part, wire.Whole)  # nothing follows
+                yield part
         ended = True
-    except (RayError, BackPressureError, DeploymentUnavailableError) as error:
+    except Broken:
         ended = True
-        raise _in_our_words(error, call) from error
+        raise
     finally:
         if not ended:
             response.cancel()
+
+
+class _Border(AbstractContextManager["_Border", None]):
+    """Between Serve and us. A call may fail in Serve's words, in Ray's, in gRPC's and, by gRPC, in
+    those of whatever the replica raised: here all of them become ours."""
+
+    def __init__(self, call: wire.Call) -> None:
+        self._call = call
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            raise _in_our_words(error, self._call) from error
 
 
 def _in_our_words(error: Exception, call: wire.Call) -> Broken:
@@ -189,9 +205,11 @@ def _in_our_words(error: Exception, call: wire.Call) -> Broken:
             return Broken(QueueFull(call.model, queued, bound, RETRY_AFTER_S), again=False)
         case DeploymentUnavailableError():
             return Broken(CapabilityFailed(call.model, "its deployment failed"), again=False)
-        case RayActorError():
+        case RayActorError() | AioRpcError():
             return Broken(EngineLost(call.model, TicketId(call.request_id)), again=True)
         case RayTaskError(cause=RequestError() as cause):
             return Broken(cause, again=wire.is_transient(cause))
+        case RequestError():
+            return Broken(error, again=wire.is_transient(error))
     logger.error("request %s: %r", call.request_id, error)
     return Broken(CapabilityFailed(call.model, type(error).__name__), again=False)

@@ -7,16 +7,21 @@ from dataclasses import replace
 
 import pytest
 from fastapi.responses import Response, StreamingResponse
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
-from arbiter.errors import CapabilityFailed
+from arbiter.errors import CapabilityFailed, EngineLost
+from arbiter.units import TicketId
 from deployments import wire
 from deployments.front.relay import TRIES, relay
 
 CALL = wire.Call("/v1/chat/completions", b"{}", {}, "req-1", "tiny")
 JSON = wire.Whole(wire.Head(200, {"content-type": "application/json"}), b'{"a": 1}')
 SSE = wire.Head(200, {"content-type": "text/event-stream"})
+# A line of gRPC that breaks in the middle of an answer.
+CUT = AioRpcError(StatusCode.INTERNAL, Metadata(), Metadata(), "Received RST_STREAM")
 Item = wire.Part | Exception
 
 
@@ -64,15 +69,20 @@ async def test_an_answer_is_carried_over() -> None:
 
 @pytest.mark.spec("A19")
 async def test_a_replica_that_dies_before_its_head_is_asked_again() -> None:
-    capability = Capability(Answer(ActorDiedError()), Answer(JSON))
-    response = await relay(CALL, capability)
-    assert response.status_code == 200
-    assert capability.calls == 2
+    for death in (ActorDiedError(), CUT, EngineLost("tiny", TicketId("t"))):
+        capability = Capability(Answer(death), Answer(JSON))
+        response = await relay(CALL, capability)
+        assert response.status_code == 200
+        assert capability.calls == 2
 
 
 @pytest.mark.spec("L3")
-async def test_an_error_nobody_expected_is_typed_and_not_tried_again() -> None:
-    capability = Capability(Answer(RayTaskError("handle", "traceback", ValueError("x"))))
+@pytest.mark.parametrize("by_grpc", [True, False])
+async def test_an_error_nobody_expected_is_typed_and_not_tried_again(by_grpc: bool) -> None:
+    error = ValueError("x")
+    capability = Capability(
+        Answer(error if by_grpc else RayTaskError("handle", "traceback", error))
+    )
     response = await relay(CALL, capability)
     assert response.status_code == 503
     assert json.loads(await body_of(response))["error"]["code"] == "capability_failed"
