@@ -15,7 +15,7 @@ raises LedgerBroken, after which the actor must crash.
     watch     what time alone brings about      mind      what is known between two events
 """
 
-from functools import singledispatchmethod
+from functools import singledispatch
 from typing import Any
 
 from arbiter import events as ev
@@ -72,7 +72,7 @@ class Arbiter:
         mind = self._mind
         assert now >= mind.now, "time went back"
         mind.now, mind.out = now, []
-        self._apply(event)
+        _apply(event, mind)
         watch.ring(mind)
         eviction.relieve(mind)
         growth.serve(mind)
@@ -149,136 +149,163 @@ class Arbiter:
     def restore_learned(self, rows: list[dict[str, Any]]) -> None:
         self._mind.estimates.restore(rows)
 
-    # -- the events ----------------------------------------------------------------------------
 
-    @singledispatchmethod
-    def _apply(self, event: ev.Event) -> None:
-        raise TypeError(f"unknown event {event!r}")
+# -- the events -----------------------------------------------------------------------------------
 
-    @_apply.register
-    def _(self, event: ev.CapabilitiesSet) -> None:
-        before = tuple(self._mind.registry.specs.values())
-        self._mind.registry.replace(event.capabilities)
-        floors.note_removed(self._mind, before)
-        admission.recheck(self._mind)
-        for entry in self._mind.ledger.entries(*CHARGED):
-            holders.configure(self._mind, entry)
-            self._mind.watch(entry, self._mind.now)
-        nodes.rebudget(self._mind)
-        sites.cap_pins(self._mind, self._mind.ledger.books)
-        self._mind.ledger.changed.update(self._mind.nodes)
-        sites.flag_pinned(self._mind, self._mind.ledger.books)
 
-    @_apply.register
-    def _(self, event: ev.CapabilityRegistered) -> None:
-        self._mind.registry.register(event.capability)
-        nodes.rebudget(self._mind)
+@singledispatch
+def _apply(event: ev.Event, _: Mind) -> None:
+    raise TypeError(f"unknown event {event!r}")
 
-    @_apply.register
-    def _(self, event: ev.NodeSeen) -> None:
-        nodes.seen(self._mind, event)
-        sites.flag_pinned(self._mind, [spec.device for spec in event.devices])
 
-    @_apply.register
-    def _(self, event: ev.NodeLost) -> None:
-        nodes.lost(self._mind, event)
-        for holder in [h for h in self._mind.holders.values() if h.node == event.node]:
-            holders.lost(self._mind, holder.holder)
+@_apply.register
+def _(event: ev.CapabilitiesSet, mind: Mind) -> None:
+    before = tuple(mind.registry.specs.values())
+    mind.registry.replace(event.capabilities)
+    floors.note_removed(mind, before)
+    admission.recheck(mind)
+    for entry in mind.ledger.entries(*CHARGED):
+        holders.configure(mind, entry)
+        mind.watch(entry, mind.now)
+    nodes.rebudget(mind)
+    sites.cap_pins(mind, mind.ledger.books)
+    mind.ledger.changed.update(mind.nodes)
+    sites.flag_pinned(mind, mind.ledger.books)
 
-    @_apply.register
-    def _(self, event: ev.Measured) -> None:
-        nodes.measured(self._mind, event)
 
-    @_apply.register
-    def _(self, event: ev.EngineGone) -> None:
-        nodes.engine_gone(self._mind, event)
+@_apply.register
+def _(event: ev.CapabilityRegistered, mind: Mind) -> None:
+    mind.registry.register(event.capability)
+    nodes.rebudget(mind)
 
-    @_apply.register
-    def _(self, event: ev.Joined) -> None:
-        holders.joined(self._mind, event)
-        floors.greet(self._mind, event.capability)
 
-    @_apply.register
-    def _(self, event: ev.Renewed) -> None:
-        holders.renewed(self._mind, event)
+@_apply.register
+def _(event: ev.NodeSeen, mind: Mind) -> None:
+    nodes.seen(mind, event)
+    sites.flag_pinned(mind, [spec.device for spec in event.devices])
 
-    @_apply.register
-    def _(self, event: ev.HolderLost) -> None:
-        holders.lost(self._mind, event.holder)
 
-    @_apply.register
-    def _(self, event: ev.Requested) -> None:
-        admission.requested(self._mind, event)
+@_apply.register
+def _(event: ev.NodeLost, mind: Mind) -> None:
+    nodes.lost(mind, event)
+    for holder in [h for h in mind.holders.values() if h.node == event.node]:
+        holders.lost(mind, holder.holder)
 
-    @_apply.register
-    def _(self, event: ev.GrowthAsked) -> None:
-        growth.asked(self._mind, event)
 
-    @_apply.register
-    def _(self, event: ev.GaveBack) -> None:
-        growth.gave_back(self._mind, event)
+@_apply.register
+def _(event: ev.Measured, mind: Mind) -> None:
+    nodes.measured(mind, event)
 
-    @_apply.register
-    def _(self, event: ev.Withdrawn) -> None:
-        loads.withdrawn(self._mind, event)
 
-    @_apply.register
-    def _(self, event: ev.Loaded) -> None:
-        if entry := self._mind.live(event.ticket, State.LOADING):
-            loads.loaded(self._mind, entry, event.took, verified=event.verified)
+@_apply.register
+def _(event: ev.EngineGone, mind: Mind) -> None:
+    nodes.engine_gone(mind, event)
 
-    @_apply.register
-    def _(self, event: ev.LoadBroke) -> None:
-        loads.told_why(self._mind, event)
-        if entry := self._mind.live(event.ticket, State.LOADING):
-            loads.broke(self._mind, entry, event.cause, event.out_of_memory)
 
-    @_apply.register
-    def _(self, event: ev.Busy) -> None:
-        if entry := self._mind.live(event.ticket, State.DRAINING):
-            reason = entry.leaving
-            eviction.refused(self._mind, entry, "victim_busy", event.inflight)
-            if reason is Reason.PRESSURE:
-                pressure.try_next(self._mind, entry)
+@_apply.register
+def _(event: ev.Joined, mind: Mind) -> None:
+    holders.joined(mind, event)
+    floors.greet(mind, event.capability)
 
-    @_apply.register
-    def _(self, event: ev.BarrierDropped) -> None:
-        if entry := self._mind.live(event.ticket, State.DRAINING):
-            eviction.refused(self._mind, entry, "barrier_dropped", event.inflight)
 
-    @_apply.register
-    def _(self, event: ev.Slept) -> None:
-        if entry := self._mind.live(event.ticket, State.DRAINING):
-            eviction.slept(self._mind, entry)
+@_apply.register
+def _(event: ev.Renewed, mind: Mind) -> None:
+    holders.renewed(mind, event)
 
-    @_apply.register
-    def _(self, event: ev.Released) -> None:
-        reclaim.released(self._mind, event)
 
-    @_apply.register
-    def _(self, event: ev.UnloadAsked) -> None:
-        watch.unload_asked(self._mind, event.ticket)
+@_apply.register
+def _(event: ev.HolderLost, mind: Mind) -> None:
+    holders.lost(mind, event.holder)
 
-    @_apply.register
-    def _(self, event: ev.FloorSet) -> None:
-        floors.is_set(self._mind, event)
-        self._mind.ledger.changed.update(self._mind.nodes)  # who may be a victim has changed
 
-    @_apply.register
-    def _(self, event: ev.LoadAsked) -> None:
-        floors.load_asked(self._mind, event)
+@_apply.register
+def _(event: ev.Requested, mind: Mind) -> None:
+    admission.requested(mind, event)
 
-    @_apply.register
-    def _(self, event: ev.PressurePushed) -> None:
-        pressure.pushed(self._mind, event)
 
-    @_apply.register
-    def _(self, event: ev.ClosingDown) -> None:
-        watch.start_closing(self._mind)
+@_apply.register
+def _(event: ev.GrowthAsked, mind: Mind) -> None:
+    growth.asked(mind, event)
 
-    @_apply.register
-    def _(self, event: ev.Woke) -> None:
-        pass
+
+@_apply.register
+def _(event: ev.GaveBack, mind: Mind) -> None:
+    growth.gave_back(mind, event)
+
+
+@_apply.register
+def _(event: ev.Withdrawn, mind: Mind) -> None:
+    loads.withdrawn(mind, event)
+
+
+@_apply.register
+def _(event: ev.Loaded, mind: Mind) -> None:
+    if entry := mind.live(event.ticket, State.LOADING):
+        loads.loaded(mind, entry, event.took, verified=event.verified)
+
+
+@_apply.register
+def _(event: ev.LoadBroke, mind: Mind) -> None:
+    loads.told_why(mind, event)
+    if entry := mind.live(event.ticket, State.LOADING):
+        loads.broke(mind, entry, event.cause, event.out_of_memory)
+
+
+@_apply.register
+def _(event: ev.Busy, mind: Mind) -> None:
+    if entry := mind.live(event.ticket, State.DRAINING):
+        reason = entry.leaving
+        eviction.refused(mind, entry, "victim_busy", event.inflight)
+        if reason is Reason.PRESSURE:
+            pressure.try_next(mind, entry)
+
+
+@_apply.register
+def _(event: ev.BarrierDropped, mind: Mind) -> None:
+    if entry := mind.live(event.ticket, State.DRAINING):
+        eviction.refused(mind, entry, "barrier_dropped", event.inflight)
+
+
+@_apply.register
+def _(event: ev.Slept, mind: Mind) -> None:
+    if entry := mind.live(event.ticket, State.DRAINING):
+        eviction.slept(mind, entry)
+
+
+@_apply.register
+def _(event: ev.Released, mind: Mind) -> None:
+    reclaim.released(mind, event)
+
+
+@_apply.register
+def _(event: ev.UnloadAsked, mind: Mind) -> None:
+    watch.unload_asked(mind, event.ticket)
+
+
+@_apply.register
+def _(event: ev.FloorSet, mind: Mind) -> None:
+    floors.is_set(mind, event)
+    mind.ledger.changed.update(mind.nodes)  # who may be a victim has changed
+
+
+@_apply.register
+def _(event: ev.LoadAsked, mind: Mind) -> None:
+    floors.load_asked(mind, event)
+
+
+@_apply.register
+def _(event: ev.PressurePushed, mind: Mind) -> None:
+    pressure.pushed(mind, event)
+
+
+@_apply.register
+def _(_event: ev.ClosingDown, mind: Mind) -> None:
+    watch.start_closing(mind)
+
+
+@_apply.register
+def _(_event: ev.Woke, _: Mind) -> None:
+    pass
 
 
 __all__ = ["Arbiter", "Reason", "StateView"]

@@ -12,6 +12,7 @@ later than a holder drops it (ollama waits for the same reason: server/sched.go)
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -55,6 +56,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 
 Sizes = dict[DeviceId, Bytes]
 SUMMED_COUNT = 64  # tickets on a device; their sum takes about 20 us
+UNREAD_COUNT = 64  # changes of a device beyond its tickets that are noted for nobody
 
 
 @dataclass(slots=True)
@@ -127,8 +129,10 @@ class Entry:
         """Bytes on the books for it; 0 in states that hold none."""
         if self.state not in CHARGED:
             return Bytes(0)
-        held = self.measured.get(device, 0) - self.scratch_in_use(device)
-        return Bytes(max(self.granted.get(device, 0), held))
+        held, granted = self.measured.get(device, 0), self.granted.get(device, 0)
+        if self.dispatch_lock:
+            held -= self.scratch_in_use(device)
+        return Bytes(max(granted, held))
 
     def scratch_in_use(self, device: DeviceId) -> Bytes:
         """Of what it is measured to hold, the part that the shared reserve stands for."""
@@ -165,9 +169,17 @@ class Book:
     foreign_bytes: Bytes = Bytes(0)  # the part that eats into the budget
     entries: dict[TicketId, Entry] = field(default_factory=dict)  # those it is charged for
     leaving: dict[TicketId, Entry] = field(default_factory=dict)  # DRAINING and RECLAIMING
+    loading: dict[TicketId, Entry] = field(default_factory=dict)
     copies: Counter[tuple[str, str]] = field(default_factory=Counter)  # by capability and model
     pinned_bytes: Bytes = Bytes(0)  # of those charged
     stale: set[TicketId] | None = None  # changed since they were ranked; None: no order is kept
+
+    def note_stale(self, ticket: TicketId) -> None:
+        """What ranks it has changed. Where nobody looks for long the order is given up."""
+        if self.stale is not None:
+            self.stale.add(ticket)
+            if len(self.stale) > len(self.entries) + UNREAD_COUNT:
+                self.stale = None
 
 
 class Ledger:
@@ -178,6 +190,7 @@ class Ledger:
         self.open_count: Counter[str] = Counter()  # tickets not closed, by capability
         self._entries: dict[TicketId, Entry] = {}
         self._held: dict[HolderId, dict[TicketId, Entry]] = {}
+        self._holding: dict[HolderId, dict[TicketId, Entry]] = {}  # of those, past the line
         self.changed: set[NodeId] = set()  # since somebody last looked for what to decide
         self._touched: set[DeviceId] = set()
         self._short: dict[NodeId, set[DeviceId]] = {}
@@ -189,6 +202,8 @@ class Ledger:
         assert entry.ticket not in self._entries
         self._entries[entry.ticket] = entry
         self._held.setdefault(entry.holder, {})[entry.ticket] = entry
+        if entry.state is not State.QUEUED:
+            self._holding.setdefault(entry.holder, {})[entry.ticket] = entry
         self.open_count[entry.capability] += 1
         self._count(entry, 1)
 
@@ -196,6 +211,8 @@ class Ledger:
         """The only way a ticket changes state. `granted` replaces what it was granted before."""
         if to not in TRANSITIONS[entry.state]:
             raise LedgerBroken(f"{entry.ticket}: {entry.state.value} -> {to.value}")
+        if entry.state is State.QUEUED:
+            self._holding.setdefault(entry.holder, {})[entry.ticket] = entry
         self._count(entry, -1)
         entry.state, entry.since = to, now
         self.changed.add(entry.node)
@@ -234,8 +251,8 @@ class Ledger:
     def touch(self, entry: Entry) -> None:
         """Something that ranks it has changed, its bytes have not."""
         for device in entry.devices:
-            if (book := self.books.get(device)) and book.stale is not None:
-                book.stale.add(entry.ticket)
+            if book := self.books.get(device):
+                book.note_stale(entry.ticket)
 
     def resize(self, entry: Entry, granted: Sizes) -> None:
         """A resident was granted more, or gave some back."""
@@ -253,11 +270,16 @@ class Ledger:
     def held_by(self, holder: HolderId) -> list[Entry]:
         return list(self._held.get(holder, {}).values())
 
+    def holding(self, holder: HolderId) -> Mapping[TicketId, Entry]:
+        """Those of its tickets that are charged: the rest waits in the line, perhaps very long."""
+        return self._holding.get(holder, {})
+
     def _forget(self, entry: Entry) -> None:
         del self._entries[entry.ticket]
-        del self._held[entry.holder][entry.ticket]
-        if not self._held[entry.holder]:
-            del self._held[entry.holder]
+        for index in (self._held, self._holding):
+            index.get(entry.holder, {}).pop(entry.ticket, None)
+            if not index.get(entry.holder):
+                index.pop(entry.holder, None)
         self.open_count[entry.capability] -= 1
 
     def _count(self, entry: Entry, sign: int) -> None:
@@ -279,13 +301,15 @@ class Ledger:
             book.entries[entry.ticket] = entry
             if entry.state in LEAVING:
                 book.leaving[entry.ticket] = entry
+            elif entry.state is State.LOADING:
+                book.loading[entry.ticket] = entry
         else:
             del book.entries[entry.ticket]
             book.leaving.pop(entry.ticket, None)
+            book.loading.pop(entry.ticket, None)
             if not book.copies[entry.capability, entry.model]:
                 del book.copies[entry.capability, entry.model]
-        if book.stale is not None:
-            book.stale.add(entry.ticket)
+        book.note_stale(entry.ticket)
         self._note(book)
 
     # -- devices -------------------------------------------------------------------------------
@@ -357,19 +381,3 @@ class Ledger:
                 f"{book.device}: free {free} + charged {charged} + foreign {foreign}"
                 f" != budget {book.budget_bytes}"
             )
-
-    def audit(self) -> None:
-        """All of it, from the tickets up, trusting no index."""
-        self.check(set(self.books))
-        for device, book in self.books.items():
-            charged = {e.ticket for e in self._entries.values() if e.charge(device) > 0}
-            if charged != book.entries.keys():
-                raise LedgerBroken(f"{device}: index {sorted(book.entries)} != {sorted(charged)}")
-            leaving = {t for t, e in book.entries.items() if e.state in LEAVING}
-            if leaving != book.leaving.keys():
-                raise LedgerBroken(f"{device}: leaving {sorted(book.leaving)} != {sorted(leaving)}")
-            pinned = sum(e.charge(device) for e in book.entries.values() if e.pinned)
-            if pinned != book.pinned_bytes or book.copies.total() != len(book.entries):
-                raise LedgerBroken(f"{device}: pinned {book.pinned_bytes}, entries {pinned}")
-        if any(e.state is State.CLOSED for e in self._entries.values()):
-            raise LedgerBroken("a closed ticket is still on the books")

@@ -171,6 +171,7 @@ def _queue(mind: Mind, entry: Entry, event: ev.Requested) -> None:
     mind.line.add(
         entry.ticket, label, entry.node, mind.now, deadline, entry.priority, is_asleep=is_asleep
     )
+    mind.ledger.touch(entry)
     mind.fresh.append(entry.ticket)
     ripen(mind, entry)
     if deadline is not None:

@@ -21,6 +21,9 @@ class Alarms:
             self._at[subject] = at
             heapq.heappush(self._heap, (at, subject))
 
+    def __contains__(self, subject: Subject) -> bool:
+        return subject in self._at
+
     def due(self, now: Instant) -> list[Subject]:
         """Takes out and returns what has rung by now, earliest first."""
         rung: list[Subject] = []

@@ -1,7 +1,7 @@
 """What was weighed when somebody was sent away: kept for a while, so that one can ask why."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from arbiter.rules.victims import Option
@@ -32,10 +32,21 @@ class Choice:
     device: DeviceId
     short_bytes: Bytes  # what was missing
     policy: str
-    weighed: tuple[Weighed, ...]  # cheapest first
+    options: tuple[Option, ...]  # lawful, cheapest first
+    models: tuple[str, ...]  # of each option
+    chosen: frozenset[TicketId]
+
+    @property
+    def weighed(self) -> tuple[Weighed, ...]:
+        """The chosen are shown however many there were."""
+        rows = [
+            Weighed(o.ticket, model, o.freed_bytes, o.rank, o.cost_s, o.ticket in self.chosen)
+            for o, model in zip(self.options, self.models, strict=True)
+        ]
+        return tuple(row for n, row in enumerate(rows) if n < WEIGHED_COUNT or row.is_chosen)
 
     def concerns(self, ticket: TicketId) -> bool:
-        return ticket == self.waiting or any(w.ticket == ticket for w in self.weighed)
+        return ticket == self.waiting or any(o.ticket == ticket for o in self.options)
 
 
 class Choices:
@@ -50,13 +61,3 @@ class Choices:
     def about(self, ticket: TicketId) -> Iterator[Choice]:
         """Those in which it asked, went or was spared."""
         return (choice for choice in self._kept if choice.concerns(ticket))
-
-
-def weighed(options: Iterable[tuple[str, Option]], chosen: Iterable[Option]) -> tuple[Weighed, ...]:
-    """`options`: with their models. The chosen are kept however many there were."""
-    taken = {option.ticket for option in chosen}
-    rows = [
-        Weighed(o.ticket, model, o.freed_bytes, o.rank, o.cost_s, o.ticket in taken)
-        for model, o in options
-    ]
-    return tuple(row for n, row in enumerate(rows) if n < WEIGHED_COUNT or row.is_chosen)

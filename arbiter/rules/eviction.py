@@ -4,15 +4,17 @@ Lawful here means: awake and not loading, not pinned, past its minimum residency
 The policy only prices them; the core takes the cheapest set that suffices (victims.py), or none.
 """
 
+from enum import Enum, auto
+
 from arbiter.decisions import Probe, Reason, Revoke, Tier
 from arbiter.events import Floor, Priority
 from arbiter.ledger import Book, Entry, Sizes, State
 from arbiter.rules import urgency
 from arbiter.rules.budget import share
-from arbiter.rules.choices import Choice, weighed
+from arbiter.rules.choices import Choice
 from arbiter.rules.loads import displace
 from arbiter.rules.mind import Mind
-from arbiter.rules.ranking import in_order
+from arbiter.rules.ranking import in_order, no_more_urgent
 from arbiter.rules.reclaim import charged, take
 from arbiter.rules.victims import EXACT_COUNT, Option, choose
 from arbiter.units import (
@@ -30,6 +32,16 @@ from arbiter.units import (
 Victims = list[Entry]
 
 
+class Obstacle(Enum):
+    """Why somebody may not be revoked for one that waits."""
+
+    ITSELF = auto()
+    UNLAWFUL = auto()
+    AHEAD = auto()
+    URGENT = auto()
+    LATELY = auto()
+
+
 # -- choosing -------------------------------------------------------------------------------------
 
 
@@ -37,7 +49,7 @@ def make_room(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: 
     """Asks for `short` bytes beyond what is on its way; `urgent`: how urgent it is to `waiting`.
     All or nothing: nobody leaves for a ticket that still would not fit."""
     book = mind.ledger.books[device]
-    guesses = [e for e in book.entries.values() if e.is_guess and e.state is State.LOADING]
+    guesses = [e for e in book.loading.values() if e.is_guess]
     guessed = sum(guess.charge(device) for guess in guesses)
     if guesses and short <= guessed:  # nobody waits for them: as a load that was abandoned
         for guess in guesses:
@@ -98,30 +110,46 @@ def _is_lawful(mind: Mind, entry: Entry) -> bool:
     )
 
 
-def obstacle(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> str | None:
-    """Why it may not be revoked for `waiting`; None: it may. Never one more urgent than who asks;
-    an equal only after its minimum residency (SPEC C2, C4). A sleeper that waits to be woken gives
-    way to those before it in the line, never to those behind: what it still holds on the device
-    could keep the first in line waiting for ever."""
+def _obstacle(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> Obstacle | None:
+    """None: it may be revoked for `waiting`. Never one more urgent than who asks; an equal only
+    after its minimum residency (SPEC C2, C4). A sleeper that waits to be woken gives way to those
+    before it in the line, never to those behind: what it still holds on the device could keep the
+    first in line waiting for ever."""
     if entry is waiting:
-        return "it is the one that waits"
+        return Obstacle.ITSELF
     if not _is_lawful(mind, entry):
-        return _never(mind, entry)
+        return Obstacle.UNLAWFUL
     if entry.ticket in mind.line:
         is_ahead = mind.line.is_ahead(waiting.ticket, entry.ticket)
-        return None if is_ahead else "it waits itself, further ahead"
+        return None if is_ahead else Obstacle.AHEAD
     its_own = urgency.of(mind, entry)
     if its_own < urgent:
-        return f"it is more urgent ({its_own.name.lower()} before {urgent.name.lower()})"
-    stays_until = min_residency_ends(mind, entry)
-    if its_own == urgent and mind.now < stays_until:
-        left_s = in_seconds(since(mind.now, stays_until))
-        return f"it came lately, and stays {left_s:.1f} s yet for what its load took"
+        return Obstacle.URGENT
+    if its_own == urgent and mind.now < min_residency_ends(mind, entry):
+        return Obstacle.LATELY
     return None
 
 
 def may_swap(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> bool:
-    return obstacle(mind, entry, waiting, urgent) is None
+    return _obstacle(mind, entry, waiting, urgent) is None
+
+
+def obstacle(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> str | None:
+    """The same in words; None: it may."""
+    match _obstacle(mind, entry, waiting, urgent):
+        case Obstacle.ITSELF:
+            return "it is the one that waits"
+        case Obstacle.UNLAWFUL:
+            return _never(mind, entry)
+        case Obstacle.AHEAD:
+            return "it waits itself, further ahead"
+        case Obstacle.URGENT:
+            its_own = urgency.of(mind, entry).name.lower()
+            return f"it is more urgent ({its_own} before {urgent.name.lower()})"
+        case Obstacle.LATELY:
+            left_s = in_seconds(since(mind.now, min_residency_ends(mind, entry)))
+            return f"it came lately, and stays {left_s:.1f} s yet for what its load took"
+    return None
 
 
 def _never(mind: Mind, entry: Entry) -> str:
@@ -154,7 +182,7 @@ def _weigh(
     nobody looks far behind those that would do."""
     options: list[Option] = []
     missing, spare_count = int(short), EXACT_COUNT
-    for entry, option in in_order(mind, book):
+    for entry, option in no_more_urgent(mind, book, urgent):
         if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
             break
         if may_swap(mind, entry, waiting, urgent):
@@ -169,11 +197,11 @@ def _remember(
     chosen: list[Option],
 ) -> None:  # fmt: skip
     """What was weighed, for whoever asks why (SPEC K3)."""
-    named = ((book.entries[option.ticket].model, option) for option in options)
     mind.choices.add(
         Choice(
             mind.now, waiting.ticket, waiting.model, book.device, short, mind.settings.evict,
-            weighed(named, chosen),
+            tuple(options), tuple(book.entries[option.ticket].model for option in options),
+            frozenset(option.ticket for option in chosen),
         )
     )  # fmt: skip
 
@@ -250,6 +278,7 @@ def refused(mind: Mind, entry: Entry, kind: str, inflight: int) -> None:
     took = since(entry.since, mind.now)
     mind.move(entry, State.RESIDENT, granted=dict(entry.home))
     entry.leaving = entry.revoked_at = None
+    mind.watch(entry, entry.refused_until)
     mind.tell(kind, entry, took=took, reason=reason.value, inflight=inflight)
 
 

@@ -19,10 +19,11 @@ from arbiter.rules import leases_held as leases
 from arbiter.rules.eviction import coming_back, make_room, min_residency_ends, room_for
 from arbiter.rules.line import Waiting
 from arbiter.rules.mind import Mind, Node
-from arbiter.rules.ranking import SCANNED_COUNT
 from arbiter.rules.refusing import turn_away
 from arbiter.rules.sites import cap_pins, compute_books, flag_pinned_on, on_demand_of, trusted
 from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
+
+SCANNED_COUNT = 32  # tickets on a device, looked through for the next moment at 1 us each
 
 
 @dataclass(slots=True)
@@ -262,7 +263,7 @@ def _wake(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
 
 def _back_in_service(mind: Mind, entry: Entry) -> None:
     """It was to be woken, but never went to sleep."""
-    mind.line.drop(entry.ticket)
+    mind.unqueue(entry)
     mind.say(grant_of(entry))
 
 

@@ -57,10 +57,11 @@ def renewed(mind: Mind, event: ev.Renewed) -> None:
     if holder is None:
         mind.stale_count += 1  # the shell has it rejoin
         return
-    if mind.is_silent(event.holder):
+    if since(holder.heard, mind.now) >= mind.settings.terms.silent:
         mind.ledger.changed.add(holder.node)
     holder.heard = mind.now
-    _tell_runs(mind, holder, event)
+    if event.runs or event.runs_dropped_count:
+        _tell_runs(mind, holder, event)
     if event.tickets:
         mind.note_active(holder.capability)
     _compare(mind, event.holder, event.tickets)
@@ -106,12 +107,27 @@ def tend(mind: Mind, holder: HolderId) -> None:
 
 def _compare(mind: Mind, holder: HolderId, tickets: tuple[ev.HeldTicket, ...]) -> None:
     tend(mind, holder)
-    listed = {held.ticket for held in tickets}
+    mine = mind.ledger.holding(holder)
     for held in tickets:
-        _hear(mind, holder, held)
-    for entry in mind.ledger.held_by(holder):
-        if entry.ticket not in listed and entry.state in HOLDING and _is_confirmed(mind, entry):
+        entry = mine.get(held.ticket)
+        if entry is None or not _is_nothing_new(entry, held):
+            _hear(mind, holder, held)
+    listed = {held.ticket for held in tickets}
+    for entry in [e for ticket, e in mine.items() if ticket not in listed]:
+        if entry.state in HOLDING and _is_confirmed(mind, entry):
             reclaim(mind, entry, Reason.LOST)
+
+
+def _is_nothing_new(entry: Entry, held: ev.HeldTicket) -> bool:
+    """Idle as before and not used since: most of most heartbeats."""
+    return (
+        held.inflight == 0 == entry.inflight
+        and held.uses_count == entry.uses_count
+        and held.priority is entry.priority
+        and held.phase is ev.Phase.RESIDENT
+        and entry.state is State.RESIDENT
+        and not entry.is_guess
+    )
 
 
 def _is_confirmed(mind: Mind, entry: Entry) -> bool:
@@ -246,6 +262,7 @@ def configure(mind: Mind, entry: Entry) -> None:
     role = mind.registry.specs[entry.capability].role
     floor = mind.floors.get((entry.capability, entry.model))
     entry.role, entry.role_rank = role, mind.policies.roles[role].rank
+    mind.ledger.touch(entry)
     entry.allow_oversize, entry.keep_warm = spec.allow_oversize, spec.keep_warm
     mind.ledger.pin(entry, spec.pinned or floor is ev.Floor.DEVICE)
     mind.ledger.share_scratch(entry, spec.dispatch_lock, spec.shared_scratch_bytes)

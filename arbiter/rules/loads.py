@@ -166,7 +166,7 @@ def withdrawn(mind: Mind, event: ev.Withdrawn) -> None:
         mind.close(entry)
         mind.displaced.pop((entry.holder, entry.model), None)
     elif entry.state is not State.LOADING:
-        mind.line.drop(entry.ticket)  # it sleeps on
+        mind.unqueue(entry)  # it sleeps on
         mind.displaced.pop((entry.holder, entry.model), None)
     elif not _is_nearly_done(mind, entry):
         take(mind, entry, Reason.WITHDRAWN)

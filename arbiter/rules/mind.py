@@ -237,6 +237,12 @@ class Mind:
         if self.settings.preload != "off":
             self.just_used.append((name, entry.node))
 
+    def unqueue(self, entry: Entry) -> None:
+        """Nobody waits for it any more."""
+        self.line.drop(entry.ticket)
+        self.ledger.touch(entry)
+        self.watch(entry, self.now)
+
     def close(self, entry: Entry) -> None:
         """Off the books and out of the line; its id is never used again."""
         self.line.drop(entry.ticket)

@@ -1,69 +1,105 @@
 """The order in which the holders of a device's bytes would leave, cheapest first (SPEC C2, C3).
 
 In front of every policy stands what none may turn round: nobody waits for it, it is idle, it is the
-least urgent. A device with few tickets is priced anew each time; one with many keeps its order, in
-which only those are priced again that have changed, and a few in turn, because prices drift.
+least urgent. The order is kept from one look to the next: what has changed is priced again at once,
+what is less urgent by now as well, and the rest in turn, because prices drift.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from arbiter.events import Priority
 from arbiter.ledger import Book, Entry, State
 from arbiter.rules import urgency
+from arbiter.rules.alarms import Alarms
 from arbiter.rules.mind import Mind
 from arbiter.rules.victims import COST_LEAST, Option
-from arbiter.units import Span, TicketId
-from arbiter.view import Candidate, Key
+from arbiter.units import SECOND, Instant, Span, TicketId, since
+from arbiter.view import Candidate, Key, Price
 
-SCANNED_COUNT = 32  # a price takes about 4 us, so up to here the whole is priced in 0.13 ms
-SWEPT_COUNT = 8  # priced again in turn with each look: of 10,000 each within 1,250 looks
+SWEPT_COUNT = 8  # priced again with each look, 4 us each: a device with as many always is as of now
+PRICED_FOR = Span(60 * SECOND)  # no price is older: the faster rate fades by a thirtieth meanwhile
 
 
 class Ranking:
-    """One large device's order."""
+    """One device's order."""
 
-    def __init__(self) -> None:
-        self._place: dict[TicketId, Key] = {}
-        self._order: list[Key] = []  # a place ends with its ticket
+    def __init__(self, evict: Callable[[Candidate], Price]) -> None:
+        self.evict = evict  # whose order it is
+        self._options: dict[TicketId, Option] = {}
+        self._order: list[Key] = []  # their places; each ends with its ticket
         self._turn: list[TicketId] = []  # whose turn it is to be priced again
+        self._fading = Alarms()
+        self._looked: Instant | None = None
 
     def refresh(self, mind: Mind, book: Book) -> None:
         assert book.stale is not None
         changed, book.stale = book.stale, set()
-        if not self._turn:
-            self._turn = list(self._place)
-        changed.update(self._turn[-SWEPT_COUNT:])
-        del self._turn[-SWEPT_COUNT:]
+        if self._looked != mind.now:
+            changed.update(TicketId(name) for _, name in self._fading.due(mind.now))
+            changed.update(self._in_turn(mind))
+            self._looked = mind.now
         for ticket in sorted(changed):
             self._put(mind, book, ticket)
 
-    def _put(self, mind: Mind, book: Book, ticket: TicketId) -> None:
-        old = self._place.pop(ticket, None)
-        if old is not None:
-            del self._order[bisect_left(self._order, old)]
-        if entry := book.entries.get(ticket):
-            self._place[ticket] = place = option(mind, book, entry).place
-            insort(self._order, place)
+    def _in_turn(self, mind: Mind) -> list[TicketId]:
+        count = len(self._options)
+        unseen = since(self._looked or Instant(0), mind.now)
+        due_count = max(SWEPT_COUNT, count * unseen // PRICED_FOR)
+        if due_count >= count or mind.foresight:  # the future changes with every use
+            self._turn = []
+            return list(self._options)
+        if not self._turn:
+            self._turn = list(self._options)
+        in_turn = self._turn[-due_count:]
+        del self._turn[-due_count:]
+        return in_turn
 
-    def tickets(self) -> Iterator[TicketId]:
-        return (place[-1] for place in self._order)
+    def _put(self, mind: Mind, book: Book, ticket: TicketId) -> None:
+        if old := self._options.pop(ticket, None):
+            del self._order[bisect_left(self._order, old.place)]
+        entry = book.entries.get(ticket)
+        if entry is None:
+            return
+        self._options[ticket] = priced = option(mind, book, entry)
+        insort(self._order, priced.place)
+        fades_at = urgency.fading(mind, entry)
+        if fades_at is not None and fades_at > mind.now:
+            self._fading.set(("ticket", ticket), fades_at)
+
+    def all(self) -> Iterator[Option]:
+        return (self._options[place[-1]] for place in self._order)
+
+    def no_more_urgent(self, urgent: Priority) -> Iterator[Option]:
+        """Without those that are more urgent: of the idle, of those in use, and then all for which
+        somebody waits, because there the line decides."""
+        for in_use in (False, True):
+            yield from self._between((False, in_use), (False, in_use, 1 - urgent))
+        yield from self._between((True,), (True, True, 1))
+
+    def _between(self, low: Key, high: Key) -> Iterator[Option]:
+        for at in range(bisect_left(self._order, (low,)), bisect_left(self._order, (high,))):
+            yield self._options[self._order[at][-1]]
+
+
+def ranking(mind: Mind, book: Book) -> Ranking:
+    """As of now."""
+    kept: Ranking | None = mind.rankings.get(book.device)
+    if kept is None or book.stale is None or kept.evict is not mind.policies.evict:
+        kept = mind.rankings[book.device] = Ranking(mind.policies.evict)
+        book.stale = set(book.entries)
+    kept.refresh(mind, book)
+    return kept
 
 
 def in_order(mind: Mind, book: Book) -> Iterator[tuple[Entry, Option]]:
-    """All who are charged on it, lawful or not, at today's price."""
-    if len(book.entries) <= SCANNED_COUNT:
-        book.stale = None
-        mind.rankings.pop(book.device, None)
-        priced = ((e, option(mind, book, e)) for e in book.entries.values())
-        yield from sorted(priced, key=lambda pair: pair[1].place)
-        return
-    if book.stale is None:
-        mind.rankings[book.device], book.stale = Ranking(), set(book.entries)
-    ranking = mind.rankings[book.device]
-    ranking.refresh(mind, book)
-    for ticket in ranking.tickets():
-        entry = book.entries[ticket]
-        yield entry, option(mind, book, entry)
+    """All who are charged on it, lawful or not."""
+    return ((book.entries[o.ticket], o) for o in ranking(mind, book).all())
+
+
+def no_more_urgent(mind: Mind, book: Book, urgent: Priority) -> Iterator[tuple[Entry, Option]]:
+    """Those who may have to yield to one so urgent, lawful or not."""
+    return ((book.entries[o.ticket], o) for o in ranking(mind, book).no_more_urgent(urgent))
 
 
 def option(mind: Mind, book: Book, entry: Entry) -> Option:

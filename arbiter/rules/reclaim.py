@@ -77,13 +77,13 @@ def _quarantine(mind: Mind, entry: Entry) -> None:
             mind.refuse(other.ticket, HolderQuarantined(entry.holder, kept))
             mind.close(other)
         elif other.ticket in mind.line:
-            mind.line.drop(other.ticket)
+            mind.unqueue(other)
             mind.say_no(other.ticket, HolderQuarantined(entry.holder, kept))
 
 
 def kept_bytes(mind: Mind, holder: HolderId) -> Bytes:
     """What a holder in quarantine has not given back; 0: it is not in quarantine."""
-    stuck = [e for e in mind.ledger.held_by(holder) if e.alarmed]
+    stuck = [e for e in mind.ledger.holding(holder).values() if e.alarmed]
     return Bytes(sum(charged(e) for e in stuck))
 
 

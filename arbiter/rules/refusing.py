@@ -7,11 +7,10 @@ from arbiter.rules.mind import Mind
 
 def turn_away(mind: Mind, entry: Entry, error: RequestError) -> None:
     """A sleeper may ask again under the same ticket."""
-    mind.line.drop(entry.ticket)
     mind.displaced.pop((entry.holder, entry.model), None)
     if entry.state is State.QUEUED:
         mind.refuse(entry.ticket, error)
         mind.close(entry)
     else:
+        mind.unqueue(entry)
         mind.say_no(entry.ticket, error)
-        mind.watch(entry, mind.now)

@@ -18,6 +18,7 @@ from arbiter.rules import (
     replicas,
 )
 from arbiter.rules import leases_held as leases
+from arbiter.rules.audit import audit as audit_books
 from arbiter.rules.mind import Mind
 from arbiter.units import HolderId, NodeId, TicketId, after, in_seconds
 from arbiter.view import Idler
@@ -42,7 +43,10 @@ def look_at_line(mind: Mind, node: str) -> None:
 
 def audit(mind: Mind, _: str) -> None:
     """All the books, and every line: level-triggered, should a reason to look ever be missed."""
-    mind.ledger.audit()
+    audit_books(mind.ledger)
+    for entry in mind.ledger.entries(State.RESIDENT, State.ASLEEP):
+        if ("ticket", entry.ticket) not in mind.alarms:
+            mind.watch(entry, mind.now)
     mind.ledger.changed.update(mind.line.nodes)
     mind.alarms.set(("audit", ""), after(mind.now, mind.settings.terms.audit))
 

@@ -13,6 +13,7 @@ from arbiter.core import Arbiter
 from arbiter.decisions import Decision, Grant, Reap, Reason, Refuse, Revoke, WakeAt
 from arbiter.ledger import CHARGED, Entry, State
 from arbiter.rules import urgency
+from arbiter.rules.audit import audit as audit_books
 from arbiter.rules.eviction import min_residency_ends
 from arbiter.settings import DEFAULTS, Terms
 from arbiter.units import (
@@ -328,7 +329,7 @@ class Books(RuleBasedStateMachine):
             assert self.measured.keys() - self.held.keys() <= unclaimed
             orphans = sum(m[device] for t, m in self.measured.items() if t in unclaimed)
             assert book.foreign_bytes == self.foreign[device] + orphans
-        self.ledger.audit()
+        audit_books(self.ledger)
 
     @invariant()
     def each_ticket_is_charged_what_it_was_granted_or_holds_whichever_is_more(self) -> None:

@@ -138,6 +138,7 @@ class Held:
     engine: Engine | None = None
     is_barred: bool = False
     priority: ev.Priority = ev.Priority.NORMAL
+    uses_count: int = 0
 
 
 @dataclass
@@ -177,6 +178,7 @@ class Holder:
             if ticket and ticket.phase is ev.Phase.RESIDENT and not ticket.is_barred:
                 caller.answered = "served"
                 ticket.inflight += 1
+                ticket.uses_count += 1
                 ticket.priority = caller.priority
                 takes_s = 15.0 if self.world.chance("long") else 2.0
                 self.world.later(takes_s, lambda t=ticket: self.done(t))
@@ -251,7 +253,7 @@ class Holder:
         return tuple(
             ev.HeldTicket(
                 h.ticket, h.model, h.phase, h.inflight, idle(h), h.devices, h.need,
-                priority=h.priority,
+                priority=h.priority, uses_count=h.uses_count,
             )
             for h in self.held.values()
         )  # fmt: skip

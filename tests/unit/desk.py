@@ -188,7 +188,10 @@ class Desk:
         need = ev.Need(gib(size), host_bytes=gib(self.host_sizes.get(name, 0)))
         model = model or name.rstrip("0123456789")
         priority = entry.priority if entry else ev.Priority.NORMAL
-        return ev.HeldTicket(TicketId(name), model, phase, inflight, idle, home, need, "", priority)
+        return ev.HeldTicket(
+            TicketId(name), model, phase, inflight, idle, home, need, "", priority,
+            uses_count=entry.uses_count if entry else 0,
+        )  # fmt: skip
 
     def gone(self, t: float, name: str, bytes_back: bool = True) -> list[Decision]:
         self.engines.pop(name, None)

@@ -7,6 +7,7 @@ import pytest
 from arbiter import errors
 from arbiter import events as ev
 from arbiter.decisions import Reap, Revoke, Tier
+from arbiter.rules.audit import audit as audit_books
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.unit.desk import (
     CPU,
@@ -79,7 +80,7 @@ def test_a_holder_that_rejoins_before_its_node_is_charged_when_the_node_comes() 
     desk.at(1, ev.Joined(HolderId("h"), NodeId("m"), "text", (held,)))
     desk.see_node(2, 80, 0, node="m")
     assert desk.mind.ledger.books["m/cpu:0"].charged_bytes == 7
-    desk.mind.ledger.audit()
+    audit_books(desk.mind.ledger)
 
 
 @pytest.mark.spec("A18", "A16")

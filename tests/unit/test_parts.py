@@ -15,6 +15,7 @@ from arbiter.events import DeviceKind, Need
 from arbiter.ledger import TRANSITIONS, State
 from arbiter.rules import budget
 from arbiter.rules.alarms import Alarms
+from arbiter.rules.audit import audit as audit_books
 from arbiter.rules.estimates import Estimates, ModelKey
 from arbiter.rules.line import Line
 from arbiter.settings import DEFAULTS, Arenas, Settings
@@ -79,7 +80,7 @@ def test_an_index_that_lost_a_ticket_is_found_by_the_audit() -> None:
     book.charged_bytes -= entry.charge(CPU)
     book.free_bytes += entry.charge(CPU)
     with pytest.raises(LedgerBroken, match="index"):
-        desk.mind.ledger.audit()
+        audit_books(desk.mind.ledger)
 
 
 # -- budget (SPEC B2, B3) -------------------------------------------------------------------------

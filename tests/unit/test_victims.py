@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from arbiter import events as ev
 from arbiter.events import Priority
-from arbiter.rules.ranking import SCANNED_COUNT, in_order, option
+from arbiter.ledger import UNREAD_COUNT
+from arbiter.rules.ranking import SWEPT_COUNT, in_order, option
 from arbiter.rules.rates import Rates
 from arbiter.rules.victims import Option, choose, freed
 from arbiter.units import Bytes, Instant, Span, TicketId, seconds
@@ -83,7 +84,7 @@ def test_beyond_twelve_the_set_suffices_and_spares_whom_it_can() -> None:
 
 # -- a device with very many tickets -------------------------------------------------------------
 
-MANY = [f"m{n}" for n in range(3 * SCANNED_COUNT)]
+MANY = [f"m{n}" for n in range(100)]
 
 
 def crowded(policy: str) -> Desk:
@@ -107,7 +108,7 @@ def test_an_order_that_is_kept_is_the_order_of_today(policy: str) -> None:
     """Ranked once, then only what changed: the same as if everything were priced anew."""
     desk = crowded(policy)
     book = desk.mind.ledger.books[CPU]
-    assert len(book.entries) > SCANNED_COUNT
+    assert len(book.entries) > SWEPT_COUNT
     list(in_order(desk.mind, book))
     for t, model in enumerate(MANY[::3], start=200):
         desk.beat(t, f"{model}-t", inflight=t % 2)
@@ -134,3 +135,24 @@ def test_rates_fade_to_a_third_within_a_window_and_add_up() -> None:
     rates.used(("c", "m"), 1, Instant(100))
     assert rates.recent(("c", "m"), Instant(100)) == pytest.approx(1 + 2 * 0.3679, rel=1e-3)
     assert rates.recent(("c", "other"), Instant(100)) == 0
+
+
+def test_a_heartbeat_that_says_nothing_new_has_nobody_priced_again() -> None:
+    desk = crowded("two_rates")
+    book = desk.mind.ledger.books[CPU]
+    desk.beat(200)
+    list(in_order(desk.mind, book))
+    desk.beat(201)
+    assert book.stale == set()
+    desk.beat(202, f"{MANY[0]}-t", inflight=1)
+    assert book.stale == {f"{MANY[0]}-t"}
+
+
+def test_the_order_is_given_up_where_nobody_looks_for_long() -> None:
+    desk = crowded("two_rates")
+    book = desk.mind.ledger.books[CPU]
+    list(in_order(desk.mind, book))
+    for n in range(len(book.entries) + UNREAD_COUNT + 1):
+        book.note_stale(TicketId(f"gone{n}"))
+    assert book.stale is None
+    assert [e.ticket for e, _ in in_order(desk.mind, book)]
