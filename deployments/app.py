@@ -2,6 +2,7 @@
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from deployments.config import CapabilityArgs, FrontArgs
 
@@ -12,6 +13,11 @@ METRICS_INTERVAL_S, LOOK_BACK_PERIOD_S = 0.1, 0.5
 # Above the longest generation: a replica told to stop finishes its streams first, and one that is
 # cut off earlier breaks them.
 GRACEFUL_SHUTDOWN_TIMEOUT_S = 600.0
+
+# Each replica is asked each second what it has: with Serve's 10 s a model is long gone by then.
+ROUTER = RequestRouterConfig(
+    request_router_class="deployments.router:ResidentRouter", request_routing_stats_period_s=1.0
+)
 
 
 def front(args: FrontArgs) -> Application:
@@ -47,6 +53,7 @@ def _capability(server: type, name: str) -> Application:
         graceful_shutdown_timeout_s=GRACEFUL_SHUTDOWN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=2,
+        request_router_config=ROUTER,
         autoscaling_config={
             "min_replicas": 0,
             "initial_replicas": 0,

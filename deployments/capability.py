@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ray import serve
 
@@ -15,6 +15,8 @@ from deployments import wire
 from deployments.arriving import arriving, is_at_hand
 from deployments.pace import Pace
 from deployments.residency import Residency
+from deployments.routing import Slotted, Warmth
+from deployments.slot import Life
 from deployments.use import Use
 
 logger = logging.getLogger("ray.serve")
@@ -23,6 +25,14 @@ logger = logging.getLogger("ray.serve")
 # request until the model served, and what the load or wake alone was predicted to take.
 WAITED, ESTIMATE = "x-arbiter-waited-s", "x-arbiter-estimate-s"
 WAIT_TOLD_S = 0.05  # a resident model is at hand within a millisecond
+
+# What a router may count on; a model that is on its way out is as good as gone.
+WARMTH = {
+    Life.QUEUED: Warmth.COMING,
+    Life.LOADING: Warmth.COMING,
+    Life.RESIDENT: Warmth.RESIDENT,
+    Life.ASLEEP: Warmth.ASLEEP,
+}
 
 
 class Capability:
@@ -35,6 +45,7 @@ class Capability:
         self._capability = capability
         replica = serve.get_replica_context().replica_id.unique_id
         self._pace = Pace()
+        self.slotted = Slotted()
         self._residency = Residency.start(capability, holder=f"{capability}#{replica}")
 
     async def handle(self, call: wire.Call) -> AsyncIterator[wire.Part]:
@@ -82,6 +93,7 @@ class Capability:
             else:
                 await use.__aenter__()
             stack.push_async_exit(use)
+            await self.prepare(call, use)
             if call.stay_warm_s:
                 use.stay_warm(call.stay_warm_s)
             waited_s = time.monotonic() - began_s
@@ -93,6 +105,19 @@ class Capability:
             async with aclosing(self._pace.follow(answer)) as parts:
                 async for part in parts:
                     yield _with_wait(part, waited_s, use) if waited_s > WAIT_TOLD_S else part
+
+    async def prepare(self, call: wire.Call, use: Use) -> None:
+        """What a call needs on this node besides its model. Raises RequestError."""
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What this replica has, for deployments.router; Serve asks and passes it on when it has
+        changed."""
+        slots = self._residency.slots
+        warmth = {name: WARMTH.get(slot.life, Warmth.COLD) for name, slot in slots.items()}
+        return {
+            "models": {name: int(w) for name, w in warmth.items() if w},
+            "adapters": self.slotted.names({slot.ticket for slot in slots.values()}),
+        }
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces this replica when it raises: it could load nothing."""

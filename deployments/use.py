@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from arbiter.client import HolderClient
 from arbiter.errors import EngineLost, RequestError, TicketClosed
@@ -89,6 +89,12 @@ class Use:
         took = Span(time.monotonic_ns() - self._began_ns)
         runs = self._residency.client().runs
         runs.note(ticket, self._model, took, outcome_of(error), self._request)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What its engine was started with."""
+        assert self._slot is not None
+        return self._slot.plan.config
 
     @property
     def ticket(self) -> TicketId:

@@ -22,13 +22,14 @@ class Call:
     body: bytes
     headers: dict[str, str]
     request_id: str
-    model: str
+    model: str  # the one to make resident
     deadline_s: float | None = None
     priority: Priority = Priority.NORMAL
     tenant: str = "default"
     conversation_id: str | None = None
     stay_warm_s: float = 0.0  # after it ends, before the model's keep-warm begins to count
     wants_progress: bool = False  # while the model is brought, say how far it is
+    served: str = ""  # what the engine is asked for: the model (also if empty), or an adapter of it
 
 
 @dataclass(frozen=True, slots=True)

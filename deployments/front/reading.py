@@ -102,6 +102,7 @@ def call_of(asked: Asked, target: Target, model: ModelConfig, tenant: str) -> wi
         conversation_id=checked.x_conversation_id,
         stay_warm_s=stay,
         wants_progress=asked.is_stream,
+        served=target.served,
     )
 
 

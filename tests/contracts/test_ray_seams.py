@@ -19,6 +19,8 @@ from ray.serve.config import AutoscalingContext
 from arbiter import rays
 from arbiter.errors import NeverFits
 from arbiter.units import Bytes, TicketId
+from deployments.capability import Capability
+from deployments.router import ResidentRouter
 from deployments.scaling import ArbiterPolicy, Context
 from tests.support.waits import eventually
 
@@ -140,6 +142,25 @@ def test_serve_makes_one_instance_of_a_policy_class_for_an_application() -> None
     ]
     made = [maker(policy) for maker in makers if len(inspect.signature(maker).parameters) == 1]
     assert any(isinstance(one, ArbiterPolicy) for one in made)
+
+
+@pytest.mark.spec("G3")
+def test_serve_asks_a_router_for_what_ours_answers() -> None:
+    from ray.serve._private.constants import REQUEST_ROUTING_STATS_METHOD
+    from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+    for name, ours in vars(ResidentRouter).items():
+        if inspect.isfunction(ours) and name != "_offer":
+            theirs = inspect.signature(getattr(RequestRouter, name)).parameters
+            mine = inspect.signature(ours).parameters
+            is_open = any(p.kind is p.VAR_KEYWORD for p in theirs.values())
+            assert is_open or len(mine) == len(theirs), name
+    assert {"args", "metadata", "routing_context", "future"} <= set(PendingRequest.__annotations__)
+    for read in ("routing_stats", "max_ongoing_requests", "replica_id"):
+        assert isinstance(inspect.getattr_static(RunningReplica, read), property), read
+    assert inspect.iscoroutinefunction(RequestRouter.choose_replicas)
+    assert "replica_queue_len_cache" in vars(RequestRouter)
+    assert hasattr(Capability, REQUEST_ROUTING_STATS_METHOD)
 
 
 def _fields(name: str) -> set[str]:

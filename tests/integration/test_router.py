@@ -1,0 +1,119 @@
+"""Two replicas of one capability: who gets what, through Serve itself."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ray import serve
+from ray.serve.context import _get_serve_request_context, _serve_request_context
+from ray.serve.schema import LoggingConfig
+
+from deployments import wire
+from deployments.app import ROUTER
+from deployments.capability import Capability
+from deployments.routing import CROWD_COUNT
+from tests.support.desk import Desk, capability, desk, model
+from tests.support.waits import eventually
+
+pytestmark = [pytest.mark.usefixtures("cluster", "serving"), pytest.mark.spec("G3")]
+PATH = "/v1/chat/completions"
+ROOM = CROWD_COUNT + 2  # of one replica
+
+
+@pytest.fixture(scope="module")
+def serving(cluster: None) -> Iterator[None]:
+    serve.start(proxy_location="Disabled", logging_config=LoggingConfig(enable_access_log=False))
+    yield
+    serve.shutdown()
+
+
+@serve.deployment(
+    name="chat",
+    num_replicas=2,
+    max_ongoing_requests=ROOM,
+    ray_actor_options={"num_cpus": 0},
+    graceful_shutdown_timeout_s=5,
+    graceful_shutdown_wait_loop_s=0.05,
+    request_router_config=ROUTER,
+)
+class Chat(Capability):
+    """Says in its head which replica it is."""
+
+    paths = frozenset({PATH})
+
+    async def handle(self, call: wire.Call) -> AsyncIterator[wire.Progress | wire.Head | bytes]:
+        replica = serve.get_replica_context().replica_id.unique_id
+        async for part in super().handle(call):
+            is_head = isinstance(part, wire.Head)
+            yield replace(part, headers={"replica": replica}) if is_head else part
+
+
+@contextlib.asynccontextmanager
+async def two() -> AsyncIterator[tuple[Desk, Any]]:
+    async with desk({"chat": capability(a=model(40, chunks=1000, chunk_seconds=0.05))}) as d:
+        app = Chat.bind("chat")
+        handle = await asyncio.to_thread(serve.run, app, name="chat", route_prefix=None)
+        try:
+            yield d, handle.options(stream=True)
+        finally:
+            await asyncio.to_thread(serve.delete, "chat")
+
+
+def call(conversation: str | None = None, body: bytes = b"{}") -> wire.Call:
+    return wire.Call(PATH, body, {}, "req", "a", conversation_id=conversation)
+
+
+async def begun(handle: Any, asked: wire.Call) -> tuple[str, AsyncGenerator[Any, None]]:
+    """The replica that answers, and the rest of its answer."""
+    parts = handle.handle.remote(asked)
+    return (await anext(parts)).headers["replica"], parts
+
+
+async def replica_of(handle: Any, asked: wire.Call) -> str:
+    replica, parts = await begun(handle, asked)
+    async for _ in parts:
+        continue
+    return replica
+
+
+async def test_a_crowd_loads_a_model_once_and_a_conversation_keeps_its_replica() -> None:
+    async with two() as (d, handle):
+        async with asyncio.timeout(60):
+            crowd = await asyncio.gather(*(replica_of(handle, call()) for _ in range(ROOM)))
+        assert len(set(crowd)) == 1
+        assert len((await d.state())["tickets"]) == 1
+        stream = b'{"stream": true}'
+        held = [await begun(handle, call(body=stream)) for _ in range(ROOM)]
+        other = await replica_of(handle, call("talk"))  # the first has no room: a second copy
+        assert {name for name, _ in held} == set(crowd) and other not in crowd
+        for _, parts in held[1:]:
+            parts.cancel()
+        # Once the router has heard that both have the model, the idle one is preferred.
+        await eventually(lambda: _goes_to(handle, call(), other))
+        held[0][1].cancel()
+        busy = [await begun(handle, call("talk", stream)) for _ in range(CROWD_COUNT)]
+        assert {name for name, _ in busy} == {other}  # though the first is idle
+        await eventually(lambda: _goes_to(handle, call("talk"), crowd[0]))  # too far behind now
+        for _, parts in busy:
+            parts.cancel()
+
+
+async def _goes_to(handle: Any, asked: wire.Call, replica: str) -> bool:
+    return await replica_of(handle, asked) == replica
+
+
+async def test_concurrent_calls_of_one_request_are_all_sent() -> None:
+    """Inside a replica they carry one id, and Serve's own index would know only one of them."""
+    async with two() as (_, handle):
+        await replica_of(handle, call())
+        context = _get_serve_request_context()
+        token = _serve_request_context.set(replace(context, _internal_request_id="one"))
+        try:
+            async with asyncio.timeout(20):
+                asked = (replica_of(handle, call()) for _ in range(4))
+                assert len(await asyncio.gather(*asked)) == 4
+        finally:
+            _serve_request_context.reset(token)
