@@ -22,6 +22,7 @@ from pydantic import (
 from arbiter import events as ev
 from arbiter import settings as core
 from arbiter.units import GIB, KIB, MIB, Bytes, seconds
+from deployments.text.remote import is_prefix
 from policies import ADMIT, EVICT, REPLAY_ONLY, ROLES
 
 _UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -163,6 +164,15 @@ class AdaptersConfig(Strict):
     slots: int | None = Field(None, ge=1)  # adapters in one batch; absent: from the next line
     slot_share: float = Field(0.25, gt=0, le=4)  # of the weights' bytes, spent on slots
     wait_s: float = Field(30.0, gt=0, le=600)  # for a slot, when others hold them all
+    # Where those in `remote.json` may come from, as `s3://bucket/loras/`: whole folders
+    urls: tuple[str, ...] = ()
+
+    @field_validator("urls")
+    @classmethod
+    def _whole_folders(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if bad := [url for url in value if not is_prefix(url)]:
+            raise ValueError(f"{bad[0]!r}: write a folder, as `s3://bucket/loras/`")
+        return value
 
 
 class ModelConfig(Strict):
@@ -257,6 +267,9 @@ class FrontConfig(Strict):
     # To who streams and waits for a load: silence before the first comment, and between two. What
     # is refused after a comment has the status 200.
     progress_s: float = Field(1.0, gt=0, le=60)
+    # Requests it works on at once, over all models; each costs it some 50 kB, and beyond them a
+    # client does better to come back. A capability's replica takes 256 and lets 512 wait.
+    in_flight: int = Field(1_000, ge=1, le=1_000)
     keys_file: str | None = None  # API keys, mode 0600; default: beside the arbiter's state
     hosts: tuple[str, ...] = ()  # names this front is called by, besides addresses and localhost
     origins: tuple[str, ...] = ()  # other sites whose pages may call it, as `https://name:port`
@@ -293,6 +306,12 @@ class Table(Strict):
             for m, config in c.models.items()
             if config.adapters
         }
+
+    @property
+    def adapter_urls(self) -> dict[str, tuple[str, ...]]:
+        """Model name to the prefixes that its adapters may be fetched from."""
+        models = [row for c in self.capabilities.values() for row in c.models.items()]
+        return {m: config.adapters.urls for m, config in models if config.adapters}
 
     def as_event(self) -> ev.CapabilitiesSet:
         specs = (config.as_spec(name) for name, config in sorted(self.capabilities.items()))

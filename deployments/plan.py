@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class EngineKind:
     context_bytes: Bytes  # what a live but empty engine process holds, measured on the CPU build
     working_bytes: Bytes  # activations and buffers under traffic, KV cache apart
     takes_turns: bool = False  # computes under a dispatch lock where the model names one
+    program: str = ""  # has to be on the PATH
 
 
 # One line per engine library; a new one is this line and its file. The bytes are what the node
@@ -45,6 +47,13 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(56 * MIB),
         working_bytes=Bytes(32 * MIB),
         takes_turns=True,
+    ),
+    "llama_server": EngineKind(
+        "deployments.engines.llama_server:build",
+        ("aiohttp",),
+        context_bytes=Bytes(64 * MIB),  # not measured, like those of any engine outside this table
+        working_bytes=Bytes(64 * MIB),
+        program="llama-server",
     ),
 }
 
@@ -86,8 +95,10 @@ def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
 
 
 def engine_kind(engine: str) -> EngineKind:
-    if engine in ENGINES:
-        return ENGINES[engine]
+    if kind := ENGINES.get(engine):
+        if kind.program and shutil.which(kind.program) is None:
+            raise ConfigError(f"engine {engine!r} needs {kind.program!r} on the PATH")
+        return kind
     if ":" in engine:
         return EngineKind(engine, (), Bytes(64 * MIB), Bytes(64 * MIB))
     known = ", ".join(sorted(ENGINES))
@@ -117,6 +128,7 @@ def adapters(path: str, model: ModelConfig) -> dict[str, Any]:
         "max_rank": given.max_rank,
         "slots": given.slots or max(1, min(most, paid)),
         "wait_s": given.wait_s,
+        "urls": list(given.urls),
     }
 
 

@@ -24,9 +24,9 @@ from arbiter.errors import RequestError
 from deployments import wire
 from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.headers import linear_shapes
-from deployments.text.adapters import Rules, Shelf, Store
+from deployments.text.adapters import Rules, Shelf, Store, catalogue_of
 from deployments.text.admission import BASE
-from deployments.text.catalogue import AdapterInvalid, Catalogue
+from deployments.text.files import AdapterInvalid
 from deployments.text.turns import AdaptersBusy, Gate
 
 # Requests let in beyond a full batch, so that the next step has one when a place comes free.
@@ -73,7 +73,7 @@ class AdapterDesk:
         self.served_name = str(config.get("served_name", config["model"]))
         self.llm: AsyncLLM | None = None
         self.gate = Gate(given["slots"], window + AHEAD, given["wait_s"])
-        self._catalogue = Catalogue({self.served_name: Path(given["folder"])})
+        self._catalogue = catalogue_of(config)
         rules = Rules(linear_shapes(Path(config["model"])), given["max_rank"])
         self._shelf = Shelf(Store(Path(given["store"])), rules)
         self._numbers: dict[str, int] = {}  # digest to vLLM's number for it

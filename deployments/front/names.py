@@ -28,7 +28,8 @@ class Names:
 
     def __init__(self, table: Table) -> None:
         self._homes = table.homes
-        self._adapters = Catalogue(table.adapter_folders, frozenset(self._homes))
+        folders, urls = table.adapter_folders, table.adapter_urls
+        self._adapters = Catalogue(folders, frozenset(self._homes), urls)
 
     def find(self, name: str, tenant: str) -> Target:
         """Raises UnknownModel with near misses, also for another tenant's adapter; and

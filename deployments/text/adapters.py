@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import tempfile
-import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,15 +19,9 @@ from typing import Any
 
 from deployments import headers
 from deployments.headers import slot_bytes
-from deployments.text.catalogue import (
-    CONFIG,
-    MAX_CONFIG_BYTES,
-    WEIGHTS,
-    AdapterInvalid,
-    Entry,
-    open_plain,
-    read_json,
-)
+from deployments.text.catalogue import CONFIG, WEIGHTS, Catalogue, Entry
+from deployments.text.files import MAX_CONFIG_BYTES, AdapterInvalid, open_plain, read_json
+from deployments.text.room import alone, make_room
 
 _CHUNK_BYTES = 1 << 20
 _PREFIX = "base_model.model."  # PEFT's, before the module's name in the base
@@ -39,6 +32,7 @@ _UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "layer_replication", "u
              "megatron_config")  # fmt: skip
 # The store's bound: 2,000 adapters of an 8 B model at rank 16. Beyond it the longest unused go.
 MAX_STORE_BYTES = 160 << 30
+FETCHED = ".fetched"  # folder in a store for what lay behind URLs; see deployments.text.remote
 _HEADER_ROOM_BYTES = 4 << 20  # thousands of tensor names of 100 bytes each
 
 
@@ -50,9 +44,11 @@ class Rules:
     max_rank: int
 
     @property
-    def max_bytes(self) -> int:
-        """The largest adapter that can be right: every module, at the largest rank, in float32."""
-        return slot_bytes(self.shapes, self.max_rank, item_bytes=4) + _HEADER_ROOM_BYTES
+    def bounds(self) -> dict[str, int]:
+        """File to its most bytes: an adapter that can be right has at most every module, at the
+        largest rank, in float32."""
+        weights_bytes = slot_bytes(self.shapes, self.max_rank, item_bytes=4) + _HEADER_ROOM_BYTES
+        return {CONFIG: MAX_CONFIG_BYTES, WEIGHTS: weights_bytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +66,6 @@ class Store:
     def __init__(self, folder: Path, max_bytes: int = MAX_STORE_BYTES) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._max_bytes = folder.resolve(), max_bytes
-        self._placing = threading.Lock()  # so that two do not make the same room
 
     def publish(self, entry: Entry, rules: Rules) -> Published:
         """Copy, hash, check, and only then give it its name. Blocks for the copy. Raises
@@ -88,31 +83,21 @@ class Store:
 
     def _publish(self, entry: Entry, rules: Rules, scratch: Path) -> Published:
         hashed = hashlib.sha256()
-        for name, bound in ((CONFIG, MAX_CONFIG_BYTES), (WEIGHTS, rules.max_bytes)):
+        for name, bound in rules.bounds.items():
             _copy(entry, name, scratch / name, bound, hashed)
         check(entry.name, scratch, rules)
         digest = hashed.hexdigest()[:32]
         target = self._folder / digest
         size_bytes = (scratch / WEIGHTS).stat().st_size
-        with self._placing:
+        with alone(self._folder):
             if target.is_dir():
                 os.utime(target)  # the longest unused go first
             else:
-                self._make_room(size_bytes)
-                _rename(scratch, target)
+                # An engine that has one of them loaded keeps its pages, and publishes it again
+                # before it loads it again.
+                make_room(self._folder, size_bytes, self._max_bytes)
+                scratch.rename(target)
         return Published(digest, target, size_bytes)
-
-    def _make_room(self, size_bytes: int) -> None:
-        """Remove the longest unused until the new one fits. An engine that has one of them loaded
-        keeps its pages, and publishes it again before it loads it again."""
-        rows = [(p.stat().st_mtime_ns, p) for p in self._folder.iterdir() if p.name[0] != "."]
-        sizes = {path: (path / WEIGHTS).stat().st_size for _, path in rows}
-        excess = sum(sizes.values()) + size_bytes - self._max_bytes
-        for _, path in sorted(rows):
-            if excess <= 0:
-                return
-            shutil.rmtree(path, ignore_errors=True)
-            excess -= sizes[path]
 
 
 class Shelf:
@@ -145,12 +130,12 @@ class Shelf:
         return found[1]
 
 
-def _rename(scratch: Path, target: Path) -> None:
-    try:
-        scratch.rename(target)
-    except OSError:  # another engine was first, with the same content
-        if not target.is_dir():
-            raise
+def catalogue_of(config: Mapping[str, Any]) -> Catalogue:
+    """What an engine and its replica see, from the engine's configuration."""
+    given, base = config["adapters"], str(config.get("served_name", config["model"]))
+    fetched = Path(given["store"]) / FETCHED
+    urls = {base: given.get("urls", ())}
+    return Catalogue({base: Path(given["folder"])}, urls=urls, fetched=fetched)
 
 
 def _copy(entry: Entry, name: str, target: Path, bound: int, hashed: Any) -> None:

@@ -4,6 +4,8 @@
     <folder>/<name>/adapter_model.safetensors
     <folder>/@<tenant>/<name>/...                  for one tenant; hides a common one of that name
     <folder>/<name>/serve.json                     optional: {"priority": "high", "pin": true}
+    <folder>/remote.json, <folder>/@<tenant>/remote.json     names of adapters behind a URL:
+        {"med": "s3://our-loras/med-v3/", "law": {"url": "hf://our-org/law/", "pin": true}}
 
 A folder dropped into place is found by the next call, a removed one no longer: nothing is
 registered and nothing restarts. How to use it, in the front and in an engine alike:
@@ -18,44 +20,37 @@ folders whose time has changed, so both may be called for each request at 10,000
 opens the weights: an engine copies, hashes and checks them before it uses them
 (deployments.text.adapters), because what is named here may still change.
 
+A URL has to begin as one in the allow-list of its model, and its content is taken to be the same
+for ever: what is new gets a URL of its own. The replica fetches it before the engine is asked
+(deployments.text.remote).
+
 Tenants write their own folders, so nothing in one is followed anywhere else: a link in place of a
 tenant's folder or an adapter is no adapter, and a file that is a link, a pipe or a device makes its
 adapter invalid.
 """
 
-import json
+import contextlib
 import os
 import re
-import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import MappingProxyType
+from typing import Any
 
 from arbiter.errors import RequestError
+from deployments.text.files import AdapterInvalid, is_folder, open_plain, read_json
+from deployments.text.remote import is_allowed, place
 
 CONFIG, WEIGHTS, EXTRAS = "adapter_config.json", "adapter_model.safetensors", "serve.json"
+MANIFEST = "remote.json"
+MAX_MANIFEST_BYTES = 32 << 20  # of MAX_NAMES rows, 300 bytes each
 PRIORITIES = ("urgent", "high", "normal", "low", "batch")  # SPEC C2
 # One component of a path: no separator, no leading dot, so a name cannot leave its folder. `:` and
 # `@` are ours.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-# PEFT writes about 1 KB; long lists of target modules reach 20 KB.
-MAX_CONFIG_BYTES = 1 << 18
 # Names listed of one folder; SPEC F2 asks for 10,000 and more, and a listing is held in memory.
 MAX_NAMES = 100_000
-
-
-class AdapterInvalid(RequestError):
-    """There is such an adapter and it cannot be served; says why. Waiting does not help."""
-
-    status_code, code = 400, "adapter_invalid"
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
-
-    def __str__(self) -> str:
-        return f"adapter {self.name!r} cannot be served: {self.reason}"
 
 
 class AdapterAmbiguous(RequestError):
@@ -85,10 +80,20 @@ class Entry:
     tenant: str = ""  # empty: everybody's
     priority: str = "normal"
     pin: bool = False
+    url: str = ""  # where it is fetched from; then `rank` and `size_bytes` are 0, not known before
 
     @property
     def full_name(self) -> str:
         return f"{self.base}:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an adapter lies and whose it is: a folder, or a row of a manifest."""
+
+    path: Path
+    owner: str
+    row: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +107,21 @@ class _Listing:
 class Catalogue:
     """One per process; not for use from several threads at once."""
 
-    def __init__(self, folders: Mapping[str, Path], reserved: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        folders: Mapping[str, Path],
+        reserved: frozenset[str] = frozenset(),
+        urls: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        fetched: Path = Path("/nonexistent"),
+    ) -> None:
         """`folders`: base model to its folder. `reserved`: names of base models, which no adapter
-        may have; those of `folders` always are."""
+        may have; those of `folders` always are. `urls`: base model to the prefixes that its
+        manifests may use; `fetched`: where what they name is on this node."""
         self._folders = {base: folder.resolve() for base, folder in folders.items()}
         self._reserved = reserved | set(folders)
+        self._urls, self._fetched = urls, fetched
         self._listings: dict[Path, _Listing] = {}
+        self._manifests: dict[Path, tuple[tuple[int, ...], dict[str, Any]]] = {}
         self._read: dict[Path, tuple[tuple[int, ...], Entry]] = {}
 
     def find(self, name: str, tenant: str = "") -> Entry | None:
@@ -119,47 +133,83 @@ class Catalogue:
         if not _NAME.fullmatch(bare) or bare in self._reserved or (colon and not base):
             return None
         bases = [base] if base else list(self._folders)
-        places = {b: place for b in bases if (place := self._place(b, bare, tenant))}
+        places = {b: found for b in bases if (found := self._place(b, bare, tenant))}
         if len(places) > 1:
             raise AdapterAmbiguous(bare, tuple(sorted(places)))
-        for base, (path, owner) in places.items():
-            return self._entry(bare, base, path, owner)
+        for base, found in places.items():
+            return self._remote(bare, base, found) if found.row else self._entry(bare, base, found)
         return None
 
     def names(self, tenant: str = "") -> list[str]:
         """Full names, `base:adapter`, of all that this tenant may see, sorted."""
-        found = set()
-        for base, folder in self._folders.items():
-            owned = self._listed(folder / f"@{tenant}") if _NAME.fullmatch(tenant) else frozenset()
-            found |= {f"{base}:{name}" for name in self._listed(folder) | owned}
-        return sorted(found)
+        return sorted(
+            f"{base}:{name}"
+            for base, folder in self._folders.items()
+            for name in self._names_of(folder, tenant)
+        )
 
-    def _place(self, base: str, name: str, tenant: str) -> tuple[Path, str] | None:
-        """Where it lies and whose it is; the tenant's own before everybody's."""
+    def _names_of(self, folder: Path, tenant: str) -> set[str]:
+        found: set[str] = set()
+        for home, _ in _homes(folder, tenant):
+            found |= self._listed(home)
+            with contextlib.suppress(AdapterInvalid):  # who asks for one of them hears why
+                found |= {n for n in self._rows(home) if _NAME.fullmatch(n)} - self._reserved
+        return found
+
+    def _place(self, base: str, name: str, tenant: str) -> _Place | None:
+        """The tenant's own before everybody's. Raises AdapterInvalid for a bad manifest."""
         folder = self._folders.get(base)
         if folder is None:
             return None
-        tries = [(folder / name, "")]
-        if _NAME.fullmatch(tenant):
-            tries.insert(0, (folder / f"@{tenant}" / name, tenant))
-        for path, owner in tries:
-            if _is_folder(path.parent) and _is_folder(path) and os.path.lexists(path / CONFIG):
-                return path, owner
+        for home, owner in _homes(folder, tenant):
+            path = home / name
+            if is_folder(home) and is_folder(path) and os.path.lexists(path / CONFIG):
+                return _Place(path, owner)
+            if row := self._rows(home).get(name):
+                return _Place(home / MANIFEST, owner, row)
         return None
 
-    def _entry(self, name: str, base: str, path: Path, owner: str) -> Entry:
+    def _rows(self, home: Path) -> dict[str, Any]:
+        """Of the manifest in a folder, read again when it changed. Raises AdapterInvalid."""
+        file = home / MANIFEST
+        try:
+            found = file.lstat()
+            stamp = found.st_mtime_ns, found.st_ino, found.st_size
+            known = self._manifests.get(file)
+            if known is None or known[0] != stamp:
+                rows = read_json(MANIFEST, file, MAX_MANIFEST_BYTES)
+                known = self._manifests[file] = stamp, rows
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            raise AdapterInvalid(MANIFEST, f"{error.filename}: {error.strerror}") from error
+        return known[1]
+
+    def _remote(self, name: str, base: str, found: _Place) -> Entry:
+        """Raises AdapterInvalid."""
+        row = found.row if isinstance(found.row, dict) else {"url": found.row}
+        url = row.get("url")
+        if not isinstance(url, str) or not is_allowed(url, self._urls.get(base, ())):
+            reason = f"its URL in {MANIFEST} does not begin as one that `adapters.urls` allows"
+            raise AdapterInvalid(name, reason)
+        priority, pin = _extras(name, MANIFEST, row)
+        path = self._fetched / place(url)
+        return Entry(name, base, path, 0, 0, (), found.owner, priority, pin, url)
+
+    def _entry(self, name: str, base: str, found: _Place) -> Entry:
+        path = found.path
         try:
             stamp = _stamp(path)
             known = self._read.get(path)
             if known is None or known[0] != stamp:
-                known = self._read[path] = stamp, _read_entry(name, base, path, stamp, owner)
+                known = self._read[path] = stamp, _read_entry(name, base, found, stamp)
         except OSError as error:
             raise AdapterInvalid(name, f"{error.filename}: {error.strerror}") from error
         return known[1]
 
     def _listed(self, folder: Path) -> frozenset[str]:
         try:
-            if not _is_folder(folder):
+            if not is_folder(folder):
                 return frozenset()
             mtime_ns = folder.stat().st_mtime_ns
             known = self._listings.get(folder)
@@ -178,12 +228,10 @@ class Catalogue:
         return frozenset(found) - self._reserved
 
 
-def _is_folder(path: Path) -> bool:
-    """And no link to one."""
-    try:
-        return stat.S_ISDIR(path.lstat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+def _homes(folder: Path, tenant: str) -> list[tuple[Path, str]]:
+    """Where this tenant's adapters may be, and whose they are there."""
+    own = [(folder / f"@{tenant}", tenant)] if _NAME.fullmatch(tenant) else []
+    return [*own, (folder, "")]
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
@@ -194,57 +242,23 @@ def _stamp(path: Path) -> tuple[int, ...]:
             extras)  # fmt: skip
 
 
-def _read_entry(name: str, base: str, path: Path, stamp: tuple[int, ...], owner: str) -> Entry:
+def _read_entry(name: str, base: str, found: _Place, stamp: tuple[int, ...]) -> Entry:
     """Raises AdapterInvalid, OSError."""
-    config = read_json(name, path / CONFIG)
-    rank = config.get("r")
+    path = found.path
+    rank = read_json(name, path / CONFIG).get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise AdapterInvalid(name, f"{CONFIG}: `r` is {rank!r}, not a rank")
     extras = read_json(name, path / EXTRAS) if os.path.lexists(path / EXTRAS) else {}
-    priority, pin = extras.get("priority", "normal"), extras.get("pin", False)
-    if priority not in PRIORITIES or not isinstance(pin, bool):
-        allowed = f"`priority` is one of {', '.join(PRIORITIES)}, `pin` true or false"
-        raise AdapterInvalid(name, f"{EXTRAS}: {allowed}")
+    priority, pin = _extras(name, EXTRAS, extras)
     with open_plain(name, path / WEIGHTS) as weights:
         size = os.fstat(weights.fileno()).st_size
-    return Entry(name, base, path, rank, size, stamp, owner, priority, pin)
+    return Entry(name, base, path, rank, size, stamp, found.owner, priority, pin)
 
 
-def open_plain(name: str, file: Path) -> BinaryIO:
-    """To read a file of an adapter: a plain one, in a folder and a parent folder that are no links,
-    whatever takes their places meanwhile. Never blocks for a writer. Raises AdapterInvalid,
-    OSError."""
-    inside: int | None = None
-    for folder in (file.parent.parent, file.parent.name):
-        inside = _opened(folder, os.O_DIRECTORY, inside)
-    stream = os.fdopen(_opened(file.name, os.O_NONBLOCK, inside), "rb")
-    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        stream.close()
-        raise AdapterInvalid(name, f"{file.name} is not a plain file")
-    return stream
-
-
-def _opened(path: Path | str, flags: int, inside: int | None) -> int:
-    """Descriptor of `path` in the folder `inside`, which is closed. Raises OSError, for a link
-    too."""
-    try:
-        flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(path, flags, dir_fd=inside)
-    finally:
-        if inside is not None:
-            os.close(inside)
-
-
-def read_json(name: str, file: Path) -> dict[str, Any]:
-    """A small object. Raises AdapterInvalid, OSError."""
-    with open_plain(name, file) as stream:
-        raw = stream.read(MAX_CONFIG_BYTES + 1)
-    if len(raw) > MAX_CONFIG_BYTES:
-        raise AdapterInvalid(name, f"{file.name} is larger than {MAX_CONFIG_BYTES} bytes")
-    try:
-        found = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise AdapterInvalid(name, f"{file.name} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise AdapterInvalid(name, f"{file.name} is not an object")
-    return found
+def _extras(name: str, file: str, row: Mapping[str, Any]) -> tuple[str, bool]:
+    """Priority and pin. Raises AdapterInvalid."""
+    priority, pin = row.get("priority", "normal"), row.get("pin", False)
+    if priority not in PRIORITIES or not isinstance(pin, bool):
+        allowed = f"`priority` is one of {', '.join(PRIORITIES)}, `pin` true or false"
+        raise AdapterInvalid(name, f"{file}: {allowed}")
+    return priority, pin

@@ -11,7 +11,8 @@ import pytest
 
 from deployments.headers import linear_shapes, slot_bytes
 from deployments.text.adapters import Published, Rules, Shelf, Store
-from deployments.text.catalogue import AdapterInvalid, Catalogue, Entry
+from deployments.text.catalogue import Catalogue, Entry
+from deployments.text.files import AdapterInvalid
 from tests.support.adapters import rewrite_header, write
 
 SHAPES = {"layers.0.q_proj": (12, 8), "layers.0.v_proj": (4, 8)}
@@ -40,7 +41,7 @@ def test_a_copy_is_named_by_its_content_and_nobody_changes_it(tmp_path: Path, st
     write(source, SHAPES, rank=4)
     other = store.publish(entry(source), RULES)
     assert other.digest != made.digest and made.path.is_dir()
-    assert not [p for p in made.path.parent.iterdir() if p.name.startswith(".")]
+    assert not [p for p in made.path.parent.iterdir() if p.name.startswith(".copying")]
 
 
 def damaged(file: str, change: Callable[[Path], object]) -> Callable[[Path], object]:

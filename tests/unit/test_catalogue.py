@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from deployments.text.catalogue import AdapterAmbiguous, AdapterInvalid, Catalogue
+from deployments.text.catalogue import AdapterAmbiguous, Catalogue
+from deployments.text.files import AdapterInvalid
 
 
 def put(folder: Path, rank: int = 8, **extras: Any) -> Path:
@@ -176,3 +177,17 @@ def test_ten_thousand_are_listed_and_found(tmp_path: Path) -> None:
     assert catalogue._listings[tmp_path.resolve()] is listed, "not listed again"
     found = catalogue.find("the-one")
     assert found is not None and found.path == tmp_path / "the-one"
+
+
+@pytest.mark.spec("F2")
+def test_ten_thousand_behind_urls_are_listed_and_found(tmp_path: Path) -> None:
+    rows = {f"a{number}": f"s3://ours/a{number}/" for number in range(10_000)}
+    (tmp_path / "remote.json").write_text(json.dumps(rows))
+    catalogue = Catalogue({"chat": tmp_path}, urls={"chat": ("s3://ours/",)}, fetched=tmp_path)
+    assert len(catalogue.names()) == 10_000
+    found = catalogue.find("chat:a9999")
+    assert found is not None and found.url == "s3://ours/a9999/"
+    del rows["a9999"]
+    (tmp_path / "new").write_text(json.dumps(rows))
+    (tmp_path / "new").rename(tmp_path / "remote.json")
+    assert catalogue.find("a9999") is None, "removed a moment ago"

@@ -131,3 +131,14 @@ def test_a_dispatch_lock_reaches_the_engine_that_takes_turns_and_no_other(tmp_pa
     assert (spec.dispatch_lock, spec.shared_scratch_bytes) == ("torch", 64 * MIB)
     with pytest.raises(ConfigError, match="no `dispatch` lock"):
         plan.plan("m", capability(str(tmp_path), dispatch=given["dispatch"]))
+
+
+@pytest.mark.spec("H9")
+def test_an_engine_that_is_a_program_is_there_when_its_program_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="needs 'llama-server' on the PATH"):
+        plan.engine_kind("llama_server")
+    monkeypatch.setenv("PATH", str(Path(__file__).parents[1] / "support" / "bin"))
+    assert plan.engine_kind("llama_server").entry.endswith("llama_server:build")

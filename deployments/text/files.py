@@ -1,0 +1,73 @@
+"""Reading the files of an adapter, which are somebody else's: plain ones only, and bounded."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from arbiter.errors import RequestError
+
+# PEFT writes about 1 KB; long lists of target modules reach 20 KB.
+MAX_CONFIG_BYTES = 1 << 18
+
+
+class AdapterInvalid(RequestError):
+    """There is such an adapter and it cannot be served; says why. Waiting does not help."""
+
+    status_code, code = 400, "adapter_invalid"
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"adapter {self.name!r} cannot be served: {self.reason}"
+
+
+def is_folder(path: Path) -> bool:
+    """And no link to one."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def open_plain(name: str, file: Path) -> BinaryIO:
+    """To read a file of an adapter: a plain one, in a folder and a parent folder that are no links,
+    whatever takes their places meanwhile. Never blocks for a writer. Raises AdapterInvalid,
+    OSError."""
+    inside: int | None = None
+    for folder in (file.parent.parent, file.parent.name):
+        inside = _opened(folder, os.O_DIRECTORY, inside)
+    stream = os.fdopen(_opened(file.name, os.O_NONBLOCK, inside), "rb")
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise AdapterInvalid(name, f"{file.name} is not a plain file")
+    return stream
+
+
+def _opened(path: Path | str, flags: int, inside: int | None) -> int:
+    """Descriptor of `path` in the folder `inside`, which is closed. Raises OSError, for a link
+    too."""
+    try:
+        flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(path, flags, dir_fd=inside)
+    finally:
+        if inside is not None:
+            os.close(inside)
+
+
+def read_json(name: str, file: Path, most_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """An object, small if not said otherwise. Raises AdapterInvalid, OSError."""
+    with open_plain(name, file) as stream:
+        raw = stream.read(most_bytes + 1)
+    if len(raw) > most_bytes:
+        raise AdapterInvalid(name, f"{file.name} is larger than {most_bytes} bytes")
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise AdapterInvalid(name, f"{file.name} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise AdapterInvalid(name, f"{file.name} is not an object")
+    return found
