@@ -67,6 +67,14 @@ class EngineLink:
             error = said["error"]
             raise LoadRefused(f"{error['type']}: {error['message']}", error["out_of_memory"])
 
+    async def health(self) -> None:
+        """Raises LoadRefused when the engine says that it cannot serve."""
+        with self._typed():
+            async with self._session.get("/control/health") as answer:
+                said = await answer.json()
+        if answer.status != 200:
+            raise LoadRefused(said["error"]["message"], False)
+
     async def sleep(self) -> None:
         """Raises LoadRefused when the engine cannot."""
         await self._control("/control/sleep")

@@ -24,7 +24,7 @@ from arbiter.decisions import Reason, Tier
 from arbiter.errors import DeadlineUnmet, EngineLost, LoadFailed, RequestError, TicketClosed
 from arbiter.node.zygotes import ZygoteError
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
-from deployments import freshness
+from deployments import freshness, liveness
 from deployments.chores import Chores, apart
 from deployments.engine_link import EngineLink, LoadRefused, why
 from deployments.plans import Plans
@@ -268,7 +268,7 @@ class Residency:
         self.client().tell(ev.Loaded(slot.ticket, seconds(took_s), verified))
         slot.admit()
         if slot.watched is None:
-            slot.watched = apart(freshness.watch(slot, self._outdated, self._close))
+            slot.watched = apart(liveness.watch_all(slot, self._outdated, self._close))
 
     # -- going out -----------------------------------------------------------------------------
 

@@ -1,13 +1,17 @@
 """Engines that hang, lie, hoard or fail, and clients that go away."""
 
 import asyncio
+import os
+import signal
 
 import pytest
 import ray
 
-from arbiter.errors import LoadFailed
+from arbiter.errors import EngineLost, LoadFailed
 from arbiter.units import MIB
-from tests.support.desk import CONTEXT, capability, desk, model
+from deployments import liveness
+from deployments.residency import Residency
+from tests.support.desk import CONTEXT, capability, desk, gone, model
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -82,6 +86,27 @@ async def test_an_engine_that_ignores_being_asked_to_end_is_killed() -> None:
         await d.holder().ask.remote("a")
         await d.until(lambda s: not s["tickets"])
         assert await d.engines() == {}
+
+
+@pytest.mark.spec("H9", "A10")
+async def test_an_engine_that_hangs_is_killed_and_who_waits_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(liveness, "ASK_S", 0.1)
+    monkeypatch.setattr(liveness, "HUNG_S", 1.0)
+    async with desk() as d:
+        residency = Residency.start("chat")
+        ask = "a", "POST", "/v1/embeddings", {}, b"{}"
+        assert (await residency.request(*ask))[0].status == 200
+        [(pid, *_)] = (await d.engines()).values()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(EngineLost):
+            await asyncio.wait_for(residency.request(*ask), 20)
+        await gone(pid)
+        assert (await residency.request(*ask))[0].status == 200
+        assert "lost" in [e["reason"] for e in await d.events("model_unload")]
+        await residency.close()
+        await d.books_are_true()
 
 
 @pytest.mark.spec("A16", "B1")

@@ -1,0 +1,163 @@
+"""GGUF models through llama.cpp's own server: the example of an engine in one file.
+
+A program instead of a library: `build` starts it as a child of the engine's process, `app` passes
+requests on to it over a unix socket of its own, and it ends with the engine's process whatever ends
+that. `engine_args` are its own long options, by name (`ctx_size: 4096`, `n_gpu_layers: 99`,
+`embedding: true`). The model is one .gguf file and needs a `need`, since only the files of
+safetensors say how large their tensors are.
+
+Needs `llama-server` on the PATH, of a version that listens on a unix socket (`--host x.sock`, since
+March 2025). Source: github.com/ggml-org/llama.cpp, tools/server/README.md.
+"""
+
+import asyncio
+import os
+import shutil
+import subprocess
+from typing import Any
+
+import aiohttp
+
+from deployments.engines import process
+from deployments.engines.child import CannotSleep, respond
+from deployments.engines.protocol import (
+    MAX_SOCKET_PATH,
+    Config,
+    LoadFailed,
+    Receive,
+    Scope,
+    Send,
+)
+
+PROGRAM = "llama-server"
+# What a replica may ask for; the server's routes that change it stay out of reach.
+ROUTES = frozenset("/v1/chat/completions /v1/completions /v1/embeddings /v1/models".split())
+LOOK_S = 0.1  # between two looks whether it has loaded, which takes it seconds
+HEALTH_S = 10.0  # it answers from a thread of its own, also while it computes
+
+
+def build(config: Config) -> "LlamaServer":
+    """Starts the program, so that it reads its file while the event loop is made. Raises
+    LoadFailed."""
+    path = os.environ["ARBITER_ENGINE"] + ".l.sock"  # in a folder only this user may enter
+    if shutil.which(PROGRAM) is None:
+        raise LoadFailed("NotInstalled", f"there is no {PROGRAM} on the PATH", False)
+    if len(path) > MAX_SOCKET_PATH:
+        raise LoadFailed("BadConfig", f"{path} is too long for a socket's path", False)
+    parent = os.getpid()
+
+    def become() -> None:
+        os.umask(0o077)
+        process.die_with_parent(parent)
+
+    words = command(config, path)
+    program = subprocess.Popen(words, preexec_fn=become)  # noqa: PLW1509  # one thread so far
+    return LlamaServer(program, path)
+
+
+def command(config: Config, path: str) -> list[str]:
+    words = [PROGRAM, "--host", path, "--model", config["model"]]
+    words += ["--alias", str(config.get("served_name", config["model"]))]
+    if "threads" in config:
+        words += ["--threads", str(config["threads"])]
+    for name, value in config.get("engine_args", {}).items():
+        words += _words("--" + name.replace("_", "-"), value)
+    return words
+
+
+def _words(flag: str, value: Any) -> list[str]:
+    """`true` is a bare flag; `false` and nothing leave the program's default."""
+    if value is None or value is False:
+        return []
+    return [flag] if value is True else [flag, str(value)]
+
+
+class LlamaServer:
+    """The program's only client. It has no sleep, so a model that must make room leaves."""
+
+    can_sleep = False
+
+    def __init__(self, program: subprocess.Popen[bytes], path: str) -> None:
+        self.program, self.path = program, path
+        self.session: aiohttp.ClientSession | None = None
+
+    async def load(self) -> None:
+        """Until it says that it is healthy. Raises LoadFailed when it ends before that; one that
+        hangs is ended with this process, by whoever waits for it."""
+        connector = aiohttp.UnixConnector(path=self.path, limit=0)  # its queue is where they wait
+        timeout = aiohttp.ClientTimeout(total=None)
+        self.session = aiohttp.ClientSession("http://llama", connector=connector, timeout=timeout)
+        while not await self._is_healthy():
+            if (status := self.program.poll()) is not None:
+                text = f"{PROGRAM} ended with {status}; the engine's log has the rest"
+                raise LoadFailed("ProgramEnded", text, status == -9)  # so the kernel, for memory
+            await asyncio.sleep(LOOK_S)
+        pidfd = os.pidfd_open(self.program.pid)
+        asyncio.get_running_loop().add_reader(pidfd, process.end, 1)  # nothing serves without it
+
+    async def _is_healthy(self) -> bool:
+        assert self.session is not None
+        try:
+            async with self.session.get("/health") as answer:  # 503 while it loads
+                return answer.status == 200
+        except (aiohttp.ClientConnectionError, FileNotFoundError):
+            return False
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on until the answer has ended or the client has left, which ends it there too."""
+        if scope["path"] not in ROUTES:
+            error = {"message": f"no route {scope['path']}", "type": "invalid_request_error"}
+            return await respond(send, 404, {"error": {**error, "param": None, "code": None}})
+        body = await _whole(receive)
+        answering = asyncio.ensure_future(self._pass_on(scope, body, send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            answering.cancel()  # does nothing to one that is done
+            await asyncio.wait({answering, leaving})
+        if not answering.cancelled():
+            answering.result()
+
+    async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
+        assert self.session is not None
+        json = {"content-type": "application/json"}
+        asked = self.session.request(scope["method"], scope["path"], data=body, headers=json)
+        async with asked as answer:
+            kind = answer.headers.get("content-type", "application/json").encode()
+            start = {"type": "http.response.start", "status": answer.status}
+            await send(start | {"headers": [(b"content-type", kind)]})
+            async for part in answer.content.iter_any():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def sleep(self) -> None:
+        raise CannotSleep(f"{PROGRAM} cannot sleep")
+
+    async def wake(self) -> None:
+        raise CannotSleep(f"{PROGRAM} cannot sleep")
+
+    async def probe(self) -> str:
+        raise CannotSleep(f"{PROGRAM} cannot sleep, so nothing is compared")
+
+    async def health(self) -> None:
+        """Raises when it does not say in time that it is well."""
+        async with asyncio.timeout(HEALTH_S):
+            if not await self._is_healthy():
+                raise RuntimeError(f"{PROGRAM} is not healthy")
+
+
+async def _whole(receive: Receive) -> bytes:
+    """The front bounds its size."""
+    parts = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
