@@ -22,7 +22,7 @@ from pydantic import (
 from arbiter import events as ev
 from arbiter import settings as core
 from arbiter.units import GIB, KIB, MIB, Bytes, seconds
-from deployments.text.remote import is_prefix
+from deployments.urls import is_prefix
 from policies import ADMIT, EVICT, REPLAY_ONLY, ROLES
 
 _UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}

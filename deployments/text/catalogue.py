@@ -40,7 +40,8 @@ from typing import Any
 
 from arbiter.errors import RequestError
 from deployments.text.files import AdapterInvalid, is_folder, open_plain, read_json
-from deployments.text.remote import is_allowed, place
+from deployments.text.remote import place
+from deployments.urls import is_allowed
 
 CONFIG, WEIGHTS, EXTRAS = "adapter_config.json", "adapter_model.safetensors", "serve.json"
 MANIFEST = "remote.json"

@@ -11,25 +11,20 @@ the same way (deployments.text.adapters).
 
 import asyncio
 import hashlib
-import ipaddress
-import re
 import shutil
 import socket
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbiter.errors import RequestError
 from deployments.text.room import alone, make_room
+from deployments.urls import is_public
 
 if TYPE_CHECKING:
     from deployments.text.catalogue import Entry
 
-# What stands in a URL of ours. No `%`, `?`, `#` or `\` that a server could read in another way than
-# the allow-list does, and no `::`, by which fsspec chains file systems.
-_URL = re.compile(r"[a-z][a-z0-9+.-]{0,15}://[A-Za-z0-9._:-]*(/[A-Za-z0-9._~@=+-]+)*/?")
 _CHUNK_BYTES = 1 << 20
 # Kept on a node beside the copies that engines serve; the oldest go.
 MAX_FETCHED_BYTES = 16 << 30
@@ -49,19 +44,6 @@ class FetchFailed(RequestError):
 
     def __str__(self) -> str:
         return f"adapter {self.name!r} could not be fetched: {self.reason}"
-
-
-def is_prefix(text: str) -> bool:
-    """Fit for an allow-list: a whole folder, for `s3://ours` would allow `s3://ours-too` too."""
-    return text.endswith("/") and _is_plain(text)
-
-
-def is_allowed(url: str, prefixes: Sequence[str]) -> bool:
-    return _is_plain(url) and any(url.startswith(prefix) for prefix in prefixes)
-
-
-def _is_plain(url: str) -> bool:
-    return bool(_URL.fullmatch(url)) and ".." not in url.split("/") and "." not in url.split("/")
 
 
 def place(url: str) -> str:
@@ -151,9 +133,3 @@ def _public_socket(address: Any) -> socket.socket:
     if not is_public(where[0]):
         raise OSError(f"{where[0]} is not a public address")
     return socket.socket(family, kind, protocol)
-
-
-def is_public(address: str) -> bool:
-    found = ipaddress.ip_address(address.partition("%")[0])
-    inner = getattr(found, "ipv4_mapped", None) or found
-    return bool(inner.is_global) and not inner.is_multicast

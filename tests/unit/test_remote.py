@@ -15,7 +15,8 @@ from deployments.text import remote, room
 from deployments.text.adapters import Rules, Shelf, Store
 from deployments.text.catalogue import Catalogue, Entry
 from deployments.text.files import AdapterInvalid
-from deployments.text.remote import Fetcher, FetchFailed, is_allowed, is_prefix, is_public
+from deployments.text.remote import Fetcher, FetchFailed
+from deployments.urls import is_allowed, is_prefix, is_public
 from tests.support.adapters import write
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (16, 8)}
