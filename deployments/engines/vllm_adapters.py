@@ -26,6 +26,7 @@ from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.headers import linear_shapes
 from deployments.text.adapters import Rules, Shelf, Store, catalogue_of
 from deployments.text.admission import BASE
+from deployments.text.catalogue import Entry
 from deployments.text.files import AdapterInvalid
 from deployments.text.turns import AdaptersBusy, Gate
 
@@ -43,6 +44,7 @@ class Asked:
 
     model: str  # as the client wrote it
     lora: LoRARequest
+    entry: Entry
     refused: RequestError | None = None  # at the second or third door
 
 
@@ -78,6 +80,7 @@ class AdapterDesk:
         self._shelf = Shelf(Store(Path(given["store"])), rules)
         self._numbers: dict[str, int] = {}  # digest to vLLM's number for it
         self._loads: dict[str, asyncio.Task[None]] = {}  # of adapters that run
+        self._pins: dict[str, Entry] = {}  # by digest
 
     # -- the first door ------------------------------------------------------------------------
 
@@ -95,7 +98,7 @@ class AdapterDesk:
             return None
         published = await self._shelf.take(entry)
         number = self._numbers.setdefault(published.digest, len(self._numbers) + 1)
-        return Asked(model, LoRARequest(published.digest, number, str(published.path)))
+        return Asked(model, LoRARequest(published.digest, number, str(published.path)), entry)
 
     # -- the second and the third --------------------------------------------------------------
 
@@ -112,6 +115,7 @@ class AdapterDesk:
         try:
             if lora is not None:
                 await self._loaded(lora, name)
+                await self._pin(asked)
             yield
         except AdapterInvalid as error:
             raise _noted(asked, error) from None
@@ -136,10 +140,39 @@ class AdapterDesk:
         assert self.llm is not None
         await self.llm.add_lora(lora)
 
+    async def _pin(self, asked: Asked | None) -> None:
+        """An adapter to be pinned keeps its slot from its first use on, while its entry says so. At
+        least one slot stays for all others: what finds no room is served like any other."""
+        assert self.llm is not None
+        for digest, entry in list(self._pins.items()):
+            if not self._is_current(entry) and digest not in self.gate.running:
+                await self._unpin(digest)
+        if asked is None or not asked.entry.pin or asked.lora.lora_name in self._pins:
+            return
+        if len(self._pins) < self.gate.slots - 1:
+            self._pins[asked.lora.lora_name] = asked.entry
+            self.gate.pinned = frozenset(self._pins)
+            await self.llm.pin_lora(asked.lora.lora_int_id)
+
+    def _is_current(self, entry: Entry) -> bool:
+        try:
+            return self._catalogue.find(entry.full_name, entry.tenant) == entry
+        except RequestError:
+            return False
+
+    async def _unpin(self, digest: str) -> None:
+        """vLLM has no other way than to drop it."""
+        assert self.llm is not None
+        del self._pins[digest]
+        self.gate.pinned = frozenset(self._pins)
+        await self.llm.remove_lora(self._numbers[digest])
+
     async def forget_loaded(self) -> None:
         """Before a sleep: what vLLM keeps of adapters on the host is private memory too, and they
         are loaded again from their copies when they are asked for."""
         assert self.llm is not None
+        self._pins.clear()
+        self.gate.pinned = frozenset()
         for number in await self.llm.list_loras():
             await self.llm.remove_lora(number)
 
@@ -169,7 +202,13 @@ class AdapterDesk:
 
     def facts(self) -> dict[str, Any]:
         running = {k or self.served_name: n for k, n in self.gate.running.items()}
-        return {"slots": self.gate.slots, "running": running, "waiting": self.gate.waiting}
+        pinned = sorted(entry.full_name for entry in self._pins.values())
+        return {
+            "slots": self.gate.slots,
+            "running": running,
+            "waiting": self.gate.waiting,
+            "pinned": pinned,
+        }
 
 
 def _asked_name() -> str:

@@ -37,11 +37,13 @@ class View:
     waiting: Sequence[Waiting]
     now_s: float
     ageing_s: float = AGEING_S
+    pinned: frozenset[str] = frozenset()  # adapters that keep their slot when none of theirs runs
 
 
 def plan(view: View) -> list[int]:
     """Keys to let in now, in this order."""
-    desk = _Desk(view.slots, view.window, Counter(view.running), list(view.waiting))
+    running = Counter(dict.fromkeys(view.pinned, 0) | dict(view.running))
+    desk = _Desk(view.slots, view.window, running, list(view.waiting), view.pinned)
     if len(_adapters(view)) <= view.slots:
         return [desk.admit(one).key for one in view.waiting[: desk.room]]
     aged = [one for one in view.waiting if view.now_s - one.since_s > view.ageing_s]
@@ -53,7 +55,7 @@ def plan(view: View) -> list[int]:
 
 
 def _adapters(view: View) -> set[str]:
-    return ({one.adapter for one in view.waiting} | set(view.running)) - {BASE}
+    return ({one.adapter for one in view.waiting} | set(view.running) | view.pinned) - {BASE}
 
 
 @dataclass(slots=True)
@@ -62,8 +64,9 @@ class _Desk:
 
     slots: int
     window: int
-    running: Counter[str]
+    running: Counter[str]  # of a pinned adapter perhaps zero
     waiting: list[Waiting]
+    pinned: frozenset[str]
     entered: set[int] = field(default_factory=set)
 
     @property
@@ -92,7 +95,8 @@ class _Desk:
         """The `count` adapters nearest to freeing their slot; they get no more requests. The least
         busy is never fed, so its number only falls, and a slot comes free."""
         queued = Counter(one.adapter for one in self.left())
-        busy = sorted(self.running.keys() - {BASE}, key=lambda a: (self.running[a], queued[a], a))
+        slotted = self.running.keys() - {BASE} - self.pinned
+        busy = sorted(slotted, key=lambda a: (self.running[a], queued[a], a))
         return frozenset(busy[:count])
 
 

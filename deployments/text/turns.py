@@ -40,6 +40,7 @@ class Gate:
     def __init__(self, slots: int, window: int, wait_s: float) -> None:
         self.slots, self.window, self.wait_s = slots, window, wait_s
         self.running: Counter[str] = Counter()
+        self.pinned: frozenset[str] = frozenset()
         self._waiting: dict[int, tuple[Waiting, asyncio.Future[None]]] = {}
         self._numbers = itertools.count()
 
@@ -82,7 +83,8 @@ class Gate:
             return
         # A cancelled one is still here until its task has run, and takes no turn any more.
         waiting = [one for one, turn in self._waiting.values() if not turn.done()]
-        view = View(self.slots, self.window, self.running, waiting, time.monotonic())
+        now_s = time.monotonic()
+        view = View(self.slots, self.window, self.running, waiting, now_s, pinned=self.pinned)
         for key in plan(view):
             one, turn = self._waiting.pop(key)
             self.running[one.adapter] += 1

@@ -170,6 +170,31 @@ def test_when_all_slots_are_in_use_a_new_adapter_waits_bounded_and_then_is_told(
         assert ask(child, "a2", count=1)[0] == 200
 
 
+@pytest.mark.spec("F2")
+def test_a_pinned_adapter_keeps_its_slot_until_its_entry_says_otherwise(
+    engines: ZygoteUnderTest, tiny: Path, folder: Path
+) -> None:
+    extras = folder / "in" / "a0" / "serve.json"
+    extras.write_text('{"pin": true}')
+    with running(engines, "pins", config(tiny, folder, slots=2, wait_s=0.5)) as child:
+        expected = tokens(child, "a0")
+        assert child.call("GET", "/adapters")[1]["pinned"] == ["tiny:a0"]
+        stream = opened(child, "a1")
+        assert ask(child, "a2", count=1)[0] == 503, "one slot is pinned, the other in use"
+        assert ask(child, "a0", count=1)[0] == 200
+        stream.close()
+        until(lambda: not child.call("GET", "/adapters")[1]["running"], 5)
+        for name in NAMES[1:]:  # each takes the slot of the one before
+            assert ask(child, name, count=1)[0] == 200
+        assert tokens(child, "a0") == expected
+        extras.unlink()
+        assert ask(child, "a3", count=1)[0] == 200
+        assert child.call("GET", "/adapters")[1]["pinned"] == []
+        streams = [opened(child, name) for name in ("a1", "a2")]
+        for conn in streams:
+            conn.close()
+
+
 def opened(child: Child, model: str) -> Connection:
     """A stream that has begun and goes on."""
     conn = Connection(child.path)

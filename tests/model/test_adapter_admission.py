@@ -21,7 +21,14 @@ def views(draw: st.DrawFn) -> View:
     arrivals = sorted(draw(st.lists(st.floats(0, 10), max_size=30)))
     waiting = [Waiting(n, draw(NAMES), since) for n, since in enumerate(arrivals)]
     window = sum(running.values()) + draw(st.integers(0, 12))
-    return View(slots, window, running, waiting, 10.0, draw(st.sampled_from([0.5, 3.0, 100.0])))
+    free = slots - len(running.keys() - {BASE})
+    pinned = draw(st.lists(st.sampled_from("abcdefgh"), max_size=max(0, free - 1), unique=True))
+    ageing_s = draw(st.sampled_from([0.5, 3.0, 100.0]))
+    return View(slots, window, running, waiting, 10.0, ageing_s, frozenset(pinned))
+
+
+def slotted(view: View, running: Counter[str]) -> set[str]:
+    return (set(running) | view.pinned) - {BASE}
 
 
 def after(view: View, entered: list[int]) -> Counter[str]:
@@ -36,14 +43,14 @@ def test_slots_and_window_are_never_exceeded_and_nobody_enters_twice(view: View)
     entered = plan(view)
     assert len(set(entered)) == len(entered)
     running = after(view, entered)
-    assert len(running.keys() - {BASE}) <= view.slots
+    assert len(slotted(view, running)) <= view.slots
     assert running.total() <= view.window
 
 
 @settings(max_examples=400, derandomize=True)
 @given(views())
 def test_while_all_adapters_fit_it_is_first_come_first_served(view: View) -> None:
-    adapters = {one.adapter for one in view.waiting} | set(view.running)
+    adapters = {one.adapter for one in view.waiting} | set(view.running) | view.pinned
     if len(adapters - {BASE}) <= view.slots:
         room = view.window - sum(view.running.values())
         assert plan(view) == [one.key for one in view.waiting[:room]]
@@ -65,8 +72,16 @@ def test_no_slot_is_left_empty_while_somebody_waits_for_one(view: View) -> None:
     running = after(view, plan(view))
     left = len(view.waiting) - (running.total() - sum(view.running.values()))
     if left and running.total() < view.window:
-        assert len(running.keys() - {BASE}) == view.slots
+        assert len(slotted(view, running)) == view.slots
         assert not {one.adapter for one in view.waiting} & {BASE} or running[BASE]
+
+
+@pytest.mark.spec("F2")
+def test_a_pinned_adapter_enters_at_once_and_is_never_run_dry_for_another() -> None:
+    waiting = [Waiting(0, "cold", 0.0), Waiting(1, "pin", 5.0), Waiting(2, "b", 5.0)]
+    pin = frozenset({"pin"})
+    assert plan(View(2, 8, {"b": 2}, waiting, 6.0, ageing_s=2.0, pinned=pin)) == [1], "b runs dry"
+    assert plan(View(2, 8, {"pin": 1}, waiting, 6.0, ageing_s=2.0, pinned=pin)) == [0, 1]
 
 
 @pytest.mark.spec("F4", "F8")
