@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from deployments.headers import linear_shapes
 from models.make_models import TINY, default_folder, make
 from tests.support.adapters import write
-from tests.support.engine_host import ROOT, Child, zygote
+from tests.support.engine_host import ROOT, Child, ZygoteUnderTest, zygote
 
 VLLM = "deployments.engines.vllm_engine:build"
 COUNT = 32
@@ -43,22 +43,30 @@ def catalogue(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ours(model: Path, catalogue: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+def light() -> Iterator[ZygoteUnderTest]:
+    with zygote("deployments.engines.vllm_preload") as running:
+        yield running
+
+
+def loaded(light: ZygoteUnderTest, model: Path, catalogue: Path, dtype: str) -> Child:
     """As many slots as adapters: the stock CPU kernel gives a base request the last slot's."""
-    args = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
-    store = str(tmp_path_factory.mktemp("store"))
-    adapters = {"folder": str(catalogue), "store": store, "max_rank": 64}
+    args = {"dtype": dtype, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
+    adapters = {"folder": str(catalogue), "store": str(light.folder / "store"), "max_rank": 64}
     config = {
         "model": str(model),
         "served_name": "base",
         "engine_args": args,
         "adapters": {**adapters, "slots": len(ADAPTERS), "wait_s": 30.0},
     }
-    with zygote("deployments.engines.vllm_preload") as running:
-        child = running.spawn("golden", VLLM, config).hold()
-        status, body = child.ready()
-        assert status == 200, body
-        yield child
+    child = light.spawn(f"golden-{dtype}", VLLM, config).hold()
+    status, body = child.ready()
+    assert status == 200, body
+    return child
+
+
+@pytest.fixture(scope="module")
+def ours(light: ZygoteUnderTest, model: Path, catalogue: Path) -> Child:
+    return loaded(light, model, catalogue, "float32")
 
 
 def tokens(child: Child, name: str, prompt: list[int]) -> list[int]:
@@ -119,3 +127,40 @@ def test_a_mixed_batch_equals_each_alone(ours: Child) -> None:
     with ThreadPoolExecutor(len(asks)) as crowd:
         mixed = list(crowd.map(lambda ask: tokens(ours, *ask), asks))
     assert mixed == alone
+
+
+# A logit of these models is at most 4, which bfloat16 (8 bits) rounds to 1/64; a logprob is the
+# difference of two sums over them, rounded on the way through each of the layers.
+BF16_BOUND = 0.1
+
+
+def ranked(child: Child, name: str, prompt: list[int]) -> list[dict[str, float]]:
+    """Of each step the two likeliest tokens with their logprobs, the likeliest first."""
+    body = {"model": name, "prompt": prompt, "max_tokens": COUNT, "temperature": 0, "logprobs": 2}
+    body |= {"ignore_eos": True, "return_tokens_as_token_ids": True}
+    status, got = child.call("POST", "/v1/completions", body)
+    assert status == 200, got
+    steps: list[dict[str, float]] = got["choices"][0]["logprobs"]["top_logprobs"]
+    return [dict(sorted(step.items(), key=lambda row: -row[1])[:2]) for step in steps]
+
+
+@pytest.mark.spec("F10")
+def test_in_bf16_a_mixed_batch_equals_each_alone_to_the_first_near_tie(
+    light: ZygoteUnderTest, model: Path, catalogue: Path
+) -> None:
+    child = loaded(light, model, catalogue, "bfloat16")
+    asks = [(name, prompt) for prompt in PROMPTS for name in ("base", *ADAPTERS)]
+    alone = [ranked(child, *ask) for ask in asks]
+    with ThreadPoolExecutor(len(asks)) as crowd:
+        mixed = list(crowd.map(lambda ask: ranked(child, *ask), asks))
+    compared = 0
+    for lone, beside in zip(alone, mixed, strict=True):
+        for one, other in zip(lone, beside, strict=True):
+            (token, best), (_, second) = one.items()
+            assert abs(best - other.get(token, -100.0)) <= BF16_BOUND
+            compared += 1
+            if best - second <= BF16_BOUND:
+                break  # from here on either is right, and what follows differs
+            assert next(iter(other)) == token
+    assert compared >= len(asks) * 2
+    child.let_go()
