@@ -6,9 +6,11 @@ import asyncio
 import heapq
 import json
 import logging
+import os
 import time
 from collections import deque
 from pathlib import Path
+from typing import TextIO
 
 from arbiter.decisions import Tell
 from arbiter.units import Epoch, in_seconds
@@ -29,6 +31,7 @@ class EventLog:
         self._lines: deque[Plain] = deque(maxlen=KEPT)
         self._requests: deque[Plain] = deque(maxlen=KEPT)
         self._path = path
+        self._file: TextIO | None = None
         self._grown = asyncio.Event()
         # Above every number of an earlier life, so that a subscriber resumes where it stopped:
         # epochs differ by at least one and no life tells a million things between two saves.
@@ -60,9 +63,20 @@ class EventLog:
     def _write(self, line: Plain, path: Path) -> None:
         """A full disk costs the line, not the arbiter."""
         try:
-            if path.exists() and path.stat().st_size > FILE_MOST_BYTES:
+            file = self._opened(path)
+            if file.tell() > FILE_MOST_BYTES:
                 path.replace(path.with_suffix(path.suffix + ".1"))
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file = self._opened(path)
+            file.write(json.dumps(line) + "\n")
         except OSError as error:
             logger.error("event %s is not in the file: %s", line["seq"], error)
+            self._file = None  # with what it could not write
+
+    def _opened(self, path: Path) -> TextIO:
+        """Opened once, and again when somebody has moved it away. Raises OSError."""
+        if self._file is not None:
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
+                return self._file
+            self._file.close()
+        self._file = path.open("a", buffering=1)  # a line at a time, for who follows it
+        return self._file
