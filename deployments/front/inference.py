@@ -23,10 +23,6 @@ from deployments.front.relay import RETRY_AFTER_S, relay
 
 logger = logging.getLogger("ray.serve")
 
-# Requests this front works on at once, over all models; a capability's replica takes 256 and lets
-# 512 wait. Each costs the front some 50 kB, and beyond it the client does better to come back.
-MAX_IN_FLIGHT = 1_000
-
 
 class Inference:
     """Of one table; handles outlive it."""
@@ -39,8 +35,9 @@ class Inference:
     async def serve(self, request: Request) -> Response:
         """Raises Denied. Everything else that goes wrong is a response."""
         caller = self._gate.require(request, Scope.INFER)
-        if self._in_flight >= MAX_IN_FLIGHT:
-            return refused(QueueFull("the front", self._in_flight, MAX_IN_FLIGHT, RETRY_AFTER_S))
+        most = self._table.front.in_flight
+        if self._in_flight >= most:
+            return refused(QueueFull("the front", self._in_flight, most, RETRY_AFTER_S))
         try:
             asked = await read(request, self._table.front.profiles)
             if asked.priority is not None and asked.priority < Priority.NORMAL:

@@ -13,7 +13,7 @@ from arbiter.errors import RequestError
 from deployments.config import Table, parse_table
 from deployments.front import arbiter_routes, lease_routes, residency_routes
 from deployments.front.gate import Denied, Gate
-from deployments.front.inference import MAX_IN_FLIGHT, Inference
+from deployments.front.inference import Inference
 from deployments.front.keys import Keyring, Scope, ensure_first, keys_path
 from deployments.front.reading import refused
 from deployments.front.shapes import described
@@ -44,7 +44,7 @@ app.include_router(residency_routes.router)
 @serve.deployment(
     name="front",
     num_replicas=1,
-    max_ongoing_requests=MAX_IN_FLIGHT + 200,  # so that there is room to say that it is full
+    max_ongoing_requests=1_200,  # above the most of `front.in_flight`: room to say that it is full
     max_queued_requests=1_000,  # in the proxy, which then answers 503 by itself
     ray_actor_options={"num_cpus": 0},
     graceful_shutdown_timeout_s=600,  # above the longest generation, or clients see broken streams

@@ -29,6 +29,12 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 KEEP_WARM_S, DOWNSCALE_S = 6, 4
+IN_FLIGHT = 24  # of the front; no other test has more than 16
+THINKS = " think" * 4
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if enable_thinking %}" + THINKS + "{% endif %}"
+)
 
 
 def until(probe: Callable[[], T], within_s: float, what: str) -> T:
@@ -148,7 +154,9 @@ def free_port() -> int:
 def shortened(config: dict[str, Any]) -> dict[str, Any]:
     config["http_options"]["port"] = free_port()
     # Loads here take half a second, and who waits is to hear of it.
-    config["applications"][0]["deployments"][0]["user_config"]["front"] = {"progress_s": 0.1}
+    profile = {"aliases": {"gpt-4o": "plain-chat"}, "defaults": {"max_tokens": 3}}
+    front = {"progress_s": 0.1, "in_flight": IN_FLIGHT, "profiles": {"terse": profile}}
+    config["applications"][0]["deployments"][0]["user_config"]["front"] = front
     table = config["applications"][0]["deployments"][0]["user_config"]
     for capability in table["capabilities"].values():
         capability["keep_warm_s"] = KEEP_WARM_S
@@ -158,6 +166,8 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     models["small-chat"]["keep_warm_s"] = 300
     # Nobody but one file of tests asks for it, so its first load is of a length nobody knows.
     models["left-chat"] = {**models["small-chat"], "can_sleep": False, "keep_warm_s": 1}
+    plain = {k: v for k, v in models["tiny-chat"].items() if k != "adapters"}
+    models["plain-chat"] = {**plain, "chat_template": TEMPLATE, "thinking": True}
     return config
 
 
@@ -176,7 +186,8 @@ def started(
     table = config["applications"][0]["deployments"][0]["user_config"]
     table["arbiter"]["state_file"] = str(folder / "arbiter.sqlite")
     models = table["capabilities"]["chat"]["models"]
-    models["tiny-chat"]["adapters"]["folder"] = str(folder / "adapters")
+    elsewhere = f"file://{folder}/elsewhere/"
+    models["tiny-chat"]["adapters"] |= {"folder": str(folder / "adapters"), "urls": [elsewhere]}
     change(config)
     file = folder / "serve_config.yaml"
     file.write_text(yaml.safe_dump(config))

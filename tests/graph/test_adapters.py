@@ -1,5 +1,6 @@
 """Adapters by name through the whole graph, with the official client."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,22 @@ def test_a_dropped_adapter_is_called_by_its_names_and_a_corrupt_one_harms_nobody
         said(client, "torn")
     assert refused.value.code == "adapter_invalid"
     assert said(client, CHAT) == base and said(client, "law-v1")[1] == text
+
+
+@pytest.mark.spec("F2", "L2")
+def test_an_adapter_behind_an_allowed_url_is_called_by_its_name_and_no_other_url_is_opened(
+    client: OpenAI, adapters: Path
+) -> None:
+    elsewhere = adapters.parent / "elsewhere"
+    elsewhere.mkdir()
+    dropped(elsewhere, "law-v1")
+    dropped(adapters, "near")
+    rows = {"far": f"file://{elsewhere}/law-v1/", "theirs": "file:///etc/"}
+    (adapters / "remote.json").write_text(json.dumps(rows))
+    assert said(client, "far")[1] == said(client, "near")[1] != said(client, CHAT)[1]
+    with pytest.raises(BadRequestError, match=r"adapters\.urls"):
+        said(client, "theirs")
+    assert f"{CHAT}:far" in {model.id for model in client.models.list()}
 
 
 @pytest.mark.spec("F2", "L2")

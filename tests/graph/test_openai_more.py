@@ -38,29 +38,32 @@ LEND = {
 }
 
 
-def no_blanks() -> dict[str, int]:
-    """A call's grammar allows any white space, of which random weights find no end."""
+def briefly() -> dict[str, int]:
+    """A call's grammar allows any white space and any number of calls, of which random weights find
+    no end."""
     tokens = Tokenizer.from_file(str(default_folder() / CHAT / "tokenizer.json"))
-    every = range(tokens.get_vocab_size())
-    return {str(token): -100 for token in every if tokens.decode([token]).isspace()}
+    words = {str(token): tokens.decode([token]) for token in range(tokens.get_vocab_size())}
+    blanks = {token: -100 for token, word in words.items() if word.isspace()}
+    return blanks | {token: 100 for token, word in words.items() if word == "]"}
 
 
 @pytest.mark.spec("J1")
 def test_a_tool_that_must_be_called_is_called_with_lawful_arguments(client: OpenAI) -> None:
     tools: list[Any] = [{"type": "function", "function": LEND}]
     named: Any = {"type": "function", "function": {"name": "lend"}}
-    answer = client.chat.completions.create(
-        model=CHAT,
-        messages=HELLO,
-        tools=tools,
-        tool_choice=named,
-        max_tokens=64,
-        logit_bias=no_blanks(),
-    )
-    [call] = answer.choices[0].message.tool_calls or []
-    assert call.type == "function"
-    assert call.function.name == "lend"
-    assert json.loads(call.function.arguments)["device"] in ("cpu", "gpu")
+    for choice in (named, "required"):
+        answer = client.chat.completions.create(
+            model=CHAT,
+            messages=HELLO,
+            tools=tools,
+            tool_choice=choice,
+            max_tokens=96,
+            logit_bias=briefly(),
+        )
+        [call, *_] = answer.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name == "lend"
+        assert json.loads(call.function.arguments)["device"] in ("cpu", "gpu")
     free = client.chat.completions.create(
         model=CHAT, messages=HELLO, tools=tools, tool_choice="auto", max_tokens=4
     )

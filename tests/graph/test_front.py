@@ -1,0 +1,69 @@
+"""What the front itself decides, seen in real answers: templates, profiles, its bound."""
+
+import contextlib
+from typing import Any
+
+import pytest
+from openai import NotFoundError, OpenAI, RateLimitError
+from tokenizers import Tokenizer
+
+from models.make_models import default_folder
+from tests.graph.conftest import IN_FLIGHT, THINKS
+
+CHAT, PLAIN = "tiny-chat", "plain-chat"
+TEXT = "Who holds the memory?"
+HELLO: list[Any] = [{"role": "user", "content": TEXT}]
+LONG = 60  # tokens, of which the slowest has its first before the fastest has its last
+
+
+def prompt_tokens(client: OpenAI, model: str, **more: Any) -> int:
+    answer = client.chat.completions.create(
+        model=model, messages=HELLO, max_tokens=1, extra_body=more
+    )
+    assert answer.usage is not None
+    return answer.usage.prompt_tokens
+
+
+@pytest.mark.spec("J6")
+def test_template_and_thinking_of_a_model_are_seen_in_its_answer(client: OpenAI) -> None:
+    tokens = Tokenizer.from_file(str(default_folder() / CHAT / "tokenizer.json"))
+
+    def count(text: str) -> int:
+        return len(tokens.encode(text, add_special_tokens=False).ids)
+
+    assert prompt_tokens(client, PLAIN) == count(TEXT + THINKS)
+    quiet = {"chat_template_kwargs": {"enable_thinking": False}}  # a request may say otherwise
+    assert prompt_tokens(client, PLAIN, **quiet) == count(TEXT)
+    assert prompt_tokens(client, CHAT) > count(TEXT)  # the model's own, with its marks
+
+
+@pytest.mark.spec("J6")
+def test_a_profile_is_seen_in_the_answer_of_who_names_it(client: OpenAI) -> None:
+    def ask(**more: Any) -> Any:
+        body = {"ignore_eos": True, **more}
+        return client.chat.completions.create(model="gpt-4o", messages=HELLO, extra_body=body)
+
+    answer = ask(x_client_id="terse")
+    assert answer.model == PLAIN
+    assert answer.usage.completion_tokens == 3
+    with pytest.raises(NotFoundError):
+        ask(x_client_id="other")
+
+
+@pytest.mark.spec("J8")
+def test_a_full_front_says_when_to_come_back_and_loses_nothing(client: OpenAI) -> None:
+    def stream() -> Any:
+        return client.chat.completions.create(
+            model=CHAT, messages=HELLO, max_tokens=LONG, stream=True,
+            stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+        )  # fmt: skip
+
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(stream()) for _ in range(IN_FLIGHT)]
+        with pytest.raises(RateLimitError) as refused:
+            stream()
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        assert refused.value.code == "queue_full"
+        ends = [list(one)[-1] for one in streams]
+    assert [end.usage.completion_tokens for end in ends] == [LONG] * IN_FLIGHT
+    assert client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=1).choices
