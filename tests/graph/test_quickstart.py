@@ -1,0 +1,47 @@
+"""The quickstart notebook against the running system, as a reader runs it against theirs."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from models.make_models import TINY, default_folder, make
+from tests.graph.conftest import ROOT, Graph, command_of
+
+CELL_S = 120  # the longest waits for two loads
+
+
+@pytest.fixture
+def adapters(graph: Graph) -> Iterator[None]:
+    """Those that the shipped configuration has."""
+    source = make(default_folder(), TINY).with_name(f"{TINY.name}-adapters")
+    models = graph.table["capabilities"]["chat"]["models"]
+    folder = Path(models["tiny-chat"]["adapters"]["folder"])
+    shutil.copytree(source, folder)
+    yield
+    shutil.rmtree(folder)
+
+
+@pytest.mark.spec("K6", "J7")
+@pytest.mark.usefixtures("adapters")
+def test_the_quickstart_runs_to_its_end(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    [address] = {
+        found[1]
+        for pid in graph.workers()
+        if (found := re.search(r"--gcs-address=(\S+)", command_of(pid)))
+    }
+    for name, value in {
+        "ARBITER_URL": graph.url,
+        "RAY_ADDRESS": address,
+        "MPLBACKEND": "agg",
+        "PYTHONPATH": str(ROOT),
+    }.items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
+    where = {"metadata": {"path": str(ROOT)}}
+    NotebookClient(notebook, timeout=CELL_S, kernel_name="python3", resources=where).execute()
+    assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
