@@ -1,0 +1,104 @@
+"""What our request router costs: one order of replicas, and a call through a handle, against
+Serve's own router in the same cluster.
+
+    python -m benchmarks.router --samples 2000 --rounds 10
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.schema import LoggingConfig
+
+from benchmarks.report import Sample, paired_ratio, write
+from deployments import wire
+from deployments.app import ROUTER
+from deployments.routing import Memory, Offer, Warmth, Wish, rank
+
+CALL = wire.Call("/v1/x", b"{}", {}, "r", "m", conversation_id="c")
+
+
+def choice_us(replicas: int, samples: int) -> float:
+    """Median of one order: memory, price, sort; 16 adapters in the slots of each."""
+    names = [f"m:a{i}" for i in range(16)]
+    offers = [
+        Offer(f"r{i}", i % 3, models={"m": int(Warmth.RESIDENT)}, adapters=names)
+        for i in range(replicas)
+    ]
+    memory, took = Memory(), []
+    for number in range(samples):
+        wish = Wish("m", f"m:a{number % 16}", f"t/{number % 100}")
+        began_ns = time.perf_counter_ns()
+        stuck, sent = memory.stuck(wish), memory.sent("m", number)
+        memory.chosen(wish, rank(wish, offers, stuck=stuck, sent=sent)[0], number)
+        took.append((time.perf_counter_ns() - began_ns) / 1e3)
+    return statistics.median(took)
+
+
+class Echo:
+    def record_routing_stats(self) -> dict[str, Any]:
+        return {"models": {"m": int(Warmth.RESIDENT)}, "adapters": []}
+
+    async def handle(self, call: wire.Call) -> str:
+        return call.model
+
+
+def deployed(name: str, **options: Any) -> Any:
+    made = serve.deployment(
+        Echo, name=name, num_replicas=2, ray_actor_options={"num_cpus": 0}, **options
+    )
+    return serve.run(made.bind(), name=name, route_prefix=None)
+
+
+async def call_ms(handle: Any, samples: int) -> float:
+    """Median of calls one after the other."""
+    took = []
+    for _ in range(samples):
+        began_ns = time.perf_counter_ns()
+        await handle.handle.remote(CALL)
+        took.append((time.perf_counter_ns() - began_ns) / 1e6)
+    return statistics.median(took)
+
+
+async def pairs(samples: int, rounds: int) -> tuple[list[float], list[float]]:
+    ours = await asyncio.to_thread(deployed, "ours", request_router_config=ROUTER)
+    theirs = await asyncio.to_thread(deployed, "theirs")
+    for handle in (ours, theirs):
+        await call_ms(handle, 50)  # the first calls learn where the replicas are
+    mine, stock = [], []
+    for _ in range(rounds):
+        mine.append(await call_ms(ours, samples // rounds))
+        stock.append(await call_ms(theirs, samples // rounds))
+    return mine, stock
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=10)
+    args = parser.parse_args()
+    figures: dict[str, Any] = {
+        f"choice_us_{n}_replicas": Sample(tuple(choice_us(n, args.samples) for _ in range(10)))
+        for n in (1, 2, 8, 64)
+    }
+    os.environ["PYTHONPATH"] = os.getcwd()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    serve.start(proxy_location="Disabled", logging_config=LoggingConfig(enable_access_log=False))
+    mine, stock = asyncio.run(pairs(args.samples, args.rounds))
+    figures["call_ms"] = Sample(tuple(mine))
+    figures["call_ms_stock"] = Sample(tuple(stock))
+    figures["ratio"] = paired_ratio(mine, stock)
+    for name, figure in figures.items():
+        print(f"{name}: {figure}")
+    write("router", figures)
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
