@@ -40,15 +40,14 @@ def serving(cluster: None) -> Iterator[None]:
     request_router_config=ROUTER,
 )
 class Chat(Capability):
-    """Says in its head which replica it is."""
+    """Says first which replica it is, before its model is there."""
 
     paths = frozenset({PATH})
 
-    async def handle(self, call: wire.Call) -> AsyncIterator[wire.Progress | wire.Head | bytes]:
-        replica = serve.get_replica_context().replica_id.unique_id
+    async def handle(self, call: wire.Call) -> AsyncIterator[wire.Part]:
+        yield wire.Head(200, {"replica": serve.get_replica_context().replica_id.unique_id})
         async for part in super().handle(call):
-            is_head = isinstance(part, wire.Head)
-            yield replace(part, headers={"replica": replica}) if is_head else part
+            yield part
 
 
 @contextlib.asynccontextmanager
