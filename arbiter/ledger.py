@@ -43,6 +43,7 @@ class State(Enum):
 
 LEAVING = frozenset({State.DRAINING, State.RECLAIMING})
 CHARGED = frozenset({State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP, State.RECLAIMING})
+UNCHARGED = tuple(state for state in State if state not in CHARGED)  # compared, not hashed
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.LOADING, State.CLOSED}),
@@ -127,7 +128,7 @@ class Entry:
 
     def charge(self, device: DeviceId) -> Bytes:
         """Bytes on the books for it; 0 in states that hold none."""
-        if self.state not in CHARGED:
+        if self.state in UNCHARGED:
             return Bytes(0)
         held, granted = self.measured.get(device, 0), self.granted.get(device, 0)
         if self.dispatch_lock:

@@ -32,7 +32,7 @@ QUIET = span(10**7)  # nothing times out meanwhile
 PATIENT = replace(Terms(), silent=QUIET, lost=QUIET, reading=QUIET, bypass=QUIET, audit=QUIET)
 ROOMY = replace(
     DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), terms=PATIENT,
-    queue_per_model_count=10**9, queue_total_count=10**9, carry_most=QUIET,
+    queue_per_model_count=10**9, queue_total_count=10**9, carry_most=QUIET, bypass_count=10**9,
 )  # fmt: skip
 SEED = 7
 

@@ -16,7 +16,7 @@ from arbiter.errors import (
 from arbiter.ledger import Entry, State
 from arbiter.rules import floors, forecast, preload, pressure
 from arbiter.rules import leases_held as leases
-from arbiter.rules.granting import grant_of, ripen
+from arbiter.rules.granting import foresee_need, grant_of, ripen
 from arbiter.rules.loads import retried
 from arbiter.rules.mind import Holder, Mind, model_label
 from arbiter.rules.reclaim import kept_bytes
@@ -172,6 +172,7 @@ def _queue(mind: Mind, entry: Entry, event: ev.Requested) -> None:
         entry.ticket, label, entry.node, mind.now, deadline, entry.priority, is_asleep=is_asleep
     )
     mind.ledger.touch(entry)
+    foresee_need(mind, entry)
     mind.fresh.append(entry.ticket)
     ripen(mind, entry)
     if deadline is not None:

@@ -5,17 +5,21 @@ the bytes it lacks may lawfully be asked for, the time such bytes take to come b
 of those before it that need the same bytes.
 """
 
+from itertools import islice
+
 from arbiter.errors import DeadlineUnmet
 from arbiter.ledger import Book, Entry, State
 from arbiter.rules import urgency
 from arbiter.rules.eviction import coming_back, min_residency_ends
 from arbiter.rules.line import Waiting
 from arbiter.rules.mind import Mind
+from arbiter.rules.ranking import in_order
 from arbiter.rules.refusing import turn_away
 from arbiter.rules.sites import compute_books
 from arbiter.units import Instant, Span, after, in_seconds, since
 
-SAMPLED_COUNT = 16  # of those before it: what their loads take, on average
+SAMPLED_COUNT = 16  # of those before it: what they need and their loads take, on average
+LOOKED_AT_COUNT = 32  # of those who may leave, the cheapest first; a device seldom holds more
 
 
 def judge_new(mind: Mind) -> None:
@@ -55,11 +59,14 @@ def until_served(mind: Mind, entry: Entry, waiting: Waiting) -> Span | None:
     books = [b for b in compute_books(mind, node) if waiting.need_bytes <= b.budget_bytes]
     if not books:
         return None
-    before = [w for w in mind.line.at(entry.node) if w.key < waiting.key]
-    wanted = waiting.need_bytes + sum(w.need_bytes for w in before)
+    ahead_count = mind.line.ahead_count(waiting)
+    sample = mind.line.first(entry.node, min(ahead_count, SAMPLED_COUNT))
+    wanted = int(waiting.need_bytes)
+    if sample:
+        wanted += sum(w.need_bytes for w in sample) * ahead_count // len(sample)
     lent = sum(b.budget_bytes for b in books)
     turns = wanted // max(1, lent)  # times that everything must change before it is its turn
-    ahead = [mind.ledger.find(w.waiter.ticket) for w in before[:SAMPLED_COUNT]]
+    ahead = [mind.ledger.find(w.waiter.ticket) for w in sample]
     loads = [load_of(mind, e) for e in ahead if e is not None]
     turn = Span(sum(loads) // len(loads) if loads else 0)
     stays = max(turn, mind.settings.min_residency)
@@ -77,7 +84,10 @@ def _room_at(mind: Mind, book: Book, entry: Entry, waiting: Waiting) -> Instant:
     turnover = mind.estimates.turnover(entry.capability)
     missing -= coming_back(book)
     leaves_at = mind.now
-    others = [e for e in book.entries.values() if e is not entry and not e.pinned]
+    if missing <= 0:
+        return after(leaves_at, turnover)
+    cheapest = islice(in_order(mind, book), LOOKED_AT_COUNT)
+    others = [e for e, _ in cheapest if e is not entry and not e.pinned]
     leaving = [(_lawful_at(mind, e, waiting), e.charge(book.device)) for e in others]
     for other_at, freed in sorted(leaving):
         if missing <= 0:

@@ -7,7 +7,7 @@ use, and it asks with the urgency of the most urgent it holds up. Bytes that are
 one ticket are not lent to another.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from arbiter import events as ev
@@ -17,11 +17,11 @@ from arbiter.ledger import Book, Entry, Sizes, State
 from arbiter.rules import gangs, groups, oversize, placing, preload, pressure, urgency
 from arbiter.rules import leases_held as leases
 from arbiter.rules.eviction import coming_back, make_room, min_residency_ends, room_for
-from arbiter.rules.line import Waiting
+from arbiter.rules.line import Waiting, urgency_of
 from arbiter.rules.mind import Mind, Node
 from arbiter.rules.refusing import turn_away
 from arbiter.rules.sites import cap_pins, compute_books, flag_pinned_on, on_demand_of, trusted
-from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
+from arbiter.units import SECOND, Bytes, DeviceId, Instant, Span, after, since
 
 SCANNED_COUNT = 32  # tickets on a device, looked through for the next moment at 1 us each
 
@@ -40,6 +40,8 @@ class Look:
     most_urgent: ev.Priority | None = None  # of all in the line, once somebody asked
     is_waiting: bool = False  # somebody is left in the line
     is_over: bool = False  # somebody has become due: the order has changed
+    judged_count: int = 0  # of the hopeless, when the rest was last judged
+    unwalked: Counter[int] = field(default_factory=Counter)  # how urgent those are, see line.Crowd
 
     def room(self, device: DeviceId) -> int:
         """What is free there or coming, and promised to nobody."""
@@ -51,7 +53,21 @@ class Look:
 
     def is_hopeless(self, need: Bytes, priority: ev.Priority) -> bool:
         """One before it that asked for no more, and was no less urgent, could not load."""
-        return any(need >= n and priority >= p for n, p in self.hopeless)
+        for least, most_urgent in self.hopeless:
+            if need >= least and priority >= most_urgent:
+                return True
+        return False
+
+    def is_rest_hopeless(self, walked: Waiting, mind: Mind) -> bool:
+        """So is everybody behind: none is more urgent, none asks for less. Asked anew only when
+        one more could not load; those that are due stand in front and are looked at."""
+        if walked.is_due or len(self.hopeless) == self.judged_count:
+            return False
+        self.judged_count = len(self.hopeless)
+        need, priority = self.hopeless[-1]
+        if any(count > 0 and urgent < priority for urgent, count in self.unwalked.items()):
+            return False
+        return mind.line.crowd(self.node.node).needs_at_least(need, mind.estimates.version)
 
     def passes_over(self, waiting: Waiting, version: int) -> bool:
         """Most of a long line: what such a one needs is known, and hopeless."""
@@ -85,21 +101,27 @@ def _serve(mind: Mind, node: Node) -> bool:
         {b.device: b for b in trusted(mind, node)},
         max((b.budget_bytes for b in books), default=Bytes(0)),
         max((on_demand_of(b) for b in books), default=Bytes(0)),
+        unwalked=mind.line.crowd(node.node).urgencies.copy(),
     )
-    for waiting in mind.line.at(node.node):
-        if look.passes_over(waiting, mind.estimates.version):
-            continue
-        entry = mind.ledger.find(waiting.waiter.ticket)
-        if entry is None or entry.ticket not in mind.line:
-            continue  # turned away or granted with its gang
-        if mind.is_silent(entry.holder):
-            continue  # it keeps its place; a grant would only lie there
-        _try(mind, look, entry, waiting)
+    for waiting in mind.line.walk(node.node):
+        look.unwalked[urgency_of(waiting.waiter)] -= 1
+        if not look.passes_over(waiting, mind.estimates.version):
+            _look_at(mind, look, waiting)
         if look.is_over:
             return False
+        if look.is_rest_hopeless(waiting, mind):
+            break
     if look.is_waiting:
         _look_again(mind, look)
     return True
+
+
+def _look_at(mind: Mind, look: Look, waiting: Waiting) -> None:
+    entry = mind.ledger.find(waiting.waiter.ticket)
+    if entry is None or entry.ticket not in mind.line:
+        return  # turned away or granted with its gang
+    if not mind.is_silent(entry.holder):  # else it keeps its place; a grant would only lie there
+        _try(mind, look, entry, waiting)
 
 
 def _try(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
@@ -143,7 +165,7 @@ def _place(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
     )
     if promised:
         look.promised[promised] += need
-    elif found == sites:
+    elif sites and found == sites:  # for want of bytes, not because its devices are shut
         look.hopeless.append((need, entry.priority))
     look.wait(waiting, sites)
 
@@ -151,9 +173,22 @@ def _place(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
 def _need(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> Bytes:
     """Asked of the estimates anew only when these have changed."""
     if waiting.version != mind.estimates.version:
-        waiting.need_bytes = placing.size_of(mind, entry, look.largest_bytes)
-        waiting.version = mind.estimates.version
+        need = placing.size_of(mind, entry, look.largest_bytes)
+        mind.line.crowd(entry.node).know(waiting, need, mind.estimates.version)
     return waiting.need_bytes
+
+
+def foresee_need(mind: Mind, entry: Entry) -> None:
+    """As it joins, so that nobody need walk to its place in a long line. About whom there is more
+    to say than how much it needs, that is found out when its turn comes."""
+    waiting, node = mind.line.find(entry.ticket), mind.nodes.get(entry.node)
+    is_special = entry.gang or entry.is_guess or entry.role in mind.settings.one_resident_roles
+    if waiting is None or node is None or is_special or entry.state is not State.QUEUED:
+        return
+    books = compute_books(mind, node)
+    need = placing.size_of(mind, entry, max((b.budget_bytes for b in books), default=Bytes(0)))
+    if any(need <= on_demand_of(b) for b in books):
+        mind.line.crowd(entry.node).know(waiting, need, mind.estimates.version)
 
 
 def _may_exceed(mind: Mind, look: Look, entry: Entry, waiting: Waiting, need: Bytes) -> bool:
@@ -272,8 +307,9 @@ def _back_in_service(mind: Mind, entry: Entry) -> None:
 
 def _grant(mind: Mind, look: Look, entry: Entry, waiting: Waiting, home: Sizes) -> None:
     mind.line.drop(entry.ticket)
-    for other in mind.line.at(look.node.node):
-        if other.waiter.turn < waiting.waiter.turn and _could_use(mind, other, home):
+    for other in mind.line.walk(look.node.node):
+        is_passed = other.waiter.turn < waiting.waiter.turn and not other.is_due
+        if is_passed and _could_use(mind, other, home):
             mind.line.overtaken(other, mind.settings.bypass_count)
             look.is_over = look.is_over or other.is_due
     charge(mind, entry, home)
@@ -326,16 +362,16 @@ def grant_of(entry: Entry) -> Grant:
 def _look_again(mind: Mind, look: Look) -> None:
     """Minimum residency, refusals and urgency end by themselves. Of a device with very many tickets
     one does surely soon."""
-    name = look.node.node
+    moments: list[Instant] = []
     for book in look.books.values():
         if len(book.entries) > SCANNED_COUNT:
-            mind.alarms.set(("line", name), after(mind.now, Span(SECOND)))
+            moments.append(after(mind.now, Span(SECOND)))
             continue
         for entry in book.entries.values():
             fades_at = urgency.fading(mind, entry) or mind.now
-            for lawful_at in (min_residency_ends(mind, entry), entry.refused_until, fades_at):
-                if lawful_at > mind.now:
-                    mind.alarms.set(("line", name), lawful_at)
+            moments += (min_residency_ends(mind, entry), entry.refused_until, fades_at)
+    if later := [at for at in moments if at > mind.now]:
+        mind.alarms.set(("line", look.node.node), min(later))
 
 
 def ripen(mind: Mind, entry: Entry) -> None:

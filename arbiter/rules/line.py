@@ -6,12 +6,14 @@ by later ones, so often and for so long; then it is *due*, and stands before all
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 from arbiter.events import Priority
 from arbiter.units import Bytes, Instant, NodeId, TicketId
 from arbiter.view import Key, Waiter
+
+WAKES = 0  # before every priority: a sleeper is looked at by itself, for it wakes where it is
 
 
 @dataclass(slots=True)
@@ -28,11 +30,44 @@ class Waiting:
     version: int = -1  # of the estimates that say so
 
 
+@dataclass(slots=True)
+class Crowd:
+    """What is known of all who wait on one node, so that a long line need not be walked."""
+
+    urgencies: Counter[int] = field(default_factory=Counter)  # a sleeper that wakes: as WAKES
+    version: int = -1  # of the estimates
+    known_count: int = 0  # whose need is known by that version
+    least_bytes: Bytes = Bytes(0)  # none of those needs less
+
+    def count(self, waiting: Waiting, more: int) -> None:
+        self.urgencies[urgency_of(waiting.waiter)] += more
+        if waiting.version == self.version:
+            self.known_count += more
+            self.least_bytes = min(self.least_bytes, waiting.need_bytes)
+
+    def know(self, waiting: Waiting, need: Bytes, version: int) -> None:
+        if version != self.version:
+            self.version, self.known_count, self.least_bytes = version, 0, need
+        self.known_count += waiting.version != version
+        self.least_bytes = min(self.least_bytes, need)
+        waiting.need_bytes, waiting.version = need, version
+
+    def needs_at_least(self, need: Bytes, version: int) -> bool:
+        """Each of them, as far as all of them are known."""
+        is_known = self.version == version and self.known_count == self.urgencies.total()
+        return is_known and self.least_bytes >= need
+
+
+def urgency_of(waiter: Waiter) -> int:
+    return WAKES if waiter.is_asleep else int(waiter.priority)  # an enum hashes slowly
+
+
 class Line:
     def __init__(self, place_of: Callable[[Waiter], Key]) -> None:
         self._place_of = place_of
         self._waiting: dict[TicketId, Waiting] = {}
         self._order: dict[NodeId, list[tuple[Key, TicketId]]] = {}
+        self._crowds: dict[NodeId, Crowd] = {}
         self._of_model: dict[str, dict[TicketId, None]] = {}
         self._loads: Counter[tuple[NodeId, str]] = Counter()  # in flight
         self._turn = 0
@@ -72,13 +107,15 @@ class Line:
         place = (waiter.asked, waiter.turn) if waiting.is_due else self._place_of(waiter)
         waiting.key = (not waiting.is_due, *place)
         insort(self._order.setdefault(waiting.node, []), (waiting.key, waiter.ticket))
+        self._crowds.setdefault(waiting.node, Crowd()).count(waiting, 1)
         self.changed.add(waiting.node)
 
     def _remove(self, waiting: Waiting) -> None:
         order = self._order[waiting.node]
         del order[bisect_left(order, (waiting.key, waiting.waiter.ticket))]
+        self._crowds[waiting.node].count(waiting, -1)
         if not order:
-            del self._order[waiting.node]
+            del self._order[waiting.node], self._crowds[waiting.node]
         self.changed.add(waiting.node)
 
     # -- moving up -----------------------------------------------------------------------------
@@ -136,6 +173,21 @@ class Line:
     def at(self, node: NodeId) -> list[Waiting]:
         """Who waits there, first to last."""
         return [self._waiting[ticket] for _, ticket in self._order.get(node, ())]
+
+    def walk(self, node: NodeId) -> Iterator[Waiting]:
+        """The same one by one; who has left meanwhile is left out."""
+        for _, ticket in list(self._order.get(node, ())):
+            if waiting := self._waiting.get(ticket):
+                yield waiting
+
+    def first(self, node: NodeId, count: int) -> list[Waiting]:
+        return [self._waiting[ticket] for _, ticket in self._order.get(node, [])[:count]]
+
+    def ahead_count(self, waiting: Waiting) -> int:
+        return bisect_left(self._order[waiting.node], (waiting.key, waiting.waiter.ticket))
+
+    def crowd(self, node: NodeId) -> Crowd:
+        return self._crowds.get(node, Crowd())
 
     def is_empty(self, node: NodeId) -> bool:
         return node not in self._order

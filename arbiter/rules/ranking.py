@@ -17,7 +17,7 @@ from arbiter.rules.victims import COST_LEAST, Option
 from arbiter.units import SECOND, Instant, Span, TicketId, since
 from arbiter.view import Candidate, Key, Price
 
-SWEPT_COUNT = 8  # priced again with each look, 4 us each: a device with as many always is as of now
+SWEPT_COUNT = 4  # priced again with each look, 4 us each: a device with as many always is as of now
 PRICED_FOR = Span(60 * SECOND)  # no price is older: the faster rate fades by a thirtieth meanwhile
 
 

@@ -8,7 +8,7 @@ all alike (cost_aware) a sum.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from arbiter.units import Bytes, TicketId
 from arbiter.view import Key
@@ -58,6 +58,8 @@ def _cover(group: list[Option], short: int) -> list[Option]:
     if len(group) == 1:
         return group
     greedy = _spare(group, short)
+    if _cost(greedy)[0] * group[0].freed_bytes <= short * group[0].cost_s:
+        return greedy  # no byte more than asked, at the least price per byte
     if len(group) > EXACT_COUNT:
         alone = [o for o in group if o.freed_bytes >= short]
         return min([greedy, *([o] for o in alone)], key=_cost)
@@ -91,7 +93,7 @@ class _Search:
 
     def __init__(self, group: list[Option], known: list[Option]) -> None:
         self._group = group
-        self._rest = [freed(group[i:]) for i in range(len(group) + 1)]
+        self._rest = [*accumulate((o.freed_bytes for o in reversed(group)), initial=0)][::-1]
         self._best, self._least = known, _cost(known)
 
     def best(self, short: int) -> list[Option]:
