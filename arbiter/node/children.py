@@ -6,8 +6,10 @@ go through pidfds.
 """
 
 import glob
+import hashlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections import OrderedDict
@@ -22,6 +24,7 @@ from arbiter.units import Bytes, DeviceId, TicketId
 
 # Reaped tickets remembered, so that a late spawn cannot start one: a day of a swap every 10 s.
 TOMBSTONES = 10_000
+_NAME_BYTES = 6  # of a scratch folder's name: ten thousand tickets share one at odds of 2e-7
 
 
 @dataclass(slots=True)
@@ -56,6 +59,12 @@ class Children:
 
     def socket(self, ticket: TicketId) -> Path:
         return self._folder / f"{ticket}.sock"
+
+    def scratch(self, ticket: TicketId) -> Path:
+        """Where the engine's temporary files go, once it makes the folder. A name of fixed length:
+        libraries put sockets in there, whose paths the kernel bounds (108 bytes)."""
+        name = hashlib.blake2b(ticket.encode(), digest_size=_NAME_BYTES).hexdigest()
+        return self._folder / f"{name}.tmp"
 
     def open(
         self,
@@ -147,9 +156,11 @@ class Children:
         os.close(child.fd)
 
     def unlink(self, ticket: TicketId) -> None:
-        """Everything of that name: an engine has sockets of its own beside the one we gave it."""
+        """Everything of that name: an engine has sockets of its own beside the one we gave it,
+        and has left what libraries leave."""
         for path in self._folder.glob(f"{glob.escape(ticket)}.*"):
             path.unlink(missing_ok=True)
+        shutil.rmtree(self.scratch(ticket), ignore_errors=True)
 
     def trees(self) -> list[Tree]:
         return [child.tree() for child in self.by_ticket.values()]

@@ -165,7 +165,8 @@ class NodeAgent:
     async def _spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
         try:
             path = self._children.socket(ticket)
-            child = await self._fork(ticket, self._with_devices(spec), path)
+            equipped = zygotes.equipped(spec, self._children.scratch(ticket))
+            child = await self._fork(ticket, equipped, path)
         finally:
             del self._spawning[ticket]
         if child is None:
@@ -213,13 +214,6 @@ class NodeAgent:
             self._children.forget(child)  # not ours to kill
         self._tidy(ticket)
         return None
-
-    def _with_devices(self, spec: SpawnSpec) -> SpawnSpec:
-        """The engine sees the GPUs of its ticket and no others, from its first instruction on."""
-        ids = [d.device.rsplit("gpu:", 1)[1] for d in spec.devices if "gpu:" in d.device]
-        # NVML counts by bus, CUDA by speed unless told.
-        by_bus = {"CUDA_VISIBLE_DEVICES": ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        return replace(spec, env=spec.env | (by_bus if ids else {}))
 
     def _watch(self, child: children.Child) -> None:
         loop, fd = asyncio.get_running_loop(), child.fd

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,15 @@ async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
         writer.close()
         raise PermissionError(f"{path} belongs to user {uid}")
     return reader, writer
+
+
+def equipped(spec: SpawnSpec, scratch: Path) -> SpawnSpec:
+    """The engine sees the GPUs of its ticket and no others, from its first instruction on, and
+    leaves its temporary files where they end with it."""
+    ids = [d.device.rsplit("gpu:", 1)[1] for d in spec.devices if "gpu:" in d.device]
+    # NVML counts by bus, CUDA by speed unless told.
+    by_bus = {"CUDA_VISIBLE_DEVICES": ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return replace(spec, env=spec.env | {"TMPDIR": str(scratch)} | (by_bus if ids else {}))
 
 
 def start(settings: AgentSettings, path: Path, log: Path) -> int:

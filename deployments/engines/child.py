@@ -69,7 +69,7 @@ def _become(spawn: Spawn, listener: socket.socket) -> None:
     process.drop_privileges()
     process.set_name(f"engine:{spawn.ticket}")
     _reset_signals()
-    os.environ.update(spawn.env, ARBITER_ENGINE=str(spawn.socket.with_suffix("")))
+    process.take_environment(spawn.env | {"ARBITER_ENGINE": str(spawn.socket.with_suffix(""))})
     process.reseed()
     gc.enable()
 

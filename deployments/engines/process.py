@@ -9,6 +9,7 @@ import re
 import signal
 import stat
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -119,6 +120,17 @@ def reseed() -> None:
         numpy.random.seed(seed % 2**32)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(seed % 2**63)
+
+
+def take_environment(own: Mapping[str, str]) -> None:
+    """Variables of this engine alone. Its temporary files go where they say, and end with it; what
+    torch compiles stays where the next engine finds it."""
+    kept = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
+    os.environ.update(own)
+    if scratch := own.get("TMPDIR"):
+        Path(scratch).mkdir(mode=0o700, exist_ok=True)
+    tempfile.tempdir = None  # looked up anew: it was before the fork
 
 
 def close_all_but(*keep: int) -> None:

@@ -2,7 +2,8 @@
 
 It holds real, touched, private bytes, so the kernel measures it. In `engine_args`: bytes,
 load_seconds, fail (memory, error, hang), chunks and chunk_seconds of a streamed answer,
-ignore_sigterm, forget (its probe changes after a wake), sick (its health).
+ignore_sigterm, litter (leaves a temporary file), forget (its probe changes after a wake), sick (its
+health).
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import json
 import mmap
 import os
 import signal
+import tempfile
 
 from deployments.engines.child import respond
 from deployments.engines.protocol import Config, Receive, Scope, Send
@@ -26,6 +28,8 @@ class FakeEngine:
     async def load(self) -> None:
         if self.args.get("ignore_sigterm"):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.args.get("litter"):
+            os.close(tempfile.mkstemp()[0])
         await asyncio.sleep(float(self.args.get("load_seconds", 0)))
         fail = self.args.get("fail")
         if fail == "hang":

@@ -127,15 +127,27 @@ async def test_the_end_of_an_engine_is_said_though_a_reading_takes_long(
     await running.close()
 
 
-async def test_a_gpu_is_named_as_nvml_counts(folder: Path) -> None:
-    running = agent(folder, BROKEN)
+async def test_what_an_engine_leaves_in_its_temporary_folder_goes_with_it(folder: Path) -> None:
+    running = agent(folder, "deployments.engines.zygote")
+    scratch = running._children.scratch(T)
+    littering = SpawnSpec(FAKE, {"served_name": "m", "engine_args": {"litter": True}})
+    async with asyncio.timeout(WITHIN_S):
+        await running.spawn(T, littering)
+        await eventually(lambda: scratch.exists() and [p.name for p in scratch.iterdir()])
+        assert scratch.stat().st_mode & 0o077 == 0
+        await running.reap(T)
+        await eventually(lambda: not scratch.exists())
+        await running.close()
+
+
+def test_a_gpu_is_named_as_nvml_counts() -> None:
     on_gpu = SpawnSpec("a:b", {}, (ev.DeviceBytes(DeviceId("n/gpu:1"), Bytes(1)),))
-    assert running._with_devices(on_gpu).env == {
+    scratch = {"TMPDIR": "/s"}
+    assert zygotes.equipped(on_gpu, Path("/s")).env == scratch | {
         "CUDA_VISIBLE_DEVICES": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
-    assert running._with_devices(SPEC).env == {}
-    await running.close()
+    assert zygotes.equipped(SPEC, Path("/s")).env == scratch
 
 
 @pytest.mark.spec("L4")
