@@ -67,7 +67,7 @@ class Store:
         self.moved_aside: Path | None = None  # where a broken predecessor went
         self.trouble: str | None = None
         self.on_trouble: Callable[[str], None] = lambda why: None
-        self._is_file = True
+        self._is_file = self._is_open = True
         self._saved: dict[tuple[str, str, str], Plain] = {}  # learned rows as last read or written
         self._db = self._open_somehow()
         self._begin()
@@ -155,6 +155,9 @@ class Store:
         self._save_fact("recording", (path or "").encode())
 
     def close(self) -> None:
+        """Nothing is kept from here on: a holder that takes its leave of an arbiter that has ended
+        is no trouble."""
+        self._is_open = False
         self._db.close()
 
     # -- the file ------------------------------------------------------------------------------
@@ -199,6 +202,8 @@ class Store:
         )
 
     def _run(self, statement: str, *values: str | bytes | int) -> list[Any]:
+        if not self._is_open:
+            return []
         try:
             rows = self._db.execute(statement, values).fetchall()
         except sqlite3.Error as error:

@@ -168,6 +168,15 @@ async def test_an_event_file_that_cannot_be_written_stops_nothing(tmp_path: Path
     assert [line["kind"] for line in await log.after(0, 0)] == ["first"]
 
 
+@pytest.mark.spec("A20")
+async def test_a_holder_that_leaves_after_the_end_is_no_trouble(running: Running) -> None:
+    async with running() as actor:
+        await join(actor, "1")
+        log = actor._shell.log
+    await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
+    assert "state_not_kept" not in [line["kind"] for line in await log.after(0, 0)]
+
+
 @pytest.mark.spec("A18")
 async def test_state_that_cannot_be_kept_is_told(running: Running, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
