@@ -238,10 +238,11 @@ class ArbiterActor:
             await asyncio.sleep(LOOK_S)
 
     async def _bury_awaited(self) -> None:
-        """Who died while there was no arbiter to see it is not waited for."""
+        """Who died while there was no arbiter to see it is not waited for. Who lives and is only
+        slow keeps its engines, and its place in the file."""
         awaited = self._shell.core.awaited
         members = [m for m in self._store.members() if m.holder in awaited] if awaited else []
-        if self._shell.core.is_settled:
+        if self._shell.core.gave_up_waiting:
             dead = [m.holder for m in members]  # waited for in vain: the next life need not
         else:
             dead = await self._agents.dead(members)

@@ -105,9 +105,9 @@ class Arbiter:
         return frozenset(self._mind.awaited)
 
     @property
-    def is_settled(self) -> bool:
-        """They are all back, or have had their time."""
-        return self._mind.is_settled
+    def gave_up_waiting(self) -> bool:
+        """Those who are not back are as good as dead."""
+        return self._mind.gave_up_waiting
 
     def state_of(self, ticket: TicketId) -> str:
         """`closed` for one that is not on the books."""

@@ -49,6 +49,7 @@ class Unclaimed:
 
     measured: Sizes
     first_seen: Instant
+    is_ending: bool = False  # told, and ended with each reading until it is gone
 
 
 @dataclass(slots=True)
@@ -138,6 +139,7 @@ class Mind:
         self.broken_loads: OrderedDict[TicketId, Entry] = OrderedDict()
         self.awaited = set(known_holders)  # of the last epoch, not back yet
         self.fresh: list[TicketId] = []  # joined the line in this step
+        self.born = now
         self.settled_at = after(now, settings.terms.rejoin if known_holders else Span(0))
         self.closing_by: Instant | None = None
         self.stale_count = 0
@@ -195,6 +197,13 @@ class Mind:
     def is_settled(self) -> bool:
         """Grants may be made: every holder of the last epoch is back, or was waited for."""
         return not self.awaited or self.now >= self.settled_at
+
+    @property
+    def gave_up_waiting(self) -> bool:
+        """For holders of the last epoch that are not known to be dead: on a busy machine one comes
+        back later than grants wait for it, and finds its engines still there."""
+        lost_at = after(self.born, self.settings.terms.lost)
+        return self.now >= (lost_at if self.awaited else self.settled_at)
 
     def is_silent(self, holder: HolderId) -> bool:
         known = self.holders.get(holder)

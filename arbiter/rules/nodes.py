@@ -172,18 +172,19 @@ def _learn(mind: Mind, entry: Entry) -> None:
 
 
 def _note_unclaimed(mind: Mind, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
-    """Engines whose ticket nobody has named. They count as foreign; when holders had their time to
-    rejoin they are ended, again with each reading until they are."""
+    """Engines whose ticket nobody has named. They count as foreign; when whoever could has had the
+    time to rejoin they are ended, again with each reading until they are."""
     before, node.unclaimed = node.unclaimed, {}
     for ticket, sizes in seen_bytes.items():
         entry = mind.ledger.find(ticket)
         if entry is not None and entry.state in CHARGED:
             continue
-        known = before.get(ticket)
-        node.unclaimed[ticket] = Unclaimed(sizes, known.first_seen if known else mind.now)
-        if mind.now < mind.settled_at:
+        engine = before.get(ticket) or Unclaimed(sizes, mind.now)
+        node.unclaimed[ticket], engine.measured = engine, sizes
+        if not mind.gave_up_waiting:
             continue
-        if known is None or known.first_seen < mind.settled_at:
+        if not engine.is_ending:
+            engine.is_ending = True
             mind.tell("unclaimed_engine", unclaimed=ticket, node=node.node)
         mind.say(Reap(node.node, ticket))
 

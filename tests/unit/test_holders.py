@@ -24,6 +24,8 @@ from tests.unit.desk import (
     s,
 )
 
+IMPATIENT = replace(PLAIN, terms=replace(PATIENT, lost=seconds(60)))  # the real time
+
 
 @pytest.mark.spec("A18")
 def test_nothing_is_granted_before_known_holders_are_back_or_five_seconds_passed() -> None:
@@ -90,12 +92,34 @@ def test_an_engine_nobody_claims_is_foreign_and_ended_once_holders_had_their_tim
     assert desk.read(1) == []
     assert desk.free() == 50
     desk.join(4, "g")
+    desk.at(4, ev.HolderLost(HolderId("h")))
     assert reaped(desk.read(4.9)) == []
     assert desk.read(5.1) == [Reap(NODE, TicketId("z"))]
     assert desk.ask(5.2, "a", 10, holder="g") == []  # it may still be growing
     assert desk.last("unclaimed_engine").data["unclaimed"] == "z"
     assert granted(desk.gone(5.3, "z")) == ["a"]
     assert desk.free() == 70
+
+
+@pytest.mark.spec("A18", "A20")
+def test_a_living_holder_that_is_slow_to_come_back_finds_its_engines() -> None:
+    desk = Desk(device=80, known=("h",), holders=("g",), read=False, settings=IMPATIENT)
+    desk.engines["a"] = {CPU: 30}
+    assert reaped(desk.read(5.1)) == []  # others are granted what is free meanwhile
+    assert reaped(desk.read(40)) == []
+    desk.join(41, "h", desk.held("a", size=30))
+    assert desk.state("a") == "resident"
+    assert reaped(desk.read(61)) == []
+
+
+@pytest.mark.spec("A18")
+def test_a_holder_that_does_not_come_back_within_the_time_of_a_silent_one_loses_them() -> None:
+    desk = Desk(device=80, known=("h",), holders=("g",), read=False, settings=IMPATIENT)
+    desk.engines["z"] = {CPU: 30}
+    assert reaped(desk.read(59.9)) == []
+    assert reaped(desk.read(60)) == ["z"]
+    assert reaped(desk.read(61)) == ["z"]
+    assert len([t for t in desk.told if t.kind == "unclaimed_engine"]) == 1
 
 
 @pytest.mark.spec("A18")
@@ -201,7 +225,7 @@ def test_a_dead_holders_tickets_are_reclaiming_and_reaped_and_its_waiters_closed
 
 @pytest.mark.spec("A19")
 def test_silence_for_long_enough_counts_as_death() -> None:
-    desk = Desk(settings=replace(PLAIN, terms=replace(PATIENT, lost=seconds(60))))
+    desk = Desk(settings=IMPATIENT)
     desk.resident(0, "a", 30)
     desk.beat(30, "a")
     assert desk.woke(89.9) == []
