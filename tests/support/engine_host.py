@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arbiter.node.leftovers import sweep
+from arbiter.node.zygotes import private_folder
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -73,7 +76,9 @@ class ZygoteUnderTest:
     """A zygote process with its own private folder."""
 
     def __init__(self, preload: str, env: dict[str, str], linger_s: float) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="zyg-"))  # mkdtemp makes it 0700
+        beside = private_folder(Path(f"/tmp/zyg-{os.getuid()}"))
+        self.folder = Path(tempfile.mkdtemp(dir=beside))  # mkdtemp makes it 0700
+        sweep(self.folder)  # a run that was killed has left its own
         self.socket = self.folder / "zygote.sock"
         command = [sys.executable, "-m", "deployments.engines.zygote"]
         command += ["--socket", str(self.socket), "--preload", preload]
