@@ -47,6 +47,27 @@ def on_node(ray_node_id: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(ray_node_id, soft=False)
 
 
+PRESTART_S = 5.0  # the raylet answers before the process is there
+
+
+async def prestart_worker(keep_s: int) -> None:
+    """An idle worker more on this node, of no job and no runtime environment, which Ray does not
+    end before `keep_s`. What Ray itself does ahead of a driver's tasks. Raises ConnectionError."""
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
+
+    node = ray._private.worker._global_node
+    address = f"{node.node_ip_address}:{node.node_manager_port}"
+    asked = node_manager_pb2.PrestartWorkersRequest(num_workers=1, keep_alive_duration_secs=keep_s)
+    try:
+        async with init_grpc_channel(address, asynchronous=True) as channel:
+            raylet = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
+            await raylet.PrestartWorkers(asked, timeout=PRESTART_S)
+    except grpc.RpcError as error:
+        raise ConnectionError(f"{address}: {error}") from error
+
+
 # Calls in flight beside the line: three of each holder (keepalive, listen, renew), event streams,
 # long polls. Thousands of holders fit; a slot that nobody uses costs nothing.
 OTHER_CALLS = 50_000

@@ -20,7 +20,7 @@ def boot(table: Table) -> Boot:
     of the table works as well, and imports for itself."""
     kinds = [engine_kind(c.engine) for c in table.capabilities.values()]
     preload = tuple(dict.fromkeys(module for kind in kinds for module in kind.preload))
-    agent = AgentSettings(ZYGOTE, preload)
+    agent = AgentSettings(ZYGOTE, preload, spares_count=table.arbiter.spare_workers)
     files = {"state_file": table.arbiter.state_file, "event_file": table.arbiter.event_file}
     return Boot(configuration(table), agent, **files)
 

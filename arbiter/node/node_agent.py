@@ -17,7 +17,7 @@ from typing import Any
 from arbiter import calls, rays
 from arbiter import events as ev
 from arbiter.errors import TicketClosed
-from arbiter.node import children, leftovers, proc, zygotes
+from arbiter.node import children, leftovers, proc, spares, zygotes
 from arbiter.node.keeper import Keeper
 from arbiter.node.outsiders import Outsider, Outsiders
 from arbiter.node.probe import NodeProbe, find_gpus
@@ -68,7 +68,8 @@ class NodeAgent:
         for child in self._children.by_ticket.values():
             self._watch(child)
         self._tasks: set[asyncio.Future[None]] = set()
-        for work in (self._turns(), self._bury_dead(), self._keeper.keep()):
+        keep_spares = spares.keep(settings.spares_count)
+        for work in (self._turns(), self._bury_dead(), self._keeper.keep(), keep_spares):
             self._start(work)
         offers = {f.__name__: f for f in (self.spawn, self.reap, self.probe)}
         self._door = calls.Door(node, self._folder / "agent.sock", offers)

@@ -94,6 +94,14 @@ def _words(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\0")
 
 
+def command(pid: int) -> bytes:
+    """As it was started, or as it has named itself since; empty when it is gone."""
+    try:
+        return (PROC / str(pid) / "cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def led_by(leader: int, everything: dict[int, Process]) -> set[int]:
     """The leader, if it is there, and the members of the group and session of its number."""
     return {p.pid for p in everything.values() if leader in (p.pid, p.group, p.session)}

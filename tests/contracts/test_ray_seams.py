@@ -18,6 +18,7 @@ from ray.serve.config import AutoscalingContext
 
 from arbiter import rays
 from arbiter.errors import NeverFits
+from arbiter.node import spares
 from arbiter.units import Bytes, TicketId
 from deployments.capability import Capability
 from deployments.router import ResidentRouter
@@ -42,6 +43,12 @@ class Probe:
 
     async def places(self) -> tuple[str, str]:
         return rays.session_name(), str(rays.logs_folder())
+
+    async def spares(self) -> int:
+        return spares.unused()
+
+    async def prestart(self) -> None:
+        await rays.prestart_worker(60)
 
     async def refuse(self) -> None:
         raise NeverFits(TicketId("t"), Bytes(2), Bytes(1))
@@ -87,6 +94,24 @@ async def test_a_plain_constructor_of_an_asyncio_actor_runs_on_its_loop(probe: A
 async def test_session_name_and_log_folder_are_found_in_a_worker(probe: Any) -> None:
     session, logs = await probe.places.remote()
     assert session in logs and Path(logs).is_dir()
+
+
+@pytest.mark.spec("N3")
+async def test_a_worker_started_ahead_is_unused_until_the_next_actor_takes_it(probe: Any) -> None:
+    taking = []
+
+    async def take() -> None:
+        taking.append(Probe.remote())
+        await taking[-1].same_loop.remote()
+
+    while await probe.spares.remote():  # those that Ray began with
+        await take()
+    await probe.prestart.remote()
+    await eventually(probe.spares.remote, 30)
+    await take()
+    assert not await probe.spares.remote()
+    for actor in taking:
+        ray.kill(actor)
 
 
 async def test_our_errors_cross_process_borders_as_themselves(probe: Any) -> None:

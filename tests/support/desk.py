@@ -115,7 +115,8 @@ class Desk:
 
     async def start(self, capabilities: dict[str, Any], mib: int, **arbiter: Any) -> None:
         arenas = {"cpu": round(mib * MIB / 0.9), "host": 512 * MIB}  # the wiggle room on top
-        own = {"arenas": arenas, "state_file": str(self.folder / "arbiter.sqlite"), **arbiter}
+        own = {"arenas": arenas, "state_file": str(self.folder / "arbiter.sqlite")}
+        own |= {"spare_workers": 0, **arbiter}  # whose start would take a core for a second
         self.table = parse_table({"arbiter": own, "capabilities": capabilities})
         await start_arbiter(boot.boot(self.table))
         await self.until(lambda s: s["devices"] and s["devices"][0]["physical_free_bytes"])

@@ -1,0 +1,55 @@
+"""Idle workers at hand: when the next is asked for."""
+
+import pytest
+
+from arbiter.node.spares import KEPT_S, LOOK_S, keep
+
+
+class Enough(Exception):
+    """The test has seen what it wanted to."""
+
+
+async def asked_at(seen: list[int], count: int = 1, refuse: bool = False) -> list[int]:
+    """The looks, from 1, after which a worker was asked for; `seen`: unused ones at each look."""
+    looks: list[int] = []
+    asked: list[int] = []
+
+    async def pause(seconds: float) -> None:
+        assert seconds == LOOK_S
+        if len(looks) == len(seen):
+            raise Enough
+
+    async def ask(keep_s: int) -> None:
+        assert keep_s == KEPT_S
+        asked.append(len(looks))
+        if refuse:
+            raise ConnectionError("no raylet")
+
+    def found() -> int:
+        looks.append(0)
+        return seen[len(looks) - 1]
+
+    with pytest.raises(Enough):
+        await keep(count, ask, found, pause)
+    return asked
+
+
+@pytest.mark.spec("N3")
+async def test_a_spare_that_was_taken_is_replaced_once_its_replica_has_answered() -> None:
+    assert await asked_at([1, 0, 0, 1, 1, 0, 0, 1]) == [3, 7]
+
+
+async def test_a_spare_that_is_only_slow_to_be_seen_is_not_asked_for_twice() -> None:
+    assert await asked_at([0, 0, 0, 1, 1]) == [2]
+
+
+async def test_when_asking_brings_none_it_becomes_rare() -> None:
+    assert await asked_at([0] * 40, refuse=True) == [2, 4, 8, 16, 32]
+
+
+async def test_as_many_are_kept_as_were_asked_for() -> None:
+    assert await asked_at([1, 1, 2, 2, 1, 1], count=2) == [2, 6]
+
+
+async def test_of_none_nobody_looks() -> None:
+    await keep(0)
