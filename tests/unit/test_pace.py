@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from arbiter.errors import EngineLost
+from arbiter.units import TicketId
 from deployments.pace import Pace, Part
 from deployments.wire import Head
 
@@ -58,18 +60,77 @@ async def test_every_byte_arrives_once_and_in_order() -> None:
     assert joined == b"".join(b"%d," % number for number in range(200))
 
 
+async def begun(pace: Pace, pipe: Pipe) -> AsyncGenerator[Part, None]:
+    """A stream whose first pieces went out."""
+    stream = pace.follow(pipe.parts())
+    assert await anext(stream) == HEAD
+    for piece in (b"role", b"first"):
+        pipe.put(piece)
+        assert await anext(stream) == piece
+    return stream
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 async def test_what_comes_while_a_piece_is_not_due_goes_out_as_one() -> None:
     pipe = Pipe()
-    stream = Pace(chunks_per_s=50).follow(pipe.parts())
-    assert await anext(stream) == HEAD
-    pipe.put(b"a")
-    assert await anext(stream) == b"a"
+    stream = await begun(Pace(chunks_per_s=50), pipe)
     following = asyncio.ensure_future(anext(stream))
     for _ in range(10):
         pipe.put(b"b")
         await asyncio.sleep(0)
     assert not following.done()
     assert await following == b"b" * 10
+
+
+FOR_EVER = 1e12  # times the microseconds between two pieces here
+
+
+async def test_of_several_streams_a_piece_waits_for_the_next_of_its_own() -> None:
+    pace, pipes = Pace(chunks_per_s=1e9, patience=FOR_EVER), [Pipe(), Pipe()]
+    stream, _ = [await begun(pace, pipe) for pipe in pipes]
+    following = asyncio.ensure_future(anext(stream))
+    pipes[0].put(b"one,")
+    await settled()
+    assert not following.done()
+    pipes[0].put(b"two,")
+    assert await asyncio.wait_for(following, 5) == b"one,two,"
+
+
+@pytest.mark.parametrize("patience", [0.0, FOR_EVER])
+async def test_a_late_piece_and_the_last_are_not_waited_for(patience: float) -> None:
+    pace, pipes = Pace(chunks_per_s=1e9, patience=patience), [Pipe(), Pipe()]
+    stream, _ = [await begun(pace, pipe) for pipe in pipes]
+    following = asyncio.ensure_future(anext(stream))
+    pipes[0].put(b"last")
+    if patience:
+        await settled()
+        pipes[0].end()
+    assert await asyncio.wait_for(following, 5) == b"last"
+
+
+async def test_a_stream_alone_waits_for_nobody() -> None:
+    pipe = Pipe()
+    stream = await begun(Pace(chunks_per_s=1e9, patience=FOR_EVER), pipe)
+    for piece in (b"a", b"b", b"c"):
+        pipe.put(piece)
+        assert await asyncio.wait_for(anext(stream), 5) == piece
+
+
+async def test_what_came_before_a_break_goes_out_before_it() -> None:
+    async def breaking() -> AsyncGenerator[Part, None]:
+        yield HEAD
+        yield b"a"
+        raise EngineLost("m", TicketId("t"))
+
+    got: list[Part] = []
+    with pytest.raises(EngineLost):
+        async for part in Pace().follow(breaking()):
+            got.append(part)
+    assert got == [HEAD, b"a"]
 
 
 async def test_closing_it_closes_what_it_follows() -> None:
@@ -92,13 +153,9 @@ async def test_closing_it_closes_what_it_follows() -> None:
 
 @pytest.mark.parametrize("streams", [1, 4])
 async def test_the_share_of_a_stream_shrinks_with_their_number(streams: int) -> None:
-    pace = Pace(chunks_per_s=100)
+    pace = Pace(chunks_per_s=100, patience=0.0)
     pipes = [Pipe() for _ in range(streams)]
-    followed = [pace.follow(pipe.parts()) for pipe in pipes]
-    for stream, pipe in zip(followed, pipes, strict=True):
-        assert await anext(stream) == HEAD
-        pipe.put(b"a")
-        assert await anext(stream) == b"a"
+    followed = [await begun(pace, pipe) for pipe in pipes]
     loop = asyncio.get_running_loop()
     began = loop.time()
     pipes[0].put(b"b")
