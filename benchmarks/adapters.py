@@ -1,24 +1,28 @@
-"""Many adapters in one batch: tokens a second by slots, and the first token by where an adapter is.
+"""Many adapters in one batch: what our admission is worth, and the first token by where one is.
 
-    python -m benchmarks.adapters --model mid-chat --rounds 3
+    python -m benchmarks.adapters --model mid-chat --pairs 10
 
-An engine child alone, no Ray. Requests of a closed loop name one of N adapters in shuffled order;
-the mean number of adapters and of requests in a step is the scheduler's own trace. First token: a
-resident adapter, one that has its checked copy but no slot, and one seen for the first time (copy,
-hash, checks, load).
+Engine children alone, no Ray. Requests of a closed loop name one of N adapters in shuffled order.
+
+first: the first token of an adapter in a slot (resident), of one that has its checked copy and
+neither slot nor place in vLLM's cache (staged), of one never seen: copy, hash, checks, load (cold).
+steps: tokens a second by slots; the mean number of adapters and of requests in a step is the
+scheduler's own trace.
+pairs: admission on against off, loaded in turn: the same engine, and plain vLLM with LoRA, as many
+slots and the same adapters named at its start.
 """
 
 import argparse
 import asyncio
+import contextlib
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import aiohttp
 
 from benchmarks import load, report
 from deployments import plan
@@ -27,9 +31,12 @@ from tests.support.adapters import write
 from tests.support.engine_host import Child, ZygoteUnderTest, zygote
 
 ENTRY = "deployments.engines.vllm_engine:build"
-STREAMS, TOKENS = 32, 32
+STREAMS, TOKENS, RANK = 32, 32, 16
+MOST = 32  # adapters
 # Slots and different adapters asked for; 0 is the base alone on the same engine.
-CASES = ((8, 0), (8, 1), (8, 8), (4, 32), (32, 32))
+STEPS = ((8, 0), (8, 1), (8, 8), (4, 32), (32, 32))
+PAIRS = ((8, 8), (4, 32))  # they fit; far more adapters than slots
+PARTS = ("first", "steps", "pairs")
 ENGINE_ARGS: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_seqs": STREAMS,
@@ -41,57 +48,87 @@ ENGINE_ARGS: dict[str, Any] = {
 def make_adapters(folder: Path, model: str, count: int) -> None:
     shapes = {name: s for name, s in linear_shapes(Path(model)).items() if "_proj" in name}
     for number in range(count):
-        write(folder / f"m{number}", shapes, rank=16, lora_alpha=16 + number)
+        write(folder / f"m{number}", shapes, rank=RANK, lora_alpha=RANK + number)
 
 
-def started(running: ZygoteUnderTest, model: str, folder: Path, slots: int) -> Child:
-    adapters = {"folder": str(folder / "in"), "store": str(folder / "store"), "max_rank": 16}
-    config = {
-        "model": model,
-        "served_name": "base",
-        "adapters": {**adapters, "slots": slots, "wait_s": 300.0},
-        "engine_args": ENGINE_ARGS,
-    }
-    child = running.spawn(f"slots-{slots}-{time.monotonic_ns()}", ENTRY, config).hold()
-    status, body = child.ready()
-    assert status == 200, body
-    return child
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One model, its adapters, and what forks engines for it."""
+
+    running: ZygoteUnderTest
+    model: str
+    folder: Path
+
+    def ours(self, slots: int) -> contextlib.AbstractContextManager[Child]:
+        """Admission on."""
+        folders = {"folder": str(self.folder / "in"), "store": str(self.folder / "store")}
+        adapters = {**folders, "max_rank": RANK, "slots": slots, "wait_s": 300.0}
+        return self._started({"adapters": adapters, "engine_args": ENGINE_ARGS})
+
+    def plain(self, slots: int, count: int) -> contextlib.AbstractContextManager[Child]:
+        """Admission off."""
+        modules = {f"m{n}": str(self.folder / "in" / f"m{n}") for n in range(count)}
+        lora = {"enable_lora": True, "max_loras": slots, "max_cpu_loras": 2 * slots}
+        named = {"max_lora_rank": RANK, "lora_modules": modules}
+        return self._started({"engine_args": ENGINE_ARGS | lora | named})
+
+    @contextlib.contextmanager
+    def _started(self, more: dict[str, Any]) -> Iterator[Child]:
+        config = {"model": self.model, "served_name": "base", **more}
+        child = self.running.spawn(f"bench-{time.monotonic_ns()}", ENTRY, config).hold()
+        try:
+            status, body = child.ready()
+            assert status == 200, body
+            yield child
+        finally:
+            child.let_go()
 
 
-async def closed_loop(child: Child, names: Sequence[str], streams: int, seed: int) -> load.Run:
-    dice = random.Random(seed)
-    waiting = [(name, load.prompt(dice, 12)) for name in names]
-    answers: list[load.Answer] = []
-    connector = aiohttp.UnixConnector(path=child.path, limit=streams)
-    async with aiohttp.ClientSession(connector=connector) as http:
-
-        async def client() -> None:
-            while waiting:
-                name, text = waiting.pop()
-                answers.append(await load.ask(http, "http://engine", name, text, TOKENS))
-
-        start = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for _ in range(streams):
-                group.create_task(client())
-        return load.Run(tuple(answers), time.perf_counter() - start)
+def run(child: Child, names: Sequence[str], streams: int, seed: int) -> load.Run:
+    loop = load.closed_loop(
+        f"unix:{child.path}", names, streams=streams, requests=len(names), tokens=TOKENS, seed=seed
+    )
+    return asyncio.run(loop)
 
 
-def throughput(child: Child, count: int, rounds: int) -> dict[str, Any]:
+def shuffled(count: int) -> list[str]:
+    """Of a run: two requests for each stream."""
     names = [f"m{n % count}" if count else "base" for n in range(2 * STREAMS)]
     random.Random(count).shuffle(names)
-    asyncio.run(closed_loop(child, names[:STREAMS], STREAMS, 0))
-    before = child.call("GET", "/adapters")[1]["trace"]
-    speeds = [
-        asyncio.run(closed_loop(child, names, STREAMS, n + 1)).tokens_per_s for n in range(rounds)
-    ]
-    after = child.call("GET", "/adapters")[1]["trace"]
-    return {
-        "tokens_per_s": report.Sample(tuple(speeds)),
-        "mean_adapters": _mean_since(before, after, "mean_adapters"),
-        "mean_requests": _mean_since(before, after, "mean_requests"),
-        "most_adapters": after["most_adapters"],
-    }
+    return names
+
+
+def first_tokens(bench: Bench, slots: int = 4, count: int = 16) -> dict[str, Any]:
+    """On an engine that has seen nothing: each adapter, then again when others had its place."""
+    with bench.ours(slots) as child:
+
+        def first(name: str) -> float:
+            return run(child, [name], 1, 0).ttft_s
+
+        first("base")
+        cold = [first(f"m{n}") for n in range(count)]
+        staged = [first(f"m{n}") for n in range(count - 2 * slots)]
+        resident = [first("m0") for _ in range(count)][1:]
+    found = {"cold": cold, "staged": staged, "resident": resident}
+    samples = {f"first_token_s_{name}": report.Sample(tuple(v)) for name, v in found.items()}
+    for name, sample in samples.items():
+        print(f"{name}: {sample}", flush=True)
+    return samples
+
+
+def steps(bench: Bench, slots: int, count: int, rounds: int) -> dict[str, Any]:
+    with bench.ours(slots) as child:
+        names = shuffled(count)
+        run(child, names[:STREAMS], STREAMS, 0)
+        before = child.call("GET", "/adapters")[1]["trace"]
+        speeds = [run(child, names, STREAMS, n + 1).tokens_per_s for n in range(rounds)]
+        after = child.call("GET", "/adapters")[1]["trace"]
+    means = {name: _mean_since(before, after, name) for name in ("mean_adapters", "mean_requests")}
+    step = f"{means['mean_adapters']:.1f} adapters, {means['mean_requests']:.1f} requests a step"
+    speed = f"{statistics.median(speeds):.0f} tokens/s"
+    print(f"{count:>3} adapters, {slots:>2} slots: {speed}, {step}", flush=True)
+    speed_sample = report.Sample(tuple(speeds))
+    return {"tokens_per_s": speed_sample, **means, "most_adapters": after["most_adapters"]}
 
 
 def _mean_since(before: dict[str, float], after: dict[str, float], name: str) -> float:
@@ -99,45 +136,46 @@ def _mean_since(before: dict[str, float], after: dict[str, float], name: str) ->
     return total / max(1.0, after["steps"] - before["steps"])
 
 
-def first_tokens(child: Child, slots: int, count: int) -> dict[str, report.Sample]:
-    """On an engine that has seen nothing: each adapter, then again when others had its slot."""
-
-    def first(name: str) -> float:
-        return asyncio.run(closed_loop(child, [name], 1, 0)).ttft_s
-
-    first("base")
-    unseen = [first(f"m{n}") for n in range(count)]
-    without_slot = [first(f"m{n}") for n in range(count - 2 * slots)]
-    resident = [first("m0") for _ in range(count)][1:]
-    found = {"unseen": unseen, "without_slot": without_slot, "resident": resident}
-    return {f"first_token_s_{name}": report.Sample(tuple(v)) for name, v in found.items()}
+def pairs(bench: Bench, slots: int, count: int, number: int) -> dict[str, Any]:
+    """Ratios on / off, pair by pair."""
+    names = shuffled(count)
+    with bench.ours(slots) as ours, bench.plain(slots, count) as plain:
+        runs: dict[str, list[load.Run]] = {"on": [], "off": []}
+        for pair in range(number + 1):
+            both = [("on", ours), ("off", plain)]
+            for name, child in both if pair % 2 else reversed(both):
+                done = run(child, names, STREAMS, pair)
+                if pair:  # the first pair warms both
+                    runs[name].append(done)
+    speed = {name: [r.tokens_per_s for r in found] for name, found in runs.items()}
+    ratio = report.paired_ratio(speed["on"], speed["off"])
+    print(f"{count:>3} adapters, {slots:>2} slots: throughput {ratio} of plain vLLM", flush=True)
+    samples = {f"tokens_per_s_{name}": report.Sample(tuple(v)) for name, v in speed.items()}
+    return {"throughput_ratio": ratio, **samples}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="mid-chat")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=3, help="of steps")
+    parser.add_argument("--pairs", type=int, default=10)
     args = parser.parse_args()
     path = plan.resolve(f"made:{args.model}")
-    figures: dict[str, Any] = {"model": args.model, "streams": STREAMS}
+    figures: dict[str, Any] = {"model": args.model, "streams": STREAMS, "tokens": TOKENS}
     with tempfile.TemporaryDirectory() as name, zygote("deployments.engines.vllm_preload") as up:
-        folder = Path(name)
-        make_adapters(folder / "in", path, 32)
-        child = started(up, path, folder, 4)
-        figures |= first_tokens(child, 4, 16)
-        child.let_go()
-        for slots, count in CASES:
-            child = started(up, path, folder, slots)
-            row = throughput(child, count, args.rounds)
-            child.let_go()
-            figures[f"slots_{slots}_adapters_{count}"] = row
-            speed = statistics.median(row["tokens_per_s"].values)
-            step = f"{row['mean_adapters']:.1f} adapters, {row['mean_requests']:.1f} requests"
-            print(f"{count:>3} adapters, {slots:>2} slots: {speed:.0f} tokens/s, {step} a step")
-    for key, sample in figures.items():
-        if key.startswith("first_token"):
-            print(f"{key}: {sample}")
-    report.write("adapters", figures, label=args.model)
+        bench = Bench(up, path, Path(name))
+        make_adapters(bench.folder / "in", path, MOST)
+        if "first" in args.parts:
+            figures |= first_tokens(bench)
+        for slots, count in STEPS if "steps" in args.parts else ():
+            row = steps(bench, slots, count, args.rounds)
+            figures[f"steps_slots_{slots}_adapters_{count}"] = row
+        for slots, count in PAIRS if "pairs" in args.parts else ():
+            row = pairs(bench, slots, count, args.pairs)
+            figures[f"pairs_slots_{slots}_adapters_{count}"] = row
+    parts = [] if len(args.parts) == len(PARTS) else list(args.parts)
+    report.write("adapters", figures, label="_".join([args.model, *parts]))
 
 
 if __name__ == "__main__":

@@ -82,8 +82,9 @@ class Tally:
 
 
 async def ask(http: aiohttp.ClientSession, graph: Graph, model: str) -> str:
-    """How one request ended, in a word; `untyped: ...` where nothing said why."""
-    path, body = CALLS[model]
+    """How one request ended, in a word; `untyped: ...` where nothing said why. `model` may be
+    `base:adapter`."""
+    path, body = CALLS[model.partition(":")[0]]
     try:
         async with http.post(graph.url + path, json={"model": model, **body}) as answer:
             said = await answer.read()

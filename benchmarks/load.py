@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -71,12 +72,12 @@ async def ask(http: aiohttp.ClientSession, url: str, model: str, text: str, toke
 
 
 async def closed_loop(
-    url: str, model: str, *, streams: int, requests: int, tokens: int, seed: int
+    url: str, models: Sequence[str], *, streams: int, requests: int, tokens: int, seed: int
 ) -> Run:
-    """`streams` clients, each sending its next request when its last is answered. `url` may be
-    `unix:PATH`, an engine's own socket."""
+    """`streams` clients, each sending its next request when its last is answered, to each of the
+    models in turn. `url` may be `unix:PATH`, an engine's own socket."""
     dice = random.Random(seed)
-    texts = [prompt(dice) for _ in range(requests)]
+    waiting = [(models[n % len(models)], prompt(dice)) for n in range(requests)]
     answers: list[Answer] = []
     connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=streams)
     if url.startswith("unix:"):
@@ -86,8 +87,8 @@ async def closed_loop(
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
 
         async def client() -> None:
-            while texts:
-                answers.append(await ask(http, url, model, texts.pop(), tokens))
+            while waiting:
+                answers.append(await ask(http, url, *waiting.pop(), tokens))
 
         start = time.perf_counter()
         async with asyncio.TaskGroup() as group:

@@ -86,6 +86,8 @@ def vllm_flags(engine_args: dict[str, Any]) -> list[str]:
         name = "--" + key.replace("_", "-")
         if isinstance(value, bool):
             flags.append(name if value else name.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            flags += [name, *map(str, value)]
         else:
             flags += [name, json.dumps(value) if isinstance(value, dict) else str(value)]
     return flags

@@ -2,10 +2,10 @@
 
     python -m benchmarks.soak --minutes 6
 
-The whole graph as shipped, streams and embeddings from several clients, a kill each few seconds.
-Before and after, with every model gone, the private bytes and open descriptors of each long-lived
-process are read from the kernel, and the tickets from the arbiter. The figures are in the last
-lines.
+The whole graph as shipped, streams with and without adapters and embeddings from several clients, a
+kill each few seconds. Before and after, with every model gone, the private bytes and open
+descriptors of each long-lived process are read from the kernel, and the tickets from the arbiter.
+The figures are in the last lines.
 """
 
 import argparse
@@ -13,11 +13,12 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from arbiter.node.proc import memory
 from arbiter.units import MIB
 from benchmarks import report
 from benchmarks.graph_chaos import CALLS, ask, find
+from deployments import plan
 from tests.graph.conftest import Graph, command_of, started
 from tests.graph.test_kills import victims
 
@@ -44,6 +46,27 @@ EMPTY_S = 120.0  # keep-warm, sleepers and scale-down together are well below
 # Of a process that served thousands of requests: allocators keep pages of their busiest moment.
 GROWTH_BYTES, GROWTH_DESCRIPTORS = 64 * MIB, 16
 WARM_UP_S = 30.0  # imports, pools and caches come with the first requests
+ADAPTED = "tiny-chat"  # some of its clients name one of its adapters, another each time
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What the arbiter knows of, and the engines the kernel does."""
+
+    tickets: int
+    waiting: int
+    charged_bytes: int
+    engines: int
+
+    def __str__(self) -> str:
+        charged = f"{self.charged_bytes / MIB:.0f} MiB charged"
+        return f"{self.tickets} tickets, {self.waiting} waiting, {charged}, {self.engines} engines"
+
+
+def books(graph: Graph) -> Books:
+    state: dict[str, Any] = graph.state()
+    charged = sum(d["charged_bytes"] for d in state["devices"])
+    return Books(len(state["tickets"]), len(state["queue"]), charged, len(graph.engines()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,31 +95,37 @@ def _held(pid: int) -> Held:
 class Soak:
     def __init__(self, graph: Graph, seed: int) -> None:
         self.graph, self.dice = graph, random.Random(seed)
+        self.adapters = sorted(f"{ADAPTED}:{path.name}" for path in adapter_folder(graph).iterdir())
         self.answers: Counter[str] = Counter()
+        self.asked: Counter[str] = Counter()
         self.kills: Counter[str] = Counter()
 
     async def run(self, minutes: float) -> list[str]:
         """What leaked, in words; empty when nothing did."""
         await self._load(WARM_UP_S, kills=False)
         await self._empty()
-        self.before = held(self.graph)
+        self.before, self.books_before = held(self.graph), books(self.graph)
         self.answers.clear()
+        self.asked.clear()
         await self._load(minutes * 60, kills=True)
         left = await self._empty()
-        self.after = held(self.graph)
+        self.after, self.books_after = held(self.graph), books(self.graph)
         return left + self._grown()
 
     async def _load(self, for_s: float, kills: bool) -> None:
         end_s = time.monotonic() + for_s
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
-            work = [self._client(http, model, end_s) for model in CALLS for _ in "ab"]
+            work = [self._client(http, [model], end_s) for model in CALLS for _ in "ab"]
+            work += [self._client(http, self.adapters, end_s) for _ in "ab"]
             if kills:
                 work.append(self._killer(end_s))
             await asyncio.gather(*work)
 
-    async def _client(self, http: aiohttp.ClientSession, model: str, end_s: float) -> None:
+    async def _client(self, http: aiohttp.ClientSession, models: list[str], end_s: float) -> None:
         while time.monotonic() < end_s:
+            model = self.dice.choice(models)
             self.answers[(await ask(http, self.graph, model)).partition(":")[0]] += 1
+            self.asked[model] += 1
             await asyncio.sleep(self.dice.random() * 0.3)
 
     async def _killer(self, end_s: float) -> None:
@@ -138,12 +167,18 @@ class Soak:
         return grown
 
 
+def adapter_folder(graph: Graph) -> Path:
+    return Path(graph.table["capabilities"]["chat"]["models"][ADAPTED]["adapters"]["folder"])
+
+
 def short_lived(graph_config: dict[str, Any]) -> None:
-    """Every model leaves soon, sleepers too, so that the end can be seen."""
+    """Every model leaves soon, sleepers too, so that the end can be seen; adapters are there."""
     table = graph_config["applications"][0]["deployments"][0]["user_config"]
     for capability in table["capabilities"].values():
         for model in capability["models"].values():
             model["keep_warm_s"] = 6
+    folder = table["capabilities"]["chat"]["models"][ADAPTED]["adapters"]["folder"]
+    shutil.copytree(plan.models_folder() / f"{ADAPTED}-adapters", folder)
 
 
 def main() -> int:
@@ -155,24 +190,32 @@ def main() -> int:
         with started(Path(folder), short_lived) as graph:
             soak = Soak(graph, args.seed)
             leaks = asyncio.run(soak.run(args.minutes))
+    tell(soak, args.minutes, args.seed, leaks)
+    return 1 if leaks else 0
+
+
+def tell(soak: Soak, minutes: float, seed: int, leaks: list[str]) -> None:
+    """The figures, as JSON and in the last lines."""
     rows = {
         name: [(h.private_bytes / MIB, h.descriptors) for h in (soak.before[name], after)]
         for name, after in soak.after.items()
         if name in soak.before
     }
     figures = {
-        "minutes": args.minutes, "answers": dict(soak.answers), "kills": dict(soak.kills),
+        "minutes": minutes, "asked": dict(soak.asked), "answers": dict(soak.answers),
+        "kills": dict(soak.kills),
+        "books_before_and_after": [asdict(soak.books_before), asdict(soak.books_after)],
         "mib_and_descriptors_before_and_after": rows, "leaks": leaks,
     }  # fmt: skip
-    report.write("soak", figures, seed=args.seed)
+    report.write("soak", figures, seed=seed)
     for name, ((mib, fds), (mib_after, fds_after)) in rows.items():
         print(
             f"{name:<12} {mib:6.0f} -> {mib_after:6.0f} MiB  {fds:4} -> {fds_after:4} descriptors"
         )
+    print(f"before: {soak.books_before}; after: {soak.books_after}")
     print(f"answers {sum(soak.answers.values())}: {dict(soak.answers)}")
     print(f"processes killed {sum(soak.kills.values())}: {dict(soak.kills)}")
     print(f"leaks: {leaks or 'none'}")
-    return 1 if leaks else 0
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 Both servers are up at once and loaded in turn, so that each pair sees the same machine.
     python -m benchmarks.throughput --model mid-chat --streams 1 8 32 --pairs 10
+
+With `--adapters 8` requests name the base and eight adapters in turn, on both sides.
 """
 
 import argparse
 import asyncio
 import copy
+import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import yaml
 
 from benchmarks import load, report, servers
+from benchmarks.adapters import RANK, make_adapters
 from deployments import plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,8 +32,9 @@ ENGINE_ARGS: dict[str, Any] = {
 }
 
 
-def graph_config(model: str, port: int, threads: int | None = None) -> dict[str, Any]:
-    """The shipped configuration with one chat model in a budget that holds it."""
+def graph_config(model: str, port: int, **more: Any) -> dict[str, Any]:
+    """The shipped configuration with one chat model, and `more` of it, in a budget that holds
+    it."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config = copy.deepcopy(config)
     config["http_options"]["port"] = port
@@ -37,9 +42,7 @@ def graph_config(model: str, port: int, threads: int | None = None) -> dict[str,
     table = config["applications"][0]["deployments"][0]["user_config"]
     table["arbiter"]["arenas"] = {"cpu": "6 GiB", "host": "4 GiB"}
     chat = table["capabilities"]["chat"]
-    chat["models"] = {model: {"source": f"made:{model}", "engine_args": dict(ENGINE_ARGS)}}
-    if threads is not None:
-        chat["models"][model]["threads"] = threads
+    chat["models"] = {model: {"source": f"made:{model}", "engine_args": ENGINE_ARGS, **more}}
     chat["keep_warm_s"], chat["downscale_to_zero_s"] = -1, 3600
     table["capabilities"] = {"chat": chat}
     return config
@@ -53,7 +56,7 @@ async def pairs(ours: str, theirs: str, args: argparse.Namespace, streams: int) 
         for url in order:
             run = await load.closed_loop(
                 url,
-                args.model,
+                [args.model, *(f"m{n}" for n in range(args.adapters))],
                 streams=streams,
                 requests=max(streams * args.rounds, 4),
                 tokens=args.tokens,
@@ -73,11 +76,36 @@ async def pairs(ours: str, theirs: str, args: argparse.Namespace, streams: int) 
     }
 
 
-def our_side(args: argparse.Namespace, path: str) -> AbstractContextManager[str]:
+def our_side(args: argparse.Namespace, path: str, folder: str) -> AbstractContextManager[str]:
+    more: dict[str, Any] = {} if args.threads is None else {"threads": args.threads}
     if args.transport == "alone":
-        more = {} if args.threads is None else {"threads": args.threads}
         return servers.engine_alone(path, args.model, ENGINE_ARGS, **more)
-    return servers.our_graph(graph_config(args.model, 18_400, args.threads), args.transport)
+    if args.adapters:
+        more["adapters"] = {"folder": folder, "slots": args.adapters, "max_rank": RANK}
+    return servers.our_graph(graph_config(args.model, 18_400, **more), args.transport)
+
+
+def their_side(args: argparse.Namespace, path: str, folder: str) -> AbstractContextManager[str]:
+    names = [f"m{n}" for n in range(args.adapters)]
+    lora = {
+        "enable_lora": True,
+        "max_loras": args.adapters,
+        "max_cpu_loras": 2 * args.adapters,
+        "max_lora_rank": RANK,
+        "lora_modules": [f"{name}={folder}/{name}" for name in names],
+    }
+    return servers.bare_vllm(path, args.model, ENGINE_ARGS | (lora if names else {}), 18_401)
+
+
+def compared(args: argparse.Namespace, path: str, folder: str) -> dict[str, Any]:
+    figures = {}
+    with our_side(args, path, folder) as ours, their_side(args, path, folder) as theirs:
+        for streams in args.streams:
+            row = asyncio.run(pairs(ours, theirs, args, streams))
+            figures[f"streams_{streams}"] = row
+            print(f"{streams:>3} streams: throughput {row['throughput_ratio']} of vllm serve,")
+            print(f"             first token {row['ttft_ratio']} of vllm serve", flush=True)
+    return figures
 
 
 def main() -> None:
@@ -90,22 +118,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     ways = [*sorted(servers.TRANSPORTS), "alone"]
     parser.add_argument("--transport", choices=ways, default="default", help="alone: no graph")
+    parser.add_argument("--adapters", type=int, default=0, help="mixed with the base")
     parser.add_argument("--threads", type=int, help="of our engine that compute; default: its own")
     args = parser.parse_args()
     figures: dict[str, Any] = {"model": args.model, "transport": args.transport}
     path = plan.resolve(f"made:{args.model}")
-    with (
-        our_side(args, path) as ours,
-        servers.bare_vllm(path, args.model, ENGINE_ARGS, 18_401) as theirs,
-    ):
-        for streams in args.streams:
-            row = asyncio.run(pairs(ours, theirs, args, streams))
-            figures[f"streams_{streams}"] = row
-            print(f"{streams:>3} streams: throughput {row['throughput_ratio']} of vllm serve,")
-            print(f"             first token {row['ttft_ratio']} of vllm serve")
+    with tempfile.TemporaryDirectory() as folder:
+        make_adapters(Path(folder), path, args.adapters)
+        figures |= compared(args, path, folder)
     label = [args.model, *([] if args.transport == "default" else [args.transport])]
     if args.streams != STREAMS:
         label.append("-".join(map(str, args.streams)))
+    if args.adapters:
+        label.append(f"{args.adapters}-adapters")
     if args.threads is not None:
         label.append(f"{args.threads}-threads")
     report.write("throughput", figures, args.seed, label="_".join(label))
