@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from arbiter.events import DeviceBytes, DeviceKind, DeviceReading, DeviceSpec, EngineReading
 from arbiter.node import proc
+from arbiter.node.rollups import Rollups
 from arbiter.units import Bytes, DeviceId, NodeId, TicketId
 
 
@@ -44,6 +45,7 @@ class NodeProbe:
         self._node = node
         self._gpus = gpus
         self._totals = gpus.totals()
+        self._rollups = Rollups()
         self._baseline: dict[int, int] = {}  # last used bytes of a GPU while no engine was on it
 
     def inventory(self) -> tuple[DeviceSpec, ...]:
@@ -59,7 +61,8 @@ class NodeProbe:
 
     def read(self, trees: list[Tree]) -> Readings:
         """Takes milliseconds per engine: call it from a thread."""
-        memories = {tree.ticket: proc.memory(tree.pids) for tree in trees}
+        memories = {tree.ticket: proc.memory(tree.pids, self._rollups.of) for tree in trees}
+        self._rollups.keep(pid for tree in trees for pid in tree.pids)
         measured = {ticket: self._ram_part(m) for ticket, m in memories.items()}
         devices = [self._ram(memories)] if self._totals else self._ram_pair(memories)
         for index in range(len(self._totals)):

@@ -3,7 +3,7 @@ process says of itself.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,26 +127,7 @@ def descend(leads: Iterable[int], everything: dict[int, Process]) -> set[int]:
     return {pid for pid in found if everything[pid].alive}
 
 
-def memory(pids: Iterable[int]) -> Memory:
-    """Private pages of the processes, plus the shared memory they hold. Pages shared with the
-    process they were forked from are nobody's, so a fork costs what it writes."""
-    private_bytes = shared_bytes = 0
-    files: dict[tuple[int, int], tuple[str, int]] = {}
-    for pid in pids:
-        rollup = _rollup(pid)
-        shmem_bytes = rollup.get("Pss_Shmem", 0)
-        private = sum(v for k, v in rollup.items() if k.startswith("Private_"))
-        private_bytes += max(0, private - shmem_bytes)
-        shared_bytes += shmem_bytes
-        files |= {key: (name, size) for key, name, size in _memory_files(pid)}
-    host_bytes = sum(size for name, size in files.values() if name.startswith(HOST_COPY))
-    file_bytes = sum(size for _, size in files.values()) - host_bytes
-    # Shared pages are seen mapped (Pss) or held open (blocks), often both: the larger counts.
-    held_bytes = max(file_bytes, shared_bytes - host_bytes)
-    return Memory(Bytes(private_bytes + held_bytes), Bytes(host_bytes))
-
-
-def _rollup(pid: int) -> dict[str, int]:
+def rollup(pid: int) -> dict[str, int]:
     """Sums over all mappings of one process, in bytes; empty when it just went, or when
     it is another user's (a setuid helper): what cannot be read stays foreign."""
     try:
@@ -155,6 +136,26 @@ def _rollup(pid: int) -> dict[str, int]:
         return {}
     pairs = (line.split(":", 1) for line in text.splitlines()[1:])
     return {key: int(value.split()[0]) * KIB for key, value in pairs}
+
+
+def memory(pids: Iterable[int], read: Callable[[int], dict[str, int]] = rollup) -> Memory:
+    """Private pages of the processes, plus the shared memory they hold. Pages shared with the
+    process they were forked from are nobody's, so a fork costs what it writes.
+    `read` may know a rollup already."""
+    private_bytes = shared_bytes = 0
+    files: dict[tuple[int, int], tuple[str, int]] = {}
+    for pid in pids:
+        sums = read(pid)
+        shmem_bytes = sums.get("Pss_Shmem", 0)
+        private = sum(v for k, v in sums.items() if k.startswith("Private_"))
+        private_bytes += max(0, private - shmem_bytes)
+        shared_bytes += shmem_bytes
+        files |= {key: (name, size) for key, name, size in _memory_files(pid)}
+    host_bytes = sum(size for name, size in files.values() if name.startswith(HOST_COPY))
+    file_bytes = sum(size for _, size in files.values()) - host_bytes
+    # Shared pages are seen mapped (Pss) or held open (blocks), often both: the larger counts.
+    held_bytes = max(file_bytes, shared_bytes - host_bytes)
+    return Memory(Bytes(private_bytes + held_bytes), Bytes(host_bytes))
 
 
 def _memory_files(pid: int) -> Iterator[tuple[tuple[int, int], str, int]]:
