@@ -59,6 +59,7 @@ class Slot:
     last_end_ns: int = field(default_factory=time.monotonic_ns)
     attempt: int = 1
     files: tuple[tuple[str | int, ...], ...] = ()  # of its model when it was loaded; see freshness
+    contents: str = ""  # a hash of what lay in them
     watched: asyncio.Task[None] | None = None  # that they are still those
     uses_count: int = 0
     predicted: Span = Span(0)  # how long its load or wake takes, as said with the grant; 0: unknown
