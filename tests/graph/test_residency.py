@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import urllib.request
 from typing import Any
 
 import pytest
@@ -11,13 +12,25 @@ from openai import OpenAI
 from deployments.front import keys
 from tests.graph.conftest import BIN, Graph, until
 
-CHAT = "tiny-chat"
+CHAT, EMBEDDING = "tiny-chat", "all-minilm-l6-v2"
+
+
+def key(graph: Graph) -> str:
+    """The one that was made at the first start."""
+    path = keys.keys_path(None, graph.table["arbiter"]["state_file"])
+    return keys.first_key_path(path).read_text().strip()
+
+
+def send(graph: Graph, method: str, path: str, body: object) -> Any:
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key(graph)}"}
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(graph.url + path, data, headers, method=method)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
 
 
 def said(graph: Graph, *words: str) -> Any:
-    path = keys.keys_path(None, graph.table["arbiter"]["state_file"])
-    token = keys.first_key_path(path).read_text().strip()
-    env = os.environ | {"ARBITER_KEY": token, "ARBITER_URL": graph.url}
+    env = os.environ | {"ARBITER_KEY": key(graph), "ARBITER_URL": graph.url}
     done = subprocess.run(
         [BIN / "arbiter", *words, "--json"],
         env=env, capture_output=True, text=True, timeout=60, check=True,
@@ -25,8 +38,8 @@ def said(graph: Graph, *words: str) -> Any:
     return json.loads(done.stdout)
 
 
-def level(graph: Graph) -> str:
-    return str(said(graph, "residency")[CHAT]["level"])
+def level(graph: Graph, model: str = CHAT) -> str:
+    return str(said(graph, "residency")[model]["level"])
 
 
 @pytest.mark.spec("D8")
@@ -37,3 +50,23 @@ def test_a_model_is_loaded_and_unloaded_by_hand(graph: Graph, client: OpenAI) ->
     until(lambda: said(graph, "unload", CHAT) and level(graph) == "cold", 30, "it is gone")
     hello = [{"role": "user", "content": "Who holds the memory?"}]
     assert client.chat.completions.create(model=CHAT, messages=hello, max_tokens=2).choices  # type: ignore[arg-type]
+
+
+@pytest.mark.spec("D8", "C5")
+def test_a_floor_and_pressure_set_over_http_move_models(graph: Graph, client: OpenAI) -> None:
+    """Pressure takes what is idle and is not text; a floor brings a model in and lets it go."""
+    try:
+        said = send(graph, "PUT", f"/arbiter/residency/{CHAT}", {"floor": "device"})
+        assert said == {"model": CHAT, "floor": "device"}
+        until(lambda: level(graph) == "device", 60, "the floor has brought it in")
+        client.embeddings.create(model=EMBEDDING, input="Who holds the memory?")
+        until(lambda: level(graph, EMBEDDING) == "device", 30, "embeddings are beside it")
+        node = {"where": graph.node, "level": "critical", "term_s": 60}
+        assert send(graph, "POST", "/arbiter/pressure", node)["level"] == "critical"
+        until(lambda: level(graph, EMBEDDING) == "cold", 30, "pressure has taken what was idle")
+        assert level(graph) == "device"
+    finally:
+        calm = {"where": graph.node, "level": "nominal"}
+        send(graph, "POST", "/arbiter/pressure", calm)
+        send(graph, "PUT", f"/arbiter/residency/{CHAT}", {"floor": "cold"})
+    until(lambda: level(graph) == "cold", 30, "without its floor it has gone")

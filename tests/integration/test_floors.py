@@ -1,25 +1,18 @@
 """Managed from outside, and removal, on a real cluster."""
 
 import asyncio
-from typing import Any
+import sqlite3
+from pathlib import Path
 
 import pytest
 
-from arbiter.client import call_arbiter, subscribe
+from arbiter.client import call_arbiter
 from arbiter.errors import NotResident, UnknownModel
 from arbiter.events import Floor
 from deployments import boot
-from tests.support.desk import WITHIN_S, capability, desk, model
+from tests.support.desk import WITHIN_S, capability, desk, first, model
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-async def first(kind: str, after: int) -> dict[str, Any]:
-    async with asyncio.timeout(WITHIN_S):
-        async for event in subscribe(after):
-            if event["kind"] == kind:
-                return event
-    raise AssertionError("a subscription does not end")
 
 
 @pytest.mark.spec("D2", "D8", "J7")
@@ -56,3 +49,36 @@ async def test_a_removed_model_leaves_the_device_the_host_and_what_was_learned()
         with pytest.raises(UnknownModel):
             await holder.ask.remote("a")
         assert await holder.ask.remote("b") == 200
+
+
+def learned(state_file: Path) -> set[str]:
+    """Models of which the state file says something."""
+    with sqlite3.connect(f"file:{state_file}?mode=ro", uri=True) as db:
+        return {row[0] for row in db.execute("SELECT model FROM learned_rows")}
+
+
+async def is_learned(state_file: Path, of: set[str]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while learned(state_file) != of:
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.spec("D9")
+async def test_a_model_removed_while_it_sleeps_leaves_the_host_and_the_state_file() -> None:
+    async with desk({"chat": capability(a=model(200), b=model(200))}) as d:
+        holder = d.holder()
+        for name in ("a", "b"):
+            assert await holder.ask.remote(name) == 200
+        await d.until(lambda s: any(t["state"] == "asleep" for t in s["tickets"]))
+        file = Path(d.table.arbiter.state_file or "")
+        await is_learned(file, {"a", "b"})
+        seen = (await d.state())["sequence"]
+        table = d.table.model_dump(mode="json", exclude_defaults=True)
+        del table["capabilities"]["chat"]["models"]["a"]
+        await call_arbiter("configure", boot.configuration(type(d.table).model_validate(table)))
+        assert (await first("model_removed", seen))["model"] == "a"
+        state = await d.until(lambda s: len(s["tickets"]) == 1)
+        host = next(x for x in state["devices"] if x["device"].endswith("/host"))
+        assert state["tickets"][0]["model"] == "b" and host["charged_bytes"] == 0
+        await is_learned(file, {"b"})
+        await d.books_are_true()

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from arbiter import rays, wire
-from arbiter.client import call_arbiter, find_arbiter, start_arbiter, stop_arbiter
+from arbiter.client import call_arbiter, find_arbiter, start_arbiter, stop_arbiter, subscribe
 from arbiter.errors import ArbiterUnavailable, RequestError
 from arbiter.node.proc import process, processes
 from arbiter.units import MIB
@@ -237,6 +237,15 @@ async def gone(pid: int, within_s: float = WITHIN_S) -> None:
     async with asyncio.timeout(within_s):
         while (found := process(pid)) is not None and found.alive:
             await asyncio.sleep(0.01)
+
+
+async def first(kind: str, after: int = 0) -> wire.Plain:
+    """The first event of a kind after a sequence number, once there is one."""
+    async with asyncio.timeout(WITHIN_S):
+        async for event in subscribe(after):
+            if event["kind"] == kind:
+                return dict(event)
+    raise AssertionError("a subscription does not end")
 
 
 @contextlib.asynccontextmanager

@@ -133,4 +133,15 @@ def test_a_guess_that_nobody_used_has_no_minimum_residency() -> None:
     use(d, 10)
     d.ask(11, "a2", 30, model="a")
     d.at(41, ev.Loaded(TicketId("a2"), seconds(30)))
-    assert [r[:2] for r in revoked(d.ask(41.1, "b", 60))] == [("a2", "swap")]
+    asked = d.ask(41.1, "b", 60, priority=ev.Priority.BATCH)  # no more urgent than a guess is
+    assert [r[:2] for r in revoked(asked)] == [("a2", "swap")]
+
+
+def test_a_guess_that_was_used_has_its_minimum_residency() -> None:
+    d = desk()
+    use(d, 10)
+    d.ask(11, "a2", 30, model="a")
+    d.at(41, ev.Loaded(TicketId("a2"), seconds(30)))
+    d.beat(41.1, "a2", inflight=1)
+    d.beat(41.2, "a2")
+    assert revoked(d.ask(41.3, "b", 60, priority=ev.Priority.BATCH)) == []
