@@ -1,8 +1,8 @@
 """From one configured model to what a replica needs to load it: entry, engine config, need.
 
 Estimates here are what can be known before any load (SPEC A17): an explicit need, else the sum of
-the tensors in the safetensors headers plus the engine's own overhead. What was measured in earlier
-loads is the arbiter's to add.
+the tensors in the safetensors headers, else a guess from sizes or the name, plus the engine's own
+overhead. What was measured in earlier loads is the arbiter's to add.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from arbiter.events import Need
+from arbiter.rules import estimates
 from arbiter.units import MIB, Bytes
 from deployments import headers
 from deployments.config import CapabilityConfig, ConfigError, ModelConfig, parse_size
@@ -198,12 +199,24 @@ def _adapter_bytes(path: str, model: ModelConfig) -> int:
     return 2 * slots * slot_size(path, model.adapters.max_rank)
 
 
-def weights_bytes(folder: Path) -> Bytes:
-    """Sum of all tensors in the folder's safetensors headers; raises ConfigError when none."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder}: no .safetensors here; give the model a `need`")
+def weights_bytes(source: Path) -> Bytes:
+    """Sum of all tensors in the folder's safetensors headers; where there are none a guess. Raises
+    ConfigError when there is nothing to guess from, or a header is broken."""
+    files = sorted(source.glob("*.safetensors"))
     try:
-        return Bytes(sum(t.size_bytes for file in files for t in headers.read(file).values()))
+        if files:
+            return Bytes(sum(t.size_bytes for file in files for t in headers.read(file).values()))
     except headers.BadHeader as error:
         raise ConfigError(str(error)) from error
+    guess = estimates.of_files(_file_sizes(source)) or estimates.of_name(str(source))
+    if guess is None:
+        raise ConfigError(f"{source}: no .safetensors here; give the model a `need`")
+    return guess
+
+
+def _file_sizes(source: Path) -> dict[str, int]:
+    """Of a model in one file, or in folders of a folder; empty for a hub id."""
+    if source.is_file():
+        return {source.name: source.stat().st_size}
+    found = (path for path in source.rglob("*") if path.is_file())
+    return {str(path.relative_to(source)): path.stat().st_size for path in found}

@@ -4,8 +4,13 @@ Order: explicit, else the learned peak of an earlier load of the same model unde
 settings, else what the holder computed from its files and the overhead that models of its
 capability were seen to have beyond that. A learned peak above an explicit value wins. After a load
 that failed for memory the next one asks for more, until one succeeds.
+
+A holder computes from the headers of the files, which say every tensor's size; where there are
+none it guesses: from the sizes of the files, else from the number of parameters in the name.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +18,45 @@ from arbiter.events import Need
 from arbiter.rules.predictor import Predictor
 from arbiter.settings import Settings
 from arbiter.units import Bytes, Span
+
+# Percent of a file's size that its weights take once loaded (SPEC A17): a GGUF file is used as it
+# lies there, safetensors without a readable header may be cast or lie there in several variants.
+ON_DEVICE_PERCENT = {".gguf": 110, ".safetensors": 130}
+
+# `8B`, `0.5b`, `8x7B`, `135M`; not the `A3B` of experts in use, nor a letter of a longer word.
+_PARAMETERS = re.compile(
+    r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE
+)
+# Words of a name that say how many bits a parameter takes; without one they are 16.
+_BITS = {"fp32": 32, "fp8": 8, "int8": 8, "8bit": 8, "w8a8": 8, "awq": 4, "gptq": 4, "int4": 4,
+         "4bit": 4, "nvfp4": 4, "mxfp4": 4}  # fmt: skip
+_SCALES_PERCENT = 112  # of 4 and 8 bits: scales and zero points, a half for each 32 parameters
+
+
+def of_files(sizes: Mapping[str, int]) -> Bytes | None:
+    """Bytes of weights on a device, from names and sizes of files; None when none is known."""
+    known = [
+        size * percent
+        for name, size in sizes.items()
+        for ending, percent in ON_DEVICE_PERCENT.items()
+        if name.lower().endswith(ending)
+    ]
+    return Bytes(sum(known) // 100) if known else None
+
+
+def of_name(name: str) -> Bytes | None:
+    """From the number of parameters in a model's name, as in `org/Qwen3-0.6B-FP8`; None when it has
+    none. Of several the largest: a draft of 1B for 70B is no model of 1B."""
+    found = [
+        int(many or 1) * float(number) * (1e9 if unit in "bB" else 1e6)
+        for many, number, unit in _PARAMETERS.findall(name)
+    ]
+    if not found:
+        return None
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    bits = min((_BITS[word] for word in words if word in _BITS), default=16)
+    percent = _SCALES_PERCENT if bits < 16 else 100
+    return Bytes(round(max(found) * bits / 8 * percent / 100))
 
 
 class ModelKey(NamedTuple):

@@ -40,6 +40,19 @@ def test_a_folder_without_tensors_asks_for_a_need(tmp_path: Path) -> None:
         plan.weights_bytes(tmp_path)
 
 
+@pytest.mark.spec("A17")
+def test_without_headers_weights_are_guessed_from_the_files_and_then_from_the_name(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "toy-2B-int8"
+    (folder / "unet").mkdir(parents=True)
+    assert plan.weights_bytes(folder) == plan.weights_bytes(Path("org/toy-2B-int8")) == 2.24e9
+    (folder / "unet" / "model.safetensors").write_bytes(bytes(1000))
+    assert plan.weights_bytes(folder) == 1300
+    (tmp_path / "toy.gguf").write_bytes(bytes(1000))
+    assert plan.weights_bytes(tmp_path / "toy.gguf") == 1100
+
+
 def test_a_header_longer_than_the_format_allows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", 1 << 60))
     with pytest.raises(ConfigError, match="not a safetensors file"):
