@@ -185,6 +185,9 @@ class ModelCoolingDown(RequestError):
         return f"{self.model} failed to load ({self.cause}); next try in {self.retry_after_s:.0f} s"
 
 
+ENGINE_DIED = "the engine died while loading"  # the cause of a load that ended without a word
+
+
 class LoadFailed(RequestError):
     status_code, code = 503, "load_failed"
     retry_after_s = 2.0  # the first cool-down; a longer one is told to who comes too early

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from arbiter.errors import EngineLost
+from arbiter.errors import ENGINE_DIED, EngineLost
 from arbiter.units import Span, TicketId, seconds
 from deployments.wire import Head
 
@@ -145,5 +145,5 @@ def why(error: Exception, after_s: float) -> tuple[str, bool]:
     if isinstance(error, TimeoutError):
         return f"not loaded after {after_s:.0f} s", False
     if isinstance(error, EngineLost):
-        return "the engine died while loading", False
+        return ENGINE_DIED, False
     return str(error), False

@@ -21,7 +21,14 @@ from arbiter import events as ev
 from arbiter import wire
 from arbiter.client import HolderClient
 from arbiter.decisions import Reason, Tier
-from arbiter.errors import DeadlineUnmet, EngineLost, LoadFailed, RequestError, TicketClosed
+from arbiter.errors import (
+    ENGINE_DIED,
+    DeadlineUnmet,
+    EngineLost,
+    LoadFailed,
+    RequestError,
+    TicketClosed,
+)
 from arbiter.node.zygotes import ZygoteError
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
 from deployments import freshness, liveness
@@ -191,12 +198,13 @@ class Residency:
             self._close(slot, Reason.FAILED, failed)
 
     async def _bring(self, slot: Slot) -> None:
-        """QUEUED -> RESIDENT, with one more try after a failure for memory."""
+        """QUEUED -> RESIDENT, with one more try after a failure for memory, and after a death
+        without a word."""
         try:
             try:
                 await self._load(slot)
             except LoadFailed as failed:
-                if not failed.out_of_memory:
+                if not failed.out_of_memory and failed.cause != ENGINE_DIED:
                     raise
                 slot.ticket, slot.attempt, slot.life = new_ticket(slot.model), 2, Life.QUEUED
                 await self._load(slot)

@@ -2,14 +2,12 @@
 
 from arbiter import events as ev
 from arbiter.decisions import Reason, Reload
-from arbiter.errors import LoadFailed, TicketClosed
+from arbiter.errors import ENGINE_DIED, LoadFailed, TicketClosed
 from arbiter.ledger import Entry, State
 from arbiter.rules.budget import share
 from arbiter.rules.mind import Displaced, DisplacedKey, Failure, Mind, model_label
 from arbiter.rules.reclaim import charged, reclaim, take
 from arbiter.units import Bytes, HolderId, Span, after, since
-
-DIED = "the engine died while loading"
 
 
 def loaded(mind: Mind, entry: Entry, took: Span, *, verified: bool = True) -> None:
@@ -54,18 +52,24 @@ def broke(mind: Mind, entry: Entry, cause: str, out_of_memory: bool) -> None:
 
 
 def learn_failure(mind: Mind, entry: Entry, cause: str, out_of_memory: bool) -> None:
-    """A first failure for memory may be tried again at once with a corrected estimate; any other
-    cools the model down and answers everybody who waits for it."""
+    """A first failure for memory may be tried again at once with a corrected estimate, and a first
+    death without a word as it was: somebody may have killed it. Any other cools the model down and
+    answers everybody who waits for it."""
     mind.tell("load_failed", entry, cause=cause, out_of_memory=out_of_memory)
     if out_of_memory:
         held = Bytes(max(entry.home_bytes, entry.at_home_bytes))
         mind.estimates.ran_out(mind.key_of(entry), held)
-    if out_of_memory and entry.attempt == 1:
-        mind.failures.pop((entry.capability, entry.model), None)
+        if entry.attempt == 1:
+            mind.failures.pop((entry.capability, entry.model), None)
+    if entry.attempt == 1 and (out_of_memory or cause == ENGINE_DIED):
         _restore_later(mind, (entry.holder, entry.model))
         return
     _cool_down(mind, entry, cause)
-    refuse_waiters(mind, entry, LoadFailed(entry.model, cause, out_of_memory))
+    _give_up(mind, entry, LoadFailed(entry.model, cause, out_of_memory))
+
+
+def _give_up(mind: Mind, entry: Entry, error: LoadFailed) -> None:
+    refuse_waiters(mind, entry, error)
     restore(mind, (entry.holder, entry.model))
 
 
@@ -81,6 +85,9 @@ def told_why(mind: Mind, event: ev.LoadBroke) -> None:
         del mind.failures[(entry.capability, entry.model)]
     elif failure:
         failure.cause = event.cause
+    elif not event.out_of_memory and event.cause != ENGINE_DIED:  # it was not killed from outside
+        _cool_down(mind, entry, event.cause)
+        _give_up(mind, entry, LoadFailed(entry.model, event.cause, False))
 
 
 def refuse_waiters(mind: Mind, failed: Entry, error: LoadFailed) -> None:

@@ -6,11 +6,12 @@ taken: its agent sends the next one only when the last was received.
 
 from arbiter import events as ev
 from arbiter.decisions import Reap, Reason
+from arbiter.errors import ENGINE_DIED
 from arbiter.ledger import CHARGED, Book, Entry, Sizes, State
 from arbiter.rules import pressure
 from arbiter.rules.budget import beyond, foreign_in_budget, lendable, shared_scratch
 from arbiter.rules.eviction import confirm_sleep, doubt_sleeper
-from arbiter.rules.loads import DIED, learn_failure
+from arbiter.rules.loads import learn_failure
 from arbiter.rules.mind import Mind, Node, Unclaimed
 from arbiter.rules.reclaim import gone, reclaim
 from arbiter.units import Bytes, DeviceId, NodeId, TicketId, after, since
@@ -97,7 +98,7 @@ def engine_gone(mind: Mind, event: ev.EngineGone) -> None:
 def _died_loading(mind: Mind, entry: Entry) -> None:
     """Its holder's account of why may still come."""
     reclaim(mind, entry, Reason.FAILED)
-    learn_failure(mind, entry, DIED, out_of_memory=False)
+    learn_failure(mind, entry, ENGINE_DIED, out_of_memory=False)
     mind.broken_loads[entry.ticket] = entry
     if len(mind.broken_loads) > mind.settings.remembered_count:
         mind.broken_loads.popitem(last=False)
