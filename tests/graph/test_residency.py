@@ -21,9 +21,9 @@ def key(graph: Graph) -> str:
     return keys.first_key_path(path).read_text().strip()
 
 
-def send(graph: Graph, method: str, path: str, body: object) -> Any:
+def send(graph: Graph, method: str, path: str, body: object = None) -> Any:
     headers = {"content-type": "application/json", "authorization": f"Bearer {key(graph)}"}
-    data = json.dumps(body).encode()
+    data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(graph.url + path, data, headers, method=method)
     with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)
@@ -39,13 +39,14 @@ def said(graph: Graph, *words: str) -> Any:
 
 
 def level(graph: Graph, model: str = CHAT) -> str:
-    return str(said(graph, "residency")[model]["level"])
+    return str(send(graph, "GET", "/arbiter/residency")["models"][model]["level"])
 
 
 @pytest.mark.spec("D8")
 def test_a_model_is_loaded_and_unloaded_by_hand(graph: Graph, client: OpenAI) -> None:
     """With nobody asking for it, and from zero replicas if that is what there is."""
     said(graph, "load", CHAT)
+    assert CHAT in said(graph, "residency")
     until(lambda: level(graph) == "device", 60, "it is resident")
     until(lambda: said(graph, "unload", CHAT) and level(graph) == "cold", 30, "it is gone")
     hello = [{"role": "user", "content": "Who holds the memory?"}]
@@ -65,6 +66,8 @@ def test_a_floor_and_pressure_set_over_http_move_models(graph: Graph, client: Op
         assert send(graph, "POST", "/arbiter/pressure", node)["level"] == "critical"
         until(lambda: level(graph, EMBEDDING) == "cold", 30, "pressure has taken what was idle")
         assert level(graph) == "device"
+        left = [e for e in graph.events() if e["kind"] == "model_unload"][-1]
+        assert (left["model"], left["reason"]) == (EMBEDDING, "pressure")
     finally:
         calm = {"where": graph.node, "level": "nominal"}
         send(graph, "POST", "/arbiter/pressure", calm)
