@@ -199,10 +199,17 @@ class HolderClient:
     async def spawn(self, ticket: TicketId, spec: wire.SpawnSpec) -> str:
         """Socket path of the ticket's engine. Waits for a node agent that restarts; bound it.
         Raises TicketClosed when the arbiter has had the ticket reaped, ZygoteError."""
+        return await self._opened("spawn", ticket, spec)
+
+    async def respawn(self, ticket: TicketId, spec: wire.SpawnSpec) -> str:
+        """As `spawn`, in the place of the process that the ticket has."""
+        return await self._opened("respawn", ticket, spec)
+
+    async def _opened(self, how: str, ticket: TicketId, spec: wire.SpawnSpec) -> str:
         while True:
             try:
                 agent = await self._own_agent()
-                path: str = await agent.call("spawn", ticket, spec)
+                path: str = await agent.call(how, ticket, spec)
                 return path
             except (calls.LineBroken, LookupError, RayError):
                 self._agent = None

@@ -94,6 +94,7 @@ class Entry:
     settles: bool = False  # its floor was lowered: it goes down to it once it is idle
     grows_bytes: Bytes = Bytes(0)  # wanted on top of what it has; waits for room
     grows_by: Instant = Instant(0)
+    grown_bytes: Bytes = Bytes(0)  # granted beyond what it was loaded with
 
     lease: LeaseTerms | None = None  # its holder is a process outside Serve
     lease_ends: Instant = Instant(0)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ray import serve
 
 from arbiter.errors import RequestError
-from deployments import wire
+from deployments import growing, wire
 from deployments.arriving import arriving, is_at_hand
 from deployments.pace import Pace
 from deployments.residency import Residency
@@ -75,6 +75,21 @@ class Capability:
                 yield wire.Whole(*wire.refusal(error))
 
     async def _served(
+        self, call: wire.Call
+    ) -> AsyncGenerator[wire.Progress | wire.Head | bytes, None]:
+        """Grown first, and asked once more, where the engine could do it with more memory (SPEC
+        A14). Raises RequestError."""
+        for may_grow in (True, False):
+            async with aclosing(self._asked(call)) as parts:
+                async for part in parts:
+                    if may_grow and growing.asks_for_more(part):
+                        break
+                    yield part
+                else:
+                    return
+            await self._residency.grow(call.model)
+
+    async def _asked(
         self, call: wire.Call
     ) -> AsyncGenerator[wire.Progress | wire.Head | bytes, None]:
         """The model is made resident, then its engine answers. Raises RequestError."""

@@ -180,6 +180,9 @@ class AdaptersConfig(Strict):
 class ModelConfig(Strict):
     source: str  # `made:NAME` (models/make_models.py), `package:NAME`, a folder, or a hub id
     engine_args: dict[str, Any] = {}
+    # SPEC A14: arguments that take the place of these while it is grown, which it is when a request
+    # needs more than it has. Its engine is started anew for that, and idle models make room.
+    grow_to: dict[str, Any] = {}
     chat_template: str | None = None  # a Jinja file or the template itself; default: the model's
     thinking: bool | None = None  # `enable_thinking` of its template where a request says nothing
     defaults: dict[str, Any] = {}  # request fields where a request says nothing

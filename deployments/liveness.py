@@ -34,9 +34,10 @@ async def watch(slot: Slot, close: Close) -> None:
             async with asyncio.timeout(HUNG_S):
                 await link.health()
         except EngineLost:
-            return  # the lifeline says so as well
+            if slot.link is link:
+                return  # the lifeline says so as well
         except (TimeoutError, LoadRefused) as error:
-            if slot.life in (Life.RESIDENT, Life.DRAINING):
+            if slot.link is link and slot.life in (Life.RESIDENT, Life.DRAINING):
                 logger.warning("the engine of %s does not serve: %r", slot.ticket, error)
                 return close(slot, Reason.LOST)
 

@@ -10,11 +10,11 @@ import importlib.util
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from arbiter.events import Need
+from arbiter.events import DeviceBytes, Need, Split
 from arbiter.rules import estimates
 from arbiter.units import MIB, Bytes
 from deployments import headers
@@ -31,6 +31,7 @@ class EngineKind:
     working_bytes: Bytes  # activations and buffers under traffic, KV cache apart
     takes_turns: bool = False  # computes under a dispatch lock where the model names one
     program: str = ""  # has to be on the PATH
+    split: Split = Split.NONE  # over several devices, where one is too small (SPEC B5)
 
 
 # One line per engine library; a new one is this line and its file. The bytes are what the node
@@ -41,6 +42,7 @@ ENGINES: dict[str, EngineKind] = {
         ("deployments.engines.vllm_preload",),
         context_bytes=Bytes(100 * MIB),
         working_bytes=Bytes(96 * MIB),
+        split=Split.EQUAL,  # tensor parallel
     ),
     "sentence_transformers": EngineKind(
         "deployments.engines.sentence_transformers_engine:build",
@@ -48,6 +50,7 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(56 * MIB),
         working_bytes=Bytes(32 * MIB),
         takes_turns=True,
+        split=Split.PROPORTIONAL,  # transformers' device_map
     ),
     "llama_server": EngineKind(
         "deployments.engines.llama_server:build",
@@ -69,11 +72,29 @@ class ModelPlan:
     need: Need
     need_is_explicit: bool
     settings_key: str  # same model and engine settings, same key: learned peaks belong to it
+    split: Split = Split.NONE
+    grown: "ModelPlan | None" = None  # the same model with more (SPEC A14); None: it does not grow
 
 
 def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
     """Raises ConfigError when the model's files are not there or the engine is unknown."""
     model = capability.models[name]
+    made = _plan(name, model, capability)
+    if not model.grow_to:
+        return made
+    more = {"engine_args": model.engine_args | model.grow_to, "grow_to": {}}
+    grown = _plan(name, model.model_copy(update=more), capability)
+    config = made.config | {"grows_to": grown.config["engine_args"]}
+    if made.need_is_explicit:
+        kv_bytes = _kv_bytes(model.grow_to) - _kv_bytes(model.engine_args)
+        working = Bytes(made.need.working_bytes + kv_bytes)
+        grown = replace(grown, need=replace(made.need, working_bytes=working))
+    if grown.need.device_bytes <= made.need.device_bytes:
+        raise ConfigError(f"{name}: `grow_to` asks for no more memory than it has")
+    return replace(made, config=config, grown=grown)
+
+
+def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelPlan:
     kind = engine_kind(capability.engine)
     path = resolve(model.source)
     config = {
@@ -92,7 +113,16 @@ def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
         config["adapters"] = adapters(path, model)
     key = hashlib.sha256(json.dumps([kind.entry, config], sort_keys=True).encode()).hexdigest()
     need = model.need.as_need() if model.need else estimate(path, model, kind)
-    return ModelPlan(name, kind.entry, config, need, model.need is not None, key[:16])
+    return ModelPlan(name, kind.entry, config, need, model.need is not None, key[:16], kind.split)
+
+
+def parts(devices: tuple[DeviceBytes, ...]) -> dict[str, Any]:
+    """What an engine is told of a ticket over several GPUs: bytes on each, in the order in which it
+    sees them (arbiter.node.zygotes.equipped)."""
+    gpus = [
+        (int(d.device.rsplit("gpu:", 1)[1]), d.size_bytes) for d in devices if "gpu:" in d.device
+    ]
+    return {"parts": [size for _, size in sorted(gpus)]} if len(gpus) > 1 else {}
 
 
 def engine_kind(engine: str) -> EngineKind:
@@ -180,7 +210,7 @@ def _package_folder(source: str, name: str) -> str:
 def estimate(path: str, model: ModelConfig, kind: EngineKind) -> Need:
     """Header sum plus the engine's overhead."""
     weights = weights_bytes(Path(path))
-    kv_bytes = parse_size(model.engine_args.get("kv_cache_memory_bytes", 0))
+    kv_bytes = _kv_bytes(model.engine_args)
     working = Bytes(kind.working_bytes + kv_bytes + _adapter_bytes(path, model))
     return Need(
         weights_bytes=weights,
@@ -188,6 +218,10 @@ def estimate(path: str, model: ModelConfig, kind: EngineKind) -> Need:
         context_bytes=kind.context_bytes,
         host_bytes=weights if model.can_sleep else Bytes(0),
     )
+
+
+def _kv_bytes(arguments: dict[str, Any]) -> int:
+    return parse_size(arguments.get("kv_cache_memory_bytes", 0))
 
 
 def _adapter_bytes(path: str, model: ModelConfig) -> int:

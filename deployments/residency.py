@@ -31,11 +31,12 @@ from arbiter.errors import (
 )
 from arbiter.node.zygotes import ZygoteError
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
-from deployments import freshness, liveness
+from deployments import freshness, growing, leaving, liveness
 from deployments.chores import Chores, apart
 from deployments.engine_link import EngineLink, LoadRefused, why
+from deployments.plan import parts
 from deployments.plans import Plans
-from deployments.slot import Life, Slot, new_ticket
+from deployments.slot import Life, Opens, Slot, new_ticket
 from deployments.use import Use, one_shot
 from deployments.wire import Head
 
@@ -44,7 +45,6 @@ logger = logging.getLogger("arbiter.residency")
 # A model may go again before this request's turn; a longer chain is a fault that it hears of.
 TURNS = 5
 SAY_S = 1.0  # one message takes 1 ms; an arbiter that is away learns of the end from the agent
-UNLOAD_S = 30.0  # the core's term for an unload; an engine that sleeps slower is ended
 UNDER_WAY = frozenset({Life.QUEUED, Life.LOADING, Life.DRAINING, Life.UNLOADING})
 # A revoke for these reasons takes only what is idle (SPEC A9).
 ONLY_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
@@ -96,6 +96,14 @@ class Residency:
         """One-shot use."""
         return await one_shot(self.use(model), method, path, headers, body)
 
+    async def grow(self, model: str) -> None:
+        """A resident gets what its `grow_to` says (SPEC A14): see deployments.growing."""
+        await growing.grow(self, model)
+
+    async def give_back(self, model: str) -> None:
+        """It is again what it was before it grew."""
+        await growing.give_back(self, model)
+
     def account(self) -> tuple[ev.HeldTicket, ...]:
         return tuple(slot.account() for slot in self._held.values())
 
@@ -105,7 +113,7 @@ class Residency:
         for slot in {*self.slots.values(), *self._held.values()}:
             if slot.work:
                 slot.work.cancel()
-            self._close(slot, Reason.SHUTDOWN)
+            self.end(slot, Reason.SHUTDOWN)
         if self._client:
             await self._client.close()
         await self._chores.done()
@@ -191,11 +199,11 @@ class Residency:
             return
         if ended.cancelled():
             if slot.life in UNDER_WAY:  # not by us
-                self._close(slot, Reason.WITHDRAWN)
+                self.end(slot, Reason.WITHDRAWN)
         elif error := ended.exception():
             logger.error("%s: the work on it failed", slot.ticket, exc_info=error)
             failed = LoadFailed(slot.model, f"{type(error).__name__}: {error}", False)
-            self._close(slot, Reason.FAILED, failed)
+            self.end(slot, Reason.FAILED, failed)
 
     async def _bring(self, slot: Slot) -> None:
         """QUEUED -> RESIDENT, with one more try after a failure for memory, and after a death
@@ -209,10 +217,10 @@ class Residency:
                 slot.ticket, slot.attempt, slot.life = new_ticket(slot.model), 2, Life.QUEUED
                 await self._load(slot)
         except TicketClosed:
-            self._close(slot, Reason.WITHDRAWN)
+            self.end(slot, Reason.WITHDRAWN)
         except RequestError as error:
             logger.warning("%s: %s", slot.ticket, error)
-            self._close(slot, Reason.FAILED, error)
+            self.end(slot, Reason.FAILED, error)
 
     async def _load(self, slot: Slot) -> None:
         granted = await self.client().acquire(slot.asks(self.holder, self.capability))
@@ -220,18 +228,18 @@ class Residency:
         self._hold(slot, granted)
         try:
             async with asyncio.timeout(in_seconds(granted.load_within)):
-                await self._start_engine(slot, granted)
+                await self.start_engine(slot, self.client().spawn)
         except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
             if isinstance(error, TicketClosed):
                 raise
             raise await self._broke(slot, error, time.monotonic() - began) from error
         self._resident(slot, time.monotonic() - began)
 
-    async def _start_engine(self, slot: Slot, granted: wire.Granted) -> None:
+    async def start_engine(self, slot: Slot, opens: Opens) -> None:
         made = slot.plan
-        spec = wire.SpawnSpec(made.entry, made.config, granted.devices)
+        spec = wire.SpawnSpec(made.entry, made.config | parts(slot.devices), slot.devices)
         await freshness.look(slot)
-        path = await self.client().spawn(slot.ticket, spec)
+        path = await opens(slot.ticket, spec)
         slot.link = link = EngineLink(slot.model, slot.ticket, path)
         await link.hold(lambda: self._lost(slot, link))
         await link.ready()
@@ -248,11 +256,11 @@ class Residency:
         """ASLEEP -> RESIDENT under the same ticket."""
         if await freshness.is_stale(slot):
             self._outdated(slot)
-            return self._close(slot, Reason.MANUAL)
+            return self.end(slot, Reason.MANUAL)
         try:
             granted = await self.client().acquire(slot.asks(self.holder, self.capability))
         except TicketClosed:
-            return self._close(slot, Reason.LOST)
+            return self.end(slot, Reason.LOST)
         except RequestError as error:
             slot.life, slot.wanted = Life.ASLEEP, False
             return slot.turn_back(error)
@@ -264,7 +272,7 @@ class Residency:
                 woken = await slot.link.wake()
         except (TimeoutError, LoadRefused, EngineLost) as error:
             failed = await self._broke(slot, error, time.monotonic() - began)
-            return self._close(slot, Reason.FAILED, failed)
+            return self.end(slot, Reason.FAILED, failed)
         self._resident(slot, time.monotonic() - began, woken.verified)
 
     def _hold(self, slot: Slot, granted: wire.Granted) -> None:
@@ -276,7 +284,7 @@ class Residency:
         self.client().tell(ev.Loaded(slot.ticket, seconds(took_s), verified))
         slot.admit()
         if slot.watched is None:
-            slot.watched = apart(liveness.watch_all(slot, self._outdated, self._close))
+            slot.watched = apart(liveness.watch_all(slot, self._outdated, self.end))
 
     # -- going out -----------------------------------------------------------------------------
 
@@ -295,9 +303,11 @@ class Residency:
         is lost this way finds out by itself, and then knows more."""
         if slot.life is Life.LOADING and order.reason is Reason.LOST:
             return
-        if order.barrier == 0:
+        if slot.restarts and order.barrier:
+            self.client().tell(ev.Busy(slot.ticket, 1))
+        elif order.barrier == 0:
             ended = LoadFailed(slot.model, "the arbiter ended its load", False)
-            self._close(slot, order.reason, ended if order.reason is Reason.FAILED else None)
+            self.end(slot, order.reason, ended if order.reason is Reason.FAILED else None)
         elif slot.life is not Life.RESIDENT:
             return  # an order sent twice, or overtaken by what happened here
         elif slot.inflight and order.reason in ONLY_IDLE:
@@ -307,49 +317,31 @@ class Residency:
             self._begin(slot, self._drain(slot, order))
 
     async def _drain(self, slot: Slot, order: wire.RevokeOrder) -> None:
-        """The barrier is up: new requests wait for what comes of it."""
-        try:
-            async with asyncio.timeout(in_seconds(order.barrier)):
-                while slot.inflight:
-                    slot.emptied.clear()
-                    await slot.emptied.wait()
-        except TimeoutError:
-            if slot.inflight:
-                slot.life = Life.RESIDENT
-                self.client().tell(ev.BarrierDropped(slot.ticket, slot.inflight))
-                return slot.admit()
+        if not await leaving.emptied(slot, order.barrier):
+            return leaving.drop_barrier(slot, self.client())
         slot.life = Life.UNLOADING
-        if order.to is Tier.GONE or not await self._fell_asleep(slot):
-            return self._close(slot, order.reason)
+        if order.to is Tier.GONE or not await leaving.fell_asleep(slot):
+            return self.end(slot, order.reason)
         slot.life = Life.ASLEEP
         self.client().tell(ev.Slept(slot.ticket))
         slot.turn_back()
-
-    async def _fell_asleep(self, slot: Slot) -> bool:
-        assert slot.link is not None
-        try:
-            async with asyncio.timeout(UNLOAD_S):
-                await slot.link.sleep()
-        except (TimeoutError, LoadRefused, EngineLost) as error:
-            logger.warning("%s did not fall asleep and goes: %r", slot.ticket, error)
-            return False
-        return True
 
     def _lost(self, slot: Slot, link: EngineLink) -> None:
         """The lifeline broke. A load or wake under way notices by itself."""
         if slot.link is link and slot.life not in (Life.LOADING, Life.CLOSED):
             logger.warning("the engine of %s is gone", slot.ticket)
-            self._close(slot, Reason.LOST)
+            self.end(slot, Reason.LOST)
 
-    def _close(self, slot: Slot, reason: Reason, error: RequestError | None = None) -> None:
+    def end(self, slot: Slot, reason: Reason, error: RequestError | None = None) -> None:
         """End of the slot. Waiters hear the error, or open the next one."""
         if slot.life is Life.CLOSED:
             return
         if slot.ticket in self._held:  # said first: somebody may wait for its bytes
             self.client().tell(ev.Released(slot.ticket, reason.value))
         self._let_go(slot)
-        if slot.work and slot.work is not asyncio.current_task():
-            slot.work.cancel()
+        for work in (slot.work, slot.growth):
+            if work and work is not asyncio.current_task():
+                work.cancel()
         self._forget(slot)
         slot.turn_back(error)
         if reason in (Reason.LOST, Reason.FAILED):

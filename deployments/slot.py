@@ -6,10 +6,11 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from arbiter.events import DeviceBytes, HeldTicket, Phase, Priority, Requested
 from arbiter.units import Bytes, HolderId, Span, TicketId
-from arbiter.wire import Granted
+from arbiter.wire import Granted, SpawnSpec
 from deployments.engine_link import EngineLink
 from deployments.plan import ModelPlan
 
@@ -45,6 +46,20 @@ def new_ticket(model: str) -> TicketId:
     return TicketId(f"{name}-{uuid.uuid4().hex[:10]}")
 
 
+class Opens(Protocol):
+    """A way to an engine's process: the path of its socket."""
+
+    async def __call__(self, ticket: TicketId, spec: SpawnSpec) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What a model was before it grew."""
+
+    plan: ModelPlan
+    devices: tuple[DeviceBytes, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     plan: ModelPlan
@@ -67,6 +82,9 @@ class Slot:
     warm_until_ns: int = 0  # a client asked that it does not count as idle before
     priority: Priority = Priority.NORMAL  # the most urgent of those in flight or waiting
     wanted: bool = False  # with nobody waiting: pinned, or brought back
+    growth: asyncio.Task[None] | None = None  # it is becoming larger, or smaller again
+    before: "Before | None" = None  # it grew; this is what it was
+    restarts: bool = False  # its process is being replaced: in use, to everybody else
 
     @property
     def model(self) -> str:
@@ -124,15 +142,17 @@ class Slot:
         return Requested(
             self.ticket, holder, capability, plan.model, plan.need, plan.settings_key,
             need_is_explicit=plan.need_is_explicit, attempt=self.attempt, priority=self.priority,
+            split=plan.split,
         )  # fmt: skip
 
     def account(self) -> HeldTicket:
         waiting = len(self.waiters) if self.life is Life.LOADING else 0
-        inflight = self.inflight + waiting
+        inflight = max(self.inflight + waiting, int(self.restarts))
+        phase = Phase.RESIDENT if self.restarts else PHASES[self.life]
         since_ns = max(self.last_end_ns, self.warm_until_ns)
         idle = 0 if inflight else max(0, time.monotonic_ns() - since_ns)
         return HeldTicket(
-            self.ticket, self.model, PHASES[self.life], inflight, Span(idle), self.devices,
+            self.ticket, self.model, phase, inflight, Span(idle), self.devices,
             self.plan.need, self.plan.settings_key, self.priority, self.uses_count,
         )  # fmt: skip
 

@@ -230,6 +230,11 @@ def _kill_session(leader: int, ticks: int) -> None:
             _kill(p.pid, p.start_ticks)
 
 
+def kill_all(pids: Iterable[int]) -> None:
+    """SIGKILL to whatever has these numbers now."""
+    kill_known((p.pid, p.start_ticks) for pid in pids if (p := proc.process(pid)))
+
+
 def kill_known(pids: Iterable[proc.Name]) -> None:
     """SIGKILL to processes named by (pid, start time)."""
     for pid, ticks in pids:

@@ -21,6 +21,7 @@ from arbiter.node import children, leftovers, proc, spares, zygotes
 from arbiter.node.keeper import Keeper
 from arbiter.node.outsiders import Outsider, Outsiders
 from arbiter.node.probe import NodeProbe, find_gpus
+from arbiter.node.replacing import Replacing
 from arbiter.node.reports import Reports
 from arbiter.units import NodeId, TicketId
 from arbiter.wire import AgentSettings, SpawnSpec
@@ -42,7 +43,7 @@ class NodeAgent:
         log_folder = Path(logs) if logs else rays.logs_folder()
         self._logs = leftovers.EngineLogs(log_folder)
         self._probe = NodeProbe(node, find_gpus())
-        self._reports = Reports(node, self._probe.inventory)
+        self._reports = Reports(node, self._probe.inventory, self._probe.gpu_pids)
         self._children = children.Children(self._folder)
         self._keeper = Keeper(
             settings,
@@ -55,7 +56,7 @@ class NodeAgent:
         self._returned: list[TicketId] = []  # leases given back; said once what is left is foreign
         self._spawning: dict[TicketId, asyncio.Task[str]] = {}
         self._reaping: set[TicketId] = set()
-        self._returning: dict[TicketId, set[int]] = {}  # dead, but NVML still lists these pids
+        self._replacing = Replacing()
         self._heard = False  # whether the arbiter got the last reading
         self._stir = asyncio.Event()
         self._died = asyncio.Event()  # an engine's root
@@ -64,14 +65,14 @@ class NodeAgent:
         if not settings.folder:  # else what lies beside is not ours to judge
             leftovers.sweep(self._folder)
         for ticket in self._children.recover(self._logs.keep):
-            self._say_gone(ticket)
+            self._reports.note_ended(ticket)
         for child in self._children.by_ticket.values():
             self._watch(child)
         self._tasks: set[asyncio.Future[None]] = set()
         keep_spares = spares.keep(settings.spares_count)
         for work in (self._turns(), self._bury_dead(), self._keeper.keep(), keep_spares):
             self._start(work)
-        offers = {f.__name__: f for f in (self.spawn, self.reap, self.probe)}
+        offers = {f.__name__: f for f in (self.spawn, self.respawn, self.reap, self.probe)}
         self._door = calls.Door(node, self._folder / "agent.sock", offers)
 
     def __repr__(self) -> str:
@@ -96,6 +97,17 @@ class NodeAgent:
             self._spawning[ticket] = asyncio.ensure_future(self._spawn(ticket, spec))
         return await asyncio.shield(self._spawning[ticket])
 
+    async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
+        """As `spawn`, in the place of the process that the ticket has (SPEC A14). Who asks again
+        has another one. Raises TicketClosed when the ticket was reaped meanwhile, ZygoteError."""
+        if child := self._children.by_ticket.get(ticket):
+            end = self._replacing.begin(ticket)
+            self._reaping.add(ticket)
+            self._children.kill(child)
+            self._died.set()
+            await asyncio.shield(end)
+        return await self.spawn(ticket, spec)
+
     async def reap(self, ticket: TicketId) -> None:
         """Kill what there is of the ticket's engine, let none start, report EngineGone. What runs
         under a lease is not killed, but watched until its bytes are back."""
@@ -112,7 +124,7 @@ class NodeAgent:
             asyncio.get_running_loop().call_later(REAP_TURN_S, self._stir.set)
             return
         if ticket not in self._spawning:  # else the spawn finds the tombstone
-            self._say_gone(ticket)
+            self._reports.note_ended(ticket)
         self._keeper.announce()  # a spawn that waits for a zygote looks at the tombstones
         self._stir.set()
 
@@ -172,7 +184,7 @@ class NodeAgent:
             del self._spawning[ticket]
         if child is None:
             self._children.bury(ticket)
-            self._say_gone(ticket)
+            self._reports.note_ended(ticket)
             raise TicketClosed(ticket)
         self._watch(child)
         self._logs.link(ticket, path.with_suffix(".log"))
@@ -187,7 +199,7 @@ class NodeAgent:
         died at once. Raises ZygoteError when no zygote will start."""
         while True:
             if self._children.is_buried(ticket):
-                self._say_gone(ticket)
+                self._reports.note_ended(ticket)
                 raise TicketClosed(ticket)
             if not self._keeper.is_up:
                 if self._keeper.trouble:
@@ -221,7 +233,8 @@ class NodeAgent:
 
         def died() -> None:
             loop.remove_reader(fd)
-            self._children.bury(child.ticket)
+            if child.ticket not in self._replacing:
+                self._children.bury(child.ticket)
             self._reaping.add(child.ticket)
             self._see_dead(child)
             self._died.set()
@@ -256,7 +269,7 @@ class NodeAgent:
                 self._children.kill(child)
         for outsider in self._outsiders.note(looked_ns, everything, self._not_theirs()):
             self._forget_outsider(outsider)
-            self._say_gone(outsider.ticket, outsider.pid)
+            self._reports.note_ended(outsider.ticket, outsider.pid)
 
     def _forget_outsider(self, outsider: Outsider) -> None:
         asyncio.get_running_loop().remove_reader(outsider.fd)
@@ -274,9 +287,13 @@ class NodeAgent:
         loop = asyncio.get_running_loop()
         loop.remove_reader(child.fd)
         self._children.forget(child)
-        self._children.bury(child.ticket)
         self._reaping.discard(child.ticket)
-        self._say_gone(child.ticket, child.pid)
+        if child.ticket in self._replacing and not self._children.is_buried(child.ticket):
+            self._tidy(child.ticket)  # before the next one has its socket there
+            return self._replacing.ended(child.ticket)
+        self._children.bury(child.ticket)
+        self._replacing.ended(child.ticket)
+        self._reports.note_ended(child.ticket, child.pid)
         self._start(self._reports.say_all_gone())
         loop.call_soon(self._tidy, child.ticket)
 
@@ -284,28 +301,15 @@ class NodeAgent:
         self._logs.keep(ticket, self._children.socket(ticket).with_suffix(".log"))
         self._children.unlink(ticket)
 
-    def _say_gone(self, ticket: TicketId, *pids: int) -> None:
-        still_listed = self._probe.gpu_pids() & set(pids)
-        if still_listed:
-            self._returning[ticket] = still_listed
-        self._reports.note_gone(ticket, bytes_back=not still_listed)
-
-    def _see_returned(self) -> None:
-        """Bytes of dead engines count as back when NVML no longer lists their processes."""
-        listed = self._probe.gpu_pids() if self._returning else set()
-        for ticket in [t for t, pids in self._returning.items() if not pids & listed]:
-            del self._returning[ticket]
-            self._reports.note_gone(ticket, bytes_back=True)
-
     # -- readings --------------------------------------------------------------------------------
 
     async def _turns(self) -> None:
         while True:
             self._stir.clear()
             self._settle(*await asyncio.to_thread(children.look))
-            self._see_returned()
+            self._reports.see_returned()
             await self._report()
-            busy = self._reaping or self._returning or self._reports.gone or not self._heard
+            busy = self._reaping or self._reports.are_open or not self._heard
             try:
                 async with asyncio.timeout(REAP_TURN_S if busy else TURN_S):
                     await self._stir.wait()
@@ -382,9 +386,9 @@ class NodeAgent:
         """Forked by a zygote that died before it could say so: nobody knows their ticket."""
         self._children.refresh()
         known = {pid for c in self._children.by_ticket.values() for pid in c.members}
-        for pid in proc.started_with(str(self._folder / "zygote.sock"), zygotes.MARK) - known:
-            if found := proc.process(pid):
-                children.kill_known([(pid, found.start_ticks)])
+        children.kill_all(
+            proc.started_with(str(self._folder / "zygote.sock"), zygotes.MARK) - known
+        )
 
 
 def _crash(task: asyncio.Future[None]) -> None:

@@ -16,14 +16,40 @@ REPORT_S = 5.0  # an arbiter slower than its own reading bound is as good as awa
 
 
 class Reports:
-    """`inventory`: the node's devices, told first to each life of the arbiter."""
+    """`inventory`: the node's devices, told first to each life of the arbiter. `gpu_pids`: the
+    processes that NVML lists."""
 
-    def __init__(self, node: NodeId, inventory: Callable[[], tuple[ev.DeviceSpec, ...]]) -> None:
+    def __init__(
+        self,
+        node: NodeId,
+        inventory: Callable[[], tuple[ev.DeviceSpec, ...]],
+        gpu_pids: Callable[[], set[int]],
+    ) -> None:
         self.gone: dict[TicketId, ev.EngineGone] = {}  # not yet said
-        self._node, self._inventory = node, inventory
+        self._returning: dict[TicketId, set[int]] = {}  # dead, but NVML still lists these pids
+        self._node, self._inventory, self._gpu_pids = node, inventory, gpu_pids
         self._arbiter: calls.Peer | None = None
         self._finding = asyncio.Lock()
         self._epoch: Epoch | None = None
+
+    @property
+    def are_open(self) -> bool:
+        """Something is still to be said."""
+        return bool(self.gone or self._returning)
+
+    def note_ended(self, ticket: TicketId, *pids: int) -> None:
+        """No process of it is left."""
+        still_listed = self._gpu_pids() & set(pids)
+        if still_listed:
+            self._returning[ticket] = still_listed
+        self.note_gone(ticket, bytes_back=not still_listed)
+
+    def see_returned(self) -> None:
+        """Bytes of dead engines count as back when NVML no longer lists their processes."""
+        listed = self._gpu_pids() if self._returning else set()
+        for ticket in [t for t, pids in self._returning.items() if not pids & listed]:
+            del self._returning[ticket]
+            self.note_gone(ticket, bytes_back=True)
 
     def note_gone(self, ticket: TicketId, *, bytes_back: bool) -> None:
         self.gone[ticket] = ev.EngineGone(self._node, ticket, bytes_back)

@@ -45,6 +45,8 @@ def gave_back(mind: Mind, event: ev.GaveBack) -> None:
     less = min(event.less_bytes, entry.home_bytes)
     home = {d: Bytes(size - part) for (d, size), part in _by_share(entry, less)}
     _resize(mind, entry, home)
+    entry.grown_bytes = Bytes(max(0, entry.grown_bytes - less))
+    entry.peak_bytes, entry.readings_count = Bytes(0), 0  # as after a load
     mind.tell("growth_given_back", entry, size=Bytes(less))
 
 
@@ -80,6 +82,7 @@ def _grow(mind: Mind, entry: Entry) -> None:
     _resize(mind, entry, home)
     mind.growing.pop(entry.ticket, None)
     more, entry.grows_bytes = entry.grows_bytes, Bytes(0)
+    entry.grown_bytes = Bytes(entry.grown_bytes + more)
     devices = tuple(ev.DeviceBytes(d, size) for d, size in sorted(home.items()))
     load_by = after(mind.now, mind.settings.terms.load)
     time = mind.estimates.load_time(mind.key_of(entry))  # growing may be a restart of the engine

@@ -151,7 +151,10 @@ def _learn_all(mind: Mind, readings: tuple[ev.EngineReading, ...]) -> None:
 
 
 def _learn(mind: Mind, entry: Entry) -> None:
-    """The peak while it serves; how far off the estimate was is told once for each load."""
+    """The peak while it serves; how far off the estimate was is told once for each load. What it
+    holds while it is grown says nothing of its next load."""
+    if entry.grown_bytes:
+        return
     shared = sum(entry.scratch_in_use(device) for device in entry.home)
     held = Bytes(entry.at_home_bytes - shared)
     entry.readings_count += 1

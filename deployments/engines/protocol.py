@@ -29,7 +29,13 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
-Config = dict[str, Any]  # JSON: {"model", "served_name", "can_sleep", "engine_args"}
+# JSON: {"model", "served_name", "can_sleep", "engine_args"}; of a ticket over several GPUs "parts",
+# the bytes on each; of a model that may grow "grows_to", its `engine_args` then.
+Config = dict[str, Any]
+
+# A header by which an engine says that it refused a request for want of memory that its
+# configuration lets it grow to (`grows_to`). The answer is its refusal; it is asked again, grown.
+COULD_GROW = "x-engine-could-grow"
 
 MAX_LINE_BYTES = 1 << 20  # a spawn message with thousands of adapter paths is ~200 KB
 MAX_SOCKET_PATH = 107  # sockaddr_un: 108 bytes with the closing zero (unix(7))

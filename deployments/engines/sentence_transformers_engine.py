@@ -59,6 +59,11 @@ def build(config: Config) -> "EmbeddingEngine":
     return EmbeddingEngine(config)
 
 
+def spread(parts: list[int]) -> dict[str, Any]:
+    """For transformers: layers over the GPUs of a ticket, on each as many bytes as it grants."""
+    return {"device_map": "auto", "max_memory": dict(enumerate(parts))} if parts else {}
+
+
 class EmbeddingEngine:
     """One model, one worker thread, one queue."""
 
@@ -67,6 +72,7 @@ class EmbeddingEngine:
         self.path, self.name = config["model"], config.get("served_name", config["model"])
         self.can_sleep: bool = config.get("can_sleep", True)
         self.device: str | None = args.get("device")
+        self.parts: list[int] = config.get("parts", [])
         self.max_batch, self.matryoshka = args.get("max_batch", 32), args.get("matryoshka", False)
         self.threads: int = args.get("threads", config.get("threads", 1))
         self.turns = dispatch.Turns(config.get("dispatch_lock"))
@@ -88,7 +94,9 @@ class EmbeddingEngine:
     def _load(self) -> None:
         self.model = None  # one that is replaced leaves first: the ticket is for one
         torch.set_num_threads(self.threads)
-        self.model = SentenceTransformer(self.path, device=self.device, local_files_only=True)
+        self.model = SentenceTransformer(
+            self.path, device=self.device, local_files_only=True, model_kwargs=spread(self.parts)
+        )
         self.model.eval()
         host_copy.own(self.model)
         self.width = int(self.model.get_embedding_dimension())

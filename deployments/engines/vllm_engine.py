@@ -31,6 +31,7 @@ from deployments.engines.child import respond
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
 from deployments.engines.vllm_adapters import AdapterDesk, AdmittingLLM
 from deployments.engines.vllm_core import Core, await_core, fork_core
+from deployments.engines.vllm_room import Room
 
 # What a replica may ask for. vLLM also registers routes that pause, scale or reload an engine, or
 # run any of its calls by name; those stay out of reach.
@@ -58,6 +59,7 @@ def build(config: Config) -> "VllmEngine":
         threads=compute_threads(config),
     )
     engine = VllmEngine(args, vllm_config, core, can_sleep=config.get("can_sleep", True))
+    engine.most_tokens = int(config.get("grows_to", {}).get("max_model_len", 0))
     if "adapters" in config:
         window = vllm_config.scheduler_config.max_num_seqs
         engine.desk = AdapterDesk(config, window)
@@ -81,6 +83,8 @@ def arguments(config: Config) -> Namespace:
     given = {**_defaults(config), **config.get("engine_args", {})}
     if "kv_cache_memory_bytes" not in given:
         raise LoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)
+    if ways := len(config.get("parts", [])):  # vLLM counts KV bytes by GPU, a ticket in all
+        given["kv_cache_memory_bytes"] = int(given["kv_cache_memory_bytes"]) // ways
     words = [word for name, value in given.items() for word in _words(name, value)]
     return parser().parse_args(words)
 
@@ -112,6 +116,8 @@ def _defaults(config: Config) -> dict[str, Any]:
         "disable_fastapi_docs": True,
         **_adapter_arguments(config),
     }
+    if ways := len(config.get("parts", [])):
+        shared["tensor_parallel_size"] = ways
     if not current_platform.is_cpu():
         return shared | {"enable_sleep_mode": config.get("can_sleep", True)}
     return shared | {
@@ -155,6 +161,8 @@ class VllmEngine:
         self.api: FastAPI | None = None
         self.probes = 0
         self.desk: AdapterDesk | None = None
+        self.most_tokens = 0  # of the context it may grow to; 0: it does not
+        self.room: Room | None = None
 
     async def load(self) -> None:
         if self.llm is not None:
@@ -173,6 +181,8 @@ class VllmEngine:
         self.api = build_app(self.args, tasks, self.llm.model_config) if self.pools else text_api()
         self.api.state.args = self.args
         await init_app_state(self.llm, self.api.state, self.args, tasks)
+        if self.most_tokens:
+            self.room = Room(self.api, self.args.served_model_name[0], self.most_tokens)
         if self.desk is not None:
             self.llm.desk = self.desk
             self.desk.adopt(self.llm, self.api.state)
@@ -191,6 +201,12 @@ class VllmEngine:
         if scope["path"] not in ROUTES:
             error = {"message": f"no route {scope['path']}", "type": "invalid_request_error"}
             return await respond(send, 404, {"error": {**error, "param": None, "code": None}})
+        if self.room is not None:
+            return await self.room.serve(self._answer, scope, receive, send)
+        await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.api is not None and self.llm is not None
         if self.desk is None:
             return await self.api(scope, receive, send)
         if scope["path"] == "/adapters":

@@ -5,6 +5,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
+import transformers
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
@@ -25,7 +26,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from deployments.engines.lora_cpu import SegmentedPunica
+from deployments.engines.sentence_transformers_engine import spread
 from deployments.engines.vllm_cpu_worker import SleepingCpuWorker
+from deployments.engines.vllm_engine import arguments
 
 
 def names(function: object) -> list[str]:
@@ -139,3 +142,20 @@ def test_the_stock_kernel_still_gives_a_base_token_the_last_slots_adapter() -> N
 
 def test_triton_kernels_are_replaced_once_per_zygote() -> None:
     assert callable(current_platform.register_triton_kernel_overrides)
+
+
+@pytest.mark.spec("B5")
+def test_parts_of_a_ticket_become_ways_with_their_share_of_the_kv_cache() -> None:
+    """vLLM counts KV bytes by GPU."""
+    two = {"model": "m", "engine_args": {"kv_cache_memory_bytes": 1_000}, "parts": [9, 9]}
+    found = arguments(two)
+    assert (found.tensor_parallel_size, found.kv_cache_memory_bytes) == (2, 500)
+    alone = arguments({key: value for key, value in two.items() if key != "parts"})
+    assert (alone.tensor_parallel_size, alone.kv_cache_memory_bytes) == (1, 1_000)
+
+
+@pytest.mark.spec("B5")
+def test_transformers_spreads_a_model_by_bytes_for_each_gpu() -> None:
+    assert spread([7, 5]) == {"device_map": "auto", "max_memory": {0: 7, 1: 5}} and not spread([])
+    source = inspect.getsource(transformers.PreTrainedModel.from_pretrained)
+    assert 'kwargs.pop("max_memory"' in source and "device_map" in source

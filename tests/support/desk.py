@@ -75,6 +75,12 @@ class Holder:
     async def let_go(self, name: str) -> None:
         self.kept.pop(name).release()
 
+    async def grow(self, name: str) -> None:
+        await self.residency.grow(name)
+
+    async def give_back(self, name: str) -> None:
+        await self.residency.give_back(name)
+
     async def lives(self) -> dict[str, str]:
         return {m: slot.life.value for m, slot in self.residency.slots.items()}
 

@@ -1,9 +1,9 @@
 """An engine that is honest about memory and obedient about everything else.
 
-It holds real, touched, private bytes, so the kernel measures it. In `engine_args`: bytes,
-load_seconds, fail (memory, error, hang), chunks and chunk_seconds of a streamed answer,
-ignore_sigterm, litter (leaves a temporary file), forget (its probe changes after a wake), sick (its
-health).
+It holds real, touched, private bytes, so the kernel measures it. In `engine_args`: bytes and
+kv_cache_memory_bytes, load_seconds, fail (memory, error, hang), chunks and chunk_seconds of a
+streamed answer, ignore_sigterm, litter (leaves a temporary file), forget (its probe changes after a
+wake), sick (its health).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class FakeEngine:
         self.name = config.get("served_name", "fake")
         self.can_sleep: bool = config.get("can_sleep", True)
         self.args = config.get("engine_args", {})
-        self.size = int(self.args.get("bytes", 0))
+        self.size = sum(int(self.args.get(of, 0)) for of in ("bytes", "kv_cache_memory_bytes"))
         self.wakes = 0
 
     async def load(self) -> None:

@@ -88,3 +88,22 @@ def test_one_that_is_taken_away_grows_no_more() -> None:
     d.at(5, ev.UnloadAsked(TicketId("a")))
     assert d.state("a") == "draining"
     assert not d.mind.growing
+
+
+@pytest.mark.spec("A17")
+def test_what_a_model_holds_while_it_is_grown_is_not_expected_of_its_next_load() -> None:
+    d = Desk()
+    d.resident(0, "a", 30, explicit=False)
+    grow(d, 1, "a", 15)
+    d.engines["a"] = {CPU: 45}
+    for t in (2, 3, 4):
+        d.read(t)
+    d.at(5, ev.GaveBack(TicketId("a"), gib(15)))
+    d.engines["a"] = {CPU: 29}
+    for t in (6, 7):
+        d.read(t)
+    assert d.mind.estimates.proven("text", "a") == gib(29)
+    d.at(8, ev.Released(TicketId("a"), "x"))
+    d.gone(8, "a")
+    [grant] = d.ask(9, "a2", 30, explicit=False, model="a")
+    assert isinstance(grant, Grant) and grant.devices[0].size_bytes == gib(29)

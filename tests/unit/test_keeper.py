@@ -140,11 +140,30 @@ async def test_what_an_engine_leaves_in_its_temporary_folder_goes_with_it(folder
         await running.close()
 
 
-def test_a_gpu_is_named_as_nvml_counts() -> None:
-    on_gpu = SpawnSpec("a:b", {}, (ev.DeviceBytes(DeviceId("n/gpu:1"), Bytes(1)),))
+@pytest.mark.spec("A14")
+async def test_a_process_takes_the_place_of_another_under_its_ticket_and_nobody_hears_of_it(
+    folder: Path,
+) -> None:
+    running = agent(folder, "deployments.engines.zygote")
+    path = await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))
+    [before] = (await running.engines())[T]
+    async with asyncio.timeout(WITHIN_S):
+        both = [running.respawn(T, SpawnSpec(FAKE, {"served_name": "m"})) for _ in range(2)]
+        assert await asyncio.gather(*both) == [path, path]
+    [after] = (await running.engines())[T]
+    assert after != before and not running._reports.gone and Path(path).exists()
+    await running.reap(T)
+    with pytest.raises(TicketClosed):
+        await running.respawn(T, SPEC)
+    await running.close()
+
+
+@pytest.mark.spec("B5")
+def test_an_engine_sees_the_gpus_of_its_ticket_as_nvml_counts_them_and_no_others() -> None:
+    parts = tuple(ev.DeviceBytes(DeviceId(f"n/gpu:{number}"), Bytes(1)) for number in (10, 2))
     scratch = {"TMPDIR": "/s"}
-    assert zygotes.equipped(on_gpu, Path("/s")).env == scratch | {
-        "CUDA_VISIBLE_DEVICES": "1",
+    assert zygotes.equipped(SpawnSpec("a:b", {}, parts), Path("/s")).env == scratch | {
+        "CUDA_VISIBLE_DEVICES": "2,10",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
     assert zygotes.equipped(SPEC, Path("/s")).env == scratch

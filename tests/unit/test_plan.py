@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from arbiter.units import MIB
+from arbiter.events import DeviceBytes, Split
+from arbiter.units import MIB, Bytes, DeviceId
 from deployments import plan
 from deployments.config import CapabilityConfig, ConfigError
 from tests.support.adapters import write
@@ -155,3 +156,12 @@ def test_an_engine_that_is_a_program_is_there_when_its_program_is(
         plan.engine_kind("llama_server")
     monkeypatch.setenv("PATH", str(Path(__file__).parents[1] / "support" / "bin"))
     assert plan.engine_kind("llama_server").entry.endswith("llama_server:build")
+
+
+@pytest.mark.spec("B5")
+def test_an_engine_is_told_its_parts_in_the_order_in_which_it_sees_its_gpus() -> None:
+    parts = [DeviceBytes(DeviceId(f"n/gpu:{number}"), Bytes(number)) for number in (10, 2)]
+    assert plan.parts(tuple(parts)) == {"parts": [2, 10]}
+    assert plan.parts(tuple(parts[:1])) == plan.parts(()) == {}
+    assert plan.engine_kind("vllm").split is Split.EQUAL
+    assert plan.engine_kind("sentence_transformers").split is Split.PROPORTIONAL

@@ -1,0 +1,155 @@
+"""A resident model is to have more memory, or gives it back (SPEC A14): for a longer context, a
+larger KV cache. No engine here can enlarge its own, so growth is a restart of its process, under
+the same ticket: the bytes are granted first, while it serves on; then what is in flight ends, and
+the node's agent puts a new process in the place of the old.
+
+Who cannot have the bytes goes on with what it has. A restart that fails ends the ticket, and the
+next request loads the model as it was at first.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from arbiter import events as ev
+from arbiter.client import HolderClient
+from arbiter.decisions import Reason
+from arbiter.errors import EngineLost, GrowthRefused, LoadFailed, RequestError, TicketClosed
+from arbiter.node.zygotes import ZygoteError
+from arbiter.units import Bytes, Span, in_seconds, seconds
+from deployments import leaving
+from deployments.chores import apart
+from deployments.engine_link import LoadRefused, why
+from deployments.engines.protocol import COULD_GROW
+from deployments.plan import ModelPlan
+from deployments.slot import Before, Life, Opens, Slot
+from deployments.wire import Head
+
+logger = logging.getLogger("arbiter.residency")
+
+ROOM = seconds(30)  # for idle models to make room: three barriers
+BARRIER = seconds(10)  # SPEC A9: for what is in flight to end
+RESTART = seconds(600)  # the arbiter's own default for a load (settings.Terms.load)
+
+
+class Keeper(Protocol):
+    """What growth needs of Residency."""
+
+    slots: dict[str, Slot]
+
+    def client(self) -> HolderClient: ...
+    async def start_engine(self, slot: Slot, opens: Opens) -> None: ...
+    def end(self, slot: Slot, reason: Reason, error: RequestError | None = None) -> None: ...
+
+
+def asks_for_more(part: object) -> bool:
+    """An answer by which an engine says that it would do with more memory."""
+    return isinstance(part, Head) and COULD_GROW in part.headers
+
+
+async def grow(keeper: Keeper, model: str) -> None:
+    """To what its configuration allows; whoever asks meanwhile waits for the same. Nothing happens
+    to one that has it already. Raises GrowthRefused, NeverFits, TicketClosed, LoadFailed,
+    ArbiterUnavailable."""
+    slot = keeper.slots.get(model)
+    if slot is None or (slot.growth is None and slot.plan.grown is None):
+        return
+    await _alone(slot, lambda: _grow(keeper, slot))
+
+
+async def give_back(keeper: Keeper, model: str) -> None:
+    """It is again what it was before it grew. Raises GrowthRefused when what is in flight does not
+    end, TicketClosed, LoadFailed."""
+    slot = keeper.slots.get(model)
+    if slot is None or (slot.growth is None and slot.before is None):
+        return
+    await _alone(slot, lambda: _shrink(keeper, slot))
+
+
+async def _alone(slot: Slot, begin: "Begin") -> None:
+    """One change of size at a time; it goes on when who asked for it leaves."""
+    if slot.growth is None:
+        slot.growth = apart(begin())
+        slot.growth.add_done_callback(lambda task: _note_end(slot, task))
+    task = slot.growth
+    await asyncio.wait({task})
+    if task.cancelled():
+        raise TicketClosed(slot.ticket)
+    task.result()
+
+
+class Begin(Protocol):
+    def __call__(self) -> Coroutine[Any, Any, None]: ...
+
+
+def _note_end(slot: Slot, task: asyncio.Task[None]) -> None:
+    slot.growth = None
+    if not task.cancelled() and (error := task.exception()):
+        logger.warning("%s keeps its size: %s", slot.ticket, error)
+
+
+async def _grow(keeper: Keeper, slot: Slot) -> None:
+    plan, before = slot.plan.grown, Before(slot.plan, slot.devices)
+    if plan is None:
+        return
+    more = Bytes(plan.need.device_bytes - before.plan.need.device_bytes)
+    granted = await keeper.client().grow(slot.ticket, more, ROOM)
+    slot.devices = granted.devices
+    try:
+        await _restart(keeper, slot, plan, granted.load_within)
+    except GrowthRefused:
+        slot.devices = before.devices
+        keeper.client().tell(ev.GaveBack(slot.ticket, more))
+        raise
+    slot.before = before
+
+
+async def _shrink(keeper: Keeper, slot: Slot) -> None:
+    before, grown = slot.before, slot.plan.need.device_bytes
+    if before is None:
+        return
+    await _restart(keeper, slot, before.plan, RESTART)
+    slot.before, slot.devices = None, before.devices
+    less = Bytes(grown - before.plan.need.device_bytes)
+    keeper.client().tell(ev.GaveBack(slot.ticket, less))
+
+
+async def _restart(keeper: Keeper, slot: Slot, plan: ModelPlan, within: Span) -> None:
+    """Raises GrowthRefused having changed nothing; TicketClosed, LoadFailed when the ticket is
+    over."""
+    if slot.life is not Life.RESIDENT:
+        raise TicketClosed(slot.ticket)
+    slot.life, slot.restarts = Life.DRAINING, True
+    try:
+        is_empty = await leaving.emptied(slot, BARRIER)
+        if slot.life is not Life.DRAINING:  # its engine died, or it was taken away
+            raise TicketClosed(slot.ticket)
+        if not is_empty:
+            slot.life = Life.RESIDENT
+            slot.admit()
+            cause = f"what is in flight did not end in {in_seconds(BARRIER):.0f} s"
+            raise GrowthRefused(slot.ticket, plan.need.device_bytes, cause)
+        await _replace(keeper, slot, plan, within)
+    finally:
+        slot.restarts = False
+
+
+async def _replace(keeper: Keeper, slot: Slot, plan: ModelPlan, within: Span) -> None:
+    """One process goes and another takes its place, socket and ticket."""
+    old, began = slot.link, time.monotonic()
+    slot.life, slot.link, slot.plan = Life.LOADING, None, plan
+    assert old is not None
+    try:
+        async with asyncio.timeout(in_seconds(within)):
+            await keeper.start_engine(slot, keeper.client().respawn)
+    except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
+        failed = LoadFailed(slot.model, why(error, time.monotonic() - began)[0], False)
+        keeper.end(slot, Reason.FAILED, failed)
+        raise failed from error
+    finally:
+        old.cut()
+    slot.life, slot.last_end_ns = Life.RESIDENT, time.monotonic_ns()
+    slot.admit()
+    await old.closed()

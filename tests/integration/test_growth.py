@@ -1,0 +1,44 @@
+"""A resident grows by a restart of its engine, and gives back, on a real cluster."""
+
+import pytest
+
+from arbiter.errors import NeverFits
+from arbiter.units import MIB
+from arbiter.wire import Plain
+from tests.support.desk import capability, desk, model
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A14")]
+
+
+def of(state: Plain, name: str) -> Plain:
+    [found] = [t for t in state["tickets"] if t["model"] == name]
+    return dict(found)
+
+
+def size(ticket: Plain, what: str) -> int:
+    return int(sum(ticket[f"{what}_bytes"].values()))
+
+
+async def test_idle_models_make_room_for_one_that_grows_and_it_gives_back_what_it_got() -> None:
+    more = {"grow_to": {"kv_cache_memory_bytes": 150 * MIB}, "can_sleep": False}
+    far = {"grow_to": {"kv_cache_memory_bytes": 900 * MIB}}
+    names = {"a": model(50) | more, "b": model(100, can_sleep=False), "c": model(10) | far}
+    async with desk({"chat": capability(**names)}, mib=300) as d:
+        h = d.holder()
+        for name in ("a", "b"):
+            assert await h.ask.remote(name) == 200
+        before, engines = of(await d.state(), "a"), await d.engines()
+        await h.grow.remote("a")
+        state = await d.until(lambda s: size(of(s, "a"), "measured") >= 200 * MIB)
+        assert [t["model"] for t in state["tickets"]] == ["a"]  # b was idle
+        assert of(state, "a")["ticket"] == before["ticket"]
+        assert (await d.engines())[before["ticket"]] != engines[before["ticket"]]
+        assert await h.ask.remote("a") == 200
+        await d.books_are_true()
+        await h.give_back.remote("a")
+        await d.until(lambda s: size(of(s, "a"), "charged") == size(before, "charged"))
+        assert await h.ask.remote("a") == 200 and await h.ask.remote("c") == 200
+        with pytest.raises(NeverFits):
+            await h.grow.remote("c")
+        assert await h.ask.remote("c") == 200  # with what it has
+        await d.books_are_true()

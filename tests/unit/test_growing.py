@@ -1,0 +1,149 @@
+"""A model grows on its holder: granted, then drained, then another process under its ticket."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from arbiter import events as ev
+from arbiter import wire
+from arbiter.decisions import Reason
+from arbiter.errors import GrowthRefused, LoadFailed, TicketClosed
+from arbiter.units import Bytes, DeviceId, Epoch, Span, TicketId, seconds
+from deployments import growing
+from deployments.config import ConfigError
+from deployments.plan import plan
+from deployments.slot import Life
+from tests.unit import test_residency as base
+
+pytestmark = pytest.mark.spec("A14")
+MODEL = {**base.MODEL, "grow_to": {"kv_cache_memory_bytes": 7}}
+TABLE: Any = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": MODEL}}}}
+GROWN = (ev.DeviceBytes(DeviceId("n/cpu:0"), Bytes(12)),)
+
+
+class Growth:
+    """The arbiter's and the agent's part in it."""
+
+    def __init__(self, arbiter: Any) -> None:
+        self.arbiter, self.asked, self.spawned = arbiter, [], []  # type: ignore[var-annotated]
+        self.error: Exception | None = None
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        arbiter.grow, arbiter.respawn = self.grow, self.respawn
+
+    async def grow(self, ticket: TicketId, more: Bytes, within: Span) -> wire.Granted:
+        self.asked.append(more)
+        if self.error:
+            raise self.error
+        return wire.Granted(ticket, GROWN, seconds(5), Span(0), Epoch(1))
+
+    async def respawn(self, ticket: TicketId, spec: wire.SpawnSpec) -> str:
+        self.spawned.append(spec.config["engine_args"])
+        await self.may_start.wait()
+        return str(self.arbiter.path)
+
+
+@asynccontextmanager
+async def resident() -> AsyncIterator[tuple[Any, Growth, Any]]:
+    async with base.holder() as (residency, arbiter, engine):
+        residency._obey(wire.TableOrder(TABLE))
+        await base.use(residency)
+        yield residency, Growth(arbiter), engine
+
+
+async def test_it_serves_until_it_is_granted_and_who_comes_then_waits_for_the_new_process() -> None:
+    async with resident() as (residency, growth, _):
+        slot = residency.slots["a"]
+        growth.may_start.clear()
+        async with residency.use("a"):
+            growings = [asyncio.ensure_future(growing.grow(residency, "a")) for _ in range(2)]
+            await base.until(lambda: slot.life is Life.DRAINING)
+            waiting = asyncio.ensure_future(base.use(residency))
+        await base.until(lambda: growth.spawned)
+        [held] = residency.account()
+        assert (held.phase, held.inflight, held.devices) == (ev.Phase.RESIDENT, 1, GROWN)
+        base.revoke(residency, Reason.SWAP)
+        assert growth.arbiter.kinds()[-1] == "Busy" and not waiting.done()
+        growth.may_start.set()
+        await asyncio.gather(*growings)
+        assert await waiting == slot.ticket and slot.life is Life.RESIDENT
+        assert growth.asked == [7] and growth.spawned == [{"kv_cache_memory_bytes": 7}]
+        await growing.grow(residency, "a")  # it has it already
+        assert growth.asked == [7]
+
+
+async def test_what_it_gives_back_is_told_when_the_smaller_process_has_its_place() -> None:
+    async with resident() as (residency, growth, _):
+        await growing.grow(residency, "a")
+        await growing.give_back(residency, "a")
+        assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
+        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, Bytes(7))
+        assert residency.account()[0].devices == base.ON
+        await growing.give_back(residency, "a")
+        assert len(growth.spawned) == 2
+
+
+async def test_refused_it_goes_on_with_what_it_has() -> None:
+    async with resident() as (residency, growth, _):
+        growth.error = GrowthRefused(residency.slots["a"].ticket, Bytes(7), "full")
+        with pytest.raises(GrowthRefused):
+            await growing.grow(residency, "a")
+        assert not growth.spawned and await base.use(residency)
+
+
+async def test_what_is_in_flight_for_too_long_is_not_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(growing, "BARRIER", seconds(0.01))
+    async with resident() as (residency, growth, _):
+        async with residency.use("a"):
+            with pytest.raises(GrowthRefused, match="in flight"):
+                await growing.grow(residency, "a")
+            assert await base.use(residency)  # the barrier is down again
+        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, Bytes(7))
+        assert not growth.spawned and residency.account()[0].devices == base.ON
+
+
+async def test_a_restart_that_fails_ends_the_ticket_and_the_next_load_is_as_the_first() -> None:
+    async with resident() as (residency, growth, _):
+        first = residency.slots["a"].ticket
+
+        async def broken(ticket: TicketId, spec: wire.SpawnSpec) -> str:
+            raise TicketClosed(ticket)
+
+        growth.arbiter.respawn = broken
+        with pytest.raises(LoadFailed):
+            await growing.grow(residency, "a")
+        assert await base.use(residency) != first
+        assert residency.slots["a"].plan.grown is not None
+
+
+async def test_an_engine_that_ends_while_its_growth_waits_ends_the_growth() -> None:
+    async with resident() as (residency, growth, engine):
+        never: asyncio.Future[wire.Granted] = asyncio.get_running_loop().create_future()
+
+        async def grow(*_: object) -> wire.Granted:
+            return await never
+
+        growth.arbiter.grow = grow
+        task = asyncio.ensure_future(growing.grow(residency, "a"))
+        await base.until(lambda: residency.slots["a"].growth)
+        engine.dead.set()
+        with pytest.raises(TicketClosed):
+            await task
+
+
+def test_what_it_grows_to_is_larger() -> None:
+    table = base.plans.parse_table(TABLE)
+    made = plan("a", table.capabilities["c"])
+    assert made.grown is not None
+    assert made.grown.need.device_bytes - made.need.device_bytes == 7
+    assert made.config["grows_to"] == {"kv_cache_memory_bytes": 7}
+    assert made.grown.settings_key != made.settings_key and made.grown.grown is None
+    same: Any = {**MODEL, "grow_to": {"max_num_seqs": 7}}
+    less = {"capabilities": {"c": {**TABLE["capabilities"]["c"], "models": {"a": same}}}}
+    with pytest.raises(ConfigError, match="no more memory"):
+        plan("a", base.plans.parse_table(less).capabilities["c"])
