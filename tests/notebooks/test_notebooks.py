@@ -4,6 +4,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import ray
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
@@ -14,9 +15,19 @@ NOTEBOOKS = sorted(
 CELL_S = 200  # the longest cell takes some 5 s alone; a busy machine is several times slower
 
 
+# Those that start an arbiter, on the session's cluster.
+ON_A_CLUSTER = {"leases"}
+
+
 @pytest.mark.spec("K6")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_to_its_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs_to_its_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if path.stem in ON_A_CLUSTER:
+        request.getfixturevalue("cluster")
+        address = ray.get_runtime_context().gcs_address
+        monkeypatch.setenv("NOTEBOOK_RAY", address)
     monkeypatch.delenv("ARBITER_TRACES", raising=False)
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

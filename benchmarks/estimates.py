@@ -1,0 +1,141 @@
+"""How well bytes and seconds of a load are known before it begins (SPEC A17), on real engines.
+
+    python -m benchmarks.estimates --loads 200
+
+Three text models of different sizes are loaded by vLLM in an order drawn from a seed, each from
+cold, through a real arbiter, which begins with an empty state file. Before each load it says how
+many bytes and seconds it will take; afterwards the node agent says what the kernel measured. Beside
+it a predictor that says one number for all, the best there is in hindsight: the median. It must
+fail, or the test of the other would show nothing.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+
+from arbiter.client import call_arbiter
+from arbiter.units import MIB, in_seconds
+from benchmarks import report
+from tests.conftest import ENVIRONMENT
+from tests.support.desk import Desk, desk
+
+BAR_FRACTION = 0.20  # SPEC A17
+KV_MIB = {"tiny-chat": 64, "small-chat": 256, "mid-chat": 640}
+WITHIN_S = 60.0  # for one load and its readings on a busy machine
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load: said before, seen after."""
+
+    model: str
+    said_bytes: int
+    seen_bytes: int
+    said_s: float  # 0: nothing was known
+    seen_s: float
+
+    @property
+    def bytes_error(self) -> float:
+        return abs(self.said_bytes - self.seen_bytes) / self.seen_bytes
+
+    @property
+    def seconds_error(self) -> float:
+        return abs(self.said_s - self.seen_s) / self.seen_s
+
+
+def table() -> dict[str, Any]:
+    models = {
+        name: {
+            "source": f"made:{name}", "can_sleep": False, "keep_warm_s": -1,
+            "engine_args": {"max_model_len": 512, "kv_cache_memory_bytes": f"{kv_mib} MiB"},
+        }
+        for name, kv_mib in KV_MIB.items()
+    }  # fmt: skip
+    return {"chat": {"role": "text", "engine": "vllm", "models": models}}
+
+
+async def event(kind: str, ticket: str) -> dict[str, Any] | None:
+    lines = await call_arbiter("events", 0, 0.01)
+    return next((e for e in lines if (e["kind"], e["ticket"]) == (kind, ticket)), None)
+
+
+async def one(d: Desk, holder: Any, agent: Any, model: str) -> Load:
+    """From cold until it was read twice, and away again."""
+    async with asyncio.timeout(WITHIN_S):
+        await holder.load_ms.remote(model)
+        ticket = (await d.state())["tickets"][0]["ticket"]
+        while (seen := await event("estimate_error", ticket)) is None:
+            await agent.probe.remote()
+            await asyncio.sleep(0.1)
+        loaded = await event("model_load", ticket)
+        await call_arbiter("unload", ticket)
+        await d.until(lambda s: not s["tickets"], WITHIN_S)
+    assert loaded is not None
+    said_bytes = seen["size_bytes"] - seen["error_bytes"]
+    said_s = in_seconds(loaded["predicted_ns"])
+    return Load(model, said_bytes, seen["size_bytes"], said_s, loaded["took_s"])
+
+
+async def run(count: int, seed: int, for_s: float) -> list[Load]:
+    """As many as fit into the time."""
+    dice, loads = random.Random(seed), []
+    until_s = time.monotonic() + for_s
+    async with desk(table(), mib=3_000) as d:
+        holder, agent = d.holder("chat"), await d.agent()
+        await holder.pid.remote()
+        while len(loads) < count and time.monotonic() < until_s:
+            loads.append(await one(d, holder, agent, dice.choice(sorted(KV_MIB))))
+            print(len(loads), loads[-1], flush=True)
+    return loads
+
+
+def figures(loads: list[Load]) -> dict[str, Any]:
+    middle_bytes = statistics.median(load.seen_bytes for load in loads)
+    middle_s = statistics.median(load.seen_s for load in loads)
+    constant = [Load(x.model, int(middle_bytes), x.seen_bytes, middle_s, x.seen_s) for x in loads]
+    first = {x.model: x for x in reversed(loads)}
+    return {
+        "loads": len(loads),
+        "bar_fraction": BAR_FRACTION,
+        "estimates": errors(loads),
+        "constant": errors(constant),
+        "first_of_each": {m: {"bytes": x.bytes_error, "seconds": x.seconds_error}
+                          for m, x in first.items()},
+        "seen": {m: {"mib": statistics.median(x.seen_bytes for x in loads if x.model == m) / MIB,
+                     "seconds": statistics.median(x.seen_s for x in loads if x.model == m)}
+                 for m in first},
+        "rows": [asdict(x) for x in loads],
+    }  # fmt: skip
+
+
+def errors(loads: list[Load]) -> dict[str, float]:
+    return {
+        "bytes": statistics.median(x.bytes_error for x in loads),
+        "seconds": statistics.median(x.seconds_error for x in loads),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--loads", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--for-s", type=float, default=500.0, help="stop earlier than that")
+    args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    found = figures(asyncio.run(run(args.loads, args.seed, args.for_s)))
+    for who in ("estimates", "constant"):
+        print(who, {what: f"{error:.1%}" for what, error in found[who].items()})
+    print("of each first load", found["first_of_each"])
+    print(report.write("estimates", found, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()
