@@ -1,6 +1,5 @@
 """Managed from outside, and removal, on a real cluster."""
 
-import asyncio
 import sqlite3
 from pathlib import Path
 
@@ -10,7 +9,8 @@ from arbiter.client import call_arbiter
 from arbiter.errors import NotResident, UnknownModel
 from arbiter.events import Floor
 from deployments import boot
-from tests.support.desk import WITHIN_S, capability, desk, first, model
+from tests.support.desk import capability, desk, first, model
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -58,9 +58,7 @@ def learned(state_file: Path) -> set[str]:
 
 
 async def is_learned(state_file: Path, of: set[str]) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while learned(state_file) != of:
-            await asyncio.sleep(0.02)
+    await eventually(lambda: learned(state_file) == of)
 
 
 @pytest.mark.spec("D9")
