@@ -56,7 +56,7 @@ async def grow(keeper: Keeper, model: str) -> None:
     slot = keeper.slots.get(model)
     if slot is None or (slot.growth is None and slot.plan.grown is None):
         return
-    await _alone(slot, lambda: _grow(keeper, slot))
+    await _alone(keeper, slot, _grow)
 
 
 async def give_back(keeper: Keeper, model: str) -> None:
@@ -65,14 +65,14 @@ async def give_back(keeper: Keeper, model: str) -> None:
     slot = keeper.slots.get(model)
     if slot is None or (slot.growth is None and slot.before is None):
         return
-    await _alone(slot, lambda: _shrink(keeper, slot))
+    await _alone(keeper, slot, _shrink)
 
 
-async def _alone(slot: Slot, begin: "Begin") -> None:
+async def _alone(keeper: Keeper, slot: Slot, change: "Change") -> None:
     """One change of size at a time; it goes on when who asked for it leaves."""
     if slot.growth is None:
-        slot.growth = apart(begin())
-        slot.growth.add_done_callback(lambda task: _note_end(slot, task))
+        slot.growth = apart(change(keeper, slot))
+        slot.growth.add_done_callback(lambda task: _note_end(keeper, slot, task))
     task = slot.growth
     await asyncio.wait({task})
     if task.cancelled():
@@ -80,14 +80,23 @@ async def _alone(slot: Slot, begin: "Begin") -> None:
     task.result()
 
 
-class Begin(Protocol):
-    def __call__(self) -> Coroutine[Any, Any, None]: ...
+class Change(Protocol):
+    """What `_grow` and `_shrink` are."""
+
+    def __call__(self, keeper: Keeper, slot: Slot) -> Coroutine[Any, Any, None]: ...
 
 
-def _note_end(slot: Slot, task: asyncio.Task[None]) -> None:
+def _note_end(keeper: Keeper, slot: Slot, task: asyncio.Task[None]) -> None:
+    """What the world breaks was dealt with. Anything else is a bug, which costs this slot and keeps
+    nobody waiting."""
     slot.growth = None
-    if not task.cancelled() and (error := task.exception()):
-        logger.warning("%s keeps its size: %s", slot.ticket, error)
+    error = None if task.cancelled() else task.exception()
+    if isinstance(error, RequestError):
+        logger.warning("%s keeps its size, or ends: %s", slot.ticket, error)
+    elif error is not None:
+        logger.error("%s: its growth failed", slot.ticket, exc_info=error)
+        failed = LoadFailed(slot.model, f"{type(error).__name__}: {error}", False)
+        keeper.end(slot, Reason.FAILED, failed)
 
 
 async def _grow(keeper: Keeper, slot: Slot) -> None:

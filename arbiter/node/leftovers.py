@@ -23,10 +23,13 @@ class EngineLogs:
         return self._folder / f"engine-{ticket}.log"
 
     def link(self, ticket: str, written: Path) -> None:
-        """While it is written."""
+        """While it is written. What an earlier process of the ticket wrote stays beside it."""
         place = self._place(ticket)
-        if not place.is_symlink():
-            place.symlink_to(written)
+        if place.is_symlink():
+            return
+        if place.exists():
+            place.rename(place.with_suffix(".before.log"))
+        place.symlink_to(written)
 
     def keep(self, ticket: str, written: Path) -> None:
         """The engine is gone; what it wrote stays where people look, the newest of them."""

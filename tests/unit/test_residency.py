@@ -332,7 +332,7 @@ async def test_a_pinned_model_that_did_not_load_is_tried_again_when_its_refusal_
         arbiter.acquire = cools_down  # type: ignore[method-assign]
         residency._obey(wire.TableOrder(PINNED))
         await until(lambda: "Loaded" in arbiter.kinds())
-        residency._close(
+        residency.end(
             residency.slots["a"], Reason.FAILED, NeverFits(TicketId("a"), Bytes(9), Bytes(5))
         )
         await residency._chores.done()
