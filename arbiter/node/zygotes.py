@@ -115,7 +115,9 @@ async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
 def equipped(spec: SpawnSpec, scratch: Path) -> SpawnSpec:
     """The engine sees the GPUs of its ticket and no others, from its first instruction on, and
     leaves its temporary files where they end with it."""
-    ids = sorted((d.device.rsplit("gpu:", 1)[1] for d in spec.devices if "gpu:" in d.device), key=int)
+    ids = sorted(
+        (d.device.rsplit("gpu:", 1)[1] for d in spec.devices if "gpu:" in d.device), key=int
+    )
     # NVML counts by bus, CUDA by speed unless told.
     by_bus = {"CUDA_VISIBLE_DEVICES": ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return replace(spec, env=spec.env | {"TMPDIR": str(scratch)} | (by_bus if ids else {}))
