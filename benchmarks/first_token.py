@@ -100,8 +100,10 @@ def no_replica_left(url: str) -> None:
 
 
 def zero_replicas(url: str, model: str) -> float:
-    """At rest: what the last replica's end took of the machine is no part of a start."""
+    """At rest: what the last replica's end took of the machine is no part of a start, and the
+    spare worker that it took has been replaced."""
     no_replica_left(url)
+    until(owned.has_spare, 60, "a spare worker is at hand")
     if not owned.wait_for_quiet(QUIET_WITHIN_S):
         print("the machine is at other work; this round is an upper bound", flush=True)
     return ask(url, model)

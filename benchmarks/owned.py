@@ -38,8 +38,17 @@ def by_role(node: str) -> dict[str, list[int]]:
 
 def has_replica() -> bool:
     """Of a capability; one that still ends counts."""
+    return _has("replica")
+
+
+def has_spare() -> bool:
+    """A Ray worker at hand for the next replica."""
+    return _has("idle Ray worker")
+
+
+def _has(role: str) -> bool:
     return any(
-        _role(_command(pid)) == "replica" for pid in proc.descend({os.getpid()}, proc.processes())
+        _role(_command(pid)) == role for pid in proc.descend({os.getpid()}, proc.processes())
     )
 
 
