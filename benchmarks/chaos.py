@@ -24,8 +24,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from arbiter.errors import RequestError
 from arbiter.units import MIB
 from benchmarks import report
+from benchmarks.tally import Tally, end
 from tests.conftest import ENVIRONMENT
-from tests.support.desk import Desk, capability, desk, kill, model
+from tests.support.desk import Desk, capability, desk, model
 
 MODELS = {"a": 80, "b": 90, "c": 100}  # MiB; any two fit, three do not
 BUDGET_MIB = 260
@@ -44,32 +45,20 @@ TARGETS = (
 
 
 @dataclass
-class Tally:
-    answers: Counter[str] = field(default_factory=Counter)
-    kills: Counter[str] = field(default_factory=Counter)
-    untyped: list[str] = field(default_factory=list)
-    looks: int = 0
-    processes: int = 0
+class Kills(Tally):
     rounds_without_victim: int = 0
-    wrong: list[str] = field(default_factory=list)
     killed_s: list[tuple[float, str]] = field(default_factory=list)  # when, what
-    slowest: list[tuple[float, str, str, str]] = field(default_factory=list)
 
-    def answered(self, model: str, outcome: str, began_s: float) -> None:
-        """Keeps the five slowest, with what was killed while they waited."""
-        self.answers[outcome] += 1
-        took_s = round(time.monotonic() - began_s, 1)
-        if len(self.slowest) == 5 and took_s <= self.slowest[-1][0]:
-            return
-        meanwhile = Counter(what for when, what in self.killed_s if when >= began_s)
-        killed = ", ".join(f"{count} {what}" for what, count in meanwhile.items())
-        self.slowest = sorted([*self.slowest, (took_s, model, outcome, killed)], reverse=True)[:5]
+    def meanwhile(self, began_s: float) -> str:
+        """What was killed since."""
+        found = Counter(what for when, what in self.killed_s if when >= began_s)
+        return "meanwhile killed: " + ", ".join(f"{n} {what}" for what, n in found.items())
 
 
 class Load:
     """Requests without pause, each from a living holder; a dead one is replaced."""
 
-    def __init__(self, d: Desk, tally: Tally, dice: random.Random) -> None:
+    def __init__(self, d: Desk, tally: Kills, dice: random.Random) -> None:
         self.d, self.tally, self.dice = d, tally, dice
         self.holders = {name: d.holder(name) for name in MODELS}
         self.stopping = False
@@ -77,7 +66,9 @@ class Load:
     async def run(self, name: str) -> None:
         while not self.stopping:
             began_s = time.monotonic()
-            self.tally.answered(name, await self._ask(name), began_s)
+            outcome = await self._ask(name)
+            took_s = time.monotonic() - began_s
+            self.tally.answered(name, outcome, took_s, self.tally.meanwhile(began_s))
             await asyncio.sleep(self.dice.random() * 0.1)
 
     async def _ask(self, name: str) -> str:
@@ -120,7 +111,7 @@ async def _pid(d: Desk, load: Load, part: str, dice: random.Random) -> int:
     return (await d.pids())[part]
 
 
-async def look(d: Desk, tally: Tally) -> None:
+async def look(d: Desk, tally: Kills) -> None:
     """With the load going on: books against measurement, until they agree once."""
     tally.looks += 1
     try:
@@ -129,19 +120,15 @@ async def look(d: Desk, tally: Tally) -> None:
         tally.wrong.append(str(wrong))
 
 
-async def chaos(kills: int, seed: int) -> Tally:
-    dice, tally = random.Random(seed), Tally()
+async def chaos(kills: int, seed: int) -> Kills:
+    dice, tally = random.Random(seed), Kills()
     table = {name: capability(**{name: model(mib)}) for name, mib in MODELS.items()}
     async with desk(table, mib=BUDGET_MIB, barrier_s=2.0) as d:
         load = Load(d, tally, dice)
         clients = [asyncio.ensure_future(load.run(name)) for name in MODELS for _ in range(2)]
-        while (number := sum(tally.kills.values())) < kills:
+        while (number := tally.kills_count) < kills:
             target = dice.choice(TARGETS)
-            killed = 0
-            for pid in await victims(d, load, target, dice):
-                with contextlib.suppress(ProcessLookupError):
-                    kill(pid)
-                    killed += 1
+            killed = end(await victims(d, load, target, dice))
             tally.processes += killed
             if killed:
                 tally.killed_s.append((time.monotonic(), target))
@@ -159,7 +146,7 @@ async def chaos(kills: int, seed: int) -> Tally:
     return tally
 
 
-async def settle(d: Desk, load: Load, tally: Tally) -> None:
+async def settle(d: Desk, load: Load, tally: Kills) -> None:
     """Faults are over: everybody is served, and nothing is left that should not be."""
     for name in MODELS:
         end = time.monotonic() + ANSWER_S
@@ -194,32 +181,11 @@ def main() -> int:
         tally = asyncio.run(chaos(args.kills, args.seed))
     finally:
         ray.shutdown()
-    figures = {
-        "kills": dict(tally.kills),
-        "processes_killed": tally.processes,
-        "rounds_without_victim": tally.rounds_without_victim,
-        "answers": dict(tally.answers),
-        "slowest": tally.slowest,
-        "comparisons": tally.looks,
-        "lost_or_doubled": tally.wrong,
-        "untyped": tally.untyped,
-        "took_s": round(time.monotonic() - began, 1),
-    }
+    figures = tally.figures(time.monotonic() - began)
+    figures["rounds_without_victim"] = tally.rounds_without_victim
     report.write("chaos", figures, seed=args.seed, label=args.label)
-    for wrong in (*tally.wrong, *tally.untyped):
-        print(wrong)
-    print(f"kills {sum(tally.kills.values())}: {dict(tally.kills)}")
-    print(
-        f"processes killed {tally.processes}; rounds that found none and do not count: "
-        f"{tally.rounds_without_victim}"
-    )
-    print(f"answers {sum(tally.answers.values())}: {dict(tally.answers)}")
-    for took_s, name, outcome, killed in tally.slowest:
-        print(f"slowest answers: {took_s:.1f} s, {name}, {outcome}; meanwhile killed: {killed}")
-    print(f"unanswered or untyped: {len(tally.untyped)}")
-    print(f"books compared with measurement: {tally.looks} times")
-    print(f"bytes lost or doubled: {len(tally.wrong)}")
-    return 1 if tally.wrong or tally.untyped else 0
+    print(f"rounds that found nobody and do not count: {tally.rounds_without_victim}")
+    return tally.verdict()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class Scene:
         self.tickets = 0
         self.models = self.devices * self.residents
         specs = tuple(ev.ModelSpec(f"m{n}", span(-1)) for n in range(self.models))
+        specs += tuple(ev.ModelSpec(f"single{n}", span(-1), True) for n in range(self.devices))
         self.feed(ev.CapabilitiesSet((ev.CapabilitySpec("c", "text", "e", specs, span(60)),)))
         for n in range(self.devices):
             self._node(n)
@@ -71,9 +72,8 @@ class Scene:
             self.feed(ev.Joined(HolderId(f"{holder}{n}"), node, "c", ()))
         for r in range(self.residents + 1):
             holder = "h" if r < self.residents else "single"
-            ticket = self.ask(
-                n, Priority.HIGH, f"m{(n * self.residents + r) % self.models}", holder
-            )
+            model = f"m{n * self.residents + r}" if r < self.residents else f"single{n}"
+            ticket = self.ask(n, Priority.HIGH, model, holder)
             self.feed(ev.Loaded(ticket, span(1)))
         for holder in ("h", "single"):
             self.held[HolderId(f"{holder}{n}")] = self._tickets(HolderId(f"{holder}{n}"))
@@ -154,9 +154,22 @@ def grant_with_victims(scene: Scene, n: int) -> float:
     return took_us
 
 
+def grant_when_back(scene: Scene, n: int) -> float:
+    """The second half: the victim's bytes are seen back. All who wait there are overtaken."""
+    request = scene.request(n, Priority.URGENT, f"m{scene.rng.randrange(scene.models)}")
+    [revoke] = [d for d in scene.feed(request) if isinstance(d, Revoke)]
+    scene.feed(ev.Released(revoke.ticket, "swap"))
+    took_us, decisions = scene.timed(ev.EngineGone(NodeId(f"n{n}"), revoke.ticket, True))
+    assert any(isinstance(d, Grant) for d in decisions)
+    scene.feed(ev.Loaded(request.ticket, span(1)))
+    scene.held[request.holder] = scene._tickets(request.holder)
+    scene.feed(scene.beat(request.holder))
+    return took_us
+
+
 ACTS: dict[str, Callable[[Scene, int], float]] = {
     "renew": renew, "renew_all": renew_all, "queue": queue,
-    "grant_with_victims": grant_with_victims,
+    "grant_with_victims": grant_with_victims, "grant_when_back": grant_when_back,
 }  # fmt: skip
 
 

@@ -12,20 +12,18 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
-import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 
 from benchmarks import report
+from benchmarks.tally import Tally, end
 from tests.graph.conftest import KEEP_WARM_S, Graph, command_of, started
 from tests.graph.test_kills import VICTIMS, books_are_true, victims
 
@@ -49,14 +47,7 @@ TARGETS = (*sorted({*VICTIMS, *MORE}), "engine", "engine", "arbiter+replica", "n
 
 
 @dataclass
-class Tally:
-    answers: Counter[str] = field(default_factory=Counter)
-    kills: Counter[str] = field(default_factory=Counter)
-    untyped: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    processes: int = 0
-    looks: int = 0
-    slowest: list[tuple[float, str, str]] = field(default_factory=list)
+class Kills(Tally):
     door_killed_s: float = float("-inf")
     door_is_shut: bool = False
     longest_shut_s: float = 0.0
@@ -76,9 +67,7 @@ class Tally:
             outcome = "cut_off_at_the_door"
         else:
             self.untyped.append(f"{model}: {outcome} after {now_s - began_s:.1f} s")
-        self.answers[outcome.partition(":")[0]] += 1
-        self.slowest.append((round(now_s - began_s, 1), model, outcome))
-        self.slowest = sorted(self.slowest, reverse=True)[:5]
+        self.answered(model, outcome, now_s - began_s)
 
 
 async def ask(http: aiohttp.ClientSession, graph: Graph, model: str) -> str:
@@ -123,25 +112,24 @@ class Chaos:
     def __init__(self, graph: Graph, kills: int, minutes: float, seed: int) -> None:
         self.graph, self.kills, self.dice = graph, kills, random.Random(seed)
         self.ends_s = time.monotonic() + minutes * 60
-        self.tally, self.stopping = Tally(), False
+        self.tally, self.stopping = Kills(), False
 
-    async def run(self) -> Tally:
+    async def run(self) -> Kills:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         async with aiohttp.ClientSession(timeout=timeout) as http:
             clients = [asyncio.ensure_future(self._client(http, m)) for m in CALLS for _ in "ab"]
             await self._served_again(0)
-            while (number := self._number()) < self.kills and time.monotonic() < self.ends_s:
+            while (
+                number := self.tally.kills_count
+            ) < self.kills and time.monotonic() < self.ends_s:
                 await self._kill(self.dice.choice(TARGETS))
-                if self._number() > number and (number + 1) % LOOK_EVERY == 0:
+                if self.tally.kills_count > number and (number + 1) % LOOK_EVERY == 0:
                     await self._look()
                     print(f"{number + 1} kills, {dict(self.tally.answers)}", flush=True)
             self.stopping = True
             await asyncio.gather(*clients)
             await self._settle(http)
         return self.tally
-
-    def _number(self) -> int:
-        return sum(self.tally.kills.values())
 
     async def _client(self, http: aiohttp.ClientSession, model: str) -> None:
         while not self.stopping:
@@ -150,11 +138,8 @@ class Chaos:
             await asyncio.sleep(self.dice.random() * (PAUSE_S if self.tally.door_is_shut else 0.5))
 
     async def _kill(self, target: str) -> None:
-        before, killed = self.tally.answers["served"], 0
-        for pid in await asyncio.to_thread(find, self.graph, target):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                killed += 1
+        before = self.tally.answers["served"]
+        killed = end(await asyncio.to_thread(find, self.graph, target))
         self.tally.processes += killed
         if killed:
             self.tally.killed(target)
@@ -206,29 +191,11 @@ def main() -> int:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder, started(Path(folder)) as graph:
         tally = asyncio.run(Chaos(graph, args.kills, args.minutes, args.seed).run())
-    figures = {
-        "kills": dict(tally.kills),
-        "processes_killed": tally.processes,
-        "answers": dict(tally.answers),
-        "slowest": tally.slowest,
-        "longest_without_a_door_s": round(tally.longest_shut_s, 1),
-        "comparisons": tally.looks,
-        "lost_or_doubled": tally.wrong,
-        "untyped": tally.untyped,
-        "took_s": round(time.monotonic() - began_s, 1),
-    }
+    figures = tally.figures(time.monotonic() - began_s)
+    figures["longest_without_a_door_s"] = round(tally.longest_shut_s, 1)
     report.write("graph_chaos", figures, seed=args.seed, label=f"seed{args.seed}")
-    for wrong in (*tally.wrong, *tally.untyped):
-        print(wrong[:300])
-    print(f"kills {sum(tally.kills.values())}: {dict(tally.kills)}")
-    print(f"processes killed {tally.processes}")
-    print(f"answers {sum(tally.answers.values())}: {dict(tally.answers)}")
-    print(f"slowest answers: {tally.slowest}")
     print(f"longest time without proxy or front: {tally.longest_shut_s:.1f} s")
-    print(f"unanswered or untyped: {len(tally.untyped)}")
-    print(f"books compared with measurement: {tally.looks} times")
-    print(f"bytes lost or doubled: {len(tally.wrong)}")
-    return 1 if tally.wrong or tally.untyped else 0
+    return tally.verdict()
 
 
 if __name__ == "__main__":

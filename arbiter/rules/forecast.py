@@ -18,7 +18,7 @@ from arbiter.rules.refusing import turn_away
 from arbiter.rules.sites import compute_books
 from arbiter.units import Instant, Span, after, in_seconds, since
 
-SAMPLED_COUNT = 16  # of those before it: what they need and their loads take, on average
+SAMPLED_COUNT = 8  # of those before it: what they need and their loads take, on average
 LOOKED_AT_COUNT = 32  # of those who may leave, the cheapest first; a device seldom holds more
 
 

@@ -111,6 +111,8 @@ def _serve(mind: Mind, node: Node) -> bool:
             return False
         if look.is_rest_hopeless(waiting, mind):
             break
+    else:
+        mind.line.weigh(node.node)  # the least of them may have gone
     if look.is_waiting:
         _look_again(mind, look)
     return True

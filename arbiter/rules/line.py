@@ -186,6 +186,12 @@ class Line:
     def ahead_count(self, waiting: Waiting) -> int:
         return bisect_left(self._order[waiting.node], (waiting.key, waiting.waiter.ticket))
 
+    def weigh(self, node: NodeId) -> None:
+        """What the least of them needs, from all of them."""
+        crowd = self.crowd(node)
+        known = [w.need_bytes for w in self.at(node) if w.version == crowd.version]
+        crowd.least_bytes = min(known, default=Bytes(0))
+
     def crowd(self, node: NodeId) -> Crowd:
         return self._crowds.get(node, Crowd())
 

@@ -213,6 +213,20 @@ class Holder:
         self.asked[name] = request
         self.ask(name)
 
+    def want_together(self, models: tuple[str, ...]) -> None:
+        """A gang; nothing when one of them is here or asked for already."""
+        asked = {request.model for request in self.asked.values()}
+        if any(model in asked or self.current(model) for model in models):
+            return
+        names = tuple(TicketId(f"{self.holder}.{m}.{self.number + 1}") for m in models)
+        self.number += 1
+        for name, model in zip(names, models, strict=True):
+            self.asked[name] = ev.Requested(
+                name, self.holder, "text", model, self.world.needs[model], need_is_explicit=True,
+                gang=names,
+            )  # fmt: skip
+            self.ask(name)
+
     def ask(self, name: TicketId) -> None:
         if self.alive and (request := self.asked.get(name)):
             self.send(request)
@@ -344,6 +358,9 @@ class Holder:
         request = self.asked.pop(name, None)
         if request is None:
             return
+        for other in request.gang:  # it makes no sense alone
+            if self.asked.pop(other, None):
+                self.send(ev.Withdrawn(other, self.holder))
         if isinstance(error, errors.StaleEpoch):
             self.join()
         elif not isinstance(error, errors.TicketClosed):

@@ -31,6 +31,7 @@ from arbiter.units import (
 from policies import bundle
 from tests.sim.actors import Agent, Caller, Holder
 from tests.sim.jobs import Job, size_of
+from tests.sim.turns import Turns
 
 # The real times, except that a barrier and a hanging load are shorter: less virtual time a seed.
 TERMS = replace(Terms(), barrier=seconds(4), load=seconds(15), lost=seconds(20))
@@ -38,7 +39,7 @@ SETTINGS = replace(
     DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), terms=TERMS,
     carry_most=seconds(20), preload="history", habit_least_count=1, habit_fraction=0.0,
 )  # fmt: skip
-MODELS, PINNED = "abcdef", "f"
+MODELS, PINNED, OVERSIZE = "abcdefg", "f", "g"
 FAULTS = (
     "lose", "repeat", "slow", "stuck", "oom", "broken", "hang", "rogue", "wedged", "liar",
     "unannounced",
@@ -70,6 +71,8 @@ class World:
         sleeps = self.rng.random() < 0.7
         self.needs = {m: self._need(sleeps) for m in MODELS}
         self.needs[PINNED] = ev.Need(Bytes(3 * GIB))  # leaves room for each of the others
+        self.needs[OVERSIZE] = ev.Need(Bytes(90 * GIB))  # more than any device has
+        self.turns = Turns(self)
         self.agents = {n: self._agent(n) for n in (NodeId("n0"), NodeId("n1"))}
         self.budgets = {s.device: int(s.total_bytes) for a in self.agents.values() for s in a.specs}
         self.restart_arbiter()
@@ -117,8 +120,11 @@ class World:
 
     def table(self) -> ev.CapabilitiesSet:
         specs = tuple(
-            ev.ModelSpec(m, seconds(-1 if m == "a" else 20), pinned=m == PINNED) for m in MODELS
-        )
+            ev.ModelSpec(
+                m, seconds(-1 if m == "a" else 20), m == PINNED, allow_oversize=m == OVERSIZE
+            )
+            for m in MODELS if m not in self.turns.removed
+        )  # fmt: skip
         spec = ev.CapabilitySpec("text", self.role, "fake", specs, seconds(60))
         return ev.CapabilitiesSet((spec,))
 
@@ -246,6 +252,7 @@ class World:
         policies = bundle(self.settings)
         known = frozenset(self.known)
         self.arbiter = Arbiter(self.settings, policies, self.epoch, known, self.now)
+        self.turns.after_restart()
         self.feed(self.table())
 
     def kill_arbiter(self) -> None:
@@ -330,6 +337,7 @@ class World:
             self.later(within_s, self.new_job)
         for harm in self.rng.choices(harms, weights, k=kills):
             self.later(within_s, harm)
+        self.turns.schedule(calls // 8, within_s)
 
     def call(self) -> None:
         if living := [h for h in self.holders.values() if h.alive and not isinstance(h, Job)]:

@@ -1,5 +1,6 @@
 """Who is next and where it goes (SPEC A11, B6, C6, C9). Times in seconds, sizes in GiB."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,9 @@ import pytest
 from arbiter import events as ev
 from arbiter.errors import NeverFits
 from arbiter.events import Priority
+from arbiter.rules.line import Waiting
 from arbiter.units import DeviceId, HolderId, NodeId, TicketId, seconds
-from tests.unit.desk import PATIENT, PLAIN, Desk, capability, gib, granted, refusal, revoked
+from tests.unit.desk import CPU, PATIENT, PLAIN, Desk, capability, gib, granted, refusal, revoked
 
 LOW, HIGH = Priority.LOW, Priority.HIGH
 
@@ -214,3 +216,40 @@ def test_a_sleeper_wakes_where_it_sleeps() -> None:
     desk.gone(41, "b")
     assert granted(desk.ask(42, "a", 60, host=60)) == ["a"]
     assert desk.mind.ledger.find(TicketId("a")).holder == HolderId("h")
+
+
+@pytest.mark.spec("C5", "C6")
+def test_whom_pressure_spares_is_not_held_up_by_one_whom_it_does_not() -> None:
+    desk = Desk(device=80)
+    loading(desk, 75)
+    assert desk.ask(1, "e", 10, capability="embedding", model="e1") == []
+    assert desk.ask(2, "b", 10) == []
+    desk.at(3, ev.PressurePushed(CPU, ev.Level.CRITICAL, gib(1), seconds(60)))
+    desk.at(4, ev.LoadBroke(TicketId("a"), "x", True))
+    assert granted(desk.gone(5, "a")) == ["b"]
+
+
+@pytest.mark.spec("N2")
+def test_behind_one_that_cannot_load_only_the_smaller_and_the_more_urgent_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Desk(device=80)
+    loading(desk, 75)
+    for n in range(20):
+        desk.ask(1, f"b{n}", 10)
+    walked: list[str] = []
+    walk = desk.mind.line.walk
+
+    def spied(node: NodeId) -> Iterator[Waiting]:
+        for waiting in walk(node):
+            walked.append(waiting.waiter.ticket)
+            yield waiting
+
+    monkeypatch.setattr(desk.mind.line, "walk", spied)
+    assert desk.ask(2, "c", 10) == []
+    assert walked == ["b0"]
+    assert granted(desk.ask(3, "small", 5)) == ["small"]
+    assert desk.ask(4, "large", 30, priority=Priority.URGENT) == []
+    walked.clear()
+    assert desk.ask(5, "c2", 10) == []
+    assert walked == ["large", "b0"]

@@ -125,3 +125,13 @@ def test_a_sleeper_is_ended_at_shutdown() -> None:
     desk.host_sizes["a"] = 20
     desk.join(0, "h", desk.held("a", ev.Phase.ASLEEP, size=30))
     assert reaped(desk.at(1, ev.ClosingDown())) == ["a"]
+
+
+@pytest.mark.spec("C8")
+def test_an_alarm_that_was_missed_is_set_again_by_the_audit() -> None:
+    desk = Desk(keep_warm_s=60, host=80)
+    desk.resident(0, "a", 10, host=5)
+    desk.mind.alarms.due(s(1000))  # all of them, lost
+    desk.mind.alarms.set(("audit", ""), s(60))
+    desk.woke(60)
+    assert revoked(desk.woke(61)) == [("a", "idle", "gone")]
