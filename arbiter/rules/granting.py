@@ -233,6 +233,9 @@ def _place_gang(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
         turn_away(mind, entry, TicketClosed(gone[0]))
         return
     there = gangs.members(mind, entry)
+    if there is None and waiting.is_due:  # the other has not asked in all that time
+        turn_away(mind, entry, TicketClosed(entry.ticket))
+        return
     if there is None or any(mind.line.is_ahead(e.ticket, entry.ticket) for e in there):
         return
     books = compute_books(mind, look.node)

@@ -61,6 +61,15 @@ def test_a_gang_is_granted_in_one_step_when_the_last_has_asked() -> None:
 
 
 @pytest.mark.spec("A13")
+def test_one_whose_partner_does_not_ask_for_half_a_minute_is_turned_away() -> None:
+    """After a restart of the arbiter the partner may be loaded already, and never ask again."""
+    d = Gpus(80)
+    assert d.want(0, "a", 50, "ab") == []
+    assert d.woke(29.9) == []
+    assert isinstance(refusal(d.woke(30)), TicketClosed)
+
+
+@pytest.mark.spec("A13")
 def test_none_of_a_gang_is_granted_while_one_has_no_room() -> None:
     d = Gpus(80)
     d.want(0, "c", 20)
