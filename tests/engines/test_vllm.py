@@ -266,7 +266,7 @@ def test_a_request_that_would_fit_the_context_it_may_grow_to_is_marked_and_no_ot
     def asked(words: int, tokens: int) -> tuple[int, bool]:
         conn = Connection(child.path)
         said = {**CHAT, "max_tokens": tokens}
-        said["messages"] = [{"role": "user", "content": "lease " * words}]
+        said["messages"] = [{"role": "user", "content": "the " * words}]
         conn.request("POST", "/v1/chat/completions", json.dumps(said), JSON)
         answer = conn.getresponse()
         assert answer.read()

@@ -13,7 +13,7 @@ MODEL = "grow-chat"  # 256 tokens, which may become 2048
 
 def ask(client: OpenAI, words: int) -> int:
     """Tokens of the prompt."""
-    said = [{"role": "user", "content": "lease " * words}]
+    said = [{"role": "user", "content": "the " * words}]
     answer = client.chat.completions.create(model=MODEL, messages=said, max_tokens=2)  # type: ignore[arg-type]
     assert answer.usage and answer.choices[0].message.content is not None
     return answer.usage.prompt_tokens
