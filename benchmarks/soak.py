@@ -3,7 +3,7 @@
     python -m benchmarks.soak --minutes 6
 
 The whole graph as shipped, streams with and without adapters and embeddings from several clients, a
-kill each few seconds. Before and after, with every model gone, the private bytes and open
+kill each few seconds. Before and after, with every model gone, the private dirty bytes and open
 descriptors of each long-lived process are read from the kernel, and the tickets from the arbiter.
 The figures are in the last lines.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from arbiter.node.proc import memory
+from arbiter.node.proc import rollup
 from arbiter.units import MIB
 from benchmarks import report
 from benchmarks.graph_chaos import CALLS, ask, find
@@ -71,7 +71,8 @@ def books(graph: Graph) -> Books:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one process holds while nothing is asked of it."""
+    """What one process holds while nothing is asked of it. Pages of files that it has only mapped
+    are left out: whose they are depends on who else maps them."""
 
     private_bytes: int
     descriptors: int
@@ -89,7 +90,7 @@ def held(graph: Graph) -> dict[str, Held]:
 
 
 def _held(pid: int) -> Held:
-    return Held(int(memory([pid]).device_bytes), len(os.listdir(f"/proc/{pid}/fd")))
+    return Held(rollup(pid)["Private_Dirty"], len(os.listdir(f"/proc/{pid}/fd")))
 
 
 class Soak:
@@ -98,6 +99,7 @@ class Soak:
         self.adapters = sorted(f"{ADAPTED}:{path.name}" for path in adapter_folder(graph).iterdir())
         self.answers: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
+        self.untyped: list[str] = []
         self.kills: Counter[str] = Counter()
 
     async def run(self, minutes: float) -> list[str]:
@@ -124,8 +126,11 @@ class Soak:
     async def _client(self, http: aiohttp.ClientSession, models: list[str], end_s: float) -> None:
         while time.monotonic() < end_s:
             model = self.dice.choice(models)
-            self.answers[(await ask(http, self.graph, model)).partition(":")[0]] += 1
+            outcome, _, more = (await ask(http, self.graph, model)).partition(":")
+            self.answers[outcome] += 1
             self.asked[model] += 1
+            if more:
+                self.untyped.append(f"{model}:{more}")
             await asyncio.sleep(self.dice.random() * 0.3)
 
     async def _killer(self, end_s: float) -> None:
@@ -203,7 +208,7 @@ def tell(soak: Soak, minutes: float, seed: int, leaks: list[str]) -> None:
     }
     figures = {
         "minutes": minutes, "asked": dict(soak.asked), "answers": dict(soak.answers),
-        "kills": dict(soak.kills),
+        "untyped": soak.untyped, "kills": dict(soak.kills),
         "books_before_and_after": [asdict(soak.books_before), asdict(soak.books_after)],
         "mib_and_descriptors_before_and_after": rows, "leaks": leaks,
     }  # fmt: skip
@@ -214,6 +219,7 @@ def tell(soak: Soak, minutes: float, seed: int, leaks: list[str]) -> None:
         )
     print(f"before: {soak.books_before}; after: {soak.books_after}")
     print(f"answers {sum(soak.answers.values())}: {dict(soak.answers)}")
+    print(f"answers without a type: {soak.untyped or 'none'}")
     print(f"processes killed {sum(soak.kills.values())}: {dict(soak.kills)}")
     print(f"leaks: {leaks or 'none'}")
 
