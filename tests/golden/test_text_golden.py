@@ -129,8 +129,8 @@ def test_a_mixed_batch_equals_each_alone(ours: Child) -> None:
     assert mixed == alone
 
 
-# A logit of these models is at most 4, which bfloat16 (8 bits) rounds to 1/64; a logprob is the
-# difference of two sums over them, rounded on the way through each of the layers.
+# The kernel is held to 1.6e-2 in bf16, and a token passes it several times a layer. On the CPU
+# build the two did not differ at all over 480 steps.
 BF16_BOUND = 0.1
 
 
