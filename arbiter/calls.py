@@ -13,7 +13,6 @@ import itertools
 import os
 import pickle
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, Protocol, cast
 from ray.exceptions import RayError, RayTaskError
 
 from arbiter.errors import ArbiterError
+from arbiter.peers import peer_uid
 from arbiter.units import NodeId
 
 _SIZE_BYTES = 4
@@ -248,10 +248,3 @@ class _Served(_Frames):
             error = CallFailed(name, repr(error))
         if self.is_open:
             self.write((number, None if error else asked.result(), error))
-
-
-def peer_uid(connected: socket.socket) -> int:
-    """User of the process at the other end, as the kernel recorded it."""
-    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _pid, uid, _gid = struct.unpack("3i", packed)
-    return int(uid)

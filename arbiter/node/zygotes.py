@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from arbiter.calls import peer_uid
 from arbiter.errors import ArbiterError
+from arbiter.peers import peer_uid
 from arbiter.units import NodeId, TicketId
 from arbiter.wire import AgentSettings, SpawnSpec
 

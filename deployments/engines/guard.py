@@ -1,18 +1,12 @@
-"""Who may speak to a zygote or an engine: processes of this user, by the kernel's word."""
+"""Who may speak to an engine: processes of this user, by the kernel's word."""
 
 import asyncio
 import os
 import socket
-import struct
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-
-def peer_uid(conn: socket.socket) -> int:
-    """User of the process at the other end, as the kernel recorded it at connect."""
-    packed = conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _pid, uid, _gid = struct.unpack("3i", packed)
-    return int(uid)
+from arbiter.peers import peer_uid
 
 
 class OwnOnly(HttpToolsProtocol):

@@ -30,8 +30,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from arbiter.peers import peer_uid
 from deployments.engines import child, process
-from deployments.engines.guard import peer_uid
 from deployments.engines.protocol import MAX_LINE_BYTES, BadSpawn, Spawn, parse_spawn
 
 # Unconnected for this long, a zygote asks itself whether anybody can still find it. An agent
