@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from arbiter import leases
-from arbiter.errors import LeaseRefused
+from arbiter import leases, lifecycle
+from arbiter.errors import LeaseRefused, QuotaExceeded
 from arbiter.lease_words import LeaseBody
+from tests.support.lines import FakeArbiter
 
 HELD = {"state": "held", "devices_bytes": {"n/cpu:0": 1 << 30}, "node": "n"}
 pytestmark = pytest.mark.spec("A15")
@@ -149,3 +151,35 @@ def test_a_time_beyond_all_bounds_is_refused_by_name(field: str, value: str) -> 
 def test_a_pid_beyond_the_kernels_is_refused_by_name() -> None:
     with pytest.raises(ValidationError, match="pid"):
         LeaseBody.model_validate_json('{"bytes": 1, "pid": 99999999999}')
+
+
+@pytest.mark.parametrize(
+    ("error", "heard"),
+    [
+        (RayTaskError("lease", "far away", QuotaExceeded("t", 1, 2, 2, "bytes")), QuotaExceeded),
+        (RayTaskError("lease", "far away", KeyError("a bug")), ConnectionError),
+        (RayActorError(), ConnectionError),
+        (GetTimeoutError("late"), ConnectionError),
+    ],
+    ids=["refused", "failed", "died", "late"],
+)
+def test_through_ray_a_refusal_is_itself_and_all_else_passes(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, heard: type[Exception]
+) -> None:
+    arbiter = FakeArbiter(lease=sent, end_lease=sent)  # type: ignore[arg-type]
+    monkeypatch.setattr(lifecycle, "find_arbiter", lambda: arbiter)
+    monkeypatch.setattr("ray.get", raising(error))
+    with pytest.raises(heard):
+        leases.RayDoor().put("job", {"bytes": 1})
+    with pytest.raises(heard):
+        leases.RayDoor().delete("job", None)
+
+
+def test_through_ray_no_arbiter_is_one_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "find_arbiter", lambda: None)
+    with pytest.raises(ConnectionError):
+        leases.RayDoor().put("job", {"bytes": 1})
+
+
+def sent(*_: object) -> None:
+    """Stands for a reference; `ray.get` is the test's."""
