@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("arbiter")
 
+ACCOUNTS_SAVED_LOOKS = 10  # that much of the accounts a crash costs; 100 kB are written each time
 HANDLE_S = 10.0  # a holder's actor answers its first call within its own start
 
 
@@ -52,6 +53,7 @@ class ArbiterActor:
         self._agents = RayAgents(boot.agent)
         log = EventLog(epoch, Path(boot.event_file) if boot.event_file else None)
         self._shell = self._new_shell(epoch, log)
+        self._looks_count = 0
         self._stays: dict[HolderId, str] = {}  # the joining that counts, of each holder
         self._ends: dict[str, asyncio.Event] = {}  # of a stay
         self._leases = LeaseDesk(self._shell, self._agents, self._store)
@@ -74,7 +76,7 @@ class ArbiterActor:
         known = tuple(sorted(member.holder for member in self._store.members()))
         heading = Heading(
             wire.protocol_hash(), chosen.settings, epoch, known, self._store.learned(), monotonic(),
-            self._store.floors(),
+            self._store.floors(), self._store.accounts(),
         )  # fmt: skip
         core = heading.core(chosen.policies)
         return Shell(core, epoch, self._agents, log, recorder=self._recorder(heading, log))
@@ -233,6 +235,9 @@ class ArbiterActor:
             except ray.exceptions.RayError as error:
                 logger.warning("cannot see the nodes: %r", error)
             self._save_learned()
+            self._looks_count += 1
+            if self._looks_count % ACCOUNTS_SAVED_LOOKS == 0:
+                self._save_accounts()
             self._leases.sweep()
             self._shell.refresh_targets()
             await asyncio.sleep(LOOK_S)
@@ -250,6 +255,9 @@ class ArbiterActor:
             if holder in self._shell.core.awaited:  # not back meanwhile, under the same name
                 self._store.drop_holder(holder)
                 self._shell.feed(ev.HolderLost(holder))
+
+    def _save_accounts(self) -> None:
+        self._store.save_accounts(self._shell.core.export_accounts())
 
     def _save_learned(self) -> None:
         learned = self._shell.core.export_learned()
@@ -294,6 +302,7 @@ class ArbiterActor:
         from arbiter.shell import crash
 
         logger.info("a new epoch begins: %s", why)
+        self._save_accounts()
         reply_is_out_s = 0.05  # the answer to the call that led here is a local send
         asyncio.get_running_loop().call_later(reply_is_out_s, crash, InterruptedError(why))
 
@@ -353,6 +362,7 @@ class ArbiterActor:
             task.cancel()
         await self._agents.close()
         self._save_learned()
+        self._save_accounts()
         self._door.close()
         self._store.end_session()
         self._store.close()

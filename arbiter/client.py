@@ -350,14 +350,14 @@ class HolderClient:
             epoch, arbiter = self.epoch, self._arbiter
             if epoch is None or arbiter is None:
                 continue
-            runs, dropped = self.runs.waiting()
-            renewed = ev.Renewed(self.holder, self._account(), runs, dropped)
+            runs, dropped, usage = *self.runs.waiting(), self.runs.usage()
+            renewed = ev.Renewed(self.holder, self._account(), runs, dropped, usage)
             try:
                 await arbiter.call("renew", epoch, renewed)
             except (StaleEpoch, calls.LineBroken, calls.CallFailed):
                 self._lose(epoch)
             else:
-                self.runs.said(runs, dropped)
+                self.runs.said(runs, dropped, usage)
 
     # -- the outbox ------------------------------------------------------------------------------
 

@@ -80,6 +80,7 @@ class Arbiter:
         forecast.judge_new(mind)
         floors.forget_removed(mind)
         preload.follow(mind)
+        mind.accounts.settle(mind.ledger.holdings, mind.now)
         mind.ledger.check_touched()
         if (at := mind.alarms.next()) is not None:
             mind.say(WakeAt(max(at, after(now, NEXT))))
@@ -141,6 +142,13 @@ class Arbiter:
     def export_floors(self) -> list[list[str]]:
         """Capability, model, floor."""
         return [[*name, floor.value] for name, floor in sorted(self._mind.floors.items())]
+
+    def export_accounts(self) -> list[list[Any]]:
+        """What clients have used (SPEC C10)."""
+        return self._mind.accounts.export()
+
+    def restore_accounts(self, rows: list[list[Any]]) -> None:
+        self._mind.accounts.restore(rows, self._mind.now)
 
     def restore_floors(self, rows: list[list[str]]) -> None:
         for capability, model, floor in rows:

@@ -41,6 +41,15 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Waits:
+    """The ticket has joined the line, and is expected to serve after so long (SPEC A21)."""
+
+    ticket: TicketId
+    holder: HolderId
+    predicted: Span
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     ticket: TicketId
     error: RequestError
@@ -98,4 +107,4 @@ class WakeAt:
     at: Instant
 
 
-Decision = Grant | Refuse | Revoke | Reap | Probe | Reload | Tell | WakeAt
+Decision = Grant | Waits | Refuse | Revoke | Reap | Probe | Reload | Tell | WakeAt

@@ -19,6 +19,7 @@ ArbiterError
     NotResident           409  somebody else says what is resident, and this model is not
     UnderPressure         503  real memory is short on every device it could go to
     QuotaExceeded         429  more than this tenant or client may have at once
+    TenantCoolingDown     429  over what it may hold on average, until that has fallen
     HolderQuarantined     503  this holder did not give memory back
     ArbiterClosing        503  shutdown has begun
     ArbiterUnavailable    503  the arbiter cannot be reached, so nothing may be loaded
@@ -305,6 +306,24 @@ class QuotaExceeded(RequestError):
         return (
             f"{self.tenant} has {said(self.has)} and asks for {said(self.wants)} more;"
             f" it may have {said(self.bound)}"
+        )
+
+
+class TenantCoolingDown(RequestError):
+    status_code, code = 429, "tenant_cooling_down"
+
+    def __init__(
+        self, tenant: str, average_bytes: Bytes, bound_bytes: Bytes, retry_after_s: float
+    ) -> None:
+        super().__init__(tenant, average_bytes, bound_bytes, retry_after_s)
+        self.tenant, self.average_bytes, self.bound_bytes = tenant, average_bytes, bound_bytes
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        has, bound = human(self.average_bytes), human(self.bound_bytes)
+        return (
+            f"{self.tenant} held {has} on average and may hold {bound}; nothing new is loaded for"
+            f" it for about {self.retry_after_s:.0f} s if it lets go of what it has"
         )
 
 

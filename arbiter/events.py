@@ -6,10 +6,10 @@ Who says what: holders speak of *use*, node agents of *bytes*, nobody else of ei
 from dataclasses import dataclass
 
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, TicketId
-from arbiter.words import DeviceKind, Floor, Level, Phase, Priority, Split
+from arbiter.words import ANYBODY, Client, DeviceKind, Floor, Level, Phase, Priority, Split
 
 # Words of events, to be had here like everything else that events are made of.
-__all__ = ["DeviceKind", "Floor", "Level", "Phase", "Priority", "Split"]
+__all__ = ["ANYBODY", "Client", "DeviceKind", "Floor", "Level", "Phase", "Priority", "Split"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,7 @@ class HeldTicket:
     priority: Priority = Priority.NORMAL  # of its last request
     uses_count: int = 0  # requests served under this ticket so far
     lease: LeaseTerms | None = None  # held by a process outside Serve
+    client: Client = ANYBODY  # of its last request
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +191,24 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """How many requests of a client have ended (SPEC C10)."""
+
+    client: Client
+    requests_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Renewed:
     """Heartbeat. Level-triggered: it repeats every ticket, so any one may be lost; a ticket the
     arbiter has charged to this holder that is missing here was released. `runs` ended since the
-    last one; so many more were dropped."""
+    last one; so many more were dropped. `usage` counts all of them."""
 
     holder: HolderId
     tickets: tuple[HeldTicket, ...]
     runs: tuple[Run, ...] = ()
     runs_dropped_count: int = 0
+    usage: tuple[Usage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +234,7 @@ class Requested:
     gang: tuple[TicketId, ...] = ()  # of its holder, itself included: granted all or none
     split: Split = Split.NONE
     lease: LeaseTerms | None = None  # of a process outside Serve; `model` is what it is called
+    client: Client = ANYBODY  # who waits for it
 
 
 @dataclass(frozen=True, slots=True)

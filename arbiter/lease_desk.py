@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from arbiter import events as ev
@@ -43,12 +43,14 @@ class Adopts(Protocol):
     ) -> None: ...
 
 
-class KnownHolders(Protocol):
-    """Whom the next life of the arbiter must wait for."""
+class Kept(Protocol):
+    """What the next life of the arbiter must know: whom to wait for, and when their terms end."""
 
     def members(self) -> tuple[Member, ...]: ...
     def add_member(self, member: Member) -> None: ...
     def drop_holder(self, holder: HolderId) -> None: ...
+    def lease_ends(self) -> dict[str, float]: ...
+    def save_lease_ends(self, ends: dict[str, float]) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +65,7 @@ class Seat:
     reason: str | None = None  # why it is to leave, or has ended
     gone_by_s: float | None = None  # monotonic
     heard_s: float = field(default_factory=time.monotonic)
+    ends_unix_s: float | None = None  # its term, whatever its holder says; None: not known
     pid: int | None = None  # whose memory the agent reads for it
     work: asyncio.Task[None] | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,15 +81,23 @@ class Seat:
         need = ev.Need(call.size_bytes)
         return (
             ev.HeldTicket(
-                call.ticket, call.label, phase, 0, Span(0), self.devices, need, lease=call.terms
+                call.ticket, call.label, phase, 0, Span(0), self.devices, need, lease=self._terms()
             ),
         )
 
+    def _terms(self) -> ev.LeaseTerms:
+        """What is left of its term is the arbiter's to say, also after a restart of it."""
+        if self.ends_unix_s is None:
+            return self.call.terms
+        left = seconds(max(0.0, self.ends_unix_s - time.time()))
+        return replace(self.call.terms, term=min(self.call.terms.term, left))
+
 
 class LeaseDesk:
-    def __init__(self, shell: Shell, agents: Adopts, known: KnownHolders) -> None:
+    def __init__(self, shell: Shell, agents: Adopts, known: Kept) -> None:
         self._shell, self._agents, self._known = shell, agents, known
         self._expected = {member.holder for member in known.members()}  # of the last life
+        self._ends = known.lease_ends()
         self._seats: dict[TicketId, Seat] = {}
         self._ended: OrderedDict[TicketId, str] = OrderedDict()  # why
 
@@ -136,7 +147,7 @@ class LeaseDesk:
         node = call.node or self._only_node()
         seat = Seat(call, HolderId(call.ticket), node)
         if seat.holder in self._expected:
-            seat.devices = call.devices
+            seat.devices, seat.ends_unix_s = call.devices, self._ends.get(call.ticket)
         self._seats[call.ticket] = seat
         self._known.add_member(Member(seat.holder, node))
         self._shell.open_mail(seat.holder)
@@ -162,6 +173,8 @@ class LeaseDesk:
                 seat.error = error
                 return seat.tell()
             seat.devices = granted.devices
+            self._ends[seat.call.ticket] = time.time() + in_seconds(seat.call.terms.term)
+            self._known.save_lease_ends(self._ends)
             seat.tell()
         ack = 0
         while True:
@@ -230,6 +243,8 @@ class LeaseDesk:
         seat.tell()
         self._shell.close_mail(seat.holder)
         self._known.drop_holder(seat.holder)
+        if self._ends.pop(seat.call.ticket, None) is not None:
+            self._known.save_lease_ends(self._ends)
         self._shell.feed(ev.HolderLost(seat.holder))
 
 

@@ -18,7 +18,8 @@ from enum import Enum
 
 from arbiter.decisions import Reason, Tier
 from arbiter.errors import LedgerBroken
-from arbiter.events import DeviceKind, LeaseTerms, Need, Priority, Split
+from arbiter.events import ANYBODY, Client, DeviceKind, LeaseTerms, Need, Priority, Split
+from arbiter.holdings import Holdings
 from arbiter.units import (
     Bytes,
     DeviceId,
@@ -96,6 +97,7 @@ class Entry:
     grows_by: Instant = Instant(0)
     grown_bytes: Bytes = Bytes(0)  # granted beyond what it was loaded with
 
+    client: Client = ANYBODY  # on whose account it is: see bill_to
     lease: LeaseTerms | None = None  # its holder is a process outside Serve
     lease_ends: Instant = Instant(0)
 
@@ -174,6 +176,7 @@ class Book:
     loading: dict[TicketId, Entry] = field(default_factory=dict)
     copies: Counter[tuple[str, str]] = field(default_factory=Counter)  # by capability and model
     pinned_bytes: Bytes = Bytes(0)  # of those charged
+    held: Counter[str] = field(default_factory=Counter)  # bytes by tenant
     stale: set[TicketId] | None = None  # changed since they were ranked; None: no order is kept
 
     def note_stale(self, ticket: TicketId) -> None:
@@ -190,6 +193,7 @@ class Ledger:
     def __init__(self) -> None:
         self.books: dict[DeviceId, Book] = {}
         self.open_count: Counter[str] = Counter()  # tickets not closed, by capability
+        self.holdings = Holdings()
         self._entries: dict[TicketId, Entry] = {}
         self._held: dict[HolderId, dict[TicketId, Entry]] = {}
         self._holding: dict[HolderId, dict[TicketId, Entry]] = {}  # of those, past the line
@@ -240,6 +244,16 @@ class Ledger:
             self._count(entry, -1)
             entry.pinned = is_pinned
             self._count(entry, 1)
+
+    def bill_to(self, entry: Entry, client: Client) -> None:
+        """What it holds is on this client's account from now on."""
+        self._count(entry, -1)
+        entry.client = client
+        self._count(entry, 1)
+
+    def of_tenant(self, tenant: str) -> list[Entry]:
+        """Those with bytes on a device that computes."""
+        return [self._entries[ticket] for ticket in self.holdings.tickets.get(tenant, ())]
 
     def share_scratch(self, entry: Entry, lock: str, size: Bytes) -> None:
         """The configuration says under which dispatch lock it computes."""
@@ -299,6 +313,8 @@ class Ledger:
         book.copies[entry.capability, entry.model] += sign
         if entry.pinned:
             book.pinned_bytes = Bytes(book.pinned_bytes + sign * charge)
+        if book.kind is not DeviceKind.HOST:
+            self.holdings.post(entry.client, entry.ticket, sign * charge, book.held)
         if sign > 0:
             book.entries[entry.ticket] = entry
             if entry.state in LEAVING:

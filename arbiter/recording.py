@@ -53,6 +53,7 @@ class Heading:
     learned: Any  # as the core exported it; None: nothing yet
     began: Instant
     floors: Any = None  # as the core is given them; None: none set
+    accounts: Any = None  # as the core exported them; None: nobody has used anything
 
     def core(self, policies: Policies) -> Arbiter:
         known = frozenset(self.known_holders)
@@ -61,6 +62,8 @@ class Heading:
             core.restore_learned(self.learned)
         if self.floors:
             core.restore_floors(self.floors)
+        if self.accounts:
+            core.restore_accounts(self.accounts)
         return core
 
 

@@ -59,11 +59,22 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantTerms:
+    """What one tenant may have of the devices that compute, and what is kept for it (SPEC C10)."""
+
+    tenant: str
+    most_bytes: Bytes | None = None  # at once, over all of them
+    reserved_bytes: Bytes = Bytes(0)  # on each of them, for nobody else
+    average_bytes: Bytes | None = None  # over `quota_window`; beyond it, it cools down
+    share_fraction: float = 1.0  # of its turns in the line, beside others' (SPEC C10: fair share)
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What a person may set, and what follows from the specification."""
 
     evict: str = "two_rates"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM, PRESSURE
-    admit: str = "warm_first"
+    admit: str = "fair_share"
     place: str = "best_fit"
     keep_warm: str = "since_last_use"
     pressure: str = "physical"
@@ -97,6 +108,10 @@ class Settings:
     lease_notice_most: Span = seconds(120)  # cloud spot machines give 30 s to 2 min
     lease_tenant_bytes: Bytes | None = None  # SPEC A15: the most one tenant may lease; None:
     lease_tenant_fraction: float = 0.5  # this share of all that can be lent, half for everyone else
+
+    tenants: tuple[TenantTerms, ...] = ()  # SPEC C10; of others nothing is limited
+    quota_window: Span = seconds(3600)  # their averages: clouds bill by the hour
+    accounts_most_count: int = 1_024  # clients told apart; 100 kB, saved in a millisecond
 
     pinned_most_fraction: float = 1.0  # SPEC C8: of a budget; all of it unless somebody says less
 

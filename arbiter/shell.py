@@ -18,7 +18,18 @@ from typing import NoReturn, Protocol
 from arbiter import events as ev
 from arbiter import wire
 from arbiter.core import Arbiter
-from arbiter.decisions import Decision, Grant, Probe, Reap, Refuse, Reload, Revoke, Tell, WakeAt
+from arbiter.decisions import (
+    Decision,
+    Grant,
+    Probe,
+    Reap,
+    Refuse,
+    Reload,
+    Revoke,
+    Tell,
+    Waits,
+    WakeAt,
+)
 from arbiter.errors import RequestError, TicketClosed
 from arbiter.eventlog import EventLog
 from arbiter.plain import plain
@@ -143,10 +154,12 @@ class Shell:
             case _:
                 self._send(decision)
 
-    def _send(self, decision: Grant | Refuse | Revoke | Reap | Probe | Reload) -> None:
+    def _send(self, decision: Grant | Waits | Refuse | Revoke | Reap | Probe | Reload) -> None:
         match decision:
             case Grant():
                 self._grant(decision)
+            case Waits(ticket, holder, predicted):
+                self._order(holder, wire.WaitsOrder(ticket, predicted))
             case Refuse(ticket, error):
                 self._answer(ticket, error)
             case Revoke():

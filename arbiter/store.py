@@ -129,6 +129,21 @@ class Store:
     def save_floors(self, rows: Any) -> None:
         self._save_fact("floors", json.dumps(rows).encode())
 
+    def lease_ends(self) -> dict[str, float]:
+        """By ticket, in seconds of the wall clock: a monotonic one ends with its machine."""
+        found: dict[str, float] = json.loads(self._fact("lease_ends") or b"{}")
+        return found
+
+    def save_lease_ends(self, ends: dict[str, float]) -> None:
+        self._save_fact("lease_ends", json.dumps(ends).encode())
+
+    def accounts(self) -> Any:
+        """What clients of this session have used, as last saved."""
+        return json.loads(self._fact("accounts") or b"[]")
+
+    def save_accounts(self, rows: Any) -> None:
+        self._save_fact("accounts", json.dumps(rows).encode())
+
     def configuration(self) -> Configuration | None:
         """None when none was saved, or by other code: a pickle has its fields by place, so one of
         other classes would be read without an error, and wrong."""

@@ -52,6 +52,7 @@ class Waiter:
     priority: Priority = Priority.NORMAL
     is_warm: bool = False  # soon ready: asleep, or another load of the model is under way
     is_asleep: bool = False  # its weights are in host RAM
+    turn_bytes: Bytes = Bytes(0)  # what its tenant had asked for before: least goes first
 
 
 @dataclass(frozen=True, slots=True)

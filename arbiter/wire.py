@@ -132,6 +132,14 @@ class RevokeOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitsOrder:
+    """News of a ticket in the line: how long until it serves, as expected when it joined."""
+
+    ticket: TicketId
+    predicted: Span
+
+
+@dataclass(frozen=True, slots=True)
 class ReloadOrder:
     model: str
 
@@ -143,7 +151,7 @@ class TableOrder:
     table: Plain
 
 
-Command = RevokeOrder | ReloadOrder | TableOrder
+Command = RevokeOrder | WaitsOrder | ReloadOrder | TableOrder
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Words that events and rules share: what may be said of a device, a model, a request."""
 
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 
@@ -52,3 +53,14 @@ class Phase(Enum):
     DRAINING = "draining"  # barrier up, requests still in flight
     UNLOADING = "unloading"  # nothing in flight, engine going to sleep or away
     ASLEEP = "asleep"
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """On whose account something happens (SPEC C10)."""
+
+    tenant: str = "default"  # of the API key, so nobody can choose it
+    name: str = ""  # as the client calls itself (`x_client_id`), which it can
+
+
+ANYBODY = Client()  # of whom nothing is known

@@ -1,13 +1,12 @@
 """What a waiting request may hear: how far its model is, from what the holder knows by itself.
 
-The arbiter is not asked: its grant brought a prediction, and the line is that of this holder.
+The arbiter is not asked: its place in the line and its grant brought predictions, and what stands
+before it is told of this holder's line.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Mapping
 
-from arbiter.units import in_seconds
 from deployments.slot import Life, Slot
 from deployments.use import Use
 from deployments.wire import Progress
@@ -27,20 +26,13 @@ def look(slots: Mapping[str, Slot], model: str) -> Progress:
     """How far `model` is now."""
     slot = slots.get(model)
     if slot is not None and slot.life is Life.LOADING:
-        return Progress("loading", 0, _left_s(slot))
+        return Progress("loading", 0, slot.left_s)
     ahead = 0
     for name, other in slots.items():  # in the order in which they were asked for
         if name == model:
             break
         ahead += other.life is Life.QUEUED
-    return Progress("queued", ahead, None)
-
-
-def _left_s(slot: Slot) -> float | None:
-    """Of the load under way, as predicted with its grant; None when nothing was known of it."""
-    if not slot.predicted:
-        return None
-    return max(0.0, in_seconds(slot.predicted) - (time.monotonic_ns() - slot.granted_ns) / 1e9)
+    return Progress("queued", ahead, slot.left_s if slot else None)
 
 
 async def arriving(
@@ -57,7 +49,7 @@ async def arriving(
                 arrival.result()
                 return
             now = look(slots, model)
-            if said is None or (now.phase, now.position) != (said.phase, said.position):
+            if said is None or _words(now) != _words(said):
                 said = now
                 yield now
     finally:
@@ -65,3 +57,8 @@ async def arriving(
             arrival.cancel()
             await asyncio.wait({arrival})
             use.release()
+
+
+def _words(progress: Progress) -> tuple[str, int, bool]:
+    """Without what passes by itself."""
+    return progress.phase, progress.position, progress.estimate_s is None

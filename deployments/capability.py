@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from ray import serve
 
 from arbiter.errors import RequestError
+from arbiter.events import Client
 from deployments import growing, wire
 from deployments.arriving import arriving, is_at_hand
 from deployments.pace import Pace
@@ -99,6 +100,7 @@ class Capability:
             deadline_s=call.deadline_s,
             priority=call.priority,
             request=call.request_id,
+            client=Client(call.tenant, call.client_id),
         )
         async with AsyncExitStack() as stack:
             if call.wants_progress and not is_at_hand(self._residency.slots, call.model):

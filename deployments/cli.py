@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from arbiter.errors import ArbiterError
-from arbiter.units import Bytes, human
+from arbiter.units import GIB, Bytes, human
 from deployments import lease_commands
 from deployments.front import key_commands, keys
 from deployments.whatif import add_whatif, run_whatif
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     record_to.add_argument("file", nargs="?", help="on the arbiter's node; none: stop recording")
     replayed = add("whatif", run_whatif, "A recording under other policies.", as_json)
     add_whatif(replayed)
+    add("clients", clients, "Who has used what, and what tenants may have.", as_json, http)
     add("check", check, "Name every wrong key of a configuration.", as_json).add_argument("file")
     add("upgrade", upgrade, "Replace the running arbiter by the installed version.", as_json, ray)
     add("down", down, "Unload, wait (bounded), end the arbiter and its agents.", as_json, ray)
@@ -115,6 +116,34 @@ def status_lines(state: dict[str, Any]) -> Iterator[str]:
     yield from _table(("ticket", "capability", "model", "state", "in flight", "charged"), tickets)
     for failure in state["cooldowns"]:
         yield f"cooling down: {failure['model']} for {failure['left_s']:.0f} s, {failure['cause']}"
+
+
+def clients(args: argparse.Namespace) -> None:
+    state = json.load(_get(args.url, "/arbiter/state"))
+    found = {"tenants": state["tenants"], "clients": state["clients"]}
+    print(json.dumps(found, indent=2) if args.json else "\n".join(client_lines(state)))
+
+
+def client_lines(state: dict[str, Any]) -> Iterator[str]:
+    """Limits first, where there are any, then accounts."""
+    if state["tenants"]:
+        head = ("tenant", "holds", "maximum", "reserved", "average", "of", "cooling down")
+        yield from _table(head, [
+            (t["tenant"], _size(t["held_bytes"]), _most(t["most_bytes"]),
+             _size(t["reserved_bytes"]), _size(t["average_bytes"]),
+             _most(t["average_most_bytes"]), t["is_cooling"])
+            for t in state["tenants"]
+        ])  # fmt: skip
+        yield ""
+    yield from _table(("tenant", "client", "requests", "holds", "GiB seconds"), [
+        (c["tenant"], c["client"] or "-", c["requests_count"], _size(c["held_bytes"]),
+         f"{c['byte_seconds_count'] / GIB:.1f}")
+        for c in state["clients"]
+    ])  # fmt: skip
+
+
+def _most(size: int | None) -> str:
+    return "any" if size is None else _size(size)
 
 
 _DEVICE_COLUMNS = ("budget", "free", "charged", "measured", "foreign", "largest_fit")

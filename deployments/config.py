@@ -15,6 +15,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -63,9 +64,31 @@ class Arenas(Strict):
         return core.Arenas(*caps)
 
 
+class TenantConfig(Strict):
+    """What one tenant may have of the devices that compute (SPEC C10). Tenants are those of API
+    keys; `default` is everybody without one."""
+
+    maximum: Size | None = None  # at once, over all devices
+    reserved: Size = 0  # of each device, for nobody else
+    average: Size | None = None  # over an hour; beyond it nothing new is loaded for it for a while
+    share: float = Field(1.0, gt=0, le=1_000)  # of its turns in the line, beside other tenants
+
+    @field_validator("reserved")
+    @classmethod
+    def _within(cls, value: int, info: ValidationInfo) -> int:
+        most = info.data.get("maximum")
+        if most is not None and value > most:
+            raise ValueError(f"{value} bytes are more than its maximum, {most}")
+        return value
+
+    def as_terms(self, tenant: str) -> core.TenantTerms:
+        most, average = (None if n is None else Bytes(n) for n in (self.maximum, self.average))
+        return core.TenantTerms(tenant, most, Bytes(self.reserved), average, self.share)
+
+
 class ArbiterConfig(Strict):
     evict: str = "two_rates"
-    admit: str = "warm_first"
+    admit: str = "fair_share"
     one_resident_roles: tuple[str, ...] = ()  # SPEC A11: of these roles one model a node
     bypass_count: int = Field(8, ge=0)  # SPEC C6: how often a ticket is overtaken
     bypass_s: float = Field(30.0, ge=0, le=LONGEST_S)  # and for how long
@@ -85,6 +108,7 @@ class ArbiterConfig(Strict):
     lease_term_most_s: float = Field(86_400.0, gt=0, le=LONGEST_S)  # SPEC A15
     # SPEC N3: idle Ray workers kept on each node, 77 MB each, so that replicas start at once
     spare_workers: int = Field(1, ge=0, le=64)
+    tenants: dict[str, TenantConfig] = {}  # SPEC C10
 
     @field_validator("evict")
     @classmethod
@@ -128,6 +152,7 @@ class ArbiterConfig(Strict):
             pinned_most_fraction=self.pinned_most,
             lease_tenant_bytes=None if self.lease_tenant is None else Bytes(self.lease_tenant),
             lease_term_most=seconds(self.lease_term_most_s),
+            tenants=tuple(t.as_terms(name) for name, t in sorted(self.tenants.items())),
         )
 
 

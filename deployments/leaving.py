@@ -5,6 +5,7 @@ import logging
 
 from arbiter import events as ev
 from arbiter.client import HolderClient
+from arbiter.decisions import Reason
 from arbiter.errors import EngineLost
 from arbiter.units import Span, in_seconds
 from deployments.engine_link import LoadRefused
@@ -12,6 +13,8 @@ from deployments.slot import Life, Slot
 
 logger = logging.getLogger("arbiter.residency")
 
+# A revoke for these reasons takes only what is idle (SPEC A9).
+ONLY_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
 UNLOAD_S = 30.0  # the core's term for an unload; an engine that sleeps slower is ended
 
 

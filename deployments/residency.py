@@ -36,7 +36,7 @@ from deployments.chores import Chores, apart
 from deployments.engine_link import EngineLink, LoadRefused, why
 from deployments.plan import parts
 from deployments.plans import Plans
-from deployments.slot import Life, Opens, Slot, new_ticket
+from deployments.slot import UNDER_WAY, Life, Opens, Slot, new_ticket
 from deployments.use import Use, one_shot
 from deployments.wire import Head
 
@@ -45,9 +45,6 @@ logger = logging.getLogger("arbiter.residency")
 # A model may go again before this request's turn; a longer chain is a fault that it hears of.
 TURNS = 5
 SAY_S = 1.0  # one message takes 1 ms; an arbiter that is away learns of the end from the agent
-UNDER_WAY = frozenset({Life.QUEUED, Life.LOADING, Life.DRAINING, Life.UNLOADING})
-# A revoke for these reasons takes only what is idle (SPEC A9).
-ONLY_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
 
 
 class Residency:
@@ -85,10 +82,10 @@ class Residency:
         deadline_s: float | None = None,
         priority: ev.Priority = ev.Priority.NORMAL,
         request: str = "",
+        client: ev.Client = ev.ANYBODY,
     ) -> Use:
-        """`async with` it. Raises RequestError: unknown model, no grant by the deadline, a failed
-        load, no arbiter."""
-        return Use(self, model, deadline_s, priority, request)
+        """`async with` it. Raises RequestError: unknown, not in time, failed, no arbiter."""
+        return Use(self, model, deadline_s, priority, request, client)
 
     async def request(
         self, model: str, method: str, path: str, headers: dict[str, str], body: bytes
@@ -120,35 +117,36 @@ class Residency:
 
     # -- coming in -----------------------------------------------------------------------------
 
-    async def enter(self, model: str, deadline_s: float | None, priority: ev.Priority) -> Slot:
+    async def enter(
+        self, model: str, deadline_s: float | None, priority: ev.Priority, client: ev.Client
+    ) -> Slot:
         """The model's slot with this request counted as in flight."""
-        began = time.monotonic()
+        until_s = None if deadline_s is None else time.monotonic() + deadline_s
         try:
             async with asyncio.timeout(deadline_s):
                 for _ in range(TURNS):
                     slot = self.slots.get(model) or await self._open(model)
                     if slot.life is Life.RESIDENT:
-                        slot.enter(priority)
+                        slot.enter(priority, client)
                         return slot
-                    if slot.note(priority):
+                    if slot.note(priority, client, until_s):
                         self.client().tell(slot.asks(self.holder, self.capability))
                     if slot.life is Life.ASLEEP:
                         self._begin(slot, self._wake(slot))
-                    if await self._wait(slot):
+                    if await self._wait(slot, until_s):
                         return slot
         except TimeoutError:
             ticket = self.slots[model].ticket if model in self.slots else TicketId(model)
-            raise DeadlineUnmet(ticket, time.monotonic() - began, 1.0) from None
+            raise DeadlineUnmet(ticket, deadline_s or 0.0, 1.0) from None
         raise EngineLost(model, TicketId(model))
 
-    async def _wait(self, slot: Slot) -> bool:
-        """True: in flight. False: look again. Raises what the load failed with."""
-        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        slot.waiters.add(waiter)
+    async def _wait(self, slot: Slot, until_s: float | None) -> bool:
+        """True: in flight. False: look again. Raises what the load failed with, DeadlineUnmet."""
+        waiter = slot.wait(until_s)
         try:
             return await waiter
-        except asyncio.CancelledError:
-            slot.waiters.discard(waiter)
+        except (asyncio.CancelledError, DeadlineUnmet):
+            slot.waiters.pop(waiter, None)
             if waiter.done() and not waiter.cancelled() and not waiter.exception():
                 if waiter.result():
                     slot.leave()
@@ -293,6 +291,9 @@ class Residency:
             case wire.RevokeOrder():
                 if slot := self._held.get(command.ticket):
                     self._revoke(slot, command)
+            case wire.WaitsOrder(ticket, predicted):
+                for slot in [s for s in self.slots.values() if s.ticket == ticket]:
+                    slot.expected(predicted)
             case wire.ReloadOrder(model):
                 self._chores.begin(self._bring_back(model))
             case wire.TableOrder(table):
@@ -310,7 +311,7 @@ class Residency:
             self.end(slot, order.reason, ended if order.reason is Reason.FAILED else None)
         elif slot.life is not Life.RESIDENT:
             return  # an order sent twice, or overtaken by what happened here
-        elif slot.inflight and order.reason in ONLY_IDLE:
+        elif slot.inflight and order.reason in leaving.ONLY_IDLE:
             self.client().tell(ev.Busy(slot.ticket, slot.inflight))
         else:
             slot.life = Life.DRAINING

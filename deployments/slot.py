@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from arbiter.events import DeviceBytes, HeldTicket, Phase, Priority, Requested
-from arbiter.units import Bytes, HolderId, Span, TicketId
+from arbiter.errors import DeadlineUnmet
+from arbiter.events import ANYBODY, Client, DeviceBytes, HeldTicket, Phase, Priority, Requested
+from arbiter.units import Bytes, HolderId, Span, TicketId, seconds
 from arbiter.wire import Granted, SpawnSpec
 from deployments.engine_link import EngineLink
 from deployments.plan import ModelPlan
@@ -30,6 +31,7 @@ class Life(Enum):
     CLOSED = "closed"
 
 
+UNDER_WAY = frozenset({Life.QUEUED, Life.LOADING, Life.DRAINING, Life.UNLOADING})
 PHASES = {
     Life.QUEUED: Phase.ASLEEP,  # held and in the line: a sleeper that is to be woken
     Life.LOADING: Phase.LOADING,
@@ -66,7 +68,8 @@ class Slot:
     ticket: TicketId
     life: Life = Life.QUEUED
     inflight: int = 0
-    waiters: set[asyncio.Future[bool]] = field(default_factory=set)
+    # Until when each waits, on the monotonic clock; None: as long as it takes
+    waiters: dict[asyncio.Future[bool], float | None] = field(default_factory=dict)
     devices: tuple[DeviceBytes, ...] = ()
     link: EngineLink | None = None
     work: asyncio.Task[None] | None = None  # the load, wake or unload under way
@@ -79,8 +82,11 @@ class Slot:
     uses_count: int = 0
     predicted: Span = Span(0)  # how long its load or wake takes, as said with the grant; 0: unknown
     granted_ns: int = 0
+    serves_at_ns: int = 0  # as the arbiter expects while it is in the line; 0: nothing is known
     warm_until_ns: int = 0  # a client asked that it does not count as idle before
     priority: Priority = Priority.NORMAL  # the most urgent of those in flight or waiting
+    until_s: float | None = None  # the latest of those waiting, on the monotonic clock
+    client: Client = ANYBODY  # whose request came last
     wanted: bool = False  # with nobody waiting: pinned, or brought back
     growth: asyncio.Task[None] | None = None  # it is becoming larger, or smaller again
     before: "Before | None" = None  # it grew; this is what it was
@@ -90,23 +96,63 @@ class Slot:
     def model(self) -> str:
         return self.plan.model
 
-    def enter(self, priority: Priority) -> None:
+    def enter(self, priority: Priority, client: Client = ANYBODY) -> None:
         """One request more in flight."""
-        self.note(priority)
+        self.note(priority, client)
         self.inflight += 1
         self.uses_count += 1
 
-    def note(self, priority: Priority) -> bool:
-        """A request comes. True when the arbiter, which was asked already, must hear of it."""
-        is_busy = bool(self.inflight or self.waiters)
+    def note(
+        self, priority: Priority, client: Client = ANYBODY, until_s: float | None = None
+    ) -> bool:
+        """A request comes. True when the arbiter, which was asked already, must hear of it: it is
+        more urgent than those that wait, or waits for longer."""
+        is_busy, self.client = bool(self.inflight or self.waiters), client
         is_raised = is_busy and priority < self.priority
+        is_later = is_busy and _is_later(until_s, self.until_s)
         self.priority = priority if is_raised or not is_busy else self.priority
-        return is_raised and self.life is Life.QUEUED
+        self.until_s = until_s if is_later or not is_busy else self.until_s
+        return (is_raised or is_later) and self.life is Life.QUEUED
 
     def granted(self, grant: Granted) -> None:
         """What it asked for may be loaded now."""
         self.life, self.devices = Life.LOADING, grant.devices
         self.predicted, self.granted_ns = grant.predicted, time.monotonic_ns()
+        self.serves_at_ns = 0
+
+    def expected(self, predicted: Span) -> None:
+        """It is in the line, and the arbiter says how long until it serves. Who cannot wait for
+        that hears it at once (SPEC A21)."""
+        self.serves_at_ns = time.monotonic_ns() + predicted
+        for waiter, until_s in list(self.waiters.items()):
+            if not waiter.done() and (error := self.unmet(until_s)):
+                waiter.set_exception(error)
+
+    @property
+    def left_s(self) -> float | None:
+        """Until it serves: of its load, as predicted with its grant, or of its wait and load; None
+        when nothing is known."""
+        now_ns = time.monotonic_ns()
+        if self.life is Life.LOADING:
+            ends_ns = self.granted_ns + self.predicted
+            return max(0.0, (ends_ns - now_ns) / 1e9) if self.predicted else None
+        is_known = self.life is Life.QUEUED and self.serves_at_ns
+        return max(0.0, (self.serves_at_ns - now_ns) / 1e9) if is_known else None
+
+    def wait(self, until_s: float | None) -> asyncio.Future[bool]:
+        """True: in flight; False: look again. Raises DeadlineUnmet where that is known already."""
+        if late := self.unmet(until_s):
+            raise late
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.waiters[waiter] = until_s
+        return waiter
+
+    def unmet(self, until_s: float | None) -> DeadlineUnmet | None:
+        """What to say to one that waits until then; None: it will do, or nobody knows."""
+        left_s = self.left_s
+        if until_s is None or left_s is None or time.monotonic() + left_s <= until_s:
+            return None
+        return DeadlineUnmet(self.ticket, 0.0, max(1.0, left_s), left_s)
 
     def leave(self) -> None:
         """One request less in flight."""
@@ -125,24 +171,27 @@ class Slot:
             waiter.set_result(True)
 
     def turn_back(self, error: Exception | None = None) -> None:
-        """Whoever waited hears the error, or without one looks again at what there is."""
-        for waiter in self._take_waiters():
-            if error is None:
+        """Whoever waited hears the error, or without one looks again at what there is. So does
+        who may wait for longer than the ticket did."""
+        for waiter, until_s in self._take_waiters().items():
+            if error is None or _is_in_time(error, until_s):
                 waiter.set_result(False)
             else:
                 waiter.set_exception(error)
 
-    def _take_waiters(self) -> list[asyncio.Future[bool]]:
-        taken = [w for w in self.waiters if not w.done()]
+    def _take_waiters(self) -> dict[asyncio.Future[bool], float | None]:
+        taken = {w: until_s for w, until_s in self.waiters.items() if not w.done()}
         self.waiters.clear()
         return taken
 
     def asks(self, holder: HolderId, capability: str) -> Requested:
-        plan = self.plan
+        plan, deadline = self.plan, None
+        if self.until_s is not None and not self.wanted:
+            deadline = seconds(max(0.001, self.until_s - time.monotonic()))
         return Requested(
             self.ticket, holder, capability, plan.model, plan.need, plan.settings_key,
-            need_is_explicit=plan.need_is_explicit, attempt=self.attempt, priority=self.priority,
-            split=plan.split,
+            need_is_explicit=plan.need_is_explicit, deadline=deadline, attempt=self.attempt,
+            priority=self.priority, client=self.client, split=plan.split,
         )  # fmt: skip
 
     def account(self) -> HeldTicket:
@@ -154,8 +203,20 @@ class Slot:
         return HeldTicket(
             self.ticket, self.model, phase, inflight, Span(idle), self.devices,
             self.plan.need, self.plan.settings_key, self.priority, self.uses_count,
+            client=self.client,
         )  # fmt: skip
 
     @property
     def device_bytes(self) -> Bytes:
         return Bytes(sum(d.size_bytes for d in self.devices))
+
+
+def _is_later(until_s: float | None, than_s: float | None) -> bool:
+    return than_s is not None and (until_s is None or until_s > than_s)
+
+
+def _is_in_time(error: Exception, until_s: float | None) -> bool:
+    """The ticket was refused for a deadline that is not this one's."""
+    if not isinstance(error, DeadlineUnmet):
+        return False
+    return until_s is None or time.monotonic() + (error.predicted_s or 0.0) < until_s

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from arbiter.client import HolderClient
 from arbiter.errors import EngineLost, RequestError, TicketClosed
-from arbiter.events import Priority
+from arbiter.events import ANYBODY, Client, Priority
 from arbiter.units import Span, TicketId, in_seconds
 from deployments.slot import Life, Slot
 from deployments.wire import Head
@@ -19,7 +19,9 @@ class Slots(Protocol):
 
     slots: dict[str, Slot]
 
-    async def enter(self, model: str, deadline_s: float | None, priority: Priority) -> Slot: ...
+    async def enter(
+        self, model: str, deadline_s: float | None, priority: Priority, client: Client
+    ) -> Slot: ...
     def client(self) -> HolderClient: ...
 
 
@@ -36,8 +38,8 @@ class Use:
     """One use of one model, from `async with` to its end; also the handle to its engine."""
 
     __slots__ = (
-        "_began_ns", "_deadline_s", "_model", "_priority", "_request", "_residency", "_slot",
-        "_ticket",
+        "_began_ns", "_client", "_deadline_s", "_model", "_priority", "_request", "_residency",
+        "_slot", "_ticket",
     )  # fmt: skip
 
     def __init__(
@@ -47,9 +49,10 @@ class Use:
         deadline_s: float | None,
         priority: Priority,
         request: str = "",
+        client: Client = ANYBODY,
     ) -> None:
         self._residency, self._model, self._deadline_s = residency, model, deadline_s
-        self._priority, self._request = priority, request
+        self._priority, self._request, self._client = priority, request, client
         self._began_ns = 0
         self._slot: Slot | None = None
         self._ticket = TicketId("")
@@ -58,10 +61,12 @@ class Use:
         self._began_ns = time.monotonic_ns()
         slot = self._residency.slots.get(self._model)
         if slot is not None and slot.life is Life.RESIDENT:
-            slot.enter(self._priority)
+            slot.enter(self._priority, self._client)
         else:
             try:
-                slot = await self._residency.enter(self._model, self._deadline_s, self._priority)
+                slot = await self._residency.enter(
+                    self._model, self._deadline_s, self._priority, self._client
+                )
             except (RequestError, asyncio.CancelledError) as error:
                 self._tell(None, error)
                 raise
@@ -88,7 +93,7 @@ class Use:
         """Of the event log; goes with the next heartbeat."""
         took = Span(time.monotonic_ns() - self._began_ns)
         runs = self._residency.client().runs
-        runs.note(ticket, self._model, took, outcome_of(error), self._request)
+        runs.note(ticket, self._model, took, outcome_of(error), self._request, self._client)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Call:
     deadline_s: float | None = None
     priority: Priority = Priority.NORMAL
     tenant: str = "default"
+    client_id: str = ""  # as the client calls itself
     conversation_id: str | None = None
     stay_warm_s: float = 0.0  # after it ends, before the model's keep-warm begins to count
     wants_progress: bool = False  # while the model is brought, say how far it is

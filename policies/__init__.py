@@ -7,6 +7,7 @@ from arbiter.settings import DEFAULTS, Settings
 from arbiter.units import Instant
 from arbiter.view import Candidate, Gauge, Idler, Key, Policies, Price, Site, Waiter
 from policies import (
+    admit_fair_share,
     admit_fifo,
     admit_warm_first,
     evict_belady,
@@ -29,6 +30,7 @@ EVICT: dict[str, Callable[[Candidate], Price]] = {
 }
 REPLAY_ONLY = frozenset({"belady"})  # they read the future; no configuration may name them
 ADMIT: dict[str, Callable[[Waiter], Key]] = {
+    "fair_share": admit_fair_share.key,
     "warm_first": admit_warm_first.key,
     "fifo": admit_fifo.key,
 }

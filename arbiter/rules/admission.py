@@ -14,7 +14,7 @@ from arbiter.errors import (
     UnknownModel,
 )
 from arbiter.ledger import Entry, State
-from arbiter.rules import floors, forecast, preload, pressure
+from arbiter.rules import floors, forecast, preload, pressure, tenants
 from arbiter.rules import leases_held as leases
 from arbiter.rules.granting import foresee_need, grant_of, ripen
 from arbiter.rules.loads import retried
@@ -60,6 +60,7 @@ def _asked_again(mind: Mind, entry: Entry, event: ev.Requested) -> None:
     if entry.state in (State.LOADING, State.RESIDENT):
         mind.say(grant_of(entry))
     elif entry.state in (State.ASLEEP, State.DRAINING):
+        tenants.take_over(mind, entry, event.client)
         if error := _why_no_wake(mind, entry):
             mind.say_no(entry.ticket, error)
         elif entry.ticket not in mind.line:
@@ -68,9 +69,16 @@ def _asked_again(mind: Mind, entry: Entry, event: ev.Requested) -> None:
         mind.refuse(entry.ticket, TicketClosed(entry.ticket))
     else:
         mind.stale_count += 1  # it waits already
-    if entry.ticket in mind.line and event.priority < entry.priority:
+    if entry.ticket in mind.line:
+        _hurry(mind, entry, event)
+
+
+def _hurry(mind: Mind, entry: Entry, event: ev.Requested) -> None:
+    if event.priority < entry.priority:
         entry.priority = event.priority
         mind.line.hurry(entry.ticket, event.priority)
+    until = None if event.deadline is None else after(mind.now, event.deadline)
+    mind.line.wait_longer(entry.ticket, until)
 
 
 def recheck(mind: Mind) -> None:
@@ -106,7 +114,10 @@ def _why_not(mind: Mind, event: ev.Requested) -> RequestError | None:
         return ArbiterClosing()
     if event.lease:
         short = pressure.why_not(mind, event.holder, leases.LEASE)
-        return short or leases.why_not(mind, event, event.lease) or _full(mind, event)
+        unlawful = leases.why_not(mind, event, event.lease)
+        return (
+            short or unlawful or _over_quota(mind, event, event.lease.tenant) or _full(mind, event)
+        )
     try:
         mind.registry.find(event.capability, event.model)
     except (UnknownCapability, UnknownModel) as unknown:
@@ -119,7 +130,18 @@ def _why_not(mind: Mind, event: ev.Requested) -> RequestError | None:
         return HolderQuarantined(event.holder, kept)
     role = mind.registry.specs[event.capability].role
     short = pressure.why_not(mind, event.holder, role)
-    return short or _cooling(mind, event) or _full(mind, event)
+    quota = _over_quota(mind, event, event.client.tenant)
+    return short or quota or _cooling(mind, event) or _full(mind, event)
+
+
+def _over_quota(mind: Mind, event: ev.Requested, tenant: str) -> RequestError | None:
+    """A lease is not made room for among the tenant's own: they are seldom to be interrupted."""
+    need = event.need.device_bytes
+    if error := tenants.why_not(mind, tenant, need):
+        return error
+    if event.lease and tenants.over(mind, tenant, need):
+        return tenants.too_much(mind, tenant, need)
+    return None
 
 
 def _cooling(mind: Mind, event: ev.Requested) -> ModelCoolingDown | None:
@@ -160,6 +182,7 @@ def _new_entry(mind: Mind, holder: Holder, event: ev.Requested) -> Entry:
         pinned=spec.pinned or floor is ev.Floor.DEVICE, keep_warm=spec.keep_warm,
         allow_oversize=spec.allow_oversize, dispatch_lock=spec.dispatch_lock,
         shared_scratch_bytes=spec.shared_scratch_bytes, gang=event.gang, split=event.split,
+        client=event.client,
     )  # fmt: skip
 
 
@@ -167,10 +190,12 @@ def _queue(mind: Mind, entry: Entry, event: ev.Requested) -> None:
     deadline = None if event.deadline is None else after(mind.now, event.deadline)
     label = model_label(entry.capability, entry.model)
     entry.priority = ev.Priority.BATCH if entry.is_guess else event.priority
-    is_asleep = entry.state is not State.QUEUED
+    tenant, need = entry.client.tenant, entry.need.device_bytes
     mind.line.add(
-        entry.ticket, label, entry.node, mind.now, deadline, entry.priority, is_asleep=is_asleep
-    )
+        entry.ticket, label, entry.node, mind.now, deadline, entry.priority,
+        is_asleep=entry.state is not State.QUEUED, standing=tenants.standing(mind, tenant),
+        turn_bytes=mind.accounts.turn_of(tenant, need, tenants.share_of(mind, tenant)),
+    )  # fmt: skip
     mind.ledger.touch(entry)
     foresee_need(mind, entry)
     mind.fresh.append(entry.ticket)

@@ -4,12 +4,13 @@ Lawful here means: awake and not loading, not pinned, past its minimum residency
 The policy only prices them; the core takes the cheapest set that suffices (victims.py), or none.
 """
 
+from dataclasses import replace
 from enum import Enum, auto
 
 from arbiter.decisions import Probe, Reason, Revoke, Tier
 from arbiter.events import Floor, Priority
 from arbiter.ledger import Book, Entry, Sizes, State
-from arbiter.rules import urgency
+from arbiter.rules import tenants, urgency
 from arbiter.rules.budget import share
 from arbiter.rules.choices import Choice
 from arbiter.rules.loads import displace
@@ -23,6 +24,7 @@ from arbiter.units import (
     DeviceId,
     Instant,
     Span,
+    TicketId,
     after,
     host_device,
     in_seconds,
@@ -40,6 +42,7 @@ class Obstacle(Enum):
     AHEAD = auto()
     URGENT = auto()
     LATELY = auto()
+    RESERVED = auto()
 
 
 # -- choosing -------------------------------------------------------------------------------------
@@ -63,6 +66,24 @@ def make_room(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: 
         displace(mind, waiting, victim)
         revoke(mind, victim, Reason.SWAP, waiting)
     return bool(victims)
+
+
+def make_way(mind: Mind, waiting: Entry, short: Bytes, urgent: Priority) -> bool:
+    """Of its own tenant only, on whatever device, the cheapest that free `short` (SPEC C10)."""
+    own = {e.ticket: e for e in mind.ledger.of_tenant(waiting.client.tenant)}
+    books = {d for e in own.values() for d in e.home if d in mind.ledger.books}
+    options: dict[TicketId, Option] = {}
+    for device in sorted(books):
+        for entry, option in in_order(mind, mind.ledger.books[device]):
+            if entry.ticket in own and may_swap(mind, entry, waiting, urgent):
+                options[entry.ticket] = replace(
+                    option, freed_bytes=tenants.device_bytes(mind, entry)
+                )
+    chosen = choose(options.values(), short)
+    for option in chosen:
+        displace(mind, waiting, own[option.ticket])
+        revoke(mind, own[option.ticket], Reason.SWAP, waiting)
+    return bool(chosen)
 
 
 def room_for(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: Priority) -> Victims:
@@ -119,6 +140,8 @@ def _obstacle(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> Obs
         return Obstacle.ITSELF
     if not _is_lawful(mind, entry):
         return Obstacle.UNLAWFUL
+    if mind.tenants and tenants.is_reserved(mind, entry, waiting.client.tenant):
+        return Obstacle.RESERVED
     if entry.ticket in mind.line:
         is_ahead = mind.line.is_ahead(waiting.ticket, entry.ticket)
         return None if is_ahead else Obstacle.AHEAD
@@ -141,6 +164,8 @@ def obstacle(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> str 
             return "it is the one that waits"
         case Obstacle.UNLAWFUL:
             return _never(mind, entry)
+        case Obstacle.RESERVED:
+            return f"it is of what is reserved for {entry.client.tenant}"
         case Obstacle.AHEAD:
             return "it waits itself, further ahead"
         case Obstacle.URGENT:
@@ -182,10 +207,11 @@ def _weigh(
     nobody looks far behind those that would do."""
     options: list[Option] = []
     missing, spare_count = int(short), EXACT_COUNT
+    spare = tenants.Spare(mind, book, waiting.client.tenant)
     for entry, option in no_more_urgent(mind, book, urgent):
         if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
             break
-        if may_swap(mind, entry, waiting, urgent):
+        if may_swap(mind, entry, waiting, urgent) and spare.takes(entry, option.freed_bytes):
             spare_count -= missing <= 0
             missing -= option.freed_bytes
             options.append(option)

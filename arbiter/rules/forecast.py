@@ -7,6 +7,7 @@ of those before it that need the same bytes.
 
 from itertools import islice
 
+from arbiter.decisions import Waits
 from arbiter.errors import DeadlineUnmet
 from arbiter.ledger import Book, Entry, State
 from arbiter.rules import urgency
@@ -35,6 +36,8 @@ def judge_new(mind: Mind) -> None:
             continue
         waiting.predicted_at = after(mind.now, predicted)
         mind.tell("ticket_waits", entry, took=predicted)
+        if predicted:
+            mind.say(Waits(ticket, entry.holder, predicted))
         if waiting.deadline is not None and waiting.predicted_at > waiting.deadline:
             turn_away(mind, entry, too_late(entry, 0.0, predicted))
 

@@ -14,9 +14,15 @@ from arbiter import events as ev
 from arbiter.decisions import Grant
 from arbiter.errors import NeverFits, TicketClosed
 from arbiter.ledger import Book, Entry, Sizes, State
-from arbiter.rules import gangs, groups, oversize, placing, preload, pressure, urgency
+from arbiter.rules import gangs, groups, oversize, placing, preload, pressure, tenants, urgency
 from arbiter.rules import leases_held as leases
-from arbiter.rules.eviction import coming_back, make_room, min_residency_ends, room_for
+from arbiter.rules.eviction import (
+    coming_back,
+    make_room,
+    make_way,
+    min_residency_ends,
+    room_for,
+)
 from arbiter.rules.line import Waiting, urgency_of
 from arbiter.rules.mind import Mind, Node
 from arbiter.rules.refusing import turn_away
@@ -34,37 +40,43 @@ class Look:
     books: dict[DeviceId, Book]  # of its trusted devices that compute
     largest_bytes: Bytes  # budget
     most_bytes: Bytes  # that waiting can ever bring on one device
+    reserves: dict[str, Bytes]  # of each device, by tenant
     promised: defaultdict[DeviceId, int] = field(default_factory=lambda: defaultdict(int))
     held: set[DeviceId] = field(default_factory=set)  # for one that is due
-    hopeless: list[tuple[Bytes, ev.Priority]] = field(default_factory=list)
+    hopeless: list[tuple[Bytes, ev.Priority, str]] = field(default_factory=list)
     most_urgent: ev.Priority | None = None  # of all in the line, once somebody asked
     is_waiting: bool = False  # somebody is left in the line
     is_over: bool = False  # somebody has become due: the order has changed
     judged_count: int = 0  # of the hopeless, when the rest was last judged
     unwalked: Counter[int] = field(default_factory=Counter)  # how urgent those are, see line.Crowd
 
-    def room(self, device: DeviceId) -> int:
-        """What is free there or coming, and promised to nobody."""
+    def room(self, device: DeviceId, entry: Entry) -> int:
+        """What is free there or coming, promised to nobody and reserved for no other tenant."""
         book = self.books[device]
-        return book.free_bytes + coming_back(book) - self.promised[device]
+        return book.free_bytes + coming_back(book) - self.promised[device] - self._kept(book, entry)
 
-    def fits(self, device: DeviceId, need: int) -> bool:
-        return min(self.books[device].free_bytes, self.room(device)) >= need
+    def fits(self, device: DeviceId, need: int, entry: Entry) -> bool:
+        book = self.books[device]
+        return min(book.free_bytes - self._kept(book, entry), self.room(device, entry)) >= need
 
-    def is_hopeless(self, need: Bytes, priority: ev.Priority) -> bool:
+    def _kept(self, book: Book, entry: Entry) -> Bytes:
+        return tenants.kept(self.reserves, book, entry.client.tenant)
+
+    def is_hopeless(self, need: Bytes, priority: ev.Priority, standing: str) -> bool:
         """One before it that asked for no more, and was no less urgent, could not load."""
-        for least, most_urgent in self.hopeless:
-            if need >= least and priority >= most_urgent:
+        for least, most_urgent, whose in self.hopeless:
+            if need >= least and priority >= most_urgent and standing == whose:
                 return True
         return False
 
     def is_rest_hopeless(self, walked: Waiting, mind: Mind) -> bool:
         """So is everybody behind: none is more urgent, none asks for less. Asked anew only when
-        one more could not load; those that are due stand in front and are looked at."""
-        if walked.is_due or len(self.hopeless) == self.judged_count:
+        one more could not load; those that are due stand in front and are looked at. Where tenants
+        differ, what one of them lacks another may have."""
+        if walked.is_due or mind.tenants or len(self.hopeless) == self.judged_count:
             return False
         self.judged_count = len(self.hopeless)
-        need, priority = self.hopeless[-1]
+        need, priority, _ = self.hopeless[-1]
         if any(count > 0 and urgent < priority for urgent, count in self.unwalked.items()):
             return False
         return mind.line.crowd(self.node.node).needs_at_least(need, mind.estimates.version)
@@ -74,7 +86,7 @@ class Look:
         waiter = waiting.waiter
         if waiting.version != version or waiting.is_due or waiter.is_asleep:
             return False
-        return self.is_hopeless(waiting.need_bytes, waiter.priority)
+        return self.is_hopeless(waiting.need_bytes, waiter.priority, waiting.standing)
 
     def wait(self, waiting: Waiting, devices: list[DeviceId]) -> None:
         """One that is due holds every device it could use."""
@@ -86,6 +98,7 @@ class Look:
 def admit(mind: Mind) -> None:
     if not mind.is_settled or mind.closing_by is not None:
         return
+    tenants.note_relief(mind)
     for name in mind.take_changed():
         node = mind.nodes.get(name)
         if node is not None:  # else its agent has not introduced itself yet
@@ -101,6 +114,7 @@ def _serve(mind: Mind, node: Node) -> bool:
         {b.device: b for b in trusted(mind, node)},
         max((b.budget_bytes for b in books), default=Bytes(0)),
         max((on_demand_of(b) for b in books), default=Bytes(0)),
+        tenants.reserves(mind),
         unwalked=mind.line.crowd(node.node).urgencies.copy(),
     )
     for waiting in mind.line.walk(node.node):
@@ -147,29 +161,57 @@ def _place(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
     need = _need(mind, look, entry, waiting)
     if need > look.most_bytes and not _may_exceed(mind, look, entry, waiting, need):
         return
-    if look.is_hopeless(need, entry.priority) and not waiting.is_due:
-        look.is_waiting = True
-        return
     urgent = _urgency(mind, look, waiting)
+    if _waits_in_vain(look, entry, waiting, need) or _waits_for_its_own(
+        mind, look, entry, need, urgent
+    ):
+        return
     sites = [s.device for s in placing.places(mind, look.books.values(), entry, need)]
     found = [d for d in sites if d not in look.held]
     if groups.stands_in_the_way(mind, entry, urgent):
         look.wait(waiting, sites)
         return
-    if device := next((d for d in found if look.fits(d, need)), None):
+    if device := next((d for d in found if look.fits(d, need, entry)), None):
         _grant(mind, look, entry, waiting, {device: need})
         return
     if found and (late := preload.give_way(mind, entry)):
         turn_away(mind, entry, late)
         return
-    promised = next((d for d in found if look.room(d) >= need), None) or next(
-        (d for d in found if make_room(mind, entry, d, need - look.room(d), urgent)), None
+    promised = next((d for d in found if look.room(d, entry) >= need), None) or next(
+        (d for d in found if make_room(mind, entry, d, need - look.room(d, entry), urgent)), None
     )
     if promised:
         look.promised[promised] += need
     elif sites and found == sites:  # for want of bytes, not because its devices are shut
-        look.hopeless.append((need, entry.priority))
+        look.hopeless.append((need, entry.priority, waiting.standing))
     look.wait(waiting, sites)
+
+
+def _waits_in_vain(look: Look, entry: Entry, waiting: Waiting, need: Bytes) -> bool:
+    if waiting.is_due or not look.is_hopeless(need, entry.priority, waiting.standing):
+        return False
+    look.is_waiting = True
+    return True
+
+
+def _waits_for_its_own(
+    mind: Mind, look: Look, entry: Entry, need: Bytes, urgent: ev.Priority
+) -> bool:
+    """Its tenant has too much already (SPEC C10): some of that goes first, or it is refused for
+    good. True: it is not its turn, and it holds up nobody."""
+    tenant = entry.client.tenant
+    if tenant not in mind.tenants and not look.reserves:
+        return False
+    if never := tenants.never(mind, tenant, need, look.books.values()):
+        turn_away(mind, entry, never)
+        return True
+    if not tenants.over(mind, tenant, need):
+        return False
+    look.is_waiting = True
+    if short := tenants.over_staying(mind, tenant, need):
+        make_way(mind, entry, short, urgent)
+    mind.alarms.set(("line", look.node.node), after(mind.now, Span(SECOND)))
+    return True
 
 
 def _need(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> Bytes:
@@ -202,6 +244,9 @@ def _may_exceed(mind: Mind, look: Look, entry: Entry, waiting: Waiting, need: By
         _place_parts(mind, look, waiting, [gangs.Part(entry, d, s) for d, s in several.items()])
         return False
     if entry.allow_oversize:
+        if never := tenants.never(mind, entry.client.tenant, need, books):
+            turn_away(mind, entry, never)
+            return False
         look.wait(waiting, list(look.books))
         if home := oversize.clear(mind, look.books.values(), entry):
             _grant(mind, look, entry, waiting, home)
@@ -246,7 +291,7 @@ def _place_gang(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
         for member in there:
             turn_away(mind, member, NeverFits(member.ticket, need, whole))
         return
-    free = {d: Bytes(min(b.free_bytes, look.room(d))) for d, b in look.books.items()}
+    free = {d: Bytes(min(b.free_bytes, look.room(d, entry))) for d, b in look.books.items()}
     now = gangs.assign(sizes, list(look.books.values()), free)
     _place_parts(mind, look, waiting, now or gangs.assign(sizes, books, most))
 
@@ -254,18 +299,21 @@ def _place_gang(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
 def _place_parts(mind: Mind, look: Look, waiting: Waiting, parts: list[gangs.Part]) -> None:
     """All of them in this step, or none: nobody leaves for a part while another finds no room."""
     needs, first = gangs.totals(parts), parts[0].entry
+    urgent = _urgency(mind, look, waiting)
+    if _waits_for_its_own(mind, look, first, Bytes(sum(needs.values())), urgent):
+        return
     shut = any(pressure.is_shut(mind, p.entry, p.device) for p in parts)
     if shut or needs.keys() & look.held or not needs.keys() <= look.books.keys():
         look.wait(waiting, list(look.books))
-    elif all(look.fits(device, size) for device, size in needs.items()):
+    elif all(look.fits(device, size, first) for device, size in needs.items()):
         for ticket in {p.entry.ticket: None for p in parts}:
             mine = [p for p in parts if p.entry.ticket == ticket]
             in_line = mind.line.find(ticket)
             assert in_line is not None
             _grant(mind, look, mine[0].entry, in_line, {p.device: p.size_bytes for p in mine})
     else:
-        urgent = _urgency(mind, look, waiting)
-        short = {d: size - look.room(d) for d, size in needs.items() if size > look.room(d)}
+        lacks = {d: size - look.room(d, first) for d, size in needs.items()}
+        short = {d: lacking for d, lacking in lacks.items() if lacking > 0}
         if all(room_for(mind, first, d, n, urgent) for d, n in short.items()):
             for device, lacking in sorted(short.items()):
                 make_room(mind, first, device, lacking, urgent)
@@ -285,16 +333,19 @@ def _wake(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
         return
     urgent = _urgency(mind, look, waiting)
     missing = {d: Bytes(size - entry.charge(d)) for d, size in entry.home.items()}
+    more = Bytes(sum(missing.values()))
+    if _waits_for_its_own(mind, look, entry, more, urgent):
+        return
     if look.held & entry.home.keys() or groups.stands_in_the_way(mind, entry, urgent):
         look.wait(waiting, home)
-    elif all(look.fits(d, size) for d, size in missing.items()):
+    elif all(look.fits(d, size, entry) for d, size in missing.items()):
         entry.wakes_count += 1
         _grant(mind, look, entry, waiting, dict(entry.home))
     elif tight := [d for d in home if entry.home[d] > on_demand_of(look.books[d])]:
         most = on_demand_of(look.books[tight[0]])
         turn_away(mind, entry, NeverFits(entry.ticket, entry.home[tight[0]], most))
     else:
-        lacking = {d: size - look.room(d) for d, size in missing.items()}
+        lacking = {d: size - look.room(d, entry) for d, size in missing.items()}
         if all(n <= 0 or make_room(mind, entry, d, n, urgent) for d, n in lacking.items()):
             for device, size in missing.items():
                 look.promised[device] += size
@@ -312,6 +363,7 @@ def _back_in_service(mind: Mind, entry: Entry) -> None:
 
 def _grant(mind: Mind, look: Look, entry: Entry, waiting: Waiting, home: Sizes) -> None:
     mind.line.drop(entry.ticket)
+    mind.accounts.served(waiting.waiter.turn_bytes)
     for other in mind.line.walk(look.node.node):
         is_passed = other.waiter.turn < waiting.waiter.turn and not other.is_due
         if is_passed and _could_use(mind, other, home):

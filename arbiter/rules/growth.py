@@ -9,7 +9,7 @@ from arbiter import events as ev
 from arbiter.decisions import Grant, Reason
 from arbiter.errors import GrowthRefused, NeverFits, TicketClosed
 from arbiter.ledger import Book, Entry, Sizes, State
-from arbiter.rules import urgency
+from arbiter.rules import tenants, urgency
 from arbiter.rules.budget import on_demand
 from arbiter.rules.eviction import coming_back, may_leave, revoke
 from arbiter.rules.mind import Mind
@@ -29,6 +29,8 @@ def asked(mind: Mind, event: ev.GrowthAsked) -> None:
         return _refuse(mind, entry, _error(entry, "its device is gone"))
     if never := _never_fits(mind, entry):
         return _refuse(mind, entry, never)
+    if tenants.over(mind, entry.client.tenant, event.more_bytes):
+        return _refuse(mind, entry, _error(entry, "its tenant may not have as much"))
     if not all(_can_wait(mind, e) for e in (*_growing(mind), entry)):
         return _refuse(mind, entry, _error(entry, "it would wait on a holder that waits as well"))
     entry.grows_by = after(mind.now, event.within)
@@ -124,10 +126,17 @@ def _by_share(entry: Entry, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes], 
 
 def _has_room(mind: Mind, entry: Entry) -> bool:
     """What it took already beyond its grant is charged already."""
-    return all(
-        part <= mind.ledger.books[d].free_bytes + entry.charge(d) - entry.granted.get(d, Bytes(0))
+    return not tenants.over(mind, entry.client.tenant, entry.grows_bytes) and all(
+        part <= _free(mind, entry, mind.ledger.books[d])
+        + entry.charge(d) - entry.granted.get(d, Bytes(0))
         for d, part in _wanted(entry).items()
-    )
+    )  # fmt: skip
+
+
+def _free(mind: Mind, entry: Entry, book: Book) -> Bytes:
+    """Without what is kept for other tenants."""
+    kept = tenants.kept(tenants.reserves(mind), book, entry.client.tenant)
+    return Bytes(book.free_bytes - kept)
 
 
 # -- who makes room -------------------------------------------------------------------------------
@@ -169,13 +178,15 @@ def _reachable(book: Book, entry: Entry, waiting: set[HolderId]) -> Bytes:
 
 def _make_room(mind: Mind, entry: Entry, book: Book, part: Bytes) -> None:
     """Idle ones no more urgent than it; all that is missing or nobody."""
-    short = part - book.free_bytes - coming_back(book)
+    short = part - _free(mind, entry, book) - coming_back(book)
     if short <= 0:
         return
     waiting = _waiting_holders(mind, entry)
     chosen: list[Entry] = []
+    spare = tenants.Spare(mind, book, entry.client.tenant)
     for victim, _ in in_order(mind, book):
         is_lawful = may_leave(mind, victim) and victim.holder not in waiting
+        is_lawful = is_lawful and spare.takes(victim, victim.charge(book.device))
         if short <= 0 or victim is entry or not is_lawful:
             continue
         if urgency.of(mind, victim) >= entry.priority:

@@ -9,6 +9,7 @@ from arbiter.decisions import Reason, Tell, Tier
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
 from arbiter.ledger import Entry, Sizes, State
 from arbiter.rules import leases_held as leases
+from arbiter.rules import tenants
 from arbiter.rules.eviction import ask, refused, slept
 from arbiter.rules.loads import forget_switches, loaded, sleep_on
 from arbiter.rules.mind import Holder, Mind, model_label
@@ -62,6 +63,8 @@ def renewed(mind: Mind, event: ev.Renewed) -> None:
     holder.heard = mind.now
     if event.runs or event.runs_dropped_count:
         _tell_runs(mind, holder, event)
+    for usage in event.usage:
+        mind.accounts.used(usage, mind.now)
     if event.tickets:
         mind.note_active(holder.capability)
     _compare(mind, event.holder, event.tickets)
@@ -201,6 +204,7 @@ def use(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
     if held.uses_count > entry.uses_count:
         more, entry.uses_count = held.uses_count - entry.uses_count, held.uses_count
         mind.note_uses(entry, more)
+        tenants.take_over(mind, entry, held.client)
     mind.ledger.touch(entry)
     if held.inflight == 0:
         mind.watch(entry, mind.now)
@@ -218,7 +222,7 @@ def _rebuild(mind: Mind, event: ev.Joined, held: ev.HeldTicket) -> None:
         opened=mind.now, since=mind.now, state=state, home=home,
         granted=_granted_in(event, held, state, home),
         inflight=held.inflight, last_used=Instant(mind.now - held.idle), priority=held.priority,
-        uses_count=held.uses_count,
+        uses_count=held.uses_count, client=held.client,
         load_by=after(mind.now, mind.settings.terms.load), resident_since=mind.now,
     )  # fmt: skip
     if state is State.DRAINING:

@@ -99,6 +99,7 @@ def bind(mind: Mind, entry: Entry, terms: ev.LeaseTerms) -> None:
         notice=max(Span(0), min(terms.notice, settings.lease_notice_most)),
     )
     entry.lease, entry.keep_warm = terms, Span(-1)
+    entry.client = ev.Client(terms.tenant)
     entry.role_rank = mind.policies.roles[LEASE].rank
     entry.lease_ends = after(mind.now, terms.term)
     entry.priority = _worth(terms)

@@ -27,6 +27,7 @@ class Waiting:
     overtaken_count: int = 0
     is_due: bool = False
     need_bytes: Bytes = Bytes(0)
+    standing: str = ""  # of its tenant: see tenants.standing
     version: int = -1  # of the estimates that say so
 
 
@@ -85,11 +86,13 @@ class Line:
         priority: Priority = Priority.NORMAL,
         *,
         is_asleep: bool = False,
+        turn_bytes: Bytes = Bytes(0),
+        standing: str = "",
     ) -> Waiting:
         self._turn += 1
         is_warm = is_asleep or self._loads[node, model] > 0
-        waiter = Waiter(ticket, now, self._turn, priority, is_warm, is_asleep)
-        waiting = Waiting(waiter, (), model, node, deadline)
+        waiter = Waiter(ticket, now, self._turn, priority, is_warm, is_asleep, turn_bytes)
+        waiting = Waiting(waiter, (), model, node, deadline, standing=standing)
         self._waiting[ticket] = waiting
         self._of_model.setdefault(model, {})[ticket] = None
         self._insert(waiting)
@@ -124,6 +127,12 @@ class Line:
         """Somebody more urgent waits for it too."""
         waiting = self._waiting[ticket]
         self._change(waiting, replace(waiting.waiter, priority=priority))
+
+    def wait_longer(self, ticket: TicketId, deadline: Instant | None) -> None:
+        """Somebody waits for it as well who can wait until then; None: as long as it takes."""
+        waiting = self._waiting[ticket]
+        if waiting.deadline is not None and (deadline is None or deadline > waiting.deadline):
+            waiting.deadline = deadline
 
     def loading(self, node: NodeId, model: str, more: int) -> None:
         """A load of the model begins (1) or ends (-1): it is warm meanwhile (SPEC C6)."""

@@ -13,6 +13,7 @@ from arbiter import events as ev
 from arbiter.decisions import Decision, Refuse, Tell
 from arbiter.errors import RequestError, TicketClosed
 from arbiter.ledger import Entry, Ledger, Sizes, State
+from arbiter.rules.accounts import Accounts
 from arbiter.rules.alarms import Alarms
 from arbiter.rules.choices import Choices
 from arbiter.rules.estimates import Estimates, ModelKey
@@ -118,6 +119,8 @@ class Mind:
         self.choices = Choices()
         self.rankings: dict[DeviceId, Any] = {}  # of large devices; see ranking.Ranking
         self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
+        self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
+        self.tenants = {terms.tenant: terms for terms in settings.tenants}
         self.alarms = Alarms()
         self.line = Line(policies.admit)
         self.holders: dict[HolderId, Holder] = {}

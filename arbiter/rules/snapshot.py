@@ -1,10 +1,11 @@
 """What people and the dashboard see (SPEC B7): a frozen picture with Spans, for Instants mean
 nothing outside the arbiter's process."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from arbiter.events import DeviceBytes, DeviceKind, LeaseTerms
 from arbiter.ledger import Book, Entry, Sizes
+from arbiter.rules.accounts import byte_seconds
 from arbiter.rules.mind import Mind
 from arbiter.rules.pressure import level_of
 from arbiter.rules.reclaim import kept_bytes
@@ -58,6 +59,8 @@ class TicketView:
     leaving: str | None  # the reason of its revoke
     lease: LeaseTerms | None = None  # its holder is a process outside Serve
     left: Span | None = None  # of the lease's term
+    tenant: str = "default"  # whose account it is on: of whoever used it last
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,32 @@ class FloorView:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientView:
+    """One account (SPEC C10)."""
+
+    tenant: str
+    client: str  # as it calls itself
+    requests_count: int
+    held_bytes: Bytes  # now, on devices that compute
+    byte_seconds_count: int  # so far
+    average_bytes: Bytes  # held over the last hour
+
+
+@dataclass(frozen=True, slots=True)
+class TenantView:
+    """What one tenant has of what it may have; of others nothing is limited."""
+
+    tenant: str
+    held_bytes: Bytes
+    most_bytes: Bytes | None
+    reserved_bytes: Bytes  # of each device
+    average_bytes: Bytes
+    average_most_bytes: Bytes | None
+    is_cooling: bool
+    share_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
 class StateView:
     epoch: Epoch
     is_settled: bool  # False: waiting for the holders of the last epoch
@@ -108,6 +137,8 @@ class StateView:
     cooldowns: tuple[CooldownView, ...]
     holders: tuple[HolderView, ...]
     floors: tuple[FloorView, ...]
+    tenants: tuple[TenantView, ...]
+    clients: tuple[ClientView, ...]
 
 
 def view_of(mind: Mind, now: Instant) -> StateView:
@@ -125,7 +156,29 @@ def view_of(mind: Mind, now: Instant) -> StateView:
             for name, h in sorted(mind.holders.items())
         ),
         floors=tuple(FloorView(*n, floor.value) for n, floor in sorted(mind.floors.items())),
+        tenants=tuple(_tenant(mind, name, now) for name in sorted(mind.tenants)),
+        clients=tuple(_clients(mind, now)),
     )
+
+
+def _tenant(mind: Mind, tenant: str, now: Instant) -> TenantView:
+    terms, held = mind.tenants[tenant], mind.ledger.holdings
+    return TenantView(
+        tenant, Bytes(held.by_tenant[tenant]), terms.most_bytes, terms.reserved_bytes,
+        mind.accounts.average(held.by_client, tenant, now), terms.average_bytes,
+        tenant in mind.accounts.cooling, terms.share_fraction,
+    )  # fmt: skip
+
+
+def _clients(mind: Mind, now: Instant) -> list[ClientView]:
+    rows = []
+    for client, account in sorted(mind.accounts.rows.items(), key=lambda row: astuple(row[0])):
+        held = Bytes(mind.ledger.holdings.by_client[client])
+        seen = replace(account)
+        seen.settle(held, now, mind.accounts.window)
+        total, average = byte_seconds(seen.byte_ns), Bytes(int(seen.average_bytes))
+        rows.append(ClientView(*astuple(client), seen.requests_count, held, total, average))
+    return rows
 
 
 def _device(mind: Mind, book: Book, now: Instant) -> DeviceView:
@@ -157,6 +210,7 @@ def _ticket(entry: Entry, now: Instant) -> TicketView:
         leaving=entry.leaving.value if entry.leaving else None,
         lease=entry.lease,
         left=since(now, entry.lease_ends) if entry.lease else None,
+        tenant=entry.client.tenant, client=entry.client.name,
     )  # fmt: skip
 
 

@@ -99,6 +99,7 @@ def call_of(asked: Asked, target: Target, model: ModelConfig, tenant: str) -> wi
         checked.x_deadline_s or profile.deadline_s,
         asked.priority or target.priority,
         tenant=tenant,
+        client_id=checked.x_client_id or "",
         conversation_id=checked.x_conversation_id,
         stay_warm_s=stay,
         wants_progress=asked.is_stream,

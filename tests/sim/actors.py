@@ -138,6 +138,7 @@ class Held:
     engine: Engine | None = None
     is_barred: bool = False
     priority: ev.Priority = ev.Priority.NORMAL
+    tenant: str = "default"  # of its last request
     uses_count: int = 0
 
 
@@ -147,6 +148,7 @@ class Caller:
 
     model: str
     priority: ev.Priority = ev.Priority.NORMAL
+    tenant: str = "default"
     answered: str | None = None
 
 
@@ -178,12 +180,14 @@ class Holder:
             if ticket and ticket.phase is ev.Phase.RESIDENT and not ticket.is_barred:
                 caller.answered = "served"
                 ticket.inflight += 1
+                ticket.priority, ticket.tenant = caller.priority, caller.tenant
                 ticket.uses_count += 1
-                ticket.priority = caller.priority
                 takes_s = 15.0 if self.world.chance("long") else 2.0
                 self.world.later(takes_s, lambda t=ticket: self.done(t))
             elif not any(self.hurry(r, caller) for r in self.asked.values()):
-                self.want(caller.model, ticket, priority=caller.priority)
+                self.want(
+                    caller.model, ticket, priority=caller.priority, tenant=caller.tenant
+                )
         self.callers = [c for c in self.callers if c.answered is None]
 
     def current(self, model: str) -> Held | None:
@@ -198,7 +202,7 @@ class Holder:
 
     def want(
         self, model: str, ticket: Held | None, attempt: int = 1,
-        priority: ev.Priority = ev.Priority.NORMAL,
+        priority: ev.Priority = ev.Priority.NORMAL, tenant: str = "default",
     ) -> None:  # fmt: skip
         if ticket and ticket.phase is not ev.Phase.ASLEEP:
             return  # loading, or leaving: asked again when that is over
@@ -208,7 +212,7 @@ class Holder:
         need = self.world.needs[model]
         request = ev.Requested(
             name, self.holder, "text", model, need, need_is_explicit=True, attempt=attempt,
-            priority=priority,
+            priority=priority, client=ev.Client(tenant),
         )  # fmt: skip
         self.asked[name] = request
         self.ask(name)
@@ -267,7 +271,7 @@ class Holder:
         return tuple(
             ev.HeldTicket(
                 h.ticket, h.model, h.phase, h.inflight, idle(h), h.devices, h.need,
-                priority=h.priority, uses_count=h.uses_count,
+                priority=h.priority, uses_count=h.uses_count, client=ev.Client(h.tenant),
             )
             for h in self.held.values()
         )  # fmt: skip
@@ -308,7 +312,7 @@ class Holder:
                 self.wake(ticket)
             return
         ticket = Held(grant.ticket, request.model, request.need, ev.Phase.LOADING, grant.devices)
-        ticket.priority = request.priority
+        ticket.priority, ticket.tenant = request.priority, request.client.tenant
         sizes = {d.device: int(d.size_bytes) for d in grant.devices}
         engine = Engine(grant.ticket, self.holder, sizes, request.need.host_bytes)
         if not self.agent.spawn(engine):
@@ -350,7 +354,7 @@ class Holder:
         self.forget(ticket)
         self.send(ev.LoadBroke(ticket.ticket, "injected", out_of_memory))
         if out_of_memory and request.attempt == 1:
-            self.want(ticket.model, None, attempt=2)
+            self.want(ticket.model, None, attempt=2, tenant=ticket.tenant)
         else:
             self.answer_all(ticket.model, "load failed")
 

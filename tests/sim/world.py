@@ -15,7 +15,7 @@ from dataclasses import replace
 from arbiter import events as ev
 from arbiter.core import Arbiter
 from arbiter.decisions import Grant, Probe, Reap, Refuse, Reload, Revoke, Tell, WakeAt
-from arbiter.settings import DEFAULTS, Terms
+from arbiter.settings import DEFAULTS, TenantTerms, Terms
 from arbiter.units import (
     GIB,
     SECOND,
@@ -39,6 +39,11 @@ SETTINGS = replace(
     DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), terms=TERMS,
     carry_most=seconds(20), preload="history", habit_least_count=1, habit_fraction=0.0,
 )  # fmt: skip
+TENANTS = (
+    TenantTerms("bounded", Bytes(60 * GIB)),
+    TenantTerms("keeper", None, Bytes(15 * GIB)),
+    TenantTerms("spent", None, Bytes(0), Bytes(10 * GIB)),
+)
 MODELS, PINNED, OVERSIZE = "abcdefg", "f", "g"
 FAULTS = (
     "lose", "repeat", "slow", "stuck", "oom", "broken", "hang", "rogue", "wedged", "liar",
@@ -51,7 +56,8 @@ class World:
     def __init__(self, seed: int) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.now = Instant(0)
-        self.settings = SETTINGS
+        limited = TENANTS if self.rng.random() < 0.4 else ()
+        self.settings = replace(SETTINGS, tenants=limited)
         self.faults = True
         self.agenda: list[tuple[int, int, Callable[[], None]]] = []
         self.order = itertools.count()
@@ -109,7 +115,8 @@ class World:
         """A process outside Serve wants memory for a while."""
         agent = self.rng.choice(list(self.agents.values()))
         may_interrupt = self.rng.random() < 0.5
-        terms = ev.LeaseTerms("t", seconds(self.rng.uniform(5, 40)), seconds(3), may_interrupt)
+        tenant = self.rng.choice(["t", "bounded", "keeper"])
+        terms = ev.LeaseTerms(tenant, seconds(self.rng.uniform(5, 40)), seconds(3), may_interrupt)
         size = size_of(self.rng.randrange(3))
         job = Job(self, HolderId(f"j{next(self.names)}"), agent, size_bytes=size, terms=terms)
         self.holders[job.holder] = job
@@ -342,7 +349,8 @@ class World:
     def call(self) -> None:
         if living := [h for h in self.holders.values() if h.alive and not isinstance(h, Job)]:
             priority = self.rng.choice(list(ev.Priority))
-            self.rng.choice(living).call(Caller(self.rng.choice(MODELS), priority))
+            tenant = self.rng.choice(["default", *(terms.tenant for terms in TENANTS)])
+            self.rng.choice(living).call(Caller(self.rng.choice(MODELS), priority, tenant))
 
     def stop_faults(self) -> None:
         """Nothing breaks any more, and people free by hand what never came back."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from arbiter import events as ev
 from arbiter.core import Arbiter
-from arbiter.decisions import Decision, Grant, Reap, Refuse, Revoke, Tell, WakeAt
+from arbiter.decisions import Decision, Grant, Reap, Refuse, Revoke, Tell, Waits, WakeAt
 from arbiter.errors import RequestError
 from arbiter.settings import DEFAULTS, Settings, Terms
 from arbiter.units import (
@@ -83,6 +83,7 @@ class Desk:
         )
         self.told: list[Tell] = []
         self.wakes: list[Instant] = []
+        self.waits: list[Waits] = []
         self.engines: dict[str, dict[DeviceId, float]] = {}
         self.inexact: set[str] = set()
         self.stalls = 0.0
@@ -103,11 +104,13 @@ class Desk:
     # -- feeding -------------------------------------------------------------------------------
 
     def at(self, t: float, event: ev.Event) -> list[Decision]:
-        """Tells and wakes are kept aside, so that a scenario compares what must be done."""
+        """Tells, news of the line and wakes are kept aside, so that a scenario compares what must
+        be done."""
         decisions = self.arbiter.handle(event, s(t))
         self.told += [d for d in decisions if isinstance(d, Tell)]
         self.wakes = [d.at for d in decisions if isinstance(d, WakeAt)]
-        return [d for d in decisions if not isinstance(d, Tell | WakeAt)]
+        self.waits = [d for d in decisions if isinstance(d, Waits)]
+        return [d for d in decisions if not isinstance(d, Tell | Waits | WakeAt)]
 
     def woke(self, t: float) -> list[Decision]:
         return self.at(t, ev.Woke())
@@ -137,13 +140,14 @@ class Desk:
         self, t: float, name: str, size: float, *, holder: str = "h", model: str = "",
         host: float = 0, capability: str = "text", deadline_s: float | None = None,
         attempt: int = 1, explicit: bool = True, priority: ev.Priority = ev.Priority.NORMAL,
+        tenant: str = "default", client: str = "",
     ) -> list[Decision]:  # fmt: skip
         self.sizes[name], self.host_sizes[name] = size, host
         need = ev.Need(gib(size), host_bytes=gib(host))
         deadline = None if deadline_s is None else seconds(deadline_s)
         return self.at(t, ev.Requested(
             TicketId(name), HolderId(holder), capability, model or name.rstrip("0123456789"),
-            need, "", explicit, deadline, attempt, priority,
+            need, "", explicit, deadline, attempt, priority, client=ev.Client(tenant, client),
         ))  # fmt: skip
 
     def lease(
@@ -191,6 +195,7 @@ class Desk:
         return ev.HeldTicket(
             TicketId(name), model, phase, inflight, idle, home, need, "", priority,
             uses_count=entry.uses_count if entry else 0,
+            client=entry.client if entry else ev.ANYBODY,
         )  # fmt: skip
 
     def gone(self, t: float, name: str, bytes_back: bool = True) -> list[Decision]:

@@ -1,6 +1,7 @@
 """The counter for outside processes: calls that repeat everything, and what comes of them."""
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -36,7 +37,10 @@ def reraise(error: BaseException) -> NoReturn:
 class Counter:
     """A desk on a real shell and core, with a clock that stands still unless moved."""
 
-    def __init__(self, known: frozenset[HolderId] = frozenset()) -> None:
+    def __init__(
+        self, known: frozenset[HolderId] = frozenset(), ends: dict[str, float] | None = None
+    ) -> None:
+        self.ends = ends or {}
         self.now, self.adopted, self.known = 0.0, [], set(known)  # type: ignore[var-annotated]
         self.refuse: ArbiterError | None = None
         settings = replace(PLAIN, lease_tenant_fraction=1.0)
@@ -70,6 +74,12 @@ class Counter:
 
     def drop_holder(self, holder: HolderId) -> None:
         self.known.discard(holder)
+
+    def lease_ends(self) -> dict[str, float]:
+        return dict(self.ends)
+
+    def save_lease_ends(self, ends: dict[str, float]) -> None:
+        self.ends = dict(ends)
 
     async def call(self, size: float = 30, **more: Any) -> wire.LeaseState:
         asked = wire.LeaseCall("job", gib(size), TERMS, "job", **more)
@@ -194,6 +204,18 @@ async def test_a_claim_to_hold_bytes_is_believed_only_of_whom_the_last_life_knew
     known = Counter(frozenset({HolderId(JOB)}))
     assert (await known.call(devices=held)).devices == held
     assert known.shell.core.state_of(JOB) == "resident"
+
+
+async def test_a_term_goes_on_over_a_restart_whatever_its_holder_says_is_left() -> None:
+    before = Counter()
+    said = await before.call(wait=seconds(3), seen="queued")
+    assert 0 < before.ends[JOB] - time.time() <= 3600
+    after = Counter(frozenset({HolderId(JOB)}), {JOB: time.time() + 60})
+    assert (await after.call(devices=said.devices)).state == "held"
+    [ticket] = after.shell.core.snapshot(Instant(0)).tickets
+    assert ticket.left is not None and seconds(1) < ticket.left <= seconds(60)
+    after.desk.give_back("job", "t")
+    assert after.ends == {}
 
 
 async def test_those_who_missed_their_calls_are_cleaned_up(

@@ -235,6 +235,7 @@ ERRORS = [
     errors.NotResident("a", "text", "cold"),
     errors.UnderPressure(NodeId("n"), Bytes(5)),
     errors.QuotaExceeded("t", 5, 6, 7, "bytes"),
+    errors.TenantCoolingDown("t", Bytes(5), Bytes(4), 60.0),
     errors.ArbiterClosing(),
     errors.ArbiterUnavailable(3.0),
     errors.TicketClosed(TicketId("t")),

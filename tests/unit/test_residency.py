@@ -217,6 +217,82 @@ async def test_the_last_waiters_leaving_is_told_and_a_deadline_is_typed() -> Non
         assert arbiter.told[-1] == ev.Withdrawn(arbiter.asked[0])
 
 
+@pytest.mark.spec("A21")
+async def test_the_latest_deadline_of_those_who_wait_goes_with_the_ticket() -> None:
+    async with holder(loaded=False) as (residency, arbiter, _):
+        asked: list[ev.Requested] = []
+        unanswered = asyncio.Event()
+
+        async def acquire(requested: ev.Requested) -> wire.Granted:
+            asked.append(requested)
+            await unanswered.wait()
+            raise AssertionError("nobody grants it")
+
+        arbiter.acquire = acquire  # type: ignore[method-assign]
+        uses = [entered(residency, 30)]
+        await until(lambda: asked)
+        deadline = asked[0].deadline
+        assert deadline is not None and seconds(29) < deadline <= seconds(30)
+        uses += [entered(residency, 20), entered(residency, 90), entered(residency, None)]
+        await until(lambda: len(arbiter.told) == 2)  # of the two that wait for longer
+        later, longest = arbiter.told
+        assert seconds(80) < later.deadline <= seconds(90) and longest.deadline is None
+        for one in uses:
+            one.cancel()
+        await asyncio.gather(*uses, return_exceptions=True)
+
+
+@pytest.mark.spec("A21")
+async def test_who_cannot_wait_as_long_as_the_arbiter_expects_hears_it_at_once() -> None:
+    async with holder(loaded=False) as (residency, arbiter, _):
+        arbiter.acquire = never  # type: ignore[method-assign]
+        hasty, patient = entered(residency, 30), entered(residency, None)
+        await until(lambda: "a" in residency.slots and len(residency.slots["a"].waiters) == 2)
+        ticket = residency.slots["a"].ticket
+        residency._obey(wire.WaitsOrder(ticket, seconds(60)))
+        async with asyncio.timeout(5):
+            error = (await asyncio.gather(hasty, return_exceptions=True))[0]
+            assert isinstance(error, DeadlineUnmet)
+            assert error.predicted_s and 59 < error.predicted_s <= 60 and error.retry_after_s > 59
+            with pytest.raises(DeadlineUnmet):  # and so does who comes now
+                await entered(residency, 30)
+        assert not patient.done() and len(residency.slots["a"].waiters) == 1
+        patient.cancel()
+        await asyncio.gather(patient, return_exceptions=True)
+
+
+@pytest.mark.spec("A21")
+async def test_a_ticket_refused_for_a_deadline_is_asked_for_anew_by_who_has_a_later_one() -> None:
+    async with holder() as (residency, arbiter, _):
+        granted, waits = arbiter.acquire, asyncio.Event()
+
+        async def refused(requested: ev.Requested) -> wire.Granted:
+            await waits.wait()
+            arbiter.acquire = granted  # type: ignore[method-assign]
+            raise DeadlineUnmet(requested.ticket, 0.0, 60.0, 60.0)
+
+        arbiter.acquire = refused  # type: ignore[method-assign]
+        hasty, patient = entered(residency, 30), entered(residency, None)
+        await until(lambda: "a" in residency.slots and len(residency.slots["a"].waiters) == 2)
+        waits.set()
+        async with asyncio.timeout(5):
+            answers = await asyncio.gather(hasty, patient, return_exceptions=True)
+        assert isinstance(answers[0], DeadlineUnmet) and answers[1] == arbiter.asked[0]
+
+
+async def never(requested: ev.Requested) -> wire.Granted:
+    await asyncio.Event().wait()
+    raise AssertionError("an event that nobody sets")
+
+
+def entered(residency: Any, deadline_s: float | None) -> asyncio.Future[TicketId]:
+    async def enter() -> TicketId:
+        async with residency.use("a", deadline_s=deadline_s) as engine:
+            return TicketId(engine.ticket)
+
+    return asyncio.ensure_future(enter())
+
+
 @pytest.mark.spec("A7")
 async def test_release_is_idempotent_and_use_after_it_is_typed() -> None:
     async with holder() as (residency, _, _engine):

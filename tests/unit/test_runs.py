@@ -38,6 +38,21 @@ def test_runs_are_bounded_and_what_was_dropped_is_counted() -> None:
     assert runs.waiting() == ((), 1)
 
 
+@pytest.mark.spec("C10")
+def test_requests_are_counted_by_client_also_those_whose_run_was_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("arbiter.runs.CLIENTS_MOST", 2)
+    runs = Runs(most=1)
+    for name in ("a", "a", "b", "c", "d"):
+        runs.note(TICKET, "m", seconds(1), "answered", "", ev.Client("t", name))
+    usage = runs.usage()
+    assert {(u.client.name, u.requests_count) for u in usage} == {("a", 2), ("b", 1), ("", 2)}
+    runs.note(TICKET, "m", seconds(1), "answered", "", ev.Client("t", "a"))
+    runs.said((), 0, usage)
+    assert runs.usage() == (ev.Usage(ev.Client("t", "a"), 1),)
+
+
 @pytest.mark.spec("K1", "A5")
 async def test_runs_go_with_the_heartbeat_and_again_when_it_was_lost(
     monkeypatch: pytest.MonkeyPatch,

@@ -122,7 +122,7 @@ def test_only_a_more_urgent_request_for_a_waiting_ticket_must_be_told() -> None:
     one = slot()
     one.life = Life.QUEUED
     assert not one.note(NORMAL)  # it is not asked for yet
-    one.waiters.add(None)  # type: ignore[arg-type]
+    one.waiters[None] = None  # type: ignore[index]
     assert not one.note(LOW)
     assert one.note(URGENT)
     assert one.asks(HolderId("h"), "text").priority is URGENT

@@ -1,0 +1,208 @@
+"""What a tenant may have, and what is kept for it (SPEC C10).
+
+`most`: held at once, over all devices that compute. Who would exceed it makes room among its own
+first, and waits for that; nobody else leaves for it, and it holds up nobody.
+`reserved`: of each device that computes, for this tenant alone. Others get what is free beyond it,
+and none of its tickets leaves for them that would take it below.
+`average`: held over the last hour. Beyond it nothing new is loaded for the tenant until its average
+has fallen to nine tenths; what it has stays.
+
+The books say what is held: a ticket is its last user's, unless that would break one of the above.
+"""
+
+from collections.abc import Iterable
+
+from arbiter.errors import QuotaExceeded, TenantCoolingDown
+from arbiter.events import Client
+from arbiter.ledger import LEAVING, Book, Entry
+from arbiter.rules.budget import share
+from arbiter.rules.mind import Mind
+from arbiter.rules.sites import COMPUTE
+from arbiter.settings import TenantTerms
+from arbiter.units import Bytes, in_seconds
+
+COOLED_FRACTION = 0.9  # of its average; so that a tenant at its limit is not let in and out
+
+
+def terms_of(mind: Mind, tenant: str) -> TenantTerms | None:
+    return mind.tenants.get(tenant)
+
+
+def standing(mind: Mind, tenant: str) -> str:
+    """Tenants of whom nothing is configured are all alike to the rules."""
+    return tenant if tenant in mind.tenants else ""
+
+
+# -- asking ---------------------------------------------------------------------------------------
+
+
+def why_not(mind: Mind, tenant: str, need: Bytes) -> QuotaExceeded | TenantCoolingDown | None:
+    """Refused at once: waiting would not help, or not soon."""
+    if not mind.tenants:
+        return None
+    return _cooling(mind, tenant) or never(mind, tenant, need, _compute(mind))
+
+
+def never(mind: Mind, tenant: str, need: Bytes, books: Iterable[Book]) -> QuotaExceeded | None:
+    """However long it waits."""
+    terms = terms_of(mind, tenant)
+    if terms and terms.most_bytes is not None and need > terms.most_bytes - pinned(mind, tenant):
+        return QuotaExceeded(tenant, pinned(mind, tenant), need, terms.most_bytes, "bytes")
+    return _beyond_reserves(mind, tenant, need, books)
+
+
+def _beyond_reserves(
+    mind: Mind, tenant: str, need: Bytes, books: Iterable[Book]
+) -> QuotaExceeded | None:
+    """What others have reserved leaves too little on every one of them."""
+    if not any(name != tenant for name in reserves(mind)):
+        return None
+    bounds = [most_on(mind, book, tenant) for book in books]
+    if not bounds or need <= max(bounds):
+        return None
+    return QuotaExceeded(tenant, Bytes(0), need, Bytes(max(0, *bounds)), "bytes")
+
+
+def most_on(mind: Mind, book: Book, tenant: str) -> Bytes:
+    """The most that waiting can ever bring there for this tenant."""
+    fixed: dict[str, int] = {}
+    for entry in book.entries.values():
+        if entry.pinned:
+            own = entry.client.tenant
+            fixed[own] = fixed.get(own, 0) + entry.charge(book.device)
+    kept = (
+        max(0, t.reserved_bytes - fixed.get(name, 0))
+        for name, t in mind.tenants.items()
+        if name != tenant
+    )
+    return Bytes(book.budget_bytes - sum(fixed.values()) - sum(kept))
+
+
+def pinned(mind: Mind, tenant: str) -> Bytes:
+    own = mind.ledger.of_tenant(tenant)
+    return Bytes(sum(device_bytes(mind, e) for e in own if e.pinned))
+
+
+def too_much(mind: Mind, tenant: str, need: Bytes) -> QuotaExceeded:
+    terms = terms_of(mind, tenant)
+    assert terms is not None and terms.most_bytes is not None
+    return QuotaExceeded(
+        tenant, mind.ledger.holdings.by_tenant[tenant], need, terms.most_bytes, "bytes"
+    )
+
+
+def share_of(mind: Mind, tenant: str) -> float:
+    terms = terms_of(mind, tenant)
+    return terms.share_fraction if terms else 1.0
+
+
+def _cooling(mind: Mind, tenant: str) -> TenantCoolingDown | None:
+    terms, accounts = terms_of(mind, tenant), mind.accounts
+    if terms is None or terms.average_bytes is None:
+        return None
+    is_cooling = tenant in accounts.cooling
+    average = accounts.average(mind.ledger.holdings.by_client, tenant, mind.now)
+    cooled = share(terms.average_bytes, COOLED_FRACTION)
+    if average <= (cooled if is_cooling else terms.average_bytes):
+        accounts.cooling.pop(tenant, None)
+        return None
+    accounts.cooling[tenant] = None
+    again_s = max(1.0, in_seconds(accounts.falls_in(average, cooled)))
+    return TenantCoolingDown(tenant, average, terms.average_bytes, again_s)
+
+
+# -- granting -------------------------------------------------------------------------------------
+
+
+def reserves(mind: Mind) -> dict[str, Bytes]:
+    """Of each device, by tenant."""
+    return {name: t.reserved_bytes for name, t in mind.tenants.items() if t.reserved_bytes}
+
+
+def kept(reserved: dict[str, Bytes], book: Book, tenant: str) -> Bytes:
+    """Of what is free there, for others than this tenant."""
+    others = ((name, size) for name, size in reserved.items() if name != tenant)
+    return Bytes(sum(max(0, size - book.held[name]) for name, size in others))
+
+
+def note_relief(mind: Mind) -> None:
+    """Who waits for its tenant's own bytes, or beside a reserve, is looked at wherever it waits."""
+    if mind.tenants and mind.ledger.holdings.unsettled:
+        mind.ledger.changed.update(mind.line.nodes)
+
+
+def over(mind: Mind, tenant: str, more: Bytes) -> Bytes:
+    """How much it would exceed its maximum by; 0: not at all."""
+    terms = terms_of(mind, tenant)
+    if terms is None or terms.most_bytes is None:
+        return Bytes(0)
+    return Bytes(max(0, mind.ledger.holdings.by_tenant[tenant] + more - terms.most_bytes))
+
+
+def over_staying(mind: Mind, tenant: str, more: Bytes) -> Bytes:
+    """The same once all that was asked to leave has left."""
+    going = (e for e in mind.ledger.of_tenant(tenant) if e.state in LEAVING)
+    return Bytes(max(0, over(mind, tenant, more) - sum(device_bytes(mind, e) for e in going)))
+
+
+def device_bytes(mind: Mind, entry: Entry) -> Bytes:
+    """Charged on devices that compute."""
+    books = (mind.ledger.books.get(d) for d in entry.devices)
+    return Bytes(sum(entry.charge(b.device) for b in books if b and b.kind in COMPUTE))
+
+
+def _compute(mind: Mind) -> list[Book]:
+    return [b for b in mind.ledger.books.values() if b.kind in COMPUTE]
+
+
+# -- leaving --------------------------------------------------------------------------------------
+
+
+class Spare:
+    """How much of a tenant's may leave one device for somebody else, as victims are picked."""
+
+    def __init__(self, mind: Mind, book: Book, tenant: str) -> None:
+        self._mind, self._book, self._tenant = mind, book, tenant
+        self._left: dict[str, int] = {}
+
+    def takes(self, entry: Entry, freed: Bytes) -> bool:
+        """It may, with those taken so far."""
+        own = entry.client.tenant
+        terms = terms_of(self._mind, own)
+        if own == self._tenant or terms is None or not terms.reserved_bytes:
+            return True
+        if own not in self._left:
+            going = sum(
+                e.charge(self._book.device)
+                for e in self._book.leaving.values()
+                if e.client.tenant == own
+            )
+            self._left[own] = self._book.held[own] - going - terms.reserved_bytes
+        if self._left[own] < freed:
+            return False
+        self._left[own] -= freed
+        return True
+
+
+def is_reserved(mind: Mind, entry: Entry, tenant: str) -> bool:
+    """Its leaving for this tenant would take its own below what is reserved, on some device."""
+    books = (mind.ledger.books.get(d) for d in entry.home)
+    return any(not Spare(mind, b, tenant).takes(entry, entry.charge(b.device)) for b in books if b)
+
+
+# -- whose a ticket is ----------------------------------------------------------------------------
+
+
+def take_over(mind: Mind, entry: Entry, client: Client) -> None:
+    """It was used by this client, and is on its account from now on, as far as that is lawful."""
+    if client == entry.client or entry.lease:
+        return
+    if client.tenant == entry.client.tenant or _may_change_hands(mind, entry, client.tenant):
+        mind.ledger.bill_to(entry, client)
+
+
+def _may_change_hands(mind: Mind, entry: Entry, to: str) -> bool:
+    if not mind.tenants:
+        return True
+    size = device_bytes(mind, entry)
+    return over(mind, to, size) == 0 and not is_reserved(mind, entry, to)

@@ -1,0 +1,9 @@
+"""The most urgent first; among equals those that are soon ready, then whose tenant asked for the
+least of late, then whoever came first (SPEC C6, C10). With one tenant it is `warm_first`.
+"""
+
+from arbiter.view import Key, Waiter
+
+
+def key(w: Waiter) -> Key:
+    return (w.priority, not w.is_warm, w.turn_bytes, w.asked, w.turn)

@@ -1,0 +1,177 @@
+"""Tenants: what they may have, what is kept for them, who pays, and whose turn it is."""
+
+from dataclasses import replace
+
+import pytest
+
+from arbiter import events as ev
+from arbiter.decisions import Decision
+from arbiter.errors import QuotaExceeded, TenantCoolingDown
+from arbiter.rules.accounts import Accounts, byte_seconds
+from arbiter.settings import Settings, TenantTerms
+from arbiter.units import GIB, Bytes, HolderId, Instant, TicketId, seconds
+from tests.unit.desk import PLAIN, Desk, gib, granted, refusal, revoked, s
+
+pytestmark = pytest.mark.spec("C10")
+
+
+def terms(
+    tenant: str, most: float | None = None, reserved: float = 0, average: float | None = None
+) -> TenantTerms:
+    bounds = (None if size is None else gib(size) for size in (most, average))
+    return TenantTerms(tenant, next(bounds), gib(reserved), next(bounds))
+
+
+def settings(*tenants: TenantTerms) -> Settings:
+    return replace(PLAIN, tenants=tenants)
+
+
+def holds(desk: Desk, tenant: str) -> float:
+    return float(desk.mind.ledger.holdings.by_tenant[tenant] / GIB)
+
+
+def test_at_its_maximum_a_tenant_makes_room_among_its_own_and_nobody_elses() -> None:
+    desk = Desk(device=80, settings=settings(terms("x", most=30)))
+    desk.resident(0, "a", 20, tenant="y")
+    desk.resident(1, "b", 20, tenant="x")
+    assert revoked(desk.ask(20, "c", 20, tenant="x")) == [("b", "swap", "gone")]
+    desk.at(21, ev.Released(TicketId("b"), "swap"))
+    assert granted(desk.gone(22, "b")) == ["c"]
+    assert (holds(desk, "x"), holds(desk, "y")) == (20, 20)
+
+
+def test_who_waits_for_its_own_holds_up_nobody_even_when_it_is_due() -> None:
+    desk = Desk(device=80, settings=settings(terms("x", most=30)))
+    desk.resident(0, "b", 20, tenant="x")
+    desk.beat(1, "b", inflight=1)
+    assert revoked(desk.ask(20, "c", 20, tenant="x")) == [("b", "swap", "gone")]
+    desk.at(21, ev.BarrierDropped(TicketId("b"), 1))
+    desk.woke(60)
+    assert granted(desk.ask(61, "d", 40, tenant="y")) == ["d"]
+
+
+def test_what_is_larger_than_its_maximum_is_refused_at_once_with_the_numbers() -> None:
+    desk = Desk(device=80, settings=settings(terms("x", most=30)))
+    error = refusal(desk.ask(1, "a", 31, tenant="x"))
+    assert error == QuotaExceeded("x", 0, gib(31), gib(30), "bytes")
+    assert granted(desk.ask(2, "b", 31, tenant="y")) == ["b"]
+
+
+def test_a_lease_beyond_its_tenants_maximum_is_refused() -> None:
+    desk = Desk(device=80, settings=settings(terms("x", most=30)))
+    desk.resident(0, "a", 20, tenant="x")
+    assert isinstance(refusal(desk.lease(1, "job", 11, tenant="x")), QuotaExceeded)
+    assert granted(desk.lease(2, "job2", 10, tenant="x")) == ["job2"]
+
+
+def test_what_is_reserved_is_left_free_by_others_and_used_by_its_tenant() -> None:
+    desk = Desk(device=80, settings=settings(terms("x", reserved=30)))
+    assert granted(desk.ask(1, "a", 50, tenant="y")) == ["a"]
+    assert granted(desk.ask(2, "b", 1, tenant="y")) == []
+    assert granted(desk.lease(3, "job", 1, tenant="y")) == []
+    assert granted(desk.ask(4, "c", 30, tenant="x")) == ["c"]
+    assert desk.free() == 0
+
+
+def test_beside_what_others_reserved_nothing_larger_is_waited_for() -> None:
+    desk = Desk(device=80, settings=settings(terms("x", reserved=30)))
+    error = refusal(desk.ask(1, "a", 51, tenant="y"))
+    assert error == QuotaExceeded("y", 0, gib(51), gib(50), "bytes")
+
+
+def test_no_eviction_for_others_takes_a_tenant_below_its_reserve() -> None:
+    desk = Desk(device=60, settings=settings(terms("x", reserved=30)))
+    for at, name in enumerate("abc"):
+        desk.resident(at, name, 20, tenant="x")
+    assert revoked(desk.ask(20, "d", 20, tenant="y")) == [("a", "swap", "gone")]
+    assert revoked(desk.ask(21, "e", 10, tenant="y")) == []
+    said = desk.arbiter.explain(TicketId("e"), s(22)).said
+    assert any("reserved for x" in line for line in said)
+    assert revoked(desk.ask(23, "large", 20, tenant="x")) == [("b", "swap", "gone")]
+
+
+def test_a_tickets_account_is_its_last_users_unless_that_breaks_a_limit() -> None:
+    desk = Desk(device=80, settings=settings(terms("x", reserved=20), terms("z", most=10)))
+    desk.resident(0, "a", 20, tenant="y")
+    used(desk, 1, "a", ev.Client("v", "phone"))
+    assert (holds(desk, "v"), holds(desk, "y")) == (20, 0)
+    used(desk, 2, "a", ev.Client("z"))
+    assert (holds(desk, "v"), holds(desk, "z")) == (20, 0)
+    used(desk, 3, "a", ev.Client("x"))
+    used(desk, 4, "a", ev.Client("y"))  # it is of what is reserved for x
+    assert (holds(desk, "x"), holds(desk, "y")) == (20, 0)
+
+
+def used(desk: Desk, t: float, name: str, client: ev.Client) -> list[Decision]:
+    entry = desk.mind.ledger.find(TicketId(name))
+    held = replace(desk.held(name, t=t), client=client, uses_count=entry.uses_count + 1)
+    return desk.at(t, ev.Renewed(HolderId("h"), (held,)))
+
+
+def test_accounts_hold_requests_and_bytes_times_seconds() -> None:
+    desk = Desk(device=80)
+    desk.resident(0, "a", 20, tenant="y", client="phone")
+    usage = (ev.Usage(ev.Client("y", "phone"), 3), ev.Usage(ev.Client("w"), 1))
+    held = replace(desk.held("a", t=5), client=ev.Client("y", "phone"))
+    desk.at(5, ev.Renewed(HolderId("h"), (held,), usage=usage))
+    [w, phone] = desk.arbiter.snapshot(s(10)).clients
+    assert (phone.tenant, phone.client, phone.requests_count) == ("y", "phone", 3)
+    assert phone.held_bytes == gib(20) and phone.byte_seconds_count == 200 * GIB
+    assert (w.tenant, w.requests_count, w.byte_seconds_count) == ("w", 1, 0)
+
+
+def test_over_its_average_a_tenant_cools_down_until_it_is_well_below() -> None:
+    desk = Desk(device=80, settings=settings(terms("x", average=10)))
+    desk.resident(0, "a", 40, tenant="x")
+    assert granted(desk.ask(600, "b", 1, tenant="x")) == ["b"]  # 40 for ten minutes are 6 an hour
+    error = refusal(desk.ask(1500, "c", 1, tenant="x"))
+    assert isinstance(error, TenantCoolingDown) and error.retry_after_s
+    assert granted(desk.ask(1501, "d", 1, tenant="y")) == ["d"]
+    desk.at(1502, ev.Released(TicketId("a"), "idle"))
+    desk.gone(1503, "a")
+    soon, later = 1503 + error.retry_after_s / 2, 1503 + error.retry_after_s + 120
+    assert isinstance(refusal(desk.ask(soon, "e", 1, tenant="x")), TenantCoolingDown)
+    assert granted(desk.ask(later, "large", 1, tenant="x")) == ["large"]
+
+
+def test_tenants_take_turns_by_what_they_ask_for_not_by_how_often() -> None:
+    desk = Desk(device=20)
+    desk.resident(0, "vad", 20, tenant="y")
+    desk.beat(1, "vad", inflight=1)
+    for name in "abcd":
+        desk.ask(2, name, 20, tenant="x")
+    desk.ask(3, "e", 20, tenant="y")
+    assert desk.mind.line.tickets()[:2] == ["a", "e"]
+
+
+def test_with_one_tenant_whoever_came_first_goes_first() -> None:
+    desk = Desk(device=20)
+    desk.resident(0, "vad", 20)
+    desk.beat(1, "vad", inflight=1)
+    for size, name in zip((20, 1, 7, 3), "abcd", strict=True):
+        desk.ask(2, name, size)
+    assert desk.mind.line.tickets() == list("abcd")
+
+
+def test_clients_beyond_the_bound_become_one_row_of_their_tenant() -> None:
+    accounts = Accounts(seconds(3600), most_count=3)
+    desk = Desk()
+    for number in range(6):
+        accounts.used(ev.Usage(ev.Client("x", f"c{number}"), 2), Instant(number))
+        accounts.settle(desk.mind.ledger.holdings, Instant(number))
+    assert len(accounts.rows) <= 4
+    assert accounts.rows[ev.Client("x")].requests_count >= 4
+    assert sum(a.requests_count for a in accounts.rows.values()) == 12
+
+
+def test_accounts_survive_a_restart() -> None:
+    desk = Desk(device=80)
+    desk.resident(0, "a", 20, tenant="y")
+    desk.woke(100)
+    desk.at(101, ev.Released(TicketId("a"), "idle"))
+    desk.gone(102, "a")
+    rows = desk.arbiter.export_accounts()
+    again = Desk(device=80)
+    again.arbiter.restore_accounts(rows)
+    assert again.arbiter.export_accounts() == rows
+    assert byte_seconds(again.mind.accounts.rows[ev.Client("y")].byte_ns) == Bytes(102 * 20 * GIB)
