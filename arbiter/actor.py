@@ -17,9 +17,9 @@ import ray
 from arbiter import calls, rays, wire
 from arbiter import events as ev
 from arbiter.decisions import Tell
-from arbiter.errors import StaleEpoch
+from arbiter.errors import SettingsConflict, StaleEpoch
 from arbiter.node import zygotes
-from arbiter.units import Epoch, HolderId, NodeId, TicketId
+from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId
 
 # Whoever gets a handle of this actor imports this module: Ray wants its class. A replica that
 # starts does so while somebody waits for its first token, so what only the arbiter's own process
@@ -47,7 +47,7 @@ class ArbiterActor:
         self._boot = boot
         path = Path(boot.state_file) if boot.state_file else default_path()
         self._store = Store(path, rays.session_name())
-        self._configuration = self._store.configuration() or boot.configuration
+        self._configuration = self._store.configuration() or boot.configuration.numbered(1)
         self._store.save_configuration(self._configuration)
         epoch = self._store.next_epoch()
         self._agents = RayAgents(boot.agent)
@@ -282,6 +282,23 @@ class ArbiterActor:
     # -- people --------------------------------------------------------------------------------
 
     async def configure(self, configuration: wire.Configuration) -> None:
+        """As the front reads it from its file. A file that says what it said before takes back no
+        change made at runtime since (SPEC C12)."""
+        if configuration.table != self._configuration.written:
+            self._choose(configuration.numbered(self._configuration.generation + 1))
+
+    async def change_settings(self, wanted: wire.Configuration, of: Generation) -> Generation:
+        """At runtime, if the settings are still of that generation; kept across restarts. Returns
+        the new one. Raises SettingsConflict. Said twice, it is done once."""
+        now = self._configuration
+        if now.table == wanted.table and now.generation == of + 1:
+            return now.generation
+        if now.generation != of:
+            raise SettingsConflict(of, now.generation)
+        self._choose(replace(wanted, written=now.written, generation=Generation(of + 1)))
+        return self._configuration.generation
+
+    def _choose(self, configuration: wire.Configuration) -> None:
         """Takes effect at once; other settings or policies begin a new epoch, in which holders
         rejoin with everything they hold."""
         old, self._configuration = self._configuration, configuration
@@ -328,8 +345,9 @@ class ArbiterActor:
         self._shell.feed(pushed)
 
     async def state(self) -> wire.Plain:
-        policy = self._configuration.settings.evict
-        return {**self._shell.snapshot(), "policy": policy, "table": self._configuration.table}
+        now = self._configuration
+        chosen = {"policy": now.settings.evict, "table": now.table, "generation": now.generation}
+        return {**self._shell.snapshot(), **chosen}
 
     async def explain(self, ticket: TicketId) -> wire.Plain:
         """Why it waits, or why it went. Raises UnknownTicket."""

@@ -16,6 +16,7 @@ ArbiterError
     LeaseRefused          400  a lease on terms, or for a process, that cannot be
     UnknownLease          404  no such lease of this tenant
     GrowthRefused         409  a resident that wants more would wait for one that does as well
+    SettingsConflict      409  the settings were changed by somebody else meanwhile
     NotResident           409  somebody else says what is resident, and this model is not
     UnderPressure         503  real memory is short on every device it could go to
     QuotaExceeded         429  more than this tenant or client may have at once
@@ -30,7 +31,7 @@ ArbiterError
 
 from difflib import get_close_matches
 
-from arbiter.units import Bytes, Epoch, HolderId, NodeId, TicketId, human
+from arbiter.units import Bytes, Epoch, Generation, HolderId, NodeId, TicketId, human
 
 NAMES_TOLD = 20  # of what there is, in a message; more is for GET /v1/models
 
@@ -262,6 +263,17 @@ class GrowthRefused(RequestError):
         return f"{self.ticket} gets no {human(self.more_bytes)} more: {self.cause}"
 
 
+class SettingsConflict(RequestError):
+    status_code, code = 409, "settings_conflict"
+
+    def __init__(self, given: Generation, current: Generation) -> None:
+        super().__init__(given, current)
+        self.given, self.current = given, current
+
+    def __str__(self) -> str:
+        return f"the settings are of generation {self.current} by now, not {self.given}; read again"
+
+
 class NotResident(RequestError):
     status_code, code = 409, "not_resident"
 
@@ -321,10 +333,8 @@ class TenantCoolingDown(RequestError):
 
     def __str__(self) -> str:
         has, bound = human(self.average_bytes), human(self.bound_bytes)
-        return (
-            f"{self.tenant} held {has} on average and may hold {bound}; nothing new is loaded for"
-            f" it for about {self.retry_after_s:.0f} s if it lets go of what it has"
-        )
+        again = f"loads nothing new for some {self.retry_after_s:.0f} s"
+        return f"{self.tenant} held {has} on average, of {bound} that it may, and {again}"
 
 
 class HolderQuarantined(RequestError):

@@ -11,6 +11,7 @@ HolderId = NewType("HolderId", str)
 NodeId = NewType("NodeId", str)
 DeviceId = NewType("DeviceId", str)  # "<node>/cpu:0", "<node>/host", "<node>/gpu:3"
 Epoch = NewType("Epoch", int)  # one life of the arbiter; strictly increasing across restarts
+Generation = NewType("Generation", int)  # of what a person set; counts every change
 
 
 def host_device(node: NodeId) -> DeviceId:

@@ -4,7 +4,7 @@ Instants never do: a deadline travels as the Span that is left of it.
 """
 
 import hashlib
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,7 +14,7 @@ from arbiter.decisions import Reason, Tier
 from arbiter.errors import ArbiterError
 from arbiter.events import CapabilitiesSet, DeviceBytes
 from arbiter.settings import Settings
-from arbiter.units import Bytes, Epoch, NodeId, Span, TicketId
+from arbiter.units import Bytes, Epoch, Generation, NodeId, Span, TicketId
 from arbiter.view import Policies
 
 NAME, NAMESPACE = "arbiter", "arbiter"
@@ -53,7 +53,13 @@ class Configuration:
     settings: Settings
     policies: Policies
     capabilities: CapabilitiesSet
-    table: Plain = field(default_factory=dict)  # as written; handed to holders at join
+    table: Plain = field(default_factory=dict)  # in force; handed to holders at join
+    written: Plain = field(default_factory=dict)  # as the front read it from its file last
+    generation: Generation = Generation(0)  # counts changes of it, by file or at runtime
+
+    def numbered(self, generation: int) -> "Configuration":
+        """As it came from a file."""
+        return replace(self, written=self.table, generation=Generation(generation))
 
 
 @dataclass(frozen=True, slots=True)

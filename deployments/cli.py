@@ -84,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     add("residency", residency, "Where each model is, and where it is to be.", as_json, http)
     for name, about in (("load", "Load a model now."), ("unload", "Unload a model once idle.")):
         add(name, by_hand, about, as_json, http).add_argument("model")
+    set_to = add("settings", settings, "Show settings, or change some.", as_json, http)
+    set_to.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="all of them or none")
+    set_to.add_argument("--generation", type=int, help="refuse if they have changed since")
     floor_of = add("floor", floor, "Say how far a model may fall.", as_json, http)
     floor_of.add_argument("model")
     floor_of.add_argument("floor", choices=("device", "host", "cold"))
@@ -286,6 +289,24 @@ def by_hand(args: argparse.Namespace) -> None:
 def floor(args: argparse.Namespace) -> None:
     body = {"floor": args.floor}
     _say(args, json.load(_get(args.url, f"/arbiter/residency/{args.model}", "PUT", body)))
+
+
+def settings(args: argparse.Namespace) -> None:
+    """Values are YAML: `evict=cost_aware`, `bypass_count=4`, `tenants={acme: {maximum: 4 GiB}}`;
+    nothing after the `=`: as by default."""
+    import yaml
+
+    found = json.load(_get(args.url, "/arbiter/settings"))
+    if args.changes:
+        pairs = [change.partition("=") for change in args.changes]
+        try:
+            wanted = {key: yaml.safe_load(value) for key, _, value in pairs}
+        except yaml.YAMLError as error:
+            raise CommandError(f"a value is not YAML: {error}") from error
+        generation = found["generation"] if args.generation is None else args.generation
+        body = {"generation": generation, "settings": wanted}
+        found = json.load(_get(args.url, "/arbiter/settings", "PUT", body))
+    _say(args, {"generation": found["generation"], **found["settings"]})
 
 
 def explain(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from arbiter.errors import UnknownTicket
 from arbiter.events import Priority
 from arbiter.ledger import Book, Entry, State
-from arbiter.rules import placing
+from arbiter.rules import placing, tenants
 from arbiter.rules.choices import Choice, Weighed
 from arbiter.rules.eviction import coming_back, obstacle
 from arbiter.rules.mind import Mind
@@ -45,6 +45,7 @@ class Shortage:
     coming_bytes: Bytes  # asked for or being reclaimed already
     short_bytes: Bytes  # what is missing beyond those; 0: it is on its way
     foreign_bytes: Bytes
+    kept_bytes: Bytes  # of what is free, reserved for other tenants
     standings: tuple[Standing, ...]
 
 
@@ -116,7 +117,8 @@ def _shortage(mind: Mind, entry: Entry, book: Book) -> Shortage:
     need = Bytes(need - entry.charge(book.device))  # a sleeper keeps a part
     coming = coming_back(book)
     urgent = _urgency(mind, entry)
-    short = Bytes(max(0, need - book.free_bytes - coming))
+    kept = tenants.kept(tenants.reserves(mind), book, entry.client.tenant)
+    short = Bytes(max(0, need - book.free_bytes - coming + kept))
     others = (e for e in book.entries.values() if e is not entry)
     priced = sorted(((option(mind, book, e), e) for e in others), key=lambda pair: pair[0].place)
     standings = tuple(
@@ -128,7 +130,7 @@ def _shortage(mind: Mind, entry: Entry, book: Book) -> Shortage:
         for o, e in priced
     )  # fmt: skip
     return Shortage(
-        book.device, need, book.free_bytes, coming, short, book.foreign_bytes, standings
+        book.device, need, book.free_bytes, coming, short, book.foreign_bytes, kept, standings
     )
 
 
@@ -152,6 +154,9 @@ def _now_said(
         said.append("Nothing is granted yet: holders of the last epoch are waited for.")
     if mind.is_silent(entry.holder):
         said.append("Its holder is silent, so a grant would only lie there.")
+    tenant = entry.client.tenant
+    if too_much := tenants.over(mind, tenant, entry.need.device_bytes):
+        said.append(f"With it {tenant} would hold {human(too_much)} more than it may have.")
     if ahead:
         said.append(f"{len(ahead)} wait before it: {', '.join(ahead[:5])}.")
     if not shortages:
@@ -162,7 +167,8 @@ def _now_said(
 
 
 def _shortage_said(s: Shortage) -> list[str]:
-    head = f"On {s.device} it needs {human(s.need_bytes)}, {human(s.free_bytes)} are free"
+    kept = f" ({human(s.kept_bytes)} of it reserved for others)" if s.kept_bytes else ""
+    head = f"On {s.device} it needs {human(s.need_bytes)}, {human(s.free_bytes)} are free{kept}"
     if not s.short_bytes:
         return [f"{head}, and {human(s.coming_bytes)} are on their way back."]
     said = [f"{head}, {human(s.coming_bytes)} on their way back: {human(s.short_bytes)} short."]

@@ -1,7 +1,7 @@
 """What people and the dashboard see (SPEC B7): a frozen picture with Spans, for Instants mean
 nothing outside the arbiter's process."""
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from arbiter.events import DeviceBytes, DeviceKind, LeaseTerms
 from arbiter.ledger import Book, Entry, Sizes
@@ -172,12 +172,15 @@ def _tenant(mind: Mind, tenant: str, now: Instant) -> TenantView:
 
 def _clients(mind: Mind, now: Instant) -> list[ClientView]:
     rows = []
-    for client, account in sorted(mind.accounts.rows.items(), key=lambda row: astuple(row[0])):
+    for client, account in sorted(
+        mind.accounts.rows.items(), key=lambda row: (row[0].tenant, row[0].name)
+    ):
         held = Bytes(mind.ledger.holdings.by_client[client])
         seen = replace(account)
         seen.settle(held, now, mind.accounts.window)
         total, average = byte_seconds(seen.byte_ns), Bytes(int(seen.average_bytes))
-        rows.append(ClientView(*astuple(client), seen.requests_count, held, total, average))
+        used = seen.requests_count
+        rows.append(ClientView(client.tenant, client.name, used, held, total, average))
     return rows
 
 

@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from arbiter.errors import RequestError
 from deployments.config import Table, parse_table
-from deployments.front import arbiter_routes, lease_routes, residency_routes
+from deployments.front import arbiter_routes, lease_routes, residency_routes, settings_routes
 from deployments.front.gate import Denied, Gate
 from deployments.front.inference import Inference
 from deployments.front.keys import Keyring, Scope, ensure_first, keys_path
@@ -39,6 +39,7 @@ app = FastAPI(
 )
 app.include_router(lease_routes.router)
 app.include_router(residency_routes.router)
+app.include_router(settings_routes.router)
 
 
 @serve.deployment(

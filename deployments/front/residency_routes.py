@@ -83,7 +83,7 @@ async def set_floor(request: Request, model: str) -> Response:
     """`device`: load it now and keep it. `host`: asleep at least. `cold`: anywhere."""
     the_gate().require(request, Scope.ADMIN)
     try:
-        said = await _read(request, FloorBody)
+        said = await read_body(request, FloorBody)
         await call_arbiter("set_floor", await _home(model), model, Floor(said.floor))
         return JSONResponse({"model": model, "floor": said.floor})
     except BadRequest as error:
@@ -126,7 +126,7 @@ async def pressure(request: Request) -> Response:
     """Somebody knows that memory is short, for a while."""
     the_gate().require(request, Scope.ADMIN)
     try:
-        said = await _read(request, PressureBody)
+        said = await read_body(request, PressureBody)
         free = None if said.free_bytes is None else Bytes(said.free_bytes)
         level = Level[said.level.upper()]
         event = PressurePushed(said.where, level, free, seconds(said.term_s))
@@ -144,7 +144,7 @@ async def _home(model: str) -> str:
     return parse_table(state["table"], "the arbiter's table").homes.get(model, "")
 
 
-async def _read(request: Request, shape: type[T]) -> T:
+async def read_body(request: Request, shape: type[T]) -> T:
     """Raises BadRequest naming the field."""
     raw = await bounded_body(request, MOST_BYTES)
     try:

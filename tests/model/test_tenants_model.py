@@ -51,9 +51,7 @@ class Tenants(RuleBasedStateMachine):
 
     def held(self, tenant: str) -> int:
         books = self.desk.mind.ledger.books
-        return sum(
-            e.charge(CPU) for e in books[CPU].entries.values() if e.client.tenant == tenant
-        )
+        return sum(e.charge(CPU) for e in books[CPU].entries.values() if e.client.tenant == tenant)
 
     def staying(self, tenant: str) -> int:
         entries = self.desk.mind.ledger.books[CPU].entries.values()

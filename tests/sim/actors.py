@@ -185,9 +185,7 @@ class Holder:
                 takes_s = 15.0 if self.world.chance("long") else 2.0
                 self.world.later(takes_s, lambda t=ticket: self.done(t))
             elif not any(self.hurry(r, caller) for r in self.asked.values()):
-                self.want(
-                    caller.model, ticket, priority=caller.priority, tenant=caller.tenant
-                )
+                self.want(caller.model, ticket, priority=caller.priority, tenant=caller.tenant)
         self.callers = [c for c in self.callers if c.answered is None]
 
     def current(self, model: str) -> Held | None:

@@ -17,6 +17,7 @@ import ray
 from arbiter import rays, wire
 from arbiter.client import call_arbiter, find_arbiter, start_arbiter, stop_arbiter, subscribe
 from arbiter.errors import ArbiterUnavailable, RequestError
+from arbiter.events import ANYBODY, Client
 from arbiter.node.proc import process, processes
 from arbiter.units import MIB
 from deployments import boot
@@ -54,9 +55,11 @@ class Holder:
         await self.residency.client().joined(30.0)
         return os.getpid()
 
-    async def ask(self, name: str, deadline_s: float | None = None) -> int:
+    async def ask(
+        self, name: str, deadline_s: float | None = None, client: Client = ANYBODY
+    ) -> int:
         """HTTP status of one call."""
-        async with self.residency.use(name, deadline_s=deadline_s) as engine:
+        async with self.residency.use(name, deadline_s=deadline_s, client=client) as engine:
             parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, b"{}")]
         return int(parts[0].status)
 

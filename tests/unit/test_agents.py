@@ -44,9 +44,7 @@ async def test_an_agent_hears_whose_memory_a_lease_is() -> None:
     ],
     ids=["refused", "failed", "died", "restarts"],
 )
-async def test_only_its_own_refusal_ends_a_lease(
-    error: Exception, raised: type[Exception]
-) -> None:
+async def test_only_its_own_refusal_ends_a_lease(error: Exception, raised: type[Exception]) -> None:
     async def adopt(*_: object) -> None:
         raise error
 

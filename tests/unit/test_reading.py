@@ -57,7 +57,7 @@ async def test_a_body_without_end_is_read_no_further_than_its_bound(
     assert answer.status_code == 413
     endless = Request({"type": "http", "method": "PUT", "path": "/", "headers": []}, receive)
     with pytest.raises(BadRequest):
-        await residency_routes._read(endless, residency_routes.PressureBody)
+        await residency_routes.read_body(endless, residency_routes.PressureBody)
     assert read_bytes <= 2 * (lease_routes.MOST_BYTES + 4096)
 
 

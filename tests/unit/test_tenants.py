@@ -84,7 +84,7 @@ def test_no_eviction_for_others_takes_a_tenant_below_its_reserve() -> None:
     for at, name in enumerate("abc"):
         desk.resident(at, name, 20, tenant="x")
     assert revoked(desk.ask(20, "d", 20, tenant="y")) == [("a", "swap", "gone")]
-    assert revoked(desk.ask(21, "e", 10, tenant="y")) == []
+    assert revoked(desk.ask(21, "e", 30, tenant="y")) == []
     said = desk.arbiter.explain(TicketId("e"), s(22)).said
     assert any("reserved for x" in line for line in said)
     assert revoked(desk.ask(23, "large", 20, tenant="x")) == [("b", "swap", "gone")]
@@ -123,13 +123,13 @@ def test_accounts_hold_requests_and_bytes_times_seconds() -> None:
 def test_over_its_average_a_tenant_cools_down_until_it_is_well_below() -> None:
     desk = Desk(device=80, settings=settings(terms("x", average=10)))
     desk.resident(0, "a", 40, tenant="x")
-    assert granted(desk.ask(600, "b", 1, tenant="x")) == ["b"]  # 40 for ten minutes are 6 an hour
+    desk.resident(600, "b", 1, tenant="x")  # 40 for ten minutes are 6 an hour
     error = refusal(desk.ask(1500, "c", 1, tenant="x"))
     assert isinstance(error, TenantCoolingDown) and error.retry_after_s
     assert granted(desk.ask(1501, "d", 1, tenant="y")) == ["d"]
     desk.at(1502, ev.Released(TicketId("a"), "idle"))
     desk.gone(1503, "a")
-    soon, later = 1503 + error.retry_after_s / 2, 1503 + error.retry_after_s + 120
+    soon, later = 1503 + error.retry_after_s / 2, 1503 + error.retry_after_s + 300
     assert isinstance(refusal(desk.ask(soon, "e", 1, tenant="x")), TenantCoolingDown)
     assert granted(desk.ask(later, "large", 1, tenant="x")) == ["large"]
 
@@ -141,7 +141,7 @@ def test_tenants_take_turns_by_what_they_ask_for_not_by_how_often() -> None:
     for name in "abcd":
         desk.ask(2, name, 20, tenant="x")
     desk.ask(3, "e", 20, tenant="y")
-    assert desk.mind.line.tickets()[:2] == ["a", "e"]
+    assert desk.mind.line.tickets() == list("abecd")  # y has had as much as one of them
 
 
 def test_with_one_tenant_whoever_came_first_goes_first() -> None:
