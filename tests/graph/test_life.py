@@ -137,6 +137,8 @@ def test_http_offers_what_it_should_and_nothing_else(graph: Graph) -> None:
         ("GET", "/ready"),
         ("GET", "/arbiter/state"),
         ("GET", "/arbiter/explain/{ticket}"),
+        ("GET", "/arbiter/settings"),
+        ("PUT", "/arbiter/settings"),
         ("GET", "/arbiter/events"),
         ("GET", "/arbiter/events/recent"),
         ("GET", "/arbiter/leases"),

@@ -1,0 +1,76 @@
+"""What one look at a node's line knows: what is free, promised, reserved, and held for one that is
+due (SPEC C6, C10)."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from arbiter.events import Priority
+from arbiter.ledger import Book, Entry
+from arbiter.rules import tenants
+from arbiter.rules.eviction import coming_back
+from arbiter.rules.line import Waiting
+from arbiter.rules.mind import Mind, Node
+from arbiter.units import Bytes, DeviceId
+
+
+@dataclass(slots=True)
+class Look:
+    """One look at one node's line."""
+
+    node: Node
+    books: dict[DeviceId, Book]  # of its trusted devices that compute
+    largest_bytes: Bytes  # budget
+    most_bytes: Bytes  # that waiting can ever bring on one device
+    reserves: dict[str, Bytes]  # of each device, by tenant
+    promised: defaultdict[DeviceId, int] = field(default_factory=lambda: defaultdict(int))
+    held: set[DeviceId] = field(default_factory=set)  # for one that is due
+    hopeless: list[tuple[Bytes, Priority, str]] = field(default_factory=list)
+    most_urgent: Priority | None = None  # of all in the line, once somebody asked
+    is_waiting: bool = False  # somebody is left in the line
+    is_over: bool = False  # somebody has become due: the order has changed
+    judged_count: int = 0  # of the hopeless, when the rest was last judged
+    unwalked: Counter[int] = field(default_factory=Counter)  # how urgent those are, see line.Crowd
+
+    def room(self, device: DeviceId, entry: Entry) -> int:
+        """What is free there or coming, promised to nobody and reserved for no other tenant."""
+        book = self.books[device]
+        return book.free_bytes + coming_back(book) - self.promised[device] - self._kept(book, entry)
+
+    def fits(self, device: DeviceId, need: int, entry: Entry) -> bool:
+        book = self.books[device]
+        return min(book.free_bytes - self._kept(book, entry), self.room(device, entry)) >= need
+
+    def _kept(self, book: Book, entry: Entry) -> Bytes:
+        return tenants.kept(self.reserves, book, entry.client.tenant)
+
+    def is_hopeless(self, need: Bytes, priority: Priority, standing: str) -> bool:
+        """One before it that asked for no more, and was no less urgent, could not load."""
+        for least, most_urgent, whose in self.hopeless:
+            if need >= least and priority >= most_urgent and standing == whose:
+                return True
+        return False
+
+    def is_rest_hopeless(self, walked: Waiting, mind: Mind) -> bool:
+        """So is everybody behind: none is more urgent, none asks for less. Asked anew only when
+        one more could not load; those that are due stand in front and are looked at. Where tenants
+        differ, what one of them lacks another may have."""
+        if walked.is_due or mind.tenants or len(self.hopeless) == self.judged_count:
+            return False
+        self.judged_count = len(self.hopeless)
+        need, priority, _ = self.hopeless[-1]
+        if any(count > 0 and urgent < priority for urgent, count in self.unwalked.items()):
+            return False
+        return mind.line.crowd(self.node.node).needs_at_least(need, mind.estimates.version)
+
+    def passes_over(self, waiting: Waiting, version: int) -> bool:
+        """Most of a long line: what such a one needs is known, and hopeless."""
+        waiter = waiting.waiter
+        if waiting.version != version or waiting.is_due or waiter.is_asleep:
+            return False
+        return self.is_hopeless(waiting.need_bytes, waiter.priority, waiting.standing)
+
+    def wait(self, waiting: Waiting, devices: list[DeviceId]) -> None:
+        """One that is due holds every device it could use."""
+        self.is_waiting = True
+        if waiting.is_due:
+            self.held.update(devices)
