@@ -14,6 +14,7 @@ from arbiter import events as ev
 from arbiter.actor import ArbiterActor
 from arbiter.agents import RayAgents
 from arbiter.decisions import Tell
+from arbiter.errors import SettingsConflict
 from arbiter.eventlog import EventLog
 from arbiter.store import Member, Store
 from arbiter.units import Epoch, HolderId, NodeId
@@ -68,6 +69,32 @@ async def test_a_joining_that_is_over_leaves_no_call_behind(running: Running) ->
         await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
         await ended(second)
         assert not actor._ends
+
+
+@pytest.mark.spec("C12")
+async def test_settings_change_for_one_generation_and_a_file_read_again_takes_nothing_back(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(ArbiterActor, "_begin_anew", lambda self, why: begun.append(why))
+    written = configuration(parse_table(TABLE))
+    wanted = configuration(parse_table(TABLE | {"arbiter": {"bypass_count": 3}}))
+    async with running() as actor:
+        first = (await actor.state())["generation"]
+        assert await actor.change_settings(wanted, first) == first + 1
+        assert await actor.change_settings(wanted, first) == first + 1  # said twice, done once
+        with pytest.raises(SettingsConflict) as caught:
+            await actor.change_settings(written, first)
+        assert caught.value.current == first + 1 and begun == ["settings changed"]
+        await actor.configure(written)
+        assert actor._configuration.settings.bypass_count == 3
+    async with running() as actor:  # after a shutdown only the file counts
+        assert (await actor.state())["generation"] == first
+        await actor.change_settings(wanted, first)
+        again = configuration(parse_table(TABLE | {"arbiter": {"bypass_count": 5}}))
+        await actor.configure(again)
+        assert actor._configuration.settings.bypass_count == 5
+        assert (await actor.state())["generation"] == first + 2
 
 
 @pytest.mark.spec("A18")
