@@ -18,7 +18,8 @@ from arbiter.events import DeviceBytes, Need, Split
 from arbiter.rules import estimates
 from arbiter.units import MIB, Bytes
 from deployments import headers
-from deployments.config import CapabilityConfig, ConfigError, ModelConfig, parse_size
+from deployments.config import CapabilityConfig, ConfigError, ModelConfig
+from deployments.fields import parse_size
 
 
 @dataclass(frozen=True, slots=True)

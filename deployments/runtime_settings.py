@@ -9,10 +9,11 @@ from typing import Any
 from arbiter.client import call_arbiter
 from arbiter.units import Generation
 from deployments import boot
-from deployments.config import ArbiterConfig, ConfigError, parse_table
+from deployments.arbiter_config import ArbiterConfig
+from deployments.config import ConfigError, parse_table
 
 Plain = dict[str, Any]
-AT_START_ONLY = frozenset({"state_file", "event_file"})  # the arbiter opens them once
+AT_START_ONLY = frozenset({"state_file", "event_file", "spare_workers"})  # read once
 
 
 async def read() -> Plain:

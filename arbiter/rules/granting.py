@@ -10,7 +10,7 @@ one ticket are not lent to another.
 from arbiter import events as ev
 from arbiter.decisions import Grant
 from arbiter.errors import NeverFits, TicketClosed
-from arbiter.ledger import Book, Entry, Sizes, State
+from arbiter.ledger import Entry, Sizes, State
 from arbiter.rules import gangs, groups, oversize, placing, preload, pressure, tenants, urgency
 from arbiter.rules import leases_held as leases
 from arbiter.rules.eviction import make_room, make_way, min_residency_ends, room_for
@@ -19,7 +19,7 @@ from arbiter.rules.look import Look
 from arbiter.rules.mind import Mind, Node
 from arbiter.rules.refusing import turn_away
 from arbiter.rules.sites import cap_pins, compute_books, flag_pinned_on, on_demand_of, trusted
-from arbiter.units import SECOND, Bytes, DeviceId, Instant, Span, after, since
+from arbiter.units import SECOND, Bytes, Instant, Span, after, since
 
 SCANNED_COUNT = 32  # tickets on a device, looked through for the next moment at 1 us each
 

@@ -10,7 +10,8 @@ from arbiter.client import call_arbiter
 from arbiter.errors import RequestError
 from arbiter.events import Floor, Level, PressurePushed
 from arbiter.units import Bytes, TicketId, seconds
-from deployments.config import Strict, parse_table
+from deployments.config import parse_table
+from deployments.fields import Strict
 from deployments.front import arbiter_routes
 from deployments.front.keys import Scope
 from deployments.front.lease_routes import MOST_BYTES, the_gate

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from arbiter.errors import RequestError
 from deployments import runtime_settings
-from deployments.config import ConfigError, Strict
+from deployments.config import ConfigError
+from deployments.fields import Strict
 from deployments.front.keys import Scope
 from deployments.front.lease_routes import the_gate
 from deployments.front.reading import BadRequest, refused

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from arbiter.units import GIB, MIB, seconds
-from deployments.config import ConfigError, check_file, parse_size, parse_table
+from deployments.config import ConfigError, check_file, parse_table
+from deployments.fields import parse_size
 
 SHIPPED = Path(__file__).parents[2] / "serve_config.yaml"
 
@@ -95,6 +96,23 @@ def test_an_unknown_policy_is_named_with_those_there_are(tmp_path: Path) -> None
     config = shipped()
     front_table(config)["arbiter"]["evict"] = "random"
     assert "priority_lru" in refused(config, tmp_path)
+
+
+@pytest.mark.spec("C10")
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"tenants": {"t": {"maximum": 5, "reserved": 6}}}, "arbiter.tenants.t.reserved"),
+        ({"tenants": {"t": {"share": 0}}}, "arbiter.tenants.t.share"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_limit_that_makes_no_sense_is_refused_by_its_name(
+    wrong: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    config = shipped()
+    front_table(config)["arbiter"].update(wrong)
+    assert named in refused(config, tmp_path)
 
 
 def test_a_model_has_one_home(tmp_path: Path) -> None:
