@@ -324,17 +324,14 @@ class QuotaExceeded(RequestError):
 class TenantCoolingDown(RequestError):
     status_code, code = 429, "tenant_cooling_down"
 
-    def __init__(
-        self, tenant: str, average_bytes: Bytes, bound_bytes: Bytes, retry_after_s: float
-    ) -> None:
-        super().__init__(tenant, average_bytes, bound_bytes, retry_after_s)
-        self.tenant, self.average_bytes, self.bound_bytes = tenant, average_bytes, bound_bytes
+    def __init__(self, tenant: str, average: Bytes, bound: Bytes, retry_after_s: float) -> None:
+        super().__init__(tenant, average, bound, retry_after_s)
+        self.tenant, self.average_bytes, self.bound_bytes = tenant, average, bound
         self.retry_after_s = retry_after_s
 
     def __str__(self) -> str:
-        has, bound = human(self.average_bytes), human(self.bound_bytes)
-        again = f"loads nothing new for some {self.retry_after_s:.0f} s"
-        return f"{self.tenant} held {has} on average, of {bound} that it may, and {again}"
+        has, may, for_s = human(self.average_bytes), human(self.bound_bytes), self.retry_after_s
+        return f"{self.tenant} held {has} on average, of {may}; it loads no more for {for_s:.0f} s"
 
 
 class HolderQuarantined(RequestError):

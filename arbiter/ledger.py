@@ -251,10 +251,6 @@ class Ledger:
         entry.client = client
         self._count(entry, 1)
 
-    def of_tenant(self, tenant: str) -> list[Entry]:
-        """Those with bytes on a device that computes."""
-        return [self._entries[ticket] for ticket in self.holdings.tickets.get(tenant, ())]
-
     def share_scratch(self, entry: Entry, lock: str, size: Bytes) -> None:
         """The configuration says under which dispatch lock it computes."""
         if entry.ticket not in self._entries:

@@ -70,7 +70,7 @@ def make_room(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: 
 
 def make_way(mind: Mind, waiting: Entry, short: Bytes, urgent: Priority) -> bool:
     """Of its own tenant only, on whatever device, the cheapest that free `short` (SPEC C10)."""
-    own = {e.ticket: e for e in mind.ledger.of_tenant(waiting.client.tenant)}
+    own = {e.ticket: e for e in tenants.tickets_of(mind, waiting.client.tenant)}
     books = {d for e in own.values() for d in e.home if d in mind.ledger.books}
     options: dict[TicketId, Option] = {}
     for device in sorted(books):

@@ -79,7 +79,7 @@ def most_on(mind: Mind, book: Book, tenant: str) -> Bytes:
 
 
 def pinned(mind: Mind, tenant: str) -> Bytes:
-    own = mind.ledger.of_tenant(tenant)
+    own = tickets_of(mind, tenant)
     return Bytes(sum(device_bytes(mind, e) for e in own if e.pinned))
 
 
@@ -141,8 +141,14 @@ def over(mind: Mind, tenant: str, more: Bytes) -> Bytes:
 
 def over_staying(mind: Mind, tenant: str, more: Bytes) -> Bytes:
     """The same once all that was asked to leave has left."""
-    going = (e for e in mind.ledger.of_tenant(tenant) if e.state in LEAVING)
+    going = (e for e in tickets_of(mind, tenant) if e.state in LEAVING)
     return Bytes(max(0, over(mind, tenant, more) - sum(device_bytes(mind, e) for e in going)))
+
+
+def tickets_of(mind: Mind, tenant: str) -> list[Entry]:
+    """Those with bytes on a device that computes."""
+    found = (mind.ledger.find(ticket) for ticket in mind.ledger.holdings.tickets.get(tenant, ()))
+    return [entry for entry in found if entry]
 
 
 def device_bytes(mind: Mind, entry: Entry) -> Bytes:
