@@ -320,7 +320,7 @@ async def test_a_bug_under_a_load_reaches_every_waiter_and_the_next_request_trie
         assert [type(answer) for answer in answers] == [LoadFailed] * 3
         assert "KeyError" in str(answers[0])
         arbiter.acquire = granted  # type: ignore[method-assign]
-        assert await use(residency) == arbiter.asked[1]
+        assert await use(residency) == arbiter.asked[-1]  # one that came late had one of its own
 
 
 async def test_a_load_cancelled_by_nobody_here_is_begun_anew() -> None:
