@@ -3,6 +3,7 @@
 start anew with a request that would be refused again.
 """
 
+import asyncio
 import json
 from typing import Any
 
@@ -73,7 +74,9 @@ class Room:
         await self.api(scope, _again(json.dumps(asked).encode(), None), heard)
         if statuses != [200]:
             return {"count": self.most_tokens, "max_model_len": self.most_tokens}
-        found: dict[str, int] = json.loads(b"".join(answer))
+        found = json.loads(b"".join(answer))
+        if not isinstance(found, dict):
+            return {"count": self.most_tokens, "max_model_len": self.most_tokens}
         return found
 
 
@@ -92,8 +95,11 @@ def _again(said: bytes, receive: Receive | None) -> Receive:
     messages = [{"type": "http.request", "body": said, "more_body": False}]
 
     async def replayed() -> Any:
-        if messages or receive is None:
-            return messages.pop() if messages else {"type": "http.disconnect"}
+        if messages:
+            return messages.pop()
+        if receive is None:  # nobody leaves: a route that hears of it would give no answer
+            await asyncio.Event().wait()
+            raise AssertionError("an event that nobody sets")
         return await receive()
 
     return replayed

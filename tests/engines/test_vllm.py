@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from deployments.engines.protocol import COULD_GROW
 from tests.support.engine_host import (
     Child,
     Connection,
@@ -253,28 +252,3 @@ def test_a_load_that_fails_names_its_cause_and_ends(
 def test_a_model_without_kv_bytes_is_refused(engines: ZygoteUnderTest, tiny: Path) -> None:
     child = engines.spawn("no-kv", VLLM, {"model": str(tiny), "engine_args": {}}).hold()
     assert "kv_cache_memory_bytes" in child.ready()[1]["error"]["message"]
-
-
-@pytest.mark.spec("A14")
-def test_a_request_that_would_fit_the_context_it_may_grow_to_is_marked_and_no_other(
-    engines: ZygoteUnderTest, tiny: Path
-) -> None:
-    small = config(tiny, enable_lora=False, lora_modules={}, max_model_len=256)
-    child = engines.spawn("short", VLLM, small | {"grows_to": {"max_model_len": 1024}}).hold()
-    assert child.ready()[0] == 200
-
-    def asked(words: int, tokens: int) -> tuple[int, bool]:
-        conn = Connection(child.path)
-        said = {**CHAT, "max_tokens": tokens}
-        said["messages"] = [{"role": "user", "content": "the " * words}]
-        conn.request("POST", "/v1/chat/completions", json.dumps(said), JSON)
-        answer = conn.getresponse()
-        assert answer.read()
-        return answer.status, answer.getheader(COULD_GROW) is not None
-
-    assert asked(10, 4) == (200, False)
-    assert asked(10, 500) == asked(300, 4) == (400, True)
-    assert asked(10, 1020) == asked(2_000, 4) == (400, False)
-    assert asked(10, -1) == (400, False)
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)

@@ -165,10 +165,6 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     models = table["capabilities"]["chat"]["models"]
     models["small-chat"]["keep_warm_s"] = 300
     # Nobody but one file of tests asks for it, so its first load is of a length nobody knows.
-    tiny = {"source": "made:tiny-chat", "can_sleep": False}
-    few = {"max_model_len": 256, "kv_cache_memory_bytes": "16 MiB"}
-    many = {"max_model_len": 2048, "kv_cache_memory_bytes": "64 MiB"}
-    models["grow-chat"] = {**tiny, "keep_warm_s": 60, "engine_args": few, "grow_to": many}
     models["left-chat"] = {**models["small-chat"], "can_sleep": False, "keep_warm_s": 1}
     plain = {k: v for k, v in models["tiny-chat"].items() if k != "adapters"}
     models["plain-chat"] = {**plain, "chat_template": TEMPLATE, "thinking": True}
