@@ -7,7 +7,7 @@ import pytest
 from arbiter import events as ev
 from arbiter.decisions import Reload
 from arbiter.errors import NotResident, UnknownModel
-from arbiter.events import Floor
+from arbiter.events import Floor, Priority
 from arbiter.units import GIB, HolderId, TicketId
 from tests.unit.desk import CPU, HOST, PLAIN, Desk, granted, is_granted, refusal, revoked
 
@@ -222,3 +222,12 @@ def test_what_is_pinned_on_top_of_the_cap_is_a_victim_like_any_other() -> None:
     told = d.last("pin_over_cap")
     assert told.ticket == "b" and told.data["cap"] == 40 * GIB
     assert [r[0] for r in revoked(d.ask(20, "c", 50))] == ["b"]
+
+
+@pytest.mark.spec("D1")
+def test_a_device_floor_set_later_makes_a_resident_no_victim() -> None:
+    d = Desk()
+    d.resident(1, "a", 50)
+    floor(d, 2, "a", Floor.DEVICE)
+    assert revoked(d.ask(20, "b", 30, priority=Priority.URGENT)) == []
+    assert revoked(d.ask(21, "c", 40, priority=Priority.URGENT)) == []

@@ -127,3 +127,13 @@ def test_the_prediction_stands_beside_the_ticket_in_the_queue() -> None:
     assert in_seconds(row.predicted) == pytest.approx(48)
     [row] = desk.arbiter.snapshot(110 * 10**9).queue  # type: ignore[arg-type]
     assert in_seconds(row.predicted) == pytest.approx(38)
+
+
+@pytest.mark.spec("A21")
+def test_who_stands_before_it_makes_the_wait_longer() -> None:
+    desk = Desk(device=80)
+    desk.ask(0, "a", 80)
+    for n in range(10):
+        desk.ask(1, f"b{n}", 40)
+    waits = [t.took for t in desk.told if t.kind == "ticket_waits"]
+    assert waits == sorted(waits) and waits[-1] > waits[0]

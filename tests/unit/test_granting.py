@@ -253,3 +253,11 @@ def test_behind_one_that_cannot_load_only_the_smaller_and_the_more_urgent_are_lo
     walked.clear()
     assert desk.ask(5, "c2", 10) == []
     assert walked == ["large", "b0"]
+
+
+@pytest.mark.spec("C6")
+def test_the_urgent_are_looked_at_behind_others_that_cannot_load_whatever_the_policy() -> None:
+    desk = Desk(device=80, settings=replace(PLAIN, admit="fifo"))
+    desk.resident(0, "a", 80)
+    assert desk.ask(1, "b", 50, priority=LOW) == []
+    assert revoked(desk.ask(2, "c", 50, priority=HIGH)) == [("a", "swap", "gone")]

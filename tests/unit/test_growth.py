@@ -107,3 +107,10 @@ def test_what_a_model_holds_while_it_is_grown_is_not_expected_of_its_next_load()
     d.gone(8, "a")
     [grant] = d.ask(9, "a2", 30, explicit=False, model="a")
     assert isinstance(grant, Grant) and grant.devices[0].size_bytes == gib(29)
+
+
+def test_nobody_leaves_for_growth_that_still_would_not_fit() -> None:
+    d = desk()
+    d.resident(2, "c", 15)
+    assert grow(d, 10, "a", 45) == []  # `b` is in use, and may fall idle yet
+    assert d.state("c") == "resident"

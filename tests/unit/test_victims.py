@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from arbiter import events as ev
 from arbiter.events import Priority
 from arbiter.ledger import UNREAD_COUNT
-from arbiter.rules.ranking import SWEPT_COUNT, in_order, option
+from arbiter.rules.ranking import SWEPT_COUNT, in_order, no_more_urgent, option
 from arbiter.rules.rates import Rates
 from arbiter.rules.victims import Option, choose, freed
 from arbiter.units import Bytes, Instant, Span, TicketId, seconds
@@ -156,3 +156,31 @@ def test_the_order_is_given_up_where_nobody_looks_for_long() -> None:
         book.note_stale(TicketId(f"gone{n}"))
     assert book.stale is None
     assert [e.ticket for e, _ in in_order(desk.mind, book)]
+
+
+def old_urgent_ones() -> Desk:
+    """Eight, each used last at 0 s, so urgent until 900 s."""
+    desk = Desk(device=8)
+    for name in ("a", "b", "c", "d", "e", "large", "small", "vad"):
+        desk.resident(0, name, 1, priority=Priority.HIGH)
+    return desk
+
+
+@pytest.mark.spec("C2")
+def test_all_whose_urgency_has_faded_may_have_to_yield_at_once() -> None:
+    desk = old_urgent_ones()
+    book = desk.mind.ledger.books[CPU]
+    desk.woke(899)
+    assert not list(no_more_urgent(desk.mind, book, Priority.NORMAL))
+    desk.woke(901)
+    assert len(list(no_more_urgent(desk.mind, book, Priority.NORMAL))) == 8
+
+
+@pytest.mark.spec("C3")
+def test_no_price_is_older_than_a_minute() -> None:
+    desk = old_urgent_ones()
+    book = desk.mind.ledger.books[CPU]
+    for t in (901, 961):
+        desk.woke(t)
+        priced = list(in_order(desk.mind, book))
+    assert [kept for _, kept in priced] == [option(desk.mind, book, e) for e, _ in priced]
