@@ -16,6 +16,10 @@ settings.load_profile("untimed")
 
 ROOT = Path(__file__).parents[1]
 
+# Read by Serve when it is imported. Each test has an event loop of its own, and the router of a
+# handle must outlive it; the graph's own processes have one loop, and are told so by its fixture.
+os.environ["RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"] = "1"
+
 # Read by Ray when it starts. Workers and zygotes import the repository; a Serve replica starts in a
 # process that has its modules already; no token file is left in anybody's home.
 ENVIRONMENT = {

@@ -211,10 +211,12 @@ def _weigh(
     for entry, option in no_more_urgent(mind, book, urgent):
         if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
             break
-        if may_swap(mind, entry, waiting, urgent) and spare.takes(entry, option.freed_bytes):
+        if not may_swap(mind, entry, waiting, urgent):
+            continue
+        if worth := spare.take(entry, option.freed_bytes):
             spare_count -= missing <= 0
-            missing -= option.freed_bytes
-            options.append(option)
+            missing -= worth
+            options.append(replace(option, freed_bytes=worth))
     return options, choose(options, short)
 
 

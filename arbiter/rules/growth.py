@@ -133,9 +133,9 @@ def _has_room(mind: Mind, entry: Entry) -> bool:
     )  # fmt: skip
 
 
-def _free(mind: Mind, entry: Entry, book: Book) -> Bytes:
-    """Without what is kept for other tenants."""
-    kept = tenants.kept(tenants.reserves(mind), book, entry.client.tenant)
+def _free(mind: Mind, entry: Entry, book: Book, has_left: bool = False) -> Bytes:
+    """Without what is kept for other tenants; `has_left`: see there."""
+    kept = tenants.kept(tenants.reserves(mind), book, entry.client.tenant, has_left)
     return Bytes(book.free_bytes - kept)
 
 
@@ -178,7 +178,7 @@ def _reachable(book: Book, entry: Entry, waiting: set[HolderId]) -> Bytes:
 
 def _make_room(mind: Mind, entry: Entry, book: Book, part: Bytes) -> None:
     """Idle ones no more urgent than it; all that is missing or nobody."""
-    short = part - _free(mind, entry, book) - coming_back(book)
+    short = part - _free(mind, entry, book, has_left=True) - coming_back(book)
     if short <= 0:
         return
     waiting = _waiting_holders(mind, entry)
@@ -186,11 +186,11 @@ def _make_room(mind: Mind, entry: Entry, book: Book, part: Bytes) -> None:
     spare = tenants.Spare(mind, book, entry.client.tenant)
     for victim, _ in in_order(mind, book):
         is_lawful = may_leave(mind, victim) and victim.holder not in waiting
-        is_lawful = is_lawful and spare.takes(victim, victim.charge(book.device))
+        is_lawful = is_lawful and urgency.of(mind, victim) >= entry.priority
         if short <= 0 or victim is entry or not is_lawful:
             continue
-        if urgency.of(mind, victim) >= entry.priority:
+        if worth := spare.take(victim, victim.charge(book.device)):
             chosen.append(victim)
-            short -= victim.charge(book.device)
+            short -= worth
     for victim in chosen if short <= 0 else []:
         revoke(mind, victim, Reason.SWAP, entry)

@@ -34,14 +34,13 @@ class Look:
     def room(self, device: DeviceId, entry: Entry) -> int:
         """What is free there or coming, promised to nobody and reserved for no other tenant."""
         book = self.books[device]
-        return book.free_bytes + coming_back(book) - self.promised[device] - self._kept(book, entry)
+        kept = tenants.kept(self.reserves, book, entry.client.tenant, has_left=True)
+        return book.free_bytes + coming_back(book) - self.promised[device] - kept
 
     def fits(self, device: DeviceId, need: int, entry: Entry) -> bool:
         book = self.books[device]
-        return min(book.free_bytes - self._kept(book, entry), self.room(device, entry)) >= need
-
-    def _kept(self, book: Book, entry: Entry) -> Bytes:
-        return tenants.kept(self.reserves, book, entry.client.tenant)
+        kept = tenants.kept(self.reserves, book, entry.client.tenant)
+        return min(book.free_bytes - kept, self.room(device, entry)) >= need
 
     def is_hopeless(self, need: Bytes, priority: Priority, standing: str) -> bool:
         """One before it that asked for no more, and was no less urgent, could not load."""

@@ -2,8 +2,8 @@
 
 `most`: held at once, over all devices that compute. Who would exceed it makes room among its own
 first, and waits for that; nobody else leaves for it, and it holds up nobody.
-`reserved`: of each device that computes, for this tenant alone. Others get what is free beyond it,
-and none of its tickets leaves for them that would take it below.
+`reserved`: of each device that computes, held by this tenant or free for it. Others get what is
+free beyond it, and what leaves for them is worth to them only what exceeds it.
 `average`: held over the last hour. Beyond it nothing new is loaded for the tenant until its average
 has fallen to nine tenths; what it has stays.
 
@@ -119,10 +119,18 @@ def reserves(mind: Mind) -> dict[str, Bytes]:
     return {name: t.reserved_bytes for name, t in mind.tenants.items() if t.reserved_bytes}
 
 
-def kept(reserved: dict[str, Bytes], book: Book, tenant: str) -> Bytes:
-    """Of what is free there, for others than this tenant."""
+def kept(reserved: dict[str, Bytes], book: Book, tenant: str, has_left: bool = False) -> Bytes:
+    """Of what is free there, for others than this tenant; `has_left`: once those asked to leave
+    have left."""
     others = ((name, size) for name, size in reserved.items() if name != tenant)
-    return Bytes(sum(max(0, size - book.held[name]) for name, size in others))
+    return Bytes(sum(max(0, size - _held(book, name, has_left)) for name, size in others))
+
+
+def _held(book: Book, tenant: str, has_left: bool) -> int:
+    if not has_left:
+        return book.held[tenant]
+    leaving = (e for e in book.leaving.values() if e.client.tenant == tenant)
+    return book.held[tenant] - sum(e.charge(book.device) for e in leaving)
 
 
 def note_relief(mind: Mind) -> None:
@@ -165,35 +173,43 @@ def _compute(mind: Mind) -> list[Book]:
 
 
 class Spare:
-    """How much of a tenant's may leave one device for somebody else, as victims are picked."""
+    """What others get of a tenant's bytes on one device, as victims are picked: what it holds
+    beyond its reserve. The rest is free for it, and for nobody else."""
 
     def __init__(self, mind: Mind, book: Book, tenant: str) -> None:
         self._mind, self._book, self._tenant = mind, book, tenant
         self._left: dict[str, int] = {}
 
-    def takes(self, entry: Entry, freed: Bytes) -> bool:
-        """It may, with those taken so far."""
+    def take(self, entry: Entry, freed: Bytes) -> Bytes:
+        """Of what it would free, what counts beside those taken so far."""
         own = entry.client.tenant
         terms = terms_of(self._mind, own)
         if own == self._tenant or terms is None or not terms.reserved_bytes:
-            return True
+            return freed
         if own not in self._left:
-            going = sum(
-                e.charge(self._book.device)
-                for e in self._book.leaving.values()
-                if e.client.tenant == own
-            )
-            self._left[own] = self._book.held[own] - going - terms.reserved_bytes
-        if self._left[own] < freed:
-            return False
-        self._left[own] -= freed
-        return True
+            staying = _held(self._book, own, has_left=True)
+            self._left[own] = max(0, staying - terms.reserved_bytes)
+        taken = min(freed, self._left[own])
+        self._left[own] -= taken
+        return Bytes(taken)
 
 
 def is_reserved(mind: Mind, entry: Entry, tenant: str) -> bool:
-    """Its leaving for this tenant would take its own below what is reserved, on some device."""
+    """Its leaving would give this tenant nothing, wherever it is."""
+    return all(not worth for worth in _worth(mind, entry, tenant))
+
+
+def _is_partly_reserved(mind: Mind, entry: Entry, tenant: str) -> bool:
+    """Without it its tenant would hold less than its reserve, and nothing free makes up for it."""
+    books = [b for d in entry.home if (b := mind.ledger.books.get(d))]
+    sizes = [entry.charge(book.device) for book in books]
+    return sizes != _worth(mind, entry, tenant)
+
+
+def _worth(mind: Mind, entry: Entry, tenant: str) -> list[Bytes]:
+    """To this tenant, on each of its devices."""
     books = (mind.ledger.books.get(d) for d in entry.home)
-    return any(not Spare(mind, b, tenant).takes(entry, entry.charge(b.device)) for b in books if b)
+    return [Spare(mind, b, tenant).take(entry, entry.charge(b.device)) for b in books if b]
 
 
 # -- whose a ticket is ----------------------------------------------------------------------------
@@ -211,4 +227,4 @@ def _may_change_hands(mind: Mind, entry: Entry, to: str) -> bool:
     if not mind.tenants:
         return True
     size = device_bytes(mind, entry)
-    return over(mind, to, size) == 0 and not is_reserved(mind, entry, to)
+    return over(mind, to, size) == 0 and not _is_partly_reserved(mind, entry, to)

@@ -145,6 +145,13 @@ class Graph:
         subprocess.run(command, check=True, env=env, timeout=60, capture_output=True)
 
 
+def make_serve_sets() -> dict[str, str]:
+    """The variables of `make serve`, so that what is tested is what users run."""
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    exports = [line.removeprefix("export ") for line in lines if line.startswith("export ")]
+    return dict(line.split(" ?= ", 1) for line in exports)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
@@ -192,7 +199,7 @@ def started(
     file = folder / "serve_config.yaml"
     file.write_text(yaml.safe_dump(config))
     log = (folder / "serve.log").open("wb")
-    env = os.environ | {"RAY_ADDRESS": "local"}
+    env = os.environ | make_serve_sets() | {"RAY_ADDRESS": "local"}
     process = subprocess.Popen(
         [BIN / "serve", "run", file],
         cwd=ROOT,

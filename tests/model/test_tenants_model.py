@@ -1,5 +1,5 @@
 """Tenants under anything that may happen (SPEC C10): a maximum is never exceeded, what is reserved
-stays free for whom it is reserved, nobody is evicted out of its reserve for another, and accounts
+stays free for whom it is reserved, nobody leaves for another who would get nothing, and accounts
 add up to what an onlooker integrates who reads the books now and then."""
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ class Tenants(RuleBasedStateMachine):
         if whose != "keeper" or tell.data["reason"] != Reason.SWAP.value:
             return
         if self.waiting.get(str(waiting)) != "keeper":
-            assert self.staying("keeper") >= min(before["keeper"], gib(RESERVED))
+            assert before["keeper"] > gib(RESERVED)
 
     def held(self, tenant: str) -> int:
         books = self.desk.mind.ledger.books

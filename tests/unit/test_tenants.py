@@ -79,15 +79,31 @@ def test_beside_what_others_reserved_nothing_larger_is_waited_for() -> None:
     assert error == QuotaExceeded("y", 0, gib(51), gib(50), "bytes")
 
 
-def test_no_eviction_for_others_takes_a_tenant_below_its_reserve() -> None:
+def test_what_leaves_for_others_is_worth_to_them_what_exceeds_the_reserve() -> None:
     desk = Desk(device=60, settings=settings(terms("x", reserved=30)))
     for at, name in enumerate("abc"):
         desk.resident(at, name, 20, tenant="x")
     assert revoked(desk.ask(20, "d", 20, tenant="y")) == [("a", "swap", "gone")]
-    assert revoked(desk.ask(21, "e", 30, tenant="y")) == []
-    said = desk.arbiter.explain(TicketId("e"), s(22)).said
-    assert any("reserved for x" in line for line in said)
+    assert revoked(desk.ask(21, "e", 15, tenant="y")) == []  # b is worth 10, and c nothing more
     assert revoked(desk.ask(23, "large", 20, tenant="x")) == [("b", "swap", "gone")]
+
+
+def test_a_model_larger_than_the_reserve_keeps_nobody_out_for_good() -> None:
+    desk = Desk(device=60, settings=settings(terms("x", reserved=30)))
+    desk.resident(0, "a", 50, tenant="x")
+    assert revoked(desk.ask(20, "d", 30, tenant="y")) == [("a", "swap", "gone")]
+    assert granted(desk.gone(21, "a")) == ["d"]
+    assert granted(desk.ask(22, "e", 1, tenant="y")) == []
+    assert granted(desk.ask(23, "c", 30, tenant="x")) == ["c"]
+
+
+def test_within_the_reserve_nothing_leaves_for_others() -> None:
+    desk = Desk(device=60, settings=settings(terms("x", reserved=30)))
+    desk.resident(0, "a", 25, tenant="x")
+    desk.resident(1, "b", 30, tenant="y")
+    assert revoked(desk.ask(2, "d", 30, tenant="z", priority=ev.Priority.LOW)) == []
+    said = desk.arbiter.explain(TicketId("d"), s(3)).said
+    assert any("reserved for x" in line for line in said)
 
 
 def test_a_tickets_account_is_its_last_users_unless_that_breaks_a_limit() -> None:
