@@ -39,7 +39,7 @@ class Job(Holder):
             self.join()
         else:
             self.send(ev.Renewed(self.holder, self.account()))
-            if not self.held and self.ticket not in self.asked:
+            if not (self.held or self.is_done or self.ticket in self.asked):
                 self.asked[self.ticket] = ev.Requested(
                     self.ticket, self.holder, "lease", "job", ev.Need(Bytes(self.size_bytes)),
                     need_is_explicit=True, lease=self.terms,
@@ -54,6 +54,11 @@ class Job(Holder):
 
     def account(self) -> tuple[ev.HeldTicket, ...]:
         return tuple(replace(held, lease=self.terms) for held in super().account())
+
+    def forget(self, ticket: Held) -> None:
+        """Its process has died. Another one would lease under a name of its own."""
+        super().forget(ticket)
+        self.is_done = True
 
     def on_grant(self, grant: Grant) -> None:
         if self.asked.pop(grant.ticket, None) is None or self.held:
