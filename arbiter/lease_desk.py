@@ -15,7 +15,14 @@ from typing import Protocol
 
 from arbiter import events as ev
 from arbiter import wire
-from arbiter.errors import AgentAway, LeaseRefused, RequestError, TicketClosed, UnknownLease
+from arbiter.errors import (
+    AgentAway,
+    ArbiterUnavailable,
+    LeaseRefused,
+    RequestError,
+    TicketClosed,
+    UnknownLease,
+)
 from arbiter.lease_words import NAME
 from arbiter.ledger import State
 from arbiter.rules.leases_held import LEASE
@@ -160,7 +167,7 @@ class LeaseDesk:
             case (node,):
                 return node
             case ():
-                raise LeaseRefused("node", "is not known yet: no node has introduced itself")
+                raise ArbiterUnavailable(0.0)  # its nodes have yet to introduce themselves
             case many:
                 raise LeaseRefused("node", f"must be one of {', '.join(many)}")
 

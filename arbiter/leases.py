@@ -185,7 +185,7 @@ class Lease:
             try:
                 self._hear(self.way.put(self.id, self._said()))
                 heard = time.monotonic()
-            except OSError:
+            except (OSError, ArbiterUnavailable):
                 if time.monotonic() - heard > GIVE_UP_S:
                     raise ArbiterUnavailable(time.monotonic() - began) from None
                 time.sleep(AGAIN_S)

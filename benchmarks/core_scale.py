@@ -61,7 +61,7 @@ class Scene:
             for _ in range(self.queued):
                 self.ask(n, Priority.BATCH)
         gc.collect()
-        gc.freeze()  # as the actor does: what stays is not walked over again and again
+        gc.freeze()  # a walk over 100,000 tickets is no part of a decision; the actor does not freeze
 
     def _node(self, n: int) -> None:
         node, device = NodeId(f"n{n}"), DeviceId(f"n{n}/gpu:0")

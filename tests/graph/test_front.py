@@ -1,6 +1,7 @@
 """What the front itself decides, seen in real answers: templates, profiles, its bound."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.graph.conftest import IN_FLIGHT, THINKS
 CHAT, PLAIN = "tiny-chat", "plain-chat"
 TEXT = "Who holds the memory?"
 HELLO: list[Any] = [{"role": "user", "content": TEXT}]
-LONG = 60  # tokens, of which the slowest has its first before the fastest has its last
+LONG = 160  # tokens, of which the slowest has its first before the fastest has its last
 
 
 def prompt_tokens(client: OpenAI, model: str, **more: Any) -> int:
@@ -59,7 +60,9 @@ def test_a_full_front_says_when_to_come_back_and_loses_nothing(client: OpenAI) -
         )  # fmt: skip
 
     with contextlib.ExitStack() as stack:
-        streams = [stack.enter_context(stream()) for _ in range(IN_FLIGHT)]
+        threads = stack.enter_context(ThreadPoolExecutor(IN_FLIGHT))
+        opening = [threads.submit(stream) for _ in range(IN_FLIGHT)]
+        streams = [stack.enter_context(opened.result()) for opened in opening]
         with pytest.raises(RateLimitError) as refused:
             stream()
         assert int(refused.value.response.headers["retry-after"]) >= 1

@@ -13,6 +13,7 @@ from arbiter.core import Arbiter
 from arbiter.errors import (
     AgentAway,
     ArbiterError,
+    ArbiterUnavailable,
     LeaseRefused,
     QuotaExceeded,
     TicketClosed,
@@ -244,3 +245,10 @@ async def test_with_no_node_or_several_it_must_be_named() -> None:
     with pytest.raises(LeaseRefused) as caught:
         await counter.call()
     assert caught.value.field == "node"
+
+
+async def test_before_any_node_is_known_one_is_told_to_ask_again() -> None:
+    counter = Counter()
+    counter.shell.feed(ev.NodeLost(NODE))
+    with pytest.raises(ArbiterUnavailable):
+        await counter.call()

@@ -1,0 +1,64 @@
+"""Tenants, and settings that change while the system runs, on a real cluster."""
+
+import pytest
+
+from arbiter.client import call_arbiter
+from arbiter.errors import QuotaExceeded, SettingsConflict
+from arbiter.events import Client
+from deployments import boot, runtime_settings
+from deployments.config import ConfigError
+from tests.support.desk import capability, desk, kill, model
+
+pytestmark = pytest.mark.usefixtures("cluster")
+PHONE, OTHER = Client("acme", "phone"), Client("other")
+TENANTS = {"acme": {"maximum": "150 MiB"}, "saver": {"reserved": "100 MiB"}}
+
+
+@pytest.mark.spec("C10")
+async def test_a_tenant_at_its_maximum_swaps_with_itself_and_its_account_says_so() -> None:
+    models = {"chat": capability(a=model(100), b=model(100), c=model(200))}
+    async with desk(models, mib=400, tenants=TENANTS) as d:
+        holder = d.holder()
+        assert await holder.ask.remote("a", client=PHONE) == 200
+        with pytest.raises(QuotaExceeded):
+            await holder.ask.remote("c", client=PHONE)
+        assert await holder.ask.remote("b", client=PHONE) == 200  # though both would fit
+        evicted = [(e["model"], e["reason"]) for e in await d.events("eviction")]
+        assert evicted == [("a", "swap")]
+        with pytest.raises(QuotaExceeded, match="acme has"):
+            await holder.ask.remote("c", client=PHONE)
+        state = await d.until(lambda s: s["clients"] and s["clients"][0]["requests_count"] == 4)
+        [phone] = [c for c in state["clients"] if c["client"] == "phone"]
+        assert phone["byte_seconds_count"] > 0 and phone["held_bytes"] <= 150 << 20
+        kill(await d.arbiter_pid())
+        state = await d.until(lambda s: s["epoch"] > state["epoch"] and s["tickets"])
+        assert [t["tenant"] for t in state["tickets"]] == ["acme"] * len(state["tickets"])
+        await d.books_are_true()
+
+
+@pytest.mark.spec("C12")
+async def test_settings_change_as_a_whole_once_for_each_generation_and_outlive_the_arbiter() -> (
+    None
+):
+    async with desk() as d:
+        holder = d.holder()
+        assert await holder.ask.remote("a") == 200
+        engines, first = await d.engines(), await runtime_settings.read()
+        generation = first["generation"]
+        for wanted in ({"bypass_count": 3, "barrier_s": -1}, {"nothing": 1}, {"state_file": "x"}):
+            with pytest.raises(ConfigError, match=next(reversed(wanted))):
+                await runtime_settings.change(generation, wanted)
+        assert await runtime_settings.read() == first
+        said = await runtime_settings.change(generation, {"bypass_count": 3, "tenants": TENANTS})
+        assert said["generation"] == generation + 1 and said["settings"]["bypass_count"] == 3
+        with pytest.raises(SettingsConflict) as caught:
+            await runtime_settings.change(generation, {"bypass_count": 4})
+        assert caught.value.current == generation + 1
+        state = await d.until(lambda s: s["tenants"] and s["tickets"])
+        kill(await d.arbiter_pid())
+        await d.until(lambda s: s["epoch"] > state["epoch"])
+        await call_arbiter("configure", boot.configuration(d.table))  # the front starts again
+        assert await runtime_settings.read() == said
+        assert await holder.ask.remote("a", client=OTHER) == 200
+        assert await d.engines() == engines
+        await d.books_are_true()
