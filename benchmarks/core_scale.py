@@ -61,7 +61,7 @@ class Scene:
             for _ in range(self.queued):
                 self.ask(n, Priority.BATCH)
         gc.collect()
-        gc.freeze()  # a walk over 100,000 tickets is no part of a decision; the actor does not freeze
+        gc.freeze()  # a walk over 100,000 tickets is no decision; the actor does not freeze
 
     def _node(self, n: int) -> None:
         node, device = NodeId(f"n{n}"), DeviceId(f"n{n}/gpu:0")
