@@ -8,7 +8,6 @@ import argparse
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -66,10 +65,9 @@ def _run(words: list[str], held: leases.Lease, notice: signal.Signals) -> int:
 
 
 def _wait(process: subprocess.Popen[bytes], within_s: float) -> None:
-    end = time.monotonic() + within_s
-    while process.poll() is None and time.monotonic() < end:
-        time.sleep(min(LOOK_S, max(0.0, end - time.monotonic())))
-    if process.poll() is None:
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
         _send(process, signal.SIGKILL)
         process.wait()
 
