@@ -34,8 +34,7 @@ def follow(mind: Mind) -> None:
     """After each event: learn from the uses it told of, and guess what comes next."""
     used, mind.just_used = mind.just_used, []
     for name, node in used:
-        if mind.guesses.pop(name, None) is not None:
-            continue  # its own load; nobody has asked for it yet
+        mind.guesses.pop(name, None)  # somebody asked for it, whether for the guess or not
         if mind.settings.preload == "history":
             _learn(mind, name)
         guess = _declared(mind, name) or _habitual(mind, name)

@@ -9,7 +9,7 @@ from arbiter import events as ev
 from arbiter.decisions import Decision, Reload
 from arbiter.errors import TicketClosed
 from arbiter.units import HolderId, NodeId, TicketId, seconds
-from tests.unit.desk import CPU, PLAIN, Desk, granted, refusal, revoked
+from tests.unit.desk import CPU, PLAIN, Desk, capability, granted, refusal, revoked
 
 pytestmark = pytest.mark.spec("C11")
 PIPELINE = replace(PLAIN, pipelines=(("embedding", "text"),))
@@ -49,8 +49,8 @@ def test_the_next_of_a_pipeline_is_brought_in_while_nobody_uses_it() -> None:
 
 
 def waits(d: Desk) -> None:
-    d.ask(5, "b", 79)
-    d.at(5, ev.Loaded(TicketId("b"), seconds(0)))
+    """For what is in use, beside room that it cannot use and the guess could."""
+    d.resident(5, "b", 30)
     d.beat(5, "b", inflight=1)
     d.ask(6, "c", 60)
 
@@ -80,6 +80,7 @@ def test_a_guess_costs_nobody_anything(why: Callable[[Desk], None]) -> None:
     d = desk()
     why(d)
     assert Reload(HolderId("h"), "a") not in use(d, 10)
+    assert d.state("e1x") == "resident"  # it was used
 
 
 def test_a_model_that_was_never_measured_is_no_guess() -> None:
@@ -145,3 +146,74 @@ def test_a_guess_that_was_used_has_its_minimum_residency() -> None:
     d.beat(41.1, "a2", inflight=1)
     d.beat(41.2, "a2")
     assert revoked(d.ask(41.3, "b", 60, priority=ev.Priority.BATCH)) == []
+
+
+def chain() -> Desk:
+    """Three in a row: `a` has been guessed, and would be followed by `v`."""
+    d = desk(replace(PLAIN, pipelines=(("embedding", "text", "vad"),)))
+    d.at(3, ev.CapabilitiesSet((*d.table, capability("vad", "vad", ("v",)))))
+    d.at(3, ev.Joined(HolderId("w"), NodeId("n"), "vad", ()))
+    d.ask(4, "v1", 5, capability="vad", model="v", holder="w")
+    d.at(4, ev.Loaded(TicketId("v1"), seconds(0)))
+    d.engines["v1"] = {CPU: 5}
+    d.read(5)
+    d.read(6)
+    d.at(7, ev.Released(TicketId("v1"), "x"))
+    d.gone(7, "v1")
+    assert use(d, 10) == [Reload(HolderId("h"), "a")]
+    d.ask(11, "a2", 30, model="a")
+    return d
+
+
+def test_a_guess_begets_no_guess_until_somebody_uses_it() -> None:
+    d = chain()
+    assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == []
+    used = replace(d.held("a2"), uses_count=1)
+    assert d.at(13, ev.Renewed(HolderId("h"), (used,))) == [Reload(HolderId("w"), "v")]
+
+
+def test_what_was_guessed_and_asked_for_meanwhile_is_followed_like_any_other() -> None:
+    d = chain()
+    d.ask(11.5, "a2", 30, model="a")  # a request has joined it
+    assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == [Reload(HolderId("w"), "v")]
+
+
+def test_what_has_just_failed_to_load_is_no_guess() -> None:
+    d = desk()
+    d.ask(5, "a2", 30, model="a")
+    d.at(6, ev.LoadBroke(TicketId("a2"), "no such file", False))
+    d.gone(6, "a2")
+    assert use(d, 100) == []  # its cool-down is over; whoever wants it may try
+
+
+def test_a_guess_that_nobody_took_up_is_none_any_more() -> None:
+    d = desk()
+    use(d, 10)
+    d.resident(11, "b", 60)
+    asked = d.ask(71, "a2", 30, model="a")  # not for the guess: `b` makes room
+    assert [name for name, _, _ in revoked(asked)] == ["b"]
+
+
+@pytest.mark.parametrize(("others_count", "guessed"), [(1, ["b"]), (4, [])])
+def test_what_follows_less_than_every_second_time_is_no_habit(
+    others_count: int, guessed: list[str]
+) -> None:
+    d = desk(HABIT)
+    for number, model in enumerate("abbabbab"):  # `b` five times, `a` three times
+        t = 20 + 40 * number
+        assert use(d, t, f"e1{number}") == [] or number > 3
+        d.at(t + 1, ev.Released(TicketId(f"e1{number}"), "x"))
+        d.gone(t + 1, f"e1{number}")
+        d.mind.guesses.clear()
+        d.mind.wanted.clear()  # nobody brings it in here
+        come_and_go(d, t + 2, f"{model}{number + 2}", 30, model)
+    d.mind.followers[("embedding", "e1")][("text", "c")] = others_count
+    assert [r.model for r in use(d, 400, "e1y") if isinstance(r, Reload)] == guessed
+
+
+def test_a_guess_that_somebody_asks_for_while_it_loads_is_none_any_more() -> None:
+    d = desk()
+    use(d, 10)
+    d.ask(11, "a2", 30, model="a")
+    d.ask(11.5, "a2", 30, model="a")  # a request has joined it
+    assert revoked(d.ask(12, "b", 60)) == [] and d.state("a2") == "loading"
