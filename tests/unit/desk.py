@@ -115,6 +115,11 @@ class Desk:
     def woke(self, t: float) -> list[Decision]:
         return self.at(t, ev.Woke())
 
+    def sleep_until(self, t: float) -> None:
+        """Wakes as often as the arbiter asks to be woken before that moment."""
+        while self.wakes and self.wakes[0] < s(t):
+            self.woke(self.wakes[0] / SECOND)
+
     def see_node(self, t: float, device: float, host: float, node: str = "n") -> None:
         specs = [ev.DeviceSpec(DeviceId(f"{node}/cpu:0"), ev.DeviceKind.CPU, gib(device))]
         specs.append(ev.DeviceSpec(DeviceId(f"{node}/host"), ev.DeviceKind.HOST, gib(host)))

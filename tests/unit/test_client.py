@@ -10,10 +10,11 @@ from ray.exceptions import ActorDiedError
 from arbiter import client as module
 from arbiter import events as ev
 from arbiter import wire
+from arbiter.calls import RayPeer
 from arbiter.client import HolderClient
-from arbiter.errors import ArbiterUnavailable
-from arbiter.units import Bytes, Epoch, HolderId, Span, TicketId
-from tests.support.lines import FakeArbiter, joined_client
+from arbiter.errors import ArbiterUnavailable, StaleEpoch, TicketClosed
+from arbiter.units import Bytes, Epoch, HolderId, NodeId, Span, TicketId, seconds
+from tests.support.lines import FakeArbiter, joined_client, never
 
 ASKED = ev.Requested(TicketId("t"), HolderId("h"), "chat", "m", ev.Need(Bytes(1)))
 
@@ -111,3 +112,192 @@ async def test_a_gang_that_was_answered_in_part_is_asked_for_again_as_a_whole() 
     assert asked.count((Epoch(6), "a")) == 1
     client.epoch = None
     await client.close()
+
+
+# -- one life of the arbiter after the other ------------------------------------------------------
+
+
+def given(requested: ev.Requested, epoch: int) -> wire.Granted:
+    return wire.Granted(requested.ticket, (), Span(0), Span(0), Epoch(epoch))
+
+
+async def let_go(client: HolderClient) -> None:
+    """Without the last words that nobody here would hear."""
+    client.epoch = None
+    await client.close()
+
+
+def rejoin(client: HolderClient, arbiter: FakeArbiter, epoch: int = 6) -> None:
+    client._arbiter, client.epoch = RayPeer(arbiter), Epoch(epoch)
+    client._lost.clear()
+    client._joined.set()
+
+
+@pytest.mark.spec("A18")
+async def test_a_grant_of_a_life_that_is_over_is_asked_for_again() -> None:
+    asked: list[int] = []
+
+    async def acquire(epoch: Epoch, requested: ev.Requested) -> wire.Granted:
+        asked.append(epoch)
+        client.epoch = Epoch(6)  # it died as it answered, and the next is joined already
+        return given(requested, epoch)
+
+    client = joined_client(FakeArbiter(acquire=acquire), Deaf)
+    async with asyncio.timeout(5):
+        assert (await client.acquire(ASKED)).epoch == 6
+    assert asked == [5, 6]
+    await let_go(client)
+
+
+@pytest.mark.spec("A18", "A21")
+async def test_a_deadline_runs_from_the_first_asking_whichever_life_hears_it() -> None:
+    heard: list[Span | None] = []
+
+    async def acquire(epoch: Epoch, requested: ev.Requested) -> wire.Granted:
+        heard.append(requested.deadline)
+        client.epoch = Epoch(6)
+        return given(requested, epoch)
+
+    client = joined_client(FakeArbiter(acquire=acquire), Deaf)
+    async with asyncio.timeout(5):
+        await client.acquire(replace(ASKED, deadline=seconds(10)))
+    first, second = heard
+    assert first and second and second < first <= seconds(10)
+    await let_go(client)
+
+
+@pytest.mark.spec("A8")
+async def test_who_leaves_while_it_waits_is_withdrawn() -> None:
+    heard: asyncio.Queue[ev.Event] = asyncio.Queue()
+    waits = asyncio.Event()
+
+    async def acquire(*_: object) -> wire.Granted:
+        waits.set()
+        await asyncio.Event().wait()
+        raise AssertionError("an event that nobody sets")
+
+    async def tell(epoch: object, holder: object, event: ev.Event) -> None:
+        heard.put_nowait(event)
+
+    client = joined_client(FakeArbiter(acquire=acquire, tell=tell), Deaf)
+    asking = asyncio.ensure_future(client.acquire(ASKED))
+    async with asyncio.timeout(5):
+        await waits.wait()
+        asking.cancel()
+        assert await heard.get() == ev.Withdrawn(TicketId("t"))
+    await let_go(client)
+
+
+@pytest.mark.spec("A5", "A18")
+async def test_who_was_counted_as_dead_hears_that_its_ticket_is_closed() -> None:
+    async def acquire(epoch: Epoch, requested: ev.Requested) -> wire.Granted:
+        raise StaleEpoch(epoch, epoch)  # this life knows the epoch, and nobody of that name
+
+    client = joined_client(FakeArbiter(acquire=acquire), Deaf)
+    async with asyncio.timeout(5):
+        with pytest.raises(TicketClosed):
+            await client.acquire(ASKED)
+    assert client.epoch is None  # so it joins again
+    await client.close()
+
+
+@pytest.mark.spec("A3", "A18")
+async def test_nothing_is_asked_before_all_that_was_told_is_heard() -> None:
+    order: list[str] = []
+    may_hear = asyncio.Event()
+
+    async def tell(*_: object) -> None:
+        await may_hear.wait()
+        order.append("told")
+
+    async def acquire(epoch: Epoch, requested: ev.Requested) -> wire.Granted:
+        order.append("asked")
+        return given(requested, epoch)
+
+    client = joined_client(FakeArbiter(tell=tell, acquire=acquire), Deaf)
+    client.tell(ev.Slept(TicketId("t")))
+    asking = asyncio.ensure_future(client.acquire(ASKED))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    may_hear.set()
+    async with asyncio.timeout(5):
+        await asking
+    assert order == ["told", "asked"]
+    await let_go(client)
+
+
+@pytest.mark.spec("A18")
+async def test_a_failure_of_an_old_life_does_not_end_the_new_one() -> None:
+    heard, fails = asyncio.Event(), asyncio.Event()
+
+    async def tell(epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
+        if epoch == 5:
+            heard.set()
+            await fails.wait()
+            raise ActorDiedError()
+
+    arbiter = FakeArbiter(tell=tell)
+    client = joined_client(arbiter, Deaf)
+    client.tell(ev.Slept(TicketId("t")))
+    async with asyncio.timeout(5):
+        await heard.wait()
+        client._leave()
+        rejoin(client, arbiter)
+        fails.set()
+        await client.quiet(5)
+    assert client.epoch == 6 and not client._outbox  # and the new one has heard it
+    await let_go(client)
+
+
+@pytest.mark.spec("A18")
+async def test_an_order_that_was_taken_is_acknowledged_with_the_next_listening() -> None:
+    acks: list[int] = []
+    orders = [wire.Order(n, wire.ReloadOrder(f"m{n}")) for n in (1, 2, 3)]
+
+    async def listen(holder: HolderId, epoch: Epoch, ack: int) -> tuple[wire.Order, ...]:
+        acks.append(ack)
+        if ack == 3:
+            raise StaleEpoch(epoch, Epoch(6))
+        return tuple(orders[:2]) if ack == 0 else tuple(orders[ack:])
+
+    taken: list[wire.Command] = []
+    client = joined_client(FakeArbiter(listen=listen), Deaf)
+    client._obey = taken.append
+    with pytest.raises(StaleEpoch):
+        await client._listen()
+    assert acks == [0, 2, 3] and taken == [order.command for order in orders]
+    await let_go(client)
+
+
+@pytest.mark.spec("A18")
+async def test_a_rejoin_names_all_that_is_held_and_repeats_no_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joined: list[ev.Joined] = []
+    told: list[ev.Event] = []
+
+    async def hello() -> dict[str, object]:
+        return {"identity": wire.identity(), "holders": 0}
+
+    async def join(before: Epoch | None, account: ev.Joined, *_: object) -> wire.Welcome:
+        joined.append(account)
+        return wire.Welcome(Epoch(6), "v", {"capabilities": {}})
+
+    async def tell(epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
+        told.append(event)
+
+    monkeypatch.setattr(module.rays, "own_node", lambda: NodeId("n"))
+    monkeypatch.setattr(module.rays, "own_handle", lambda: None)
+    monkeypatch.setattr(module, "find_actor", lambda name: None)
+    client = joined_client(FakeArbiter(), Deaf)
+    client._leave()
+    client.tell(ev.Slept(TicketId("t")))  # said by the account that follows
+    held = ev.HeldTicket(TicketId("t"), "m", ev.Phase.ASLEEP, 0, Span(0), (), ASKED.need, "")
+    client._account = lambda: (held,)
+    client._handle = FakeArbiter(hello=hello, join=join, tell=tell, keepalive=never)
+    await client._join()
+    client.tell(ev.Withdrawn(TicketId("u")))
+    await client.quiet(5)
+    assert client.epoch == 6 and [account.tickets for account in joined] == [(held,)]
+    assert told == [ev.Withdrawn(TicketId("u"))]
+    await let_go(client)

@@ -2,7 +2,9 @@
 
 import pytest
 
+from arbiter.decisions import Grant
 from arbiter.rules import estimates
+from tests.unit.desk import CPU, Desk, gib
 
 pytestmark = pytest.mark.spec("A17")
 
@@ -32,3 +34,25 @@ def test_files_count_by_their_kind_and_unknown_kinds_not_at_all() -> None:
     sizes = {"a.gguf": 1000, "deep/B.SAFETENSORS": 1000, "README.md": 5000}
     assert estimates.of_files(sizes) == 2400
     assert estimates.of_files({"README.md": 5000}) is None
+
+
+def test_what_a_capability_takes_beyond_its_computed_needs_is_added_to_the_next() -> None:
+    desk = Desk()
+    desk.resident(0, "a", 30, explicit=False)
+    desk.engines["a"] = {CPU: 36}
+    for t in (1, 2):
+        desk.read(t)
+    [computed] = desk.ask(3, "b", 20, explicit=False)
+    [said] = desk.ask(4, "c", 5)
+    assert isinstance(computed, Grant) and computed.devices[0].size_bytes == gib(26)
+    assert isinstance(said, Grant) and said.devices[0].size_bytes == gib(5)
+
+
+def test_it_is_less_where_less_is_taken_and_never_below_the_weights() -> None:
+    desk = Desk()
+    desk.resident(0, "a", 30, explicit=False)
+    desk.engines["a"] = {CPU: 25}
+    for t in (1, 2):
+        desk.read(t)
+    [grant] = desk.ask(3, "b", 20, explicit=False)  # all of it weights
+    assert isinstance(grant, Grant) and grant.devices[0].size_bytes == gib(20)

@@ -118,6 +118,17 @@ def test_replicas_of_one_model_share_a_group_and_by_default_there_is_none() -> N
     assert granted(desk.ask(20, "b", 10)) == ["b"]
 
 
+@pytest.mark.spec("A11")
+def test_of_a_group_all_leave_or_none() -> None:
+    desk = Desk(device=80, settings=ALONE, holders=("h", "g"))
+    desk.resident(0, "a", 10)
+    desk.ask(19, "a2", 10, holder="g")
+    desk.at(25, ev.Loaded(TicketId("a2"), seconds(6)))
+    desk.beat(25, holder="g")
+    assert revoked(desk.ask(26, "b", 10)) == []  # `a2` has its minimum residency before it
+    assert sorted(name for name, _, _ in revoked(desk.woke(31))) == ["a", "a2"]
+
+
 @pytest.mark.spec("A11", "C2")
 def test_a_group_takes_nobody_more_urgent_away() -> None:
     desk = Desk(device=80, settings=ALONE)

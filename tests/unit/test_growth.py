@@ -1,12 +1,15 @@
 """A resident that wants more: idle models make room, and nobody waits for who waits himself."""
 
+from dataclasses import replace
+
 import pytest
 
 from arbiter import events as ev
 from arbiter.decisions import Decision, Grant
 from arbiter.errors import GrowthRefused, NeverFits
+from arbiter.settings import TenantTerms
 from arbiter.units import TicketId, seconds
-from tests.unit.desk import CPU, Desk, gib, granted, refusal, revoked
+from tests.unit.desk import CPU, PLAIN, Desk, gib, granted, refusal, revoked
 
 pytestmark = pytest.mark.spec("A14")
 
@@ -114,3 +117,47 @@ def test_nobody_leaves_for_growth_that_still_would_not_fit() -> None:
     d.resident(2, "c", 15)
     assert grow(d, 10, "a", 45) == []  # `b` is in use, and may fall idle yet
     assert d.state("c") == "resident"
+
+
+def test_one_that_wants_no_more_is_granted_nothing() -> None:
+    d = desk()
+    assert grow(d, 2, "a", 25) == []
+    assert grow(d, 3, "a", 0) == []
+    d.at(4, ev.Released(TicketId("b"), "x"))
+    assert granted(d.gone(5, "b")) == [] and d.charged() == 30
+
+
+@pytest.mark.spec("C2")
+def test_nobody_more_urgent_leaves_for_growth() -> None:
+    d = desk()
+    d.resident(2, "c", 15, priority=ev.Priority.HIGH)
+    assert revoked(grow(d, 10, "a", 15)) == [] and d.state("c") == "resident"
+
+
+def test_growth_that_only_what_is_pinned_could_make_room_for_is_refused() -> None:
+    d = Desk(pinned="b")
+    d.resident(0, "a", 30)
+    d.resident(0, "b", 40)
+    assert isinstance(refusal(grow(d, 2, "a", 11)), NeverFits)
+    assert granted(grow(d, 3, "b", 10)) == ["b"]  # its own bytes are not in its way
+
+
+def test_a_pinned_neighbour_that_waits_for_growth_is_no_hope_for_another() -> None:
+    d = Desk(pinned="b", holders=("h", "k", "l"))
+    d.resident(0, "a", 20)
+    d.resident(0, "b", 20, holder="k")
+    d.resident(0, "c", 30, holder="l")
+    d.beat(1, "a", inflight=1)
+    d.beat(1, "c", holder="l", inflight=1)
+    assert grow(d, 2, "c", 20) == []  # `a` may fall idle yet
+    error = refusal(grow(d, 3, "a", 15))
+    assert isinstance(error, GrowthRefused) and "waits as well" in str(error)
+
+
+@pytest.mark.spec("C10")
+def test_growth_takes_nothing_that_is_kept_for_another_tenant() -> None:
+    kept = TenantTerms("x", reserved_bytes=gib(10))
+    d = Desk(settings=replace(PLAIN, tenants=(kept,)))
+    d.resident(0, "a", 60)
+    assert granted(grow(d, 1, "a", 15)) == [] and d.charged() == 60
+    assert granted(grow(d, 2, "a", 10)) == ["a"]

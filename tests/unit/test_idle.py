@@ -66,11 +66,11 @@ def test_a_replica_is_wanted_while_a_ticket_is_open_and_for_a_while_after() -> N
     desk.ask(10, "a", 10)
     assert desk.arbiter.replica_targets(s(9_000)) == {"text": 1, "embedding": 0}
     desk.at(20, ev.Released(TicketId("a"), "idle"))
-    desk.gone(30, "a")
-    assert desk.arbiter.replica_targets(s(329))["text"] == 1
-    assert desk.arbiter.replica_targets(s(330))["text"] == 0
-    desk.woke(300)
-    assert s(330) in desk.wakes or min(desk.wakes) <= s(330)
+    desk.gone(33, "a")
+    assert desk.arbiter.replica_targets(s(332))["text"] == 1
+    assert desk.arbiter.replica_targets(s(333))["text"] == 0
+    desk.sleep_until(333)
+    assert desk.wakes == [s(333)]
 
 
 @pytest.mark.spec("H0")

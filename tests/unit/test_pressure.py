@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from arbiter import events as ev
+from arbiter.decisions import Decision, Grant
 from arbiter.errors import UnderPressure
-from arbiter.units import GIB, Bytes, DeviceId, TicketId, seconds
+from arbiter.units import GIB, Bytes, DeviceId, HolderId, NodeId, TicketId, seconds
 from arbiter.view import Gauge
 from policies.pressure import level
 from tests.unit.desk import (
@@ -164,3 +165,41 @@ def test_the_picture_shows_the_level() -> None:
     [cpu, host] = d.arbiter.snapshot(seconds(10)).devices  # type: ignore[arg-type]
     assert (cpu.pressure, host.pressure) == ("low", "nominal")
     assert cpu.physical_free_bytes == gib(10)
+
+
+def test_pressure_that_falls_takes_nobody_at_once() -> None:
+    d = desk()
+    d.beat(4, "e1x", "e2x", "e3x", inflight=1)
+    assert short(d, 10, free=2) == []
+    d.beat(11, "e1x", "e2x", "e3x")
+    assert short(d, 12, free=10) == []  # from critical to low
+    assert revoked(d.woke(15)) == [("e1x", "pressure", "gone")]
+
+
+def gpus(stalls: float, *free: float) -> Desk:
+    """A node of GPUs of 80 with so much free, for an embedding replica `k`."""
+    d = Desk(settings=replace(PLAIN, arena_fraction=0.9))  # what is left is not ours to plan with
+    names = [DeviceId(f"g/gpu:{number}") for number in range(len(free))]
+    specs = tuple(ev.DeviceSpec(name, ev.DeviceKind.GPU, gib(80)) for name in names)
+    d.at(0, ev.NodeSeen(NodeId("g"), specs))
+    d.at(0, ev.Joined(HolderId("k"), NodeId("g"), "embedding", ()))
+    readings = tuple(
+        ev.DeviceReading(name, gib(left), gib(0)) for name, left in zip(names, free, strict=True)
+    )
+    d.at(1, ev.Measured(NodeId("g"), readings, (), stalls))
+    return d
+
+
+def embed(d: Desk, t: float) -> list[Decision]:
+    return d.ask(t, "e1", 5, capability="embedding", model="e1", holder="k")
+
+
+def test_one_critical_device_leaves_its_neighbour_open() -> None:
+    d = gpus(0, 0, 80)
+    [grant] = embed(d, 2)
+    assert isinstance(grant, Grant) and grant.devices[0].device == "g/gpu:1"
+    assert isinstance(refusal(embed(gpus(0, 0, 0), 2)), UnderPressure)
+
+
+def test_stalls_for_want_of_ram_shut_no_gpu() -> None:
+    assert is_granted(embed(gpus(0.9, 80), 2), "e1")

@@ -392,3 +392,16 @@ def test_what_another_holder_says_of_a_ticket_is_stale() -> None:
     with pytest.raises(errors.TicketClosed):
         desk.at(4, ev.Requested(ticket, thief, "chat", "a", ev.Need(ev.Bytes(1))))
     assert desk.state("a") == "resident" and desk.free() == 50 and desk.arbiter.stale_count == 4
+
+
+@pytest.mark.spec("A12")
+def test_a_second_try_does_not_wait_for_a_cool_down_that_came_in_between() -> None:
+    desk = Desk(holders=("h", "g"))
+    desk.ask(0, "a1", 30)
+    desk.ask(0, "a2", 30, holder="g")
+    desk.at(1, ev.LoadBroke(TicketId("a1"), "out of memory", True))
+    desk.gone(1, "a1")
+    desk.at(1.1, ev.LoadBroke(TicketId("a2"), "no such file", False))
+    desk.gone(1.1, "a2")
+    assert isinstance(refusal(desk.ask(1.2, "a3", 30, holder="g")), errors.ModelCoolingDown)
+    assert granted(desk.ask(1.3, "a4", 30, attempt=2)) == ["a4"]

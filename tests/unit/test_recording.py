@@ -148,7 +148,8 @@ def test_a_full_file_ends_the_recording_and_nothing_else(
     assert record(path, requests=100).requests_count > 50
     assert path.stat().st_size < 22_000
     [life] = read(path)
-    assert all(step.is_same for step in again(life, bundle(life.heading.settings)))
+    steps = list(again(life, bundle(life.heading.settings)))
+    assert steps and all(step.is_same for step in steps)
 
 
 def test_what_is_not_a_recording_is_named_with_its_line(

@@ -26,6 +26,7 @@ from arbiter.errors import (
 from arbiter.runs import Runs
 from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Span, TicketId, seconds
 from deployments import plans
+from deployments.engine_link import EngineLink, LoadRefused
 from deployments.plan import ModelPlan, plan
 from deployments.residency import Residency
 from deployments.slot import Life
@@ -494,3 +495,105 @@ async def test_a_load_is_not_of_the_request_that_began_it() -> None:
         request.set("the first")
         await use(residency)
         assert seen == ["none"]
+
+
+def granting(arbiter: Arbiter, asked: list[ev.Requested]) -> None:
+    """Also keeps what was asked, in full."""
+    grant = arbiter.acquire
+
+    async def acquire(requested: ev.Requested) -> wire.Granted:
+        asked.append(requested)
+        return await grant(requested)
+
+    arbiter.acquire = acquire  # type: ignore[method-assign]
+
+
+def breaking(arbiter: Arbiter, *errors: Exception) -> None:
+    """The first spawns fail, one by one; those after them do not."""
+    spawn, left = arbiter.spawn, list(errors)
+
+    async def broken(ticket: TicketId, spec: wire.SpawnSpec) -> str:
+        if left:
+            raise left.pop(0)
+        return await spawn(ticket, spec)
+
+    arbiter.spawn = broken  # type: ignore[method-assign]
+
+
+@pytest.mark.spec("A12")
+async def test_a_load_that_failed_for_memory_is_tried_once_more_under_a_ticket_of_its_own() -> None:
+    async with holder() as (residency, arbiter, _):
+        asked: list[ev.Requested] = []
+        granting(arbiter, asked)
+        breaking(arbiter, LoadRefused("no room", out_of_memory=True))
+        assert await use(residency) == asked[1].ticket != asked[0].ticket
+        assert [requested.attempt for requested in asked] == [1, 2]
+        broke = [event for event in arbiter.told if isinstance(event, ev.LoadBroke)]
+        assert [(b.ticket, b.out_of_memory) for b in broke] == [(asked[0].ticket, True)]
+
+
+@pytest.mark.spec("A12")
+async def test_a_load_that_failed_otherwise_is_not_tried_again() -> None:
+    async with holder() as (residency, arbiter, _):
+        breaking(arbiter, LoadRefused("no such file", out_of_memory=False))
+        with pytest.raises(LoadFailed, match="no such file"):
+            await use(residency)
+        assert len(arbiter.asked) == 1
+
+
+@pytest.mark.spec("A7", "A8")
+async def test_who_is_cancelled_in_the_moment_of_its_turn_is_not_in_flight() -> None:
+    async with holder(loaded=False) as (residency, _, engine):
+        waiting = asyncio.ensure_future(use(residency))
+        await until(lambda: residency.slots.get("a") and residency.slots["a"].waiters)
+        slot, admit = residency.slots["a"], residency._resident
+
+        def and_cancel(slot: Any, took_s: float) -> None:
+            admit(slot, took_s)
+            assert slot.inflight == 1
+            waiting.cancel()
+
+        residency._resident = and_cancel
+        engine.loaded.set()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled() and slot.inflight == 0
+        assert await use(residency) == slot.ticket
+
+
+@pytest.mark.spec("A9", "D1")
+async def test_who_comes_while_a_model_falls_asleep_wakes_it() -> None:
+    async with holder() as (residency, _, engine):
+        async with residency.use("a") as open_use:
+            ticket = TicketId(open_use.ticket)
+            revoke(residency, Reason.SWAP, Tier.ASLEEP)
+            late = asyncio.ensure_future(use(residency))
+            await until(lambda: residency.slots["a"].waiters)
+        async with asyncio.timeout(5):
+            assert await late == ticket
+        assert engine.acts == ["/control/sleep", "/control/wake"]
+
+
+@pytest.mark.spec("A5")
+async def test_while_it_loads_those_who_wait_count_as_in_flight() -> None:
+    async with holder(loaded=False) as (residency, _, engine):
+        uses = [asyncio.ensure_future(use(residency)) for _ in range(2)]
+        await until(lambda: residency.slots.get("a") and residency.slots["a"].life is Life.LOADING)
+        await until(lambda: len(residency.slots["a"].waiters) == 2)
+        [held] = residency.account()
+        assert (held.phase, held.inflight, held.idle) == (ev.Phase.LOADING, 2, Span(0))
+        engine.loaded.set()
+        await asyncio.gather(*uses)
+
+
+@pytest.mark.spec("A19")
+async def test_the_end_of_an_engine_that_was_replaced_is_nothing_to_the_next() -> None:
+    async with holder() as (residency, arbiter, _):
+        ticket = await use(residency)
+        slot = residency.slots["a"]
+        old, slot.link = slot.link, EngineLink("a", ticket, arbiter.path)
+        residency._lost(slot, old)
+        assert slot.life is Life.RESIDENT and "Released" not in arbiter.kinds()
+        residency._lost(slot, slot.link)
+        assert slot.life is Life.CLOSED and arbiter.told[-1] == ev.Released(ticket, "lost")
+        old.cut()
+        await old.closed()

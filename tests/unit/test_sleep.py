@@ -355,3 +355,14 @@ def test_the_seconds_of_a_wake_are_predicted_from_wakes() -> None:
     desk.gone(64, "c")
     [grant] = [d for d in desk.ask(65, "a", 80, host=40) if isinstance(d, Grant)]
     assert grant.predicted == seconds(2)
+
+
+@pytest.mark.spec("A10")
+def test_a_holder_that_keeps_bytes_wakes_nothing() -> None:
+    desk = asleep()
+    desk.at(23, ev.LoadBroke(TicketId("b"), "x", False))
+    desk.woke(29)
+    error = refusal(desk.ask(30, "a", 80, host=40))
+    assert error == errors.HolderQuarantined(HolderId("h"), gib(60))
+    desk.gone(31, "b")
+    assert granted(desk.ask(32, "a", 80, host=40)) == ["a"]

@@ -1,5 +1,7 @@
 """Idle workers at hand: when the next is asked for."""
 
+import asyncio
+
 import pytest
 
 from arbiter.node.spares import KEPT_S, LOOK_S, keep
@@ -52,4 +54,11 @@ async def test_as_many_are_kept_as_were_asked_for() -> None:
 
 
 async def test_of_none_nobody_looks() -> None:
-    await keep(0)
+    async def ask(keep_s: int) -> None:
+        raise AssertionError("asked for one")
+
+    def found() -> int:
+        raise AssertionError("looked")
+
+    async with asyncio.timeout(5):
+        await keep(0, ask, found)

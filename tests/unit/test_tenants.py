@@ -10,7 +10,7 @@ from arbiter.errors import QuotaExceeded, TenantCoolingDown
 from arbiter.rules.accounts import Accounts, byte_seconds
 from arbiter.settings import Settings, TenantTerms
 from arbiter.units import GIB, Bytes, HolderId, Instant, TicketId, seconds
-from tests.unit.desk import PLAIN, Desk, gib, granted, refusal, revoked, s
+from tests.unit.desk import CPU, HOST, PLAIN, Desk, gib, granted, refusal, revoked, s
 
 pytestmark = pytest.mark.spec("C10")
 
@@ -55,6 +55,49 @@ def test_what_is_larger_than_its_maximum_is_refused_at_once_with_the_numbers() -
     error = refusal(desk.ask(1, "a", 31, tenant="x"))
     assert error == QuotaExceeded("x", 0, gib(31), gib(30), "bytes")
     assert granted(desk.ask(2, "b", 31, tenant="y")) == ["b"]
+
+
+def test_what_is_pinned_leaves_less_of_a_maximum() -> None:
+    desk = Desk(device=80, settings=settings(terms("x", most=30)), pinned="a")
+    desk.resident(0, "a", 20, tenant="x")
+    error = refusal(desk.ask(1, "b", 11, tenant="x"))
+    assert error == QuotaExceeded("x", gib(20), gib(11), gib(30), "bytes")
+    assert granted(desk.ask(2, "c", 10, tenant="x")) == ["c"]
+
+
+def test_who_waits_for_its_own_asks_nobody_else_for_what_is_leaving_already() -> None:
+    desk = Desk(device=80, settings=settings(terms("x", most=30)))
+    desk.resident(0, "a", 15, tenant="x")
+    desk.resident(1, "b", 15, tenant="x")
+    assert revoked(desk.ask(20, "c", 15, tenant="x")) == [("a", "swap", "gone")]
+    assert revoked(desk.woke(22)) == [] and desk.state("b") == "resident"
+
+
+def test_who_waits_for_its_own_on_another_node_comes_as_soon_as_they_are_gone() -> None:
+    desk = Desk(device=80, settings=settings(terms("x", most=30)))
+    desk.see_node(0, 80, 0, node="m")
+    desk.read(0, node="m")
+    desk.join(0, "k", node="m")
+    desk.resident(0, "a", 20, tenant="x")
+    assert revoked(desk.ask(20, "c", 20, tenant="x", holder="k")) == [("a", "swap", "gone")]
+    desk.at(20.1, ev.Released(TicketId("a"), "swap"))
+    assert granted(desk.gone(20.2, "a")) == ["c"]
+
+
+def test_what_sleeps_in_host_ram_is_no_part_of_a_maximum() -> None:
+    desk = Desk(device=80, host=100, settings=settings(terms("z", most=20)))
+    desk.resident(0, "a", 20, host=30, tenant="y")
+    desk.engines["a"] = {CPU: 20}
+    desk.read(1)
+    desk.ask(20, "b", 80, tenant="y")
+    desk.at(21, ev.Slept(TicketId("a")))
+    desk.engines["a"] = {HOST: 30}
+    desk.read(22)
+    assert desk.state("a") == "asleep"
+    desk.at(23, ev.LoadBroke(TicketId("b"), "x", False))
+    desk.gone(24, "b")
+    assert granted(desk.ask(25, "a", 20, host=30, tenant="z")) == ["a"]
+    assert (holds(desk, "z"), holds(desk, "y")) == (20, 0)
 
 
 def test_a_lease_beyond_its_tenants_maximum_is_refused() -> None:
@@ -145,8 +188,9 @@ def test_over_its_average_a_tenant_cools_down_until_it_is_well_below() -> None:
     desk.resident(1501, "d", 1, tenant="y")
     desk.at(1502, ev.Released(TicketId("a"), "idle"))
     desk.gone(1503, "a")
-    soon, later = 1503 + error.retry_after_s / 2, 1503 + error.retry_after_s + 300
-    assert isinstance(refusal(desk.ask(soon, "e", 1, tenant="x")), TenantCoolingDown)
+    soon, later = 1503 + error.retry_after_s * 0.9, 1503 + error.retry_after_s + 300
+    still = refusal(desk.ask(soon, "e", 1, tenant="x"))
+    assert isinstance(still, TenantCoolingDown) and gib(9) < still.average_bytes < gib(10)
     assert granted(desk.ask(later, "large", 1, tenant="x")) == ["large"]
 
 

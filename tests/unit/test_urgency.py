@@ -57,6 +57,15 @@ def test_a_model_counts_as_batch_when_its_keep_warm_seconds_have_passed() -> Non
 
 
 @pytest.mark.spec("C2")
+@pytest.mark.parametrize("keep_warm_s", [-1, 7200])
+def test_kept_warm_for_hours_does_not_mean_urgent_for_hours(keep_warm_s: float) -> None:
+    desk = Desk(device=80, keep_warm_s=keep_warm_s)
+    desk.resident(0, "a", 80, priority=HIGH)
+    assert revoked(desk.ask(899, "b", 80)) == []
+    assert [name for name, _, _ in revoked(desk.woke(901))] == ["a"]
+
+
+@pytest.mark.spec("C2")
 def test_in_use_it_keeps_the_priority_of_its_request_however_long() -> None:
     desk = Desk(device=80, keep_warm_s=30)
     desk.resident(0, "a", 80, priority=HIGH)
