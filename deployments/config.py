@@ -74,6 +74,9 @@ class ModelConfig(Strict):
     # SPEC A14: arguments that take the place of these while it is grown, which it is when a request
     # needs more than it has. Its engine is started anew for that, and idle models make room.
     grow_to: dict[str, Any] = Field({})
+    # Gives back what it grew by when nobody has asked it anything for so long; a restart takes
+    # a second or more, in which it answers nobody
+    stays_grown_s: float = Field(60.0, gt=0, le=LONGEST_S)
     chat_template: str | None = None  # a Jinja file or the template itself; default: the model's
     thinking: bool | None = None  # `enable_thinking` of its template where a request says nothing
     defaults: dict[str, Any] = Field({})  # request fields where a request says nothing

@@ -53,10 +53,11 @@ async def grow(keeper: Keeper, model: str) -> None:
     """To what its configuration allows; whoever asks meanwhile waits for the same. Nothing happens
     to one that has it already. Raises GrowthRefused, NeverFits, TicketClosed, LoadFailed,
     ArbiterUnavailable."""
-    slot = keeper.slots.get(model)
-    if slot is None or (slot.growth is None and slot.plan.grown is None):
-        return
-    await _alone(keeper, slot, _grow)
+    for _ in range(2):  # it may be giving back just now
+        slot = keeper.slots.get(model)
+        if slot is None or (slot.growth is None and slot.plan.grown is None):
+            return
+        await _alone(keeper, slot, _grow)
 
 
 async def give_back(keeper: Keeper, model: str) -> None:
@@ -70,14 +71,17 @@ async def give_back(keeper: Keeper, model: str) -> None:
 
 async def _alone(keeper: Keeper, slot: Slot, change: "Change") -> None:
     """One change of size at a time; it goes on when who asked for it leaves."""
-    if slot.growth is None:
-        slot.growth = apart(change(keeper, slot))
-        slot.growth.add_done_callback(lambda task: _note_end(keeper, slot, task))
-    task = slot.growth
+    task = slot.growth or _begin(keeper, slot, change)
     await asyncio.wait({task})
     if task.cancelled():
         raise TicketClosed(slot.ticket)
     task.result()
+
+
+def _begin(keeper: Keeper, slot: Slot, change: "Change") -> asyncio.Task[None]:
+    slot.growth = task = apart(change(keeper, slot))
+    task.add_done_callback(lambda task: _note_end(keeper, slot, task))
+    return task
 
 
 class Change(Protocol):
@@ -113,6 +117,25 @@ async def _grow(keeper: Keeper, slot: Slot) -> None:
         keeper.client().tell(ev.GaveBack(slot.ticket, more))
         raise
     slot.before = before
+    _look_later(keeper, slot, plan.stays_grown)
+
+
+def _look_later(keeper: Keeper, slot: Slot, after: Span) -> None:
+    loop = asyncio.get_running_loop()
+    loop.call_later(in_seconds(after), _give_back_once_idle, keeper, slot)
+
+
+def _give_back_once_idle(keeper: Keeper, slot: Slot) -> None:
+    """Nobody has asked it anything for as long as it stays grown."""
+    if slot.life is Life.CLOSED or slot.before is None:
+        return
+    stays = slot.plan.stays_grown
+    idle = Span(0) if slot.inflight else Span(time.monotonic_ns() - slot.last_end_ns)
+    if idle < stays:
+        return _look_later(keeper, slot, Span(stays - idle))
+    if slot.life is Life.RESIDENT and slot.growth is None:
+        _begin(keeper, slot, _shrink)
+    _look_later(keeper, slot, stays)  # should it have come to nothing
 
 
 async def _shrink(keeper: Keeper, slot: Slot) -> None:

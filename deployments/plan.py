@@ -16,7 +16,7 @@ from typing import Any
 
 from arbiter.events import DeviceBytes, Need, Split
 from arbiter.rules import estimates
-from arbiter.units import MIB, Bytes
+from arbiter.units import MIB, Bytes, Span, seconds
 from deployments import headers
 from deployments.config import CapabilityConfig, ConfigError, ModelConfig
 from deployments.fields import parse_size
@@ -75,6 +75,7 @@ class ModelPlan:
     settings_key: str  # same model and engine settings, same key: learned peaks belong to it
     split: Split = Split.NONE
     grown: "ModelPlan | None" = None  # the same model with more (SPEC A14); None: it does not grow
+    stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
 
 
 def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
@@ -92,7 +93,8 @@ def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
         grown = replace(grown, need=replace(made.need, working_bytes=working))
     if grown.need.device_bytes <= made.need.device_bytes:
         raise ConfigError(f"{name}: `grow_to` asks for no more memory than it has")
-    return replace(made, config=config, grown=grown)
+    stays = seconds(model.stays_grown_s)
+    return replace(made, config=config, grown=replace(grown, stays_grown=stays))
 
 
 def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelPlan:

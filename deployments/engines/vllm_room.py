@@ -5,17 +5,27 @@ start anew with a request that would be refused again.
 
 import asyncio
 import json
+import re
 from typing import Any
+
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
 from deployments.engines.protocol import COULD_GROW, Asgi, Receive, Scope, Send
 
 # What decides how many tokens a prompt has, of the routes whose prompts vLLM's `/tokenize` counts.
-_COUNTED = {
-    "/v1/chat/completions": ("messages", "tools", "chat_template_kwargs", "add_generation_prompt",
-                             "continue_final_message", "add_special_tokens"),
-    "/v1/completions": ("prompt", "add_special_tokens"),
-}  # fmt: skip
-_OUTPUT = ("max_completion_tokens", "max_tokens")
+_CHAT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt",
+         "continue_final_message", "add_special_tokens")  # fmt: skip
+_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_OUTPUT = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+# vLLM's words for "too long", in each of its refusals of one; any other stands whatever the context
+_TOO_LONG = re.compile(r"context length|max_model_len", re.IGNORECASE)
+
+Body = dict[str, Any]
+
+
+class Uncounted(Exception):
+    """vLLM cannot say how long the prompt is; its refusal says what is wrong with it."""
 
 
 class Room:
@@ -26,38 +36,62 @@ class Room:
 
     async def serve(self, app: Asgi, scope: Scope, receive: Receive, send: Send) -> None:
         """As `app` would, with a refusal marked that would be none if the model had grown."""
-        if scope["path"] not in _COUNTED:
+        if scope["path"] not in _ROUTES:
             return await app(scope, receive, send)
         said = await _whole(receive)
-        held: list[Any] = []
+        start: Any = None
+        refusal = b""
 
-        async def marking(message: Any) -> None:
+        async def judging(message: Any) -> None:
+            nonlocal start, refusal
             if message["type"] == "http.response.start" and message["status"] == 400:
-                held.append(message)
-                return
-            if held:
-                start = held.pop()
-                if await self._would_fit(scope["path"], said):
-                    mark = (COULD_GROW.encode(), b"context")
-                    start = {**start, "headers": [*start["headers"], mark]}
-                await send(start)
-            await send(message)
+                start = message
+            elif start is None:
+                await send(message)
+            else:
+                refusal += message.get("body", b"")
+                if not message.get("more_body"):
+                    await self._refuse(scope["path"], said, start, refusal, send)
 
-        await app(scope, _again(said, receive), marking)
+        await app(scope, _again(said, receive), judging)
 
-    async def _would_fit(self, path: str, said: bytes) -> bool:
-        """It needs more than the context now, and no more than the one it may grow to."""
-        try:
-            body = json.loads(said)
-            wanted = max(int(body.get(name) or 1) for name in _OUTPUT)
-        except (ValueError, TypeError, AttributeError):
-            return False  # the refusal says what is wrong with it
-        asked = {name: body[name] for name in _COUNTED[path] if name in body}
-        counted = await self._tokenized({"model": self.model, **asked})
-        return counted["max_model_len"] < counted["count"] + wanted <= self.most_tokens
+    async def _refuse(self, path: str, said: bytes, start: Any, refusal: bytes, send: Send) -> None:
+        headers = list(start["headers"])
+        if _TOO_LONG.search(refusal.decode(errors="replace")):
+            try:
+                needed = await self._needed(path, json.loads(said))
+            except (Uncounted, LookupError, ValueError, TypeError, AttributeError):
+                needed = None  # the refusal says what is wrong with it
+            if needed is not None and needed <= self.most_tokens:
+                headers.append((COULD_GROW.encode(), b"context"))
+            elif needed is not None:
+                refusal = _with_most(refusal, needed, self.most_tokens)
+        headers = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+        headers.append((b"content-length", str(len(refusal)).encode()))
+        await send({**start, "headers": headers})
+        await send({"type": "http.response.body", "body": refusal})
 
-    async def _tokenized(self, asked: dict[str, Any]) -> dict[str, int]:
-        """Tokens of a prompt, and the context now; more than any context when it is not counted."""
+    async def _needed(self, path: str, body: Body) -> int:
+        """The context in which vLLM would answer: its longest prompt and a token more, and as many
+        as it may answer with at most; where both together exceed it, vLLM answers with less.
+        Raises Uncounted, and whatever a body of another shape raises."""
+        most_answered = max(int(body.get(name) or 1) for name in _OUTPUT)
+        return max(most_answered, 1 + await self._length(path, body))
+
+    async def _length(self, path: str, body: Body) -> int:
+        if path == "/v1/responses":
+            return await self._counted(_as_chat(body))
+        if path == "/v1/chat/completions":
+            return await self._counted({k: body[k] for k in _CHAT if k in body})
+        special = {k: body[k] for k in ("add_special_tokens",) if k in body}
+        lengths = [
+            await self._counted({"prompt": p, **special}) if isinstance(p, str) else len(p)
+            for p in _prompts(body["prompt"])
+        ]
+        return max(lengths)
+
+    async def _counted(self, asked: Body) -> int:
+        """Tokens of a prompt. Raises Uncounted."""
         scope = {
             "type": "http", "method": "POST", "path": "/tokenize", "raw_path": b"/tokenize",
             "query_string": b"", "headers": [(b"content-type", b"application/json")],
@@ -71,13 +105,54 @@ class Room:
             statuses.extend([message["status"]] if "status" in message else [])
             answer.append(message.get("body", b""))
 
-        await self.api(scope, _again(json.dumps(asked).encode(), None), heard)
+        said = json.dumps({"model": self.model, **asked}).encode()
+        await self.api(scope, _again(said, None), heard)
         if statuses != [200]:
-            return {"count": self.most_tokens, "max_model_len": self.most_tokens}
-        found = json.loads(b"".join(answer))
-        if not isinstance(found, dict):
-            return {"count": self.most_tokens, "max_model_len": self.most_tokens}
-        return found
+            raise Uncounted(statuses)
+        return int(json.loads(b"".join(answer))["count"])
+
+
+def _as_chat(body: Body) -> Body:
+    """A call of `/v1/responses` as vLLM itself puts it to the chat template. Raises
+    ValidationError."""
+    asked = ResponsesRequest.model_validate(body)
+    messages = construct_input_messages(
+        request_instructions=asked.instructions, request_input=asked.input
+    )
+    tools = construct_tool_dicts(asked.tools, asked.tool_choice)
+    given = {"tools": tools, "chat_template_kwargs": asked.chat_template_kwargs}
+    said = {name: value for name, value in given.items() if value}
+    return {"messages": [_as_message(m) for m in messages], **said}
+
+
+def _as_message(message: Any) -> Body:
+    """Its texts under the name that `/tokenize` takes for them."""
+    plain: Body = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
+    parts = plain.get("content")
+    if isinstance(parts, list):
+        texts = ("input_text", "output_text")
+        kinds = [p | {"type": "text"} if p.get("type") in texts else p for p in parts]
+        return {**plain, "content": kinds}
+    return plain
+
+
+def _prompts(prompt: Any) -> list[str] | list[list[int]]:
+    """Of a completion: text or tokens, one or several. Raises ValueError on anything else."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        one: list[list[int]] = [prompt]
+        return one if isinstance(prompt[0], int) else prompt
+    raise ValueError(prompt)
+
+
+def _with_most(refusal: bytes, needed: int, most_tokens: int) -> bytes:
+    """vLLM names the context it has now, which is not what the request had to fit."""
+    said = json.loads(refusal)
+    said["error"]["message"] += (
+        f" The model may grow to {most_tokens} tokens; the request needs {needed}."
+    )
+    return json.dumps(said).encode()
 
 
 async def _whole(receive: Receive) -> bytes:

@@ -29,6 +29,7 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 KEEP_WARM_S, DOWNSCALE_S = 6, 4
+GROWN_TOKENS = 1_024
 IN_FLIGHT = 24  # of the front; no other test has more than 16
 THINKS = " think" * 4
 TEMPLATE = (
@@ -175,6 +176,12 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     models["left-chat"] = {**models["small-chat"], "can_sleep": False, "keep_warm_s": 1}
     plain = {k: v for k, v in models["tiny-chat"].items() if k != "adapters"}
     models["plain-chat"] = {**plain, "chat_template": TEMPLATE, "thinking": True}
+    # A context of 256 tokens, which a longer request has it exchange for one of 1,024.
+    short = {"max_model_len": 256, "kv_cache_memory_bytes": "32 MiB", "max_num_seqs": 8}
+    longer = {"max_model_len": GROWN_TOKENS, "kv_cache_memory_bytes": "512 MiB"}
+    growing = {"source": "made:tiny-chat", "can_sleep": False, "keep_warm_s": 300}
+    back = {"stays_grown_s": 2}
+    models["growing-chat"] = growing | {"engine_args": short, "grow_to": longer, **back}
     return config
 
 

@@ -20,7 +20,13 @@ from tests.unit import test_residency as base
 
 pytestmark = pytest.mark.spec("A14")
 MODEL = {**base.MODEL, "grow_to": {"kv_cache_memory_bytes": 7}}
-TABLE: Any = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": MODEL}}}}
+
+
+def table(model: dict[str, Any]) -> Any:
+    return {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": model}}}}
+
+
+TABLE = table(MODEL)
 GROWN = (ev.DeviceBytes(DeviceId("n/cpu:0"), Bytes(12)),)
 
 
@@ -47,9 +53,9 @@ class Growth:
 
 
 @asynccontextmanager
-async def resident() -> AsyncIterator[tuple[Any, Growth, Any]]:
+async def resident(model: dict[str, Any] = MODEL) -> AsyncIterator[tuple[Any, Growth, Any]]:
     async with base.holder() as (residency, arbiter, engine):
-        residency._obey(wire.TableOrder(TABLE))
+        residency._obey(wire.TableOrder(table(model)))
         await base.use(residency)
         yield residency, Growth(arbiter), engine
 
@@ -84,6 +90,29 @@ async def test_what_it_gives_back_is_told_when_the_smaller_process_has_its_place
         assert residency.account()[0].devices == base.ON
         await growing.give_back(residency, "a")
         assert len(growth.spawned) == 2
+
+
+async def test_grown_and_idle_for_long_it_gives_back_unasked() -> None:
+    async with resident({**MODEL, "stays_grown_s": 0.01}) as (residency, growth, _):
+        slot = residency.slots["a"]
+        async with residency.use("a"):
+            growings = asyncio.ensure_future(growing.grow(residency, "a"))
+            await base.until(lambda: slot.life is Life.DRAINING)
+        await growings
+        await base.until(lambda: len(growth.spawned) == 2)
+        await base.until(lambda: ev.GaveBack(slot.ticket, Bytes(7)) in growth.arbiter.told)
+        assert growth.spawned[-1] == {} and slot.life is Life.RESIDENT
+        assert await base.use(residency) == slot.ticket
+
+
+async def test_in_use_it_stays_grown() -> None:
+    async with resident({**MODEL, "stays_grown_s": 0.01}) as (residency, growth, _):
+        await growing.grow(residency, "a")
+        slot = residency.slots["a"]
+        async with residency.use("a"):
+            growing._give_back_once_idle(residency, slot)
+            assert slot.growth is None and len(growth.spawned) == 1
+        await base.until(lambda: len(growth.spawned) == 2)
 
 
 async def test_refused_it_goes_on_with_what_it_has() -> None:
