@@ -30,6 +30,7 @@ class Candidate:
     budget_bytes: Bytes = Bytes(0)  # of that device
     recent_count: float = 0.0  # uses in the last window, older ones fading (rates.Rates)
     lasting_count: float = 0.0  # the same in the long window
+    usual_count: float = 0.0  # uses in the coming hours, as on other days (hours.Hours)
     next_use: Instant | None = None  # in a replay that knows the future; None: never, or unknown
 
 

@@ -14,6 +14,7 @@ from policies import (
     evict_cost_aware,
     evict_priority_lru,
     evict_size_aware_lru,
+    evict_time_of_day,
     evict_two_rates,
     keep_warm,
     place_best_fit,
@@ -26,6 +27,7 @@ EVICT: dict[str, Callable[[Candidate], Price]] = {
     "size_aware_lru": evict_size_aware_lru.price,
     "cost_aware": evict_cost_aware.price,
     "two_rates": evict_two_rates.price,
+    "time_of_day": evict_time_of_day.price,
     "belady": evict_belady.price,
 }
 REPLAY_ONLY = frozenset({"belady"})  # they read the future; no configuration may name them

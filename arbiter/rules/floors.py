@@ -167,6 +167,7 @@ def _forget_uses(mind: Mind, name: ModelName) -> None:
     """How often it was used, what followed it, and where it was."""
     mind.rates.forget(name)
     mind.lasting_rates.forget(name)
+    mind.hours.forget(name)
     mind.guesses.pop(name, None)
     mind.followers.pop(name, None)
     for followers in mind.followers.values():

@@ -17,6 +17,7 @@ from arbiter.rules.accounts import Accounts
 from arbiter.rules.alarms import Alarms
 from arbiter.rules.choices import Choices
 from arbiter.rules.estimates import Estimates, ModelKey
+from arbiter.rules.hours import Hours
 from arbiter.rules.line import Line
 from arbiter.rules.rates import Rates
 from arbiter.rules.registry import Registry
@@ -116,6 +117,7 @@ class Mind:
         self.estimates = Estimates(settings)
         self.rates = Rates(settings.rate_window)
         self.lasting_rates = Rates(settings.lasting_window)
+        self.hours = Hours(now)
         self.choices = Choices()
         self.rankings: dict[DeviceId, Any] = {}  # of large devices; see ranking.Ranking
         self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
@@ -246,6 +248,7 @@ class Mind:
         name = (entry.capability, entry.model)
         self.rates.used(name, times_count, self.now)
         self.lasting_rates.used(name, times_count, self.now)
+        self.hours.used(name, times_count, self.now)
         if self.settings.preload != "off":
             self.just_used.append((name, entry.node))
 

@@ -12,13 +12,14 @@ from arbiter.events import Priority
 from arbiter.ledger import Book, Entry, State
 from arbiter.rules import urgency
 from arbiter.rules.alarms import Alarms
+from arbiter.rules.hours import AHEAD
 from arbiter.rules.mind import Mind
 from arbiter.rules.victims import COST_LEAST, Option
 from arbiter.units import SECOND, Instant, Span, TicketId, since
 from arbiter.view import Candidate, Key, Price
 
-SWEPT_COUNT = 4  # priced again with each look, 4 us each: a device with as many always is as of now
-PRICED_FOR = Span(60 * SECOND)  # no price is older: the faster rate fades by a thirtieth meanwhile
+SWEPT_COUNT = 4  # priced again with each look, 6 us each: a device with as many always is as of now
+PRICED_FOR = Span(60 * SECOND)  # no price is older: the faster rate fades by a hundredth meanwhile
 
 
 class Ranking:
@@ -106,13 +107,16 @@ def option(mind: Mind, book: Book, entry: Entry) -> Option:
     urgent = urgency.of(mind, entry)
     freed_bytes = entry.charge(book.device)
     name = (entry.capability, entry.model)
+    lasting = mind.lasting_rates
+    lasting_count = lasting.recent(name, mind.now)
     price = mind.policies.evict(
         Candidate(
             entry.ticket, entry.holder, entry.role_rank, freed_bytes, entry.inflight,
             entry.last_used, _reload(mind, entry), urgent,
             now=mind.now, budget_bytes=book.budget_bytes,
             recent_count=mind.rates.recent(name, mind.now),
-            lasting_count=mind.lasting_rates.recent(name, mind.now),
+            lasting_count=lasting_count,
+            usual_count=mind.hours.ahead(name, mind.now, lasting_count * AHEAD / lasting.window),
             next_use=mind.foresight(*name, mind.now) if mind.foresight else None,
         )
     )  # fmt: skip

@@ -30,6 +30,7 @@ CANDIDATES = st.lists(
         budget_bytes=st.just(Bytes(80 * GIB)),
         recent_count=st.floats(0, 1e6),
         lasting_count=st.floats(0, 1e6),
+        usual_count=st.floats(0, 1e6),
         next_use=st.none() | st.integers(10**12, 10**13).map(Instant),
     ),
     max_size=8,
@@ -151,6 +152,18 @@ def test_two_rates_spares_what_is_used_now_and_usually() -> None:
     assert price(slow).cost_s == pytest.approx(4 * price(both).cost_s)  # 10 s where unknown
 
 
+@pytest.mark.spec("C3", "N4")
+def test_time_of_day_spares_what_is_used_now_and_usually_at_this_hour() -> None:
+    """Of equals in size and load: asked for of late, by habit, and both."""
+    price = EVICT["time_of_day"]
+    new = replace(ONE, recent_count=9.0, usual_count=0.0)
+    habit = replace(ONE, recent_count=0.0, usual_count=4.0)
+    both = replace(ONE, recent_count=9.0, usual_count=4.0)
+    assert price(habit).cost_s < price(new).cost_s < price(both).cost_s
+    slow = replace(both, reload=seconds(40))
+    assert price(slow).cost_s == pytest.approx(4 * price(both).cost_s)  # 10 s where unknown
+
+
 @pytest.mark.spec("C1")
 def test_roles_are_ranked_as_specified_and_name_their_eviction_act() -> None:
     ranks = {name: role.rank for name, role in ROLES.items()}
@@ -216,6 +229,6 @@ def test_keep_warm_counts_from_the_last_use() -> None:
 
 
 def test_a_bundle_holds_what_the_settings_name() -> None:
-    assert bundle(DEFAULTS).evict is EVICT["two_rates"]
+    assert bundle(DEFAULTS).evict is EVICT[DEFAULTS.evict]
     with pytest.raises(KeyError):
         bundle(replace(DEFAULTS, evict="no such policy"))

@@ -1,0 +1,75 @@
+"""What the hours of the day usually bring (arbiter/rules/hours.py)."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arbiter.rules.hours import AHEAD_COUNT, FADE, HOUR, HOURS_COUNT, LEAN_DAYS, Hours
+from arbiter.units import Instant
+
+BEGAN = Instant(1000 * HOUR + 5)
+MORNING, OTHER = ("text", "morning"), ("text", "other")
+
+
+def at(day: int, hour: float) -> Instant:
+    """Since the first full hour."""
+    return Instant(round((1001 + day * HOURS_COUNT + hour) * HOUR))
+
+
+def after_days(days_count: int) -> Hours:
+    """A model used ten times at nine each day, and one used ten times at twenty."""
+    hours = Hours(BEGAN)
+    for day in range(days_count):
+        hours.used(MORNING, 10, at(day, 9.5))
+        hours.used(OTHER, 10, at(day, 20.5))
+    return hours
+
+
+@pytest.mark.spec("N4")
+def test_before_its_hour_a_habit_shows_and_after_it_does_not() -> None:
+    hours = after_days(3)
+    early, late = at(3, 9 - AHEAD_COUNT + 1), at(3, 10)
+    assert hours.ahead(MORNING, early, 0) > 8
+    assert hours.ahead(OTHER, early, 0) == 0
+    assert hours.ahead(MORNING, late, 0) == 0
+
+
+@pytest.mark.spec("N4")
+def test_what_comes_in_the_hour_that_runs_is_no_habit_yet() -> None:
+    hours = after_days(3)
+    before = hours.ahead(MORNING, at(3, 9.1), 0)
+    hours.used(MORNING, 99, at(3, 9.2))
+    assert hours.ahead(MORNING, at(3, 9.3), 0) == before
+    assert hours.ahead(MORNING, at(4, 8), 0) > 2 * before
+
+
+def test_where_no_day_was_seen_what_is_known_otherwise_counts_and_fades_as_days_are() -> None:
+    hours = Hours(BEGAN)
+    assert hours.ahead(MORNING, at(0, 3), 7.0) == 7.0
+    leaning = [after_days(n).ahead(("text", "never"), at(n, 3), 7.0) for n in range(4)]
+    assert leaning == sorted(leaning, reverse=True)
+    assert leaning[1] == pytest.approx(7.0 * LEAN_DAYS / (LEAN_DAYS + 1), rel=0.2)
+
+
+@given(st.lists(st.integers(0, 3), min_size=30, max_size=100), st.integers(0, 60))
+def test_it_equals_a_sum_over_the_whole_history(uses: list[int], later: int) -> None:
+    """Each hour's uses, faded by the hours since; so many a faded pass of the hours ahead."""
+    hours = Hours(BEGAN)
+    for n, count in enumerate(uses):
+        if count:
+            hours.used(MORNING, count, at(0, n + 0.5))
+    asked = len(uses) + later
+    seen, days = 0.0, 0.0
+    for n in range(-1, asked):  # the hour in which it began counts as one
+        if (n - asked) % HOURS_COUNT < AHEAD_COUNT:
+            days += FADE ** (asked - n) / AHEAD_COUNT
+            seen += FADE ** (asked - n) * (uses[n] if 0 <= n < len(uses) else 0)
+    found = hours.ahead(MORNING, at(0, asked + 0.5), 2.0)
+    assert found == pytest.approx((seen + LEAN_DAYS * 2) / (days + LEAN_DAYS))
+    assert hours.ahead(MORNING, at(0, asked + 0.5), 2.0) == found  # asking changes nothing
+
+
+def test_a_model_that_is_removed_has_no_habits() -> None:
+    hours = after_days(3)
+    hours.forget(MORNING)
+    assert hours.ahead(MORNING, at(3, 9), 0) == 0
