@@ -41,7 +41,14 @@ from deployments.engines.protocol import (
 UNHELD_S = 60.0
 # A failed load keeps its cause this long for a holder that asks late, then ends anyway.
 UNASKED_S = 30.0
-_PRELOAD = ("uvicorn", "deployments.engines.guard", "uvloop", "httptools")
+_PRELOAD = (
+    "uvicorn",
+    "uvicorn.lifespan.off",
+    "uvicorn.loops.uvloop",
+    "deployments.engines.guard",
+    "uvloop",
+    "httptools",
+)
 
 
 def preload() -> None:

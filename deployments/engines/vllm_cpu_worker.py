@@ -10,7 +10,7 @@ go, to come back as zeros when they are touched: a wake costs the weights, howev
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,20 @@ class SleepingCpuWorker(CPUWorker):
             torch._dynamo.config.disable = True
         self.emptied: list[tuple[torch.UntypedStorage, int]] = []
         self.copies: list[int] = []
+        self.filling = process.Filling()
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        """Where vLLM asks which memory the KV cache comes from: here from pages nobody has
+        zeroed yet. They are filled once the model is loaded: no first token waits for them."""
+        return untouched() if tag == "kv_cache" else super()._maybe_get_memory_pool_context(tag)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's last call of a load."""
+        found = super().compile_or_warm_up_model()
+        caches = (tensor.untyped_storage() for tensor in self.model_runner.kv_caches)
+        spans = {storage.data_ptr(): storage.nbytes() for storage in caches}
+        self.filling.start(list(spans.items()))
+        return found
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -50,6 +64,7 @@ class SleepingCpuWorker(CPUWorker):
     def sleep(self, level: int = 1) -> None:
         if self.emptied:
             return
+        self.filling.stop()
         self.copies = [copy_to_memory(path, self.versions[path]) for path in self._checkpoint()]
         self._drop_adapters()
         for layer in self.model_runner.model.modules():
@@ -122,6 +137,25 @@ class SleepingCpuWorker(CPUWorker):
         if size := storage.nbytes():  # zero when an earlier tensor shares the storage
             self.emptied.append((storage, size))
             storage.resize_(0)
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Zeros that hold no pages until they are written, from `torch.zeros`. For vLLM's allocation of
+    the KV cache, which calls nothing else in here."""
+    kept: Any = torch.zeros
+    blank: Any = _blank
+    torch.zeros = blank
+    try:
+        yield
+    finally:
+        torch.zeros = kept
+
+
+def _blank(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    made = torch.empty(size, dtype=dtype, device=device)
+    process.blank(made.data_ptr(), made.nbytes)
+    return made
 
 
 def version(path: Path) -> tuple[int, ...]:

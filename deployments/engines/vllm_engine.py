@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.serve.utils.fingerprint import build_system_fingerprint
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -179,6 +180,7 @@ class VllmEngine:
         tasks = await self.llm.get_supported_tasks()
         self.pools = "generate" not in tasks
         self.api = build_app(self.args, tasks, self.llm.model_config) if self.pools else text_api()
+        self.args.fingerprint_value, self.args.fingerprint_mode = fingerprint(self), "custom"
         self.api.state.args = self.args
         await init_app_state(self.llm, self.api.state, self.args, tasks)
         if self.most_tokens:
@@ -242,6 +244,12 @@ class VllmEngine:
     async def health(self) -> None:
         assert self.llm is not None
         await self.llm.check_health()
+
+
+def fingerprint(engine: VllmEngine) -> str | None:
+    """What vLLM would compute for each of its six serving objects, hashing all its settings."""
+    args = engine.args
+    return build_system_fingerprint(engine.config, args.fingerprint_mode, args.fingerprint_value)
 
 
 def _on_cpu() -> bool:

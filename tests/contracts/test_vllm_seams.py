@@ -6,24 +6,31 @@ from importlib.metadata import version
 import pytest
 import torch
 import transformers
+from vllm import plugins
+from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.serve.utils.fingerprint import build_system_fingerprint
 from vllm.lora.punica_wrapper import punica_selector
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers import utils as linear_layers
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 from vllm.platforms import current_platform
+from vllm.utils import cpu_resource_utils
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import core_client
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.utils import EngineZmqAddresses
+from vllm.v1.sample import logits_processor
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from deployments.engines.lora_cpu import SegmentedPunica
 from deployments.engines.sentence_transformers_engine import spread
@@ -108,6 +115,23 @@ def _executor() -> type:
     from vllm.v1.executor.abstract import Executor
 
     return Executor
+
+
+def test_the_memory_of_the_kv_cache_is_asked_for_by_tag_and_zeroed_in_one_call() -> None:
+    asks = inspect.getsource(GPUWorker.initialize_from_config)
+    assert '_maybe_get_memory_pool_context(tag="kv_cache")' in asks
+    assert "torch.zeros(buf_size, dtype=torch.int8, device=device)" in inspect.getsource(
+        allocate_kv_cache
+    )
+    assert names(CPUWorker.compile_or_warm_up_model) == ["self"]
+
+
+def test_what_a_zygote_looks_up_once_is_looked_up_by_these_names() -> None:
+    assert "_get_cpu_list()" in inspect.getsource(cpu_resource_utils.get_allowed_cpu_list)
+    for scan in (plugins.load_plugins_by_group, logits_processor._load_logitsprocs_plugins):
+        assert "from importlib.metadata import entry_points" in inspect.getsource(scan)
+    assert "try_get_generation_config(" in inspect.getsource(ModelConfig.try_get_generation_config)
+    assert names(build_system_fingerprint) == ["vllm_config", "mode", "custom_value"]
 
 
 def test_weights_can_be_loaded_again_in_place() -> None:
