@@ -70,6 +70,14 @@ class TenantTerms:
 
 
 @dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Of a budget: above the high one what can go goes, until the low one (SPEC C4)."""
+
+    high_fraction: float = 0.90
+    low_fraction: float = 0.80
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What a person may set, and what follows from the specification."""
 
@@ -95,6 +103,8 @@ class Settings:
     queue_total_count: int = 10_000  # SPEC C7; one look at as many on one node is ~5 ms
     remembered_count: int = 4_096  # answers kept to repeat: a minute at 60 refusals a second
 
+    host_marks: Watermarks = Watermarks()
+    device_marks: Watermarks | None = None  # off: an idle model costs nothing until somebody waits
     min_residency_loads: float = 1.0  # SPEC C4: at least as long as bringing it in took
     min_residency: Span = seconds(1)  # where nothing is known of its load: one heartbeat
     # Both tuned on half of the public traces (docs/adr/0007): a quarter of an hour is noise at a

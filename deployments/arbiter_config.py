@@ -45,6 +45,25 @@ class TenantConfig(Strict):
         return core.TenantTerms(tenant, most, Bytes(self.reserved), average, self.share)
 
 
+class MarksConfig(Strict):
+    """Shares of a budget: above `high` what can go goes, until `low` (SPEC C4). 1.0 is never
+    exceeded, so it switches them off."""
+
+    high: float = Field(0.90, gt=0, le=1)
+    low: float = Field(0.80, ge=0, le=1)
+
+    @field_validator("low")
+    @classmethod
+    def _below(cls, value: float, info: ValidationInfo) -> float:
+        high = info.data.get("high")
+        if high is not None and value > high:
+            raise ValueError(f"low, {value}, is above high, {high}")
+        return value
+
+    def as_marks(self) -> core.Watermarks:
+        return core.Watermarks(self.high, self.low)
+
+
 class ArbiterConfig(Strict):
     evict: str = "two_rates"
     admit: str = "fair_share"
@@ -59,6 +78,8 @@ class ArbiterConfig(Strict):
     queue_per_model: int = Field(1_000, ge=1)
     queue_total: int = Field(10_000, ge=1)
     min_residency_loads: float = Field(1.0, ge=0)  # in units of the model's own load time
+    host_marks: MarksConfig = MarksConfig()  # SPEC C4: of host RAM that sleepers may fill
+    device_marks: MarksConfig | None = None  # of a device while somebody waits; absent: off
     # SPEC C11: `declared` brings in the next of a pipeline, `history` also what usually followed
     preload: Literal["off", "declared", "history"] = "declared"
     pipelines: list[list[str]] = Field([])  # of capabilities, in the order they are used
@@ -106,6 +127,8 @@ class ArbiterConfig(Strict):
             queue_per_model_count=self.queue_per_model,
             queue_total_count=self.queue_total,
             min_residency_loads=self.min_residency_loads,
+            host_marks=self.host_marks.as_marks(),
+            device_marks=self.device_marks.as_marks() if self.device_marks else None,
             preload=self.preload,
             pipelines=tuple(tuple(pipeline) for pipeline in self.pipelines),
             pinned_most_fraction=self.pinned_most,

@@ -106,14 +106,18 @@ def relieve(mind: Mind) -> None:
 
 
 def coming_back(book: Book) -> Bytes:
-    """Asked for or being reclaimed already, so not to be asked for twice. What a quarantined
-    holder keeps is not counted on."""
+    """Asked for or being reclaimed already, so not to be asked for twice."""
     returning = (
         e.charge(book.device) - (e.granted.get(book.device, 0) if _stays_on(book, e) else 0)
         for e in book.leaving.values()
-        if e.state is State.DRAINING or not e.alarmed
+        if is_counted_on(e)
     )
     return Bytes(sum(returning))
+
+
+def is_counted_on(leaving: Entry) -> bool:
+    """Its bytes will come back; those that a quarantined holder keeps may not."""
+    return leaving.state is State.DRAINING or not leaving.alarmed
 
 
 def _stays_on(book: Book, entry: Entry) -> bool:

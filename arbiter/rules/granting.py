@@ -11,7 +11,17 @@ from arbiter import events as ev
 from arbiter.decisions import Grant
 from arbiter.errors import NeverFits, TicketClosed
 from arbiter.ledger import Entry, Sizes, State
-from arbiter.rules import gangs, groups, oversize, placing, preload, pressure, tenants, urgency
+from arbiter.rules import (
+    gangs,
+    groups,
+    oversize,
+    placing,
+    preload,
+    pressure,
+    tenants,
+    urgency,
+    watermarks,
+)
 from arbiter.rules import leases_held as leases
 from arbiter.rules.eviction import make_room, make_way, min_residency_ends, room_for
 from arbiter.rules.line import Waiting, urgency_of
@@ -33,6 +43,7 @@ def admit(mind: Mind) -> None:
         if node is not None:  # else its agent has not introduced itself yet
             while not mind.line.is_empty(name) and not _serve(mind, node):
                 pass  # somebody became due by a grant: each turn grants one more
+            watermarks.keep(mind, node)
 
 
 def _serve(mind: Mind, node: Node) -> bool:

@@ -1,0 +1,101 @@
+"""Host RAM under any coming and going of sleepers (SPEC C4), judged by an onlooker who adds up what
+stays: nobody goes between the marks, nobody goes beyond the low one, and above the high one stays
+only who may not go."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arbiter import events as ev
+from arbiter.decisions import Reap, Reason
+from arbiter.ledger import LEAVING, Entry, State
+from arbiter.units import HolderId, TicketId, seconds
+from tests.unit.desk import CPU, HOST, NODE, Desk, gib
+
+HIGH, LOW = gib(90), gib(80)
+FLOORED = "c"
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["sleeper", "sleeper", "sleeper", "gone", "others", "wanted"]),
+        st.integers(0, 30), st.sampled_from("abc"),
+    ),
+    max_size=40,
+)  # fmt: skip
+
+
+class Host:
+    def __init__(self) -> None:
+        self.desk, self.now, self.number = Desk(device=10, host=100), 0.0, 0
+        self.feed(ev.FloorSet("text", FLOORED, ev.Floor.HOST))
+        self.desk.resident(1, "large", 10)  # in use, so that a sleeper which is wanted waits
+        self.desk.beat(1, "large", inflight=1)
+
+    def feed(self, event: ev.Event) -> None:
+        self.now += 1
+        before = {e.ticket for e in self.desk.mind.ledger.entries(State.RECLAIMING)}
+        out = self.desk.at(self.now, event)
+        self.judge([d.ticket for d in out if isinstance(d, Reap) and d.ticket not in before])
+
+    def judge(self, reaped: list[TicketId]) -> None:
+        book = self.desk.mind.ledger.books[HOST]
+        going = [e for e in book.entries.values() if e.state in LEAVING and not e.alarmed]
+        stays = book.budget_bytes - book.free_bytes - sum(e.charge(HOST) for e in going)
+        fell = [e for e in going if e.ticket in reaped and e.leaving is Reason.FIT]
+        before = stays + sum(e.charge(HOST) for e in fell)
+        if fell:
+            assert before > HIGH, "nothing had to go"
+            last = next(e for e in fell if e.ticket == reaped[-1])
+            assert stays + last.charge(HOST) > LOW, "the last of them went for nothing"
+            assert not any(self.must_stay(e) for e in fell)
+        is_over = before > book.budget_bytes  # then it is made to fit first: between the marks
+        if stays > (LOW if fell and not is_over else HIGH):
+            sleepers = self.desk.mind.ledger.entries(State.ASLEEP)
+            newest = max(sleepers, key=lambda e: (e.since, e.ticket), default=None)
+            assert all(e is newest or self.must_stay(e) for e in sleepers)
+
+    def must_stay(self, entry: Entry) -> bool:
+        return entry.model == FLOORED or entry.ticket in self.desk.mind.line
+
+    def one(self, state: State, pick: int) -> Entry | None:
+        found = self.desk.mind.ledger.entries(state)
+        return found[pick % len(found)] if found else None
+
+    # -- what may happen -------------------------------------------------------------------------
+
+    def sleeper(self, size: int, model: str) -> None:
+        """A holder comes back with it: however much there is already."""
+        self.number += 1
+        need = ev.Need(gib(1), host_bytes=gib(size))
+        at = (ev.DeviceBytes(CPU, gib(1)),)
+        held = ev.HeldTicket(
+            TicketId(f"{model}{self.number}"), model, ev.Phase.ASLEEP, 0, seconds(1), at, need
+        )
+        self.feed(ev.Joined(HolderId(f"h{self.number}"), NODE, "text", (held,)))
+
+    def gone(self, pick: int, _: str) -> None:
+        if entry := self.one(State.RECLAIMING, pick) or self.one(State.ASLEEP, pick):
+            self.feed(ev.Released(entry.ticket, "idle"))
+            self.feed(ev.EngineGone(NODE, entry.ticket, True))
+
+    def others(self, size: int, _: str) -> None:
+        """Memory without a ticket: no watermark makes it go."""
+        self.desk.foreign[HOST] = size
+        devices = tuple(
+            ev.DeviceReading(d, gib(1e6), gib(self.desk.foreign.get(d, 0))) for d in (CPU, HOST)
+        )
+        self.feed(ev.Measured(NODE, devices, ()))
+
+    def wanted(self, pick: int, _: str) -> None:
+        if e := self.one(State.ASLEEP, pick):
+            self.feed(ev.Requested(e.ticket, e.holder, "text", e.model, e.need, "", True))
+
+
+@pytest.mark.spec("C4")
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(STEPS)
+def test_sleepers_go_above_the_high_mark_only_and_down_to_the_low_one_only(
+    steps: list[tuple[str, int, str]],
+) -> None:
+    host = Host()
+    for what, size, model in steps:
+        getattr(host, what)(size, model)
