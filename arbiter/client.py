@@ -139,7 +139,7 @@ class HolderClient:
         NeverFits, TicketClosed, ArbiterUnavailable: then it goes on with what it had."""
         await self.joined()
         asked, arbiter = ev.GrowthAsked(ticket, more, within), self._arbiter
-        if arbiter is None:
+        if arbiter is None or not await self._all_is_said():  # that it gave back goes first
             raise ArbiterUnavailable(0.0)
         try:
             granted: wire.Granted = await arbiter.call("grow", self.epoch, self.holder, asked)

@@ -250,10 +250,12 @@ class GrowthAsked:
 
 @dataclass(frozen=True, slots=True)
 class GaveBack:
-    """A resident holds less from now on. What is still measured stays charged."""
+    """A resident holds less from now on. Says how much it holds, not how much less, so it may be
+    repeated; and the next heartbeats say the same, so it may be lost. What is still measured stays
+    charged."""
 
     ticket: TicketId
-    less_bytes: Bytes
+    devices: tuple[DeviceBytes, ...]  # what it has now of what it was granted
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,8 @@ class Entry:
     grows_bytes: Bytes = Bytes(0)  # wanted on top of what it has; waits for room
     grows_by: Instant = Instant(0)
     grown_bytes: Bytes = Bytes(0)  # granted beyond what it was loaded with
+    shrinks_from: Instant | None = None  # a word of less counts from then on; None: never grew
+    less_since: Instant | None = None  # its holder says that it has less than it was granted
 
     client: Client = ANYBODY  # on whose account it is: see bill_to
     lease: LeaseTerms | None = None  # its holder is a process outside Serve

@@ -114,7 +114,7 @@ async def _grow(keeper: Keeper, slot: Slot) -> None:
         await _restart(keeper, slot, plan, granted.load_within)
     except GrowthRefused:
         slot.devices = before.devices
-        keeper.client().tell(ev.GaveBack(slot.ticket, more))
+        keeper.client().tell(ev.GaveBack(slot.ticket, slot.devices))
         raise
     slot.before = before
     _look_later(keeper, slot, plan.stays_grown)
@@ -139,13 +139,12 @@ def _give_back_once_idle(keeper: Keeper, slot: Slot) -> None:
 
 
 async def _shrink(keeper: Keeper, slot: Slot) -> None:
-    before, grown = slot.before, slot.plan.need.device_bytes
+    before = slot.before
     if before is None:
         return
     await _restart(keeper, slot, before.plan, RESTART)
     slot.before, slot.devices = None, before.devices
-    less = Bytes(grown - before.plan.need.device_bytes)
-    keeper.client().tell(ev.GaveBack(slot.ticket, less))
+    keeper.client().tell(ev.GaveBack(slot.ticket, slot.devices))
 
 
 async def _restart(keeper: Keeper, slot: Slot, plan: ModelPlan, within: Span) -> None:

@@ -14,7 +14,9 @@ from arbiter.rules.budget import on_demand
 from arbiter.rules.eviction import coming_back, may_leave, revoke
 from arbiter.rules.mind import Mind
 from arbiter.rules.ranking import in_order
-from arbiter.units import Bytes, DeviceId, HolderId, after
+from arbiter.units import Bytes, DeviceId, HolderId, Span, after, since
+
+Devices = tuple[ev.DeviceBytes, ...]
 
 
 def asked(mind: Mind, event: ev.GrowthAsked) -> None:
@@ -40,16 +42,45 @@ def asked(mind: Mind, event: ev.GrowthAsked) -> None:
 
 
 def gave_back(mind: Mind, event: ev.GaveBack) -> None:
-    """Its grant shrinks; what it is still measured to hold stays on the books."""
+    """One that was under way when it grew again says nothing about that; if it holds all the same,
+    heartbeats will say so."""
     entry = mind.live(event.ticket, State.RESIDENT)
     if entry is None:
         return
-    less = min(event.less_bytes, entry.home_bytes)
-    home = {d: Bytes(size - part) for (d, size), part in _by_share(entry, less)}
+    if entry.shrinks_from is not None and mind.now < entry.shrinks_from:
+        mind.stale_count += 1
+    else:
+        _shrink(mind, entry, event.devices)
+
+
+def is_less(entry: Entry, devices: Devices) -> bool:
+    """Its holder says that it has less than it was granted."""
+    return any(said.size_bytes < entry.home.get(said.device, 0) for said in devices)
+
+
+def heard(mind: Mind, entry: Entry, devices: Devices) -> None:
+    """A heartbeat says what it has. When it has been less for as long as a message may be under
+    way, then a grant of more, or the word that it was given back, was lost."""
+    if not is_less(entry, devices):
+        entry.less_since = None
+    elif entry.less_since is None:
+        entry.less_since = mind.now
+    elif since(entry.less_since, mind.now) >= mind.settings.terms.unconfirmed:
+        _shrink(mind, entry, devices)
+
+
+def _shrink(mind: Mind, entry: Entry, devices: Devices) -> None:
+    """To what its holder says; what it is still measured to hold stays on the books."""
+    said = {part.device: part.size_bytes for part in devices}
+    before, entry.less_since = entry.home_bytes, None
+    home = {d: min(size, said.get(d, size)) for d, size in entry.home.items()}
+    if home == entry.home:
+        return
     _resize(mind, entry, home)
+    less = Bytes(before - entry.home_bytes)
     entry.grown_bytes = Bytes(max(0, entry.grown_bytes - less))
     entry.peak_bytes, entry.readings_count = Bytes(0), 0  # as after a load
-    mind.tell("growth_given_back", entry, size=Bytes(less))
+    mind.tell("growth_given_back", entry, size=less)
 
 
 def serve(mind: Mind) -> None:
@@ -84,6 +115,9 @@ def _grow(mind: Mind, entry: Entry) -> None:
     _resize(mind, entry, home)
     mind.growing.pop(entry.ticket, None)
     more, entry.grows_bytes = entry.grows_bytes, Bytes(0)
+    has_grown_before = entry.shrinks_from is not None
+    late = mind.settings.terms.unconfirmed if has_grown_before else Span(0)
+    entry.shrinks_from, entry.less_since = after(mind.now, late), None
     entry.grown_bytes = Bytes(entry.grown_bytes + more)
     devices = tuple(ev.DeviceBytes(d, size) for d, size in sorted(home.items()))
     load_by = after(mind.now, mind.settings.terms.load)

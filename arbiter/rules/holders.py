@@ -8,8 +8,8 @@ from arbiter import events as ev
 from arbiter.decisions import Reason, Tell, Tier
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
 from arbiter.ledger import Entry, Sizes, State
+from arbiter.rules import growth, tenants
 from arbiter.rules import leases_held as leases
-from arbiter.rules import tenants
 from arbiter.rules.eviction import ask, refused, slept
 from arbiter.rules.loads import forget_switches, loaded, sleep_on
 from arbiter.rules.mind import Holder, Mind, model_label
@@ -130,7 +130,12 @@ def _is_nothing_new(entry: Entry, held: ev.HeldTicket) -> bool:
         and held.phase is ev.Phase.RESIDENT
         and entry.state is State.RESIDENT
         and not entry.is_guess
+        and (entry.shrinks_from is None or not _is_about_size(entry, held))
     )
+
+
+def _is_about_size(entry: Entry, held: ev.HeldTicket) -> bool:
+    return entry.less_since is not None or growth.is_less(entry, held.devices)
 
 
 def _is_confirmed(mind: Mind, entry: Entry) -> bool:
@@ -173,6 +178,7 @@ def _hear_loading(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
 def _hear_resident(mind: Mind, entry: Entry, held: ev.HeldTicket) -> None:
     if held.phase is ev.Phase.RESIDENT:
         use(mind, entry, held)
+        growth.heard(mind, entry, held.devices)
     elif held.phase is ev.Phase.ASLEEP and _is_confirmed(mind, entry):
         take(mind, entry, Reason.FAILED)  # asleep unasked, so without host RAM on the books
 
@@ -224,6 +230,7 @@ def _rebuild(mind: Mind, event: ev.Joined, held: ev.HeldTicket) -> None:
         inflight=held.inflight, last_used=Instant(mind.now - held.idle), priority=held.priority,
         uses_count=held.uses_count, client=held.client,
         load_by=after(mind.now, mind.settings.terms.load), resident_since=mind.now,
+        shrinks_from=mind.now,
     )  # fmt: skip
     if state is State.DRAINING:
         entry.leaving, entry.to = Reason.SWAP, _tier_of(held)

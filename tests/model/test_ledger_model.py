@@ -206,7 +206,11 @@ class Books(RuleBasedStateMachine):
             home = self.ledger.find(ticket).home
             assert len(home) <= 1
             self.held[ticket] = {d: max(0, b - less) for d, b in home.items()}
-        self.feed(ev.GaveBack(ticket, Bytes(less)))
+        has = tuple(ev.DeviceBytes(d, Bytes(b)) for d, b in self.held.get(ticket, {}).items())
+        self.feed(ev.GaveBack(ticket, has))
+        once = dict(entry.home) if (entry := self.ledger.find(ticket)) else {}
+        self.feed(ev.GaveBack(ticket, has))
+        assert once == (entry.home if entry else {}), "repeated, it gave back twice"
 
     @rule(ticket=TICKETS, kind=st.sampled_from(["slept", "released", "withdrawn", "unload"]))
     def holder_leaves(self, ticket: TicketId, kind: str) -> None:

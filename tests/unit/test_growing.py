@@ -86,7 +86,7 @@ async def test_what_it_gives_back_is_told_when_the_smaller_process_has_its_place
         await growing.grow(residency, "a")
         await growing.give_back(residency, "a")
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
-        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, Bytes(7))
+        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, base.ON)
         assert residency.account()[0].devices == base.ON
         await growing.give_back(residency, "a")
         assert len(growth.spawned) == 2
@@ -100,7 +100,7 @@ async def test_grown_and_idle_for_long_it_gives_back_unasked() -> None:
             await base.until(lambda: slot.life is Life.DRAINING)
         await growings
         await base.until(lambda: len(growth.spawned) == 2)
-        await base.until(lambda: ev.GaveBack(slot.ticket, Bytes(7)) in growth.arbiter.told)
+        await base.until(lambda: ev.GaveBack(slot.ticket, base.ON) in growth.arbiter.told)
         assert growth.spawned[-1] == {} and slot.life is Life.RESIDENT
         assert await base.use(residency) == slot.ticket
 
@@ -132,7 +132,7 @@ async def test_what_is_in_flight_for_too_long_is_not_cut_off(
             with pytest.raises(GrowthRefused, match="in flight"):
                 await growing.grow(residency, "a")
             assert await base.use(residency)  # the barrier is down again
-        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, Bytes(7))
+        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, base.ON)
         assert not growth.spawned and residency.account()[0].devices == base.ON
 
 

@@ -68,7 +68,7 @@ def test_what_is_given_back_is_free_once_it_is_no_longer_measured() -> None:
     d = desk()
     d.engines["a"] = {CPU: 30}
     d.read(2)
-    d.at(3, ev.GaveBack(TicketId("a"), gib(10)))
+    give_back(d, 3, "a", 20)
     assert d.charged() == 60
     d.engines["a"] = {CPU: 20}
     d.read(4)
@@ -101,7 +101,7 @@ def test_what_a_model_holds_while_it_is_grown_is_not_expected_of_its_next_load()
     d.engines["a"] = {CPU: 45}
     for t in (2, 3, 4):
         d.read(t)
-    d.at(5, ev.GaveBack(TicketId("a"), gib(15)))
+    give_back(d, 5, "a", 30)
     d.engines["a"] = {CPU: 29}
     for t in (6, 7):
         d.read(t)
@@ -161,3 +161,82 @@ def test_growth_takes_nothing_that_is_kept_for_another_tenant() -> None:
     d.resident(0, "a", 60)
     assert granted(grow(d, 1, "a", 15)) == [] and d.charged() == 60
     assert granted(grow(d, 2, "a", 10)) == ["a"]
+
+
+# -- giving back, over a wire that repeats, delays and loses ---------------------------------------
+
+
+def grown() -> Desk:
+    """`a` has 45, 15 of them by growth."""
+    d = desk()
+    assert granted(grow(d, 2, "a", 15)) == ["a"] and d.charged() == 75
+    return d
+
+
+def give_back(d: Desk, t: float, name: str, size: float) -> None:
+    d.sizes[name] = size  # and its heartbeats say so
+    d.at(t, ev.GaveBack(TicketId(name), (ev.DeviceBytes(CPU, gib(size)),)))
+
+
+def says(d: Desk, t: float, size: float) -> None:
+    d.sizes["a"] = size
+    d.beat(t, "a")
+
+
+def test_giving_back_said_twice_is_done_once() -> None:
+    d = grown()
+    give_back(d, 10, "a", 30)
+    assert d.charged() == 60
+    give_back(d, 11, "a", 30)
+    assert d.charged() == 60 and d.kinds().count("growth_given_back") == 1
+
+
+def test_giving_back_that_was_lost_is_heard_from_heartbeats() -> None:
+    d = grown()
+    for t in (10, 12, 14):
+        says(d, t, 30)
+    assert d.charged() == 75  # the grant might still be on its way to it
+    says(d, 15, 30)
+    assert d.charged() == 60
+    says(d, 16, 30)
+    assert d.charged() == 60 and d.kinds().count("growth_given_back") == 1
+
+
+def test_a_grant_of_more_that_was_lost_is_taken_back() -> None:
+    d = grown()
+    for t in (3, 5, 8):
+        says(d, t, 30)
+    assert d.charged() == 60
+
+
+def test_heartbeats_from_before_the_grant_take_nothing_back() -> None:
+    d = grown()
+    says(d, 3, 30)
+    says(d, 4, 45)
+    for t in (5, 9):
+        says(d, t, 30)
+    assert d.charged() == 75
+
+
+def test_giving_back_that_was_under_way_when_it_grew_again_takes_nothing_from_that() -> None:
+    d = grown()
+    give_back(d, 10, "a", 30)
+    assert granted(grow(d, 20, "a", 15)) == ["a"]
+    d.at(21, ev.GaveBack(TicketId("a"), (ev.DeviceBytes(CPU, gib(30)),)))
+    assert d.charged() == 75 and d.arbiter.stale_count == 1
+
+
+def test_what_is_given_back_after_a_restart_of_the_arbiter_is_heard_too() -> None:
+    d = Desk(holders=())
+    d.join(0, "h", d.held("a", ev.Phase.RESIDENT, size=45))
+    for t in (1, 6):
+        says(d, t, 30)
+    assert d.charged() == 30
+
+
+def test_nobody_has_more_by_saying_so() -> None:
+    d = grown()
+    give_back(d, 10, "a", 60)
+    for t in (11, 20):
+        says(d, t, 60)
+    assert d.charged() == 75
