@@ -27,6 +27,9 @@ class Need:
     scratch_bytes: Bytes = Bytes(0)
     context_bytes: Bytes = Bytes(0)  # what a live but empty engine process holds
     host_bytes: Bytes = Bytes(0)  # charged to host RAM while asleep; 0 means it cannot sleep
+    # What it will take however little of it was seen in use: weights, and the KV cache an engine
+    # was told to have, which it fills behind its first answers. Nothing less is learned.
+    least_bytes: Bytes = Bytes(0)
 
     @property
     def device_bytes(self) -> Bytes:

@@ -220,6 +220,7 @@ def estimate(path: str, model: ModelConfig, kind: EngineKind) -> Need:
         working_bytes=working,
         context_bytes=kind.context_bytes,
         host_bytes=weights if model.can_sleep else Bytes(0),
+        least_bytes=Bytes(weights + kv_bytes) if kv_bytes else Bytes(0),
     )
 
 

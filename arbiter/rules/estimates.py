@@ -93,10 +93,11 @@ class Estimates:
         said, source = need.device_bytes, "explicit"
         if not need_is_explicit:
             beyond = self._overhead.get(key.capability, 0)
-            said, source = Bytes(max(need.weights_bytes, said + beyond)), "computed"
+            least = max(need.weights_bytes, need.least_bytes)
+            said, source = Bytes(max(least, said + beyond)), "computed"
         peak = self._peak.get(key, Bytes(0))
         if peak and (peak > said or not need_is_explicit):
-            said, source = self._with_headroom(peak), "learned"
+            said, source = self._learned(peak, need, need_is_explicit), "learned"
         corrected = self._corrected.get(key, Bytes(0))
         if corrected > said:
             said, source = corrected, "corrected"
@@ -117,6 +118,10 @@ class Estimates:
 
     def _with_headroom(self, peak: Bytes) -> Bytes:
         return Bytes(peak + int(peak * self._settings.learned_headroom_fraction))
+
+    def _learned(self, peak: Bytes, need: Need, need_is_explicit: bool) -> Bytes:
+        learned = self._with_headroom(peak)
+        return learned if need_is_explicit else Bytes(max(learned, need.least_bytes))
 
     def load_time(self, key: ModelKey, weights: Bytes = Bytes(0)) -> Span:
         """As it took so far; else as others of its capability took for as many bytes; else 0."""
@@ -141,7 +146,7 @@ class Estimates:
 
     def saw_overhead(self, key: ModelKey, need: Need, peak: Bytes) -> None:
         """Once for each load whose need was computed, not said."""
-        beyond = peak - need.device_bytes
+        beyond = max(peak, need.least_bytes) - need.device_bytes
         old = self._overhead.get(key.capability, beyond)
         share = self._settings.load_ewma_fraction
         self._overhead[key.capability] = old + int((beyond - old) * share)

@@ -54,7 +54,8 @@ class SleepingCpuWorker(CPUWorker):
         return found
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
+        with every_core():
+            super().load_model(*args, **kwargs)
         self.versions = {path: version(path) for path in self._checkpoint()}
         _give_back()  # the loader's own garbage, before anything grows behind it
 
@@ -95,7 +96,7 @@ class SleepingCpuWorker(CPUWorker):
         self.versions = {path: version(path) for path in self._checkpoint()}
 
     def _reload(self, weights: Iterator[tuple[str, torch.Tensor]] | None) -> None:
-        with set_current_vllm_config(self.vllm_config), self._adapters_kept():
+        with set_current_vllm_config(self.vllm_config), self._adapters_kept(), every_core():
             self.model_runner.reload_weights(weights_iterator=weights)
 
     @contextmanager
@@ -137,6 +138,17 @@ class SleepingCpuWorker(CPUWorker):
         if size := storage.nbytes():  # zero when an earlier tensor shares the storage
             self.emptied.append((storage, size))
             storage.resize_(0)
+
+
+@contextmanager
+def every_core() -> Iterator[None]:
+    """Packing weights takes all cores this process may use: while it does nobody is served."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

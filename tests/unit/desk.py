@@ -145,10 +145,10 @@ class Desk:
         self, t: float, name: str, size: float, *, holder: str = "h", model: str = "",
         host: float = 0, capability: str = "text", deadline_s: float | None = None,
         attempt: int = 1, explicit: bool = True, priority: ev.Priority = ev.Priority.NORMAL,
-        tenant: str = "default", client: str = "",
+        tenant: str = "default", client: str = "", least: float = 0,
     ) -> list[Decision]:  # fmt: skip
         self.sizes[name], self.host_sizes[name] = size, host
-        need = ev.Need(gib(size), host_bytes=gib(host))
+        need = ev.Need(gib(size), host_bytes=gib(host), least_bytes=gib(least))
         deadline = None if deadline_s is None else seconds(deadline_s)
         return self.at(t, ev.Requested(
             TicketId(name), HolderId(holder), capability, model or name.rstrip("0123456789"),

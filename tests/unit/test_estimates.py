@@ -3,7 +3,10 @@
 import pytest
 
 from arbiter.decisions import Grant
+from arbiter.events import Need
 from arbiter.rules import estimates
+from arbiter.settings import DEFAULTS
+from arbiter.units import Bytes
 from tests.unit.desk import CPU, Desk, gib
 
 pytestmark = pytest.mark.spec("A17")
@@ -46,6 +49,26 @@ def test_what_a_capability_takes_beyond_its_computed_needs_is_added_to_the_next(
     [said] = desk.ask(4, "c", 5)
     assert isinstance(computed, Grant) and computed.devices[0].size_bytes == gib(26)
     assert isinstance(said, Grant) and said.devices[0].size_bytes == gib(5)
+
+
+def test_what_an_engine_was_told_to_fill_is_not_learned_away_before_it_did() -> None:
+    desk = Desk()
+    desk.resident(0, "a", 30, explicit=False, least=22)
+    desk.engines["a"] = {CPU: 12}
+    for t in (1, 2):
+        desk.read(t)
+    [same] = desk.ask(3, "a1", 30, explicit=False, least=22)
+    assert isinstance(same, Grant) and same.devices[0].size_bytes == gib(22)
+
+
+def test_nor_does_it_make_others_of_its_capability_look_smaller() -> None:
+    known = estimates.Estimates(DEFAULTS)
+    one, other = (estimates.ModelKey("text", name, "") for name in "ab")
+    need = Need(Bytes(20), working_bytes=Bytes(10), least_bytes=Bytes(28))
+    known.saw_overhead(one, need, Bytes(12))
+    assert known.size(other, need, need_is_explicit=False).device_bytes == 28
+    small = Need(Bytes(5), working_bytes=Bytes(10))
+    assert known.size(other, small, need_is_explicit=False).device_bytes == 13
 
 
 def test_it_is_less_where_less_is_taken_and_never_below_the_weights() -> None:
