@@ -72,7 +72,7 @@ class Arbiter:
         mind = self._mind
         assert now >= mind.now, "time went back"
         mind.now, mind.out = now, []
-        _apply(event, mind)
+        _apply.registry.get(type(event), _apply)(event, mind)  # its own look-up takes 0.5 us
         watch.ring(mind)
         eviction.relieve(mind)
         growth.serve(mind)

@@ -22,9 +22,12 @@ class Holdings:
 
     def post(self, client: Client, ticket: TicketId, more: int, on_device: Counter[str]) -> None:
         """So many more of this ticket, or fewer, on a device whose own count is given."""
-        tenant = client.tenant
-        self.unsettled.setdefault(client, Bytes(self.by_client[client]))
-        _add(self.by_client, client, more)
+        tenant, held = client.tenant, self.by_client[client]
+        self.unsettled.setdefault(client, Bytes(held))
+        if held + more:
+            self.by_client[client] = held + more
+        else:
+            del self.by_client[client]
         _add(self.by_tenant, tenant, more)
         _add(on_device, tenant, more)
         own = self.tickets.setdefault(tenant, {})

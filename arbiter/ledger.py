@@ -41,6 +41,8 @@ class State(Enum):
     RECLAIMING = "reclaiming"
     CLOSED = "closed"
 
+    __hash__ = object.__hash__  # an enum's own is a call of Python, on each look into a table
+
 
 LEAVING = frozenset({State.DRAINING, State.RECLAIMING})
 CHARGED = frozenset({State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP, State.RECLAIMING})
@@ -57,6 +59,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 Sizes = dict[DeviceId, Bytes]
+NONE = Bytes(0)
 SUMMED_COUNT = 64  # tickets on a device; their sum takes about 20 us
 UNREAD_COUNT = 64  # changes of a device beyond its tickets that are noted for nobody
 
@@ -135,10 +138,10 @@ class Entry:
         """Bytes on the books for it; 0 in states that hold none."""
         if self.state in UNCHARGED:
             return Bytes(0)
-        held, granted = self.measured.get(device, 0), self.granted.get(device, 0)
+        held, granted = self.measured.get(device, NONE), self.granted.get(device, NONE)
         if self.dispatch_lock:
-            held -= self.scratch_in_use(device)
-        return Bytes(max(granted, held))
+            held = Bytes(held - self.scratch_in_use(device))
+        return held if held > granted else granted
 
     def scratch_in_use(self, device: DeviceId) -> Bytes:
         """Of what it is measured to hold, the part that the shared reserve stands for."""
@@ -334,9 +337,8 @@ class Ledger:
         """A device appears, with what is already held on it, or changes its budget."""
         if old := self.books.get(book.device):
             grown = book.budget_bytes - old.budget_bytes
-            old.kind, old.total_bytes, old.budget_bytes = (
-                book.kind, book.total_bytes, book.budget_bytes,
-            )  # fmt: skip
+            old.kind, old.total_bytes = book.kind, book.total_bytes
+            old.budget_bytes = book.budget_bytes
             old.free_bytes = Bytes(old.free_bytes + grown)
         else:
             self.books[book.device] = book
@@ -346,11 +348,10 @@ class Ledger:
         self._note(self.books[book.device])
 
     def drop_device(self, device: DeviceId) -> None:
-        assert not self.books[device].entries
-        node = self.books[device].node
-        del self.books[device]
+        book = self.books.pop(device)
+        assert not book.entries
         self._touched.discard(device)
-        self._short.get(node, set()).discard(device)
+        self._short.get(book.node, set()).discard(device)
 
     def set_foreign(self, device: DeviceId, foreign: Bytes) -> None:
         book = self.books[device]

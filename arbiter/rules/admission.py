@@ -137,7 +137,7 @@ def _why_not(mind: Mind, event: ev.Requested) -> RequestError | None:
 def _over_quota(mind: Mind, event: ev.Requested, tenant: str) -> RequestError | None:
     """A lease is not made room for among the tenant's own: they are seldom to be interrupted."""
     need = event.need.device_bytes
-    if error := tenants.why_not(mind, tenant, need):
+    if error := tenants.why_not(mind, event.holder, tenant, need):
         return error
     if event.lease and tenants.over(mind, tenant, need):
         return tenants.too_much(mind, tenant, need)
@@ -193,6 +193,7 @@ def _queue(mind: Mind, entry: Entry, event: ev.Requested) -> None:
     tenant, need = entry.client.tenant, entry.need.device_bytes
     mind.line.add(
         entry.ticket, label, entry.node, mind.now, deadline, entry.priority,
+        holder=entry.holder, is_of_gang=bool(entry.gang),
         is_asleep=entry.state is not State.QUEUED, standing=tenants.standing(mind, tenant),
         turn_bytes=mind.accounts.turn_of(tenant, need, tenants.share_of(mind, tenant)),
     )  # fmt: skip

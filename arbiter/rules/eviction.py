@@ -107,6 +107,8 @@ def relieve(mind: Mind) -> None:
 
 def coming_back(book: Book) -> Bytes:
     """Asked for or being reclaimed already, so not to be asked for twice."""
+    if not book.leaving:
+        return Bytes(0)
     returning = (
         e.charge(book.device) - (e.granted.get(book.device, 0) if _stays_on(book, e) else 0)
         for e in book.leaving.values()
@@ -220,8 +222,9 @@ def _weigh(
         if worth := spare.take(entry, option.freed_bytes):
             spare_count -= missing <= 0
             missing -= worth
-            options.append(replace(option, freed_bytes=worth))
-    return options, choose(options, short)
+            is_all = worth == option.freed_bytes
+            options.append(option if is_all else replace(option, freed_bytes=worth))
+    return options, choose(options, short) if missing <= 0 else []
 
 
 def _remember(

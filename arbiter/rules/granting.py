@@ -29,7 +29,7 @@ from arbiter.rules.look import Look
 from arbiter.rules.mind import Mind, Node
 from arbiter.rules.refusing import turn_away
 from arbiter.rules.sites import cap_pins, compute_books, flag_pinned_on, on_demand_of, trusted
-from arbiter.units import SECOND, Bytes, Instant, Span, after, since
+from arbiter.units import SECOND, Bytes, Instant, Span, TicketId, after, since
 
 SCANNED_COUNT = 32  # tickets on a device, looked through for the next moment at 1 us each
 
@@ -55,7 +55,7 @@ def _serve(mind: Mind, node: Node) -> bool:
         max((b.budget_bytes for b in books), default=Bytes(0)),
         max((on_demand_of(b) for b in books), default=Bytes(0)),
         tenants.reserves(mind),
-        unwalked=mind.line.crowd(node.node).urgencies.copy(),
+        unwalked=dict(mind.line.crowd(node.node).urgencies),
     )
     for waiting in mind.line.walk(node.node):
         look.unwalked[urgency_of(waiting.waiter)] -= 1
@@ -304,24 +304,33 @@ def _back_in_service(mind: Mind, entry: Entry) -> None:
 def _grant(mind: Mind, look: Look, entry: Entry, waiting: Waiting, home: Sizes) -> None:
     mind.line.drop(entry.ticket)
     mind.accounts.served(waiting.waiter.turn_bytes)
-    for other in mind.line.walk(look.node.node):
-        is_passed = other.waiter.turn < waiting.waiter.turn and not other.is_due
-        if is_passed and _could_use(mind, other, home):
-            mind.line.overtaken(other, mind.settings.bypass_count)
-            look.is_over = look.is_over or other.is_due
+    _overtake(mind, look, waiting.waiter.turn, home)
     charge(mind, entry, home)
 
 
-def _could_use(mind: Mind, other: Waiting, home: Sizes) -> bool:
-    entry = mind.ledger.find(other.waiter.ticket)
-    assert entry is not None
-    if mind.is_silent(entry.holder) or entry.state not in (State.QUEUED, State.ASLEEP):
-        return False  # it does not compete, or has bytes of its own to come
+def _overtake(mind: Mind, look: Look, turn: int, home: Sizes) -> None:
+    """Those who had asked before and could have used these bytes: perhaps a long line, so what most
+    of them need not be asked is asked last."""
+    most = max(on_demand_of(mind.ledger.books[d]) for d in home)
+    for other in mind.line.at(look.node.node):
+        waiter = other.waiter
+        if waiter.turn > turn or other.is_due or mind.is_silent(other.holder):
+            continue
+        is_plain = not (waiter.is_asleep or other.is_of_gang)
+        if other.need_bytes <= most if is_plain else _could_use(mind, waiter.ticket, home, most):
+            mind.line.overtaken(other, mind.settings.bypass_count)
+            look.is_over = look.is_over or other.is_due
+
+
+def _could_use(mind: Mind, ticket: TicketId, home: Sizes, most: Bytes) -> bool:
+    """A sleeper, or one of several that only make sense together."""
+    entry, waiting = mind.ledger.find(ticket), mind.line.find(ticket)
+    assert entry is not None and waiting is not None
     if entry.state is State.ASLEEP:
         return bool(entry.home.keys() & home.keys())
-    if entry.gang and gangs.members(mind, entry) is None:
-        return False
-    return any(other.need_bytes <= on_demand_of(mind.ledger.books[d]) for d in home)
+    if entry.state is not State.QUEUED or gangs.members(mind, entry) is None:
+        return False  # it has bytes of its own to come, or does not compete
+    return waiting.need_bytes <= most
 
 
 def charge(mind: Mind, entry: Entry, home: Sizes) -> None:

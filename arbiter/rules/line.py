@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from arbiter.events import Priority
-from arbiter.units import Bytes, Instant, NodeId, TicketId
+from arbiter.units import Bytes, HolderId, Instant, NodeId, TicketId
 from arbiter.view import Key, Waiter
 
+NOBODY = HolderId("")
 WAKES = 0  # before every priority: a sleeper is looked at by itself, for it wakes where it is
 
 
@@ -23,6 +24,8 @@ class Waiting:
     model: str  # capability and model: what the per-model bound counts
     node: NodeId
     deadline: Instant | None
+    holder: HolderId = NOBODY
+    is_of_gang: bool = False
     predicted_at: Instant | None = None  # when it was expected to serve, as it joined
     overtaken_count: int = 0
     is_due: bool = False
@@ -39,9 +42,11 @@ class Crowd:
     version: int = -1  # of the estimates
     known_count: int = 0  # whose need is known by that version
     least_bytes: Bytes = Bytes(0)  # none of those needs less
+    standings: Counter[str] = field(default_factory=Counter)
 
     def count(self, waiting: Waiting, more: int) -> None:
         self.urgencies[urgency_of(waiting.waiter)] += more
+        self.standings[waiting.standing] += more
         if waiting.version == self.version:
             self.known_count += more
             self.least_bytes = min(self.least_bytes, waiting.need_bytes)
@@ -58,6 +63,9 @@ class Crowd:
         is_known = self.version == version and self.known_count == self.urgencies.total()
         return is_known and self.least_bytes >= need
 
+    def is_of_one_standing(self) -> bool:
+        return sum(1 for count in self.standings.values() if count) == 1
+
 
 def urgency_of(waiter: Waiter) -> int:
     return WAKES if waiter.is_asleep else int(waiter.priority)  # an enum hashes slowly
@@ -68,8 +76,10 @@ class Line:
         self._place_of = place_of
         self._waiting: dict[TicketId, Waiting] = {}
         self._order: dict[NodeId, list[tuple[Key, TicketId]]] = {}
+        self._walked: set[NodeId] = set()  # see walk
         self._crowds: dict[NodeId, Crowd] = {}
         self._of_model: dict[str, dict[TicketId, None]] = {}
+        self._where: dict[str, Counter[NodeId]] = {}  # by the standing of who waits there
         self._loads: Counter[tuple[NodeId, str]] = Counter()  # in flight
         self._turn = 0
         self.changed: set[NodeId] = set()
@@ -85,6 +95,8 @@ class Line:
         deadline: Instant | None = None,
         priority: Priority = Priority.NORMAL,
         *,
+        holder: HolderId = NOBODY,
+        is_of_gang: bool = False,
         is_asleep: bool = False,
         turn_bytes: Bytes = Bytes(0),
         standing: str = "",
@@ -92,9 +104,12 @@ class Line:
         self._turn += 1
         is_warm = is_asleep or self._loads[node, model] > 0
         waiter = Waiter(ticket, now, self._turn, priority, is_warm, is_asleep, turn_bytes)
-        waiting = Waiting(waiter, (), model, node, deadline, standing=standing)
+        waiting = Waiting(waiter, (), model, node, deadline, holder, is_of_gang, standing=standing)
         self._waiting[ticket] = waiting
         self._of_model.setdefault(model, {})[ticket] = None
+        if standing not in self._where:
+            self._where[standing] = Counter()
+        self._where[standing][node] += 1
         self._insert(waiting)
         return waiting
 
@@ -104,22 +119,36 @@ class Line:
             del self._of_model[waiting.model][ticket]
             if not self._of_model[waiting.model]:
                 del self._of_model[waiting.model]
+            where = self._where[waiting.standing]
+            where[waiting.node] -= 1
+            if not where[waiting.node]:
+                del where[waiting.node]
 
     def _insert(self, waiting: Waiting) -> None:
         waiter = waiting.waiter
         place = (waiter.asked, waiter.turn) if waiting.is_due else self._place_of(waiter)
         waiting.key = (not waiting.is_due, *place)
-        insort(self._order.setdefault(waiting.node, []), (waiting.key, waiter.ticket))
-        self._crowds.setdefault(waiting.node, Crowd()).count(waiting, 1)
+        insort(self._own_order(waiting.node), (waiting.key, waiter.ticket))
+        if waiting.node not in self._crowds:
+            self._crowds[waiting.node] = Crowd()
+        self._crowds[waiting.node].count(waiting, 1)
         self.changed.add(waiting.node)
 
     def _remove(self, waiting: Waiting) -> None:
-        order = self._order[waiting.node]
+        order = self._own_order(waiting.node)
         del order[bisect_left(order, (waiting.key, waiting.waiter.ticket))]
         self._crowds[waiting.node].count(waiting, -1)
         if not order:
             del self._order[waiting.node], self._crowds[waiting.node]
         self.changed.add(waiting.node)
+
+    def _own_order(self, node: NodeId) -> list[tuple[Key, TicketId]]:
+        """To be changed: a copy while somebody walks it."""
+        order = self._order.setdefault(node, [])
+        if node in self._walked:
+            self._walked.discard(node)
+            order = self._order[node] = list(order)
+        return order
 
     # -- moving up -----------------------------------------------------------------------------
 
@@ -184,10 +213,21 @@ class Line:
         return [self._waiting[ticket] for _, ticket in self._order.get(node, ())]
 
     def walk(self, node: NodeId) -> Iterator[Waiting]:
-        """The same one by one; who has left meanwhile is left out."""
-        for _, ticket in list(self._order.get(node, ())):
-            if waiting := self._waiting.get(ticket):
-                yield waiting
+        """The same one by one, as they stand when it begins; who has left meanwhile is left out.
+        Most walks end soon, so the order is copied only when it changes under one."""
+        is_first = node not in self._walked
+        self._walked.add(node)
+        try:
+            for _, ticket in self._order.get(node, ()):
+                if waiting := self._waiting.get(ticket):
+                    yield waiting
+        finally:
+            if is_first:
+                self._walked.discard(node)
+
+    def where(self, standing: str) -> list[NodeId]:
+        """On which nodes somebody of this tenant waits."""
+        return list(self._where.get(standing, ()))
 
     def first(self, node: NodeId, count: int) -> list[Waiting]:
         return [self._waiting[ticket] for _, ticket in self._order.get(node, [])[:count]]
@@ -202,7 +242,7 @@ class Line:
         crowd.least_bytes = min(known, default=Bytes(0))
 
     def crowd(self, node: NodeId) -> Crowd:
-        return self._crowds.get(node, Crowd())
+        return self._crowds.get(node) or Crowd()
 
     def is_empty(self, node: NodeId) -> bool:
         return node not in self._order

@@ -1,7 +1,7 @@
 """What one look at a node's line knows: what is free, promised, reserved, and held for one that is
 due (SPEC C6, C10)."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from arbiter.events import Priority
@@ -29,7 +29,7 @@ class Look:
     is_waiting: bool = False  # somebody is left in the line
     is_over: bool = False  # somebody has become due: the order has changed
     judged_count: int = 0  # of the hopeless, when the rest was last judged
-    unwalked: Counter[int] = field(default_factory=Counter)  # how urgent those are, see line.Crowd
+    unwalked: dict[int, int] = field(default_factory=dict)  # how urgent those are, see line.Crowd
 
     def room(self, device: DeviceId, entry: Entry) -> int:
         """What is free there or coming, promised to nobody and reserved for no other tenant."""
@@ -53,13 +53,16 @@ class Look:
         """So is everybody behind: none is more urgent, none asks for less. Asked anew only when
         one more could not load; those that are due stand in front and are looked at. Where tenants
         differ, what one of them lacks another may have."""
-        if walked.is_due or mind.tenants or len(self.hopeless) == self.judged_count:
+        if walked.is_due or len(self.hopeless) == self.judged_count:
             return False
         self.judged_count = len(self.hopeless)
+        crowd = mind.line.crowd(self.node.node)
+        if mind.tenants and not crowd.is_of_one_standing():
+            return False
         need, priority, _ = self.hopeless[-1]
         if any(count > 0 and urgent < priority for urgent, count in self.unwalked.items()):
             return False
-        return mind.line.crowd(self.node.node).needs_at_least(need, mind.estimates.version)
+        return crowd.needs_at_least(need, mind.estimates.version)
 
     def passes_over(self, waiting: Waiting, version: int) -> bool:
         """Most of a long line: what such a one needs is known, and hopeless."""

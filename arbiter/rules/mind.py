@@ -32,7 +32,6 @@ from arbiter.units import (
     Span,
     TicketId,
     after,
-    since,
 )
 from arbiter.view import Policies
 
@@ -62,6 +61,11 @@ class Node:
     silent_told: bool = False
     readings: dict[DeviceId, ev.DeviceReading] = field(default_factory=dict)
     unclaimed: dict[TicketId, Unclaimed] = field(default_factory=dict)
+    computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
+
+    def __post_init__(self) -> None:
+        hosts = ev.DeviceKind.HOST
+        self.computing = tuple(d for d, spec in self.devices.items() if spec.kind is not hosts)
 
 
 @dataclass(slots=True)
@@ -169,8 +173,9 @@ class Mind:
         ticket = None
         if entry is not None:
             ticket = entry.ticket
-            about = {"holder": entry.holder, "capability": entry.capability, "model": entry.model}
-            data = {**about, **data}
+            data = {
+                "holder": entry.holder, "capability": entry.capability, "model": entry.model, **data
+            }  # fmt: skip
         self.say(Tell(kind, data, ticket, size, took))
 
     def refuse(self, ticket: TicketId, error: RequestError) -> None:
@@ -212,14 +217,15 @@ class Mind:
 
     def is_silent(self, holder: HolderId) -> bool:
         known = self.holders.get(holder)
-        return known is None or since(known.heard, self.now) >= self.settings.terms.silent
+        return known is None or self.now - known.heard >= self.settings.terms.silent
 
     def key_of(self, entry: Entry) -> ModelKey:
         return ModelKey(entry.capability, entry.model, entry.settings_key)
 
     def changed(self) -> list[NodeId]:
         """Where something may be decided now that could not be before."""
-        return sorted(self.ledger.changed | self.line.changed)
+        changed = self.ledger.changed | self.line.changed
+        return sorted(changed) if changed else []
 
     def take_changed(self) -> list[NodeId]:
         changed = self.changed()

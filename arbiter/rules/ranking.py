@@ -18,7 +18,10 @@ from arbiter.rules.victims import COST_LEAST, Option
 from arbiter.units import SECOND, Instant, Span, TicketId, since
 from arbiter.view import Candidate, Key, Price
 
-SWEPT_COUNT = 4  # priced again with each look, 6 us each: a device with as many always is as of now
+SWEPT_COUNT = 4  # priced again with a sweep, 6 us each
+SWEPT_EVERY = (
+    SECOND  # until then no price drifts by a thousandth: a look soon after another is free
+)
 PRICED_FOR = Span(60 * SECOND)  # no price is older: the faster rate fades by a hundredth meanwhile
 
 
@@ -32,6 +35,7 @@ class Ranking:
         self._turn: list[TicketId] = []  # whose turn it is to be priced again
         self._fading = Alarms()
         self._looked: Instant | None = None
+        self._swept = Instant(0)
 
     def refresh(self, mind: Mind, book: Book) -> None:
         assert book.stale is not None
@@ -45,9 +49,12 @@ class Ranking:
 
     def _in_turn(self, mind: Mind) -> list[TicketId]:
         count = len(self._options)
-        unseen = since(self._looked or Instant(0), mind.now)
-        due_count = max(SWEPT_COUNT, count * unseen // PRICED_FOR)
-        if due_count >= count or mind.foresight:  # the future changes with every use
+        unswept = since(self._swept, mind.now)
+        if unswept < SWEPT_EVERY and not mind.foresight:  # the future changes with every use
+            return []
+        self._swept = mind.now
+        due_count = max(SWEPT_COUNT, count * unswept // PRICED_FOR)
+        if due_count >= count or mind.foresight:
             self._turn = []
             return list(self._options)
         if not self._turn:

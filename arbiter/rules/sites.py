@@ -12,8 +12,8 @@ COMPUTE = frozenset({DeviceKind.GPU, DeviceKind.CPU})
 
 
 def compute_books(mind: Mind, node: Node) -> list[Book]:
-    books = (mind.ledger.books.get(d) for d in node.devices)
-    return [b for b in books if b and b.kind in COMPUTE]
+    books = mind.ledger.books
+    return [books[d] for d in node.computing if d in books]
 
 
 def on_demand_of(book: Book) -> Bytes:
@@ -61,6 +61,8 @@ def is_trusted(mind: Mind, node: Node, device: DeviceId, now: Instant) -> bool:
 
 
 def _unclaimed_until(mind: Mind, node: Node, device: DeviceId) -> Instant:
+    if not node.unclaimed:
+        return Instant(0)
     alarm = mind.settings.terms.reclaim_alarm
     seen = [e.first_seen for e in node.unclaimed.values() if device in e.measured]
     return after(max([mind.settled_at, *seen]), alarm) if seen else Instant(0)

@@ -17,9 +17,9 @@ from arbiter.events import Client
 from arbiter.ledger import LEAVING, Book, Entry
 from arbiter.rules.budget import share
 from arbiter.rules.mind import Mind
-from arbiter.rules.sites import COMPUTE
+from arbiter.rules.sites import COMPUTE, compute_books
 from arbiter.settings import TenantTerms
-from arbiter.units import Bytes, in_seconds
+from arbiter.units import Bytes, HolderId, in_seconds
 
 COOLED_FRACTION = 0.9  # of its average; so that a tenant at its limit is not let in and out
 
@@ -36,11 +36,15 @@ def standing(mind: Mind, tenant: str) -> str:
 # -- asking ---------------------------------------------------------------------------------------
 
 
-def why_not(mind: Mind, tenant: str, need: Bytes) -> QuotaExceeded | TenantCoolingDown | None:
-    """Refused at once: waiting would not help, or not soon."""
-    if not mind.tenants:
+def why_not(
+    mind: Mind, holder: HolderId, tenant: str, need: Bytes
+) -> QuotaExceeded | TenantCoolingDown | None:
+    """Refused at once: waiting on its holder's node would not help, or not soon."""
+    known = mind.holders.get(holder)
+    node = mind.nodes.get(known.node) if known else None
+    if not mind.tenants or node is None:
         return None
-    return _cooling(mind, tenant) or never(mind, tenant, need, _compute(mind))
+    return _cooling(mind, tenant) or never(mind, tenant, need, compute_books(mind, node))
 
 
 def never(mind: Mind, tenant: str, need: Bytes, books: Iterable[Book]) -> QuotaExceeded | None:
@@ -66,7 +70,7 @@ def _beyond_reserves(
 def most_on(mind: Mind, book: Book, tenant: str) -> Bytes:
     """The most that waiting can ever bring there for this tenant."""
     fixed: dict[str, int] = {}
-    for entry in book.entries.values():
+    for entry in book.entries.values() if book.pinned_bytes else ():
         if entry.pinned:
             own = entry.client.tenant
             fixed[own] = fixed.get(own, 0) + entry.charge(book.device)
@@ -122,6 +126,8 @@ def reserves(mind: Mind) -> dict[str, Bytes]:
 def kept(reserved: dict[str, Bytes], book: Book, tenant: str, has_left: bool = False) -> Bytes:
     """Of what is free there, for others than this tenant; `has_left`: once those asked to leave
     have left."""
+    if not reserved:
+        return Bytes(0)
     others = ((name, size) for name, size in reserved.items() if name != tenant)
     return Bytes(sum(max(0, size - _held(book, name, has_left)) for name, size in others))
 
@@ -134,9 +140,14 @@ def _held(book: Book, tenant: str, has_left: bool) -> int:
 
 
 def note_relief(mind: Mind) -> None:
-    """Who waits for its tenant's own bytes, or beside a reserve, is looked at wherever it waits."""
-    if mind.tenants and mind.ledger.holdings.unsettled:
-        mind.ledger.changed.update(mind.line.nodes)
+    """Who waits for its tenant's own bytes is looked at wherever it waits. A reserve is of one
+    device, where any change is looked at."""
+    if not mind.tenants:
+        return
+    for client in mind.ledger.holdings.unsettled:
+        terms = terms_of(mind, client.tenant)
+        if terms and terms.most_bytes is not None:
+            mind.ledger.changed.update(mind.line.where(client.tenant))
 
 
 def over(mind: Mind, tenant: str, more: Bytes) -> Bytes:
@@ -163,10 +174,6 @@ def device_bytes(mind: Mind, entry: Entry) -> Bytes:
     """Charged on devices that compute."""
     books = (mind.ledger.books.get(d) for d in entry.devices)
     return Bytes(sum(entry.charge(b.device) for b in books if b and b.kind in COMPUTE))
-
-
-def _compute(mind: Mind) -> list[Book]:
-    return [b for b in mind.ledger.books.values() if b.kind in COMPUTE]
 
 
 # -- leaving --------------------------------------------------------------------------------------

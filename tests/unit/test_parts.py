@@ -161,6 +161,22 @@ def test_the_line_keeps_the_policys_order_whatever_leaves(steps: list[tuple[int,
         assert line.count("m") == len(line) == len(model)
 
 
+def test_a_walk_meets_who_stood_there_when_it_began_and_has_not_left() -> None:
+    line, node = Line(admit_fifo.key), NodeId("n")
+    for number, ticket in enumerate("abcd"):
+        line.add(TicketId(ticket), "m", node, Instant(number))
+    walk = line.walk(node)
+    met = [next(walk).waiter.ticket]
+    line.drop(TicketId("c"))
+    line.add(TicketId("e"), "m", node, Instant(9))
+    for waiting in walk:  # one moves ahead of who walks
+        line.ripen(waiting)
+        met.append(waiting.waiter.ticket)
+        assert [w.waiter.ticket for w in line.walk(node)][-1] == "e"
+    assert met == ["a", "b", "d"]
+    assert [w.waiter.ticket for w in line.at(node)] == ["b", "d", "a", "e"]
+
+
 # -- estimates (SPEC A17) -------------------------------------------------------------------------
 
 KEY = ModelKey("text", "a", "")

@@ -7,7 +7,9 @@ import pytest
 from arbiter import events as ev
 from arbiter.decisions import Decision
 from arbiter.errors import QuotaExceeded, TenantCoolingDown
+from arbiter.rules import granting
 from arbiter.rules.accounts import Accounts, byte_seconds
+from arbiter.rules.mind import Mind, Node
 from arbiter.settings import Settings, TenantTerms
 from arbiter.units import GIB, Bytes, HolderId, Instant, TicketId, seconds
 from tests.unit.desk import CPU, HOST, PLAIN, Desk, gib, granted, refusal, revoked, s
@@ -82,6 +84,35 @@ def test_who_waits_for_its_own_on_another_node_comes_as_soon_as_they_are_gone() 
     assert revoked(desk.ask(20, "c", 20, tenant="x", holder="k")) == [("a", "swap", "gone")]
     desk.at(20.1, ev.Released(TicketId("a"), "swap"))
     assert granted(desk.gone(20.2, "a")) == ["c"]
+
+
+def test_what_one_tenant_gives_back_has_nobody_elses_line_looked_at_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = settings(terms("x", most=60), terms("y", reserved=5))
+    desk = Desk(device=80, settings=limits, holders=("h", "h2"))
+    for name in ("m", "o"):
+        desk.see_node(0, 80, 0, node=name)
+        desk.read(0, node=name)
+    desk.join(0, "k", node="m")
+    desk.join(0, "l", node="o")
+    desk.resident(0, "a", 20, tenant="x")
+    desk.resident(0, "b", 20, tenant="z", holder="h2")
+    desk.resident(0, "d", 75, tenant="z", holder="k")
+    desk.ask(10, "c", 60, tenant="z", holder="k")
+    desk.ask(10, "e", 50, tenant="x", holder="l")
+    looked, serve = [], granting._serve
+
+    def look(mind: Mind, node: Node) -> bool:
+        looked.append(node.node)
+        return serve(mind, node)
+
+    monkeypatch.setattr(granting, "_serve", look)
+    desk.at(10.1, ev.Released(TicketId("b"), "x"))
+    desk.gone(10.2, "b")
+    assert looked == []
+    desk.at(10.3, ev.Released(TicketId("a"), "x"))
+    assert granted(desk.gone(10.4, "a")) == ["e"] and set(looked) == {"o"}
 
 
 def test_what_sleeps_in_host_ram_is_no_part_of_a_maximum() -> None:
