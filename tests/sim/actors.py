@@ -10,13 +10,25 @@ from typing import TYPE_CHECKING
 from arbiter import errors
 from arbiter import events as ev
 from arbiter.decisions import Grant, Reason, Refuse, Reload, Revoke, Tier
-from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Instant, NodeId, Span, TicketId, seconds
+from arbiter.units import (
+    GIB,
+    Bytes,
+    DeviceId,
+    Epoch,
+    HolderId,
+    Instant,
+    NodeId,
+    Span,
+    TicketId,
+    seconds,
+)
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
 BEAT_S = 1.0
 ASK_AGAIN_S = 3.0
+GROWS_S, STAYS_GROWN_S = 10.0, 15.0
 RESIDUE_SHARE = 0.05  # of the device bytes, left while asleep
 
 
@@ -36,6 +48,12 @@ class Engine:
 
     def fill(self) -> None:
         self.held = {**self.held, **self.granted}
+
+    def resize(self, devices: tuple[ev.DeviceBytes, ...]) -> None:
+        """Another process in its place."""
+        self.granted = {d.device: int(d.size_bytes) for d in devices}
+        self.extra = {}
+        self.fill()
 
     def take_more(self, share: float) -> None:
         for device, size in self.granted.items():
@@ -140,6 +158,12 @@ class Held:
     priority: ev.Priority = ev.Priority.NORMAL
     tenant: str = "default"  # of its last request
     uses_count: int = 0
+    wants_bytes: int = 0  # more, and nobody has answered yet
+    before: tuple[ev.DeviceBytes, ...] = ()  # it grew
+
+
+def total(devices: tuple[ev.DeviceBytes, ...]) -> int:
+    return sum(d.size_bytes for d in devices)
 
 
 @dataclass
@@ -239,6 +263,50 @@ class Holder:
             ticket.inflight -= 1
             ticket.idle_since = self.world.now
 
+    # -- growing -------------------------------------------------------------------------------
+
+    def want_more(self, ticket: Held) -> None:
+        """For a while; then it goes on as it is."""
+        ticket.wants_bytes = self.world.rng.randint(1, 25) * GIB
+        more = Bytes(ticket.wants_bytes)
+        self.send(ev.GrowthAsked(ticket.ticket, more, seconds(GROWS_S), self.holder))
+        self.world.later(GROWS_S + 2, lambda: self.want_no_more(ticket), exactly=True)
+
+    def want_no_more(self, ticket: Held) -> None:
+        if ticket.wants_bytes:
+            ticket.wants_bytes = 0
+            self.send(ev.GrowthAsked(ticket.ticket, Bytes(0), seconds(0), self.holder))
+
+    def growing(self, grant: Grant) -> Held | None:
+        """Whose grant of more it is; a repeated one of its load says nothing new."""
+        ticket = self.held.get(grant.ticket)
+        is_more = ticket is not None and total(grant.devices) > total(ticket.devices)
+        return ticket if ticket and ticket.wants_bytes and is_more else None
+
+    def on_growth(self, ticket: Held, grant: Grant) -> None:
+        """What is in flight does not always end in time for it."""
+        ticket.wants_bytes = 0
+        if ticket.phase is not ev.Phase.RESIDENT or ticket.is_barred or ticket.engine is None:
+            return
+        before, ticket.devices = ticket.devices, grant.devices
+        if self.world.chance("long"):
+            self.shrink(ticket, before)
+            return
+        ticket.before = ticket.before or before
+        ticket.engine.resize(grant.devices)
+        self.world.later(STAYS_GROWN_S, lambda: self.give_back(ticket))
+
+    def give_back(self, ticket: Held) -> None:
+        is_here = self.alive and self.held.get(ticket.ticket) is ticket
+        if is_here and ticket.phase is ev.Phase.RESIDENT and ticket.engine and ticket.before:
+            ticket.engine.resize(ticket.before)
+            self.shrink(ticket, ticket.before)
+            ticket.before = ()
+
+    def shrink(self, ticket: Held, to: tuple[ev.DeviceBytes, ...]) -> None:
+        ticket.devices = to
+        self.send(ev.GaveBack(ticket.ticket, to))
+
     # -- the wire ------------------------------------------------------------------------------
 
     def send(self, event: ev.Event) -> None:
@@ -289,7 +357,10 @@ class Holder:
             return
         match decision:
             case Grant():
-                self.on_grant(decision)
+                if ticket := self.growing(decision):
+                    self.on_growth(ticket, decision)
+                else:
+                    self.on_grant(decision)
             case Refuse(ticket, error):
                 self.on_refuse(ticket, error)
             case Revoke():
@@ -359,6 +430,8 @@ class Holder:
     def on_refuse(self, name: TicketId, error: errors.RequestError) -> None:
         request = self.asked.pop(name, None)
         if request is None:
+            if held := self.held.get(name):
+                held.wants_bytes = 0
             return
         for other in request.gang:  # it makes no sense alone
             if self.asked.pop(other, None):

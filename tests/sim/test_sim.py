@@ -34,7 +34,7 @@ def run(seed: int) -> World:
     raise AssertionError(f"seed={seed}: after {QUIET_S} s without faults: {world.unfinished()}")
 
 
-@pytest.mark.spec("A10", "A18", "A19", "B1")
+@pytest.mark.spec("A10", "A14", "A18", "A19", "B1", "C4")
 @pytest.mark.parametrize("batch", range(BATCHES_COUNT))
 def test_never_oversold_then_everyone_is_answered_and_the_books_meet_the_truth(batch: int) -> None:
     for seed in range(batch, SEEDS_COUNT, BATCHES_COUNT):
@@ -56,6 +56,7 @@ def test_every_kind_of_trouble_was_met() -> None:
         "not_asleep", "holder_lost", "node_lost", "node_silent", "eviction", "unload_overdue",
         "memory_pressure", "pressure_nothing_left", "lease_granted", "lease_ended",
         "lease_overdue", "model_preload", "oversize", "floor_set", "model_removed",
+        "growth_granted", "growth_given_back",
     }  # fmt: skip
     assert expected <= TOLD.keys()
 

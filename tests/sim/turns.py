@@ -1,4 +1,5 @@
-"""What people do to the world besides asking: pairs of models, floors, a model removed for a while.
+"""What happens to the world besides asking: pairs of models, floors, a model removed for a while, a
+resident that grows.
 
 Mixed into every run like the faults, so that each rule meets every other in trouble.
 """
@@ -23,7 +24,7 @@ class Turns:
         self.floors: dict[str, ev.Floor] = {}
 
     def schedule(self, count: int, within_s: float) -> None:
-        turns = [self.pair, self.set_floor, self.remove]
+        turns = [self.pair, self.set_floor, self.remove, self.grow]
         weights = [self.world.rng.random() for _ in turns]
         for turn in self.world.rng.choices(turns, weights, k=count):
             self.world.later(within_s, turn)
@@ -33,6 +34,17 @@ class Turns:
         living = [h for h in self.world.holders.values() if h.alive and not isinstance(h, Job)]
         if living:
             self.world.rng.choice(living).want_together(PAIR)
+
+    def grow(self) -> None:
+        """A resident wants more for a while."""
+        living = [h for h in self.world.holders.values() if h.alive and not isinstance(h, Job)]
+        able = [
+            (h, t) for h in living for t in h.held.values()
+            if t.phase is ev.Phase.RESIDENT and not t.is_barred and not t.wants_bytes
+        ]  # fmt: skip
+        if able:
+            holder, ticket = self.world.rng.choice(able)
+            holder.want_more(ticket)
 
     def set_floor(self) -> None:
         """For a while: one that nobody lowers again would keep its model for ever."""

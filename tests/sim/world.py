@@ -15,7 +15,7 @@ from dataclasses import replace
 from arbiter import events as ev
 from arbiter.core import Arbiter
 from arbiter.decisions import Grant, Probe, Reap, Refuse, Reload, Revoke, Tell, WakeAt
-from arbiter.settings import DEFAULTS, TenantTerms, Terms
+from arbiter.settings import DEFAULTS, TenantTerms, Terms, Watermarks
 from arbiter.units import (
     GIB,
     SECOND,
@@ -57,7 +57,8 @@ class World:
         self.seed, self.rng = seed, random.Random(seed)
         self.now = Instant(0)
         limited = TENANTS if self.rng.random() < 0.4 else ()
-        self.settings = replace(SETTINGS, tenants=limited)
+        marks = Watermarks() if self.rng.random() < 0.3 else None
+        self.settings = replace(SETTINGS, tenants=limited, device_marks=marks)
         self.faults = True
         self.agenda: list[tuple[int, int, Callable[[], None]]] = []
         self.order = itertools.count()
