@@ -22,21 +22,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.bugs import Bug, core, subtle
+from tests.bugs import Bug, around, core, subtle
 
 ROOT = Path(__file__).parents[1]
-BUGS = core.BUGS + subtle.BUGS
-TIERS = ("unit", "model", "sim", "style")
+BUGS = core.BUGS + subtle.BUGS + around.BUGS
+TIERS = ("unit", "style", "model", "sim")  # the cheapest first
 # The unit tests of the core and the policies; the others test what lies outside them. Those that
 # try many examples come last.
 CORE = (
     "admission eviction explain floors forecast gangs granting growth holders idle leases nodes "
-    "parts preload pressure reclaim sleep tenants urgency estimates scratch victims policies"
+    "parts preload pressure reclaim sleep tenants urgency watermarks estimates hours scratch "
+    "victims policies"
 ).split()
 # Where the test that is nearest to a file is not called as it is.
 NEAR = {
-    "alarms": "reclaim", "groups": "granting", "ledger": "reclaim", "line": "granting",
-    "loads": "reclaim", "look": "granting", "ranking": "eviction", "sites": "nodes",
+    "accounts": "tenants", "admit_fifo": "parts", "alarms": "reclaim", "core": "admission",
+    "evict_priority_lru": "policies", "groups": "granting", "keep_warm": "idle",
+    "ledger": "reclaim", "line": "granting", "loads": "reclaim", "look": "granting",
+    "mind": "holders", "place_best_fit": "admission", "predictor": "forecast",
+    "ranking": "eviction", "sites": "nodes", "slot": "residency",
     "watch": "idle",
 }  # fmt: skip
 # Only the plugins that these tests use: each other one costs every start a part of a second.

@@ -78,7 +78,7 @@ BUGS = [
     Bug("evicts again for bytes already coming back", "arbiter/rules/look.py",
            "book.free_bytes + coming_back(book)", "book.free_bytes"),
     Bug("counts on a quarantined holder", "arbiter/rules/eviction.py",
-           "        if e.state is State.DRAINING or not e.alarmed\n", ""),
+           "    return leaving.state is State.DRAINING or not leaving.alarmed", "    return True"),
     Bug("evicts for what still would not fit", "arbiter/rules/victims.py",
            "    if cheaper < missing:\n        return []\n", ""),
     Bug("spares nobody", "arbiter/rules/victims.py",
