@@ -226,6 +226,31 @@ async def test_nothing_is_asked_before_all_that_was_told_is_heard() -> None:
     await let_go(client)
 
 
+@pytest.mark.spec("A14")
+async def test_no_growth_is_asked_for_before_all_that_was_told_is_heard() -> None:
+    order: list[str] = []
+    may_hear = asyncio.Event()
+
+    async def tell(*_: object) -> None:
+        await may_hear.wait()
+        order.append("told")
+
+    async def grow(epoch: Epoch, holder: HolderId, asked: ev.GrowthAsked) -> wire.Granted:
+        order.append("grew")
+        return wire.Granted(asked.ticket, (), Span(0), Span(0), epoch)
+
+    client = joined_client(FakeArbiter(tell=tell, grow=grow), Deaf)
+    client.tell(ev.GaveBack(TicketId("t"), ()))
+    growing = asyncio.ensure_future(client.grow(TicketId("t"), Bytes(5), Span(7)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    may_hear.set()
+    async with asyncio.timeout(5):
+        await growing
+    assert order == ["told", "grew"]
+    await let_go(client)
+
+
 @pytest.mark.spec("A18")
 async def test_a_failure_of_an_old_life_does_not_end_the_new_one() -> None:
     heard, fails = asyncio.Event(), asyncio.Event()

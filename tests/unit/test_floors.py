@@ -43,6 +43,13 @@ def test_what_nobody_could_load_is_loaded_by_the_first_to_join() -> None:
     assert d.join(1, "h") == [Reload(H, "a")]
 
 
+@pytest.mark.spec("D8")
+def test_what_is_wanted_no_more_before_anybody_could_load_it_is_not_loaded() -> None:
+    d = Desk(holders=())
+    assert floor(d, 0, "a", Floor.DEVICE) == floor(d, 1, "a", Floor.COLD) == []
+    assert d.join(2, "h") == []
+
+
 @pytest.mark.spec("D1", "D8")
 def test_a_host_floor_puts_it_to_sleep_once_idle_and_keeps_it_there() -> None:
     d = Desk(host=80, keep_warm_s=60)

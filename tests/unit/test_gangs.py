@@ -54,6 +54,17 @@ class Gpus(Desk):
 
 
 @pytest.mark.spec("A13")
+def test_tickets_of_two_holders_are_no_gang() -> None:
+    d = Gpus(80)
+    d.join(0, "l", node="g")
+    gang = tuple(map(TicketId, "ab"))
+    assert granted(d.want(0, "a", 50, "ab")) == []
+    need = ev.Need(gib(30))
+    other = ev.Requested(TicketId("b"), HolderId("l"), "text", "b", need, "", True, gang=gang)
+    assert granted(d.at(1, other)) == [] and d.state("a") == d.state("b") == "queued"
+
+
+@pytest.mark.spec("A13")
 def test_a_gang_is_granted_in_one_step_when_the_last_has_asked() -> None:
     d = Gpus(80)
     assert granted(d.want(0, "a", 50, "ab")) == []

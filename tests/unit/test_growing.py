@@ -115,6 +115,21 @@ async def test_in_use_it_stays_grown() -> None:
         await base.until(lambda: len(growth.spawned) == 2)
 
 
+async def test_growth_that_is_asked_for_while_it_gives_back_comes_after_that() -> None:
+    async with resident() as (residency, growth, _):
+        await growing.grow(residency, "a")
+        growth.may_start.clear()
+        giving = asyncio.ensure_future(growing.give_back(residency, "a"))
+        await base.until(lambda: len(growth.spawned) == 2)
+        again = asyncio.ensure_future(growing.grow(residency, "a"))
+        await asyncio.sleep(0)
+        growth.may_start.set()
+        await asyncio.gather(giving, again)
+        larger = {"kv_cache_memory_bytes": 7}
+        assert growth.spawned == [larger, {}, larger]
+        assert residency.account()[0].devices == GROWN
+
+
 async def test_refused_it_goes_on_with_what_it_has() -> None:
     async with resident() as (residency, growth, _):
         growth.error = GrowthRefused(residency.slots["a"].ticket, Bytes(7), "full")

@@ -117,6 +117,11 @@ def test_a_tenant_has_a_cap_that_counts_what_waits() -> None:
     error = refusal(desk.lease(1, "two", 20))
     assert isinstance(error, QuotaExceeded) and (error.has, error.bound) == (30 * GIB, 40 * GIB)
     assert granted(desk.lease(2, "three", 20, tenant="u")) == ["three"]
+    full = Desk()
+    full.resident(0, "a", 70)
+    full.beat(1, "a", inflight=1)
+    assert granted(full.lease(1, "one", 30)) == []  # it waits
+    assert isinstance(refusal(full.lease(1, "two", 20)), QuotaExceeded)
     capped = Desk(settings=replace(PLAIN, lease_tenant_bytes=ev.Bytes(10 * GIB)))
     assert isinstance(refusal(capped.lease(0, "one", 11)), QuotaExceeded)
 

@@ -50,36 +50,53 @@ def test_the_next_of_a_pipeline_is_brought_in_while_nobody_uses_it() -> None:
 
 def waits(d: Desk) -> None:
     """For what is in use, beside room that it cannot use and the guess could."""
-    d.resident(5, "b", 30)
-    d.beat(5, "b", inflight=1)
-    d.ask(6, "c", 60)
+    d.resident(10, "b", 30)
+    d.beat(10, "b", inflight=1)
+    d.ask(11, "c", 60)
 
 
 def is_short(d: Desk) -> None:
-    d.at(5, ev.PressurePushed(CPU, ev.Level.LOW, None, seconds(60)))
+    d.at(10, ev.PressurePushed(CPU, ev.Level.LOW, None, seconds(60)))
 
 
 def is_full(d: Desk) -> None:
-    d.resident(5, "b", 60)
+    d.resident(10, "b", 60)
 
 
 def loads(d: Desk) -> None:
-    d.ask(5, "b", 1)
+    d.ask(10, "b", 1)
 
 
 def is_here(d: Desk) -> None:
-    d.resident(5, "a5", 30, model="a")
+    d.resident(10, "a5", 30, model="a")
+
+
+def is_leaving(d: Desk) -> None:
+    is_here(d)
+    d.at(11, ev.UnloadAsked(TicketId("a5")))
+    assert d.state("a5") == "draining"
 
 
 def has_no_holder(d: Desk) -> None:
-    d.at(5, ev.HolderLost(HolderId("h")))
+    d.at(10, ev.HolderLost(HolderId("h")))
 
 
-@pytest.mark.parametrize("why", [waits, is_short, is_full, loads, is_here, has_no_holder])
-def test_a_guess_costs_nobody_anything(why: Callable[[Desk], None]) -> None:
+def nothing(d: Desk) -> None:
+    d.resident(10, "b", 30)
+
+
+@pytest.mark.parametrize(
+    ("why", "guessed"),
+    [(nothing, ["a"])]
+    + [(why, []) for why in (waits, is_short, is_full, loads, is_here, is_leaving, has_no_holder)],
+)
+def test_a_guess_costs_nobody_anything(why: Callable[[Desk], None], guessed: list[str]) -> None:
     d = desk()
+    come_and_go(d, 3, "a3", 30)
+    come_and_go(d, 6, "a4", 30)  # so it is used most, whatever stands in its way
     why(d)
-    assert Reload(HolderId("h"), "a") not in use(d, 10)
+    said = use(d, 20)
+    assert [r.model for r in said if isinstance(r, Reload)] == guessed
     assert d.state("e1x") == "resident"  # it was used
 
 

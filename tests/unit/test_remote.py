@@ -68,6 +68,24 @@ async def test_what_is_fetched_is_copied_and_checked_as_a_folder_is(
         await shelf.take(bad)
 
 
+@pytest.mark.spec("F2")
+async def test_a_crowd_that_asks_for_a_new_one_has_it_fetched_once(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[str] = []
+    copy = Fetcher._copy
+
+    def counted(self: Fetcher, url: str, scratch: Path) -> int:
+        copies.append(url)
+        return copy(self, url, scratch)
+
+    monkeypatch.setattr(Fetcher, "_copy", counted)
+    fetcher = Fetcher(tmp_path / "fetched", RULES.bounds)
+    entry = found(tmp_path, "memory://ours/law/")
+    await asyncio.gather(*(fetcher.bring(entry) for _ in range(8)))
+    assert copies == ["memory://ours/law/"]
+
+
 @pytest.mark.spec("F2", "L2")
 async def test_what_is_not_there_or_too_large_is_not_fetched_and_leaves_nothing(
     tmp_path: Path, memory: Any

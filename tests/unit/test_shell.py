@@ -1,15 +1,18 @@
 """What ends the arbiter's process, and what is only an answer."""
 
+import asyncio
 from typing import Any, NoReturn, cast
 
 import pytest
 
 from arbiter import events as ev
+from arbiter import wire
 from arbiter.core import Arbiter
+from arbiter.decisions import WakeAt
 from arbiter.errors import CapabilityConflict, LedgerBroken
 from arbiter.eventlog import EventLog
-from arbiter.shell import Shell
-from arbiter.units import Epoch, NodeId, TicketId
+from arbiter.shell import Mailbox, Shell
+from arbiter.units import Epoch, Instant, NodeId, TicketId, seconds
 
 
 class Ended(BaseException):
@@ -51,3 +54,37 @@ def test_whatever_is_no_refusal_ends_the_process(bug: Exception) -> None:
 def test_a_refusal_is_the_callers() -> None:
     with pytest.raises(CapabilityConflict):
         shell(CapabilityConflict("c", "role")).feed(ev.Woke())
+
+
+@pytest.mark.spec("A3")
+async def test_orders_are_repeated_until_they_are_acknowledged_and_no_further() -> None:
+    box = Mailbox()
+    for model in "abc":
+        box.put(wire.ReloadOrder(model))
+    assert [order.sequence for order in await box.after(0, 0)] == [1, 2, 3]
+    assert [order.sequence for order in await box.after(1, 0)] == [2, 3]
+    assert [order.sequence for order in await box.after(1, 0)] == [2, 3]
+    assert await box.after(3, 0) == ()
+
+
+@pytest.mark.spec("A3")
+async def test_one_timer_rings_at_the_earliest_moment_that_was_asked_for() -> None:
+    asked = iter([900, 300, 600])
+
+    class Wakes:
+        def handle(self, event: ev.Event, now: int) -> list[Any]:
+            return [WakeAt(Instant(now + seconds(next(asked))))]
+
+        def replica_targets(self, now: int) -> dict[str, int]:
+            return {}
+
+    core = cast(Arbiter, Wakes())
+    made = Shell(core, Epoch(1), NoAgents(), EventLog(Epoch(1)), clock=lambda: Instant(0))
+    loop = asyncio.get_running_loop()
+    due_s = []
+    for _ in range(3):
+        made.feed(ev.Woke())
+        assert made._timer is not None
+        due_s.append(round(made._timer.when() - loop.time(), -1))
+    assert due_s == [900, 300, 300]
+    made._timer.cancel()

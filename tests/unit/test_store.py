@@ -80,6 +80,9 @@ def test_clusters_that_learn_at_the_same_time_lose_nothing_of_each_other(tmp_pat
     assert sorted(opened(tmp_path).learned(), key=str) == [row("a", 6), row("b", 9), row("c", 7)]
     one.save_learned([row("b", 5)])  # forgets a
     assert sorted(opened(tmp_path).learned(), key=str) == [row("b", 9), row("c", 7)]
+    two.save_learned([row("c", 7), row("b", 9), row("a", 8)])
+    one.save_learned([row("b", 5)])  # has forgotten it once, and may not forget it for the other
+    assert row("a", 8) in opened(tmp_path).learned()
 
 
 def test_after_its_end_a_session_expects_nobody_but_counts_on(tmp_path: Path) -> None:
@@ -105,6 +108,14 @@ def test_the_file_is_for_its_owner_only(tmp_path: Path) -> None:
     store = opened(tmp_path)
     store.next_epoch()
     assert {p.stat().st_mode & 0o077 for p in tmp_path.iterdir()} == {0}
+
+
+@pytest.mark.spec("L4")
+def test_a_file_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    (tmp_path / "s").chmod(0o644)
+    opened(tmp_path).close()
+    assert (tmp_path / "s").stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize("content", [b"not a database at all, but long enough" * 50, b"x" * 4096])

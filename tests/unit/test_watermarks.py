@@ -118,6 +118,15 @@ def test_on_a_device_they_take_nobody_more_urgent_than_who_waits() -> None:
     assert revoked(desk.ask(100, "b", 6, priority=ev.Priority.LOW)) == []
 
 
+def test_nor_than_who_wants_to_grow() -> None:
+    desk = Desk(device=80, settings=MARKED)
+    desk.resident(0, "a", 68, priority=ev.Priority.HIGH)
+    desk.resident(1, "text", 9)
+    grow = ev.GrowthAsked(TicketId("text"), ev.Bytes(6 << 30), seconds(30))
+    assert revoked(desk.at(100, grow)) == [] and "text" in desk.mind.growing
+    assert revoked(desk.ask(101, "b", 1)) == []  # something has changed there
+
+
 # -- configuration --------------------------------------------------------------------------------
 
 
