@@ -16,7 +16,7 @@ from arbiter.events import Priority
 from deployments import wire
 from deployments.config import Table
 from deployments.front.gate import Gate
-from deployments.front.keys import Scope
+from deployments.front.keys import Caller, Scope
 from deployments.front.names import Names, Target
 from deployments.front.reading import Asked, BadRequest, call_of, read, refused
 from deployments.front.relay import RETRY_AFTER_S, relay
@@ -38,6 +38,10 @@ class Inference:
         most = self._table.front.in_flight
         if self._in_flight >= most:
             return refused(QueueFull("the front", self._in_flight, most, RETRY_AFTER_S))
+        with self._counted():  # before its body is awaited, so that a burst meets the bound as well
+            return await self._serve(request, caller)
+
+    async def _serve(self, request: Request, caller: Caller) -> Response:
         try:
             asked = await read(request, self._table.front.profiles)
             if asked.priority is not None and asked.priority < Priority.NORMAL:
@@ -55,8 +59,7 @@ class Inference:
         return await self._relayed(call, handle)
 
     async def _relayed(self, call: wire.Call, handle: DeploymentHandle) -> Response:
-        with self._counted():
-            response = await relay(call, handle.handle.remote, self._table.front.progress_s)
+        response = await relay(call, handle.handle.remote, self._table.front.progress_s)
         if isinstance(response, StreamingResponse):
             response.body_iterator = self._streamed(response.body_iterator)
         return response  # Serve's proxy adds x-request-id

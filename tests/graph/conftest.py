@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 KEEP_WARM_S, DOWNSCALE_S = 6, 4
 GROWN_TOKENS = 1_024
-IN_FLIGHT = 24  # of the front; no other test has more than 16
+IN_FLIGHT = 17  # of the front; no other test has more than 16
 THINKS = " think" * 4
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}"

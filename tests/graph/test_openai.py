@@ -15,7 +15,7 @@ HELLO = [{"role": "user", "content": "Who holds the memory?"}]
 @pytest.mark.spec("J1")
 def test_models_are_listed_with_their_capability(client: OpenAI) -> None:
     owners = {model.id: model.owned_by for model in client.models.list()}
-    text = (CHAT, SMALL, "left-chat", "plain-chat")
+    text = (CHAT, SMALL, "left-chat", "plain-chat", "growing-chat")
     assert owners == {EMBED: "embedding"} | dict.fromkeys(text, "chat")
     assert client.models.retrieve(CHAT).id == CHAT
 
