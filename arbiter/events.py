@@ -167,6 +167,7 @@ class HeldTicket:
     uses_count: int = 0  # requests served under this ticket so far
     lease: LeaseTerms | None = None  # held by a process outside Serve
     client: Client = ANYBODY  # of its last request
+    lives_in: TicketId | None = None  # the ticket whose process its bytes are in
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +239,7 @@ class Requested:
     split: Split = Split.NONE
     lease: LeaseTerms | None = None  # of a process outside Serve; `model` is what it is called
     client: Client = ANYBODY  # who waits for it
+    lives_in: TicketId | None = None  # of its gang: the one whose process its bytes are in
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class Entry:
     shared_scratch_bytes: Bytes = Bytes(0)  # of the reserve of its lock, on each of its devices
 
     gang: tuple[TicketId, ...] = ()
+    lives_in: TicketId | None = None  # a lodger, in that one's process: see rules.lodgers
     split: Split = Split.NONE
     settles: bool = False  # its floor was lowered: it goes down to it once it is idle
     grows_bytes: Bytes = Bytes(0)  # wanted on top of what it has; waits for room

@@ -68,6 +68,14 @@ class AdaptersConfig(Strict):
         return value
 
 
+class DrafterConfig(Strict):
+    """Another model of the capability that proposes tokens, in the same engine: several are then
+    checked in one step (SPEC A13). Both must have the same vocabulary."""
+
+    model: str
+    tokens: int = Field(3, ge=1, le=16)  # proposed at a time; few survive beyond that
+
+
 class ModelConfig(Strict):
     source: str  # `made:NAME` (models/make_models.py), `package:NAME`, a folder, or a hub id
     engine_args: dict[str, Any] = Field({})
@@ -86,8 +94,15 @@ class ModelConfig(Strict):
     allow_oversize: bool = False  # loads even where it is larger than the whole budget (SPEC B6)
     can_sleep: bool = True
     adapters: AdaptersConfig | None = None
+    drafter: DrafterConfig | None = None  # with one it cannot sleep, nor have adapters
     threads: int | None = Field(None, ge=1)  # that compute; absent: the engine's own choice
     dispatch: DispatchConfig | None = None  # only for engines that can wait for their turn
+
+    @model_validator(mode="after")
+    def _alone_with_its_drafter(self) -> "ModelConfig":
+        if self.drafter and self.adapters:
+            raise ValueError("a model with a `drafter` takes no `adapters`")
+        return self
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -119,6 +134,14 @@ class CapabilityConfig(Strict):
             if not _NAME.fullmatch(name) or ".." in name:
                 raise ValueError(f"model name {name!r}: use letters, digits, and . _ / - inside")
         return value
+
+    @model_validator(mode="after")
+    def _known_drafters(self) -> "CapabilityConfig":
+        for name, model in self.models.items():
+            drafter = model.drafter.model if model.drafter else None
+            if drafter is not None and (drafter == name or drafter not in self.models):
+                raise ValueError(f"{name}: its drafter {drafter!r} is no other model of these")
+        return self
 
     def keep_warm_s_of(self, model: str) -> float:
         own = self.models[model].keep_warm_s

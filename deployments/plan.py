@@ -33,7 +33,12 @@ class EngineKind:
     takes_turns: bool = False  # computes under a dispatch lock where the model names one
     program: str = ""  # has to be on the PATH
     split: Split = Split.NONE  # over several devices, where one is too small (SPEC B5)
+    drafts: bool = False  # loads a drafter beside its model
 
+
+# What a drafter's process part holds beyond its weights: seen with vLLM's CPU build, 33 MiB in all
+# for one of 7 MiB.
+DRAFTER_WORKING_BYTES = Bytes(26 * MIB)
 
 # One line per engine library; a new one is this line and its file. The bytes are what the node
 # agent measured of the embedded models on the CPU build (docs/benchmarks.md).
@@ -44,6 +49,7 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(100 * MIB),
         working_bytes=Bytes(96 * MIB),
         split=Split.EQUAL,  # tensor parallel
+        drafts=True,
     ),
     "sentence_transformers": EngineKind(
         "deployments.engines.sentence_transformers_engine:build",
@@ -76,6 +82,7 @@ class ModelPlan:
     split: Split = Split.NONE
     grown: "ModelPlan | None" = None  # the same model with more (SPEC A14); None: it does not grow
     stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
+    drafter: "ModelPlan | None" = None  # what its engine loads beside it (SPEC A13)
 
 
 def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
@@ -103,7 +110,7 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
     config = {
         "model": path,
         "served_name": name,
-        "can_sleep": model.can_sleep,
+        "can_sleep": model.can_sleep and model.drafter is None,
         "engine_args": {k: plain(k, v) for k, v in model.arguments.items()},
     }
     if model.threads is not None:
@@ -114,9 +121,35 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         config["dispatch_lock"] = model.dispatch.lock
     if model.adapters is not None:
         config["adapters"] = adapters(path, model)
-    key = hashlib.sha256(json.dumps([kind.entry, config], sort_keys=True).encode()).hexdigest()
+    drafter = _drafter(name, model, capability)
+    if drafter is not None:
+        config["drafter"] = drafter.config
     need = model.need.as_need() if model.need else estimate(path, model, kind)
-    return ModelPlan(name, kind.entry, config, need, model.need is not None, key[:16], kind.split)
+    if drafter is not None:
+        need = replace(need, host_bytes=Bytes(0))
+    return ModelPlan(
+        name, kind.entry, config, need, model.need is not None, _key(kind, config), kind.split,
+        drafter=drafter,
+    )  # fmt: skip
+
+
+def _key(kind: EngineKind, config: dict[str, Any]) -> str:
+    text = json.dumps([kind.entry, config], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _drafter(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelPlan | None:
+    """Its weights, and what it works with; its part of the KV cache is in the target's, which
+    vLLM divides among the layers of both. Raises ConfigError."""
+    if model.drafter is None:
+        return None
+    kind = engine_kind(capability.engine)
+    if not kind.drafts:
+        raise ConfigError(f"{name}: engine {capability.engine!r} loads no `drafter`")
+    path = resolve(capability.models[model.drafter.model].source)
+    config = {"model": path, "tokens": model.drafter.tokens, "drafts_for": name}
+    need = Need(weights_bytes(Path(path)), working_bytes=DRAFTER_WORKING_BYTES)
+    return ModelPlan(model.drafter.model, kind.entry, config, need, True, _key(kind, config))
 
 
 def parts(devices: tuple[DeviceBytes, ...]) -> dict[str, Any]:

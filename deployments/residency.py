@@ -31,7 +31,7 @@ from arbiter.errors import (
 )
 from arbiter.node.zygotes import ZygoteError
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
-from deployments import freshness, growing, leaving, liveness
+from deployments import freshness, growing, leaving, liveness, pairs
 from deployments.chores import Chores, apart
 from deployments.engine_link import EngineLink, LoadRefused, why
 from deployments.plan import parts
@@ -102,7 +102,7 @@ class Residency:
         await growing.give_back(self, model)
 
     def account(self) -> tuple[ev.HeldTicket, ...]:
-        return tuple(slot.account() for slot in self._held.values())
+        return tuple(held for slot in self._held.values() for held in pairs.account(slot))
 
     async def close(self) -> None:
         """Releases everything; requests in flight hear EngineLost."""
@@ -221,7 +221,7 @@ class Residency:
             self.end(slot, Reason.FAILED, error)
 
     async def _load(self, slot: Slot) -> None:
-        granted = await self.client().acquire(slot.asks(self.holder, self.capability))
+        granted = await pairs.acquire(self.client(), slot, self.holder, self.capability)
         began = time.monotonic()
         self._hold(slot, granted)
         try:

@@ -91,6 +91,8 @@ class Slot:
     growth: asyncio.Task[None] | None = None  # it is becoming larger, or smaller again
     before: "Before | None" = None  # it grew; this is what it was
     restarts: bool = False  # its process is being replaced: in use, to everybody else
+    lodger: TicketId | None = None  # its drafter's ticket, in the same process: see pairs
+    lodger_devices: tuple[DeviceBytes, ...] = ()
 
     @property
     def model(self) -> str:

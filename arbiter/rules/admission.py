@@ -122,7 +122,7 @@ def _why_not(mind: Mind, event: ev.Requested) -> RequestError | None:
         mind.registry.find(event.capability, event.model)
     except (UnknownCapability, UnknownModel) as unknown:
         return unknown
-    if error := floors.why_not(mind, event.capability, event.model):
+    if error := None if event.lives_in else floors.why_not(mind, event.capability, event.model):
         return error
     if event.holder not in mind.holders:
         return StaleEpoch(NEVER_JOINED, mind.epoch)
@@ -182,7 +182,7 @@ def _new_entry(mind: Mind, holder: Holder, event: ev.Requested) -> Entry:
         pinned=spec.pinned or floor is ev.Floor.DEVICE, keep_warm=spec.keep_warm,
         allow_oversize=spec.allow_oversize, dispatch_lock=spec.dispatch_lock,
         shared_scratch_bytes=spec.shared_scratch_bytes, gang=event.gang, split=event.split,
-        client=event.client,
+        client=event.client, lives_in=event.lives_in,
     )  # fmt: skip
 
 

@@ -131,6 +131,7 @@ def _is_lawful(mind: Mind, entry: Entry) -> bool:
     return (
         entry.state in (State.RESIDENT, State.ASLEEP)
         and not entry.pinned
+        and entry.lives_in is None
         and (entry.lease is None or entry.lease.preemptible)
         and not (entry.state is State.ASLEEP and _floor(mind, entry) is Floor.HOST)
         and mind.now >= entry.refused_until
@@ -186,6 +187,8 @@ def obstacle(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> str 
 def _never(mind: Mind, entry: Entry) -> str:
     if entry.pinned:
         return "it is pinned"
+    if entry.lives_in:
+        return f"it goes when {entry.lives_in} goes"
     if mind.now < entry.refused_until:
         left_s = in_seconds(since(mind.now, entry.refused_until))
         return f"it was busy when asked, and is left alone for {left_s:.1f} s"

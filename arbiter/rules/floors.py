@@ -123,7 +123,13 @@ def wants_replica(mind: Mind, capability: str) -> bool:
 
 
 def _entries(mind: Mind, name: ModelName) -> list[Entry]:
-    return [e for e in mind.ledger.entries() if (e.capability, e.model) == name and not e.lease]
+    return [e for e in mind.ledger.entries() if _is_of(e, name)]
+
+
+def _is_of(entry: Entry, name: ModelName) -> bool:
+    """Whoever lives in the process of another model serves nobody who asks for it by name."""
+    own = not entry.lease and entry.lives_in is None
+    return own and (entry.capability, entry.model) == name
 
 
 # -- removal --------------------------------------------------------------------------------------

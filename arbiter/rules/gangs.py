@@ -13,7 +13,7 @@ from arbiter.events import Split
 from arbiter.ledger import Book, Entry, Sizes, State
 from arbiter.rules.mind import Mind
 from arbiter.rules.sites import on_demand_of
-from arbiter.units import Bytes, DeviceId
+from arbiter.units import Bytes, DeviceId, TicketId
 
 # Ways of an equal split. Tensor parallel engines divide heads, which come in powers of two; a node
 # has at most sixteen GPUs.
@@ -82,16 +82,20 @@ def members(mind: Mind, entry: Entry) -> list[Entry] | None:
 
 
 def assign(sizes: list[tuple[Entry, Bytes]], books: list[Book], at_most: Sizes) -> list[Part]:
-    """A device for each, the largest first, where it leaves the smallest hole; empty when one finds
-    none. `at_most`: what each device could hold."""
+    """A device for each process, the largest first, where it leaves the smallest hole; empty when
+    one finds none. `at_most`: what each device could hold."""
     left, parts = dict(at_most), []
-    for entry, size in sorted(sizes, key=lambda s: (-s[1], s[0].ticket)):
-        fit = [b.device for b in books if left[b.device] >= size]
+    processes: dict[TicketId, list[tuple[Entry, Bytes]]] = {}
+    for entry, size in sizes:
+        processes.setdefault(entry.lives_in or entry.ticket, []).append((entry, size))
+    wanted = {process: sum(size for _, size in those) for process, those in processes.items()}
+    for process in sorted(wanted, key=lambda p: (-wanted[p], p)):
+        fit = [b.device for b in books if left[b.device] >= wanted[process]]
         if not fit:
             return []
-        device = min(fit, key=lambda d: (left[d] - size, d))
-        left[device] = Bytes(left[device] - size)
-        parts.append(Part(entry, device, size))
+        device = min(fit, key=lambda d: (left[d] - wanted[process], d))
+        left[device] = Bytes(left[device] - wanted[process])
+        parts += [Part(entry, device, size) for entry, size in processes[process]]
     return parts
 
 

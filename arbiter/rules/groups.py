@@ -29,7 +29,8 @@ def stands_in_the_way(mind: Mind, entry: Entry, urgent: Priority) -> bool:
 def _awake_on(mind: Mind, entry: Entry) -> list[Entry]:
     node = mind.nodes[entry.node]
     books = (mind.ledger.books[d] for d in sorted(node.devices))
-    return list({e.ticket: e for b in books for e in b.entries.values()}.values())
+    found = {e.ticket: e for b in books for e in b.entries.values()}
+    return [e for e in found.values() if e.lives_in is None]
 
 
 def _excludes(one: Entry, other: Entry) -> bool:

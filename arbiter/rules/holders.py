@@ -148,8 +148,8 @@ def _hear(mind: Mind, holder: HolderId, held: ev.HeldTicket) -> None:
     if entry is None or entry.holder != holder or entry.state is State.RECLAIMING:
         _let_go(mind, holder, held.ticket)
         return
-    if entry.lease:
-        return  # it holds or it does not; what else there is to know the agent says
+    if entry.lease or entry.lives_in:
+        return  # it holds or it does not; what else there is to know the agent says, or its host
     match entry.state:
         case State.LOADING:
             _hear_loading(mind, entry, held)
@@ -228,7 +228,7 @@ def _rebuild(mind: Mind, event: ev.Joined, held: ev.HeldTicket) -> None:
         opened=mind.now, since=mind.now, state=state, home=home,
         granted=_granted_in(event, held, state, home),
         inflight=held.inflight, last_used=Instant(mind.now - held.idle), priority=held.priority,
-        uses_count=held.uses_count, client=held.client,
+        uses_count=held.uses_count, client=held.client, lives_in=held.lives_in,
         load_by=after(mind.now, mind.settings.terms.load), resident_since=mind.now,
         shrinks_from=mind.now,
     )  # fmt: skip
@@ -238,6 +238,8 @@ def _rebuild(mind: Mind, event: ev.Joined, held: ev.HeldTicket) -> None:
     if held.lease:
         leases.bind(mind, entry, held.lease)
     configure(mind, entry)
+    if host := mind.host_of(entry):
+        host.gang = (*(host.gang or (host.ticket,)), entry.ticket)
     mind.ledger.open(entry)
     if state is State.LOADING:
         mind.line.loading(entry.node, model_label(entry.capability, entry.model), 1)

@@ -243,6 +243,30 @@ class Mind:
         if (was is State.LOADING) != (to is State.LOADING):
             self.line.loading(entry.node, label, 1 if to is State.LOADING else -1)
         self.note_active(entry.capability)
+        for lodger in self.lodgers_of(entry):
+            self._follow(lodger, to, entry)
+
+    def _follow(self, lodger: Entry, to: State, host: Entry) -> None:
+        """It has been granted already: until then a gang is several tickets in the line."""
+        if lodger.state in (State.QUEUED, to) or to in (State.LOADING, State.ASLEEP):
+            return
+        lodger.leaving = host.leaving
+        if to is State.CLOSED:
+            if lodger.state is not State.RECLAIMING:
+                self.move(lodger, State.RECLAIMING)
+            self.close(lodger)
+        else:
+            self.move(lodger, to)
+        self.tell("ticket_follows", lodger, to=to.value, host=host.ticket)
+
+    def lodgers_of(self, host: Entry) -> list[Entry]:
+        """Tickets whose bytes are in its process; see rules.lodgers."""
+        found = (self.ledger.find(t) for t in host.gang if t != host.ticket)
+        return [e for e in found if e and e.lives_in == host.ticket]
+
+    def host_of(self, lodger: Entry) -> Entry | None:
+        """None as well once it is off the books."""
+        return self.ledger.find(lodger.lives_in) if lodger.lives_in else None
 
     def note_active(self, capability: str) -> None:
         """Its replicas are wanted for a while yet; the shell is woken when no longer."""

@@ -8,7 +8,7 @@ from arbiter import events as ev
 from arbiter.decisions import Reap, Reason
 from arbiter.errors import ENGINE_DIED
 from arbiter.ledger import CHARGED, Book, Entry, Sizes, State
-from arbiter.rules import pressure
+from arbiter.rules import lodgers, pressure
 from arbiter.rules.budget import beyond, foreign_in_budget, lendable, shared_scratch
 from arbiter.rules.eviction import confirm_sleep, doubt_sleeper
 from arbiter.rules.loads import learn_failure
@@ -74,6 +74,8 @@ def lost(mind: Mind, event: ev.NodeLost) -> None:
 
 
 def _leave_with_device(mind: Mind, entry: Entry) -> None:
+    if entry.state is State.CLOSED:  # it lived in the process of one that has left
+        return
     if entry.state is not State.RECLAIMING:
         reclaim(mind, entry, Reason.LOST)
     gone(mind, entry)
@@ -118,7 +120,7 @@ def measured(mind: Mind, event: ev.Measured) -> None:
     node.heard, node.silent_told = mind.now, False
     mind.alarms.set(("node", node.node), after(mind.now, mind.settings.terms.reading))
     node.readings = {r.device: r for r in event.devices if r.device in node.devices}
-    seen_bytes = {e.ticket: _sizes(e) for e in event.engines}
+    seen_bytes = lodgers.shared(mind, {e.ticket: _sizes(e) for e in event.engines})
     _weigh_all(mind, node, seen_bytes)
     _learn_all(mind, event.engines)
     _note_unclaimed(mind, node, seen_bytes)
@@ -146,8 +148,9 @@ def _learn_all(mind: Mind, readings: tuple[ev.EngineReading, ...]) -> None:
         entry = mind.ledger.find(reading.ticket)
         if entry is None or entry.lease or not reading.exact:
             continue  # what a stranger holds says nothing of its next run
-        if entry.state is State.RESIDENT:
-            _learn(mind, entry)
+        for each in (entry, *mind.lodgers_of(entry)):
+            if each.state is State.RESIDENT:
+                _learn(mind, each)
 
 
 def _learn(mind: Mind, entry: Entry) -> None:

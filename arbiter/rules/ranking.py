@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from arbiter.events import Priority
 from arbiter.ledger import Book, Entry, State
-from arbiter.rules import urgency
+from arbiter.rules import lodgers, urgency
 from arbiter.rules.alarms import Alarms
 from arbiter.rules.hours import AHEAD
 from arbiter.rules.mind import Mind
@@ -112,7 +112,7 @@ def no_more_urgent(mind: Mind, book: Book, urgent: Priority) -> Iterator[tuple[E
 
 def option(mind: Mind, book: Book, entry: Entry) -> Option:
     urgent = urgency.of(mind, entry)
-    freed_bytes = entry.charge(book.device)
+    freed_bytes = lodgers.leave_with(mind, entry, book.device)
     name = (entry.capability, entry.model)
     lasting = mind.lasting_rates
     lasting_count = lasting.recent(name, mind.now)

@@ -61,6 +61,7 @@ class TicketView:
     left: Span | None = None  # of the lease's term
     tenant: str = "default"  # whose account it is on: of whoever used it last
     client: str = ""
+    lives_in: TicketId | None = None  # the ticket whose process it shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,7 @@ def _ticket(entry: Entry, now: Instant) -> TicketView:
         leaving=entry.leaving.value if entry.leaving else None,
         lease=entry.lease,
         left=since(now, entry.lease_ends) if entry.lease else None,
-        tenant=entry.client.tenant, client=entry.client.name,
+        tenant=entry.client.tenant, client=entry.client.name, lives_in=entry.lives_in,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from arbiter.rules import (
     granting,
     holders,
     loads,
+    lodgers,
     nodes,
     pressure,
     reclaim,
@@ -55,6 +56,8 @@ def tend(mind: Mind, entry: Entry) -> None:
     if entry.ticket in mind.line:
         admission.expire(mind, entry)
         granting.ripen(mind, entry)
+    if entry.lives_in:
+        return lodgers.tend(mind, entry)
     match entry.state:
         case State.LOADING:
             _tend_loading(mind, entry)
@@ -129,7 +132,8 @@ def end_closing(mind: Mind) -> None:
     """The bound on waiting for what is in use."""
     assert mind.closing_by is not None
     for entry in mind.ledger.entries(State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP):
-        reclaim.take(mind, entry, Reason.SHUTDOWN)
+        if entry.lives_in is None:
+            reclaim.take(mind, entry, Reason.SHUTDOWN)
 
 
 def unload_asked(mind: Mind, ticket: TicketId) -> None:
@@ -137,7 +141,7 @@ def unload_asked(mind: Mind, ticket: TicketId) -> None:
     entry = mind.live(ticket, State.RESIDENT, State.ASLEEP)
     if entry is None:
         return
-    if entry.inflight > 0 or entry.ticket in mind.line:
+    if entry.lives_in or entry.inflight > 0 or entry.ticket in mind.line:
         mind.tell("unload_refused", entry, inflight=entry.inflight)
     else:
         eviction.revoke(mind, entry, Reason.MANUAL, None)

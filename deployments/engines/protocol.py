@@ -30,7 +30,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 # JSON: {"model", "served_name", "can_sleep", "engine_args"}; of a ticket over several GPUs "parts",
-# the bytes on each; of a model that may grow "grows_to", its `engine_args` then.
+# the bytes on each; of a model that may grow "grows_to", its `engine_args` then; of one
+# with a drafter "drafter": {"model", "tokens"}.
 Config = dict[str, Any]
 
 # A header by which an engine says that it refused a request for want of memory that its

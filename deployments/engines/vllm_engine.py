@@ -116,6 +116,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         "disable_log_stats": True,
         "disable_fastapi_docs": True,
         **_adapter_arguments(config),
+        **_drafter_arguments(config),
     }
     if ways := len(config.get("parts", [])):
         shared["tensor_parallel_size"] = ways
@@ -137,6 +138,19 @@ def _adapter_arguments(config: Config) -> dict[str, Any]:
         "max_loras": given["slots"],
         "max_cpu_loras": 2 * given["slots"],  # deployments.plan charges as much for it
         "max_lora_rank": given["max_rank"],
+    }
+
+
+def _drafter_arguments(config: Config) -> dict[str, Any]:
+    if "drafter" not in config:
+        return {}
+    given = config["drafter"]
+    return {
+        "speculative_config": {
+            "method": "draft_model",
+            "model": given["model"],
+            "num_speculative_tokens": given["tokens"],
+        }
     }
 
 

@@ -1,0 +1,181 @@
+"""A drafter's ticket lives in its target's process: granted with it, it goes where that goes."""
+
+import pytest
+
+from arbiter import events as ev
+from arbiter.decisions import Refuse
+from arbiter.errors import NeverFits
+from arbiter.ledger import Entry
+from arbiter.units import HolderId, NodeId, TicketId
+from tests.unit.desk import gib, granted, revoked
+from tests.unit.test_gangs import GPUS, Gpus
+
+pytestmark = pytest.mark.spec("A13")
+A, B = TicketId("a"), TicketId("b")
+
+
+class Pairs(Gpus):
+    """Target `a` of 50 GiB and its drafter `b` of 10."""
+
+    def ask_both(self, t: float, target: float = 50, drafter: float = 10) -> list[object]:
+        asks = [
+            ev.Requested(
+                name, HolderId("k"), "text", name, ev.Need(gib(size)), "", True,
+                gang=(A, B), lives_in=host,
+            )
+            for name, size, host in ((A, target, None), (B, drafter, A))
+        ]  # fmt: skip
+        return [said for ask in asks for said in self.at(t, ask)]
+
+    def resident(self, t: float) -> None:
+        assert granted(self.ask_both(t)) == ["a", "b"]
+        self.at(t, ev.Loaded(A, ev.Span(0)))
+        self.say(t)
+
+    def say(self, t: float, inflight: int = 0) -> None:
+        """Its holder's heartbeat, with the account that deployments.pairs gives."""
+        held = [
+            ev.HeldTicket(
+                ticket, ticket, ev.Phase.RESIDENT, inflight, ev.Span(0),
+                (ev.DeviceBytes(GPUS[0], gib(size)),), ev.Need(gib(size)), lives_in=host,
+            )
+            for ticket, size, host in ((A, 50, None), (B, 10, A))
+        ]  # fmt: skip
+        self.at(t, ev.Renewed(HolderId("k"), tuple(held)))
+
+    def see(self, t: float, size: float) -> None:
+        """The kernel measures their one process."""
+        readings = tuple(ev.DeviceReading(s.device, s.total_bytes, gib(0)) for s in self.gpus)
+        found = ev.EngineReading(A, (ev.DeviceBytes(GPUS[0], gib(size)),))
+        self.at(t, ev.Measured(NodeId("g"), readings, (found,)))
+
+    def of(self, ticket: TicketId) -> Entry:
+        found = self.mind.ledger.find(ticket)
+        assert found is not None
+        return found
+
+    @property
+    def taken(self) -> float:
+        return self.mind.ledger.books[GPUS[0]].charged_bytes / gib(1)
+
+
+def test_it_serves_when_its_host_does() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    assert (d.state("a"), d.state("b"), d.taken) == ("resident", "resident", 60)
+
+
+def test_both_are_granted_on_one_device_though_another_would_fit_the_drafter_better() -> None:
+    d = Pairs(80, 12)
+    assert granted(d.ask_both(0)) == ["a", "b"]
+    assert d.home("a").keys() == d.home("b").keys()
+
+
+def test_a_pair_that_fits_on_no_one_device_is_refused() -> None:
+    d = Pairs(55, 55)
+    refused = [s for s in d.ask_both(0) if isinstance(s, Refuse)]
+    assert [r.ticket for r in refused] == ["a", "b"]
+    assert all(isinstance(r.error, NeverFits) for r in refused)
+
+
+def test_what_their_process_holds_is_on_the_books_once_and_on_both() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    d.see(1, 72)
+    assert d.of(A).measured[GPUS[0]] == gib(60) and d.of(B).measured[GPUS[0]] == gib(12)
+    assert d.taken == 72
+
+
+def test_it_is_no_victim_by_itself_and_its_bytes_count_for_its_host() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    asked = d.want(30, "c", 75)  # 20 are free, 50 of the target would not do
+    assert revoked(asked) == [("a", "swap", "gone")]
+    assert d.state("b") == "draining"
+    d.at(31, ev.Released(A, "swap"))
+    assert d.state("b") == "reclaiming" and d.taken == 60
+    assert granted(d.at(32, ev.EngineGone(NodeId("g"), A, True))) == ["c"]
+    assert d.state("a") == d.state("b") == "closed"
+
+
+def test_nobody_else_is_asked_for_bytes_that_leave_with_its_host() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    d.want(1, "c", 20)
+    d.done(1, "c")
+    assert revoked(d.want(40, "e", 60)) == [("a", "swap", "gone")]
+    d.see(41, 60)
+    assert d.state("c") == "resident"
+
+
+def test_when_the_barrier_drops_both_serve_on() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    d.want(30, "c", 75)
+    d.at(31, ev.BarrierDropped(A, 1))
+    assert (d.state("a"), d.state("b")) == ("resident", "resident")
+
+
+def test_a_load_that_breaks_ends_both() -> None:
+    d = Pairs(80)
+    d.ask_both(0)
+    d.at(1, ev.LoadBroke(A, "no such file", False))
+    assert d.state("b") == "reclaiming"
+    d.at(2, ev.EngineGone(NodeId("g"), A, True))
+    assert d.taken == 0
+
+
+def test_after_a_restart_of_the_arbiter_they_still_belong_together() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    account = tuple(
+        ev.HeldTicket(
+            t, t, ev.Phase.RESIDENT, 0, ev.Span(0), (ev.DeviceBytes(GPUS[0], gib(size)),),
+            ev.Need(gib(size)), lives_in=host,
+        )
+        for t, size, host in ((A, 50, None), (B, 10, A))
+    )  # fmt: skip
+    again = Pairs(80)
+    again.at(1, ev.Joined(HolderId("k"), NodeId("g"), "text", account))
+    assert again.taken == 60
+    assert revoked(again.want(30, "c", 75)) == [("a", "swap", "gone")]
+    assert again.state("b") == "draining"
+
+
+def test_one_whose_host_is_off_the_books_is_given_back() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    orphan = ev.HeldTicket(
+        TicketId("o"), "o", ev.Phase.RESIDENT, 0, ev.Span(0),
+        (ev.DeviceBytes(GPUS[0], gib(5)),), ev.Need(gib(5)), lives_in=TicketId("x"),
+    )  # fmt: skip
+    d.at(1, ev.Joined(HolderId("k2"), NodeId("g"), "text", (orphan,)))
+    assert d.state("o") == "reclaiming"
+    d.at(2, ev.EngineGone(NodeId("g"), TicketId("o"), True))
+    assert d.taken == 60
+
+
+def test_by_hand_it_is_not_unloaded_without_its_host() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    d.at(30, ev.UnloadAsked(B))
+    assert d.state("b") == "resident" and d.last("unload_refused").ticket == B
+    d.at(31, ev.UnloadAsked(A))
+    assert d.state("b") == "draining"
+
+
+def test_when_its_node_is_lost_both_leave() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    d.at(1, ev.NodeLost(NodeId("g")))
+    assert d.state("a") == d.state("b") == "closed"
+
+
+def test_at_shutdown_both_end() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    d.say(1, inflight=1)
+    d.at(2, ev.ClosingDown())
+    assert d.state("b") == "resident"  # in use, for as long as that may take
+    d.woke(600)
+    assert d.state("a") == d.state("b") == "reclaiming"
