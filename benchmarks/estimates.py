@@ -67,12 +67,10 @@ async def event(kind: str, ticket: str) -> dict[str, Any] | None:
     return next((e for e in lines if (e["kind"], e["ticket"]) == (kind, ticket)), None)
 
 
-async def away(d: Desk) -> None:
-    """Everything unloaded; what was used a moment ago counts as in use until the next heartbeat."""
-    while tickets := (await d.state())["tickets"]:
-        for held in tickets:
-            await call_arbiter("unload", held["ticket"])
-        await asyncio.sleep(0.05)
+async def away(d: Desk, holder: Any, name: str) -> None:
+    """Unloaded, and its bytes seen back."""
+    await holder.end.remote(name)
+    await d.until(lambda s: not s["tickets"], WITHIN_S)
 
 
 async def one(d: Desk, holder: Any, agent: Any, name: str) -> Load:
@@ -84,7 +82,7 @@ async def one(d: Desk, holder: Any, agent: Any, name: str) -> Load:
             await agent.probe.remote()
             await asyncio.sleep(0.1)
         loaded = await event("model_load", ticket)
-        await away(d)
+        await away(d, holder, name)
     assert loaded is not None
     said_bytes = seen["size_bytes"] - seen["error_bytes"]
     said_s = in_seconds(loaded["predicted_ns"])
@@ -97,8 +95,9 @@ async def run(count: int, seed: int, for_s: float) -> list[Load]:
     until_s = time.monotonic() + for_s
     async with desk(table(), mib=3_000) as d:
         holder, agent = d.holder("chat"), await d.agent()
-        await d.holder("first").ask.remote("nothing")  # the zygote has its imports done
-        await away(d)
+        first = d.holder("first")
+        await first.ask.remote("nothing")  # the zygote has its imports done
+        await away(d, first, "nothing")
         while len(loads) < count and time.monotonic() < until_s:
             loads.append(await one(d, holder, agent, dice.choice(sorted(KV_MIB))))
             print(len(loads), loads[-1], flush=True)

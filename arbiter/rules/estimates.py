@@ -10,7 +10,7 @@ none it guesses: from the sizes of the files, else from the number of parameters
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,6 +68,43 @@ class ModelKey(NamedTuple):
     settings_key: str
 
 
+# Loads and wakes of one model that say how long the next will take: their median. Some take many
+# times as long as the others, when the disk's pages had to be read again or a machine was busy; a
+# mean of any kind keeps those for a while, a median of five forgets two of them at once.
+RECENT_COUNT = 5
+
+
+def _median(spans: tuple[Span, ...]) -> Span:
+    ordered, half = sorted(spans), len(spans) // 2
+    return Span((ordered[half] + ordered[-1 - half]) // 2)
+
+
+class Recent:
+    """Of each model, how long the newest loads took."""
+
+    def __init__(self) -> None:
+        self._spans: dict[ModelKey, tuple[Span, ...]] = {}
+        self._middle: dict[ModelKey, Span] = {}  # of these; asked for with each price
+
+    def note(self, key: ModelKey, took: Span) -> None:
+        self._spans[key] = spans = (*self._spans.get(key, ()), took)[-RECENT_COUNT:]
+        self._middle[key] = _median(spans)
+
+    def __contains__(self, key: ModelKey) -> bool:
+        return key in self._middle
+
+    def __iter__(self) -> Iterator[ModelKey]:
+        return iter(self._middle)
+
+    def of(self, key: ModelKey) -> Span:
+        """0 when there was none."""
+        return self._middle.get(key, Span(0))
+
+    def forget(self, key: ModelKey) -> None:
+        self._spans.pop(key, None)
+        self._middle.pop(key, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     device_bytes: Bytes
@@ -81,8 +118,7 @@ class Estimates:
         self.version = 0  # rises whenever a size may have become another
         self._peak: dict[ModelKey, Bytes] = {}
         self._corrected: dict[ModelKey, Bytes] = {}  # after a failure for memory
-        self._load: dict[ModelKey, Span] = {}
-        self._wake: dict[ModelKey, Span] = {}
+        self._loads, self._wakes = Recent(), Recent()
         self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
         self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
         self._slowest: dict[tuple[str, str], Span] = {}  # of a model under any settings
@@ -125,13 +161,13 @@ class Estimates:
 
     def load_time(self, key: ModelKey, weights: Bytes = Bytes(0)) -> Span:
         """As it took so far; else as others of its capability took for as many bytes; else 0."""
-        if weights == 0 or key in self._load:
-            return self._load.get(key, Span(0))
+        if weights == 0 or key in self._loads:
+            return self._loads.of(key)
         return self._predictor.seconds(key.capability, weights)
 
     def wake_time(self, key: ModelKey) -> Span:
         """0 when it was never woken."""
-        return self._wake.get(key, Span(0))
+        return self._wakes.of(key)
 
     def slowest_load(self, capability: str, model: str) -> Span:
         """Under any settings; 0 when it never loaded."""
@@ -161,15 +197,15 @@ class Estimates:
         self._predictor.loaded(key.capability, weights, took)
         if self._corrected.pop(key, None):
             self.version += 1
-        self._load[key] = self._smoothed(self._load.get(key, took), took)
+        self._loads.note(key, took)
         self._note_slowest(key)
 
     def _note_slowest(self, key: ModelKey) -> None:
         name = (key.capability, key.model)
-        self._slowest[name] = max(self._load[key], self._slowest.get(name, Span(0)))
+        self._slowest[name] = max(self._loads.of(key), self._slowest.get(name, Span(0)))
 
     def woke(self, key: ModelKey, took: Span) -> None:
-        self._wake[key] = self._smoothed(self._wake.get(key, took), took)
+        self._wakes.note(key, took)
 
     def _smoothed(self, old: Span, took: Span) -> Span:
         return Span(old + int((took - old) * self._settings.load_ewma_fraction))
@@ -180,25 +216,27 @@ class Estimates:
         self.version += 1
 
     def forget(self, key: ModelKey) -> None:
-        for table in (self._peak, self._corrected, self._load, self._wake):
+        for table in (self._peak, self._corrected):
             table.pop(key, None)
+        for recent in (self._loads, self._wakes):
+            recent.forget(key)
         self._sleepless.discard(key)
 
     def forget_model(self, capability: str, model: str) -> None:
         """Under any settings."""
-        tables = (self._peak, self._corrected, self._load, self._wake, self._sleepless)
+        tables = (self._peak, self._corrected, self._loads, self._wakes, self._sleepless)
         known = {k for table in tables for k in table}
         for key in [k for k in known if (k.capability, k.model) == (capability, model)]:
             self.forget(key)
 
     def export(self) -> list[dict[str, Any]]:
         """Plain rows for the state file; `restore` reads them back."""
-        keys = sorted(self._peak.keys() | self._load.keys() | self._wake.keys(), key=repr)
+        keys = sorted({*self._peak, *self._loads, *self._wakes}, key=repr)
         return [
             {
                 "capability": k.capability, "model": k.model, "settings_key": k.settings_key,
-                "peak_bytes": self._peak.get(k, 0), "load_ns": self._load.get(k, 0),
-                "wake_ns": self._wake.get(k, 0),
+                "peak_bytes": self._peak.get(k, 0), "load_ns": self._loads.of(k),
+                "wake_ns": self._wakes.of(k),
             }
             for k in keys
         ]  # fmt: skip
@@ -209,7 +247,7 @@ class Estimates:
             if row["peak_bytes"]:
                 self._peak[key] = Bytes(row["peak_bytes"])
             if row["load_ns"]:
-                self._load[key] = Span(row["load_ns"])
+                self._loads.note(key, Span(row["load_ns"]))
                 self._note_slowest(key)
             if row.get("wake_ns"):  # rows of older versions lack it
-                self._wake[key] = Span(row["wake_ns"])
+                self._wakes.note(key, Span(row["wake_ns"]))

@@ -16,6 +16,7 @@ import ray
 
 from arbiter import rays, wire
 from arbiter.client import call_arbiter, find_arbiter, start_arbiter, stop_arbiter, subscribe
+from arbiter.decisions import Reason
 from arbiter.errors import ArbiterUnavailable, RequestError
 from arbiter.events import ANYBODY, Client
 from arbiter.node.proc import process, processes
@@ -84,6 +85,10 @@ class Holder:
 
     async def give_back(self, name: str) -> None:
         await self.residency.give_back(name)
+
+    async def end(self, name: str) -> None:
+        """Its ticket is given back now; a heartbeat need not say first that it is idle."""
+        self.residency.end(self.residency.slots[name], Reason.MANUAL)
 
     async def lives(self) -> dict[str, str]:
         return {m: slot.life.value for m, slot in self.residency.slots.items()}

@@ -5,8 +5,9 @@ import pytest
 from arbiter.decisions import Grant
 from arbiter.events import Need
 from arbiter.rules import estimates
+from arbiter.rules.estimates import Estimates, ModelKey
 from arbiter.settings import DEFAULTS
-from arbiter.units import Bytes
+from arbiter.units import Bytes, in_seconds, seconds
 from tests.unit.desk import CPU, Desk, gib
 
 pytestmark = pytest.mark.spec("A17")
@@ -79,3 +80,35 @@ def test_it_is_less_where_less_is_taken_and_never_below_the_weights() -> None:
         desk.read(t)
     [grant] = desk.ask(3, "b", 20, explicit=False)  # all of it weights
     assert isinstance(grant, Grant) and grant.devices[0].size_bytes == gib(20)
+
+
+KEY = ModelKey("text", "a", "settings")
+
+
+def expected_s(*took_s: float) -> float:
+    """Of the next load, after these."""
+    known = Estimates(DEFAULTS)
+    for s in took_s:
+        known.loaded(KEY, seconds(s))
+    return in_seconds(known.load_time(KEY))
+
+
+def test_two_loads_in_five_that_took_ten_times_as_long_do_not_count() -> None:
+    assert expected_s(2.0) == 2.0
+    assert expected_s(2.0, 1.9, 20.0, 2.1, 20.0) == 2.1
+
+
+def test_what_has_become_slow_is_expected_after_three_loads() -> None:
+    assert expected_s(2.0, 2.0, 2.0, 2.0, 2.0, 9.0, 9.0) == 2.0
+    assert expected_s(2.0, 2.0, 2.0, 2.0, 2.0, 9.0, 9.0, 9.0) == 9.0
+
+
+def test_what_is_kept_for_the_next_arbiter_is_what_was_expected() -> None:
+    known, later = Estimates(DEFAULTS), Estimates(DEFAULTS)
+    for s in (1.0, 3.0, 2.0):
+        known.loaded(KEY, seconds(s))
+        known.woke(KEY, seconds(s / 10))
+    later.restore(known.export())
+    assert (later.load_time(KEY), later.wake_time(KEY)) == (seconds(2), seconds(0.2))
+    later.forget_model("text", "a")
+    assert (later.load_time(KEY), later.wake_time(KEY)) == (0, 0) and later.export() == []

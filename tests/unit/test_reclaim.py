@@ -255,7 +255,7 @@ def test_seconds_are_learned_and_predicted() -> None:
     assert grant.predicted == seconds(10)
     desk.at(31, ev.Loaded(TicketId("a1"), seconds(20)))
     [grant] = desk.ask(40, "a2", 1)
-    assert grant.predicted == seconds(13)
+    assert grant.predicted == seconds(15)
 
 
 @pytest.mark.spec("A17")
