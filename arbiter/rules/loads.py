@@ -172,6 +172,8 @@ def withdrawn(mind: Mind, event: ev.Withdrawn) -> None:
         mind.tell("ticket_closed", entry, reason=Reason.WITHDRAWN.value)
         mind.close(entry)
         mind.displaced.pop((entry.holder, entry.model), None)
+    elif entry.lives_in:
+        mind.stale_count += 1  # what becomes of the load is said of its host
     elif entry.state is not State.LOADING:
         mind.unqueue(entry)  # it sleeps on
         mind.displaced.pop((entry.holder, entry.model), None)

@@ -12,7 +12,7 @@ from typing import Any
 from arbiter import events as ev
 from arbiter.decisions import Decision, Refuse, Tell
 from arbiter.errors import RequestError, TicketClosed
-from arbiter.ledger import Entry, Ledger, Sizes, State
+from arbiter.ledger import TRANSITIONS, Entry, Ledger, Sizes, State
 from arbiter.rules.accounts import Accounts
 from arbiter.rules.alarms import Alarms
 from arbiter.rules.choices import Choices
@@ -247,16 +247,19 @@ class Mind:
             self._follow(lodger, to, entry)
 
     def _follow(self, lodger: Entry, to: State, host: Entry) -> None:
-        """It has been granted already: until then a gang is several tickets in the line."""
-        if lodger.state in (State.QUEUED, to) or to in (State.LOADING, State.ASLEEP):
+        """It has been granted already: until then a gang is several tickets in the line. One that
+        is on its way out for reasons of its own does not come back."""
+        if lodger.state is State.QUEUED or to in (State.LOADING, State.ASLEEP):
             return
         lodger.leaving = host.leaving
         if to is State.CLOSED:
             if lodger.state is not State.RECLAIMING:
                 self.move(lodger, State.RECLAIMING)
             self.close(lodger)
-        else:
+        elif to in TRANSITIONS[lodger.state]:
             self.move(lodger, to)
+        else:
+            return
         self.tell("ticket_follows", lodger, to=to.value, host=host.ticket)
 
     def lodgers_of(self, host: Entry) -> list[Entry]:

@@ -1,17 +1,20 @@
 """A drafter's ticket lives in its target's process: granted with it, it goes where that goes."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from arbiter import events as ev
 from arbiter.decisions import Refuse
 from arbiter.errors import NeverFits
-from arbiter.ledger import Entry
+from arbiter.ledger import Entry, State
 from arbiter.units import HolderId, NodeId, TicketId
 from tests.unit.desk import gib, granted, revoked
 from tests.unit.test_gangs import GPUS, Gpus
 
 pytestmark = pytest.mark.spec("A13")
 A, B = TicketId("a"), TicketId("b")
+SERVES = (State.LOADING, State.RESIDENT, State.DRAINING)
 
 
 class Pairs(Gpus):
@@ -179,3 +182,54 @@ def test_at_shutdown_both_end() -> None:
     assert d.state("b") == "resident"  # in use, for as long as that may take
     d.woke(600)
     assert d.state("a") == d.state("b") == "reclaiming"
+
+
+HAPPENS = {
+    "ask": lambda d, t: d.ask_both(t),
+    "loaded": lambda d, t: d.at(t, ev.Loaded(A, ev.Span(0))),
+    "broke": lambda d, t: d.at(t, ev.LoadBroke(A, "no such file", False)),
+    "no memory": lambda d, t: d.at(t, ev.LoadBroke(A, "no memory", True)),
+    "withdrawn": lambda d, t: d.at(t, ev.Withdrawn(A)),
+    "lodger withdrawn": lambda d, t: d.at(t, ev.Withdrawn(B)),
+    "released": lambda d, t: d.at(t, ev.Released(A, "swap")),
+    "gone": lambda d, t: d.at(t, ev.EngineGone(NodeId("g"), A, True)),
+    "lodger gone": lambda d, t: d.at(t, ev.EngineGone(NodeId("g"), B, True)),
+    "dead": lambda d, t: d.at(t, ev.EngineGone(NodeId("g"), A, False)),
+    "says idle": lambda d, t: d.say(t),
+    "says in use": lambda d, t: d.say(t, inflight=1),
+    "says nothing": lambda d, t: d.at(t, ev.Renewed(HolderId("k"), ())),
+    "dropped": lambda d, t: d.at(t, ev.BarrierDropped(A, 1)),
+    "busy": lambda d, t: d.at(t, ev.Busy(A, 1)),
+    "slept": lambda d, t: d.at(t, ev.Slept(A)),
+    "seen": lambda d, t: d.see(t, 72),
+    "another asks": lambda d, t: d.want(t, f"c{t}", 75),
+    "unload": lambda d, t: d.at(t, ev.UnloadAsked(A)),
+    "unload the lodger": lambda d, t: d.at(t, ev.UnloadAsked(B)),
+    "holder lost": lambda d, t: d.at(t, ev.HolderLost(HolderId("k"))),
+    "holder back": lambda d, t: d.join(t, "k", node="g"),
+    "grows": lambda d, t: d.at(t, ev.GrowthAsked(A, gib(5), ev.Span(10**9))),
+    "long after": lambda d, t: d.woke(t),
+    "closing": lambda d, t: d.at(t, ev.ClosingDown()),
+    "node lost": lambda d, t: d.at(t, ev.NodeLost(NodeId("g"))),
+}
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(HAPPENS)), st.sampled_from([0.1, 6, 70]))))
+def test_whatever_happens_the_books_hold_and_no_lodger_outlives_its_host(
+    events: list[tuple[str, float]],
+) -> None:
+    d, t = Pairs(80), 0.0
+    d.ask_both(0)
+    for name, later in events:
+        t += later
+        HAPPENS[name](d, t)
+        host, lodger = (d.mind.ledger.find(x) for x in (A, B))
+        if host and lodger and host.state in SERVES and lodger.state in SERVES:
+            assert lodger.state is host.state
+    ends = t + 1_000
+    d.at(t, ev.EngineGone(NodeId("g"), A, True))
+    d.woke(ends)
+    host, lodger = (d.mind.ledger.find(x) for x in (A, B))
+    assert host is None or host.state is not State.RECLAIMING
+    if host is None and lodger is not None:
+        assert lodger.state in (State.QUEUED, State.RECLAIMING)
