@@ -84,6 +84,12 @@ class ModelPlan:
     stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
     drafter: "ModelPlan | None" = None  # what its engine loads beside it (SPEC A13)
 
+    @property
+    def device_bytes(self) -> Bytes:
+        """While resident, its drafter included."""
+        beside = self.drafter.need.device_bytes if self.drafter else 0
+        return Bytes(self.need.device_bytes + beside)
+
 
 def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
     """Raises ConfigError when the model's files are not there or the engine is unknown."""

@@ -51,10 +51,7 @@ def picture(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(model: str, capability: str, state: dict[str, Any], floor: str) -> dict[str, Any]:
-    mine = [
-        t for t in state["tickets"]
-        if (t["capability"], t["model"]) == (capability, model) and not t["lease"]
-    ]  # fmt: skip
+    mine = _own(model, capability, state)
     mine.sort(key=lambda t: ORDER.index(t["state"]))
     best = mine[0] if mine else None
     loading = [t["in_state_s"] for t in mine if t["state"] == "loading"]
@@ -68,6 +65,15 @@ def _model(model: str, capability: str, state: dict[str, Any], floor: str) -> di
         "tickets": {t["ticket"]: t["state"] for t in mine},
         "host_copy_bytes": sum(host), "loading_s": loading[0] if loading else None,
     }  # fmt: skip
+
+
+def _own(model: str, capability: str, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its tickets; not one that drafts in another model's engine and goes with that."""
+    return [
+        t for t in state["tickets"]
+        if (t["capability"], t["model"]) == (capability, model)
+        and not t["lease"] and not t["lives_in"]
+    ]  # fmt: skip
 
 
 @router.get("/residency")
@@ -111,10 +117,7 @@ async def unload(request: Request, model: str) -> Response:
     try:
         capability = await _home(model)
         state = await arbiter_routes.state()
-        mine = [
-            t["ticket"] for t in state["tickets"]
-            if (t["capability"], t["model"]) == (capability, model)
-        ]  # fmt: skip
+        mine = [t["ticket"] for t in _own(model, capability, state)]
         for ticket in mine:
             await call_arbiter("unload", TicketId(ticket))
     except RequestError as error:

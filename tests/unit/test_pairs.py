@@ -100,6 +100,7 @@ def test_a_drafter_is_another_model_of_an_engine_that_takes_one(tmp_path: Path) 
     made = plan("a", _capability(tmp_path))
     assert made.config["drafter"]["tokens"] == 3 and made.config["can_sleep"] is False
     assert made.need.host_bytes == 0 and made.drafter is not None
+    assert made.device_bytes == made.need.device_bytes + made.drafter.need.device_bytes
     assert made.drafter.settings_key != plan("b", _capability(tmp_path)).settings_key
     with pytest.raises(ConfigError, match="no `drafter`"):
         plan("a", _capability(tmp_path, engine="x:build"))
