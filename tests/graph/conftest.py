@@ -182,6 +182,9 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     growing = {"source": "made:tiny-chat", "can_sleep": False, "keep_warm_s": 300}
     back = {"stays_grown_s": 2}
     models["growing-chat"] = growing | {"engine_args": short, "grow_to": longer, **back}
+    # Fits beside it until it grows.
+    wide = {"max_model_len": 1_024, "kv_cache_memory_bytes": "700 MiB", "max_num_seqs": 8}
+    models["wide-chat"] = growing | {"engine_args": wide}
     # A drafter larger than its target, so that there is room for the one and not for both.
     drafted = {**growing, "drafter": {"model": "small-chat"}}
     models["drafted-chat"] = {**drafted, "engine_args": {**short, "max_model_len": 1_024}}

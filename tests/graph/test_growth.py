@@ -8,7 +8,7 @@ from openai import OpenAI
 
 from tests.graph.conftest import GROWN_TOKENS, Graph, until
 
-MODEL, NEIGHBOUR = "growing-chat", "small-chat"
+MODEL, NEIGHBOUR = "growing-chat", "wide-chat"
 WORDS = "the lease of a ticket is what counts "  # some nine tokens
 HELLO: Any = [{"role": "user", "content": "Who holds the memory?"}]
 LONG: Any = [{"role": "user", "content": WORDS * 40}]
@@ -17,6 +17,10 @@ LONG: Any = [{"role": "user", "content": WORDS * 40}]
 def ticket(graph: Graph) -> dict[str, Any]:
     [found] = [t for t in graph.state()["tickets"] if t["model"] == MODEL]
     return dict(found)
+
+
+def residents(graph: Graph) -> set[str]:
+    return {t["model"] for t in graph.state()["tickets"] if t["state"] == "resident"}
 
 
 def charged(graph: Graph) -> int:
@@ -34,6 +38,7 @@ def test_a_request_too_long_for_the_context_has_its_model_grow_and_an_idle_neigh
 
     client.chat.completions.create(model=NEIGHBOUR, messages=HELLO, max_tokens=2)
     assert tokens(HELLO) < 256
+    assert {MODEL, NEIGHBOUR} <= residents(graph)
     before, is_small = ticket(graph), charged(graph)
     with pytest.raises(openai.BadRequestError, match=f"may grow to {GROWN_TOKENS}"):
         tokens([{"role": "user", "content": WORDS * 400}])
@@ -44,11 +49,7 @@ def test_a_request_too_long_for_the_context_has_its_model_grow_and_an_idle_neigh
     assert grown["ticket"] == before["ticket"] and charged(graph) > is_small + (400 << 20)
     kinds = [e["kind"] for e in graph.events() if e["ticket"] == before["ticket"]]
     assert kinds.count("growth_granted") == 1
-    left = [
-        e for e in graph.events()
-        if e["kind"] == "model_unload" and e["model"] == NEIGHBOUR
-    ]  # fmt: skip
-    assert left and left[-1]["reason"] == "swap"
+    assert NEIGHBOUR not in residents(graph)
     response = client.responses.create(model=MODEL, input=WORDS * 40, max_output_tokens=16)
     assert response.output_text
     assert ticket(graph)["ticket"] == before["ticket"]
