@@ -179,7 +179,7 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     # A context of 256 tokens, which a longer request has it exchange for one of 1,024.
     short = {"max_model_len": 256, "kv_cache_memory_bytes": "32 MiB", "max_num_seqs": 8}
     longer = {"max_model_len": GROWN_TOKENS, "kv_cache_memory_bytes": "512 MiB"}
-    growing = {"source": "made:tiny-chat", "can_sleep": False, "keep_warm_s": 300}
+    growing = {"source": "made:tiny-chat", "can_sleep": False, "keep_warm_s": 30}
     back = {"stays_grown_s": 2}
     models["growing-chat"] = growing | {"engine_args": short, "grow_to": longer, **back}
     # Fits beside it until it grows.

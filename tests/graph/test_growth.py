@@ -7,6 +7,7 @@ import pytest
 from openai import OpenAI
 
 from tests.graph.conftest import GROWN_TOKENS, Graph, until
+from tests.graph.test_residency import said
 
 MODEL, NEIGHBOUR = "growing-chat", "wide-chat"
 WORDS = "the lease of a ticket is what counts "  # some nine tokens
@@ -55,3 +56,4 @@ def test_a_request_too_long_for_the_context_has_its_model_grow_and_an_idle_neigh
     assert ticket(graph)["ticket"] == before["ticket"]
     until(lambda: charged(graph) == is_small, 30, "idle, it gives back what it grew by")
     assert tokens(HELLO) < 256 and ticket(graph)["ticket"] == before["ticket"]
+    said(graph, "unload", MODEL)
