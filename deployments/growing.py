@@ -117,25 +117,24 @@ async def _grow(keeper: Keeper, slot: Slot) -> None:
         keeper.client().tell(ev.GaveBack(slot.ticket, slot.devices))
         raise
     slot.before = before
-    _look_later(keeper, slot, plan.stays_grown)
+    _look_later(keeper, slot, plan.stays_grown, plan.stays_grown)
 
 
-def _look_later(keeper: Keeper, slot: Slot, after: Span) -> None:
+def _look_later(keeper: Keeper, slot: Slot, stays: Span, after: Span) -> None:
     loop = asyncio.get_running_loop()
-    loop.call_later(in_seconds(after), _give_back_once_idle, keeper, slot)
+    loop.call_later(in_seconds(after), _give_back_once_idle, keeper, slot, stays)
 
 
-def _give_back_once_idle(keeper: Keeper, slot: Slot) -> None:
+def _give_back_once_idle(keeper: Keeper, slot: Slot, stays: Span) -> None:
     """Nobody has asked it anything for as long as it stays grown."""
     if slot.life is Life.CLOSED or slot.before is None:
         return
-    stays = slot.plan.stays_grown
     idle = Span(0) if slot.inflight else Span(time.monotonic_ns() - slot.last_end_ns)
     if idle < stays:
-        return _look_later(keeper, slot, Span(stays - idle))
+        return _look_later(keeper, slot, stays, Span(stays - idle))
     if slot.life is Life.RESIDENT and slot.growth is None:
         _begin(keeper, slot, _shrink)
-    _look_later(keeper, slot, stays)  # should it have come to nothing
+    _look_later(keeper, slot, stays, stays)  # should it come to nothing
 
 
 async def _shrink(keeper: Keeper, slot: Slot) -> None:

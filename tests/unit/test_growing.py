@@ -110,7 +110,7 @@ async def test_in_use_it_stays_grown() -> None:
         await growing.grow(residency, "a")
         slot = residency.slots["a"]
         async with residency.use("a"):
-            growing._give_back_once_idle(residency, slot)
+            growing._give_back_once_idle(residency, slot, seconds(0.01))
             assert slot.growth is None and len(growth.spawned) == 1
         await base.until(lambda: len(growth.spawned) == 2)
 
