@@ -136,7 +136,7 @@ class ArbiterActor:
         self._shell.open_mail(holder)
         before, self._stays[holder] = self._stays.get(holder), stay
         if before:
-            self._end_stay(before)
+            self._end_of(before).set()
         self._start(self._watch(holder, stay, handles, refs))
         self._shell.feed(joined)
         return wire.Welcome(self._shell.epoch, wire.package_version(), self._configuration.table)
@@ -151,9 +151,6 @@ class ArbiterActor:
 
     def _end_of(self, stay: str) -> asyncio.Event:
         return self._ends.setdefault(stay, asyncio.Event())
-
-    def _end_stay(self, stay: str) -> None:
-        self._end_of(stay).set()
 
     async def acquire(self, epoch: Epoch, requested: ev.Requested) -> wire.Granted:
         """Waits for a grant. Raises RequestError; cancelled: the ticket is withdrawn."""
@@ -210,7 +207,7 @@ class ArbiterActor:
 
     def _lost(self, holder: HolderId) -> None:
         if stay := self._stays.pop(holder, None):
-            self._end_stay(stay)
+            self._end_of(stay).set()
         self._store.drop_holder(holder)
         self._shell.close_mail(holder)
         self._shell.feed(ev.HolderLost(holder))
@@ -339,6 +336,10 @@ class ArbiterActor:
     async def load(self, capability: str, model: str) -> None:
         """By hand, with nobody waiting. Raises UnknownCapability, UnknownModel, NotResident."""
         self._shell.feed(ev.LoadAsked(capability, model))
+
+    async def resize(self, order: wire.SizeOrder) -> None:
+        """By hand; one that cannot goes on as it is, which the events say (SPEC A14)."""
+        self._shell.order_all(order)
 
     async def push_pressure(self, pushed: ev.PressurePushed) -> None:
         """Somebody knows that memory is short (SPEC C5)."""

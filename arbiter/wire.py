@@ -5,6 +5,7 @@ Instants never do: a deadline travels as the Span that is left of it.
 
 import hashlib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -150,6 +151,21 @@ class ReloadOrder:
     model: str
 
 
+class ModelSize(Enum):
+    """Of a resident that may grow (SPEC A14)."""
+
+    FIRST = "first"  # as it was loaded
+    GROWN = "grown"
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOrder:
+    """By hand: whoever has the model resident changes its size."""
+
+    model: str
+    size: ModelSize
+
+
 @dataclass(frozen=True, slots=True)
 class TableOrder:
     """The configuration changed."""
@@ -157,7 +173,7 @@ class TableOrder:
     table: Plain
 
 
-Command = RevokeOrder | WaitsOrder | ReloadOrder | TableOrder
+Command = RevokeOrder | WaitsOrder | ReloadOrder | SizeOrder | TableOrder
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add("drain", drain, "Give a lease its notice.", as_json, http).add_argument("lease")
     add("cleanup", clean_up, "End leases whose holder does not beat.", as_json, http)
     add("residency", residency, "Where each model is, and where it is to be.", as_json, http)
-    for name, about in (("load", "Load a model now."), ("unload", "Unload a model once idle.")):
+    for name, about in BY_HAND.items():
         add(name, by_hand, about, as_json, http).add_argument("model")
     set_to = add("settings", settings, "Show settings, or change some.", as_json, http)
     set_to.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="all of them or none")
@@ -280,6 +280,14 @@ def _residency_lines(models: dict[str, Any]) -> Iterator[str]:
         for name, m in models.items()
     ]
     yield from _table(("model", "capability", "level", "floor", "host copy"), rows)
+
+
+BY_HAND = {
+    "load": "Load a model now.",
+    "unload": "Unload a model once idle.",
+    "grow": "Give a resident model what its `grow_to` says.",
+    "shrink": "Take back what a model grew by.",
+}
 
 
 def by_hand(args: argparse.Namespace) -> None:

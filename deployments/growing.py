@@ -8,6 +8,7 @@ next request loads the model as it was at first.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine
@@ -19,6 +20,7 @@ from arbiter.decisions import Reason
 from arbiter.errors import EngineLost, GrowthRefused, LoadFailed, RequestError, TicketClosed
 from arbiter.node.zygotes import ZygoteError
 from arbiter.units import Bytes, Span, in_seconds, seconds
+from arbiter.wire import ModelSize, SizeOrder
 from deployments import leaving
 from deployments.chores import apart
 from deployments.engine_link import LoadRefused, why
@@ -67,6 +69,13 @@ async def give_back(keeper: Keeper, model: str) -> None:
     if slot is None or (slot.growth is None and slot.before is None):
         return
     await _alone(keeper, slot, _shrink)
+
+
+async def by_hand(keeper: Keeper, order: SizeOrder) -> None:
+    """Somebody asks from outside; what comes of it is in the events and the log."""
+    change = grow if order.size is ModelSize.GROWN else give_back
+    with contextlib.suppress(RequestError):
+        await change(keeper, order.model)
 
 
 async def _alone(keeper: Keeper, slot: Slot, change: "Change") -> None:

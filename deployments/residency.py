@@ -94,12 +94,8 @@ class Residency:
         return await one_shot(self.use(model), method, path, headers, body)
 
     async def grow(self, model: str) -> None:
-        """A resident gets what its `grow_to` says (SPEC A14): see deployments.growing."""
+        """A resident gets what its `grow_to` says (SPEC A14); growing.give_back: the reverse."""
         await growing.grow(self, model)
-
-    async def give_back(self, model: str) -> None:
-        """It is again what it was before it grew."""
-        await growing.give_back(self, model)
 
     def account(self) -> tuple[ev.HeldTicket, ...]:
         return tuple(held for slot in self._held.values() for held in pairs.account(slot))
@@ -296,6 +292,8 @@ class Residency:
                     slot.expected(predicted)
             case wire.ReloadOrder(model):
                 self._chores.begin(self._bring_back(model))
+            case wire.SizeOrder():
+                self._chores.begin(growing.by_hand(self, command))
             case wire.TableOrder(table):
                 self._take_table(table)
 

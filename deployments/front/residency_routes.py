@@ -7,9 +7,10 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, ValidationError
 
 from arbiter.client import call_arbiter
-from arbiter.errors import RequestError
+from arbiter.errors import RequestError, UnknownModel
 from arbiter.events import Floor, Level, PressurePushed
 from arbiter.units import Bytes, TicketId, seconds
+from arbiter.wire import ModelSize, SizeOrder
 from deployments.config import parse_table
 from deployments.fields import Strict
 from deployments.front import arbiter_routes
@@ -123,6 +124,35 @@ async def unload(request: Request, model: str) -> Response:
     except RequestError as error:
         return refused(error)
     return JSONResponse({"model": model, "tickets": mine})
+
+
+@router.post("/models/grow/{model:path}")
+async def grow(request: Request, model: str) -> Response:
+    """To its `grow_to`, wherever it is resident; it says in the events what came of it."""
+    return await _resize(request, model, ModelSize.GROWN)
+
+
+@router.post("/models/shrink/{model:path}")
+async def shrink(request: Request, model: str) -> Response:
+    """It gives back what it grew by."""
+    return await _resize(request, model, ModelSize.FIRST)
+
+
+async def _resize(request: Request, model: str, size: ModelSize) -> Response:
+    the_gate().require(request, Scope.ADMIN)
+    try:
+        table = parse_table((await arbiter_routes.state())["table"], "the arbiter's table")
+        found = {m: config for c in table.capabilities.values() for m, config in c.models.items()}
+        if model not in found:
+            raise UnknownModel(model, "", tuple(sorted(found)))
+        if not found[model].grow_to:
+            raise BadRequest(f"{model} has no `grow_to`", "model")
+        await call_arbiter("resize", SizeOrder(model, size))
+    except BadRequest as error:
+        return error.response
+    except RequestError as error:
+        return refused(error)
+    return JSONResponse({"model": model, "size": size.value})
 
 
 @router.post("/pressure")

@@ -56,4 +56,8 @@ def test_a_request_too_long_for_the_context_has_its_model_grow_and_an_idle_neigh
     assert ticket(graph)["ticket"] == before["ticket"]
     until(lambda: charged(graph) == is_small, 30, "idle, it gives back what it grew by")
     assert tokens(HELLO) < 256 and ticket(graph)["ticket"] == before["ticket"]
+    said(graph, "grow", MODEL)
+    until(lambda: charged(graph) > is_small + (400 << 20), 30, "it grows by hand")
+    assert said(graph, "shrink", MODEL) == {"model": MODEL, "size": "first"}
+    until(lambda: charged(graph) == is_small, 30, "and gives back")
     said(graph, "unload", MODEL)

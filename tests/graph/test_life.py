@@ -148,7 +148,9 @@ def test_http_offers_what_it_should_and_nothing_else(graph: Graph) -> None:
         ("POST", "/arbiter/leases/cleanup"),
         ("GET", "/arbiter/residency"),
         ("PUT", "/arbiter/residency/{model}"),
+        ("POST", "/arbiter/models/grow/{model}"),
         ("POST", "/arbiter/models/load/{model}"),
+        ("POST", "/arbiter/models/shrink/{model}"),
         ("POST", "/arbiter/models/unload/{model}"),
         ("POST", "/arbiter/pressure"),
     }

@@ -21,7 +21,7 @@ from arbiter.errors import ArbiterUnavailable, RequestError
 from arbiter.events import ANYBODY, Client
 from arbiter.node.proc import process, processes
 from arbiter.units import MIB
-from deployments import boot
+from deployments import boot, growing
 from deployments.config import parse_table
 from deployments.residency import Residency
 
@@ -84,7 +84,7 @@ class Holder:
         await self.residency.grow(name)
 
     async def give_back(self, name: str) -> None:
-        await self.residency.give_back(name)
+        await growing.give_back(self.residency, name)
 
     async def end(self, name: str) -> None:
         """Its ticket is given back now; a heartbeat need not say first that it is idle."""

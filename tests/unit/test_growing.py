@@ -92,6 +92,20 @@ async def test_what_it_gives_back_is_told_when_the_smaller_process_has_its_place
         assert len(growth.spawned) == 2
 
 
+async def test_by_hand_it_grows_and_gives_back_and_what_cannot_goes_on() -> None:
+    async with resident() as (residency, growth, _):
+        residency._obey(wire.SizeOrder("a", wire.ModelSize.GROWN))
+        await base.until(lambda: residency.slots["a"].before)
+        residency._obey(wire.SizeOrder("a", wire.ModelSize.FIRST))
+        await base.until(lambda: residency.slots["a"].before is None)
+        assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
+        growth.error = GrowthRefused(residency.slots["a"].ticket, Bytes(7), "full")
+        residency._obey(wire.SizeOrder("a", wire.ModelSize.GROWN))
+        residency._obey(wire.SizeOrder("nobody", wire.ModelSize.GROWN))
+        await base.until(lambda: len(growth.asked) == 2 and not residency._chores.running)
+        assert await base.use(residency) and len(growth.spawned) == 2
+
+
 async def test_grown_and_idle_for_long_it_gives_back_unasked() -> None:
     async with resident({**MODEL, "stays_grown_s": 0.01}) as (residency, growth, _):
         slot = residency.slots["a"]
