@@ -185,8 +185,8 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     # Fits beside it until it grows.
     wide = {"max_model_len": 1_024, "kv_cache_memory_bytes": "700 MiB", "max_num_seqs": 8}
     models["wide-chat"] = growing | {"engine_args": wide}
-    # A drafter larger than its target, so that there is room for the one and not for both.
-    drafted = {**growing, "drafter": {"model": "small-chat"}}
+    # What it takes is said, so that a test can leave room for it or its drafter and not for both.
+    drafted = {**growing, "drafter": {"model": "small-chat"}, "need": {"weights": "700 MiB"}}
     models["drafted-chat"] = {**drafted, "engine_args": {**short, "max_model_len": 1_024}}
     return config
 

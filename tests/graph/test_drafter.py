@@ -16,7 +16,7 @@ from tests.graph.test_residency import said, send
 
 TARGET, DRAFTER, ALONE = "drafted-chat", "small-chat", "plain-chat"
 MIB = 1 << 20
-LEFT = 400 * MIB  # room for the target (280 MiB) or the drafter (215), not for both
+LEFT = 800 * MIB  # room for the target (700 MiB) or the drafter (214), not for both
 
 
 def pair(graph: Graph) -> dict[str, dict[str, Any]]:
@@ -76,7 +76,7 @@ def test_a_target_and_its_drafter_are_granted_all_or_none_and_answer_as_the_targ
             together = asking.submit(answer, client, TARGET)
             until(lambda: len(pair(graph)) == 2, 60, "both are asked for")
             [device] = [d for d in graph.state()["devices"] if d["kind"] == "cpu"]
-            assert device["free_bytes"] >= 300 * MIB, "either of them would have had room"
+            assert device["free_bytes"] >= 700 * MIB, "either of them would have had room"
             assert {t["state"] for t in pair(graph).values()} == {"queued"}
             assert granted(graph) == before
         assert together.result(60) == alone
@@ -87,6 +87,6 @@ def test_a_target_and_its_drafter_are_granted_all_or_none_and_answer_as_the_targ
     assert {t["state"] for t in both.values()} == {"resident"}
     assert len(graph.engines()) == 2  # of one engine: the frontend and its core
     measured = {m: sum(t["measured_bytes"].values()) for m, t in both.items()}
-    assert all(size > 100 * MIB for size in measured.values()), measured
+    assert all(size > 50 * MIB for size in measured.values()), measured
     until(lambda: said(graph, "unload", TARGET) and not pair(graph), 30, "both are gone")
     assert not graph.engines()
