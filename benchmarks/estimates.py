@@ -27,7 +27,9 @@ from tests.conftest import ENVIRONMENT
 from tests.support.desk import Desk, capability, desk, model
 
 BAR_FRACTION = 0.20  # SPEC A17
-KV_MIB = {"tiny-chat": 64, "small-chat": 256, "mid-chat": 640}
+# Small, because a cache is filled by traffic, of which there is none: what is reserved for it would
+# count as an error of the estimate.
+KV_MIB = {"tiny-chat": 16, "small-chat": 32, "mid-chat": 64}
 WITHIN_S = 120.0  # for one load and its readings on a busy machine
 
 
