@@ -5,10 +5,10 @@ Identity, kept per device and checked for touched devices after every event:
     free + charged + foreign == budget
 
 A ticket in a charged state is charged, on each device, the larger of what it was granted and what
-it was measured to hold; so a child that takes more than it said is on the books as soon as it is
-seen. `free` is negative while a device is overcommitted: a budget was lowered, a child took more,
-or foreign memory grew. Bytes stay charged through RECLAIMING because drivers report memory back
-later than a holder drops it (ollama waits for the same reason: server/sched.go).
+it was measured to hold; so a child that takes more than it said is on the books as soon as seen.
+`free` is negative while a device is overcommitted: a budget was lowered, a child took more, or
+foreign memory grew. Bytes stay charged through RECLAIMING because drivers report memory back later
+than a holder drops it (ollama waits for the same reason: server/sched.go).
 """
 
 from collections import Counter
@@ -92,7 +92,6 @@ class Entry:
     keep_warm: Span = Span(-1)
     dispatch_lock: str = ""
     shared_scratch_bytes: Bytes = Bytes(0)  # of the reserve of its lock, on each of its devices
-
     gang: tuple[TicketId, ...] = ()
     lives_in: TicketId | None = None  # a lodger, in that one's process: see rules.lodgers
     split: Split = Split.NONE
