@@ -81,7 +81,7 @@ class Watermarks:
 class Settings:
     """What a person may set, and what follows from the specification."""
 
-    evict: str = "two_rates"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM, PRESSURE
+    evict: str = "time_of_day"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM, PRESSURE
     admit: str = "fair_share"
     place: str = "best_fit"
     keep_warm: str = "since_last_use"
@@ -107,9 +107,9 @@ class Settings:
     device_marks: Watermarks | None = None  # off: an idle model costs nothing until somebody waits
     min_residency_loads: float = 1.0  # SPEC C4: at least as long as bringing it in took
     min_residency: Span = seconds(1)  # where nothing is known of its load: one heartbeat
-    # Both tuned on half of the public traces (docs/adr/0007): a quarter of an hour is noise at a
-    # request a minute, four hours is late when a client leaves; a day carries the daily swing.
-    rate_window: Span = seconds(1800)
+    # Both tuned on half of the public traces (docs/adr/0007): half an hour is noise at a request
+    # every few minutes, four hours is late when a client leaves; a day carries the daily swing.
+    rate_window: Span = seconds(5400)
     lasting_window: Span = seconds(86_400)
     carry_most: Span = seconds(900)  # SPEC C2, C8: the longest keep-warm of any role
     min_residency_most: Span = seconds(60)  # a slow loader may not block others for minutes

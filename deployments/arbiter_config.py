@@ -65,7 +65,7 @@ class MarksConfig(Strict):
 
 
 class ArbiterConfig(Strict):
-    evict: str = "two_rates"
+    evict: str = "time_of_day"
     admit: str = "fair_share"
     one_resident_roles: tuple[str, ...] = ()  # SPEC A11: of these roles one model a node
     bypass_count: int = Field(8, ge=0)  # SPEC C6: how often a ticket is overtaken

@@ -15,7 +15,7 @@ HOURS_COUNT = 24
 # These three are tuned on half of the public traces, and flat there (docs/adr/0007).
 AHEAD_COUNT = 4  # the hour that runs and three more: what is evicted now is missed then
 FADE = exp(-1 / (7 * HOURS_COUNT))  # an hour; the same day a week ago counts a third of yesterday
-LEAN_DAYS = 0.2  # one day seen outweighs five to one what is known otherwise
+LEAN_DAYS = 0.5  # one day seen outweighs two to one what is known otherwise
 AHEAD = Span(AHEAD_COUNT * HOUR)
 
 
