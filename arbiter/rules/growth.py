@@ -9,11 +9,12 @@ from arbiter import events as ev
 from arbiter.decisions import Grant, Reason
 from arbiter.errors import GrowthRefused, NeverFits, TicketClosed
 from arbiter.ledger import Book, Entry, Sizes, State
-from arbiter.rules import tenants, urgency
+from arbiter.rules import pressure, tenants, urgency
 from arbiter.rules.budget import on_demand
 from arbiter.rules.eviction import coming_back, may_leave, revoke
 from arbiter.rules.mind import Mind
 from arbiter.rules.ranking import in_order
+from arbiter.rules.sites import trusted
 from arbiter.units import Bytes, DeviceId, HolderId, Span, after, since
 
 Devices = tuple[ev.DeviceBytes, ...]
@@ -87,15 +88,26 @@ def serve(mind: Mind) -> None:
     """In the order they asked. Before the line: they are in service already."""
     for entry in _growing(mind):
         is_gone = any(device not in mind.ledger.books for device in entry.home)
+        may_be = not is_gone and _may_be_lent(mind, entry)
         if entry.state is not State.RESIDENT or is_gone:
             _refuse(mind, entry, _error(entry, "it is leaving"))
-        elif _has_room(mind, entry):
+        elif may_be and _has_room(mind, entry):
             _grow(mind, entry)
         elif mind.now >= entry.grows_by:
             _refuse(mind, entry, _error(entry, "there was no room in time"))
-        else:
+        elif may_be:
             for device, part in _wanted(entry).items():
                 _make_room(mind, entry, mind.ledger.books[device], part)
+
+
+def _may_be_lent(mind: Mind, entry: Entry) -> bool:
+    """As for a load: nothing is lent while holders of the last epoch are awaited, on a device that
+    was not read lately, or where real memory is short."""
+    node = mind.nodes.get(entry.node)
+    if node is None or not mind.is_settled or mind.closing_by is not None:
+        return False
+    open_to = {book.device for book in trusted(mind, node)}
+    return all(d in open_to and not pressure.is_shut(mind, entry, d) for d in entry.home)
 
 
 def _growing(mind: Mind) -> list[Entry]:

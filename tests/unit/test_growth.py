@@ -163,6 +163,38 @@ def test_growth_takes_nothing_that_is_kept_for_another_tenant() -> None:
     assert granted(grow(d, 2, "a", 10)) == ["a"]
 
 
+# -- when nothing is lent -------------------------------------------------------------------------
+
+
+def test_after_a_restart_nothing_grows_before_all_holders_are_back() -> None:
+    d = Desk(known=("h", "k"), holders=())
+    d.join(0, "h", d.held("a", ev.Phase.RESIDENT, size=30))
+    assert grow(d, 1, "a", 15) == []  # `k` may have more than the rest of it
+    assert granted(d.join(2, "k", d.held("b", ev.Phase.RESIDENT, size=20))) == ["a"]
+
+
+def test_nothing_grows_on_a_device_that_was_not_read_or_where_nobody_claims_an_engine() -> None:
+    d = Desk(holders=(), read=False)
+    d.join(0, "h", d.held("a", ev.Phase.RESIDENT, size=30))
+    assert grow(d, 1, "a", 15) == []
+    d.engines["stranger"] = {CPU: 10}
+    assert granted(d.read(2)) == []
+    del d.engines["stranger"]
+    assert granted(d.read(3)) == ["a"]
+
+
+@pytest.mark.spec("C5")
+def test_nothing_grows_where_real_memory_is_short_unless_it_is_text() -> None:
+    d = Desk()
+    d.resident(0, "e1", 20, capability="embedding", model="e1")
+    d.resident(0, "a", 20)
+    d.beat(1, "e1", "a", inflight=1)
+    d.at(2, ev.PressurePushed("n", ev.Level.CRITICAL, None, seconds(20)))
+    assert granted(grow(d, 3, "e1", 10)) == []
+    assert granted(grow(d, 4, "a", 10)) == ["a"]
+    assert granted(d.woke(22)) == ["e1"]
+
+
 # -- giving back, over a wire that repeats, delays and loses ---------------------------------------
 
 
