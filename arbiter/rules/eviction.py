@@ -220,7 +220,7 @@ def _weigh(
     for entry, option in no_more_urgent(mind, book, urgent):
         if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
             break
-        if not may_swap(mind, entry, waiting, urgent):
+        if _obstacle(mind, entry, waiting, urgent) is not None:
             continue
         if worth := spare.take(entry, option.freed_bytes):
             spare_count -= missing <= 0

@@ -29,7 +29,7 @@ from arbiter.rules.look import Look
 from arbiter.rules.mind import Mind, Node
 from arbiter.rules.refusing import turn_away
 from arbiter.rules.sites import cap_pins, compute_books, flag_pinned_on, on_demand_of, trusted
-from arbiter.units import SECOND, Bytes, Instant, Span, TicketId, after, since
+from arbiter.units import SECOND, Bytes, HolderId, Instant, Span, TicketId, after, since
 
 SCANNED_COUNT = 32  # tickets on a device, looked through for the next moment at 1 us each
 
@@ -312,9 +312,12 @@ def _overtake(mind: Mind, look: Look, turn: int, home: Sizes) -> None:
     """Those who had asked before and could have used these bytes: perhaps a long line, so what most
     of them need not be asked is asked last."""
     most = max(on_demand_of(mind.ledger.books[d]) for d in home)
+    silent: dict[HolderId, bool] = {}  # each holder is asked for once
     for other in mind.line.at(look.node.node):
-        waiter = other.waiter
-        if waiter.turn > turn or other.is_due or mind.is_silent(other.holder):
+        waiter, holder = other.waiter, other.holder
+        if holder not in silent:
+            silent[holder] = mind.is_silent(holder)
+        if waiter.turn > turn or other.is_due or silent[holder]:
             continue
         is_plain = not (waiter.is_asleep or other.is_of_gang)
         if other.need_bytes <= most if is_plain else _could_use(mind, waiter.ticket, home, most):

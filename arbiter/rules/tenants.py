@@ -189,6 +189,8 @@ class Spare:
 
     def take(self, entry: Entry, freed: Bytes) -> Bytes:
         """Of what it would free, what counts beside those taken so far."""
+        if not self._mind.tenants:
+            return freed
         own = entry.client.tenant
         terms = terms_of(self._mind, own)
         if own == self._tenant or terms is None or not terms.reserved_bytes:

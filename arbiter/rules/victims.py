@@ -7,7 +7,7 @@ all alike (cost_aware) a sum.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 
 from arbiter.units import Bytes, TicketId
@@ -25,11 +25,12 @@ class Option:
     freed_bytes: Bytes
     rank: Key
     cost_s: float  # adds up within one rank
+    # Cheapest first; per byte within a rank, because bytes are what is bought.
+    place: Key = field(init=False)
 
-    @property
-    def place(self) -> Key:
-        """Cheapest first; per byte within a rank, because bytes are what is bought."""
-        return (self.rank, self.cost_s / max(1, self.freed_bytes), self.ticket)
+    def __post_init__(self) -> None:
+        place = (self.rank, self.cost_s / (self.freed_bytes or 1), self.ticket)
+        object.__setattr__(self, "place", place)  # once: each search of an order asks for it
 
 
 def choose(options: Iterable[Option], short: Bytes) -> list[Option]:
