@@ -53,13 +53,19 @@ PER_TIER_S = 90
 FAILED = 1  # pytest's exit status where tests ran and some failed
 
 
+def quoted(bug: Bug, root: Path) -> str:
+    """The file it is planted in."""
+    text = (root / bug.path).read_text()
+    if text.count(bug.old) != 1:
+        raise SystemExit(f"{bug.name}: found {text.count(bug.old)} times in {bug.path}")
+    return text
+
+
 @contextmanager
 def planted(bug: Bug, copy: Path) -> Iterator[None]:
     """Put back with its time, so that the bytecode of the code without bugs stays good."""
     path = copy / bug.path
-    text, times = path.read_text(), path.stat()
-    if text.count(bug.old) != 1:
-        raise SystemExit(f"{bug.name}: found {text.count(bug.old)} times in {bug.path}")
+    text, times = quoted(bug, copy), path.stat()
     path.write_text(text.replace(bug.old, bug.new))
     try:
         yield
@@ -144,6 +150,8 @@ def commit() -> str:
 
 def main() -> int:
     bugs, run_all = chosen()
+    for bug in bugs:
+        quoted(bug, ROOT)
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         copy = Path(folder) / "copy"  # of all that counts, so that one may go on working meanwhile
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))

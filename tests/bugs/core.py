@@ -17,7 +17,7 @@ BUGS = [
     Bug("RECLAIMING not charged", "arbiter/ledger.py",
            "State.ASLEEP, State.RECLAIMING})\nUNCH", "State.ASLEEP})\nUNCH"),
     Bug("measured bytes ignored", "arbiter/ledger.py",
-           "return Bytes(max(granted, held))", "return Bytes(granted)"),
+           "return held if held > granted else granted", "return granted"),
     Bug("foreign bytes ignored", "arbiter/rules/nodes.py", "Bytes(eats + orphans + ", "Bytes(orphans + "),
     Bug("unclaimed engines ignored", "arbiter/rules/nodes.py", "Bytes(eats + orphans + ", "Bytes(eats + "),
     Bug("admission off by one byte", "arbiter/rules/look.py",

@@ -25,7 +25,7 @@ BUGS = [
     Bug("sleeping weights count against a maximum", "arbiter/rules/tenants.py",
         "for b in books if b and b.kind in COMPUTE)", "for b in books if b)"),
     Bug("nobody looks again when a tenant has less", "arbiter/rules/tenants.py",
-        "        mind.ledger.changed.update(mind.line.nodes)", "        pass"),
+        "            mind.ledger.changed.update(mind.line.where(client.tenant))", "            pass"),
     Bug("replicas of one model exclude each other", "arbiter/rules/groups.py",
         "one.role == other.role and not same_model", "one.role == other.role"),
     Bug("one of a group leaves where another may not", "arbiter/rules/groups.py",
