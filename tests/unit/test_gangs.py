@@ -53,6 +53,28 @@ class Gpus(Desk):
         return {d[-1]: size / gib(1) for d, size in entry.home.items()}
 
 
+@pytest.mark.spec("A13", "C6")
+def test_a_gang_that_is_not_complete_is_not_overtaken() -> None:
+    d = Gpus(80)
+    assert granted(d.want(0, "a", 20, "ab")) == []
+    for turn in range(PLAIN.bypass_count):
+        assert granted(d.ask(1, f"c{turn}", 1, holder="k")) == [f"c{turn}"]
+    assert granted(d.want(2, "b", 20, "ab")) == ["a", "b"]
+
+
+@pytest.mark.spec("C6")
+def test_on_a_device_it_could_never_use_a_ticket_is_not_overtaken() -> None:
+    d = Gpus(80, 20)
+    d.want(0, "a", 50)
+    assert granted(d.want(1, "large", 60)) == []
+    for name in (*"bcde", "small", "text", "vad"):
+        assert granted(d.ask(2, name, 2, holder="k")) == [name] and d.home(name) == {"1": 2}
+    d.ask(2, "e1", 2, holder="k", capability="embedding", model="e1")
+    assert d.home("e1") == {"1": 2}  # eight of them
+    d.ask(3, "e2", 10, holder="k", capability="embedding", model="e2")
+    assert d.home("e2") == {"0": 10}
+
+
 @pytest.mark.spec("A13")
 def test_tickets_of_two_holders_are_no_gang() -> None:
     d = Gpus(80)

@@ -39,6 +39,31 @@ def test_a_ticket_is_overtaken_eight_times_and_then_holds_its_device() -> None:
 
 
 @pytest.mark.spec("C6")
+def test_who_was_there_before_overtakes_nobody() -> None:
+    desk = Desk(device=80)
+    loading(desk, 80)
+    for turn in range(PLAIN.bypass_count):
+        desk.ask(1, f"b{turn}", 8)
+    desk.ask(2, "large", 70)
+    desk.at(3, ev.LoadBroke(TicketId("a"), "x", False))
+    assert len(granted(desk.gone(3, "a"))) == PLAIN.bypass_count
+    assert granted(desk.ask(4, "c", 1)) == ["c"]
+
+
+@pytest.mark.spec("C6")
+def test_while_its_holder_is_silent_a_ticket_is_not_overtaken() -> None:
+    terms = replace(PATIENT, silent=seconds(5))
+    desk = Desk(device=80, settings=replace(PLAIN, terms=terms), holders=("h", "mute"))
+    loading(desk, 50)
+    desk.ask(1, "large", 60, holder="mute")
+    desk.beat(7, "a")
+    for turn in range(PLAIN.bypass_count):
+        assert granted(desk.ask(7, f"b{turn}", 1)) == [f"b{turn}"]
+    desk.at(8, ev.Renewed(HolderId("mute"), ()))
+    assert granted(desk.ask(9, "c", 1)) == ["c"]
+
+
+@pytest.mark.spec("C6")
 def test_nor_is_it_overtaken_after_half_a_minute() -> None:
     desk = Desk(device=80)
     loading(desk, 50)
