@@ -159,7 +159,9 @@ class Desk:
                             return dict(last)
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            raise AssertionError(f"not within {within_s} s; last state: {last}") from None
+            pass
+        told = [f"{line['kind']} {line}" for line in (await self.events())[-30:]]
+        raise AssertionError("\n".join([f"not within {within_s} s; last state: {last}", *told]))
 
     async def states(self) -> dict[str, str]:
         return {t["model"]: t["state"] for t in (await self.state())["tickets"]}
