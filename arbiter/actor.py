@@ -200,9 +200,7 @@ class ArbiterActor:
             async with asyncio.timeout(HANDLE_S):
                 for handle in handles:
                     await handle.__ray_ready__.remote()
-        with contextlib.suppress(ray.exceptions.RayError):
-            await refs[0]
-        if self._stays.get(holder) == stay:
+        if await rays.owner_died(refs[0]) and self._stays.get(holder) == stay:
             self._lost(holder)
 
     def _lost(self, holder: HolderId) -> None:

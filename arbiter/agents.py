@@ -30,7 +30,8 @@ class RayAgents:
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
-        self._handles: dict[NodeId, Any] = {}
+        self._nodes: frozenset[NodeId] = frozenset()  # that lived at the last look
+        self._handles: dict[NodeId, Any] = {}  # of their agents; none while one is to be started
         self._peers: dict[NodeId, calls.Peer] = {}  # the shortest way to each
         self._pending: set[asyncio.Future[Any]] = set()
 
@@ -60,10 +61,12 @@ class RayAgents:
     async def look(self, feed: Callable[[ev.Event], None]) -> None:
         """Start agents of new nodes; tell of nodes that are gone."""
         living = await asyncio.to_thread(rays.living_nodes)
-        for node in self._handles.keys() - living.keys():
+        for node in self._nodes - living.keys():
             self._forget_way(node)
-            ray.kill(self._handles.pop(node), no_restart=True)
+            if handle := self._handles.pop(node, None):
+                ray.kill(handle, no_restart=True)
             feed(ev.NodeLost(node))
+        self._nodes = frozenset(living)
         for node in living.keys() - self._handles.keys():
             self._handles[node] = await asyncio.to_thread(self._start, node, living[node])
         for node in tuple(self._handles):
@@ -72,7 +75,7 @@ class RayAgents:
     async def dead(self, members: list[Member]) -> list[HolderId]:
         """Those of whom it is known: their node is gone, or its agent sees no such process."""
         asked = [m for m in members if m.node in self._handles and m.pid]
-        gone = [m.holder for m in members if m.node not in self._handles]
+        gone = [m.holder for m in members if m.node not in self._nodes]
         for node in {m.node for m in asked}:
             here = [m for m in asked if m.node == node]
             try:

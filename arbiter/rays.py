@@ -1,5 +1,6 @@
 """The few semi-internal things asked of Ray, in one place; tests/contracts holds each of them."""
 
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,18 @@ async def prestart_worker(keep_s: int) -> None:
             await raylet.PrestartWorkers(asked, timeout=PRESTART_S)
     except grpc.RpcError as error:
         raise ConnectionError(f"{address}: {error}") from error
+
+
+async def owner_died(call: Awaitable[Any]) -> bool:
+    """Waits for the end of a call of ours that another process owns. False when the call itself
+    ended or broke, which it also does while we are being killed: its owner lives."""
+    try:
+        await call
+    except ray.exceptions.RayActorError:
+        return False
+    except ray.exceptions.RayError:
+        return True
+    return False
 
 
 # Calls in flight beside the line: three of each holder (keepalive, listen, renew), event streams,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import OwnerDiedError, RayActorError
 
 from arbiter import eventlog, rays
 from arbiter import events as ev
@@ -114,15 +115,33 @@ async def test_a_keepalive_that_arrives_after_its_joining_was_replaced_returns(
 
 
 @pytest.mark.spec("A19")
-async def test_a_holder_whose_call_breaks_is_lost(running: Running) -> None:
+async def test_a_holder_that_dies_takes_its_call_along_and_is_lost(running: Running) -> None:
     async with running() as actor:
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         joined = ev.Joined(H, NodeId("n"), "c", ())
         await actor.join(None, joined, "1", [], [broken])
-        broken.set_result(None)
+        broken.set_exception(OwnerDiedError("", "", ""))
         async with asyncio.timeout(5):
             while actor._shell.has_mail(H):
                 await asyncio.sleep(0)
+
+
+@pytest.mark.spec("A18", "A20")
+async def test_an_arbiter_that_hears_of_its_own_end_ends_nobody(
+    running: Running, tmp_path: Path
+) -> None:
+    """Killed, it may see its holders' calls fail before it is gone; they live."""
+    async with running() as actor:
+        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        joined = ev.Joined(H, NodeId("n"), "c", ())
+        await actor.join(None, joined, "1", [], [broken])
+        [watch] = [t for t in asyncio.all_tasks() if "_watch" in repr(t)]
+        broken.set_exception(RayActorError())
+        async with asyncio.timeout(5):
+            await watch
+        assert actor._shell.has_mail(H)
+        assert [m.holder for m in Store(tmp_path / "state", "session").members()] == [H]
+        await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
 
 
 @pytest.mark.spec("A18")
@@ -151,6 +170,7 @@ async def test_an_agent_knows_the_dead_by_number_and_start_time() -> None:
         return {7: 9, 8: 9}
 
     agents = RayAgents(AgentSettings("no.zygote"))
+    agents._nodes = frozenset({NodeId("n"), NodeId("agentless")})
     agents._handles[NodeId("n")] = FakeArbiter(living=living)
     asked = [
         Member(HolderId("lives"), NodeId("n"), 7, 9),
@@ -158,6 +178,7 @@ async def test_an_agent_knows_the_dead_by_number_and_start_time() -> None:
         Member(HolderId("gone"), NodeId("n"), 6, 9),
         Member(HolderId("elsewhere"), NodeId("lost"), 7, 9),
         Member(HolderId("unsaid"), NodeId("n")),
+        Member(HolderId("unasked"), NodeId("agentless"), 7, 9),
     ]
     assert sorted(await agents.dead(asked)) == ["elsewhere", "gone", "replaced"]
 
