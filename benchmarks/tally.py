@@ -28,6 +28,7 @@ class Tally:
     wrong: list[str] = field(default_factory=list)  # bytes lost or doubled
     processes: int = 0
     looks: int = 0
+    unanswered_looks: int = 0  # of these, nobody answered: neither right nor wrong
     slowest: list[tuple[float, str, str, str]] = field(default_factory=list)
 
     def answered(self, model: str, outcome: str, took_s: float, about: str = "") -> None:
@@ -47,6 +48,7 @@ class Tally:
             "answers": dict(self.answers),
             "slowest": self.slowest,
             "comparisons": self.looks,
+            "comparisons_unanswered": self.unanswered_looks,
             "lost_or_doubled": self.wrong,
             "untyped": self.untyped,
             "took_s": round(took_s, 1),
@@ -61,6 +63,9 @@ class Tally:
         for took_s, model, outcome, about in self.slowest:
             print(f"slowest answers: {took_s:.1f} s, {model}, {outcome}; {about}")
         print(f"unanswered or untyped: {len(self.untyped)}")
-        print(f"books compared with measurement: {self.looks} times")
+        print(
+            f"books compared with measurement: {self.looks} times, of which nobody answered"
+            f" {self.unanswered_looks}"
+        )
         print(f"bytes lost or doubled: {len(self.wrong)}")
         return 1 if self.wrong or self.untyped else 0

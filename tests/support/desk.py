@@ -121,6 +121,10 @@ class Holder:
         await self.residency.close()
 
 
+class NotLooked(AssertionError):
+    """Nothing could be compared."""
+
+
 class Desk:
     """The arbiter and everything a test asks of it."""
 
@@ -198,12 +202,14 @@ class Desk:
                 return repr(error)
             return _wrong(state, engines)
 
-        problem = "not looked yet"
+        problem = ""
         try:
             async with asyncio.timeout(WITHIN_S):
                 while problem := await wrong():
                     await asyncio.sleep(0.05)
         except TimeoutError:
+            if not problem:
+                raise NotLooked(f"neither arbiter nor agent answered for {WITHIN_S} s") from None
             raise AssertionError(problem) from None
 
     async def close(self) -> None:
