@@ -77,13 +77,13 @@ def test_host_copies_are_host_ram_and_other_memory_files_are_not() -> None:
 @pytest.mark.spec("B1")
 def test_a_memory_file_held_by_several_processes_of_one_tree_counts_once() -> None:
     def two() -> int:
-        fd = memory_file("scratch", 20)
+        fd = memory_file("scratch", 64)
         if os.fork() == 0:
             signal.pause()
         return fd
 
     with child(two) as pid:
-        assert 20 * MIB <= measure(pid).device_bytes <= 20 * MIB + 2 * SLACK
+        assert 64 * MIB <= measure(pid).device_bytes <= 64 * MIB + 2 * SLACK
         for member in proc.tree(pid, proc.processes()) - {pid}:
             os.kill(member, signal.SIGKILL)
 
