@@ -11,7 +11,6 @@ MINUTES ?= 6
 # Set before Ray starts; none is needed for correctness, a plain `serve run` works without them.
 #   RAY_preload_python_modules: a replica's process has Serve imported when it starts (wake -0.3 s)
 #   RAY_worker_maximum_startup_concurrency: idle workers are prestarted, so several wakes at once do not queue
-#   RAY_SERVE_CONTROL_LOOP_INTERVAL_S: Serve looks twice as often whether a replica is wanted or ready
 #   RAY_SERVE_USE_GRPC_BY_DEFAULT: proxy, front and replicas stream to each other by gRPC, not as one
 #     object of Ray for each piece: half the processor time of a token outside its engine. The port
 #     for it is open in every replica of Serve either way
@@ -23,7 +22,6 @@ MINUTES ?= 6
 #   RAY_USAGE_STATS_ENABLED: no report to outside
 export RAY_preload_python_modules ?= deployments.worker_start
 export RAY_worker_maximum_startup_concurrency ?= 8
-export RAY_SERVE_CONTROL_LOOP_INTERVAL_S ?= 0.05
 export RAY_SERVE_USE_GRPC_BY_DEFAULT ?= 1
 export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH ?= 268435456
 export RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD ?= 0

@@ -24,7 +24,6 @@ BIN = Path(sys.executable).parent
 MAKE_SERVE = {
     "RAY_preload_python_modules": "deployments.worker_start",
     "RAY_worker_maximum_startup_concurrency": "8",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",

@@ -217,9 +217,10 @@ def _weigh(
     options: list[Option] = []
     missing, spare_count = int(short), EXACT_COUNT
     spare = tenants.Spare(mind, book, waiting.client.tenant)
-    for entry, option in no_more_urgent(mind, book, urgent):
+    for option in no_more_urgent(mind, book, urgent):
         if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
             break
+        entry = book.entries[option.ticket]
         if _obstacle(mind, entry, waiting, urgent) is not None:
             continue
         if worth := spare.take(entry, option.freed_bytes):

@@ -16,8 +16,8 @@ from arbiter.units import Bytes, DeviceId, TicketId
 
 def leave_with(mind: Mind, host: Entry, device: DeviceId) -> Bytes:
     """What comes back on a device when it leaves, itself included."""
-    lodged = sum(lodger.charge(device) for lodger in mind.lodgers_of(host))
-    return Bytes(host.charge(device) + lodged)
+    own = host.charge(device)
+    return Bytes(own + sum(e.charge(device) for e in mind.lodgers_of(host))) if host.gang else own
 
 
 def tend(mind: Mind, lodger: Entry) -> None:

@@ -243,8 +243,9 @@ class Mind:
         if (was is State.LOADING) != (to is State.LOADING):
             self.line.loading(entry.node, label, 1 if to is State.LOADING else -1)
         self.note_active(entry.capability)
-        for lodger in self.lodgers_of(entry):
-            self._follow(lodger, to, entry)
+        if entry.gang:
+            for lodger in self.lodgers_of(entry):
+                self._follow(lodger, to, entry)
 
     def _follow(self, lodger: Entry, to: State, host: Entry) -> None:
         """It has been granted already: until then a gang is several tickets in the line. One that

@@ -7,6 +7,7 @@ what is less urgent by now as well, and the rest in turn, because prices drift.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from arbiter.events import Priority
 from arbiter.ledger import Book, Entry, State
@@ -81,9 +82,11 @@ class Ranking:
     def no_more_urgent(self, urgent: Priority) -> Iterator[Option]:
         """Without those that are more urgent: of the idle, of those in use, and then all for which
         somebody waits, because there the line decides."""
-        for in_use in (False, True):
-            yield from self._between((False, in_use), (False, in_use, 1 - urgent))
-        yield from self._between((True,), (True, True, 1))
+        return chain(
+            self._between((False, False), (False, False, 1 - urgent)),
+            self._between((False, True), (False, True, 1 - urgent)),
+            self._between((True,), (True, True, 1)),
+        )
 
     def _between(self, low: Key, high: Key) -> Iterator[Option]:
         for at in range(bisect_left(self._order, (low,)), bisect_left(self._order, (high,))):
@@ -105,9 +108,9 @@ def in_order(mind: Mind, book: Book) -> Iterator[tuple[Entry, Option]]:
     return ((book.entries[o.ticket], o) for o in ranking(mind, book).all())
 
 
-def no_more_urgent(mind: Mind, book: Book, urgent: Priority) -> Iterator[tuple[Entry, Option]]:
+def no_more_urgent(mind: Mind, book: Book, urgent: Priority) -> Iterator[Option]:
     """Those who may have to yield to one so urgent, lawful or not."""
-    return ((book.entries[o.ticket], o) for o in ranking(mind, book).no_more_urgent(urgent))
+    return ranking(mind, book).no_more_urgent(urgent)
 
 
 def option(mind: Mind, book: Book, entry: Entry) -> Option:

@@ -92,50 +92,50 @@ def test_no_policy_can_name_the_unlawful_and_each_takes_an_irreducible_set(
 
 @pytest.mark.spec("C1")
 def test_priority_lru_prefers_the_least_role_then_the_oldest() -> None:
-    text_old = replace(ONE, ticket=TicketId("b"), role_rank=100, last_used=Instant(1))
-    text_new = replace(text_old, ticket=TicketId("c"), last_used=Instant(9))
-    vision_new = replace(ONE, ticket=TicketId("d"), role_rank=20, last_used=Instant(9))
+    text_old = ONE._replace(ticket=TicketId("b"), role_rank=100, last_used=Instant(1))
+    text_new = text_old._replace(ticket=TicketId("c"), last_used=Instant(9))
+    vision_new = ONE._replace(ticket=TicketId("d"), role_rank=20, last_used=Instant(9))
     everybody = [text_new, text_old, ONE, vision_new]
     order = sorted(everybody, key=lambda c: place("priority_lru", c))
     assert [c.ticket for c in order] == ["d", "a", "b", "c"]
 
 
-AGED = replace(ONE, now=Instant(600 * SECOND), last_used=Instant(500 * SECOND))
-AGED = replace(AGED, budget_bytes=Bytes(10 * GIB), role_rank=40)
+AGED = ONE._replace(now=Instant(600 * SECOND), last_used=Instant(500 * SECOND))
+AGED = AGED._replace(budget_bytes=Bytes(10 * GIB), role_rank=40)
 
 
 @pytest.mark.spec("C3")
 @pytest.mark.parametrize(
     "other",
     [
-        replace(AGED, last_used=Instant(0)),
-        replace(AGED, freed_bytes=Bytes(9 * GIB)),
-        replace(AGED, role_rank=10),
+        AGED._replace(last_used=Instant(0)),
+        AGED._replace(freed_bytes=Bytes(9 * GIB)),
+        AGED._replace(role_rank=10),
         # each of the three can outweigh the other two together, when it differs by enough
-        replace(AGED, last_used=Instant(0), freed_bytes=Bytes(GIB // 9), role_rank=50),
-        replace(AGED, last_used=Instant(520 * SECOND), freed_bytes=Bytes(9 * GIB), role_rank=45),
-        replace(AGED, last_used=Instant(520 * SECOND), freed_bytes=Bytes(GIB // 9), role_rank=10),
+        AGED._replace(last_used=Instant(0), freed_bytes=Bytes(GIB // 9), role_rank=50),
+        AGED._replace(last_used=Instant(520 * SECOND), freed_bytes=Bytes(9 * GIB), role_rank=45),
+        AGED._replace(last_used=Instant(520 * SECOND), freed_bytes=Bytes(GIB // 9), role_rank=10),
     ],
 )
 def test_size_aware_lru_weighs_recency_size_and_role(other: Candidate) -> None:
-    other = replace(other, ticket=TicketId("z"))
+    other = other._replace(ticket=TicketId("z"))
     assert place("size_aware_lru", other) < place("size_aware_lru", AGED)
 
 
 @pytest.mark.spec("C3")
 def test_cost_aware_spares_what_is_dear_to_bring_back_likely_wanted_and_small() -> None:
-    one = replace(ONE, reload=seconds(10), recent_count=1.0)
-    slower = replace(one, ticket=TicketId("s"), reload=seconds(30))
-    wanted = replace(one, ticket=TicketId("w"), recent_count=5.0)
-    large = replace(one, ticket=TicketId("l"), freed_bytes=Bytes(2 * GIB))
+    one = ONE._replace(reload=seconds(10), recent_count=1.0)
+    slower = one._replace(ticket=TicketId("s"), reload=seconds(30))
+    wanted = one._replace(ticket=TicketId("w"), recent_count=5.0)
+    large = one._replace(ticket=TicketId("l"), freed_bytes=Bytes(2 * GIB))
     order = sorted([slower, wanted, large, one], key=lambda c: place("cost_aware", c))
     assert [c.ticket for c in order] == ["l", "a", "w", "s"]
 
 
 @pytest.mark.spec("C3")
 def test_belady_takes_what_is_next_used_last_and_before_it_what_never_is() -> None:
-    soon = replace(ONE, ticket=TicketId("s"), next_use=Instant(5))
-    late = replace(ONE, ticket=TicketId("l"), next_use=Instant(50))
+    soon = ONE._replace(ticket=TicketId("s"), next_use=Instant(5))
+    late = ONE._replace(ticket=TicketId("l"), next_use=Instant(50))
     order = sorted([soon, late, ONE], key=lambda c: place("belady", c))
     assert [c.ticket for c in order] == ["a", "l", "s"]
 
@@ -144,11 +144,11 @@ def test_belady_takes_what_is_next_used_last_and_before_it_what_never_is() -> No
 def test_two_rates_spares_what_is_used_now_and_usually() -> None:
     """Of equals in size and load: once today, popular yesterday, and both."""
     price = EVICT["two_rates"]
-    new = replace(ONE, recent_count=4.0, lasting_count=4.0)
-    old = replace(ONE, recent_count=0.0, lasting_count=50.0)
-    both = replace(ONE, recent_count=4.0, lasting_count=50.0)
+    new = ONE._replace(recent_count=4.0, lasting_count=4.0)
+    old = ONE._replace(recent_count=0.0, lasting_count=50.0)
+    both = ONE._replace(recent_count=4.0, lasting_count=50.0)
     assert price(old).cost_s < price(new).cost_s < price(both).cost_s
-    slow = replace(both, reload=seconds(40))
+    slow = both._replace(reload=seconds(40))
     assert price(slow).cost_s == pytest.approx(4 * price(both).cost_s)  # 10 s where unknown
 
 
@@ -156,11 +156,11 @@ def test_two_rates_spares_what_is_used_now_and_usually() -> None:
 def test_time_of_day_spares_what_is_used_now_and_usually_at_this_hour() -> None:
     """Of equals in size and load: asked for of late, by habit, and both."""
     price = EVICT["time_of_day"]
-    new = replace(ONE, recent_count=9.0, usual_count=0.0)
-    habit = replace(ONE, recent_count=0.0, usual_count=4.0)
-    both = replace(ONE, recent_count=9.0, usual_count=4.0)
+    new = ONE._replace(recent_count=9.0, usual_count=0.0)
+    habit = ONE._replace(recent_count=0.0, usual_count=4.0)
+    both = ONE._replace(recent_count=9.0, usual_count=4.0)
     assert price(habit).cost_s < price(new).cost_s < price(both).cost_s
-    slow = replace(both, reload=seconds(40))
+    slow = both._replace(reload=seconds(40))
     assert price(slow).cost_s == pytest.approx(4 * price(both).cost_s)  # 10 s where unknown
 
 
