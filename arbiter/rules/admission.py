@@ -137,7 +137,7 @@ def _why_not(mind: Mind, event: ev.Requested) -> RequestError | None:
 def _over_quota(mind: Mind, event: ev.Requested, tenant: str) -> RequestError | None:
     """A lease is not made room for among the tenant's own: they are seldom to be interrupted."""
     need = event.need.device_bytes
-    if error := tenants.why_not(mind, event.holder, tenant, need):
+    if error := tenants.why_not(mind, event.holder, tenant, need, event.split):
         return error
     if event.lease and tenants.over(mind, tenant, need):
         return tenants.too_much(mind, tenant, need)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from arbiter.events import Split
 from arbiter.ledger import Book, Entry, Sizes, State
 from arbiter.rules.mind import Mind
-from arbiter.rules.sites import on_demand_of
 from arbiter.units import Bytes, DeviceId, TicketId
 
 # Ways of an equal split. Tensor parallel engines divide heads, which come in powers of two; a node
@@ -32,34 +31,36 @@ class Part:
 # -- where the parts of one ticket go -------------------------------------------------------------
 
 
-def split(books: list[Book], need: Bytes, how: Split) -> Sizes | None:
-    """One ticket over several devices; None when all of them together are too small."""
-    roomy = sorted(books, key=lambda b: (-on_demand_of(b), b.device))
+def split(books: list[Book], need: Bytes, how: Split, at_most: Sizes) -> Sizes | None:
+    """One ticket over several devices; None when all of them together are too small. `at_most`:
+    what waiting can ever bring on each."""
+    roomy = sorted(books, key=lambda b: (-at_most[b.device], b.device))
     if how is Split.EQUAL:
-        return _equally(roomy, need)
+        return _equally(roomy, need, at_most)
     if how is Split.PROPORTIONAL:
-        return _in_proportion(roomy, need)
+        return _in_proportion(roomy, need, at_most)
     return None
 
 
-def _equally(roomy: list[Book], need: Bytes) -> Sizes | None:
+def _equally(roomy: list[Book], need: Bytes, at_most: Sizes) -> Sizes | None:
     """Over the fewest devices that hold an equal share each, those with the most free."""
     for ways in (w for w in EQUAL_WAYS if w <= len(roomy)):
         part = Bytes(-(-need // ways))
-        fit = [b for b in roomy if on_demand_of(b) >= part]
+        fit = [b for b in roomy if at_most[b.device] >= part]
         if len(fit) >= ways:
             freest = sorted(fit, key=lambda b: (-b.free_bytes, b.device))[:ways]
             return {b.device: part for b in freest}
     return None
 
 
-def _in_proportion(roomy: list[Book], need: Bytes) -> Sizes | None:
+def _in_proportion(roomy: list[Book], need: Bytes, at_most: Sizes) -> Sizes | None:
     """Over the fewest devices, by what is free there now if that is enough, else by what waiting
     can bring."""
     for count in range(2, len(roomy) + 1):
         chosen = roomy[:count]
-        free = [max(0, b.free_bytes) for b in chosen]
-        weights = free if sum(free) >= need else [int(on_demand_of(b)) for b in chosen]
+        most = [int(at_most[b.device]) for b in chosen]
+        free = [max(0, min(b.free_bytes, m)) for b, m in zip(chosen, most, strict=True)]
+        weights = free if sum(free) >= need else most
         if sum(weights) < need:
             continue
         parts = [need * w // sum(weights) for w in weights]

@@ -7,9 +7,11 @@ use, and it asks with the urgency of the most urgent it holds up. Bytes that are
 one ticket are not lent to another.
 """
 
+from collections.abc import Iterable
+
 from arbiter import events as ev
 from arbiter.decisions import Grant
-from arbiter.errors import NeverFits, TicketClosed
+from arbiter.errors import NeverFits, QuotaExceeded, TicketClosed
 from arbiter.ledger import Entry, Sizes, State
 from arbiter.rules import (
     gangs,
@@ -27,9 +29,10 @@ from arbiter.rules.eviction import make_room, make_way, min_residency_ends, room
 from arbiter.rules.line import Waiting, urgency_of
 from arbiter.rules.look import Look
 from arbiter.rules.mind import Mind, Node
+from arbiter.rules.overtaking import overtake
 from arbiter.rules.refusing import turn_away
 from arbiter.rules.sites import cap_pins, compute_books, flag_pinned_on, on_demand_of, trusted
-from arbiter.units import SECOND, Bytes, HolderId, Instant, Span, TicketId, after, since
+from arbiter.units import SECOND, Bytes, DeviceId, Instant, Span, after, since
 
 SCANNED_COUNT = 32  # tickets on a device, looked through for the next moment at 1 us each
 
@@ -48,13 +51,15 @@ def admit(mind: Mind) -> None:
 
 def _serve(mind: Mind, node: Node) -> bool:
     """Once through the line; False: look again, from the front."""
-    books = compute_books(mind, node)
+    books, reserves = compute_books(mind, node), tenants.reserves(mind)
+    most = max((on_demand_of(b) for b in books), default=Bytes(0))
     look = Look(
         node,
         {b.device: b for b in trusted(mind, node)},
         max((b.budget_bytes for b in books), default=Bytes(0)),
-        max((on_demand_of(b) for b in books), default=Bytes(0)),
-        tenants.reserves(mind),
+        most,
+        Bytes(most - sum(reserves.values())),
+        reserves,
         unwalked=dict(mind.line.crowd(node.node).urgencies),
     )
     for waiting in mind.line.walk(node.node):
@@ -99,7 +104,7 @@ def _try(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
 
 def _place(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
     need = _need(mind, look, entry, waiting)
-    if need > look.most_bytes and not _may_exceed(mind, look, entry, waiting, need):
+    if need > look.open_bytes and not _may_exceed(mind, look, entry, waiting, need):
         return
     urgent = _urgency(mind, look, waiting)
     if _waits_in_vain(look, entry, waiting, need) or _waits_for_its_own(
@@ -135,14 +140,18 @@ def _waits_in_vain(look: Look, entry: Entry, waiting: Waiting, need: Bytes) -> b
 
 
 def _waits_for_its_own(
-    mind: Mind, look: Look, entry: Entry, need: Bytes, urgent: ev.Priority
-) -> bool:
+    mind: Mind, look: Look, entry: Entry, need: Bytes, urgent: ev.Priority,
+    over: Iterable[DeviceId] = (),
+) -> bool:  # fmt: skip
     """Its tenant has too much already (SPEC C10): some of that goes first, or it is refused for
-    good. True: it is not its turn, and it holds up nobody."""
+    good. True: it is not its turn, and it holds up nobody. `over`: the devices that it needs
+    together; where none is named, any one of the node will do."""
     tenant = entry.client.tenant
     if tenant not in mind.tenants and not look.reserves:
         return False
-    if never := tenants.never(mind, tenant, need, look.books.values()):
+    bounds = tenants.at_most(mind, tenant, compute_books(mind, look.node))
+    bound = sum(bounds[d] for d in over) if over else max(bounds.values(), default=need)
+    if never := tenants.never(mind, tenant, need, bound):
         turn_away(mind, entry, never)
         return True
     if not tenants.over(mind, tenant, need):
@@ -176,15 +185,19 @@ def foresee_need(mind: Mind, entry: Entry) -> None:
 
 
 def _may_exceed(mind: Mind, look: Look, entry: Entry, waiting: Waiting, need: Bytes) -> bool:
-    """It is larger than anything waiting can bring (SPEC B6). False: it is dealt with."""
+    """It is larger than anything waiting can bring (SPEC B6), perhaps for what others have reserved
+    (SPEC C10). False: it is dealt with."""
     books = compute_books(mind, look.node)
-    if not books:
-        return True  # no device is known yet
-    if several := gangs.split(books, need, entry.split):
+    bounds = tenants.at_most(mind, entry.client.tenant, books)
+    if not books or need <= max(bounds.values()):
+        return True  # no device is known yet, or the reserve is its own
+    if several := gangs.split(books, need, entry.split, bounds):
         _place_parts(mind, look, waiting, [gangs.Part(entry, d, s) for d, s in several.items()])
         return False
+    if need <= look.most_bytes:
+        return True  # it is told what they leave
     if entry.allow_oversize:
-        if never := tenants.never(mind, entry.client.tenant, need, books):
+        if never := tenants.never(mind, entry.client.tenant, need, max(bounds.values())):
             turn_away(mind, entry, never)
             return False
         look.wait(waiting, list(look.books))
@@ -223,13 +236,15 @@ def _place_gang(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
         return
     if there is None or any(mind.line.is_ahead(e.ticket, entry.ticket) for e in there):
         return
-    books = compute_books(mind, look.node)
+    books, tenant = compute_books(mind, look.node), entry.client.tenant
     sizes = [(e, placing.size_of(mind, e, look.largest_bytes)) for e in there]
-    most = {b.device: on_demand_of(b) for b in books}
+    most = tenants.at_most(mind, tenant, books)
     if not gangs.assign(sizes, books, most):
         need, whole = Bytes(sum(s for _, s in sizes)), Bytes(sum(most.values()))
+        fits_alone = gangs.assign(sizes, books, {b.device: on_demand_of(b) for b in books})
+        reserved = QuotaExceeded(tenant, Bytes(0), need, whole, "bytes") if fits_alone else None
         for member in there:
-            turn_away(mind, member, NeverFits(member.ticket, need, whole))
+            turn_away(mind, member, reserved or NeverFits(member.ticket, need, whole))
         return
     free = {d: Bytes(min(b.free_bytes, look.room(d, entry))) for d, b in look.books.items()}
     now = gangs.assign(sizes, list(look.books.values()), free)
@@ -240,7 +255,7 @@ def _place_parts(mind: Mind, look: Look, waiting: Waiting, parts: list[gangs.Par
     """All of them in this step, or none: nobody leaves for a part while another finds no room."""
     needs, first = gangs.totals(parts), parts[0].entry
     urgent = _urgency(mind, look, waiting)
-    if _waits_for_its_own(mind, look, first, Bytes(sum(needs.values())), urgent):
+    if _waits_for_its_own(mind, look, first, Bytes(sum(needs.values())), urgent, needs):
         return
     shut = any(pressure.is_shut(mind, p.entry, p.device) for p in parts)
     if shut or needs.keys() & look.held or not needs.keys() <= look.books.keys():
@@ -274,7 +289,7 @@ def _wake(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
     urgent = _urgency(mind, look, waiting)
     missing = {d: Bytes(size - entry.charge(d)) for d, size in entry.home.items()}
     more = Bytes(sum(missing.values()))
-    if _waits_for_its_own(mind, look, entry, more, urgent):
+    if _waits_for_its_own(mind, look, entry, more, urgent, home):
         return
     if look.held & entry.home.keys() or groups.stands_in_the_way(mind, entry, urgent):
         look.wait(waiting, home)
@@ -304,36 +319,8 @@ def _back_in_service(mind: Mind, entry: Entry) -> None:
 def _grant(mind: Mind, look: Look, entry: Entry, waiting: Waiting, home: Sizes) -> None:
     mind.line.drop(entry.ticket)
     mind.accounts.served(waiting.waiter.turn_bytes)
-    _overtake(mind, look, waiting.waiter.turn, home)
+    overtake(mind, look, waiting.waiter.turn, home)
     charge(mind, entry, home)
-
-
-def _overtake(mind: Mind, look: Look, turn: int, home: Sizes) -> None:
-    """Those who had asked before and could have used these bytes: perhaps a long line, so what most
-    of them need not be asked is asked last."""
-    most = max(on_demand_of(mind.ledger.books[d]) for d in home)
-    silent: dict[HolderId, bool] = {}  # each holder is asked for once
-    for other in mind.line.at(look.node.node):
-        waiter, holder = other.waiter, other.holder
-        if holder not in silent:
-            silent[holder] = mind.is_silent(holder)
-        if waiter.turn > turn or other.is_due or silent[holder]:
-            continue
-        is_plain = not (waiter.is_asleep or other.is_of_gang)
-        if other.need_bytes <= most if is_plain else _could_use(mind, waiter.ticket, home, most):
-            mind.line.overtaken(other, mind.settings.bypass_count)
-            look.is_over = look.is_over or other.is_due
-
-
-def _could_use(mind: Mind, ticket: TicketId, home: Sizes, most: Bytes) -> bool:
-    """A sleeper, or one of several that only make sense together."""
-    entry, waiting = mind.ledger.find(ticket), mind.line.find(ticket)
-    assert entry is not None and waiting is not None
-    if entry.state is State.ASLEEP:
-        return bool(entry.home.keys() & home.keys())
-    if entry.state is not State.QUEUED or gangs.members(mind, entry) is None:
-        return False  # it has bytes of its own to come, or does not compete
-    return waiting.need_bytes <= most
 
 
 def charge(mind: Mind, entry: Entry, home: Sizes) -> None:

@@ -21,6 +21,7 @@ class Look:
     books: dict[DeviceId, Book]  # of its trusted devices that compute
     largest_bytes: Bytes  # budget
     most_bytes: Bytes  # that waiting can ever bring on one device
+    open_bytes: Bytes  # the same for whom nothing is reserved, or less
     reserves: dict[str, Bytes]  # of each device, by tenant
     promised: defaultdict[DeviceId, int] = field(default_factory=lambda: defaultdict(int))
     held: set[DeviceId] = field(default_factory=set)  # for one that is due

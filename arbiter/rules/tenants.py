@@ -13,11 +13,11 @@ The books say what is held: a ticket is its last user's, unless that would break
 from collections.abc import Iterable
 
 from arbiter.errors import QuotaExceeded, TenantCoolingDown
-from arbiter.events import Client
-from arbiter.ledger import LEAVING, Book, Entry
+from arbiter.events import Client, Split
+from arbiter.ledger import LEAVING, Book, Entry, Sizes
 from arbiter.rules.budget import share
 from arbiter.rules.mind import Mind
-from arbiter.rules.sites import COMPUTE, compute_books
+from arbiter.rules.sites import COMPUTE, compute_books, on_demand_of
 from arbiter.settings import TenantTerms
 from arbiter.units import Bytes, HolderId, in_seconds
 
@@ -37,49 +37,44 @@ def standing(mind: Mind, tenant: str) -> str:
 
 
 def why_not(
-    mind: Mind, holder: HolderId, tenant: str, need: Bytes
+    mind: Mind, holder: HolderId, tenant: str, need: Bytes, how: Split = Split.NONE
 ) -> QuotaExceeded | TenantCoolingDown | None:
     """Refused at once: waiting on its holder's node would not help, or not soon."""
     known = mind.holders.get(holder)
     node = mind.nodes.get(known.node) if known else None
     if not mind.tenants or node is None:
         return None
-    return _cooling(mind, tenant) or never(mind, tenant, need, compute_books(mind, node))
+    bounds = at_most(mind, tenant, compute_books(mind, node)).values() or [need]
+    bound = max(bounds) if how is Split.NONE else sum(bounds)
+    return _cooling(mind, tenant) or never(mind, tenant, need, bound)
 
 
-def never(mind: Mind, tenant: str, need: Bytes, books: Iterable[Book]) -> QuotaExceeded | None:
-    """However long it waits."""
+def never(mind: Mind, tenant: str, need: Bytes, bound: int) -> QuotaExceeded | None:
+    """However long it waits. `bound`: of `at_most`, what it could have where it may go."""
     terms = terms_of(mind, tenant)
     if terms and terms.most_bytes is not None and need > terms.most_bytes - pinned(mind, tenant):
         return QuotaExceeded(tenant, pinned(mind, tenant), need, terms.most_bytes, "bytes")
-    return _beyond_reserves(mind, tenant, need, books)
+    if need > bound and any(name != tenant for name in reserves(mind)):
+        return QuotaExceeded(tenant, Bytes(0), need, Bytes(bound), "bytes")
+    return None
 
 
-def _beyond_reserves(
-    mind: Mind, tenant: str, need: Bytes, books: Iterable[Book]
-) -> QuotaExceeded | None:
-    """What others have reserved leaves too little on every one of them."""
-    if not any(name != tenant for name in reserves(mind)):
-        return None
-    bounds = [most_on(mind, book, tenant) for book in books]
-    if not bounds or need <= max(bounds):
-        return None
-    return QuotaExceeded(tenant, Bytes(0), need, Bytes(max(0, *bounds)), "bytes")
+def at_most(mind: Mind, tenant: str, books: Iterable[Book]) -> Sizes:
+    """What waiting can ever bring on each, beside what is pinned and what others have reserved."""
+    return {book.device: _most_on(mind, book, tenant) for book in books}
 
 
-def most_on(mind: Mind, book: Book, tenant: str) -> Bytes:
-    """The most that waiting can ever bring there for this tenant."""
+def _most_on(mind: Mind, book: Book, tenant: str) -> Bytes:
+    others = [t for name, t in mind.tenants.items() if name != tenant and t.reserved_bytes]
+    if not others:
+        return on_demand_of(book)
     fixed: dict[str, int] = {}
     for entry in book.entries.values() if book.pinned_bytes else ():
         if entry.pinned:
             own = entry.client.tenant
             fixed[own] = fixed.get(own, 0) + entry.charge(book.device)
-    kept = (
-        max(0, t.reserved_bytes - fixed.get(name, 0))
-        for name, t in mind.tenants.items()
-        if name != tenant
-    )
-    return Bytes(book.budget_bytes - sum(fixed.values()) - sum(kept))
+    kept = (max(0, t.reserved_bytes - fixed.get(t.tenant, 0)) for t in others)
+    return Bytes(max(0, book.budget_bytes - sum(fixed.values()) - sum(kept)))
 
 
 def pinned(mind: Mind, tenant: str) -> Bytes:

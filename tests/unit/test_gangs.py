@@ -1,14 +1,18 @@
 """All or none: tickets that only make sense together, and tickets over several devices."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arbiter import events as ev
-from arbiter.errors import NeverFits, TicketClosed
+from arbiter.decisions import Refuse
+from arbiter.errors import NeverFits, QuotaExceeded, TicketClosed
 from arbiter.events import Split
-from arbiter.ledger import Book
+from arbiter.ledger import Book, Sizes, State
 from arbiter.rules.gangs import split
+from arbiter.settings import Settings, TenantTerms
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, TicketId
 from tests.unit.desk import PLAIN, Desk, gib, granted, refusal, revoked
 
@@ -22,11 +26,15 @@ def books(*free: int, budget: int = 100) -> list[Book]:
     ]
 
 
+def parted(where: list[Book], need: int, how: Split) -> Sizes | None:
+    return split(where, Bytes(need), how, {book.device: book.budget_bytes for book in where})
+
+
 class Gpus(Desk):
     """A node of GPUs of the given GiB."""
 
-    def __init__(self, *sizes: float) -> None:
-        super().__init__(settings=PLAIN)
+    def __init__(self, *sizes: float, settings: Settings = PLAIN) -> None:
+        super().__init__(settings=settings)
         self.gpus = [
             ev.DeviceSpec(d, ev.DeviceKind.GPU, gib(size))
             for d, size in zip(GPUS, sizes, strict=False)
@@ -35,6 +43,13 @@ class Gpus(Desk):
         readings = tuple(ev.DeviceReading(s.device, s.total_bytes, gib(0)) for s in self.gpus)
         self.at(0, ev.Measured(NodeId("g"), readings, ()))
         self.join(0, "k", node="g")
+
+    def see_only(self, t: float, *numbers: int) -> list[object]:
+        """A reading of these devices; of the others the agent could read nothing."""
+        readings = tuple(
+            ev.DeviceReading(self.gpus[n].device, self.gpus[n].total_bytes, gib(0)) for n in numbers
+        )
+        return list(self.at(t, ev.Measured(NodeId("g"), readings, ())))
 
     def want(
         self, t: float, name: str, size: float, gang: str = "", how: Split = Split.NONE
@@ -183,7 +198,7 @@ def test_what_does_not_fit_on_all_devices_together_never_fits() -> None:
 )  # fmt: skip
 def test_parts_add_up_and_fit(free: list[int], need: int) -> None:
     for how in (Split.EQUAL, Split.PROPORTIONAL):
-        parts = split(books(*free), Bytes(need), how)
+        parts = parted(books(*free), need, how)
         if parts is None:
             assert need > 100 * (len(free) if how is Split.PROPORTIONAL else 2)
             continue
@@ -194,5 +209,80 @@ def test_parts_add_up_and_fit(free: list[int], need: int) -> None:
 
 @pytest.mark.spec("B5")
 def test_in_proportion_to_what_is_free() -> None:
-    assert split(books(90, 30), Bytes(100), Split.PROPORTIONAL) == {GPUS[0]: 75, GPUS[1]: 25}
-    assert split(books(10, 10), Bytes(100), Split.PROPORTIONAL) == {GPUS[0]: 50, GPUS[1]: 50}
+    assert parted(books(90, 30), 100, Split.PROPORTIONAL) == {GPUS[0]: 75, GPUS[1]: 25}
+    assert parted(books(10, 10), 100, Split.PROPORTIONAL) == {GPUS[0]: 50, GPUS[1]: 50}
+
+
+# -- beside what a tenant has reserved ------------------------------------------------------------
+
+
+def kept(*sizes: float, reserved: float) -> Gpus:
+    """A node of GPUs on each of which so much is kept for somebody else."""
+    terms = (TenantTerms("x", reserved_bytes=gib(reserved)),)
+    return Gpus(*sizes, settings=replace(PLAIN, tenants=terms))
+
+
+@pytest.mark.spec("C10", "B5")
+@pytest.mark.parametrize("how", [Split.EQUAL, Split.PROPORTIONAL])
+def test_a_split_model_may_have_what_a_reserve_leaves_of_all_its_devices(how: Split) -> None:
+    d = kept(80, 80, reserved=1)
+    assert granted(d.want(0, "a", 100, how=how)) == ["a"]
+    error = refusal(d.want(1, "b", 159, how=how))
+    assert error == QuotaExceeded("default", 0, gib(159), gib(158), "bytes")
+
+
+@pytest.mark.spec("C10", "B5")
+def test_what_a_reserve_keeps_from_one_device_is_split_as_what_is_larger() -> None:
+    d = kept(80, 80, reserved=30)
+    assert granted(d.want(0, "a", 60, how=Split.EQUAL)) == ["a"]
+    assert d.home("a") == {"0": 30, "1": 30}
+    assert isinstance(refusal(d.want(1, "b", 60)), QuotaExceeded)  # it cannot be split
+
+
+@pytest.mark.spec("C10", "B5")
+def test_no_part_of_a_split_is_larger_than_a_reserve_leaves_of_its_device() -> None:
+    d = kept(80, 80, reserved=30)
+    d.want(0, "c", 50)
+    d.done(0, "c")
+    assert d.home("c") == {"0": 50}
+    assert revoked(d.want(20, "a", 90, how=Split.PROPORTIONAL)) == [("c", "swap", "gone")]
+    d.at(21, ev.Released(TicketId("c"), "x"))
+    assert granted(d.at(22, ev.EngineGone(NodeId("g"), TicketId("c"), True))) == ["a"]
+    assert d.home("a") == {"0": 45, "1": 45}
+
+
+@pytest.mark.spec("C10", "A13")
+def test_a_gang_over_devices_may_have_what_a_reserve_leaves_of_each() -> None:
+    d = kept(80, 80, reserved=1)
+    d.want(0, "a", 50, "ab")
+    assert granted(d.want(0, "b", 60, "ab")) == ["a", "b"]
+
+
+@pytest.mark.spec("C10", "A13")
+def test_a_gang_that_only_a_reserve_keeps_out_is_refused_with_what_it_leaves() -> None:
+    d = kept(80, 80, reserved=30)
+    for name in "ab":
+        d.want(0, name, 30, "abc")
+    said = d.want(0, "c", 30, "abc")
+    errors = [r.error for r in said if isinstance(r, Refuse)]
+    assert errors == [QuotaExceeded("default", 0, gib(90), gib(100), "bytes")] * 3
+
+
+@pytest.mark.spec("C10", "A13")
+def test_a_sleeper_over_devices_wakes_beside_a_reserve() -> None:
+    d = kept(80, 80, reserved=1)
+    assert granted(d.want(0, "a", 100, how=Split.EQUAL)) == ["a"]
+    d.done(0, "a")
+    entry = d.mind.ledger.find(TicketId("a"))
+    d.mind.ledger.move(entry, State.DRAINING, d.mind.now)
+    d.mind.ledger.move(entry, State.ASLEEP, d.mind.now, granted={})
+    assert granted(d.want(1, "a", 100, how=Split.EQUAL)) == ["a"]
+
+
+@pytest.mark.spec("C10")
+def test_while_a_large_device_is_not_read_nobody_is_refused_for_good() -> None:
+    d = kept(80, 20, reserved=1)
+    d.see_only(1, 1)
+    assert d.want(2, "a", 50) == []
+    assert d.state("a") == "queued"
+    assert granted(d.see_only(3, 0, 1)) == ["a"]
