@@ -114,12 +114,14 @@ def measured(mind: Mind, event: ev.Measured) -> None:
     if node is None:
         mind.stale_count += 1  # it introduces itself first
         return
-    was_trusted = node.heard is not None and not node.silent_told
+    was_trusted, were_read = node.heard is not None and not node.silent_told, node.readings.keys()
     if not was_trusted or since(node.heard or mind.now, mind.now) >= mind.settings.terms.reading:
         mind.ledger.changed.add(node.node)
     node.heard, node.silent_told = mind.now, False
     mind.alarms.set(("node", node.node), after(mind.now, mind.settings.terms.reading))
     node.readings = {r.device: r for r in event.devices if r.device in node.devices}
+    if node.readings.keys() != were_read:
+        mind.ledger.changed.add(node.node)
     seen_bytes = lodgers.shared(mind, {e.ticket: _sizes(e) for e in event.engines})
     _weigh_all(mind, node, seen_bytes)
     _learn_all(mind, event.engines)
