@@ -49,6 +49,7 @@ def requested(mind: Mind, event: ev.Requested) -> None:
         return
     entry.is_guess = preload.is_awaited(mind, (entry.capability, entry.model))
     mind.ledger.open(entry)
+    mind.pin(entry, entry.pinned)  # who lives in its process may have asked before it
     mind.note_active(entry.capability)
     _queue(mind, entry, event)
     if event.attempt > 1:
@@ -173,17 +174,25 @@ def _new_entry(mind: Mind, holder: Holder, event: ev.Requested) -> Entry:
     if event.lease:
         return leases.new_entry(mind, holder, event, event.lease)
     spec = mind.registry.find(event.capability, event.model)
-    floor = mind.floors.get((event.capability, event.model))
     role = mind.registry.specs[event.capability].role
     return Entry(
         event.ticket, event.holder, holder.node, event.capability, event.model,
         event.settings_key, event.need, event.need_is_explicit, event.attempt,
         opened=mind.now, since=mind.now, role=role, role_rank=mind.policies.roles[role].rank,
-        pinned=spec.pinned or floor is ev.Floor.DEVICE, keep_warm=spec.keep_warm,
+        pinned=_is_pinned(mind, event, spec), keep_warm=spec.keep_warm,
         allow_oversize=spec.allow_oversize, dispatch_lock=spec.dispatch_lock,
         shared_scratch_bytes=spec.shared_scratch_bytes, gang=event.gang, split=event.split,
         client=event.client, lives_in=event.lives_in,
     )  # fmt: skip
+
+
+def _is_pinned(mind: Mind, event: ev.Requested, spec: ev.ModelSpec) -> bool:
+    """As its host, where it lives in the process of another."""
+    if event.lives_in:
+        host = mind.ledger.find(event.lives_in)
+        return host is not None and host.pinned
+    floor = mind.floors.get((event.capability, event.model))
+    return spec.pinned or floor is ev.Floor.DEVICE
 
 
 def _queue(mind: Mind, entry: Entry, event: ev.Requested) -> None:

@@ -35,7 +35,7 @@ def is_set(mind: Mind, event: ev.FloorSet) -> None:
     mind.tell("floor_set", capability=name[0], model=name[1], floor=event.floor.value)
     entries = _entries(mind, name)
     for entry in entries:
-        mind.ledger.pin(entry, spec.pinned or event.floor is Floor.DEVICE)
+        mind.pin(entry, spec.pinned or event.floor is Floor.DEVICE)
         entry.settles = event.floor is not Floor.DEVICE and entry.state in AWAKE
         mind.watch(entry, mind.now)
         cap_pins(mind, entry.home)

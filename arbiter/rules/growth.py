@@ -191,12 +191,17 @@ def _free(mind: Mind, entry: Entry, book: Book, has_left: bool = False) -> Bytes
 def _never_fits(mind: Mind, entry: Entry) -> NeverFits | None:
     for device, part in _wanted(entry).items():
         book = mind.ledger.books[device]
-        others = (e for e in book.entries.values() if e.pinned and e is not entry)
+        others = (e for e in book.entries.values() if e is not entry and not _may_go(e, entry))
         most = on_demand(book.budget_bytes, Bytes(sum(e.charge(device) for e in others)))
         need = Bytes(entry.home[device] + part)
         if need > most:
             return NeverFits(entry.ticket, need, most)
     return None
+
+
+def _may_go(other: Entry, entry: Entry) -> bool:
+    """Some time, so that it may grow. What lives in its own process does not."""
+    return not other.pinned and other.lives_in != entry.ticket
 
 
 def _waiting_holders(mind: Mind, entry: Entry) -> set[HolderId]:
@@ -217,7 +222,7 @@ def _can_wait(mind: Mind, entry: Entry) -> bool:
 def _reachable(book: Book, entry: Entry, waiting: set[HolderId]) -> Bytes:
     leavable = (
         e.charge(book.device) for e in book.entries.values()
-        if e is not entry and not e.pinned and e.holder not in waiting
+        if e is not entry and _may_go(e, entry) and e.holder not in waiting
     )  # fmt: skip
     return Bytes(book.free_bytes + sum(leavable))
 

@@ -240,6 +240,7 @@ def _rebuild(mind: Mind, event: ev.Joined, held: ev.HeldTicket) -> None:
     configure(mind, entry)
     if host := mind.host_of(entry):
         host.gang = (*(host.gang or (host.ticket,)), entry.ticket)
+        entry.pinned = host.pinned
     mind.ledger.open(entry)
     if state is State.LOADING:
         mind.line.loading(entry.node, model_label(entry.capability, entry.model), 1)
@@ -269,7 +270,7 @@ def configure(mind: Mind, entry: Entry) -> None:
         spec = mind.registry.find(entry.capability, entry.model)
     except (UnknownCapability, UnknownModel):
         if mind.registry.is_set:
-            mind.ledger.pin(entry, False)
+            mind.pin(entry, False)
             entry.keep_warm = Span(0)
         return
     role = mind.registry.specs[entry.capability].role
@@ -277,5 +278,6 @@ def configure(mind: Mind, entry: Entry) -> None:
     entry.role, entry.role_rank = role, mind.policies.roles[role].rank
     mind.ledger.touch(entry)
     entry.allow_oversize, entry.keep_warm = spec.allow_oversize, spec.keep_warm
-    mind.ledger.pin(entry, spec.pinned or floor is ev.Floor.DEVICE)
+    if entry.lives_in is None:  # else it is pinned as its host is
+        mind.pin(entry, spec.pinned or floor is ev.Floor.DEVICE)
     mind.ledger.share_scratch(entry, spec.dispatch_lock, spec.shared_scratch_bytes)

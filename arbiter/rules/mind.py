@@ -272,6 +272,11 @@ class Mind:
         """None as well once it is off the books."""
         return self.ledger.find(lodger.lives_in) if lodger.lives_in else None
 
+    def pin(self, entry: Entry, is_pinned: bool) -> None:
+        """And whoever lives in its process: neither can leave without the other."""
+        for one in (entry, *self.lodgers_of(entry)):
+            self.ledger.pin(one, is_pinned)
+
     def note_active(self, capability: str) -> None:
         """Its replicas are wanted for a while yet; the shell is woken when no longer."""
         self.active[capability] = self.now

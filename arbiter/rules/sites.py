@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from arbiter.events import DeviceKind
 from arbiter.ledger import Book
 from arbiter.rules.budget import on_demand, pinned_overcommit, share
+from arbiter.rules.lodgers import leave_with
 from arbiter.rules.mind import Mind, Node
 from arbiter.units import Bytes, DeviceId, Instant, after, since
 
@@ -42,11 +43,11 @@ def cap_pins(mind: Mind, devices: Iterable[DeviceId]) -> None:
         if (book := mind.ledger.books.get(device)) is None:
             continue
         most, total = share(book.budget_bytes, mind.settings.pinned_most_fraction), 0
-        pinned = (e for e in book.entries.values() if e.pinned)
+        pinned = (e for e in book.entries.values() if e.pinned and e.lives_in is None)
         for entry in sorted(pinned, key=lambda e: (e.opened, e.ticket)):
-            size = entry.charge(device)
+            size = leave_with(mind, entry, device)
             if total + size > most:
-                mind.ledger.pin(entry, False)
+                mind.pin(entry, False)
                 mind.tell("pin_over_cap", entry, size=size, device=device, cap=most)
             else:
                 total += size

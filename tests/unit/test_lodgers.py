@@ -1,5 +1,7 @@
 """A drafter's ticket lives in its target's process: granted with it, it goes where that goes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,8 +10,9 @@ from arbiter import events as ev
 from arbiter.decisions import Refuse
 from arbiter.errors import NeverFits
 from arbiter.ledger import Entry, State
-from arbiter.units import HolderId, NodeId, TicketId
-from tests.unit.desk import gib, granted, revoked
+from arbiter.settings import Settings
+from arbiter.units import HolderId, NodeId, TicketId, seconds
+from tests.unit.desk import MODELS, PLAIN, capability, gib, granted, refusal, revoked
 from tests.unit.test_gangs import GPUS, Gpus
 
 pytestmark = pytest.mark.spec("A13")
@@ -20,7 +23,17 @@ SERVES = (State.LOADING, State.RESIDENT, State.DRAINING)
 class Pairs(Gpus):
     """Target `a` of 50 GiB and its drafter `b` of 10."""
 
-    def ask_both(self, t: float, target: float = 50, drafter: float = 10) -> list[object]:
+    def __init__(self, *sizes: float, settings: Settings = PLAIN, pinned: str = "") -> None:
+        super().__init__(*sizes, settings=settings)
+        self.pin(0, pinned)
+
+    def pin(self, t: float, name: str) -> None:
+        """The table says so."""
+        self.at(t, ev.CapabilitiesSet((capability("text", "text", tuple(MODELS), pinned=name),)))
+
+    def ask_both(
+        self, t: float, target: float = 50, drafter: float = 10, drafter_first: bool = False
+    ) -> list[object]:
         asks = [
             ev.Requested(
                 name, HolderId("k"), "text", name, ev.Need(gib(size)), "", True,
@@ -28,7 +41,7 @@ class Pairs(Gpus):
             )
             for name, size, host in ((A, target, None), (B, drafter, A))
         ]  # fmt: skip
-        return [said for ask in asks for said in self.at(t, ask)]
+        return [said for ask in (asks[::-1] if drafter_first else asks) for said in self.at(t, ask)]
 
     def resident(self, t: float) -> None:
         assert granted(self.ask_both(t)) == ["a", "b"]
@@ -182,6 +195,69 @@ def test_at_shutdown_both_end() -> None:
     assert d.state("b") == "resident"  # in use, for as long as that may take
     d.woke(600)
     assert d.state("a") == d.state("b") == "reclaiming"
+
+
+# -- pinned ---------------------------------------------------------------------------------------
+
+
+def pins(d: Pairs) -> tuple[bool, bool]:
+    return d.of(A).pinned, d.of(B).pinned
+
+
+@pytest.mark.spec("B6", "C8")
+def test_what_lives_in_a_pinned_process_is_nothing_that_waiting_brings() -> None:
+    d = Pairs(80, pinned="a")
+    d.resident(0)
+    assert isinstance(refusal(d.want(1, "c", 25)), NeverFits)
+    assert granted(d.want(2, "d", 20)) == ["d"]
+
+
+@pytest.mark.spec("C8")
+def test_a_pinned_drafter_goes_with_a_target_that_is_not() -> None:
+    d = Pairs(80, pinned="b")
+    d.resident(0)
+    assert pins(d) == (False, False)
+    assert revoked(d.want(30, "c", 75)) == [("a", "swap", "gone")]
+
+
+@pytest.mark.spec("C8")
+@pytest.mark.parametrize("drafter_first", [False, True])
+def test_whichever_asks_first_it_is_pinned_as_its_host_is(drafter_first: bool) -> None:
+    d = Pairs(80, pinned="a")
+    assert granted(d.ask_both(0, drafter_first=drafter_first))
+    assert pins(d) == (True, True)
+    assert d.mind.ledger.books[GPUS[0]].pinned_bytes == gib(60)
+
+
+@pytest.mark.spec("C8", "D8")
+def test_the_table_and_floors_pin_both_or_neither() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    d.pin(1, "a")
+    assert pins(d) == (True, True)
+    d.pin(2, "b")
+    assert pins(d) == (False, False)
+    d.at(3, ev.FloorSet("text", "a", ev.Floor.DEVICE))
+    assert pins(d) == (True, True)
+    d.at(4, ev.FloorSet("text", "a", ev.Floor.COLD))
+    assert pins(d) == (False, False)
+
+
+@pytest.mark.spec("C8")
+def test_beyond_what_may_be_pinned_both_are_victims_like_others() -> None:
+    d = Pairs(80, settings=replace(PLAIN, pinned_most_fraction=0.7), pinned="a")  # 56
+    d.resident(0)
+    assert pins(d) == (False, False)
+    assert revoked(d.want(30, "c", 75)) == [("a", "swap", "gone")]
+
+
+@pytest.mark.spec("A14")
+def test_what_lives_in_its_own_process_is_no_room_to_grow_into() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    error = refusal(d.at(1, ev.GrowthAsked(A, gib(25), seconds(30))))
+    assert error == NeverFits(A, gib(75), gib(70))
+    assert granted(d.at(2, ev.GrowthAsked(A, gib(20), seconds(30)))) == ["a"]
 
 
 HAPPENS = {
