@@ -127,9 +127,14 @@ def _place(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
     )
     if promised:
         look.promised[promised] += need
-    elif sites and found == sites:  # for want of bytes, not because its devices are shut
-        look.hopeless.append((need, entry.priority, waiting.standing))
+    elif found == sites and not _is_shut_out(mind, look, entry):
+        look.hopeless.append((need, entry.priority, waiting.standing))  # for want of bytes
     look.wait(waiting, sites)
+
+
+def _is_shut_out(mind: Mind, look: Look, entry: Entry) -> bool:
+    """Of a device that others may use: they are not hopeless for its sake."""
+    return any(pressure.is_shut(mind, entry, device) for device in look.books)
 
 
 def _waits_in_vain(look: Look, entry: Entry, waiting: Waiting, need: Bytes) -> bool:
@@ -166,8 +171,10 @@ def _waits_for_its_own(
 def _need(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> Bytes:
     """Asked of the estimates anew only when these have changed."""
     if waiting.version != mind.estimates.version:
-        need = placing.size_of(mind, entry, look.largest_bytes)
-        mind.line.crowd(entry.node).know(waiting, need, mind.estimates.version)
+        waiting.need_bytes = placing.size_of(mind, entry, look.largest_bytes)
+        if not oversize.may_be(entry):
+            crowd = mind.line.crowd(entry.node)
+            crowd.know(waiting, waiting.need_bytes, mind.estimates.version)
     return waiting.need_bytes
 
 
@@ -176,6 +183,7 @@ def foresee_need(mind: Mind, entry: Entry) -> None:
     to say than how much it needs, that is found out when its turn comes."""
     waiting, node = mind.line.find(entry.ticket), mind.nodes.get(entry.node)
     is_special = entry.gang or entry.is_guess or entry.role in mind.settings.one_resident_roles
+    is_special = is_special or oversize.may_be(entry)
     if waiting is None or node is None or is_special or entry.state is not State.QUEUED:
         return
     books = compute_books(mind, node)

@@ -1,4 +1,4 @@
-"""A model larger than the whole budget, where its configuration allows that (SPEC B6).
+"""A model larger than a whole budget, where its configuration allows that (SPEC B6).
 
 Everything idle and unpinned leaves the device with the most to lend; then it loads with what there
 is, is charged that, and what it takes beyond is measured. Nothing else fits beside it.
@@ -7,6 +7,7 @@ is, is charged that, and what it takes beyond is measured. Nothing else fits bes
 from collections.abc import Iterable
 
 from arbiter.decisions import Reason
+from arbiter.events import Split
 from arbiter.ledger import Book, Entry, Sizes, State
 from arbiter.rules.eviction import may_leave, revoke
 from arbiter.rules.loads import displace
@@ -15,6 +16,12 @@ from arbiter.rules.sites import on_demand_of
 from arbiter.units import Bytes
 
 ON_THE_MOVE = frozenset({State.LOADING, State.DRAINING})
+
+
+def may_be(entry: Entry) -> bool:
+    """It may find room where one that needs less and must lie on one device does not: so what is
+    said of all who need as much (line.Crowd) is never said of it."""
+    return entry.split is not Split.NONE or entry.allow_oversize
 
 
 def clear(mind: Mind, books: Iterable[Book], entry: Entry) -> Sizes | None:

@@ -202,10 +202,10 @@ def test_what_it_takes_beyond_the_budget_does_not_send_it_away() -> None:
 # -- where ----------------------------------------------------------------------------------------
 
 
-def gpus(count: int) -> Desk:
+def gpus(count: int, size: float = 80) -> Desk:
     desk = Desk(settings=replace(PLAIN, terms=PATIENT))
     specs = tuple(
-        ev.DeviceSpec(DeviceId(f"g/gpu:{n}"), ev.DeviceKind.GPU, gib(80)) for n in range(count)
+        ev.DeviceSpec(DeviceId(f"g/gpu:{n}"), ev.DeviceKind.GPU, gib(size)) for n in range(count)
     )
     desk.at(0, ev.NodeSeen(NodeId("g"), specs))
     readings = tuple(ev.DeviceReading(spec.device, gib(0), gib(0)) for spec in specs)
@@ -263,6 +263,43 @@ def test_whom_pressure_spares_is_not_held_up_by_one_whom_it_does_not() -> None:
     desk.at(3, ev.PressurePushed(CPU, ev.Level.CRITICAL, gib(1), seconds(60)))
     desk.at(4, ev.LoadBroke(TicketId("a"), "x", True))
     assert granted(desk.gone(5, "a")) == ["b"]
+
+
+def critical(desk: Desk, t: float, number: int) -> None:
+    where = DeviceId(f"g/gpu:{number}")
+    desk.at(t, ev.PressurePushed(where, ev.Level.CRITICAL, gib(1), seconds(60)))
+
+
+@pytest.mark.spec("C5", "C6")
+def test_whom_pressure_spares_goes_where_one_before_it_may_not() -> None:
+    desk = gpus(2)
+    desk.resident(0, "a", 75, holder="h1", priority=HIGH)
+    critical(desk, 1, 1)
+    assert desk.ask(2, "e", 20, capability="embedding", model="e1", holder="h1") == []
+    assert where(desk, 3, "b", 20, "h2") == "1"
+
+
+@pytest.mark.spec("B5", "C6")
+def test_what_may_be_split_is_not_held_up_by_one_that_needs_less_but_on_one_device() -> None:
+    desk = gpus(2, size=70)
+    for holder, name, size in (("h1", "a1", 25), ("h2", "a2", 25), ("h1", "d", 10)):
+        desk.resident(0, name, size, holder=holder, priority=HIGH)
+    assert desk.ask(1, "b", 65, holder="h1") == []
+    asked = ev.Requested(
+        TicketId("c"), HolderId("h2"), "text", "c", ev.Need(gib(80)), "", True, split=ev.Split.EQUAL
+    )
+    assert desk.at(2, asked) == []  # 40 on each, and 35 are free on one
+    desk.at(3, ev.Released(TicketId("d"), "idle"))
+    assert granted(desk.at(4, ev.EngineGone(NodeId("g"), TicketId("d"), True))) == ["c"]
+
+
+@pytest.mark.spec("B6", "C6")
+def test_what_may_be_oversized_is_not_held_up_by_one_that_needs_less_but_has_to_fit() -> None:
+    desk = oversized()
+    desk.ask(0, "a", 50, priority=HIGH)
+    assert desk.ask(1, "b", 60) == []
+    assert desk.ask(2, "c", 100) == []  # `a` may yet turn out to be idle
+    assert granted(desk.at(3, ev.Loaded(TicketId("a"), seconds(3)))) == ["c"]
 
 
 @pytest.mark.spec("N2")
