@@ -42,21 +42,23 @@ async def arriving(
     Raises what entering raises."""
     arrival = asyncio.ensure_future(use.__aenter__())
     said: Progress | None = None
+    has_entered = False
     try:
         while True:
             await asyncio.wait({arrival}, timeout=LOOK_S)
             if arrival.done():
                 arrival.result()
+                has_entered = True
                 return
             now = look(slots, model)
             if said is None or _words(now) != _words(said):
                 said = now
                 yield now
     finally:
-        if not arrival.done():
+        if not has_entered:  # its caller has not heard of it, though it may just have arrived
             arrival.cancel()
-            await asyncio.wait({arrival})
-            use.release()
+            await asyncio.gather(arrival, return_exceptions=True)
+            use.release(asyncio.CancelledError())
 
 
 def _words(progress: Progress) -> tuple[str, int, bool]:

@@ -78,9 +78,9 @@ class Use:
     ) -> None:
         self._end(error)
 
-    def release(self) -> None:
-        """Idempotent."""
-        self._end(None)
+    def release(self, error: BaseException | None = None) -> None:
+        """Idempotent, and nothing to a use that was never entered. `error`: why it ended early."""
+        self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         slot, self._slot = self._slot, None

@@ -93,3 +93,42 @@ def test_a_model_that_is_to_stay_warm_does_not_count_as_idle() -> None:
     account = mine.account()
     assert (account.idle, account.phase, account.inflight) == (0, Phase.RESIDENT, 0)
     assert mine.asks(HolderId("h"), "c").model == "b"
+
+
+@pytest.mark.spec("A7", "A8")
+async def test_a_client_that_leaves_as_its_model_comes_is_not_in_flight() -> None:
+    mine = slot("b")
+    holder = Holder(mine)
+    use = Use(holder, "b", None, None)  # type: ignore[arg-type]
+    steps = arriving.arriving(use, holder.slots, "b")
+    await anext(steps)  # its client has this word now, and asks for the next or leaves
+    holder.go_on.set()
+    async with asyncio.timeout(5):
+        while not mine.inflight:
+            await asyncio.sleep(0)
+    await steps.aclose()
+    assert mine.inflight == 0
+    runs, _ = holder.runs.waiting()
+    assert [run.outcome for run in runs] == ["left"]
+
+
+@pytest.mark.spec("A7", "A8")
+async def test_who_is_cancelled_in_the_turn_in_which_its_model_comes_is_not_in_flight() -> None:
+    mine = slot("b")
+
+    class Cancelling(Holder):
+        async def enter(self, model: str, *how: object) -> Slot:
+            found = await super().enter(model, *how)
+            task.cancel()
+            return found
+
+    async def follow() -> None:
+        async with aclosing(arriving.arriving(use, holder.slots, "b")) as steps:
+            async for _ in steps:
+                holder.go_on.set()
+
+    holder = Cancelling(mine)
+    use = Use(holder, "b", None, None)  # type: ignore[arg-type]
+    task = asyncio.ensure_future(follow())
+    await asyncio.wait({task}, timeout=5)
+    assert task.cancelled() and mine.inflight == 0
