@@ -209,7 +209,8 @@ class Filling:
             self._thread.join()
 
     def _fill(self, spans: list[tuple[int, int]]) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _FILLING_NICE)  # this thread's
+        own_nice = os.getpriority(os.PRIO_PROCESS, 0)  # this thread's; only root may lower it
+        os.setpriority(os.PRIO_PROCESS, 0, max(_FILLING_NICE, own_nice))
         for address, size in spans:
             page = mmap.PAGESIZE
             start, end = -(-address // page) * page, (address + size) // page * page

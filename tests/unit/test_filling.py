@@ -2,7 +2,9 @@
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,15 @@ def test_after_a_stop_nothing_is_filled(span: tuple[int, int]) -> None:
     filling.stop()
     process.blank(*span)
     assert resident(span) == 0
+
+
+def test_where_everything_comes_late_it_does_not_push_forward() -> None:
+    """Ray runs its workers at nice 15, and only root may go back from there."""
+
+    def after_filling() -> int:
+        os.setpriority(os.PRIO_PROCESS, 0, 15)  # of this thread
+        process.Filling()._fill([])
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(after_filling).result() == 15
