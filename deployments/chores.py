@@ -15,6 +15,12 @@ def apart(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return asyncio.create_task(work, context=contextvars.Context())
 
 
+def heard(task: asyncio.Task[None]) -> None:
+    """Its end: what failed is a bug, which nobody else would hear of."""
+    if not task.cancelled() and (error := task.exception()):
+        logger.error("a task nobody waits for failed", exc_info=error)
+
+
 class Chores:
     """The event loop holds a task only weakly, so somebody must hold it until it is done."""
 
@@ -31,5 +37,4 @@ class Chores:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.running.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            logger.error("a task nobody waits for failed", exc_info=error)
+        heard(task)

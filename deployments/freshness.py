@@ -7,8 +7,10 @@ writes within one tick of the kernel's clock have the same.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,27 +29,31 @@ Files = tuple[tuple[str | int, ...], ...]
 
 
 def files(model: str) -> Files:
-    """Name, size, mtime, ctime and inode of each file in a model's folder; empty for a name that
-    is no folder, like a hub id, whose revisions have folders of their own. Follows symlinks."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return ()
-    found = []
-    for path in sorted(folder.rglob("*")):
+    """Name, size, mtime, ctime and inode of each file in a model's folder, or of a model in one
+    file; empty for a name that is neither, like a hub id, whose revisions have folders of their
+    own. Follows symlinks. Of a file that cannot be looked at, its name alone. Raises OSError where
+    the folder cannot be."""
+    root = Path(model)
+    found: list[tuple[str | int, ...]] = []
+    for path in [root] if root.is_file() else sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
         try:
-            stat = path.stat()
+            seen = path.stat()
         except FileNotFoundError:
             continue  # just replaced: the next look sees the new one
-        if path.is_file():
-            row = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
-            found.append((str(path.relative_to(folder)), *row))
+        except OSError:  # closed to us, a loop of symlinks, or its server is away just now
+            found.append((name,))
+            continue
+        if stat.S_ISREG(seen.st_mode):
+            found.append((name, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino))
     return tuple(found)
 
 
-def contents(model: str) -> str:
-    """A hash of what lies in those files. Equal for equal bytes, whatever their times."""
+def contents(model: str, rows: Files) -> str:
+    """A hash of what lies in the files that `files` could look at. Equal for equal bytes, whatever
+    their times. Raises OSError for one that cannot be read."""
     digest = hashlib.blake2b()
-    for name, size, *_ in files(model):
+    for name, size, *_ in (row for row in rows if len(row) > 1):
         try:
             with (Path(model) / str(name)).open("rb") as stream:
                 digest.update(f"{name} {size} ".encode())
@@ -70,20 +76,31 @@ def pieces(size_bytes: int) -> list[tuple[int, int]]:
 async def look(slot: Slot) -> None:
     """Before its engine reads them: what changes from now on is noticed."""
     name = slot.plan.config.get("model", "")
-    slot.files = await asyncio.to_thread(files, name)
-    slot.contents = await asyncio.to_thread(contents, name)
+    slot.files, slot.contents = await asyncio.to_thread(files, name), ""
+    with contextlib.suppress(OSError):  # unknown: its names, sizes and times must do
+        slot.contents = await asyncio.to_thread(contents, name, slot.files)
 
 
 async def has_moved(slot: Slot) -> bool:
     """By names, sizes, times and inodes. One whose plan names no folder never has."""
-    return slot.files != await asyncio.to_thread(files, slot.plan.config.get("model", ""))
+    try:
+        now = await asyncio.to_thread(files, slot.plan.config.get("model", ""))
+    except OSError:
+        return False  # not looked; the next look tells
+    unseen = {row[0] for row in (*slot.files, *now) if len(row) == 1}
+    was, is_now = ([row for row in rows if row[0] not in unseen] for rows in (slot.files, now))
+    return was != is_now
 
 
 async def is_stale(slot: Slot) -> bool:
     """By their contents as well."""
     if await has_moved(slot):
         return True
-    return slot.contents != await asyncio.to_thread(contents, slot.plan.config.get("model", ""))
+    name = slot.plan.config.get("model", "")
+    try:
+        return slot.contents not in ("", await asyncio.to_thread(contents, name, slot.files))
+    except OSError:
+        return False  # not looked either; once it is awake, it is watched
 
 
 async def watch(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from arbiter.decisions import Reason
 from arbiter.errors import EngineLost
 from deployments import freshness
+from deployments.chores import apart, heard
 from deployments.engine_link import LoadRefused
 from deployments.slot import Life, Slot
 
@@ -42,8 +43,14 @@ async def watch(slot: Slot, close: Close) -> None:
                 return close(slot, Reason.LOST)
 
 
-async def watch_all(slot: Slot, outdated: Callable[[Slot], None], close: Close) -> None:
+def begin(slot: Slot, outdated: Callable[[Slot], None], close: Close) -> asyncio.Task[None]:
     """Its files and its engine, for as long as the slot lives."""
+    task = apart(_watch_all(slot, outdated, close))
+    task.add_done_callback(heard)
+    return task
+
+
+async def _watch_all(slot: Slot, outdated: Callable[[Slot], None], close: Close) -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(freshness.watch(slot, outdated, close))
         group.create_task(watch(slot, close))

@@ -1,17 +1,20 @@
 """Whether a model's files are those it was loaded from."""
 
+import asyncio
+import errno
 import os
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from arbiter.events import Need
 from arbiter.units import Bytes, TicketId
-from deployments import freshness
+from deployments import freshness, liveness
 from deployments.freshness import WHOLE_BYTES, contents, files, pieces
 from deployments.plan import ModelPlan
-from deployments.slot import Slot
+from deployments.slot import Life, Slot
 
 pytestmark = pytest.mark.spec("D5")
 
@@ -65,9 +68,10 @@ async def test_other_bytes_with_the_same_name_size_and_times_are_noticed_before_
 
 
 def test_the_same_bytes_have_the_same_hash_whatever_their_times(model: Path) -> None:
-    before, rows = contents(str(model)), files(str(model))
+    rows = files(str(model))
+    before = contents(str(model), rows)
     os.utime(model / "config.json", ns=(1, 1))
-    assert contents(str(model)) == before and files(str(model)) != rows
+    assert contents(str(model), rows) == before and files(str(model)) != rows
 
 
 def test_of_a_large_file_its_first_and_last_bytes_and_pieces_between_are_read() -> None:
@@ -77,3 +81,85 @@ def test_of_a_large_file_its_first_and_last_bytes_and_pieces_between_are_read() 
     assert found[0][0] == 0 and sum(found[-1]) == size
     assert sum(length for _, length in found) <= WHOLE_BYTES
     assert all(a + n < b for (a, n), (b, _) in pairwise(found))
+
+
+def test_a_model_in_one_file_is_watched_like_a_folder(tmp_path: Path) -> None:
+    model = tmp_path / "toy.gguf"
+    model.write_bytes(b"12345678")
+    before = files(str(model))
+    hash_before = contents(str(model), before)
+    assert before == files(str(model)) and len(before) == 1
+    (tmp_path / "new").write_bytes(b"87654321")
+    (tmp_path / "new").rename(model)
+    assert files(str(model)) != before and contents(str(model), before) != hash_before
+
+
+async def loaded(model: Path) -> Slot:
+    plan = ModelPlan("a", "x:build", {"model": str(model)}, Need(Bytes(1)), True, "")
+    slot = Slot(plan, TicketId("a-1"), Life.RESIDENT)
+    await freshness.look(slot)
+    return slot
+
+
+async def test_beside_what_can_never_be_looked_at_a_replaced_file_is_noticed(model: Path) -> None:
+    (model / "loop").symlink_to("loop")
+    slot = await loaded(model)
+    assert not await freshness.is_stale(slot)
+    (model / "config.json").write_text("{ }")
+    assert await freshness.is_stale(slot)
+
+
+class Broken:
+    """One way to look at files, which fails as a server of files does that is away."""
+
+    def __init__(self, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_broken, real = True, getattr(Path, how)
+
+        def looks(path: Path, *args: Any, **more: Any) -> Any:
+            if self.is_broken:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return real(path, *args, **more)
+
+        monkeypatch.setattr(Path, how, looks)
+
+
+@pytest.mark.parametrize("how", ["stat", "rglob"])
+async def test_a_look_that_fails_changes_nothing_and_the_watch_goes_on(
+    model: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(freshness, "LOOK_S", 0.001)
+    slot, found = await loaded(model), asyncio.Event()
+    server = Broken(how, monkeypatch)
+    assert not await freshness.has_moved(slot)
+    watching = asyncio.ensure_future(
+        freshness.watch(slot, lambda _: found.set(), lambda _, reason: None)
+    )
+    (model / "config.json").write_text("{ }")
+    assert not await freshness.has_moved(slot) and not found.is_set()
+    server.is_broken = False
+    async with asyncio.timeout(5):
+        await found.wait()
+        await watching
+
+
+async def test_what_cannot_be_read_before_a_wake_is_no_other_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = await loaded(model)
+    server = Broken("open", monkeypatch)
+    assert not await freshness.is_stale(slot)
+    unread = await loaded(model)
+    server.is_broken = False
+    assert not await freshness.is_stale(unread) and unread.contents == ""
+
+
+async def test_a_watch_that_ends_by_a_bug_is_heard_of(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: object) -> None:
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr(freshness, "watch", broken)
+    task = liveness.begin(await loaded(model), lambda _: None, lambda _, reason: None)
+    await asyncio.wait({task}, timeout=5)
+    assert "nobody thought of this" in caplog.text
