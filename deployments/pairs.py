@@ -5,38 +5,45 @@ target's. Both are loaded by one process, so the drafter's ticket lives in the t
 holder asks for it and gives account of it, the rest is the arbiter's (arbiter.rules.lodgers).
 """
 
+import asyncio
 from dataclasses import replace
 
 from arbiter.client import HolderClient
-from arbiter.events import HeldTicket, Requested
+from arbiter.errors import RequestError
+from arbiter.events import HeldTicket, Requested, Withdrawn
 from arbiter.units import HolderId
 from arbiter.wire import Granted
-from deployments.slot import Slot, new_ticket
+from deployments.slot import Slot
 
 
 async def acquire(client: HolderClient, slot: Slot, holder: HolderId, capability: str) -> Granted:
     """The grant of the model's own ticket, with its drafter's if it has one. Raises
     RequestError."""
-    asked = slot.asks(holder, capability)
-    drafter = slot.plan.drafter
-    if drafter is None:
-        return await client.acquire(asked)
-    slot.lodger, slot.lodger_devices = new_ticket(drafter.model), ()
-    lodges = _asks(slot, asked)
-    granted, lodged = await client.acquire_all((asked, lodges))
+    asked = asks(slot, holder, capability)
+    if len(asked) == 1:
+        return await client.acquire(asked[0])
+    try:
+        granted, lodged = await client.acquire_all(asked)
+    except (RequestError, asyncio.CancelledError):
+        client.tell(Withdrawn(slot.ticket))  # if it was granted, and another's answer had to come
+        raise
     slot.lodger_devices = lodged.devices
     return granted
 
 
-def _asks(slot: Slot, asked: Requested) -> Requested:
-    """What a drafter's weights and work take is told, not learned of other engines: it has no
-    process whose overhead would be in it."""
-    drafter = slot.plan.drafter
-    assert drafter is not None and slot.lodger is not None
-    return replace(
+def asks(slot: Slot, holder: HolderId, capability: str) -> tuple[Requested, ...]:
+    """What the arbiter is asked for, whichever word of it comes first: the model, and with it its
+    drafter. What a drafter's weights and work take is told, not learned of other engines: it has
+    no process whose overhead would be in it."""
+    asked, drafter = slot.asks(holder, capability), slot.plan.drafter
+    if drafter is None or slot.lodger is None:
+        return (asked,)
+    asked = replace(asked, gang=(slot.ticket, slot.lodger))
+    lodges = replace(
         asked, ticket=slot.lodger, model=drafter.model, need=drafter.need, need_is_explicit=True,
-        settings_key=drafter.settings_key, lives_in=asked.ticket,
+        settings_key=drafter.settings_key, lives_in=slot.ticket,
     )  # fmt: skip
+    return asked, lodges
 
 
 def account(slot: Slot) -> tuple[HeldTicket, ...]:

@@ -126,7 +126,8 @@ class Residency:
                         slot.enter(priority, client)
                         return slot
                     if slot.note(priority, client, until_s):
-                        self.client().tell(slot.asks(self.holder, self.capability))
+                        for asked in pairs.asks(slot, self.holder, self.capability):
+                            self.client().tell(asked)
                     if slot.life is Life.ASLEEP:
                         self._begin(slot, self._wake(slot))
                     if await self._wait(slot, until_s):
@@ -208,7 +209,7 @@ class Residency:
             except LoadFailed as failed:
                 if not failed.out_of_memory and failed.cause != ENGINE_DIED:
                     raise
-                slot.ticket, slot.attempt, slot.life = new_ticket(slot.model), 2, Life.QUEUED
+                slot.try_again()
                 await self._load(slot)
         except TicketClosed:
             self.end(slot, Reason.WITHDRAWN)
@@ -278,7 +279,7 @@ class Residency:
         self.client().tell(ev.Loaded(slot.ticket, seconds(took_s), verified))
         slot.admit()
         if slot.watched is None:
-            slot.watched = apart(liveness.watch_all(slot, self._outdated, self.end))
+            slot.watched = liveness.begin(slot, self._outdated, self.end)
 
     # -- going out -----------------------------------------------------------------------------
 

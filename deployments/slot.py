@@ -20,7 +20,13 @@ _NAME_MOST = 24
 
 
 class Life(Enum):
-    """The holder's own view; QUEUED and CLOSED hold nothing."""
+    """The holder's own view. CLOSED holds nothing, and QUEUED nothing but a sleeper that is to be
+    woken.
+
+    DRAINING: nobody enters, and who is in flight finishes; what comes then is known to who began
+    it. A revoke (Residency._drain): asleep or gone, or RESIDENT when the barrier drops. A change of
+    size (growing._restart): another process under the same ticket. Files that were replaced
+    (Residency._outdated): gone, with another slot of the model in its place from the start."""
 
     QUEUED = "queued"
     LOADING = "loading"
@@ -33,7 +39,9 @@ class Life(Enum):
 
 UNDER_WAY = frozenset({Life.QUEUED, Life.LOADING, Life.DRAINING, Life.UNLOADING})
 PHASES = {
-    Life.QUEUED: Phase.ASLEEP,  # held and in the line: a sleeper that is to be woken
+    # Only what holds bytes is accounted for, and of those in the line only sleepers do: until the
+    # grant of its wake it is to the arbiter what it was.
+    Life.QUEUED: Phase.ASLEEP,
     Life.LOADING: Phase.LOADING,
     Life.RESIDENT: Phase.RESIDENT,
     Life.DRAINING: Phase.DRAINING,
@@ -90,9 +98,23 @@ class Slot:
     wanted: bool = False  # with nobody waiting: pinned, or brought back
     growth: asyncio.Task[None] | None = None  # it is becoming larger, or smaller again
     before: "Before | None" = None  # it grew; this is what it was
+    gives_back: asyncio.TimerHandle | None = None  # when it is looked at whether it may
     restarts: bool = False  # its process is being replaced: in use, to everybody else
     lodger: TicketId | None = None  # its drafter's ticket, in the same process: see pairs
     lodger_devices: tuple[DeviceBytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._lodge()
+
+    def _lodge(self) -> None:
+        drafter = self.plan.drafter
+        self.lodger = None if drafter is None else new_ticket(drafter.model)
+        self.lodger_devices = ()
+
+    def try_again(self) -> None:
+        """In the line once more; the tickets of the first try are over."""
+        self.ticket, self.attempt, self.life = new_ticket(self.model), 2, Life.QUEUED
+        self._lodge()
 
     @property
     def model(self) -> str:

@@ -114,6 +114,15 @@ def test_it_is_no_victim_by_itself_and_its_bytes_count_for_its_host() -> None:
     assert d.state("a") == d.state("b") == "closed"
 
 
+def test_granted_and_given_up_before_their_load_began_neither_stays_charged() -> None:
+    d = Pairs(80)
+    assert granted(d.ask_both(0)) == ["a", "b"] and d.taken == 60
+    d.at(1, ev.Withdrawn(A))
+    assert d.state("a") == d.state("b") == "reclaiming"
+    d.at(2, ev.EngineGone(NodeId("g"), A, True))
+    assert d.state("a") == d.state("b") == "closed" and d.taken == 0
+
+
 def test_nobody_else_is_asked_for_bytes_that_leave_with_its_host() -> None:
     d = Pairs(80)
     d.resident(0)

@@ -79,6 +79,31 @@ async def test_refused_none_of_them_is_held(tmp_path: Path) -> None:
         with pytest.raises(NeverFits):
             await base.use(residency)
         assert residency.account() == () and not residency.slots
+        assert arbiter.told == [ev.Withdrawn(gangs.asked[0][0].ticket)]  # had it been granted
+
+
+async def test_who_comes_while_they_are_asked_for_speaks_of_both_and_of_their_gang(
+    tmp_path: Path,
+) -> None:
+    async with base.holder() as (residency, arbiter, _):
+        gangs, grant, may_go_on = Gangs(arbiter), arbiter.acquire_all, asyncio.Event()
+
+        async def granted(asked: tuple[ev.Requested, ...]) -> tuple[wire.Granted, ...]:
+            await may_go_on.wait()
+            return tuple(await grant(asked))
+
+        arbiter.acquire_all = granted
+        residency._obey(wire.TableOrder(table(tmp_path)))
+        uses = [base.entered(residency, 30), base.entered(residency, None)]
+        await base.until(lambda: arbiter.told)
+        said = tuple(arbiter.told)  # perhaps before they were asked for
+        may_go_on.set()
+        await asyncio.gather(*uses)
+        [(target, drafter)] = gangs.asked
+        assert [r.ticket for r in said] == [target.ticket, drafter.ticket]
+        assert {r.gang for r in said} == {(target.ticket, drafter.ticket)}
+        assert [r.lives_in for r in said] == [None, target.ticket]
+        assert [r.deadline for r in said] == [None, None]
 
 
 async def test_a_second_try_is_two_new_tickets(tmp_path: Path) -> None:
