@@ -2,6 +2,7 @@
 answer goes out. Subclasses say which paths they serve.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -10,8 +11,9 @@ from typing import Any, ClassVar
 
 from ray import serve
 
-from arbiter.errors import RequestError
+from arbiter.errors import DeadlineUnmet, RequestError, TicketClosed
 from arbiter.events import Client
+from arbiter.units import TicketId
 from deployments import growing, wire
 from deployments.arriving import arriving, is_at_hand
 from deployments.pace import Pace
@@ -26,6 +28,10 @@ logger = logging.getLogger("ray.serve")
 # request until the model served, and what the load or wake alone was predicted to take.
 WAITED, ESTIMATE = "x-arbiter-waited-s", "x-arbiter-estimate-s"
 WAIT_TOLD_S = 0.05  # a resident model is at hand within a millisecond
+
+# Of one request. A model may be revoked as it is to grow, which is a race of milliseconds; twice is
+# a device too small for those who want it.
+GROWTHS = 2
 
 # What a router may count on; a model that is on its way out is as good as gone.
 WARMTH = {
@@ -80,24 +86,36 @@ class Capability:
     ) -> AsyncGenerator[wire.Progress | wire.Head | bytes, None]:
         """Grown first, and asked once more, where the engine could do it with more memory (SPEC
         A14). Raises RequestError."""
-        for may_grow in (True, False):
-            async with aclosing(self._asked(call)) as parts:
+        began_s = time.monotonic()
+        for growths_left in range(GROWTHS, -1, -1):
+            async with aclosing(self._asked(call, began_s)) as parts:
                 async for part in parts:
-                    if may_grow and growing.asks_for_more(part):
+                    if growths_left and growing.asks_for_more(part):
                         break
-                    yield part
+                    yield growing.unmarked(part)
                 else:
                     return
-            await self._residency.grow(call.model)
+            try:
+                await self._grown(call, began_s)
+            except TicketClosed:  # it had to go just then, and comes again for this request
+                if growths_left == 1:
+                    raise
+
+    async def _grown(self, call: wire.Call, began_s: float) -> None:
+        """Raises RequestError."""
+        try:
+            async with asyncio.timeout(_left_s(call, began_s)):
+                await self._residency.grow(call.model)
+        except TimeoutError:
+            raise DeadlineUnmet(TicketId(call.model), call.deadline_s or 0.0, 1.0) from None
 
     async def _asked(
-        self, call: wire.Call
+        self, call: wire.Call, began_s: float
     ) -> AsyncGenerator[wire.Progress | wire.Head | bytes, None]:
         """The model is made resident, then its engine answers. Raises RequestError."""
-        began_s = time.monotonic()
         use = self._residency.use(
             call.model,
-            deadline_s=call.deadline_s,
+            deadline_s=_left_s(call, began_s),
             priority=call.priority,
             request=call.request_id,
             client=Client(call.tenant, call.client_id),
@@ -142,6 +160,11 @@ class Capability:
 
     async def __del__(self) -> None:
         await self._residency.close()
+
+
+def _left_s(call: wire.Call, began_s: float) -> float | None:
+    """Of its deadline; may be negative."""
+    return None if call.deadline_s is None else call.deadline_s - (time.monotonic() - began_s)
 
 
 async def _rest(parts: AsyncIterator[wire.Progress | wire.Head | bytes]) -> bytes:

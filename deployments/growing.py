@@ -27,7 +27,7 @@ from deployments.engine_link import LoadRefused, why
 from deployments.engines.protocol import COULD_GROW
 from deployments.plan import ModelPlan
 from deployments.slot import Before, Life, Opens, Slot
-from deployments.wire import Head
+from deployments.wire import Head, Progress
 
 logger = logging.getLogger("arbiter.residency")
 
@@ -51,11 +51,19 @@ def asks_for_more(part: object) -> bool:
     return isinstance(part, Head) and COULD_GROW in part.headers
 
 
+def unmarked(part: Progress | Head | bytes) -> Progress | Head | bytes:
+    """As a client may see it."""
+    if not isinstance(part, Head) or COULD_GROW not in part.headers:
+        return part
+    kept = {name: value for name, value in part.headers.items() if name != COULD_GROW}
+    return Head(part.status, kept)
+
+
 async def grow(keeper: Keeper, model: str) -> None:
     """To what its configuration allows; whoever asks meanwhile waits for the same. Nothing happens
     to one that has it already. Raises GrowthRefused, NeverFits, TicketClosed, LoadFailed,
     ArbiterUnavailable."""
-    for _ in range(2):  # it may be giving back just now
+    for _ in range(2):  # the first may only wait for a change under way: that it gives back
         slot = keeper.slots.get(model)
         if slot is None or (slot.growth is None and slot.plan.grown is None):
             return
@@ -121,7 +129,7 @@ async def _grow(keeper: Keeper, slot: Slot) -> None:
     slot.devices = granted.devices
     try:
         await _restart(keeper, slot, plan, granted.load_within)
-    except GrowthRefused:
+    except (GrowthRefused, TicketClosed):  # one that is revoked may outlive that, as it was
         slot.devices = before.devices
         keeper.client().tell(ev.GaveBack(slot.ticket, slot.devices))
         raise
@@ -130,12 +138,16 @@ async def _grow(keeper: Keeper, slot: Slot) -> None:
 
 
 def _look_later(keeper: Keeper, slot: Slot, stays: Span, after: Span) -> None:
-    loop = asyncio.get_running_loop()
-    loop.call_later(in_seconds(after), _give_back_once_idle, keeper, slot, stays)
+    """In the place of a look to come, which may be of an earlier growth."""
+    if slot.gives_back:
+        slot.gives_back.cancel()
+    look, loop = _give_back_once_idle, asyncio.get_running_loop()
+    slot.gives_back = loop.call_later(in_seconds(after), look, keeper, slot, stays)
 
 
 def _give_back_once_idle(keeper: Keeper, slot: Slot, stays: Span) -> None:
-    """Nobody has asked it anything for as long as it stays grown."""
+    """Nobody has asked it anything for as long as it stays grown. Each look is the cause of the
+    next, until one finds the slot as it was before it grew, or closed."""
     if slot.life is Life.CLOSED or slot.before is None:
         return
     idle = Span(0) if slot.inflight else Span(time.monotonic_ns() - slot.last_end_ns)
@@ -151,7 +163,7 @@ async def _shrink(keeper: Keeper, slot: Slot) -> None:
     if before is None:
         return
     await _restart(keeper, slot, before.plan, RESTART)
-    slot.before, slot.devices = None, before.devices
+    slot.before, slot.devices = None, before.devices  # the next look finds this, and is the last
     keeper.client().tell(ev.GaveBack(slot.ticket, slot.devices))
 
 

@@ -165,6 +165,35 @@ async def test_what_is_in_flight_for_too_long_is_not_cut_off(
         assert not growth.spawned and residency.account()[0].devices == base.ON
 
 
+async def test_revoked_as_it_is_granted_more_it_gives_that_back_and_goes_on() -> None:
+    async with resident() as (residency, growth, _):
+        slot, grant = residency.slots["a"], growth.grow
+
+        async def and_revoke(ticket: TicketId, more: Bytes, within: Span) -> wire.Granted:
+            granted = await grant(ticket, more, within)
+            base.revoke(residency, Reason.SWAP, barrier_s=0.01)
+            return granted
+
+        growth.arbiter.grow = and_revoke
+        async with residency.use("a"):  # which outlives the barrier
+            with pytest.raises(TicketClosed):
+                await growing.grow(residency, "a")
+            assert await base.use(residency) == slot.ticket
+        assert ev.GaveBack(slot.ticket, base.ON) in growth.arbiter.told
+        assert not growth.spawned and residency.account()[0].devices == base.ON
+
+
+async def test_grown_again_it_has_one_clock_that_says_when_to_give_back() -> None:
+    async with resident() as (residency, _, _engine):
+        slot, clocks = residency.slots["a"], []
+        for change in (growing.grow, growing.give_back, growing.grow):
+            await change(residency, "a")
+            clocks.append(slot.gives_back)
+        first, _, second = clocks
+        assert first is not None and first.cancelled()
+        assert second is not None and not second.cancelled()
+
+
 async def test_a_restart_that_fails_ends_the_ticket_and_the_next_load_is_as_the_first() -> None:
     async with resident() as (residency, growth, _):
         first = residency.slots["a"].ticket
