@@ -50,7 +50,7 @@ class MarksConfig(Strict):
     exceeded, so it switches them off."""
 
     high: float = Field(0.90, gt=0, le=1)
-    low: float = Field(0.80, ge=0, le=1)
+    low: float = Field(0.80, ge=0, le=1, validate_default=True)  # also where only `high` is given
 
     @field_validator("low")
     @classmethod

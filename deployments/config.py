@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from arbiter import events as ev
 from arbiter.units import Bytes, seconds
 from deployments.arbiter_config import ArbiterConfig
-from deployments.fields import LONGEST_S, Size, Strict
+from deployments.fields import LONGEST_S, Size, Strict, parse_size
 from deployments.urls import is_prefix
 from policies import ROLES
 
@@ -97,6 +97,25 @@ class ModelConfig(Strict):
     drafter: DrafterConfig | None = None  # with one it cannot sleep, nor have adapters
     threads: int | None = Field(None, ge=1)  # that compute; absent: the engine's own choice
     dispatch: DispatchConfig | None = None  # only for engines that can wait for their turn
+
+    @field_validator("engine_args", "grow_to")
+    @classmethod
+    def _sizes(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Those that deployments.plan reads; the rest is for the engine to judge."""
+        for name in (name for name in value if name.endswith("_bytes")):
+            try:
+                parse_size(value[name])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return value
+
+    @field_validator("grow_to")
+    @classmethod
+    def _longer(cls, value: dict[str, Any]) -> dict[str, Any]:
+        tokens = value.get("max_model_len", 1)
+        if type(tokens) is not int or tokens < 1:
+            raise ValueError(f"max_model_len: {tokens!r} is not a number of tokens")
+        return value
 
     @model_validator(mode="after")
     def _alone_with_its_drafter(self) -> "ModelConfig":

@@ -12,12 +12,17 @@ _UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(" + "|".join(_UNITS) + r")")
 
 
+_MOST_BYTES = 1 << 60  # an exbibyte: a million of the largest nodes; floats hold it with ease
+
+
 def parse_size(value: object) -> int:
     """Bytes from an int or from text such as "300 MiB". Raises ValueError with what is allowed."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and value <= _MOST_BYTES:
         return value
     if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
-        return round(float(match[1]) * _UNITS[match[2]])
+        size = float(match[1]) * _UNITS[match[2]]  # infinite, of digits enough
+        if size <= _MOST_BYTES:
+            return round(size)
     raise ValueError(f"{value!r} is not a size; write bytes, or a number with {', '.join(_UNITS)}")
 
 

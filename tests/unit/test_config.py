@@ -37,7 +37,9 @@ def test_sizes_are_read_with_their_units(text: object, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["300", "-1 MiB", "many", True, None, 1.5])
+@pytest.mark.parametrize(
+    "text", ["300", "-1 MiB", "many", True, None, 1.5, "9" * 400 + " GiB", "2000000 TiB", 10**400]
+)
 def test_a_size_without_a_unit_is_refused(text: object) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
@@ -104,6 +106,9 @@ def test_an_unknown_policy_is_named_with_those_there_are(tmp_path: Path) -> None
     [
         ({"tenants": {"t": {"maximum": 5, "reserved": 6}}}, "arbiter.tenants.t.reserved"),
         ({"tenants": {"t": {"share": 0}}}, "arbiter.tenants.t.share"),
+        ({"host_marks": {"high": 0.5}}, "low, 0.8, is above high, 0.5"),
+        ({"device_marks": {"low": 0.95}}, "low, 0.95, is above high, 0.9"),
+        ({"arenas": {"cpu": "9" * 400 + " GiB"}}, "arbiter.arenas.cpu"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -153,3 +158,22 @@ def test_a_time_that_does_not_fit_is_refused_by_name(field: str, value: str) -> 
     chat = {"role": "text", "engine": "vllm", "models": models}
     with pytest.raises(ConfigError, match=field):
         parse_table({"arbiter": {field: float(value)}, "capabilities": {"chat": chat}})
+
+
+@pytest.mark.parametrize("arguments", ["engine_args", "grow_to"])
+@pytest.mark.parametrize("size", ["100 megs", None, 1.5e9])
+def test_an_engine_argument_that_is_no_size_is_named_before_anything_loads(
+    arguments: str, size: object
+) -> None:
+    models = {"m": {"source": "x", arguments: {"kv_cache_memory_bytes": size}}}
+    chat = {"role": "text", "engine": "vllm", "models": models}
+    with pytest.raises(ConfigError, match=rf"{arguments}.*kv_cache_memory_bytes.*is not a size"):
+        parse_table({"capabilities": {"chat": chat}})
+
+
+@pytest.mark.parametrize("tokens", ["32k", None, 0, True, 1.5])
+def test_a_context_to_grow_to_is_a_number_of_tokens(tokens: object) -> None:
+    models = {"m": {"source": "x", "grow_to": {"max_model_len": tokens}}}
+    chat = {"role": "text", "engine": "vllm", "models": models}
+    with pytest.raises(ConfigError, match=r"grow_to.*max_model_len.*is not a number of tokens"):
+        parse_table({"capabilities": {"chat": chat}})
