@@ -16,8 +16,12 @@ from deployments.engines.protocol import COULD_GROW, Asgi, Receive, Scope, Send
 # What decides how many tokens a prompt has, of the routes whose prompts vLLM's `/tokenize` counts.
 _CHAT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt",
          "continue_final_message", "add_special_tokens")  # fmt: skip
-_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
-_OUTPUT = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+# Those routes, and what names the most that may be answered there.
+_MOST = {
+    "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
+    "/v1/completions": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+}
 # vLLM's words for "too long", in each of its refusals of one; any other stands whatever the context
 _TOO_LONG = re.compile(r"context length|max_model_len", re.IGNORECASE)
 
@@ -36,7 +40,7 @@ class Room:
 
     async def serve(self, app: Asgi, scope: Scope, receive: Receive, send: Send) -> None:
         """As `app` would, with a refusal marked that would be none if the model had grown."""
-        if scope["path"] not in _ROUTES:
+        if scope["path"] not in _MOST:
             return await app(scope, receive, send)
         said = await _whole(receive)
         start: Any = None
@@ -60,7 +64,7 @@ class Room:
         if _TOO_LONG.search(refusal.decode(errors="replace")):
             try:
                 needed = await self._needed(path, json.loads(said))
-            except (Uncounted, LookupError, ValueError, TypeError, AttributeError):
+            except (Uncounted, LookupError, ValueError, TypeError, AttributeError, OverflowError):
                 needed = None  # the refusal says what is wrong with it
             if needed is not None and needed <= self.most_tokens:
                 headers.append((COULD_GROW.encode(), b"context"))
@@ -75,7 +79,7 @@ class Room:
         """The context in which vLLM would answer: its longest prompt and a token more, and as many
         as it may answer with at most; where both together exceed it, vLLM answers with less.
         Raises Uncounted, and whatever a body of another shape raises."""
-        most_answered = max(int(body.get(name) or 1) for name in _OUTPUT)
+        most_answered = max(int(body.get(name) or 1) for name in _MOST[path])
         return max(most_answered, 1 + await self._length(path, body))
 
     async def _length(self, path: str, body: Body) -> int:

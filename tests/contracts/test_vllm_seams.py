@@ -1,7 +1,9 @@
 """The seams of vLLM 0.32 we stand on. When one moves, this says which, before anything breaks."""
 
 import inspect
+import json
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 import torch
@@ -33,9 +35,11 @@ from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from deployments.engines.lora_cpu import SegmentedPunica
+from deployments.engines.protocol import COULD_GROW
 from deployments.engines.sentence_transformers_engine import spread
 from deployments.engines.vllm_cpu_worker import SleepingCpuWorker
 from deployments.engines.vllm_engine import arguments
+from deployments.engines.vllm_room import Room
 
 
 def names(function: object) -> list[str]:
@@ -183,3 +187,43 @@ def test_transformers_spreads_a_model_by_bytes_for_each_gpu() -> None:
     assert spread([7, 5]) == {"device_map": "auto", "max_memory": {0: 7, 1: 5}} and not spread([])
     source = inspect.getsource(transformers.PreTrainedModel.from_pretrained)
     assert 'kwargs.pop("max_memory"' in source and "device_map" in source
+
+
+async def refused(path: str, said: dict[str, Any]) -> tuple[int, bool]:
+    """Of a prompt of five tokens too long for now, for a model that may grow to a hundred: the
+    status, and whether it is to be asked again."""
+    sent: list[Any] = []
+
+    async def api(scope: Any, receive: Any, send: Any) -> None:
+        counts = scope["path"] == "/tokenize"
+        error = {"error": {"message": "the maximum context length is 4"}}
+        start = {"type": "http.response.start", "status": 200 if counts else 400, "headers": []}
+        await send(start)
+        body = json.dumps({"count": 5} if counts else error).encode()
+        await send({"type": "http.response.body", "body": body})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(said).encode()}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await Room(api, "m", 100).serve(api, {"path": path}, receive, send)
+    return sent[0]["status"], COULD_GROW.encode() in dict(sent[0]["headers"])
+
+
+@pytest.mark.spec("A14")
+async def test_only_what_its_route_reads_decides_whether_a_request_would_fit() -> None:
+    chat: dict[str, Any] = {"messages": []}
+    for most, could_grow in ((20, True), (200, False), (float("inf"), False)):
+        for name in ("max_tokens", "max_completion_tokens"):
+            said = await refused("/v1/chat/completions", chat | {name: most})
+            assert said == (400, could_grow)
+        assert await refused("/v1/chat/completions", chat | {"max_output_tokens": most}) == (
+            400, True,
+        )  # fmt: skip
+        assert await refused("/v1/completions", {"prompt": "p", "max_tokens": most}) == (
+            400, could_grow,
+        )  # fmt: skip
+        asked = {"input": "p", "max_output_tokens": most}
+        assert await refused("/v1/responses", asked) == (400, could_grow)
