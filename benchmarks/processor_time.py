@@ -59,8 +59,8 @@ def look(session: str, node: str) -> dict[int, tuple[str, float]]:
         try:
             name = name_of(folder, session, node)
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # gone, or somebody else's
         if name:
             found[int(folder.name)] = name, (int(fields[11]) + int(fields[12])) * TICK_S
     return found

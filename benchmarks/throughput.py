@@ -121,6 +121,8 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=0, help="mixed with the base")
     parser.add_argument("--threads", type=int, help="of our engine that compute; default: its own")
     args = parser.parse_args()
+    if args.transport == "alone" and args.adapters:
+        parser.error("--adapters: an engine alone is started without any")
     figures: dict[str, Any] = {"model": args.model, "transport": args.transport}
     path = plan.resolve(f"made:{args.model}")
     with tempfile.TemporaryDirectory() as folder:
