@@ -60,7 +60,11 @@ class Pace:
 
 
 class _Inlet:
-    """Reads ahead, so that it is known what has come, how fast, and whether more will."""
+    """Reads ahead, so that it is known what has come, how fast, and whether more will.
+
+    Reader and taker stir each other by one event, and each clears it itself. No stir is lost: who
+    clears it has just looked at what it waits for, with no await in between, and an event that is
+    set wakes whoever waits at that moment, even if the other clears it before they run."""
 
     def __init__(self, parts: AsyncGenerator[Part, None]) -> None:
         self._head: Head | None = None
