@@ -23,6 +23,7 @@ from tests.support.engine_host import (
     host_bytes,
     is_gone,
     until,
+    waits_for_a_lock,
 )
 
 ENTRY = "deployments.engines.sentence_transformers_engine:build"
@@ -222,12 +223,6 @@ def test_an_engine_computes_in_its_turn_and_not_before(engines: ZygoteUnderTest)
         assert answer.result(20)[0] == 200
     child.let_go()
     dispatch.lock_path(name).unlink()
-
-
-def waits_for_a_lock(pid: int) -> bool:
-    """The kernel lists who waits behind whom: `1: -> FLOCK ADVISORY WRITE <pid> ...`."""
-    rows = (row.split() for row in open("/proc/locks"))
-    return any(row[1] == "->" and row[2] == "FLOCK" and int(row[5]) == pid for row in rows)
 
 
 @pytest.mark.spec("D6")

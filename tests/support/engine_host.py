@@ -137,6 +137,12 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
             signal.sigtimedwait([], 0.01)
 
 
+def waits_for_a_lock(pid: int) -> bool:
+    """The kernel lists who waits behind whom: `1: -> FLOCK ADVISORY WRITE <pid> ...`."""
+    rows = (row.split() for row in Path("/proc/locks").read_text().splitlines())
+    return any(row[1] == "->" and row[2] == "FLOCK" and int(row[5]) == pid for row in rows)
+
+
 def is_gone(pid: int) -> bool:
     """Dead and reaped, or a zombie: no bytes either way."""
     try:

@@ -9,7 +9,7 @@ from arbiter.decisions import Reload
 from arbiter.errors import NeverFits, NotResident, UnknownModel
 from arbiter.events import Floor, Priority
 from arbiter.units import GIB, HolderId, TicketId
-from tests.unit.desk import CPU, HOST, PLAIN, Desk, granted, is_granted, refusal, revoked
+from tests.unit.desk import CPU, HOST, PLAIN, Desk, granted, is_granted, refusal, revoked, s
 
 H = HolderId("h")
 
@@ -139,10 +139,22 @@ def test_a_removed_model_goes_after_its_requests_and_what_was_learned_goes_with_
 def test_a_model_that_is_back_in_time_keeps_what_was_learned() -> None:
     d = Desk()
     d.resident(0, "a", 30)
-    d.at(1, ev.CapabilitiesSet(()))
-    d.at(1, ev.CapabilitiesSet(d.table))
-    d.woke(2)
-    assert not d.mind.removing
+    d.engines["a"] = {CPU: 30}
+    d.read(1)
+    d.read(2)
+
+    def known() -> list[object]:
+        """What was learned, and how often it was used."""
+        rates = (d.mind.rates, d.mind.lasting_rates)
+        return [d.arbiter.export_learned(), *(r.recent(("text", "a"), s(9)) for r in rates)]
+
+    before = known()
+    assert all(before)
+    d.at(3, ev.CapabilitiesSet(()))
+    d.at(4, ev.CapabilitiesSet(d.table))
+    d.at(5, ev.Released(TicketId("a"), "idle"))
+    d.gone(6, "a")
+    assert d.state("a") == "closed" and known() == before
 
 
 @pytest.mark.spec("D2", "D8")

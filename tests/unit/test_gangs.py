@@ -172,7 +172,8 @@ def test_a_model_larger_than_any_device_is_split_and_the_parts_are_on_its_ticket
     d = Gpus(80, 80, 60)
     assert granted(d.want(0, "a", 120, how=Split.EQUAL)) == ["a"]
     assert d.home("a") == {"0": 60, "1": 60}
-    assert [b.charged_bytes for b in d.mind.ledger.books.values() if b.charged_bytes]
+    charged = [b.charged_bytes for b in d.mind.ledger.books.values() if b.charged_bytes]
+    assert charged == [gib(60), gib(60)]
 
 
 @pytest.mark.spec("A13", "B5")

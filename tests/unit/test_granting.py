@@ -202,11 +202,11 @@ def test_what_it_takes_beyond_the_budget_does_not_send_it_away() -> None:
 # -- where ----------------------------------------------------------------------------------------
 
 
-def gpus(count: int, size: float = 80) -> Desk:
+def gpus(count: int, size: float = 80, host: float = 0) -> Desk:
     desk = Desk(settings=replace(PLAIN, terms=PATIENT))
-    specs = tuple(
-        ev.DeviceSpec(DeviceId(f"g/gpu:{n}"), ev.DeviceKind.GPU, gib(size)) for n in range(count)
-    )
+    devices = [(f"g/gpu:{n}", ev.DeviceKind.GPU, size) for n in range(count)]
+    devices.append(("g/host", ev.DeviceKind.HOST, host))
+    specs = tuple(ev.DeviceSpec(DeviceId(name), kind, gib(of)) for name, kind, of in devices)
     desk.at(0, ev.NodeSeen(NodeId("g"), specs))
     readings = tuple(ev.DeviceReading(spec.device, gib(0), gib(0)) for spec in specs)
     desk.at(0, ev.Measured(NodeId("g"), readings, ()))
@@ -215,8 +215,8 @@ def gpus(count: int, size: float = 80) -> Desk:
     return desk
 
 
-def where(desk: Desk, t: float, name: str, size: float, holder: str) -> str:
-    [grant] = desk.ask(t, name, size, holder=holder)
+def where(desk: Desk, t: float, name: str, size: float, holder: str, host: float = 0) -> str:
+    [grant] = desk.ask(t, name, size, holder=holder, host=host)
     return grant.devices[0].device[-1]
 
 
@@ -240,18 +240,23 @@ def test_a_model_comes_back_to_where_it_was_though_a_smaller_hole_has_appeared()
 
 
 @pytest.mark.spec("C9")
-def test_a_sleeper_wakes_where_it_sleeps() -> None:
-    desk = Desk(device=80, host=80)
-    desk.resident(0, "a", 60, host=60)
-    desk.ask(20, "b", 60)
-    desk.at(21, ev.Slept(TicketId("a")))
-    desk.engines["a"] = {DeviceId("n/host"): 60}
-    desk.read(22)
-    desk.at(23, ev.Loaded(TicketId("b"), seconds(1)))
-    desk.at(40, ev.Released(TicketId("b"), "idle"))
-    desk.gone(41, "b")
-    assert granted(desk.ask(42, "a", 60, host=60)) == ["a"]
-    assert desk.mind.ledger.find(TicketId("a")).holder == HolderId("h")
+def test_a_sleeper_wakes_where_it_sleeps_though_its_model_was_elsewhere_last() -> None:
+    desk = gpus(2, host=80)
+    assert where(desk, 0, "a1", 50, "h1", host=50) == "0"
+    desk.at(1, ev.Loaded(TicketId("a1"), seconds(1)))
+    assert where(desk, 2, "a2", 50, "h2") == "1"
+    desk.at(3, ev.Loaded(TicketId("a2"), seconds(1)))
+    desk.beat(4, "a1", holder="h1")
+    desk.at(20, ev.FloorSet("text", "a", ev.Floor.HOST))
+    desk.at(21, ev.Slept(TicketId("a1")))
+    asleep = ev.EngineReading(TicketId("a1"), (ev.DeviceBytes(DeviceId("g/host"), gib(50)),))
+    devices = desk.mind.nodes[NodeId("g")].devices
+    readings = tuple(ev.DeviceReading(device, gib(0), gib(0)) for device in devices)
+    desk.at(22, ev.Measured(NodeId("g"), readings, (asleep,)))
+    assert desk.state("a1") == "asleep"
+    desk.at(23, ev.Released(TicketId("a2"), "idle"))
+    desk.at(24, ev.EngineGone(NodeId("g"), TicketId("a2"), True))
+    assert where(desk, 25, "a1", 50, "h1", host=50) == "0"
 
 
 @pytest.mark.spec("C5", "C6")

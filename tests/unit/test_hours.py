@@ -25,7 +25,7 @@ def after_days(days_count: int) -> Hours:
     return hours
 
 
-@pytest.mark.spec("N4")
+@pytest.mark.spec("C3")
 def test_before_its_hour_a_habit_shows_and_after_it_does_not() -> None:
     hours = after_days(3)
     early, late = at(3, 9 - AHEAD_COUNT + 1), at(3, 10)
@@ -34,7 +34,7 @@ def test_before_its_hour_a_habit_shows_and_after_it_does_not() -> None:
     assert hours.ahead(MORNING, late, 0) == 0
 
 
-@pytest.mark.spec("N4")
+@pytest.mark.spec("C3")
 def test_what_comes_in_the_hour_that_runs_is_no_habit_yet() -> None:
     hours = after_days(3)
     before = hours.ahead(MORNING, at(3, 9.1), 0)

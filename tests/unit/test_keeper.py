@@ -53,7 +53,7 @@ def agent(folder: Path, module_name: str) -> NodeAgent:
     return NodeAgent(NodeId("n"), settings, str(folder))
 
 
-@pytest.mark.spec("A19", "H2")
+@pytest.mark.spec("A19")
 async def test_a_zygote_that_cannot_start_is_given_up_on_with_its_last_words(folder: Path) -> None:
     running = agent(folder, BROKEN)
     async with asyncio.timeout(WITHIN_S):

@@ -152,7 +152,7 @@ def test_two_rates_spares_what_is_used_now_and_usually() -> None:
     assert price(slow).cost_s == pytest.approx(4 * price(both).cost_s)  # 10 s where unknown
 
 
-@pytest.mark.spec("C3", "N4")
+@pytest.mark.spec("C3")
 def test_time_of_day_spares_what_is_used_now_and_usually_at_this_hour() -> None:
     """Of equals in size and load: asked for of late, by habit, and both."""
     price = EVICT["time_of_day"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ from deployments.text.files import AdapterInvalid
 from deployments.text.remote import Fetcher, FetchFailed
 from deployments.urls import is_allowed, is_prefix, is_public
 from tests.support.adapters import write
+from tests.support.engine_host import until, waits_for_a_lock
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (16, 8)}
 RULES = Rules(SHAPES, max_rank=8)
@@ -238,21 +240,16 @@ def test_a_tenants_manifest_is_its_own(tmp_path: Path) -> None:
 @pytest.mark.spec("F2")
 def test_two_that_make_room_at_once_do_so_one_after_the_other(tmp_path: Path) -> None:
     """Each sees the store as the other left it; a lock of a file, so processes too."""
-    inside, most = 0, 0
-    turns = threading.Barrier(4)
+    entered = threading.Event()
 
     def enter() -> None:
-        nonlocal inside, most
-        turns.wait()
-        for _ in range(50):
-            with room.alone(tmp_path):
-                inside += 1
-                most = max(most, inside)
-                inside -= 1
+        with room.alone(tmp_path):
+            entered.set()
 
-    threads = [threading.Thread(target=enter) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == 1
+    other = threading.Thread(target=enter)
+    with room.alone(tmp_path):
+        other.start()
+        until(lambda: waits_for_a_lock(os.getpid()) or entered.is_set(), 10)
+        assert not entered.is_set()
+    other.join(10)
+    assert entered.is_set()

@@ -63,19 +63,23 @@ def test_what_a_real_process_writes_is_seen_at_the_next_look() -> None:
     told, tell = os.pipe()
     ready, say = os.pipe()
     if (pid := os.fork()) == 0:
-        os.read(told, 1)
-        held = mmap.mmap(-1, 20 * MIB, flags)
-        held[:] = bytes(20 * MIB)
-        os.write(say, b"x")
-        signal.pause()
+        try:  # else what goes wrong here would run the rest of the tests twice
+            os.read(told, 1)
+            held = mmap.mmap(-1, 20 * MIB, flags)
+            held[:] = bytes(20 * MIB)
+            os.write(say, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(say)  # it is the child's; its end is heard as well
     try:
         rollups = Rollups()
         before = proc.memory([pid], rollups.of).device_bytes
         os.write(tell, b"x")
-        os.read(ready, 1)
+        assert os.read(ready, 1) == b"x"
         assert proc.memory([pid], rollups.of).device_bytes - before >= 20 * MIB
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        for fd in (told, tell, ready, say):
+        for fd in (told, tell, ready):
             os.close(fd)
