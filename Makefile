@@ -30,7 +30,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test retest check bench sim chaos graph-chaos soak models install style
+.PHONY: serve test retest check bench sim chaos graph-chaos soak models install
 .DEFAULT_GOAL := serve
 
 install: $(VENV)/.installed-$(DEVICE)

@@ -1,4 +1,6 @@
-"""`make bench`: every benchmark with its defaults, one after the other."""
+"""`make bench`: the protocol, starts, first tokens and throughput, one after the other. The other
+benchmarks are run by their names; docs/benchmarks.md has them all.
+"""
 
 import subprocess
 import sys

@@ -22,7 +22,7 @@ from typing import Any
 VERSION = 1  # part of the stamp: raise it when what is made changes
 STAMP = "made.json"
 
-# Heads of 64: the CPU build's attention takes 32, 64 and more, not 16 (VLLM.md 7).
+# Heads of 64: the attention of vLLM's CPU build takes 32, 64 and more, not 16.
 HEAD_DIM = 64
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -43,7 +43,7 @@ _SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSWORD|CREDENTIAL|API_KEY|_KEY$")
 
 # Set before the zygote's interpreter starts, because glibc and OpenMP read them only then.
 DEFAULTS = {
-    "MALLOC_ARENA_MAX": "1",  # one heap: what a sleep frees can be trimmed (VLLM.md, residue)
+    "MALLOC_ARENA_MAX": "1",  # one heap: what a sleep frees can be trimmed
     # Activations stay in the heap between steps: mapped anew for each one, as a lower threshold has
     # it, their page faults cost a quarter of a 214 M model's tokens. A sleep trims the heap.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the largest older versions of glibc take

@@ -4,7 +4,7 @@ Each request passes three doors, and fails alone at any of them, with the reason
 found in the catalogue, copied and checked, before vLLM sees the request; it waits its turn for a
 slot (deployments.text.turns); vLLM loads the adapter by `add_lora`, whose failure harms nobody.
 Only then does it reach vLLM's `generate`, where a bad adapter would end the engine for everybody
-(VLLM.md 0.3).
+(`EngineDeadError` for every request, seen with vLLM 0.32).
 """
 
 import asyncio

@@ -123,7 +123,7 @@ def _defaults(config: Config) -> dict[str, Any]:
     if not current_platform.is_cpu():
         return shared | {"enable_sleep_mode": config.get("can_sleep", True)}
     return shared | {
-        "enforce_eager": True,  # with explicit KV bytes the shortest correct start (VLLM.md 1)
+        "enforce_eager": True,  # nothing is compiled; with explicit KV bytes no warm-up
         "distributed_executor_backend": "uni",
         "worker_cls": _CPU_WORKER,
     }

@@ -228,7 +228,7 @@ async def test_one_of_two_waiters_leaving_changes_nothing_for_the_other() -> Non
         assert len(await d.events("model_load")) == 1
 
 
-@pytest.mark.spec("A3")
+@pytest.mark.spec("A21")
 async def test_a_deadline_that_cannot_be_met_is_a_typed_refusal() -> None:
     async with desk(two(), barrier_s=60) as d:
         chat, other = d.holder("chat"), d.holder("other")
@@ -289,7 +289,7 @@ async def test_a_pinned_model_is_loaded_with_nobody_asking() -> None:
         await d.until(lambda s: s["tickets"] and s["tickets"][0]["state"] == "resident")
 
 
-@pytest.mark.spec("A7")
+@pytest.mark.spec("A7", "J7")
 async def test_a_driver_holds_a_model_too_and_use_after_release_is_typed() -> None:
     async with desk() as d:
         residency = Residency.start("chat")
@@ -317,7 +317,7 @@ async def test_unloaded_by_hand_is_said_to_be_manual() -> None:
         assert [e["reason"] for e in await d.events("model_unload")] == ["manual"]
 
 
-@pytest.mark.spec("K1")
+@pytest.mark.spec("K1", "J7")
 async def test_a_subscriber_hears_the_next_event_at_once_and_misses_none() -> None:
     async with desk() as d:
         seen = (await d.state())["sequence"]

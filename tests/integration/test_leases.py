@@ -89,6 +89,7 @@ async def test_the_lease_of_a_job_that_dies_is_reclaiming_within_two_seconds() -
         assert await asyncio.to_thread(lease.ended.wait, 10)
 
 
+@pytest.mark.spec("A10")
 async def test_a_process_that_keeps_its_memory_is_waited_for_and_not_killed() -> None:
     async with desk(**WHOLE) as d:
         lease = ask(250, name="hoarder")
