@@ -16,7 +16,7 @@ from arbiter.rules.choices import Choice
 from arbiter.rules.loads import displace
 from arbiter.rules.mind import Mind
 from arbiter.rules.ranking import in_order, no_more_urgent
-from arbiter.rules.reclaim import charged, take
+from arbiter.rules.reclaim import charged, is_counted_on, take
 from arbiter.rules.victims import EXACT_COUNT, Option, choose
 from arbiter.units import (
     SECOND,
@@ -76,9 +76,8 @@ def make_way(mind: Mind, waiting: Entry, short: Bytes, urgent: Priority) -> bool
     for device in sorted(books):
         for entry, option in in_order(mind, mind.ledger.books[device]):
             if entry.ticket in own and may_swap(mind, entry, waiting, urgent):
-                options[entry.ticket] = replace(
-                    option, freed_bytes=tenants.device_bytes(mind, entry)
-                )
+                freed = tenants.process_bytes(mind, entry)
+                options[entry.ticket] = replace(option, freed_bytes=freed)
     chosen = choose(options.values(), short)
     for option in chosen:
         displace(mind, waiting, own[option.ticket])
@@ -115,11 +114,6 @@ def coming_back(book: Book) -> Bytes:
         if is_counted_on(e)
     )
     return Bytes(sum(returning))
-
-
-def is_counted_on(leaving: Entry) -> bool:
-    """Its bytes will come back; those that a quarantined holder keeps may not."""
-    return leaving.state is State.DRAINING or not leaving.alarmed
 
 
 def _stays_on(book: Book, entry: Entry) -> bool:
@@ -249,11 +243,11 @@ def _as_far_as(mind: Mind, book: Book, short: Bytes) -> Victims:
     """As many as help, even if not all is found: the memory is already taken."""
     chosen: Victims = []
     missing = int(short)
-    ranked = [entry for entry, _ in in_order(mind, book)]
-    for entry in sorted(ranked, key=lambda e: not _took_more(e, book.device)):
+    ranked = in_order(mind, book)
+    for entry, option in sorted(ranked, key=lambda pair: not _took_more(pair[0], book.device)):
         if missing > 0 and may_leave(mind, entry) and not entry.allow_oversize:
             chosen.append(entry)
-            missing -= entry.charge(book.device)
+            missing -= option.freed_bytes
     return chosen
 
 

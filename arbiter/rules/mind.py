@@ -268,13 +268,17 @@ class Mind:
         found = (self.ledger.find(t) for t in host.gang if t != host.ticket)
         return [e for e in found if e and e.lives_in == host.ticket]
 
+    def process_of(self, entry: Entry) -> list[Entry]:
+        """It and its lodgers."""
+        return [entry, *self.lodgers_of(entry)]
+
     def host_of(self, lodger: Entry) -> Entry | None:
         """None as well once it is off the books."""
         return self.ledger.find(lodger.lives_in) if lodger.lives_in else None
 
     def pin(self, entry: Entry, is_pinned: bool) -> None:
         """And whoever lives in its process: neither can leave without the other."""
-        for one in (entry, *self.lodgers_of(entry)):
+        for one in self.process_of(entry):
             self.ledger.pin(one, is_pinned)
 
     def note_active(self, capability: str) -> None:

@@ -81,6 +81,11 @@ def _quarantine(mind: Mind, entry: Entry) -> None:
             mind.say_no(other.ticket, HolderQuarantined(entry.holder, kept))
 
 
+def is_counted_on(leaving: Entry) -> bool:
+    """Its bytes will come back; those that a quarantined holder keeps may not."""
+    return leaving.state is State.DRAINING or not leaving.alarmed
+
+
 def kept_bytes(mind: Mind, holder: HolderId) -> Bytes:
     """What a holder in quarantine has not given back; 0: it is not in quarantine."""
     stuck = [e for e in mind.ledger.holding(holder).values() if e.alarmed]

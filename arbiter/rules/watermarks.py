@@ -13,12 +13,13 @@ from arbiter.events import DeviceKind
 from arbiter.ledger import Book, Entry, State
 from arbiter.rules import tenants, urgency
 from arbiter.rules.budget import share
-from arbiter.rules.eviction import is_counted_on, may_leave, may_swap, revoke
+from arbiter.rules.eviction import may_leave, may_swap, revoke
 from arbiter.rules.loads import displace
 from arbiter.rules.mind import Mind, Node
 from arbiter.rules.ranking import in_order
+from arbiter.rules.reclaim import is_counted_on
+from arbiter.rules.victims import Option
 from arbiter.settings import Watermarks
-from arbiter.units import NodeId
 
 
 def keep(mind: Mind, node: Node) -> None:
@@ -47,11 +48,11 @@ def _keep_host(mind: Mind, book: Book, marks: Watermarks) -> None:
     if not _is_above(staying, book, marks):
         return
     missing = staying - share(book.budget_bytes, marks.low_fraction)
-    asleep = [e for e, _ in in_order(mind, book) if e.state is State.ASLEEP]
-    newest = max(asleep, key=lambda e: (e.since, e.ticket), default=None)
-    for entry in asleep:
+    asleep = [(e, option) for e, option in in_order(mind, book) if e.state is State.ASLEEP]
+    newest = max((e for e, _ in asleep), key=lambda e: (e.since, e.ticket), default=None)
+    for entry, option in asleep:
         if missing > 0 and entry is not newest and may_leave(mind, entry):
-            missing -= entry.charge(book.device)
+            missing -= option.freed_bytes
             revoke(mind, entry, Reason.FIT, None)
 
 
@@ -60,29 +61,30 @@ def _keep_host(mind: Mind, book: Book, marks: Watermarks) -> None:
 
 def _keep_device(mind: Mind, book: Book, marks: Watermarks) -> None:
     """Beyond what the first who waits was promised, which is coming back."""
-    asking = _first_asking(mind, book.node)
+    asking = _first_asking(mind, book)
     if asking is None or not _is_above(book.budget_bytes - book.free_bytes, book, marks):
         return
     missing = _staying(book) - share(book.budget_bytes, marks.low_fraction)
     spare = tenants.Spare(mind, book, asking.client.tenant)
-    for entry in list(_leavable(mind, book, asking)):
-        if missing > 0 and (worth := spare.take(entry, entry.charge(book.device))):
+    for entry, option in list(_leavable(mind, book, asking)):
+        if missing > 0 and (worth := spare.take(entry, option.freed_bytes)):
             missing -= worth
             if asking.ticket in mind.line:
                 displace(mind, asking, entry)
             revoke(mind, entry, Reason.SWAP, asking)
 
 
-def _first_asking(mind: Mind, node: NodeId) -> Entry | None:
-    """Who wants to grow is in service already, so before the line."""
-    tickets = [*mind.growing, *(w.waiter.ticket for w in mind.line.first(node, 1))]
+def _first_asking(mind: Mind, book: Book) -> Entry | None:
+    """For bytes of this device. Who wants to grow is in service already, so before the line."""
+    tickets = [*mind.growing, *(w.waiter.ticket for w in mind.line.first(book.node, 1))]
     found = (mind.ledger.find(ticket) for ticket in tickets)
-    return next((e for e in found if e and e.node == node), None)
+    here = (e for e in found if e and e.node == book.node)
+    return next((e for e in here if not e.home or book.device in e.home), None)
 
 
-def _leavable(mind: Mind, book: Book, asking: Entry) -> Iterator[Entry]:
+def _leavable(mind: Mind, book: Book, asking: Entry) -> Iterator[tuple[Entry, Option]]:
     """Cheapest first; nobody more urgent than who asks."""
-    for entry, _ in in_order(mind, book):
+    for entry, option in in_order(mind, book):
         if entry is asking or not may_leave(mind, entry):
             continue
         if asking.ticket not in mind.line:
@@ -90,4 +92,4 @@ def _leavable(mind: Mind, book: Book, asking: Entry) -> Iterator[Entry]:
         else:
             is_lawful = may_swap(mind, entry, asking, asking.priority)
         if is_lawful:
-            yield entry
+            yield entry, option

@@ -77,7 +77,7 @@ BUGS = [
            "    if its_own == urgent and mind.now < min_residency_ends(mind, entry):", "    if False:"),
     Bug("evicts again for bytes already coming back", "arbiter/rules/look.py",
            "book.free_bytes + coming_back(book)", "book.free_bytes"),
-    Bug("counts on a quarantined holder", "arbiter/rules/eviction.py",
+    Bug("counts on a quarantined holder", "arbiter/rules/reclaim.py",
            "    return leaving.state is State.DRAINING or not leaving.alarmed", "    return True"),
     Bug("evicts for what still would not fit", "arbiter/rules/victims.py",
            "    if cheaper < missing:\n        return []\n", ""),

@@ -10,6 +10,7 @@ from arbiter.units import TicketId, seconds
 from deployments.arbiter_config import ArbiterConfig
 from deployments.config import ConfigError, parse_table
 from tests.unit.desk import CPU, HOST, PLAIN, Desk, granted, reaped, revoked
+from tests.unit.test_gangs import Gpus
 
 pytestmark = pytest.mark.spec("C4")
 MARKED = replace(PLAIN, device_marks=Watermarks(0.90, 0.80))
@@ -125,6 +126,19 @@ def test_nor_than_who_wants_to_grow() -> None:
     grow = ev.GrowthAsked(TicketId("text"), ev.Bytes(6 << 30), seconds(30))
     assert revoked(desk.at(100, grow)) == [] and "text" in desk.mind.growing
     assert revoked(desk.ask(101, "b", 1)) == []  # something has changed there
+
+
+def test_on_a_device_they_do_not_act_for_one_that_asks_for_bytes_of_another() -> None:
+    desk = Gpus(100, 100, settings=MARKED)
+    for name, size in (("a", 95), ("b", 50)):
+        desk.want(0, name, size)
+        desk.done(0, name)
+    desk.ask(1, "c", 45, holder="k", priority=ev.Priority.HIGH)
+    desk.at(1, ev.Loaded(TicketId("c"), seconds(0)))
+    assert (desk.home("a"), desk.home("b"), desk.home("c")) == ({"0": 95}, {"1": 50}, {"1": 45})
+    grow = ev.GrowthAsked(TicketId("b"), ev.Bytes(20 << 30), seconds(30))
+    assert revoked(desk.at(100, grow)) == [] and "b" in desk.mind.growing
+    assert revoked(desk.want(101, "d", 1)) == []  # something has changed there
 
 
 # -- configuration --------------------------------------------------------------------------------
