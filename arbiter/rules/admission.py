@@ -49,7 +49,8 @@ def requested(mind: Mind, event: ev.Requested) -> None:
         return
     entry.is_guess = preload.is_awaited(mind, (entry.capability, entry.model))
     mind.ledger.open(entry)
-    mind.pin(entry, entry.pinned)  # who lives in its process may have asked before it
+    if entry.pinned:
+        mind.pin(entry, True)  # who lives in its process may have asked before it
     mind.note_active(entry.capability)
     _queue(mind, entry, event)
     if event.attempt > 1:

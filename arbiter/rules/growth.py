@@ -235,12 +235,12 @@ def _make_room(mind: Mind, entry: Entry, book: Book, part: Bytes) -> None:
     waiting = _waiting_holders(mind, entry)
     chosen: list[Entry] = []
     spare = tenants.Spare(mind, book, entry.client.tenant)
-    for victim, _ in in_order(mind, book):
+    for victim, option in in_order(mind, book):
         is_lawful = may_leave(mind, victim) and victim.holder not in waiting
         is_lawful = is_lawful and urgency.of(mind, victim) >= entry.priority
         if short <= 0 or victim is entry or not is_lawful:
             continue
-        if worth := spare.take(victim, victim.charge(book.device)):
+        if worth := spare.take(victim, option.freed_bytes):
             chosen.append(victim)
             short -= worth
     for victim in chosen if short <= 0 else []:

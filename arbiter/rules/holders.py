@@ -36,7 +36,7 @@ def joined(mind: Mind, event: ev.Joined) -> None:
     mind.holders[event.holder] = Holder(event.holder, event.node, event.capability, mind.now)
     mind.awaited.discard(event.holder)
     mind.note_active(event.capability)
-    for held in event.tickets:
+    for held in sorted(event.tickets, key=lambda h: h.lives_in is not None):  # hosts first
         if mind.ledger.find(held.ticket) is None and held.ticket not in mind.answers:
             _rebuild(mind, event, held)
     _compare(mind, event.holder, event.tickets)

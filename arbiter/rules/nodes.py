@@ -150,14 +150,14 @@ def _learn_all(mind: Mind, readings: tuple[ev.EngineReading, ...]) -> None:
         entry = mind.ledger.find(reading.ticket)
         if entry is None or entry.lease or not reading.exact:
             continue  # what a stranger holds says nothing of its next run
-        for each in (entry, *mind.lodgers_of(entry)):
+        for each in mind.process_of(entry):
             if each.state is State.RESIDENT:
                 _learn(mind, each)
 
 
 def _learn(mind: Mind, entry: Entry) -> None:
-    """The peak while it serves; how far off the estimate was is told once for each load. What it
-    holds while it is grown says nothing of its next load."""
+    """The peak while it serves; how far off the estimate was is told once for each load, which a
+    lodger has none of. What it holds while it is grown says nothing of its next load."""
     if entry.grown_bytes:
         return
     shared = sum(entry.scratch_in_use(device) for device in entry.home)
@@ -167,7 +167,8 @@ def _learn(mind: Mind, entry: Entry) -> None:
     if entry.readings_count < LEARNED_AFTER or held == 0:
         return
     mind.estimates.saw_peak(mind.key_of(entry), entry.peak_bytes)
-    if entry.readings_count == LEARNED_AFTER and entry.wakes_count == 0:
+    is_of_load = entry.wakes_count == 0 and entry.lives_in is None
+    if entry.readings_count == LEARNED_AFTER and is_of_load:
         if not entry.need_is_explicit:
             mind.estimates.saw_overhead(mind.key_of(entry), entry.need, entry.peak_bytes)
         mind.tell(

@@ -16,7 +16,9 @@ from arbiter.errors import QuotaExceeded, TenantCoolingDown
 from arbiter.events import Client, Split
 from arbiter.ledger import LEAVING, Book, Entry, Sizes
 from arbiter.rules.budget import share
+from arbiter.rules.lodgers import leave_with
 from arbiter.rules.mind import Mind
+from arbiter.rules.reclaim import is_counted_on
 from arbiter.rules.sites import COMPUTE, compute_books, on_demand_of
 from arbiter.settings import TenantTerms
 from arbiter.units import Bytes, HolderId, in_seconds
@@ -154,8 +156,9 @@ def over(mind: Mind, tenant: str, more: Bytes) -> Bytes:
 
 
 def over_staying(mind: Mind, tenant: str, more: Bytes) -> Bytes:
-    """The same once all that was asked to leave has left."""
-    going = (e for e in tickets_of(mind, tenant) if e.state in LEAVING)
+    """The same once all that was asked to leave has left; what is kept in quarantine stays."""
+    own = tickets_of(mind, tenant)
+    going = (e for e in own if e.state in LEAVING and is_counted_on(e))
     return Bytes(max(0, over(mind, tenant, more) - sum(device_bytes(mind, e) for e in going)))
 
 
@@ -169,6 +172,11 @@ def device_bytes(mind: Mind, entry: Entry) -> Bytes:
     """Charged on devices that compute."""
     books = (mind.ledger.books.get(d) for d in entry.devices)
     return Bytes(sum(entry.charge(b.device) for b in books if b and b.kind in COMPUTE))
+
+
+def process_bytes(mind: Mind, entry: Entry) -> Bytes:
+    """The same with whoever lives in its process."""
+    return Bytes(sum(device_bytes(mind, one) for one in mind.process_of(entry)))
 
 
 # -- leaving --------------------------------------------------------------------------------------
@@ -206,14 +214,16 @@ def is_reserved(mind: Mind, entry: Entry, tenant: str) -> bool:
 def _is_partly_reserved(mind: Mind, entry: Entry, tenant: str) -> bool:
     """Without it its tenant would hold less than its reserve, and nothing free makes up for it."""
     books = [b for d in entry.home if (b := mind.ledger.books.get(d))]
-    sizes = [entry.charge(book.device) for book in books]
+    sizes = [leave_with(mind, entry, book.device) for book in books]
     return sizes != _worth(mind, entry, tenant)
 
 
 def _worth(mind: Mind, entry: Entry, tenant: str) -> list[Bytes]:
     """To this tenant, on each of its devices."""
     books = (mind.ledger.books.get(d) for d in entry.home)
-    return [Spare(mind, b, tenant).take(entry, entry.charge(b.device)) for b in books if b]
+    return [
+        Spare(mind, b, tenant).take(entry, leave_with(mind, entry, b.device)) for b in books if b
+    ]
 
 
 # -- whose a ticket is ----------------------------------------------------------------------------
@@ -224,11 +234,12 @@ def take_over(mind: Mind, entry: Entry, client: Client) -> None:
     if client == entry.client or entry.lease:
         return
     if client.tenant == entry.client.tenant or _may_change_hands(mind, entry, client.tenant):
-        mind.ledger.bill_to(entry, client)
+        for one in mind.process_of(entry):
+            mind.ledger.bill_to(one, client)
 
 
 def _may_change_hands(mind: Mind, entry: Entry, to: str) -> bool:
     if not mind.tenants:
         return True
-    size = device_bytes(mind, entry)
+    size = process_bytes(mind, entry)
     return over(mind, to, size) == 0 and not _is_partly_reserved(mind, entry, to)

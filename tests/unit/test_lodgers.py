@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbiter import events as ev
-from arbiter.decisions import Refuse
+from arbiter.decisions import Decision, Refuse
 from arbiter.errors import NeverFits
 from arbiter.ledger import Entry, State
-from arbiter.settings import Settings
+from arbiter.settings import Settings, TenantTerms, Watermarks
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.unit.desk import MODELS, PLAIN, capability, gib, granted, refusal, revoked
 from tests.unit.test_gangs import GPUS, Gpus
@@ -33,38 +33,52 @@ class Pairs(Gpus):
         self.at(t, ev.CapabilitiesSet((capability("text", "text", tuple(MODELS), pinned=name),)))
 
     def ask_both(
-        self, t: float, target: float = 50, drafter: float = 10, drafter_first: bool = False
-    ) -> list[object]:
+        self, t: float, target: float = 50, drafter: float = 10, *, drafter_first: bool = False,
+        tenant: str = "default",
+    ) -> list[object]:  # fmt: skip
         asks = [
             ev.Requested(
                 name, HolderId("k"), "text", name, ev.Need(gib(size)), "", True,
-                gang=(A, B), lives_in=host,
+                gang=(A, B), lives_in=host, client=ev.Client(tenant),
             )
             for name, size, host in ((A, target, None), (B, drafter, A))
         ]  # fmt: skip
         return [said for ask in (asks[::-1] if drafter_first else asks) for said in self.at(t, ask)]
 
-    def resident(self, t: float) -> None:
-        assert granted(self.ask_both(t)) == ["a", "b"]
-        self.at(t, ev.Loaded(A, ev.Span(0)))
+    def resident(
+        self, t: float, sizes: tuple[float, float] = (50, 10), took_s: float = 0,
+        tenant: str = "default",
+    ) -> None:  # fmt: skip
+        assert granted(self.ask_both(t, *sizes, tenant=tenant)) == ["a", "b"]
+        self.at(t, ev.Loaded(A, seconds(took_s)))
         self.say(t)
 
-    def say(self, t: float, inflight: int = 0) -> None:
-        """Its holder's heartbeat, with the account that deployments.pairs gives."""
-        held = [
+    def account(self, inflight: int = 0, user: str = "") -> tuple[ev.HeldTicket, ...]:
+        """What deployments.pairs says of it; `user`: the tenant of one more use, of the host."""
+        entries = {e.ticket: e for e in self.mind.ledger.held_by(HolderId("k"))}
+        uses = entries[A].uses_count if A in entries else 0
+        tenant = entries[A].client.tenant if A in entries else "default"
+        return tuple(
             ev.HeldTicket(
                 ticket, ticket, ev.Phase.RESIDENT, inflight, ev.Span(0),
                 (ev.DeviceBytes(GPUS[0], gib(size)),), ev.Need(gib(size)), lives_in=host,
+                uses_count=0 if host else uses + bool(user), client=ev.Client(user or tenant),
             )
             for ticket, size, host in ((A, 50, None), (B, 10, A))
-        ]  # fmt: skip
-        self.at(t, ev.Renewed(HolderId("k"), tuple(held)))
+        )  # fmt: skip
 
-    def see(self, t: float, size: float) -> None:
-        """The kernel measures their one process."""
-        readings = tuple(ev.DeviceReading(s.device, s.total_bytes, gib(0)) for s in self.gpus)
+    def say(self, t: float, inflight: int = 0, user: str = "") -> None:
+        """Its holder's heartbeat. Of others that it holds it says what is believed."""
+        entries = self.mind.ledger.held_by(HolderId("k"))
+        others = (e for e in entries if e.ticket not in (A, B) and e.state in SERVES)
+        held = (*self.account(inflight, user), *(self.held(e.ticket, t=t) for e in others))
+        self.at(t, ev.Renewed(HolderId("k"), held))
+
+    def see(self, t: float, size: float, foreign: float = 0) -> list[Decision]:
+        """The kernel measures their one process, and others' memory."""
+        readings = tuple(ev.DeviceReading(s.device, s.total_bytes, gib(foreign)) for s in self.gpus)
         found = ev.EngineReading(A, (ev.DeviceBytes(GPUS[0], gib(size)),))
-        self.at(t, ev.Measured(NodeId("g"), readings, (found,)))
+        return self.at(t, ev.Measured(NodeId("g"), readings, (found,)))
 
     def of(self, ticket: TicketId) -> Entry:
         found = self.mind.ledger.find(ticket)
@@ -151,19 +165,20 @@ def test_a_load_that_breaks_ends_both() -> None:
     assert d.taken == 0
 
 
-def test_after_a_restart_of_the_arbiter_they_still_belong_together() -> None:
+@pytest.mark.parametrize("host_first", [True, False])
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_after_a_restart_of_the_arbiter_they_still_belong_together(
+    host_first: bool, is_pinned: bool
+) -> None:
     d = Pairs(80)
     d.resident(0)
-    account = tuple(
-        ev.HeldTicket(
-            t, t, ev.Phase.RESIDENT, 0, ev.Span(0), (ev.DeviceBytes(GPUS[0], gib(size)),),
-            ev.Need(gib(size)), lives_in=host,
-        )
-        for t, size, host in ((A, 50, None), (B, 10, A))
-    )  # fmt: skip
-    again = Pairs(80)
+    again = Pairs(80, pinned="a" if is_pinned else "")
+    account = d.account() if host_first else d.account()[::-1]
     again.at(1, ev.Joined(HolderId("k"), NodeId("g"), "text", account))
     assert again.taken == 60
+    assert pins(again) == (is_pinned, is_pinned)
+    if is_pinned:
+        return
     assert revoked(again.want(30, "c", 75)) == [("a", "swap", "gone")]
     assert again.state("b") == "draining"
 
@@ -205,6 +220,77 @@ def test_at_shutdown_both_end() -> None:
     assert d.state("b") == "resident"  # in use, for as long as that may take
     d.woke(600)
     assert d.state("a") == d.state("b") == "reclaiming"
+
+
+# -- what leaves with its host --------------------------------------------------------------------
+
+
+@pytest.mark.spec("A14")
+def test_who_wants_to_grow_counts_on_it() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    d.want(1, "c", 15)
+    d.done(1, "c")
+    asked = d.at(40, ev.GrowthAsked(TicketId("c"), gib(60), seconds(30)))
+    assert revoked(asked) == [("a", "swap", "gone")]
+
+
+@pytest.mark.spec("A16")
+def test_on_an_overcommitted_device_nobody_else_goes_for_what_it_brings() -> None:
+    d = Pairs(80)
+    d.resident(0)
+    d.want(1, "c", 15)
+    d.done(1, "c")
+    d.say(2)
+    assert revoked(d.see(40, 60, foreign=60)) == [("a", "fit", "gone")]  # 55 too much
+
+
+@pytest.mark.spec("C4")
+def test_above_a_mark_nobody_else_goes_for_what_it_brings() -> None:
+    d = Pairs(100, settings=replace(PLAIN, device_marks=Watermarks(0.9, 0.5)))
+    d.resident(0, sizes=(2, 38), took_s=100)
+    for name, size, took_s in (("e", 25, 0), ("c", 30, 200)):  # the cheapest, and the dearest
+        d.want(100, name, size)
+        d.at(100, ev.Loaded(TicketId(name), seconds(took_s)))
+        d.beat(100, name, holder="k")
+    asked = revoked(d.want(300, "d", 30))  # 5 are free
+    assert asked == [("e", "swap", "gone"), ("a", "swap", "gone")]  # 95, 70, and 30
+
+
+@pytest.mark.spec("C10")
+def test_at_its_maximum_a_tenant_counts_on_it() -> None:
+    d = Pairs(80, settings=replace(PLAIN, tenants=(TenantTerms("x", gib(70)),)))
+    d.resident(0, tenant="x")
+    assert revoked(d.ask(40, "c", 65, holder="k", tenant="x")) == [("a", "swap", "gone")]
+
+
+# -- whose it is, and what is learned of it -------------------------------------------------------
+
+
+@pytest.mark.spec("C10")
+def test_it_is_on_its_hosts_account_and_both_change_hands_or_neither() -> None:
+    terms = (TenantTerms("z", gib(55)), TenantTerms("x", reserved_bytes=gib(20)))
+    d = Pairs(80, settings=replace(PLAIN, tenants=terms))
+    d.resident(0, tenant="y")
+    held = d.mind.ledger.holdings.by_tenant
+    d.say(1, user="v")
+    assert (held["v"], held["y"]) == (gib(60), 0)
+    d.say(2, user="z")  # the host alone would do
+    assert (held["v"], held["z"]) == (gib(60), 0)
+    d.say(3, user="x")
+    assert granted(d.ask(4, "c", 15, holder="k", tenant="x")) == ["c"]
+    d.say(5, user="v")  # without the host x would have its 20 yet, without both not
+    assert (held["x"], held["v"]) == (gib(75), 0)
+
+
+@pytest.mark.spec("A17")
+def test_of_a_load_one_estimate_is_judged_its_hosts() -> None:
+    d = Pairs(80)
+    d.resident(0, took_s=5)
+    for t in (1, 2, 3):
+        d.see(t, 66)
+    told = [t for t in d.told if t.kind == "estimate_error"]
+    assert [(t.ticket, t.took) for t in told] == [(A, seconds(5))]
 
 
 # -- pinned ---------------------------------------------------------------------------------------

@@ -75,6 +75,15 @@ def test_who_waits_for_its_own_asks_nobody_else_for_what_is_leaving_already() ->
     assert revoked(desk.woke(22)) == [] and desk.state("b") == "resident"
 
 
+def test_what_a_quarantined_holder_keeps_is_not_waited_for() -> None:
+    desk = Desk(device=80, settings=settings(terms("x", most=40)), holders=("h", "h2"))
+    desk.resident(0, "a", 10, tenant="x")
+    desk.resident(1, "b", 20, tenant="x", holder="h2")
+    desk.at(10, ev.Released(TicketId("a"), "idle"))
+    assert revoked(desk.ask(11, "c", 20, tenant="x", holder="h2")) == []  # it is on its way
+    assert revoked(desk.woke(15)) == [("b", "swap", "gone")]
+
+
 def test_who_waits_for_its_own_on_another_node_comes_as_soon_as_they_are_gone() -> None:
     desk = Desk(device=80, settings=settings(terms("x", most=30)))
     desk.see_node(0, 80, 0, node="m")
