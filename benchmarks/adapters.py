@@ -51,6 +51,17 @@ def make_adapters(folder: Path, model: str, count: int) -> None:
         write(folder / f"m{number}", shapes, rank=RANK, lora_alpha=RANK + number)
 
 
+def plain_lora(folder: Path, slots: int, count: int) -> dict[str, Any]:
+    """vLLM's own arguments for `count` of those that `make_adapters` made, named at its start."""
+    return {
+        "enable_lora": True,
+        "max_loras": slots,
+        "max_cpu_loras": 2 * slots,
+        "max_lora_rank": RANK,
+        "lora_modules": [f"m{number}={folder}/m{number}" for number in range(count)],
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """One model, its adapters, and what forks engines for it."""
@@ -67,10 +78,8 @@ class Bench:
 
     def plain(self, slots: int, count: int) -> contextlib.AbstractContextManager[Child]:
         """Admission off."""
-        modules = {f"m{n}": str(self.folder / "in" / f"m{n}") for n in range(count)}
-        lora = {"enable_lora": True, "max_loras": slots, "max_cpu_loras": 2 * slots}
-        named = {"max_lora_rank": RANK, "lora_modules": modules}
-        return self._started({"engine_args": ENGINE_ARGS | lora | named})
+        lora = plain_lora(self.folder / "in", slots, count)
+        return self._started({"engine_args": ENGINE_ARGS | lora})
 
     @contextlib.contextmanager
     def _started(self, more: dict[str, Any]) -> Iterator[Child]:

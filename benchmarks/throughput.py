@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from benchmarks import load, report, servers
-from benchmarks.adapters import RANK, make_adapters
+from benchmarks.adapters import RANK, make_adapters, plain_lora
 from deployments import plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,15 +86,8 @@ def our_side(args: argparse.Namespace, path: str, folder: str) -> AbstractContex
 
 
 def their_side(args: argparse.Namespace, path: str, folder: str) -> AbstractContextManager[str]:
-    names = [f"m{n}" for n in range(args.adapters)]
-    lora = {
-        "enable_lora": True,
-        "max_loras": args.adapters,
-        "max_cpu_loras": 2 * args.adapters,
-        "max_lora_rank": RANK,
-        "lora_modules": [f"{name}={folder}/{name}" for name in names],
-    }
-    return servers.bare_vllm(path, args.model, ENGINE_ARGS | (lora if names else {}), 18_401)
+    lora = plain_lora(Path(folder), args.adapters, args.adapters) if args.adapters else {}
+    return servers.bare_vllm(path, args.model, ENGINE_ARGS | lora, 18_401)
 
 
 def compared(args: argparse.Namespace, path: str, folder: str) -> dict[str, Any]:

@@ -173,11 +173,16 @@ def share_code() -> None:
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ)
 
 
+def _whole_pages(address: int, size: int) -> tuple[int, int]:
+    """Where those within a span begin and end; none of them, the end is not after the start."""
+    page = mmap.PAGESIZE
+    return -(-address // page) * page, (address + size) // page * page
+
+
 def blank(address: int, size: int) -> None:
     """Zero `size` bytes of private anonymous memory by giving its pages back to the kernel: they
     cost nothing until they are touched again. Raises OSError."""
-    page = mmap.PAGESIZE
-    start, end = -(-address // page) * page, (address + size) // page * page
+    start, end = _whole_pages(address, size)
     if start >= end:
         ctypes.memset(address, 0, size)
         return
@@ -212,8 +217,7 @@ class Filling:
         own_nice = os.getpriority(os.PRIO_PROCESS, 0)  # this thread's; only root may lower it
         os.setpriority(os.PRIO_PROCESS, 0, max(_FILLING_NICE, own_nice))
         for address, size in spans:
-            page = mmap.PAGESIZE
-            start, end = -(-address // page) * page, (address + size) // page * page
+            start, end = _whole_pages(address, size)
             for at in range(start, end, _FILLED_AT_ONCE):
                 if self._stopped.is_set():
                     return
