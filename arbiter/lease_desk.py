@@ -141,10 +141,23 @@ class LeaseDesk:
         return late
 
     def sweep(self) -> None:
-        """Forget those that ended while nobody asked."""
+        """Forget those that ended while nobody asked, and after a restart those whose term was over
+        when all who would come back had."""
+        if self._shell.core.gave_up_waiting:
+            self._forget_lapsed()
         for seat in list(self._seats.values()):
             if self._word(seat) == "ended" and time.monotonic() - seat.heard_s > LATE_S:
                 self._close(seat, _why(seat))
+
+    def _forget_lapsed(self) -> None:
+        """One that comes all the same is a stranger: else its term would begin anew."""
+        now_s = time.time()
+        lapsed = [t for t, at_s in self._ends.items() if t not in self._seats and at_s <= now_s]
+        for ticket in lapsed:
+            del self._ends[ticket]
+            self._expected.discard(HolderId(ticket))
+        if lapsed:
+            self._known.save_lease_ends(self._ends)
 
     # -- coming --------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from arbiter.eventlog import EventLog
 from arbiter.lease_desk import LeaseDesk
 from arbiter.shell import Shell
 from arbiter.store import Member
-from arbiter.units import Epoch, HolderId, Instant, NodeId, TicketId, seconds
+from arbiter.units import Epoch, HolderId, Instant, NodeId, TicketId, in_seconds, seconds
 from policies import bundle
 from tests.unit.desk import CPU, HOST, NODE, PLAIN, gib
 
@@ -55,9 +55,12 @@ class Counter:
             ev.DeviceSpec(HOST, ev.DeviceKind.HOST, gib(0)),
         )
         self.shell.feed(ev.NodeSeen(NODE, specs))
+        self.read()
+        self.desk = LeaseDesk(self.shell, self, self)  # type: ignore[arg-type]
+
+    def read(self) -> None:
         readings = tuple(ev.DeviceReading(d, gib(80), gib(0)) for d in (CPU, HOST))
         self.shell.feed(ev.Measured(NODE, readings, ()))
-        self.desk = LeaseDesk(self.shell, self, self)  # type: ignore[arg-type]
 
     def reap(self, node: NodeId, ticket: TicketId) -> None: ...
     def probe(self, node: NodeId) -> None: ...
@@ -217,6 +220,19 @@ async def test_a_term_goes_on_over_a_restart_whatever_its_holder_says_is_left() 
     assert ticket.left is not None and seconds(1) < ticket.left <= seconds(60)
     after.desk.give_back("job", "t")
     assert after.ends == {}
+
+
+async def test_the_term_of_one_that_never_comes_back_is_forgotten_when_it_is_over() -> None:
+    other, now_s = TicketId("lease:t:other"), time.time()
+    after = Counter(frozenset({HolderId(JOB)}), {JOB: now_s - 1, other: now_s + 60})
+    after.desk.sweep()
+    assert after.ends.keys() == {JOB, other}  # it may be on its way
+    after.now = in_seconds(PLAIN.terms.lost)
+    after.read()
+    after.desk.sweep()
+    assert after.ends.keys() == {other}
+    late = await after.call(devices=(ev.DeviceBytes(CPU, gib(79)),), wait=seconds(3), seen="queued")
+    assert late.devices == (ev.DeviceBytes(CPU, gib(30)),)  # what it says it holds is not believed
 
 
 async def test_those_who_missed_their_calls_are_cleaned_up(
