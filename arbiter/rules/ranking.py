@@ -20,10 +20,11 @@ from arbiter.units import SECOND, Instant, Span, TicketId, since
 from arbiter.view import Candidate, Key, Price
 
 SWEPT_COUNT = 4  # priced again with a sweep, 6 us each
-SWEPT_EVERY = (
-    SECOND  # until then no price drifts by a thousandth: a look soon after another is free
-)
-PRICED_FOR = Span(60 * SECOND)  # no price is older: the faster rate fades by a hundredth meanwhile
+# Until then rates drift by less than a thousandth: a look soon after another is free.
+SWEPT_EVERY = SECOND
+# No price is older. Rates fade by a hundredth meanwhile; what the coming hours usually bring
+# (hours.Hours) jumps at the full hour, and an order may be as old as this then.
+PRICED_FOR = Span(60 * SECOND)
 
 
 class Ranking:
