@@ -16,8 +16,10 @@ from arbiter.rules.budget import share
 from arbiter.rules.eviction import may_leave, may_swap, revoke
 from arbiter.rules.loads import displace
 from arbiter.rules.mind import Mind, Node
+from arbiter.rules.oversize import may_be as may_exceed
 from arbiter.rules.ranking import in_order
 from arbiter.rules.reclaim import is_counted_on
+from arbiter.rules.sites import on_demand_of
 from arbiter.rules.victims import Option
 from arbiter.settings import Watermarks
 
@@ -79,7 +81,14 @@ def _first_asking(mind: Mind, book: Book) -> Entry | None:
     tickets = [*mind.growing, *(w.waiter.ticket for w in mind.line.first(book.node, 1))]
     found = (mind.ledger.find(ticket) for ticket in tickets)
     here = (e for e in found if e and e.node == book.node)
-    return next((e for e in here if not e.home or book.device in e.home), None)
+    return next((e for e in here if _could_use(mind, e, book)), None)
+
+
+def _could_use(mind: Mind, entry: Entry, book: Book) -> bool:
+    if entry.home:
+        return book.device in entry.home
+    waiting = mind.line.find(entry.ticket)
+    return may_exceed(entry) or waiting is None or waiting.need_bytes <= on_demand_of(book)
 
 
 def _leavable(mind: Mind, book: Book, asking: Entry) -> Iterator[tuple[Entry, Option]]:

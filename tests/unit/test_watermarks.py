@@ -141,6 +141,14 @@ def test_on_a_device_they_do_not_act_for_one_that_asks_for_bytes_of_another() ->
     assert revoked(desk.want(101, "d", 1)) == []  # something has changed there
 
 
+def test_on_a_device_they_do_not_act_for_one_that_is_too_large_for_it() -> None:
+    desk = Gpus(100, 200, settings=MARKED)
+    for name, size in (("a", 95), ("b", 150)):
+        desk.want(0, name, size)
+        desk.done(0, name)
+    assert revoked(desk.want(100, "c", 120)) == [("b", "swap", "gone")]
+
+
 # -- configuration --------------------------------------------------------------------------------
 
 
