@@ -13,7 +13,7 @@ from arbiter.ledger import Book, Entry, Sizes, State
 from arbiter.rules import tenants, urgency
 from arbiter.rules.budget import share
 from arbiter.rules.choices import Choice
-from arbiter.rules.loads import displace
+from arbiter.rules.loads import displace, guesses_for
 from arbiter.rules.mind import Mind
 from arbiter.rules.ranking import in_order, no_more_urgent
 from arbiter.rules.reclaim import charged, is_counted_on, take
@@ -52,9 +52,7 @@ def make_room(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: 
     """Asks for `short` bytes beyond what is on its way; `urgent`: how urgent it is to `waiting`.
     All or nothing: nobody leaves for a ticket that still would not fit."""
     book = mind.ledger.books[device]
-    guesses = [e for e in book.loading.values() if e.is_guess]
-    guessed = sum(guess.charge(device) for guess in guesses)
-    if guesses and short <= guessed:  # nobody waits for them: as a load that was abandoned
+    if guesses := guesses_for(mind, book, short):  # as loads that were abandoned
         for guess in guesses:
             take(mind, guess, Reason.WITHDRAWN)
         return True
@@ -86,8 +84,10 @@ def make_way(mind: Mind, waiting: Entry, short: Bytes, urgent: Priority) -> bool
 
 
 def room_for(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: Priority) -> Victims:
-    """Whom to ask; nobody where all who may be asked would not do."""
+    """Who would leave; nobody where all who may be asked would not do."""
     book = mind.ledger.books[device]
+    if guesses := guesses_for(mind, book, short):
+        return guesses
     _, chosen = _weigh(mind, book, waiting, Bytes(short), urgent)
     return [book.entries[option.ticket] for option in chosen]
 

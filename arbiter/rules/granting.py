@@ -199,7 +199,9 @@ def _may_exceed(mind: Mind, look: Look, entry: Entry, waiting: Waiting, need: By
     bounds = tenants.at_most(mind, entry.client.tenant, books)
     if not books or need <= max(bounds.values()):
         return True  # no device is known yet, or the reserve is its own
-    if several := gangs.split(books, need, entry.split, bounds):
+    room = look.open_to(mind, entry)
+    several = gangs.split(room, need, entry.split, bounds)
+    if several := several or gangs.split(books, need, entry.split, bounds):
         _place_parts(mind, look, waiting, [gangs.Part(entry, d, s) for d, s in several.items()])
         return False
     if need <= look.most_bytes:
@@ -209,11 +211,11 @@ def _may_exceed(mind: Mind, look: Look, entry: Entry, waiting: Waiting, need: By
             turn_away(mind, entry, never)
             return False
         look.wait(waiting, list(look.books))
-        if home := oversize.clear(mind, look.books.values(), entry):
+        if home := oversize.clear(mind, room, entry):
             _grant(mind, look, entry, waiting, home)
             mind.tell("oversize", entry, size=need, granted_bytes=entry.home_bytes)
         else:
-            look.held.update(look.books)
+            look.held.update(book.device for book in room)
         return False
     if entry.pinned:
         flag_pinned_on(mind, max(books, key=on_demand_of), need)
@@ -254,8 +256,9 @@ def _place_gang(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
         for member in there:
             turn_away(mind, member, reserved or NeverFits(member.ticket, need, whole))
         return
-    free = {d: Bytes(min(b.free_bytes, look.room(d, entry))) for d, b in look.books.items()}
-    now = gangs.assign(sizes, list(look.books.values()), free)
+    room = look.open_to(mind, entry)
+    free = {b.device: Bytes(min(b.free_bytes, look.room(b.device, entry))) for b in room}
+    now = gangs.assign(sizes, room, free) or gangs.assign(sizes, room, most)
     _place_parts(mind, look, waiting, now or gangs.assign(sizes, books, most))
 
 
@@ -275,14 +278,22 @@ def _place_parts(mind: Mind, look: Look, waiting: Waiting, parts: list[gangs.Par
             assert in_line is not None
             _grant(mind, look, mine[0].entry, in_line, {p.device: p.size_bytes for p in mine})
     else:
-        lacks = {d: size - look.room(d, first) for d, size in needs.items()}
-        short = {d: lacking for d, lacking in lacks.items() if lacking > 0}
-        if all(room_for(mind, first, d, n, urgent) for d, n in short.items()):
-            for device, lacking in sorted(short.items()):
-                make_room(mind, first, device, lacking, urgent)
-            for device, size in needs.items():
-                look.promised[device] += size
+        _make_room_on_all(mind, look, first, needs, urgent)
         look.wait(waiting, list(look.books))
+
+
+def _make_room_on_all(
+    mind: Mind, look: Look, entry: Entry, needs: Sizes, urgent: ev.Priority
+) -> None:
+    """Nobody leaves on one device while another would still lack room. Who was on several has left
+    all of them, so how much is missing on each is asked anew."""
+    lacks = {d: size - look.room(d, entry) for d, size in needs.items()}
+    if not all(n <= 0 or room_for(mind, entry, d, n, urgent) for d, n in lacks.items()):
+        return
+    for device, size in sorted(needs.items()):
+        if (lacking := size - look.room(device, entry)) > 0:
+            make_room(mind, entry, device, lacking, urgent)
+        look.promised[device] += size
 
 
 # -- a wake ---------------------------------------------------------------------------------------
@@ -308,10 +319,7 @@ def _wake(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
         most = on_demand_of(look.books[tight[0]])
         turn_away(mind, entry, NeverFits(entry.ticket, entry.home[tight[0]], most))
     else:
-        lacking = {d: size - look.room(d, entry) for d, size in missing.items()}
-        if all(n <= 0 or make_room(mind, entry, d, n, urgent) for d, n in lacking.items()):
-            for device, size in missing.items():
-                look.promised[device] += size
+        _make_room_on_all(mind, look, entry, missing, urgent)
         look.wait(waiting, home)
 
 

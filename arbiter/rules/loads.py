@@ -3,8 +3,9 @@
 from arbiter import events as ev
 from arbiter.decisions import Reason, Reload
 from arbiter.errors import ENGINE_DIED, LoadFailed, TicketClosed
-from arbiter.ledger import Entry, State
+from arbiter.ledger import Book, Entry, State
 from arbiter.rules.budget import share
+from arbiter.rules.lodgers import leave_with
 from arbiter.rules.mind import Displaced, DisplacedKey, Failure, Mind, model_label
 from arbiter.rules.reclaim import charged, reclaim, take
 from arbiter.units import Bytes, HolderId, Span, after, since
@@ -191,6 +192,13 @@ def sleep_on(mind: Mind, entry: Entry) -> None:
     mind.displaced.pop((entry.holder, entry.model), None)
     mind.tell("wake_given_up", entry)
     mind.watch(entry, mind.now)
+
+
+def guesses_for(mind: Mind, book: Book, short: int) -> list[Entry]:
+    """Those that were begun for a guess there, where they are enough."""
+    guesses = [e for e in book.loading.values() if e.is_guess]
+    guessed = sum(leave_with(mind, guess, book.device) for guess in guesses)
+    return guesses if short <= guessed else []
 
 
 def _is_nearly_done(mind: Mind, entry: Entry) -> bool:

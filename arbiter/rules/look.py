@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from arbiter.events import Priority
 from arbiter.ledger import Book, Entry
-from arbiter.rules import tenants
+from arbiter.rules import pressure, tenants
 from arbiter.rules.eviction import coming_back
 from arbiter.rules.line import Waiting
 from arbiter.rules.mind import Mind, Node
@@ -42,6 +42,14 @@ class Look:
         book = self.books[device]
         kept = tenants.kept(self.reserves, book, entry.client.tenant)
         return min(book.free_bytes - kept, self.room(device, entry)) >= need
+
+    def open_to(self, mind: Mind, entry: Entry) -> list[Book]:
+        """Where a load of it may begin, once there is room."""
+        return [
+            book
+            for device, book in self.books.items()
+            if device not in self.held and not pressure.is_shut(mind, entry, device)
+        ]
 
     def is_hopeless(self, need: Bytes, priority: Priority, standing: str) -> bool:
         """One before it that asked for no more, and was no less urgent, could not load."""

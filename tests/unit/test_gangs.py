@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbiter import events as ev
-from arbiter.decisions import Refuse
+from arbiter.decisions import Decision, Refuse
 from arbiter.errors import NeverFits, QuotaExceeded, TicketClosed
 from arbiter.events import Split
 from arbiter.ledger import Book, Sizes, State
@@ -16,6 +16,7 @@ from arbiter.settings import Settings, TenantTerms
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, TicketId
 from tests.unit.desk import PLAIN, Desk, gib, granted, refusal, revoked
 
+NORMAL, HIGH = ev.Priority.NORMAL, ev.Priority.HIGH
 GPUS = [DeviceId(f"g/gpu:{i}") for i in range(4)]
 
 
@@ -214,6 +215,78 @@ def test_in_proportion_to_what_is_free() -> None:
     assert parted(books(10, 10), 100, Split.PROPORTIONAL) == {GPUS[0]: 50, GPUS[1]: 50}
 
 
+def asleep_over_two(settings: Settings = PLAIN) -> Gpus:
+    """A model of 100 over two GPUs of 80."""
+    d = Gpus(80, 80, settings=settings)
+    assert granted(d.want(0, "a", 100, how=Split.EQUAL)) == ["a"]
+    d.done(0, "a")
+    entry = d.mind.ledger.find(TicketId("a"))
+    d.mind.ledger.move(entry, State.DRAINING, d.mind.now)
+    d.mind.ledger.move(entry, State.ASLEEP, d.mind.now, granted={})
+    return d
+
+
+@pytest.mark.spec("A13", "A9")
+def test_nobody_leaves_for_a_wake_that_finds_no_room_on_another_device() -> None:
+    d = asleep_over_two()
+    for t, (name, priority) in enumerate((("c", NORMAL), ("d", HIGH)), start=1):
+        d.ask(t, name, 60, holder="k", priority=priority)
+        d.done(t, name)
+    assert (d.home("c"), d.home("d")) == ({"0": 60}, {"1": 60})
+    assert revoked(d.want(30, "a", 100, how=Split.EQUAL)) == []
+    d.at(31, ev.Released(TicketId("d"), "x"))
+    d.at(32, ev.EngineGone(NodeId("g"), TicketId("d"), True))
+    assert d.state("c") == "draining"
+
+
+@pytest.mark.spec("A13", "C3")
+def test_who_leaves_several_devices_is_counted_on_each() -> None:
+    d = Gpus(80, 80)
+    d.want(0, "c", 100, how=Split.EQUAL)
+    d.done(0, "c")
+    for name in "ed":
+        d.want(1, name, 20)
+        d.done(1, name)
+    d.at(2, ev.Released(TicketId("e"), "x"))
+    d.at(3, ev.EngineGone(NodeId("g"), TicketId("e"), True))
+    assert d.home("d") == {"1": 20}  # beside 50 of `c`
+    d.want(40, "a", 25, "ab")
+    assert revoked(d.want(40, "b", 75, "ab")) == [("c", "swap", "gone")]
+
+
+# -- beside a device that is shut -----------------------------------------------------------------
+
+
+def shut(d: Gpus, t: float, number: int) -> None:
+    d.at(t, ev.PressurePushed(GPUS[number], ev.Level.CRITICAL, gib(1), ev.Span(60 * 10**9)))
+
+
+def embed(
+    d: Gpus, t: float, name: str, size: float, gang: tuple[str, ...] = (), how: Split = Split.NONE
+) -> list[Decision]:
+    return d.at(t, ev.Requested(
+        TicketId(name), HolderId("k"), "embedding", name, ev.Need(gib(size)), "", True,
+        gang=tuple(map(TicketId, gang)), split=how,
+    ))  # fmt: skip
+
+
+@pytest.mark.spec("A13", "C5")
+def test_a_gang_goes_where_a_device_is_open_though_another_would_fit_better() -> None:
+    d = Gpus(80, 100)
+    shut(d, 1, 0)
+    embed(d, 2, "e1", 20, ("e1", "e2"))
+    assert granted(embed(d, 2, "e2", 20, ("e1", "e2"))) == ["e1", "e2"]
+    assert d.home("e1") == d.home("e2") == {"1": 20}
+
+
+@pytest.mark.spec("B5", "C5")
+def test_a_split_is_over_devices_that_are_open() -> None:
+    d = Gpus(80, 80, 80)
+    shut(d, 1, 0)
+    assert granted(embed(d, 2, "e1", 100, how=Split.EQUAL)) == ["e1"]
+    assert d.home("e1") == {"1": 50, "2": 50}
+
+
 # -- beside what a tenant has reserved ------------------------------------------------------------
 
 
@@ -271,12 +344,8 @@ def test_a_gang_that_only_a_reserve_keeps_out_is_refused_with_what_it_leaves() -
 
 @pytest.mark.spec("C10", "A13")
 def test_a_sleeper_over_devices_wakes_beside_a_reserve() -> None:
-    d = kept(80, 80, reserved=1)
-    assert granted(d.want(0, "a", 100, how=Split.EQUAL)) == ["a"]
-    d.done(0, "a")
-    entry = d.mind.ledger.find(TicketId("a"))
-    d.mind.ledger.move(entry, State.DRAINING, d.mind.now)
-    d.mind.ledger.move(entry, State.ASLEEP, d.mind.now, granted={})
+    terms = (TenantTerms("x", reserved_bytes=gib(1)),)
+    d = asleep_over_two(replace(PLAIN, tenants=terms))
     assert granted(d.want(1, "a", 100, how=Split.EQUAL)) == ["a"]
 
 

@@ -199,6 +199,19 @@ def test_what_it_takes_beyond_the_budget_does_not_send_it_away() -> None:
     assert isinstance(refusal(desk.ask(3, "b", 100)), NeverFits)
 
 
+@pytest.mark.spec("B6", "C5")
+def test_under_critical_pressure_nothing_oversized_is_let_in() -> None:
+    desk = Desk(device=80)
+    large = capability("embedding", "embedding", ("e1", "e2"))
+    models = tuple(replace(m, allow_oversize=True) for m in large.models)
+    desk.at(0, ev.CapabilitiesSet((desk.table[0], replace(large, models=models))))
+    desk.ask(0, "a", 10)
+    assert desk.ask(1, "e1", 100, capability="embedding", model="e1") == []  # `a` is loading
+    desk.at(2, ev.PressurePushed(CPU, ev.Level.CRITICAL, gib(1), seconds(60)))
+    assert granted(desk.at(3, ev.Loaded(TicketId("a"), seconds(3)))) == []
+    assert granted(desk.woke(63)) == ["e1"]
+
+
 # -- where ----------------------------------------------------------------------------------------
 
 
