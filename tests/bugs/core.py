@@ -25,7 +25,7 @@ BUGS = [
     Bug("admission strict by one byte", "arbiter/rules/look.py",
            "self.room(device, entry)) >= need\n", "self.room(device, entry)) > need\n"),
     Bug("never fits off by one", "arbiter/rules/granting.py",
-           "    if need > look.open_bytes and", "    if need >= look.open_bytes and"),
+           "    if need > look.open_bytes and", "    if need - 1 > look.open_bytes and"),
     Bug("overtaken once too often", "arbiter/rules/line.py",
            "if waiting.overtaken_count >= most_count:", "if waiting.overtaken_count > most_count:"),
     Bug("overtaken for ever", "arbiter/rules/granting.py",
