@@ -62,7 +62,11 @@ async def test_a_wake_that_does_not_verify_is_reloaded_and_served() -> None:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.ask.remote("a")
         await other.ask.remote("b")
+        await d.until(
+            lambda s: {"asleep"} == {t["state"] for t in s["tickets"] if t["model"] == "a"}
+        )
         assert await asyncio.wait_for(chat.ask.remote("a"), 60) == 200
+        assert [e["model"] for e in await d.events("wake_unverified")] == ["a"]
         await d.books_are_true()
 
 

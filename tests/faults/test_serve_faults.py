@@ -114,8 +114,8 @@ async def test_zero_replicas_and_zero_engines_then_a_request_is_answered() -> No
         await d.books_are_true()
 
 
-@pytest.mark.spec("H0", "A9")
-async def test_a_replica_scaled_to_zero_during_a_revoke_gives_everything_back() -> None:
+@pytest.mark.spec("A9")
+async def test_a_deployment_deleted_during_a_revoke_gives_everything_back() -> None:
     slow = table(chunks=30, chunk_seconds=0.1)
     async with graph(slow, barrier_s=30) as (d, handle):
         other = d.holder("other")

@@ -172,8 +172,9 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     # Sleepers leave when their keep-warm is over as well; this one is watched asleep.
     models = table["capabilities"]["chat"]["models"]
     models["small-chat"]["keep_warm_s"] = 300
-    # Nobody but one file of tests asks for it, so its first load is of a length nobody knows.
-    models["left-chat"] = {**models["small-chat"], "can_sleep": False, "keep_warm_s": 1}
+    # Nobody but one file of tests asks for it, so its first load is of a length nobody knows. Idle,
+    # it stays for long enough to be seen at rest.
+    models["left-chat"] = {**models["small-chat"], "can_sleep": False, "keep_warm_s": 3}
     plain = {k: v for k, v in models["tiny-chat"].items() if k != "adapters"}
     models["plain-chat"] = {**plain, "chat_template": TEMPLATE, "thinking": True}
     # A context of 256 tokens, which a longer request has it exchange for one of 1,024.

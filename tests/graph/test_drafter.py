@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from tests.graph.conftest import BIN, ROOT, Graph, until
 from tests.graph.test_leases import environment
-from tests.graph.test_residency import said, send
+from tests.graph.test_residency import emptied, said
 
 TARGET, DRAFTER, ALONE = "drafted-chat", "small-chat", "plain-chat"
 MIB = 1 << 20
@@ -37,14 +37,6 @@ def answer(client: OpenAI, model: str) -> str:
         model=model, prompt="A lease is", max_tokens=48, temperature=0
     )
     return asked.choices[0].text
-
-
-def emptied(graph: Graph) -> bool:
-    """Nothing is loaded; what is idle is asked to go."""
-    loaded = {t["model"] for t in graph.state()["tickets"]}
-    for model in loaded:
-        send(graph, "POST", f"/arbiter/models/unload/{model}")
-    return not loaded
 
 
 @contextmanager

@@ -5,8 +5,12 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -160,19 +164,43 @@ def test_http_offers_what_it_should_and_nothing_else(graph: Graph) -> None:
 
 
 def test_a_changed_table_is_served_without_a_restart(graph: Graph, client: OpenAI) -> None:
-    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
-    before = graph.state()["epoch"], list(graph.tickets("chat"))
     config = copy.deepcopy(graph.config)
     table = config["applications"][0]["deployments"][0]["user_config"]
     models = table["capabilities"]["chat"]["models"]
     models["second-chat"] = models[CHAT]
-    graph.deploy(config)
-    until(lambda: any(m.id == "second-chat" for m in client.models.list()), 30, "it is listed")
-    answer = client.chat.completions.create(model="second-chat", messages=HELLO, max_tokens=2)
-    assert answer.model == "second-chat"
-    assert graph.state()["epoch"] == before[0]
+    with in_use(client):
+        before = graph.state()["epoch"], tickets(graph)
+        graph.deploy(config)
+        until(lambda: any(m.id == "second-chat" for m in client.models.list()), 30, "it is listed")
+        answer = client.chat.completions.create(model="second-chat", messages=HELLO, max_tokens=2)
+        assert answer.model == "second-chat"
+        assert (graph.state()["epoch"], tickets(graph)) == before
     graph.deploy(graph.config)
     until(lambda: all(m.id != "second-chat" for m in client.models.list()), 30, "it is gone")
+
+
+def tickets(graph: Graph) -> list[str]:
+    """Those of CHAT; a restart of its engine would bring another."""
+    return [t["ticket"] for t in graph.state()["tickets"] if t["model"] == CHAT]
+
+
+@contextmanager
+def in_use(client: OpenAI) -> Iterator[None]:
+    """CHAT answers one request after the other, each of them in full."""
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(load)
+        try:
+            client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+            yield
+        finally:
+            stop.set()
+        asking.result()
 
 
 def arbiter(graph: Graph, *args: str) -> str:

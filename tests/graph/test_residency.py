@@ -42,6 +42,14 @@ def level(graph: Graph, model: str = CHAT) -> str:
     return str(send(graph, "GET", "/arbiter/residency")["models"][model]["level"])
 
 
+def emptied(graph: Graph) -> bool:
+    """Nothing is loaded; what is idle is asked to go."""
+    loaded = {t["model"] for t in graph.state()["tickets"]}
+    for model in loaded:
+        send(graph, "POST", f"/arbiter/models/unload/{model}")
+    return not loaded
+
+
 @pytest.mark.spec("D8")
 def test_a_model_is_loaded_and_unloaded_by_hand(graph: Graph, client: OpenAI) -> None:
     """With nobody asking for it, and from zero replicas if that is what there is."""
