@@ -1,10 +1,11 @@
 """A holder asks for several tickets at once: all of them or none (SPEC A13)."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from arbiter import wire
+from arbiter.errors import RequestError
 from arbiter.events import Requested
 from arbiter.units import Epoch, TicketId
 
@@ -19,13 +20,19 @@ class Asker(Protocol):
         """Waits for it. False: the arbiter went before."""
 
 
+@dataclass(slots=True, eq=False)
+class Gang:
+    """Tickets of one holder that are asked for together, and whose grants are here."""
+
+    tickets: tuple[TicketId, ...]
+    got: dict[TicketId, Epoch] = field(default_factory=dict)
+    whole: asyncio.Event = field(default_factory=asyncio.Event)  # or it never will be
+
+
 async def acquire_all(asker: Asker, requested: tuple[Requested, ...]) -> tuple[wire.Granted, ...]:
     """Raises what the first refused one does."""
-    gang = tuple(r.ticket for r in requested)
-    got: dict[TicketId, Epoch] = {}
-    whole = asyncio.Event()
-    members = (_member(asker, replace(r, gang=gang), got, whole) for r in requested)
-    asked = [asyncio.ensure_future(member) for member in members]
+    gang = Gang(tuple(r.ticket for r in requested))
+    asked = [asyncio.ensure_future(acquire(asker, r, gang)) for r in requested]
     try:
         return tuple(await asyncio.gather(*asked))
     finally:
@@ -34,15 +41,23 @@ async def acquire_all(asker: Asker, requested: tuple[Requested, ...]) -> tuple[w
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def _member(
-    asker: Asker, requested: Requested, got: dict[TicketId, Epoch], whole: asyncio.Event
-) -> wire.Granted:
+async def acquire(asker: Asker, requested: Requested, gang: Gang) -> wire.Granted:
+    """One of a gang; somebody asks for each of the others as well. Raises RequestError."""
+    asks = replace(requested, gang=gang.tickets)
+    try:
+        return await _acquire(asker, asks, gang)
+    except (RequestError, asyncio.CancelledError):
+        gang.whole.set()  # a grant that is here already waits for this one no longer
+        raise
+
+
+async def _acquire(asker: Asker, requested: Requested, gang: Gang) -> wire.Granted:
     """An arbiter may end when some of its answers have arrived: the next knows nothing of those,
     and would wait for them, so they are asked for again as well."""
     while True:
         granted = await asker.acquire(requested)
-        got[requested.ticket] = granted.epoch
-        if all(got.get(ticket) == granted.epoch for ticket in requested.gang):
-            whole.set()
-        if await asker.comes_first(whole):
+        gang.got[requested.ticket] = granted.epoch
+        if all(gang.got.get(ticket) == granted.epoch for ticket in gang.tickets):
+            gang.whole.set()
+        if await asker.comes_first(gang.whole):
             return granted

@@ -68,8 +68,7 @@ class HolderClient:
         self.capability, self.holder = capability, holder
         self.table: wire.Plain = {}  # the configuration, once joined
         self.epoch: Epoch | None = None  # None: not joined
-        self.calls_count = 0
-        self.runs = Runs()
+        self.calls_count, self.runs = 0, Runs()
         self._account, self._obey = account, obey
         self._handle: Any = None  # of the arbiter's actor
         self._arbiter: calls.Peer | None = None
@@ -319,14 +318,15 @@ class HolderClient:
 
     async def _listen(self) -> None:
         """Returns when another call found the epoch over; raises what listening raises."""
-        ack = 0
-        lost = asyncio.ensure_future(self._lost.wait())
+        ack, lost = 0, asyncio.ensure_future(self._lost.wait())
         try:
             while self.epoch is not None:
                 heard = asyncio.ensure_future(self._hear(self.epoch, ack))
-                await asyncio.wait({heard, lost}, return_when=asyncio.FIRST_COMPLETED)
+                try:
+                    await asyncio.wait({heard, lost}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    heard.cancel()  # unless it is done; nobody else would hear how it ends
                 if not heard.done():
-                    heard.cancel()
                     return
                 for order in heard.result():
                     ack = order.sequence

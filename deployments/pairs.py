@@ -8,6 +8,7 @@ holder asks for it and gives account of it, the rest is the arbiter's (arbiter.r
 import asyncio
 from dataclasses import replace
 
+from arbiter import asking
 from arbiter.client import HolderClient
 from arbiter.errors import RequestError
 from arbiter.events import HeldTicket, Requested, Withdrawn
@@ -17,12 +18,14 @@ from deployments.slot import Slot
 
 
 async def acquire(client: HolderClient, slot: Slot, holder: HolderId, capability: str) -> Granted:
-    """The grant of the model's own ticket, with its drafter's if it has one. Raises
-    RequestError."""
-    asked = asks(slot, holder, capability)
-    if len(asked) == 1:
+    """The grant of the model's own ticket, with those that it needs beside it: of its gang, or its
+    drafter's. Raises RequestError."""
+    asked, gang = asks(slot, holder, capability), slot.gang
+    if len(asked) == 1 and gang is None:
         return await client.acquire(asked[0])
     try:
+        if gang is not None:
+            return await asking.acquire(client, asked[0], gang)
         granted, lodged = await client.acquire_all(asked)
     except (RequestError, asyncio.CancelledError):
         client.tell(Withdrawn(slot.ticket))  # if it was granted, and another's answer had to come

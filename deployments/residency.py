@@ -34,7 +34,7 @@ from arbiter.units import HolderId, TicketId, in_seconds, seconds
 from deployments import freshness, growing, leaving, liveness, pairs
 from deployments.chores import Chores, apart
 from deployments.engine_link import EngineLink, LoadRefused, why
-from deployments.plan import parts
+from deployments.plan import ModelPlan, parts
 from deployments.plans import Plans
 from deployments.slot import UNDER_WAY, Life, Opens, Slot, new_ticket
 from deployments.use import Use, one_shot
@@ -152,9 +152,8 @@ class Residency:
             raise
 
     def _abandon(self, slot: Slot) -> None:
-        """Nobody waits any more (SPEC A8). In the line: out of it. A load under way: the arbiter
-        knows how much is left of it, and ends it or lets it finish. What is wanted with nobody
-        waiting goes on."""
+        """Nobody waits any more (SPEC A8). In the line: out of it. Of a load under way the arbiter
+        knows how much is left. What is wanted with nobody waiting goes on."""
         if slot.wanted or slot.model in self._pinned:
             return
         if slot.life is Life.QUEUED and slot.work:
@@ -168,14 +167,20 @@ class Residency:
 
     async def _open(self, model: str) -> Slot:
         """A slot with its load under way; another request may have opened it meanwhile."""
+        made = await self.plan(model)
+        return self.slots.get(model) or self.open(Slot(made, new_ticket(model)))
+
+    async def plan(self, model: str) -> ModelPlan:
+        """Once there is a table. Raises RequestError."""
         if self._closed:
             raise TicketClosed(TicketId(model))
         if not self._plans.known:
             await self.client().joined()
-        made = await self._plans.of(model)
-        if found := self.slots.get(model):
-            return found
-        slot = self.slots[model] = Slot(made, new_ticket(model))
+        return await self._plans.of(model)
+
+    def open(self, slot: Slot) -> Slot:
+        """Begins its load; there is no other of its model."""
+        self.slots[slot.model] = slot
         self._begin(slot, self._bring(slot))
         return slot
 
@@ -188,8 +193,7 @@ class Residency:
         slot.work.add_done_callback(lambda ended: self._worked(slot, ended))
 
     def _worked(self, slot: Slot, ended: asyncio.Task[None]) -> None:
-        """What the world breaks the work has dealt with. Anything else is a bug, which costs this
-        slot and keeps nobody waiting."""
+        """What the world breaks it has dealt with. Anything else is a bug, which ends this slot."""
         if slot.work is not ended:
             return
         if ended.cancelled():
@@ -201,8 +205,7 @@ class Residency:
             self.end(slot, Reason.FAILED, failed)
 
     async def _bring(self, slot: Slot) -> None:
-        """QUEUED -> RESIDENT, with one more try after a failure for memory, and after a death
-        without a word."""
+        """QUEUED -> RESIDENT; tried again after a failure for memory or a death without a word."""
         try:
             try:
                 await self._load(slot)
@@ -299,8 +302,7 @@ class Residency:
                 self._take_table(table)
 
     def _revoke(self, slot: Slot, order: wire.RevokeOrder) -> None:
-        """With no barrier it is not a question: the agent ends the engine in any case. A load that
-        is lost this way finds out by itself, and then knows more."""
+        """Without a barrier the agent ends it in any case; a load finds out by itself, and why."""
         if slot.life is Life.LOADING and order.reason is Reason.LOST:
             return
         if slot.restarts and order.barrier:
@@ -392,8 +394,7 @@ class Residency:
         try:
             slot = await self._open(model)
         except RequestError as error:
-            logger.warning("%s is not brought back: %s", model, error)
-            return
+            return logger.warning("%s is not brought back: %s", model, error)
         if slot.life is Life.ASLEEP:
             self._begin(slot, self._wake(slot))
         slot.wanted = slot.life in (Life.QUEUED, Life.LOADING)

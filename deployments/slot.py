@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from arbiter.asking import Gang
 from arbiter.errors import DeadlineUnmet
 from arbiter.events import ANYBODY, Client, DeviceBytes, HeldTicket, Phase, Priority, Requested
 from arbiter.units import Bytes, HolderId, Span, TicketId, seconds
@@ -100,6 +101,7 @@ class Slot:
     before: "Before | None" = None  # it grew; this is what it was
     gives_back: asyncio.TimerHandle | None = None  # when it is looked at whether it may
     restarts: bool = False  # its process is being replaced: in use, to everybody else
+    gang: Gang | None = None  # until it is granted: what it is granted with
     lodger: TicketId | None = None  # its drafter's ticket, in the same process: see pairs
     lodger_devices: tuple[DeviceBytes, ...] = ()
 
@@ -142,7 +144,7 @@ class Slot:
         """What it asked for may be loaded now."""
         self.life, self.devices = Life.LOADING, grant.devices
         self.predicted, self.granted_ns = grant.predicted, time.monotonic_ns()
-        self.serves_at_ns = 0
+        self.serves_at_ns, self.gang = 0, None
 
     def expected(self, predicted: Span) -> None:
         """It is in the line, and the arbiter says how long until it serves. Who cannot wait for
@@ -216,6 +218,7 @@ class Slot:
             self.ticket, holder, capability, plan.model, plan.need, plan.settings_key,
             need_is_explicit=plan.need_is_explicit, deadline=deadline, attempt=self.attempt,
             priority=self.priority, client=self.client, split=plan.split,
+            gang=self.gang.tickets if self.gang else (),
         )  # fmt: skip
 
     def account(self) -> HeldTicket:

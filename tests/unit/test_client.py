@@ -114,6 +114,18 @@ async def test_a_gang_that_was_answered_in_part_is_asked_for_again_as_a_whole() 
     await client.close()
 
 
+async def test_who_stops_listening_leaves_no_call_behind() -> None:
+    client = joined_client(FakeArbiter(), Deaf)
+    listening = asyncio.ensure_future(client._listen())
+    await asyncio.sleep(0)
+    hears = [t for t in asyncio.all_tasks() if "_hear" in str(t.get_coro())]
+    await asyncio.sleep(0)
+    listening.cancel()
+    await asyncio.wait([listening, *hears], timeout=5)
+    assert len(hears) == 1 and hears[0].cancelled()
+    await let_go(client)
+
+
 # -- one life of the arbiter after the other ------------------------------------------------------
 
 

@@ -1,0 +1,140 @@
+"""A gang of several processes (SPEC A13): a vision model and its projector, each with an engine of
+its own, granted all or none on a real cluster.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbiter.client import record_arbiter
+from arbiter.decisions import Grant
+from arbiter.errors import EngineLost, NeverFits
+from arbiter.recording import again, read
+from arbiter.units import MIB
+from deployments.gangs import use_all
+from deployments.residency import Residency
+from deployments.use import Use
+from policies import bundle
+from tests.support.desk import Desk, capability, desk, gone, kill, model
+from tests.support.engine_host import device_bytes
+from tests.support.waits import eventually
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A13")]
+BOTH = ("vlm", "projector")
+NOISE = 4 * MIB  # a few pages come and go between two looks at a living process
+
+
+def seeing(vlm: int = 200, projector: int = 80) -> dict[str, Any]:
+    return capability(vlm=model(vlm), projector=model(projector))
+
+
+@asynccontextmanager
+async def user() -> AsyncIterator[Residency]:
+    """Of both models, in this process."""
+    residency = Residency.start("seeing")
+    try:
+        yield residency
+    finally:
+        await residency.close()
+
+
+async def answer(engine: Use) -> int:
+    head, *_ = [part async for part in engine.stream("POST", "/v1/embeddings", {}, b"{}")]
+    return int(head.status)
+
+
+async def see(residency: Residency) -> list[int]:
+    async with use_all(residency, BOTH) as engines:
+        return [await answer(engine) for engine in engines]
+
+
+async def roots(d: Desk) -> dict[str, int]:
+    """The root process of each model's engine."""
+    engines = await d.engines()
+    return {t["model"]: engines[t["ticket"]][0] for t in (await d.state())["tickets"]}
+
+
+async def books_hold_what_the_kernel_says(d: Desk) -> None:
+    """Of each engine process, counted here once more."""
+    await d.books_are_true()
+    held = {name: device_bytes(pid) for name, pid in (await roots(d)).items()}
+    await d.until(lambda s: all(
+        abs(sum(t["measured_bytes"].values()) - held[t["model"]]) < NOISE for t in s["tickets"]
+    ))  # fmt: skip
+
+
+async def test_several_processes_are_granted_in_one_step_or_none_of_them_begins(
+    tmp_path: Path,
+) -> None:
+    both = {"seeing": seeing(), "chat": capability(a=model(250))}
+    async with desk(both, barrier_s=0.5) as d, user() as residency:
+        first, log = (await d.state())["epoch"], tmp_path / "log.jsonl"
+        await asyncio.to_thread(record_arbiter, str(log))
+        await d.until(lambda s: s["epoch"] > first)
+        chat = d.holder("chat")
+        await chat.keep.remote("a")
+        before = await d.engines()
+        answers = asyncio.ensure_future(see(residency))
+        await d.until(lambda s: len(s["queue"]) == 2)
+        await eventually(lambda: d.events("barrier_dropped"))  # in use, it did not leave for them
+        state = await d.state()
+        [device] = [one for one in state["devices"] if one["kind"] == "cpu"]
+        assert device["free_bytes"] > 110 * MIB, "the projector would have had room"
+        assert {t["model"]: t["state"] for t in state["tickets"]} == {
+            "a": "resident", "vlm": "queued", "projector": "queued",
+        }  # fmt: skip
+        [a] = [t for t in state["tickets"] if t["model"] == "a"]
+        assert device["charged_bytes"] == sum(a["charged_bytes"].values())
+        assert await d.engines() == before and not answers.done()
+        await chat.let_go.remote("a")
+        await chat.end.remote("a")
+        assert await asyncio.wait_for(answers, 30) == [200, 200]
+        tickets = {t["ticket"] for t in (await d.state())["tickets"] if t["model"] in BOTH}
+        await books_hold_what_the_kernel_says(d)
+    life = max(read(log), key=lambda life: len(life.events))
+    steps = list(again(life, bundle(life.heading.settings)))
+    granted = [{g.ticket for g in step.decisions if isinstance(g, Grant)} for step in steps]
+    assert [step for step in granted if step & tickets] == [tickets]
+    assert all(step.is_same for step in steps)
+
+
+async def test_when_the_process_of_one_dies_the_other_serves_on_and_both_can_be_had_again() -> None:
+    async with desk({"seeing": seeing()}) as d, user() as residency:
+        async with use_all(residency, BOTH) as (vlm, projector):
+            lost, left = projector.ticket, vlm.ticket
+            at = await roots(d)
+            kill(at["projector"])
+            await gone(at["projector"])
+            await d.until(lambda s: [t["ticket"] for t in s["tickets"]] == [left])
+            with pytest.raises(EngineLost):
+                await answer(projector)
+            assert await answer(vlm) == 200
+        await books_hold_what_the_kernel_says(d)
+        assert await see(residency) == [200, 200]
+        now = await roots(d)
+        assert now["vlm"] == at["vlm"] and now["projector"] != at["projector"]
+        for pid in now.values():
+            kill(pid)
+        await d.until(lambda s: not s["tickets"])
+        assert await d.engines() == {}
+        assert await see(residency) == [200, 200]
+        await books_hold_what_the_kernel_says(d)
+        unloads = {e["ticket"]: e["reason"] for e in await d.events("model_unload")}
+        assert unloads[lost] == unloads[left] == "lost" and len(unloads) == 3
+
+
+async def test_several_that_never_fit_together_are_refused_and_none_stays_in_the_line() -> None:
+    async with desk({"seeing": seeing(vlm=250, projector=200)}) as d, user() as residency:
+        with pytest.raises(NeverFits) as caught:
+            await see(residency)
+        assert caught.value.need_bytes > 450 * MIB > caught.value.budget_bytes
+        state = await d.state()
+        assert state["queue"] == state["tickets"] == []
+        assert await d.events("ticket_granted") == [] and await d.engines() == {}
+        async with residency.use("vlm") as vlm:
+            assert await answer(vlm) == 200
+        await books_hold_what_the_kernel_says(d)
