@@ -7,6 +7,7 @@ what to reap from the arbiter. It kills only what it opened.
 import asyncio
 import logging
 import os
+import pkgutil
 import shutil
 import time
 from collections.abc import Coroutine
@@ -20,7 +21,7 @@ from arbiter.errors import TicketClosed
 from arbiter.node import children, leftovers, proc, spares, zygotes
 from arbiter.node.keeper import Keeper
 from arbiter.node.outsiders import Outsider, Outsiders
-from arbiter.node.probe import NodeProbe, find_gpus
+from arbiter.node.probe import NodeProbe
 from arbiter.node.replacing import Replacing
 from arbiter.node.reports import Reports
 from arbiter.units import NodeId, TicketId
@@ -42,7 +43,7 @@ class NodeAgent:
         self._folder = zygotes.folder(settings, node)
         log_folder = Path(logs) if logs else rays.logs_folder()
         self._logs = leftovers.EngineLogs(log_folder)
-        self._probe = NodeProbe(node, find_gpus())
+        self._probe = NodeProbe(node, pkgutil.resolve_name(settings.gpus)())
         self._reports = Reports(node, self._probe.inventory, self._probe.gpu_pids)
         self._children = children.Children(self._folder)
         self._keeper = Keeper(

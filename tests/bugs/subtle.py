@@ -5,6 +5,7 @@ adapters, and what the node agent measures."""
 from tests.bugs import Bug
 
 CLIENT = ("client", "lease_client")
+GANGS = ("using_gangs", "pairs", "client")
 HOLDER = ("residency", "growing", "freshness", "urgency")
 ADAPTERS = ("turns", "adapters")
 NODE = ("children", "outsiders", "probe", "proc", "rollups", "reports")
@@ -98,7 +99,16 @@ BUGS = [
         "        return await self.comes_first(self._quiet)", "        return True", CLIENT),
     # -- models on a holder ----------------------------------------------------------------------
     Bug("each of a crowd loads", "deployments/residency.py",
-        "        if found := self.slots.get(model):\n            return found\n", "", HOLDER),
+        "return self.slots.get(model) or self.open(", "return self.open(", HOLDER),
+    Bug("one of a gang is held while another is waited for", "deployments/gangs.py",
+        "(await residency.enter(model, left_s, priority, client)).leave()",
+        "await residency.enter(model, left_s, priority, client)", GANGS),
+    Bug("a gang that was given up keeps its other users waiting", "arbiter/asking.py",
+        "        gang.whole.set()  # a grant that is here", "        pass  # a grant that is here", GANGS),
+    Bug("a second try waits for the gang of the first", "deployments/slot.py",
+        "self.serves_at_ns, self.gang = 0, None", "self.serves_at_ns = 0", GANGS),
+    Bug("who is more urgent asks for one of a gang alone", "deployments/slot.py",
+        "gang=self.gang.tickets if self.gang else ()", "gang=()", GANGS),
     Bug("requests slip in behind the barrier", "deployments/residency.py",
         "                    if slot.life is Life.RESIDENT:",
         "                    if slot.life in (Life.RESIDENT, Life.DRAINING):", HOLDER),

@@ -1,5 +1,5 @@
-"""A gang of several processes (SPEC A13): a vision model and its projector, each with an engine of
-its own, granted all or none on a real cluster.
+"""All or none on a real cluster (SPEC A13): a vision model and its projector, each with an engine
+of its own, and a model over two devices.
 """
 
 import asyncio
@@ -13,14 +13,17 @@ import pytest
 from arbiter.client import record_arbiter
 from arbiter.decisions import Grant
 from arbiter.errors import EngineLost, NeverFits
+from arbiter.events import Split
 from arbiter.recording import again, read
-from arbiter.units import MIB
+from arbiter.units import MIB, Bytes
 from deployments.gangs import use_all
+from deployments.plan import ENGINES, EngineKind
 from deployments.residency import Residency
 from deployments.use import Use
 from policies import bundle
 from tests.support.desk import Desk, capability, desk, gone, kill, model
 from tests.support.engine_host import device_bytes
+from tests.support.two_devices import TwoDevices
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A13")]
@@ -138,3 +141,41 @@ async def test_several_that_never_fit_together_are_refused_and_none_stays_in_the
         async with residency.use("vlm") as vlm:
             assert await answer(vlm) == 200
         await books_hold_what_the_kernel_says(d)
+
+
+def of_gpus(sizes: dict[str, int]) -> list[int]:
+    return [size for device, size in sorted(sizes.items()) if "gpu:" in device]
+
+
+@pytest.mark.spec("B5")
+async def test_a_ticket_over_two_devices_is_granted_on_both_or_on_neither(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = EngineKind("tests.support.two_devices:build", (), Bytes(0), Bytes(0), split=Split.EQUAL)
+    monkeypatch.setitem(ENGINES, "halves", kind)
+    models = {"wide": model(250, can_sleep=False), "narrow": model(120, can_sleep=False)}
+    both = {"seeing": capability(**models) | {"engine": "halves"}}
+    async with desk(both, 200, "tests.support.two_devices:TwoDevices") as d, user() as residency:
+
+        async def wide() -> None:
+            async with residency.use("wide") as engine:
+                assert await answer(engine) == 200
+
+        async with residency.use("narrow"):
+            engines = await d.engines()
+            waiting = asyncio.ensure_future(wide())
+            await eventually(lambda: d.events("eviction"))  # asked to leave, and in use
+            state = await d.state()
+            charged = [x["charged_bytes"] // MIB for x in state["devices"] if x["kind"] == "gpu"]
+            assert sorted(charged) == [0, 144] and len(state["queue"]) == 1
+            assert await d.engines() == engines
+        await asyncio.wait_for(waiting, 30)
+        await d.books_are_true()
+        [[pid]] = (await d.engines()).values()
+        assert [TwoDevices().used_by_pid(index)[pid] for index in (0, 1)] == [125 * MIB] * 2
+        await d.until(lambda s: of_gpus(s["tickets"][0]["measured_bytes"]) == [125 * MIB] * 2)
+        assert of_gpus((await d.state())["tickets"][0]["charged_bytes"]) == [137 * MIB] * 2
+        kill(pid)
+        state = await d.until(lambda s: not s["tickets"])
+        assert all(x["free_bytes"] == x["budget_bytes"] for x in state["devices"])
+        await d.books_are_true()

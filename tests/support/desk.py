@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +133,18 @@ class Desk:
         self.folder = folder
         self.holders: list[Any] = []
 
-    async def start(self, capabilities: dict[str, Any], mib: int, **arbiter: Any) -> None:
+    async def start(
+        self, capabilities: dict[str, Any], mib: int, gpus: str = "", **arbiter: Any
+    ) -> None:
         arenas = {"cpu": round(mib * MIB / 0.9), "host": 512 * MIB}  # the wiggle room on top
+        arenas["gpu"] = round((mib + 512) * MIB / 0.9)  # and the margin
         own = {"arenas": arenas, "state_file": str(self.folder / "arbiter.sqlite")}
         own |= {"spare_workers": 0, **arbiter}  # whose start would take a core for a second
         self.table = parse_table({"arbiter": own, "capabilities": capabilities})
-        await start_arbiter(boot.boot(self.table))
+        made = boot.boot(self.table)
+        if gpus:
+            made = replace(made, agent=replace(made.agent, gpus=gpus))
+        await start_arbiter(made)
         await self.until(lambda s: s["devices"] and s["devices"][0]["physical_free_bytes"])
 
     def holder(self, name: str = "chat") -> Any:
@@ -273,13 +280,14 @@ async def first(kind: str, after: int = 0) -> wire.Plain:
 
 @contextlib.asynccontextmanager
 async def desk(
-    capabilities: dict[str, Any] | None = None, mib: int = 400, **arbiter: Any
+    capabilities: dict[str, Any] | None = None, mib: int = 400, gpus: str = "", **arbiter: Any
 ) -> AsyncIterator[Desk]:
-    """An arbiter with `mib` to lend."""
+    """An arbiter with `mib` to lend on each device; `gpus`: what finds those, else there is one."""
     with tempfile.TemporaryDirectory(prefix="desk-") as folder:
         running = Desk(Path(folder))
         try:
-            await running.start(capabilities or {"chat": capability(a=model(100))}, mib, **arbiter)
+            standard = {"chat": capability(a=model(100))}
+            await running.start(capabilities or standard, mib, gpus, **arbiter)
             yield running
         finally:
             await running.close()

@@ -130,8 +130,15 @@ async def test_another_user_of_one_of_them_gets_it_when_the_gang_is_given_up() -
     async with holder() as (residency, arbiter):
         seen = asyncio.ensure_future(see(residency))
         await asked(arbiter, "a", "b")
-        alone = asyncio.ensure_future(base.use(residency))
+
+        async def urgent() -> TicketId:
+            async with residency.use("a", priority=ev.Priority.URGENT) as engine:
+                return TicketId(engine.ticket)
+
+        alone = asyncio.ensure_future(urgent())
         await base.until(lambda: len(residency.slots["a"].waiters) == 2)
+        [told] = arbiter.told  # that it is more urgent; it is still of the gang
+        assert (told.priority, told.gang) == (ev.Priority.URGENT, arbiter.requests[0].gang)
         arbiter.says("a")
         await base.until(lambda: residency.slots["a"].gang.got)
         seen.cancel()
