@@ -374,8 +374,7 @@ class Residency:
 
     def _take_table(self, raw: wire.Plain) -> None:
         """Tickets held stay; what is loaded next follows the new table."""
-        pinned = self._plans.take(raw)
-        self._pinned = frozenset(pinned)
+        self._pinned = frozenset(pinned := self._plans.take(raw))
         for model in pinned:
             self._chores.begin(self._bring_back(model))
 
@@ -394,7 +393,8 @@ class Residency:
         try:
             slot = await self._open(model)
         except RequestError as error:
-            return logger.warning("%s is not brought back: %s", model, error)
+            logger.warning("%s is not brought back: %s", model, error)
+            return
         if slot.life is Life.ASLEEP:
             self._begin(slot, self._wake(slot))
         slot.wanted = slot.life in (Life.QUEUED, Life.LOADING)

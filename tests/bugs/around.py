@@ -59,7 +59,7 @@ BUGS = [
     Bug("any kind of file is read", "deployments/text/files.py",
         "    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):", "    if False:", ADAPTERS),
     Bug("what lies in the files is not looked at", "deployments/freshness.py",
-        "    return slot.contents != await", "    return False and await", FRESH),
+        "return slot.contents not in (\"\", await", "return slot.contents in (None, await", FRESH),
     Bug("the end of a large file is not read", "deployments/freshness.py",
         "last * number // (PIECES - 1)", "last * number // PIECES", FRESH),
     Bug("an error at the end of a stream is lost", "deployments/pace.py",
