@@ -350,11 +350,11 @@ def check(args: argparse.Namespace) -> None:
 
 
 def upgrade(args: argparse.Namespace) -> None:
+    _connect(args.address)
     from arbiter.client import upgrade_arbiter
     from deployments import boot
     from deployments.config import ConfigError
 
-    _connect(args.address)
     try:
         _say(args, upgrade_arbiter(boot.read))
     except ConfigError as error:
@@ -362,16 +362,16 @@ def upgrade(args: argparse.Namespace) -> None:
 
 
 def record(args: argparse.Namespace) -> None:
+    _connect(args.address)
     from arbiter.client import record_arbiter
 
-    _connect(args.address)
     _say(args, record_arbiter(str(Path(args.file).absolute()) if args.file else None))
 
 
 def down(args: argparse.Namespace) -> None:
+    _connect(args.address)
     from arbiter.client import stop_arbiter
 
-    _connect(args.address)
     _say(args, stop_arbiter())
 
 
@@ -384,7 +384,8 @@ def _say(args: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def _connect(address: str) -> None:
-    """Clusters that `serve run` starts ask for a token, which Ray keeps in the home folder."""
+    """Clusters that `serve run` starts ask for a token, which Ray keeps in the home folder. Whether
+    it is to be read Ray finds out as it is imported, so nothing may import it before."""
     if (Path.home() / ".ray" / "auth_token").exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray

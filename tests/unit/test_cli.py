@@ -1,5 +1,8 @@
 """What the command line sends, and to whom."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +43,33 @@ def test_a_key_given_by_name_goes_wherever_it_is_sent(
 )
 def test_a_last_event_id_that_is_no_number_of_ours_is_not_used(text: str, number: int) -> None:
     assert arbiter_routes.event_number(text, 3) == number
+
+
+@pytest.mark.parametrize("command", ["record", "upgrade", "down"])
+def test_ray_is_imported_once_it_was_told_to_read_the_token_of_the_home_folder(
+    command: str, tmp_path: Path
+) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    say = f"""
+import builtins, os
+from deployments import cli
+plain = builtins.__import__
+def watched(name, *args, **kwargs):
+    if name.partition(".")[0] == "ray":
+        raise SystemExit(os.environ.get("RAY_AUTH_MODE"))
+    return plain(name, *args, **kwargs)
+builtins.__import__ = watched
+cli.main([{command!r}])
+"""
+    env = {**os.environ, "HOME": str(tmp_path)}
+    env.pop("RAY_AUTH_MODE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", say],
+        check=False,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr.strip() == "token"
