@@ -222,29 +222,29 @@ class Residency:
 
     async def _load(self, slot: Slot) -> None:
         granted = await pairs.acquire(self.client(), slot, self.holder, self.capability)
-        began = time.monotonic()
         self._hold(slot, granted)
         try:
             async with asyncio.timeout(in_seconds(granted.load_within)):
-                await self.start_engine(slot, self.client().spawn)
+                opened = await self.start_engine(slot, self.client().spawn)
         except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
             if isinstance(error, TicketClosed):
                 raise
-            raise await self._broke(slot, error, time.monotonic() - began) from error
-        self._resident(slot, time.monotonic() - began)
+            raise await self._broke(slot, error) from error
+        self._resident(slot, time.monotonic() - opened)
 
-    async def start_engine(self, slot: Slot, opens: Opens) -> None:
-        made = slot.plan
-        spec = wire.SpawnSpec(made.entry, made.config | parts(slot.devices), slot.devices)
+    async def start_engine(self, slot: Slot, opens: Opens) -> float:
+        """When its process was there: waiting for a zygote is no part of what a load takes."""
+        spec = wire.SpawnSpec(slot.plan.entry, slot.plan.config | parts(slot.devices), slot.devices)
         await freshness.look(slot)
-        path = await opens(slot.ticket, spec)
+        path, opened = await opens(slot.ticket, spec), time.monotonic()
         slot.link = link = EngineLink(slot.model, slot.ticket, path)
         await link.hold(lambda: self._lost(slot, link))
         await link.ready()
+        return opened
 
-    async def _broke(self, slot: Slot, error: Exception, after_s: float) -> LoadFailed:
+    async def _broke(self, slot: Slot, error: Exception) -> LoadFailed:
         """Say why, and only then let go of the engine: its end alone says less."""
-        cause, out_of_memory = why(error, after_s)
+        cause, out_of_memory = why(error, (time.monotonic_ns() - slot.granted_ns) / 1e9)
         self.client().tell(ev.LoadBroke(slot.ticket, cause, out_of_memory))
         await self.client().quiet(SAY_S)
         self._let_go(slot)
@@ -269,7 +269,7 @@ class Residency:
             async with asyncio.timeout(in_seconds(granted.load_within)):
                 woken = await slot.link.wake()
         except (TimeoutError, LoadRefused, EngineLost) as error:
-            failed = await self._broke(slot, error, time.monotonic() - began)
+            failed = await self._broke(slot, error)
             return self.end(slot, Reason.FAILED, failed)
         self._resident(slot, time.monotonic() - began, woken.verified)
 

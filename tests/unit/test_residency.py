@@ -4,9 +4,11 @@ import asyncio
 import contextvars
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +44,7 @@ class Engine:
     def __init__(self) -> None:
         self.loaded, self.answer, self.dead = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.acts: list[str] = []
-        self.verified = True
+        self.verified, self.asked_if_ready = True, False
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/control/lifeline":
@@ -53,6 +55,7 @@ class Engine:
             request.transport.close()
             return response
         if request.path == "/control/ready":
+            self.asked_if_ready = True
             await self.loaded.wait()
             return web.json_response({"load_seconds": 0.0})
         self.acts.append(request.path)
@@ -427,6 +430,32 @@ async def test_a_wake_that_was_not_verified_says_so() -> None:
         loads = [event for event in arbiter.told if isinstance(event, ev.Loaded)]
         assert [load.verified for load in loads] == [True, False]
         assert {load.ticket for load in loads} == {ticket}
+
+
+@pytest.mark.spec("A17", "C4")
+async def test_waiting_for_a_zygote_is_no_part_of_what_a_load_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = SimpleNamespace(s=100.0)
+    clock = SimpleNamespace(
+        monotonic=lambda: now.s, monotonic_ns=lambda: int(now.s * 1e9), time=time.time
+    )
+    monkeypatch.setattr("deployments.residency.time", clock)
+    async with holder(loaded=False) as (residency, arbiter, engine):
+        at_once = arbiter.spawn
+
+        async def spawn(ticket: TicketId, spec: wire.SpawnSpec) -> str:
+            now.s += 12.0
+            return await at_once(ticket, spec)
+
+        arbiter.spawn = spawn  # type: ignore[method-assign]
+        using = asyncio.ensure_future(use(residency))
+        await until(lambda: engine.asked_if_ready)
+        now.s += 2.0
+        engine.loaded.set()
+        await using
+        [loaded] = [event for event in arbiter.told if isinstance(event, ev.Loaded)]
+        assert loaded.took == seconds(2)
 
 
 async def test_a_table_that_comes_while_a_plan_is_made_is_followed(
