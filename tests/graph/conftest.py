@@ -214,6 +214,7 @@ def started(
     file.write_text(yaml.safe_dump(config))
     log = (folder / "serve.log").open("wb")
     env = os.environ | make_serve_sets() | {"RAY_ADDRESS": "local"}
+    env.pop("RAY_AUTH_MODE", None)  # as users start it, whatever the other cluster was told
     process = subprocess.Popen(
         [BIN / "serve", "run", file],
         cwd=ROOT,

@@ -41,6 +41,7 @@ def test_the_quickstart_runs_to_its_end(graph: Graph, monkeypatch: pytest.Monkey
         "PYTHONPATH": str(ROOT),
     }.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
     where = {"metadata": {"path": str(ROOT)}}
     NotebookClient(notebook, timeout=CELL_S, kernel_name="python3", resources=where).execute()
