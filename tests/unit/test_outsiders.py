@@ -50,6 +50,16 @@ def test_the_whole_tree_is_read_and_nobody_behind_the_node_of_ours(
     assert (tree.ticket, tree.pids, tree.granted) == (JOB, frozenset({job.pid}), LENT)
 
 
+def test_a_look_from_before_a_lease_says_nothing_of_it(job: subprocess.Popen[bytes]) -> None:
+    outsiders = Outsiders()
+    looked_ns, everything = children.look()
+    others = {pid: process for pid, process in everything.items() if pid != job.pid}
+    opened = outsiders.open(JOB, job.pid, LENT, set())
+    assert opened
+    assert outsiders.note(looked_ns, others, ()) == [] and opened.members.keys() == {job.pid}
+    assert outsiders.note(opened.opened_ns + 1, others, ()) == [opened]
+
+
 def test_one_process_has_one_lease_and_no_engine_is_leased(job: subprocess.Popen[bytes]) -> None:
     outsiders = Outsiders()
     with pytest.raises(LeaseRefused):
@@ -111,8 +121,9 @@ def test_bytes_are_back_when_it_holds_no_more_than_before_it_came(
     job: subprocess.Popen[bytes],
 ) -> None:
     outsiders = Outsiders()
+    until(lambda: proc.memory({job.pid}).device_bytes > 2 * MIB, 10)  # an interpreter, not a fork
     opened = outsiders.open(JOB, job.pid, LENT, set())
-    assert opened and opened.floor_bytes > 0
+    assert opened and opened.floor_bytes > MIB
 
     def reading(mib: int) -> tuple[EngineReading, ...]:
         held = DeviceBytes(CPU, Bytes(opened.floor_bytes + mib * MIB))
