@@ -53,6 +53,7 @@ def emptied(graph: Graph) -> bool:
 @pytest.mark.spec("D8")
 def test_a_model_is_loaded_and_unloaded_by_hand(graph: Graph, client: OpenAI) -> None:
     """With nobody asking for it, and from zero replicas if that is what there is."""
+    until(lambda: emptied(graph), 30, "nothing is loaded, so nothing is about to leave")
     said(graph, "load", CHAT)
     assert CHAT in said(graph, "residency")
     until(lambda: level(graph) == "device", 60, "it is resident")
