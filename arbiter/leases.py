@@ -81,13 +81,18 @@ class HttpDoor:
             raise ConnectionError(f"{address} broke off: {error!r}") from error
 
 
-def _refusal(status: int, body: bytes) -> Exception:
-    """The arbiter's own refusals have a code. A failure without one may pass: as good as away."""
+def said_in(body: bytes) -> tuple[str | None, str]:
+    """Code and message of the body of a refusal; where none is in it, what is, cut short."""
     try:
         error = json.loads(body)["error"]
-        code, message = error.get("code"), str(error["message"])
+        return error.get("code"), str(error["message"])
     except (ValueError, KeyError, TypeError, AttributeError):
-        code, message = None, body.decode(errors="replace")[:500]
+        return None, body.decode(errors="replace")[:500]
+
+
+def _refusal(status: int, body: bytes) -> Exception:
+    """The arbiter's own refusals have a code. A failure without one may pass: as good as away."""
+    code, message = said_in(body)
     if code == AWAY or (status >= 500 and code in (None, "internal_error")):
         return ConnectionError(message)
     return LeaseRefused(f"HTTP {status}", message)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from arbiter.errors import ArbiterError
+from arbiter.errors import ArbiterError, RequestError
+from arbiter.leases import LeaseLost, said_in
 from arbiter.units import GIB, Bytes, human
 from deployments import lease_commands
 from deployments.front import key_commands, keys
@@ -206,14 +207,13 @@ def _is_loopback(host: str) -> bool:
 
 
 def _get(url: str, path: str, method: str = "GET", body: object = None) -> HTTPResponse:
-    key = api_key(url)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    headers = {"authorization": f"Bearer {key}"} if (key := api_key(url)) else {}
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, headers, method=method)
     try:
         answer: HTTPResponse = urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S)
     except urllib.error.HTTPError as error:
-        raise CommandError(f"{url}{path}: {error.status} {error.read().decode()[:500]}") from error
+        raise CommandError(f"{url}{path}: {error.status}: {said_in(error.read())[1]}") from error
     except (urllib.error.URLError, TimeoutError) as error:
         raise CommandError(f"{url}: {error}; is the front running (`make serve`)?") from error
     return answer
@@ -234,9 +234,6 @@ def _table(head: Iterable[str], rows: list[tuple[Any, ...]]) -> Iterator[str]:
 
 
 def lease(args: argparse.Namespace) -> None:
-    from arbiter.errors import RequestError
-    from arbiter.leases import LeaseLost
-
     try:
         status_code = lease_commands.run(args, api_key(args.url))
     except (RequestError, LeaseLost, OSError) as error:

@@ -76,11 +76,17 @@ def why_not(mind: Mind, capability: str, model: str) -> NotResident | None:
 
 
 def load_asked(mind: Mind, event: ev.LoadAsked) -> None:
-    """By hand, once. Raises UnknownCapability, UnknownModel, NotResident."""
+    """By hand, once; one that is here has just been wanted, and stays warm as long as after a use.
+    Raises UnknownCapability, UnknownModel, NotResident."""
     mind.registry.find(event.capability, event.model)
     if error := why_not(mind, event.capability, event.model):
         raise error
-    bring(mind, (event.capability, event.model))
+    name = event.capability, event.model
+    for entry in _entries(mind, name):
+        if entry.state is State.RESIDENT:
+            entry.last_used = mind.now
+            mind.ledger.touch(entry)
+    bring(mind, name)
 
 
 def bring(mind: Mind, name: ModelName) -> None:

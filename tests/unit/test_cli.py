@@ -1,8 +1,12 @@
 """What the command line sends, and to whom."""
 
+import io
 import os
 import subprocess
 import sys
+import urllib.error
+import urllib.request
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -43,6 +47,19 @@ def test_a_key_given_by_name_goes_wherever_it_is_sent(
 )
 def test_a_last_event_id_that_is_no_number_of_ours_is_not_used(text: str, number: int) -> None:
     assert arbiter_routes.event_number(text, 3) == number
+
+
+def test_a_refusal_is_told_in_words(
+    owner: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = b'{"error": {"message": "bypass_count: at least 0", "code": "invalid_request"}}'
+
+    def refuse(request: urllib.request.Request, timeout: float) -> None:
+        raise urllib.error.HTTPError(request.full_url, 400, "no", Message(), io.BytesIO(said))
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    assert cli.main(["settings", "bypass_count=-1"]) == 1
+    assert capsys.readouterr().err.endswith("/arbiter/settings: 400: bypass_count: at least 0\n")
 
 
 @pytest.mark.parametrize("command", ["record", "upgrade", "down"])

@@ -114,6 +114,16 @@ def test_loaded_by_hand_with_nobody_waiting() -> None:
     assert d.at(2, ev.LoadAsked("text", "a")) == []  # it loads already
 
 
+@pytest.mark.spec("D8", "C8")
+def test_loaded_by_hand_what_is_here_stays_warm_as_after_a_use() -> None:
+    d = Desk(keep_warm_s=60)
+    d.resident(0, "a", 30)
+    d.beat(40, "a", inflight=0)
+    d.at(50, ev.LoadAsked("text", "a"))
+    assert d.woke(105) == []
+    assert revoked(d.woke(110)) == [("a", "idle", "gone")]
+
+
 @pytest.mark.spec("D9")
 def test_a_removed_model_goes_after_its_requests_and_what_was_learned_goes_with_it() -> None:
     d = Desk()
