@@ -113,23 +113,23 @@ class RayDoor:
     """From within the cluster. The process is measured on its own node."""
 
     def put(self, lease: str, body: Plain) -> Plain:
-        from arbiter import rays
-        from arbiter.lease_words import call_of
-        from arbiter.plain import plain
+        from arbiter.protocol import ray_internals
+        from arbiter.protocol.json_codec import plain
+        from arbiter.protocol.lease_schema import call_of
 
-        own = {"node": rays.own_node()} if body.get("pid") and not body.get("node") else {}
+        own = {"node": ray_internals.own_node()} if body.get("pid") and not body.get("node") else {}
         said: Plain = plain(self._call("lease", call_of(lease, {**body, **own})))
         return said
 
     def delete(self, lease: str, tenant: str | None) -> None:
-        from arbiter.lease_words import DEFAULT_TENANT
+        from arbiter.protocol.lease_schema import DEFAULT_TENANT
 
         self._call("end_lease", lease, tenant or DEFAULT_TENANT)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         import ray
 
-        from arbiter.lifecycle import cause_of, find_arbiter
+        from arbiter.client.admin import cause_of, find_arbiter
 
         try:
             handle = find_arbiter()

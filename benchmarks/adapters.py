@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import load, report
-from deployments import plan
-from deployments.headers import linear_shapes
+from deployments.config import load_plan
+from deployments.config.safetensors_header import linear_shapes
 from tests.support.adapters import write
 from tests.support.engine_host import Child, ZygoteUnderTest, zygote
 
-ENTRY = "deployments.engines.vllm_engine:build"
+ENTRY = "deployments.engines.vllm.engine:build"
 STREAMS, TOKENS, RANK = 32, 32, 16
 MOST = 32  # adapters
 # Slots and different adapters asked for; 0 is the base alone on the same engine.
@@ -168,9 +168,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of steps")
     parser.add_argument("--pairs", type=int, default=10)
     args = parser.parse_args()
-    path = plan.resolve(f"made:{args.model}")
+    path = load_plan.resolve(f"made:{args.model}")
     figures: dict[str, Any] = {"model": args.model, "streams": STREAMS, "tokens": TOKENS}
-    with tempfile.TemporaryDirectory() as name, zygote("deployments.engines.vllm_preload") as up:
+    with tempfile.TemporaryDirectory() as name, zygote("deployments.engines.vllm.preload") as up:
         bench = Bench(up, path, Path(name))
         make_adapters(bench.folder / "in", path, MOST)
         if "first" in args.parts:

@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from arbiter import events as ev
-from arbiter.core import Arbiter
-from arbiter.decisions import Decision, Grant, Revoke
-from arbiter.events import Priority
-from arbiter.settings import DEFAULTS, Terms
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.decisions import Decision, Grant, Revoke
+from arbiter.core.settings import DEFAULTS, Terms
+from arbiter.core.types import Priority
 from arbiter.units import GIB, SECOND, Bytes, DeviceId, Epoch, HolderId, Instant, NodeId, TicketId
 from arbiter.units import seconds as span
 from benchmarks import report
@@ -57,9 +58,9 @@ class Scene:
         self.core = Arbiter(ROOMY, bundle(ROOMY), Epoch(1), frozenset(), Instant(0))
         self.tickets = 0
         self.models = self.devices * self.residents
-        specs = tuple(ev.ModelSpec(f"m{n}", span(-1)) for n in range(self.models))
-        specs += tuple(ev.ModelSpec(f"single{n}", span(-1), True) for n in range(self.devices))
-        self.feed(ev.CapabilitiesSet((ev.CapabilitySpec("c", "text", "e", specs, span(60)),)))
+        specs = tuple(types.ModelSpec(f"m{n}", span(-1)) for n in range(self.models))
+        specs += tuple(types.ModelSpec(f"single{n}", span(-1), True) for n in range(self.devices))
+        self.feed(ev.CapabilitiesSet((types.CapabilitySpec("c", "text", "e", specs, span(60)),)))
         for n in range(self.devices):
             self._node(n)
         for n in range(self.devices):
@@ -71,7 +72,7 @@ class Scene:
     def _node(self, n: int) -> None:
         node, device = NodeId(f"n{n}"), DeviceId(f"n{n}/gpu:0")
         total = Bytes((self.residents + 1) * 8 * GIB)
-        self.feed(ev.NodeSeen(node, (ev.DeviceSpec(device, ev.DeviceKind.GPU, total),)))
+        self.feed(ev.NodeSeen(node, (types.DeviceSpec(device, types.DeviceKind.GPU, total),)))
         self.feed(ev.Measured(node, (ev.DeviceReading(device, total, Bytes(0)),), ()))
         for holder in ("h", "single"):
             self.feed(ev.Joined(HolderId(f"{holder}{n}"), node, "c", ()))
@@ -91,7 +92,7 @@ class Scene:
     def request(self, n: int, priority: Priority, model: str, holder: str = "h") -> ev.Requested:
         self.tickets += 1
         ticket = TicketId(f"t{self.tickets}")
-        need = ev.Need(Bytes(8 * GIB))
+        need = types.Need(Bytes(8 * GIB))
         return ev.Requested(
             ticket, HolderId(f"{holder}{n}"), "c", model, need, "", True, priority=priority
         )
@@ -106,8 +107,8 @@ class Scene:
     def _tickets(self, holder: HolderId) -> tuple[ev.HeldTicket, ...]:
         return tuple(
             ev.HeldTicket(
-                e.ticket, e.model, ev.Phase.RESIDENT, 0, span(0),
-                tuple(ev.DeviceBytes(d, b) for d, b in e.home.items()), e.need, "",
+                e.ticket, e.model, types.Phase.RESIDENT, 0, span(0),
+                tuple(types.DeviceBytes(d, b) for d, b in e.home.items()), e.need, "",
                 Priority.HIGH, uses_count=1,
             )
             for e in self.core._mind.ledger.holding(holder).values()

@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 
-from arbiter.client import call_arbiter
+from arbiter.client.admin import call_arbiter
 from arbiter.units import MIB, in_seconds
 from benchmarks import report
 from tests.conftest import ENVIRONMENT

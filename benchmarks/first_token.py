@@ -21,7 +21,7 @@ import aiohttp
 import yaml
 
 from benchmarks import load, owned, report, servers
-from deployments import plan
+from deployments.config import load_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 EMBED = "all-minilm-l6-v2"
@@ -121,10 +121,10 @@ def measured(
 def bare(model: str, engine_args: dict[str, Any], rounds: int) -> report.Sample:
     """exec of a bare server to the first token."""
     found = []
-    args = {k: plan.plain(k, v) for k, v in engine_args.items()} | {"enforce_eager": True}
+    args = {k: load_plan.plain(k, v) for k, v in engine_args.items()} | {"enforce_eager": True}
     for _ in range(rounds):
         start = time.perf_counter()
-        with servers.bare_vllm(plan.resolve(f"made:{model}"), model, args, PORT + 1) as url:
+        with servers.bare_vllm(load_plan.resolve(f"made:{model}"), model, args, PORT + 1) as url:
             ready_s = time.perf_counter() - start
             found.append(ready_s + ask(url, model))
     return report.Sample(tuple(found))

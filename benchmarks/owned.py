@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from arbiter.node import proc
+from arbiter.node import procfs
 
 # By the beginning of a command line, the first that fits.
 ROLES = {
@@ -26,9 +26,9 @@ QUIET_CORES, LOOK_S = 0.5, 1.0
 def by_role(node: str) -> dict[str, list[int]]:
     """Pids of what descends from here, and of the zygote of `node`, which is nobody's child, with
     its engines, which keep its command line."""
-    everything = proc.processes()
+    everything = procfs.processes()
     found: dict[str, list[int]] = defaultdict(list)
-    for pid in proc.descend({os.getpid()}, everything) - {os.getpid()}:
+    for pid in procfs.descend({os.getpid()}, everything) - {os.getpid()}:
         found[_role(_command(pid))].append(pid)
     for pid in everything:
         if f"/{node}/zygote.sock" in _command(pid):
@@ -48,7 +48,7 @@ def has_spare() -> bool:
 
 def _has(role: str) -> bool:
     return any(
-        _role(_command(pid)) == role for pid in proc.descend({os.getpid()}, proc.processes())
+        _role(_command(pid)) == role for pid in procfs.descend({os.getpid()}, procfs.processes())
     )
 
 

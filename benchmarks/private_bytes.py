@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from arbiter.node import proc
+from arbiter.node import procfs
 from arbiter.units import KIB, MIB
 from benchmarks import owned, report, servers
 from benchmarks.first_token import ask, chat_states, embed, no_replica_left, shipped, state, until
@@ -28,7 +28,7 @@ def look(url: str) -> dict[str, dict[str, float]]:
         rows[role] = {
             "processes": len(pids),
             "private_mib": sum(private_bytes(pid) for pid in pids) / MIB,
-            "host_copy_mib": proc.memory(pids).host_bytes / MIB,
+            "host_copy_mib": procfs.memory(pids).host_bytes / MIB,
         }
     return rows
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import load, report, servers
 from benchmarks.throughput import graph_config
-from deployments import plan
+from deployments.config import load_plan
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 REST_S = 5.0
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--transport", choices=sorted(servers.TRANSPORTS), default="default")
     args = parser.parse_args()
     session = os.environ.setdefault("RAY_TMPDIR", "/tmp/arbiter-processor-time")
-    plan.resolve(f"made:{args.model}")
+    load_plan.resolve(f"made:{args.model}")
     with servers.our_graph(graph_config(args.model, 18_402), args.transport) as url:
         figures = measure(url, args.model, args.streams, session)
     for name, row in figures.items():

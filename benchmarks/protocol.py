@@ -21,11 +21,11 @@ from typing import Any
 import aiohttp
 import ray
 
-from arbiter import rays
-from arbiter.client import call_arbiter
-from arbiter.node.zygotes import Zygote
+from arbiter.client.admin import call_arbiter
+from arbiter.node.zygote_client import Zygote
+from arbiter.protocol import ray_internals
+from arbiter.protocol.messages import SpawnSpec
 from arbiter.units import TicketId
-from arbiter.wire import SpawnSpec
 from benchmarks import report
 from benchmarks.report import Sample
 from tests.conftest import ENVIRONMENT
@@ -111,7 +111,7 @@ async def loads(pairs: int) -> Loads:
 
 
 def zygote_socket() -> str:
-    return str(Path(f"/tmp/arbiter-{os.getuid()}") / rays.own_node() / "zygote.sock")
+    return str(Path(f"/tmp/arbiter-{os.getuid()}") / ray_internals.own_node() / "zygote.sock")
 
 
 async def warm() -> dict[str, Any]:

@@ -16,11 +16,11 @@ from ray import serve
 from ray.serve.schema import LoggingConfig
 
 from benchmarks.report import Sample, paired_ratio, write
-from deployments import wire
+from deployments import messages
 from deployments.app import ROUTER
-from deployments.routing import Memory, Offer, Warmth, Wish, rank
+from deployments.routing.rank import Memory, Offer, Warmth, Wish, rank
 
-CALL = wire.Call("/v1/x", b"{}", {}, "r", "m", conversation_id="c")
+CALL = messages.Call("/v1/x", b"{}", {}, "r", "m", conversation_id="c")
 
 
 def choice_us(replicas: int, samples: int) -> float:
@@ -44,7 +44,7 @@ class Echo:
     def record_routing_stats(self) -> dict[str, Any]:
         return {"models": {"m": int(Warmth.RESIDENT)}, "adapters": []}
 
-    async def handle(self, call: wire.Call) -> str:
+    async def handle(self, call: messages.Call) -> str:
         return call.model
 
 

@@ -12,10 +12,10 @@ import threading
 from typing import Any
 
 from benchmarks import report
-from deployments import plan
+from deployments.config import load_plan
 from tests.support.engine_host import Child, ZygoteUnderTest, device_bytes, zygote
 
-ENTRY = "deployments.engines.sentence_transformers_engine:build"
+ENTRY = "deployments.engines.sentence_transformers:build"
 WORDS = 250  # nearly the window of the embedded model; shorter texts need less
 
 
@@ -56,12 +56,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     config = {
-        "model": plan.resolve(args.source),
+        "model": load_plan.resolve(args.source),
         "served_name": "m",
         "dispatch_lock": "scratch-measured-alone",
         "engine_args": {"max_batch": args.max_batch},
     }
-    with zygote("deployments.engines.sentence_transformers_engine") as running:
+    with zygote("deployments.engines.sentence_transformers") as running:
         rows = measure(running, config, args.rounds)
     mib = sorted(row["scratch_bytes"] / 2**20 for row in rows)
     print(f"scratch of {args.source}, batch {args.max_batch}: at most {mib[-1]:.0f} MiB of {mib}")

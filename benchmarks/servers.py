@@ -124,9 +124,9 @@ def our_graph(config: dict[str, Any], transport: str) -> Iterator[str]:
 @contextlib.contextmanager
 def engine_alone(model: str, name: str, engine_args: dict[str, Any], **more: Any) -> Iterator[str]:
     """One engine child, ready, with no Ray before it. Yields its address for benchmarks.load."""
-    with zygote("deployments.engines.vllm_preload") as running:
+    with zygote("deployments.engines.vllm.preload") as running:
         config = {"model": model, "served_name": name, "engine_args": engine_args, **more}
-        child = running.spawn("alone", "deployments.engines.vllm_engine:build", config).hold()
+        child = running.spawn("alone", "deployments.engines.vllm.engine:build", config).hold()
         status, body = child.ready()
         assert status == 200, body
         yield f"unix:{child.path}"

@@ -24,11 +24,11 @@ from typing import Any
 
 import aiohttp
 
-from arbiter.node.proc import rollup
+from arbiter.node.procfs import rollup
 from arbiter.units import MIB
 from benchmarks import report
 from benchmarks.graph_chaos import CALLS, ask, find
-from deployments import plan
+from deployments.config import load_plan
 from tests.graph.conftest import Graph, command_of, started
 from tests.graph.test_kills import victims
 
@@ -183,7 +183,7 @@ def short_lived(graph_config: dict[str, Any]) -> None:
         for model in capability["models"].values():
             model["keep_warm_s"] = 6
     folder = table["capabilities"]["chat"]["models"][ADAPTED]["adapters"]["folder"]
-    shutil.copytree(plan.models_folder() / f"{ADAPTED}-adapters", folder)
+    shutil.copytree(load_plan.models_folder() / f"{ADAPTED}-adapters", folder)
 
 
 def main() -> int:

@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks import report, servers
 from benchmarks.first_token import ask
-from deployments import plan
+from deployments.config import load_plan
 from tests.support.engine_host import Child, Connection, ZygoteUnderTest, device_bytes, zygote
 
-ENTRY = "deployments.engines.vllm_engine:build"
+ENTRY = "deployments.engines.vllm.engine:build"
 # Equal on both sides. Eager and with explicit KV bytes: vLLM's own fastest start on this build.
 ENGINE_ARGS: dict[str, Any] = {
     "max_model_len": 1024,
@@ -76,10 +76,10 @@ def main() -> None:
     parser.add_argument("--model", default="tiny-chat")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    path = plan.resolve(f"made:{args.model}")
+    path = load_plan.resolve(f"made:{args.model}")
     mine: list[dict[str, float]] = []
     theirs: list[float] = []
-    with zygote("deployments.engines.vllm_preload") as running:
+    with zygote("deployments.engines.vllm.preload") as running:
         running.ask({"op": "ping"})
         ours(running, path, args.model, 0)  # vLLM learns the model class: once per machine
         for number in range(1, args.rounds + 1):

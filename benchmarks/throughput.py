@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks import load, report, servers
 from benchmarks.adapters import RANK, make_adapters, plain_lora
-from deployments import plan
+from deployments.config import load_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 STREAMS = [1, 8, 32]
@@ -117,7 +117,7 @@ def main() -> None:
     if args.transport == "alone" and args.adapters:
         parser.error("--adapters: an engine alone is started without any")
     figures: dict[str, Any] = {"model": args.model, "transport": args.transport}
-    path = plan.resolve(f"made:{args.model}")
+    path = load_plan.resolve(f"made:{args.model}")
     with tempfile.TemporaryDirectory() as folder:
         make_adapters(Path(folder), path, args.adapters)
         figures |= compared(args, path, folder)

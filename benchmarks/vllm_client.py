@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import report, servers
 from benchmarks.throughput import graph_config
-from deployments import plan
+from deployments.config import load_plan
 
 # The `vllm` script of the CPU distribution stops at looking up its own version; this is what it
 # would call.
@@ -35,7 +35,7 @@ def load(url: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", CLIENT, "--backend", "openai-chat"]
         command += ["--base-url", url, "--endpoint", "/v1/chat/completions"]
-        command += ["--model", args.model, "--tokenizer", plan.resolve(f"made:{args.model}")]
+        command += ["--model", args.model, "--tokenizer", load_plan.resolve(f"made:{args.model}")]
         command += ["--dataset-name", "random", "--random-input-len", "64"]
         command += ["--random-output-len", str(args.tokens), "--num-prompts", str(args.prompts)]
         command += ["--max-concurrency", str(args.concurrency), "--ignore-eos"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.start_latency import ENTRY, first_token
-from deployments import plan
+from deployments.config import load_plan
 from tests.support.engine_host import Child, device_bytes, host_bytes, zygote
 
 # As the shipped configuration serves it: a KV cache five times the weights.
@@ -65,9 +65,9 @@ def main() -> None:
     parser.add_argument("--model", default="small-chat")
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
-    path = plan.resolve(f"made:{args.model}")
+    path = load_plan.resolve(f"made:{args.model}")
     rows: list[dict[str, float]] = []
-    with zygote("deployments.engines.vllm_preload") as running:
+    with zygote("deployments.engines.vllm.preload") as running:
         config = {"model": path, "served_name": args.model, "engine_args": ENGINE_ARGS}
         child = running.spawn("wake", ENTRY, config).hold()
         status, body = child.ready()

@@ -4,7 +4,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from deployments.config import CapabilityArgs, FrontArgs
+from deployments.config.schema import CapabilityArgs, FrontArgs
 
 # A handle reports its queue this often, so that a waiting request starts a replica in about a
 # second; with Serve's defaults (10 s, 30 s) it takes seven to ten.
@@ -16,7 +16,8 @@ GRACEFUL_SHUTDOWN_TIMEOUT_S = 600.0
 
 # Each replica is asked each second what it has: with Serve's 10 s a model is long gone by then.
 ROUTER = RequestRouterConfig(
-    request_router_class="deployments.router:ResidentRouter", request_routing_stats_period_s=1.0
+    request_router_class="deployments.routing.router:ResidentRouter",
+    request_routing_stats_period_s=1.0,
 )
 
 # Serve's line for each call, a third of a replica's time for it: it flushes two files. Our own line
@@ -34,13 +35,13 @@ def front(args: FrontArgs) -> Application:
 
 def text(args: CapabilityArgs) -> Application:
     """Chat and completions."""
-    from deployments.text.server import TextServer
+    from deployments.capabilities.text import TextServer
 
     return _capability(TextServer, args.capability)
 
 
 def embedding(args: CapabilityArgs) -> Application:
-    from deployments.embedding import EmbeddingServer
+    from deployments.capabilities.embedding import EmbeddingServer
 
     return _capability(EmbeddingServer, args.capability)
 

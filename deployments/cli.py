@@ -323,8 +323,8 @@ def explain(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    from deployments.config import ConfigError, check_file
-    from deployments.plan import plan
+    from deployments.config.load_plan import plan
+    from deployments.config.schema import ConfigError, check_file
 
     try:
         table = check_file(Path(args.file))
@@ -348,9 +348,9 @@ def check(args: argparse.Namespace) -> None:
 
 def upgrade(args: argparse.Namespace) -> None:
     _connect(args.address)
-    from arbiter.client import upgrade_arbiter
-    from deployments import boot
-    from deployments.config import ConfigError
+    from arbiter.client.admin import upgrade_arbiter
+    from deployments.config import boot
+    from deployments.config.schema import ConfigError
 
     try:
         _say(args, upgrade_arbiter(boot.read))
@@ -360,14 +360,14 @@ def upgrade(args: argparse.Namespace) -> None:
 
 def record(args: argparse.Namespace) -> None:
     _connect(args.address)
-    from arbiter.client import record_arbiter
+    from arbiter.client.admin import record_arbiter
 
     _say(args, record_arbiter(str(Path(args.file).absolute()) if args.file else None))
 
 
 def down(args: argparse.Namespace) -> None:
     _connect(args.address)
-    from arbiter.client import stop_arbiter
+    from arbiter.client.admin import stop_arbiter
 
     _say(args, stop_arbiter())
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayError
 
-from arbiter.client import find_arbiter
+from arbiter.client.admin import find_arbiter
 
 POLL_S = 20.0  # one long poll; the arbiter answers early when a number changes
 ANSWER_S = 10.0  # beyond the poll's own end; then the arbiter is away

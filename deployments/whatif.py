@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arbiter.recording import again, read
+from arbiter.core.settings import Settings
 from arbiter.replay.demand import Demand
 from arbiter.replay.recorded import demand_of
 from arbiter.replay.score import Score, as_plain
 from arbiter.replay.world import World
-from arbiter.settings import Settings
+from arbiter.server.recording import again, read
 from arbiter.units import GIB
 from policies import EVICT, bundle
 

@@ -12,8 +12,8 @@ import gc
 gc.disable()
 import ray.serve._private.replica  # noqa: E402, F401
 
-import arbiter.actor  # noqa: E402, F401  # of which a replica gets a handle
-import deployments.capability  # noqa: E402, F401
+import arbiter.server.actor  # noqa: E402, F401  # of which a replica gets a handle
+import deployments.replica.capability  # noqa: E402, F401
 
 gc.freeze()
 gc.enable()

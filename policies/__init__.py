@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from arbiter.events import Level
-from arbiter.settings import DEFAULTS, Settings
+from arbiter.core.settings import DEFAULTS, Settings
+from arbiter.core.types import Level
+from arbiter.core.view import Candidate, Gauge, Idler, Key, Policies, Price, Site, Waiter
 from arbiter.units import Instant
-from arbiter.view import Candidate, Gauge, Idler, Key, Policies, Price, Site, Waiter
 from policies import (
     admit_fair_share,
     admit_fifo,

@@ -2,7 +2,7 @@
 least of late, then whoever came first (SPEC C6, C10). With one tenant it is `warm_first`.
 """
 
-from arbiter.view import Key, Waiter
+from arbiter.core.view import Key, Waiter
 
 
 def key(w: Waiter) -> Key:

@@ -1,6 +1,6 @@
 """First come, first served: on its device a ticket is never overtaken, so none can starve."""
 
-from arbiter.view import Key, Waiter
+from arbiter.core.view import Key, Waiter
 
 
 def key(w: Waiter) -> Key:

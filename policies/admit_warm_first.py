@@ -3,7 +3,7 @@
 Warm: its weights lie in host RAM already, or another load of them is reading them.
 """
 
-from arbiter.view import Key, Waiter
+from arbiter.core.view import Key, Waiter
 
 
 def key(w: Waiter) -> Key:

@@ -1,7 +1,7 @@
 """What is wanted again last goes first. Needs the future, so only a replay can use it: no policy
 without it does better on models of one size (Belady 1966)."""
 
-from arbiter.view import Candidate, Price
+from arbiter.core.view import Candidate, Price
 
 
 def price(c: Candidate) -> Price:

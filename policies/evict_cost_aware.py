@@ -7,8 +7,8 @@ first. Greedy-Dual-Size-Frequency (Cherkasova 1998) prices web pages alike.
 
 from math import exp
 
+from arbiter.core.view import Candidate, Price
 from arbiter.units import in_seconds
-from arbiter.view import Candidate, Price
 
 UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to guess from: a mid-size model from disk
 

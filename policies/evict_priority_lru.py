@@ -1,6 +1,6 @@
 """The role worth least, then the least recently used."""
 
-from arbiter.view import Candidate, Price
+from arbiter.core.view import Candidate, Price
 
 
 def price(c: Candidate) -> Price:

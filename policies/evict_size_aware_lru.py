@@ -5,8 +5,8 @@ use against ten minutes (half of that counts one half), the bytes freed against 
 and the role's rank against the dearest.
 """
 
+from arbiter.core.view import Candidate, Price
 from arbiter.units import seconds
-from arbiter.view import Candidate, Price
 
 RECENCY, SIZE, ROLE = 0.6, 0.2, 0.2
 UNUSED_HALF = seconds(300)  # SPEC C8: the usual keep-warm time

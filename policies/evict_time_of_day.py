@@ -9,8 +9,8 @@ et al. (ATC 2020) keep functions warm by habits as well, by histograms of their 
 
 from math import sqrt
 
+from arbiter.core.view import Candidate, Price
 from arbiter.units import in_seconds
-from arbiter.view import Candidate, Price
 
 UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to guess from: a mid-size model from disk
 UNSEEN_COUNT = 0.02  # four windows after one use; beyond that only the other tells apart

@@ -10,8 +10,8 @@ half of the gap between LRU and Belady on the other (docs/benchmarks.md). Hyperb
 
 from math import sqrt
 
+from arbiter.core.view import Candidate, Price
 from arbiter.units import in_seconds
-from arbiter.view import Candidate, Price
 
 UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to guess from: a mid-size model from disk
 UNSEEN_COUNT = 0.02  # four windows after one use; beyond that only the other clock tells apart

@@ -1,7 +1,7 @@
 """When an idle model goes with nobody asking (SPEC C8)."""
 
+from arbiter.core.view import Idler
 from arbiter.units import Instant, after
-from arbiter.view import Idler
 
 
 def goes_at(idler: Idler) -> Instant | None:

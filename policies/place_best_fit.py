@@ -5,7 +5,7 @@ Copies apart: one device lost or busy leaves the other. Where it was: a model do
 because holes of about its size come and go.
 """
 
-from arbiter.view import Key, Site
+from arbiter.core.view import Key, Site
 
 
 def key(s: Site) -> Key:

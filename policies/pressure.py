@@ -2,9 +2,9 @@
 is charged, for the point is to notice what the books do not know of.
 """
 
-from arbiter.events import DeviceKind, Level
+from arbiter.core.types import DeviceKind, Level
+from arbiter.core.view import Gauge
 from arbiter.units import Bytes
-from arbiter.view import Gauge
 
 # Of host RAM, available / total (SPEC C5).
 RAM_LOW_FRACTION, RAM_CRITICAL_FRACTION = 0.15, 0.05

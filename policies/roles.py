@@ -3,7 +3,7 @@
 A new role is one line. Rank: lowest is evicted first.
 """
 
-from arbiter.view import Role
+from arbiter.core.view import Role
 
 ROLES: dict[str, Role] = {
     "lease": Role(5, "an outside process is asked to end", keep_warm_s=300),

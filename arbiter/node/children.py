@@ -5,6 +5,7 @@ A process is named by pid and start time, so a pid used again is never mistaken 
 go through pidfds.
 """
 
+import asyncio
 import glob
 import hashlib
 import json
@@ -17,9 +18,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arbiter.events import DeviceBytes
-from arbiter.node import proc
-from arbiter.node.probe import Tree
+from arbiter.core.types import DeviceBytes
+from arbiter.node import procfs
+from arbiter.node.device_probe import Tree
 from arbiter.units import Bytes, DeviceId, TicketId
 
 # Reaped tickets remembered, so that a late spawn cannot start one: a day of a swap every 10 s.
@@ -39,7 +40,7 @@ class Child:
     fd: int  # pidfd of the root
     opened_ns: int  # monotonic; an older look at the processes says nothing about it
     members: dict[int, int] = field(default_factory=dict)
-    zygote: proc.Name | None = None  # which forked it
+    zygote: procfs.Name | None = None  # which forked it
     leads: bool = True  # its pid still names its session and group, even if it is dead
     killed: dict[int, int] = field(default_factory=dict)  # those of `members` that were
     killed_ns: int | None = None  # when the last of them was
@@ -72,14 +73,14 @@ class Children:
         pid: int,
         granted: tuple[DeviceBytes, ...],
         start_ticks: int = 0,
-        zygote: proc.Name | None = None,
+        zygote: procfs.Name | None = None,
     ) -> Child | None:
         """Take charge of a process; None when it is gone, or is not the one that was meant."""
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
             return None
-        found = proc.process(pid)  # after the open, so that the descriptor is of this one
+        found = procfs.process(pid)  # after the open, so that the descriptor is of this one
         if found is None or not found.alive or start_ticks not in (0, found.start_ticks):
             os.close(fd)
             return None
@@ -113,12 +114,12 @@ class Children:
         """Look and note in one."""
         return self.note(*look())
 
-    def note(self, looked_ns: int, everything: dict[int, proc.Process]) -> list[Child]:
+    def note(self, looked_ns: int, everything: dict[int, procfs.Process]) -> list[Child]:
         """What was seen at `looked_ns`, of every engine opened before; returns those."""
         noted = [c for c in self.by_ticket.values() if c.opened_ns < looked_ns]
         for child in noted:
             known = {p for p, ticks in child.members.items() if _is_same(everything, p, ticks)}
-            found = proc.descend(known | _led(child, everything), everything)
+            found = procfs.descend(known | _led(child, everything), everything)
             child.members = {pid: everything[pid].start_ticks for pid in found}
             # The kernel forks nothing for a process with a signal to die by (copy_process, fork.c).
             # So a look that began after all that is known was killed, and found no other, is the
@@ -175,22 +176,22 @@ class Children:
         part.rename(path)  # whole or not at all, whenever this process is killed
 
 
-def look() -> tuple[int, dict[int, proc.Process]]:
+def look() -> tuple[int, dict[int, procfs.Process]]:
     """Every process, and when the looking began. Takes milliseconds: call it from a thread."""
-    return time.monotonic_ns(), proc.processes()
+    return time.monotonic_ns(), procfs.processes()
 
 
-def _is_same(everything: dict[int, proc.Process], pid: int, ticks: int) -> bool:
+def _is_same(everything: dict[int, procfs.Process], pid: int, ticks: int) -> bool:
     found = everything.get(pid)
     return found is not None and found.start_ticks == ticks
 
 
 def lives(pid: int, ticks: int) -> bool:
-    found = proc.process(pid)
+    found = procfs.process(pid)
     return found is not None and found.alive and found.start_ticks == ticks
 
 
-def _led(child: Child, everything: dict[int, proc.Process]) -> set[int]:
+def _led(child: Child, everything: dict[int, procfs.Process]) -> set[int]:
     """The root, and the session and group it led. Their number cannot be used again while one of
     them lives; once none does it may be anybody's, for good."""
     root = everything.get(child.pid)
@@ -198,7 +199,7 @@ def _led(child: Child, everything: dict[int, proc.Process]) -> set[int]:
     if is_strangers or not child.leads:
         child.leads = False
         return set()
-    led = proc.led_by(child.pid, everything)
+    led = procfs.led_by(child.pid, everything)
     led = {pid for pid in led if everything[pid].start_ticks >= child.start_ticks}
     child.leads = root is not None or bool(led)
     return led
@@ -210,7 +211,7 @@ def _kill(pid: int, ticks: int) -> None:
     except ProcessLookupError:
         return
     try:
-        found = proc.process(pid)
+        found = procfs.process(pid)
         if found is not None and found.start_ticks == ticks:
             signal.pidfd_send_signal(fd, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -222,20 +223,45 @@ def _kill(pid: int, ticks: int) -> None:
 def _kill_session(leader: int, ticks: int) -> None:
     """What is left of a session whose leader died. While any of it lives the kernel gives the
     leader's number to nobody else; if somebody has it, nothing is left."""
-    holder = proc.process(leader)
+    holder = procfs.process(leader)
     if holder is not None and holder.start_ticks != ticks:
         return
-    for p in proc.processes().values():
+    for p in procfs.processes().values():
         if p.session == leader and p.alive and p.start_ticks >= ticks:
             _kill(p.pid, p.start_ticks)
 
 
 def kill_all(pids: Iterable[int]) -> None:
     """SIGKILL to whatever has these numbers now."""
-    kill_known((p.pid, p.start_ticks) for pid in pids if (p := proc.process(pid)))
+    kill_known((p.pid, p.start_ticks) for pid in pids if (p := procfs.process(pid)))
 
 
-def kill_known(pids: Iterable[proc.Name]) -> None:
+def kill_known(pids: Iterable[procfs.Name]) -> None:
     """SIGKILL to processes named by (pid, start time)."""
     for pid, ticks in pids:
         _kill(pid, ticks)
+
+
+# -------------------------------------------------------------------------------------------------
+# Engines whose process goes so that another takes its place under the same ticket (SPEC A14).
+
+
+class Replacing:
+    """Whose end is awaited, and is no news to the arbiter."""
+
+    def __init__(self) -> None:
+        self._ends: dict[TicketId, asyncio.Future[None]] = {}
+
+    def __contains__(self, ticket: TicketId) -> bool:
+        return ticket in self._ends
+
+    def begin(self, ticket: TicketId) -> asyncio.Future[None]:
+        """Done once nothing is left of its process; who asks again waits for the same end."""
+        if ticket not in self._ends:
+            self._ends[ticket] = asyncio.get_running_loop().create_future()
+        return self._ends[ticket]
+
+    def ended(self, ticket: TicketId) -> None:
+        """Nothing is left of it."""
+        if (end := self._ends.pop(ticket, None)) and not end.done():
+            end.set_result(None)

@@ -6,11 +6,12 @@ from collections.abc import Callable
 import ray
 from ray.exceptions import RayError
 
-from arbiter import calls
-from arbiter import events as ev
+from arbiter.core import events as ev
+from arbiter.core import types
 from arbiter.errors import ArbiterError
+from arbiter.protocol import rpc
+from arbiter.protocol.messages import NAME, NAMESPACE
 from arbiter.units import Epoch, NodeId, TicketId
-from arbiter.wire import NAME, NAMESPACE
 
 REPORT_S = 5.0  # an arbiter slower than its own reading bound is as good as away
 
@@ -22,13 +23,13 @@ class Reports:
     def __init__(
         self,
         node: NodeId,
-        inventory: Callable[[], tuple[ev.DeviceSpec, ...]],
+        inventory: Callable[[], tuple[types.DeviceSpec, ...]],
         gpu_pids: Callable[[], set[int]],
     ) -> None:
         self.gone: dict[TicketId, ev.EngineGone] = {}  # not yet said
         self._returning: dict[TicketId, set[int]] = {}  # dead, but NVML still lists these pids
         self._node, self._inventory, self._gpu_pids = node, inventory, gpu_pids
-        self._arbiter: calls.Peer | None = None
+        self._arbiter: rpc.Peer | None = None
         self._finding = asyncio.Lock()
         self._epoch: Epoch | None = None
 
@@ -82,11 +83,11 @@ class Reports:
             self._arbiter.close()
             self._arbiter = None
 
-    async def _found(self) -> calls.Peer:
+    async def _found(self) -> rpc.Peer:
         """Raises RayError, ValueError when there is no arbiter."""
         async with self._finding:
             if self._arbiter is None:
                 handle = ray.get_actor(NAME, namespace=NAMESPACE)
                 door = (await handle.hello.remote()).get("door")
-                self._arbiter = await calls.reach(handle, door, self._node)
+                self._arbiter = await rpc.reach(handle, door, self._node)
             return self._arbiter

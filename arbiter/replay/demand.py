@@ -4,7 +4,8 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from arbiter.events import CapabilitiesSet, Need, NodeSeen, Priority
+from arbiter.core.events import CapabilitiesSet, NodeSeen
+from arbiter.core.types import Need, Priority
 from arbiter.units import Instant, NodeId, Span
 
 

@@ -10,11 +10,12 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from arbiter import events as ev
-from arbiter.decisions import Revoke
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Revoke
 from arbiter.errors import ArbiterError
-from arbiter.recording import Step
 from arbiter.replay.demand import Demand, Seat, Use, Uses
+from arbiter.server.recording import Step
 from arbiter.units import SECOND, Bytes, HolderId, Instant, NodeId, Span, TicketId
 
 Key = tuple[str, str, NodeId]  # capability, model, node
@@ -30,7 +31,7 @@ class NothingLoaded(ArbiterError):
 class _Seen:
     """One seat as its events come by."""
 
-    need: ev.Need
+    need: types.Need
     last_used: Instant = Instant(-1)
     loads: list[int] = field(default_factory=list)
     wakes: list[int] = field(default_factory=list)
@@ -50,7 +51,7 @@ def demand_of(steps: Iterable[Step]) -> Demand:
 class _Reader:
     def __init__(self) -> None:
         self._nodes: dict[NodeId, ev.NodeSeen] = {}
-        self._table: dict[str, ev.CapabilitySpec] = {}
+        self._table: dict[str, types.CapabilitySpec] = {}
         self._homes: dict[HolderId, tuple[NodeId, str]] = {}
         self._keys: dict[TicketId, Key] = {}
         self._seen: dict[Key, _Seen] = {}
@@ -112,7 +113,7 @@ class _Reader:
             key = (capability, held.model, node)
             self._keys[held.ticket] = key
             seen = self._seen.setdefault(key, _Seen(held.need))
-            if held.phase is ev.Phase.RESIDENT:
+            if held.phase is types.Phase.RESIDENT:
                 self._used(key, seen, held, at)
 
     def _used(self, key: Key, seen: _Seen, held: ev.HeldTicket, at: Instant) -> None:
@@ -152,7 +153,7 @@ class _Reader:
         return Demand(tuple(self._nodes.values()), table, seats, Uses(uses))
 
     def _usual(self) -> _Seen:
-        every = _Seen(ev.Need(Bytes(0)))
+        every = _Seen(types.Need(Bytes(0)))
         for seen in self._seen.values():
             every.loads += seen.loads
             every.wakes += seen.wakes

@@ -13,12 +13,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from arbiter import events as ev
-from arbiter.core import Arbiter
-from arbiter.decisions import Decision, Grant, Probe, Reap, Reason, Refuse, Revoke, Tier, WakeAt
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.decisions import (
+    Decision,
+    Grant,
+    Probe,
+    Reap,
+    Reason,
+    Refuse,
+    Revoke,
+    Tier,
+    WakeAt,
+)
+from arbiter.core.settings import Settings
+from arbiter.core.view import Policies
 from arbiter.replay.demand import Demand, Seat
 from arbiter.replay.score import Score, Tally
-from arbiter.settings import Settings
 from arbiter.units import (
     SECOND,
     Bytes,
@@ -31,7 +43,6 @@ from arbiter.units import (
     after,
     host_device,
 )
-from arbiter.view import Policies
 
 NEVER = Instant(1 << 62)
 EMPTY = array("q")
@@ -57,7 +68,7 @@ class Desk:
     holder: HolderId
     life: Life = Life.COLD
     ticket: TicketId = NO_TICKET
-    home: tuple[ev.DeviceBytes, ...] = ()
+    home: tuple[types.DeviceBytes, ...] = ()
     is_wake: bool = False
     uses_count: int = 0
     busy_until: Instant = Instant(0)
@@ -172,7 +183,7 @@ class World:
             return
         inflight, idle = int(desk.busy_until > self.now), Span(max(0, self.now - desk.busy_until))
         held = ev.HeldTicket(
-            desk.ticket, desk.seat.model, ev.Phase.RESIDENT, inflight, idle, desk.home,
+            desk.ticket, desk.seat.model, types.Phase.RESIDENT, inflight, idle, desk.home,
             desk.seat.need, priority=desk.seat.priority, uses_count=desk.uses_count,
         )  # fmt: skip
         if inflight:
@@ -216,7 +227,7 @@ class World:
             self._woken_at = NEVER
             self._feed(ev.Woke())
 
-    def _granted(self, desk: Desk, devices: tuple[ev.DeviceBytes, ...]) -> None:
+    def _granted(self, desk: Desk, devices: tuple[types.DeviceBytes, ...]) -> None:
         if desk.life is not Life.WAITING:
             return
         desk.life, desk.home = Life.LOADING, devices
@@ -337,10 +348,10 @@ class World:
         self._feed(ev.Measured(node.node, devices, engines))
 
 
-def _held(desk: Desk) -> tuple[ev.DeviceBytes, ...]:
+def _held(desk: Desk) -> tuple[types.DeviceBytes, ...]:
     if desk.life is Life.ASLEEP or (desk.life is Life.WAITING and desk.is_wake):
         host = host_device(desk.seat.node)
-        return (ev.DeviceBytes(host, desk.seat.need.host_bytes),)
+        return (types.DeviceBytes(host, desk.seat.need.host_bytes),)
     return desk.home
 
 

@@ -3,7 +3,8 @@
 import random
 from dataclasses import dataclass
 
-from arbiter import events as ev
+from arbiter.core import events as ev
+from arbiter.core import types
 from arbiter.replay.demand import Demand, Seat, Use, Uses
 from arbiter.units import GIB, Bytes, DeviceId, Instant, NodeId, Span, seconds
 from benchmarks.replay.traces import Arrival
@@ -48,25 +49,27 @@ def demand(arrivals: list[Arrival], mix: Mix, budget_fraction: float, seed: int)
         for at, client in arrivals
     )
     seats = tuple(_seat(client, sizes[client], mix) for client in clients)
-    specs = tuple(ev.ModelSpec(seat.model, Span(-1)) for seat in seats)
-    table = ev.CapabilitiesSet((ev.CapabilitySpec("text", "text", "replay", specs, seconds(300)),))
+    specs = tuple(types.ModelSpec(seat.model, Span(-1)) for seat in seats)
+    table = ev.CapabilitiesSet(
+        (types.CapabilitySpec("text", "text", "replay", specs, seconds(300)),)
+    )
     return Demand((_node(lent, total * mix.host_fraction),), table, seats, Uses(uses))
 
 
 def _seat(client: int, size: float, mix: Mix) -> Seat:
     host = size if mix.host_fraction else 0
-    need = ev.Need(_gib(size), host_bytes=_gib(host))
+    need = types.Need(_gib(size), host_bytes=_gib(host))
     return Seat(
         "text", f"m{client}", NODE, need, seconds(mix.start_s + size / mix.disk_gib_per_s),
         wake=seconds(0.5 + size / 20), sleep=seconds(0.2 + size / 10), unload=seconds(0.5),
-        priority=ev.Priority.BATCH,  # all alike, in use or not, so that only the policy ranks them
+        priority=types.Priority.BATCH,  # all alike, in use or not: only the policy ranks them
     )  # fmt: skip
 
 
 def _node(device: float, host: float) -> ev.NodeSeen:
     specs = (
-        ev.DeviceSpec(GPU, ev.DeviceKind.GPU, _gib(device)),
-        ev.DeviceSpec(HOST, ev.DeviceKind.HOST, _gib(host)),
+        types.DeviceSpec(GPU, types.DeviceKind.GPU, _gib(device)),
+        types.DeviceSpec(HOST, types.DeviceKind.HOST, _gib(host)),
     )
     return ev.NodeSeen(NODE, specs)
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
+from arbiter.core.settings import DEFAULTS, Settings
 from arbiter.replay.score import Closed, Score, as_plain, closed
 from arbiter.replay.world import World
-from arbiter.settings import DEFAULTS, Settings
 from arbiter.units import Bytes, Instant
 from benchmarks.replay.mixes import Mix, demand
 from benchmarks.replay.traces import Arrival

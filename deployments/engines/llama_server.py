@@ -18,8 +18,8 @@ from typing import Any
 
 import aiohttp
 
-from deployments.engines import process
-from deployments.engines.child import CannotSleep, respond
+from deployments.engines import linux
+from deployments.engines.host import CannotSleep, respond
 from deployments.engines.protocol import (
     MAX_SOCKET_PATH,
     Config,
@@ -48,7 +48,7 @@ def build(config: Config) -> "LlamaServer":
 
     def become() -> None:
         os.umask(0o077)
-        process.die_with_parent(parent)
+        linux.die_with_parent(parent)
 
     words = command(config, path)
     program = subprocess.Popen(words, preexec_fn=become)  # noqa: PLW1509  # one thread so far
@@ -93,7 +93,7 @@ class LlamaServer:
                 raise LoadFailed("ProgramEnded", text, status == -9)  # so the kernel, for memory
             await asyncio.sleep(LOOK_S)
         pidfd = os.pidfd_open(self.program.pid)
-        asyncio.get_running_loop().add_reader(pidfd, process.end, 1)  # nothing serves without it
+        asyncio.get_running_loop().add_reader(pidfd, linux.end, 1)  # nothing serves without it
 
     async def _is_healthy(self) -> bool:
         assert self.session is not None

@@ -30,8 +30,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from arbiter.peers import peer_uid
-from deployments.engines import child, process
+from arbiter.protocol.peer_credentials import peer_uid
+from deployments.engines import host, linux
 from deployments.engines.protocol import MAX_LINE_BYTES, BadSpawn, Spawn, parse_spawn
 
 # Unconnected for this long, a zygote asks itself whether anybody can still find it. An agent
@@ -118,7 +118,7 @@ class Zygote:
         if op == "list":
             return {"children": [self._row(pid, spawn) for pid, spawn in self.children.values()]}
         if op == "ping":
-            return {"ready": True, "pid": os.getpid(), "threads": process.thread_count()}
+            return {"ready": True, "pid": os.getpid(), "threads": linux.thread_count()}
         return {"error": f"no op {op!r}; there is: ping, spawn, list"}
 
     def _row(self, pid: int, spawn: Spawn) -> dict[str, Any]:
@@ -128,15 +128,15 @@ class Zygote:
         self._reap()
         if known := self.children.get(spawn.ticket):
             return known[0]
-        process.refuse_environment(spawn.env)
-        process.require_private(spawn.socket.parent)
-        if process.thread_count() != 1:
+        linux.refuse_environment(spawn.env)
+        linux.require_private(spawn.socket.parent)
+        if linux.thread_count() != 1:
             raise BadSpawn("the zygote has threads, so a fork would not be sound; restart it")
         listener = bind(spawn.socket)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            child.run(spawn, listener)
+            host.run(spawn, listener)
         listener.close()
         self.children[spawn.ticket] = (pid, spawn)
         return pid
@@ -183,7 +183,7 @@ def bind(path: Path) -> socket.socket:
 
 def _listen(path: Path) -> socket.socket:
     """Raises BadSpawn unless the directory is private and no other zygote serves this path."""
-    process.require_private(path.parent)
+    linux.require_private(path.parent)
     lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends
@@ -196,7 +196,7 @@ def _clean_environment() -> None:
     """Start over with nothing but the allowed variables, before any library reads them."""
     if os.environ.get(_MARK) == "1":
         return
-    environment = process.allowed_environment(os.environ) | {_MARK: "1"}
+    environment = linux.allowed_environment(os.environ) | {_MARK: "1"}
     command = [sys.executable, "-m", "deployments.engines.zygote", *sys.argv[1:]]
     os.execve(sys.executable, command, environment)
 
@@ -208,14 +208,14 @@ def main() -> None:
     parser.add_argument("--linger-s", type=float, default=LINGER_S, help=argparse.SUPPRESS)
     args = parser.parse_args()
     _clean_environment()
-    process.set_name("zygote")
-    process.claim_priority()
+    linux.set_name("zygote")
+    linux.claim_priority()
     zygote = Zygote(args.socket, args.linger_s)
     gc.disable()  # a collection between imports costs a second and shares nothing
-    child.preload()
+    host.preload()
     for module in filter(None, args.preload.split(",")):
         importlib.import_module(module)
-    process.share_code()
+    linux.share_code()
     gc.collect()
     gc.freeze()  # a child's collector then leaves the shared pages untouched
     zygote.run()

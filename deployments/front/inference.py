@@ -11,15 +11,15 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from arbiter.core.types import Priority
 from arbiter.errors import CapabilityFailed, QueueFull, RequestError
-from arbiter.events import Priority
-from deployments import wire
-from deployments.config import Table
-from deployments.front.gate import Gate
+from deployments import messages
+from deployments.config.schema import Table
+from deployments.front.auth import Gate
 from deployments.front.keys import Caller, Scope
-from deployments.front.names import Names, Target
-from deployments.front.reading import Asked, BadRequest, call_of, read, refused
+from deployments.front.model_names import Names, Target
 from deployments.front.relay import RETRY_AFTER_S, relay
+from deployments.front.request import Asked, BadRequest, call_of, read, refused
 
 logger = logging.getLogger("ray.serve")
 
@@ -58,7 +58,7 @@ class Inference:
         )
         return await self._relayed(call, handle)
 
-    async def _relayed(self, call: wire.Call, handle: DeploymentHandle) -> Response:
+    async def _relayed(self, call: messages.Call, handle: DeploymentHandle) -> Response:
         response = await relay(call, handle.handle.remote, self._table.front.progress_s)
         if isinstance(response, StreamingResponse):
             response.body_iterator = self._streamed(response.body_iterator)
@@ -78,7 +78,7 @@ class Inference:
         finally:
             self._in_flight -= 1
 
-    def _call(self, asked: Asked, target: Target, tenant: str) -> wire.Call:
+    def _call(self, asked: Asked, target: Target, tenant: str) -> messages.Call:
         model = self._table.capabilities[target.capability].models[target.model]
         return call_of(asked, target, model, tenant)
 

@@ -10,13 +10,14 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from arbiter.errors import RequestError
-from deployments.config import Table, parse_table
-from deployments.front import arbiter_routes, lease_routes, residency_routes, settings_routes
-from deployments.front.gate import Denied, Gate
+from deployments.config.schema import Table, parse_table
+from deployments.front import arbiter_gateway
+from deployments.front.auth import Denied, Gate
 from deployments.front.inference import Inference
 from deployments.front.keys import Keyring, Scope, ensure_first, keys_path
-from deployments.front.reading import refused
-from deployments.front.shapes import described
+from deployments.front.request import refused
+from deployments.front.routes import leases, residency, settings
+from deployments.front.schemas import described
 
 
 async def _from_here(request: Request) -> None:
@@ -37,9 +38,9 @@ app = FastAPI(
     dependencies=[Depends(_from_here)],
     exception_handlers={Denied: _denied},
 )
-app.include_router(lease_routes.router)
-app.include_router(residency_routes.router)
-app.include_router(settings_routes.router)
+app.include_router(leases.router)
+app.include_router(residency.router)
+app.include_router(settings.router)
 
 
 @serve.deployment(
@@ -66,7 +67,7 @@ class Front:
         table = parse_table(user_config, "front.user_config")
         path = keys_path(table.front.keys_file, table.arbiter.state_file)
         await asyncio.to_thread(ensure_first, path)
-        await arbiter_routes.configure(table)
+        await arbiter_gateway.configure(table)
         site = frozenset(table.front.hosts), frozenset(table.front.origins)
         self.gate, self._table = Gate(Keyring(path), *site), table
         self._inference = Inference(table, self.gate, self._handles)
@@ -121,7 +122,7 @@ class Front:
         """Readiness of each capability: ready, loading, scaled_to_zero or failed with cause. 503
         only when none of them can serve."""
         try:
-            report = await arbiter_routes.readiness(self._table)
+            report = await arbiter_gateway.readiness(self._table)
         except RequestError as error:
             return refused(error)
         states = {c["state"] for c in report.values()}
@@ -131,7 +132,7 @@ class Front:
     async def state(self, request: Request) -> Response:
         self.gate.require(request, Scope.VIEW)
         try:
-            return JSONResponse(await arbiter_routes.state())
+            return JSONResponse(await arbiter_gateway.state())
         except RequestError as error:
             return refused(error)
 
@@ -140,7 +141,7 @@ class Front:
         """Why this ticket waits, or why it went, with the numbers."""
         self.gate.require(request, Scope.VIEW)
         try:
-            return JSONResponse(await arbiter_routes.explain(ticket))
+            return JSONResponse(await arbiter_gateway.explain(ticket))
         except RequestError as error:
             return refused(error)
 
@@ -149,7 +150,7 @@ class Front:
         """The event log from sequence number `after` on, as far as it is kept."""
         self.gate.require(request, Scope.VIEW)
         try:
-            return JSONResponse({"events": await arbiter_routes.recent_events(after)})
+            return JSONResponse({"events": await arbiter_gateway.recent_events(after)})
         except RequestError as error:
             return refused(error)
 
@@ -158,5 +159,5 @@ class Front:
         """The event log as SSE, from sequence number `after` on; `Last-Event-ID` resumes."""
         self.gate.require(request, Scope.VIEW)
         last = request.headers.get("last-event-id", "")
-        stream = arbiter_routes.event_stream(arbiter_routes.event_number(last, after))
+        stream = arbiter_gateway.event_stream(arbiter_gateway.event_number(last, after))
         return StreamingResponse(stream, media_type="text/event-stream")

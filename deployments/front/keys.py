@@ -25,7 +25,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from arbiter.store import default_path
+from arbiter.server.store import default_path
 
 logger = logging.getLogger("ray.serve")
 

@@ -24,13 +24,13 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from arbiter.errors import CapabilityFailed, EngineLost, QueueFull, RequestError
 from arbiter.units import TicketId
-from deployments import wire
+from deployments import messages
 
 logger = logging.getLogger("ray.serve")
 
-Parts = AsyncGenerator[wire.Part, None]
-Beginnings = wire.Head | wire.Whole
-Send = Callable[[wire.Call], Any]
+Parts = AsyncGenerator[messages.Part, None]
+Beginnings = messages.Head | messages.Whole
+Send = Callable[[messages.Call], Any]
 
 # A replica or engine that dies before the client saw anything has answered nothing, so the call is
 # sent again; three times in all, for replica, engine and arbiter killed together are three causes.
@@ -44,7 +44,7 @@ RETRY_AFTER_S = 1.0
 BEAT_S = 1.0
 
 SSE = "text/event-stream"
-STARTING = wire.Progress("starting", 0, None)
+STARTING = messages.Progress("starting", 0, None)
 
 
 class Broken(Exception):
@@ -56,11 +56,11 @@ class Broken(Exception):
         self.error, self.again = error, again
 
 
-async def relay(call: wire.Call, send: Send, beat_s: float = BEAT_S) -> Response:
+async def relay(call: messages.Call, send: Send, beat_s: float = BEAT_S) -> Response:
     """The answer as a response; every failure becomes OpenAI's error object. `send` starts the
     call and returns Serve's response generator."""
     parts = _answer(call, send)
-    first: wire.Part | None
+    first: messages.Part | None
     try:
         if call.wants_progress:
             beginning = Beginning(parts, beat_s)
@@ -70,11 +70,11 @@ async def relay(call: wire.Call, send: Send, beat_s: float = BEAT_S) -> Response
         else:
             first = await anext(parts)
     except Broken as broken:
-        return _plain(wire.Whole(*wire.refusal(broken.error)))
-    if isinstance(first, wire.Whole):
+        return _plain(messages.Whole(*messages.refusal(broken.error)))
+    if isinstance(first, messages.Whole):
         await parts.aclose()
         return _plain(first)
-    assert isinstance(first, wire.Head), "progress comes only where it is wanted"
+    assert isinstance(first, messages.Head), "progress comes only where it is wanted"
     return _stream(first, parts)
 
 
@@ -99,9 +99,9 @@ class Beginning:
             if not self._next.done():
                 return None
             match self._next.result():
-                case wire.Head() | wire.Whole() as first:
+                case messages.Head() | messages.Whole() as first:
                     return first
-                case wire.Progress() as progress:
+                case messages.Progress() as progress:
                     self._progress, self._heard_s = progress, time.monotonic()
             self._next = asyncio.ensure_future(anext(self._parts))
 
@@ -111,13 +111,13 @@ class Beginning:
             yield self._comment()
             while (first := await self.first()) is None:
                 yield self._comment()
-            if isinstance(first, wire.Whole):  # its status came too late
+            if isinstance(first, messages.Whole):  # its status came too late
                 yield b"data: " + first.body.replace(b"\n", b" ") + b"\n\n"
             else:
                 async for part in _body(self._parts):
                     yield part
         except Broken as broken:
-            yield wire.stream_error(broken.error)
+            yield messages.stream_error(broken.error)
         finally:
             self._next.cancel()
             await asyncio.wait({self._next})
@@ -131,12 +131,12 @@ class Beginning:
         return progress.line(now_s - self._began_s)
 
 
-def _stream(head: wire.Head, parts: Parts) -> Response:
+def _stream(head: messages.Head, parts: Parts) -> Response:
     headers = {k: v for k, v in head.headers.items() if k != "content-type"}
     return StreamingResponse(_body(parts), head.status, headers, media_type=SSE)
 
 
-def _plain(said: wire.Whole) -> Response:
+def _plain(said: messages.Whole) -> Response:
     headers = {k: v for k, v in said.head.headers.items() if k != "content-length"}
     return Response(said.body, said.head.status, headers)
 
@@ -148,19 +148,19 @@ async def _body(parts: Parts) -> AsyncGenerator[bytes, None]:
             assert isinstance(part, bytes), "one head, then bytes"
             yield part
     except Broken as broken:
-        yield wire.stream_error(broken.error)
+        yield messages.stream_error(broken.error)
     finally:
         await parts.aclose()
 
 
-async def _answer(call: wire.Call, send: Send) -> Parts:
+async def _answer(call: messages.Call, send: Send) -> Parts:
     """Of the first try that gives one; after its head there is no other. Raises Broken."""
     for number in range(1, TRIES + 1):
         has_begun = False
         try:
             async with aclosing(_translated(send(call), call)) as parts:
                 async for part in parts:
-                    has_begun = has_begun or not isinstance(part, wire.Progress)
+                    has_begun = has_begun or not isinstance(part, messages.Progress)
                     yield part
             return
         except Broken as broken:
@@ -168,13 +168,13 @@ async def _answer(call: wire.Call, send: Send) -> Parts:
                 raise
 
 
-async def _translated(response: Any, call: wire.Call) -> Parts:
+async def _translated(response: Any, call: messages.Call) -> Parts:
     """Left before its end, by whatever way, it cancels the work behind it. Raises Broken."""
     ended = False
     try:
         with _Border(call):
             async for part in response:
-                ended = isinstance(part, wire.Whole)  # nothing follows
+                ended = isinstance(part, messages.Whole)  # nothing follows
                 yield part
         ended = True
     except Broken:
@@ -189,7 +189,7 @@ class _Border(AbstractContextManager["_Border", None]):
     """Between Serve and us. A call may fail in Serve's words, in Ray's, in gRPC's and, by gRPC, in
     those of whatever the replica raised: here all of them become ours."""
 
-    def __init__(self, call: wire.Call) -> None:
+    def __init__(self, call: messages.Call) -> None:
         self._call = call
 
     def __exit__(
@@ -199,7 +199,7 @@ class _Border(AbstractContextManager["_Border", None]):
             raise _in_our_words(error, self._call) from error
 
 
-def _in_our_words(error: Exception, call: wire.Call) -> Broken:
+def _in_our_words(error: Exception, call: messages.Call) -> Broken:
     match error:
         case BackPressureError(args=(int(queued), int(bound), *_)):
             return Broken(QueueFull(call.model, queued, bound, RETRY_AFTER_S), again=False)
@@ -208,8 +208,8 @@ def _in_our_words(error: Exception, call: wire.Call) -> Broken:
         case RayActorError() | AioRpcError():
             return Broken(EngineLost(call.model, TicketId(call.request_id)), again=True)
         case RayTaskError(cause=RequestError() as cause):
-            return Broken(cause, again=wire.is_transient(cause))
+            return Broken(cause, again=messages.is_transient(cause))
         case RequestError():
-            return Broken(error, again=wire.is_transient(error))
+            return Broken(error, again=messages.is_transient(error))
     logger.error("request %s: %r", call.request_id, error)
     return Broken(CapabilityFailed(call.model, type(error).__name__), again=False)

@@ -15,12 +15,12 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.serve.config import AutoscalingContext
 
-from arbiter import rays
 from arbiter.errors import NeverFits
-from arbiter.node import spares
+from arbiter.node import spare_workers
+from arbiter.protocol import ray_internals
 from arbiter.units import Bytes, TicketId
-from deployments.capability import Capability
-from deployments.router import ResidentRouter
+from deployments.replica.capability import Capability
+from deployments.routing.router import ResidentRouter
 from deployments.scaling import ArbiterPolicy, Context
 from tests.support.waits import eventually
 
@@ -41,13 +41,13 @@ class Probe:
         return asyncio.get_running_loop() is self.loop
 
     async def places(self) -> tuple[str, str]:
-        return rays.session_name(), str(rays.logs_folder())
+        return ray_internals.session_name(), str(ray_internals.logs_folder())
 
     async def spares(self) -> int:
-        return spares.unused()
+        return spare_workers.unused()
 
     async def prestart(self) -> None:
-        await rays.prestart_worker(60)
+        await ray_internals.prestart_worker(60)
 
     async def refuse(self) -> None:
         raise NeverFits(TicketId("t"), Bytes(2), Bytes(1))
@@ -75,7 +75,7 @@ class Owner:
 
     async def own(self, probe: Any) -> int:
         self.pending = probe.forever.remote()
-        await probe.watch.remote([rays.own_handle()], [self.pending], os.getpid())
+        await probe.watch.remote([ray_internals.own_handle()], [self.pending], os.getpid())
         return os.getpid()
 
 
@@ -135,9 +135,9 @@ def test_an_unavailable_actor_is_told_apart_from_a_dead_one() -> None:
 def test_nodes_say_who_is_alive_and_which_is_the_head() -> None:
     nodes = ray.nodes()
     assert all({"NodeID", "Alive", "Resources"} <= node.keys() for node in nodes)
-    assert rays.head_node() in {n["NodeID"] for n in nodes}
+    assert ray_internals.head_node() in {n["NodeID"] for n in nodes}
     assert "node:__internal_head__" in nodes[0]["Resources"]
-    assert rays.own_node() in rays.living_nodes()
+    assert ray_internals.own_node() in ray_internals.living_nodes()
 
 
 def test_serve_gives_scaling_policies_what_ours_reads() -> None:

@@ -34,12 +34,12 @@ from vllm.v1.worker.gpu_worker import Worker as GPUWorker
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from deployments.engines.lora_cpu import SegmentedPunica
 from deployments.engines.protocol import COULD_GROW
-from deployments.engines.sentence_transformers_engine import spread
-from deployments.engines.vllm_cpu_worker import SleepingCpuWorker
-from deployments.engines.vllm_engine import arguments
-from deployments.engines.vllm_room import Room
+from deployments.engines.sentence_transformers import spread
+from deployments.engines.vllm.context_growth import Room
+from deployments.engines.vllm.cpu_worker import SleepingCpuWorker
+from deployments.engines.vllm.engine import arguments
+from deployments.engines.vllm.lora_cpu import SegmentedPunica
 
 
 def names(function: object) -> list[str]:

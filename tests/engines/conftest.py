@@ -8,7 +8,7 @@ import pytest
 from models.make_models import SMALL, TINY, default_folder, make
 from tests.support.engine_host import ZygoteUnderTest, zygote
 
-ENGINES = "deployments.engines.vllm_preload,deployments.engines.sentence_transformers_engine"
+ENGINES = "deployments.engines.vllm.preload,deployments.engines.sentence_transformers"
 
 
 @pytest.fixture(scope="session")

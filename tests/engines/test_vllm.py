@@ -22,7 +22,7 @@ from tests.support.engine_host import (
     until,
 )
 
-VLLM = "deployments.engines.vllm_engine:build"
+VLLM = "deployments.engines.vllm.engine:build"
 MIB = 1 << 20
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What is a lease?"}]}
 GREEDY = {**CHAT, "max_tokens": 12, "temperature": 0}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deployments.engines import zygote as module
-from deployments.engines.process import allowed_environment
+from deployments.engines.linux import allowed_environment
 from tests.support.engine_host import (
     ROOT,
     Child,

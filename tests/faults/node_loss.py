@@ -9,8 +9,8 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from arbiter import rays, wire
-from arbiter.node.proc import process
+from arbiter.node.procfs import process
+from arbiter.protocol import messages, ray_internals
 from tests.conftest import ENVIRONMENT
 from tests.support.desk import Holder, capability, desk, model
 
@@ -27,14 +27,14 @@ async def main(cluster: Cluster, worker: Any) -> None:
     async with desk({"chat": capability(a=model(50), b=model(60))}) as d:
         await d.until(lambda s: len(s["devices"]) == 4)
         here, there = (
-            Holder.options(scheduling_strategy=rays.on_node(node)).remote("chat")
-            for node in (rays.head_node(), worker.node_id)
+            Holder.options(scheduling_strategy=ray_internals.on_node(node)).remote("chat")
+            for node in (ray_internals.head_node(), worker.node_id)
         )
         assert await asyncio.gather(here.ask.remote("a"), there.ask.remote("b")) == [200, 200]
-        lost = wire.node_of(worker.node_id)
+        lost = messages.node_of(worker.node_id)
         state = await d.until(lambda s: all(t["measured_bytes"] for t in s["tickets"]))
-        assert {t["node"] for t in state["tickets"]} == {lost, rays.own_node()}
-        agent = ray.get_actor(wire.agent_name(lost), namespace=wire.NAMESPACE)
+        assert {t["node"] for t in state["tickets"]} == {lost, ray_internals.own_node()}
+        agent = ray.get_actor(messages.agent_name(lost), namespace=messages.NAMESPACE)
         engines = [pid for pids in (await agent.engines.remote()).values() for pid in pids]
         await asyncio.to_thread(cluster.remove_node, worker, False)
         state = await d.until(lambda s: len(s["devices"]) == 2, 30)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from arbiter.client import call_arbiter
+from arbiter.client.admin import call_arbiter
+from arbiter.core.events import Loaded, Renewed
 from arbiter.errors import StaleEpoch
-from arbiter.events import Loaded, Renewed
 from arbiter.units import Epoch, HolderId, Span, TicketId
 from tests.support.desk import capability, desk, gone, kill, model
 from tests.support.waits import eventually

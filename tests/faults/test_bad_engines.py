@@ -9,8 +9,8 @@ import ray
 
 from arbiter.errors import EngineLost, LoadFailed
 from arbiter.units import MIB
-from deployments import liveness
-from deployments.residency import Residency
+from deployments.replica import watchdog
+from deployments.replica.residency import Residency
 from tests.support.desk import CONTEXT, capability, desk, gone, model
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -96,8 +96,8 @@ async def test_an_engine_that_ignores_being_asked_to_end_is_killed() -> None:
 async def test_an_engine_that_hangs_is_killed_and_who_waits_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(liveness, "ASK_S", 0.1)
-    monkeypatch.setattr(liveness, "HUNG_S", 1.0)
+    monkeypatch.setattr(watchdog, "ASK_S", 0.1)
+    monkeypatch.setattr(watchdog, "HUNG_S", 1.0)
     async with desk() as d:
         residency = Residency.start("chat")
         ask = "a", "POST", "/v1/embeddings", {}, b"{}"

@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.config import AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
-from deployments.residency import Residency
+from deployments.replica.residency import Residency
 from tests.support.desk import Desk, capability, desk, gone, model
 from tests.support.waits import eventually
 

@@ -7,7 +7,7 @@ from sentence_transformers import SentenceTransformer
 
 from tests.support.engine_host import zygote
 
-ENTRY = "deployments.engines.sentence_transformers_engine"
+ENTRY = "deployments.engines.sentence_transformers"
 TEXTS = [
     "A lease is a claim on memory for a term.",
     "The arbiter owns every byte.",

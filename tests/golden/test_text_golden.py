@@ -14,12 +14,12 @@ import torch
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
-from deployments.headers import linear_shapes
+from deployments.config.safetensors_header import linear_shapes
 from models.make_models import TINY, default_folder, make
 from tests.support.adapters import write
 from tests.support.engine_host import ROOT, Child, ZygoteUnderTest, zygote
 
-VLLM = "deployments.engines.vllm_engine:build"
+VLLM = "deployments.engines.vllm.engine:build"
 COUNT = 32
 # Token ids, so that no tokenizer stands between: short, one block, longer than a block of 128.
 PROMPTS = [[7, 300, 12], list(range(100, 180)), [(i * 37) % 2000 + 3 for i in range(200)]]
@@ -44,7 +44,7 @@ def catalogue(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def light() -> Iterator[ZygoteUnderTest]:
-    with zygote("deployments.engines.vllm_preload") as running:
+    with zygote("deployments.engines.vllm.preload") as running:
         yield running
 
 

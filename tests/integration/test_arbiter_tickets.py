@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import ray
 
-from arbiter.client import (
+from arbiter.client.admin import (
     call_arbiter,
     find_arbiter,
     record_arbiter,
     start_arbiter,
     stop_arbiter,
 )
+from arbiter.core.types import CapabilitySpec
 from arbiter.errors import (
     ArbiterUnavailable,
     CapabilityConflict,
@@ -26,13 +27,12 @@ from arbiter.errors import (
     UnknownModel,
     UnknownTicket,
 )
-from arbiter.events import CapabilitySpec
 from arbiter.units import MIB, Span, TicketId
-from deployments import boot
-from deployments.config import parse_table
-from deployments.residency import Residency
+from deployments.config import boot
+from deployments.config.schema import parse_table
+from deployments.messages import refusal
+from deployments.replica.residency import Residency
 from deployments.whatif import whatif
-from deployments.wire import refusal
 from tests.support.desk import capability, desk, gone, model
 from tests.support.waits import eventually
 

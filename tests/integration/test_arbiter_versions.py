@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from arbiter import wire
-from arbiter.client import start_arbiter, upgrade_arbiter
-from deployments import boot
+from arbiter.client.admin import start_arbiter, upgrade_arbiter
+from arbiter.protocol import messages
+from deployments.config import boot
 from tests.support.desk import desk
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A20")]
@@ -33,8 +33,8 @@ async def test_other_code_does_not_replace_an_arbiter_that_somebody_holds_ticket
     async with desk() as d:
         await d.holder().ask.remote("a")
         pid = await d.arbiter_pid()
-        monkeypatch.setattr(wire, "identity", lambda: "9.9.9/other")
-        with pytest.raises(wire.VersionMismatch, match="arbiter upgrade"):
+        monkeypatch.setattr(messages, "identity", lambda: "9.9.9/other")
+        with pytest.raises(messages.VersionMismatch, match="arbiter upgrade"):
             await start_arbiter(boot.boot(d.table))
         assert await d.arbiter_pid() == pid
 
@@ -42,12 +42,12 @@ async def test_other_code_does_not_replace_an_arbiter_that_somebody_holds_ticket
 async def test_an_arbiter_nobody_uses_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     async with desk() as d:
         pid = await d.arbiter_pid()
-        monkeypatch.setattr(wire, "identity", lambda: "9.9.9/other")
+        monkeypatch.setattr(messages, "identity", lambda: "9.9.9/other")
         await start_arbiter(boot.boot(d.table))
         assert await d.arbiter_pid() != pid
 
 
 def test_the_protocol_hash_follows_every_message() -> None:
-    assert wire.protocol_hash() == wire.protocol_hash()
-    names = {k.__name__ for k in wire.messages()}
+    assert messages.protocol_hash() == messages.protocol_hash()
+    names = {k.__name__ for k in messages.messages()}
     assert {"Requested", "Granted", "Measured", "RevokeOrder", "SpawnSpec"} <= names

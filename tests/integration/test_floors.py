@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from arbiter.client import call_arbiter
+from arbiter.client.admin import call_arbiter
+from arbiter.core.types import Floor
 from arbiter.errors import NotResident, UnknownModel
-from arbiter.events import Floor
-from deployments import boot
+from deployments.config import boot
 from tests.support.desk import capability, desk, first, model
 from tests.support.waits import eventually
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from arbiter.client import record_arbiter
-from arbiter.decisions import Grant
+from arbiter.client.admin import record_arbiter
+from arbiter.core.decisions import Grant
+from arbiter.core.types import Split
 from arbiter.errors import EngineLost, NeverFits
-from arbiter.events import Split
-from arbiter.recording import again, read
+from arbiter.server.recording import again, read
 from arbiter.units import MIB, Bytes
-from deployments.gangs import use_all
-from deployments.plan import ENGINES, EngineKind
-from deployments.residency import Residency
-from deployments.use import Use
+from deployments.config.load_plan import ENGINES, EngineKind
+from deployments.replica.residency import Residency
+from deployments.replica.use import Use
+from deployments.replica.use_all import use_all
 from policies import bundle
 from tests.support.desk import Desk, capability, desk, gone, kill, model
 from tests.support.engine_host import device_bytes

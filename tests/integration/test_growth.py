@@ -3,8 +3,8 @@
 import pytest
 
 from arbiter.errors import NeverFits
+from arbiter.protocol.messages import Plain
 from arbiter.units import MIB
-from arbiter.wire import Plain
 from tests.support.desk import capability, desk, model
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A14")]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from arbiter import leases
-from arbiter.client import call_arbiter
+from arbiter.client.admin import call_arbiter
 from arbiter.errors import DeadlineUnmet, LeaseRefused
+from arbiter.protocol.messages import lease_ticket
 from arbiter.units import MIB
-from arbiter.wire import lease_ticket
 from tests.support.desk import Desk, capability, desk, kill, model
 from tests.support.engine_host import ROOT
 

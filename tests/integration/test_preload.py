@@ -2,7 +2,7 @@
 
 import pytest
 
-from arbiter.client import call_arbiter
+from arbiter.client.admin import call_arbiter
 from arbiter.units import MIB
 from tests.support.desk import capability, desk, first, model
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from arbiter.client import call_arbiter
+from arbiter.client.admin import call_arbiter
+from arbiter.core.events import PressurePushed
+from arbiter.core.types import Level
 from arbiter.errors import UnderPressure
-from arbiter.events import Level, PressurePushed
 from arbiter.units import Bytes, seconds
 from tests.support.desk import capability, desk, model
 

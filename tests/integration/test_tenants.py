@@ -2,11 +2,11 @@
 
 import pytest
 
-from arbiter.client import call_arbiter
+from arbiter.client.admin import call_arbiter
+from arbiter.core.types import Client
 from arbiter.errors import QuotaExceeded, SettingsConflict
-from arbiter.events import Client
-from deployments import boot, runtime_settings
-from deployments.config import ConfigError
+from deployments.config import boot, runtime_settings
+from deployments.config.schema import ConfigError
 from tests.support.desk import capability, desk, kill, model
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.text.admission import BASE, View, Waiting, plan
+from deployments.engines.vllm.admission import BASE, View, Waiting, plan
 
 NAMES = st.sampled_from([BASE, *"abcdefgh"])
 

@@ -8,14 +8,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from arbiter import events as ev
-from arbiter.core import Arbiter
-from arbiter.decisions import Decision, Grant, Reap, Reason, Refuse, Revoke, WakeAt
-from arbiter.ledger import CHARGED, Entry, State
-from arbiter.rules import urgency
-from arbiter.rules.audit import audit as audit_books
-from arbiter.rules.eviction import min_residency_ends
-from arbiter.settings import DEFAULTS, Terms
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.decisions import Decision, Grant, Reap, Reason, Refuse, Revoke, WakeAt
+from arbiter.core.eviction.eligibility import min_residency_ends
+from arbiter.core.eviction.ranking import effective_priority
+from arbiter.core.records.ledger import audit as audit_books
+from arbiter.core.records.ticket import CHARGED, Entry, State
+from arbiter.core.settings import DEFAULTS, Terms
 from arbiter.units import (
     SECOND,
     Bytes,
@@ -59,9 +60,11 @@ class Books(RuleBasedStateMachine):
         self.answers: dict[TicketId, Grant | Refuse] = {}
         self.budget = {CPU: 10, HOST: 6}
         self.foreign = {CPU: 0, HOST: 0}
-        specs = tuple(ev.ModelSpec(m, seconds(20), m == PINNED) for m in "abcdef")
+        specs = tuple(types.ModelSpec(m, seconds(20), m == PINNED) for m in "abcdef")
         self.feed(
-            ev.CapabilitiesSet((ev.CapabilitySpec("text", "embedding", "x", specs, seconds(60)),))
+            ev.CapabilitiesSet(
+                (types.CapabilitySpec("text", "embedding", "x", specs, seconds(60)),)
+            )
         )
         self.see_node()
         self.feed(ev.Joined(HolderId("h1"), NODE, "text", ()))
@@ -154,8 +157,8 @@ class Books(RuleBasedStateMachine):
             resident = copy.copy(entry)
             resident.state = State.RESIDENT
             most_urgent = min(e.priority for e in self.ledger.entries() if e is not entry)
-            assert most_urgent <= urgency.of(self.arbiter._mind, resident)
-            if most_urgent == urgency.of(self.arbiter._mind, resident):
+            assert most_urgent <= effective_priority(self.arbiter._mind, resident)
+            if most_urgent == effective_priority(self.arbiter._mind, resident):
                 assert self.now >= min_residency_ends(self.arbiter._mind, resident)
             assert self.now >= entry.refused_until
 
@@ -167,13 +170,13 @@ class Books(RuleBasedStateMachine):
 
     @rule(
         ticket=TICKETS, size=SIZES, sleeps=st.booleans(), attempt=st.integers(1, 2),
-        priority=st.sampled_from(ev.Priority),
+        priority=st.sampled_from(types.Priority),
     )  # fmt: skip
     def request(
-        self, ticket: TicketId, size: int, sleeps: bool, attempt: int, priority: ev.Priority
+        self, ticket: TicketId, size: int, sleeps: bool, attempt: int, priority: types.Priority
     ) -> None:
         self.asked.add(ticket)
-        need = ev.Need(Bytes(size), host_bytes=Bytes(size if sleeps else 0))
+        need = types.Need(Bytes(size), host_bytes=Bytes(size if sleeps else 0))
         deadline = seconds(30) if size % 2 else None
         self.feed(ev.Requested(
             ticket, HOLDER_OF[ticket], "text", ticket, need, "", True, deadline, attempt,
@@ -206,7 +209,7 @@ class Books(RuleBasedStateMachine):
             home = self.ledger.find(ticket).home
             assert len(home) <= 1
             self.held[ticket] = {d: max(0, b - less) for d, b in home.items()}
-        has = tuple(ev.DeviceBytes(d, Bytes(b)) for d, b in self.held.get(ticket, {}).items())
+        has = tuple(types.DeviceBytes(d, Bytes(b)) for d, b in self.held.get(ticket, {}).items())
         self.feed(ev.GaveBack(ticket, has))
         once = dict(entry.home) if (entry := self.ledger.find(ticket)) else {}
         self.feed(ev.GaveBack(ticket, has))
@@ -223,32 +226,34 @@ class Books(RuleBasedStateMachine):
         if kind in ("withdrawn", "released") and self.state(ticket) in (None, State.ASLEEP):
             self.asked.discard(ticket)
 
-    def account(self, holder: HolderId, phase: ev.Phase, inflight: int) -> list[ev.HeldTicket]:
+    def account(self, holder: HolderId, phase: types.Phase, inflight: int) -> list[ev.HeldTicket]:
         return [
             ev.HeldTicket(
                 t, t, phase, inflight, seconds(0 if inflight else 1),
-                tuple(ev.DeviceBytes(d, Bytes(b)) for d, b in sorted(self.held[t].items())),
-                e.need if (e := self.ledger.find(t)) else ev.Need(Bytes(3)),
+                tuple(types.DeviceBytes(d, Bytes(b)) for d, b in sorted(self.held[t].items())),
+                e.need if (e := self.ledger.find(t)) else types.Need(Bytes(3)),
             )
             for t in sorted(self.held) if HOLDER_OF[t] == holder
         ]  # fmt: skip
 
     @rule(
-        holder=HOLDERS, phase=st.sampled_from(ev.Phase), inflight=st.integers(0, 2),
+        holder=HOLDERS, phase=st.sampled_from(types.Phase), inflight=st.integers(0, 2),
         forgets=st.booleans(),
     )  # fmt: skip
-    def renew(self, holder: HolderId, phase: ev.Phase, inflight: int, forgets: bool) -> None:
+    def renew(self, holder: HolderId, phase: types.Phase, inflight: int, forgets: bool) -> None:
         held = self.account(holder, phase, inflight)
         self.feed(ev.Renewed(holder, tuple(held[forgets:])))
 
-    @rule(holder=HOLDERS, ticket=TICKETS, phase=st.sampled_from(ev.Phase), size=st.integers(1, 8))
-    def join(self, holder: HolderId, ticket: TicketId, phase: ev.Phase, size: int) -> None:
+    @rule(
+        holder=HOLDERS, ticket=TICKETS, phase=st.sampled_from(types.Phase), size=st.integers(1, 8)
+    )
+    def join(self, holder: HolderId, ticket: TicketId, phase: types.Phase, size: int) -> None:
         """With one ticket the arbiter may not know: bytes from before a restart."""
-        held = self.account(holder, ev.Phase.RESIDENT, 0)
+        held = self.account(holder, types.Phase.RESIDENT, 0)
         fresh = ticket not in self.arbiter._mind.answers and self.ledger.find(ticket) is None
         if fresh and HOLDER_OF[ticket] == holder:
-            part = (ev.DeviceBytes(CPU, Bytes(size)),)
-            need = ev.Need(Bytes(size), host_bytes=Bytes(2))
+            part = (types.DeviceBytes(CPU, Bytes(size)),)
+            need = types.Need(Bytes(size), host_bytes=Bytes(2))
             held.append(ev.HeldTicket(ticket, ticket, phase, 0, seconds(0), part, need))
             self.held[ticket] = {CPU: size}
         self.feed(ev.Joined(holder, NODE, "text", tuple(held)))
@@ -281,7 +286,7 @@ class Books(RuleBasedStateMachine):
             for d, b in sorted(self.foreign.items())
         )
         readings = tuple(
-            ev.EngineReading(t, tuple(ev.DeviceBytes(d, Bytes(b)) for d, b in sorted(m.items())))
+            ev.EngineReading(t, tuple(types.DeviceBytes(d, Bytes(b)) for d, b in sorted(m.items())))
             for t, m in sorted(self.measured.items())
         )
         self.feed(ev.Measured(NODE, devices, readings))
@@ -293,12 +298,12 @@ class Books(RuleBasedStateMachine):
         if NODE not in self.arbiter._mind.nodes:
             self.foreign = {CPU: 0, HOST: 0}
         self.feed(ev.NodeSeen(NODE, (
-            ev.DeviceSpec(CPU, ev.DeviceKind.CPU, Bytes(cpu)),
-            ev.DeviceSpec(HOST, ev.DeviceKind.HOST, Bytes(self.budget[HOST])),
+            types.DeviceSpec(CPU, types.DeviceKind.CPU, Bytes(cpu)),
+            types.DeviceSpec(HOST, types.DeviceKind.HOST, Bytes(self.budget[HOST])),
         )))  # fmt: skip
 
-    @rule(level=st.sampled_from(ev.Level), where=st.sampled_from([NODE, CPU, HOST]))
-    def pressure(self, level: ev.Level, where: str) -> None:
+    @rule(level=st.sampled_from(types.Level), where=st.sampled_from([NODE, CPU, HOST]))
+    def pressure(self, level: types.Level, where: str) -> None:
         self.feed(ev.PressurePushed(where, level, None, seconds(10)))
 
     @precondition(lambda self: len(self.log) % 7 == 0)  # rarely: it ends most of what goes on

@@ -9,12 +9,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from arbiter import events as ev
-from arbiter.decisions import Decision, Grant, Refuse, Revoke
-from arbiter.ledger import State
-from arbiter.rules import granting
-from arbiter.rules.audit import audit as audit_books
-from arbiter.settings import Terms
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Decision, Grant, Refuse, Revoke
+from arbiter.core.queue import grant_pass
+from arbiter.core.records.ledger import audit as audit_books
+from arbiter.core.records.ticket import State
+from arbiter.core.settings import Terms
 from arbiter.units import SECOND, HolderId, Instant, TicketId, seconds
 from tests.unit.desk import CPU, PATIENT, PLAIN, Desk, s
 
@@ -64,18 +65,20 @@ class Line(RuleBasedStateMachine):
 
     @rule(
         model=st.sampled_from(MODELS), size=st.sampled_from([1, 2, 5, 15, 40]),
-        holder=st.integers(0, 2), priority=st.sampled_from(ev.Priority), sleeps=st.booleans(),
+        holder=st.integers(0, 2), priority=st.sampled_from(types.Priority), sleeps=st.booleans(),
     )  # fmt: skip
-    def ask(self, model: str, size: int, holder: int, priority: ev.Priority, sleeps: bool) -> None:
+    def ask(
+        self, model: str, size: int, holder: int, priority: types.Priority, sleeps: bool
+    ) -> None:
         self.number += 1
         name = f"{model}{self.number}"
         self.asked[name], self.overtaken[name], self.order[name] = self.now, 0, self.number
         self.say_wanted(name, model, size, holder, priority, sleeps)
 
     def say_wanted(
-        self, name: str, model: str, size: int, holder: int, priority: ev.Priority, sleeps: bool
+        self, name: str, model: str, size: int, holder: int, priority: types.Priority, sleeps: bool
     ) -> None:
-        need = ev.Need(size << 30, host_bytes=(size << 30) if sleeps else 0)  # type: ignore[arg-type]
+        need = types.Need(size << 30, host_bytes=(size << 30) if sleeps else 0)  # type: ignore[arg-type]
         self.feed(ev.Requested(
             TicketId(name), HolderId(f"h{holder}"), "text", model, need, "", True,
             priority=priority,
@@ -131,8 +134,8 @@ class Line(RuleBasedStateMachine):
         if ticket := self.one(State.RECLAIMING, pick):
             self.feed(ev.EngineGone("n", ticket, True))  # type: ignore[arg-type]
 
-    @rule(pick=st.integers(0, 20), priority=st.sampled_from(ev.Priority))
-    def wake(self, pick: int, priority: ev.Priority) -> None:
+    @rule(pick=st.integers(0, 20), priority=st.sampled_from(types.Priority))
+    def wake(self, pick: int, priority: types.Priority) -> None:
         if (ticket := self.one(State.ASLEEP, pick)) and ticket not in self.asked:
             self.number += 1
             self.asked[ticket], self.overtaken[ticket] = self.now, 0
@@ -142,8 +145,8 @@ class Line(RuleBasedStateMachine):
                 ticket, entry.holder, "text", entry.model, entry.need, "", True, priority=priority
             ))  # fmt: skip
 
-    @rule(pick=st.integers(0, 20), priority=st.sampled_from(ev.Priority))
-    def hurry(self, pick: int, priority: ev.Priority) -> None:
+    @rule(pick=st.integers(0, 20), priority=st.sampled_from(types.Priority))
+    def hurry(self, pick: int, priority: types.Priority) -> None:
         if ticket := self.one(State.QUEUED, pick):
             entry = self.desk.mind.ledger.find(ticket)
             self.feed(ev.Requested(
@@ -184,10 +187,10 @@ class Line(RuleBasedStateMachine):
         mind = copy.deepcopy(self.desk.mind)
         for _ in range(2):  # what was decided last may have opened the way for one more step
             mind.out = []
-            granting.admit(mind)
+            grant_pass.admit(mind)
         mind.out = []
         mind.ledger.changed.update(mind.nodes)
-        granting.admit(mind)
+        grant_pass.admit(mind)
         assert not [d for d in mind.out if isinstance(d, Grant | Revoke)]
 
     @invariant()

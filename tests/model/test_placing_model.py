@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arbiter import events as ev
-from arbiter.decisions import Grant, Revoke
-from arbiter.ledger import State
-from arbiter.rules.audit import audit as audit_books
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Grant, Revoke
+from arbiter.core.records.ledger import audit as audit_books
+from arbiter.core.records.ticket import State
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, TicketId, seconds
 from tests.unit.desk import Desk, gib
 
@@ -60,8 +61,10 @@ class Node:
         self.desk, self.sizes, self.now, self.number = Desk(), sizes, 0.0, 0
         self.home: dict[str, DeviceId] = {}  # where each model was last
         self.held: dict[TicketId, dict[DeviceId, float]] = {}
-        specs = [ev.DeviceSpec(d, ev.DeviceKind.GPU, gib(size)) for d, size in DEVICES.items()]
-        specs.append(ev.DeviceSpec(HOST, ev.DeviceKind.HOST, gib(5_000)))
+        specs = [
+            types.DeviceSpec(d, types.DeviceKind.GPU, gib(size)) for d, size in DEVICES.items()
+        ]
+        specs.append(types.DeviceSpec(HOST, types.DeviceKind.HOST, gib(5_000)))
         self.feed(ev.NodeSeen(NODE, tuple(specs)))
         self.read()
         for holder in HOLDERS:
@@ -75,7 +78,7 @@ class Node:
     def read(self) -> None:
         free = tuple(ev.DeviceReading(d, gib(1e6), Bytes(0)) for d in (*DEVICES, HOST))
         engines = tuple(
-            ev.EngineReading(t, tuple(ev.DeviceBytes(d, gib(b)) for d, b in held.items()))
+            ev.EngineReading(t, tuple(types.DeviceBytes(d, gib(b)) for d, b in held.items()))
             for t, held in self.held.items()
         )
         self.feed(ev.Measured(NODE, free, engines))
@@ -93,7 +96,7 @@ class Node:
     def ask(self, ticket: TicketId, holder: str) -> DeviceId | None:
         """Where it is granted; None: it waits, and does so no longer."""
         size = gib(self.sizes[ticket[0]])
-        need = ev.Need(size, host_bytes=size)
+        need = types.Need(size, host_bytes=size)
         out = self.feed(ev.Requested(ticket, HolderId(holder), "text", ticket[0], need, "", True))
         grants = [d for d in out if isinstance(d, Grant)]
         if not grants:
@@ -114,8 +117,8 @@ class Node:
         for holder in map(HolderId, HOLDERS):
             held = tuple(
                 ev.HeldTicket(
-                    e.ticket, e.model, ev.Phase(e.state.value), 0, seconds(1),
-                    tuple(ev.DeviceBytes(d, b) for d, b in e.home.items()), e.need,
+                    e.ticket, e.model, types.Phase(e.state.value), 0, seconds(1),
+                    tuple(types.DeviceBytes(d, b) for d, b in e.home.items()), e.need,
                 )
                 for e in self.desk.mind.ledger.holding(holder).values()
             )  # fmt: skip
@@ -142,7 +145,7 @@ class Node:
     def to_sleep(self, model: str, _: int) -> None:
         """All its copies: host RAM will do, somebody says. Who refused lately is asked again."""
         self.now += REFUSAL_S
-        for revoke in self.feed(ev.FloorSet("text", model, ev.Floor.HOST)):
+        for revoke in self.feed(ev.FloorSet("text", model, types.Floor.HOST)):
             self.held[revoke.ticket] = {HOST: self.sizes[model]}
             self.feed(ev.Slept(revoke.ticket))
             self.read()

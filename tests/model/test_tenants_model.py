@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from arbiter import events as ev
-from arbiter.decisions import Reason, Tell
-from arbiter.ledger import LEAVING, State
-from arbiter.settings import TenantTerms
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Reason, Tell
+from arbiter.core.records.ticket import LEAVING, State
+from arbiter.core.settings import TenantTerms
 from arbiter.units import GIB, Bytes, HolderId, TicketId, seconds
 from tests.unit.desk import CPU, PATIENT, PLAIN, Desk, gib
 
@@ -63,18 +64,24 @@ class Tenants(RuleBasedStateMachine):
     @rule(
         model=st.sampled_from("abcde"), size=st.sampled_from([1, 4, 9, 14, 28]),
         holder=st.integers(0, 1), tenant=st.sampled_from(TENANTS), sleeps=st.booleans(),
-        priority=st.sampled_from(ev.Priority),
+        priority=st.sampled_from(types.Priority),
     )  # fmt: skip
     def ask(
-        self, model: str, size: int, holder: int, tenant: str, sleeps: bool, priority: ev.Priority
+        self,
+        model: str,
+        size: int,
+        holder: int,
+        tenant: str,
+        sleeps: bool,
+        priority: types.Priority,
     ) -> None:
         self.number += 1
         name = f"{model}{self.number}"
         self.waiting[name] = tenant
-        need = ev.Need(gib(size), host_bytes=gib(size if sleeps else 0))
+        need = types.Need(gib(size), host_bytes=gib(size if sleeps else 0))
         self.feed(ev.Requested(
             TicketId(name), HolderId(f"h{holder}"), "text", model, need, "", True,
-            priority=priority, client=ev.Client(tenant, model),
+            priority=priority, client=types.Client(tenant, model),
         ))  # fmt: skip
 
     @rule(size=st.sampled_from([1, 5, 10]), tenant=st.sampled_from(TENANTS), may_go=st.booleans())
@@ -83,9 +90,9 @@ class Tenants(RuleBasedStateMachine):
         name = f"job{self.number}"
         self.waiting[name] = tenant
         self.feed(ev.Joined(HolderId(name), "n", "lease", ()))  # type: ignore[arg-type]
-        terms = ev.LeaseTerms(tenant, seconds(500), seconds(2), may_go)
+        terms = types.LeaseTerms(tenant, seconds(500), seconds(2), may_go)
         self.feed(ev.Requested(
-            TicketId(name), HolderId(name), "lease", name, ev.Need(gib(size)), lease=terms
+            TicketId(name), HolderId(name), "lease", name, types.Need(gib(size)), lease=terms
         ))  # fmt: skip
 
     def one(self, state: State, pick: int) -> TicketId | None:
@@ -108,13 +115,13 @@ class Tenants(RuleBasedStateMachine):
         held = tuple(
             replace(
                 self.desk.held(e.ticket, inflight=inflight, t=self.now),
-                client=ev.Client(tenant) if e is entry else e.client,
+                client=types.Client(tenant) if e is entry else e.client,
                 uses_count=e.uses_count + (e is entry),
             )
             for e in self.desk.mind.ledger.held_by(entry.holder)
             if e.state.value in ("loading", "resident", "draining", "asleep")
         )
-        self.feed(ev.Renewed(entry.holder, held, usage=(ev.Usage(ev.Client(tenant), 1),)))
+        self.feed(ev.Renewed(entry.holder, held, usage=(ev.Usage(types.Client(tenant), 1),)))
 
     @rule(pick=st.integers(0, 20), how=st.sampled_from(["released", "slept", "dropped"]))
     def drained(self, pick: int, how: str) -> None:
@@ -147,7 +154,7 @@ class Tenants(RuleBasedStateMachine):
             self.waiting[ticket] = tenant
             self.feed(ev.Requested(
                 ticket, entry.holder, "text", entry.model, entry.need, "", True,
-                client=ev.Client(tenant),
+                client=types.Client(tenant),
             ))  # fmt: skip
 
     @rule(pick=st.integers(0, 20), more=st.integers(1, 6))

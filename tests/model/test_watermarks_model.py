@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arbiter import events as ev
-from arbiter.decisions import Reap, Reason
-from arbiter.ledger import LEAVING, Entry, State
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Reap, Reason
+from arbiter.core.records.ticket import LEAVING, Entry, State
 from arbiter.units import HolderId, TicketId, seconds
 from tests.unit.desk import CPU, HOST, NODE, Desk, gib
 
@@ -26,7 +27,7 @@ STEPS = st.lists(
 class Host:
     def __init__(self) -> None:
         self.desk, self.now, self.number = Desk(device=10, host=100), 0.0, 0
-        self.feed(ev.FloorSet("text", FLOORED, ev.Floor.HOST))
+        self.feed(ev.FloorSet("text", FLOORED, types.Floor.HOST))
         self.desk.resident(1, "large", 10)  # in use, so that a sleeper which is wanted waits
         self.desk.beat(1, "large", inflight=1)
 
@@ -65,10 +66,10 @@ class Host:
     def sleeper(self, size: int, model: str) -> None:
         """A holder comes back with it: however much there is already."""
         self.number += 1
-        need = ev.Need(gib(1), host_bytes=gib(size))
-        at = (ev.DeviceBytes(CPU, gib(1)),)
+        need = types.Need(gib(1), host_bytes=gib(size))
+        at = (types.DeviceBytes(CPU, gib(1)),)
         held = ev.HeldTicket(
-            TicketId(f"{model}{self.number}"), model, ev.Phase.ASLEEP, 0, seconds(1), at, need
+            TicketId(f"{model}{self.number}"), model, types.Phase.ASLEEP, 0, seconds(1), at, need
         )
         self.feed(ev.Joined(HolderId(f"h{self.number}"), NODE, "text", (held,)))
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from arbiter import errors
-from arbiter import events as ev
-from arbiter.decisions import Grant, Reason, Refuse, Reload, Revoke, Tier
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Grant, Reason, Refuse, Reload, Revoke, Tier
 from arbiter.units import (
     GIB,
     Bytes,
@@ -49,7 +50,7 @@ class Engine:
     def fill(self) -> None:
         self.held = {**self.held, **self.granted}
 
-    def resize(self, devices: tuple[ev.DeviceBytes, ...]) -> None:
+    def resize(self, devices: tuple[types.DeviceBytes, ...]) -> None:
         """Another process in its place."""
         self.granted = {d.device: int(d.size_bytes) for d in devices}
         self.extra = {}
@@ -67,7 +68,7 @@ class Agent:
 
     world: "World"
     node: NodeId
-    specs: tuple[ev.DeviceSpec, ...]
+    specs: tuple[types.DeviceSpec, ...]
     epoch: Epoch | None = None
     engines: dict[TicketId, Engine] = field(default_factory=dict)
     tombstones: set[TicketId] = field(default_factory=set)
@@ -98,7 +99,7 @@ class Agent:
         devices = tuple(ev.DeviceReading(s.device, s.total_bytes, Bytes(0)) for s in self.specs)
         engines = tuple(
             ev.EngineReading(
-                e.ticket, tuple(ev.DeviceBytes(d, Bytes(b)) for d, b in e.held.items() if b)
+                e.ticket, tuple(types.DeviceBytes(d, Bytes(b)) for d, b in e.held.items() if b)
             )
             for e in self.engines.values()
         )
@@ -148,21 +149,21 @@ class Held:
 
     ticket: TicketId
     model: str
-    need: ev.Need
-    phase: ev.Phase
-    devices: tuple[ev.DeviceBytes, ...] = ()
+    need: types.Need
+    phase: types.Phase
+    devices: tuple[types.DeviceBytes, ...] = ()
     inflight: int = 0
     idle_since: Instant = Instant(0)
     engine: Engine | None = None
     is_barred: bool = False
-    priority: ev.Priority = ev.Priority.NORMAL
+    priority: types.Priority = types.Priority.NORMAL
     tenant: str = "default"  # of its last request
     uses_count: int = 0
     wants_bytes: int = 0  # more, and nobody has answered yet
-    before: tuple[ev.DeviceBytes, ...] = ()  # it grew
+    before: tuple[types.DeviceBytes, ...] = ()  # it grew
 
 
-def total(devices: tuple[ev.DeviceBytes, ...]) -> int:
+def total(devices: tuple[types.DeviceBytes, ...]) -> int:
     return sum(d.size_bytes for d in devices)
 
 
@@ -171,7 +172,7 @@ class Caller:
     """Wants one answer. `answered` says how it ended."""
 
     model: str
-    priority: ev.Priority = ev.Priority.NORMAL
+    priority: types.Priority = types.Priority.NORMAL
     tenant: str = "default"
     answered: str | None = None
 
@@ -201,7 +202,7 @@ class Holder:
         """Start what can be served; ask for what is missing."""
         for caller in [c for c in self.callers if c.answered is None]:
             ticket = self.current(caller.model)
-            if ticket and ticket.phase is ev.Phase.RESIDENT and not ticket.is_barred:
+            if ticket and ticket.phase is types.Phase.RESIDENT and not ticket.is_barred:
                 caller.answered = "served"
                 ticket.inflight += 1
                 ticket.priority, ticket.tenant = caller.priority, caller.tenant
@@ -224,9 +225,9 @@ class Holder:
 
     def want(
         self, model: str, ticket: Held | None, attempt: int = 1,
-        priority: ev.Priority = ev.Priority.NORMAL, tenant: str = "default",
+        priority: types.Priority = types.Priority.NORMAL, tenant: str = "default",
     ) -> None:  # fmt: skip
-        if ticket and ticket.phase is not ev.Phase.ASLEEP:
+        if ticket and ticket.phase is not types.Phase.ASLEEP:
             return  # loading, or leaving: asked again when that is over
         if ticket is None:
             self.number += 1
@@ -234,7 +235,7 @@ class Holder:
         need = self.world.needs[model]
         request = ev.Requested(
             name, self.holder, "text", model, need, need_is_explicit=True, attempt=attempt,
-            priority=priority, client=ev.Client(tenant),
+            priority=priority, client=types.Client(tenant),
         )  # fmt: skip
         self.asked[name] = request
         self.ask(name)
@@ -286,7 +287,7 @@ class Holder:
     def on_growth(self, ticket: Held, grant: Grant) -> None:
         """What is in flight does not always end in time for it."""
         ticket.wants_bytes = 0
-        if ticket.phase is not ev.Phase.RESIDENT or ticket.is_barred or ticket.engine is None:
+        if ticket.phase is not types.Phase.RESIDENT or ticket.is_barred or ticket.engine is None:
             return
         before, ticket.devices = ticket.devices, grant.devices
         if self.world.chance("long"):
@@ -298,12 +299,12 @@ class Holder:
 
     def give_back(self, ticket: Held) -> None:
         is_here = self.alive and self.held.get(ticket.ticket) is ticket
-        if is_here and ticket.phase is ev.Phase.RESIDENT and ticket.engine and ticket.before:
+        if is_here and ticket.phase is types.Phase.RESIDENT and ticket.engine and ticket.before:
             ticket.engine.resize(ticket.before)
             self.shrink(ticket, ticket.before)
             ticket.before = ()
 
-    def shrink(self, ticket: Held, to: tuple[ev.DeviceBytes, ...]) -> None:
+    def shrink(self, ticket: Held, to: tuple[types.DeviceBytes, ...]) -> None:
         ticket.devices = to
         self.send(ev.GaveBack(ticket.ticket, to))
 
@@ -337,7 +338,7 @@ class Holder:
         return tuple(
             ev.HeldTicket(
                 h.ticket, h.model, h.phase, h.inflight, idle(h), h.devices, h.need,
-                priority=h.priority, uses_count=h.uses_count, client=ev.Client(h.tenant),
+                priority=h.priority, uses_count=h.uses_count, client=types.Client(h.tenant),
             )
             for h in self.held.values()
         )  # fmt: skip
@@ -377,10 +378,10 @@ class Holder:
             return  # answered already, or nobody waits: the heartbeat says so
         ticket = self.held.get(grant.ticket)
         if ticket is not None:
-            if ticket.phase is ev.Phase.ASLEEP:
+            if ticket.phase is types.Phase.ASLEEP:
                 self.wake(ticket)
             return
-        ticket = Held(grant.ticket, request.model, request.need, ev.Phase.LOADING, grant.devices)
+        ticket = Held(grant.ticket, request.model, request.need, types.Phase.LOADING, grant.devices)
         ticket.priority, ticket.tenant = request.priority, request.client.tenant
         sizes = {d.device: int(d.size_bytes) for d in grant.devices}
         engine = Engine(grant.ticket, self.holder, sizes, request.need.host_bytes)
@@ -397,7 +398,7 @@ class Holder:
 
     def wake(self, ticket: Held) -> None:
         assert ticket.engine is not None
-        ticket.phase, ticket.is_barred = ev.Phase.LOADING, False
+        ticket.phase, ticket.is_barred = types.Phase.LOADING, False
         ticket.engine.fill()
         self.world.later(1, lambda: self.loaded(ticket))
 
@@ -405,7 +406,7 @@ class Holder:
         engine = ticket.engine
         if not self.alive or engine is None or not engine.alive:
             return
-        ticket.phase, ticket.idle_since = ev.Phase.RESIDENT, self.world.now
+        ticket.phase, ticket.idle_since = types.Phase.RESIDENT, self.world.now
         self.send(ev.Loaded(ticket.ticket, seconds(1)))
         self.world.later(1, lambda: self.drop_host_copy(ticket))
         if self.world.chance("rogue"):
@@ -413,7 +414,7 @@ class Holder:
         self.serve()
 
     def drop_host_copy(self, ticket: Held) -> None:
-        if ticket.engine and ticket.engine.alive and ticket.phase is not ev.Phase.ASLEEP:
+        if ticket.engine and ticket.engine.alive and ticket.phase is not types.Phase.ASLEEP:
             ticket.engine.held.pop(self.world.host_of(self.agent.node), None)
 
     def broke(self, ticket: Held, request: ev.Requested, out_of_memory: bool) -> None:
@@ -453,26 +454,26 @@ class Holder:
         ticket = self.held.get(revoke.ticket)
         if ticket is None or ticket.is_barred or self.world.now < self.mute_until:
             return
-        if ticket.phase is ev.Phase.ASLEEP:
+        if ticket.phase is types.Phase.ASLEEP:
             self.forget(ticket)
             return
-        if ticket.phase is not ev.Phase.RESIDENT:
+        if ticket.phase is not types.Phase.RESIDENT:
             return
         if ticket.inflight and revoke.reason not in (Reason.SWAP, Reason.FIT):
             self.send(ev.Busy(ticket.ticket, ticket.inflight))
             return
-        ticket.is_barred, ticket.phase = True, ev.Phase.DRAINING
+        ticket.is_barred, ticket.phase = True, types.Phase.DRAINING
         self.drain(ticket, revoke, self.world.now + self.world.settings.terms.barrier)
 
     def drain(self, ticket: Held, revoke: Revoke, until: int) -> None:
         if not self.alive or self.held.get(ticket.ticket) is not ticket:
             return
         if ticket.inflight == 0:
-            ticket.phase = ev.Phase.UNLOADING
+            ticket.phase = types.Phase.UNLOADING
             if not self.world.chance("wedged"):  # else it says unloading for ever
                 self.world.later(1, lambda: self.unload(ticket, revoke.to))
         elif self.world.now >= until:
-            ticket.is_barred, ticket.phase = False, ev.Phase.RESIDENT
+            ticket.is_barred, ticket.phase = False, types.Phase.RESIDENT
             self.send(ev.BarrierDropped(ticket.ticket, ticket.inflight))
             self.serve()
         else:
@@ -487,7 +488,7 @@ class Holder:
                 host = self.world.host_of(self.agent.node)
                 residue = {d: int(b * RESIDUE_SHARE) for d, b in engine.granted.items()}
                 engine.held, engine.extra = {**residue, host: engine.host_bytes}, {}
-            ticket.phase = ev.Phase.ASLEEP
+            ticket.phase = types.Phase.ASLEEP
             self.send(ev.Slept(ticket.ticket))
         else:
             self.forget(ticket)

@@ -6,13 +6,14 @@ Their engine is a process nobody else ends: a reap only makes the agent say when
 from dataclasses import dataclass, replace
 
 from arbiter import errors
-from arbiter import events as ev
-from arbiter.decisions import Grant, Revoke
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Grant, Revoke
 from arbiter.units import GIB, Bytes, TicketId, seconds
 from tests.sim.actors import BEAT_S, Engine, Held, Holder
 
 LONGEST_S = 30.0
-TERMS = ev.LeaseTerms("t", seconds(LONGEST_S), seconds(3))
+TERMS = types.LeaseTerms("t", seconds(LONGEST_S), seconds(3))
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Job(Holder):
     """A holder with one lease."""
 
     size_bytes: int = 0
-    terms: ev.LeaseTerms = TERMS
+    terms: types.LeaseTerms = TERMS
     is_done: bool = False
 
     @property
@@ -41,7 +42,7 @@ class Job(Holder):
             self.send(ev.Renewed(self.holder, self.account()))
             if not (self.held or self.is_done or self.ticket in self.asked):
                 self.asked[self.ticket] = ev.Requested(
-                    self.ticket, self.holder, "lease", "job", ev.Need(Bytes(self.size_bytes)),
+                    self.ticket, self.holder, "lease", "job", types.Need(Bytes(self.size_bytes)),
                     need_is_explicit=True, lease=self.terms,
                 )  # fmt: skip
                 self.ask(self.ticket)
@@ -65,8 +66,8 @@ class Job(Holder):
             return
         sizes = {d.device: int(d.size_bytes) for d in grant.devices}
         engine = Engine(grant.ticket, self.holder, sizes, host_bytes=0, is_outside=True)
-        need = ev.Need(Bytes(self.size_bytes))
-        held = Held(grant.ticket, "job", need, ev.Phase.RESIDENT, grant.devices, engine=engine)
+        need = types.Need(Bytes(self.size_bytes))
+        held = Held(grant.ticket, "job", need, types.Phase.RESIDENT, grant.devices, engine=engine)
         self.held[grant.ticket] = held
         if not self.agent.spawn(engine):
             return self.finish()

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from arbiter import events as ev
+from arbiter.core import events as ev
 from tests.sim.world import World
 
 SEEDS_COUNT = int(os.environ.get("SIM_SEEDS", "200"))

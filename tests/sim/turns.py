@@ -6,7 +6,8 @@ Mixed into every run like the faults, so that each rule meets every other in tro
 
 from typing import TYPE_CHECKING
 
-from arbiter import events as ev
+from arbiter.core import events as ev
+from arbiter.core import types
 from tests.sim.jobs import Job
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class Turns:
     def __init__(self, world: "World") -> None:
         self.world = world
         self.removed: set[str] = set()
-        self.floors: dict[str, ev.Floor] = {}
+        self.floors: dict[str, types.Floor] = {}
 
     def schedule(self, count: int, within_s: float) -> None:
         turns = [self.pair, self.set_floor, self.remove, self.grow]
@@ -40,7 +41,7 @@ class Turns:
         living = [h for h in self.world.holders.values() if h.alive and not isinstance(h, Job)]
         able = [
             (h, t) for h in living for t in h.held.values()
-            if t.phase is ev.Phase.RESIDENT and not t.is_barred and not t.wants_bytes
+            if t.phase is types.Phase.RESIDENT and not t.is_barred and not t.wants_bytes
         ]  # fmt: skip
         if able:
             holder, ticket = self.world.rng.choice(able)
@@ -49,10 +50,10 @@ class Turns:
     def set_floor(self) -> None:
         """For a while: one that nobody lowers again would keep its model for ever."""
         model = self.world.rng.choice(MOVABLE)
-        self._floor(model, self.world.rng.choice(list(ev.Floor)))
-        self.world.later(FLOOR_S, lambda: self._floor(model, ev.Floor.COLD))
+        self._floor(model, self.world.rng.choice(list(types.Floor)))
+        self.world.later(FLOOR_S, lambda: self._floor(model, types.Floor.COLD))
 
-    def _floor(self, model: str, floor: ev.Floor) -> None:
+    def _floor(self, model: str, floor: types.Floor) -> None:
         if model not in self.removed:
             self.floors[model] = floor
             if self.world.arbiter is not None:

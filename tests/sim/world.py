@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from arbiter import events as ev
-from arbiter.core import Arbiter
-from arbiter.decisions import Grant, Probe, Reap, Refuse, Reload, Revoke, Tell, WakeAt
-from arbiter.settings import DEFAULTS, TenantTerms, Terms, Watermarks
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.decisions import Grant, Probe, Reap, Refuse, Reload, Revoke, Tell, WakeAt
+from arbiter.core.settings import DEFAULTS, TenantTerms, Terms, Watermarks
 from arbiter.units import (
     GIB,
     SECOND,
@@ -49,7 +50,7 @@ FAULTS = (
     "lose", "repeat", "slow", "stuck", "oom", "broken", "hang", "rogue", "wedged", "liar",
     "unannounced",
 )  # fmt: skip
-KINDS = (ev.DeviceKind.CPU, ev.DeviceKind.GPU)
+KINDS = (types.DeviceKind.CPU, types.DeviceKind.GPU)
 
 
 class World:
@@ -77,8 +78,8 @@ class World:
         self.role = self.rng.choice(["text", "embedding"])  # pressure spares the one
         sleeps = self.rng.random() < 0.7
         self.needs = {m: self._need(sleeps) for m in MODELS}
-        self.needs[PINNED] = ev.Need(Bytes(3 * GIB))  # leaves room for each of the others
-        self.needs[OVERSIZE] = ev.Need(Bytes(90 * GIB))  # more than any device has
+        self.needs[PINNED] = types.Need(Bytes(3 * GIB))  # leaves room for each of the others
+        self.needs[OVERSIZE] = types.Need(Bytes(90 * GIB))  # more than any device has
         self.turns = Turns(self)
         self.agents = {n: self._agent(n) for n in (NodeId("n0"), NodeId("n1"))}
         self.budgets = {s.device: int(s.total_bytes) for a in self.agents.values() for s in a.specs}
@@ -90,21 +91,21 @@ class World:
 
     # -- making --------------------------------------------------------------------------------
 
-    def _need(self, sleeps: bool) -> ev.Need:
+    def _need(self, sleeps: bool) -> types.Need:
         weights = self.rng.randint(5, 55) * GIB
         host = weights if sleeps and self.rng.random() < 0.7 else 0
-        return ev.Need(Bytes(weights), host_bytes=Bytes(host))
+        return types.Need(Bytes(weights), host_bytes=Bytes(host))
 
     def _agent(self, node: NodeId) -> Agent:
         kind = self.rng.choice(KINDS)
-        count = 1 if kind is ev.DeviceKind.CPU else self.rng.randint(1, 2)
+        count = 1 if kind is types.DeviceKind.CPU else self.rng.randint(1, 2)
         sizes = [80, 65][:count]
         specs = [
-            ev.DeviceSpec(DeviceId(f"{node}/{kind.value}:{i}"), kind, Bytes(size * GIB))
+            types.DeviceSpec(DeviceId(f"{node}/{kind.value}:{i}"), kind, Bytes(size * GIB))
             for i, size in enumerate(sizes)
         ]
         host = Bytes(self.rng.choice([0, 60, 200]) * GIB)
-        specs.append(ev.DeviceSpec(host_device(node), ev.DeviceKind.HOST, host))
+        specs.append(types.DeviceSpec(host_device(node), types.DeviceKind.HOST, host))
         return Agent(self, node, tuple(specs))
 
     def new_holder(self, agent: Agent) -> None:
@@ -117,7 +118,9 @@ class World:
         agent = self.rng.choice(list(self.agents.values()))
         may_interrupt = self.rng.random() < 0.5
         tenant = self.rng.choice(["t", "bounded", "keeper"])
-        terms = ev.LeaseTerms(tenant, seconds(self.rng.uniform(5, 40)), seconds(3), may_interrupt)
+        terms = types.LeaseTerms(
+            tenant, seconds(self.rng.uniform(5, 40)), seconds(3), may_interrupt
+        )
         size = size_of(self.rng.randrange(3))
         job = Job(self, HolderId(f"j{next(self.names)}"), agent, size_bytes=size, terms=terms)
         self.holders[job.holder] = job
@@ -128,12 +131,12 @@ class World:
 
     def table(self) -> ev.CapabilitiesSet:
         specs = tuple(
-            ev.ModelSpec(
+            types.ModelSpec(
                 m, seconds(-1 if m == "a" else 20), m == PINNED, allow_oversize=m == OVERSIZE
             )
             for m in MODELS if m not in self.turns.removed
         )  # fmt: skip
-        spec = ev.CapabilitySpec("text", self.role, "fake", specs, seconds(60))
+        spec = types.CapabilitySpec("text", self.role, "fake", specs, seconds(60))
         return ev.CapabilitiesSet((spec,))
 
     # -- time ----------------------------------------------------------------------------------
@@ -306,7 +309,7 @@ class World:
         """Real memory is short somewhere, as somebody says."""
         agent = self.rng.choice(list(self.agents.values()))
         where = self.rng.choice([agent.node, *(s.device for s in agent.specs)])
-        level = self.rng.choice(list(ev.Level))
+        level = self.rng.choice(list(types.Level))
         if self.arbiter is not None:
             self.feed(ev.PressurePushed(where, level, None, seconds(self.rng.uniform(1, 20))))
 
@@ -349,7 +352,7 @@ class World:
 
     def call(self) -> None:
         if living := [h for h in self.holders.values() if h.alive and not isinstance(h, Job)]:
-            priority = self.rng.choice(list(ev.Priority))
+            priority = self.rng.choice(list(types.Priority))
             tenant = self.rng.choice(["default", *(terms.tenant for terms in TENANTS)])
             self.rng.choice(living).call(Caller(self.rng.choice(MODELS), priority, tenant))
 

@@ -5,7 +5,7 @@ tests/style checks that the file is what this makes, so the picture cannot drift
 
 from pathlib import Path
 
-from arbiter.ledger import CHARGED, TRANSITIONS, State
+from arbiter.core.records.ticket import CHARGED, TRANSITIONS, State
 
 PATH = Path(__file__).parents[2] / "docs" / "states.md"
 
@@ -42,7 +42,8 @@ def page() -> str:
     charged = ", ".join(s.value for s in State if s in CHARGED)
     return f"""# States of a ticket
 
-Generated from `arbiter/ledger.py` by `python -m tests.style.states_diagram`; do not edit.
+Generated from `arbiter/core/records/ticket.py` by `python -m tests.style.states_diagram`;
+do not edit.
 
 ```mermaid
 {diagram()}

@@ -6,22 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from arbiter.ledger import TRANSITIONS
+from arbiter.core.records.ticket import TRANSITIONS
 from tests.style import states_diagram
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("arbiter", "policies", "deployments", "models")
 CODE = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-PURE_NAMES = "units errors events decisions settings view words holdings ledger core".split()
-PURE = [ROOT / "arbiter" / f"{name}.py" for name in PURE_NAMES]
-PURE += sorted((ROOT / "arbiter" / "rules").rglob("*.py"))
+PURE_MODULES = ("arbiter.core", "arbiter.errors", "arbiter.units", "policies")
+PURE = [ROOT / "arbiter" / "errors.py", ROOT / "arbiter" / "units.py"]
+PURE += sorted((ROOT / "arbiter" / "core").rglob("*.py"))
 PURE += sorted((ROOT / "policies").rglob("*.py"))
 ALLOWED = {
     "bisect", "collections", "collections.abc", "dataclasses", "difflib", "enum", "functools",
     "heapq", "itertools", "math", "re", "typing",
 }  # fmt: skip
-LINES_PER_FILE, LINES_PER_FUNCTION, LINES_PER_CAPABILITY = 400, 50, 150
+# A file holds one subject; most stay under 400 lines, and 600 is the wall.
+LINES_PER_FILE, LINES_PER_FUNCTION, LINES_PER_CAPABILITY = 600, 50, 150
 # The unit ends the name of a plain number; these count or rank things that have no unit.
 UNITS = ("_bytes", "_ns", "_s", "_fraction", "_count", "_loads", "_ticks")
 UNITLESS = {
@@ -76,15 +77,17 @@ def imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", PURE, ids=name_of)
 def test_the_core_and_the_policies_are_pure(path: Path) -> None:
     """They take the time, the dice and the bytes as arguments, and import only one another."""
-    ours = {"arbiter.rules", "policies"} | {f"arbiter.{name}" for name in PURE_NAMES}
+    ours = tuple(f"{module}." for module in PURE_MODULES)
     foreign = imports(path) - ALLOWED
-    assert not {m for m in foreign if not ours & {m, m.rpartition(".")[0]}}
+    assert not {m for m in foreign if not f"{m}.".startswith(ours)}
     calls = [n.func for n in ast.walk(tree(path)) if isinstance(n, ast.Call)]
     names = {f.id for f in calls if isinstance(f, ast.Name)}
     assert not names & {"print", "open", "input", "eval", "exec", "__import__"}
 
 
-@pytest.mark.parametrize("path", [p for p in PURE if p.parent.name != "policies"], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [p for p in PURE if ROOT / "policies" not in p.parents], ids=name_of
+)
 def test_the_core_does_not_know_the_policies(path: Path) -> None:
     assert not {m for m in imports(path) if m.split(".")[0] == "policies"}
 
@@ -204,7 +207,7 @@ CAPABILITIES = [path for path in CODE if is_capability(path)]
 
 def test_there_are_capabilities() -> None:
     assert {name_of(p) for p in CAPABILITIES} >= {
-        "deployments/embedding.py", "deployments/text/server.py",
+        "deployments/capabilities/embedding.py", "deployments/capabilities/text.py",
     }  # fmt: skip
 
 

@@ -15,16 +15,17 @@ from typing import Any
 
 import ray
 
-from arbiter import rays, wire
-from arbiter.client import call_arbiter, find_arbiter, start_arbiter, stop_arbiter, subscribe
-from arbiter.decisions import Reason
+from arbiter.client.admin import call_arbiter, find_arbiter, start_arbiter, stop_arbiter, subscribe
+from arbiter.core.decisions import Reason
+from arbiter.core.types import ANYBODY, Client
 from arbiter.errors import ArbiterUnavailable, RequestError
-from arbiter.events import ANYBODY, Client
-from arbiter.node.proc import process, processes
+from arbiter.node.procfs import process, processes
+from arbiter.protocol import messages, ray_internals
 from arbiter.units import MIB
-from deployments import boot, growing
-from deployments.config import parse_table
-from deployments.residency import Residency
+from deployments.config import boot
+from deployments.config.schema import parse_table
+from deployments.replica import resize
+from deployments.replica.residency import Residency
 
 ENGINE = "tests.support.fake_engine:build"
 CONTEXT = 24 * MIB  # an empty fake engine holds about half of this, private
@@ -85,7 +86,7 @@ class Holder:
         await self.residency.grow(name)
 
     async def give_back(self, name: str) -> None:
-        await growing.give_back(self.residency, name)
+        await resize.give_back(self.residency, name)
 
     async def end(self, name: str) -> None:
         """Its ticket is given back now; a heartbeat need not say first that it is idle."""
@@ -152,13 +153,13 @@ class Desk:
         self.holders.append(made)
         return made
 
-    async def state(self) -> wire.Plain:
-        answer: wire.Plain = await call_arbiter("state")
+    async def state(self) -> messages.Plain:
+        answer: messages.Plain = await call_arbiter("state")
         return answer
 
     async def until(
-        self, condition: Callable[[wire.Plain], Any], within_s: float = WITHIN_S
-    ) -> wire.Plain:
+        self, condition: Callable[[messages.Plain], Any], within_s: float = WITHIN_S
+    ) -> messages.Plain:
         """The first state in which it holds."""
         last: Any = None
         try:
@@ -177,13 +178,13 @@ class Desk:
     async def states(self) -> dict[str, str]:
         return {t["model"]: t["state"] for t in (await self.state())["tickets"]}
 
-    async def events(self, kind: str = "") -> list[wire.Plain]:
-        lines: list[wire.Plain] = await call_arbiter("events", 0, 0.1)
+    async def events(self, kind: str = "") -> list[messages.Plain]:
+        lines: list[messages.Plain] = await call_arbiter("events", 0, 0.1)
         return [line for line in lines if kind in ("", line["kind"])]
 
     async def agent(self) -> Any:
-        name = wire.agent_name(rays.own_node())
-        return ray.get_actor(name, namespace=wire.NAMESPACE)
+        name = messages.agent_name(ray_internals.own_node())
+        return ray.get_actor(name, namespace=messages.NAMESPACE)
 
     async def engines(self) -> dict[str, list[int]]:
         """Living processes by ticket, root first."""
@@ -229,7 +230,7 @@ class Desk:
 CHARGED = ("loading", "resident", "draining", "asleep", "reclaiming")
 
 
-def _wrong(state: wire.Plain, engines: dict[str, list[int]]) -> str:
+def _wrong(state: messages.Plain, engines: dict[str, list[int]]) -> str:
     """What is wrong with the books; empty when nothing is."""
     held = {t["ticket"]: t for t in state["tickets"] if t["state"] in CHARGED}
     if held.keys() != engines.keys():
@@ -248,7 +249,7 @@ def _wrong(state: wire.Plain, engines: dict[str, list[int]]) -> str:
 
 def engine_pids() -> set[int]:
     """Every living process that looks like an engine of this node's zygote."""
-    found, node = set(), rays.own_node()
+    found, node = set(), ray_internals.own_node()
     for p in processes().values():
         with contextlib.suppress(OSError):
             name = Path(f"/proc/{p.pid}/comm").read_text()
@@ -269,7 +270,7 @@ async def gone(pid: int, within_s: float = WITHIN_S) -> None:
             await asyncio.sleep(0.01)
 
 
-async def first(kind: str, after: int = 0) -> wire.Plain:
+async def first(kind: str, after: int = 0) -> messages.Plain:
     """The first event of a kind after a sequence number, once there is one."""
     async with asyncio.timeout(WITHIN_S):
         async for event in subscribe(after):

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arbiter.node.leftovers import sweep
-from arbiter.node.zygotes import private_folder
+from arbiter.node.cleanup import sweep
+from arbiter.node.zygote_client import private_folder
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from arbiter.calls import RayPeer
-from arbiter.client import HolderClient
+from arbiter.client.holder import HolderClient
+from arbiter.protocol.rpc import RayPeer
 from arbiter.units import Epoch, HolderId
 
 

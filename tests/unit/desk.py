@@ -6,11 +6,12 @@ tests of silence pass the real terms.
 
 from dataclasses import replace
 
-from arbiter import events as ev
-from arbiter.core import Arbiter
-from arbiter.decisions import Decision, Grant, Reap, Refuse, Revoke, Tell, Waits, WakeAt
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.decisions import Decision, Grant, Reap, Refuse, Revoke, Tell, Waits, WakeAt
+from arbiter.core.settings import DEFAULTS, Settings, Terms
 from arbiter.errors import RequestError
-from arbiter.settings import DEFAULTS, Settings, Terms
 from arbiter.units import (
     GIB,
     SECOND,
@@ -54,15 +55,15 @@ def gib(size: float) -> Bytes:
     return Bytes(round(size * GIB))
 
 
-def listed(sizes: dict[DeviceId, float]) -> tuple[ev.DeviceBytes, ...]:
-    return tuple(ev.DeviceBytes(device, gib(size)) for device, size in sizes.items())
+def listed(sizes: dict[DeviceId, float]) -> tuple[types.DeviceBytes, ...]:
+    return tuple(types.DeviceBytes(device, gib(size)) for device, size in sizes.items())
 
 
 def capability(
     name: str, role: str, models: tuple[str, ...], keep_warm_s: float = -1, pinned: str = ""
-) -> ev.CapabilitySpec:
-    specs = tuple(ev.ModelSpec(m, seconds(keep_warm_s), m == pinned) for m in models)
-    return ev.CapabilitySpec(name, role, "fake", specs, seconds(300))
+) -> types.CapabilitySpec:
+    specs = tuple(types.ModelSpec(m, seconds(keep_warm_s), m == pinned) for m in models)
+    return types.CapabilitySpec(name, role, "fake", specs, seconds(300))
 
 
 class Desk:
@@ -121,8 +122,8 @@ class Desk:
             self.woke(self.wakes[0] / SECOND)
 
     def see_node(self, t: float, device: float, host: float, node: str = "n") -> None:
-        specs = [ev.DeviceSpec(DeviceId(f"{node}/cpu:0"), ev.DeviceKind.CPU, gib(device))]
-        specs.append(ev.DeviceSpec(DeviceId(f"{node}/host"), ev.DeviceKind.HOST, gib(host)))
+        specs = [types.DeviceSpec(DeviceId(f"{node}/cpu:0"), types.DeviceKind.CPU, gib(device))]
+        specs.append(types.DeviceSpec(DeviceId(f"{node}/host"), types.DeviceKind.HOST, gib(host)))
         self.at(t, ev.NodeSeen(NodeId(node), tuple(specs)))
 
     def read(self, t: float, node: str = "n") -> list[Decision]:
@@ -144,15 +145,15 @@ class Desk:
     def ask(
         self, t: float, name: str, size: float, *, holder: str = "h", model: str = "",
         host: float = 0, capability: str = "text", deadline_s: float | None = None,
-        attempt: int = 1, explicit: bool = True, priority: ev.Priority = ev.Priority.NORMAL,
+        attempt: int = 1, explicit: bool = True, priority: types.Priority = types.Priority.NORMAL,
         tenant: str = "default", client: str = "", least: float = 0,
     ) -> list[Decision]:  # fmt: skip
         self.sizes[name], self.host_sizes[name] = size, host
-        need = ev.Need(gib(size), host_bytes=gib(host), least_bytes=gib(least))
+        need = types.Need(gib(size), host_bytes=gib(host), least_bytes=gib(least))
         deadline = None if deadline_s is None else seconds(deadline_s)
         return self.at(t, ev.Requested(
             TicketId(name), HolderId(holder), capability, model or name.rstrip("0123456789"),
-            need, "", explicit, deadline, attempt, priority, client=ev.Client(tenant, client),
+            need, "", explicit, deadline, attempt, priority, client=types.Client(tenant, client),
         ))  # fmt: skip
 
     def lease(
@@ -164,8 +165,8 @@ class Desk:
         if not joined:
             self.at(t, ev.Joined(holder, NodeId(node), "lease", ()))
         self.sizes[name] = size
-        terms = ev.LeaseTerms(tenant, seconds(term_s), seconds(notice_s), preemptible)
-        need = ev.Need(gib(size))
+        terms = types.LeaseTerms(tenant, seconds(term_s), seconds(notice_s), preemptible)
+        need = types.Need(gib(size))
         return self.at(t, ev.Requested(TicketId(name), holder, "lease", name, need, lease=terms))
 
     def resident(self, t: float, name: str, size: float, **how: object) -> None:
@@ -184,23 +185,23 @@ class Desk:
         return self.at(t, ev.Renewed(HolderId(holder), held))
 
     def held(
-        self, name: str, phase: ev.Phase | None = None, inflight: int = 0, t: float = 0,
+        self, name: str, phase: types.Phase | None = None, inflight: int = 0, t: float = 0,
         model: str = "", size: float | None = None, idle_s: float | None = None,
     ) -> ev.HeldTicket:  # fmt: skip
         """What a holder says of a ticket: by default what the arbiter believes."""
         entry = self.mind.ledger.find(TicketId(name))
-        phase = phase or (ev.Phase(entry.state.value) if entry else ev.Phase.RESIDENT)
+        phase = phase or (types.Phase(entry.state.value) if entry else types.Phase.RESIDENT)
         idle = Span(s(t) - entry.last_used if entry and not entry.inflight else 0)
         idle = idle if idle_s is None else seconds(idle_s)
         size = self.sizes.get(name, size or 0) if size is None else size
-        home = (ev.DeviceBytes(CPU, gib(size)),)
-        need = ev.Need(gib(size), host_bytes=gib(self.host_sizes.get(name, 0)))
+        home = (types.DeviceBytes(CPU, gib(size)),)
+        need = types.Need(gib(size), host_bytes=gib(self.host_sizes.get(name, 0)))
         model = model or name.rstrip("0123456789")
-        priority = entry.priority if entry else ev.Priority.NORMAL
+        priority = entry.priority if entry else types.Priority.NORMAL
         return ev.HeldTicket(
             TicketId(name), model, phase, inflight, idle, home, need, "", priority,
             uses_count=entry.uses_count if entry else 0,
-            client=entry.client if entry else ev.ANYBODY,
+            client=entry.client if entry else types.ANYBODY,
         )  # fmt: skip
 
     def gone(self, t: float, name: str, bytes_back: bool = True) -> list[Decision]:

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 from ray.exceptions import OwnerDiedError, RayActorError
 
-from arbiter import eventlog, rays
-from arbiter import events as ev
-from arbiter.actor import ArbiterActor
-from arbiter.agents import RayAgents
-from arbiter.decisions import Tell
+from arbiter.core import events as ev
+from arbiter.core.decisions import Tell
 from arbiter.errors import SettingsConflict
-from arbiter.eventlog import EventLog
-from arbiter.store import Member, Store
+from arbiter.protocol import ray_internals
+from arbiter.protocol.messages import AgentSettings, Boot
+from arbiter.server import event_log
+from arbiter.server.actor import ArbiterActor
+from arbiter.server.event_log import EventLog
+from arbiter.server.node_agents import RayAgents
+from arbiter.server.store import Member, Store
 from arbiter.units import Epoch, HolderId, NodeId
-from arbiter.wire import AgentSettings, Boot
-from deployments.boot import configuration
-from deployments.config import parse_table
+from deployments.config.boot import configuration
+from deployments.config.schema import parse_table
 from tests.support.lines import FakeArbiter
 
 TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
@@ -34,8 +35,8 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
     async def look(self: RayAgents, feed: Callable[[ev.Event], None]) -> None: ...
 
     monkeypatch.setattr(RayAgents, "look", look)
-    monkeypatch.setattr(rays, "session_name", lambda: "session")
-    monkeypatch.setattr(rays, "own_node", lambda: NodeId("n"))
+    monkeypatch.setattr(ray_internals, "session_name", lambda: "session")
+    monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
 
     @asynccontextmanager
     async def run(**options: Any) -> AsyncIterator[ArbiterActor]:
@@ -185,8 +186,8 @@ async def test_an_agent_knows_the_dead_by_number_and_start_time() -> None:
 
 @pytest.mark.spec("C7")
 def test_a_full_line_still_lets_in_who_is_to_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rays, "on_node", lambda node: node)
-    assert rays.detached("n", "a", "s", 60_000)["max_concurrency"] >= 60_000 + 10_000
+    monkeypatch.setattr(ray_internals, "on_node", lambda node: node)
+    assert ray_internals.detached("n", "a", "s", 60_000)["max_concurrency"] >= 60_000 + 10_000
 
 
 @pytest.mark.spec("K1")
@@ -201,7 +202,7 @@ async def test_the_event_file_has_the_events_as_lines(running: Running, tmp_path
 
 @pytest.mark.spec("K1")
 def test_a_long_event_file_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eventlog, "FILE_MOST_BYTES", 10)
+    monkeypatch.setattr(event_log, "FILE_MOST_BYTES", 10)
     log = EventLog(Epoch(1), tmp_path / "e")
     log.tell(Tell("first", {}))
     log.tell(Tell("second", {}))

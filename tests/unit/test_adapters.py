@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from deployments.headers import linear_shapes, slot_bytes
-from deployments.text.adapters import Published, Rules, Shelf, Store
-from deployments.text.catalogue import Catalogue, Entry
-from deployments.text.files import AdapterInvalid
+from deployments.adapters.catalogue import Catalogue, Entry
+from deployments.adapters.safe_files import AdapterInvalid
+from deployments.adapters.store import Published, Shelf, Store
+from deployments.adapters.validate import Rules
+from deployments.config.safetensors_header import linear_shapes, slot_bytes
 from tests.support.adapters import rewrite_header, write
 
 SHAPES = {"layers.0.q_proj": (12, 8), "layers.0.v_proj": (4, 8)}

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from arbiter import errors
-from arbiter import events as ev
-from arbiter.decisions import Grant
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Grant
 from arbiter.units import GIB, Bytes, HolderId, NodeId, TicketId, in_seconds, seconds
 from tests.unit.desk import (
     CPU,
@@ -28,7 +29,7 @@ from tests.unit.desk import (
 def test_grants_up_to_the_last_byte() -> None:
     desk = Desk(device=80)
     [grant] = desk.ask(0, "a", 60)
-    assert grant == Grant(TicketId("a"), (ev.DeviceBytes(CPU, gib(60)),), s(600), seconds(0))
+    assert grant == Grant(TicketId("a"), (types.DeviceBytes(CPU, gib(60)),), s(600), seconds(0))
     assert granted(desk.ask(0, "b", 20)) == ["b"]
     assert desk.free() == 0
     assert desk.ask(0, "c", 1 / GIB) == []
@@ -159,7 +160,7 @@ def test_a_ticket_waiting_on_one_node_does_not_block_another_node() -> None:
 def test_best_fit_leaves_the_smallest_hole() -> None:
     desk = Desk(device=80)
     gpus = tuple(
-        ev.DeviceSpec(f"n/gpu:{number}", ev.DeviceKind.GPU, gib(size))
+        types.DeviceSpec(f"n/gpu:{number}", types.DeviceKind.GPU, gib(size))
         for number, size in enumerate([80, 30, 50])
     )
     desk.at(0, ev.NodeSeen(NodeId("g"), gpus))
@@ -167,11 +168,11 @@ def test_best_fit_leaves_the_smallest_hole() -> None:
     desk.at(0, ev.Measured(NodeId("g"), readings, ()))
     desk.join(0, "hg", node="g")
     [grant] = desk.ask(0, "a", 25, holder="hg")
-    assert grant.devices == (ev.DeviceBytes("n/gpu:1", gib(25)),)
+    assert grant.devices == (types.DeviceBytes("n/gpu:1", gib(25)),)
     [grant] = desk.ask(0, "b", 25, holder="hg")
-    assert grant.devices == (ev.DeviceBytes("n/gpu:2", gib(25)),)
+    assert grant.devices == (types.DeviceBytes("n/gpu:2", gib(25)),)
     [grant] = desk.ask(0, "c", 60, holder="hg")
-    assert grant.devices == (ev.DeviceBytes("n/gpu:0", gib(60)),)
+    assert grant.devices == (types.DeviceBytes("n/gpu:0", gib(60)),)
 
 
 @pytest.mark.spec("A8")
@@ -244,7 +245,7 @@ def test_what_never_fits_after_a_device_shrank_leaves_the_line() -> None:
     desk.ask(0, "a", 80)
     desk.ask(1, "b", 60)
     desk.mind.ledger.find(TicketId("a"))
-    specs = (ev.DeviceSpec(CPU, ev.DeviceKind.CPU, gib(50)),)
+    specs = (types.DeviceSpec(CPU, types.DeviceKind.CPU, gib(50)),)
     assert isinstance(refusal(desk.at(2, ev.NodeSeen(NodeId("n"), specs))), errors.NeverFits)
 
 

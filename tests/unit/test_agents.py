@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from arbiter import agents
-from arbiter import events as ev
+from arbiter.core import types
 from arbiter.errors import AgentAway, LeaseRefused
+from arbiter.protocol.messages import AgentSettings
+from arbiter.server import node_agents
 from arbiter.units import Bytes, DeviceId, NodeId, TicketId
-from arbiter.wire import AgentSettings
 from tests.support.lines import FakeArbiter, never
 
 N, JOB = NodeId("n"), TicketId("lease:t:job")
-GRANTED = (ev.DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
+GRANTED = (types.DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
 pytestmark = pytest.mark.spec("A15")
 
 
 async def adopted(adopt: Callable[..., Coroutine[Any, Any, Any]]) -> None:
-    made = agents.RayAgents(AgentSettings("no.zygote"))
+    made = node_agents.RayAgents(AgentSettings("no.zygote"))
     made._handles[N] = FakeArbiter(adopt=adopt)
     await made.adopt(N, JOB, 77, GRANTED)
 
@@ -53,11 +53,11 @@ async def test_only_its_own_refusal_ends_a_lease(error: Exception, raised: type[
 
 
 async def test_one_that_says_nothing_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "ADOPT_S", 0.0)
+    monkeypatch.setattr(node_agents, "ADOPT_S", 0.0)
     with pytest.raises(AgentAway):
         await adopted(never)
 
 
 async def test_a_node_without_an_agent_is_away() -> None:
     with pytest.raises(AgentAway):
-        await agents.RayAgents(AgentSettings("no.zygote")).adopt(N, JOB, 77, GRANTED)
+        await node_agents.RayAgents(AgentSettings("no.zygote")).adopt(N, JOB, 77, GRANTED)

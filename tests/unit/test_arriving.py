@@ -6,15 +6,15 @@ from contextlib import aclosing
 
 import pytest
 
-from arbiter.events import Need, Phase
-from arbiter.runs import Runs
+from arbiter.client.request_log import Runs
+from arbiter.core.types import Need, Phase
+from arbiter.protocol.messages import Granted
 from arbiter.units import Bytes, HolderId, TicketId, seconds
-from arbiter.wire import Granted
-from deployments import arriving
-from deployments.plan import ModelPlan
-from deployments.slot import Life, Slot
-from deployments.use import Use
-from deployments.wire import Progress
+from deployments.config.load_plan import ModelPlan
+from deployments.messages import Progress
+from deployments.replica import wait_progress
+from deployments.replica.held_model import Life, Slot
+from deployments.replica.use import Use
 
 NEED = Need(Bytes(1), Bytes(1), Bytes(1), Bytes(0))
 
@@ -44,7 +44,7 @@ class Holder:
 
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving, "LOOK_S", 0.001)
+    monkeypatch.setattr(wait_progress, "LOOK_S", 0.001)
 
 
 @pytest.mark.spec("J3")
@@ -52,7 +52,7 @@ async def test_it_says_its_place_and_then_how_long_the_load_will_take() -> None:
     mine = slot("b")
     holder = Holder(slot("a"), slot("r", Life.RESIDENT), mine)
     use = Use(holder, "b", None, None)  # type: ignore[arg-type]
-    async with aclosing(arriving.arriving(use, holder.slots, "b")) as steps:
+    async with aclosing(wait_progress.arriving(use, holder.slots, "b")) as steps:
         assert await anext(steps) == Progress("queued", 1, None)
         mine.granted(Granted(mine.ticket, (), seconds(60), seconds(20), None))  # type: ignore[arg-type]
         loading = await anext(steps)
@@ -70,7 +70,7 @@ async def test_given_up_it_leaves_nothing_behind() -> None:
     mine = slot("b")
     holder = Holder(mine)
     use = Use(holder, "b", None, None)  # type: ignore[arg-type]
-    steps = arriving.arriving(use, holder.slots, "b")
+    steps = wait_progress.arriving(use, holder.slots, "b")
     await anext(steps)
     await steps.aclose()
     holder.go_on.set()
@@ -81,7 +81,7 @@ async def test_given_up_it_leaves_nothing_behind() -> None:
 async def test_a_load_of_which_nothing_is_known_has_no_estimate() -> None:
     mine = slot("b")
     mine.granted(Granted(mine.ticket, (), seconds(60), seconds(0), None))  # type: ignore[arg-type]
-    assert arriving.look({"b": mine}, "b") == Progress("loading", 0, None)
+    assert wait_progress.look({"b": mine}, "b") == Progress("loading", 0, None)
 
 
 @pytest.mark.spec("J2")
@@ -100,7 +100,7 @@ async def test_a_client_that_leaves_as_its_model_comes_is_not_in_flight() -> Non
     mine = slot("b")
     holder = Holder(mine)
     use = Use(holder, "b", None, None)  # type: ignore[arg-type]
-    steps = arriving.arriving(use, holder.slots, "b")
+    steps = wait_progress.arriving(use, holder.slots, "b")
     await anext(steps)  # its client has this word now, and asks for the next or leaves
     holder.go_on.set()
     async with asyncio.timeout(5):
@@ -123,7 +123,7 @@ async def test_who_is_cancelled_in_the_turn_in_which_its_model_comes_is_not_in_f
             return found
 
     async def follow() -> None:
-        async with aclosing(arriving.arriving(use, holder.slots, "b")) as steps:
+        async with aclosing(wait_progress.arriving(use, holder.slots, "b")) as steps:
             async for _ in steps:
                 holder.go_on.set()
 

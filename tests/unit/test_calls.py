@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from arbiter import calls
-from arbiter.calls import CallFailed, Door, LineBroken, RayPeer, SocketPeer, connect, reach
 from arbiter.errors import StaleEpoch
+from arbiter.protocol import rpc
+from arbiter.protocol.rpc import CallFailed, Door, LineBroken, RayPeer, SocketPeer, connect, reach
 from arbiter.units import Epoch, NodeId
 from tests.support.lines import FakeArbiter
 
@@ -106,7 +106,7 @@ async def test_a_door_opens_to_its_own_user_only(
     async with line(path):
         assert path.stat().st_mode & 0o777 == 0o600
         uid = os.getuid()
-        monkeypatch.setattr(calls.os, "getuid", lambda: uid + 1)
+        monkeypatch.setattr(rpc.os, "getuid", lambda: uid + 1)
         with pytest.raises(PermissionError):
             await connect(path)
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -121,7 +121,7 @@ async def test_a_message_beyond_the_bound_ends_the_line(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with line(path) as (_, peer):
-        monkeypatch.setattr(calls, "MESSAGE_MOST_BYTES", 10)
+        monkeypatch.setattr(rpc, "MESSAGE_MOST_BYTES", 10)
         with pytest.raises(LineBroken):
             await peer.call("doubled", 1)
 

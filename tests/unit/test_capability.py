@@ -12,15 +12,15 @@ import pytest
 
 from arbiter.errors import EngineLost, TicketClosed
 from arbiter.units import TicketId
-from deployments import wire
-from deployments.capability import Capability
+from deployments import messages
 from deployments.engines.protocol import COULD_GROW
-from deployments.pace import Pace
+from deployments.replica.capability import Capability
+from deployments.replica.stream_batching import Pace
 
-JSON = wire.Head(200, {"content-type": "application/json"})
-SSE = wire.Head(200, {"content-type": "text/event-stream; charset=utf-8"})
+JSON = messages.Head(200, {"content-type": "application/json"})
+SSE = messages.Head(200, {"content-type": "text/event-stream; charset=utf-8"})
 LOST = EngineLost("m", TicketId("t"))
-CALL = wire.Call("/v1/thing", b"{}", {}, "req-1", "m")
+CALL = messages.Call("/v1/thing", b"{}", {}, "req-1", "m")
 
 
 class DyingEngine:
@@ -28,7 +28,7 @@ class DyingEngine:
 
     ticket, predicted_s = TicketId("t"), 0.0
 
-    def __init__(self, head: wire.Head) -> None:
+    def __init__(self, head: messages.Head) -> None:
         self.head = head
 
     def use(self, model: str, **how: object) -> "DyingEngine":
@@ -44,7 +44,7 @@ class DyingEngine:
 
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> AsyncGenerator[wire.Head | bytes, None]:
+    ) -> AsyncGenerator[messages.Head | bytes, None]:
         yield self.head
         yield b"data: 1\n\n"
         raise LOST
@@ -69,7 +69,7 @@ async def test_within_a_stream_the_error_is_the_last_event() -> None:
 
 
 async def test_within_anything_else_it_is_raised_for_the_front_to_try_again() -> None:
-    got: list[wire.Part] = []
+    got: list[messages.Part] = []
     with pytest.raises(EngineLost):
         async for part in Thing(DyingEngine(JSON)).handle(CALL):
             got.append(part)
@@ -77,9 +77,9 @@ async def test_within_anything_else_it_is_raised_for_the_front_to_try_again() ->
 
 
 async def test_a_path_of_another_capability_is_named() -> None:
-    other = wire.Call("/v1/other", b"{}", {}, "req-1", "m")
+    other = messages.Call("/v1/other", b"{}", {}, "req-1", "m")
     [said] = [part async for part in Thing(DyingEngine(JSON)).handle(other)]
-    assert isinstance(said, wire.Whole)
+    assert isinstance(said, messages.Whole)
     assert said.head.status == 404
     assert b"/v1/thing" in said.body
 
@@ -88,7 +88,7 @@ class ShortEngine(DyingEngine):
     """Says that it could do with more, until it has grown; each growth ends as the test has it."""
 
     def __init__(self, *growths: Exception | asyncio.Event | None) -> None:
-        super().__init__(wire.Head(400, JSON.headers | {COULD_GROW: "context"}))
+        super().__init__(messages.Head(400, JSON.headers | {COULD_GROW: "context"}))
         self.growths, self.deadlines_s = list(growths), []  # type: ignore[var-annotated]
 
     def use(self, model: str, **how: object) -> "ShortEngine":
@@ -97,7 +97,7 @@ class ShortEngine(DyingEngine):
 
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> AsyncGenerator[wire.Head | bytes, None]:
+    ) -> AsyncGenerator[messages.Head | bytes, None]:
         yield self.head
         yield b"{}"
 
@@ -110,9 +110,9 @@ class ShortEngine(DyingEngine):
         self.head = JSON
 
 
-async def whole(engine: ShortEngine, call: wire.Call = CALL) -> wire.Whole:
+async def whole(engine: ShortEngine, call: messages.Call = CALL) -> messages.Whole:
     [said] = [part async for part in Thing(engine).handle(call)]
-    assert isinstance(said, wire.Whole)
+    assert isinstance(said, messages.Whole)
     return said
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deployments.text.catalogue import AdapterAmbiguous, Catalogue
-from deployments.text.files import AdapterInvalid
+from deployments.adapters.catalogue import AdapterAmbiguous, Catalogue
+from deployments.adapters.safe_files import AdapterInvalid
 
 
 def put(folder: Path, rank: int = 8, **extras: Any) -> Path:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from arbiter.events import DeviceBytes
-from arbiter.node import proc
+from arbiter.core.types import DeviceBytes
+from arbiter.node import procfs
 from arbiter.node.children import Child, Children, look
 from arbiter.units import Bytes, DeviceId, TicketId
 
@@ -46,7 +46,7 @@ def engine(helpers: int = 0) -> Iterator[int]:
 
 
 def living(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if (p := proc.process(pid)) and p.alive}
+    return {pid for pid in pids if (p := procfs.process(pid)) and p.alive}
 
 
 @pytest.mark.spec("A19", "L4")
@@ -117,7 +117,7 @@ def test_a_helper_whose_root_died_while_no_agent_lived_is_killed(tmp_path: Path)
     with engine(helpers=1) as pid:
         child = Children(tmp_path).open(T, pid, GRANTED)
         assert child is not None
-        helpers = {p.pid for p in proc.processes().values() if p.session == pid} - {pid}
+        helpers = {p.pid for p in procfs.processes().values() if p.session == pid} - {pid}
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         assert Children(tmp_path).recover(ignore) == (T,)
@@ -154,9 +154,9 @@ def test_a_stranger_under_the_pid_of_a_dead_root_is_never_a_member(tmp_path: Pat
     child = Child(T, root, 5, tmp_path, (), -1, 0, {root: 5, helper: 6})
     opened.by_ticket[T] = child
     seen = [
-        proc.Process(root, 1, root, root, 999, "S"),
-        proc.Process(stranger, root, root, root, 1000, "S"),
-        proc.Process(helper, 1, helper, helper, 6, "S"),
+        procfs.Process(root, 1, root, root, 999, "S"),
+        procfs.Process(stranger, root, root, root, 1000, "S"),
+        procfs.Process(helper, 1, helper, helper, 6, "S"),
     ]
     opened.note(1, {p.pid: p for p in seen})
     assert child.members == {helper: 6}
@@ -205,5 +205,5 @@ def test_an_engine_is_whole_once_a_look_after_its_kill_found_nothing_new(tmp_pat
 
 @pytest.mark.spec("A10")
 def test_a_zombie_with_threads_that_still_end_has_not_given_its_memory_back() -> None:
-    assert not proc.Process(1, 1, 1, 1, 5, "Z").alive
-    assert proc.Process(1, 1, 1, 1, 5, "Z", threads_count=2).alive
+    assert not procfs.Process(1, 1, 1, 1, 5, "Z").alive
+    assert procfs.Process(1, 1, 1, 1, 5, "Z", threads_count=2).alive

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deployments import cli
-from deployments.front import arbiter_routes, keys
+from deployments.front import arbiter_gateway, keys
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_key_given_by_name_goes_wherever_it_is_sent(
     ("text", "number"), [("17", 17), ("", 3), ("-1", 3), ("٣", 3), ("9" * 5000, 3), ("1e3", 3)]
 )
 def test_a_last_event_id_that_is_no_number_of_ours_is_not_used(text: str, number: int) -> None:
-    assert arbiter_routes.event_number(text, 3) == number
+    assert arbiter_gateway.event_number(text, 3) == number
 
 
 def test_a_refusal_is_told_in_words(

@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 from ray.exceptions import ActorDiedError
 
-from arbiter import client as module
-from arbiter import events as ev
-from arbiter import wire
-from arbiter.calls import RayPeer
-from arbiter.client import HolderClient
+from arbiter.client import holder as module
+from arbiter.client.holder import HolderClient
+from arbiter.core import events as ev
+from arbiter.core import types
 from arbiter.errors import ArbiterUnavailable, StaleEpoch, TicketClosed
+from arbiter.protocol import messages, ray_internals
+from arbiter.protocol.rpc import RayPeer
 from arbiter.units import Bytes, Epoch, HolderId, NodeId, Span, TicketId, seconds
 from tests.support.lines import FakeArbiter, joined_client, never
 
-ASKED = ev.Requested(TicketId("t"), HolderId("h"), "chat", "m", ev.Need(Bytes(1)))
+ASKED = ev.Requested(TicketId("t"), HolderId("h"), "chat", "m", types.Need(Bytes(1)))
 
 
 class Deaf(HolderClient):
@@ -89,13 +90,13 @@ async def test_a_gang_that_was_answered_in_part_is_asked_for_again_as_a_whole() 
     asked: list[tuple[int, str]] = []
     came, over = asyncio.Event(), asyncio.Event()
 
-    async def acquire(epoch: Epoch, requested: ev.Requested) -> wire.Granted:
+    async def acquire(epoch: Epoch, requested: ev.Requested) -> messages.Granted:
         asked.append((epoch, requested.ticket))
         if epoch == 5 and requested.ticket == "b":
             came.set()
             await over.wait()
             raise ActorDiedError()
-        return wire.Granted(requested.ticket, (), Span(0), Span(0), epoch)
+        return messages.Granted(requested.ticket, (), Span(0), Span(0), epoch)
 
     client = joined_client(FakeArbiter(acquire=acquire), Deaf)
     both = replace(ASKED, ticket=TicketId("a")), replace(ASKED, ticket=TicketId("b"))
@@ -129,8 +130,8 @@ async def test_who_stops_listening_leaves_no_call_behind() -> None:
 # -- one life of the arbiter after the other ------------------------------------------------------
 
 
-def given(requested: ev.Requested, epoch: int) -> wire.Granted:
-    return wire.Granted(requested.ticket, (), Span(0), Span(0), Epoch(epoch))
+def given(requested: ev.Requested, epoch: int) -> messages.Granted:
+    return messages.Granted(requested.ticket, (), Span(0), Span(0), Epoch(epoch))
 
 
 async def let_go(client: HolderClient) -> None:
@@ -149,7 +150,7 @@ def rejoin(client: HolderClient, arbiter: FakeArbiter, epoch: int = 6) -> None:
 async def test_a_grant_of_a_life_that_is_over_is_asked_for_again() -> None:
     asked: list[int] = []
 
-    async def acquire(epoch: Epoch, requested: ev.Requested) -> wire.Granted:
+    async def acquire(epoch: Epoch, requested: ev.Requested) -> messages.Granted:
         asked.append(epoch)
         client.epoch = Epoch(6)  # it died as it answered, and the next is joined already
         return given(requested, epoch)
@@ -165,7 +166,7 @@ async def test_a_grant_of_a_life_that_is_over_is_asked_for_again() -> None:
 async def test_a_deadline_runs_from_the_first_asking_whichever_life_hears_it() -> None:
     heard: list[Span | None] = []
 
-    async def acquire(epoch: Epoch, requested: ev.Requested) -> wire.Granted:
+    async def acquire(epoch: Epoch, requested: ev.Requested) -> messages.Granted:
         heard.append(requested.deadline)
         client.epoch = Epoch(6)
         return given(requested, epoch)
@@ -183,7 +184,7 @@ async def test_who_leaves_while_it_waits_is_withdrawn() -> None:
     heard: asyncio.Queue[ev.Event] = asyncio.Queue()
     waits = asyncio.Event()
 
-    async def acquire(*_: object) -> wire.Granted:
+    async def acquire(*_: object) -> messages.Granted:
         waits.set()
         await asyncio.Event().wait()
         raise AssertionError("an event that nobody sets")
@@ -202,7 +203,7 @@ async def test_who_leaves_while_it_waits_is_withdrawn() -> None:
 
 @pytest.mark.spec("A5", "A18")
 async def test_who_was_counted_as_dead_hears_that_its_ticket_is_closed() -> None:
-    async def acquire(epoch: Epoch, requested: ev.Requested) -> wire.Granted:
+    async def acquire(epoch: Epoch, requested: ev.Requested) -> messages.Granted:
         raise StaleEpoch(epoch, epoch)  # this life knows the epoch, and nobody of that name
 
     client = joined_client(FakeArbiter(acquire=acquire), Deaf)
@@ -222,7 +223,7 @@ async def test_nothing_is_asked_before_all_that_was_told_is_heard() -> None:
         await may_hear.wait()
         order.append("told")
 
-    async def acquire(epoch: Epoch, requested: ev.Requested) -> wire.Granted:
+    async def acquire(epoch: Epoch, requested: ev.Requested) -> messages.Granted:
         order.append("asked")
         return given(requested, epoch)
 
@@ -247,9 +248,9 @@ async def test_no_growth_is_asked_for_before_all_that_was_told_is_heard() -> Non
         await may_hear.wait()
         order.append("told")
 
-    async def grow(epoch: Epoch, holder: HolderId, asked: ev.GrowthAsked) -> wire.Granted:
+    async def grow(epoch: Epoch, holder: HolderId, asked: ev.GrowthAsked) -> messages.Granted:
         order.append("grew")
-        return wire.Granted(asked.ticket, (), Span(0), Span(0), epoch)
+        return messages.Granted(asked.ticket, (), Span(0), Span(0), epoch)
 
     client = joined_client(FakeArbiter(tell=tell, grow=grow), Deaf)
     client.tell(ev.GaveBack(TicketId("t"), ()))
@@ -289,15 +290,15 @@ async def test_a_failure_of_an_old_life_does_not_end_the_new_one() -> None:
 @pytest.mark.spec("A18")
 async def test_an_order_that_was_taken_is_acknowledged_with_the_next_listening() -> None:
     acks: list[int] = []
-    orders = [wire.Order(n, wire.ReloadOrder(f"m{n}")) for n in (1, 2, 3)]
+    orders = [messages.Order(n, messages.ReloadOrder(f"m{n}")) for n in (1, 2, 3)]
 
-    async def listen(holder: HolderId, epoch: Epoch, ack: int) -> tuple[wire.Order, ...]:
+    async def listen(holder: HolderId, epoch: Epoch, ack: int) -> tuple[messages.Order, ...]:
         acks.append(ack)
         if ack == 3:
             raise StaleEpoch(epoch, Epoch(6))
         return tuple(orders[:2]) if ack == 0 else tuple(orders[ack:])
 
-    taken: list[wire.Command] = []
+    taken: list[messages.Command] = []
     client = joined_client(FakeArbiter(listen=listen), Deaf)
     client._obey = taken.append
     with pytest.raises(StaleEpoch):
@@ -314,22 +315,22 @@ async def test_a_rejoin_names_all_that_is_held_and_repeats_no_message(
     told: list[ev.Event] = []
 
     async def hello() -> dict[str, object]:
-        return {"identity": wire.identity(), "holders": 0}
+        return {"identity": messages.identity(), "holders": 0}
 
-    async def join(before: Epoch | None, account: ev.Joined, *_: object) -> wire.Welcome:
+    async def join(before: Epoch | None, account: ev.Joined, *_: object) -> messages.Welcome:
         joined.append(account)
-        return wire.Welcome(Epoch(6), "v", {"capabilities": {}})
+        return messages.Welcome(Epoch(6), "v", {"capabilities": {}})
 
     async def tell(epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
         told.append(event)
 
-    monkeypatch.setattr(module.rays, "own_node", lambda: NodeId("n"))
-    monkeypatch.setattr(module.rays, "own_handle", lambda: None)
+    monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
+    monkeypatch.setattr(ray_internals, "own_handle", lambda: None)
     monkeypatch.setattr(module, "find_actor", lambda name: None)
     client = joined_client(FakeArbiter(), Deaf)
     client._leave()
     client.tell(ev.Slept(TicketId("t")))  # said by the account that follows
-    held = ev.HeldTicket(TicketId("t"), "m", ev.Phase.ASLEEP, 0, Span(0), (), ASKED.need, "")
+    held = ev.HeldTicket(TicketId("t"), "m", types.Phase.ASLEEP, 0, Span(0), (), ASKED.need, "")
     client._account = lambda: (held,)
     client._handle = FakeArbiter(hello=hello, join=join, tell=tell, keepalive=never)
     await client._join()

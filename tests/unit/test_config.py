@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from arbiter.units import GIB, MIB, seconds
-from deployments.config import ConfigError, check_file, parse_table
-from deployments.fields import parse_size
+from deployments.config.fields import parse_size
+from deployments.config.schema import ConfigError, check_file, parse_table
 
 SHIPPED = Path(__file__).parents[2] / "serve_config.yaml"
 

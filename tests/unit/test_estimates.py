@@ -2,11 +2,11 @@
 
 import pytest
 
-from arbiter.decisions import Grant
-from arbiter.events import Need
-from arbiter.rules import estimates
-from arbiter.rules.estimates import Estimates, ModelKey
-from arbiter.settings import DEFAULTS
+from arbiter.core.decisions import Grant
+from arbiter.core.records import estimates
+from arbiter.core.records.estimates import Estimates, ModelKey
+from arbiter.core.settings import DEFAULTS
+from arbiter.core.types import Need
 from arbiter.units import Bytes, in_seconds, seconds
 from tests.unit.desk import CPU, Desk, gib
 

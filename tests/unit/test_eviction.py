@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from arbiter import events as ev
-from arbiter.decisions import Reason, Revoke, Tier
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Reason, Revoke, Tier
 from arbiter.errors import NeverFits
 from arbiter.units import DeviceId, HolderId, NodeId, TicketId, seconds
 from tests.unit.desk import (
@@ -175,9 +176,9 @@ def test_a_holder_that_beats_is_not_reaped_however_long_its_barrier() -> None:
     desk.beat(19, "a", inflight=1)
     desk.ask(20, "b", 80)
     for t in range(21, 32):
-        held = desk.held("a", ev.Phase.DRAINING, inflight=1)
+        held = desk.held("a", types.Phase.DRAINING, inflight=1)
         assert desk.at(t, ev.Renewed(HolderId("h"), (held,))) == []
-    held = desk.held("a", ev.Phase.RESIDENT, inflight=1)
+    held = desk.held("a", types.Phase.RESIDENT, inflight=1)
     desk.at(32, ev.Renewed(HolderId("h"), (held,)))
     assert desk.state("a") == "resident"  # its BarrierDropped was lost; the heartbeat heals
     assert desk.last("barrier_dropped").data["inflight"] == 1
@@ -188,7 +189,7 @@ def test_an_engine_that_holds_bytes_with_nothing_in_flight_past_its_unload_time_
     desk = Desk(device=80)
     desk.resident(0, "a", 80)
     desk.ask(20, "b", 80)
-    held = desk.held("a", ev.Phase.UNLOADING)
+    held = desk.held("a", types.Phase.UNLOADING)
     desk.at(21, ev.Renewed(HolderId("h"), (held,)))
     for t in range(22, 51):
         assert desk.at(t, ev.Renewed(HolderId("h"), (held,))) == []
@@ -271,7 +272,7 @@ def test_a_revoke_lost_with_the_holders_connection_is_sent_again_when_it_joins()
     desk = Desk(device=80)
     desk.resident(0, "a", 80)
     desk.ask(20, "b", 80)
-    held = desk.held("a", ev.Phase.RESIDENT)
+    held = desk.held("a", types.Phase.RESIDENT)
     assert revoked(desk.join(21, "h", held)) == [("a", "swap", "gone")]
 
 

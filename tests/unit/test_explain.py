@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from arbiter import events as ev
+from arbiter import units
+from arbiter.core import events as ev
+from arbiter.core.records.eviction_history import KEPT_COUNT
+from arbiter.core.reports.explain import Explanation
+from arbiter.core.types import Priority
 from arbiter.errors import UnknownTicket
-from arbiter.events import Priority
-from arbiter.plain import plain
-from arbiter.rules.choices import KEPT_COUNT
-from arbiter.rules.explain import Explanation
+from arbiter.protocol.json_codec import plain
 from arbiter.units import GIB, TicketId
 from tests.unit.desk import CPU, PLAIN, Desk, revoked, s
 
@@ -54,7 +55,7 @@ def test_who_waits_behind_others_hears_of_them_and_of_bytes_on_their_way() -> No
 def test_a_model_that_came_lately_or_was_just_busy_says_for_how_long_it_stays() -> None:
     desk = Desk(device=80)
     desk.ask(0, "a", 40)
-    desk.at(6, ev.Loaded(TicketId("a"), ev.Span(6 * 10**9)))
+    desk.at(6, ev.Loaded(TicketId("a"), units.Span(6 * 10**9)))
     desk.beat(6, "a")
     desk.resident(6, "b", 40)
     desk.ask(8, "c", 40)
@@ -106,7 +107,7 @@ def test_asking_why_changes_nothing_and_what_is_remembered_is_bounded() -> None:
         desk.ask(t, f"a{n + 1}", 80)
         desk.at(t + 1, ev.Released(TicketId(f"a{n}"), "swap"))
         desk.gone(t + 1, f"a{n}")
-        desk.at(t + 2, ev.Loaded(TicketId(f"a{n + 1}"), ev.Span(0)))
+        desk.at(t + 2, ev.Loaded(TicketId(f"a{n + 1}"), units.Span(0)))
         desk.beat(t + 2, f"a{n + 1}")
     end = 10 * (KEPT_COUNT + 30)
     before = desk.arbiter.snapshot(s(end))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.engines import process
+from deployments.engines import linux
 from tests.support.engine_host import until
 
 SIZE = 64 << 20
@@ -37,7 +37,7 @@ def resident(span: tuple[int, int]) -> int:
 def test_untouched_memory_is_filled_and_keeps_what_was_written(span: tuple[int, int]) -> None:
     ctypes.memmove(span[0] + 5, b"kept", 4)
     assert resident(span) == mmap.PAGESIZE
-    filling = process.Filling()
+    filling = linux.Filling()
     filling.start([span])
     until(lambda: resident(span) == SIZE, 10)
     filling.stop()
@@ -45,7 +45,7 @@ def test_untouched_memory_is_filled_and_keeps_what_was_written(span: tuple[int, 
 
 
 def test_after_a_stop_nothing_is_filled(span: tuple[int, int]) -> None:
-    filling = process.Filling()
+    filling = linux.Filling()
     filling.stop()  # before it began, as a sleep right after a load may
     filling.start([span])
     filling.stop()  # waits for its thread
@@ -57,7 +57,7 @@ def test_where_everything_comes_late_it_does_not_push_forward() -> None:
 
     def after_filling() -> int:
         os.setpriority(os.PRIO_PROCESS, 0, 15)  # of this thread
-        process.Filling()._fill([])
+        linux.Filling()._fill([])
         return os.getpriority(os.PRIO_PROCESS, 0)
 
     with ThreadPoolExecutor(1) as thread:

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from arbiter import events as ev
-from arbiter.decisions import Reload
+from arbiter import units
+from arbiter.core import events as ev
+from arbiter.core.decisions import Reload
+from arbiter.core.types import Floor, Priority
 from arbiter.errors import NeverFits, NotResident, UnknownModel
-from arbiter.events import Floor, Priority
 from arbiter.units import GIB, HolderId, TicketId
 from tests.unit.desk import CPU, HOST, PLAIN, Desk, granted, is_granted, refusal, revoked, s
 
@@ -32,14 +33,14 @@ def test_a_device_floor_loads_now_and_makes_it_no_victim() -> None:
     assert isinstance(refusal(d.ask(20, "b", 50)), NeverFits)
     assert granted(d.ask(21, "c", 30)) == ["c"]
     assert d.state("a") == "resident"
-    assert [f.floor for f in d.arbiter.snapshot(ev.Span(20 * 10**9)).floors] == ["device"]  # type: ignore[arg-type]
+    assert [f.floor for f in d.arbiter.snapshot(units.Span(20 * 10**9)).floors] == ["device"]  # type: ignore[arg-type]
 
 
 @pytest.mark.spec("D8")
 def test_what_nobody_could_load_is_loaded_by_the_first_to_join() -> None:
     d = Desk(holders=())
     assert floor(d, 0, "a", Floor.DEVICE) == []
-    assert d.arbiter.replica_targets(ev.Span(10**15))["text"] == 1  # type: ignore[arg-type]
+    assert d.arbiter.replica_targets(units.Span(10**15))["text"] == 1  # type: ignore[arg-type]
     assert d.join(1, "h") == [Reload(H, "a")]
 
 
@@ -219,7 +220,7 @@ def test_with_a_removed_model_its_rates_and_what_followed_it_are_forgotten() -> 
     d = Desk(settings=replace(PLAIN, preload="history"))
     for t, name in enumerate(("b", "a", "b2", "a2")):
         d.ask(t, name, 10)
-        d.at(t, ev.Loaded(TicketId(name), ev.Span(0)))
+        d.at(t, ev.Loaded(TicketId(name), units.Span(0)))
         d.at(t, ev.Released(TicketId(name), "x"))
         d.gone(t, name)
     a, b = ("text", "a"), ("text", "b")
@@ -235,11 +236,11 @@ def test_with_a_removed_model_its_rates_and_what_followed_it_are_forgotten() -> 
 
 @pytest.mark.spec("B7")
 def test_a_status_read_changes_nothing() -> None:
-    d = Desk(settings=replace(PLAIN, terms=replace(PLAIN.terms, reclaim_alarm=ev.Span(10**12))))
+    d = Desk(settings=replace(PLAIN, terms=replace(PLAIN.terms, reclaim_alarm=units.Span(10**12))))
     d.engines["stranger"] = {CPU: 1}
     d.read(20)
-    d.mind.alarms.due(ev.Span(10**15))
-    d.arbiter.snapshot(ev.Span(21 * 10**9))  # type: ignore[arg-type]
+    d.mind.alarms.due(units.Span(10**15))
+    d.arbiter.snapshot(units.Span(21 * 10**9))  # type: ignore[arg-type]
     assert d.mind.alarms.next() is None
 
 

@@ -6,9 +6,10 @@ from statistics import median
 
 import pytest
 
-from arbiter import events as ev
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.records.estimates import Predictor
 from arbiter.errors import DeadlineUnmet
-from arbiter.rules.predictor import Predictor
 from arbiter.units import GIB, Bytes, TicketId, in_seconds, seconds
 from tests.unit.desk import CPU, PLAIN, Desk, granted, refusal, revoked
 
@@ -22,7 +23,7 @@ def load(desk: Desk, t: float, name: str, model: str, rng: random.Random) -> Non
     desk.read(t)
     desk.beat(t)
     key = f"settings-{rng.randint(0, 9)}"  # what is learned holds for one of them
-    need = ev.Need(Bytes(round(size * GIB)))
+    need = types.Need(Bytes(round(size * GIB)))
     assert granted(desk.at(t, ev.Requested(
         TicketId(name), "h", "text", model, need, key  # type: ignore[arg-type]
     ))) == [name]  # fmt: skip

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from arbiter.events import Need
+from arbiter.core.types import Need
 from arbiter.units import Bytes, TicketId
-from deployments import freshness, liveness
-from deployments.freshness import WHOLE_BYTES, contents, files, pieces
-from deployments.plan import ModelPlan
-from deployments.slot import Life, Slot
+from deployments.config.load_plan import ModelPlan
+from deployments.replica import watchdog
+from deployments.replica.held_model import Life, Slot
+from deployments.replica.watchdog import WHOLE_BYTES, contents, files, pieces, start_watchdog
 
 pytestmark = pytest.mark.spec("D5")
 
@@ -59,12 +59,12 @@ async def test_other_bytes_with_the_same_name_size_and_times_are_noticed_before_
 ) -> None:
     plan = ModelPlan("a", "x:build", {"model": str(model)}, Need(Bytes(1)), True, "")
     slot = Slot(plan, TicketId("a-1"))
-    await freshness.look(slot)
-    assert not await freshness.is_stale(slot)
-    monkeypatch.setattr(freshness, "files", lambda _: slot.files)  # as a coarse clock has it
-    assert not await freshness.is_stale(slot)
+    await watchdog.look(slot)
+    assert not await watchdog.is_stale(slot)
+    monkeypatch.setattr(watchdog, "files", lambda _: slot.files)  # as a coarse clock has it
+    assert not await watchdog.is_stale(slot)
     (model / "deep" / "model.safetensors").write_bytes(b"12345679")
-    assert not await freshness.has_moved(slot) and await freshness.is_stale(slot)
+    assert not await watchdog.has_moved(slot) and await watchdog.is_stale(slot)
 
 
 def test_the_same_bytes_have_the_same_hash_whatever_their_times(model: Path) -> None:
@@ -97,16 +97,16 @@ def test_a_model_in_one_file_is_watched_like_a_folder(tmp_path: Path) -> None:
 async def loaded(model: Path) -> Slot:
     plan = ModelPlan("a", "x:build", {"model": str(model)}, Need(Bytes(1)), True, "")
     slot = Slot(plan, TicketId("a-1"), Life.RESIDENT)
-    await freshness.look(slot)
+    await watchdog.look(slot)
     return slot
 
 
 async def test_beside_what_can_never_be_looked_at_a_replaced_file_is_noticed(model: Path) -> None:
     (model / "loop").symlink_to("loop")
     slot = await loaded(model)
-    assert not await freshness.is_stale(slot)
+    assert not await watchdog.is_stale(slot)
     (model / "config.json").write_text("{ }")
-    assert await freshness.is_stale(slot)
+    assert await watchdog.is_stale(slot)
 
 
 class Broken:
@@ -127,15 +127,15 @@ class Broken:
 async def test_a_look_that_fails_changes_nothing_and_the_watch_goes_on(
     model: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(freshness, "LOOK_S", 0.001)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
     slot, found = await loaded(model), asyncio.Event()
     server = Broken(how, monkeypatch)
-    assert not await freshness.has_moved(slot)
+    assert not await watchdog.has_moved(slot)
     watching = asyncio.ensure_future(
-        freshness.watch(slot, lambda _: found.set(), lambda _, reason: None)
+        watchdog.watch_files(slot, lambda _: found.set(), lambda _, reason: None)
     )
     (model / "config.json").write_text("{ }")
-    assert not await freshness.has_moved(slot) and not found.is_set()
+    assert not await watchdog.has_moved(slot) and not found.is_set()
     server.is_broken = False
     async with asyncio.timeout(5):
         await found.wait()
@@ -147,10 +147,10 @@ async def test_what_cannot_be_read_before_a_wake_is_no_other_model(
 ) -> None:
     slot = await loaded(model)
     server = Broken("open", monkeypatch)
-    assert not await freshness.is_stale(slot)
+    assert not await watchdog.is_stale(slot)
     unread = await loaded(model)
     server.is_broken = False
-    assert not await freshness.is_stale(unread) and unread.contents == ""
+    assert not await watchdog.is_stale(unread) and unread.contents == ""
 
 
 async def test_a_watch_that_ends_by_a_bug_is_heard_of(
@@ -159,7 +159,7 @@ async def test_a_watch_that_ends_by_a_bug_is_heard_of(
     async def broken(*_: object) -> None:
         raise KeyError("nobody thought of this")
 
-    monkeypatch.setattr(freshness, "watch", broken)
-    task = liveness.begin(await loaded(model), lambda _: None, lambda _, reason: None)
+    monkeypatch.setattr(watchdog, "watch_files", broken)
+    task = start_watchdog(await loaded(model), lambda _: None, lambda _, reason: None)
     await asyncio.wait({task}, timeout=5)
     assert "nobody thought of this" in caplog.text

@@ -6,23 +6,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbiter import events as ev
-from arbiter.decisions import Decision, Refuse
+from arbiter import units
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Decision, Refuse
+from arbiter.core.queue.gangs import split
+from arbiter.core.records.ledger import Book
+from arbiter.core.records.ticket import Sizes, State
+from arbiter.core.settings import Settings, TenantTerms
+from arbiter.core.types import Split
 from arbiter.errors import NeverFits, QuotaExceeded, TicketClosed
-from arbiter.events import Split
-from arbiter.ledger import Book, Sizes, State
-from arbiter.rules.gangs import split
-from arbiter.settings import Settings, TenantTerms
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, TicketId
 from tests.unit.desk import PLAIN, Desk, gib, granted, refusal, revoked
 
-NORMAL, HIGH = ev.Priority.NORMAL, ev.Priority.HIGH
+NORMAL, HIGH = types.Priority.NORMAL, types.Priority.HIGH
 GPUS = [DeviceId(f"g/gpu:{i}") for i in range(4)]
 
 
 def books(*free: int, budget: int = 100) -> list[Book]:
     return [
-        Book(d, NodeId("g"), ev.DeviceKind.GPU, Bytes(budget), Bytes(budget), Bytes(f))
+        Book(d, NodeId("g"), types.DeviceKind.GPU, Bytes(budget), Bytes(budget), Bytes(f))
         for d, f in zip(GPUS, free, strict=False)
     ]
 
@@ -37,7 +40,7 @@ class Gpus(Desk):
     def __init__(self, *sizes: float, settings: Settings = PLAIN) -> None:
         super().__init__(settings=settings)
         self.gpus = [
-            ev.DeviceSpec(d, ev.DeviceKind.GPU, gib(size))
+            types.DeviceSpec(d, types.DeviceKind.GPU, gib(size))
             for d, size in zip(GPUS, sizes, strict=False)
         ]
         self.at(0, ev.NodeSeen(NodeId("g"), tuple(self.gpus)))
@@ -56,12 +59,12 @@ class Gpus(Desk):
         self, t: float, name: str, size: float, gang: str = "", how: Split = Split.NONE
     ) -> list[object]:
         return list(self.at(t, ev.Requested(
-            TicketId(name), HolderId("k"), "text", name, ev.Need(gib(size)), "", True,
+            TicketId(name), HolderId("k"), "text", name, types.Need(gib(size)), "", True,
             gang=tuple(map(TicketId, gang)), split=how,
         )))  # fmt: skip
 
     def done(self, t: float, name: str) -> None:
-        self.at(t, ev.Loaded(TicketId(name), ev.Span(0)))
+        self.at(t, ev.Loaded(TicketId(name), units.Span(0)))
         self.beat(t, name, holder="k")
 
     def home(self, name: str) -> dict[str, float]:
@@ -97,7 +100,7 @@ def test_tickets_of_two_holders_are_no_gang() -> None:
     d.join(0, "l", node="g")
     gang = tuple(map(TicketId, "ab"))
     assert granted(d.want(0, "a", 50, "ab")) == []
-    need = ev.Need(gib(30))
+    need = types.Need(gib(30))
     other = ev.Requested(TicketId("b"), HolderId("l"), "text", "b", need, "", True, gang=gang)
     assert granted(d.at(1, other)) == [] and d.state("a") == d.state("b") == "queued"
 
@@ -258,14 +261,14 @@ def test_who_leaves_several_devices_is_counted_on_each() -> None:
 
 
 def shut(d: Gpus, t: float, number: int) -> None:
-    d.at(t, ev.PressurePushed(GPUS[number], ev.Level.CRITICAL, gib(1), ev.Span(60 * 10**9)))
+    d.at(t, ev.PressurePushed(GPUS[number], types.Level.CRITICAL, gib(1), units.Span(60 * 10**9)))
 
 
 def embed(
     d: Gpus, t: float, name: str, size: float, gang: tuple[str, ...] = (), how: Split = Split.NONE
 ) -> list[Decision]:
     return d.at(t, ev.Requested(
-        TicketId(name), HolderId("k"), "embedding", name, ev.Need(gib(size)), "", True,
+        TicketId(name), HolderId("k"), "embedding", name, types.Need(gib(size)), "", True,
         gang=tuple(map(TicketId, gang)), split=how,
     ))  # fmt: skip
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from arbiter import events as ev
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.records.request_queue import Waiting
+from arbiter.core.types import Priority
 from arbiter.errors import NeverFits
-from arbiter.events import Priority
-from arbiter.rules.line import Waiting
 from arbiter.units import DeviceId, HolderId, NodeId, TicketId, seconds
 from tests.unit.desk import CPU, PATIENT, PLAIN, Desk, capability, gib, granted, refusal, revoked
 
@@ -182,7 +183,7 @@ def test_a_model_larger_than_the_budget_may_be_let_in_when_all_that_is_idle_has_
     assert revoked(desk.ask(20, "c", 100)) == [("a", "swap", "gone")]  # `b` is in use
     desk.at(21, ev.Released(TicketId("a"), "swap"))
     [grant] = desk.gone(22, "a")
-    assert grant.devices == (ev.DeviceBytes(DeviceId("n/cpu:0"), gib(50)),)
+    assert grant.devices == (types.DeviceBytes(DeviceId("n/cpu:0"), gib(50)),)
     warning = desk.last("oversize")
     assert (warning.size_bytes, warning.data["granted_bytes"]) == (gib(100), gib(50))
 
@@ -207,7 +208,7 @@ def test_under_critical_pressure_nothing_oversized_is_let_in() -> None:
     desk.at(0, ev.CapabilitiesSet((desk.table[0], replace(large, models=models))))
     desk.ask(0, "a", 10)
     assert desk.ask(1, "e1", 100, capability="embedding", model="e1") == []  # `a` is loading
-    desk.at(2, ev.PressurePushed(CPU, ev.Level.CRITICAL, gib(1), seconds(60)))
+    desk.at(2, ev.PressurePushed(CPU, types.Level.CRITICAL, gib(1), seconds(60)))
     assert granted(desk.at(3, ev.Loaded(TicketId("a"), seconds(3)))) == []
     assert granted(desk.woke(63)) == ["e1"]
 
@@ -217,9 +218,9 @@ def test_under_critical_pressure_nothing_oversized_is_let_in() -> None:
 
 def gpus(count: int, size: float = 80, host: float = 0) -> Desk:
     desk = Desk(settings=replace(PLAIN, terms=PATIENT))
-    devices = [(f"g/gpu:{n}", ev.DeviceKind.GPU, size) for n in range(count)]
-    devices.append(("g/host", ev.DeviceKind.HOST, host))
-    specs = tuple(ev.DeviceSpec(DeviceId(name), kind, gib(of)) for name, kind, of in devices)
+    devices = [(f"g/gpu:{n}", types.DeviceKind.GPU, size) for n in range(count)]
+    devices.append(("g/host", types.DeviceKind.HOST, host))
+    specs = tuple(types.DeviceSpec(DeviceId(name), kind, gib(of)) for name, kind, of in devices)
     desk.at(0, ev.NodeSeen(NodeId("g"), specs))
     readings = tuple(ev.DeviceReading(spec.device, gib(0), gib(0)) for spec in specs)
     desk.at(0, ev.Measured(NodeId("g"), readings, ()))
@@ -260,9 +261,9 @@ def test_a_sleeper_wakes_where_it_sleeps_though_its_model_was_elsewhere_last() -
     assert where(desk, 2, "a2", 50, "h2") == "1"
     desk.at(3, ev.Loaded(TicketId("a2"), seconds(1)))
     desk.beat(4, "a1", holder="h1")
-    desk.at(20, ev.FloorSet("text", "a", ev.Floor.HOST))
+    desk.at(20, ev.FloorSet("text", "a", types.Floor.HOST))
     desk.at(21, ev.Slept(TicketId("a1")))
-    asleep = ev.EngineReading(TicketId("a1"), (ev.DeviceBytes(DeviceId("g/host"), gib(50)),))
+    asleep = ev.EngineReading(TicketId("a1"), (types.DeviceBytes(DeviceId("g/host"), gib(50)),))
     devices = desk.mind.nodes[NodeId("g")].devices
     readings = tuple(ev.DeviceReading(device, gib(0), gib(0)) for device in devices)
     desk.at(22, ev.Measured(NodeId("g"), readings, (asleep,)))
@@ -278,14 +279,14 @@ def test_whom_pressure_spares_is_not_held_up_by_one_whom_it_does_not() -> None:
     loading(desk, 75)
     assert desk.ask(1, "e", 10, capability="embedding", model="e1") == []
     assert desk.ask(2, "b", 10) == []
-    desk.at(3, ev.PressurePushed(CPU, ev.Level.CRITICAL, gib(1), seconds(60)))
+    desk.at(3, ev.PressurePushed(CPU, types.Level.CRITICAL, gib(1), seconds(60)))
     desk.at(4, ev.LoadBroke(TicketId("a"), "x", True))
     assert granted(desk.gone(5, "a")) == ["b"]
 
 
 def critical(desk: Desk, t: float, number: int) -> None:
     where = DeviceId(f"g/gpu:{number}")
-    desk.at(t, ev.PressurePushed(where, ev.Level.CRITICAL, gib(1), seconds(60)))
+    desk.at(t, ev.PressurePushed(where, types.Level.CRITICAL, gib(1), seconds(60)))
 
 
 @pytest.mark.spec("C5", "C6")
@@ -304,7 +305,14 @@ def test_what_may_be_split_is_not_held_up_by_one_that_needs_less_but_on_one_devi
         desk.resident(0, name, size, holder=holder, priority=HIGH)
     assert desk.ask(1, "b", 65, holder="h1") == []
     asked = ev.Requested(
-        TicketId("c"), HolderId("h2"), "text", "c", ev.Need(gib(80)), "", True, split=ev.Split.EQUAL
+        TicketId("c"),
+        HolderId("h2"),
+        "text",
+        "c",
+        types.Need(gib(80)),
+        "",
+        True,
+        split=types.Split.EQUAL,
     )
     assert desk.at(2, asked) == []  # 40 on each, and 35 are free on one
     desk.at(3, ev.Released(TicketId("d"), "idle"))

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from arbiter import events as ev
-from arbiter import wire
-from arbiter.decisions import Reason
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Reason
 from arbiter.errors import GrowthRefused, LoadFailed, TicketClosed
+from arbiter.protocol import messages
 from arbiter.units import Bytes, DeviceId, Epoch, Span, TicketId, seconds
-from deployments import growing
-from deployments.config import ConfigError
-from deployments.plan import plan
-from deployments.slot import Life
+from deployments.config.load_plan import plan
+from deployments.config.schema import ConfigError, parse_table
+from deployments.replica import resize
+from deployments.replica.held_model import Life
 from tests.unit import test_residency as base
 
 pytestmark = pytest.mark.spec("A14")
@@ -27,7 +28,7 @@ def table(model: dict[str, Any]) -> Any:
 
 
 TABLE = table(MODEL)
-GROWN = (ev.DeviceBytes(DeviceId("n/cpu:0"), Bytes(12)),)
+GROWN = (types.DeviceBytes(DeviceId("n/cpu:0"), Bytes(12)),)
 
 
 class Growth:
@@ -40,13 +41,13 @@ class Growth:
         self.may_start.set()
         arbiter.grow, arbiter.respawn = self.grow, self.respawn
 
-    async def grow(self, ticket: TicketId, more: Bytes, within: Span) -> wire.Granted:
+    async def grow(self, ticket: TicketId, more: Bytes, within: Span) -> messages.Granted:
         self.asked.append(more)
         if self.error:
             raise self.error
-        return wire.Granted(ticket, GROWN, seconds(5), Span(0), Epoch(1))
+        return messages.Granted(ticket, GROWN, seconds(5), Span(0), Epoch(1))
 
-    async def respawn(self, ticket: TicketId, spec: wire.SpawnSpec) -> str:
+    async def respawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> str:
         self.spawned.append(spec.config["engine_args"])
         await self.may_start.wait()
         return str(self.arbiter.path)
@@ -55,7 +56,7 @@ class Growth:
 @asynccontextmanager
 async def resident(model: dict[str, Any] = MODEL) -> AsyncIterator[tuple[Any, Growth, Any]]:
     async with base.holder() as (residency, arbiter, engine):
-        residency._obey(wire.TableOrder(table(model)))
+        residency._obey(messages.TableOrder(table(model)))
         await base.use(residency)
         yield residency, Growth(arbiter), engine
 
@@ -65,43 +66,43 @@ async def test_it_serves_until_it_is_granted_and_who_comes_then_waits_for_the_ne
         slot = residency.slots["a"]
         growth.may_start.clear()
         async with residency.use("a"):
-            growings = [asyncio.ensure_future(growing.grow(residency, "a")) for _ in range(2)]
+            growings = [asyncio.ensure_future(resize.grow(residency, "a")) for _ in range(2)]
             await base.until(lambda: slot.life is Life.DRAINING)
             waiting = asyncio.ensure_future(base.use(residency))
         await base.until(lambda: growth.spawned)
         [held] = residency.account()
-        assert (held.phase, held.inflight, held.devices) == (ev.Phase.RESIDENT, 1, GROWN)
+        assert (held.phase, held.inflight, held.devices) == (types.Phase.RESIDENT, 1, GROWN)
         base.revoke(residency, Reason.SWAP)
         assert growth.arbiter.kinds()[-1] == "Busy" and not waiting.done()
         growth.may_start.set()
         await asyncio.gather(*growings)
         assert await waiting == slot.ticket and slot.life is Life.RESIDENT
         assert growth.asked == [7] and growth.spawned == [{"kv_cache_memory_bytes": 7}]
-        await growing.grow(residency, "a")  # it has it already
+        await resize.grow(residency, "a")  # it has it already
         assert growth.asked == [7]
 
 
 async def test_what_it_gives_back_is_told_when_the_smaller_process_has_its_place() -> None:
     async with resident() as (residency, growth, _):
-        await growing.grow(residency, "a")
-        await growing.give_back(residency, "a")
+        await resize.grow(residency, "a")
+        await resize.give_back(residency, "a")
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
         assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, base.ON)
         assert residency.account()[0].devices == base.ON
-        await growing.give_back(residency, "a")
+        await resize.give_back(residency, "a")
         assert len(growth.spawned) == 2
 
 
 async def test_by_hand_it_grows_and_gives_back_and_what_cannot_goes_on() -> None:
     async with resident() as (residency, growth, _):
-        residency._obey(wire.SizeOrder("a", wire.ModelSize.GROWN))
+        residency._obey(messages.SizeOrder("a", messages.ModelSize.GROWN))
         await base.until(lambda: residency.slots["a"].before)
-        residency._obey(wire.SizeOrder("a", wire.ModelSize.FIRST))
+        residency._obey(messages.SizeOrder("a", messages.ModelSize.FIRST))
         await base.until(lambda: residency.slots["a"].before is None)
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
         growth.error = GrowthRefused(residency.slots["a"].ticket, Bytes(7), "full")
-        residency._obey(wire.SizeOrder("a", wire.ModelSize.GROWN))
-        residency._obey(wire.SizeOrder("nobody", wire.ModelSize.GROWN))
+        residency._obey(messages.SizeOrder("a", messages.ModelSize.GROWN))
+        residency._obey(messages.SizeOrder("nobody", messages.ModelSize.GROWN))
         await base.until(lambda: len(growth.asked) == 2 and not residency._chores.running)
         assert await base.use(residency) and len(growth.spawned) == 2
 
@@ -110,7 +111,7 @@ async def test_grown_and_idle_for_long_it_gives_back_unasked() -> None:
     async with resident({**MODEL, "stays_grown_s": 0.01}) as (residency, growth, _):
         slot = residency.slots["a"]
         async with residency.use("a"):
-            growings = asyncio.ensure_future(growing.grow(residency, "a"))
+            growings = asyncio.ensure_future(resize.grow(residency, "a"))
             await base.until(lambda: slot.life is Life.DRAINING)
         await growings
         await base.until(lambda: len(growth.spawned) == 2)
@@ -121,21 +122,21 @@ async def test_grown_and_idle_for_long_it_gives_back_unasked() -> None:
 
 async def test_in_use_it_stays_grown() -> None:
     async with resident({**MODEL, "stays_grown_s": 0.01}) as (residency, growth, _):
-        await growing.grow(residency, "a")
+        await resize.grow(residency, "a")
         slot = residency.slots["a"]
         async with residency.use("a"):
-            growing._give_back_once_idle(residency, slot, seconds(0.01))
+            resize._give_back_once_idle(residency, slot, seconds(0.01))
             assert slot.growth is None and len(growth.spawned) == 1
         await base.until(lambda: len(growth.spawned) == 2)
 
 
 async def test_growth_that_is_asked_for_while_it_gives_back_comes_after_that() -> None:
     async with resident() as (residency, growth, _):
-        await growing.grow(residency, "a")
+        await resize.grow(residency, "a")
         growth.may_start.clear()
-        giving = asyncio.ensure_future(growing.give_back(residency, "a"))
+        giving = asyncio.ensure_future(resize.give_back(residency, "a"))
         await base.until(lambda: len(growth.spawned) == 2)
-        again = asyncio.ensure_future(growing.grow(residency, "a"))
+        again = asyncio.ensure_future(resize.grow(residency, "a"))
         await asyncio.sleep(0)
         growth.may_start.set()
         await asyncio.gather(giving, again)
@@ -148,18 +149,18 @@ async def test_refused_it_goes_on_with_what_it_has() -> None:
     async with resident() as (residency, growth, _):
         growth.error = GrowthRefused(residency.slots["a"].ticket, Bytes(7), "full")
         with pytest.raises(GrowthRefused):
-            await growing.grow(residency, "a")
+            await resize.grow(residency, "a")
         assert not growth.spawned and await base.use(residency)
 
 
 async def test_what_is_in_flight_for_too_long_is_not_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(growing, "BARRIER", seconds(0.01))
+    monkeypatch.setattr(resize, "BARRIER", seconds(0.01))
     async with resident() as (residency, growth, _):
         async with residency.use("a"):
             with pytest.raises(GrowthRefused, match="in flight"):
-                await growing.grow(residency, "a")
+                await resize.grow(residency, "a")
             assert await base.use(residency)  # the barrier is down again
         assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, base.ON)
         assert not growth.spawned and residency.account()[0].devices == base.ON
@@ -169,7 +170,7 @@ async def test_revoked_as_it_is_granted_more_it_gives_that_back_and_goes_on() ->
     async with resident() as (residency, growth, _):
         slot, grant = residency.slots["a"], growth.grow
 
-        async def and_revoke(ticket: TicketId, more: Bytes, within: Span) -> wire.Granted:
+        async def and_revoke(ticket: TicketId, more: Bytes, within: Span) -> messages.Granted:
             granted = await grant(ticket, more, within)
             base.revoke(residency, Reason.SWAP, barrier_s=0.01)
             return granted
@@ -177,7 +178,7 @@ async def test_revoked_as_it_is_granted_more_it_gives_that_back_and_goes_on() ->
         growth.arbiter.grow = and_revoke
         async with residency.use("a"):  # which outlives the barrier
             with pytest.raises(TicketClosed):
-                await growing.grow(residency, "a")
+                await resize.grow(residency, "a")
             assert await base.use(residency) == slot.ticket
         assert ev.GaveBack(slot.ticket, base.ON) in growth.arbiter.told
         assert not growth.spawned and residency.account()[0].devices == base.ON
@@ -186,7 +187,7 @@ async def test_revoked_as_it_is_granted_more_it_gives_that_back_and_goes_on() ->
 async def test_grown_again_it_has_one_clock_that_says_when_to_give_back() -> None:
     async with resident() as (residency, _, _engine):
         slot, clocks = residency.slots["a"], []
-        for change in (growing.grow, growing.give_back, growing.grow):
+        for change in (resize.grow, resize.give_back, resize.grow):
             await change(residency, "a")
             clocks.append(slot.gives_back)
         first, _, second = clocks
@@ -198,25 +199,25 @@ async def test_a_restart_that_fails_ends_the_ticket_and_the_next_load_is_as_the_
     async with resident() as (residency, growth, _):
         first = residency.slots["a"].ticket
 
-        async def broken(ticket: TicketId, spec: wire.SpawnSpec) -> str:
+        async def broken(ticket: TicketId, spec: messages.SpawnSpec) -> str:
             raise TicketClosed(ticket)
 
         growth.arbiter.respawn = broken
         with pytest.raises(LoadFailed):
-            await growing.grow(residency, "a")
+            await resize.grow(residency, "a")
         assert await base.use(residency) != first
         assert residency.slots["a"].plan.grown is not None
 
 
 async def test_an_engine_that_ends_while_its_growth_waits_ends_the_growth() -> None:
     async with resident() as (residency, growth, engine):
-        never: asyncio.Future[wire.Granted] = asyncio.get_running_loop().create_future()
+        never: asyncio.Future[messages.Granted] = asyncio.get_running_loop().create_future()
 
-        async def grow(*_: object) -> wire.Granted:
+        async def grow(*_: object) -> messages.Granted:
             return await never
 
         growth.arbiter.grow = grow
-        task = asyncio.ensure_future(growing.grow(residency, "a"))
+        task = asyncio.ensure_future(resize.grow(residency, "a"))
         await base.until(lambda: residency.slots["a"].growth)
         engine.dead.set()
         with pytest.raises(TicketClosed):
@@ -224,7 +225,7 @@ async def test_an_engine_that_ends_while_its_growth_waits_ends_the_growth() -> N
 
 
 def test_what_it_grows_to_is_larger() -> None:
-    table = base.plans.parse_table(TABLE)
+    table = parse_table(TABLE)
     made = plan("a", table.capabilities["c"])
     assert made.grown is not None
     assert made.grown.need.device_bytes - made.need.device_bytes == 7
@@ -233,4 +234,4 @@ def test_what_it_grows_to_is_larger() -> None:
     same: Any = {**MODEL, "grow_to": {"max_num_seqs": 7}}
     less = {"capabilities": {"c": {**TABLE["capabilities"]["c"], "models": {"a": same}}}}
     with pytest.raises(ConfigError, match="no more memory"):
-        plan("a", base.plans.parse_table(less).capabilities["c"])
+        plan("a", parse_table(less).capabilities["c"])

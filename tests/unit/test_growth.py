@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from arbiter import events as ev
-from arbiter.decisions import Decision, Grant
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Decision, Grant
+from arbiter.core.settings import TenantTerms
 from arbiter.errors import GrowthRefused, NeverFits
-from arbiter.settings import TenantTerms
 from arbiter.units import TicketId, seconds
 from tests.unit.desk import CPU, PLAIN, Desk, gib, granted, refusal, revoked
 
@@ -31,7 +32,7 @@ def desk() -> Desk:
 def test_it_grows_where_there_is_room_and_the_grant_says_how_much_it_has_now() -> None:
     d = desk()
     [grant] = grow(d, 2, "a", 15)
-    assert isinstance(grant, Grant) and grant.devices == (ev.DeviceBytes(CPU, gib(45)),)
+    assert isinstance(grant, Grant) and grant.devices == (types.DeviceBytes(CPU, gib(45)),)
     assert d.free() == 5 and d.state("a") == "resident"
 
 
@@ -130,7 +131,7 @@ def test_one_that_wants_no_more_is_granted_nothing() -> None:
 @pytest.mark.spec("C2")
 def test_nobody_more_urgent_leaves_for_growth() -> None:
     d = desk()
-    d.resident(2, "c", 15, priority=ev.Priority.HIGH)
+    d.resident(2, "c", 15, priority=types.Priority.HIGH)
     assert revoked(grow(d, 10, "a", 15)) == [] and d.state("c") == "resident"
 
 
@@ -168,14 +169,14 @@ def test_growth_takes_nothing_that_is_kept_for_another_tenant() -> None:
 
 def test_after_a_restart_nothing_grows_before_all_holders_are_back() -> None:
     d = Desk(known=("h", "k"), holders=())
-    d.join(0, "h", d.held("a", ev.Phase.RESIDENT, size=30))
+    d.join(0, "h", d.held("a", types.Phase.RESIDENT, size=30))
     assert grow(d, 1, "a", 15) == []  # `k` may have more than the rest of it
-    assert granted(d.join(2, "k", d.held("b", ev.Phase.RESIDENT, size=20))) == ["a"]
+    assert granted(d.join(2, "k", d.held("b", types.Phase.RESIDENT, size=20))) == ["a"]
 
 
 def test_nothing_grows_on_a_device_that_was_not_read_or_where_nobody_claims_an_engine() -> None:
     d = Desk(holders=(), read=False)
-    d.join(0, "h", d.held("a", ev.Phase.RESIDENT, size=30))
+    d.join(0, "h", d.held("a", types.Phase.RESIDENT, size=30))
     assert grow(d, 1, "a", 15) == []
     d.engines["stranger"] = {CPU: 10}
     assert granted(d.read(2)) == []
@@ -189,7 +190,7 @@ def test_nothing_grows_where_real_memory_is_short_unless_it_is_text() -> None:
     d.resident(0, "e1", 20, capability="embedding", model="e1")
     d.resident(0, "a", 20)
     d.beat(1, "e1", "a", inflight=1)
-    d.at(2, ev.PressurePushed("n", ev.Level.CRITICAL, None, seconds(20)))
+    d.at(2, ev.PressurePushed("n", types.Level.CRITICAL, None, seconds(20)))
     assert granted(grow(d, 3, "e1", 10)) == []
     assert granted(grow(d, 4, "a", 10)) == ["a"]
     assert granted(d.woke(22)) == ["e1"]
@@ -207,7 +208,7 @@ def grown() -> Desk:
 
 def give_back(d: Desk, t: float, name: str, size: float) -> None:
     d.sizes[name] = size  # and its heartbeats say so
-    d.at(t, ev.GaveBack(TicketId(name), (ev.DeviceBytes(CPU, gib(size)),)))
+    d.at(t, ev.GaveBack(TicketId(name), (types.DeviceBytes(CPU, gib(size)),)))
 
 
 def says(d: Desk, t: float, size: float) -> None:
@@ -254,13 +255,13 @@ def test_giving_back_that_was_under_way_when_it_grew_again_takes_nothing_from_th
     d = grown()
     give_back(d, 10, "a", 30)
     assert granted(grow(d, 20, "a", 15)) == ["a"]
-    d.at(21, ev.GaveBack(TicketId("a"), (ev.DeviceBytes(CPU, gib(30)),)))
+    d.at(21, ev.GaveBack(TicketId("a"), (types.DeviceBytes(CPU, gib(30)),)))
     assert d.charged() == 75 and d.arbiter.stale_count == 1
 
 
 def test_what_is_given_back_after_a_restart_of_the_arbiter_is_heard_too() -> None:
     d = Desk(holders=())
-    d.join(0, "h", d.held("a", ev.Phase.RESIDENT, size=45))
+    d.join(0, "h", d.held("a", types.Phase.RESIDENT, size=45))
     for t in (1, 6):
         says(d, t, 30)
     assert d.charged() == 30

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 import uvloop
 
-from deployments.engines import guard
+from deployments.engines import peer_auth
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -22,7 +22,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @asynccontextmanager
 async def served(path: str) -> AsyncIterator[None]:
     """As an engine's process serves: uvicorn with our protocol on a unix socket."""
-    config = uvicorn.Config(app, uds=path, http=guard.OwnOnly, lifespan="off", log_config=None)
+    config = uvicorn.Config(app, uds=path, http=peer_auth.OwnOnly, lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     config.load()
     server.lifespan = config.lifespan_class(config)
@@ -55,7 +55,7 @@ def test_an_engine_hears_its_own_user_and_no_other(
     async def scenario() -> bytes:
         path = str(tmp_path / "e.sock")
         async with served(path), asyncio.timeout(10):
-            monkeypatch.setattr(guard.os, "getuid", lambda: own + other)
+            monkeypatch.setattr(peer_auth.os, "getuid", lambda: own + other)
             return await ask(path)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from arbiter import errors
-from arbiter import events as ev
-from arbiter.decisions import Reap, Revoke, Tier
-from arbiter.rules.audit import audit as audit_books
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Reap, Revoke, Tier
+from arbiter.core.records.ledger import audit as audit_books
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.unit.desk import (
     CPU,
@@ -47,15 +48,15 @@ def test_grants_begin_at_once_when_everybody_is_back() -> None:
 @pytest.mark.parametrize(
     ("phase", "state", "on_cpu", "on_host"),
     [
-        (ev.Phase.LOADING, "loading", 30, 0),
-        (ev.Phase.RESIDENT, "resident", 30, 0),
-        (ev.Phase.DRAINING, "draining", 30, 20),
-        (ev.Phase.UNLOADING, "draining", 30, 20),
-        (ev.Phase.ASLEEP, "asleep", 0, 20),
+        (types.Phase.LOADING, "loading", 30, 0),
+        (types.Phase.RESIDENT, "resident", 30, 0),
+        (types.Phase.DRAINING, "draining", 30, 20),
+        (types.Phase.UNLOADING, "draining", 30, 20),
+        (types.Phase.ASLEEP, "asleep", 0, 20),
     ],
 )
 def test_a_rejoining_holder_gets_its_tickets_back_in_their_phase(
-    phase: ev.Phase, state: str, on_cpu: float, on_host: float
+    phase: types.Phase, state: str, on_cpu: float, on_host: float
 ) -> None:
     desk = Desk(device=80, host=80, known=("h",), holders=())
     desk.host_sizes["a"] = 20
@@ -67,8 +68,8 @@ def test_a_rejoining_holder_gets_its_tickets_back_in_their_phase(
 @pytest.mark.spec("A18")
 def test_rejoined_bytes_are_charged_even_where_they_do_not_fit() -> None:
     desk = Desk(device=80, known=("h", "g"), holders=())
-    desk.join(1, "h", desk.held("a", ev.Phase.RESIDENT, size=60, inflight=1))
-    desk.join(2, "g", desk.held("b", ev.Phase.RESIDENT, size=60, inflight=1))
+    desk.join(1, "h", desk.held("a", types.Phase.RESIDENT, size=60, inflight=1))
+    desk.join(2, "g", desk.held("b", types.Phase.RESIDENT, size=60, inflight=1))
     assert desk.free() == -40
 
 
@@ -76,8 +77,8 @@ def test_rejoined_bytes_are_charged_even_where_they_do_not_fit() -> None:
 def test_a_holder_that_rejoins_before_its_node_is_charged_when_the_node_comes() -> None:
     desk = Desk(known=("h",), holders=())
     held = ev.HeldTicket(
-        TicketId("z"), "a", ev.Phase.RESIDENT, 0, seconds(0),
-        (ev.DeviceBytes("m/cpu:0", 7),), ev.Need(7),
+        TicketId("z"), "a", types.Phase.RESIDENT, 0, seconds(0),
+        (types.DeviceBytes("m/cpu:0", 7),), types.Need(7),
     )  # fmt: skip
     desk.at(1, ev.Joined(HolderId("h"), NodeId("m"), "text", (held,)))
     desk.see_node(2, 80, 0, node="m")
@@ -137,7 +138,7 @@ def test_a_claimed_engine_is_no_longer_foreign() -> None:
     desk = Desk(device=80, known=("h",), holders=(), read=False)
     desk.engines["a"] = {CPU: 30}
     desk.read(1)
-    desk.join(2, "h", desk.held("a", ev.Phase.RESIDENT, size=25))
+    desk.join(2, "h", desk.held("a", types.Phase.RESIDENT, size=25))
     assert desk.mind.ledger.books[CPU].foreign_bytes == 0
     assert desk.charged() == 30
 
@@ -146,7 +147,7 @@ def test_a_claimed_engine_is_no_longer_foreign() -> None:
 def test_a_late_joiner_does_not_bring_a_closed_ticket_back() -> None:
     desk = Desk()
     desk.resident(0, "a", 30)
-    held = desk.held("a", ev.Phase.RESIDENT)
+    held = desk.held("a", types.Phase.RESIDENT)
     desk.gone(1, "a")
     assert revoked(desk.join(2, "h", held)) == [("a", "lost", "gone")]
     assert desk.charged() == 0
@@ -156,7 +157,7 @@ def test_a_late_joiner_does_not_bring_a_closed_ticket_back() -> None:
 def test_lost_loaded_heals_by_heartbeat() -> None:
     desk = Desk()
     desk.ask(0, "a", 10)
-    desk.at(3, ev.Renewed(HolderId("h"), (desk.held("a", ev.Phase.RESIDENT, inflight=2),)))
+    desk.at(3, ev.Renewed(HolderId("h"), (desk.held("a", types.Phase.RESIDENT, inflight=2),)))
     assert desk.state("a") == "resident"
     assert desk.mind.ledger.find(TicketId("a")).inflight == 2
 
@@ -181,7 +182,7 @@ def test_a_heartbeat_under_way_while_the_grant_was_made_does_not_deny_it() -> No
 def test_a_holder_that_missed_the_news_is_told_again() -> None:
     desk = Desk()
     desk.resident(0, "a", 10)
-    held = desk.held("a", ev.Phase.RESIDENT)
+    held = desk.held("a", types.Phase.RESIDENT)
     desk.gone(1, "a")
     [revoke] = desk.at(2, ev.Renewed(HolderId("h"), (held,)))
     assert isinstance(revoke, Revoke)
@@ -191,7 +192,7 @@ def test_a_holder_that_missed_the_news_is_told_again() -> None:
 def test_a_heartbeat_cannot_touch_another_holders_ticket() -> None:
     desk = Desk(holders=("h", "g"))
     desk.resident(0, "a", 10)
-    desk.at(6, ev.Renewed(HolderId("g"), (desk.held("a", ev.Phase.RESIDENT, inflight=5),)))
+    desk.at(6, ev.Renewed(HolderId("g"), (desk.held("a", types.Phase.RESIDENT, inflight=5),)))
     assert desk.mind.ledger.find(TicketId("a")).inflight == 0
 
 
@@ -258,7 +259,7 @@ def test_heartbeats_before_joining_count_for_nothing() -> None:
 def test_a_model_asleep_unasked_is_ended() -> None:
     desk = Desk(device=80, host=80)
     desk.resident(0, "a", 10, host=5)
-    held = desk.held("a", ev.Phase.ASLEEP)
+    held = desk.held("a", types.Phase.ASLEEP)
     assert reaped(desk.at(4.9, ev.Renewed(HolderId("h"), (held,)))) == []  # may be an old one
     assert reaped(desk.at(5, ev.Renewed(HolderId("h"), (held,)))) == ["a"]
 
@@ -273,7 +274,7 @@ def test_an_old_heartbeat_does_not_finish_a_wake() -> None:
     desk.at(23, ev.LoadBroke(TicketId("b"), "x", False))
     desk.ask(23, "a", 80, host=40)
     assert granted(desk.gone(24, "b")) == ["a"]
-    held = desk.held("a", ev.Phase.RESIDENT)
+    held = desk.held("a", types.Phase.RESIDENT)
     desk.at(25, ev.Renewed(HolderId("h"), (held,)))
     assert desk.state("a") == "loading"
     desk.at(29, ev.Renewed(HolderId("h"), (held,)))

@@ -1,10 +1,10 @@
-"""What the hours of the day usually bring (arbiter/rules/hours.py)."""
+"""What the hours of the day usually bring (arbiter/core/records/usage_rates.py)."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbiter.rules.hours import AHEAD_COUNT, FADE, HOUR, HOURS_COUNT, LEAN_DAYS, Hours
+from arbiter.core.records.usage_rates import AHEAD_COUNT, FADE, HOUR, HOURS_COUNT, LEAN_DAYS, Hours
 from arbiter.units import Instant
 
 BEGAN = Instant(1000 * HOUR + 5)

@@ -3,7 +3,8 @@
 import pytest
 
 from arbiter import errors
-from arbiter import events as ev
+from arbiter.core import events as ev
+from arbiter.core import types
 from arbiter.units import HolderId, TicketId, seconds
 from tests.unit.desk import Desk, capability, gib, reaped, refusal, revoked, s
 
@@ -123,7 +124,7 @@ def test_a_model_in_use_at_shutdown_leaves_when_idle_and_at_the_latest_at_the_bo
 def test_a_sleeper_is_ended_at_shutdown() -> None:
     desk = Desk(device=80, host=80, known=("h",), holders=())
     desk.host_sizes["a"] = 20
-    desk.join(0, "h", desk.held("a", ev.Phase.ASLEEP, size=30))
+    desk.join(0, "h", desk.held("a", types.Phase.ASLEEP, size=30))
     assert reaped(desk.at(1, ev.ClosingDown())) == ["a"]
 
 

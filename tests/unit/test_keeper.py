@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayError
 
-from arbiter import events as ev
+from arbiter.core import events as ev
+from arbiter.core import types
 from arbiter.errors import TicketClosed
-from arbiter.node import keeper as module
-from arbiter.node import leftovers, proc, reports, zygotes
-from arbiter.node.leftovers import EngineLogs, sweep
-from arbiter.node.node_agent import NodeAgent
-from arbiter.node.probe import Readings, Tree
+from arbiter.node import cleanup, procfs, reports, zygote_client
+from arbiter.node import zygote_supervisor as module
+from arbiter.node.agent import NodeAgent
+from arbiter.node.cleanup import EngineLogs, sweep
+from arbiter.node.device_probe import Readings, Tree
+from arbiter.protocol.messages import AgentSettings, SpawnSpec
 from arbiter.units import Bytes, DeviceId, NodeId, TicketId
-from arbiter.wire import AgentSettings, SpawnSpec
 from tests.support.waits import eventually
 
 T = TicketId("t")
@@ -57,7 +58,7 @@ def agent(folder: Path, module_name: str) -> NodeAgent:
 async def test_a_zygote_that_cannot_start_is_given_up_on_with_its_last_words(folder: Path) -> None:
     running = agent(folder, BROKEN)
     async with asyncio.timeout(WITHIN_S):
-        with pytest.raises(zygotes.ZygoteError, match="No module named 'missing'"):
+        with pytest.raises(zygote_client.ZygoteError, match="No module named 'missing'"):
             await running.spawn(T, SPEC)
     await running.close()
 
@@ -160,13 +161,13 @@ async def test_a_process_takes_the_place_of_another_under_its_ticket_and_nobody_
 
 @pytest.mark.spec("B5")
 def test_an_engine_sees_the_gpus_of_its_ticket_as_nvml_counts_them_and_no_others() -> None:
-    parts = tuple(ev.DeviceBytes(DeviceId(f"n/gpu:{number}"), Bytes(1)) for number in (10, 2))
+    parts = tuple(types.DeviceBytes(DeviceId(f"n/gpu:{number}"), Bytes(1)) for number in (10, 2))
     scratch = {"TMPDIR": "/s"}
-    assert zygotes.equipped(SpawnSpec("a:b", {}, parts), Path("/s")).env == scratch | {
+    assert zygote_client.equipped(SpawnSpec("a:b", {}, parts), Path("/s")).env == scratch | {
         "CUDA_VISIBLE_DEVICES": "2,10",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
-    assert zygotes.equipped(SPEC, Path("/s")).env == scratch
+    assert zygote_client.equipped(SPEC, Path("/s")).env == scratch
 
 
 @pytest.mark.spec("L4")
@@ -182,7 +183,7 @@ def test_only_what_carries_the_zygotes_mark_is_a_stray() -> None:
 
     marked, plain = start(ARBITER_ZYGOTE="1"), start()
     try:
-        assert proc.started_with("/the/path", zygotes.MARK) == {marked.pid}
+        assert procfs.started_with("/the/path", zygote_client.MARK) == {marked.pid}
     finally:
         for process in (marked, plain):
             process.kill()
@@ -201,7 +202,7 @@ def test_a_process_of_another_user_is_no_stray() -> None:
     assert other.stdout is not None
     other.stdout.readline()
     try:
-        assert proc.started_with("/the/path", zygotes.MARK) == set()
+        assert procfs.started_with("/the/path", zygote_client.MARK) == set()
     finally:
         other.kill()
         other.communicate()
@@ -217,7 +218,7 @@ def test_folders_of_nodes_that_are_gone_are_removed_and_others_are_not(tmp_path:
     for path in (own, gone, held, young):
         path.mkdir()
         (path / "zygote.lock").touch()
-    long_ago_s = time.time() - leftovers.ABANDONED_AFTER_S - 60
+    long_ago_s = time.time() - cleanup.ABANDONED_AFTER_S - 60
     for path in (own, gone, held):
         os.utime(path, (long_ago_s, long_ago_s))
     with (held / "zygote.lock").open() as lock:
@@ -229,7 +230,7 @@ def test_folders_of_nodes_that_are_gone_are_removed_and_others_are_not(tmp_path:
 def test_only_the_newest_logs_of_ended_engines_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leftovers, "LOGS_KEPT", 2)
+    monkeypatch.setattr(cleanup, "LOGS_KEPT", 2)
     logs = EngineLogs(tmp_path)
     living = tmp_path / "living.log"
     living.touch()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deployments import cli
 from deployments.front import keys
-from deployments.front.gate import Denied, Gate
+from deployments.front.auth import Denied, Gate
 from deployments.front.keys import Keyring, Scope
 
 ALL = frozenset(Scope)

@@ -14,9 +14,10 @@ import pytest
 from pydantic import ValidationError
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from arbiter import leases, lifecycle
+from arbiter import leases
+from arbiter.client import admin
 from arbiter.errors import LeaseRefused, QuotaExceeded
-from arbiter.lease_words import LeaseBody
+from arbiter.protocol.lease_schema import LeaseBody
 from tests.support.lines import FakeArbiter
 
 HELD = {"state": "held", "devices_bytes": {"n/cpu:0": 1 << 30}, "node": "n"}
@@ -167,7 +168,7 @@ def test_through_ray_a_refusal_is_itself_and_all_else_passes(
     monkeypatch: pytest.MonkeyPatch, error: Exception, heard: type[Exception]
 ) -> None:
     arbiter = FakeArbiter(lease=sent, end_lease=sent)  # type: ignore[arg-type]
-    monkeypatch.setattr(lifecycle, "find_arbiter", lambda: arbiter)
+    monkeypatch.setattr(admin, "find_arbiter", lambda: arbiter)
     monkeypatch.setattr("ray.get", raising(error))
     with pytest.raises(heard):
         leases.RayDoor().put("job", {"bytes": 1})
@@ -176,7 +177,7 @@ def test_through_ray_a_refusal_is_itself_and_all_else_passes(
 
 
 def test_through_ray_no_arbiter_is_one_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "find_arbiter", lambda: None)
+    monkeypatch.setattr(admin, "find_arbiter", lambda: None)
     with pytest.raises(ConnectionError):
         leases.RayDoor().put("job", {"bytes": 1})
 

@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-from arbiter import events as ev
-from arbiter import wire
-from arbiter.core import Arbiter
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.arbiter import Arbiter
 from arbiter.errors import (
     AgentAway,
     ArbiterError,
@@ -19,16 +19,17 @@ from arbiter.errors import (
     TicketClosed,
     UnknownLease,
 )
-from arbiter.eventlog import EventLog
-from arbiter.lease_desk import LeaseDesk
-from arbiter.shell import Shell
-from arbiter.store import Member
+from arbiter.protocol import messages
+from arbiter.server.event_log import EventLog
+from arbiter.server.lease_service import LeaseDesk
+from arbiter.server.shell import Shell
+from arbiter.server.store import Member
 from arbiter.units import Epoch, HolderId, Instant, NodeId, TicketId, in_seconds, seconds
 from policies import bundle
 from tests.unit.desk import CPU, HOST, NODE, PLAIN, gib
 
 JOB = TicketId("lease:t:job")
-TERMS = ev.LeaseTerms("t", seconds(3600), seconds(5), preemptible=True)
+TERMS = types.LeaseTerms("t", seconds(3600), seconds(5), preemptible=True)
 
 
 def reraise(error: BaseException) -> NoReturn:
@@ -51,8 +52,8 @@ class Counter:
             clock=lambda: Instant(int(self.now * 1e9)),
         )  # fmt: skip
         specs = (
-            ev.DeviceSpec(CPU, ev.DeviceKind.CPU, gib(80)),
-            ev.DeviceSpec(HOST, ev.DeviceKind.HOST, gib(0)),
+            types.DeviceSpec(CPU, types.DeviceKind.CPU, gib(80)),
+            types.DeviceSpec(HOST, types.DeviceKind.HOST, gib(0)),
         )
         self.shell.feed(ev.NodeSeen(NODE, specs))
         self.read()
@@ -85,8 +86,8 @@ class Counter:
     def save_lease_ends(self, ends: dict[str, float]) -> None:
         self.ends = dict(ends)
 
-    async def call(self, size: float = 30, **more: Any) -> wire.LeaseState:
-        asked = wire.LeaseCall("job", gib(size), TERMS, "job", **more)
+    async def call(self, size: float = 30, **more: Any) -> messages.LeaseState:
+        asked = messages.LeaseCall("job", gib(size), TERMS, "job", **more)
         async with asyncio.timeout(10):
             return await self.desk.hear(asked)
 
@@ -101,7 +102,7 @@ pytestmark = pytest.mark.spec("A15")
 
 async def test_a_lease_is_asked_for_held_and_given_back(counter: Counter) -> None:
     said = await counter.call(wait=seconds(3), seen="queued")
-    assert (said.state, said.devices) == ("held", (ev.DeviceBytes(CPU, gib(30)),))
+    assert (said.state, said.devices) == ("held", (types.DeviceBytes(CPU, gib(30)),))
     assert (await counter.call(pid=77)).state == "held" and counter.adopted == [(JOB, 77)]
     counter.desk.give_back("job", "t")
     assert counter.shell.core.state_of(JOB) == "reclaiming" and not counter.known
@@ -111,7 +112,7 @@ async def test_a_lease_is_asked_for_held_and_given_back(counter: Counter) -> Non
 async def test_a_lease_named_like_an_engines_ticket_touches_no_engine(counter: Counter) -> None:
     engine = TicketId("job")
     counter.shell.feed(ev.Joined(HolderId("r"), NODE, "lease", ()))
-    asked = ev.Requested(engine, HolderId("r"), "lease", "m", ev.Need(gib(5)), lease=TERMS)
+    asked = ev.Requested(engine, HolderId("r"), "lease", "m", types.Need(gib(5)), lease=TERMS)
     await counter.shell.acquire(asked)
     said = await counter.call(wait=seconds(3), seen="queued", pid=77)
     assert said.ticket == JOB and counter.adopted == [(JOB, 77)]
@@ -119,7 +120,7 @@ async def test_a_lease_named_like_an_engines_ticket_touches_no_engine(counter: C
     counter.desk.give_back("job", "t")
     assert counter.shell.core.state_of(JOB) == "reclaiming"
     assert counter.shell.core.state_of(engine) == "resident"
-    bad = wire.LeaseCall("t:job", gib(1), TERMS, "job")
+    bad = messages.LeaseCall("t:job", gib(1), TERMS, "job")
     with pytest.raises(LeaseRefused, match="`id`"):
         await counter.desk.hear(bad)
 
@@ -147,8 +148,8 @@ async def test_who_withdraws_anothers_request_does_not_end_its_wait(counter: Cou
 
 
 def _asks_for(ticket: str, size: float) -> ev.Requested:
-    asked = TicketId(ticket), HolderId(JOB), "lease", "m", ev.Need(gib(size))
-    return ev.Requested(*asked, lease=ev.LeaseTerms("u", seconds(9), seconds(1)))
+    asked = TicketId(ticket), HolderId(JOB), "lease", "m", types.Need(gib(size))
+    return ev.Requested(*asked, lease=types.LeaseTerms("u", seconds(9), seconds(1)))
 
 
 async def test_notice_comes_with_the_time_that_is_left_and_then_the_end(counter: Counter) -> None:
@@ -193,7 +194,7 @@ async def test_one_that_was_refused_unheard_is_swept_and_says_why(
     assert (await counter.call(size=100)).state == "queued"
     for _ in range(3):  # until its task has heard the refusal
         await asyncio.sleep(0)
-    monkeypatch.setattr("arbiter.lease_desk.LATE_S", -1.0)
+    monkeypatch.setattr("arbiter.server.lease_service.LATE_S", -1.0)
     counter.desk.sweep()
     assert not counter.known and not counter.shell.holders
     said = await counter.call()
@@ -201,10 +202,10 @@ async def test_one_that_was_refused_unheard_is_swept_and_says_why(
 
 
 async def test_a_claim_to_hold_bytes_is_believed_only_of_whom_the_last_life_knew() -> None:
-    held = (ev.DeviceBytes(CPU, gib(79)),)
+    held = (types.DeviceBytes(CPU, gib(79)),)
     stranger = Counter()
     said = await stranger.call(devices=held, wait=seconds(3), seen="queued")
-    assert said.devices == (ev.DeviceBytes(CPU, gib(30)),)
+    assert said.devices == (types.DeviceBytes(CPU, gib(30)),)
     known = Counter(frozenset({HolderId(JOB)}))
     assert (await known.call(devices=held)).devices == held
     assert known.shell.core.state_of(JOB) == "resident"
@@ -231,8 +232,12 @@ async def test_the_term_of_one_that_never_comes_back_is_forgotten_when_it_is_ove
     after.read()
     after.desk.sweep()
     assert after.ends.keys() == {other}
-    late = await after.call(devices=(ev.DeviceBytes(CPU, gib(79)),), wait=seconds(3), seen="queued")
-    assert late.devices == (ev.DeviceBytes(CPU, gib(30)),)  # what it says it holds is not believed
+    late = await after.call(
+        devices=(types.DeviceBytes(CPU, gib(79)),), wait=seconds(3), seen="queued"
+    )
+    assert late.devices == (
+        types.DeviceBytes(CPU, gib(30)),
+    )  # what it says it holds is not believed
 
 
 async def test_those_who_missed_their_calls_are_cleaned_up(
@@ -240,7 +245,7 @@ async def test_those_who_missed_their_calls_are_cleaned_up(
 ) -> None:
     await counter.call(wait=seconds(3), seen="queued")
     assert counter.desk.clean() == []
-    monkeypatch.setattr("arbiter.lease_desk.LATE_S", -1.0)
+    monkeypatch.setattr("arbiter.server.lease_service.LATE_S", -1.0)
     assert counter.desk.clean() == [JOB]
     assert counter.shell.core.state_of(JOB) == "reclaiming"
 
@@ -250,7 +255,7 @@ async def test_a_lease_that_lapsed_unheard_is_swept(
 ) -> None:
     await counter.call(wait=seconds(3), seen="queued")
     counter.shell.feed(ev.EngineGone(NODE, JOB, True))
-    monkeypatch.setattr("arbiter.lease_desk.LATE_S", -1.0)
+    monkeypatch.setattr("arbiter.server.lease_service.LATE_S", -1.0)
     counter.desk.sweep()
     assert not counter.known
 

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from arbiter import events as ev
-from arbiter.decisions import Revoke
+from arbiter import units
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Revoke
 from arbiter.errors import HolderQuarantined, LeaseRefused, QuotaExceeded
 from arbiter.units import GIB, HolderId, NodeId, Span, TicketId, seconds
 from tests.unit.desk import (
@@ -26,10 +28,10 @@ pytestmark = pytest.mark.spec("A15")
 
 
 def lease_beat(desk: Desk, t: float, name: str, devices: float) -> list[object]:
-    terms = ev.LeaseTerms("t", seconds(100), seconds(5))
+    terms = types.LeaseTerms("t", seconds(100), seconds(5))
     held = ev.HeldTicket(
-        TicketId(name), name, ev.Phase.RESIDENT, 0, Span(0), listed({CPU: devices}),
-        ev.Need(ev.Bytes(0)), lease=terms,
+        TicketId(name), name, types.Phase.RESIDENT, 0, Span(0), listed({CPU: devices}),
+        types.Need(units.Bytes(0)), lease=terms,
     )  # fmt: skip
     return list(desk.at(t, ev.Renewed(HolderId(f"lease:{name}"), (held,))))
 
@@ -122,7 +124,7 @@ def test_a_tenant_has_a_cap_that_counts_what_waits() -> None:
     full.beat(1, "a", inflight=1)
     assert granted(full.lease(1, "one", 30)) == []  # it waits
     assert isinstance(refusal(full.lease(1, "two", 20)), QuotaExceeded)
-    capped = Desk(settings=replace(PLAIN, lease_tenant_bytes=ev.Bytes(10 * GIB)))
+    capped = Desk(settings=replace(PLAIN, lease_tenant_bytes=units.Bytes(10 * GIB)))
     assert isinstance(refusal(capped.lease(0, "one", 11)), QuotaExceeded)
 
 
@@ -169,10 +171,10 @@ def test_what_the_process_really_holds_is_charged_when_it_is_more() -> None:
 @pytest.mark.spec("A18")
 def test_a_lease_rejoins_the_next_life_of_the_arbiter_on_its_terms() -> None:
     desk = Desk(settings=WHOLE, known=("lease:job",))
-    terms = ev.LeaseTerms("t", seconds(50), seconds(5), preemptible=True)
+    terms = types.LeaseTerms("t", seconds(50), seconds(5), preemptible=True)
     held = ev.HeldTicket(
-        TicketId("job"), "job", ev.Phase.RESIDENT, 0, Span(0), listed({CPU: 30}),
-        ev.Need(ev.Bytes(30 * GIB)), lease=terms,
+        TicketId("job"), "job", types.Phase.RESIDENT, 0, Span(0), listed({CPU: 30}),
+        types.Need(units.Bytes(30 * GIB)), lease=terms,
     )  # fmt: skip
     desk.at(1, ev.Joined(HolderId("lease:job"), NodeId("n"), "lease", (held,)))
     assert desk.state("job") == "resident" and desk.free() == 50
@@ -182,10 +184,10 @@ def test_a_lease_rejoins_the_next_life_of_the_arbiter_on_its_terms() -> None:
 @pytest.mark.spec("A18")
 def test_what_a_lease_says_of_its_terms_after_a_restart_is_bounded() -> None:
     desk = Desk(settings=WHOLE, known=("lease:job",))
-    terms = ev.LeaseTerms("t", seconds(1e6), seconds(1e6))
+    terms = types.LeaseTerms("t", seconds(1e6), seconds(1e6))
     held = ev.HeldTicket(
-        TicketId("job"), "job", ev.Phase.RESIDENT, 0, Span(0), listed({CPU: 30}),
-        ev.Need(ev.Bytes(30 * GIB)), lease=terms,
+        TicketId("job"), "job", types.Phase.RESIDENT, 0, Span(0), listed({CPU: 30}),
+        types.Need(units.Bytes(30 * GIB)), lease=terms,
     )  # fmt: skip
     desk.at(1, ev.Joined(HolderId("lease:job"), NodeId("n"), "lease", (held,)))
     [notice] = [d for d in desk.at(10, ev.UnloadAsked(TicketId("job"))) if isinstance(d, Revoke)]

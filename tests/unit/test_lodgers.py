@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbiter import events as ev
-from arbiter.decisions import Decision, Refuse
+from arbiter import units
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Decision, Refuse
+from arbiter.core.records.ticket import Entry, State
+from arbiter.core.settings import Settings, TenantTerms, Watermarks
 from arbiter.errors import NeverFits
-from arbiter.ledger import Entry, State
-from arbiter.settings import Settings, TenantTerms, Watermarks
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.unit.desk import MODELS, PLAIN, capability, gib, granted, refusal, revoked
 from tests.unit.test_gangs import GPUS, Gpus
@@ -38,8 +40,8 @@ class Pairs(Gpus):
     ) -> list[object]:  # fmt: skip
         asks = [
             ev.Requested(
-                name, HolderId("k"), "text", name, ev.Need(gib(size)), "", True,
-                gang=(A, B), lives_in=host, client=ev.Client(tenant),
+                name, HolderId("k"), "text", name, types.Need(gib(size)), "", True,
+                gang=(A, B), lives_in=host, client=types.Client(tenant),
             )
             for name, size, host in ((A, target, None), (B, drafter, A))
         ]  # fmt: skip
@@ -54,15 +56,15 @@ class Pairs(Gpus):
         self.say(t)
 
     def account(self, inflight: int = 0, user: str = "") -> tuple[ev.HeldTicket, ...]:
-        """What deployments.pairs says of it; `user`: the tenant of one more use, of the host."""
+        """What its holder says of it; `user`: the tenant of one more use, of the host."""
         entries = {e.ticket: e for e in self.mind.ledger.held_by(HolderId("k"))}
         uses = entries[A].uses_count if A in entries else 0
         tenant = entries[A].client.tenant if A in entries else "default"
         return tuple(
             ev.HeldTicket(
-                ticket, ticket, ev.Phase.RESIDENT, inflight, ev.Span(0),
-                (ev.DeviceBytes(GPUS[0], gib(size)),), ev.Need(gib(size)), lives_in=host,
-                uses_count=0 if host else uses + bool(user), client=ev.Client(user or tenant),
+                ticket, ticket, types.Phase.RESIDENT, inflight, units.Span(0),
+                (types.DeviceBytes(GPUS[0], gib(size)),), types.Need(gib(size)), lives_in=host,
+                uses_count=0 if host else uses + bool(user), client=types.Client(user or tenant),
             )
             for ticket, size, host in ((A, 50, None), (B, 10, A))
         )  # fmt: skip
@@ -77,7 +79,7 @@ class Pairs(Gpus):
     def see(self, t: float, size: float, foreign: float = 0) -> list[Decision]:
         """The kernel measures their one process, and others' memory."""
         readings = tuple(ev.DeviceReading(s.device, s.total_bytes, gib(foreign)) for s in self.gpus)
-        found = ev.EngineReading(A, (ev.DeviceBytes(GPUS[0], gib(size)),))
+        found = ev.EngineReading(A, (types.DeviceBytes(GPUS[0], gib(size)),))
         return self.at(t, ev.Measured(NodeId("g"), readings, (found,)))
 
     def of(self, ticket: TicketId) -> Entry:
@@ -187,8 +189,8 @@ def test_one_whose_host_is_off_the_books_is_given_back() -> None:
     d = Pairs(80)
     d.resident(0)
     orphan = ev.HeldTicket(
-        TicketId("o"), "o", ev.Phase.RESIDENT, 0, ev.Span(0),
-        (ev.DeviceBytes(GPUS[0], gib(5)),), ev.Need(gib(5)), lives_in=TicketId("x"),
+        TicketId("o"), "o", types.Phase.RESIDENT, 0, units.Span(0),
+        (types.DeviceBytes(GPUS[0], gib(5)),), types.Need(gib(5)), lives_in=TicketId("x"),
     )  # fmt: skip
     d.at(1, ev.Joined(HolderId("k2"), NodeId("g"), "text", (orphan,)))
     assert d.state("o") == "reclaiming"
@@ -333,9 +335,9 @@ def test_the_table_and_floors_pin_both_or_neither() -> None:
     assert pins(d) == (True, True)
     d.pin(2, "b")
     assert pins(d) == (False, False)
-    d.at(3, ev.FloorSet("text", "a", ev.Floor.DEVICE))
+    d.at(3, ev.FloorSet("text", "a", types.Floor.DEVICE))
     assert pins(d) == (True, True)
-    d.at(4, ev.FloorSet("text", "a", ev.Floor.COLD))
+    d.at(4, ev.FloorSet("text", "a", types.Floor.COLD))
     assert pins(d) == (False, False)
 
 
@@ -358,7 +360,7 @@ def test_what_lives_in_its_own_process_is_no_room_to_grow_into() -> None:
 
 HAPPENS = {
     "ask": lambda d, t: d.ask_both(t),
-    "loaded": lambda d, t: d.at(t, ev.Loaded(A, ev.Span(0))),
+    "loaded": lambda d, t: d.at(t, ev.Loaded(A, units.Span(0))),
     "broke": lambda d, t: d.at(t, ev.LoadBroke(A, "no such file", False)),
     "no memory": lambda d, t: d.at(t, ev.LoadBroke(A, "no memory", True)),
     "withdrawn": lambda d, t: d.at(t, ev.Withdrawn(A)),
@@ -379,7 +381,7 @@ HAPPENS = {
     "unload the lodger": lambda d, t: d.at(t, ev.UnloadAsked(B)),
     "holder lost": lambda d, t: d.at(t, ev.HolderLost(HolderId("k"))),
     "holder back": lambda d, t: d.join(t, "k", node="g"),
-    "grows": lambda d, t: d.at(t, ev.GrowthAsked(A, gib(5), ev.Span(10**9))),
+    "grows": lambda d, t: d.at(t, ev.GrowthAsked(A, gib(5), units.Span(10**9))),
     "long after": lambda d, t: d.woke(t),
     "closing": lambda d, t: d.at(t, ev.ClosingDown()),
     "node lost": lambda d, t: d.at(t, ev.NodeLost(NodeId("g"))),

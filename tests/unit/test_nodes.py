@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from arbiter import events as ev
+from arbiter.core import events as ev
+from arbiter.core import types
 from arbiter.units import Bytes, NodeId, TicketId, seconds
 from tests.unit.desk import (
     CPU,
@@ -111,7 +112,7 @@ def test_under_a_cap_foreign_memory_fills_what_the_cap_leaves_to_others_first() 
 def test_a_device_its_agent_no_longer_sees_takes_its_tickets_along() -> None:
     desk = Desk(device=80)
     desk.resident(0, "a", 30)
-    host_only = (ev.DeviceSpec(HOST, ev.DeviceKind.HOST, gib(80)),)
+    host_only = (types.DeviceSpec(HOST, types.DeviceKind.HOST, gib(80)),)
     desk.at(1, ev.NodeSeen(NODE, host_only))
     assert desk.state("a") == "closed"
     assert list(desk.mind.ledger.books) == [HOST]

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from arbiter.core.events import EngineReading
+from arbiter.core.types import DeviceBytes
 from arbiter.errors import LeaseRefused
-from arbiter.events import DeviceBytes, EngineReading
-from arbiter.node import children, proc
-from arbiter.node.outsiders import Outsider, Outsiders
+from arbiter.node import children, procfs
+from arbiter.node.leased_processes import Outsider, Outsiders
 from arbiter.units import MIB, Bytes, DeviceId, TicketId
 from tests.support.engine_host import until
 
@@ -91,8 +92,8 @@ def test_a_helper_of_another_user_is_nobodys(
     opened = outsiders.open(JOB, job.pid, LENT, set())
     assert opened
     ours = {job.pid, os.getpid()}
-    monkeypatch.setattr("arbiter.node.outsiders._is_ours", lambda pid: pid in ours)
-    until(lambda: len(proc.descend({job.pid}, proc.processes())) == 2, 10)
+    monkeypatch.setattr("arbiter.node.leased_processes._is_ours", lambda pid: pid in ours)
+    until(lambda: len(procfs.descend({job.pid}, procfs.processes())) == 2, 10)
     assert look(outsiders) == [] and opened.members.keys() == {job.pid}
 
 
@@ -121,7 +122,7 @@ def test_bytes_are_back_when_it_holds_no_more_than_before_it_came(
     job: subprocess.Popen[bytes],
 ) -> None:
     outsiders = Outsiders()
-    until(lambda: proc.memory({job.pid}).device_bytes > 2 * MIB, 10)  # an interpreter, not a fork
+    until(lambda: procfs.memory({job.pid}).device_bytes > 2 * MIB, 10)  # an interpreter, not a fork
     opened = outsiders.open(JOB, job.pid, LENT, set())
     assert opened and opened.floor_bytes > MIB
 

@@ -7,8 +7,8 @@ import pytest
 
 from arbiter.errors import EngineLost
 from arbiter.units import TicketId
-from deployments.pace import Pace, Part
-from deployments.wire import Head
+from deployments.messages import Head
+from deployments.replica.stream_batching import Pace, Part
 
 HEAD = Head(200, {})
 

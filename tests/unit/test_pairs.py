@@ -6,19 +6,20 @@ from typing import Any
 
 import pytest
 
-from arbiter import events as ev
-from arbiter import wire
-from arbiter.decisions import Reason
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Reason
 from arbiter.errors import NeverFits
+from arbiter.protocol import messages
 from arbiter.units import Bytes, DeviceId, Epoch, Span, TicketId, seconds
-from deployments.config import CapabilityConfig, ConfigError, Table
-from deployments.engine_link import LoadRefused
-from deployments.plan import plan
+from deployments.config.load_plan import plan
+from deployments.config.schema import CapabilityConfig, ConfigError, Table
+from deployments.replica.engine_client import LoadRefused
 from tests.unit import test_residency as base
 from tests.unit.test_plan import safetensors
 
 pytestmark = pytest.mark.spec("A13")
-ON_TOO = (ev.DeviceBytes(DeviceId("n/cpu:0"), Bytes(2)),)
+ON_TOO = (types.DeviceBytes(DeviceId("n/cpu:0"), Bytes(2)),)
 
 
 def models(folder: Path, **more: Any) -> dict[str, Any]:
@@ -41,13 +42,13 @@ class Gangs:
         self.error: Exception | None = None
         arbiter.acquire_all = self.acquire_all
 
-    async def acquire_all(self, asked: tuple[ev.Requested, ...]) -> tuple[wire.Granted, ...]:
+    async def acquire_all(self, asked: tuple[ev.Requested, ...]) -> tuple[messages.Granted, ...]:
         self.asked.append(asked)
         if self.error:
             raise self.error
         sizes = (base.ON, ON_TOO)
         return tuple(
-            wire.Granted(r.ticket, devices, seconds(5), Span(0), Epoch(1))
+            messages.Granted(r.ticket, devices, seconds(5), Span(0), Epoch(1))
             for r, devices in zip(asked, sizes, strict=True)
         )
 
@@ -55,7 +56,7 @@ class Gangs:
 async def test_both_are_asked_for_at_once_and_are_in_each_account(tmp_path: Path) -> None:
     async with base.holder() as (residency, arbiter, _):
         gangs = Gangs(arbiter)
-        residency._obey(wire.TableOrder(table(tmp_path)))
+        residency._obey(messages.TableOrder(table(tmp_path)))
         async with residency.use("a") as engine:
             [(target, drafter)] = gangs.asked
             assert (target.model, target.lives_in) == ("a", None)
@@ -75,7 +76,7 @@ async def test_refused_none_of_them_is_held(tmp_path: Path) -> None:
     async with base.holder() as (residency, arbiter, _):
         gangs = Gangs(arbiter)
         gangs.error = NeverFits(TicketId("x"), Bytes(9), Bytes(5))
-        residency._obey(wire.TableOrder(table(tmp_path)))
+        residency._obey(messages.TableOrder(table(tmp_path)))
         with pytest.raises(NeverFits):
             await base.use(residency)
         assert residency.account() == () and not residency.slots
@@ -88,12 +89,12 @@ async def test_who_comes_while_they_are_asked_for_speaks_of_both_and_of_their_ga
     async with base.holder() as (residency, arbiter, _):
         gangs, grant, may_go_on = Gangs(arbiter), arbiter.acquire_all, asyncio.Event()
 
-        async def granted(asked: tuple[ev.Requested, ...]) -> tuple[wire.Granted, ...]:
+        async def granted(asked: tuple[ev.Requested, ...]) -> tuple[messages.Granted, ...]:
             await may_go_on.wait()
             return tuple(await grant(asked))
 
         arbiter.acquire_all = granted
-        residency._obey(wire.TableOrder(table(tmp_path)))
+        residency._obey(messages.TableOrder(table(tmp_path)))
         uses = [base.entered(residency, 30)]
         await base.until(lambda: residency.slots)  # else the other may come first
         uses.append(base.entered(residency, None))
@@ -112,12 +113,12 @@ async def test_a_second_try_is_two_new_tickets(tmp_path: Path) -> None:
     async with base.holder() as (residency, arbiter, _):
         gangs, spawn = Gangs(arbiter), arbiter.spawn
 
-        async def out_of_memory_once(ticket: TicketId, spec: wire.SpawnSpec) -> str:
+        async def out_of_memory_once(ticket: TicketId, spec: messages.SpawnSpec) -> str:
             arbiter.spawn = spawn
             raise LoadRefused("no room", out_of_memory=True)
 
         arbiter.spawn = out_of_memory_once
-        residency._obey(wire.TableOrder(table(tmp_path)))
+        residency._obey(messages.TableOrder(table(tmp_path)))
         await asyncio.wait_for(base.use(residency), 5)
         tickets = [r.ticket for asked in gangs.asked for r in asked]
         assert len(tickets) == len(set(tickets)) == 4

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbiter import errors
-from arbiter import events as ev
+from arbiter.core import events as ev
+from arbiter.core.records.estimates import Estimates, ModelKey
+from arbiter.core.records.ledger import audit as audit_books
+from arbiter.core.records.request_queue import Line
+from arbiter.core.records.ticket import TRANSITIONS, State
+from arbiter.core.records.timers import Alarms
+from arbiter.core.settings import DEFAULTS, Arenas, Settings
+from arbiter.core.tickets import budget
+from arbiter.core.types import DeviceKind, Need
 from arbiter.errors import LedgerBroken, RequestError
-from arbiter.events import DeviceKind, Need
-from arbiter.ledger import TRANSITIONS, State
-from arbiter.rules import budget
-from arbiter.rules.alarms import Alarms
-from arbiter.rules.audit import audit as audit_books
-from arbiter.rules.estimates import Estimates, ModelKey
-from arbiter.rules.line import Line
-from arbiter.settings import DEFAULTS, Arenas, Settings
 from arbiter.units import (
     GIB,
     MIB,

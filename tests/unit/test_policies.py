@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbiter.events import Priority
-from arbiter.rules import urgency
-from arbiter.rules.victims import Option
-from arbiter.settings import DEFAULTS
+from arbiter.core.eviction.ranking import effective_priority
+from arbiter.core.records.victim_set import Option
+from arbiter.core.settings import DEFAULTS
+from arbiter.core.types import Priority
+from arbiter.core.view import Candidate, Idler, Key, Site, Waiter
 from arbiter.units import GIB, SECOND, Bytes, DeviceId, HolderId, Instant, Span, TicketId, seconds
-from arbiter.view import Candidate, Idler, Key, Site, Waiter
 from policies import ADMIT, EVICT, KEEP_WARM, PLACE, ROLES, bundle
 from tests.unit.desk import CPU, PLAIN, Desk, revoked
 
@@ -74,7 +74,7 @@ def test_no_policy_can_name_the_unlawful_and_each_takes_an_irreducible_set(
         desk.beat(number, model, inflight=data.draw(st.integers(0, 1)))
     now = data.draw(st.sampled_from([5, 30]))
     before = {e.ticket: e for e in desk.mind.ledger.entries()}
-    urgent = {t: urgency.of(desk.mind, e) for t, e in before.items()}
+    urgent = {t: effective_priority(desk.mind, e) for t, e in before.items()}
     asker, need = data.draw(st.sampled_from(Priority)), data.draw(st.integers(5, 60))
     free = desk.free()
     victims = [before[TicketId(t)] for t, _, _ in revoked(desk.ask(now, "e", need, priority=asker))]

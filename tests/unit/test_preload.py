@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from arbiter import events as ev
-from arbiter.decisions import Decision, Reload
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Decision, Reload
 from arbiter.errors import TicketClosed
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.unit.desk import CPU, PLAIN, Desk, capability, granted, refusal, revoked
@@ -56,7 +57,7 @@ def waits(d: Desk) -> None:
 
 
 def is_short(d: Desk) -> None:
-    d.at(10, ev.PressurePushed(CPU, ev.Level.LOW, None, seconds(60)))
+    d.at(10, ev.PressurePushed(CPU, types.Level.LOW, None, seconds(60)))
 
 
 def is_full(d: Desk) -> None:
@@ -151,7 +152,7 @@ def test_a_guess_that_nobody_used_has_no_minimum_residency() -> None:
     use(d, 10)
     d.ask(11, "a2", 30, model="a")
     d.at(41, ev.Loaded(TicketId("a2"), seconds(30)))
-    asked = d.ask(41.1, "b", 60, priority=ev.Priority.BATCH)  # no more urgent than a guess is
+    asked = d.ask(41.1, "b", 60, priority=types.Priority.BATCH)  # no more urgent than a guess is
     assert [r[:2] for r in revoked(asked)] == [("a2", "swap")]
 
 
@@ -162,7 +163,7 @@ def test_a_guess_that_was_used_has_its_minimum_residency() -> None:
     d.at(41, ev.Loaded(TicketId("a2"), seconds(30)))
     d.beat(41.1, "a2", inflight=1)
     d.beat(41.2, "a2")
-    assert revoked(d.ask(41.3, "b", 60, priority=ev.Priority.BATCH)) == []
+    assert revoked(d.ask(41.3, "b", 60, priority=types.Priority.BATCH)) == []
 
 
 def chain() -> Desk:

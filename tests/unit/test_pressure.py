@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from arbiter import events as ev
-from arbiter.decisions import Decision, Grant
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Decision, Grant
+from arbiter.core.view import Gauge
 from arbiter.errors import UnderPressure
 from arbiter.units import GIB, Bytes, DeviceId, HolderId, NodeId, TicketId, seconds
-from arbiter.view import Gauge
 from policies.pressure import level
 from tests.unit.desk import (
     CPU,
@@ -48,7 +49,7 @@ def short(made: Desk, t: float, free: float, device: DeviceId = CPU) -> list[tup
 
 
 def push(
-    made: Desk, t: float, how: ev.Level, where: str = CPU, term_s: float = 60
+    made: Desk, t: float, how: types.Level, where: str = CPU, term_s: float = 60
 ) -> list[tuple[str, str, str]]:
     return revoked(made.at(t, ev.PressurePushed(where, how, Bytes(GIB), seconds(term_s))))
 
@@ -56,19 +57,19 @@ def push(
 @pytest.mark.parametrize(
     ("kind", "free", "stalls", "expected"),
     [
-        (ev.DeviceKind.HOST, 15, 0, ev.Level.NOMINAL),
-        (ev.DeviceKind.HOST, 14, 0, ev.Level.LOW),
-        (ev.DeviceKind.CPU, 5, 0, ev.Level.LOW),
-        (ev.DeviceKind.CPU, 4, 0, ev.Level.CRITICAL),
-        (ev.DeviceKind.HOST, 90, 0.1, ev.Level.LOW),
-        (ev.DeviceKind.HOST, 14, 0.7, ev.Level.CRITICAL),
-        (ev.DeviceKind.GPU, 5, 0, ev.Level.NOMINAL),  # of a reserve of 10
-        (ev.DeviceKind.GPU, 4, 0, ev.Level.LOW),
-        (ev.DeviceKind.GPU, 1, 0, ev.Level.CRITICAL),
+        (types.DeviceKind.HOST, 15, 0, types.Level.NOMINAL),
+        (types.DeviceKind.HOST, 14, 0, types.Level.LOW),
+        (types.DeviceKind.CPU, 5, 0, types.Level.LOW),
+        (types.DeviceKind.CPU, 4, 0, types.Level.CRITICAL),
+        (types.DeviceKind.HOST, 90, 0.1, types.Level.LOW),
+        (types.DeviceKind.HOST, 14, 0.7, types.Level.CRITICAL),
+        (types.DeviceKind.GPU, 5, 0, types.Level.NOMINAL),  # of a reserve of 10
+        (types.DeviceKind.GPU, 4, 0, types.Level.LOW),
+        (types.DeviceKind.GPU, 1, 0, types.Level.CRITICAL),
     ],
 )
 def test_the_worst_source_wins(
-    kind: ev.DeviceKind, free: int, stalls: float, expected: ev.Level
+    kind: types.DeviceKind, free: int, stalls: float, expected: types.Level
 ) -> None:
     assert level(Gauge(kind, Bytes(free), Bytes(100), Bytes(10), stalls)) is expected
 
@@ -102,7 +103,7 @@ def test_who_waits_for_a_load_waits_until_it_clears() -> None:
     d = Desk()
     d.ask(0, "a", 80)
     d.ask(1, "e1", 10, capability="embedding", model="e1")
-    push(d, 2, ev.Level.CRITICAL)
+    push(d, 2, types.Level.CRITICAL)
     d.at(3, ev.Released(TicketId("a"), "x"))
     assert granted(d.gone(4, "a")) == []
     assert granted(d.woke(62)) == ["e1"]
@@ -127,13 +128,13 @@ def test_when_none_is_left_that_is_an_event_once() -> None:
 def test_pushed_levels_last_for_their_term_and_hold_where_they_were_pushed() -> None:
     d = desk()
     d.see_node(4, 80, 0, node="m")
-    assert push(d, 10, ev.Level.LOW, where="m/cpu:0") == []
-    assert push(d, 11, ev.Level.LOW, where=NODE, term_s=8) == [("e1x", "pressure", "gone")]
+    assert push(d, 10, types.Level.LOW, where="m/cpu:0") == []
+    assert push(d, 11, types.Level.LOW, where=NODE, term_s=8) == [("e1x", "pressure", "gone")]
     assert revoked(d.woke(16)) == [("e2x", "pressure", "gone")]
     assert revoked(d.woke(19)) == [] and revoked(d.woke(21)) == []
     assert d.last("memory_pressure").data["level"] == "nominal"
     stale = d.arbiter.stale_count
-    push(d, 22, ev.Level.LOW, where="nowhere")
+    push(d, 22, types.Level.LOW, where="nowhere")
     assert d.arbiter.stale_count == stale + 1
 
 
@@ -180,7 +181,7 @@ def gpus(stalls: float, *free: float) -> Desk:
     """A node of GPUs of 80 with so much free, for an embedding replica `k`."""
     d = Desk(settings=replace(PLAIN, arena_fraction=0.9))  # what is left is not ours to plan with
     names = [DeviceId(f"g/gpu:{number}") for number in range(len(free))]
-    specs = tuple(ev.DeviceSpec(name, ev.DeviceKind.GPU, gib(80)) for name in names)
+    specs = tuple(types.DeviceSpec(name, types.DeviceKind.GPU, gib(80)) for name in names)
     d.at(0, ev.NodeSeen(NodeId("g"), specs))
     d.at(0, ev.Joined(HolderId("k"), NodeId("g"), "embedding", ()))
     readings = tuple(

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from arbiter.events import DeviceBytes, DeviceKind
-from arbiter.node.probe import NodeProbe, NoGpus, Nvml, Tree
+from arbiter.core.types import DeviceBytes, DeviceKind
+from arbiter.node.device_probe import NodeProbe, NoGpus, Nvml, Tree
 from arbiter.units import GIB, Bytes, DeviceId, NodeId, TicketId
 
 N = NodeId("n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from arbiter.node import proc
+from arbiter.node import procfs
 from arbiter.units import MIB
 
 SLACK = 16 * MIB  # of a child forked from a whole test run; the files here are 10 MiB or more
@@ -47,8 +47,8 @@ def memory_file(name: str, mib: int) -> int:
     return fd
 
 
-def measure(pid: int) -> proc.Memory:
-    return proc.memory(proc.tree(pid, proc.processes()))
+def measure(pid: int) -> procfs.Memory:
+    return procfs.memory(procfs.tree(pid, procfs.processes()))
 
 
 @pytest.mark.spec("B1")
@@ -83,7 +83,7 @@ def test_a_memory_file_held_by_several_processes_of_one_tree_counts_once() -> No
         return fd
 
     with child(two) as pid:
-        others, seen = proc.tree(pid, proc.processes()) - {pid}, measure(pid).device_bytes
+        others, seen = procfs.tree(pid, procfs.processes()) - {pid}, measure(pid).device_bytes
         for member in others:
             os.kill(member, signal.SIGKILL)
     assert len(others) == 1 and 64 * MIB <= seen <= 64 * MIB + 2 * SLACK
@@ -105,7 +105,7 @@ def test_what_another_user_keeps_to_itself_is_not_read_and_does_no_harm(
 
     with child(lambda: memory_file("scratch", 20)) as pid:
         monkeypatch.setattr(Path if call == "read_text" else os, call, kept)
-        found = proc.memory({pid})
+        found = procfs.memory({pid})
         monkeypatch.undo()
     assert found.device_bytes < 20 * MIB + SLACK
 
@@ -121,7 +121,7 @@ def test_the_tree_keeps_members_whose_parent_died() -> None:
         return 1
 
     with child(orphaning) as pid:
-        members = proc.tree(pid, proc.processes())
+        members = procfs.tree(pid, procfs.processes())
         assert len(members) == 2
         for member in members - {pid}:
             os.kill(member, signal.SIGKILL)
@@ -132,9 +132,9 @@ def test_a_zombie_holds_nothing_and_is_no_member() -> None:
     if pid == 0:
         os._exit(0)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    found = proc.process(pid)
+    found = procfs.process(pid)
     assert found is not None and not found.alive
-    assert proc.tree(pid, proc.processes()) == set()
+    assert procfs.tree(pid, procfs.processes()) == set()
     os.waitpid(pid, 0)
 
 
@@ -143,5 +143,5 @@ def test_a_process_that_is_gone_is_none() -> None:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    assert proc.process(pid) is None
-    assert proc.memory([pid]) == proc.NOTHING
+    assert procfs.process(pid) is None
+    assert procfs.memory([pid]) == procfs.NOTHING

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from arbiter.errors import ArbiterUnavailable
-from deployments.config import parse_table
-from deployments.front import arbiter_routes
+from deployments.config.schema import parse_table
+from deployments.front import arbiter_gateway
 
 MODELS = {"models": {"a": {"source": "x"}, "b": {"source": "x"}}}
 TABLE = parse_table({"capabilities": {"chat": {"role": "text", "engine": "m:f", **MODELS}}})
@@ -41,8 +41,8 @@ async def test_a_capability_is_in_one_word(
     async def answers(method: str, *args: object, within_s: float = 0) -> dict[str, Any]:
         return now
 
-    monkeypatch.setattr(arbiter_routes, "call_arbiter", answers)
-    report = (await arbiter_routes.readiness(TABLE))["chat"]
+    monkeypatch.setattr(arbiter_gateway, "call_arbiter", answers)
+    report = (await arbiter_gateway.readiness(TABLE))["chat"]
     assert report["state"] == word
     assert report.get("cause") == ("no such file" if now["cooldowns"] else None)
 
@@ -52,6 +52,6 @@ async def test_with_no_arbiter_there_is_no_readiness(monkeypatch: pytest.MonkeyP
     async def away(method: str, *args: object, within_s: float = 0) -> None:
         raise ArbiterUnavailable(within_s)
 
-    monkeypatch.setattr(arbiter_routes, "call_arbiter", away)
+    monkeypatch.setattr(arbiter_gateway, "call_arbiter", away)
     with pytest.raises(ArbiterUnavailable):
-        await arbiter_routes.readiness(TABLE)
+        await arbiter_gateway.readiness(TABLE)

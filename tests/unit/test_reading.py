@@ -10,14 +10,14 @@ from fastapi import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arbiter.core.types import Priority
 from arbiter.errors import UnknownModel
-from arbiter.events import Priority
-from deployments import wire
-from deployments.config import Table, parse_table
-from deployments.front import lease_routes, residency_routes
-from deployments.front.names import Names
-from deployments.front.reading import Asked, BadRequest, call_of, read
-from deployments.front.shapes import PRIVATE
+from deployments import messages
+from deployments.config.schema import Table, parse_table
+from deployments.front.model_names import Names
+from deployments.front.request import Asked, BadRequest, call_of, read
+from deployments.front.routes import leases, residency
+from deployments.front.schemas import PRIVATE
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "x"}]
@@ -52,13 +52,13 @@ async def test_a_body_without_end_is_read_no_further_than_its_bound(
         return {"type": "http.request", "body": b" " * 4096, "more_body": True}
 
     endless = Request({"type": "http", "method": "PUT", "path": "/", "headers": []}, receive)
-    monkeypatch.setattr(lease_routes, "the_gate", Mock)
-    answer = await lease_routes.hear(endless, "mine")
+    monkeypatch.setattr(leases, "the_gate", Mock)
+    answer = await leases.hear(endless, "mine")
     assert answer.status_code == 413
     endless = Request({"type": "http", "method": "PUT", "path": "/", "headers": []}, receive)
     with pytest.raises(BadRequest):
-        await residency_routes.read_body(endless, residency_routes.PressureBody)
-    assert read_bytes <= 2 * (lease_routes.MOST_BYTES + 4096)
+        await residency.read_body(endless, residency.PressureBody)
+    assert read_bytes <= 2 * (leases.MOST_BYTES + 4096)
 
 
 async def asked(
@@ -73,7 +73,7 @@ async def call(
     headers: dict[str, str] | None = None,
     of: Table | None = None,
     tenant: str = "default",
-) -> tuple[wire.Call, dict[str, Any]]:
+) -> tuple[messages.Call, dict[str, Any]]:
     of = of or table()
     it = await asked(body, headers, of)
     target = Names(of).find(it.model, tenant)
@@ -173,9 +173,9 @@ async def test_thinking_is_the_manifests_unless_the_request_says_so() -> None:
 
 @pytest.mark.spec("L1")
 async def test_a_tenants_prompts_are_cached_apart_and_its_name_is_not_the_clients_to_say() -> None:
-    made, body = await call(PLAIN, {wire.TENANT_HEADER: "victim"}, tenant="acme")
+    made, body = await call(PLAIN, {messages.TENANT_HEADER: "victim"}, tenant="acme")
     assert body["cache_salt"] == "acme"
-    assert made.headers[wire.TENANT_HEADER] == "acme"
+    assert made.headers[messages.TENANT_HEADER] == "acme"
 
 
 # -- names ----------------------------------------------------------------------------------------

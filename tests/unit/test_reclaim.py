@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from arbiter import errors
-from arbiter import events as ev
-from arbiter.decisions import Grant, Reap, Reload
+from arbiter import errors, units
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Grant, Reap, Reload
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
 from tests.unit.desk import (
     CPU,
@@ -388,9 +389,9 @@ def test_what_another_holder_says_of_a_ticket_is_stale() -> None:
     thief, ticket = HolderId("thief"), TicketId("a")
     desk.at(1, ev.Released(ticket, "manual", thief))
     desk.at(2, ev.Withdrawn(ticket, thief))
-    desk.at(3, ev.GrowthAsked(ticket, ev.Bytes(1), seconds(1), thief))
+    desk.at(3, ev.GrowthAsked(ticket, units.Bytes(1), seconds(1), thief))
     with pytest.raises(errors.TicketClosed):
-        desk.at(4, ev.Requested(ticket, thief, "chat", "a", ev.Need(ev.Bytes(1))))
+        desk.at(4, ev.Requested(ticket, thief, "chat", "a", types.Need(units.Bytes(1))))
     assert desk.state("a") == "resident" and desk.free() == 50 and desk.arbiter.stale_count == 4
 
 

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arbiter import events as ev
-from arbiter import recording
-from arbiter.core import Arbiter
-from arbiter.decisions import Decision
-from arbiter.exact import from_json, to_json
-from arbiter.recording import EVENTS, Heading, Recorder, RecordingUnreadable, again, read
+from arbiter.core import events as ev
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.decisions import Decision
+from arbiter.protocol.json_codec import from_json, to_json
+from arbiter.protocol.messages import protocol_hash
 from arbiter.replay.recorded import NothingLoaded
 from arbiter.replay.score import Score
 from arbiter.replay.world import World
+from arbiter.server import recording
+from arbiter.server.recording import EVENTS, Heading, Recorder, RecordingUnreadable, again, read
 from arbiter.units import Epoch, Instant
-from arbiter.wire import protocol_hash
 from benchmarks.replay import mixes, traces
 from benchmarks.replay.table import SETTINGS
 from deployments.cli import main
@@ -87,7 +87,7 @@ def test_another_process_decides_a_recording_the_same(log: tuple[Path, Score]) -
     """Sets and hashes differ between processes; decisions may not."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from arbiter.recording import again, read; from policies import bundle\n"
+        "from arbiter.server.recording import again, read; from policies import bundle\n"
         "[life] = read(Path(sys.argv[1]))\n"
         "print(all(s.is_same for s in again(life, bundle(life.heading.settings))))"
     )

@@ -14,15 +14,15 @@ from ray.serve.exceptions import BackPressureError
 
 from arbiter.errors import CapabilityFailed, EngineLost
 from arbiter.units import TicketId
-from deployments import wire
+from deployments import messages
 from deployments.front.relay import TRIES, relay
 
-CALL = wire.Call("/v1/chat/completions", b"{}", {}, "req-1", "tiny")
-JSON = wire.Whole(wire.Head(200, {"content-type": "application/json"}), b'{"a": 1}')
-SSE = wire.Head(200, {"content-type": "text/event-stream"})
+CALL = messages.Call("/v1/chat/completions", b"{}", {}, "req-1", "tiny")
+JSON = messages.Whole(messages.Head(200, {"content-type": "application/json"}), b'{"a": 1}')
+SSE = messages.Head(200, {"content-type": "text/event-stream"})
 # A line of gRPC that breaks in the middle of an answer.
 CUT = AioRpcError(StatusCode.INTERNAL, Metadata(), Metadata(), "Received RST_STREAM")
-Item = wire.Part | Exception
+Item = messages.Part | Exception
 
 
 class Answer:
@@ -31,10 +31,10 @@ class Answer:
     def __init__(self, *items: Item) -> None:
         self.items, self.cancelled = list(items), False
 
-    def __aiter__(self) -> AsyncIterator[wire.Part]:
+    def __aiter__(self) -> AsyncIterator[messages.Part]:
         return self._run()
 
-    async def _run(self) -> AsyncIterator[wire.Part]:
+    async def _run(self) -> AsyncIterator[messages.Part]:
         for item in self.items:
             if isinstance(item, Exception):
                 raise item
@@ -50,7 +50,7 @@ class Capability:
     def __init__(self, *answers: Answer) -> None:
         self.answers, self.calls = list(answers), 0
 
-    def __call__(self, call: wire.Call) -> Answer:
+    def __call__(self, call: messages.Call) -> Answer:
         self.calls += 1
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
@@ -132,7 +132,7 @@ class Slow(Answer):
         super().__init__(*items)
         self.gates = [asyncio.Event() for _ in items]
 
-    async def _run(self) -> AsyncIterator[wire.Part]:
+    async def _run(self) -> AsyncIterator[messages.Part]:
         for gate, item in zip(self.gates, self.items, strict=True):
             await gate.wait()
             if isinstance(item, Exception):
@@ -141,7 +141,7 @@ class Slow(Answer):
 
 
 WANTS = replace(CALL, wants_progress=True)
-LOADING = wire.Progress("loading", 0, 3.0)
+LOADING = messages.Progress("loading", 0, 3.0)
 
 
 @pytest.mark.spec("J3")
@@ -166,8 +166,8 @@ async def test_while_a_model_loads_a_stream_says_how_far_it_is() -> None:
 @pytest.mark.parametrize(
     "last",
     [
-        wire.Whole(
-            wire.Head(400, {"content-type": "application/json"}),
+        messages.Whole(
+            messages.Head(400, {"content-type": "application/json"}),
             b'{"error": {"code": "engine_lost"}}',
         ),
         RayTaskError("handle", "traceback", CapabilityFailed("m", "x")),
@@ -187,7 +187,7 @@ async def test_what_is_refused_after_a_comment_is_an_event(last: Item) -> None:
 
 
 async def test_what_is_refused_at_once_keeps_its_status() -> None:
-    bad = wire.Whole(wire.Head(400, {"content-type": "application/json"}), b"{}")
+    bad = messages.Whole(messages.Head(400, {"content-type": "application/json"}), b"{}")
     response = await relay(WANTS, Capability(Answer(LOADING, bad)))
     assert response.status_code == 400
 

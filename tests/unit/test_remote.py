@@ -12,12 +12,13 @@ from typing import Any
 import fsspec
 import pytest
 
-from deployments.text import remote, room
-from deployments.text.adapters import Rules, Shelf, Store
-from deployments.text.catalogue import Catalogue, Entry
-from deployments.text.files import AdapterInvalid
-from deployments.text.remote import Fetcher, FetchFailed
-from deployments.urls import is_allowed, is_prefix, is_public
+from deployments.adapters import fetch, folder_cache
+from deployments.adapters.catalogue import Catalogue, Entry
+from deployments.adapters.fetch import Fetcher, FetchFailed
+from deployments.adapters.safe_files import AdapterInvalid
+from deployments.adapters.store import Shelf, Store
+from deployments.adapters.validate import Rules
+from deployments.config.url_allowlist import is_allowed, is_prefix, is_public
 from tests.support.adapters import write
 from tests.support.engine_host import until, waits_for_a_lock
 
@@ -198,7 +199,7 @@ async def test_a_private_address_is_not_connected_to_however_it_is_written(
 async def test_a_public_site_is_read_and_not_followed_elsewhere(
     tmp_path: Path, site: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "is_public", lambda address: True)
+    monkeypatch.setattr(fetch, "is_public", lambda address: True)
     root = f"http://127.0.0.1:{site.server_port}"
     fetcher, shelf = (
         Fetcher(tmp_path / "fetched", RULES.bounds),
@@ -243,11 +244,11 @@ def test_two_that_make_room_at_once_do_so_one_after_the_other(tmp_path: Path) ->
     entered = threading.Event()
 
     def enter() -> None:
-        with room.alone(tmp_path):
+        with folder_cache.alone(tmp_path):
             entered.set()
 
     other = threading.Thread(target=enter)
-    with room.alone(tmp_path):
+    with folder_cache.alone(tmp_path):
         other.start()
         until(lambda: waits_for_a_lock(os.getpid()) or entered.is_set(), 10)
         assert not entered.is_set()

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from arbiter import events as ev
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.settings import DEFAULTS
 from arbiter.replay.demand import Demand, Seat, Use, Uses
 from arbiter.replay.score import Score, closed
 from arbiter.replay.world import World
-from arbiter.settings import DEFAULTS
 from arbiter.units import GIB, Bytes, DeviceId, Instant, NodeId, Span, seconds
 from benchmarks.replay import mixes, traces
 from benchmarks.replay.table import SETTINGS, Case, mean_closed, run
@@ -24,7 +25,7 @@ def demand(
 ) -> Demand:
     """Models a, b, c of 5 GiB each on one device; uses in seconds."""
     names = ("a", "b", "c")
-    need = ev.Need(gib(5), host_bytes=gib(5 if host else 0))
+    need = types.Need(gib(5), host_bytes=gib(5 if host else 0))
     seats = tuple(
         Seat(
             "text", name, NODE, need, seconds(LOAD_S), wake=seconds(WAKE_S), sleep=seconds(0.5),
@@ -33,8 +34,8 @@ def demand(
         for name in names
     )  # fmt: skip
     specs = (
-        ev.DeviceSpec(DeviceId("n/gpu:0"), ev.DeviceKind.GPU, gib(budget)),
-        ev.DeviceSpec(DeviceId("n/host"), ev.DeviceKind.HOST, gib(host)),
+        types.DeviceSpec(DeviceId("n/gpu:0"), types.DeviceKind.GPU, gib(budget)),
+        types.DeviceSpec(DeviceId("n/host"), types.DeviceKind.HOST, gib(host)),
     )
     table = ev.CapabilitiesSet((capability("text", "text", names),))
     asked = Uses(Use(s(at), names.index(name), seconds(busy_s)) for at, name in uses)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 from ray.exceptions import ActorDiedError
 
-from arbiter import events as ev
-from arbiter.calls import RayPeer
+from arbiter.core import events as ev
 from arbiter.node.reports import Reports
+from arbiter.protocol.rpc import RayPeer
 from arbiter.units import Epoch, NodeId, TicketId
 from tests.support.lines import FakeArbiter
 

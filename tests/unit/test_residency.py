@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from arbiter import events as ev
-from arbiter import wire
-from arbiter.decisions import Reason, Tier
+from arbiter.client.request_log import Runs
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Reason, Tier
 from arbiter.errors import (
     DeadlineUnmet,
     EngineLost,
@@ -25,17 +26,17 @@ from arbiter.errors import (
     NeverFits,
     TicketClosed,
 )
-from arbiter.runs import Runs
+from arbiter.protocol import messages
 from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Span, TicketId, seconds
-from deployments import plans
-from deployments.engine_link import EngineLink, LoadRefused
-from deployments.plan import ModelPlan, plan
-from deployments.residency import Residency
-from deployments.slot import Life
+from deployments.config import load_plan
+from deployments.config.load_plan import ModelPlan, Plans, plan
+from deployments.replica.engine_client import EngineLink, LoadRefused
+from deployments.replica.held_model import Life
+from deployments.replica.residency import Residency
 
 MODEL = {"source": "x", "need": {"weights": 5, "host": 5}}
 TABLE: Any = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": MODEL}}}}
-ON = (ev.DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
+ON = (types.DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
 
 
 class Engine:
@@ -78,11 +79,11 @@ class Arbiter:
     async def quiet(self, within_s: float) -> None: ...
     async def close(self) -> None: ...
 
-    async def acquire(self, requested: ev.Requested) -> wire.Granted:
+    async def acquire(self, requested: ev.Requested) -> messages.Granted:
         self.asked.append(requested.ticket)
-        return wire.Granted(requested.ticket, ON, seconds(5), Span(0), Epoch(1))
+        return messages.Granted(requested.ticket, ON, seconds(5), Span(0), Epoch(1))
 
-    async def spawn(self, ticket: TicketId, spec: wire.SpawnSpec) -> str:
+    async def spawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> str:
         return self.path
 
     def tell(self, event: ev.Event) -> None:
@@ -107,7 +108,7 @@ async def holder(loaded: bool = True) -> AsyncIterator[tuple[Any, Arbiter, Engin
         arbiter = Arbiter(path)
         residency: Any = Residency("c", HolderId("h"))
         residency._client = arbiter
-        residency._obey(wire.TableOrder(TABLE))
+        residency._obey(messages.TableOrder(TABLE))
         try:
             yield residency, arbiter, engine
         finally:
@@ -119,7 +120,7 @@ async def holder(loaded: bool = True) -> AsyncIterator[tuple[Any, Arbiter, Engin
 
 def revoke(residency: Any, reason: Reason, to: Tier = Tier.GONE, barrier_s: float = 5) -> None:
     ticket = residency.slots["a"].ticket
-    residency._obey(wire.RevokeOrder(ticket, reason, to, seconds(barrier_s)))
+    residency._obey(messages.RevokeOrder(ticket, reason, to, seconds(barrier_s)))
 
 
 async def until(condition: Any) -> None:
@@ -227,7 +228,7 @@ async def test_the_latest_deadline_of_those_who_wait_goes_with_the_ticket() -> N
         asked: list[ev.Requested] = []
         unanswered = asyncio.Event()
 
-        async def acquire(requested: ev.Requested) -> wire.Granted:
+        async def acquire(requested: ev.Requested) -> messages.Granted:
             asked.append(requested)
             await unanswered.wait()
             raise AssertionError("nobody grants it")
@@ -253,7 +254,7 @@ async def test_who_cannot_wait_as_long_as_the_arbiter_expects_hears_it_at_once()
         hasty, patient = entered(residency, 30), entered(residency, None)
         await until(lambda: "a" in residency.slots and len(residency.slots["a"].waiters) == 2)
         ticket = residency.slots["a"].ticket
-        residency._obey(wire.WaitsOrder(ticket, seconds(60)))
+        residency._obey(messages.WaitsOrder(ticket, seconds(60)))
         async with asyncio.timeout(5):
             error = (await asyncio.gather(hasty, return_exceptions=True))[0]
             assert isinstance(error, DeadlineUnmet)
@@ -270,7 +271,7 @@ async def test_a_ticket_refused_for_a_deadline_is_asked_for_anew_by_who_has_a_la
     async with holder() as (residency, arbiter, _):
         granted, waits = arbiter.acquire, asyncio.Event()
 
-        async def refused(requested: ev.Requested) -> wire.Granted:
+        async def refused(requested: ev.Requested) -> messages.Granted:
             await waits.wait()
             arbiter.acquire = granted  # type: ignore[method-assign]
             raise DeadlineUnmet(requested.ticket, 0.0, 60.0, 60.0)
@@ -284,7 +285,7 @@ async def test_a_ticket_refused_for_a_deadline_is_asked_for_anew_by_who_has_a_la
         assert isinstance(answers[0], DeadlineUnmet) and answers[1] == arbiter.asked[0]
 
 
-async def never(requested: ev.Requested) -> wire.Granted:
+async def never(requested: ev.Requested) -> messages.Granted:
     await asyncio.Event().wait()
     raise AssertionError("an event that nobody sets")
 
@@ -313,7 +314,7 @@ async def test_a_bug_under_a_load_reaches_every_waiter_and_the_next_request_trie
     async with holder() as (residency, arbiter, _):
         granted = arbiter.acquire
 
-        async def broken(requested: ev.Requested) -> wire.Granted:
+        async def broken(requested: ev.Requested) -> messages.Granted:
             await granted(requested)
             raise KeyError("nobody thought of this")
 
@@ -331,7 +332,7 @@ async def test_a_load_cancelled_by_nobody_here_is_begun_anew() -> None:
     async with holder() as (residency, arbiter, _):
         granted = arbiter.acquire
 
-        async def cancelled(requested: ev.Requested) -> wire.Granted:
+        async def cancelled(requested: ev.Requested) -> messages.Granted:
             arbiter.acquire = granted  # type: ignore[method-assign]
             raise asyncio.CancelledError
 
@@ -347,7 +348,7 @@ PINNED = {"capabilities": {"c": PINNED_ROW}}
 @pytest.mark.spec("A8", "C8")
 async def test_a_client_that_comes_and_goes_does_not_end_the_load_of_a_pinned_model() -> None:
     async with holder(loaded=False) as (residency, arbiter, engine):
-        residency._obey(wire.TableOrder(PINNED))
+        residency._obey(messages.TableOrder(PINNED))
         await until(lambda: residency.slots.get("a") and residency.slots["a"].life is Life.LOADING)
         with pytest.raises(DeadlineUnmet):
             async with residency.use("a", deadline_s=0.05):
@@ -362,12 +363,12 @@ async def test_a_client_that_comes_and_goes_does_not_end_what_is_brought_back() 
     async with holder() as (residency, arbiter, _):
         granted, may_go_on = arbiter.acquire, asyncio.Event()
 
-        async def queued(requested: ev.Requested) -> wire.Granted:
+        async def queued(requested: ev.Requested) -> messages.Granted:
             await may_go_on.wait()
             return await granted(requested)
 
         arbiter.acquire = queued  # type: ignore[method-assign]
-        residency._obey(wire.ReloadOrder("a"))
+        residency._obey(messages.ReloadOrder("a"))
         await until(lambda: "a" in residency.slots)
         with pytest.raises(DeadlineUnmet):
             async with residency.use("a", deadline_s=0.05):
@@ -383,7 +384,7 @@ async def test_a_sleeper_that_made_room_for_a_failed_load_is_woken() -> None:
         await use(residency)
         revoke(residency, Reason.SWAP, Tier.ASLEEP)
         await until(lambda: "Slept" in arbiter.kinds())
-        residency._obey(wire.ReloadOrder("a"))
+        residency._obey(messages.ReloadOrder("a"))
         await until(lambda: residency.slots["a"].life is Life.RESIDENT)
         assert engine.acts == ["/control/sleep", "/control/wake"]
 
@@ -391,7 +392,7 @@ async def test_a_sleeper_that_made_room_for_a_failed_load_is_woken() -> None:
 @pytest.mark.spec("C8")
 async def test_a_pinned_model_whose_engine_died_is_brought_back() -> None:
     async with holder() as (residency, arbiter, engine):
-        residency._obey(wire.TableOrder(PINNED))
+        residency._obey(messages.TableOrder(PINNED))
         await until(lambda: "Loaded" in arbiter.kinds())
         first, engine.dead = engine.dead, asyncio.Event()
         first.set()
@@ -405,12 +406,12 @@ async def test_a_pinned_model_that_did_not_load_is_tried_again_when_its_refusal_
     async with holder() as (residency, arbiter, _):
         granted = arbiter.acquire
 
-        async def cools_down(requested: ev.Requested) -> wire.Granted:
+        async def cools_down(requested: ev.Requested) -> messages.Granted:
             arbiter.acquire = granted  # type: ignore[method-assign]
             raise ModelCoolingDown("a", "no such file", 0.01)
 
         arbiter.acquire = cools_down  # type: ignore[method-assign]
-        residency._obey(wire.TableOrder(PINNED))
+        residency._obey(messages.TableOrder(PINNED))
         await until(lambda: "Loaded" in arbiter.kinds())
         residency.end(
             residency.slots["a"], Reason.FAILED, NeverFits(TicketId("a"), Bytes(9), Bytes(5))
@@ -440,11 +441,11 @@ async def test_waiting_for_a_zygote_is_no_part_of_what_a_load_takes(
     clock = SimpleNamespace(
         monotonic=lambda: now.s, monotonic_ns=lambda: int(now.s * 1e9), time=time.time
     )
-    monkeypatch.setattr("deployments.residency.time", clock)
+    monkeypatch.setattr("deployments.replica.residency.time", clock)
     async with holder(loaded=False) as (residency, arbiter, engine):
         at_once = arbiter.spawn
 
-        async def spawn(ticket: TicketId, spec: wire.SpawnSpec) -> str:
+        async def spawn(ticket: TicketId, spec: messages.SpawnSpec) -> str:
             now.s += 12.0
             return await at_once(ticket, spec)
 
@@ -468,8 +469,8 @@ async def test_a_table_that_comes_while_a_plan_is_made_is_followed(
         assert go_on.wait(5)
         return plan(model, config)
 
-    monkeypatch.setattr(plans, "plan", slow)
-    made = plans.Plans("c")
+    monkeypatch.setattr(load_plan, "plan", slow)
+    made = Plans("c")
     made.take(TABLE)
     first = asyncio.ensure_future(made.of("a"))
     await asyncio.to_thread(planning.wait, 5)
@@ -516,7 +517,7 @@ async def test_a_load_is_not_of_the_request_that_began_it() -> None:
     async with holder() as (residency, arbiter, _):
         granted, seen = arbiter.acquire, []
 
-        async def looks(requested: ev.Requested) -> wire.Granted:
+        async def looks(requested: ev.Requested) -> messages.Granted:
             seen.append(request.get())
             return await granted(requested)
 
@@ -530,7 +531,7 @@ def granting(arbiter: Arbiter, asked: list[ev.Requested]) -> None:
     """Also keeps what was asked, in full."""
     grant = arbiter.acquire
 
-    async def acquire(requested: ev.Requested) -> wire.Granted:
+    async def acquire(requested: ev.Requested) -> messages.Granted:
         asked.append(requested)
         return await grant(requested)
 
@@ -541,7 +542,7 @@ def breaking(arbiter: Arbiter, *errors: Exception) -> None:
     """The first spawns fail, one by one; those after them do not."""
     spawn, left = arbiter.spawn, list(errors)
 
-    async def broken(ticket: TicketId, spec: wire.SpawnSpec) -> str:
+    async def broken(ticket: TicketId, spec: messages.SpawnSpec) -> str:
         if left:
             raise left.pop(0)
         return await spawn(ticket, spec)
@@ -609,7 +610,7 @@ async def test_while_it_loads_those_who_wait_count_as_in_flight() -> None:
         await until(lambda: residency.slots.get("a") and residency.slots["a"].life is Life.LOADING)
         await until(lambda: len(residency.slots["a"].waiters) == 2)
         [held] = residency.account()
-        assert (held.phase, held.inflight, held.idle) == (ev.Phase.LOADING, 2, Span(0))
+        assert (held.phase, held.inflight, held.idle) == (types.Phase.LOADING, 2, Span(0))
         engine.loaded.set()
         await asyncio.gather(*uses)
 

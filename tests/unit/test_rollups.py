@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from arbiter.node import proc
-from arbiter.node.rollups import BELIEVED_S, SLACK_BYTES, Mark, Rollups
+from arbiter.node import procfs
+from arbiter.node.rollup_cache import BELIEVED_S, SLACK_BYTES, Mark, Rollups
 from arbiter.units import MIB
 
 
@@ -74,10 +74,10 @@ def test_what_a_real_process_writes_is_seen_at_the_next_look() -> None:
     os.close(say)  # it is the child's; its end is heard as well
     try:
         rollups = Rollups()
-        before = proc.memory([pid], rollups.of).device_bytes
+        before = procfs.memory([pid], rollups.of).device_bytes
         os.write(tell, b"x")
         assert os.read(ready, 1) == b"x"
-        assert proc.memory([pid], rollups.of).device_bytes - before >= 20 * MIB
+        assert procfs.memory([pid], rollups.of).device_bytes - before >= 20 * MIB
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

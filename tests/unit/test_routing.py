@@ -4,7 +4,7 @@ do.
 
 import pytest
 
-from deployments.routing import (
+from deployments.routing.rank import (
     CONVERSATIONS,
     CROWD_COUNT,
     FOLLOW_S,

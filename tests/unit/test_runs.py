@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from arbiter import client as module
-from arbiter import events as ev
-from arbiter.client import HolderClient
-from arbiter.decisions import Tell
+from arbiter.client import holder as module
+from arbiter.client.holder import HolderClient
+from arbiter.client.request_log import Runs
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Tell
 from arbiter.errors import LoadFailed
-from arbiter.eventlog import KEPT, EventLog
-from arbiter.runs import Runs
+from arbiter.server.event_log import KEPT, EventLog
 from arbiter.units import Epoch, HolderId, TicketId, seconds
-from deployments.use import outcome_of
+from deployments.replica.use import outcome_of
 from tests.support.lines import FakeArbiter, joined_client
 from tests.unit.desk import Desk
 
@@ -42,15 +43,15 @@ def test_runs_are_bounded_and_what_was_dropped_is_counted() -> None:
 def test_requests_are_counted_by_client_also_those_whose_run_was_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("arbiter.runs.CLIENTS_MOST", 2)
+    monkeypatch.setattr("arbiter.client.request_log.CLIENTS_MOST", 2)
     runs = Runs(most=1)
     for name in ("a", "a", "b", "c", "d"):
-        runs.note(TICKET, "m", seconds(1), "answered", "", ev.Client("t", name))
+        runs.note(TICKET, "m", seconds(1), "answered", "", types.Client("t", name))
     usage = runs.usage()
     assert {(u.client.name, u.requests_count) for u in usage} == {("a", 2), ("b", 1), ("", 2)}
-    runs.note(TICKET, "m", seconds(1), "answered", "", ev.Client("t", "a"))
+    runs.note(TICKET, "m", seconds(1), "answered", "", types.Client("t", "a"))
     runs.said((), 0, usage)
-    assert runs.usage() == (ev.Usage(ev.Client("t", "a"), 1),)
+    assert runs.usage() == (ev.Usage(types.Client("t", "a"), 1),)
 
 
 @pytest.mark.spec("K1", "A5")

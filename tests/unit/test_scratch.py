@@ -7,23 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbiter import events as ev
-from arbiter.events import DeviceKind
-from arbiter.rules import budget
-from arbiter.settings import DEFAULTS
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.settings import DEFAULTS
+from arbiter.core.tickets import budget
+from arbiter.core.types import DeviceKind
 from arbiter.units import GIB, Bytes, TicketId, seconds
 from tests.unit.desk import CPU, HOST, PLAIN, Desk, gib, is_granted
 
 LOCKED = {"a": 6.0, "b": 10.0, "c": 2.0}  # GiB of scratch under one lock
 
 
-def table(**scratch: float) -> tuple[ev.CapabilitySpec, ...]:
+def table(**scratch: float) -> tuple[types.CapabilitySpec, ...]:
     models = tuple(
-        ev.ModelSpec(m, seconds(-1), dispatch_lock="torch", shared_scratch_bytes=gib(size))
+        types.ModelSpec(m, seconds(-1), dispatch_lock="torch", shared_scratch_bytes=gib(size))
         for m, size in scratch.items()
     )
-    own = (ev.ModelSpec("large", seconds(-1)),)
-    return (ev.CapabilitySpec("text", "text", "fake", models + own, seconds(300)),)
+    own = (types.ModelSpec("large", seconds(-1)),)
+    return (types.CapabilitySpec("text", "text", "fake", models + own, seconds(300)),)
 
 
 def desk(device: float = 80, **scratch: float) -> Desk:

@@ -5,13 +5,13 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from arbiter import events as ev
-from arbiter import wire
-from arbiter.core import Arbiter
-from arbiter.decisions import WakeAt
+from arbiter.core import events as ev
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.decisions import WakeAt
 from arbiter.errors import CapabilityConflict, LedgerBroken
-from arbiter.eventlog import EventLog
-from arbiter.shell import Mailbox, Shell
+from arbiter.protocol import messages
+from arbiter.server.event_log import EventLog
+from arbiter.server.shell import Mailbox, Shell
 from arbiter.units import Epoch, Instant, NodeId, TicketId, seconds
 
 
@@ -60,7 +60,7 @@ def test_a_refusal_is_the_callers() -> None:
 async def test_orders_are_repeated_until_they_are_acknowledged_and_no_further() -> None:
     box = Mailbox()
     for model in "abc":
-        box.put(wire.ReloadOrder(model))
+        box.put(messages.ReloadOrder(model))
     assert [order.sequence for order in await box.after(0, 0)] == [1, 2, 3]
     assert [order.sequence for order in await box.after(1, 0)] == [2, 3]
     assert [order.sequence for order in await box.after(1, 0)] == [2, 3]

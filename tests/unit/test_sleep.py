@@ -3,9 +3,10 @@
 import pytest
 
 from arbiter import errors
-from arbiter import events as ev
-from arbiter.decisions import Grant, Probe
-from arbiter.rules.estimates import ModelKey
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Grant, Probe
+from arbiter.core.records.estimates import ModelKey
 from arbiter.units import HolderId, TicketId, seconds
 from tests.unit.desk import CPU, HOST, NODE, Desk, gib, granted, reaped, refusal, revoked, s
 
@@ -94,7 +95,7 @@ def test_a_model_whose_sleep_was_not_seen_is_not_put_to_sleep_again() -> None:
 def test_a_sleeper_that_rejoins_awake_in_memory_is_ended() -> None:
     desk = Desk(device=80, host=100)
     desk.host_sizes["a"] = 40
-    held = desk.held("a", ev.Phase.ASLEEP, size=40)
+    held = desk.held("a", types.Phase.ASLEEP, size=40)
     desk.join(0, "h", held)
     desk.engines["a"] = {CPU: 40}
     assert reaped(desk.read(1)) == ["a"]
@@ -107,7 +108,7 @@ def test_a_sleeper_behind_in_the_line_gives_its_residue_to_the_first() -> None:
     desk = asleep()
     desk.at(23, ev.Loaded(TicketId("b"), seconds(0)))
     assert desk.ask(23.5, "c", 80) == []  # `b` is within its minimum residency
-    assert desk.ask(23.6, "a", 80, host=40, priority=ev.Priority.LOW) == []
+    assert desk.ask(23.6, "a", 80, host=40, priority=types.Priority.LOW) == []
     decisions = desk.woke(24.1)
     assert reaped(decisions) == ["a"]
     assert isinstance(refusal(decisions), errors.TicketClosed)
@@ -140,7 +141,7 @@ def test_a_wake_waits_in_line_and_is_granted_beside_its_residue() -> None:
     assert len(desk.mind.line) == 1
     desk.at(31, ev.LoadBroke(TicketId("b"), "x", False))
     [grant] = [d for d in desk.gone(32, "b") if isinstance(d, Grant)]
-    assert (grant.ticket, grant.devices) == ("a", (ev.DeviceBytes(CPU, gib(80)),))
+    assert (grant.ticket, grant.devices) == ("a", (types.DeviceBytes(CPU, gib(80)),))
     assert desk.state("a") == "loading"
     assert (desk.charged(CPU), desk.charged(HOST)) == (80, 40)
 
@@ -246,7 +247,7 @@ def test_a_lost_slept_heals_by_heartbeat() -> None:
     desk.engines["a"] = {CPU: 80}
     desk.read(1)
     desk.ask(20, "b", 60)
-    held = desk.held("a", ev.Phase.ASLEEP)
+    held = desk.held("a", types.Phase.ASLEEP)
     assert desk.at(22, ev.Renewed(HolderId("h"), (held,))) == [Probe(NODE)]
     desk.engines["a"] = {CPU: 0, HOST: 40}
     assert granted(desk.read(23)) == ["b"]
@@ -275,8 +276,8 @@ def test_a_wake_that_pinned_models_leave_no_room_for_is_refused() -> None:
 def test_a_sleeper_whose_node_is_not_back_yet_waits() -> None:
     desk = Desk(device=80, host=80, holders=())
     held = ev.HeldTicket(
-        TicketId("z"), "a", ev.Phase.ASLEEP, 0, seconds(0),
-        (ev.DeviceBytes("m/cpu:0", 7),), ev.Need(7, host_bytes=7),
+        TicketId("z"), "a", types.Phase.ASLEEP, 0, seconds(0),
+        (types.DeviceBytes("m/cpu:0", 7),), types.Need(7, host_bytes=7),
     )  # fmt: skip
     desk.at(0, ev.Joined(HolderId("h"), "m", "text", (held,)))
     assert desk.ask(1, "z", 0) == []
@@ -316,7 +317,7 @@ def being_woken() -> Desk:
 def test_a_wake_whose_caller_left_before_the_grant_arrived_is_given_up() -> None:
     desk = being_woken()
     desk.at(33.1, ev.Withdrawn(TicketId("a")))
-    beat = ev.Renewed(HolderId("h"), (desk.held("a", ev.Phase.ASLEEP),))
+    beat = ev.Renewed(HolderId("h"), (desk.held("a", types.Phase.ASLEEP),))
     desk.at(37, beat)
     assert desk.state("a") == "loading"  # it may have been sent before the grant arrived
     desk.at(38, beat)

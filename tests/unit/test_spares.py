@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from arbiter.node.spares import KEPT_S, LOOK_S, keep
+from arbiter.node.spare_workers import KEPT_S, LOOK_S, keep
 
 
 class Enough(Exception):

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from arbiter import store as module
-from arbiter.store import SESSIONS_KEPT, Member, Store
+from arbiter.protocol.messages import Configuration
+from arbiter.server import store as module
+from arbiter.server.store import SESSIONS_KEPT, Member, Store
 from arbiter.units import HolderId, NodeId
-from arbiter.wire import Configuration
-from deployments.boot import configuration
-from deployments.config import parse_table
+from deployments.config.boot import configuration
+from deployments.config.schema import parse_table
 
 TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
 ME = Member(HolderId("h"), NodeId("n"), pid=7, start_ticks=9)

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from arbiter import events as ev
-from arbiter.decisions import Decision
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Decision
+from arbiter.core.queue import grant_pass
+from arbiter.core.records.accounts import Accounts, byte_seconds
+from arbiter.core.settings import Settings, TenantTerms
+from arbiter.core.state import Mind, Node
 from arbiter.errors import QuotaExceeded, TenantCoolingDown
-from arbiter.rules import granting
-from arbiter.rules.accounts import Accounts, byte_seconds
-from arbiter.rules.mind import Mind, Node
-from arbiter.settings import Settings, TenantTerms
 from arbiter.units import GIB, Bytes, HolderId, Instant, TicketId, seconds
 from tests.unit.desk import CPU, HOST, PLAIN, Desk, gib, granted, refusal, revoked, s
 
@@ -110,13 +111,13 @@ def test_what_one_tenant_gives_back_has_nobody_elses_line_looked_at_elsewhere(
     desk.resident(0, "d", 75, tenant="z", holder="k")
     desk.ask(10, "c", 60, tenant="z", holder="k")
     desk.ask(10, "e", 50, tenant="x", holder="l")
-    looked, serve = [], granting._serve
+    looked, serve = [], grant_pass._serve
 
     def look(mind: Mind, node: Node) -> bool:
         looked.append(node.node)
         return serve(mind, node)
 
-    monkeypatch.setattr(granting, "_serve", look)
+    monkeypatch.setattr(grant_pass, "_serve", look)
     desk.at(10.1, ev.Released(TicketId("b"), "x"))
     desk.gone(10.2, "b")
     assert looked == []
@@ -184,7 +185,7 @@ def test_within_the_reserve_nothing_leaves_for_others() -> None:
     desk = Desk(device=60, settings=settings(terms("x", reserved=30)))
     desk.resident(0, "a", 25, tenant="x")
     desk.resident(1, "b", 30, tenant="y")
-    assert revoked(desk.ask(2, "d", 30, tenant="z", priority=ev.Priority.LOW)) == []
+    assert revoked(desk.ask(2, "d", 30, tenant="z", priority=types.Priority.LOW)) == []
     said = desk.arbiter.explain(TicketId("d"), s(3)).said
     assert any("reserved for x" in line for line in said)
 
@@ -192,16 +193,16 @@ def test_within_the_reserve_nothing_leaves_for_others() -> None:
 def test_a_tickets_account_is_its_last_users_unless_that_breaks_a_limit() -> None:
     desk = Desk(device=80, settings=settings(terms("x", reserved=20), terms("z", most=10)))
     desk.resident(0, "a", 20, tenant="y")
-    used(desk, 1, "a", ev.Client("v", "phone"))
+    used(desk, 1, "a", types.Client("v", "phone"))
     assert (holds(desk, "v"), holds(desk, "y")) == (20, 0)
-    used(desk, 2, "a", ev.Client("z"))
+    used(desk, 2, "a", types.Client("z"))
     assert (holds(desk, "v"), holds(desk, "z")) == (20, 0)
-    used(desk, 3, "a", ev.Client("x"))
-    used(desk, 4, "a", ev.Client("y"))  # it is of what is reserved for x
+    used(desk, 3, "a", types.Client("x"))
+    used(desk, 4, "a", types.Client("y"))  # it is of what is reserved for x
     assert (holds(desk, "x"), holds(desk, "y")) == (20, 0)
 
 
-def used(desk: Desk, t: float, name: str, client: ev.Client) -> list[Decision]:
+def used(desk: Desk, t: float, name: str, client: types.Client) -> list[Decision]:
     entry = desk.mind.ledger.find(TicketId(name))
     held = replace(desk.held(name, t=t), client=client, uses_count=entry.uses_count + 1)
     return desk.at(t, ev.Renewed(HolderId("h"), (held,)))
@@ -210,8 +211,8 @@ def used(desk: Desk, t: float, name: str, client: ev.Client) -> list[Decision]:
 def test_accounts_hold_requests_and_bytes_times_seconds() -> None:
     desk = Desk(device=80)
     desk.resident(0, "a", 20, tenant="y", client="phone")
-    usage = (ev.Usage(ev.Client("y", "phone"), 3), ev.Usage(ev.Client("w"), 1))
-    held = replace(desk.held("a", t=5), client=ev.Client("y", "phone"))
+    usage = (ev.Usage(types.Client("y", "phone"), 3), ev.Usage(types.Client("w"), 1))
+    held = replace(desk.held("a", t=5), client=types.Client("y", "phone"))
     desk.at(5, ev.Renewed(HolderId("h"), (held,), usage=usage))
     [w, phone] = desk.arbiter.snapshot(s(10)).clients
     assert (phone.tenant, phone.client, phone.requests_count) == ("y", "phone", 3)
@@ -257,10 +258,10 @@ def test_clients_beyond_the_bound_become_one_row_of_their_tenant() -> None:
     accounts = Accounts(seconds(3600), most_count=3)
     desk = Desk()
     for number in range(6):
-        accounts.used(ev.Usage(ev.Client("x", f"c{number}"), 2), Instant(number))
+        accounts.used(ev.Usage(types.Client("x", f"c{number}"), 2), Instant(number))
         accounts.settle(desk.mind.ledger.holdings, Instant(number))
     assert len(accounts.rows) <= 4
-    assert accounts.rows[ev.Client("x")].requests_count >= 4
+    assert accounts.rows[types.Client("x")].requests_count >= 4
     assert sum(a.requests_count for a in accounts.rows.values()) == 12
 
 
@@ -274,4 +275,6 @@ def test_accounts_survive_a_restart() -> None:
     again = Desk(device=80)
     again.arbiter.restore_accounts(rows)
     assert again.arbiter.export_accounts() == rows
-    assert byte_seconds(again.mind.accounts.rows[ev.Client("y")].byte_ns) == Bytes(102 * 20 * GIB)
+    assert byte_seconds(again.mind.accounts.rows[types.Client("y")].byte_ns) == Bytes(
+        102 * 20 * GIB
+    )

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from deployments.text.turns import AdaptersBusy, Gate
+from deployments.engines.vllm.batch_gate import AdaptersBusy, Gate
 
 
 async def asking(gate: Gate, adapter: str) -> "asyncio.Task[None]":

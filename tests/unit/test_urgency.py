@@ -2,11 +2,11 @@
 
 import pytest
 
-from arbiter import events as ev
-from arbiter.events import Need, Priority
+from arbiter.core import events as ev
+from arbiter.core.types import Need, Priority
 from arbiter.units import Bytes, HolderId, TicketId
-from deployments.plan import ModelPlan
-from deployments.slot import Life, Slot
+from deployments.config.load_plan import ModelPlan
+from deployments.replica.held_model import Life, Slot
 from tests.unit.desk import Desk, granted, revoked
 
 URGENT, HIGH, NORMAL, LOW, BATCH = Priority

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from arbiter import events as ev
-from arbiter import wire
-from arbiter.decisions import Reason
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Reason
 from arbiter.errors import ENGINE_DIED, DeadlineUnmet, NeverFits
+from arbiter.protocol import messages
 from arbiter.units import Bytes, Epoch, Span, TicketId, seconds
-from deployments.engine_link import LoadRefused
-from deployments.gangs import use_all
+from deployments.replica.engine_client import LoadRefused
+from deployments.replica.use_all import use_all
 from tests.unit import test_residency as base
 
 pytestmark = pytest.mark.spec("A13")
@@ -32,7 +33,7 @@ class Arbiter(base.Arbiter):
     def says(self, model: str, error: Exception | None = None) -> None:
         self.answers[model].set_result(error)
 
-    async def acquire(self, requested: ev.Requested) -> wire.Granted:
+    async def acquire(self, requested: ev.Requested) -> messages.Granted:
         self.requests.append(requested)
         answer = self.answers[requested.model] = asyncio.get_running_loop().create_future()
         try:
@@ -42,7 +43,7 @@ class Arbiter(base.Arbiter):
             raise
         if error:
             raise error
-        return wire.Granted(requested.ticket, base.ON, seconds(5), Span(0), Epoch(1))
+        return messages.Granted(requested.ticket, base.ON, seconds(5), Span(0), Epoch(1))
 
     async def comes_first(self, event: asyncio.Event) -> bool:
         return await event.wait()
@@ -52,7 +53,7 @@ class Arbiter(base.Arbiter):
 async def holder() -> AsyncIterator[tuple[Any, Arbiter]]:
     async with base.holder() as (residency, plain, _):
         residency._client = arbiter = Arbiter(plain.path)
-        residency._obey(wire.TableOrder(TABLE))
+        residency._obey(messages.TableOrder(TABLE))
         yield residency, arbiter
 
 
@@ -72,11 +73,11 @@ def withdrawn(arbiter: Arbiter) -> set[TicketId]:
 
 async def test_all_are_asked_for_as_one_gang_and_in_use_once_all_serve() -> None:
     async with holder() as (residency, arbiter):
-        seen = asyncio.ensure_future(see(residency, deadline_s=60, priority=ev.Priority.HIGH))
+        seen = asyncio.ensure_future(see(residency, deadline_s=60, priority=types.Priority.HIGH))
         await asked(arbiter, "a", "b")
         first, second = arbiter.requests
         assert first.gang == second.gang == (first.ticket, second.ticket)
-        assert {r.priority for r in arbiter.requests} == {ev.Priority.HIGH}
+        assert {r.priority for r in arbiter.requests} == {types.Priority.HIGH}
         assert all(r.deadline and r.deadline > seconds(50) for r in arbiter.requests)
         arbiter.says("a")
         arbiter.says("b")
@@ -132,13 +133,13 @@ async def test_another_user_of_one_of_them_gets_it_when_the_gang_is_given_up() -
         await asked(arbiter, "a", "b")
 
         async def urgent() -> TicketId:
-            async with residency.use("a", priority=ev.Priority.URGENT) as engine:
+            async with residency.use("a", priority=types.Priority.URGENT) as engine:
                 return TicketId(engine.ticket)
 
         alone = asyncio.ensure_future(urgent())
         await base.until(lambda: len(residency.slots["a"].waiters) == 2)
         [told] = arbiter.told  # that it is more urgent; it is still of the gang
-        assert (told.priority, told.gang) == (ev.Priority.URGENT, arbiter.requests[0].gang)
+        assert (told.priority, told.gang) == (types.Priority.URGENT, arbiter.requests[0].gang)
         arbiter.says("a")
         await base.until(lambda: residency.slots["a"].gang.got)
         seen.cancel()
@@ -149,7 +150,7 @@ async def test_another_user_of_one_of_them_gets_it_when_the_gang_is_given_up() -
 async def test_a_member_that_is_tried_again_is_asked_for_by_itself() -> None:
     async with holder() as (residency, arbiter):
 
-        async def first_dies(ticket: TicketId, spec: wire.SpawnSpec) -> str:
+        async def first_dies(ticket: TicketId, spec: messages.SpawnSpec) -> str:
             if ticket == arbiter.requests[0].ticket:
                 raise LoadRefused(ENGINE_DIED, out_of_memory=False)
             return arbiter.path

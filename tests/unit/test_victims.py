@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from arbiter import events as ev
-from arbiter.events import Priority
-from arbiter.ledger import UNREAD_COUNT
-from arbiter.rules.ranking import SWEPT_COUNT, in_order, no_more_urgent, option
-from arbiter.rules.rates import Rates
-from arbiter.rules.victims import Option, choose, freed
+from arbiter.core import events as ev
+from arbiter.core.eviction.ranking import SWEPT_COUNT, in_order, no_more_urgent, option
+from arbiter.core.records.ledger import UNREAD_COUNT
+from arbiter.core.records.usage_rates import Rates
+from arbiter.core.records.victim_set import Option, choose, freed
+from arbiter.core.types import Priority
 from arbiter.units import Bytes, Instant, Span, TicketId, seconds
 from policies import EVICT
 from tests.unit.desk import CPU, PLAIN, Desk, capability, revoked

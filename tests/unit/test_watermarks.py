@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from arbiter import events as ev
-from arbiter.settings import DEFAULTS, Settings, Watermarks
+from arbiter import units
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.settings import DEFAULTS, Settings, Watermarks
 from arbiter.units import TicketId, seconds
-from deployments.arbiter_config import ArbiterConfig
-from deployments.config import ConfigError, parse_table
+from deployments.config.arbiter_section import ArbiterConfig
+from deployments.config.schema import ConfigError, parse_table
 from tests.unit.desk import CPU, HOST, PLAIN, Desk, granted, reaped, revoked
 from tests.unit.test_gangs import Gpus
 
@@ -109,21 +111,21 @@ def test_on_a_device_they_act_with_a_waiter_and_take_more_than_it_needs() -> Non
 
 def test_on_a_device_they_act_for_one_that_wants_to_grow() -> None:
     desk = crowded(MARKED)
-    grow = ev.GrowthAsked(TicketId("text"), ev.Bytes(6 << 30), seconds(30))
+    grow = ev.GrowthAsked(TicketId("text"), units.Bytes(6 << 30), seconds(30))
     assert [name for name, _, _ in revoked(desk.at(100, grow))] == ["a", "b"]
 
 
 def test_on_a_device_they_take_nobody_more_urgent_than_who_waits() -> None:
     desk = Desk(device=80, settings=MARKED)
-    desk.resident(0, "a", 78, priority=ev.Priority.HIGH)
-    assert revoked(desk.ask(100, "b", 6, priority=ev.Priority.LOW)) == []
+    desk.resident(0, "a", 78, priority=types.Priority.HIGH)
+    assert revoked(desk.ask(100, "b", 6, priority=types.Priority.LOW)) == []
 
 
 def test_nor_than_who_wants_to_grow() -> None:
     desk = Desk(device=80, settings=MARKED)
-    desk.resident(0, "a", 68, priority=ev.Priority.HIGH)
+    desk.resident(0, "a", 68, priority=types.Priority.HIGH)
     desk.resident(1, "text", 9)
-    grow = ev.GrowthAsked(TicketId("text"), ev.Bytes(6 << 30), seconds(30))
+    grow = ev.GrowthAsked(TicketId("text"), units.Bytes(6 << 30), seconds(30))
     assert revoked(desk.at(100, grow)) == [] and "text" in desk.mind.growing
     assert revoked(desk.ask(101, "b", 1)) == []  # something has changed there
 
@@ -133,10 +135,10 @@ def test_on_a_device_they_do_not_act_for_one_that_asks_for_bytes_of_another() ->
     for name, size in (("a", 95), ("b", 50)):
         desk.want(0, name, size)
         desk.done(0, name)
-    desk.ask(1, "c", 45, holder="k", priority=ev.Priority.HIGH)
+    desk.ask(1, "c", 45, holder="k", priority=types.Priority.HIGH)
     desk.at(1, ev.Loaded(TicketId("c"), seconds(0)))
     assert (desk.home("a"), desk.home("b"), desk.home("c")) == ({"0": 95}, {"1": 50}, {"1": 45})
-    grow = ev.GrowthAsked(TicketId("b"), ev.Bytes(20 << 30), seconds(30))
+    grow = ev.GrowthAsked(TicketId("b"), units.Bytes(20 << 30), seconds(30))
     assert revoked(desk.at(100, grow)) == [] and "b" in desk.mind.growing
     assert revoked(desk.want(101, "d", 1)) == []  # something has changed there
 

@@ -7,7 +7,7 @@ import pytest
 from arbiter import errors
 from arbiter.errors import RequestError
 from arbiter.units import Bytes, TicketId
-from deployments import wire
+from deployments import messages
 
 CASES: list[tuple[RequestError, int, str]] = [
     (errors.UnknownModel("a", "", ("b",)), 404, "invalid_request_error"),
@@ -21,7 +21,7 @@ CASES: list[tuple[RequestError, int, str]] = [
 @pytest.mark.spec("L3", "J1")
 @pytest.mark.parametrize(("error", "status", "kind"), CASES, ids=lambda c: type(c).__name__)
 def test_an_error_becomes_openais_object(error: RequestError, status: int, kind: str) -> None:
-    head, body = wire.refusal(error)
+    head, body = messages.refusal(error)
     assert head.status == status
     answer = json.loads(body)["error"]
     assert answer["type"] == kind
@@ -30,20 +30,20 @@ def test_an_error_becomes_openais_object(error: RequestError, status: int, kind:
 
 
 def test_a_refusal_that_ends_says_when_to_come_back() -> None:
-    head, _ = wire.refusal(errors.ModelCoolingDown("a", "no file", 3.2))
+    head, _ = messages.refusal(errors.ModelCoolingDown("a", "no file", 3.2))
     assert head.headers["retry-after"] == "3"
 
 
 def test_a_refusal_for_good_says_nothing_of_coming_back() -> None:
-    head, _ = wire.refusal(errors.UnknownModel("a", "", ()))
+    head, _ = messages.refusal(errors.UnknownModel("a", "", ()))
     assert "retry-after" not in head.headers
 
 
 def test_an_unknown_model_names_the_field() -> None:
-    _, body = wire.refusal(errors.UnknownModel("a", "", ("b",)))
+    _, body = messages.refusal(errors.UnknownModel("a", "", ("b",)))
     assert json.loads(body)["error"]["param"] == "model"
 
 
 def test_only_a_lost_engine_is_worth_sending_again_at_once() -> None:
-    assert wire.is_transient(errors.EngineLost("a", TicketId("t")))
-    assert not any(wire.is_transient(error) for error, _, _ in CASES)
+    assert messages.is_transient(errors.EngineLost("a", TicketId("t")))
+    assert not any(messages.is_transient(error) for error, _, _ in CASES)

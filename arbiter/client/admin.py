@@ -1,0 +1,170 @@
+"""The arbiter from outside: find, start, ask, replace and stop it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from arbiter.errors import ArbiterUnavailable, RequestError
+from arbiter.protocol import messages, ray_internals
+
+POLL_S = 15.0  # of the event stream, which then asks again
+CALL_S = 30.0  # twice the longest poll of the event stream
+START_S = 60.0  # a process start on a machine busy with imports
+AGAIN_S = 0.05  # a restart takes 1.0-2.0 s measured
+
+
+def find_arbiter() -> Any | None:
+    """Its handle, or None when there is none."""
+    try:
+        return ray.get_actor(messages.NAME, namespace=messages.NAMESPACE)
+    except ValueError:
+        return None
+
+
+async def start_arbiter(boot: messages.Boot) -> Any:
+    """The handle of the one arbiter, started when there is none. One of other code is replaced
+    when nobody holds anything of it; raises VersionMismatch otherwise."""
+    return await asyncio.to_thread(_start_or_replace, boot)
+
+
+async def call_arbiter(method: str, *args: Any, within_s: float = CALL_S) -> Any:
+    """Call one of the actor's methods, for the front and the command line; waits for one that
+    restarts. Raises ArbiterUnavailable, or the RequestError the arbiter answered with."""
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(within_s):
+            return await _call(method, args)
+    except RayTaskError as error:
+        raise cause_of(error) from None
+    except (RayError, TimeoutError, LookupError) as error:
+        raise ArbiterUnavailable(time.monotonic() - began) from error
+
+
+async def subscribe(after: int = 0) -> AsyncIterator[messages.Plain]:
+    """Events behind sequence number `after`, as they happen; for as long as somebody listens.
+    Raises ArbiterUnavailable."""
+    while True:
+        for event in await call_arbiter("events", after, POLL_S):
+            after = event["seq"]
+            yield event
+
+
+async def _call(method: str, args: tuple[Any, ...]) -> Any:
+    """Sent again when it may not have arrived: every method may be repeated. Raises LookupError
+    when there is no arbiter."""
+    while True:
+        handle = await asyncio.to_thread(find_arbiter)
+        if handle is None:
+            raise LookupError("no arbiter")
+        try:
+            return await getattr(handle, method).remote(*args)
+        except ActorUnavailableError:
+            await asyncio.sleep(AGAIN_S)
+
+
+def upgrade_arbiter(boot_of: Callable[[messages.Plain], messages.Boot]) -> messages.Plain:
+    """Replace arbiter and node agents by this code. Engines and zygotes go on; holders rejoin. Of
+    the old one only its table is taken over, in plain values; `boot_of` reads it, and nothing has
+    happened yet if it cannot."""
+    old = find_arbiter()
+    if old is None:
+        return {"arbiter": "there is none; it starts with the front"}
+    before = _settled(old.hello.remote, START_S)
+    boot = boot_of(_settled(old.table.remote, START_S))
+    after = _settled(_replace(boot).hello.remote, START_S)
+    return {
+        "before": before["identity"], "after": after["identity"],
+        "holders": before["holders"], "epoch": after["epoch"],
+    }  # fmt: skip
+
+
+def record_arbiter(path: str | None) -> messages.Plain:
+    """Have every event recorded into a file on the arbiter's node, from a new epoch on; None ends
+    it. Raises ArbiterUnavailable when there is no arbiter."""
+    handle = find_arbiter()
+    if handle is None:
+        raise ArbiterUnavailable(0.0)
+    _settled(lambda: handle.record.remote(path), START_S)
+    return {"recording": path or "no longer"}
+
+
+def stop_arbiter(wait_s: float = 30.0) -> messages.Plain:
+    """Shut down: unload what is idle, wait for the rest, end every engine, agent and zygote."""
+    handle = find_arbiter()
+    if handle is None:
+        return {"arbiter": "there is none", "tickets_cut_off": 0}
+    left = _settled(lambda: handle.close.remote(wait_s), wait_s + START_S)
+    _kill(handle)
+    return {"arbiter": "stopped", "tickets_cut_off": left}
+
+
+def _settled(send: Callable[[], Any], within_s: float) -> Any:
+    """The answer of an arbiter that may be restarting. Raises ActorUnavailableError after."""
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            return ray.get(send(), timeout=within_s)
+        except ActorUnavailableError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(AGAIN_S)
+
+
+def _start_or_replace(boot: messages.Boot) -> Any:
+    handle = _start(boot)
+    said = _settled(handle.hello.remote, START_S)
+    if said["identity"] == messages.identity():
+        return handle
+    if said["holders"]:
+        raise messages.VersionMismatch(said["identity"], messages.identity(), said["holders"])
+    return _replace(boot)
+
+
+def _replace(boot: messages.Boot) -> Any:
+    _kill(find_arbiter())
+    for node in ray_internals.living_nodes():
+        _kill(find_actor(messages.agent_name(node)))
+    return _start(boot)
+
+
+def _start(boot: messages.Boot) -> Any:
+    from arbiter.server.actor import ArbiterActor  # the core is nothing to a replica that only asks
+
+    waiting_count = boot.configuration.settings.queue_total_count
+    options = ray_internals.detached(
+        ray_internals.head_node(), messages.NAME, messages.NAMESPACE, waiting_count
+    )
+    return ray.remote(ArbiterActor).options(**options).remote(boot)
+
+
+def find_actor(name: str) -> Any | None:
+    try:
+        return ray.get_actor(name, namespace=messages.NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _kill(handle: Any | None) -> None:
+    """Kill, and wait until its name is free."""
+    if handle is None:
+        return
+    ray.kill(handle, no_restart=True)
+    try:
+        ray.get(handle.__ray_ready__.remote(), timeout=START_S)
+    except (RayActorError, GetTimeoutError):
+        return
+
+
+def cause_of(error: RayTaskError) -> Exception:
+    """What was raised over there, as itself."""
+    return error.cause if isinstance(error.cause, RequestError) else error

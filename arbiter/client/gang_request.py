@@ -1,0 +1,65 @@
+"""A holder asks for several tickets at once: all of them or none (SPEC A13)."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from arbiter.core.events import Requested
+from arbiter.errors import RequestError
+from arbiter.protocol import messages
+from arbiter.units import Epoch, TicketId
+
+
+class Asker(Protocol):
+    """A holder's line to the arbiter."""
+
+    async def acquire(self, requested: Requested) -> messages.Granted:
+        """Across any number of the arbiter's lives. Raises RequestError."""
+
+    async def comes_first(self, event: asyncio.Event) -> bool:
+        """Waits for it. False: the arbiter went before."""
+
+
+@dataclass(slots=True, eq=False)
+class Gang:
+    """Tickets of one holder that are asked for together, and whose grants are here."""
+
+    tickets: tuple[TicketId, ...]
+    got: dict[TicketId, Epoch] = field(default_factory=dict)
+    whole: asyncio.Event = field(default_factory=asyncio.Event)  # or it never will be
+
+
+async def acquire_all(
+    asker: Asker, requested: tuple[Requested, ...]
+) -> tuple[messages.Granted, ...]:
+    """Raises what the first refused one does."""
+    gang = Gang(tuple(r.ticket for r in requested))
+    asked = [asyncio.ensure_future(acquire(asker, r, gang)) for r in requested]
+    try:
+        return tuple(await asyncio.gather(*asked))
+    finally:
+        for one in asked:
+            one.cancel()  # withdrawn, if it still waits
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def acquire(asker: Asker, requested: Requested, gang: Gang) -> messages.Granted:
+    """One of a gang; somebody asks for each of the others as well. Raises RequestError."""
+    asks = replace(requested, gang=gang.tickets)
+    try:
+        return await _acquire(asker, asks, gang)
+    except (RequestError, asyncio.CancelledError):
+        gang.whole.set()  # a grant that is here already waits for this one no longer
+        raise
+
+
+async def _acquire(asker: Asker, requested: Requested, gang: Gang) -> messages.Granted:
+    """An arbiter may end when some of its answers have arrived: the next knows nothing of those,
+    and would wait for them, so they are asked for again as well."""
+    while True:
+        granted = await asker.acquire(requested)
+        gang.got[requested.ticket] = granted.epoch
+        if all(gang.got.get(ticket) == granted.epoch for ticket in gang.tickets):
+            gang.whole.set()
+        if await asker.comes_first(gang.whole):
+            return granted

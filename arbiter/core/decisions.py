@@ -1,0 +1,110 @@
+"""What must be done. The shell performs these and reports back with events."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from arbiter.core.types import DeviceBytes
+from arbiter.errors import RequestError
+from arbiter.units import Bytes, HolderId, Instant, NodeId, Span, TicketId
+
+
+class Reason(Enum):
+    """Why a model leaves. The first seven are SPEC K1's reasons of `model_unload`."""
+
+    SWAP = "swap"
+    FIT = "fit"
+    PRESSURE = "pressure"
+    IDLE = "idle"
+    MANUAL = "manual"
+    SHUTDOWN = "shutdown"
+    LOST = "lost"
+    FAILED = "failed"
+    WITHDRAWN = "withdrawn"
+    TERM = "term"  # a lease has lasted as long as it may
+
+
+class Tier(Enum):
+    """Where a revoked model goes."""
+
+    ASLEEP = "asleep"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The ticket's bytes are charged; load (or wake) on these devices, and finish by `load_by`."""
+
+    ticket: TicketId
+    devices: tuple[DeviceBytes, ...]
+    load_by: Instant
+    predicted: Span  # seconds the load is expected to take; 0 when nothing is known
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """The ticket has joined the line, and is expected to serve after so long (SPEC A21)."""
+
+    ticket: TicketId
+    holder: HolderId
+    predicted: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    ticket: TicketId
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Ask the holder for the bytes. SWAP and FIT: barrier up until `barrier_until`. PRESSURE and
+    IDLE: refuse when busy. `to` says where the weights go."""
+
+    ticket: TicketId
+    holder: HolderId
+    reason: Reason
+    to: Tier
+    barrier_until: Instant
+
+
+@dataclass(frozen=True, slots=True)
+class Reap:
+    """The node agent kills what is left of this ticket's engine, lets none start, and reports
+    EngineGone. Safe to repeat."""
+
+    node: NodeId
+    ticket: TicketId
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The node agent sends a reading now rather than at its next turn."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """A switch failed: the holder brings back the model that made room for it (SPEC A12)."""
+
+    holder: HolderId
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """One line of the event log (SPEC K1). `data` holds plain values, never a prompt."""
+
+    kind: str
+    data: dict[str, str | int | float | bool | None] = field(hash=False)
+    ticket: TicketId | None = None
+    size_bytes: Bytes | None = None
+    took: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    at: Instant
+
+
+Decision = Grant | Waits | Refuse | Revoke | Reap | Probe | Reload | Tell | WakeAt

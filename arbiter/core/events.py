@@ -1,0 +1,339 @@
+"""What happened. The shell turns calls, timers and node readings into these; the core reads them.
+
+Who says what: holders speak of *use*, node agents of *bytes*, nobody else of either.
+"""
+
+from dataclasses import dataclass
+
+from arbiter.core.types import (
+    ANYBODY,
+    CapabilitySpec,
+    Client,
+    DeviceBytes,
+    DeviceSpec,
+    Floor,
+    LeaseTerms,
+    Level,
+    Need,
+    Phase,
+    Priority,
+    Split,
+)
+from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, TicketId
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilitiesSet:
+    """The configuration's whole table; replaces what was there, tickets held stay."""
+
+    capabilities: tuple[CapabilitySpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityRegistered:
+    """From Python: adds one, or repeats one; a different one of the same name is an error that
+    the core raises as CapabilityConflict."""
+
+    capability: CapabilitySpec
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSeen:
+    """A node agent introduces itself and its devices. Repeated after each agent restart."""
+
+    node: NodeId
+    devices: tuple[DeviceSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """The node is gone, with its devices and every engine on it."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReading:
+    device: DeviceId
+    free_bytes: Bytes  # physically free, as the kernel or NVML says
+    foreign_bytes: Bytes  # used by processes that are not engines opened by this agent
+    exact: bool = True  # False: foreign bytes inferred from the device total, not per process
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """Measured bytes of the process tree opened under one ticket."""
+
+    ticket: TicketId
+    measured: tuple[DeviceBytes, ...]
+    exact: bool = True  # False: counts pages that a new engine would share; teaches nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A full reading of one node: every device, every engine alive on it."""
+
+    node: NodeId
+    devices: tuple[DeviceReading, ...]
+    engines: tuple[EngineReading, ...]
+    stalled_fraction: float = 0.0  # of the last 10 s, in which some task waited for RAM (PSI)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGone:
+    """No process of the ticket's engine exists any more (and, by the agent's tombstone, none will
+    start). `bytes_back` says whether its bytes were also seen free: at once for host RAM, after
+    NVML agrees for a GPU. Sent again with True once they are."""
+
+    node: NodeId
+    ticket: TicketId
+    bytes_back: bool
+
+
+# -- from holders -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTicket:
+    """A holder's own account of one ticket: rejoin and heartbeat carry these, in full."""
+
+    ticket: TicketId
+    model: str
+    phase: Phase
+    inflight: int
+    idle: Span  # since the last request ended; 0 while one is in flight
+    devices: tuple[DeviceBytes, ...]  # as granted
+    need: Need
+    settings_key: str = ""  # as asked, so that what is learned survives an arbiter restart
+    priority: Priority = Priority.NORMAL  # of its last request
+    uses_count: int = 0  # requests served under this ticket so far
+    lease: LeaseTerms | None = None  # held by a process outside Serve
+    client: Client = ANYBODY  # of its last request
+    lives_in: TicketId | None = None  # the ticket whose process its bytes are in
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A holder introduces itself, at its start and after each arbiter restart. Its process, by pid
+    and start time, is known to its node's agent after it died, even while there is no arbiter."""
+
+    holder: HolderId
+    node: NodeId
+    capability: str
+    tickets: tuple[HeldTicket, ...]
+    pid: int = 0  # 0: not said
+    start_ticks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One request that has ended (SPEC K1). Never what was asked or answered."""
+
+    ticket: TicketId | None  # None: it was refused before there was one
+    model: str
+    took: Span  # from its arrival at the holder, the wait for a load included
+    outcome: str  # answered, left (its client went), or the code of the refusal
+    request: str = ""  # the id its client knows it by
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How many requests of a client have ended (SPEC C10)."""
+
+    client: Client
+    requests_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Heartbeat. Level-triggered: it repeats every ticket, so any one may be lost; a ticket the
+    arbiter has charged to this holder that is missing here was released. `runs` ended since the
+    last one; so many more were dropped. `usage` counts all of them."""
+
+    holder: HolderId
+    tickets: tuple[HeldTicket, ...]
+    runs: tuple[Run, ...] = ()
+    runs_dropped_count: int = 0
+    usage: tuple[Usage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HolderLost:
+    holder: HolderId
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """The holder wants the model on a device of its node. A known ASLEEP ticket: wants it awake.
+    One that waits already: says that it has become more urgent."""
+
+    ticket: TicketId
+    holder: HolderId
+    capability: str
+    model: str
+    need: Need
+    settings_key: str = ""  # learned peaks hold for one model under one set of engine settings
+    need_is_explicit: bool = False
+    deadline: Span | None = None  # refuse if not granted within
+    attempt: int = 1  # 2 after a load that failed for memory
+    priority: Priority = Priority.NORMAL
+    gang: tuple[TicketId, ...] = ()  # of its holder, itself included: granted all or none
+    split: Split = Split.NONE
+    lease: LeaseTerms | None = None  # of a process outside Serve; `model` is what it is called
+    client: Client = ANYBODY  # who waits for it
+    lives_in: TicketId | None = None  # of its gang: the one whose process its bytes are in
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthAsked:
+    """A resident wants to hold more: longer context, more KV (SPEC A14). Answered like a request,
+    under the same ticket."""
+
+    ticket: TicketId
+    more_bytes: Bytes  # 0: no longer
+    within: Span  # it goes on as it is when there is no room by then
+    holder: HolderId | None = None  # who says it: it must be the ticket's own; None: not said
+
+
+@dataclass(frozen=True, slots=True)
+class GaveBack:
+    """A resident holds less from now on. Says how much it holds, not how much less, so it may be
+    repeated; and the next heartbeats say the same, so it may be lost. What is still measured stays
+    charged."""
+
+    ticket: TicketId
+    devices: tuple[DeviceBytes, ...]  # what it has now of what it was granted
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The last caller stopped waiting. A grant may already be on its way."""
+
+    ticket: TicketId
+    holder: HolderId | None = None  # who says it: it must be the ticket's own; None: not said
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Load or wake finished; the model serves."""
+
+    ticket: TicketId
+    took: Span
+    verified: bool = True  # False: its probe differed after the wake, so it was loaded from disk
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBroke:
+    """The load failed; the holder has let go of the engine."""
+
+    ticket: TicketId
+    cause: str
+    out_of_memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Answer to a pressure revoke: requests are in flight, the model stays."""
+
+    ticket: TicketId
+    inflight: int
+
+
+@dataclass(frozen=True, slots=True)
+class BarrierDropped:
+    """Answer to a swap revoke: in-flight work outlived the barrier, the model goes on."""
+
+    ticket: TicketId
+    inflight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slept:
+    """The engine says its weights are in host RAM; true only once measured (SPEC D1)."""
+
+    ticket: TicketId
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The holder has let go of the engine for good. Bytes stay charged until EngineGone."""
+
+    ticket: TicketId
+    reason: str
+    holder: HolderId | None = None  # who says it: it must be the ticket's own; None: not said
+
+
+# -- from the shell and people ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAsked:
+    """By hand: unload an idle model (SPEC K1, reason `manual`)."""
+
+    ticket: TicketId
+
+
+@dataclass(frozen=True, slots=True)
+class FloorSet:
+    """Somebody says where a model is to be (SPEC D8). Raises UnknownCapability, UnknownModel."""
+
+    capability: str
+    model: str
+    floor: Floor
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAsked:
+    """By hand: load it once, with nobody waiting. Raises as FloorSet, and NotResident."""
+
+    capability: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class PressurePushed:
+    """Somebody knows of memory that is short, and says so for a while (SPEC C5)."""
+
+    where: str  # a device, or a node: all its devices
+    level: Level
+    free_bytes: Bytes | None
+    term: Span
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingDown:
+    """Grant nothing more, refuse the queue, unload what is idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """A `WakeAt` came due."""
+
+
+Event = (
+    CapabilitiesSet
+    | CapabilityRegistered
+    | NodeSeen
+    | NodeLost
+    | Measured
+    | EngineGone
+    | Joined
+    | Renewed
+    | HolderLost
+    | Requested
+    | GrowthAsked
+    | GaveBack
+    | Withdrawn
+    | Loaded
+    | LoadBroke
+    | Busy
+    | BarrierDropped
+    | Slept
+    | Released
+    | UnloadAsked
+    | FloorSet
+    | LoadAsked
+    | PressurePushed
+    | ClosingDown
+    | Woke
+)

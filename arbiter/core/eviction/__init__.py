@@ -1,0 +1,1 @@
+"""Which models may be evicted, which are chosen, and what pressure evicts."""

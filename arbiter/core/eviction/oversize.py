@@ -1,0 +1,47 @@
+"""A model larger than a whole budget, where its configuration allows that (SPEC B6).
+
+Everything idle and unpinned leaves the device with the most to lend; then it loads with what there
+is, is charged that, and what it takes beyond is measured. Nothing else fits beside it.
+"""
+
+from collections.abc import Iterable
+
+from arbiter.core.decisions import Reason
+from arbiter.core.eviction.eligibility import may_leave
+from arbiter.core.eviction.eviction import revoke
+from arbiter.core.records.ledger import Book
+from arbiter.core.records.ticket import Entry, Sizes, State
+from arbiter.core.state import Mind
+from arbiter.core.tickets.device_limits import on_demand_of
+from arbiter.core.tickets.loads import displace
+from arbiter.core.types import Split
+from arbiter.units import Bytes
+
+ON_THE_MOVE = frozenset({State.LOADING, State.DRAINING})
+
+
+def may_be(entry: Entry) -> bool:
+    """It may find room where one that needs less and must lie on one device does not: so what is
+    said of all who need as much (line.Crowd) is never said of it."""
+    return entry.split is not Split.NONE or entry.allow_oversize
+
+
+def clear(mind: Mind, books: Iterable[Book], entry: Entry) -> Sizes | None:
+    """What it is granted once nobody idle is left there; None: they have been asked to leave."""
+    book = max(books, key=lambda b: (on_demand_of(b), b.device), default=None)
+    if book is None:
+        return None
+    for other in list(book.entries.values()):
+        if may_leave(mind, other):
+            displace(mind, entry, other)
+            revoke(mind, other, Reason.SWAP, entry)
+    left = [e for e in book.entries.values() if _comes_back(e)]
+    return None if left or book.free_bytes <= 0 else {book.device: Bytes(book.free_bytes)}
+
+
+def _comes_back(entry: Entry) -> bool:
+    """Its bytes are awaited, or will be."""
+    if entry.state is State.RECLAIMING:
+        return not entry.alarmed
+    is_idle = entry.inflight == 0 and not entry.pinned
+    return entry.state in ON_THE_MOVE or (entry.state is State.RESIDENT and is_idle)

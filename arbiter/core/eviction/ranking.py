@@ -1,0 +1,163 @@
+"""The order in which the holders of a device's bytes would leave, cheapest first (SPEC C2, C3).
+
+In front of every policy stands what none may turn round: nobody waits for it, it is idle, it is the
+least urgent. The order is kept from one look to the next: what has changed is priced again at once,
+what is less urgent by now as well, and the rest in turn, because prices drift.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from arbiter.core.records.ledger import Book
+from arbiter.core.records.ticket import Entry, State
+from arbiter.core.records.timers import Alarms
+from arbiter.core.records.usage_rates import AHEAD
+from arbiter.core.records.victim_set import COST_LEAST, Option
+from arbiter.core.state import Mind
+from arbiter.core.tickets import companions
+from arbiter.core.types import Priority
+from arbiter.core.view import Candidate, Key, Price
+from arbiter.units import SECOND, Instant, Span, TicketId, after, since
+
+SWEPT_COUNT = 4  # priced again with a sweep, 6 us each
+# Until then rates drift by less than a thousandth: a look soon after another is free.
+SWEPT_EVERY = SECOND
+# No price is older. Rates fade by a hundredth meanwhile; what the coming hours usually bring
+# (hours.Hours) jumps at the full hour, and an order may be as old as this then.
+PRICED_FOR = Span(60 * SECOND)
+
+
+class Ranking:
+    """One device's order."""
+
+    def __init__(self, evict: Callable[[Candidate], Price]) -> None:
+        self.evict = evict  # whose order it is
+        self._options: dict[TicketId, Option] = {}
+        self._order: list[Key] = []  # their places; each ends with its ticket
+        self._turn: list[TicketId] = []  # whose turn it is to be priced again
+        self._fading = Alarms()
+        self._looked: Instant | None = None
+        self._swept = Instant(0)
+
+    def refresh(self, mind: Mind, book: Book) -> None:
+        assert book.stale is not None
+        changed, book.stale = book.stale, set()
+        if self._looked != mind.now:
+            changed.update(TicketId(name) for _, name in self._fading.due(mind.now))
+            changed.update(self._in_turn(mind))
+            self._looked = mind.now
+        for ticket in sorted(changed):
+            self._put(mind, book, ticket)
+
+    def _in_turn(self, mind: Mind) -> list[TicketId]:
+        count = len(self._options)
+        unswept = since(self._swept, mind.now)
+        if unswept < SWEPT_EVERY and not mind.foresight:  # the future changes with every use
+            return []
+        self._swept = mind.now
+        due_count = max(SWEPT_COUNT, count * unswept // PRICED_FOR)
+        if due_count >= count or mind.foresight:
+            self._turn = []
+            return list(self._options)
+        if not self._turn:
+            self._turn = list(self._options)
+        in_turn = self._turn[-due_count:]
+        del self._turn[-due_count:]
+        return in_turn
+
+    def _put(self, mind: Mind, book: Book, ticket: TicketId) -> None:
+        if old := self._options.pop(ticket, None):
+            del self._order[bisect_left(self._order, old.place)]
+        entry = book.entries.get(ticket)
+        if entry is None:
+            return
+        self._options[ticket] = priced = option(mind, book, entry)
+        insort(self._order, priced.place)
+        fades_at = priority_fades_at(mind, entry)
+        if fades_at is not None and fades_at > mind.now:
+            self._fading.set(("ticket", ticket), fades_at)
+
+    def all(self) -> Iterator[Option]:
+        return (self._options[place[-1]] for place in self._order)
+
+    def no_more_urgent(self, urgent: Priority) -> Iterator[Option]:
+        """Without those that are more urgent: of the idle, of those in use, and then all for which
+        somebody waits, because there the line decides."""
+        return chain(
+            self._between((False, False), (False, False, 1 - urgent)),
+            self._between((False, True), (False, True, 1 - urgent)),
+            self._between((True,), (True, True, 1)),
+        )
+
+    def _between(self, low: Key, high: Key) -> Iterator[Option]:
+        for at in range(bisect_left(self._order, (low,)), bisect_left(self._order, (high,))):
+            yield self._options[self._order[at][-1]]
+
+
+def ranking(mind: Mind, book: Book) -> Ranking:
+    """As of now."""
+    kept: Ranking | None = mind.rankings.get(book.device)
+    if kept is None or book.stale is None or kept.evict is not mind.policies.evict:
+        kept = mind.rankings[book.device] = Ranking(mind.policies.evict)
+        book.stale = set(book.entries)
+    kept.refresh(mind, book)
+    return kept
+
+
+def in_order(mind: Mind, book: Book) -> Iterator[tuple[Entry, Option]]:
+    """All who are charged on it, lawful or not."""
+    return ((book.entries[o.ticket], o) for o in ranking(mind, book).all())
+
+
+def no_more_urgent(mind: Mind, book: Book, urgent: Priority) -> Iterator[Option]:
+    """Those who may have to yield to one so urgent, lawful or not."""
+    return ranking(mind, book).no_more_urgent(urgent)
+
+
+def option(mind: Mind, book: Book, entry: Entry) -> Option:
+    urgent = effective_priority(mind, entry)
+    freed_bytes = companions.leave_with(mind, entry, book.device)
+    name = (entry.capability, entry.model)
+    lasting = mind.lasting_rates
+    lasting_count = lasting.recent(name, mind.now)
+    price = mind.policies.evict(
+        Candidate(
+            entry.ticket, entry.holder, entry.role_rank, freed_bytes, entry.inflight,
+            entry.last_used, _reload(mind, entry), urgent,
+            now=mind.now, budget_bytes=book.budget_bytes,
+            recent_count=mind.rates.recent(name, mind.now),
+            lasting_count=lasting_count,
+            usual_count=mind.hours.ahead(name, mind.now, lasting_count * AHEAD / lasting.window),
+            next_use=mind.foresight(*name, mind.now) if mind.foresight else None,
+        )
+    )  # fmt: skip
+    rank = (entry.ticket in mind.line, entry.inflight > 0, -urgent, *price.rank)
+    return Option(entry.ticket, freed_bytes, rank, max(COST_LEAST, price.cost_s))
+
+
+def _reload(mind: Mind, entry: Entry) -> Span:
+    """To have it back: a wake if it would fall asleep, else a load; 0 when never measured."""
+    key = mind.key_of(entry)
+    if entry.state is State.RESIDENT and entry.need.host_bytes and mind.estimates.can_sleep(key):
+        if woken := mind.estimates.wake_time(key):
+            return woken
+    return mind.estimates.load_time(key, entry.need.weights_bytes)
+
+
+# -------------------------------------------------------------------------------------------------
+# How urgent a model is (SPEC C2): as its last request, for its keep-warm seconds; then batch.
+
+
+def effective_priority(mind: Mind, entry: Entry) -> Priority:
+    fades_at = priority_fades_at(mind, entry)
+    return entry.priority if fades_at is None or mind.now < fades_at else Priority.BATCH
+
+
+def priority_fades_at(mind: Mind, entry: Entry) -> Instant | None:
+    """When it begins to count as batch; None while it is in use. Kept warm for ever does not mean
+    urgent for ever: it would never make room for anything."""
+    if entry.inflight > 0:
+        return None
+    most = mind.settings.carry_most
+    return after(entry.last_used, most if entry.keep_warm < 0 else min(entry.keep_warm, most))

@@ -1,0 +1,106 @@
+"""Watermarks (SPEC C4): above the high one of a budget, what can go goes, down to the low one; in
+between nothing happens, so that each sleeper or load does not cost another one.
+
+Host RAM: the cheapest sleepers let go of their copies, but never the one that fell asleep last: it
+was let in for its own sake. A device, where they are switched on: only while somebody waits for its
+bytes or wants to grow, and only those that may leave for the first of these.
+"""
+
+from collections.abc import Iterator
+
+from arbiter.core.decisions import Reason
+from arbiter.core.eviction.eligibility import may_leave, may_swap
+from arbiter.core.eviction.eviction import revoke
+from arbiter.core.eviction.oversize import may_be as may_exceed
+from arbiter.core.eviction.ranking import effective_priority, in_order
+from arbiter.core.records.ledger import Book
+from arbiter.core.records.ticket import Entry, State
+from arbiter.core.records.victim_set import Option
+from arbiter.core.settings import Watermarks
+from arbiter.core.state import Mind, Node
+from arbiter.core.tickets import quotas
+from arbiter.core.tickets.budget import share
+from arbiter.core.tickets.device_limits import on_demand_of
+from arbiter.core.tickets.loads import displace
+from arbiter.core.tickets.reclaim import is_counted_on
+from arbiter.core.types import DeviceKind
+
+
+def keep(mind: Mind, node: Node) -> None:
+    """Something has changed there, and who could be granted was granted."""
+    on_host, on_device = mind.settings.host_marks, mind.settings.device_marks
+    for device, spec in node.devices.items():
+        if spec.kind is DeviceKind.HOST:
+            _keep_host(mind, mind.ledger.books[device], on_host)
+        elif on_device:
+            _keep_device(mind, mind.ledger.books[device], on_device)
+
+
+def _staying(book: Book) -> int:
+    """What is taken without who is on its way: a bed that is kept for one that drains may never be
+    slept in."""
+    going = sum(e.charge(book.device) for e in book.leaving.values() if is_counted_on(e))
+    return book.budget_bytes - book.free_bytes - going
+
+
+def _is_above(taken: int, book: Book, marks: Watermarks) -> bool:
+    return taken > share(book.budget_bytes, marks.high_fraction)
+
+
+def _keep_host(mind: Mind, book: Book, marks: Watermarks) -> None:
+    staying = _staying(book)
+    if not _is_above(staying, book, marks):
+        return
+    missing = staying - share(book.budget_bytes, marks.low_fraction)
+    asleep = [(e, option) for e, option in in_order(mind, book) if e.state is State.ASLEEP]
+    newest = max((e for e, _ in asleep), key=lambda e: (e.since, e.ticket), default=None)
+    for entry, option in asleep:
+        if missing > 0 and entry is not newest and may_leave(mind, entry):
+            missing -= option.freed_bytes
+            revoke(mind, entry, Reason.FIT, None)
+
+
+# -- on a device ----------------------------------------------------------------------------------
+
+
+def _keep_device(mind: Mind, book: Book, marks: Watermarks) -> None:
+    """Beyond what the first who waits was promised, which is coming back."""
+    asking = _first_asking(mind, book)
+    if asking is None or not _is_above(book.budget_bytes - book.free_bytes, book, marks):
+        return
+    missing = _staying(book) - share(book.budget_bytes, marks.low_fraction)
+    spare = quotas.Spare(mind, book, asking.client.tenant)
+    for entry, option in list(_leavable(mind, book, asking)):
+        if missing > 0 and (worth := spare.take(entry, option.freed_bytes)):
+            missing -= worth
+            if asking.ticket in mind.line:
+                displace(mind, asking, entry)
+            revoke(mind, entry, Reason.SWAP, asking)
+
+
+def _first_asking(mind: Mind, book: Book) -> Entry | None:
+    """For bytes of this device. Who wants to grow is in service already, so before the line."""
+    tickets = [*mind.growing, *(w.waiter.ticket for w in mind.line.first(book.node, 1))]
+    found = (mind.ledger.find(ticket) for ticket in tickets)
+    here = (e for e in found if e and e.node == book.node)
+    return next((e for e in here if _could_use(mind, e, book)), None)
+
+
+def _could_use(mind: Mind, entry: Entry, book: Book) -> bool:
+    if entry.home:
+        return book.device in entry.home
+    waiting = mind.line.find(entry.ticket)
+    return may_exceed(entry) or waiting is None or waiting.need_bytes <= on_demand_of(book)
+
+
+def _leavable(mind: Mind, book: Book, asking: Entry) -> Iterator[tuple[Entry, Option]]:
+    """Cheapest first; nobody more urgent than who asks."""
+    for entry, option in in_order(mind, book):
+        if entry is asking or not may_leave(mind, entry):
+            continue
+        if asking.ticket not in mind.line:
+            is_lawful = effective_priority(mind, entry) >= asking.priority
+        else:
+            is_lawful = may_swap(mind, entry, asking, asking.priority)
+        if is_lawful:
+            yield entry, option

@@ -1,0 +1,111 @@
+"""Tickets that only make sense together, and tickets over several devices (SPEC A13, B5).
+
+A gang is a set of tickets of one holder (a target and its drafter, a vision model and its
+projector): none is granted before all of them can be, in the same step. A model larger than any one
+device is split over several of its node, which is one ticket with several parts. Both are the same
+question: is there room for all of these parts at once? All or none: nobody is asked to leave for a
+part while another part would still find no room.
+"""
+
+from dataclasses import dataclass
+
+from arbiter.core.records.ledger import Book
+from arbiter.core.records.ticket import Entry, Sizes, State
+from arbiter.core.state import Mind
+from arbiter.core.types import Split
+from arbiter.units import Bytes, DeviceId, TicketId
+
+# Ways of an equal split. Tensor parallel engines divide heads, which come in powers of two; a node
+# has at most sixteen GPUs.
+EQUAL_WAYS = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """So many bytes for this ticket on that device."""
+
+    entry: Entry
+    device: DeviceId
+    size_bytes: Bytes
+
+
+# -- where the parts of one ticket go -------------------------------------------------------------
+
+
+def split(books: list[Book], need: Bytes, how: Split, at_most: Sizes) -> Sizes | None:
+    """One ticket over several devices; None when all of them together are too small. `at_most`:
+    what waiting can ever bring on each."""
+    roomy = sorted(books, key=lambda b: (-at_most[b.device], b.device))
+    if how is Split.EQUAL:
+        return _equally(roomy, need, at_most)
+    if how is Split.PROPORTIONAL:
+        return _in_proportion(roomy, need, at_most)
+    return None
+
+
+def _equally(roomy: list[Book], need: Bytes, at_most: Sizes) -> Sizes | None:
+    """Over the fewest devices that hold an equal share each, those with the most free."""
+    for ways in (w for w in EQUAL_WAYS if w <= len(roomy)):
+        part = Bytes(-(-need // ways))
+        fit = [b for b in roomy if at_most[b.device] >= part]
+        if len(fit) >= ways:
+            freest = sorted(fit, key=lambda b: (-b.free_bytes, b.device))[:ways]
+            return {b.device: part for b in freest}
+    return None
+
+
+def _in_proportion(roomy: list[Book], need: Bytes, at_most: Sizes) -> Sizes | None:
+    """Over the fewest devices, by what is free there now if that is enough, else by what waiting
+    can bring."""
+    for count in range(2, len(roomy) + 1):
+        chosen = roomy[:count]
+        most = [int(at_most[b.device]) for b in chosen]
+        free = [max(0, min(b.free_bytes, m)) for b, m in zip(chosen, most, strict=True)]
+        weights = free if sum(free) >= need else most
+        if sum(weights) < need:
+            continue
+        parts = [need * w // sum(weights) for w in weights]
+        rest = need - sum(parts)  # of rounding: at most one byte each
+        for i in range(count):
+            more = min(rest, weights[i] - parts[i])
+            parts[i], rest = parts[i] + more, rest - more
+        return {b.device: Bytes(p) for b, p in zip(chosen, parts, strict=True) if p}
+    return None
+
+
+# -- where the members of a gang go ---------------------------------------------------------------
+
+
+def members(mind: Mind, entry: Entry) -> list[Entry] | None:
+    """All of them, in the line; None while one has not asked yet, or is gone."""
+    found = [mind.ledger.find(ticket) for ticket in entry.gang]
+    there = [e for e in found if e and e.state is State.QUEUED and e.holder == entry.holder]
+    return there if len(there) == len(entry.gang) else None
+
+
+def assign(sizes: list[tuple[Entry, Bytes]], books: list[Book], at_most: Sizes) -> list[Part]:
+    """A device for each process, the largest first, where it leaves the smallest hole; empty when
+    one finds none. `at_most`: what each device could hold."""
+    left, parts = dict(at_most), []
+    processes: dict[TicketId, list[tuple[Entry, Bytes]]] = {}
+    for entry, size in sizes:
+        processes.setdefault(entry.lives_in or entry.ticket, []).append((entry, size))
+    wanted = {process: sum(size for _, size in those) for process, those in processes.items()}
+    for process in sorted(wanted, key=lambda p: (-wanted[p], p)):
+        fit = [b.device for b in books if left[b.device] >= wanted[process]]
+        if not fit:
+            return []
+        device = min(fit, key=lambda d: (left[d] - wanted[process], d))
+        left[device] = Bytes(left[device] - wanted[process])
+        parts += [Part(entry, device, size) for entry, size in processes[process]]
+    return parts
+
+
+# -- all or none ----------------------------------------------------------------------------------
+
+
+def totals(parts: list[Part]) -> Sizes:
+    sums: Sizes = {}
+    for part in parts:
+        sums[part.device] = Bytes(sums.get(part.device, 0) + part.size_bytes)
+    return sums

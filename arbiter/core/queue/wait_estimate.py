@@ -1,0 +1,113 @@
+"""When a ticket that waits will serve (SPEC A21): what stands before it, and its own load.
+
+An estimate for people and for deadlines; no grant depends on it. The wait has three parts: until
+the bytes it lacks may lawfully be asked for, the time such bytes take to come back, and the loads
+of those before it that need the same bytes.
+"""
+
+from itertools import islice
+
+from arbiter.core.decisions import Waits
+from arbiter.core.eviction.eligibility import min_residency_ends
+from arbiter.core.eviction.eviction import coming_back
+from arbiter.core.eviction.ranking import effective_priority, in_order, priority_fades_at
+from arbiter.core.records.ledger import Book
+from arbiter.core.records.request_queue import Waiting
+from arbiter.core.records.ticket import Entry, State
+from arbiter.core.state import Mind, turn_away
+from arbiter.core.tickets.device_limits import compute_books
+from arbiter.errors import DeadlineUnmet
+from arbiter.units import Instant, Span, after, in_seconds, since
+
+SAMPLED_COUNT = 8  # of those before it: what they need and their loads take, on average
+LOOKED_AT_COUNT = 32  # of those who may leave, the cheapest first; a device seldom holds more
+
+
+def judge_new(mind: Mind) -> None:
+    """Those that joined the line in this step and were not granted at once: they hear how long,
+    and are refused when that is too long for them."""
+    fresh, mind.fresh = mind.fresh, []
+    for ticket in fresh:
+        entry, waiting = mind.ledger.find(ticket), mind.line.find(ticket)
+        if entry is None or waiting is None:
+            continue
+        predicted = until_served(mind, entry, waiting)
+        if predicted is None:
+            continue
+        waiting.predicted_at = after(mind.now, predicted)
+        mind.tell("ticket_waits", entry, took=predicted)
+        if predicted:
+            mind.say(Waits(ticket, entry.holder, predicted))
+        if waiting.deadline is not None and waiting.predicted_at > waiting.deadline:
+            turn_away(mind, entry, too_late(entry, 0.0, predicted))
+
+
+def too_late(entry: Entry, waited_s: float, predicted: Span) -> DeadlineUnmet:
+    again_s = max(1.0, in_seconds(predicted))
+    return DeadlineUnmet(entry.ticket, waited_s, again_s, in_seconds(predicted))
+
+
+def load_of(mind: Mind, entry: Entry) -> Span:
+    """Its wake or load; 0 when nothing is known."""
+    key = mind.key_of(entry)
+    woken = mind.estimates.wake_time(key) if entry.state is not State.QUEUED else Span(0)
+    return woken or mind.estimates.load_time(key, entry.need.weights_bytes)
+
+
+def until_served(mind: Mind, entry: Entry, waiting: Waiting) -> Span | None:
+    """None where nothing can be said: no node, nothing read yet."""
+    node = mind.nodes.get(entry.node)
+    if node is None or not mind.is_settled:
+        return None
+    books = [b for b in compute_books(mind, node) if waiting.need_bytes <= b.budget_bytes]
+    if not books:
+        return None
+    ahead_count = mind.line.ahead_count(waiting)
+    sample = mind.line.first(entry.node, min(ahead_count, SAMPLED_COUNT))
+    wanted = int(waiting.need_bytes)
+    if sample:
+        wanted += sum(w.need_bytes for w in sample) * ahead_count // len(sample)
+    lent = sum(b.budget_bytes for b in books)
+    turns = wanted // max(1, lent)  # times that everything must change before it is its turn
+    ahead = [mind.ledger.find(w.waiter.ticket) for w in sample]
+    loads = [load_of(mind, e) for e in ahead if e is not None]
+    turn = Span(sum(loads) // len(loads) if loads else 0)
+    stays = max(turn, mind.settings.min_residency)
+    room_at = min(_room_at(mind, book, entry, waiting) for book in books)
+    turnover = mind.estimates.turnover(entry.capability)
+    wait = since(mind.now, room_at) + turns * (turn + stays + turnover)
+    return Span(wait + load_of(mind, entry))
+
+
+def _room_at(mind: Mind, book: Book, entry: Entry, waiting: Waiting) -> Instant:
+    """When enough of what is there may have left: the soonest lawful first."""
+    missing = waiting.need_bytes - max(0, book.free_bytes)
+    if missing <= 0:
+        return mind.now
+    turnover = mind.estimates.turnover(entry.capability)
+    missing -= coming_back(book)
+    leaves_at = mind.now
+    if missing <= 0:
+        return after(leaves_at, turnover)
+    cheapest = islice(in_order(mind, book), LOOKED_AT_COUNT)
+    others = [e for e, _ in cheapest if e is not entry and not e.pinned]
+    leaving = [(_lawful_at(mind, e, waiting), e.charge(book.device)) for e in others]
+    for other_at, freed in sorted(leaving):
+        if missing <= 0:
+            break
+        leaves_at, missing = other_at, missing - freed
+    return after(leaves_at, turnover)
+
+
+def _lawful_at(mind: Mind, entry: Entry, waiting: Waiting) -> Instant:
+    """A load in flight ends first; one more urgent fades first."""
+    if entry.state is State.LOADING:
+        return after(after(entry.since, entry.predicted), mind.settings.min_residency)
+    lawful_at = max(mind.now, entry.refused_until)
+    asker, its_own = waiting.waiter.priority, effective_priority(mind, entry)
+    if its_own < asker:
+        fades_at = priority_fades_at(mind, entry) or after(mind.now, mind.settings.carry_most)
+        return max(lawful_at, fades_at)
+    if its_own == asker:
+        return max(lawful_at, min_residency_ends(mind, entry))
+    return lawful_at

@@ -1,0 +1,1 @@
+"""Plain data beneath the rules: tickets, ledger, queue, timers, learned figures."""

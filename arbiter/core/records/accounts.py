@@ -1,0 +1,121 @@
+"""Who has caused what (SPEC C10): requests, and device bytes times the time they were held.
+
+A ticket is on the account of the client that used it last. Holders count requests and tell them
+with their heartbeats; bytes are those of the books, of devices that compute. An account is settled
+when its bytes change, so an account that changes nothing costs nothing.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from math import exp, log
+from typing import Any
+
+from arbiter.core.events import Usage
+from arbiter.core.records.holdings import Holdings
+from arbiter.core.types import Client
+from arbiter.units import SECOND, Bytes, Instant, Span, since
+
+
+@dataclass(slots=True)
+class Account:
+    """One client's, as of `settled`."""
+
+    settled: Instant
+    requests_count: int = 0
+    byte_ns: int = 0  # device bytes times nanoseconds
+    average_bytes: float = 0.0  # held lately, older time fading
+
+    def settle(self, held: Bytes, now: Instant, window: Span) -> None:
+        """`held` all the time since it was settled."""
+        span = since(self.settled, now)
+        keeps = exp(-span / window)
+        self.byte_ns += held * span
+        self.average_bytes = self.average_bytes * keeps + held * (1 - keeps)
+        self.settled = now
+
+
+@dataclass(slots=True)
+class Accounts:
+    """Of all clients; a bounded number, beyond which the oldest that hold nothing become one row of
+    their tenant."""
+
+    window: Span
+    most_count: int
+    rows: dict[Client, Account] = field(default_factory=dict)  # the last to be touched is the last
+    cooling: dict[str, None] = field(default_factory=dict)  # tenants over their average
+    finish_bytes: dict[str, float] = field(default_factory=dict)  # fair share: see `turn_of`
+    virtual_bytes: float = 0.0
+
+    def used(self, usage: Usage, now: Instant) -> None:
+        self._touch(usage.client, now).requests_count += usage.requests_count
+
+    def settle(self, holdings: Holdings, now: Instant) -> None:
+        """Whose bytes changed in this step held until now what they held before."""
+        unsettled, holdings.unsettled = holdings.unsettled, {}
+        for client, before in unsettled.items():
+            self._touch(client, now).settle(before, now, self.window)
+        self._fold(holdings.by_client, now)
+
+    def average(self, held: Counter[Client], tenant: str, now: Instant) -> Bytes:
+        """What a tenant held on average over the last window, up to now."""
+        total = 0.0
+        for client, account in self.rows.items():
+            if client.tenant == tenant:
+                keeps = exp(-since(account.settled, now) / self.window)
+                total += account.average_bytes * keeps + held[client] * (1 - keeps)
+        return Bytes(int(total))
+
+    def falls_in(self, average: Bytes, bound: Bytes) -> Span:
+        """Until the average of a tenant that holds nothing any more is down to the bound."""
+        return Span(int(self.window * log(max(1.0, average / max(1, bound)))))
+
+    # -- fair share ----------------------------------------------------------------------------
+
+    def turn_of(self, tenant: str, need: Bytes, share_fraction: float) -> Bytes:
+        """Where a ticket that joins the line stands by what its tenant has asked for already:
+        start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996), with bytes as the work."""
+        start = max(self.virtual_bytes, self.finish_bytes.get(tenant, 0.0))
+        self.finish_bytes[tenant] = start + need / share_fraction
+        return Bytes(int(start))
+
+    def served(self, turn: Bytes) -> None:
+        """Whoever comes now starts no earlier than what was granted last."""
+        self.virtual_bytes = max(self.virtual_bytes, float(turn))
+        late = [t for t, finish in self.finish_bytes.items() if finish <= self.virtual_bytes]
+        for tenant in late:
+            del self.finish_bytes[tenant]
+
+    # -- across restarts -----------------------------------------------------------------------
+
+    def export(self) -> list[list[Any]]:
+        """Tenant, name, requests, byte-nanoseconds, average."""
+        return [
+            [c.tenant, c.name, a.requests_count, a.byte_ns, a.average_bytes]
+            for c, a in self.rows.items()
+        ]
+
+    def restore(self, rows: list[list[Any]], now: Instant) -> None:
+        for tenant, name, requests, byte_ns, average in rows:
+            self.rows[Client(tenant, name)] = Account(now, requests, byte_ns, average)
+
+    def _touch(self, client: Client, now: Instant) -> Account:
+        account = self.rows.pop(client, None) or Account(now)
+        self.rows[client] = account
+        return account
+
+    def _fold(self, held: Counter[Client], now: Instant) -> None:
+        if len(self.rows) <= self.most_count:
+            return
+        idle = [c for c in self.rows if c.name and not held[c]]
+        for client in idle[: len(self.rows) - self.most_count]:
+            gone = self.rows.pop(client)
+            gone.settle(Bytes(0), now, self.window)
+            rest = self._touch(Client(client.tenant), now)
+            rest.settle(Bytes(held[Client(client.tenant)]), now, self.window)
+            rest.requests_count += gone.requests_count
+            rest.byte_ns += gone.byte_ns
+            rest.average_bytes += gone.average_bytes
+
+
+def byte_seconds(byte_ns: int) -> int:
+    return byte_ns // SECOND

@@ -1,0 +1,300 @@
+"""How many bytes and seconds a load will take (SPEC A17). Integers, plain data in and out.
+
+Order: explicit, else the learned peak of an earlier load of the same model under the same
+settings, else what the holder computed from its files and the overhead that models of its
+capability were seen to have beyond that. A learned peak above an explicit value wins. After a load
+that failed for memory the next one asks for more, until one succeeds.
+
+A holder computes from the headers of the files, which say every tensor's size; where there are
+none it guesses: from the sizes of the files, else from the number of parameters in the name.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from arbiter.core.settings import Settings
+from arbiter.core.types import Need
+from arbiter.units import SECOND, Bytes, Span
+
+# Percent of a file's size that its weights take once loaded (SPEC A17): a GGUF file is used as it
+# lies there, safetensors without a readable header may be cast or lie there in several variants.
+ON_DEVICE_PERCENT = {".gguf": 110, ".safetensors": 130}
+
+# `8B`, `0.5b`, `8x7B`, `135M`; not the `A3B` of experts in use, nor a letter of a longer word.
+_PARAMETERS = re.compile(
+    r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE
+)
+# Words of a name that say how many bits a parameter takes; without one they are 16.
+_BITS = {"fp32": 32, "fp8": 8, "int8": 8, "8bit": 8, "w8a8": 8, "awq": 4, "gptq": 4, "int4": 4,
+         "4bit": 4, "nvfp4": 4, "mxfp4": 4}  # fmt: skip
+_SCALES_PERCENT = 112  # of 4 and 8 bits: scales and zero points, a half for each 32 parameters
+
+
+def of_files(sizes: Mapping[str, int]) -> Bytes | None:
+    """Bytes of weights on a device, from names and sizes of files; None when none is known."""
+    known = [
+        size * percent
+        for name, size in sizes.items()
+        for ending, percent in ON_DEVICE_PERCENT.items()
+        if name.lower().endswith(ending)
+    ]
+    return Bytes(sum(known) // 100) if known else None
+
+
+def of_name(name: str) -> Bytes | None:
+    """From the number of parameters in a model's name, as in `org/Qwen3-0.6B-FP8`; None when it has
+    none. Of several the largest: a draft of 1B for 70B is no model of 1B."""
+    found = [
+        int(many or 1) * float(number) * (1e9 if unit in "bB" else 1e6)
+        for many, number, unit in _PARAMETERS.findall(name)
+    ]
+    if not found:
+        return None
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    bits = min((_BITS[word] for word in words if word in _BITS), default=16)
+    percent = _SCALES_PERCENT if bits < 16 else 100
+    return Bytes(round(max(found) * bits / 8 * percent / 100))
+
+
+class ModelKey(NamedTuple):
+    """Learned values hold for one model under one set of engine settings. A named tuple, because
+    each price asks four tables by it: it is made and hashed in a fifth of the time."""
+
+    capability: str
+    model: str
+    settings_key: str
+
+
+# Loads and wakes of one model that say how long the next will take: their median. Some take many
+# times as long as the others, when the disk's pages had to be read again or a machine was busy; a
+# mean of any kind keeps those for a while, a median of five forgets two of them at once.
+RECENT_COUNT = 5
+
+
+def _median(spans: tuple[Span, ...]) -> Span:
+    ordered, half = sorted(spans), len(spans) // 2
+    return Span((ordered[half] + ordered[-1 - half]) // 2)
+
+
+class Recent:
+    """Of each model, how long the newest loads took."""
+
+    def __init__(self) -> None:
+        self._spans: dict[ModelKey, tuple[Span, ...]] = {}
+        self._middle: dict[ModelKey, Span] = {}  # of these; asked for with each price
+
+    def note(self, key: ModelKey, took: Span) -> None:
+        self._spans[key] = spans = (*self._spans.get(key, ()), took)[-RECENT_COUNT:]
+        self._middle[key] = _median(spans)
+
+    def __contains__(self, key: ModelKey) -> bool:
+        return key in self._middle
+
+    def __iter__(self) -> Iterator[ModelKey]:
+        return iter(self._middle)
+
+    def of(self, key: ModelKey) -> Span:
+        """0 when there was none."""
+        return self._middle.get(key, Span(0))
+
+    def forget(self, key: ModelKey) -> None:
+        self._spans.pop(key, None)
+        self._middle.pop(key, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    device_bytes: Bytes
+    host_bytes: Bytes  # asleep; 0: cannot sleep
+    source: str  # explicit, learned, computed, corrected
+
+
+class Estimates:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.version = 0  # rises whenever a size may have become another
+        self._peak: dict[ModelKey, Bytes] = {}
+        self._corrected: dict[ModelKey, Bytes] = {}  # after a failure for memory
+        self._loads, self._wakes = Recent(), Recent()
+        self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
+        self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
+        self._slowest: dict[tuple[str, str], Span] = {}  # of a model under any settings
+        self._predictor = Predictor()
+        self._sleepless: set[ModelKey] = set()  # a sleep of it did not give its bytes back
+
+    def size(self, key: ModelKey, need: Need, need_is_explicit: bool) -> Estimate:
+        said, source = need.device_bytes, "explicit"
+        if not need_is_explicit:
+            beyond = self._overhead.get(key.capability, 0)
+            least = max(need.weights_bytes, need.least_bytes)
+            said, source = Bytes(max(least, said + beyond)), "computed"
+        peak = self._peak.get(key, Bytes(0))
+        if peak and (peak > said or not need_is_explicit):
+            said, source = self._learned(peak, need, need_is_explicit), "learned"
+        corrected = self._corrected.get(key, Bytes(0))
+        if corrected > said:
+            said, source = corrected, "corrected"
+        return Estimate(said, need.host_bytes, source)
+
+    def proven(self, capability: str, model: str) -> Bytes | None:
+        """The largest it was ever measured, with headroom; None when it never was."""
+        mine = [b for k, b in self._peak.items() if (k.capability, k.model) == (capability, model)]
+        return self._with_headroom(max(mine)) if mine else None
+
+    def can_sleep(self, key: ModelKey) -> bool:
+        return key not in self._sleepless
+
+    def did_not_sleep(self, key: ModelKey) -> None:
+        """Seen once is enough for this epoch: what stays behind is mostly the engine's own. Not
+        kept beyond it, for a zygote that died can be the cause too."""
+        self._sleepless.add(key)
+
+    def _with_headroom(self, peak: Bytes) -> Bytes:
+        return Bytes(peak + int(peak * self._settings.learned_headroom_fraction))
+
+    def _learned(self, peak: Bytes, need: Need, need_is_explicit: bool) -> Bytes:
+        learned = self._with_headroom(peak)
+        return learned if need_is_explicit else Bytes(max(learned, need.least_bytes))
+
+    def load_time(self, key: ModelKey, weights: Bytes = Bytes(0)) -> Span:
+        """As it took so far; else as others of its capability took for as many bytes; else 0."""
+        if weights == 0 or key in self._loads:
+            return self._loads.of(key)
+        return self._predictor.seconds(key.capability, weights)
+
+    def wake_time(self, key: ModelKey) -> Span:
+        """0 when it was never woken."""
+        return self._wakes.of(key)
+
+    def slowest_load(self, capability: str, model: str) -> Span:
+        """Under any settings; 0 when it never loaded."""
+        return self._slowest.get((capability, model), Span(0))
+
+    def turnover(self, capability: str) -> Span:
+        """From asking a model to leave until its bytes are seen back; 0 when never seen."""
+        return self._turnover.get(capability, Span(0))
+
+    def left(self, capability: str, took: Span) -> None:
+        self._turnover[capability] = self._smoothed(self._turnover.get(capability, took), took)
+
+    def saw_overhead(self, key: ModelKey, need: Need, peak: Bytes) -> None:
+        """Once for each load whose need was computed, not said."""
+        beyond = max(peak, need.least_bytes) - need.device_bytes
+        old = self._overhead.get(key.capability, beyond)
+        share = self._settings.load_ewma_fraction
+        self._overhead[key.capability] = old + int((beyond - old) * share)
+        self.version += 1
+
+    def saw_peak(self, key: ModelKey, peak: Bytes) -> None:
+        if peak > self._peak.get(key, Bytes(0)):
+            self._peak[key] = peak
+            self.version += 1
+
+    def loaded(self, key: ModelKey, took: Span, weights: Bytes = Bytes(0)) -> None:
+        self._predictor.loaded(key.capability, weights, took)
+        if self._corrected.pop(key, None):
+            self.version += 1
+        self._loads.note(key, took)
+        self._note_slowest(key)
+
+    def _note_slowest(self, key: ModelKey) -> None:
+        name = (key.capability, key.model)
+        self._slowest[name] = max(self._loads.of(key), self._slowest.get(name, Span(0)))
+
+    def woke(self, key: ModelKey, took: Span) -> None:
+        self._wakes.note(key, took)
+
+    def _smoothed(self, old: Span, took: Span) -> Span:
+        return Span(old + int((took - old) * self._settings.load_ewma_fraction))
+
+    def ran_out(self, key: ModelKey, held: Bytes) -> None:
+        """A load failed for memory while it was charged `held`."""
+        self._corrected[key] = Bytes(held + int(held * self._settings.oom_growth_fraction))
+        self.version += 1
+
+    def forget(self, key: ModelKey) -> None:
+        for table in (self._peak, self._corrected):
+            table.pop(key, None)
+        for recent in (self._loads, self._wakes):
+            recent.forget(key)
+        self._sleepless.discard(key)
+
+    def forget_model(self, capability: str, model: str) -> None:
+        """Under any settings."""
+        tables = (self._peak, self._corrected, self._loads, self._wakes, self._sleepless)
+        known = {k for table in tables for k in table}
+        for key in [k for k in known if (k.capability, k.model) == (capability, model)]:
+            self.forget(key)
+
+    def export(self) -> list[dict[str, Any]]:
+        """Plain rows for the state file; `restore` reads them back."""
+        keys = sorted({*self._peak, *self._loads, *self._wakes}, key=repr)
+        return [
+            {
+                "capability": k.capability, "model": k.model, "settings_key": k.settings_key,
+                "peak_bytes": self._peak.get(k, 0), "load_ns": self._loads.of(k),
+                "wake_ns": self._wakes.of(k),
+            }
+            for k in keys
+        ]  # fmt: skip
+
+    def restore(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            key = ModelKey(row["capability"], row["model"], row["settings_key"])
+            if row["peak_bytes"]:
+                self._peak[key] = Bytes(row["peak_bytes"])
+            if row["load_ns"]:
+                self._loads.note(key, Span(row["load_ns"]))
+                self._note_slowest(key)
+            if row.get("wake_ns"):  # rows of older versions lack it
+                self._wakes.note(key, Span(row["wake_ns"]))
+
+
+# -------------------------------------------------------------------------------------------------
+# Seconds of a load nobody has seen yet (SPEC A17, A21): a line through the loads that were seen.
+#
+#     seconds = start + bytes / bandwidth
+#
+# fitted by least squares with weights that fade with each newer load, so that a disk that became
+# slow is learned. One line for each capability, because start is its engine's.
+
+
+FADE_FRACTION = 0.02  # of every older load's weight, with each newer: fifty loads count
+APART_FRACTION = 0.05  # sizes that spread less than this of their mean show no bandwidth
+
+
+class Fit:
+    """Weighted sums of x = GB and y = seconds."""
+
+    def __init__(self) -> None:
+        self.weight = self.x = self.y = self.xx = self.xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        keep = 1 - FADE_FRACTION
+        self.weight = keep * self.weight + 1
+        self.x, self.y = keep * self.x + x, keep * self.y + y
+        self.xx, self.xy = keep * self.xx + x * x, keep * self.xy + x * y
+
+    def at(self, x: float) -> float:
+        """Never below a tenth of the mean, nor falling with size: then it is no bandwidth."""
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        spread = self.xx / self.weight - mean_x**2
+        slope = 0.0
+        if spread > (APART_FRACTION * mean_x) ** 2:
+            slope = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread)
+        return max(mean_y / 10, mean_y + slope * (x - mean_x))
+
+
+class Predictor:
+    def __init__(self) -> None:
+        self._fits: dict[str, Fit] = {}  # by capability
+
+    def loaded(self, capability: str, size: Bytes, took: Span) -> None:
+        self._fits.setdefault(capability, Fit()).add(size / 1e9, took / SECOND)
+
+    def seconds(self, capability: str, size: Bytes) -> Span:
+        """0 when no load of the capability was seen."""
+        fit = self._fits.get(capability)
+        return Span(round(fit.at(size / 1e9) * SECOND)) if fit else Span(0)

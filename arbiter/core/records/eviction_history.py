@@ -1,0 +1,63 @@
+"""What was weighed when somebody was sent away: kept for a while, so that one can ask why."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from arbiter.core.records.victim_set import Option
+from arbiter.core.view import Key
+from arbiter.units import Bytes, DeviceId, Instant, TicketId
+
+KEPT_COUNT = 256  # evictions remembered, some kB each: an hour of one every fifteen seconds
+WEIGHED_COUNT = 32  # candidates of one kept, cheapest first; a device seldom holds more
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A lawful candidate at the time, and its price."""
+
+    ticket: TicketId
+    model: str
+    freed_bytes: Bytes
+    rank: Key  # what no cost outweighs, lowest first; see ranking.option and the policy
+    cost_s: float
+    is_chosen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    at: Instant
+    waiting: TicketId  # for whom
+    waiting_model: str
+    device: DeviceId
+    short_bytes: Bytes  # what was missing
+    policy: str
+    options: tuple[Option, ...]  # lawful, cheapest first
+    models: tuple[str, ...]  # of each option
+    chosen: frozenset[TicketId]
+
+    @property
+    def weighed(self) -> tuple[Weighed, ...]:
+        """The chosen are shown however many there were."""
+        rows = [
+            Weighed(o.ticket, model, o.freed_bytes, o.rank, o.cost_s, o.ticket in self.chosen)
+            for o, model in zip(self.options, self.models, strict=True)
+        ]
+        return tuple(row for n, row in enumerate(rows) if n < WEIGHED_COUNT or row.is_chosen)
+
+    def concerns(self, ticket: TicketId) -> bool:
+        return ticket == self.waiting or any(o.ticket == ticket for o in self.options)
+
+
+class Choices:
+    """The newest, oldest first."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Choice] = deque(maxlen=KEPT_COUNT)
+
+    def add(self, choice: Choice) -> None:
+        self._kept.append(choice)
+
+    def about(self, ticket: TicketId) -> Iterator[Choice]:
+        """Those in which it asked, went or was spared."""
+        return (choice for choice in self._kept if choice.concerns(ticket))

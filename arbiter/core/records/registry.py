@@ -1,0 +1,63 @@
+"""Which capabilities and models exist (SPEC A2). Typed errors name what does."""
+
+from difflib import get_close_matches
+
+from arbiter.core.types import CapabilitySpec, ModelSpec
+from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownModel, UnknownRole
+
+NAMED_AT_MOST = 20  # names in one error message: a terminal's height, not 10,000 adapters
+
+
+def _near(wanted: str, known: list[str]) -> tuple[str, ...]:
+    """The closest names first, then the rest."""
+    near = get_close_matches(wanted, known, n=NAMED_AT_MOST, cutoff=0.5)
+    return tuple((near + [name for name in known if name not in near])[:NAMED_AT_MOST])
+
+
+class Registry:
+    def __init__(self, roles: tuple[str, ...]) -> None:
+        self._roles = roles
+        self.specs: dict[str, CapabilitySpec] = {}
+        self.pinning: set[str] = set()  # capabilities with a pinned model
+        self._models: dict[str, dict[str, ModelSpec]] = {}
+        self.is_set = False  # False: the configuration has not come yet, so nothing is removed
+
+    def replace(self, specs: tuple[CapabilitySpec, ...]) -> None:
+        """Raises UnknownRole, having changed nothing."""
+        for spec in specs:
+            self._check_role(spec)
+        self.specs, self._models, self.pinning = {}, {}, set()
+        for spec in specs:
+            self._put(spec)
+        self.is_set = True
+
+    def register(self, spec: CapabilitySpec) -> None:
+        """Raises UnknownRole, or CapabilityConflict, naming what differs."""
+        self._check_role(spec)
+        if spec.name not in self.specs:
+            self._put(spec)
+        old = self.specs[spec.name]
+        fields = ("role", "engine", "models", "downscale_to_zero", "is_external")
+        different = [f for f in fields if getattr(old, f) != getattr(spec, f)]
+        if different:
+            raise CapabilityConflict(spec.name, ", ".join(different))
+
+    def _put(self, spec: CapabilitySpec) -> None:
+        self.specs[spec.name] = spec
+        self._models[spec.name] = {model.name: model for model in spec.models}
+        if any(model.pinned for model in spec.models):
+            self.pinning.add(spec.name)
+
+    def _check_role(self, spec: CapabilitySpec) -> None:
+        if spec.role not in self._roles:
+            raise UnknownRole(spec.role, spec.name, _near(spec.role, list(self._roles)))
+
+    def find(self, capability: str, model: str) -> ModelSpec:
+        """Raises UnknownCapability or UnknownModel."""
+        spec = self.specs.get(capability)
+        if spec is None:
+            raise UnknownCapability(capability, _near(capability, sorted(self.specs)))
+        if found := self._models[capability].get(model):
+            return found
+        names = sorted(m.name for m in spec.models)
+        raise UnknownModel(model, capability, _near(model, names))

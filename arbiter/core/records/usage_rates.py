@@ -1,0 +1,113 @@
+"""How often each model is used: one number a model that halves with time, so no history is kept.
+
+A use counts 1 and fades as exp(-age / window); the sum is what would be counted in one window if
+the rate stayed (an exponentially weighted Poisson rate times the window).
+"""
+
+from dataclasses import dataclass, field
+from math import exp
+
+from arbiter.units import SECOND, Instant, Span
+
+Name = tuple[str, str]  # capability and model
+
+
+class Rates:
+    def __init__(self, window: Span) -> None:
+        self.window = window
+        self._seen: dict[Name, tuple[float, Instant]] = {}
+
+    def used(self, name: Name, times_count: int, now: Instant) -> None:
+        self._seen[name] = (self.recent(name, now) + times_count, now)
+
+    def recent(self, name: Name, now: Instant) -> float:
+        """Uses in one window up to now; 0 for a model never used."""
+        count, at = self._seen.get(name, (0.0, now))
+        return count * exp((at - now) / self.window) if count else 0.0
+
+    def forget(self, name: Name) -> None:
+        self._seen.pop(name, None)
+
+
+# -------------------------------------------------------------------------------------------------
+# What the hours of the day usually bring: 24 numbers a model, so a habit shows without a history.
+#
+# A use counts 1 in its hour and fades by the hour over a week. Hours are counted on the arbiter's
+# own clock, so which of them is noon nobody knows, nor needs to.
+
+
+HOUR = Span(3600 * SECOND)
+HOURS_COUNT = 24
+# These three are tuned on half of the public traces, and flat there (docs/adr/0007).
+AHEAD_COUNT = 4  # the hour that runs and three more: what is evicted now is missed then
+FADE = exp(-1 / (7 * HOURS_COUNT))  # an hour; the same day a week ago counts a third of yesterday
+LEAN_DAYS = 0.5  # one day seen outweighs two to one what is known otherwise
+AHEAD = Span(AHEAD_COUNT * HOUR)
+
+
+@dataclass(slots=True)
+class Day:
+    """One model's uses by hour of the day, as of its hour number `hours_count`. Those in that hour
+    are apart until it is over: they are no habit yet."""
+
+    hours_count: int
+    counts: list[float] = field(default_factory=lambda: [0.0] * HOURS_COUNT)
+    open_count: float = 0.0
+
+    def used(self, hour: int, times_count: int) -> None:
+        if hour > self.hours_count:
+            faded = self._faded(hour)
+            self.counts[self.hours_count % HOURS_COUNT] += self.open_count
+            self.counts = [count * faded for count in self.counts]
+            self.hours_count, self.open_count = hour, 0.0
+        self.open_count += times_count
+
+    def seen(self, hour: int) -> float:
+        """On earlier days, in the hours ahead of `hour`."""
+        found = 0.0
+        for ahead in range(hour, hour + AHEAD_COUNT):
+            found += self.counts[ahead % HOURS_COUNT]
+            if hour > self.hours_count and (ahead - self.hours_count) % HOURS_COUNT == 0:
+                found += self.open_count
+        return found * self._faded(hour)
+
+    def _faded(self, hour: int) -> float:
+        return FADE ** (hour - self.hours_count)
+
+
+class Hours:
+    def __init__(self, began: Instant) -> None:
+        self._began = began // HOUR
+        self._days: dict[Name, Day] = {}
+        self._known = (self._began, 0.0)  # _days_known of an hour
+
+    def used(self, name: Name, times_count: int, now: Instant) -> None:
+        hour = now // HOUR
+        self._days.setdefault(name, Day(hour)).used(hour, times_count)
+
+    def ahead(self, name: Name, now: Instant, otherwise_count: float) -> float:
+        """Uses in the coming hours as on earlier days; where few of those are known it leans to
+        `otherwise_count`."""
+        hour, day = now // HOUR, self._days.get(name)
+        if self._known[0] != hour:
+            self._known = (hour, self._days_known(hour))
+        seen = day.seen(hour) if day else 0.0
+        return (seen + LEAN_DAYS * otherwise_count) / (self._known[1] + LEAN_DAYS)
+
+    def forget(self, name: Name) -> None:
+        self._days.pop(name, None)
+
+    def _days_known(self, hour: int) -> float:
+        """On how many days the hours ahead were there to be seen, on average, fading like uses."""
+        passed = 0.0
+        for ahead in range(AHEAD_COUNT):
+            last = hour + ahead - HOURS_COUNT
+            days_count = max(0, (last - self._began) // HOURS_COUNT + 1)
+            passed += FADE ** (hour - last) * _faded_sum(days_count)
+        return passed / AHEAD_COUNT
+
+
+def _faded_sum(days_count: int) -> float:
+    """1 + d + d^2 + ..., so many terms."""
+    faded = FADE**HOURS_COUNT
+    return (1 - faded**days_count) / (1 - faded)

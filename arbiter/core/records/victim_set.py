@@ -1,0 +1,115 @@
+"""Which victims: an irreducible set that frees enough at least cost (SPEC C3). Arithmetic only.
+
+Ranks come before costs. A set is dear by its dearest rank: the sum of costs there decides, then the
+sum in the next cheaper rank, and so on; so no number of victims of a low rank is worth one of a
+higher. A policy whose ranks all differ (priority_lru) thereby names an order, one whose ranks are
+all alike (cost_aware) a sum.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+
+from arbiter.core.view import Key
+from arbiter.units import Bytes, TicketId
+
+EXACT_COUNT = 12  # SPEC C3: at most this many of one rank are solved exactly, at most 2^12 sets
+COST_LEAST = 1e-9  # what nobody will miss still costs something, so that none leaves for nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A lawful victim and its price."""
+
+    ticket: TicketId
+    freed_bytes: Bytes
+    rank: Key
+    cost_s: float  # adds up within one rank
+    # Cheapest first; per byte within a rank, because bytes are what is bought.
+    place: Key = field(init=False)
+
+    def __post_init__(self) -> None:
+        place = (self.rank, self.cost_s / (self.freed_bytes or 1), self.ticket)
+        object.__setattr__(self, "place", place)  # once: each search of an order asks for it
+
+
+def choose(options: Iterable[Option], short: Bytes) -> list[Option]:
+    """The cheapest set that frees `short`, cheapest first; empty when all of them do not."""
+    ranked = sorted(options, key=lambda o: o.place)
+    cheaper, missing = freed(ranked), int(short)
+    if cheaper < missing:
+        return []
+    chosen: list[Option] = []
+    groups = [list(members) for _, members in groupby(ranked, key=lambda o: o.rank)]
+    for group in reversed(groups):  # the dearest rank says first what it must give
+        cheaper -= freed(group)
+        if missing > cheaper:
+            part = _cover(group, missing - cheaper)
+            chosen += part
+            missing -= freed(part)
+    return sorted(chosen, key=lambda o: o.place)
+
+
+def freed(options: Iterable[Option]) -> int:
+    return sum(o.freed_bytes for o in options)
+
+
+def _cover(group: list[Option], short: int) -> list[Option]:
+    """Of one rank, cheapest per byte first."""
+    if len(group) == 1:
+        return group
+    greedy = _spare(group, short)
+    if _cost(greedy)[0] * group[0].freed_bytes <= short * group[0].cost_s:
+        return greedy  # no byte more than asked, at the least price per byte
+    if len(group) > EXACT_COUNT:
+        alone = [o for o in group if o.freed_bytes >= short]
+        return min([greedy, *([o] for o in alone)], key=_cost)
+    return _Search(group, greedy).best(short)
+
+
+def _spare(group: list[Option], short: int) -> list[Option]:
+    """The first that suffice, without any that turns out not to be needed: the dearest first."""
+    chosen: list[Option] = []
+    missing = short
+    for option in group:
+        if missing <= 0:
+            break
+        chosen.append(option)
+        missing -= option.freed_bytes
+    for option in sorted(chosen, key=lambda o: (-o.cost_s, o.ticket)):
+        if missing + option.freed_bytes <= 0:
+            chosen.remove(option)
+            missing += option.freed_bytes
+    return chosen
+
+
+def _cost(options: list[Option]) -> tuple[float, int]:
+    """Of equals the one that frees more: those of cheaper ranks then give less."""
+    return sum(o.cost_s for o in options), -freed(options)
+
+
+class _Search:
+    """Branch and bound over the subsets of one rank (Martello and Toth, Knapsack Problems, ch. 2):
+    what is missing costs at least the price per byte of the next option."""
+
+    def __init__(self, group: list[Option], known: list[Option]) -> None:
+        self._group = group
+        self._rest = [*accumulate((o.freed_bytes for o in reversed(group)), initial=0)][::-1]
+        self._best, self._least = known, _cost(known)
+
+    def best(self, short: int) -> list[Option]:
+        self._try(0, [], 0.0, short)
+        return self._best
+
+    def _try(self, at: int, picked: list[Option], cost: float, missing: int) -> None:
+        if missing <= 0:
+            if (found := _cost(picked)) < self._least:
+                self._best, self._least = picked, found
+            return
+        if self._rest[at] < missing:
+            return
+        option = self._group[at]
+        if cost + missing * option.cost_s / option.freed_bytes > self._least[0]:
+            return
+        self._try(at + 1, [*picked, option], cost + option.cost_s, missing - option.freed_bytes)
+        self._try(at + 1, picked, cost, missing)

@@ -1,0 +1,1 @@
+"""What others read of the core: snapshot, explanations, replica targets."""

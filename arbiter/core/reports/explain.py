@@ -1,0 +1,220 @@
+"""Why a ticket waits, and why a victim was chosen, with the numbers (SPEC K3).
+
+Reads the mind and changes nothing. Every reason comes from the rule itself: `eviction.obstacle`
+says why nobody may be revoked, `ranking.option` at what price, `choices` what was weighed then.
+"""
+
+from dataclasses import dataclass
+
+from arbiter.core.eviction.eligibility import obstacle
+from arbiter.core.eviction.eviction import coming_back
+from arbiter.core.eviction.ranking import option
+from arbiter.core.queue import placement
+from arbiter.core.records.eviction_history import Choice, Weighed
+from arbiter.core.records.ledger import Book
+from arbiter.core.records.ticket import Entry, State
+from arbiter.core.state import Mind
+from arbiter.core.tickets import quotas
+from arbiter.core.tickets.device_limits import compute_books
+from arbiter.core.types import Priority
+from arbiter.errors import UnknownTicket
+from arbiter.units import Bytes, DeviceId, Instant, Span, TicketId, human, in_seconds, since
+
+WAITS = (State.QUEUED, State.ASLEEP, State.DRAINING)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Who is charged on a device that is short, cheapest to lose first."""
+
+    ticket: TicketId
+    model: str
+    state: str
+    charged_bytes: Bytes
+    inflight: int
+    idle: Span
+    rank: tuple[str, ...]
+    cost_s: float
+    obstacle: str | None  # why it may not make room for this ticket; None: it may
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """One device the ticket could go to."""
+
+    device: DeviceId
+    need_bytes: Bytes
+    free_bytes: Bytes
+    coming_bytes: Bytes  # asked for or being reclaimed already
+    short_bytes: Bytes  # what is missing beyond those; 0: it is on its way
+    foreign_bytes: Bytes
+    kept_bytes: Bytes  # of what is free, reserved for other tenants
+    standings: tuple[Standing, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """An eviction this ticket had to do with."""
+
+    ago: Span
+    part: str  # asked, went or spared
+    waiting: TicketId
+    waiting_model: str
+    device: DeviceId
+    short_bytes: Bytes
+    policy: str
+    weighed: tuple[Weighed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    ticket: TicketId
+    model: str
+    state: str
+    in_state: Span
+    ahead: tuple[TicketId, ...]  # in the line, before it; empty when it does not wait
+    shortages: tuple[Shortage, ...]
+    past: tuple[Past, ...]  # newest first
+    said: tuple[str, ...]  # the same for a person, a sentence each
+
+
+def explain(mind: Mind, ticket: TicketId, now: Instant) -> Explanation:
+    """Raises UnknownTicket for one that is neither on the books nor remembered."""
+    entry = mind.ledger.find(ticket)
+    past = tuple(_past(choice, ticket, now) for choice in mind.choices.about(ticket))[::-1]
+    if entry is None:
+        return _closed(mind, ticket, past)
+    ahead, shortages = _waiting(mind, entry) if ticket in mind.line else ((), ())
+    said = (*_now_said(mind, entry, ahead, shortages, now), *(_past_said(p, ticket) for p in past))
+    in_state = since(entry.since, now)
+    return Explanation(
+        ticket, entry.model, entry.state.value, in_state, ahead, shortages, past, said
+    )
+
+
+def _closed(mind: Mind, ticket: TicketId, past: tuple[Past, ...]) -> Explanation:
+    answer = mind.answers.get(ticket)
+    if answer is None and not past:
+        raise UnknownTicket(ticket)
+    model = next((w.model for p in past for w in p.weighed if w.ticket == ticket), "")
+    last = (f"It is closed: {answer}.",) if answer else ("It is closed.",)
+    said = (*last, *(_past_said(p, ticket) for p in past))
+    return Explanation(ticket, model, State.CLOSED.value, Span(0), (), (), past, said)
+
+
+# -- now ------------------------------------------------------------------------------------------
+
+
+def _waiting(mind: Mind, entry: Entry) -> tuple[tuple[TicketId, ...], tuple[Shortage, ...]]:
+    tickets = mind.line.tickets()
+    ahead = tuple(tickets[: tickets.index(entry.ticket)])
+    node = mind.nodes.get(entry.node)
+    books = compute_books(mind, node) if node else []
+    if entry.home:  # it wakes where its process lives
+        books = [book for book in books if book.device in entry.home]
+    return ahead, tuple(_shortage(mind, entry, book) for book in books)
+
+
+def _shortage(mind: Mind, entry: Entry, book: Book) -> Shortage:
+    need = placement.size_of(mind, entry, book.budget_bytes)
+    need = Bytes(need - entry.charge(book.device))  # a sleeper keeps a part
+    coming = coming_back(book)
+    urgent = _urgency(mind, entry)
+    kept = quotas.kept(quotas.reserves(mind), book, entry.client.tenant)
+    short = Bytes(max(0, need - book.free_bytes - coming + kept))
+    others = (e for e in book.entries.values() if e is not entry)
+    priced = sorted(((option(mind, book, e), e) for e in others), key=lambda pair: pair[0].place)
+    standings = tuple(
+        Standing(
+            e.ticket, e.model, e.state.value, e.charge(book.device), e.inflight,
+            Span(0) if e.inflight else since(e.last_used, mind.now),
+            tuple(map(str, o.rank)), o.cost_s, obstacle(mind, e, entry, urgent),
+        )
+        for o, e in priced
+    )  # fmt: skip
+    return Shortage(
+        book.device, need, book.free_bytes, coming, short, book.foreign_bytes, kept, standings
+    )
+
+
+def _urgency(mind: Mind, entry: Entry) -> Priority:
+    """One that is due asks with the urgency of the most urgent it holds up (granting)."""
+    waiting = mind.line.find(entry.ticket)
+    assert waiting is not None
+    everybody = mind.line.at(entry.node) if waiting.is_due else [waiting]
+    return min(w.waiter.priority for w in everybody)
+
+
+def _now_said(
+    mind: Mind, entry: Entry, ahead: tuple[TicketId, ...], shortages: tuple[Shortage, ...],
+    now: Instant,
+) -> list[str]:  # fmt: skip
+    for_s = in_seconds(since(entry.since, now))
+    said = [f"{entry.model} ({entry.ticket}) is {entry.state.value} for {for_s:.1f} s."]
+    if entry.ticket not in mind.line:
+        return said
+    if not mind.is_settled:
+        said.append("Nothing is granted yet: holders of the last epoch are waited for.")
+    if mind.is_silent(entry.holder):
+        said.append("Its holder is silent, so a grant would only lie there.")
+    tenant = entry.client.tenant
+    if too_much := quotas.over(mind, tenant, entry.need.device_bytes):
+        said.append(f"With it {tenant} would hold {human(too_much)} more than it may have.")
+    if ahead:
+        said.append(f"{len(ahead)} wait before it: {', '.join(ahead[:5])}.")
+    if not shortages:
+        said.append("No node agent has introduced a device it could go to.")
+    for shortage in shortages:
+        said += _shortage_said(shortage)
+    return said
+
+
+def _shortage_said(s: Shortage) -> list[str]:
+    kept = f" ({human(s.kept_bytes)} of it reserved for others)" if s.kept_bytes else ""
+    head = f"On {s.device} it needs {human(s.need_bytes)}, {human(s.free_bytes)} are free{kept}"
+    if not s.short_bytes:
+        return [f"{head}, and {human(s.coming_bytes)} are on their way back."]
+    said = [f"{head}, {human(s.coming_bytes)} on their way back: {human(s.short_bytes)} short."]
+    lawful = [x for x in s.standings if x.obstacle is None]
+    if lawful:
+        could = human(Bytes(sum(x.charged_bytes for x in lawful)))
+        said.append(f"Those who may leave hold only {could}: {', '.join(x.model for x in lawful)}.")
+    said += [
+        f"{x.model} ({x.ticket}) holds {human(x.charged_bytes)} and stays: {x.obstacle}."
+        for x in s.standings
+        if x.obstacle
+    ]
+    return said
+
+
+# -- then -----------------------------------------------------------------------------------------
+
+
+def _past(choice: Choice, ticket: TicketId, now: Instant) -> Past:
+    part = "asked" if ticket == choice.waiting else "spared"
+    if any(w.ticket == ticket and w.is_chosen for w in choice.weighed):
+        part = "went"
+    return Past(
+        since(choice.at, now), part, choice.waiting, choice.waiting_model, choice.device,
+        choice.short_bytes, choice.policy, choice.weighed,
+    )  # fmt: skip
+
+
+def _past_said(past: Past, ticket: TicketId) -> str:
+    ago = f"{in_seconds(past.ago):.1f} s ago"
+    went = ", ".join(_priced(w) for w in past.weighed if w.is_chosen)
+    spared = ", ".join(_priced(w) for w in past.weighed if not w.is_chosen) or "nobody"
+    lacked = f"{human(past.short_bytes)} were missing on {past.device}"
+    if past.part == "asked":
+        return f"{ago} {lacked} for it; by {past.policy} these went: {went}; spared: {spared}."
+    verb = "it was asked to leave" if past.part == "went" else "it was spared"
+    whom = f"for {past.waiting_model} ({past.waiting})"
+    return f"{ago} {lacked} {whom}; {verb} by {past.policy}: went {went}; spared {spared}."
+
+
+def _priced(w: Weighed) -> str:
+    return f"{w.model} ({human(w.freed_bytes)}, rank {_rank(w)}, cost {w.cost_s:.3g} s)"
+
+
+def _rank(w: Weighed) -> str:
+    return "/".join(str(part) for part in w.rank)

@@ -1,0 +1,245 @@
+"""What people and the dashboard see (SPEC B7): a frozen picture with Spans, for Instants mean
+nothing outside the arbiter's process."""
+
+from dataclasses import dataclass, replace
+
+from arbiter.core.eviction.pressure import level_of
+from arbiter.core.records.accounts import byte_seconds
+from arbiter.core.records.ledger import Book
+from arbiter.core.records.ticket import Entry, Sizes
+from arbiter.core.state import Mind
+from arbiter.core.tickets.device_limits import is_trusted
+from arbiter.core.tickets.reclaim import kept_bytes
+from arbiter.core.types import DeviceBytes, DeviceKind, LeaseTerms
+from arbiter.units import (
+    Bytes,
+    DeviceId,
+    Epoch,
+    HolderId,
+    Instant,
+    NodeId,
+    Span,
+    TicketId,
+    since,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    device: DeviceId
+    node: NodeId
+    kind: DeviceKind
+    capacity_bytes: Bytes  # what the device has
+    budget_bytes: Bytes  # what may be lent: free + charged + foreign
+    charged_bytes: Bytes
+    measured_bytes: Bytes  # held by engines on the books, as last read
+    foreign_bytes: Bytes  # the part that eats into the budget
+    free_bytes: Bytes  # negative while overcommitted
+    largest_fit_bytes: Bytes  # the largest ticket that could be granted there now
+    physical_free_bytes: Bytes | None  # None before the first reading
+    pressure: str  # nominal, low, critical: of real memory (SPEC C5)
+    is_exact: bool  # False: foreign bytes inferred from the device total
+
+
+@dataclass(frozen=True, slots=True)
+class TicketView:
+    ticket: TicketId
+    holder: HolderId
+    node: NodeId
+    capability: str
+    model: str
+    state: str
+    in_state: Span
+    inflight: int
+    idle: Span | None  # None unless resident or asleep and unused
+    pinned: bool
+    keep_warm: Span
+    need_bytes: Bytes
+    charged: tuple[DeviceBytes, ...]
+    measured: tuple[DeviceBytes, ...]
+    leaving: str | None  # the reason of its revoke
+    lease: LeaseTerms | None = None  # its holder is a process outside Serve
+    left: Span | None = None  # of the lease's term
+    tenant: str = "default"  # whose account it is on: of whoever used it last
+    client: str = ""
+    lives_in: TicketId | None = None  # the ticket whose process it shares
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    position: int
+    ticket: TicketId
+    capability: str
+    model: str
+    waited: Span
+    left: Span | None  # until its deadline
+    predicted: Span | None  # until it serves, as expected when it joined; 0: overdue
+
+
+@dataclass(frozen=True, slots=True)
+class CooldownView:
+    capability: str
+    model: str
+    cause: str
+    times: int
+    left: Span
+
+
+@dataclass(frozen=True, slots=True)
+class HolderView:
+    holder: HolderId
+    node: NodeId
+    capability: str
+    silence: Span
+    kept_bytes: Bytes  # above zero: in quarantine
+
+
+@dataclass(frozen=True, slots=True)
+class FloorView:
+    capability: str
+    model: str
+    floor: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientView:
+    """One account (SPEC C10)."""
+
+    tenant: str
+    client: str  # as it calls itself
+    requests_count: int
+    held_bytes: Bytes  # now, on devices that compute
+    byte_seconds_count: int  # so far
+    average_bytes: Bytes  # held over the last hour
+
+
+@dataclass(frozen=True, slots=True)
+class TenantView:
+    """What one tenant has of what it may have; of others nothing is limited."""
+
+    tenant: str
+    held_bytes: Bytes
+    most_bytes: Bytes | None
+    reserved_bytes: Bytes  # of each device
+    average_bytes: Bytes
+    average_most_bytes: Bytes | None
+    is_cooling: bool
+    share_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateView:
+    epoch: Epoch
+    is_settled: bool  # False: waiting for the holders of the last epoch
+    is_closing: bool
+    stale_count: int
+    devices: tuple[DeviceView, ...]
+    tickets: tuple[TicketView, ...]
+    queue: tuple[QueueView, ...]
+    cooldowns: tuple[CooldownView, ...]
+    holders: tuple[HolderView, ...]
+    floors: tuple[FloorView, ...]
+    tenants: tuple[TenantView, ...]
+    clients: tuple[ClientView, ...]
+
+
+def view_of(mind: Mind, now: Instant) -> StateView:
+    return StateView(
+        epoch=mind.epoch,
+        is_settled=not mind.awaited or now >= mind.settled_at,
+        is_closing=mind.closing_by is not None,
+        stale_count=mind.stale_count,
+        devices=tuple(_device(mind, book, now) for _, book in sorted(mind.ledger.books.items())),
+        tickets=tuple(_ticket(entry, now) for entry in mind.ledger.entries()),
+        queue=tuple(_queue(mind, now)),
+        cooldowns=tuple(_cooldowns(mind, now)),
+        holders=tuple(
+            HolderView(h.holder, h.node, h.capability, since(h.heard, now), kept_bytes(mind, name))
+            for name, h in sorted(mind.holders.items())
+        ),
+        floors=tuple(FloorView(*n, floor.value) for n, floor in sorted(mind.floors.items())),
+        tenants=tuple(_tenant(mind, name, now) for name in sorted(mind.tenants)),
+        clients=tuple(_clients(mind, now)),
+    )
+
+
+def _tenant(mind: Mind, tenant: str, now: Instant) -> TenantView:
+    terms, held = mind.tenants[tenant], mind.ledger.holdings
+    return TenantView(
+        tenant, Bytes(held.by_tenant[tenant]), terms.most_bytes, terms.reserved_bytes,
+        mind.accounts.average(held.by_client, tenant, now), terms.average_bytes,
+        tenant in mind.accounts.cooling, terms.share_fraction,
+    )  # fmt: skip
+
+
+def _clients(mind: Mind, now: Instant) -> list[ClientView]:
+    rows = []
+    for client, account in sorted(
+        mind.accounts.rows.items(), key=lambda row: (row[0].tenant, row[0].name)
+    ):
+        held = Bytes(mind.ledger.holdings.by_client[client])
+        seen = replace(account)
+        seen.settle(held, now, mind.accounts.window)
+        total, average = byte_seconds(seen.byte_ns), Bytes(int(seen.average_bytes))
+        used = seen.requests_count
+        rows.append(ClientView(client.tenant, client.name, used, held, total, average))
+    return rows
+
+
+def _device(mind: Mind, book: Book, now: Instant) -> DeviceView:
+    node = mind.nodes[book.node]
+    reading = node.readings.get(book.device)
+    measured = sum(e.measured.get(book.device, 0) for e in book.entries.values())
+    fits = max(0, book.free_bytes) if is_trusted(mind, node, book.device, now) else 0
+    return DeviceView(
+        book.device, book.node, book.kind,
+        capacity_bytes=book.total_bytes, budget_bytes=book.budget_bytes,
+        charged_bytes=book.charged_bytes, measured_bytes=Bytes(measured),
+        foreign_bytes=book.foreign_bytes, free_bytes=book.free_bytes,
+        largest_fit_bytes=Bytes(fits),
+        physical_free_bytes=reading.free_bytes if reading else None,
+        pressure=level_of(mind, book.device).name.lower(),
+        is_exact=reading.exact if reading else False,
+    )  # fmt: skip
+
+
+def _ticket(entry: Entry, now: Instant) -> TicketView:
+    is_idle = entry.inflight == 0 and entry.state.value in ("resident", "asleep")
+    return TicketView(
+        entry.ticket, entry.holder, entry.node, entry.capability, entry.model, entry.state.value,
+        in_state=since(entry.since, now), inflight=entry.inflight,
+        idle=since(entry.last_used, now) if is_idle else None,
+        pinned=entry.pinned, keep_warm=entry.keep_warm, need_bytes=entry.need.device_bytes,
+        charged=_listed({d: entry.charge(d) for d in entry.devices}),
+        measured=_listed(entry.measured),
+        leaving=entry.leaving.value if entry.leaving else None,
+        lease=entry.lease,
+        left=since(now, entry.lease_ends) if entry.lease else None,
+        tenant=entry.client.tenant, client=entry.client.name, lives_in=entry.lives_in,
+    )  # fmt: skip
+
+
+def _listed(sizes: Sizes) -> tuple[DeviceBytes, ...]:
+    return tuple(DeviceBytes(d, size) for d, size in sorted(sizes.items()))
+
+
+def _queue(mind: Mind, now: Instant) -> list[QueueView]:
+    rows = []
+    for position, ticket in enumerate(mind.line.tickets(), start=1):
+        waiting, entry = mind.line.find(ticket), mind.ledger.find(ticket)
+        assert waiting and entry
+        left = None if waiting.deadline is None else since(now, waiting.deadline)
+        waited = since(waiting.waiter.asked, now)
+        at = waiting.predicted_at
+        predicted = None if at is None else Span(max(0, since(now, at)))
+        name = (entry.capability, entry.model)
+        rows.append(QueueView(position, ticket, *name, waited, left, predicted))
+    return rows
+
+
+def _cooldowns(mind: Mind, now: Instant) -> list[CooldownView]:
+    return [
+        CooldownView(capability, model, f.cause, f.times_count, since(now, f.until))
+        for (capability, model), f in sorted(mind.failures.items())
+        if f.until > now
+    ]

@@ -1,0 +1,1 @@
+"""A ticket's life as all rules share it: loads, reclaim, leases, companions, quotas."""

@@ -1,0 +1,140 @@
+"""Device memory lent to processes outside Serve (SPEC A15): the rules of the ticket behind it.
+
+A lease is a ticket whose holder is one outside process, and nothing else: it waits in the line, is
+charged, and is chosen as a victim when it said that it may be. It does not load: once granted it is
+resident. It is never in use: who may be asked for its bytes is asked at any time, with notice. It
+ends when its holder says so, dies or is silent, when its term is over, or when notice ran out; and
+like any ticket it stays charged until the node agent has seen its bytes back.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.records.ticket import Entry, State
+from arbiter.core.state import Holder, Mind
+from arbiter.core.tickets.budget import share
+from arbiter.core.tickets.device_limits import COMPUTE
+from arbiter.core.tickets.reclaim import charged
+from arbiter.errors import HolderQuarantined, LeaseRefused, QuotaExceeded, RequestError, StaleEpoch
+from arbiter.units import Bytes, Epoch, Instant, Span, after, in_seconds
+
+LEASE = "lease"  # the capability and the role every lease has
+
+
+# -- asking ---------------------------------------------------------------------------------------
+
+
+def why_not(mind: Mind, event: ev.Requested, terms: types.LeaseTerms) -> RequestError | None:
+    if event.holder not in mind.holders:
+        return StaleEpoch(Epoch(0), mind.epoch)
+    if kept := _kept(mind, terms.tenant):
+        return HolderQuarantined(event.holder, kept)
+    return _unlawful(mind, event, terms) or _over_cap(mind, event, terms)
+
+
+def _unlawful(mind: Mind, event: ev.Requested, terms: types.LeaseTerms) -> LeaseRefused | None:
+    term_most, notice_most = mind.settings.lease_term_most, mind.settings.lease_notice_most
+    if event.need.device_bytes <= 0:
+        return LeaseRefused("bytes", "must be more than none")
+    if not 0 < terms.term <= term_most:
+        return LeaseRefused("term_s", f"must be at most {in_seconds(term_most):.0f}")
+    if not 0 <= terms.notice <= notice_most:
+        return LeaseRefused("notice_s", f"must be at most {in_seconds(notice_most):.0f}")
+    return None
+
+
+def _over_cap(mind: Mind, event: ev.Requested, terms: types.LeaseTerms) -> QuotaExceeded | None:
+    has = Bytes(sum(_weight(e) for e in _of(mind, terms.tenant)))
+    wants, bound = event.need.device_bytes, tenant_cap(mind)
+    if has + wants <= bound:
+        return None
+    return QuotaExceeded(terms.tenant, has, wants, bound, "bytes")
+
+
+def _weight(entry: Entry) -> Bytes:
+    """What waits counts as well, or a tenant could have the whole line."""
+    return entry.need.device_bytes if entry.state is State.QUEUED else charged(entry)
+
+
+def tenant_cap(mind: Mind) -> Bytes:
+    """The most that one tenant may lease in all."""
+    if mind.settings.lease_tenant_bytes is not None:
+        return mind.settings.lease_tenant_bytes
+    lent = sum(b.budget_bytes for b in mind.ledger.books.values() if b.kind in COMPUTE)
+    return share(Bytes(lent), mind.settings.lease_tenant_fraction)
+
+
+def _of(mind: Mind, tenant: str) -> Iterator[Entry]:
+    """Found by their holders, so that the cost does not grow with the tickets of models."""
+    for holder in mind.holders.values():
+        if holder.capability == LEASE:
+            for entry in mind.ledger.held_by(holder.holder):
+                if entry.lease and entry.lease.tenant == tenant:
+                    yield entry
+
+
+def _kept(mind: Mind, tenant: str) -> Bytes:
+    """Of leases that are over and whose process has not given the bytes back."""
+    return Bytes(sum(charged(e) for e in _of(mind, tenant) if e.alarmed))
+
+
+def new_entry(mind: Mind, holder: Holder, event: ev.Requested, terms: types.LeaseTerms) -> Entry:
+    entry = Entry(
+        event.ticket, event.holder, holder.node, LEASE, event.model, event.settings_key,
+        event.need, True, attempt=1, opened=mind.now, since=mind.now,
+    )  # fmt: skip
+    bind(mind, entry, terms)
+    entry.priority = event.priority  # of its waiting
+    return entry
+
+
+def bind(mind: Mind, entry: Entry, terms: types.LeaseTerms) -> None:
+    """On these terms from now on, as far as they are lawful: after a restart they are the word of
+    whoever holds the lease."""
+    settings = mind.settings
+    terms = replace(
+        terms,
+        term=min(terms.term, settings.lease_term_most),
+        notice=max(Span(0), min(terms.notice, settings.lease_notice_most)),
+    )
+    entry.lease, entry.keep_warm = terms, Span(-1)
+    entry.client = types.Client(terms.tenant)
+    entry.role_rank = mind.policies.roles[LEASE].rank
+    entry.lease_ends = after(mind.now, terms.term)
+    entry.priority = _worth(terms)
+
+
+# -- holding --------------------------------------------------------------------------------------
+
+
+def begin(mind: Mind, entry: Entry) -> None:
+    """LOADING -> RESIDENT in the same step: there is nothing to load. Its term begins."""
+    assert entry.lease is not None
+    mind.move(entry, State.RESIDENT)
+    entry.resident_since = entry.last_used = mind.now
+    entry.lease_ends = after(mind.now, entry.lease.term)
+    entry.priority = _worth(entry.lease)
+    mind.displaced.pop((entry.holder, entry.model), None)
+    mind.watch(entry, told_at(entry))
+    tenant = entry.lease.tenant
+    mind.tell("lease_granted", entry, size=entry.home_bytes, took=entry.lease.term, tenant=tenant)
+
+
+def _worth(terms: types.LeaseTerms) -> types.Priority:
+    """Who said that it may be interrupted gives way to every request."""
+    return types.Priority.BATCH if terms.preemptible else types.Priority.NORMAL
+
+
+def told_at(entry: Entry) -> Instant:
+    """When it is given notice that its term ends."""
+    assert entry.lease is not None
+    return Instant(max(entry.resident_since, entry.lease_ends - entry.lease.notice))
+
+
+def patience(mind: Mind, holder: Holder) -> Span:
+    """Silence after which a holder counts as dead. Ray tells of the death of a replica; of an
+    outside process nobody does, unless its node agent knows its pid."""
+    terms = mind.settings.terms
+    return terms.lease_lapse if holder.capability == LEASE else terms.lost

@@ -1,0 +1,110 @@
+"""What a policy may see and what it may answer; nothing here can change the books.
+
+A policy is a handful of pure functions in one bundle. They return keys, never decisions: the core
+finds what is lawful, sorts it by the policy's key, and acts on as much of it as is needed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from arbiter.core.types import DeviceKind, Level, Priority
+from arbiter.units import Bytes, DeviceId, HolderId, Instant, Span, TicketId
+
+Key = tuple[Any, ...]  # compared with other keys of the same function only; lowest goes first
+
+
+class Candidate(NamedTuple):
+    """A ticket whose bytes somebody may want. A tuple, because one is made for each price asked:
+    of so many fields a frozen dataclass takes four times as long to make."""
+
+    ticket: TicketId
+    holder: HolderId
+    role_rank: int  # policies.ROLES: lowest is evicted first
+    freed_bytes: Bytes  # on the device that is short
+    inflight: int  # by the holder's last word; a hint for ranking
+    last_used: Instant
+    reload: Span  # expected seconds to bring it back; 0 when never measured
+    priority: Priority = Priority.NORMAL  # of its last request, BATCH past its keep-warm
+    now: Instant = Instant(0)
+    budget_bytes: Bytes = Bytes(0)  # of that device
+    recent_count: float = 0.0  # uses in the last window, older ones fading (rates.Rates)
+    lasting_count: float = 0.0  # the same in the long window
+    usual_count: float = 0.0  # uses in the coming hours, as on other days (hours.Hours)
+    next_use: Instant | None = None  # in a replay that knows the future; None: never, or unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What losing a candidate costs. Ranks come first and are compared one by one; within one rank
+    costs add up over the victims of one eviction."""
+
+    rank: Key = ()
+    cost_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """A ticket in the line."""
+
+    ticket: TicketId
+    asked: Instant
+    turn: int  # how many had asked before; breaks ties
+    priority: Priority = Priority.NORMAL
+    is_warm: bool = False  # soon ready: asleep, or another load of the model is under way
+    is_asleep: bool = False  # its weights are in host RAM
+    turn_bytes: Bytes = Bytes(0)  # what its tenant had asked for before: least goes first
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A device a ticket could go to: its budget holds it."""
+
+    device: DeviceId
+    need_bytes: Bytes
+    free_bytes: Bytes  # negative while overcommitted
+    copies_count: int = 0  # of the same model, held by others on this device
+    tickets_count: int = 0  # charged there
+    was_home: bool = False  # the model was here last on this node
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """What is known of a device's real memory."""
+
+    kind: DeviceKind
+    free_bytes: Bytes  # physically
+    total_bytes: Bytes
+    reserve_bytes: Bytes  # of the total, not ours to plan with; a cap on what is lent aside
+    stalled_fraction: float  # of time in which tasks waited for this memory
+
+
+@dataclass(frozen=True, slots=True)
+class Idler:
+    """A resident or sleeping model that nobody uses."""
+
+    last_used: Instant
+    keep_warm: Span  # negative: never goes by itself
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """SPEC C1: what kind of work a capability does, hence how dear it is."""
+
+    rank: int  # lowest is evicted first
+    act: str  # what evicting it costs, in words
+    keep_warm_s: float  # SPEC C8, unless the model or capability says otherwise
+    is_spared: bool = False  # SPEC C5: pressure never evicts it
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """One choice of each kind. Built by name in policies.bundle."""
+
+    evict: Callable[[Candidate], Price]
+    admit: Callable[[Waiter], Key]
+    place: Callable[[Site], Key]
+    keep_warm: Callable[[Idler], Instant | None]  # when it goes with nobody asking; None: never
+    roles: Mapping[str, Role]
+    pressure: Callable[[Gauge], Level]

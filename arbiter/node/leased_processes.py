@@ -1,0 +1,124 @@
+"""Processes outside Serve that hold a lease: their trees are measured and their end is seen. Nobody
+here ever ends one; whoever started it does.
+
+A process is named by pid and start time, as engines are. What it held before its lease began is the
+floor: its bytes are back once it holds no more than that, or is dead.
+"""
+
+import os
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from arbiter.core.events import EngineReading
+from arbiter.core.tickets.budget import share
+from arbiter.core.types import DeviceBytes
+from arbiter.errors import LeaseRefused
+from arbiter.node import procfs
+from arbiter.node.device_probe import Tree
+from arbiter.units import Bytes, TicketId
+
+# Of the lease, above the floor: what a process keeps of freed memory and still counts as given
+# back. The same share as of a model that sleeps (SPEC D1).
+LEFT_FRACTION = 0.1
+
+
+@dataclass(slots=True)
+class Outsider:
+    """One leased process tree. `members` as last seen, pid to start time."""
+
+    ticket: TicketId
+    pid: int
+    start_ticks: int
+    granted: tuple[DeviceBytes, ...]
+    fd: int  # pidfd of the root
+    opened_ns: int
+    floor_bytes: Bytes
+    members: dict[int, int] = field(default_factory=dict)
+    leaving: bool = False  # the lease is over; watched until its bytes are back
+
+    def tree(self) -> Tree:
+        return Tree(self.ticket, frozenset(self.members), self.granted)
+
+    def held_of(self, measured: tuple[DeviceBytes, ...]) -> Bytes:
+        lent = {d.device for d in self.granted}
+        return Bytes(sum(d.size_bytes for d in measured if d.device in lent))
+
+    @property
+    def enough_bytes(self) -> Bytes:
+        """Holding at most this much, it has given its lease back."""
+        lent = Bytes(sum(d.size_bytes for d in self.granted))
+        return Bytes(self.floor_bytes + share(lent, LEFT_FRACTION))
+
+
+class Outsiders:
+    """By ticket. Not kept on disk: heartbeats of the lease name the process again."""
+
+    def __init__(self) -> None:
+        self.by_ticket: dict[TicketId, Outsider] = {}
+
+    def open(
+        self, ticket: TicketId, pid: int, granted: tuple[DeviceBytes, ...], not_these: set[int]
+    ) -> Outsider | None:
+        """Watch a process; None when it is watched for this ticket already. Raises LeaseRefused
+        for one that is dead, is not this user's, or is somebody else's already: its bytes would be
+        counted twice."""
+        known = self.by_ticket.get(ticket)
+        if known and known.pid == pid:
+            return None
+        taken = not_these | {p for o in self.by_ticket.values() for p in o.members}
+        if known or pid in taken:
+            raise LeaseRefused("pid", f"{pid} belongs to another ticket, or this one to another")
+        try:
+            fd = os.pidfd_open(pid)
+        except (OSError, OverflowError) as error:
+            raise LeaseRefused("pid", f"{pid} is no process on this node: {error}") from error
+        found = procfs.process(pid)
+        if found is None or not found.alive or not _is_ours(pid):
+            os.close(fd)
+            raise LeaseRefused("pid", f"{pid} is not a living process of this user")
+        in_ram = any("/cpu:" in d.device for d in granted)
+        floor = procfs.memory({pid}).device_bytes if in_ram else Bytes(0)
+        outsider = Outsider(ticket, pid, found.start_ticks, granted, fd, time.monotonic_ns(), floor)
+        outsider.members[pid] = found.start_ticks
+        self.by_ticket[ticket] = outsider
+        return outsider
+
+    def note(
+        self, looked_ns: int, everything: dict[int, procfs.Process], not_through: Collection[int]
+    ) -> list[Outsider]:
+        """What was seen at `looked_ns`; returns those with nothing left. A driver that started Ray
+        is the parent of all of it: what lies behind the pids `not_through` is not the driver's."""
+        seen = {pid: p for pid, p in everything.items() if pid not in not_through}
+        noted = [o for o in self.by_ticket.values() if o.opened_ns < looked_ns]
+        for outsider in noted:
+            known = {
+                pid for pid, ticks in outsider.members.items()
+                if pid in seen and seen[pid].start_ticks == ticks
+            }  # fmt: skip
+            found = {pid for pid in procfs.descend(known, seen) if pid in known or _is_ours(pid)}
+            outsider.members = {pid: seen[pid].start_ticks for pid in found}
+        return [o for o in noted if not o.members]
+
+    def forget(self, outsider: Outsider) -> None:
+        del self.by_ticket[outsider.ticket]
+        os.close(outsider.fd)
+
+    def trees(self) -> list[Tree]:
+        return [outsider.tree() for outsider in self.by_ticket.values()]
+
+    def given_back(self, engines: tuple[EngineReading, ...]) -> list[Outsider]:
+        """Those that leave and hold no more than before they came, by a reading just taken."""
+        read = {e.ticket: e.measured for e in engines}
+        return [
+            o for o in self.by_ticket.values()
+            if o.leaving and o.ticket in read and o.held_of(read[o.ticket]) <= o.enough_bytes
+        ]  # fmt: skip
+
+
+def _is_ours(pid: int) -> bool:
+    """Another user's memory cannot be read, so it stays foreign."""
+    try:
+        return os.stat(procfs.PROC / str(pid)).st_uid == os.getuid()
+    except FileNotFoundError:
+        return False

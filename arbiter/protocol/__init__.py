@@ -1,0 +1,1 @@
+"""What crosses processes: messages, RPC, JSON, and Ray's semi-private calls."""

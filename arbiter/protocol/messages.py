@@ -1,0 +1,233 @@
+"""What crosses process borders besides events: answers, orders to holders, and the agent's terms.
+
+Instants never do: a deadline travels as the Span that is left of it.
+"""
+
+import hashlib
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from arbiter.core import events as ev
+from arbiter.core import settings, types, view
+from arbiter.core.decisions import Reason, Tier
+from arbiter.core.events import CapabilitiesSet
+from arbiter.core.settings import Settings
+from arbiter.core.types import DeviceBytes
+from arbiter.core.view import Policies
+from arbiter.errors import ArbiterError
+from arbiter.units import Bytes, Epoch, Generation, NodeId, Span, TicketId
+
+NAME, NAMESPACE = "arbiter", "arbiter"
+
+Plain = dict[str, Any]  # JSON-able
+
+
+class VersionMismatch(ArbiterError):
+    """An arbiter of other code runs, and holders of that code live."""
+
+    def __init__(self, running: str, ours: str, holders: int) -> None:
+        super().__init__(running, ours, holders)
+        self.running, self.ours, self.holders = running, ours, holders
+
+    def __str__(self) -> str:
+        return (
+            f"the arbiter runs {self.running} with {self.holders} holders, this is {self.ours};"
+            " run `arbiter upgrade`, or stop what uses the old version"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """What a node agent needs to know that `arbiter` itself may not: the zygote's module."""
+
+    zygote_module: str
+    preload: tuple[str, ...] = ()
+    folder: str | None = None  # of sockets; None: /tmp/arbiter-<uid>/<node>
+    spares_count: int = 0  # idle Ray workers to keep at hand, see arbiter.node.spares
+    gpus: str = "arbiter.node.device_probe:find_gpus"  # what finds those of a node
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The whole of what a person set; kept across restarts of the arbiter."""
+
+    settings: Settings
+    policies: Policies
+    capabilities: CapabilitiesSet
+    table: Plain = field(default_factory=dict)  # in force; handed to holders at join
+    written: Plain = field(default_factory=dict)  # as the front read it from its file last
+    generation: Generation = Generation(0)  # counts changes of it, by file or at runtime
+
+    def numbered(self, generation: int) -> "Configuration":
+        """As it came from a file."""
+        return replace(self, written=self.table, generation=Generation(generation))
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """What the arbiter actor is created with. A stored configuration wins over this one's."""
+
+    configuration: Configuration
+    agent: AgentSettings
+    state_file: str | None = None  # None: store.default_path()
+    event_file: str | None = None  # JSON lines, if wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer to Joined."""
+
+    epoch: Epoch
+    version: str
+    table: Plain
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    ticket: TicketId
+    devices: tuple[DeviceBytes, ...]
+    load_within: Span
+    predicted: Span
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseCall:
+    """What an outside process says of its lease, in full, each time: it asks, beats and rejoins
+    with the same words (SPEC A15)."""
+
+    lease: str  # its client's name for it, one among those of the tenant
+    size_bytes: Bytes
+    terms: types.LeaseTerms
+    label: str  # what people call it
+    node: NodeId | None = None  # None: the only one there is
+    pid: int | None = None  # whose tree is measured; None: the lease counts as granted, no more
+    devices: tuple[DeviceBytes, ...] = ()  # as granted; empty while it waits
+    deadline: Span | None = None
+    seen: str = ""  # the state it knows; answered when there is another
+    wait: Span = Span(0)  # for at most this long
+
+    @property
+    def ticket(self) -> TicketId:
+        return lease_ticket(self.terms.tenant, self.lease)
+
+
+def lease_ticket(tenant: str, lease: str) -> TicketId:
+    """A name that no client chooses, so that none can name an engine's ticket, or another
+    tenant's lease. What follows the last colon is the client's: see `lease_words.NAME`."""
+    return TicketId(f"lease:{tenant}:{lease}")
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseState:
+    """Answer to a LeaseCall. `state`: queued, held, leaving (give it back within `left`), ended."""
+
+    ticket: TicketId
+    state: str
+    devices: tuple[DeviceBytes, ...] = ()
+    left: Span | None = None  # until it must be gone
+    reason: str | None = None  # why it is to leave, or has ended
+    node: NodeId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeOrder:
+    ticket: TicketId
+    reason: Reason
+    to: Tier
+    barrier: Span
+
+
+@dataclass(frozen=True, slots=True)
+class WaitsOrder:
+    """News of a ticket in the line: how long until it serves, as expected when it joined."""
+
+    ticket: TicketId
+    predicted: Span
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadOrder:
+    model: str
+
+
+class ModelSize(Enum):
+    """Of a resident that may grow (SPEC A14)."""
+
+    FIRST = "first"  # as it was loaded
+    GROWN = "grown"
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOrder:
+    """By hand: whoever has the model resident changes its size."""
+
+    model: str
+    size: ModelSize
+
+
+@dataclass(frozen=True, slots=True)
+class TableOrder:
+    """The configuration changed."""
+
+    table: Plain
+
+
+Command = RevokeOrder | WaitsOrder | ReloadOrder | SizeOrder | TableOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A command with its place in the holder's line; sent again until acknowledged."""
+
+    sequence: int
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnSpec:
+    """What the node agent passes to the zygote."""
+
+    entry: str
+    config: Plain
+    devices: tuple[DeviceBytes, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def agent_name(node: NodeId) -> str:
+    return f"arbiter-agent-{node}"
+
+
+def node_of(ray_node_id: str) -> NodeId:
+    """Short enough for socket paths and tables; 48 random bits tell nodes apart."""
+    return NodeId(ray_node_id[:12])
+
+
+def package_version() -> str:
+    try:
+        return version("serve-arbiter")
+    except PackageNotFoundError:  # run from a checkout
+        return "0.0.0+checkout"
+
+
+def messages() -> list[Any]:
+    """Every dataclass that crosses a process border or is kept in the state file, and what they are
+    made of."""
+    names = [v for where in (ev, settings, view) for v in vars(where).values()]
+    kinds = [v for v in (*globals().values(), *names) if isinstance(v, type) and is_dataclass(v)]
+    return sorted(set(kinds), key=lambda kind: kind.__name__)
+
+
+def protocol_hash() -> str:
+    """Changes with any field of any message, so that old code never talks to new."""
+    lines = (
+        f"{k.__name__}({','.join(f'{f.name}:{f.type}' for f in fields(k))})" for k in messages()
+    )
+    return hashlib.sha256(";".join(lines).encode()).hexdigest()[:12]
+
+
+def identity() -> str:
+    """Package version and protocol, as compared in the handshake."""
+    return f"{package_version()}/{protocol_hash()}"

@@ -1,0 +1,103 @@
+"""The few semi-internal things asked of Ray, in one place; tests/contracts holds each of them."""
+
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from arbiter.protocol.messages import node_of
+from arbiter.units import NodeId
+
+
+def session_name() -> str:
+    """Names one life of the cluster."""
+    name: str = ray._private.worker._global_node.session_name
+    return name
+
+
+def logs_folder() -> Path:
+    """What lies here, the dashboard shows."""
+    return Path(ray._private.worker._global_node.get_logs_dir_path())
+
+
+def own_node() -> NodeId:
+    return node_of(ray.get_runtime_context().get_node_id())
+
+
+def own_handle() -> Any | None:
+    """This actor's handle, or None in a driver. In a Serve replica: the replica actor's."""
+    context = ray.get_runtime_context()
+    return context.current_actor if context.get_actor_id() else None
+
+
+def living_nodes() -> dict[NodeId, str]:
+    """Our name and Ray's id of every node that is up."""
+    return {node_of(n["NodeID"]): n["NodeID"] for n in ray.nodes() if n["Alive"]}
+
+
+def head_node() -> str:
+    """Ray's id of the head; of any living node where none says that it is."""
+    nodes = [n for n in ray.nodes() if n["Alive"]]
+    heads = [n for n in nodes if "node:__internal_head__" in n["Resources"]]
+    return str((heads or nodes)[0]["NodeID"])
+
+
+def on_node(ray_node_id: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(ray_node_id, soft=False)
+
+
+PRESTART_S = 5.0  # the raylet answers before the process is there
+
+
+async def prestart_worker(keep_s: int) -> None:
+    """An idle worker more on this node, of no job and no runtime environment, which Ray does not
+    end before `keep_s`. What Ray itself does ahead of a driver's tasks. Raises ConnectionError."""
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
+
+    node = ray._private.worker._global_node
+    address = f"{node.node_ip_address}:{node.node_manager_port}"
+    asked = node_manager_pb2.PrestartWorkersRequest(num_workers=1, keep_alive_duration_secs=keep_s)
+    try:
+        async with init_grpc_channel(address, asynchronous=True) as channel:
+            raylet = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
+            await raylet.PrestartWorkers(asked, timeout=PRESTART_S)
+    except grpc.RpcError as error:
+        raise ConnectionError(f"{address}: {error}") from error
+
+
+async def owner_died(call: Awaitable[Any]) -> bool:
+    """Waits for the end of a call of ours that another process owns. False when the call itself
+    ended or broke, which it also does while we are being killed: its owner lives."""
+    try:
+        await call
+    except ray.exceptions.RayActorError:
+        return False
+    except ray.exceptions.RayError:
+        return True
+    return False
+
+
+# Calls in flight beside the line: three of each holder (keepalive, listen, renew), event streams,
+# long polls. Thousands of holders fit; a slot that nobody uses costs nothing.
+OTHER_CALLS = 50_000
+
+
+def detached(ray_node_id: str, name: str, namespace: str, waiting_count: int = 0) -> dict[str, Any]:
+    """Options of an actor there is one of, which outlives whoever started it. Its calls are never
+    repeated by Ray: the protocol's own messages may be, safely. `waiting_count`: calls that may
+    wait in a bounded line; what exceeds it must still get in, to be refused."""
+    return {
+        "name": name,
+        "namespace": namespace,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "num_cpus": 0,
+        "max_concurrency": waiting_count + OTHER_CALLS,
+        "scheduling_strategy": on_node(ray_node_id),
+    }

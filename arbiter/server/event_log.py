@@ -1,0 +1,82 @@
+"""The event log: a ring of the newest lines, each with a sequence number, and those who wait for
+the next (SPEC K1). Optionally also a file of JSON lines.
+"""
+
+import asyncio
+import heapq
+import json
+import logging
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import TextIO
+
+from arbiter.core.decisions import Tell
+from arbiter.protocol.messages import Plain
+from arbiter.units import Epoch, in_seconds
+
+logger = logging.getLogger("arbiter")
+
+# Newest lines kept: an hour at one a second, about 2 MB. Those of single requests are kept apart,
+# so that no flood of them pushes out why a model left.
+KEPT = 4_096
+REQUESTS = frozenset({"capability_run"})
+FILE_MOST_BYTES = 64 << 20  # then the file starts over, its predecessor kept as `.1`
+
+
+class EventLog:
+    def __init__(self, epoch: Epoch, path: Path | None = None) -> None:
+        self._epoch = epoch
+        self._lines: deque[Plain] = deque(maxlen=KEPT)
+        self._requests: deque[Plain] = deque(maxlen=KEPT)
+        self._path = path
+        self._file: TextIO | None = None
+        self._grown = asyncio.Event()
+        # Above every number of an earlier life, so that a subscriber resumes where it stopped:
+        # epochs differ by at least one and no life tells a million things between two saves.
+        self.sequence = int(epoch) * 1_000_000
+
+    def tell(self, said: Tell) -> None:
+        self.sequence += 1
+        line: Plain = {"seq": self.sequence, "epoch": int(self._epoch), "unix_s": time.time()}
+        line |= {"kind": said.kind, "ticket": said.ticket, "size_bytes": said.size_bytes}
+        line |= {"took_s": None if said.took is None else in_seconds(said.took)}
+        line |= said.data
+        (self._requests if said.kind in REQUESTS else self._lines).append(line)
+        self._grown.set()
+        self._grown = asyncio.Event()
+        if self._path:
+            self._write(line, self._path)
+
+    async def after(self, sequence: int, wait_s: float) -> list[Plain]:
+        """Lines after `sequence`; waits for one at most `wait_s`."""
+        if self.sequence <= sequence:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._grown.wait()
+            except TimeoutError:
+                return []
+        merged = heapq.merge(self._lines, self._requests, key=lambda line: line["seq"])
+        return [line for line in merged if line["seq"] > sequence]
+
+    def _write(self, line: Plain, path: Path) -> None:
+        """A full disk costs the line, not the arbiter."""
+        try:
+            file = self._opened(path)
+            if file.tell() > FILE_MOST_BYTES:
+                path.replace(path.with_suffix(path.suffix + ".1"))
+                file = self._opened(path)
+            file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            logger.error("event %s is not in the file: %s", line["seq"], error)
+            self._file = None  # with what it could not write
+
+    def _opened(self, path: Path) -> TextIO:
+        """Opened once, and again when somebody has moved it away. Raises OSError."""
+        if self._file is not None:
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
+                return self._file
+            self._file.close()
+        self._file = path.open("a", buffering=1)  # a line at a time, for who follows it
+        return self._file

@@ -1,0 +1,139 @@
+"""The arbiter's arms: one agent actor per living node, started when a node appears, dropped with
+it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import ray
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.errors import AgentAway, LeaseRefused
+from arbiter.node.agent import NodeAgent
+from arbiter.protocol import ray_internals, rpc
+from arbiter.protocol.messages import NAMESPACE, AgentSettings, agent_name
+from arbiter.server.store import Member
+from arbiter.units import HolderId, NodeId, TicketId
+
+logger = logging.getLogger("arbiter")
+
+LOOK_S = 1.0  # one GCS call per second: SPEC A19 asks for 2 s
+ANSWER_S = 2.0  # a look at /proc; an agent that restarts is asked again at the next look
+ADOPT_S = 5.0  # the agent looks at one process
+CLOSE_S = 10.0  # killing everything and seeing it dead takes milliseconds
+
+
+class RayAgents:
+    """Agents by node. Messages to them are fire and forget: the core repeats what matters."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
+        self._nodes: frozenset[NodeId] = frozenset()  # that lived at the last look
+        self._handles: dict[NodeId, Any] = {}  # of their agents; none while one is to be started
+        self._peers: dict[NodeId, rpc.Peer] = {}  # the shortest way to each
+        self._pending: set[asyncio.Future[Any]] = set()
+
+    def reap(self, node: NodeId, ticket: TicketId) -> None:
+        self._say(node, "reap", ticket)
+
+    def probe(self, node: NodeId) -> None:
+        self._say(node, "probe")
+
+    async def adopt(
+        self, node: NodeId, ticket: TicketId, pid: int, granted: tuple[types.DeviceBytes, ...]
+    ) -> None:
+        """Raises LeaseRefused, the agent's own word, or AgentAway: it said nothing."""
+        handle = self._handles.get(node)
+        if handle is None:
+            raise AgentAway(f"{node} has no agent")
+        try:
+            async with asyncio.timeout(ADOPT_S):
+                await handle.adopt.remote(ticket, pid, granted)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, LeaseRefused):
+                raise error.cause from None
+            raise AgentAway(f"the agent of {node} failed: {error}") from error
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise AgentAway(f"the agent of {node}: {error!r}") from error
+
+    async def look(self, feed: Callable[[ev.Event], None]) -> None:
+        """Start agents of new nodes; tell of nodes that are gone."""
+        living = await asyncio.to_thread(ray_internals.living_nodes)
+        for node in self._nodes - living.keys():
+            self._forget_way(node)
+            if handle := self._handles.pop(node, None):
+                ray.kill(handle, no_restart=True)
+            feed(ev.NodeLost(node))
+        self._nodes = frozenset(living)
+        for node in living.keys() - self._handles.keys():
+            self._handles[node] = await asyncio.to_thread(self._start, node, living[node])
+        for node in tuple(self._handles):
+            self._send(node, self._look_at(node, self._handles[node]))
+
+    async def dead(self, members: list[Member]) -> list[HolderId]:
+        """Those of whom it is known: their node is gone, or its agent sees no such process."""
+        asked = [m for m in members if m.node in self._handles and m.pid]
+        gone = [m.holder for m in members if m.node not in self._nodes]
+        for node in {m.node for m in asked}:
+            here = [m for m in asked if m.node == node]
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    living = await self._handles[node].living.remote([m.pid for m in here])
+            except (ray.exceptions.RayError, TimeoutError, KeyError):
+                continue  # asked again at the next look
+            gone += [m.holder for m in here if living.get(m.pid) != m.start_ticks]
+        return gone
+
+    async def close(self) -> None:
+        """End all agents and every engine and zygote of theirs."""
+        for node, handle in self._handles.items():
+            self._forget_way(node)
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await handle.close.remote()
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("the agent of %s did not close: %r", node, error)
+            ray.kill(handle, no_restart=True)
+        self._handles.clear()
+
+    def _start(self, node: NodeId, ray_node_id: str) -> Any:
+        options = ray_internals.detached(ray_node_id, agent_name(node), NAMESPACE)
+        return ray.remote(NodeAgent).options(**options).remote(node, self._settings)
+
+    def _forget_way(self, node: NodeId) -> None:
+        if peer := self._peers.pop(node, None):
+            peer.close()
+
+    def _say(self, node: NodeId, name: str, *args: Any) -> None:
+        handle, peer = self._handles.get(node), self._peers.get(node)
+        if handle is not None:
+            nearest = peer if peer and peer.is_open else rpc.RayPeer(handle)
+            self._send(node, nearest.call(name, *args))
+
+    async def _look_at(self, node: NodeId, handle: Any) -> None:
+        """Ray's word on whether it lives, and the way to it."""
+        door = await handle.door.remote()
+        peer = self._peers.get(node)
+        if peer is None or not peer.is_open:
+            self._peers[node] = await rpc.reach(handle, door, ray_internals.own_node())
+
+    def _send(self, node: NodeId, said: Awaitable[None]) -> None:
+        sent = asyncio.ensure_future(self._sent(node, said))
+        self._pending.add(sent)
+        sent.add_done_callback(self._pending.discard)
+
+    async def _sent(self, node: NodeId, said: Awaitable[None]) -> None:
+        try:
+            await said
+        except rpc.LineBroken:
+            return  # the next look tells why; what was said is said again
+        except ray.exceptions.ActorUnavailableError:
+            return  # restarting; what was said is said again
+        except ray.exceptions.RayActorError:
+            self._forget_way(node)
+            self._handles.pop(node, None)  # dead for good: the next look starts another
+        except (ray.exceptions.RayError, rpc.CallFailed) as error:
+            logger.warning("agent of %s: %r", node, error)

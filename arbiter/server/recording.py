@@ -1,0 +1,201 @@
+"""A life of the arbiter as JSON lines: what the core was made with, then every event it was given
+and when. Opt-in (`arbiter record FILE`); it holds names, bytes and times, never a prompt.
+
+Each line carries a hash over all decisions before it, so that a replay can say whether the core
+still decides what it decided, and where it began to differ. A file holds several lives when the
+arbiter restarted; each begins with its own heading.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from arbiter.core import events as ev
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.decisions import Decision
+from arbiter.core.settings import Settings
+from arbiter.core.view import Policies
+from arbiter.errors import ArbiterError, RequestError
+from arbiter.protocol.json_codec import from_json, to_json
+from arbiter.protocol.messages import protocol_hash
+from arbiter.units import Epoch, HolderId, Instant
+
+logger = logging.getLogger("arbiter")
+
+FILE_MOST_BYTES = 256 << 20  # about a million events, a day of ten busy replicas; then it ends
+EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
+
+
+class RecordingUnreadable(ArbiterError):
+    """The file is not a recording, or of other code."""
+
+    def __init__(self, path: str, line_count: int, why: str) -> None:
+        super().__init__(path, line_count, why)
+        self.path, self.line_count, self.why = path, line_count, why
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line_count}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What a core is made with, apart from its policies, which the settings name."""
+
+    protocol: str
+    settings: Settings
+    epoch: Epoch
+    known_holders: tuple[HolderId, ...]
+    learned: Any  # as the core exported it; None: nothing yet
+    began: Instant
+    floors: Any = None  # as the core is given them; None: none set
+    accounts: Any = None  # as the core exported them; None: nobody has used anything
+
+    def core(self, policies: Policies) -> Arbiter:
+        known = frozenset(self.known_holders)
+        core = Arbiter(self.settings, policies, self.epoch, known, self.began)
+        if self.learned:
+            core.restore_learned(self.learned)
+        if self.floors:
+            core.restore_floors(self.floors)
+        if self.accounts:
+            core.restore_accounts(self.accounts)
+        return core
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One event; `so_far` hashes the decisions of all before it in this life."""
+
+    at: Instant
+    event: ev.Event
+    so_far: str
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    heading: Heading
+    events: tuple[Recorded, ...]
+
+
+class Sum:
+    """The running hash over decisions."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=6)
+
+    def add(self, decisions: list[Decision]) -> None:
+        self._hash.update(repr(decisions).encode())
+
+    def __str__(self) -> str:
+        return self._hash.hexdigest()
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Appends; a full disk or a full file ends the recording, not the arbiter."""
+
+    def __init__(self, path: Path, heading: Heading) -> None:
+        self._sum = Sum()
+        self._left_bytes = FILE_MOST_BYTES - (path.stat().st_size if path.exists() else 0)
+        opened = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+        self._file = os.fdopen(opened, "a", buffering=1)  # by line: a kill loses at most one
+        self._write({"heading": to_json(heading)})
+
+    def event(self, event: ev.Event, at: Instant) -> None:
+        """Before the core sees it, so that the event that breaks a core is in the file."""
+        line = {"at": at, "kind": type(event).__name__, "so_far": str(self._sum)}
+        self._write(line | {"event": to_json(event)})
+
+    def decided(self, decisions: list[Decision]) -> None:
+        self._sum.add(decisions)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file.closed:
+            return
+        text = json.dumps(line, separators=(",", ":")) + "\n"
+        self._left_bytes -= len(text)
+        try:
+            self._file.write(text)
+        except OSError as error:
+            logger.error("the recording ends here: %s", error)
+            self._left_bytes = -1
+        if self._left_bytes < 0:
+            logger.warning("the recording is full and ends here")
+            self._file.close()
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[Life]:
+    """Every life in the file, oldest first; a last line cut off by a kill is left out. Raises
+    RecordingUnreadable."""
+    lives: list[tuple[Heading, list[Recorded]]] = []
+    count = 0
+    try:
+        with path.open() as file:
+            for text in file:
+                count += 1
+                if text.endswith("\n"):
+                    _take(lives, json.loads(text))
+    except (OSError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise RecordingUnreadable(str(path), count, f"not a recording: {error}") from error
+    if not lives:
+        raise RecordingUnreadable(str(path), 0, "it is empty")
+    return [Life(heading, tuple(events)) for heading, events in lives]
+
+
+def _take(lives: list[tuple[Heading, list[Recorded]]], line: dict[str, Any]) -> None:
+    if "heading" in line:
+        lives.append((_heading(line["heading"]), []))
+    else:
+        lives[-1][1].append(_recorded(line))
+
+
+def _heading(plain: dict[str, Any]) -> Heading:
+    if plain["protocol"] != protocol_hash():
+        raise ValueError(f"recorded by other code ({plain['protocol']}, this is {protocol_hash()})")
+    heading: Heading = from_json(Heading, plain)
+    return heading
+
+
+def _recorded(line: dict[str, Any]) -> Recorded:
+    event: ev.Event = from_json(EVENTS[line["kind"]], line["event"])
+    return Recorded(Instant(line["at"]), event, line["so_far"])
+
+
+# -- again ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An event given again, and what the core decided this time."""
+
+    at: Instant
+    event: ev.Event
+    decisions: list[Decision]
+    is_same: bool  # everything before it was decided as recorded
+
+
+def again(life: Life, policies: Policies) -> Iterator[Step]:
+    """The same events to a new core, at the same instants."""
+    core, decided = life.heading.core(policies), Sum()
+    for recorded in life.events:
+        is_same = str(decided) == recorded.so_far
+        try:
+            decisions = core.handle(recorded.event, recorded.at)
+        except RequestError:  # refused then as well: the event was recorded before it was refused
+            decisions = []
+        else:
+            decided.add(decisions)
+        yield Step(recorded.at, recorded.event, decisions, is_same)

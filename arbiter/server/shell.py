@@ -1,0 +1,320 @@
+"""The shell around the core, without Ray: clock, timer, futures, orders, subscribers.
+
+Nothing between reading an event and finishing `handle` awaits, so every decision is atomic. A bug
+in the core ends the process: books that broke are rebuilt from holders and measurement, never
+repaired in place.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import NoReturn, Protocol
+
+from arbiter.core import events as ev
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.decisions import (
+    Decision,
+    Grant,
+    Probe,
+    Reap,
+    Refuse,
+    Reload,
+    Revoke,
+    Tell,
+    Waits,
+    WakeAt,
+)
+from arbiter.errors import RequestError, TicketClosed
+from arbiter.protocol import messages
+from arbiter.protocol.json_codec import plain
+from arbiter.server.event_log import EventLog
+from arbiter.server.recording import Recorder
+from arbiter.units import Bytes, Epoch, HolderId, Instant, NodeId, Span, TicketId
+
+logger = logging.getLogger("arbiter")
+
+LISTEN_S = 30.0  # an idle long poll comes back this often; measured idle cost is nothing
+EX_SOFTWARE = 70  # sysexits.h
+
+
+def monotonic() -> Instant:
+    return Instant(time.monotonic_ns())
+
+
+class Agents(Protocol):
+    """How node agents are reached; a lost message is repeated by the core."""
+
+    def reap(self, node: NodeId, ticket: TicketId) -> None: ...
+    def probe(self, node: NodeId) -> None: ...
+
+
+class Mailbox:
+    """A holder's orders, kept until acknowledged."""
+
+    def __init__(self) -> None:
+        self._orders: deque[messages.Order] = deque()
+        self._sequence = 0
+        self._came = asyncio.Event()
+
+    def put(self, command: messages.Command) -> None:
+        self._sequence += 1
+        self._orders.append(messages.Order(self._sequence, command))
+        self._came.set()
+
+    async def after(self, ack: int, wait_s: float) -> tuple[messages.Order, ...]:
+        while self._orders and self._orders[0].sequence <= ack:
+            self._orders.popleft()
+        if not self._orders:
+            self._came.clear()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._came.wait()
+            except TimeoutError:
+                return ()
+        return tuple(self._orders)
+
+
+def crash(error: BaseException) -> NoReturn:
+    """End the process so that Ray starts the next epoch."""
+    logger.critical("the arbiter ends itself, to start anew: %r", error, exc_info=error)
+    logging.shutdown()
+    os._exit(EX_SOFTWARE)
+
+
+class _Border(AbstractContextManager["_Border", None]):
+    """What leaves it is a refusal that a caller can act on. Whatever else is raised inside is a bug
+    after which the books may be half written."""
+
+    def __init__(self, crash: Callable[[BaseException], NoReturn]) -> None:
+        self._crash = crash
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if error is not None and not isinstance(error, RequestError):
+            self._crash(error)
+
+
+class Shell:
+    """One event in, all its decisions performed."""
+
+    def __init__(
+        self,
+        core: Arbiter,
+        epoch: Epoch,
+        agents: Agents,
+        log: EventLog,
+        *,
+        recorder: Recorder | None = None,
+        clock: Callable[[], Instant] = monotonic,
+        crash: Callable[[BaseException], NoReturn] = crash,
+    ) -> None:
+        self.core, self.epoch, self.log = core, epoch, log
+        self.calls_count = 0  # messages received, for the protocol's own measurements
+        self._agents, self._clock, self._crash = agents, clock, crash
+        self._recorder = recorder
+        self._waiting: dict[TicketId, asyncio.Future[messages.Granted]] = {}
+        self._callers: dict[TicketId, int] = {}
+        self._mail: dict[HolderId, Mailbox] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at: Instant | None = None
+        self._targets: dict[str, int] = {}
+        self._targets_version = 0
+        self._targets_changed = asyncio.Event()
+
+    # -- events --------------------------------------------------------------------------------
+
+    def feed(self, event: ev.Event) -> None:
+        """Raises RequestError when the core refuses; anything else it raises ends the process."""
+        with _Border(self._crash):
+            for decision in self._decide(event):
+                self._perform(decision)
+            self.refresh_targets()
+
+    def _decide(self, event: ev.Event) -> list[Decision]:
+        now = self._clock()
+        if self._recorder is None:
+            return self.core.handle(event, now)
+        self._recorder.event(event, now)
+        decisions = self.core.handle(event, now)
+        self._recorder.decided(decisions)
+        return decisions
+
+    def _perform(self, decision: Decision) -> None:
+        match decision:
+            case Tell():
+                self.log.tell(decision)
+            case WakeAt(at):
+                self._arm(at)
+            case _:
+                self._send(decision)
+
+    def _send(self, decision: Grant | Waits | Refuse | Revoke | Reap | Probe | Reload) -> None:
+        match decision:
+            case Grant():
+                self._grant(decision)
+            case Waits(ticket, holder, predicted):
+                self._order(holder, messages.WaitsOrder(ticket, predicted))
+            case Refuse(ticket, error):
+                self._answer(ticket, error)
+            case Revoke():
+                self._revoke(decision)
+            case Reap(node, ticket):
+                self._agents.reap(node, ticket)
+            case Probe(node):
+                self._agents.probe(node)
+            case Reload(holder, model):
+                self._order(holder, messages.ReloadOrder(model))
+
+    # -- tickets -------------------------------------------------------------------------------
+
+    async def acquire(self, requested: ev.Requested) -> messages.Granted:
+        """Waits for the answer. The same ticket asked again shares it; when the last asker is
+        cancelled the ticket is withdrawn."""
+        ticket = requested.ticket
+        loop = asyncio.get_running_loop()
+        waiter = self._waiting.setdefault(ticket, loop.create_future())
+        self._callers[ticket] = self._callers.get(ticket, 0) + 1
+        try:
+            self.feed(requested)
+            return await asyncio.shield(waiter)
+        except asyncio.CancelledError:
+            if self._callers[ticket] == 1 and not waiter.done():
+                self.feed(ev.Withdrawn(ticket, requested.holder))
+            raise
+        finally:
+            self._callers[ticket] -= 1
+            if not self._callers[ticket]:
+                del self._callers[ticket]
+                if self._waiting.get(ticket) is waiter:
+                    del self._waiting[ticket]
+
+    async def grow(self, event: ev.GrowthAsked) -> messages.Granted:
+        """For a resident: refused, it goes on as it is; cancelled, it wants no more."""
+        ticket = event.ticket
+        waiter = self._waiting.setdefault(ticket, asyncio.get_running_loop().create_future())
+        try:
+            self.feed(event)
+            return await asyncio.shield(waiter)
+        except asyncio.CancelledError:
+            self.feed(replace(event, more_bytes=Bytes(0)))
+            raise
+        finally:
+            if self._waiting.get(ticket) is waiter:
+                del self._waiting[ticket]
+
+    def withdrawn(self, event: ev.Withdrawn) -> None:
+        """The holder's own word; its pending call, if any, ends."""
+        self.feed(event)
+        owner = self.core.holder_of(event.ticket)
+        if owner is None or event.holder in (None, owner):
+            self._answer(event.ticket, TicketClosed(event.ticket))
+
+    def growth_withdrawn(self, event: ev.GrowthAsked) -> None:
+        """The holder wants no more; its pending call, if any, ends."""
+        self.feed(event)
+        self._answer(event.ticket, TicketClosed(event.ticket))
+
+    def _grant(self, grant: Grant) -> None:
+        waiter = self._waiting.pop(grant.ticket, None)
+        if waiter and not waiter.done():
+            within = Span(max(0, grant.load_by - self._clock()))
+            waiter.set_result(
+                messages.Granted(grant.ticket, grant.devices, within, grant.predicted, self.epoch)
+            )
+
+    def _answer(self, ticket: TicketId, error: RequestError) -> None:
+        waiter = self._waiting.pop(ticket, None)
+        if waiter and not waiter.done():
+            waiter.set_exception(error)
+            waiter.exception()  # seen: nobody may be left to await it
+
+    # -- orders --------------------------------------------------------------------------------
+
+    def open_mail(self, holder: HolderId) -> None:
+        """A fresh line of orders; what an earlier joining of this holder had is void."""
+        self._mail[holder] = Mailbox()
+
+    def close_mail(self, holder: HolderId) -> None:
+        self._mail.pop(holder, None)
+
+    def has_mail(self, holder: HolderId) -> bool:
+        return holder in self._mail
+
+    @property
+    def holders(self) -> tuple[HolderId, ...]:
+        return tuple(self._mail)
+
+    async def listen(self, holder: HolderId, ack: int) -> tuple[messages.Order, ...]:
+        return await self._mail[holder].after(ack, LISTEN_S)
+
+    def order_all(self, command: messages.Command) -> None:
+        for box in self._mail.values():
+            box.put(command)
+
+    def _order(self, holder: HolderId, command: messages.Command) -> None:
+        if box := self._mail.get(holder):
+            box.put(command)
+
+    def _revoke(self, revoke: Revoke) -> None:
+        barrier = Span(max(0, revoke.barrier_until - self._clock()))
+        order = messages.RevokeOrder(revoke.ticket, revoke.reason, revoke.to, barrier)
+        self._order(revoke.holder, order)
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def _arm(self, at: Instant) -> None:
+        """One timer, for the earliest wake asked for; the core asks again after each."""
+        if self._timer and self._timer_at is not None and self._timer_at <= at:
+            return
+        if self._timer:
+            self._timer.cancel()
+        delay_s = max(0, at - self._clock()) / 1e9
+        self._timer_at = at
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._woke)
+
+    def _woke(self) -> None:
+        self._timer = self._timer_at = None
+        self.feed(ev.Woke())
+
+    # -- replica counts ------------------------------------------------------------------------
+
+    def refresh_targets(self) -> None:
+        targets = dict(self.core.replica_targets(self._clock()))
+        if targets != self._targets:
+            self._targets, self._targets_version = targets, self._targets_version + 1
+            self._targets_changed.set()
+            self._targets_changed = asyncio.Event()
+
+    async def replicas(self, version: int, wait_s: float) -> tuple[int, dict[str, int]]:
+        """Wanted replicas by capability, once they differ from `version`'s, or after `wait_s`."""
+        if version == self._targets_version:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._targets_changed.wait()
+            except TimeoutError:
+                pass
+        return self._targets_version, dict(self._targets)
+
+    def snapshot(self) -> messages.Plain:
+        return {
+            "version": messages.package_version(),
+            "protocol": messages.protocol_hash(),
+            "calls": self.calls_count,
+            "sequence": self.log.sequence,
+            **plain(self.core.snapshot(self._clock())),
+        }
+
+    def explain(self, ticket: TicketId) -> messages.Plain:
+        """Raises UnknownTicket."""
+        found: messages.Plain = plain(self.core.explain(ticket, self._clock()))
+        return found
+
+    @property
+    def open_tickets(self) -> int:
+        return len(self.core.snapshot(self._clock()).tickets)

@@ -1,0 +1,256 @@
+"""What must outlive the arbiter, in one SQLite file of mode 0600: the epoch counter, who held
+tickets and the configuration, each of one life of a cluster; and learned estimates, of all.
+
+The books are not in it: holders and measurement are their truth. Losing the file loses comfort,
+never bytes, so a broken one is moved aside and a new one begun, and where none can be written the
+arbiter goes on without.
+"""
+
+import json
+import logging
+import os
+import pickle
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arbiter.protocol.messages import Configuration, Plain, protocol_hash
+from arbiter.units import Epoch, HolderId, NodeId
+
+logger = logging.getLogger("arbiter")
+
+# Lives of clusters remembered, some kB each; a user has a few at once, and old ones never return.
+SESSIONS_KEPT = 64
+LOCKED_S = 1.0  # another cluster's arbiter writes for 0.016 ms; heartbeats come each second
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS learned_rows (
+    capability TEXT, model TEXT, settings_key TEXT, value BLOB NOT NULL,
+    PRIMARY KEY (capability, model, settings_key)) STRICT;
+CREATE TABLE IF NOT EXISTS sessions (session TEXT PRIMARY KEY, begun_ns INTEGER NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS session_facts (
+    session TEXT, name TEXT, value BLOB NOT NULL, PRIMARY KEY (session, name)) STRICT;
+CREATE TABLE IF NOT EXISTS session_members (
+    session TEXT, holder TEXT, node TEXT NOT NULL, pid INTEGER NOT NULL,
+    start_ticks INTEGER NOT NULL, PRIMARY KEY (session, holder)) STRICT;
+"""
+# What unpickling a configuration can raise though its code is the same (pickle's documentation:
+# "other exceptions may also be raised, including (but not necessarily limited to)" these).
+_STALE = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, IndexError, TypeError)
+
+
+def default_path() -> Path:
+    """Beside the user's other state, as the XDG base directory specification has it."""
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home) / "serve-arbiter" / "arbiter.sqlite"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A holder that is expected back, and the process it is. 0: not said."""
+
+    holder: HolderId
+    node: NodeId
+    pid: int = 0
+    start_ticks: int = 0
+
+
+class Store:
+    """One session's view. Every write is durable against a killed process (WAL, synchronous
+    NORMAL: 0.016 ms); one that fails is logged and told to `on_trouble`, once until one works."""
+
+    def __init__(self, path: Path, session: str) -> None:
+        self.path, self._session = path, session
+        self.moved_aside: Path | None = None  # where a broken predecessor went
+        self.trouble: str | None = None
+        self.on_trouble: Callable[[str], None] = lambda why: None
+        self._is_file = self._is_open = True
+        self._saved: dict[tuple[str, str, str], Plain] = {}  # learned rows as last read or written
+        self._db = self._open_somehow()
+        self._begin()
+
+    def next_epoch(self) -> Epoch:
+        """Never one given before, whether or not the last could be saved: the clock is ahead of
+        any count of restarts, which take a second each."""
+        last = self._fact("epoch")
+        epoch = max(json.loads(last) + 1 if last else 0, time.time_ns() // 1_000_000_000)
+        self._save_fact("epoch", json.dumps(epoch).encode())
+        return Epoch(epoch)
+
+    def end_session(self) -> None:
+        """Nobody is expected back. The epoch stays: who missed the end must hear of the next."""
+        self._run("DELETE FROM session_members WHERE session = ?", self._session)
+        self._run("DELETE FROM session_facts WHERE session = ? AND name != 'epoch'", self._session)
+
+    # -- who is expected back ----------------------------------------------------------------
+
+    def members(self) -> tuple[Member, ...]:
+        mine = "SELECT holder, node, pid, start_ticks FROM session_members WHERE session = ?"
+        rows = self._run(mine, self._session)
+        return tuple(Member(HolderId(h), NodeId(n), pid, ticks) for h, n, pid, ticks in rows)
+
+    def add_member(self, member: Member) -> None:
+        row = (member.holder, member.node, member.pid, member.start_ticks)
+        statement = "INSERT OR REPLACE INTO session_members VALUES (?, ?, ?, ?, ?)"
+        self._run(statement, self._session, *row)
+
+    def drop_holder(self, holder: HolderId) -> None:
+        mine = "session = ? AND holder = ?"
+        self._run(f"DELETE FROM session_members WHERE {mine}", self._session, holder)
+
+    # -- learned and set -----------------------------------------------------------------------
+
+    def learned(self) -> list[Plain]:
+        """What all sessions have learned, a row for each model under its settings."""
+        rows = self._run("SELECT value FROM learned_rows")
+        self._saved = {_key(found): found for found in (json.loads(row[0]) for row in rows)}
+        return list(self._saved.values())
+
+    def save_learned(self, rows: list[Plain]) -> None:
+        """Writes what is new to this session and removes what it has forgotten; rows that it did
+        not touch are another's to change."""
+        now = {_key(row): row for row in rows}
+        for key, row in now.items():
+            if self._saved.get(key) != row:
+                value = json.dumps(row).encode()
+                self._run("INSERT OR REPLACE INTO learned_rows VALUES (?, ?, ?, ?)", *key, value)
+        for key in self._saved.keys() - now.keys():
+            one = "capability = ? AND model = ? AND settings_key = ?"
+            self._run(f"DELETE FROM learned_rows WHERE {one}", *key)
+        self._saved = now
+
+    def floors(self) -> Any:
+        """What `save_floors` was given last in this session; empty when nothing was."""
+        return json.loads(self._fact("floors") or b"[]")
+
+    def save_floors(self, rows: Any) -> None:
+        self._save_fact("floors", json.dumps(rows).encode())
+
+    def lease_ends(self) -> dict[str, float]:
+        """By ticket, in seconds of the wall clock: a monotonic one ends with its machine."""
+        found: dict[str, float] = json.loads(self._fact("lease_ends") or b"{}")
+        return found
+
+    def save_lease_ends(self, ends: dict[str, float]) -> None:
+        self._save_fact("lease_ends", json.dumps(ends).encode())
+
+    def accounts(self) -> Any:
+        """What clients of this session have used, as last saved."""
+        return json.loads(self._fact("accounts") or b"[]")
+
+    def save_accounts(self, rows: Any) -> None:
+        self._save_fact("accounts", json.dumps(rows).encode())
+
+    def configuration(self) -> Configuration | None:
+        """None when none was saved, or by other code: a pickle has its fields by place, so one of
+        other classes would be read without an error, and wrong."""
+        code, _, blob = (self._fact("configuration") or b"").partition(b"\n")
+        if code != protocol_hash().encode():
+            return None
+        try:
+            # Our own file, 0600: whoever can write it runs as us already.
+            found: Configuration = pickle.loads(blob)
+            return found
+        except _STALE:
+            return None
+
+    def save_configuration(self, configuration: Configuration) -> None:
+        blob = protocol_hash().encode() + b"\n" + pickle.dumps(configuration)
+        self._save_fact("configuration", blob)
+
+    def recording(self) -> str | None:
+        """Where this session's events are recorded, if they are."""
+        path = self._fact("recording")
+        return path.decode() if path else None
+
+    def save_recording(self, path: str | None) -> None:
+        self._save_fact("recording", (path or "").encode())
+
+    def close(self) -> None:
+        """Nothing is kept from here on: a holder that takes its leave of an arbiter that has ended
+        is no trouble."""
+        self._is_open = False
+        self._db.close()
+
+    # -- the file ------------------------------------------------------------------------------
+
+    def _open_somehow(self) -> sqlite3.Connection:
+        try:
+            return self._open_or_replace()
+        except (sqlite3.Error, OSError) as error:  # locked, full, read-only: not the file's fault
+            self._failed(error)
+            self._is_file = False
+            db = sqlite3.connect(":memory:", isolation_level=None)
+            db.executescript(_SCHEMA)
+            return db
+
+    def _open_or_replace(self) -> sqlite3.Connection:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            return _open(self.path)
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError:
+            self.moved_aside = self.path.with_suffix(f".broken-{time.time_ns()}")
+            self.path.rename(self.moved_aside)
+            for suffix in ("-wal", "-shm"):
+                Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+            return _open(self.path)
+
+    def _begin(self) -> None:
+        self._run("INSERT OR REPLACE INTO sessions VALUES (?, ?)", self._session, time.time_ns())
+        newest = f"SELECT session FROM sessions ORDER BY begun_ns DESC LIMIT {SESSIONS_KEPT}"
+        for table in ("session_members", "session_facts", "sessions"):
+            self._run(f"DELETE FROM {table} WHERE session NOT IN ({newest})")
+
+    def _fact(self, name: str) -> bytes | None:
+        mine = "session = ? AND name = ?"
+        rows = self._run(f"SELECT value FROM session_facts WHERE {mine}", self._session, name)
+        return rows[0][0] if rows else None
+
+    def _save_fact(self, name: str, value: bytes) -> None:
+        self._run(
+            "INSERT OR REPLACE INTO session_facts VALUES (?, ?, ?)", self._session, name, value
+        )
+
+    def _run(self, statement: str, *values: str | bytes | int) -> list[Any]:
+        if not self._is_open:
+            return []
+        try:
+            rows = self._db.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            self._failed(error)
+            return []
+        if self._is_file:
+            self.trouble = None
+        return rows
+
+    def _failed(self, error: Exception) -> None:
+        if self.trouble is None:
+            self.trouble = f"{self.path}: {error}"
+            logger.error("what is learned and set now will not outlive this: %s", self.trouble)
+            self.on_trouble(self.trouble)
+
+
+def _key(row: Plain) -> tuple[str, str, str]:
+    return row["capability"], row["model"], row["settings_key"]
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """Raises sqlite3.DatabaseError when the file is not a sound database."""
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    path.chmod(0o600)
+    db = sqlite3.connect(path, isolation_level=None, timeout=LOCKED_S)  # each statement commits
+    try:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        if db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
+            raise sqlite3.DatabaseError(f"{path} is damaged")
+        db.executescript(_SCHEMA)
+    except sqlite3.DatabaseError:
+        db.close()
+        raise
+    return db

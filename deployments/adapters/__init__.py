@@ -1,0 +1,1 @@
+"""LoRA adapters: catalogue, fetching, checking; used by front, replica and engine."""

@@ -1,0 +1,274 @@
+"""Adapters by name: what lies in a folder per base model, as it is now.
+
+    <folder>/<name>/adapter_config.json            for everybody
+    <folder>/<name>/adapter_model.safetensors
+    <folder>/@<tenant>/<name>/...                  for one tenant; hides a common one of that name
+    <folder>/<name>/serve.json                     optional: {"priority": "high", "pin": true}
+    <folder>/remote.json, <folder>/@<tenant>/remote.json     names of adapters behind a URL:
+        {"med": "s3://our-loras/med-v3/", "law": {"url": "hf://our-org/law/", "pin": true}}
+
+A folder dropped into place is found by the next call, a removed one no longer: nothing is
+registered and nothing restarts. How to use it, in the front and in an engine alike:
+
+    catalogue = Catalogue(table.adapter_folders, frozenset(table.homes))
+    found = catalogue.find("legal-v2", tenant="acme")       # or "small-chat:legal-v2"
+    found.base                                              # the model whose engine serves it
+    catalogue.names("acme")                                 # for GET /v1/models and near misses
+
+`find` looks at the disk (two or three stats; a changed entry is read again) and `names` lists only
+folders whose time has changed, so both may be called for each request at 10,000 entries. Neither
+opens the weights: an engine copies, hashes and checks them before it uses them
+(deployments.text.adapters), because what is named here may still change.
+
+A URL has to begin as one in the allow-list of its model, and its content is taken to be the same
+for ever: what is new gets a URL of its own. The replica fetches it before the engine is asked
+(deployments.text.remote).
+
+Tenants write their own folders, so nothing in one is followed anywhere else: a link in place of a
+tenant's folder or an adapter is no adapter, and a file that is a link, a pipe or a device makes its
+adapter invalid.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from arbiter.errors import RequestError
+from deployments.adapters.safe_files import AdapterInvalid, is_folder, open_plain, read_json
+from deployments.config.url_allowlist import is_allowed
+
+if TYPE_CHECKING:
+    pass
+
+
+CONFIG, WEIGHTS, EXTRAS = "adapter_config.json", "adapter_model.safetensors", "serve.json"
+MANIFEST = "remote.json"
+MAX_MANIFEST_BYTES = 32 << 20  # of MAX_NAMES rows, 300 bytes each
+PRIORITIES = ("urgent", "high", "normal", "low", "batch")  # SPEC C2
+# One component of a path: no separator, no leading dot, so a name cannot leave its folder. `:` and
+# `@` are ours.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# Names listed of one folder; SPEC F2 asks for 10,000 and more, and a listing is held in memory.
+MAX_NAMES = 100_000
+
+
+class AdapterAmbiguous(RequestError):
+    """More than one base model has an adapter of this name."""
+
+    status_code, code = 400, "adapter_ambiguous"
+
+    def __init__(self, name: str, bases: tuple[str, ...]) -> None:
+        super().__init__(name, bases)
+        self.name, self.bases = name, bases
+
+    def __str__(self) -> str:
+        full = ", ".join(f"{base}:{self.name}" for base in self.bases)
+        return f"several models have an adapter {self.name!r}; write one of {full}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One adapter as its owner put it there."""
+
+    name: str
+    base: str  # the model it is for, by the name it is served under
+    path: Path
+    rank: int
+    size_bytes: int
+    stamp: tuple[int, ...] = ()  # times and inodes of its files: equal as long as nothing changed
+    tenant: str = ""  # empty: everybody's
+    priority: str = "normal"
+    pin: bool = False
+    url: str = ""  # where it is fetched from; then `rank` and `size_bytes` are 0, not known before
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.base}:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an adapter lies and whose it is: a folder, or a row of a manifest."""
+
+    path: Path
+    owner: str
+    row: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """The names in one folder when its time was `mtime_ns`."""
+
+    mtime_ns: int
+    names: frozenset[str]
+
+
+class Catalogue:
+    """One per process; not for use from several threads at once."""
+
+    def __init__(
+        self,
+        folders: Mapping[str, Path],
+        reserved: frozenset[str] = frozenset(),
+        urls: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        fetched: Path = Path("/nonexistent"),
+    ) -> None:
+        """`folders`: base model to its folder. `reserved`: names of base models, which no adapter
+        may have; those of `folders` always are. `urls`: base model to the prefixes that its
+        manifests may use; `fetched`: where what they name is on this node."""
+        self._folders = {base: folder.resolve() for base, folder in folders.items()}
+        self._reserved = reserved | set(folders)
+        self._urls, self._fetched = urls, fetched
+        self._listings: dict[Path, _Listing] = {}
+        self._manifests: dict[Path, tuple[tuple[int, ...], dict[str, Any]]] = {}
+        self._read: dict[Path, tuple[tuple[int, ...], Entry]] = {}
+
+    def find(self, name: str, tenant: str = "") -> Entry | None:
+        """The adapter a client means, or None when there is none of that name that this tenant may
+        see. Raises AdapterAmbiguous, AdapterInvalid."""
+        base, colon, bare = name.partition(":")
+        if not colon:
+            base, bare = "", name
+        if not _NAME.fullmatch(bare) or bare in self._reserved or (colon and not base):
+            return None
+        bases = [base] if base else list(self._folders)
+        places = {b: found for b in bases if (found := self._place(b, bare, tenant))}
+        if len(places) > 1:
+            raise AdapterAmbiguous(bare, tuple(sorted(places)))
+        for base, found in places.items():
+            return self._remote(bare, base, found) if found.row else self._entry(bare, base, found)
+        return None
+
+    def names(self, tenant: str = "") -> list[str]:
+        """Full names, `base:adapter`, of all that this tenant may see, sorted."""
+        return sorted(
+            f"{base}:{name}"
+            for base, folder in self._folders.items()
+            for name in self._names_of(folder, tenant)
+        )
+
+    def _names_of(self, folder: Path, tenant: str) -> set[str]:
+        found: set[str] = set()
+        for home, _ in _homes(folder, tenant):
+            found |= self._listed(home)
+            with contextlib.suppress(AdapterInvalid):  # who asks for one of them hears why
+                found |= {n for n in self._rows(home) if _NAME.fullmatch(n)} - self._reserved
+        return found
+
+    def _place(self, base: str, name: str, tenant: str) -> _Place | None:
+        """The tenant's own before everybody's. Raises AdapterInvalid for a bad manifest."""
+        folder = self._folders.get(base)
+        if folder is None:
+            return None
+        for home, owner in _homes(folder, tenant):
+            path = home / name
+            if is_folder(home) and is_folder(path) and os.path.lexists(path / CONFIG):
+                return _Place(path, owner)
+            if row := self._rows(home).get(name):
+                return _Place(home / MANIFEST, owner, row)
+        return None
+
+    def _rows(self, home: Path) -> dict[str, Any]:
+        """Of the manifest in a folder, read again when it changed. Raises AdapterInvalid."""
+        file = home / MANIFEST
+        try:
+            found = file.lstat()
+            stamp = found.st_mtime_ns, found.st_ino, found.st_size
+            known = self._manifests.get(file)
+            if known is None or known[0] != stamp:
+                rows = read_json(MANIFEST, file, MAX_MANIFEST_BYTES)
+                known = self._manifests[file] = stamp, rows
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            raise AdapterInvalid(MANIFEST, f"{error.filename}: {error.strerror}") from error
+        return known[1]
+
+    def _remote(self, name: str, base: str, found: _Place) -> Entry:
+        """Raises AdapterInvalid."""
+        row = found.row if isinstance(found.row, dict) else {"url": found.row}
+        url = row.get("url")
+        if not isinstance(url, str) or not is_allowed(url, self._urls.get(base, ())):
+            reason = f"its URL in {MANIFEST} does not begin as one that `adapters.urls` allows"
+            raise AdapterInvalid(name, reason)
+        priority, pin = _extras(name, MANIFEST, row)
+        path = self._fetched / place(url)
+        return Entry(name, base, path, 0, 0, (), found.owner, priority, pin, url)
+
+    def _entry(self, name: str, base: str, found: _Place) -> Entry:
+        path = found.path
+        try:
+            stamp = _stamp(path)
+            known = self._read.get(path)
+            if known is None or known[0] != stamp:
+                known = self._read[path] = stamp, _read_entry(name, base, found, stamp)
+        except OSError as error:
+            raise AdapterInvalid(name, f"{error.filename}: {error.strerror}") from error
+        return known[1]
+
+    def _listed(self, folder: Path) -> frozenset[str]:
+        try:
+            if not is_folder(folder):
+                return frozenset()
+            mtime_ns = folder.stat().st_mtime_ns
+            known = self._listings.get(folder)
+            if known is None or known.mtime_ns != mtime_ns:
+                known = self._listings[folder] = _Listing(mtime_ns, self._list(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return frozenset()
+        return known.names
+
+    def _list(self, folder: Path) -> frozenset[str]:
+        with os.scandir(folder) as rows:
+            names = (
+                r.name for r in rows if _NAME.fullmatch(r.name) and r.is_dir(follow_symlinks=False)
+            )
+            found = [name for name, _ in zip(names, range(MAX_NAMES), strict=False)]
+        return frozenset(found) - self._reserved
+
+
+def _homes(folder: Path, tenant: str) -> list[tuple[Path, str]]:
+    """Where this tenant's adapters may be, and whose they are there."""
+    own = [(folder / f"@{tenant}", tenant)] if _NAME.fullmatch(tenant) else []
+    return [*own, (folder, "")]
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What changes when an adapter is replaced. Raises OSError."""
+    config, weights = (path / CONFIG).lstat(), (path / WEIGHTS).lstat()
+    extras = (path / EXTRAS).lstat().st_mtime_ns if os.path.lexists(path / EXTRAS) else 0
+    return (config.st_mtime_ns, config.st_ino, weights.st_mtime_ns, weights.st_ino, weights.st_size,
+            extras)  # fmt: skip
+
+
+def _read_entry(name: str, base: str, found: _Place, stamp: tuple[int, ...]) -> Entry:
+    """Raises AdapterInvalid, OSError."""
+    path = found.path
+    rank = read_json(name, path / CONFIG).get("r")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise AdapterInvalid(name, f"{CONFIG}: `r` is {rank!r}, not a rank")
+    extras = read_json(name, path / EXTRAS) if os.path.lexists(path / EXTRAS) else {}
+    priority, pin = _extras(name, EXTRAS, extras)
+    with open_plain(name, path / WEIGHTS) as weights:
+        size = os.fstat(weights.fileno()).st_size
+    return Entry(name, base, path, rank, size, stamp, found.owner, priority, pin)
+
+
+def _extras(name: str, file: str, row: Mapping[str, Any]) -> tuple[str, bool]:
+    """Priority and pin. Raises AdapterInvalid."""
+    priority, pin = row.get("priority", "normal"), row.get("pin", False)
+    if priority not in PRIORITIES or not isinstance(pin, bool):
+        allowed = f"`priority` is one of {', '.join(PRIORITIES)}, `pin` true or false"
+        raise AdapterInvalid(name, f"{file}: {allowed}")
+    return priority, pin
+
+
+def place(url: str) -> str:
+    """Name of the folder for what lies behind `url`, which is taken to be the same for ever."""
+    return hashlib.sha256(url.encode()).hexdigest()[:32]

@@ -1,0 +1,128 @@
+"""What an engine may use of an adapter: a copy under its content's name that nobody changes.
+
+An adapter in the catalogue belongs to whoever put it there and may change or vanish at any moment,
+and vLLM's prefix cache knows adapters by path. So an engine serves `<store>/<digest>/`, copied with
+bounds, hashed while copying, and checked after that: what was checked is what is loaded.
+"""
+
+import asyncio
+import hashlib
+import os
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deployments.adapters.catalogue import WEIGHTS, Catalogue, Entry
+from deployments.adapters.folder_cache import alone, make_room
+from deployments.adapters.safe_files import AdapterInvalid, open_plain
+from deployments.adapters.validate import Rules, check
+
+_CHUNK_BYTES = 1 << 20
+# The store's bound: 2,000 adapters of an 8 B model at rank 16. Beyond it the longest unused go.
+MAX_STORE_BYTES = 160 << 30
+FETCHED = ".fetched"  # folder in a store for what lay behind URLs; see deployments.text.remote
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """An adapter an engine may load."""
+
+    digest: str
+    path: Path
+    size_bytes: int
+
+
+class Store:
+    """Content-addressed copies of one node; several engines and threads may share it."""
+
+    def __init__(self, folder: Path, max_bytes: int = MAX_STORE_BYTES) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder, self._max_bytes = folder.resolve(), max_bytes
+
+    def publish(self, entry: Entry, rules: Rules) -> Published:
+        """Copy, hash, check, and only then give it its name. Blocks for the copy. Raises
+        AdapterInvalid."""
+        if entry.rank > rules.max_rank:
+            reason = f"rank {entry.rank} is above the {rules.max_rank} its model serves"
+            raise AdapterInvalid(entry.name, reason)
+        scratch = Path(tempfile.mkdtemp(dir=self._folder, prefix=".copying-"))
+        try:
+            return self._publish(entry, rules, scratch)
+        except OSError as error:
+            raise AdapterInvalid(entry.name, f"{error.filename}: {error.strerror}") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _publish(self, entry: Entry, rules: Rules, scratch: Path) -> Published:
+        hashed = hashlib.sha256()
+        for name, bound in rules.bounds.items():
+            _copy(entry, name, scratch / name, bound, hashed)
+        check(entry.name, scratch, rules)
+        digest = hashed.hexdigest()[:32]
+        target = self._folder / digest
+        size_bytes = (scratch / WEIGHTS).stat().st_size
+        with alone(self._folder):
+            if target.is_dir():
+                os.utime(target)  # the longest unused go first
+            else:
+                # An engine that has one of them loaded keeps its pages, and publishes it again
+                # before it loads it again.
+                make_room(self._folder, size_bytes, self._max_bytes)
+                scratch.rename(target)
+        return Published(digest, target, size_bytes)
+
+
+class Shelf:
+    """The store as one engine uses it: what was published and has not changed is there at once,
+    whatever else is being copied."""
+
+    def __init__(self, store: Store, rules: Rules) -> None:
+        self._store, self._rules = store, rules
+        self._known: dict[tuple[str, str], tuple[Entry, Published]] = {}
+        # One per adapter, so that a crowd asking for a new one has it copied once.
+        self._copying: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def take(self, entry: Entry) -> Published:
+        """The checked copy, made again when the entry changed or its copy is gone. Raises
+        AdapterInvalid."""
+        if known := self._current(entry):
+            return known
+        key = entry.tenant, entry.name
+        async with self._copying[key]:
+            if known := self._current(entry):
+                return known
+            made = await asyncio.to_thread(self._store.publish, entry, self._rules)
+            self._known[key] = entry, made
+        return made
+
+    def _current(self, entry: Entry) -> Published | None:
+        found = self._known.get((entry.tenant, entry.name))
+        if found is None or found[0] != entry or not found[1].path.is_dir():
+            return None
+        return found[1]
+
+
+def catalogue_of(config: Mapping[str, Any]) -> Catalogue:
+    """What an engine and its replica see, from the engine's configuration."""
+    given, base = config["adapters"], str(config.get("served_name", config["model"]))
+    fetched = Path(given["store"]) / FETCHED
+    urls = {base: given.get("urls", ())}
+    return Catalogue({base: Path(given["folder"])}, urls=urls, fetched=fetched)
+
+
+def _copy(entry: Entry, name: str, target: Path, bound: int, hashed: Any) -> None:
+    """Raises AdapterInvalid for a file that is not plain or beyond the bound, OSError for links."""
+    with open_plain(entry.name, entry.path / name) as reader, target.open("xb") as writer:
+        target.chmod(0o400)
+        left = bound
+        while chunk := reader.read(_CHUNK_BYTES):
+            left -= len(chunk)
+            if left < 0:
+                raise AdapterInvalid(entry.name, f"{name} is larger than {bound} bytes")
+            hashed.update(chunk)
+            writer.write(chunk)
+    hashed.update(name.encode())

@@ -1,0 +1,97 @@
+"""Checks an adapter's files against what its base model and engine can take (SPEC L2)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deployments.adapters.catalogue import CONFIG, WEIGHTS
+from deployments.adapters.safe_files import MAX_CONFIG_BYTES, AdapterInvalid, read_json
+from deployments.config import safetensors_header
+from deployments.config.safetensors_header import slot_bytes
+
+_PREFIX = "base_model.model."  # PEFT's, before the module's name in the base
+_TYPES = ("F32", "F16", "BF16")
+# Each of these changes what the two matrices mean, so an adapter with one would answer wrongly.
+_UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "layer_replication", "use_qalora",
+             "use_bdlora", "alora_invocation_tokens", "trainable_token_indices",
+             "megatron_config")  # fmt: skip
+HEADER_ROOM_BYTES = 4 << 20  # thousands of tensor names of 100 bytes each
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the base model and its engine can take. `shapes`: module to (out, in)."""
+
+    shapes: Mapping[str, tuple[int, int]]
+    max_rank: int
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """File to its most bytes: an adapter that can be right has at most every module, at the
+        largest rank, in float32."""
+        weights_bytes = slot_bytes(self.shapes, self.max_rank, item_bytes=4) + HEADER_ROOM_BYTES
+        return {CONFIG: MAX_CONFIG_BYTES, WEIGHTS: weights_bytes}
+
+
+def check(name: str, folder: Path, rules: Rules) -> None:
+    """Raises AdapterInvalid that says what is wrong with the adapter in `folder`."""
+    config = read_json(name, folder / CONFIG)
+    _check_config(name, config, rules.max_rank)
+    try:
+        tensors = safetensors_header.check(folder / WEIGHTS)
+    except safetensors_header.BadHeader as error:
+        raise AdapterInvalid(name, str(error).replace(f"{folder}/", "")) from error
+    pairs: dict[str, dict[str, tuple[int, ...]]] = {}
+    for tensor, row in tensors.items():
+        module, matrix = _parted(name, tensor)
+        if row.dtype not in _TYPES:
+            raise AdapterInvalid(name, f"{tensor} is {row.dtype}, not one of {', '.join(_TYPES)}")
+        pairs.setdefault(module, {})[matrix] = row.shape
+    if not pairs:
+        raise AdapterInvalid(name, f"{WEIGHTS} has no tensors")
+    for module, shapes in pairs.items():
+        if reason := _mismatch(shapes, rules.shapes.get(module), rules.max_rank):
+            raise AdapterInvalid(name, f"{module}: {reason}")
+
+
+def _check_config(name: str, config: dict[str, Any], max_rank: int) -> None:
+    if config.get("peft_type") != "LORA":
+        raise AdapterInvalid(name, f"peft_type is {config.get('peft_type')!r}; only LORA is served")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= max_rank:
+        raise AdapterInvalid(name, f"rank {rank!r} is not between 1 and {max_rank}")
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not (is_number and 0 < float(alpha or 0) < math.inf):
+        raise AdapterInvalid(name, f"lora_alpha is {alpha!r}, not a positive number")
+    if config.get("bias", "none") != "none":
+        raise AdapterInvalid(name, "adapters that train biases are not served")
+    for feature in _UNSERVED:
+        if config.get(feature):
+            raise AdapterInvalid(name, f"{feature} is not served")
+
+
+def _parted(name: str, tensor: str) -> tuple[str, str]:
+    """`base_model.model.<module>.lora_A.weight` in its module and its matrix."""
+    for matrix in ("lora_A", "lora_B"):
+        ending = f".{matrix}.weight"
+        if tensor.startswith(_PREFIX) and tensor.endswith(ending):
+            return tensor.removeprefix(_PREFIX).removesuffix(ending), matrix
+    raise AdapterInvalid(name, f"{tensor[:200]!r} is no lora_A or lora_B of a linear module")
+
+
+def _mismatch(
+    found: Mapping[str, tuple[int, ...]], base: tuple[int, int] | None, max_rank: int
+) -> str:
+    """Why the two matrices do not fit their module, or nothing."""
+    if base is None:
+        return "its base model has no such module"
+    a, b = found.get("lora_A", ()), found.get("lora_B", ())
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        return f"lora_A {list(a)} and lora_B {list(b)} are not a pair"
+    if not 1 <= a[0] <= max_rank:
+        return f"rank {a[0]} is not between 1 and {max_rank}"
+    if (b[0], a[1]) != base:
+        return f"lora_A {list(a)} and lora_B {list(b)} do not fit a weight of {list(base)}"
+    return ""

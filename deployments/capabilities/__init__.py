@@ -1,0 +1,1 @@
+"""One file per capability: the deployments that answer requests."""

@@ -1,0 +1,7 @@
+"""The embedding capability: text in, vectors out, by sentence-transformers in the child."""
+
+from deployments.replica.capability import Capability
+
+
+class EmbeddingServer(Capability):
+    paths = frozenset({"/v1/embeddings"})

@@ -1,0 +1,51 @@
+"""Text: chat and completions, answered by vLLM's own serving classes in the engine child."""
+
+from pathlib import Path
+from typing import Any
+
+from deployments import messages
+from deployments.adapters.catalogue import Catalogue
+from deployments.adapters.fetch import Fetcher
+from deployments.adapters.store import FETCHED, catalogue_of
+from deployments.adapters.validate import Rules
+from deployments.config import safetensors_header
+from deployments.replica.capability import Capability
+from deployments.replica.use import Use
+
+
+class TextServer(Capability):
+    """Passes raw JSON in and bytes out; vLLM in the engine child gives them their meaning."""
+
+    paths = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+
+    def __init__(self, capability: str) -> None:
+        super().__init__(capability)
+        self._desks: dict[str, tuple[str, Desk]] = {}  # by model, with its ticket
+
+    async def prepare(self, call: messages.Call, use: Use) -> None:
+        """The adapter, where it lies behind a URL, is on this node."""
+        config = use.config
+        if call.served in ("", call.model) or "adapters" not in config:
+            return
+        self.slotted.note(use.ticket, call.served, config["adapters"]["slots"])
+        known = self._desks.get(call.model)
+        if known is None or known[0] != use.ticket:  # a new engine may have another configuration
+            known = self._desks[call.model] = use.ticket, Desk(config)
+        await known[1].bring(call.served, call.tenant)
+
+
+class Desk:
+    """The adapters of one engine, as its replica sees them."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """Raises OSError, headers.BadHeader."""
+        given = config["adapters"]
+        rules = Rules(safetensors_header.linear_shapes(Path(config["model"])), given["max_rank"])
+        self._catalogue: Catalogue = catalogue_of(config)
+        self._fetcher = Fetcher(Path(given["store"]) / FETCHED, rules.bounds)
+
+    async def bring(self, name: str, tenant: str) -> None:
+        """Raises AdapterInvalid, FetchFailed. What is in no catalogue is the engine's to refuse."""
+        entry = self._catalogue.find(name, tenant)
+        if entry is not None and entry.url:
+            await self._fetcher.bring(entry)

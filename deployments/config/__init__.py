@@ -1,0 +1,1 @@
+"""The configuration: schema, checks, and what it makes of a model (its load plan)."""

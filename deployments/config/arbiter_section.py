@@ -1,0 +1,138 @@
+"""The `arbiter` section of the table: what a person may set of its rules."""
+
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from arbiter.core import settings as core
+from arbiter.units import Bytes, seconds
+from deployments.config.fields import LONGEST_S, Size, Strict
+from policies import ADMIT, EVICT, REPLAY_ONLY, ROLES
+
+
+class Arenas(Strict):
+    """The most of each kind of device that may be lent, before the wiggle room is taken off.
+    Absent: nine tenths of what the device has."""
+
+    gpu: Size | None = None
+    cpu: Size | None = None
+    host: Size | None = None
+
+    def as_arenas(self) -> core.Arenas:
+        caps = (None if cap is None else Bytes(cap) for cap in (self.gpu, self.cpu, self.host))
+        return core.Arenas(*caps)
+
+
+class TenantConfig(Strict):
+    """What one tenant may have of the devices that compute (SPEC C10). Tenants are those of API
+    keys; `default` is everybody without one."""
+
+    maximum: Size | None = None  # at once, over all devices
+    reserved: Size = 0  # of each device, for nobody else
+    average: Size | None = None  # over an hour; beyond it nothing new is loaded for it for a while
+    share: float = Field(1.0, gt=0, le=1_000)  # of its turns in the line, beside other tenants
+
+    @field_validator("reserved")
+    @classmethod
+    def _within(cls, value: int, info: ValidationInfo) -> int:
+        most = info.data.get("maximum")
+        if most is not None and value > most:
+            raise ValueError(f"{value} bytes are more than its maximum, {most}")
+        return value
+
+    def as_terms(self, tenant: str) -> core.TenantTerms:
+        most, average = (None if n is None else Bytes(n) for n in (self.maximum, self.average))
+        return core.TenantTerms(tenant, most, Bytes(self.reserved), average, self.share)
+
+
+class MarksConfig(Strict):
+    """Shares of a budget: above `high` what can go goes, until `low` (SPEC C4). 1.0 is never
+    exceeded, so it switches them off."""
+
+    high: float = Field(0.90, gt=0, le=1)
+    low: float = Field(0.80, ge=0, le=1, validate_default=True)  # also where only `high` is given
+
+    @field_validator("low")
+    @classmethod
+    def _below(cls, value: float, info: ValidationInfo) -> float:
+        high = info.data.get("high")
+        if high is not None and value > high:
+            raise ValueError(f"low, {value}, is above high, {high}")
+        return value
+
+    def as_marks(self) -> core.Watermarks:
+        return core.Watermarks(self.high, self.low)
+
+
+class ArbiterConfig(Strict):
+    evict: str = "time_of_day"
+    admit: str = "fair_share"
+    one_resident_roles: tuple[str, ...] = ()  # SPEC A11: of these roles one model a node
+    bypass_count: int = Field(8, ge=0)  # SPEC C6: how often a ticket is overtaken
+    bypass_s: float = Field(30.0, ge=0, le=LONGEST_S)  # and for how long
+    arenas: Arenas = Arenas()
+    state_file: str | None = None  # default: beside the user's other state, mode 0600
+    event_file: str | None = None  # the event log as JSON lines; default: none is written
+    barrier_s: float = Field(10.0, gt=0, le=600)  # SPEC A9
+    load_timeout_s: float = Field(600.0, gt=0, le=LONGEST_S)
+    queue_per_model: int = Field(1_000, ge=1)
+    queue_total: int = Field(10_000, ge=1)
+    min_residency_loads: float = Field(1.0, ge=0)  # in units of the model's own load time
+    host_marks: MarksConfig = MarksConfig()  # SPEC C4: of host RAM that sleepers may fill
+    device_marks: MarksConfig | None = None  # of a device while somebody waits; absent: off
+    # SPEC C11: `declared` brings in the next of a pipeline, `history` also what usually followed
+    preload: Literal["off", "declared", "history"] = "declared"
+    pipelines: list[list[str]] = Field([])  # of capabilities, in the order they are used
+    pinned_most: float = Field(1.0, ge=0, le=1)  # SPEC C8: share of a device that may be pinned
+    lease_tenant: Size | None = None  # the most one tenant may lease; default: half of all
+    lease_term_most_s: float = Field(86_400.0, gt=0, le=LONGEST_S)  # SPEC A15
+    # SPEC N3: idle Ray workers kept on each node, 77 MB each, so that replicas start at once
+    spare_workers: int = Field(1, ge=0, le=64)
+    tenants: dict[str, TenantConfig] = Field({})  # SPEC C10
+
+    @field_validator("evict")
+    @classmethod
+    def _known_policy(cls, value: str) -> str:
+        usable = sorted(EVICT.keys() - REPLAY_ONLY)
+        if value not in usable:
+            raise ValueError(f"no eviction policy {value!r}; there is: {', '.join(usable)}")
+        return value
+
+    @field_validator("admit")
+    @classmethod
+    def _known_order(cls, value: str) -> str:
+        if value not in ADMIT:
+            raise ValueError(f"no order of admission {value!r}; there is: {', '.join(ADMIT)}")
+        return value
+
+    @field_validator("one_resident_roles")
+    @classmethod
+    def _known_roles(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [role for role in value if role not in ROLES]:
+            raise ValueError(f"no role {unknown[0]!r}; there is: {', '.join(sorted(ROLES))}")
+        return value
+
+    def as_settings(self) -> core.Settings:
+        return core.Settings(
+            evict=self.evict,
+            arenas=self.arenas.as_arenas(),
+            admit=self.admit,
+            one_resident_roles=frozenset(self.one_resident_roles),
+            bypass_count=self.bypass_count,
+            terms=core.Terms(
+                barrier=seconds(self.barrier_s),
+                load=seconds(self.load_timeout_s),
+                bypass=seconds(self.bypass_s),
+            ),
+            queue_per_model_count=self.queue_per_model,
+            queue_total_count=self.queue_total,
+            min_residency_loads=self.min_residency_loads,
+            host_marks=self.host_marks.as_marks(),
+            device_marks=self.device_marks.as_marks() if self.device_marks else None,
+            preload=self.preload,
+            pipelines=tuple(tuple(pipeline) for pipeline in self.pipelines),
+            pinned_most_fraction=self.pinned_most,
+            lease_tenant_bytes=None if self.lease_tenant is None else Bytes(self.lease_tenant),
+            lease_term_most=seconds(self.lease_term_most_s),
+            tenants=tuple(t.as_terms(name) for name, t in sorted(self.tenants.items())),
+        )

@@ -1,0 +1,40 @@
+"""The arbiter's settings while it runs (SPEC C12): read, and changed all or nothing.
+
+A change names the generation it was made of. It is checked as a whole, takes effect as a whole, and
+is kept across restarts until the configuration file itself says something else.
+"""
+
+from typing import Any
+
+from arbiter.client.admin import call_arbiter
+from arbiter.units import Generation
+from deployments.config import boot
+from deployments.config.arbiter_section import ArbiterConfig
+from deployments.config.schema import ConfigError, parse_table
+
+Plain = dict[str, Any]
+AT_START_ONLY = frozenset({"state_file", "event_file", "spare_workers"})  # read once
+
+
+async def read() -> Plain:
+    """The generation, and every setting with its value. Raises ArbiterUnavailable."""
+    return _said(await call_arbiter("state"))
+
+
+async def change(generation: int, wanted: Plain) -> Plain:
+    """Of the settings of this generation so many others; None: as by default. Returns what `read`
+    does. Raises ConfigError naming each wrong key, SettingsConflict, ArbiterUnavailable."""
+    if fixed := sorted(AT_START_ONLY & wanted.keys()):
+        raise ConfigError(f"settings.{fixed[0]}: only read when the arbiter starts")
+    state = await call_arbiter("state")
+    mine = state["table"].get("arbiter", {}) | wanted
+    arbiter = {key: value for key, value in mine.items() if value is not None}
+    table = parse_table(state["table"] | {"arbiter": arbiter}, "settings")
+    given = Generation(generation)
+    new = await call_arbiter("change_settings", boot.configuration(table), given)
+    return _said({"generation": new, "table": boot.as_plain(table)})
+
+
+def _said(state: Plain) -> Plain:
+    own = ArbiterConfig.model_validate(state["table"].get("arbiter", {}))
+    return {"generation": state["generation"], "settings": own.model_dump(mode="json")}

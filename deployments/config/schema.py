@@ -1,0 +1,336 @@
+"""Everything a person may write into the front's `user_config` in serve_config.yaml.
+
+One table for the whole system: the arbiter's settings and every capability with its models. The
+front checks it and hands it to the arbiter, which keeps it and hands it to replicas, so a change
+restarts nothing and a capability with zero replicas is known. Unknown keys are refused by name.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.units import Bytes, seconds
+from deployments.config.arbiter_section import ArbiterConfig
+from deployments.config.fields import LONGEST_S, Size, Strict, parse_size
+from deployments.config.url_allowlist import is_prefix
+from policies import ROLES
+
+# Names end up in URLs, file names and metric labels; `:` separates a base from its adapter.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+
+
+class NeedConfig(Strict):
+    """Explicit footprint of a model. Absent parts are estimated from its files."""
+
+    weights: Size
+    working: Size = 0
+    scratch: Size = 0
+    context: Size = 0
+    host: Size | None = None  # asleep; absent: as much as the weights
+
+    def as_need(self) -> types.Need:
+        return types.Need(
+            weights_bytes=Bytes(self.weights),
+            working_bytes=Bytes(self.working),
+            scratch_bytes=Bytes(self.scratch),
+            context_bytes=Bytes(self.context),
+            host_bytes=Bytes(self.weights if self.host is None else self.host),
+        )
+
+
+class DispatchConfig(Strict):
+    """Models of one lock compute one at a time on a node, and share one reserve of scratch."""
+
+    lock: str = Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")  # a file's name in the node's own folder
+    scratch: Size  # at most, while it computes: `python -m benchmarks.scratch` measures it
+
+
+class AdaptersConfig(Strict):
+    """LoRA adapters of a text model, by name from a folder that may change while it is served
+    (deployments/adapters/catalogue.py has its layout)."""
+
+    folder: str
+    max_rank: Literal[8, 16, 32, 64, 128, 256] = 16
+    slots: int | None = Field(None, ge=1)  # adapters in one batch; absent: from the next line
+    slot_share: float = Field(0.25, gt=0, le=4)  # of the weights' bytes, spent on slots
+    wait_s: float = Field(30.0, gt=0, le=600)  # for a slot, when others hold them all
+    # Where those in `remote.json` may come from, as `s3://bucket/loras/`: whole folders
+    urls: tuple[str, ...] = ()
+
+    @field_validator("urls")
+    @classmethod
+    def _whole_folders(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if bad := [url for url in value if not is_prefix(url)]:
+            raise ValueError(f"{bad[0]!r}: write a folder, as `s3://bucket/loras/`")
+        return value
+
+
+class DrafterConfig(Strict):
+    """Another model of the capability that proposes tokens, in the same engine: several are then
+    checked in one step (SPEC A13). Both must have the same vocabulary."""
+
+    model: str
+    tokens: int = Field(3, ge=1, le=16)  # proposed at a time; few survive beyond that
+
+
+class ModelConfig(Strict):
+    source: str  # `made:NAME` (models/make_models.py), `package:NAME`, a folder, or a hub id
+    engine_args: dict[str, Any] = Field({})
+    # SPEC A14: arguments that take the place of these while it is grown, which it is when a request
+    # needs more than it has. Its engine is started anew for that, and idle models make room.
+    grow_to: dict[str, Any] = Field({})
+    # Gives back what it grew by when nobody has asked it anything for so long; a restart takes
+    # a second or more, in which it answers nobody
+    stays_grown_s: float = Field(60.0, gt=0, le=LONGEST_S)
+    chat_template: str | None = None  # a Jinja file or the template itself; default: the model's
+    thinking: bool | None = None  # `enable_thinking` of its template where a request says nothing
+    defaults: dict[str, Any] = Field({})  # request fields where a request says nothing
+    need: NeedConfig | None = None
+    keep_warm_s: float | None = Field(None, ge=-1, le=LONGEST_S)  # -1: for ever; 0: goes at once
+    pin: bool = False
+    allow_oversize: bool = False  # loads even where it is larger than the whole budget (SPEC B6)
+    can_sleep: bool = True
+    adapters: AdaptersConfig | None = None
+    drafter: DrafterConfig | None = None  # with one it cannot sleep, nor have adapters
+    threads: int | None = Field(None, ge=1)  # that compute; absent: the engine's own choice
+    dispatch: DispatchConfig | None = None  # only for engines that can wait for their turn
+
+    @field_validator("engine_args", "grow_to")
+    @classmethod
+    def _sizes(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Those that deployments.config.load_plan reads; the rest is for the engine to judge."""
+        for name in (name for name in value if name.endswith("_bytes")):
+            try:
+                parse_size(value[name])
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return value
+
+    @field_validator("grow_to")
+    @classmethod
+    def _longer(cls, value: dict[str, Any]) -> dict[str, Any]:
+        tokens = value.get("max_model_len", 1)
+        if type(tokens) is not int or tokens < 1:
+            raise ValueError(f"max_model_len: {tokens!r} is not a number of tokens")
+        return value
+
+    @model_validator(mode="after")
+    def _alone_with_its_drafter(self) -> "ModelConfig":
+        if self.drafter and self.adapters:
+            raise ValueError("a model with a `drafter` takes no `adapters`")
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the engine is started with, by its own names."""
+        template = {"chat_template": self.chat_template} if self.chat_template else {}
+        return template | self.engine_args
+
+
+class CapabilityConfig(Strict):
+    role: str
+    engine: str  # a name in deployments.plan.ENGINES, or `module:function`
+    models: dict[str, ModelConfig] = Field(min_length=1)
+    keep_warm_s: float | None = Field(None, ge=-1, le=LONGEST_S)
+    downscale_to_zero_s: float = Field(300.0, ge=0, le=LONGEST_S)  # SPEC H0
+    # SPEC D2: `external`: requests load nothing, a control plane sets what is resident
+    managed: Literal["self", "external"] = "self"
+
+    @field_validator("role")
+    @classmethod
+    def _known_role(cls, value: str) -> str:
+        if value not in ROLES:
+            raise ValueError(f"no role {value!r}; there is: {', '.join(sorted(ROLES))}")
+        return value
+
+    @field_validator("models")
+    @classmethod
+    def _plain_names(cls, value: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
+        for name in value:
+            if not _NAME.fullmatch(name) or ".." in name:
+                raise ValueError(f"model name {name!r}: use letters, digits, and . _ / - inside")
+        return value
+
+    @model_validator(mode="after")
+    def _known_drafters(self) -> "CapabilityConfig":
+        for name, model in self.models.items():
+            drafter = model.drafter.model if model.drafter else None
+            if drafter is not None and (drafter == name or drafter not in self.models):
+                raise ValueError(f"{name}: its drafter {drafter!r} is no other model of these")
+        return self
+
+    def keep_warm_s_of(self, model: str) -> float:
+        own = self.models[model].keep_warm_s
+        if own is not None:
+            return own
+        if self.keep_warm_s is not None:
+            return self.keep_warm_s
+        return ROLES[self.role].keep_warm_s
+
+    def _model_spec(self, model: str) -> types.ModelSpec:
+        config = self.models[model]
+        return types.ModelSpec(
+            model,
+            seconds(self.keep_warm_s_of(model)),
+            config.pin,
+            config.allow_oversize,
+            dispatch_lock=config.dispatch.lock if config.dispatch else "",
+            shared_scratch_bytes=Bytes(config.dispatch.scratch if config.dispatch else 0),
+        )
+
+    def as_spec(self, name: str) -> types.CapabilitySpec:
+        models = tuple(self._model_spec(model) for model in sorted(self.models))
+        return types.CapabilitySpec(
+            name,
+            self.role,
+            self.engine,
+            models,
+            seconds(self.downscale_to_zero_s),
+            is_external=self.managed == "external",
+        )
+
+
+class Profile(Strict):
+    """What is meant by clients that name it in `x_client_id` and say nothing else."""
+
+    aliases: dict[str, str] = Field({})  # names they use to names that are served
+    defaults: dict[str, Any] = Field({})  # request fields, before those of the model
+    priority: Literal["urgent", "high", "normal", "low", "batch"] | None = None
+    deadline_s: float | None = Field(None, gt=0, le=LONGEST_S)
+    stay_warm_s: float = Field(0.0, ge=0, le=3_600)
+
+
+class FrontConfig(Strict):
+    profiles: dict[str, Profile] = Field({})
+    # To who streams and waits for a load: silence before the first comment, and between two. What
+    # is refused after a comment has the status 200.
+    progress_s: float = Field(1.0, gt=0, le=60)
+    # Requests it works on at once, over all models; each costs it some 50 kB, and beyond them a
+    # client does better to come back. A capability's replica takes 256 and lets 512 wait.
+    in_flight: int = Field(1_000, ge=1, le=1_000)
+    keys_file: str | None = None  # API keys, mode 0600; default: beside the arbiter's state
+    hosts: tuple[str, ...] = ()  # names this front is called by, besides addresses and localhost
+    origins: tuple[str, ...] = ()  # other sites whose pages may call it, as `https://name:port`
+
+
+class Table(Strict):
+    """The front's `user_config`."""
+
+    front: FrontConfig = FrontConfig()
+    arbiter: ArbiterConfig = ArbiterConfig()
+    capabilities: dict[str, CapabilityConfig]
+
+    @model_validator(mode="after")
+    def _one_home_per_model(self) -> "Table":
+        homes: dict[str, str] = {}
+        for capability, config in self.capabilities.items():
+            for model in config.models:
+                if other := homes.setdefault(model, capability):
+                    if other != capability:
+                        raise ValueError(f"model {model!r} is in both {other!r} and {capability!r}")
+        return self
+
+    @property
+    def homes(self) -> dict[str, str]:
+        """Model name to capability name."""
+        return {m: name for name, c in self.capabilities.items() for m in c.models}
+
+    @property
+    def adapter_folders(self) -> dict[str, Path]:
+        """Model name to the folder of its adapters: what a text.catalogue.Catalogue is made of."""
+        return {
+            m: Path(config.adapters.folder).expanduser()
+            for c in self.capabilities.values()
+            for m, config in c.models.items()
+            if config.adapters
+        }
+
+    @property
+    def adapter_urls(self) -> dict[str, tuple[str, ...]]:
+        """Model name to the prefixes that its adapters may be fetched from."""
+        models = [row for c in self.capabilities.values() for row in c.models.items()]
+        return {m: config.adapters.urls for m, config in models if config.adapters}
+
+    def as_event(self) -> ev.CapabilitiesSet:
+        specs = (config.as_spec(name) for name, config in sorted(self.capabilities.items()))
+        return ev.CapabilitiesSet(tuple(specs))
+
+
+class FrontArgs(Strict):
+    """`args` of the front application; a change restarts the front."""
+
+
+class CapabilityArgs(Strict):
+    """`args` of a capability application."""
+
+    capability: str
+
+
+class ConfigError(ValueError):
+    """A configuration that must not start. The text names each key and what is wrong with it."""
+
+
+def check_file(path: Path) -> Table:
+    """Read and check a whole serve_config.yaml; returns the front's table. Raises ConfigError."""
+    import yaml
+    from ray.serve.schema import DeploymentSchema, ServeDeploySchema
+
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a mapping with `applications:`")
+    _refuse_unknown(raw, ServeDeploySchema, str(path))
+    try:
+        ServeDeploySchema.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, str(path))) from error
+    for app in raw["applications"]:
+        for block in app.get("deployments", []):
+            _refuse_unknown(block, DeploymentSchema, f"{path}: {app['name']}.{block['name']}")
+    return _check_applications(raw["applications"], path)
+
+
+def _refuse_unknown(raw: dict[str, Any], schema: type[BaseModel], where: str) -> None:
+    known = set(schema.model_fields)
+    if unknown := sorted(set(raw) - known):
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+
+
+def _check_applications(applications: list[dict[str, Any]], path: Path) -> Table:
+    by_name = {app["name"]: app for app in applications}
+    blocks = by_name.get("front", {}).get("deployments") or [{}]
+    if "user_config" not in blocks[0]:
+        raise ConfigError(f"{path}: application `front` needs a deployment with `user_config`")
+    table = parse_table(blocks[0]["user_config"], f"{path}: front.user_config")
+    for name in table.capabilities:
+        if name not in by_name:
+            raise ConfigError(f"{path}: capability {name!r} has no application of that name")
+    for name, app in by_name.items():
+        if (
+            name != "front"
+            and app.get("args", {}).get("capability", name) not in table.capabilities
+        ):
+            raise ConfigError(f"{path}: application {name!r} serves a capability not in the table")
+    return table
+
+
+def parse_table(raw: object, where: str = "user_config") -> Table:
+    """Raises ConfigError that names every bad key."""
+    try:
+        return Table.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, where)) from error
+
+
+def _explain(error: ValidationError, where: str) -> str:
+    lines = [
+        f"{where}.{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+        for problem in error.errors(include_url=False)
+    ]
+    return "\n".join(lines)

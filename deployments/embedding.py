@@ -1,7 +1,0 @@
-"""The embedding capability: text in, vectors out, by sentence-transformers in the child."""
-
-from deployments.capability import Capability
-
-
-class EmbeddingServer(Capability):
-    paths = frozenset({"/v1/embeddings"})

@@ -1,0 +1,306 @@
+"""An engine's process: what happens between the fork and its death.
+
+Serves the engine's own routes, and these, on the socket the zygote bound:
+
+    GET  /control/ready     answers once loaded: 200 {"load_seconds", "can_sleep"}, or 500 {"error":
+                            {"type", "message", "out_of_memory"}}, after which the process ends
+    GET  /control/lifeline  never ends; when its connection closes, so does the process, at once
+    GET  /control/health    200, or 503 with the cause
+    POST /control/sleep     200 {"seconds"}; repeating it is harmless
+    POST /control/wake      200 {"seconds", "verified"}; false: the probe differed from the one
+                            recorded at load, and the model was loaded from disk again
+"""
+
+import asyncio
+import gc
+import importlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, NoReturn, cast
+
+from deployments.engines import linux
+from deployments.engines.protocol import (
+    Config,
+    Engine,
+    LoadFailed,
+    Receive,
+    Scope,
+    Send,
+    Spawn,
+    load_failure,
+)
+
+# A child nobody holds must not stay: the holder connects its lifeline right after the spawn, and a
+# busy replica's event loop stalls for far less than this.
+UNHELD_S = 60.0
+# A failed load keeps its cause this long for a holder that asks late, then ends anyway.
+UNASKED_S = 30.0
+_PRELOAD = (
+    "uvicorn",
+    "uvicorn.lifespan.off",
+    "uvicorn.loops.uvloop",
+    "deployments.engines.peer_auth",
+    "uvloop",
+    "httptools",
+)
+
+
+def preload() -> None:
+    """The server's own imports; uvicorn finds its parts by name, late, unless they are here."""
+    for module in _PRELOAD:
+        importlib.import_module(module)
+
+
+def run(spawn: Spawn, listener: socket.socket) -> NoReturn:
+    """The first thing after the fork, and the last: the process ends in here."""
+    status = 1
+    try:
+        _become(spawn, listener)
+        _serve(spawn, listener)
+        status = 0
+    finally:
+        linux.end(status)  # also on an error, which must never reach the zygote's loop
+
+
+def _become(spawn: Spawn, listener: socket.socket) -> None:
+    """Leave the zygote behind: its session, descriptors, environment, dice and output."""
+    os.setsid()
+    linux.close_all_but(listener.fileno())
+    _redirect(spawn)
+    linux.drop_privileges()
+    linux.set_name(f"engine:{spawn.ticket}")
+    _reset_signals()
+    linux.take_environment(spawn.env | {"ARBITER_ENGINE": str(spawn.socket.with_suffix(""))})
+    linux.reseed()
+    gc.enable()
+
+
+def _redirect(spawn: Spawn) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for target, opened in (
+        (0, os.open(os.devnull, os.O_RDONLY)),
+        (1, os.open(spawn.log, flags, 0o600)),
+        (2, os.open(spawn.log, flags, 0o600)),
+    ):
+        os.dup2(opened, target)
+        os.close(opened)
+
+
+def _reset_signals() -> None:
+    import signal
+
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the holder; this one is killed
+
+
+def _serve(spawn: Spawn, listener: socket.socket) -> None:
+    import uvicorn
+
+    from deployments.engines.peer_auth import OwnOnly
+
+    host = Host()
+    with host.catch():
+        module, _, function = spawn.entry.partition(":")
+        build: Callable[[Config], Engine] = getattr(importlib.import_module(module), function)
+        host.engine = build(spawn.config)
+    config = uvicorn.Config(
+        cast(Any, host),
+        loop="uvloop",
+        http=OwnOnly,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=1,  # a lifeline never ends by itself
+        timeout_keep_alive=600,  # the replica pools its connections; only it can open them
+    )
+    server = uvicorn.Server(config)
+    runner = asyncio.Runner(loop_factory=config.get_loop_factory())
+    with runner:
+        runner.run(host.life(server.serve(sockets=[listener])))
+
+
+class _Catch(AbstractContextManager["_Catch", bool]):
+    """The border between a library and its host: whatever it raises becomes the load's cause."""
+
+    def __init__(self, host: "Host") -> None:
+        self.host = host
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception | SystemExit):
+            return False
+        sys.excepthook(type(error), error, error.__traceback__)  # the log keeps the whole story
+        self.host.failure = load_failure(error)
+        return True
+
+
+class Host:
+    """The ASGI application of a child: control routes, and the engine's once it is awake."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.failure: LoadFailed | None = None
+        self.load_seconds = 0.0
+        self.asleep = False
+        self.known_probe: str | None = None
+        self.loaded = asyncio.Event()
+        self.turn = asyncio.Lock()  # sleep and wake one at a time
+        self.held = asyncio.Event()
+        self.routes: dict[str, Callable[[Receive, Send], Awaitable[None]]] = {
+            "GET /control/ready": self._ready,
+            "GET /control/lifeline": self._lifeline,
+            "GET /control/health": self._health,
+            "POST /control/sleep": self._sleep,
+            "POST /control/wake": self._wake,
+        }
+
+    def catch(self) -> _Catch:
+        return _Catch(self)
+
+    async def life(self, serving: Awaitable[None]) -> None:
+        """Serve from the first moment, so that lifeline and ready are answered during the load."""
+        loading = asyncio.ensure_future(self._load())
+        watching = asyncio.ensure_future(self._end_when_unheld())
+        await serving
+        loading.cancel()
+        watching.cancel()
+
+    async def _end_when_unheld(self) -> None:
+        try:
+            async with asyncio.timeout(UNHELD_S):
+                await self.held.wait()
+        except TimeoutError:
+            linux.end(1)
+
+    async def _load(self) -> None:
+        began_s = time.perf_counter()
+        with self.catch():
+            if self.engine is not None:
+                await self.engine.load()
+                if self.engine.can_sleep:
+                    self.known_probe = await self.engine.probe()
+        self.load_seconds = time.perf_counter() - began_s
+        self.loaded.set()
+        if self.failure:
+            await asyncio.sleep(UNASKED_S)
+            linux.end(1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        route = self.routes.get(f"{scope['method']} {scope['path']}")
+        if route:
+            await route(receive, send)
+        elif scope["path"].startswith("/control/"):
+            await respond(send, 404, _error("NotFound", f"no control route {scope['path']}"))
+        else:
+            await self._data(scope, receive, send)
+
+    async def _data(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.engine is None or not self.loaded.is_set() or self.failure or self.asleep:
+            state = "asleep" if self.asleep else "not loaded"
+            return await respond(send, 503, _error("NotAwake", f"the engine is {state}"))
+        await self.engine.app(scope, receive, send)
+
+    async def _ready(self, receive: Receive, send: Send) -> None:
+        await self.loaded.wait()
+        if not self.failure:
+            assert self.engine is not None
+            facts = {"load_seconds": self.load_seconds, "can_sleep": self.engine.can_sleep}
+            return await respond(send, 200, facts)
+        cause = _error(self.failure.kind, self.failure.message)
+        cause["error"]["out_of_memory"] = self.failure.out_of_memory
+        await respond(send, 500, cause)
+        # The answer is written by now; the loop runs once more so that it leaves the buffer.
+        asyncio.get_running_loop().call_later(0.05, linux.end, 1)
+
+    async def _lifeline(self, receive: Receive, send: Send) -> None:
+        self.held.set()
+        headers = [(b"content-type", b"application/octet-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        linux.end(0)
+
+    async def _health(self, receive: Receive, send: Send) -> None:
+        if self.engine is None or not self.loaded.is_set() or self.failure:
+            return await respond(send, 503, _error("NotAwake", "the engine is not loaded"))
+        task = asyncio.ensure_future(self.engine.health())
+        await asyncio.wait({task})
+        if error := task.exception():
+            cause = load_failure(error)
+            return await respond(send, 503, _error(cause.kind, cause.message))
+        await respond(send, 200, {"asleep": self.asleep})
+
+    async def _sleep(self, receive: Receive, send: Send) -> None:
+        await self._turned(send, self._fall_asleep())
+
+    async def _wake(self, receive: Receive, send: Send) -> None:
+        await self._turned(send, self._wake_up())
+
+    async def _turned(self, send: Send, act: Awaitable[dict[str, Any]]) -> None:
+        """Answer what the act returns. An act that fails half way leaves an engine nobody may
+        trust, so the process ends and its bytes come back."""
+        async with self.turn:
+            task = asyncio.ensure_future(act)
+            await asyncio.wait({task})
+        if not (error := task.exception()):
+            return await respond(send, 200, task.result())
+        cause = load_failure(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 409 if isinstance(error, CannotSleep) else 500
+        await respond(send, status, _error(cause.kind, cause.message))
+        if status == 500:
+            self.failure = cause
+            asyncio.get_running_loop().call_later(0.05, linux.end, 1)
+
+    def _sleeper(self) -> Engine:
+        if self.engine is None or not self.loaded.is_set() or not self.engine.can_sleep:
+            raise CannotSleep("this engine cannot sleep, or is not loaded")
+        return self.engine
+
+    async def _fall_asleep(self) -> dict[str, Any]:
+        engine, began_s = self._sleeper(), time.perf_counter()
+        if not self.asleep:
+            self.asleep = True  # from here on requests are refused, not lost
+            await engine.sleep()
+            gc.collect()
+            linux.trim()
+        return {"seconds": time.perf_counter() - began_s}
+
+    async def _wake_up(self) -> dict[str, Any]:
+        engine, began_s, verified = self._sleeper(), time.perf_counter(), True
+        if self.asleep:
+            await engine.wake()
+            verified = await engine.probe() == self.known_probe
+            if not verified:
+                await engine.load()
+                self.known_probe = await engine.probe()
+            self.asleep = False
+        return {"seconds": time.perf_counter() - began_s, "verified": verified}
+
+
+class CannotSleep(Exception):
+    """Asked of an engine that does not."""
+
+
+def _error(kind: str, message: str) -> dict[str, dict[str, Any]]:
+    return {"error": {"type": kind, "message": message, "param": None, "code": None}}
+
+
+async def respond(send: Send, status: int, body: object) -> None:
+    """One JSON answer."""
+    data = json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data})

@@ -1,0 +1,295 @@
+"""Embeddings through sentence-transformers, in OpenAI's shapes.
+
+`engine_args`: `device` (default: a GPU when there is one, else cpu), `max_batch` (texts per
+forward pass, 32), `threads` (CPU threads of torch; default: the model's, else 1), `matryoshka` (the
+model was trained so that a prefix of its vector is a vector: `dimensions` is honoured, false).
+
+Requests that wait while a batch runs become the next batch: no timer, so a lone request is never
+held back, and a crowd fills the batch by itself.
+"""
+
+import asyncio
+import base64
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sentence_transformers import SentenceTransformer
+
+from deployments.engines import dispatch_lock, host_copy
+from deployments.engines.host import respond
+from deployments.engines.protocol import Config, Receive, Scope, Send
+
+MAX_BODY_BYTES = 32 << 20  # 2,048 texts of 16 KB; longer texts exceed any model's window
+MAX_TEXTS = 2048  # OpenAI's own bound on one request
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON may carry one alone; no tokenizer takes it
+_PROBE = "The probe of an embedding model."
+
+
+class BadInput(Exception):
+    """A request that cannot be answered; `param` is the field at fault."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(param, message)
+        self.param, self.message = param, message
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request, checked."""
+
+    texts: list[str]
+    dimensions: int | None
+    as_base64: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One request's texts in the queue, and who waits for their vectors."""
+
+    texts: list[str]
+    answer: asyncio.Future[np.ndarray]
+
+
+def build(config: Config) -> "EmbeddingEngine":
+    return EmbeddingEngine(config)
+
+
+def spread(parts: list[int]) -> dict[str, Any]:
+    """For transformers: layers over the GPUs of a ticket, on each as many bytes as it grants."""
+    return {"device_map": "auto", "max_memory": dict(enumerate(parts))} if parts else {}
+
+
+class EmbeddingEngine:
+    """One model, one worker thread, one queue."""
+
+    def __init__(self, config: Config) -> None:
+        args = config.get("engine_args", {})
+        self.path, self.name = config["model"], config.get("served_name", config["model"])
+        self.can_sleep: bool = config.get("can_sleep", True)
+        self.device: str | None = args.get("device")
+        self.parts: list[int] = config.get("parts", [])
+        self.max_batch, self.matryoshka = args.get("max_batch", 32), args.get("matryoshka", False)
+        self.threads: int = args.get("threads", config.get("threads", 1))
+        self.turns = dispatch_lock.Turns(config.get("dispatch_lock"))
+        self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
+        self.parked: host_copy.HostCopy | None = None
+        self.model: Any = None
+        self.worker: ThreadPoolExecutor | None = None
+        self.batching: asyncio.Task[None] | None = None
+
+    async def load(self) -> None:
+        """Again after a wake that was not verified: with the same worker and batching task, for two
+        would run the model side by side."""
+        if self.worker is None:
+            self.worker = ThreadPoolExecutor(1, "embed")
+        await self._work(self._load)
+        if self.batching is None or self.batching.done():
+            self.batching = asyncio.create_task(self._batch_for_ever())
+
+    def _load(self) -> None:
+        self.model = None  # one that is replaced leaves first: the ticket is for one
+        torch.set_num_threads(self.threads)
+        self.model = SentenceTransformer(
+            self.path, device=self.device, local_files_only=True, model_kwargs=spread(self.parts)
+        )
+        self.model.eval()
+        host_copy.own(self.model)
+        self.width = int(self.model.get_embedding_dimension())
+        self.window = int(self.model.max_seq_length)
+
+    async def sleep(self) -> None:
+        self.parked = await self._work(host_copy.park, self.model, self.name)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    async def wake(self) -> None:
+        assert self.parked is not None
+        await self._work(host_copy.restore, self.parked)
+        self.parked = None
+
+    async def probe(self) -> str:
+        vectors = await self._embed([_PROBE])
+        return str(vectors[0].tobytes().hex() if _on_cpu(self.model) else vectors[0].round(3))
+
+    async def health(self) -> None:
+        assert self.batching and not self.batching.done(), "the batching task has ended"
+
+    async def _work(self, function: Any, *args: Any) -> Any:
+        """In the one thread that touches the model."""
+        return await asyncio.get_running_loop().run_in_executor(self.worker, function, *args)
+
+    async def _embed(self, texts: list[str]) -> np.ndarray:
+        answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
+        self.queue.put_nowait(Waiting(texts, answer))
+        return await answer
+
+    async def _embed_for(self, receive: Receive, texts: list[str]) -> np.ndarray | None:
+        """None: the client has gone, and what was still queued for it is dropped."""
+        answer = asyncio.ensure_future(self._embed(texts))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer.done() else None
+        finally:
+            answer.cancel()
+            gone.cancel()
+
+    async def _batch_for_ever(self) -> None:
+        while True:
+            if batch := await self._next_batch():
+                work = asyncio.ensure_future(self._work(self._encode, [w.texts for w in batch]))
+                await asyncio.wait({work})
+                _hand_out(batch, work)
+
+    async def _next_batch(self) -> list[Waiting]:
+        """The first that waits, and all others that fit beside it."""
+        batch = [await self.queue.get()]
+        size = len(batch[0].texts)
+        while not self.queue.empty() and size < self.max_batch:
+            batch.append(self.queue.get_nowait())
+            size += len(batch[-1].texts)
+        return [waiting for waiting in batch if not waiting.answer.cancelled()]
+
+    def _encode(self, requests: list[list[str]]) -> list[np.ndarray]:
+        texts = [text for request in requests for text in request]
+        with self.turns.one(), torch.inference_mode():
+            vectors = self.model.encode(
+                texts, batch_size=self.max_batch, show_progress_bar=False, convert_to_numpy=True
+            )
+        ends = np.cumsum([len(request) for request in requests])
+        return list(np.split(vectors.astype(np.float32), ends[:-1]))
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/v1/models":
+            card = {"id": self.name, "object": "model", "owned_by": "serve-arbiter", "created": 0}
+            return await respond(send, 200, {"object": "list", "data": [card]})
+        if scope["path"] != "/v1/embeddings" or scope["method"] != "POST":
+            return await _refuse(send, 404, None, f"no route {scope['method']} {scope['path']}")
+        try:
+            asked = parse(await _body(receive), self.width, matryoshka=self.matryoshka)
+            tokens = self._count(asked.texts)
+        except BadInput as bad:
+            return await _refuse(send, 400, bad.param, bad.message)
+        vectors = await self._embed_for(receive, asked.texts)
+        if vectors is not None:
+            short = shorten(vectors, asked.dimensions)
+            await respond(send, 200, self._answer(short, asked, tokens))
+
+    def _count(self, texts: list[str]) -> int:
+        """Tokens of all texts. Raises BadInput for one longer than the model's window: a vector of
+        its beginning would be a silent lie about the rest."""
+        counts = [len(ids) for ids in self.model.tokenizer(texts, truncation=False)["input_ids"]]
+        for number, count in enumerate(counts):
+            if count > self.window:
+                text = f"input {number} has {count} tokens; this model reads at most {self.window}"
+                raise BadInput("input", text)
+        return sum(counts)
+
+    def _answer(self, vectors: np.ndarray, asked: Asked, tokens: int) -> dict[str, Any]:
+        encode = _base64 if asked.as_base64 else _floats
+        rows = [
+            {"object": "embedding", "index": index, "embedding": encode(vector)}
+            for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return {"object": "list", "data": rows, "model": self.name, "usage": usage}
+
+
+def _hand_out(batch: list[Waiting], work: asyncio.Future[list[np.ndarray]]) -> None:
+    """To each its own, whoever else has gone meanwhile."""
+    if error := work.exception():
+        for waiting in batch:
+            if not waiting.answer.done():
+                waiting.answer.set_exception(error)
+        return
+    for waiting, vectors in zip(batch, work.result(), strict=True):
+        if not waiting.answer.done():
+            waiting.answer.set_result(vectors)
+
+
+def parse(raw: bytes, width: int, *, matryoshka: bool) -> Asked:
+    """Raises BadInput that names the field."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadInput("body", f"not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadInput("body", "expected a JSON object")
+    encoding = body.get("encoding_format") or "float"
+    if encoding not in ("float", "base64"):
+        raise BadInput("encoding_format", f"{encoding!r} is not float or base64")
+    dimensions = _dimensions(body.get("dimensions"), width, matryoshka=matryoshka)
+    return Asked(_texts(body.get("input")), dimensions, encoding == "base64")
+
+
+def _texts(given: object) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not texts:
+        raise BadInput("input", "expected text or a list of texts, not empty")
+    if len(texts) > MAX_TEXTS:
+        raise BadInput("input", f"{len(texts)} texts; at most {MAX_TEXTS} in one request")
+    for number, text in enumerate(texts):
+        if isinstance(text, int | list):
+            raise BadInput("input", "token ids are not supported by this model; send text")
+        if not isinstance(text, str) or not text:
+            raise BadInput("input", f"input {number} is not text, or is empty")
+        if not text.isascii() and _SURROGATE.search(text):
+            raise BadInput("input", f"input {number} is not Unicode text: half of a pair in it")
+    return texts
+
+
+def _dimensions(given: object, width: int, *, matryoshka: bool) -> int | None:
+    if given is None or given == width:
+        return None
+    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= width:
+        raise BadInput("dimensions", f"expected a number from 1 to {width}")
+    if not matryoshka:
+        raise BadInput("dimensions", f"this model's vectors have {width} dimensions, not fewer")
+    return given
+
+
+def shorten(vectors: np.ndarray, dimensions: int | None) -> np.ndarray:
+    """The leading part of each vector, at unit length again."""
+    if dimensions is None:
+        return vectors
+    short = vectors[:, :dimensions]
+    return short / np.maximum(np.linalg.norm(short, axis=1, keepdims=True), 1e-12)
+
+
+def _floats(vector: np.ndarray) -> Any:
+    return vector.tolist()
+
+
+def _base64(vector: np.ndarray) -> Any:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def _on_cpu(model: SentenceTransformer) -> bool:
+    return bool(model.device.type == "cpu")
+
+
+async def _body(receive: Receive) -> bytes:
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY_BYTES:
+            raise BadInput("body", f"larger than {MAX_BODY_BYTES} bytes")
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def _refuse(send: Send, status: int, param: str | None, message: str) -> None:
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+    await respond(send, status, {"error": error})

@@ -1,0 +1,1 @@
+"""vLLM: engine, engine core process, adapters, admission, and the CPU worker."""

@@ -1,0 +1,295 @@
+"""Adapters in a vLLM child: from the name in a request to a slot in the batch.
+
+Each request passes three doors, and fails alone at any of them, with the reason: its adapter is
+found in the catalogue, copied and checked, before vLLM sees the request; it waits its turn for a
+slot (deployments.text.turns); vLLM loads the adapter by `add_lora`, whose failure harms nobody.
+Only then does it reach vLLM's `generate`, where a bad adapter would end the engine for everybody
+(`EngineDeadError` for every request, seen with vLLM 0.32).
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from arbiter.errors import RequestError
+from deployments import messages
+from deployments.adapters.catalogue import Entry
+from deployments.adapters.safe_files import AdapterInvalid
+from deployments.adapters.store import Shelf, Store, catalogue_of
+from deployments.adapters.validate import Rules
+from deployments.config.safetensors_header import linear_shapes
+from deployments.engines.protocol import Config, Receive, Scope, Send
+from deployments.engines.vllm.admission import BASE
+from deployments.engines.vllm.batch_gate import AdaptersBusy, Gate
+
+# Requests let in beyond a full batch, so that the next step has one when a place comes free.
+AHEAD = 4
+
+
+# Set by the front on every call, whatever the client wrote.
+_TENANT = b"x-arbiter-tenant"
+
+
+@dataclass(slots=True)
+class Asked:
+    """One HTTP request for an adapter."""
+
+    model: str  # as the client wrote it
+    lora: LoRARequest
+    entry: Entry
+    refused: RequestError | None = None  # at the second or third door
+
+
+_ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
+
+
+class AdmittingLLM(AsyncLLM):
+    """vLLM's frontend with the second and third door in `generate`, where every route ends."""
+
+    desk: "AdapterDesk"
+
+    async def generate(
+        self, *args: Any, lora_request: LoRARequest | None = None, **more: Any
+    ) -> AsyncGenerator[Any, None]:
+        async with self.desk.turn(lora_request):
+            found = super().generate(*args, lora_request=lora_request, **more)
+            async with aclosing(found) as outputs:
+                async for output in outputs:
+                    yield output
+
+
+class AdapterDesk:
+    """One per engine."""
+
+    def __init__(self, config: Config, window: int) -> None:
+        """`config["adapters"]`: what the load plan made. Raises OSError, BadHeader."""
+        given = config["adapters"]
+        self.served_name = str(config.get("served_name", config["model"]))
+        self.llm: AsyncLLM | None = None
+        self.gate = Gate(given["slots"], window + AHEAD, given["wait_s"])
+        self._catalogue = catalogue_of(config)
+        rules = Rules(linear_shapes(Path(config["model"])), given["max_rank"])
+        self._shelf = Shelf(Store(Path(given["store"])), rules)
+        self._numbers: dict[str, int] = {}  # digest to vLLM's number for it
+        self._loads: dict[str, asyncio.Task[None]] = {}  # of adapters that run
+        self._pins: dict[str, Entry] = {}  # by digest
+
+    # -- the first door ------------------------------------------------------------------------
+
+    async def asked(self, body: bytes, tenant: str) -> Asked | None:
+        """The adapter a request names; None when it means the base, or nothing we know, which is
+        vLLM's to say. Raises AdapterInvalid."""
+        try:
+            model = json.loads(body).get("model")
+        except (ValueError, RecursionError, AttributeError):
+            return None
+        if not isinstance(model, str) or model == self.served_name:
+            return None
+        entry = self._catalogue.find(model, tenant)
+        if entry is None:
+            return None
+        published = await self._shelf.take(entry)
+        number = self._numbers.setdefault(published.digest, len(self._numbers) + 1)
+        return Asked(model, LoRARequest(published.digest, number, str(published.path)), entry)
+
+    # -- the second and the third --------------------------------------------------------------
+
+    @asynccontextmanager
+    async def turn(self, lora: LoRARequest | None) -> AsyncIterator[None]:
+        """One request's time in the engine."""
+        adapter = lora.lora_name if lora else BASE
+        asked = _ASKED.get()
+        name = asked.model if asked else self.served_name
+        try:
+            await self.gate.enter(adapter, name)
+        except AdaptersBusy as error:
+            raise _noted(asked, error) from None
+        try:
+            if lora is not None:
+                await self._loaded(lora, name)
+                await self._pin(asked)
+            yield
+        except AdapterInvalid as error:
+            raise _noted(asked, error) from None
+        finally:
+            self.gate.leave(adapter)
+            if adapter not in self.gate.running:
+                self._loads.pop(adapter, None)
+
+    async def _loaded(self, lora: LoRARequest, name: str) -> None:
+        """In vLLM's host cache and in a slot. Asked once for all requests that run at a time: while
+        one runs, its slot is its own; after the last, vLLM may have dropped it."""
+        task = self._loads.get(lora.lora_name)
+        if task is None:
+            task = self._loads[lora.lora_name] = asyncio.ensure_future(self._load(lora))
+        await asyncio.wait({task})
+        if isinstance(error := task.exception(), EngineDeadError):
+            raise error
+        if error:
+            raise AdapterInvalid(name, f"vLLM: {error}") from error
+
+    async def _load(self, lora: LoRARequest) -> None:
+        assert self.llm is not None
+        await self.llm.add_lora(lora)
+
+    async def _pin(self, asked: Asked | None) -> None:
+        """An adapter to be pinned keeps its slot from its first use on, while its entry says so. At
+        least one slot stays for all others: what finds no room is served like any other."""
+        assert self.llm is not None
+        for digest, entry in list(self._pins.items()):
+            if not self._is_current(entry) and digest not in self.gate.running:
+                await self._unpin(digest)
+        if asked is None or not asked.entry.pin or asked.lora.lora_name in self._pins:
+            return
+        if len(self._pins) < self.gate.slots - 1:
+            self._pins[asked.lora.lora_name] = asked.entry
+            self.gate.pinned = frozenset(self._pins)
+            await self.llm.pin_lora(asked.lora.lora_int_id)
+
+    def _is_current(self, entry: Entry) -> bool:
+        try:
+            return self._catalogue.find(entry.full_name, entry.tenant) == entry
+        except RequestError:
+            return False
+
+    async def _unpin(self, digest: str) -> None:
+        """vLLM has no other way than to drop it."""
+        assert self.llm is not None
+        del self._pins[digest]
+        self.gate.pinned = frozenset(self._pins)
+        await self.llm.remove_lora(self._numbers[digest])
+
+    async def forget_loaded(self) -> None:
+        """Before a sleep: what vLLM keeps of adapters on the host is private memory too, and they
+        are loaded again from their copies when they are asked for."""
+        assert self.llm is not None
+        self._pins.clear()
+        self.gate.pinned = frozenset()
+        for number in await self.llm.list_loras():
+            await self.llm.remove_lora(number)
+
+    # -- in front of vLLM's application --------------------------------------------------------
+
+    async def serve(self, api: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await _whole(receive)
+        if body is None:
+            return
+        tenant = dict(scope["headers"]).get(_TENANT, b"").decode("latin-1")
+        try:
+            asked = await self.asked(body, tenant)
+        except RequestError as error:
+            return await _refuse(send, error)
+        if asked is not None:
+            send = _HeldHead(asked, send)
+        _ASKED.set(asked)
+        await api(scope, _Replayed(body, receive), send)
+
+    def adopt(self, llm: AsyncLLM, state: Any) -> None:
+        """Let vLLM's routes resolve names through the request that asks."""
+        self.llm = llm
+        models = state.openai_serving_models
+        models.lora_requests = _AskedAdapters()
+        plain_name = models.model_name
+        models.model_name = lambda lora=None: _asked_name() or plain_name()
+
+    def facts(self) -> dict[str, Any]:
+        running = {k or self.served_name: n for k, n in self.gate.running.items()}
+        pinned = sorted(entry.full_name for entry in self._pins.values())
+        return {
+            "slots": self.gate.slots,
+            "running": running,
+            "waiting": self.gate.waiting,
+            "pinned": pinned,
+        }
+
+
+def _asked_name() -> str:
+    asked = _ASKED.get()
+    return asked.model if asked else ""
+
+
+def _noted(asked: Asked | None, error: RequestError) -> RequestError:
+    if asked is not None:
+        asked.refused = error
+    return error
+
+
+class _AskedAdapters(dict[str, LoRARequest]):
+    """Stands where vLLM keeps all adapters by name: knows the one this request has asked for."""
+
+    def __contains__(self, name: object) -> bool:
+        asked = _ASKED.get()
+        return asked is not None and asked.model == name
+
+    def __getitem__(self, name: str) -> LoRARequest:
+        asked = _ASKED.get()
+        if asked is None or asked.model != name:
+            raise KeyError(name)
+        return asked.lora
+
+
+class _HeldHead:
+    """Sends the head with the first bytes, so that a request refused in `generate` is answered with
+    its own status though vLLM has begun a stream."""
+
+    def __init__(self, asked: Asked, send: Send) -> None:
+        self._asked, self._send = asked, send
+        self._head: Any = None
+        self._passes = False
+
+    async def __call__(self, message: Any) -> None:
+        if self._passes:
+            return await self._send(message)
+        if message["type"] == "http.response.start":
+            self._head = message
+        elif refused := self._asked.refused:
+            if self._head is not None:
+                self._head = None
+                await _refuse(self._send, refused)
+        elif self._head is not None:
+            self._passes = True
+            await self._send(self._head)
+            await self._send(message)
+
+
+class _Replayed:
+    """A body that was read, then what comes after it."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Any:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+async def _whole(receive: Receive) -> bytes | None:
+    """The body, or None when the client has left. The front bounds its size."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _refuse(send: Send, error: RequestError) -> None:
+    head, body = messages.refusal(error)
+    headers = [(k.encode(), v.encode()) for k, v in head.headers.items()]
+    headers.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": head.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

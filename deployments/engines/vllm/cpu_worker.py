@@ -1,0 +1,195 @@
+"""vLLM's CPU worker, with a real sleep and a correct LoRA kernel.
+
+vLLM's own sleep is a no-op on CPU. Asleep, the checkpoint lies in memfds named `host-copy-*`,
+written and never mapped, so the kernel shows the process's private bytes fall and the host's rise;
+weights, KV cache and LoRA slots are given back. Waking maps the memfds, repacks the weights from
+them and closes them: no disk is read. KV cache and slots keep their addresses and only their pages
+go, to come back as zeros when they are touched: a wake costs the weights, however large the cache.
+"""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from deployments.engines import linux
+
+_SENDFILE_BYTES = 1 << 30  # sendfile(2) moves at most 2 GiB at a time
+_KERNEL = "deployments.engines.vllm.lora_cpu.SegmentedPunica"
+
+
+class SleepingCpuWorker(CPUWorker):
+    """Given to vLLM as `worker_cls`. Sleep and wake come through AsyncLLM's own calls."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # The only place vLLM asks which LoRA kernel to use.
+        type(current_platform).get_punica_wrapper = classmethod(lambda cls: _KERNEL)
+        super().__init__(*args, **kwargs)
+        if self.model_config.enforce_eager:
+            # Else the first request for logprobs compiles one small helper: 2-3 s, 90 MB.
+            torch._dynamo.config.disable = True
+        self.emptied: list[tuple[torch.UntypedStorage, int]] = []
+        self.copies: list[int] = []
+        self.filling = linux.Filling()
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        """Where vLLM asks which memory the KV cache comes from: here from pages nobody has
+        zeroed yet. They are filled once the model is loaded: no first token waits for them."""
+        return untouched() if tag == "kv_cache" else super()._maybe_get_memory_pool_context(tag)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's last call of a load."""
+        found = super().compile_or_warm_up_model()
+        caches = (tensor.untyped_storage() for tensor in self.model_runner.kv_caches)
+        spans = {storage.data_ptr(): storage.nbytes() for storage in caches}
+        self.filling.start(list(spans.items()))
+        return found
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with every_core():
+            super().load_model(*args, **kwargs)
+        self.versions = {path: version(path) for path in self._checkpoint()}
+        _give_back()  # the loader's own garbage, before anything grows behind it
+
+    def _checkpoint(self) -> list[Path]:
+        return sorted(Path(self.model_config.model).glob("*.safetensors"))
+
+    def sleep(self, level: int = 1) -> None:
+        if self.emptied:
+            return
+        self.filling.stop()
+        self.copies = [copy_to_memory(path, self.versions[path]) for path in self._checkpoint()]
+        self._drop_adapters()
+        for layer in self.model_runner.model.modules():
+            if hasattr(layer, "cpu_linear"):
+                layer.cpu_linear = None  # a closure over the repacked weight
+        for tensor in self.model_runner.model.parameters():
+            self._empty(tensor)
+        for storage in self._rebuilt():
+            linux.blank(storage.data_ptr(), storage.nbytes())
+        _give_back()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        if not self.emptied:
+            return
+        for storage, size in self.emptied:
+            storage.resize_(size)
+        self.emptied = []
+        names = [f"/proc/self/fd/{copy}" for copy in self.copies]
+        self._reload(safetensors_weights_iterator(names, use_tqdm_on_load=False))
+        for copy in self.copies:
+            os.close(copy)
+        self.copies = []
+        _give_back()
+
+    def load_from_disk(self) -> None:
+        """The weights again from their files, when a wake did not verify."""
+        self._reload(None)
+        self.versions = {path: version(path) for path in self._checkpoint()}
+
+    def _reload(self, weights: Iterator[tuple[str, torch.Tensor]] | None) -> None:
+        with set_current_vllm_config(self.vllm_config), self._adapters_kept(), every_core():
+            self.model_runner.reload_weights(weights_iterator=weights)
+
+    @contextmanager
+    def _adapters_kept(self) -> Iterator[None]:
+        """vLLM drops every adapter on a reload, for the base may have changed; ours has not."""
+        runner = self.model_runner
+        runner.reset_lora_state = lambda: None
+        try:
+            yield
+        finally:
+            del runner.reset_lora_state
+
+    def _drop_adapters(self) -> None:
+        """Out of their slots; they stay in vLLM's own host cache and return on use."""
+        manager = getattr(self.model_runner, "lora_manager", None)
+        if manager is not None:
+            adapters = manager._adapter_manager
+            for number in list(adapters._active_adapters.cache):
+                adapters.deactivate_adapter(number)
+
+    def _rebuilt(self) -> list[torch.UntypedStorage]:
+        """What a sleep loses and use brings back: adapters in their slots, and the KV cache."""
+        tensors = (*self._slots(), *self.model_runner.kv_caches)
+        found = (tensor.untyped_storage() for tensor in tensors)
+        return list({storage.data_ptr(): storage for storage in found}.values())
+
+    def _slots(self) -> Iterator[torch.Tensor]:
+        manager = getattr(self.model_runner, "lora_manager", None)
+        if manager is None:
+            return
+        for layer in manager._adapter_manager.modules.values():
+            for name in ("lora_a_stacked", "lora_b_stacked"):
+                stacked = getattr(layer, name, None)
+                if stacked is not None:
+                    yield from stacked if isinstance(stacked, tuple | list) else (stacked,)
+
+    def _empty(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if size := storage.nbytes():  # zero when an earlier tensor shares the storage
+            self.emptied.append((storage, size))
+            storage.resize_(0)
+
+
+@contextmanager
+def every_core() -> Iterator[None]:
+    """Packing weights takes all cores this process may use: while it does nobody is served."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Zeros that hold no pages until they are written, from `torch.zeros`. For vLLM's allocation of
+    the KV cache, which calls nothing else in here."""
+    kept: Any = torch.zeros
+    blank: Any = _blank
+    torch.zeros = blank
+    try:
+        yield
+    finally:
+        torch.zeros = kept
+
+
+def _blank(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    made = torch.empty(size, dtype=dtype, device=device)
+    linux.blank(made.data_ptr(), made.nbytes)
+    return made
+
+
+def version(path: Path) -> tuple[int, ...]:
+    """What changes when a file is replaced or rewritten."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
+def copy_to_memory(path: Path, expected: tuple[int, ...]) -> int:
+    """A memfd with the file's bytes, never mapped here. Raises RuntimeError when the file is not
+    the one that was loaded: what sleeps must be what was awake."""
+    with path.open("rb") as source:
+        copy = os.memfd_create(f"host-copy-{path.name}", os.MFD_CLOEXEC)
+        at, size = 0, path.stat().st_size
+        while at < size:
+            at += os.sendfile(copy, source.fileno(), at, min(size - at, _SENDFILE_BYTES))
+    if version(path) != expected:
+        os.close(copy)
+        raise RuntimeError(f"{path} changed on disk since it was loaded; this engine must go")
+    return copy
+
+
+def _give_back() -> None:
+    gc.collect()
+    linux.trim()

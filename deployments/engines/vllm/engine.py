@@ -1,0 +1,270 @@
+"""Text (and large embedding models) through vLLM: its own OpenAI app over a core forked here.
+
+`engine_args` are vLLM's own, by name (`max_model_len: 1024`, `enable_lora: true`,
+on a GPU `device_ids: [2]`, `gpu_memory_utilization: 0.4`).
+`kv_cache_memory_bytes` is required: vLLM's own guess is a share of what happens to be free.
+"""
+
+import asyncio
+import json
+import os
+from argparse import Namespace
+from functools import cache
+from typing import Any, NoReturn
+
+from fastapi import FastAPI
+from vllm import PoolingParams, SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.serve.utils.fingerprint import build_system_fingerprint
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from deployments.engines import linux
+from deployments.engines.host import respond
+from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
+from deployments.engines.vllm.adapters import AdapterDesk, AdmittingLLM
+from deployments.engines.vllm.context_growth import Room
+from deployments.engines.vllm.core_process import Core, await_core, fork_core
+
+# What a replica may ask for. vLLM also registers routes that pause, scale or reload an engine, or
+# run any of its calls by name; those stay out of reach.
+ROUTES = frozenset(
+    "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages /v1/models "
+    "/tokenize /detokenize /pooling /classify /score /v1/score /rerank /v1/rerank /metrics "
+    "/adapters".split()
+)
+_PROBE = "The answer is"
+_DEAD_S = 0.5  # how long a frontend without a core stays to tell its requests
+_CPU_WORKER = "deployments.engines.vllm.cpu_worker.SleepingCpuWorker"
+
+
+def build(config: Config) -> "VllmEngine":
+    """Runs single threaded, right after the fork: the core is forked from here."""
+    os.environ.update(VLLM_SERVER_DEV_MODE="0", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0")
+    args = arguments(config)
+    vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
+        usage_context=UsageContext.OPENAI_API_SERVER
+    )
+    core = fork_core(
+        vllm_config,
+        os.environ["ARBITER_ENGINE"],
+        stats=not args.disable_log_stats,
+        threads=compute_threads(config),
+    )
+    engine = VllmEngine(args, vllm_config, core, can_sleep=config.get("can_sleep", True))
+    engine.most_tokens = int(config.get("grows_to", {}).get("max_model_len", 0))
+    if "adapters" in config:
+        window = vllm_config.scheduler_config.max_num_seqs
+        engine.desk = AdapterDesk(config, window)
+    return engine
+
+
+def compute_threads(config: Config) -> int | None:
+    """As configured; else, without a GPU, as many as `vllm serve` would bind on this node: one for
+    each core of the first memory node but one, which is the scheduler's."""
+    if "threads" in config:
+        return int(config["threads"])
+    if not current_platform.is_cpu():
+        return None
+    cpus = get_allowed_cpu_list()
+    cores = {cpu.physical_core for cpu in cpus if cpu.numa_node == cpus[0].numa_node}
+    return max(1, len(cores) - 1)
+
+
+def arguments(config: Config) -> Namespace:
+    """The namespace `vllm serve` would have. Raises LoadFailed that names a bad argument."""
+    given = {**_defaults(config), **config.get("engine_args", {})}
+    if "kv_cache_memory_bytes" not in given:
+        raise LoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)
+    if ways := len(config.get("parts", [])):  # vLLM counts KV bytes by GPU, a ticket in all
+        given["kv_cache_memory_bytes"] = int(given["kv_cache_memory_bytes"]) // ways
+    words = [word for name, value in given.items() for word in _words(name, value)]
+    return parser().parse_args(words)
+
+
+@cache
+def parser() -> FlexibleArgumentParser:
+    """vLLM's own, once per process or zygote: it reads the source of every config class."""
+    made = make_arg_parser(FlexibleArgumentParser())
+    made.error = _refuse_arguments
+    return made
+
+
+@cache
+def text_api() -> FastAPI:
+    """vLLM's routes for a model that generates, without state: the same for every model, so the
+    zygote makes them once (0.2 s and 14 MB of schemas)."""
+    return build_app(parser().parse_args(["--disable-fastapi-docs"]), ("generate",))
+
+
+def _refuse_arguments(message: str) -> NoReturn:
+    raise LoadFailed("BadConfig", f"engine_args: {message}", False)
+
+
+def _defaults(config: Config) -> dict[str, Any]:
+    shared = {
+        "model": config["model"],
+        "served_model_name": config.get("served_name", config["model"]),
+        "disable_log_stats": True,
+        "disable_fastapi_docs": True,
+        **_adapter_arguments(config),
+        **_drafter_arguments(config),
+    }
+    if ways := len(config.get("parts", [])):
+        shared["tensor_parallel_size"] = ways
+    if not current_platform.is_cpu():
+        return shared | {"enable_sleep_mode": config.get("can_sleep", True)}
+    return shared | {
+        "enforce_eager": True,  # nothing is compiled; with explicit KV bytes no warm-up
+        "distributed_executor_backend": "uni",
+        "worker_cls": _CPU_WORKER,
+    }
+
+
+def _adapter_arguments(config: Config) -> dict[str, Any]:
+    if "adapters" not in config:
+        return {}
+    given = config["adapters"]
+    return {
+        "enable_lora": True,
+        "max_loras": given["slots"],
+        "max_cpu_loras": 2 * given["slots"],  # deployments.plan charges as much for it
+        "max_lora_rank": given["max_rank"],
+    }
+
+
+def _drafter_arguments(config: Config) -> dict[str, Any]:
+    if "drafter" not in config:
+        return {}
+    given = config["drafter"]
+    return {
+        "speculative_config": {
+            "method": "draft_model",
+            "model": given["model"],
+            "num_speculative_tokens": given["tokens"],
+        }
+    }
+
+
+def _words(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if value is None or value in ({}, []):
+        return []  # as if it were not written: vLLM's default
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if name == "lora_modules" and isinstance(value, dict):
+        return [flag, *(f"{adapter}={folder}" for adapter, folder in value.items())]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+class VllmEngine:
+    """The frontend: tokenizer, templates, OpenAI semantics, and the core's only client."""
+
+    def __init__(self, args: Namespace, config: VllmConfig, core: Core, *, can_sleep: bool) -> None:
+        self.args, self.config, self.core, self.can_sleep = args, config, core, can_sleep
+        self.llm: AsyncLLM | None = None
+        self.api: FastAPI | None = None
+        self.probes = 0
+        self.desk: AdapterDesk | None = None
+        self.most_tokens = 0  # of the context it may grow to; 0: it does not
+        self.room: Room | None = None
+
+    async def load(self) -> None:
+        if self.llm is not None:
+            await self.llm.collective_rpc("load_from_disk" if _on_cpu() else "reload_weights")
+            return
+        await asyncio.to_thread(await_core, self.core)
+        kind = AsyncLLM if self.desk is None else AdmittingLLM
+        self.llm = kind.from_vllm_config(
+            self.config,
+            client_addresses=self.core.client_addresses,
+            disable_log_stats=self.args.disable_log_stats,
+        )
+        asyncio.get_running_loop().add_reader(self.core.pidfd, self._core_died)
+        tasks = await self.llm.get_supported_tasks()
+        self.pools = "generate" not in tasks
+        self.api = build_app(self.args, tasks, self.llm.model_config) if self.pools else text_api()
+        self.args.fingerprint_value, self.args.fingerprint_mode = fingerprint(self), "custom"
+        self.api.state.args = self.args
+        await init_app_state(self.llm, self.api.state, self.args, tasks)
+        if self.most_tokens:
+            self.room = Room(self.api, self.args.served_model_name[0], self.most_tokens)
+        if self.desk is not None:
+            self.llm.desk = self.desk
+            self.desk.adopt(self.llm, self.api.state)
+
+    def _core_died(self) -> None:
+        """Tell every request, then go: a frontend alone serves nobody."""
+        assert self.llm is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self.core.pidfd)
+        self.llm.engine_core.resources.engine_dead = True
+        self.llm.engine_core.outputs_queue.put_nowait(EngineDeadError())
+        loop.call_later(_DEAD_S, linux.end, 1)
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.api is not None and self.llm is not None
+        if scope["path"] not in ROUTES:
+            error = {"message": f"no route {scope['path']}", "type": "invalid_request_error"}
+            return await respond(send, 404, {"error": {**error, "param": None, "code": None}})
+        if self.room is not None:
+            return await self.room.serve(self._answer, scope, receive, send)
+        await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.api is not None and self.llm is not None
+        if self.desk is None:
+            return await self.api(scope, receive, send)
+        if scope["path"] == "/adapters":
+            trace = await self.llm.engine_core.call_utility_async("step_trace")
+            return await respond(send, 200, {**self.desk.facts(), "trace": trace})
+        await self.desk.serve(self.api, scope, receive, send)
+
+    async def sleep(self) -> None:
+        assert self.llm is not None
+        if self.desk is not None:
+            await self.desk.forget_loaded()
+        await self.llm.sleep(level=1)
+
+    async def wake(self) -> None:
+        assert self.llm is not None
+        await self.llm.wake_up()
+
+    async def probe(self) -> str:
+        """The next token and how sure the model is of it and its rivals."""
+        assert self.llm is not None
+        self.probes += 1
+        number = f"probe-{self.probes}"
+        if self.pools:
+            pooled = [
+                out async for out in self.llm.encode(_PROBE, PoolingParams(task="embed"), number)
+            ]
+            return str([round(x, 4) for x in pooled[-1].outputs.data.flatten()[:8].tolist()])
+        one = SamplingParams(temperature=0, max_tokens=1, logprobs=4)
+        output = [out async for out in self.llm.generate(_PROBE, one, number)][-1].outputs[0]
+        ranked = {token: round(p.logprob, 3) for token, p in output.logprobs[0].items()}
+        return f"{list(output.token_ids)} {ranked}"
+
+    async def health(self) -> None:
+        assert self.llm is not None
+        await self.llm.check_health()
+
+
+def fingerprint(engine: VllmEngine) -> str | None:
+    """What vLLM would compute for each of its six serving objects, hashing all its settings."""
+    args = engine.args
+    return build_system_fingerprint(engine.config, args.fingerprint_mode, args.fingerprint_value)
+
+
+def _on_cpu() -> bool:
+    return bool(current_platform.is_cpu())

@@ -1,0 +1,1 @@
+"""The front's routes beside OpenAI's, one subject a module."""

@@ -1,0 +1,1 @@
+"""What every capability replica shares: tickets, loading, unloading, use."""

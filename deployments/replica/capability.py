@@ -1,0 +1,191 @@
+"""What every capability deployment is: a call comes in, its model is made resident, the engine's
+answer goes out. Subclasses say which paths they serve.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, ClassVar
+
+from ray import serve
+
+from arbiter.core.types import Client
+from arbiter.errors import DeadlineUnmet, RequestError, TicketClosed
+from arbiter.units import TicketId
+from deployments import messages
+from deployments.replica import resize
+from deployments.replica.held_model import Life
+from deployments.replica.residency import Residency
+from deployments.replica.stream_batching import Pace
+from deployments.replica.use import Use
+from deployments.replica.wait_progress import arriving, is_at_hand
+from deployments.routing.rank import Slotted, Warmth
+
+logger = logging.getLogger("ray.serve")
+
+# Headers of an answer whose model had to be brought: seconds from the replica's first sight of the
+# request until the model served, and what the load or wake alone was predicted to take.
+WAITED, ESTIMATE = "x-arbiter-waited-s", "x-arbiter-estimate-s"
+WAIT_TOLD_S = 0.05  # a resident model is at hand within a millisecond
+
+# Of one request. A model may be revoked as it is to grow, which is a race of milliseconds; twice is
+# a device too small for those who want it.
+GROWTHS = 2
+
+# What a router may count on; a model that is on its way out is as good as gone.
+WARMTH = {
+    Life.QUEUED: Warmth.COMING,
+    Life.LOADING: Warmth.COMING,
+    Life.RESIDENT: Warmth.RESIDENT,
+    Life.ASLEEP: Warmth.ASLEEP,
+}
+
+
+class Capability:
+    """One Serve replica. Its constructor takes no ticket and loads nothing: three failures there
+    before the first success would end the deployment for good (Serve's rule)."""
+
+    paths: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, capability: str) -> None:
+        self._capability = capability
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._pace = Pace()
+        self.slotted = Slotted()
+        self._residency = Residency.start(capability, holder=f"{capability}#{replica}")
+
+    async def handle(self, call: messages.Call) -> AsyncIterator[messages.Part]:
+        """Closing this generator cancels the work down to the engine. A refusal is an answer;
+        within a stream of events it is the last event. Raises EngineLost where the client has seen
+        nothing yet, so that the front tries again."""
+        if call.path not in self.paths:
+            yield _wrong_route(call, self.paths)
+            return
+        is_streaming = False
+        try:
+            async with aclosing(self._served(call)) as parts:
+                async for part in parts:
+                    if isinstance(part, messages.Head):
+                        if not part.is_stream:
+                            yield messages.Whole(part, await _rest(parts))
+                            return
+                        is_streaming = True
+                    yield part
+        except RequestError as error:
+            logger.warning("request %s: %s", call.request_id, error)
+            if is_streaming:
+                yield messages.stream_error(error)
+            elif messages.is_transient(error):
+                raise
+            else:
+                yield messages.Whole(*messages.refusal(error))
+
+    async def _served(
+        self, call: messages.Call
+    ) -> AsyncGenerator[messages.Progress | messages.Head | bytes, None]:
+        """Grown first, and asked once more, where the engine could do it with more memory (SPEC
+        A14). Raises RequestError."""
+        began_s = time.monotonic()
+        for growths_left in range(GROWTHS, -1, -1):
+            async with aclosing(self._asked(call, began_s)) as parts:
+                async for part in parts:
+                    if growths_left and resize.asks_for_more(part):
+                        break
+                    yield resize.unmarked(part)
+                else:
+                    return
+            try:
+                await self._grown(call, began_s)
+            except TicketClosed:  # it had to go just then, and comes again for this request
+                if growths_left == 1:
+                    raise
+
+    async def _grown(self, call: messages.Call, began_s: float) -> None:
+        """Raises RequestError."""
+        try:
+            async with asyncio.timeout(_left_s(call, began_s)):
+                await self._residency.grow(call.model)
+        except TimeoutError:
+            raise DeadlineUnmet(TicketId(call.model), call.deadline_s or 0.0, 1.0) from None
+
+    async def _asked(
+        self, call: messages.Call, began_s: float
+    ) -> AsyncGenerator[messages.Progress | messages.Head | bytes, None]:
+        """The model is made resident, then its engine answers. Raises RequestError."""
+        use = self._residency.use(
+            call.model,
+            deadline_s=_left_s(call, began_s),
+            priority=call.priority,
+            request=call.request_id,
+            client=Client(call.tenant, call.client_id),
+        )
+        async with AsyncExitStack() as stack:
+            if call.wants_progress and not is_at_hand(self._residency.slots, call.model):
+                steps = arriving(use, self._residency.slots, call.model)
+                async for step in await stack.enter_async_context(aclosing(steps)):
+                    yield step
+            else:
+                await use.__aenter__()
+            stack.push_async_exit(use)
+            await self.prepare(call, use)
+            if call.stay_warm_s:
+                use.stay_warm(call.stay_warm_s)
+            waited_s = time.monotonic() - began_s
+            logger.info(
+                "request %s: %s under %s, waited %.2f s",
+                call.request_id, call.model, use.ticket, waited_s,
+            )  # fmt: skip
+            answer = use.stream("POST", call.path, call.headers, call.body)
+            async with aclosing(self._pace.follow(answer)) as parts:
+                async for part in parts:
+                    yield _with_wait(part, waited_s, use) if waited_s > WAIT_TOLD_S else part
+
+    async def prepare(self, call: messages.Call, use: Use) -> None:
+        """What a call needs on this node besides its model. Raises RequestError."""
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What this replica has, for deployments.router; Serve asks and passes it on when it has
+        changed."""
+        slots = self._residency.slots
+        warmth = {name: WARMTH.get(slot.life, Warmth.COLD) for name, slot in slots.items()}
+        return {
+            "models": {name: int(w) for name, w in warmth.items() if w},
+            "adapters": self.slotted.names({slot.ticket for slot in slots.values()}),
+        }
+
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces this replica when it raises: it could load nothing."""
+        self._residency.client().check()
+
+    async def __del__(self) -> None:
+        await self._residency.close()
+
+
+def _left_s(call: messages.Call, began_s: float) -> float | None:
+    """Of its deadline; may be negative."""
+    return None if call.deadline_s is None else call.deadline_s - (time.monotonic() - began_s)
+
+
+async def _rest(parts: AsyncIterator[messages.Progress | messages.Head | bytes]) -> bytes:
+    return b"".join([part async for part in parts if isinstance(part, bytes)])
+
+
+def _with_wait(part: messages.Head | bytes, waited_s: float, use: Use) -> messages.Head | bytes:
+    """Who gets no comments while the model loads learns afterwards what it waited for."""
+    if isinstance(part, bytes):
+        return part
+    told = {WAITED: f"{waited_s:.2f}"}
+    if use.predicted_s:
+        told[ESTIMATE] = f"{use.predicted_s:.2f}"
+    return messages.Head(part.status, part.headers | told)
+
+
+def _wrong_route(call: messages.Call, paths: frozenset[str]) -> messages.Whole:
+    """404, as OpenAI answers a chat request for a model that is none."""
+    message = f"{call.model} is served at {', '.join(sorted(paths))}, not at {call.path}"
+    body = messages.error_body(
+        message, kind=messages.kind_of(404), code="model_not_supported", param="model"
+    )
+    return messages.Whole(messages.Head(404, {"content-type": "application/json"}), body)

@@ -1,0 +1,149 @@
+"""A holder's line to one engine process: HTTP over the unix socket the zygote bound for it.
+
+The lifeline is a request that is never answered to its end. The engine dies when the holder closes
+it, or dies itself; the holder knows the engine is dead when the line breaks.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from arbiter.errors import ENGINE_DIED, EngineLost
+from arbiter.units import Span, TicketId, seconds
+from deployments.messages import Head
+
+if TYPE_CHECKING:  # a tenth of a second, spent while the first engine starts
+    import aiohttp
+
+# Headers of the engine's answer that concern its connection, not the client's.
+_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "date",
+                  "server"})  # fmt: skip
+
+
+class LoadRefused(Exception):
+    """The engine says why it did not load."""
+
+    def __init__(self, cause: str, out_of_memory: bool) -> None:
+        super().__init__(cause, out_of_memory)
+        self.cause, self.out_of_memory = cause, out_of_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    took: Span
+    verified: bool  # False: the engine found its answer changed and loaded from disk again
+
+
+class EngineLink:
+    """Open for as long as the engine is ours. Every call raises EngineLost when it is gone."""
+
+    def __init__(self, model: str, ticket: TicketId, path: str) -> None:
+        import aiohttp
+
+        self._broken = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
+        self._model, self._ticket = model, ticket
+        # No bound on connections: the engine's own queue is where requests wait.
+        connector = aiohttp.UnixConnector(path=path, limit=0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+        self._session = aiohttp.ClientSession("http://engine", connector=connector, timeout=timeout)
+        self._lifeline: aiohttp.ClientResponse | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def hold(self, lost: Callable[[], None]) -> None:
+        """Open the lifeline; `lost` is called once, when it breaks from the other end."""
+        with self._typed():
+            self._lifeline = await self._session.get("/control/lifeline")
+        self._watch = asyncio.ensure_future(self._until_broken(self._lifeline, lost))
+
+    async def ready(self) -> None:
+        """Waits for the load. Raises LoadRefused."""
+        with self._typed():
+            async with self._session.get("/control/ready") as answer:
+                said = await answer.json()
+        if answer.status != 200:
+            error = said["error"]
+            raise LoadRefused(f"{error['type']}: {error['message']}", error["out_of_memory"])
+
+    async def health(self) -> None:
+        """Raises LoadRefused when the engine says that it cannot serve."""
+        with self._typed():
+            async with self._session.get("/control/health") as answer:
+                said = await answer.json()
+        if answer.status != 200:
+            raise LoadRefused(said["error"]["message"], False)
+
+    async def sleep(self) -> None:
+        """Raises LoadRefused when the engine cannot."""
+        await self._control("/control/sleep")
+
+    async def wake(self) -> Woken:
+        """Raises LoadRefused when neither host RAM nor disk brought it back."""
+        said = await self._control("/control/wake")
+        return Woken(seconds(said["seconds"]), bool(said["verified"]))
+
+    async def stream(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> AsyncGenerator[Head | bytes, None]:
+        """The engine's answer: its head, then its bytes as they come. Closing this generator
+        closes the connection, which cancels the work in the engine."""
+        with self._typed():
+            async with self._session.request(method, path, headers=headers, data=body) as answer:
+                kept = {k.lower(): v for k, v in answer.headers.items() if k.lower() not in _HOP}
+                yield Head(answer.status, kept)
+                async for chunk in answer.content.iter_any():
+                    yield chunk
+
+    def cut(self) -> None:
+        """Close the lifeline and everything else; the engine ends at once."""
+        if self._watch:
+            self._watch.cancel()
+        if self._lifeline:
+            self._lifeline.close()
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._session.close())
+
+    async def closed(self) -> None:
+        if self._closing:
+            await self._closing
+
+    async def _control(self, path: str) -> dict[str, Any]:
+        with self._typed():
+            async with self._session.post(path) as answer:
+                said: dict[str, Any] = await answer.json()
+        if answer.status != 200:
+            raise LoadRefused(said["error"]["message"], said["error"].get("out_of_memory", False))
+        return said
+
+    @contextlib.contextmanager
+    def _typed(self) -> Any:
+        """Whatever breaks on the way to the engine means that it is gone."""
+        try:
+            yield
+        except self._broken as error:
+            raise EngineLost(self._model, self._ticket) from error
+        except RuntimeError as error:
+            if not self._session.closed:
+                raise
+            raise EngineLost(self._model, self._ticket) from error
+
+    async def _until_broken(
+        self, lifeline: "aiohttp.ClientResponse", lost: Callable[[], None]
+    ) -> None:
+        with contextlib.suppress(*self._broken):
+            while await lifeline.content.read(1):
+                pass  # the engine may write to keep the line from looking idle
+        lost()
+
+
+def why(error: Exception, after_s: float) -> tuple[str, bool]:
+    """Why a load broke, in words, and whether for want of memory."""
+    if isinstance(error, LoadRefused):
+        return error.cause, error.out_of_memory
+    if isinstance(error, TimeoutError):
+        return f"not loaded after {after_s:.0f} s", False
+    if isinstance(error, EngineLost):
+        return ENGINE_DIED, False
+    return str(error), False

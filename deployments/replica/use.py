@@ -1,0 +1,138 @@
+"""One use of one model: a counter while it is resident, a wait while it is not."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Any, Protocol
+
+from arbiter.client.holder import HolderClient
+from arbiter.core.types import ANYBODY, Client, Priority
+from arbiter.errors import EngineLost, RequestError, TicketClosed
+from arbiter.units import Span, TicketId, in_seconds
+from deployments.messages import Head
+from deployments.replica.held_model import Life, Slot
+
+
+class Slots(Protocol):
+    """What a use needs of Residency."""
+
+    slots: dict[str, Slot]
+
+    async def enter(
+        self, model: str, deadline_s: float | None, priority: Priority, client: Client
+    ) -> Slot: ...
+    def client(self) -> HolderClient: ...
+
+
+def outcome_of(error: BaseException | None) -> str:
+    """How a use ended, in a word."""
+    if error is None:
+        return "answered"
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "left"
+    return error.code if isinstance(error, RequestError) else "failed"
+
+
+class Use:
+    """One use of one model, from `async with` to its end; also the handle to its engine."""
+
+    __slots__ = (
+        "_began_ns", "_client", "_deadline_s", "_model", "_priority", "_request", "_residency",
+        "_slot", "_ticket",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        residency: Slots,
+        model: str,
+        deadline_s: float | None,
+        priority: Priority,
+        request: str = "",
+        client: Client = ANYBODY,
+    ) -> None:
+        self._residency, self._model, self._deadline_s = residency, model, deadline_s
+        self._priority, self._request, self._client = priority, request, client
+        self._began_ns = 0
+        self._slot: Slot | None = None
+        self._ticket = TicketId("")
+
+    async def __aenter__(self) -> "Use":
+        self._began_ns = time.monotonic_ns()
+        slot = self._residency.slots.get(self._model)
+        if slot is not None and slot.life is Life.RESIDENT:
+            slot.enter(self._priority, self._client)
+        else:
+            try:
+                slot = await self._residency.enter(
+                    self._model, self._deadline_s, self._priority, self._client
+                )
+            except (RequestError, asyncio.CancelledError) as error:
+                self._tell(None, error)
+                raise
+        self._slot = slot
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._end(error)
+
+    def release(self, error: BaseException | None = None) -> None:
+        """Idempotent, and nothing to a use that was never entered. `error`: why it ended early."""
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._ticket = slot.ticket
+            slot.leave()
+            self._tell(slot.ticket, error)
+
+    def _tell(self, ticket: TicketId | None, error: BaseException | None) -> None:
+        """Of the event log; goes with the next heartbeat."""
+        took = Span(time.monotonic_ns() - self._began_ns)
+        runs = self._residency.client().runs
+        runs.note(ticket, self._model, took, outcome_of(error), self._request, self._client)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What its engine was started with."""
+        assert self._slot is not None
+        return self._slot.plan.config
+
+    @property
+    def ticket(self) -> TicketId:
+        return self._slot.ticket if self._slot else self._ticket
+
+    def stream(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> AsyncGenerator[Head | bytes, None]:
+        """See EngineLink.stream. Raises TicketClosed after release, EngineLost."""
+        if self._slot is None:
+            raise TicketClosed(self._ticket)
+        if self._slot.link is None or self._slot.life is Life.CLOSED:
+            raise EngineLost(self._model, self._slot.ticket)
+        return self._slot.link.stream(method, path, headers, body)
+
+    def stay_warm(self, for_s: float) -> None:
+        """For so long from now the model does not count as idle."""
+        assert self._slot is not None
+        until_ns = time.monotonic_ns() + round(for_s * 1e9)
+        self._slot.warm_until_ns = max(self._slot.warm_until_ns, until_ns)
+
+    @property
+    def predicted_s(self) -> float:
+        """What its last load or wake was predicted to take; 0: nothing was known."""
+        return in_seconds(self._slot.predicted) if self._slot else 0.0
+
+
+async def one_shot(
+    use: Use, method: str, path: str, headers: dict[str, str], body: bytes
+) -> tuple[Head, bytes]:
+    """The whole answer; the model is in use until it is there."""
+    async with use as engine:
+        parts = [part async for part in engine.stream(method, path, headers, body)]
+    head, *rest = parts
+    assert isinstance(head, Head), "an answer begins with its head"
+    return head, b"".join(part for part in rest if isinstance(part, bytes))

@@ -1,0 +1,79 @@
+"""Several models of one holder at once (SPEC A13): a vision model and its projector, each in a
+process of its own.
+
+    async with use_all(residency, ("vlm", "projector")) as (vlm, projector): ...
+
+Those that are not here are asked for as a gang: granted in one step, or none of them. What is here
+is not held while something is waited for, or two of these could wait for each other for ever; it
+may have to go meanwhile, and is brought back. A model with a drafter is a gang by itself.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from arbiter.client.gang_request import Gang
+from arbiter.core.types import ANYBODY, Client, Priority
+from arbiter.errors import EngineLost
+from arbiter.units import TicketId
+from deployments.replica.held_model import Life, Slot, new_ticket
+from deployments.replica.residency import TURNS, Residency
+from deployments.replica.use import Use
+
+
+@contextlib.asynccontextmanager
+async def use_all(
+    residency: Residency,
+    models: tuple[str, ...],
+    *,
+    deadline_s: float | None = None,
+    priority: Priority = Priority.NORMAL,
+    client: Client = ANYBODY,
+) -> AsyncIterator[tuple[Use, ...]]:
+    """As Residency.use of each, in the order given. Raises what the first refused one does."""
+    until_s = None if deadline_s is None else time.monotonic() + deadline_s
+    for _ in range(TURNS):
+        await _bring(residency, models, until_s, priority, client)
+        if all(_serves(residency, model) for model in models):
+            break
+    else:
+        raise EngineLost(models[0], TicketId(models[0]))
+    async with contextlib.AsyncExitStack() as uses:
+        begun = (residency.use(model, priority=priority, client=client) for model in models)
+        yield tuple([await uses.enter_async_context(use) for use in begun])  # none of them waits
+
+
+async def _bring(
+    residency: Residency,
+    models: tuple[str, ...],
+    until_s: float | None,
+    priority: Priority,
+    client: Client,
+) -> None:
+    """Each has served once."""
+    plans = [await residency.plan(model) for model in dict.fromkeys(models)]
+    away = [p for p in plans if p.model not in residency.slots and p.drafter is None]
+    slots = [Slot(plan, new_ticket(plan.model)) for plan in away]
+    gang = Gang(tuple(slot.ticket for slot in slots)) if len(slots) > 1 else None
+    for slot in slots:
+        slot.gang = gang
+        slot.note(priority, client, until_s)
+        residency.open(slot)
+
+    async def serve(model: str) -> None:
+        left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+        (await residency.enter(model, left_s, priority, client)).leave()
+
+    try:
+        async with asyncio.TaskGroup() as entering:
+            for plan in plans:
+                if not _serves(residency, plan.model):
+                    entering.create_task(serve(plan.model))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+def _serves(residency: Residency, model: str) -> bool:
+    slot = residency.slots.get(model)
+    return slot is not None and slot.life is Life.RESIDENT

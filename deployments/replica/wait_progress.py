@@ -1,0 +1,66 @@
+"""What a waiting request may hear: how far its model is, from what the holder knows by itself.
+
+The arbiter is not asked: its place in the line and its grant brought predictions, and what stands
+before it is told of this holder's line.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+
+from deployments.messages import Progress
+from deployments.replica.held_model import Life, Slot
+from deployments.replica.use import Use
+
+# Between two looks at the slot. A look costs microseconds, and the front tells the client once a
+# second.
+LOOK_S = 0.25
+
+
+def is_at_hand(slots: Mapping[str, Slot], model: str) -> bool:
+    """Entering will not wait."""
+    slot = slots.get(model)
+    return slot is not None and slot.life is Life.RESIDENT
+
+
+def look(slots: Mapping[str, Slot], model: str) -> Progress:
+    """How far `model` is now."""
+    slot = slots.get(model)
+    if slot is not None and slot.life is Life.LOADING:
+        return Progress("loading", 0, slot.left_s)
+    ahead = 0
+    for name, other in slots.items():  # in the order in which they were asked for
+        if name == model:
+            break
+        ahead += other.life is Life.QUEUED
+    return Progress("queued", ahead, slot.left_s if slot else None)
+
+
+async def arriving(
+    use: Use, slots: Mapping[str, Slot], model: str
+) -> AsyncGenerator[Progress, None]:
+    """Enters the use; meanwhile says how far it is, when that changes. Ended early, it gives up.
+    Raises what entering raises."""
+    arrival = asyncio.ensure_future(use.__aenter__())
+    said: Progress | None = None
+    has_entered = False
+    try:
+        while True:
+            await asyncio.wait({arrival}, timeout=LOOK_S)
+            if arrival.done():
+                arrival.result()
+                has_entered = True
+                return
+            now = look(slots, model)
+            if said is None or _words(now) != _words(said):
+                said = now
+                yield now
+    finally:
+        if not has_entered:  # its caller has not heard of it, though it may just have arrived
+            arrival.cancel()
+            await asyncio.gather(arrival, return_exceptions=True)
+            use.release(asyncio.CancelledError())
+
+
+def _words(progress: Progress) -> tuple[str, int, bool]:
+    """Without what passes by itself."""
+    return progress.phase, progress.position, progress.estimate_s is None

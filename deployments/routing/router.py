@@ -1,0 +1,88 @@
+"""The request router of every capability: the one module that touches Serve's router classes.
+
+Named in deployments.app. Serve makes one in each process that calls a capability (the front), tells
+it the replicas and what each says of itself (`Capability.record_routing_stats`, asked for once a
+second), and asks it for an order for each call; deployments.routing decides that. A handle whose
+calls carry no `wire.Call` is routed by queue alone.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from deployments import messages
+from deployments.routing.rank import Memory, Offer, Wish, rank
+
+ANYTHING = Wish("", "")
+
+
+def wish_of(args: Sequence[Any]) -> Wish:
+    """What a call wants, by its first argument."""
+    call = args[0] if args else None
+    if not isinstance(call, messages.Call):
+        return ANYTHING
+    conversation = f"{call.tenant}/{call.conversation_id}" if call.conversation_id else ""
+    return Wish(call.model, call.served or call.model, conversation)
+
+
+class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
+    """Resident model, then adapter, then conversation, then the least queue."""
+
+    def initialize_state(self) -> None:
+        """Called by Serve before anything else is."""
+        self._memory = Memory()
+        self._waiting: dict[int, PendingRequest] = {}
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Each replica a rank of its own, so that Serve takes the first that has room."""
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # this order is all there is
+        wish, now_s = wish_of(pending_request.args), time.monotonic()
+        found = {one.replica_id.unique_id: one for one in candidate_replicas}
+        offers = [self._offer(key, one) for key, one in found.items()]
+        sent, stuck = self._memory.sent(wish.model, now_s), self._memory.stuck(wish)
+        order = rank(wish, offers, stuck=stuck, sent=sent)
+        self._memory.chosen(wish, order[0], now_s)  # others come before it is sent
+        return [[found[key]] for key in order]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, _: Any) -> None:
+        """Where it went in the end: the first may have had no room."""
+        wish = wish_of(pending_request.args)
+        self._memory.chosen(wish, replica_id.unique_id, time.monotonic())
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._memory.keep({one.replica_id.unique_id for one in replicas})
+
+    def _offer(self, key: str, one: RunningReplica) -> Offer:
+        queue = self.replica_queue_len_cache.get(one.replica_id) or 0
+        said = one.routing_stats
+        return Offer(
+            key,
+            queue,
+            queue >= one.max_ongoing_requests,
+            said.get("models", {}),
+            said.get("adapters", ()),
+        )
+
+    # Serve finds a waiting call by its request's id, which all concurrent calls of one request
+    # share: of two only the first would ever be sent. So they are told apart by their own metadata.
+
+    def _add_pending_request_to_indices(self, pending_request: PendingRequest) -> None:
+        self._waiting[id(pending_request.metadata)] = pending_request
+
+    def _remove_pending_request_from_indices(self, pending_request: PendingRequest) -> None:
+        self._waiting.pop(id(pending_request.metadata), None)
+
+    def _get_pending_request_matching_internal_request_id(
+        self, request_metadata: Any = None
+    ) -> PendingRequest | None:
+        found = self._waiting.get(id(request_metadata))
+        return found if found is not None and not found.future.done() else None

@@ -1,1 +1,0 @@
-"""Text: chat and completions on vLLM."""
