@@ -48,14 +48,14 @@ class LeaseLost(Exception):
         return f"lease {self.lease} is over ({self.reason}); give its memory back"
 
 
-class Door(Protocol):
+class LeaseTransport(Protocol):
     """A way to the arbiter. Raises RequestError when it refuses, OSError when it is away."""
 
     def put(self, lease: str, body: Plain) -> Plain: ...
     def delete(self, lease: str, tenant: str | None) -> None: ...
 
 
-class HttpDoor:
+class HttpTransport:
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
         self._url = (url or os.environ.get("ARBITER_URL", URL)).rstrip("/")
         self._key = key or os.environ.get("ARBITER_KEY", "")
@@ -109,7 +109,7 @@ def _answer(body: bytes) -> Plain:
     raise ConnectionError(f"no answer of the arbiter's: {body[:500]!r}")
 
 
-class RayDoor:
+class RayTransport:
     """From within the cluster. The process is measured on its own node."""
 
     def put(self, lease: str, body: Plain) -> Plain:
@@ -145,11 +145,11 @@ class RayDoor:
             raise ConnectionError(str(error)) from error
 
 
-def door(url: str | None = None, key: str | None = None) -> Door:
+def transport(url: str | None = None, key: str | None = None) -> LeaseTransport:
     """Through Ray where this process is connected and no address was given, else by HTTP."""
     if url is None and "ARBITER_URL" not in os.environ and _is_in_ray():
-        return RayDoor()
-    return HttpDoor(url, key)
+        return RayTransport()
+    return HttpTransport(url, key)
 
 
 def _is_in_ray() -> bool:
@@ -166,7 +166,7 @@ class Lease:
 
     name: str
     body: Plain  # what is said of it with each call
-    way: Door
+    way: LeaseTransport
     on_notice: Callable[["Lease"], None] | None = None
     id: str = field(default_factory=lambda: f"lease-{uuid.uuid4().hex[:10]}")
     devices: dict[str, int] = field(default_factory=dict)  # bytes by device
@@ -306,17 +306,22 @@ def ask(
     node: str | None = None,
     pid: int | None = None,
     on_notice: Callable[[Lease], None] | None = None,
-    way: Door | None = None,
+    way: LeaseTransport | None = None,
 ) -> Lease:
     """A lease not yet acquired, of `gb` GiB. `node`: where, if there are several. `pid`: whose
     memory it is. `on_notice` is called in the heartbeat's thread, once."""
     body: Plain = {
-        "bytes": round(gb * GIB), "name": name or f"pid-{os.getpid()}", "term_s": term_s,
-        "notice_s": notice_s, "preemptible": preemptible, "node": node, "pid": pid,
-    }  # fmt: skip
+        "bytes": round(gb * GIB),
+        "name": name or f"pid-{os.getpid()}",
+        "term_s": term_s,
+        "notice_s": notice_s,
+        "preemptible": preemptible,
+        "node": node,
+        "pid": pid,
+    }
     if tenant is not None:
         body["tenant"] = tenant
-    return Lease(name, body, way or door(), on_notice)
+    return Lease(name, body, way or transport(), on_notice)
 
 
 @contextmanager

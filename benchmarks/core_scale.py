@@ -22,7 +22,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import Decision, Grant, Revoke
-from arbiter.core.settings import DEFAULTS, Terms
+from arbiter.core.settings import DEFAULTS, Timeouts
 from arbiter.core.types import Priority
 from arbiter.units import GIB, SECOND, Bytes, DeviceId, Epoch, HolderId, Instant, NodeId, TicketId
 from arbiter.units import seconds as span
@@ -33,11 +33,18 @@ RESIDENT, QUEUED = 10, 100  # on each device
 SIZES = (10, 100, 1_000)  # devices
 CROWDS = (10, 100, 1_000, 10_000)  # residents of one device
 QUIET = span(10**7)  # nothing times out meanwhile
-PATIENT = replace(Terms(), silent=QUIET, lost=QUIET, reading=QUIET, bypass=QUIET, audit=QUIET)
+PATIENT = replace(Timeouts(), silent=QUIET, lost=QUIET, reading=QUIET, bypass=QUIET, audit=QUIET)
 ROOMY = replace(
-    DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), terms=PATIENT,
-    queue_per_model_count=10**9, queue_total_count=10**9, carry_most=QUIET, bypass_count=10**9,
-)  # fmt: skip
+    DEFAULTS,
+    arena_fraction=1.0,
+    wiggle_fraction=0.0,
+    gpu_margin_bytes=Bytes(0),
+    terms=PATIENT,
+    queue_per_model_count=10**9,
+    queue_total_count=10**9,
+    carry_most=QUIET,
+    bypass_count=10**9,
+)
 SEED = 7
 COUNTED = 21  # times that the calls of each act are counted, for the median
 
@@ -107,12 +114,19 @@ class Scene:
     def _tickets(self, holder: HolderId) -> tuple[ev.HeldTicket, ...]:
         return tuple(
             ev.HeldTicket(
-                e.ticket, e.model, types.Phase.RESIDENT, 0, span(0),
-                tuple(types.DeviceBytes(d, b) for d, b in e.home.items()), e.need, "",
-                Priority.HIGH, uses_count=1,
+                e.ticket,
+                e.model,
+                types.Phase.RESIDENT,
+                0,
+                span(0),
+                tuple(types.DeviceBytes(d, b) for d, b in e.home.items()),
+                e.need,
+                "",
+                Priority.HIGH,
+                uses_count=1,
             )
             for e in self.core._mind.ledger.holding(holder).values()
-        )  # fmt: skip
+        )
 
     def beat(self, holder: HolderId) -> ev.Renewed:
         """Made of strings of its own, as one that came over a wire."""
@@ -191,9 +205,12 @@ def grant_when_back(scene: Scene, n: int) -> float:
 
 
 ACTS: dict[str, Callable[[Scene, int], float]] = {
-    "renew": renew, "renew_all": renew_all, "queue": queue,
-    "grant_with_victims": grant_with_victims, "grant_when_back": grant_when_back,
-}  # fmt: skip
+    "renew": renew,
+    "renew_all": renew_all,
+    "queue": queue,
+    "grant_with_victims": grant_with_victims,
+    "grant_when_back": grant_when_back,
+}
 
 
 def measure(scene: Scene, samples: int, among: Sequence[int]) -> dict[str, dict[str, float]]:

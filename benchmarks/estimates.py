@@ -56,11 +56,13 @@ class Load:
 def table() -> dict[str, Any]:
     models = {
         name: {
-            "source": f"made:{name}", "can_sleep": False, "keep_warm_s": -1,
+            "source": f"made:{name}",
+            "can_sleep": False,
+            "keep_warm_s": -1,
             "engine_args": {"max_model_len": 512, "kv_cache_memory_bytes": f"{kv_mib} MiB"},
         }
         for name, kv_mib in KV_MIB.items()
-    }  # fmt: skip
+    }
     chat = {"role": "text", "engine": "vllm", "models": models}
     return {"chat": chat, "first": capability(nothing=model(1))}
 
@@ -118,13 +120,18 @@ def figures(loads: list[Load]) -> dict[str, Any]:
         "bar_fraction": BAR_FRACTION,
         "estimates": errors(loads),
         "constant": errors(constant),
-        "first_of_each": {m: {"bytes": x.bytes_error, "seconds": x.seconds_error}
-                          for m, x in first.items()},
-        "seen": {m: {"mib": statistics.median(x.seen_bytes for x in loads if x.model == m) / MIB,
-                     "seconds": statistics.median(x.seen_s for x in loads if x.model == m)}
-                 for m in first},
+        "first_of_each": {
+            m: {"bytes": x.bytes_error, "seconds": x.seconds_error} for m, x in first.items()
+        },
+        "seen": {
+            m: {
+                "mib": statistics.median(x.seen_bytes for x in loads if x.model == m) / MIB,
+                "seconds": statistics.median(x.seen_s for x in loads if x.model == m),
+            }
+            for m in first
+        },
         "rows": [asdict(x) for x in loads],
-    }  # fmt: skip
+    }
 
 
 def best_constant(seen: Sequence[float]) -> float:

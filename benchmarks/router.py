@@ -18,21 +18,21 @@ from ray.serve.schema import LoggingConfig
 from benchmarks.report import Sample, paired_ratio, write
 from deployments import messages
 from deployments.app import ROUTER
-from deployments.routing.rank import Memory, Offer, Warmth, Wish, rank
+from deployments.routing.rank import ModelPresence, ReplicaState, RouteRequest, RoutingHistory, rank
 
-CALL = messages.Call("/v1/x", b"{}", {}, "r", "m", conversation_id="c")
+CALL = messages.InferenceCall("/v1/x", b"{}", {}, "r", "m", conversation_id="c")
 
 
 def choice_us(replicas: int, samples: int) -> float:
     """Median of one order: memory, price, sort; 16 adapters in the slots of each."""
     names = [f"m:a{i}" for i in range(16)]
     offers = [
-        Offer(f"r{i}", i % 3, models={"m": int(Warmth.RESIDENT)}, adapters=names)
+        ReplicaState(f"r{i}", i % 3, models={"m": int(ModelPresence.RESIDENT)}, adapters=names)
         for i in range(replicas)
     ]
-    memory, took = Memory(), []
+    memory, took = RoutingHistory(), []
     for number in range(samples):
-        wish = Wish("m", f"m:a{number % 16}", f"t/{number % 100}")
+        wish = RouteRequest("m", f"m:a{number % 16}", f"t/{number % 100}")
         began_ns = time.perf_counter_ns()
         stuck, sent = memory.stuck(wish), memory.sent("m", number)
         memory.chosen(wish, rank(wish, offers, stuck=stuck, sent=sent)[0], number)
@@ -42,9 +42,9 @@ def choice_us(replicas: int, samples: int) -> float:
 
 class Echo:
     def record_routing_stats(self) -> dict[str, Any]:
-        return {"models": {"m": int(Warmth.RESIDENT)}, "adapters": []}
+        return {"models": {"m": int(ModelPresence.RESIDENT)}, "adapters": []}
 
-    async def handle(self, call: messages.Call) -> str:
+    async def handle(self, call: messages.InferenceCall) -> str:
         return call.model
 
 

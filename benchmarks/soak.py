@@ -207,11 +207,15 @@ def tell(soak: Soak, minutes: float, seed: int, leaks: list[str]) -> None:
         if name in soak.before
     }
     figures = {
-        "minutes": minutes, "asked": dict(soak.asked), "answers": dict(soak.answers),
-        "untyped": soak.untyped, "kills": dict(soak.kills),
+        "minutes": minutes,
+        "asked": dict(soak.asked),
+        "answers": dict(soak.answers),
+        "untyped": soak.untyped,
+        "kills": dict(soak.kills),
         "books_before_and_after": [asdict(soak.books_before), asdict(soak.books_after)],
-        "mib_and_descriptors_before_and_after": rows, "leaks": leaks,
-    }  # fmt: skip
+        "mib_and_descriptors_before_and_after": rows,
+        "leaks": leaks,
+    }
     report.write("soak", figures, seed=seed)
     for name, ((mib, fds), (mib_after, fds_after)) in rows.items():
         print(

@@ -25,9 +25,16 @@ CLIENT = (
     "p = argparse.ArgumentParser(); add_cli_args(p); main(p.parse_args())"
 )
 KEPT = (
-    "completed", "failed", "duration", "request_throughput", "output_throughput",
-    "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms",
-)  # fmt: skip
+    "completed",
+    "failed",
+    "duration",
+    "request_throughput",
+    "output_throughput",
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "median_tpot_ms",
+    "p99_tpot_ms",
+)
 
 
 def load(url: str, args: argparse.Namespace) -> dict[str, Any]:

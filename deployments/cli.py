@@ -132,18 +132,35 @@ def client_lines(state: dict[str, Any]) -> Iterator[str]:
     """Limits first, where there are any, then accounts."""
     if state["tenants"]:
         head = ("tenant", "holds", "maximum", "reserved", "average", "of", "cooling down")
-        yield from _table(head, [
-            (t["tenant"], _size(t["held_bytes"]), _most(t["most_bytes"]),
-             _size(t["reserved_bytes"]), _size(t["average_bytes"]),
-             _most(t["average_most_bytes"]), t["is_cooling"])
-            for t in state["tenants"]
-        ])  # fmt: skip
+        yield from _table(
+            head,
+            [
+                (
+                    t["tenant"],
+                    _size(t["held_bytes"]),
+                    _most(t["most_bytes"]),
+                    _size(t["reserved_bytes"]),
+                    _size(t["average_bytes"]),
+                    _most(t["average_most_bytes"]),
+                    t["is_cooling"],
+                )
+                for t in state["tenants"]
+            ],
+        )
         yield ""
-    yield from _table(("tenant", "client", "requests", "holds", "GiB seconds"), [
-        (c["tenant"], c["client"] or "-", c["requests_count"], _size(c["held_bytes"]),
-         f"{c['byte_seconds_count'] / GIB:.1f}")
-        for c in state["clients"]
-    ])  # fmt: skip
+    yield from _table(
+        ("tenant", "client", "requests", "holds", "GiB seconds"),
+        [
+            (
+                c["tenant"],
+                c["client"] or "-",
+                c["requests_count"],
+                _size(c["held_bytes"]),
+                f"{c['byte_seconds_count'] / GIB:.1f}",
+            )
+            for c in state["clients"]
+        ],
+    )
 
 
 def _most(size: int | None) -> str:
@@ -248,11 +265,21 @@ def leases_held(args: argparse.Namespace) -> None:
 
 def _lease_lines(found: list[dict[str, Any]]) -> Iterator[str]:
     head = ("lease", "name", "tenant", "state", "charged", "left", "preemptible")
-    yield from _table(head, [
-        (t["ticket"], t["model"], t["lease"]["tenant"], t["state"], _charges(t),
-         f"{t['left_s']:.0f} s", t["lease"]["preemptible"])
-        for t in found
-    ])  # fmt: skip
+    yield from _table(
+        head,
+        [
+            (
+                t["ticket"],
+                t["model"],
+                t["lease"]["tenant"],
+                t["state"],
+                _charges(t),
+                f"{t['left_s']:.0f} s",
+                t["lease"]["preemptible"],
+            )
+            for t in found
+        ],
+    )
 
 
 def drain(args: argparse.Namespace) -> None:

@@ -36,9 +36,14 @@ def run(args: argparse.Namespace, key: str) -> int:
     """The command's exit status, as a shell has it. Raises RequestError, LeaseLost, OSError."""
     name = args.name or os.path.basename(args.words[0])
     held = leases.ask(
-        args.gb, name=name, preemptible=args.preemptible, notice_s=args.notice_s,
-        term_s=args.term_s, node=args.node, way=leases.HttpDoor(args.url, key),
-    )  # fmt: skip
+        args.gb,
+        name=name,
+        preemptible=args.preemptible,
+        notice_s=args.notice_s,
+        term_s=args.term_s,
+        node=args.node,
+        way=leases.HttpTransport(args.url, key),
+    )
     held.acquire(args.within_s)
     try:
         return _run(args.words, held, signal.Signals[f"SIG{args.signal.removeprefix('SIG')}"])

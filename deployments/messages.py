@@ -15,7 +15,7 @@ TENANT_HEADER = "x-arbiter-tenant"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class InferenceCall:
     """One HTTP request, forwarded."""
 
     path: str
@@ -49,7 +49,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ResponseHead:
     """Begins every answer; where it is a stream, bytes follow."""
 
     status: int
@@ -62,15 +62,15 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FullResponse:
     """An answer that is no stream. One message, whatever its size: each costs proxy, front and
     replica about a millisecond, and its client can use none of it before the last byte."""
 
-    head: Head
+    head: ResponseHead
     body: bytes
 
 
-Part = Progress | Head | Whole | bytes  # of an answer; progress only before all else
+Part = Progress | ResponseHead | FullResponse | bytes  # of an answer; progress only before all else
 
 
 def error_body(
@@ -94,14 +94,14 @@ def kind_of(status: int) -> str:
     return "invalid_request_error" if status < 500 else "server_error"
 
 
-def refusal(error: RequestError) -> tuple[Head, bytes]:
+def refusal(error: RequestError) -> tuple[ResponseHead, bytes]:
     """The one seam where our errors become HTTP."""
     headers = {"content-type": "application/json"}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     param = "model" if error.code in ("model_not_found", "capability_not_found") else None
     body = error_body(str(error), kind=kind_of(error.status_code), code=error.code, param=param)
-    return Head(error.status_code, headers), body
+    return ResponseHead(error.status_code, headers), body
 
 
 def stream_error(error: RequestError) -> bytes:

@@ -12,7 +12,7 @@ from arbiter.replay.demand import Demand
 from arbiter.replay.recorded import demand_of
 from arbiter.replay.score import Score, as_plain
 from arbiter.replay.world import World
-from arbiter.server.recording import again, read
+from arbiter.server.recording import read, replay
 from arbiter.units import GIB
 from policies import EVICT, bundle
 
@@ -25,7 +25,7 @@ def whatif(path: Path, policies: list[str]) -> dict[str, Any]:
     NothingLoaded."""
     life = max(read(path), key=lambda life: len(life.events))
     settings = life.heading.settings
-    steps = list(again(life, bundle(settings)))
+    steps = list(replay(life, bundle(settings)))
     same_count = next((n for n, step in enumerate(steps) if not step.is_same), len(steps))
     demand = demand_of(steps)
     names = dict.fromkeys([settings.evict, *policies, BEST])

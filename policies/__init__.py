@@ -4,7 +4,16 @@ from collections.abc import Callable
 
 from arbiter.core.settings import DEFAULTS, Settings
 from arbiter.core.types import Level
-from arbiter.core.view import Candidate, Gauge, Idler, Key, Policies, Price, Site, Waiter
+from arbiter.core.view import (
+    Candidate,
+    IdleModel,
+    Key,
+    MemoryReading,
+    PlacementOption,
+    Policies,
+    Price,
+    QueuedRequest,
+)
 from arbiter.units import Instant
 from policies import (
     admit_fair_share,
@@ -31,15 +40,15 @@ EVICT: dict[str, Callable[[Candidate], Price]] = {
     "belady": evict_belady.price,
 }
 REPLAY_ONLY = frozenset({"belady"})  # they read the future; no configuration may name them
-ADMIT: dict[str, Callable[[Waiter], Key]] = {
+ADMIT: dict[str, Callable[[QueuedRequest], Key]] = {
     "fair_share": admit_fair_share.key,
     "warm_first": admit_warm_first.key,
     "fifo": admit_fifo.key,
 }
-PLACE: dict[str, Callable[[Site], Key]] = {"best_fit": place_best_fit.key}
-KEEP_WARM: dict[str, Callable[[Idler], Instant | None]] = {"since_last_use": keep_warm.goes_at}
+PLACE: dict[str, Callable[[PlacementOption], Key]] = {"best_fit": place_best_fit.key}
+KEEP_WARM: dict[str, Callable[[IdleModel], Instant | None]] = {"since_last_use": keep_warm.goes_at}
 
-PRESSURE: dict[str, Callable[[Gauge], Level]] = {"physical": pressure.level}
+PRESSURE: dict[str, Callable[[MemoryReading], Level]] = {"physical": pressure.level}
 
 
 def bundle(settings: Settings = DEFAULTS) -> Policies:

@@ -2,8 +2,8 @@
 least of late, then whoever came first (SPEC C6, C10). With one tenant it is `warm_first`.
 """
 
-from arbiter.core.view import Key, Waiter
+from arbiter.core.view import Key, QueuedRequest
 
 
-def key(w: Waiter) -> Key:
+def key(w: QueuedRequest) -> Key:
     return (w.priority, not w.is_warm, w.turn_bytes, w.asked, w.turn)

@@ -1,7 +1,7 @@
 """First come, first served: on its device a ticket is never overtaken, so none can starve."""
 
-from arbiter.core.view import Key, Waiter
+from arbiter.core.view import Key, QueuedRequest
 
 
-def key(w: Waiter) -> Key:
+def key(w: QueuedRequest) -> Key:
     return (w.asked, w.turn)

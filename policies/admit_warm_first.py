@@ -3,8 +3,8 @@
 Warm: its weights lie in host RAM already, or another load of them is reading them.
 """
 
-from arbiter.core.view import Key, Waiter
+from arbiter.core.view import Key, QueuedRequest
 
 
-def key(w: Waiter) -> Key:
+def key(w: QueuedRequest) -> Key:
     return (w.priority, not w.is_warm, w.asked, w.turn)

@@ -1,10 +1,10 @@
 """When an idle model goes with nobody asking (SPEC C8)."""
 
-from arbiter.core.view import Idler
+from arbiter.core.view import IdleModel
 from arbiter.units import Instant, after
 
 
-def goes_at(idler: Idler) -> Instant | None:
+def goes_at(idler: IdleModel) -> Instant | None:
     """Counted from its last use; never for a pinned model or a negative term."""
     if idler.pinned or idler.keep_warm < 0:
         return None

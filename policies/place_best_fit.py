@@ -5,9 +5,9 @@ Copies apart: one device lost or busy leaves the other. Where it was: a model do
 because holes of about its size come and go.
 """
 
-from arbiter.core.view import Key, Site
+from arbiter.core.view import Key, PlacementOption
 
 
-def key(s: Site) -> Key:
+def key(s: PlacementOption) -> Key:
     left = s.free_bytes - s.need_bytes
     return (left < 0, s.copies_count, not s.was_home, abs(left), s.tickets_count, s.device)

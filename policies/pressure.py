@@ -3,7 +3,7 @@ is charged, for the point is to notice what the books do not know of.
 """
 
 from arbiter.core.types import DeviceKind, Level
-from arbiter.core.view import Gauge
+from arbiter.core.view import MemoryReading
 from arbiter.units import Bytes
 
 # Of host RAM, available / total (SPEC C5).
@@ -15,13 +15,13 @@ RESERVE_LOW_FRACTION, RESERVE_CRITICAL_FRACTION = 0.5, 0.2
 STALL_LOW_FRACTION, STALL_CRITICAL_FRACTION = 0.06, 0.6
 
 
-def level(gauge: Gauge) -> Level:
+def level(gauge: MemoryReading) -> Level:
     """The worst of what the device's free bytes and the kernel's stalls say. A CPU device is a
     budget of host RAM, so what is free of it is what is free of the RAM."""
     return max(_by_free(gauge), _by_stalls(gauge.stalled_fraction))
 
 
-def _by_free(gauge: Gauge) -> Level:
+def _by_free(gauge: MemoryReading) -> Level:
     if gauge.kind is DeviceKind.GPU:
         reserve = gauge.reserve_bytes
         return _below(gauge.free_bytes, reserve, RESERVE_LOW_FRACTION, RESERVE_CRITICAL_FRACTION)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# No test is timed: an example that waits for a busy machine is no failure.
-settings.register_profile("untimed", deadline=None)
+# No test is timed: neither one example nor making many that waits for a busy machine is a failure.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 ROOT = Path(__file__).parents[1]

@@ -31,7 +31,7 @@ def find_arbiter() -> Any | None:
         return None
 
 
-async def start_arbiter(boot: messages.Boot) -> Any:
+async def start_arbiter(boot: messages.StartConfig) -> Any:
     """The handle of the one arbiter, started when there is none. One of other code is replaced
     when nobody holds anything of it; raises VersionMismatch otherwise."""
     return await asyncio.to_thread(_start_or_replace, boot)
@@ -72,7 +72,7 @@ async def _call(method: str, args: tuple[Any, ...]) -> Any:
             await asyncio.sleep(AGAIN_S)
 
 
-def upgrade_arbiter(boot_of: Callable[[messages.Plain], messages.Boot]) -> messages.Plain:
+def upgrade_arbiter(boot_of: Callable[[messages.Plain], messages.StartConfig]) -> messages.Plain:
     """Replace arbiter and node agents by this code. Engines and zygotes go on; holders rejoin. Of
     the old one only its table is taken over, in plain values; `boot_of` reads it, and nothing has
     happened yet if it cannot."""
@@ -83,9 +83,11 @@ def upgrade_arbiter(boot_of: Callable[[messages.Plain], messages.Boot]) -> messa
     boot = boot_of(_settled(old.table.remote, START_S))
     after = _settled(_replace(boot).hello.remote, START_S)
     return {
-        "before": before["identity"], "after": after["identity"],
-        "holders": before["holders"], "epoch": after["epoch"],
-    }  # fmt: skip
+        "before": before["identity"],
+        "after": after["identity"],
+        "holders": before["holders"],
+        "epoch": after["epoch"],
+    }
 
 
 def record_arbiter(path: str | None) -> messages.Plain:
@@ -120,7 +122,7 @@ def _settled(send: Callable[[], Any], within_s: float) -> Any:
             time.sleep(AGAIN_S)
 
 
-def _start_or_replace(boot: messages.Boot) -> Any:
+def _start_or_replace(boot: messages.StartConfig) -> Any:
     handle = _start(boot)
     said = _settled(handle.hello.remote, START_S)
     if said["identity"] == messages.identity():
@@ -130,14 +132,14 @@ def _start_or_replace(boot: messages.Boot) -> Any:
     return _replace(boot)
 
 
-def _replace(boot: messages.Boot) -> Any:
+def _replace(boot: messages.StartConfig) -> Any:
     _kill(find_arbiter())
     for node in ray_internals.living_nodes():
         _kill(find_actor(messages.agent_name(node)))
     return _start(boot)
 
 
-def _start(boot: messages.Boot) -> Any:
+def _start(boot: messages.StartConfig) -> Any:
     from arbiter.server.actor import ArbiterActor  # the core is nothing to a replica that only asks
 
     waiting_count = boot.configuration.settings.queue_total_count

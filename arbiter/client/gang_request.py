@@ -10,7 +10,7 @@ from arbiter.protocol import messages
 from arbiter.units import Epoch, TicketId
 
 
-class Asker(Protocol):
+class TicketClient(Protocol):
     """A holder's line to the arbiter."""
 
     async def acquire(self, requested: Requested) -> messages.Granted:
@@ -30,7 +30,7 @@ class Gang:
 
 
 async def acquire_all(
-    asker: Asker, requested: tuple[Requested, ...]
+    asker: TicketClient, requested: tuple[Requested, ...]
 ) -> tuple[messages.Granted, ...]:
     """Raises what the first refused one does."""
     gang = Gang(tuple(r.ticket for r in requested))
@@ -43,7 +43,7 @@ async def acquire_all(
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def acquire(asker: Asker, requested: Requested, gang: Gang) -> messages.Granted:
+async def acquire(asker: TicketClient, requested: Requested, gang: Gang) -> messages.Granted:
     """One of a gang; somebody asks for each of the others as well. Raises RequestError."""
     asks = replace(requested, gang=gang.tickets)
     try:
@@ -53,7 +53,7 @@ async def acquire(asker: Asker, requested: Requested, gang: Gang) -> messages.Gr
         raise
 
 
-async def _acquire(asker: Asker, requested: Requested, gang: Gang) -> messages.Granted:
+async def _acquire(asker: TicketClient, requested: Requested, gang: Gang) -> messages.Granted:
     """An arbiter may end when some of its answers have arrived: the next knows nothing of those,
     and would wait for them, so they are asked for again as well."""
     while True:

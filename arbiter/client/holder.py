@@ -23,7 +23,7 @@ from arbiter.client.admin import (
     find_actor,
     find_arbiter,
 )
-from arbiter.client.request_log import Runs
+from arbiter.client.request_log import RequestLog
 from arbiter.core import events as ev
 from arbiter.errors import ArbiterUnavailable, RequestError, StaleEpoch, TicketClosed
 from arbiter.node import procfs
@@ -52,7 +52,7 @@ class HolderClient:
         self.capability, self.holder = capability, holder
         self.table: messages.Plain = {}  # the configuration, once joined
         self.epoch: Epoch | None = None  # None: not joined
-        self.calls_count, self.runs = 0, Runs()
+        self.calls_count, self.runs = 0, RequestLog()
         self._account, self._obey = account, obey
         self._handle: Any = None  # of the arbiter's actor
         self._arbiter: rpc.Peer | None = None
@@ -128,7 +128,7 @@ class HolderClient:
             raise ArbiterUnavailable(0.0)
         try:
             granted: messages.Granted = await arbiter.call("grow", self.epoch, self.holder, asked)
-        except rpc.LineBroken:
+        except rpc.ConnectionLost:
             raise ArbiterUnavailable(0.0) from None
         except asyncio.CancelledError:
             self.tell(replace(asked, more_bytes=Bytes(0)))  # over a socket nobody else says so
@@ -164,7 +164,7 @@ class HolderClient:
             if stale.sent == stale.current:  # we were counted as dead, and the ticket with us
                 raise TicketClosed(requested.ticket) from None
             return None
-        except rpc.LineBroken:
+        except rpc.ConnectionLost:
             self._lose(epoch)
             return None
         return granted if granted.epoch == self.epoch else None
@@ -196,7 +196,7 @@ class HolderClient:
                 agent = await self._own_agent()
                 path: str = await agent.call(how, ticket, spec)
                 return path
-            except (rpc.LineBroken, LookupError, RayError):
+            except (rpc.ConnectionLost, LookupError, RayError):
                 self._agent = None
             await asyncio.sleep(REJOIN_FIRST_S)
 
@@ -208,7 +208,7 @@ class HolderClient:
                 handle = await asyncio.to_thread(find_actor, messages.agent_name(node))
                 if handle is None:
                     raise LookupError("no agent")
-                self._agent = await rpc.reach(handle, await handle.door.remote(), node)
+                self._agent = await rpc.connect_to_socket(handle, await handle.door.remote(), node)
             return self._agent
 
     async def close(self) -> None:
@@ -241,9 +241,9 @@ class HolderClient:
                 logger.error("%s", error)
             except StaleEpoch as stale:
                 logger.info("%s rejoins: %s", self.holder, stale)
-            except (rpc.CallFailed, RayTaskError) as error:
+            except (rpc.RemoteError, RayTaskError) as error:
                 logger.error("the arbiter failed on %s: %r", self.holder, error)
-            except (RayError, rpc.LineBroken, TimeoutError, LookupError):
+            except (RayError, rpc.ConnectionLost, TimeoutError, LookupError):
                 self._handle = None
             self._leave()
             await asyncio.sleep(pause_s)
@@ -262,7 +262,7 @@ class HolderClient:
                     said["identity"], messages.identity(), said["holders"]
                 )
             node, own = ray_internals.own_node(), ray_internals.own_handle()
-            self._arbiter = await rpc.reach(self._handle, said.get("door"), node)
+            self._arbiter = await rpc.connect_to_socket(self._handle, said.get("door"), node)
             stay = uuid.uuid4().hex
             self._watched = self._handle.keepalive.remote(stay)
             self._forget_said()  # the account that follows says it
@@ -271,7 +271,7 @@ class HolderClient:
                 self.epoch, account, stay, [own] if own is not None else [], [self._watched]
             )
         self.epoch = welcome.epoch
-        self._take(messages.TableOrder(welcome.table))
+        self._take(messages.ConfigChanged(welcome.table))
         self._lost.clear()
         self._joined.set()
         self._wake_sender()
@@ -324,15 +324,15 @@ class HolderClient:
         finally:
             lost.cancel()
 
-    async def _hear(self, epoch: Epoch, ack: int) -> tuple[messages.Order, ...]:
+    async def _hear(self, epoch: Epoch, ack: int) -> tuple[messages.SequencedCommand, ...]:
         assert self._arbiter is not None
-        orders: tuple[messages.Order, ...] = await self._arbiter.call(
+        orders: tuple[messages.SequencedCommand, ...] = await self._arbiter.call(
             "listen", self.holder, epoch, ack
         )
         return orders
 
     def _take(self, command: messages.Command) -> None:
-        if isinstance(command, messages.TableOrder):
+        if isinstance(command, messages.ConfigChanged):
             self.table = command.table
         self._obey(command)
 
@@ -346,7 +346,7 @@ class HolderClient:
             renewed = ev.Renewed(self.holder, self._account(), runs, dropped, usage)
             try:
                 await arbiter.call("renew", epoch, renewed)
-            except (StaleEpoch, rpc.LineBroken, rpc.CallFailed):
+            except (StaleEpoch, rpc.ConnectionLost, rpc.RemoteError):
                 self._lose(epoch)
             else:
                 self.runs.said(runs, dropped, usage)
@@ -375,10 +375,10 @@ class HolderClient:
             event = self._outbox[0]
             try:
                 await arbiter.call("tell", epoch, self.holder, event)
-            except (StaleEpoch, rpc.LineBroken):
+            except (StaleEpoch, rpc.ConnectionLost):
                 self._lose(epoch)
                 continue
-            except (rpc.CallFailed, RequestError) as error:
+            except (rpc.RemoteError, RequestError) as error:
                 logger.error("the arbiter failed on %r: %r", event, error)
             if self._outbox and self._outbox[0] is event:
                 self._outbox.popleft()

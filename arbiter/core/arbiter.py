@@ -18,7 +18,7 @@ from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import timeouts, types
-from arbiter.core.decisions import Decision, Reason, WakeAt
+from arbiter.core.decisions import Decision, Reason, SetTimer
 from arbiter.core.eviction import eviction, pressure, sleep
 from arbiter.core.queue import admission, grant_pass, wait_estimate
 from arbiter.core.records.ticket import CHARGED, State
@@ -27,7 +27,7 @@ from arbiter.core.reports.explain import Explanation, explain
 from arbiter.core.reports.snapshot import StateView, view_of
 from arbiter.core.residency import floors, growth, heartbeats, prefetch, readings
 from arbiter.core.settings import Settings
-from arbiter.core.state import Foresight, Mind
+from arbiter.core.state import CoreState, Foresight
 from arbiter.core.tickets import device_limits, loads, reclaim
 from arbiter.core.view import Policies
 from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId, after
@@ -48,7 +48,7 @@ class Arbiter:
         now: Instant,
         foresight: Foresight | None = None,
     ) -> None:
-        self._mind = mind = Mind(settings, policies, epoch, known_holders, now)
+        self._mind = mind = CoreState(settings, policies, epoch, known_holders, now)
         mind.foresight = foresight
         mind.alarms.set(("line", ""), mind.settled_at)
         mind.alarms.set(("audit", ""), after(now, settings.terms.audit))
@@ -60,17 +60,17 @@ class Arbiter:
         assert now >= mind.now, "time went back"
         mind.now, mind.out = now, []
         _apply.registry.get(type(event), _apply)(event, mind)  # its own look-up takes 0.5 us
-        timeouts.ring(mind)
-        eviction.relieve(mind)
-        growth.serve(mind)
-        grant_pass.admit(mind)
-        wait_estimate.judge_new(mind)
+        timeouts.fire_due(mind)
+        eviction.evict_overcommitted(mind)
+        growth.grant_waiting(mind)
+        grant_pass.run(mind)
+        wait_estimate.estimate_new(mind)
         floors.forget_removed(mind)
-        prefetch.follow(mind)
+        prefetch.predict_next(mind)
         mind.accounts.settle(mind.ledger.holdings, mind.now)
         mind.ledger.check_touched()
         if (at := mind.alarms.next()) is not None:
-            mind.say(WakeAt(max(at, after(now, NEXT))))
+            mind.say(SetTimer(max(at, after(now, NEXT))))
         return mind.out
 
     # -- reading -------------------------------------------------------------------------------
@@ -149,18 +149,18 @@ class Arbiter:
 
 
 @singledispatch
-def _apply(event: ev.Event, _: Mind) -> None:
+def _apply(event: ev.Event, _: CoreState) -> None:
     raise TypeError(f"unknown event {event!r}")
 
 
 @_apply.register
-def _(event: ev.CapabilitiesSet, mind: Mind) -> None:
+def _(event: ev.CapabilitiesSet, mind: CoreState) -> None:
     before = tuple(mind.registry.specs.values())
     mind.registry.replace(event.capabilities)
     floors.note_removed(mind, before)
-    admission.recheck(mind)
+    admission.reject_removed_models(mind)
     for entry in mind.ledger.entries(*CHARGED):
-        heartbeats.configure(mind, entry)
+        heartbeats.apply_configuration(mind, entry)
         mind.watch(entry, mind.now)
     readings.rebudget(mind)
     device_limits.cap_pins(mind, mind.ledger.books)
@@ -169,135 +169,135 @@ def _(event: ev.CapabilitiesSet, mind: Mind) -> None:
 
 
 @_apply.register
-def _(event: ev.CapabilityRegistered, mind: Mind) -> None:
+def _(event: ev.CapabilityRegistered, mind: CoreState) -> None:
     mind.registry.register(event.capability)
     readings.rebudget(mind)
 
 
 @_apply.register
-def _(event: ev.NodeSeen, mind: Mind) -> None:
-    readings.seen(mind, event)
+def _(event: ev.NodeSeen, mind: CoreState) -> None:
+    readings.on_node_seen(mind, event)
     device_limits.flag_pinned(mind, [spec.device for spec in event.devices])
 
 
 @_apply.register
-def _(event: ev.NodeLost, mind: Mind) -> None:
-    readings.lost(mind, event)
+def _(event: ev.NodeLost, mind: CoreState) -> None:
+    readings.on_node_lost(mind, event)
     for holder in [h for h in mind.holders.values() if h.node == event.node]:
-        heartbeats.lost(mind, holder.holder)
+        heartbeats.on_lost(mind, holder.holder)
 
 
 @_apply.register
-def _(event: ev.Measured, mind: Mind) -> None:
-    readings.measured(mind, event)
+def _(event: ev.Measured, mind: CoreState) -> None:
+    readings.on_measured(mind, event)
 
 
 @_apply.register
-def _(event: ev.EngineGone, mind: Mind) -> None:
-    readings.engine_gone(mind, event)
+def _(event: ev.EngineGone, mind: CoreState) -> None:
+    readings.on_engine_gone(mind, event)
 
 
 @_apply.register
-def _(event: ev.Joined, mind: Mind) -> None:
-    heartbeats.joined(mind, event)
-    floors.greet(mind, event.capability)
+def _(event: ev.Joined, mind: CoreState) -> None:
+    heartbeats.on_joined(mind, event)
+    floors.on_join(mind, event.capability)
 
 
 @_apply.register
-def _(event: ev.Renewed, mind: Mind) -> None:
-    heartbeats.renewed(mind, event)
+def _(event: ev.Renewed, mind: CoreState) -> None:
+    heartbeats.on_renewed(mind, event)
 
 
 @_apply.register
-def _(event: ev.HolderLost, mind: Mind) -> None:
-    heartbeats.lost(mind, event.holder)
+def _(event: ev.HolderLost, mind: CoreState) -> None:
+    heartbeats.on_lost(mind, event.holder)
 
 
 @_apply.register
-def _(event: ev.Requested, mind: Mind) -> None:
-    admission.requested(mind, event)
+def _(event: ev.Requested, mind: CoreState) -> None:
+    admission.on_requested(mind, event)
 
 
 @_apply.register
-def _(event: ev.GrowthAsked, mind: Mind) -> None:
-    growth.asked(mind, event)
+def _(event: ev.GrowthAsked, mind: CoreState) -> None:
+    growth.on_growth_asked(mind, event)
 
 
 @_apply.register
-def _(event: ev.GaveBack, mind: Mind) -> None:
-    growth.gave_back(mind, event)
+def _(event: ev.GaveBack, mind: CoreState) -> None:
+    growth.on_gave_back(mind, event)
 
 
 @_apply.register
-def _(event: ev.Withdrawn, mind: Mind) -> None:
-    loads.withdrawn(mind, event)
+def _(event: ev.Withdrawn, mind: CoreState) -> None:
+    loads.on_withdrawn(mind, event)
 
 
 @_apply.register
-def _(event: ev.Loaded, mind: Mind) -> None:
+def _(event: ev.Loaded, mind: CoreState) -> None:
     if entry := mind.live(event.ticket, State.LOADING):
-        loads.loaded(mind, entry, event.took, verified=event.verified)
+        loads.on_loaded(mind, entry, event.took, verified=event.verified)
 
 
 @_apply.register
-def _(event: ev.LoadBroke, mind: Mind) -> None:
-    loads.told_why(mind, event)
+def _(event: ev.LoadBroke, mind: CoreState) -> None:
+    loads.note_cause(mind, event)
     if entry := mind.live(event.ticket, State.LOADING):
-        loads.broke(mind, entry, event.cause, event.out_of_memory)
+        loads.on_load_failed(mind, entry, event.cause, event.out_of_memory)
 
 
 @_apply.register
-def _(event: ev.Busy, mind: Mind) -> None:
+def _(event: ev.Busy, mind: CoreState) -> None:
     if entry := mind.live(event.ticket, State.DRAINING):
         reason = entry.leaving
-        eviction.refused(mind, entry, "victim_busy", event.inflight)
+        eviction.victim_declined(mind, entry, "victim_busy", event.inflight)
         if reason is Reason.PRESSURE:
-            pressure.try_next(mind, entry)
+            pressure.evict_next(mind, entry)
 
 
 @_apply.register
-def _(event: ev.BarrierDropped, mind: Mind) -> None:
+def _(event: ev.BarrierDropped, mind: CoreState) -> None:
     if entry := mind.live(event.ticket, State.DRAINING):
-        eviction.refused(mind, entry, "barrier_dropped", event.inflight)
+        eviction.victim_declined(mind, entry, "barrier_dropped", event.inflight)
 
 
 @_apply.register
-def _(event: ev.Slept, mind: Mind) -> None:
+def _(event: ev.Slept, mind: CoreState) -> None:
     if entry := mind.live(event.ticket, State.DRAINING):
-        sleep.slept(mind, entry)
+        sleep.on_slept(mind, entry)
 
 
 @_apply.register
-def _(event: ev.Released, mind: Mind) -> None:
-    reclaim.released(mind, event)
+def _(event: ev.Released, mind: CoreState) -> None:
+    reclaim.on_released(mind, event)
 
 
 @_apply.register
-def _(event: ev.UnloadAsked, mind: Mind) -> None:
+def _(event: ev.UnloadAsked, mind: CoreState) -> None:
     timeouts.unload_asked(mind, event.ticket)
 
 
 @_apply.register
-def _(event: ev.FloorSet, mind: Mind) -> None:
-    floors.is_set(mind, event)
+def _(event: ev.FloorSet, mind: CoreState) -> None:
+    floors.on_set(mind, event)
     mind.ledger.changed.update(mind.nodes)  # who may be a victim has changed
 
 
 @_apply.register
-def _(event: ev.LoadAsked, mind: Mind) -> None:
-    floors.load_asked(mind, event)
+def _(event: ev.LoadAsked, mind: CoreState) -> None:
+    floors.on_load_asked(mind, event)
 
 
 @_apply.register
-def _(event: ev.PressurePushed, mind: Mind) -> None:
-    pressure.pushed(mind, event)
+def _(event: ev.PressurePushed, mind: CoreState) -> None:
+    pressure.on_pushed(mind, event)
 
 
 @_apply.register
-def _(_event: ev.ClosingDown, mind: Mind) -> None:
+def _(_event: ev.ClosingDown, mind: CoreState) -> None:
     timeouts.start_closing(mind)
 
 
 @_apply.register
-def _(_event: ev.Woke, _: Mind) -> None:
+def _(_event: ev.TimerFired, _: CoreState) -> None:
     pass

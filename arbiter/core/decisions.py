@@ -41,7 +41,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class Queued:
     """The ticket has joined the line, and is expected to serve after so long (SPEC A21)."""
 
     ticket: TicketId
@@ -68,7 +68,7 @@ class Revoke:
 
 
 @dataclass(frozen=True, slots=True)
-class Reap:
+class KillEngine:
     """The node agent kills what is left of this ticket's engine, lets none start, and reports
     EngineGone. Safe to repeat."""
 
@@ -77,14 +77,14 @@ class Reap:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class RequestReading:
     """The node agent sends a reading now rather than at its next turn."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
-class Reload:
+class LoadModel:
     """A switch failed: the holder brings back the model that made room for it (SPEC A12)."""
 
     holder: HolderId
@@ -92,7 +92,7 @@ class Reload:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class LogEvent:
     """One line of the event log (SPEC K1). `data` holds plain values, never a prompt."""
 
     kind: str
@@ -103,8 +103,10 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class WakeAt:
+class SetTimer:
     at: Instant
 
 
-Decision = Grant | Waits | Refuse | Revoke | Reap | Probe | Reload | Tell | WakeAt
+Decision = (
+    Grant | Queued | Refuse | Revoke | KillEngine | RequestReading | LoadModel | LogEvent | SetTimer
+)

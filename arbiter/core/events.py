@@ -12,7 +12,7 @@ from arbiter.core.types import (
     DeviceBytes,
     DeviceSpec,
     Floor,
-    LeaseTerms,
+    LeaseConditions,
     Level,
     Need,
     Phase,
@@ -107,7 +107,7 @@ class HeldTicket:
     settings_key: str = ""  # as asked, so that what is learned survives an arbiter restart
     priority: Priority = Priority.NORMAL  # of its last request
     uses_count: int = 0  # requests served under this ticket so far
-    lease: LeaseTerms | None = None  # held by a process outside Serve
+    lease: LeaseConditions | None = None  # held by a process outside Serve
     client: Client = ANYBODY  # of its last request
     lives_in: TicketId | None = None  # the ticket whose process its bytes are in
 
@@ -126,7 +126,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FinishedRequest:
     """One request that has ended (SPEC K1). Never what was asked or answered."""
 
     ticket: TicketId | None  # None: it was refused before there was one
@@ -152,7 +152,7 @@ class Renewed:
 
     holder: HolderId
     tickets: tuple[HeldTicket, ...]
-    runs: tuple[Run, ...] = ()
+    runs: tuple[FinishedRequest, ...] = ()
     runs_dropped_count: int = 0
     usage: tuple[Usage, ...] = ()
 
@@ -179,7 +179,7 @@ class Requested:
     priority: Priority = Priority.NORMAL
     gang: tuple[TicketId, ...] = ()  # of its holder, itself included: granted all or none
     split: Split = Split.NONE
-    lease: LeaseTerms | None = None  # of a process outside Serve; `model` is what it is called
+    lease: LeaseConditions | None = None  # of a process outside Serve; `model` is what it is called
     client: Client = ANYBODY  # who waits for it
     lives_in: TicketId | None = None  # of its gang: the one whose process its bytes are in
 
@@ -306,7 +306,7 @@ class ClosingDown:
 
 
 @dataclass(frozen=True, slots=True)
-class Woke:
+class TimerFired:
     """A `WakeAt` came due."""
 
 
@@ -335,5 +335,5 @@ Event = (
     | LoadAsked
     | PressurePushed
     | ClosingDown
-    | Woke
+    | TimerFired
 )

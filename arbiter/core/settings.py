@@ -28,7 +28,7 @@ class Arenas:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class Timeouts:
     """Time limits. Every wait in the core ends by one of these."""
 
     # What holders do.
@@ -59,7 +59,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantTerms:
+class TenantLimits:
     """What one tenant may have of the devices that compute, and what is kept for it (SPEC C10)."""
 
     tenant: str
@@ -89,7 +89,7 @@ class Settings:
     preload: str = "declared"  # SPEC C11: off, declared (pipelines), history (both)
     pipelines: tuple[tuple[str, ...], ...] = ()  # capabilities, in the order they are used
     arenas: Arenas = Arenas()
-    terms: Terms = field(default_factory=Terms)
+    terms: Timeouts = field(default_factory=Timeouts)
 
     arena_fraction: float = 0.9  # SPEC B2: of the device, the rest is the system's
     wiggle_fraction: float = 0.1  # SPEC B2: of the arena, for what estimates miss
@@ -119,7 +119,7 @@ class Settings:
     lease_tenant_bytes: Bytes | None = None  # SPEC A15: the most one tenant may lease; None:
     lease_tenant_fraction: float = 0.5  # this share of all that can be lent, half for everyone else
 
-    tenants: tuple[TenantTerms, ...] = ()  # SPEC C10; of others nothing is limited
+    tenants: tuple[TenantLimits, ...] = ()  # SPEC C10; of others nothing is limited
     quota_window: Span = seconds(3600)  # their averages: clouds bill by the hour
     accounts_most_count: int = 1_024  # clients told apart; 100 kB, saved in a millisecond
 

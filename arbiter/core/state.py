@@ -11,16 +11,16 @@ from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Decision, Refuse, Tell
+from arbiter.core.decisions import Decision, LogEvent, Refuse
 from arbiter.core.records.accounts import Accounts
 from arbiter.core.records.estimates import Estimates, ModelKey
-from arbiter.core.records.eviction_history import Choices
+from arbiter.core.records.eviction_history import EvictionHistory
 from arbiter.core.records.ledger import Ledger
 from arbiter.core.records.registry import Registry
-from arbiter.core.records.request_queue import Line
-from arbiter.core.records.ticket import TRANSITIONS, Entry, Sizes, State
-from arbiter.core.records.timers import Alarms
-from arbiter.core.records.usage_rates import Hours, Rates
+from arbiter.core.records.request_queue import RequestQueue
+from arbiter.core.records.ticket import TRANSITIONS, Sizes, State, Ticket
+from arbiter.core.records.timers import Timers
+from arbiter.core.records.usage_rates import HourlyUsage, UsageRates
 from arbiter.core.settings import Settings
 from arbiter.core.view import Policies
 from arbiter.errors import RequestError, TicketClosed
@@ -70,7 +70,7 @@ class Node:
 
 
 @dataclass(slots=True)
-class Felt:
+class PressureState:
     """How short of real memory a device is, and what was done about it (SPEC C5)."""
 
     level: types.Level = types.Level.NOMINAL  # the worst of these two
@@ -92,14 +92,14 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Displaced:
+class EvictedFor:
     """Models that made room for a load which has not succeeded yet (SPEC A12)."""
 
     models: dict[tuple[HolderId, str], TicketId] = field(default_factory=dict)
     restore_at: Instant | None = None  # the load failed for memory; unless it is tried again
 
 
-DisplacedKey = tuple[HolderId, str]  # for whom: holder and model
+EvictedForKey = tuple[HolderId, str]  # for whom: holder and model
 Foresight = Callable[[str, str, Instant], Instant | None]  # capability and model
 
 
@@ -107,7 +107,7 @@ def model_label(capability: str, model: str) -> str:
     return f"{capability}/{model}"
 
 
-class Mind:
+class CoreState:
     def __init__(
         self,
         settings: Settings,
@@ -120,16 +120,16 @@ class Mind:
         self.ledger = Ledger()
         self.registry = Registry(tuple(sorted(policies.roles)))
         self.estimates = Estimates(settings)
-        self.rates = Rates(settings.rate_window)
-        self.lasting_rates = Rates(settings.lasting_window)
-        self.hours = Hours(now)
-        self.choices = Choices()
+        self.rates = UsageRates(settings.rate_window)
+        self.lasting_rates = UsageRates(settings.lasting_window)
+        self.hours = HourlyUsage(now)
+        self.choices = EvictionHistory()
         self.rankings: dict[DeviceId, Any] = {}  # of large devices; see ranking.Ranking
         self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
         self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
         self.tenants = {terms.tenant: terms for terms in settings.tenants}
-        self.alarms = Alarms()
-        self.line = Line(policies.admit)
+        self.alarms = Timers()
+        self.line = RequestQueue(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
         self.just_used: list[tuple[tuple[str, str], NodeId]] = []  # in this event; see preload
@@ -140,13 +140,13 @@ class Mind:
         self.wanted: dict[tuple[str, str], None] = {}  # to be loaded by the first who can
         self.removing: dict[tuple[str, str], None] = {}  # no longer in the table, still held
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
-        self.pressure: dict[DeviceId, Felt] = {}
+        self.pressure: dict[DeviceId, PressureState] = {}
         self.failures: dict[tuple[str, str], Failure] = {}
         self.last_home: dict[tuple[NodeId, str, str], DeviceId] = {}  # of capability and model
-        self.displaced: dict[DisplacedKey, Displaced] = {}
+        self.displaced: dict[EvictedForKey, EvictedFor] = {}
         self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
-        self.broken_loads: OrderedDict[TicketId, Entry] = OrderedDict()
+        self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()
         self.awaited = set(known_holders)  # of the last epoch, not back yet
         self.fresh: list[TicketId] = []  # joined the line in this step
         self.born = now
@@ -164,7 +164,7 @@ class Mind:
     def tell(
         self,
         kind: str,
-        entry: Entry | None = None,
+        entry: Ticket | None = None,
         *,
         size: Bytes | None = None,
         took: Span | None = None,
@@ -175,9 +175,12 @@ class Mind:
         if entry is not None:
             ticket = entry.ticket
             data = {
-                "holder": entry.holder, "capability": entry.capability, "model": entry.model, **data
-            }  # fmt: skip
-        self.say(Tell(kind, data, ticket, size, took))
+                "holder": entry.holder,
+                "capability": entry.capability,
+                "model": entry.model,
+                **data,
+            }
+        self.say(LogEvent(kind, data, ticket, size, took))
 
     def refuse(self, ticket: TicketId, error: RequestError) -> None:
         """An answer for good: asking again under this ticket repeats it."""
@@ -186,7 +189,7 @@ class Mind:
 
     def say_no(self, ticket: TicketId, error: RequestError) -> None:
         self.say(Refuse(ticket, error))
-        self.say(Tell("ticket_refused", {"code": error.code, "cause": str(error)}, ticket))
+        self.say(LogEvent("ticket_refused", {"code": error.code, "cause": str(error)}, ticket))
 
     def remember(self, ticket: TicketId, error: RequestError) -> None:
         self.answers[ticket] = error
@@ -195,7 +198,7 @@ class Mind:
 
     # -- finding -------------------------------------------------------------------------------
 
-    def live(self, ticket: TicketId, *states: State, by: HolderId | None = None) -> Entry | None:
+    def live(self, ticket: TicketId, *states: State, by: HolderId | None = None) -> Ticket | None:
         """The ticket if it is in one of these states, and of the holder that speaks of it, if that
         is known; otherwise the message is stale: counted."""
         entry = self.ledger.find(ticket)
@@ -220,7 +223,7 @@ class Mind:
         known = self.holders.get(holder)
         return known is None or self.now - known.heard >= self.settings.terms.silent
 
-    def key_of(self, entry: Entry) -> ModelKey:
+    def key_of(self, entry: Ticket) -> ModelKey:
         return ModelKey(entry.capability, entry.model, entry.settings_key)
 
     def changed(self) -> list[NodeId]:
@@ -235,10 +238,10 @@ class Mind:
 
     # -- small moves that several rules share ---------------------------------------------------
 
-    def watch(self, entry: Entry, at: Instant) -> None:
+    def watch(self, entry: Ticket, at: Instant) -> None:
         self.alarms.set(("ticket", entry.ticket), at)
 
-    def move(self, entry: Entry, to: State, granted: Sizes | None = None) -> None:
+    def move(self, entry: Ticket, to: State, granted: Sizes | None = None) -> None:
         was, label = entry.state, model_label(entry.capability, entry.model)
         self.ledger.move(entry, to, self.now, granted)
         if (was is State.LOADING) != (to is State.LOADING):
@@ -248,7 +251,7 @@ class Mind:
             for lodger in self.lodgers_of(entry):
                 self._follow(lodger, to, entry)
 
-    def _follow(self, lodger: Entry, to: State, host: Entry) -> None:
+    def _follow(self, lodger: Ticket, to: State, host: Ticket) -> None:
         """It has been granted already: until then a gang is several tickets in the line. One that
         is on its way out for reasons of its own does not come back."""
         if lodger.state is State.QUEUED or to in (State.LOADING, State.ASLEEP):
@@ -264,20 +267,20 @@ class Mind:
             return
         self.tell("ticket_follows", lodger, to=to.value, host=host.ticket)
 
-    def lodgers_of(self, host: Entry) -> list[Entry]:
+    def lodgers_of(self, host: Ticket) -> list[Ticket]:
         """Tickets whose bytes are in its process; see rules.lodgers."""
         found = (self.ledger.find(t) for t in host.gang if t != host.ticket)
         return [e for e in found if e and e.lives_in == host.ticket]
 
-    def process_of(self, entry: Entry) -> list[Entry]:
+    def process_of(self, entry: Ticket) -> list[Ticket]:
         """It and its lodgers."""
         return [entry, *self.lodgers_of(entry)]
 
-    def host_of(self, lodger: Entry) -> Entry | None:
+    def host_of(self, lodger: Ticket) -> Ticket | None:
         """None as well once it is off the books."""
         return self.ledger.find(lodger.lives_in) if lodger.lives_in else None
 
-    def pin(self, entry: Entry, is_pinned: bool) -> None:
+    def pin(self, entry: Ticket, is_pinned: bool) -> None:
         """And whoever lives in its process: neither can leave without the other."""
         for one in self.process_of(entry):
             self.ledger.pin(one, is_pinned)
@@ -288,7 +291,7 @@ class Mind:
         if spec := self.registry.specs.get(capability):
             self.alarms.set(("scale", capability), after(self.now, spec.downscale_to_zero))
 
-    def note_uses(self, entry: Entry, times_count: int) -> None:
+    def note_uses(self, entry: Ticket, times_count: int) -> None:
         name = (entry.capability, entry.model)
         self.rates.used(name, times_count, self.now)
         self.lasting_rates.used(name, times_count, self.now)
@@ -296,13 +299,13 @@ class Mind:
         if self.settings.preload != "off":
             self.just_used.append((name, entry.node))
 
-    def unqueue(self, entry: Entry) -> None:
+    def unqueue(self, entry: Ticket) -> None:
         """Nobody waits for it any more."""
         self.line.drop(entry.ticket)
         self.ledger.touch(entry)
         self.watch(entry, self.now)
 
-    def close(self, entry: Entry) -> None:
+    def close(self, entry: Ticket) -> None:
         """Off the books and out of the line; its id is never used again."""
         self.line.drop(entry.ticket)
         self.move(entry, State.CLOSED)
@@ -314,7 +317,7 @@ class Mind:
 # Out of the line with an answer (SPEC C7): a new ticket is closed, a sleeper sleeps on.
 
 
-def turn_away(mind: Mind, entry: Entry, error: RequestError) -> None:
+def reject_queued(mind: CoreState, entry: Ticket, error: RequestError) -> None:
     """A sleeper may ask again under the same ticket."""
     mind.displaced.pop((entry.holder, entry.model), None)
     if entry.state is State.QUEUED:

@@ -95,7 +95,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseTerms:
+class LeaseConditions:
     """On what terms a process outside Serve holds device memory (SPEC A15)."""
 
     tenant: str

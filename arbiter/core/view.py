@@ -44,7 +44,7 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiter:
+class QueuedRequest:
     """A ticket in the line."""
 
     ticket: TicketId
@@ -57,7 +57,7 @@ class Waiter:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class PlacementOption:
     """A device a ticket could go to: its budget holds it."""
 
     device: DeviceId
@@ -69,7 +69,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Gauge:
+class MemoryReading:
     """What is known of a device's real memory."""
 
     kind: DeviceKind
@@ -80,7 +80,7 @@ class Gauge:
 
 
 @dataclass(frozen=True, slots=True)
-class Idler:
+class IdleModel:
     """A resident or sleeping model that nobody uses."""
 
     last_used: Instant
@@ -103,8 +103,8 @@ class Policies:
     """One choice of each kind. Built by name in policies.bundle."""
 
     evict: Callable[[Candidate], Price]
-    admit: Callable[[Waiter], Key]
-    place: Callable[[Site], Key]
-    keep_warm: Callable[[Idler], Instant | None]  # when it goes with nobody asking; None: never
+    admit: Callable[[QueuedRequest], Key]
+    place: Callable[[PlacementOption], Key]
+    keep_warm: Callable[[IdleModel], Instant | None]  # when it goes with nobody asking; None: never
     roles: Mapping[str, Role]
-    pressure: Callable[[Gauge], Level]
+    pressure: Callable[[MemoryReading], Level]

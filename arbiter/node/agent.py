@@ -19,11 +19,11 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.errors import TicketClosed
 from arbiter.node import children, cleanup, procfs, spare_workers, zygote_client
-from arbiter.node.children import Replacing
+from arbiter.node.children import Restarts
 from arbiter.node.device_probe import NodeProbe
-from arbiter.node.leased_processes import Outsider, Outsiders
+from arbiter.node.leased_processes import LeasedProcess, LeasedProcesses
 from arbiter.node.reports import Reports
-from arbiter.node.zygote_supervisor import Keeper
+from arbiter.node.zygote_supervisor import ZygoteSupervisor
 from arbiter.protocol import ray_internals, rpc
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
 from arbiter.units import NodeId, TicketId
@@ -47,18 +47,18 @@ class NodeAgent:
         self._probe = NodeProbe(node, pkgutil.resolve_name(settings.gpus)())
         self._reports = Reports(node, self._probe.inventory, self._probe.gpu_pids)
         self._children = children.Children(self._folder)
-        self._keeper = Keeper(
+        self._keeper = ZygoteSupervisor(
             settings,
             self._folder / "zygote.sock",
             log_folder / f"zygote-{node}.log",
             found=self._adopt,
             strays=self._kill_strays,
         )
-        self._outsiders = Outsiders()
+        self._outsiders = LeasedProcesses()
         self._returned: list[TicketId] = []  # leases given back; said once what is left is foreign
         self._spawning: dict[TicketId, asyncio.Task[str]] = {}
         self._reaping: set[TicketId] = set()
-        self._replacing = Replacing()
+        self._replacing = Restarts()
         self._heard = False  # whether the arbiter got the last reading
         self._stir = asyncio.Event()
         self._died = asyncio.Event()  # an engine's root
@@ -75,7 +75,7 @@ class NodeAgent:
         for work in (self._turns(), self._bury_dead(), self._keeper.keep(), keep_spares):
             self._start(work)
         offers = {f.__name__: f for f in (self.spawn, self.respawn, self.reap, self.probe)}
-        self._door = rpc.Door(node, self._folder / "agent.sock", offers)
+        self._door = rpc.RpcServer(node, self._folder / "agent.sock", offers)
 
     def __repr__(self) -> str:
         return f"NodeAgent({self._node})"
@@ -158,7 +158,7 @@ class NodeAgent:
 
     async def engines(self) -> dict[str, list[int]]:
         """Living processes by ticket, root first; those of leases as well."""
-        every: list[children.Child | Outsider] = list(self._children.by_ticket.values())
+        every: list[children.Child | LeasedProcess] = list(self._children.by_ticket.values())
         every += self._outsiders.by_ticket.values()
         return {
             c.ticket: sorted(c.members, key=lambda pid, root=c.pid: pid != root)  # type: ignore[misc]
@@ -171,7 +171,7 @@ class NodeAgent:
         for task in self._tasks:
             task.cancel()
         while self._children.by_ticket:
-            self._settle(*await asyncio.to_thread(children.look), kill_all=True)
+            self._settle(*await asyncio.to_thread(children.find_processes), kill_all=True)
             await asyncio.sleep(0.01)
         self._keeper.end()
         self._door.close()
@@ -251,7 +251,7 @@ class NodeAgent:
         zygote = {self._keeper.known[0]} if self._keeper.known else set()
         return ours | zygote | {os.getpid(), os.getppid()}
 
-    def _watch_outsider(self, outsider: Outsider) -> None:
+    def _watch_outsider(self, outsider: LeasedProcess) -> None:
         loop = asyncio.get_running_loop()
 
         def died() -> None:
@@ -275,7 +275,7 @@ class NodeAgent:
             self._forget_outsider(outsider)
             self._reports.note_ended(outsider.ticket, outsider.pid)
 
-    def _forget_outsider(self, outsider: Outsider) -> None:
+    def _forget_outsider(self, outsider: LeasedProcess) -> None:
         asyncio.get_running_loop().remove_reader(outsider.fd)
         self._outsiders.forget(outsider)
 
@@ -310,7 +310,7 @@ class NodeAgent:
     async def _turns(self) -> None:
         while True:
             self._stir.clear()
-            self._settle(*await asyncio.to_thread(children.look))
+            self._settle(*await asyncio.to_thread(children.find_processes))
             self._reports.see_returned()
             await self._report()
             busy = self._reaping or self._reports.are_open or not self._heard
@@ -336,7 +336,7 @@ class NodeAgent:
     async def _see_reaped(self) -> None:
         reaped = [c for t in self._reaping if (c := self._children.by_ticket.get(t))]
         if any(not child.is_whole for child in reaped) or self._outsiders.by_ticket:
-            self._settle(*await asyncio.to_thread(children.look))
+            self._settle(*await asyncio.to_thread(children.find_processes))
         else:
             for child in reaped:
                 self._see_dead(child)

@@ -112,7 +112,7 @@ class Children:
 
     def refresh(self) -> list[Child]:
         """Look and note in one."""
-        return self.note(*look())
+        return self.note(*find_processes())
 
     def note(self, looked_ns: int, everything: dict[int, procfs.Process]) -> list[Child]:
         """What was seen at `looked_ns`, of every engine opened before; returns those."""
@@ -168,15 +168,20 @@ class Children:
 
     def _write(self, child: Child) -> None:
         granted = [[d.device, d.size_bytes] for d in child.granted]
-        raw = {"ticket": child.ticket, "pid": child.pid, "start_ticks": child.start_ticks,
-               "granted": granted, "zygote": child.zygote}  # fmt: skip
+        raw = {
+            "ticket": child.ticket,
+            "pid": child.pid,
+            "start_ticks": child.start_ticks,
+            "granted": granted,
+            "zygote": child.zygote,
+        }
         path = self._folder / f"{child.ticket}.child"
         part = path.with_suffix(".part")
         part.write_text(json.dumps(raw))
         part.rename(path)  # whole or not at all, whenever this process is killed
 
 
-def look() -> tuple[int, dict[int, procfs.Process]]:
+def find_processes() -> tuple[int, dict[int, procfs.Process]]:
     """Every process, and when the looking began. Takes milliseconds: call it from a thread."""
     return time.monotonic_ns(), procfs.processes()
 
@@ -246,7 +251,7 @@ def kill_known(pids: Iterable[procfs.Name]) -> None:
 # Engines whose process goes so that another takes its place under the same ticket (SPEC A14).
 
 
-class Replacing:
+class Restarts:
     """Whose end is awaited, and is no news to the arbiter."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ LEFT_FRACTION = 0.1
 
 
 @dataclass(slots=True)
-class Outsider:
+class LeasedProcess:
     """One leased process tree. `members` as last seen, pid to start time."""
 
     ticket: TicketId
@@ -51,15 +51,15 @@ class Outsider:
         return Bytes(self.floor_bytes + share(lent, LEFT_FRACTION))
 
 
-class Outsiders:
+class LeasedProcesses:
     """By ticket. Not kept on disk: heartbeats of the lease name the process again."""
 
     def __init__(self) -> None:
-        self.by_ticket: dict[TicketId, Outsider] = {}
+        self.by_ticket: dict[TicketId, LeasedProcess] = {}
 
     def open(
         self, ticket: TicketId, pid: int, granted: tuple[DeviceBytes, ...], not_these: set[int]
-    ) -> Outsider | None:
+    ) -> LeasedProcess | None:
         """Watch a process; None when it is watched for this ticket already. Raises LeaseRefused
         for one that is dead, is not this user's, or is somebody else's already: its bytes would be
         counted twice."""
@@ -79,41 +79,45 @@ class Outsiders:
             raise LeaseRefused("pid", f"{pid} is not a living process of this user")
         in_ram = any("/cpu:" in d.device for d in granted)
         floor = procfs.memory({pid}).device_bytes if in_ram else Bytes(0)
-        outsider = Outsider(ticket, pid, found.start_ticks, granted, fd, time.monotonic_ns(), floor)
+        outsider = LeasedProcess(
+            ticket, pid, found.start_ticks, granted, fd, time.monotonic_ns(), floor
+        )
         outsider.members[pid] = found.start_ticks
         self.by_ticket[ticket] = outsider
         return outsider
 
     def note(
         self, looked_ns: int, everything: dict[int, procfs.Process], not_through: Collection[int]
-    ) -> list[Outsider]:
+    ) -> list[LeasedProcess]:
         """What was seen at `looked_ns`; returns those with nothing left. A driver that started Ray
         is the parent of all of it: what lies behind the pids `not_through` is not the driver's."""
         seen = {pid: p for pid, p in everything.items() if pid not in not_through}
         noted = [o for o in self.by_ticket.values() if o.opened_ns < looked_ns]
         for outsider in noted:
             known = {
-                pid for pid, ticks in outsider.members.items()
+                pid
+                for pid, ticks in outsider.members.items()
                 if pid in seen and seen[pid].start_ticks == ticks
-            }  # fmt: skip
+            }
             found = {pid for pid in procfs.descend(known, seen) if pid in known or _is_ours(pid)}
             outsider.members = {pid: seen[pid].start_ticks for pid in found}
         return [o for o in noted if not o.members]
 
-    def forget(self, outsider: Outsider) -> None:
+    def forget(self, outsider: LeasedProcess) -> None:
         del self.by_ticket[outsider.ticket]
         os.close(outsider.fd)
 
     def trees(self) -> list[Tree]:
         return [outsider.tree() for outsider in self.by_ticket.values()]
 
-    def given_back(self, engines: tuple[EngineReading, ...]) -> list[Outsider]:
+    def given_back(self, engines: tuple[EngineReading, ...]) -> list[LeasedProcess]:
         """Those that leave and hold no more than before they came, by a reading just taken."""
         read = {e.ticket: e.measured for e in engines}
         return [
-            o for o in self.by_ticket.values()
+            o
+            for o in self.by_ticket.values()
             if o.leaving and o.ticket in read and o.held_of(read[o.ticket]) <= o.enough_bytes
-        ]  # fmt: skip
+        ]
 
 
 def _is_ours(pid: int) -> bool:

@@ -89,5 +89,5 @@ class Reports:
             if self._arbiter is None:
                 handle = ray.get_actor(NAME, namespace=NAMESPACE)
                 door = (await handle.hello.remote()).get("door")
-                self._arbiter = await rpc.reach(handle, door, self._node)
+                self._arbiter = await rpc.connect_to_socket(handle, door, self._node)
             return self._arbiter

@@ -61,8 +61,14 @@ class Zygote:
 
     async def spawn(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> int:
         """Pid of the new child; the old one's when the ticket has a child already."""
-        message = {"op": "spawn", "ticket": ticket, "entry": spec.entry, "config": spec.config,
-                   "env": spec.env, "socket": str(path)}  # fmt: skip
+        message = {
+            "op": "spawn",
+            "ticket": ticket,
+            "entry": spec.entry,
+            "config": spec.config,
+            "env": spec.env,
+            "socket": str(path),
+        }
         return int((await self._ask(message, IMPORTS_S))["pid"])
 
     async def list(self) -> tuple[ChildRow, ...]:

@@ -18,7 +18,7 @@ PINGS_MISSED = 3  # a zygote that answers none of these, seconds apart, is hung
 STARTS_FAILED = 3  # in a row: not a machine short of memory for a moment, but a broken import
 
 
-class Keeper:
+class ZygoteSupervisor:
     """`found` is called with each zygote that answers, before it counts as up; `strays` before a
     start, for what a dead one may have left."""
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from arbiter.core.types import DeviceBytes, LeaseTerms
+from arbiter.core.types import DeviceBytes, LeaseConditions
 from arbiter.protocol.messages import LeaseCall
 from arbiter.units import Bytes, DeviceId, NodeId, seconds
 
@@ -34,18 +34,23 @@ class LeaseBody(BaseModel):
     wait_s: float = Field(0.0, ge=0, le=10)
 
     def as_call(self, lease: str) -> LeaseCall:
-        terms = LeaseTerms(
+        terms = LeaseConditions(
             self.tenant, seconds(self.term_s), seconds(self.notice_s), self.preemptible
         )
         return LeaseCall(
-            lease, Bytes(self.bytes), terms, self.name or lease,
-            node=None if self.node is None else NodeId(self.node), pid=self.pid,
+            lease,
+            Bytes(self.bytes),
+            terms,
+            self.name or lease,
+            node=None if self.node is None else NodeId(self.node),
+            pid=self.pid,
             devices=tuple(
                 DeviceBytes(DeviceId(d), Bytes(size)) for d, size in sorted(self.devices.items())
             ),
             deadline=None if self.deadline_s is None else seconds(self.deadline_s),
-            seen=self.seen, wait=seconds(self.wait_s),
-        )  # fmt: skip
+            seen=self.seen,
+            wait=seconds(self.wait_s),
+        )
 
 
 def call_of(lease: str, body: dict[str, Any]) -> LeaseCall:

@@ -66,7 +66,7 @@ class Configuration:
 
 
 @dataclass(frozen=True, slots=True)
-class Boot:
+class StartConfig:
     """What the arbiter actor is created with. A stored configuration wins over this one's."""
 
     configuration: Configuration
@@ -76,7 +76,7 @@ class Boot:
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class JoinReply:
     """Answer to Joined."""
 
     epoch: Epoch
@@ -100,7 +100,7 @@ class LeaseCall:
 
     lease: str  # its client's name for it, one among those of the tenant
     size_bytes: Bytes
-    terms: types.LeaseTerms
+    terms: types.LeaseConditions
     label: str  # what people call it
     node: NodeId | None = None  # None: the only one there is
     pid: int | None = None  # whose tree is measured; None: the lease counts as granted, no more
@@ -141,7 +141,7 @@ class RevokeOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitsOrder:
+class WaitEstimate:
     """News of a ticket in the line: how long until it serves, as expected when it joined."""
 
     ticket: TicketId
@@ -161,7 +161,7 @@ class ModelSize(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SizeOrder:
+class Resize:
     """By hand: whoever has the model resident changes its size."""
 
     model: str
@@ -169,17 +169,17 @@ class SizeOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class TableOrder:
+class ConfigChanged:
     """The configuration changed."""
 
     table: Plain
 
 
-Command = RevokeOrder | WaitsOrder | ReloadOrder | SizeOrder | TableOrder
+Command = RevokeOrder | WaitEstimate | ReloadOrder | Resize | ConfigChanged
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SequencedCommand:
     """A command with its place in the holder's line; sent again until acknowledged."""
 
     sequence: int

@@ -33,7 +33,7 @@ UNREAD_MOST_BYTES = 2 * MESSAGE_MOST_BYTES
 Offers = Mapping[str, Callable[..., Awaitable[Any]]]
 
 
-class LineBroken(ArbiterError):
+class ConnectionLost(ArbiterError):
     """The process at the other end is gone, or not to be reached."""
 
     def __init__(self, name: str) -> None:
@@ -44,7 +44,7 @@ class LineBroken(ArbiterError):
         return f"no answer to {self.name!r}: the line broke"
 
 
-class CallFailed(ArbiterError):
+class RemoteError(ArbiterError):
     """A bug over there."""
 
     def __init__(self, name: str, cause: str) -> None:
@@ -81,15 +81,15 @@ class RayPeer:
         except RayTaskError as error:
             if isinstance(error.cause, ArbiterError):
                 raise error.cause from None
-            raise CallFailed(name, str(error)) from error
+            raise RemoteError(name, str(error)) from error
         except RayError as error:
-            raise LineBroken(name) from error
+            raise ConnectionLost(name) from error
 
     def close(self) -> None:
         """The line is Ray's."""
 
 
-async def reach(handle: Any, door: dict[str, str] | None, own_node: NodeId) -> Peer:
+async def connect_to_socket(handle: Any, door: dict[str, str] | None, own_node: NodeId) -> Peer:
     """`door`: as its Door says it; by Ray where that is on another node or does not open."""
     if door is not None and door["node"] == own_node:
         with contextlib.suppress(OSError):
@@ -160,7 +160,7 @@ class SocketPeer(_Frames):
 
     async def call(self, name: str, *args: Any) -> Any:
         if not self.is_open:
-            raise LineBroken(name)
+            raise ConnectionLost(name)
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._waiting[number] = (name, answer)
         try:
@@ -182,15 +182,15 @@ class SocketPeer(_Frames):
     def connection_lost(self, error: Exception | None) -> None:
         for name, answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(LineBroken(name))
+                answer.set_exception(ConnectionLost(name))
 
 
-class Door:
+class RpcServer:
     """The answering end: a socket that only this user may open, in a folder only it may enter."""
 
     def __init__(self, node: NodeId, path: Path, offers: Offers) -> None:
         self._node, self._path, self._offers = node, path, offers
-        self._open: set[_Served] = set()
+        self._open: set[_ServerConnection] = set()
         self._server: asyncio.Server | None = None
         self._opening = asyncio.ensure_future(self._listen())
 
@@ -207,7 +207,7 @@ class Door:
         self._path.chmod(0o600)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(
-            lambda: _Served(self._offers, self._open), sock=listener
+            lambda: _ServerConnection(self._offers, self._open), sock=listener
         )
 
     def close(self) -> None:
@@ -219,11 +219,11 @@ class Door:
             served.close()
 
 
-class _Served(_Frames):
+class _ServerConnection(_Frames):
     """One connection. What was asked over it is finished even if it breaks, as with Ray: another
     call may share the answer."""
 
-    def __init__(self, offers: Offers, beside: "set[_Served]") -> None:
+    def __init__(self, offers: Offers, beside: "set[_ServerConnection]") -> None:
         super().__init__()
         self._offers, self._beside = offers, beside
         self._running: set[asyncio.Future[Any]] = set()
@@ -243,8 +243,8 @@ class _Served(_Frames):
 
     def _answer(self, number: int, name: str, asked: asyncio.Future[Any]) -> None:
         self._running.discard(asked)
-        error = LineBroken(name) if asked.cancelled() else asked.exception()
+        error = ConnectionLost(name) if asked.cancelled() else asked.exception()
         if error is not None and not isinstance(error, ArbiterError):
-            error = CallFailed(name, repr(error))
+            error = RemoteError(name, repr(error))
         if self.is_open:
             self.write((number, None if error else asked.result(), error))

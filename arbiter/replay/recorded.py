@@ -167,11 +167,15 @@ class _Reader:
         capability, model, node = key
         seen = self._seen[key]
         return Seat(
-            capability, model, node, seen.need,
-            load=_median(seen.loads or usual.loads), wake=_median(seen.wakes or usual.wakes),
+            capability,
+            model,
+            node,
+            seen.need,
+            load=_median(seen.loads or usual.loads),
+            wake=_median(seen.wakes or usual.wakes),
             sleep=_median(seen.sleeps or usual.sleeps),
             unload=_median(seen.unloads or usual.unloads),
-        )  # fmt: skip
+        )
 
 
 def _median(times: list[int]) -> Span:

@@ -46,10 +46,16 @@ class Tally:
         beyond = len(waits) - self.requests_count // 100  # the p99 request has 1 % behind it
         p99 = waits[beyond - 1] if 0 < beyond <= len(waits) else 0
         return Score(
-            self.requests_count, len(waits), self.refused_count, self.loads_count,
-            self.wakes_count, self.evictions_count, Bytes(self.moved_bytes), Span(sum(waits)),
+            self.requests_count,
+            len(waits),
+            self.refused_count,
+            self.loads_count,
+            self.wakes_count,
+            self.evictions_count,
+            Bytes(self.moved_bytes),
+            Span(sum(waits)),
             Span(p99),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)

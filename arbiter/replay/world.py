@@ -19,13 +19,13 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import (
     Decision,
     Grant,
-    Probe,
-    Reap,
+    KillEngine,
     Reason,
     Refuse,
+    RequestReading,
     Revoke,
+    SetTimer,
     Tier,
-    WakeAt,
 )
 from arbiter.core.settings import Settings
 from arbiter.core.view import Policies
@@ -51,7 +51,7 @@ PATIENCE = Span(NEVER // 4)  # nobody here falls silent, so nobody needs to say 
 UNASKED = (Reason.IDLE, Reason.PRESSURE)  # a busy holder refuses these
 
 
-class Life(Enum):
+class HolderState(Enum):
     COLD = "cold"
     WAITING = "waiting"
     LOADING = "loading"
@@ -61,12 +61,12 @@ class Life(Enum):
 
 
 @dataclass(slots=True)
-class Desk:
+class SimulatedFront:
     """One seat as it stands."""
 
     seat: Seat
     holder: HolderId
-    life: Life = Life.COLD
+    life: HolderState = HolderState.COLD
     ticket: TicketId = NO_TICKET
     home: tuple[types.DeviceBytes, ...] = ()
     is_wake: bool = False
@@ -94,9 +94,10 @@ class World:
         patient = replace(settings, terms=terms)
         self.core = Arbiter(patient, policies, Epoch(1), frozenset(), Instant(0), self.next_use)
         self._desks = [
-            Desk(seat, HolderId(f"{seat.capability}-{n}")) for n, seat in enumerate(demand.seats)
+            SimulatedFront(seat, HolderId(f"{seat.capability}-{n}"))
+            for n, seat in enumerate(demand.seats)
         ]
-        self._tickets: dict[TicketId, Desk] = {}
+        self._tickets: dict[TicketId, SimulatedFront] = {}
         self._wanted = demand.wanted()
         self._agenda: list[tuple[Instant, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -155,53 +156,65 @@ class World:
     def _counts(self, at: Instant) -> bool:
         return at >= self._tally.since
 
-    def _arrive(self, desk: Desk, busy: Span) -> None:
+    def _arrive(self, desk: SimulatedFront, busy: Span) -> None:
         self._tally.requests_count += self._counts(self.now)
-        if desk.life is Life.RESIDENT:
+        if desk.life is HolderState.RESIDENT:
             self._use(desk, busy)
             return
         desk.waiters.append((self.now, busy))
-        if desk.life in (Life.COLD, Life.ASLEEP):
+        if desk.life in (HolderState.COLD, HolderState.ASLEEP):
             self._ask(desk)
 
-    def _use(self, desk: Desk, busy: Span) -> None:
+    def _use(self, desk: SimulatedFront, busy: Span) -> None:
         desk.uses_count += 1
         desk.busy_until = max(desk.busy_until, after(self.now, busy))
         self._beat_by(desk, _next_second(self.now))
 
-    def _beat_by(self, desk: Desk, by: Instant) -> None:
+    def _beat_by(self, desk: SimulatedFront, by: Instant) -> None:
         if by < desk.beats_at:
             desk.beats_at = by
             self._at(by, lambda: self._beat(desk))
 
-    def _beat(self, desk: Desk) -> None:
+    def _beat(self, desk: SimulatedFront) -> None:
         """At the full second after a use, and once more to say since when it is not in use."""
         if self.now != desk.beats_at:  # an earlier one has said it
             return
         desk.beats_at = NEVER
-        if desk.life is not Life.RESIDENT:
+        if desk.life is not HolderState.RESIDENT:
             return
         inflight, idle = int(desk.busy_until > self.now), Span(max(0, self.now - desk.busy_until))
         held = ev.HeldTicket(
-            desk.ticket, desk.seat.model, types.Phase.RESIDENT, inflight, idle, desk.home,
-            desk.seat.need, priority=desk.seat.priority, uses_count=desk.uses_count,
-        )  # fmt: skip
+            desk.ticket,
+            desk.seat.model,
+            types.Phase.RESIDENT,
+            inflight,
+            idle,
+            desk.home,
+            desk.seat.need,
+            priority=desk.seat.priority,
+            uses_count=desk.uses_count,
+        )
         if inflight:
             self._beat_by(desk, _next_second(Instant(desk.busy_until - 1)))
         self._feed(ev.Renewed(desk.holder, (held,)))
 
-    def _ask(self, desk: Desk) -> None:
-        if desk.life is Life.COLD:
+    def _ask(self, desk: SimulatedFront) -> None:
+        if desk.life is HolderState.COLD:
             desk.uses_count = 0
             desk.ticket = TicketId(f"{desk.seat.model}.{next(self._turn)}")
             self._tickets[desk.ticket] = desk
-        desk.is_wake = desk.life is Life.ASLEEP
-        desk.life = Life.WAITING
+        desk.is_wake = desk.life is HolderState.ASLEEP
+        desk.life = HolderState.WAITING
         seat = desk.seat
         asked = ev.Requested(
-            desk.ticket, desk.holder, seat.capability, seat.model, seat.need,
-            need_is_explicit=True, priority=seat.priority,
-        )  # fmt: skip
+            desk.ticket,
+            desk.holder,
+            seat.capability,
+            seat.model,
+            seat.need,
+            need_is_explicit=True,
+            priority=seat.priority,
+        )
         self._feed(asked)
 
     # -- what the core decides -----------------------------------------------------------------
@@ -214,29 +227,29 @@ class World:
                 self._refused(self._tickets[ticket])
             case Revoke():
                 self._revoked(decision)
-            case Reap(node, ticket):
+            case KillEngine(node, ticket):
                 self._reap(node, ticket)
-            case Probe():
+            case RequestReading():
                 self._later(Span(0), self._read_all)
-            case WakeAt(at) if at < self._woken_at:
+            case SetTimer(at) if at < self._woken_at:
                 self._woken_at = at
                 self._at(at, self._woke)
 
     def _woke(self) -> None:
         if self.now >= self._woken_at:
             self._woken_at = NEVER
-            self._feed(ev.Woke())
+            self._feed(ev.TimerFired())
 
-    def _granted(self, desk: Desk, devices: tuple[types.DeviceBytes, ...]) -> None:
-        if desk.life is not Life.WAITING:
+    def _granted(self, desk: SimulatedFront, devices: tuple[types.DeviceBytes, ...]) -> None:
+        if desk.life is not HolderState.WAITING:
             return
-        desk.life, desk.home = Life.LOADING, devices
+        desk.life, desk.home = HolderState.LOADING, devices
         took = desk.seat.wake if desk.is_wake else desk.seat.load
         ticket = desk.ticket
         self._later(took, lambda: self._loaded(desk, ticket, took))
 
-    def _loaded(self, desk: Desk, ticket: TicketId, took: Span) -> None:
-        if desk.ticket != ticket or desk.life is not Life.LOADING:
+    def _loaded(self, desk: SimulatedFront, ticket: TicketId, took: Span) -> None:
+        if desk.ticket != ticket or desk.life is not HolderState.LOADING:
             return
         if self._counts(self.now):
             self._tally.loads_count += not desk.is_wake
@@ -247,18 +260,18 @@ class World:
         if desk.is_wake:
             self._read_all()  # its copy in host RAM is gone
 
-    def _serve(self, desk: Desk) -> None:
-        desk.life = Life.RESIDENT
+    def _serve(self, desk: SimulatedFront) -> None:
+        desk.life = HolderState.RESIDENT
         waiters, desk.waiters = desk.waiters, []
         for came, busy in waiters:
             if self._counts(came):
                 self._tally.waits.append(self.now - came)
             self._use(desk, busy)
 
-    def _refused(self, desk: Desk) -> None:
+    def _refused(self, desk: SimulatedFront) -> None:
         self._tally.refused_count += sum(self._counts(at) for at, _ in desk.waiters)
         desk.waiters.clear()
-        desk.life = Life.ASLEEP if desk.is_wake else Life.COLD
+        desk.life = HolderState.ASLEEP if desk.is_wake else HolderState.COLD
 
     # -- leaving -------------------------------------------------------------------------------
 
@@ -266,48 +279,48 @@ class World:
         desk = self._tickets.get(order.ticket)
         if desk is None or desk.ticket != order.ticket:
             return
-        if desk.life is not Life.RESIDENT:  # taken: its engine is being ended
+        if desk.life is not HolderState.RESIDENT:  # taken: its engine is being ended
             self._leave(desk)
             return
         self._tally.evictions_count += self._counts(self.now) and order.reason not in UNASKED
         if order.reason in UNASKED and desk.busy_until > self.now:
             self._tell(ev.Busy(desk.ticket, 1))
         elif desk.busy_until > order.barrier_until:
-            desk.life = Life.DRAINING
+            desk.life = HolderState.DRAINING
             self._at(order.barrier_until, lambda: self._drop_barrier(desk, order.ticket))
         else:
-            desk.life = Life.DRAINING
+            desk.life = HolderState.DRAINING
             self._at(max(self.now, desk.busy_until), lambda: self._empty(desk, order))
 
-    def _drop_barrier(self, desk: Desk, ticket: TicketId) -> None:
-        if desk.ticket != ticket or desk.life is not Life.DRAINING:
+    def _drop_barrier(self, desk: SimulatedFront, ticket: TicketId) -> None:
+        if desk.ticket != ticket or desk.life is not HolderState.DRAINING:
             return
         self._feed(ev.BarrierDropped(ticket, 1))
         self._serve(desk)
         self._beat_by(desk, _next_second(self.now))
 
-    def _empty(self, desk: Desk, order: Revoke) -> None:
+    def _empty(self, desk: SimulatedFront, order: Revoke) -> None:
         """Nothing in flight any more."""
-        if desk.ticket != order.ticket or desk.life is not Life.DRAINING:
+        if desk.ticket != order.ticket or desk.life is not HolderState.DRAINING:
             return
         if order.to is Tier.ASLEEP:
             self._later(desk.seat.sleep, lambda: self._slept(desk, order.ticket))
         else:
             self._later(desk.seat.unload, lambda: self._unloaded(desk, order))
 
-    def _slept(self, desk: Desk, ticket: TicketId) -> None:
-        if desk.ticket != ticket or desk.life is not Life.DRAINING:
+    def _slept(self, desk: SimulatedFront, ticket: TicketId) -> None:
+        if desk.ticket != ticket or desk.life is not HolderState.DRAINING:
             return
-        desk.life = Life.ASLEEP
+        desk.life = HolderState.ASLEEP
         self._feed(ev.Slept(ticket))  # the core asks for a reading to see it
         if desk.waiters:
             self._later(Span(1), lambda: self._ask_awake(desk, ticket))
 
-    def _ask_awake(self, desk: Desk, ticket: TicketId) -> None:
-        if desk.ticket == ticket and desk.life is Life.ASLEEP:
+    def _ask_awake(self, desk: SimulatedFront, ticket: TicketId) -> None:
+        if desk.ticket == ticket and desk.life is HolderState.ASLEEP:
             self._ask(desk)
 
-    def _unloaded(self, desk: Desk, order: Revoke) -> None:
+    def _unloaded(self, desk: SimulatedFront, order: Revoke) -> None:
         if desk.ticket == order.ticket:
             self._feed(ev.Released(order.ticket, order.reason.value))
             self._leave(desk)
@@ -322,16 +335,16 @@ class World:
         if self._tickets.pop(ticket, None):
             self._feed(ev.EngineGone(node, ticket, bytes_back=True))
 
-    def _leave(self, desk: Desk) -> None:
+    def _leave(self, desk: SimulatedFront) -> None:
         """Cold; whoever waits asks anew under another ticket."""
-        if desk.life is Life.COLD:
+        if desk.life is HolderState.COLD:
             return
-        desk.life, desk.home = Life.COLD, ()
+        desk.life, desk.home = HolderState.COLD, ()
         if desk.waiters:
             self._later(Span(0), lambda: self._ask_if_cold(desk))
 
-    def _ask_if_cold(self, desk: Desk) -> None:
-        if desk.life is Life.COLD and desk.waiters:
+    def _ask_if_cold(self, desk: SimulatedFront) -> None:
+        if desk.life is HolderState.COLD and desk.waiters:
             self._ask(desk)
 
     # -- readings ------------------------------------------------------------------------------
@@ -343,13 +356,15 @@ class World:
     def _read(self, node: ev.NodeSeen) -> None:
         """Every engine holds exactly what it was granted."""
         devices = tuple(ev.DeviceReading(d.device, d.total_bytes, Bytes(0)) for d in node.devices)
-        here = [d for d in self._desks if d.seat.node == node.node and d.life is not Life.COLD]
+        here = [
+            d for d in self._desks if d.seat.node == node.node and d.life is not HolderState.COLD
+        ]
         engines = tuple(ev.EngineReading(d.ticket, _held(d)) for d in here if _held(d))
         self._feed(ev.Measured(node.node, devices, engines))
 
 
-def _held(desk: Desk) -> tuple[types.DeviceBytes, ...]:
-    if desk.life is Life.ASLEEP or (desk.life is Life.WAITING and desk.is_wake):
+def _held(desk: SimulatedFront) -> tuple[types.DeviceBytes, ...]:
+    if desk.life is HolderState.ASLEEP or (desk.life is HolderState.WAITING and desk.is_wake):
         host = host_device(desk.seat.node)
         return (types.DeviceBytes(host, desk.seat.need.host_bytes),)
     return desk.home

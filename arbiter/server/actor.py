@@ -16,7 +16,7 @@ import ray
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Tell
+from arbiter.core.decisions import LogEvent
 from arbiter.errors import SettingsConflict, StaleEpoch
 from arbiter.node import zygote_client
 from arbiter.protocol import messages, ray_internals, rpc
@@ -27,7 +27,7 @@ from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId
 # needs is imported where it is used; that is a tenth of a second.
 if TYPE_CHECKING:
     from arbiter.server.event_log import EventLog
-    from arbiter.server.recording import Heading, Recorder
+    from arbiter.server.recording import Recorder, RecordingHeader
     from arbiter.server.shell import Shell
 
 logger = logging.getLogger("arbiter")
@@ -39,9 +39,9 @@ HANDLE_S = 10.0  # a holder's actor answers its first call within its own start
 class ArbiterActor:
     """Everything public here is the wire; see arbiter.client.holder for who calls what."""
 
-    def __init__(self, boot: messages.Boot) -> None:
+    def __init__(self, boot: messages.StartConfig) -> None:
         from arbiter.server.event_log import EventLog
-        from arbiter.server.lease_service import LeaseDesk
+        from arbiter.server.lease_service import LeaseService
         from arbiter.server.node_agents import RayAgents
         from arbiter.server.store import Store, default_path
 
@@ -57,7 +57,7 @@ class ArbiterActor:
         self._looks_count = 0
         self._stays: dict[HolderId, str] = {}  # the joining that counts, of each holder
         self._ends: dict[str, asyncio.Event] = {}  # of a stay
-        self._leases = LeaseDesk(self._shell, self._agents, self._store)
+        self._leases = LeaseService(self._shell, self._agents, self._store)
         self._learned_saved = self._shell.core.export_learned()
         self._shell.feed(self._configuration.capabilities)
         self._tell_start()
@@ -70,19 +70,25 @@ class ArbiterActor:
 
     def _new_shell(self, epoch: Epoch, log: "EventLog") -> "Shell":
         """Its core is made from a heading, so that a recording of this life begins as it did."""
-        from arbiter.server.recording import Heading
+        from arbiter.server.recording import RecordingHeader
         from arbiter.server.shell import Shell, monotonic
 
         chosen = self._configuration
         known = tuple(sorted(member.holder for member in self._store.members()))
-        heading = Heading(
-            messages.protocol_hash(), chosen.settings, epoch, known, self._store.learned(),
-            monotonic(), self._store.floors(), self._store.accounts(),
-        )  # fmt: skip
+        heading = RecordingHeader(
+            messages.protocol_hash(),
+            chosen.settings,
+            epoch,
+            known,
+            self._store.learned(),
+            monotonic(),
+            self._store.floors(),
+            self._store.accounts(),
+        )
         core = heading.core(chosen.policies)
         return Shell(core, epoch, self._agents, log, recorder=self._recorder(heading, log))
 
-    def _recorder(self, heading: "Heading", log: "EventLog") -> "Recorder | None":
+    def _recorder(self, heading: "RecordingHeader", log: "EventLog") -> "Recorder | None":
         """A file that cannot be written costs the recording, not the arbiter."""
         from arbiter.server.recording import Recorder
 
@@ -92,15 +98,17 @@ class ArbiterActor:
         try:
             return Recorder(Path(path), heading)
         except OSError as error:
-            log.tell(Tell("not_recorded", {"cause": str(error)}))
+            log.tell(LogEvent("not_recorded", {"cause": str(error)}))
             return None
 
-    def _open_door(self) -> rpc.Door:
+    def _open_door(self) -> rpc.RpcServer:
         """For holders and the agent of this node."""
         node = ray_internals.own_node()
         ours = self.acquire, self.grow, self.tell, self.renew, self.listen, self.report
         offers: rpc.Offers = {f.__name__: f for f in ours}
-        return rpc.Door(node, zygote_client.folder(self._boot.agent, node) / "arbiter.sock", offers)
+        return rpc.RpcServer(
+            node, zygote_client.folder(self._boot.agent, node) / "arbiter.sock", offers
+        )
 
     def _tell_start(self) -> None:
         if self._store.trouble:
@@ -108,10 +116,10 @@ class ArbiterActor:
         self._store.on_trouble = self._tell_trouble
         aside = str(self._store.moved_aside) if self._store.moved_aside else None
         known = len(self._store.members())
-        self._shell.log.tell(Tell("arbiter_started", {"holders": known, "broken_state": aside}))
+        self._shell.log.tell(LogEvent("arbiter_started", {"holders": known, "broken_state": aside}))
 
     def _tell_trouble(self, why: str) -> None:
-        self._shell.log.tell(Tell("state_not_kept", {"cause": why}))
+        self._shell.log.tell(LogEvent("state_not_kept", {"cause": why}))
 
     # -- holders -------------------------------------------------------------------------------
 
@@ -126,7 +134,7 @@ class ArbiterActor:
 
     async def join(
         self, epoch: Epoch | None, joined: ev.Joined, stay: str, handles: list[Any], refs: list[Any]
-    ) -> messages.Welcome:
+    ) -> messages.JoinReply:
         """`handles`: the holder's own actor, if it is one. `refs`: its pending call of
         `keepalive(stay)`; both in lists, so that Ray passes them on instead of waiting for them."""
         from arbiter.server.store import Member
@@ -140,7 +148,7 @@ class ArbiterActor:
             self._end_of(before).set()
         self._start(self._watch(holder, stay, handles, refs))
         self._shell.feed(joined)
-        return messages.Welcome(
+        return messages.JoinReply(
             self._shell.epoch, messages.package_version(), self._configuration.table
         )
 
@@ -184,7 +192,9 @@ class ArbiterActor:
         self._shell.feed(renewed)
         return self._shell.epoch
 
-    async def listen(self, holder: HolderId, epoch: Epoch, ack: int) -> tuple[messages.Order, ...]:
+    async def listen(
+        self, holder: HolderId, epoch: Epoch, ack: int
+    ) -> tuple[messages.SequencedCommand, ...]:
         """Orders after `ack`; empty when none came for a while. Raises StaleEpoch: rejoin."""
         self._check(epoch, holder)
         return await self._shell.listen(holder, ack)
@@ -303,7 +313,7 @@ class ArbiterActor:
         self._store.save_configuration(configuration)
         self._shell.feed(configuration.capabilities)
         self._store.save_floors(self._shell.core.export_floors())  # what was removed has none
-        self._shell.order_all(messages.TableOrder(configuration.table))
+        self._shell.order_all(messages.ConfigChanged(configuration.table))
         if (old.settings, old.policies) != (configuration.settings, configuration.policies):
             self._begin_anew("settings changed")
 
@@ -338,7 +348,7 @@ class ArbiterActor:
         """By hand, with nobody waiting. Raises UnknownCapability, UnknownModel, NotResident."""
         self._shell.feed(ev.LoadAsked(capability, model))
 
-    async def resize(self, order: messages.SizeOrder) -> None:
+    async def resize(self, order: messages.Resize) -> None:
         """By hand; one that cannot goes on as it is, which the events say (SPEC A14)."""
         self._shell.order_all(order)
 

@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
-from arbiter.core.decisions import Tell
+from arbiter.core.decisions import LogEvent
 from arbiter.protocol.messages import Plain
 from arbiter.units import Epoch, in_seconds
 
@@ -37,7 +37,7 @@ class EventLog:
         # epochs differ by at least one and no life tells a million things between two saves.
         self.sequence = int(epoch) * 1_000_000
 
-    def tell(self, said: Tell) -> None:
+    def tell(self, said: LogEvent) -> None:
         self.sequence += 1
         line: Plain = {"seq": self.sequence, "epoch": int(self._epoch), "unix_s": time.time()}
         line |= {"kind": said.kind, "ticket": said.ticket, "size_bytes": said.size_bytes}

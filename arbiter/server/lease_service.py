@@ -38,9 +38,11 @@ WAIT_MOST_S = 3.0
 LATE_S = 4.0  # without a call for this long a holder has missed at least one: `clean` ends it
 ENDED_KEPT = 1_000  # ends remembered for whoever asks late, ~200 B each
 WORDS = {
-    State.QUEUED.value: "queued", State.LOADING.value: "held", State.RESIDENT.value: "held",
+    State.QUEUED.value: "queued",
+    State.LOADING.value: "held",
+    State.RESIDENT.value: "held",
     State.DRAINING.value: "leaving",
-}  # fmt: skip
+}
 
 
 class Adopts(Protocol):
@@ -51,7 +53,7 @@ class Adopts(Protocol):
     ) -> None: ...
 
 
-class Kept(Protocol):
+class LeaseStore(Protocol):
     """What the next life of the arbiter must know: whom to wait for, and when their terms end."""
 
     def members(self) -> tuple[Member, ...]: ...
@@ -62,7 +64,7 @@ class Kept(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class LeaseSession:
     """One lease, from its first call to its end."""
 
     call: messages.LeaseCall
@@ -93,7 +95,7 @@ class Seat:
             ),
         )
 
-    def _terms(self) -> types.LeaseTerms:
+    def _terms(self) -> types.LeaseConditions:
         """What is left of its term is the arbiter's to say, also after a restart of it."""
         if self.ends_unix_s is None:
             return self.call.terms
@@ -101,12 +103,12 @@ class Seat:
         return replace(self.call.terms, term=min(self.call.terms.term, left))
 
 
-class LeaseDesk:
-    def __init__(self, shell: Shell, agents: Adopts, known: Kept) -> None:
+class LeaseService:
+    def __init__(self, shell: Shell, agents: Adopts, known: LeaseStore) -> None:
         self._shell, self._agents, self._known = shell, agents, known
         self._expected = {member.holder for member in known.members()}  # of the last life
         self._ends = known.lease_ends()
-        self._seats: dict[TicketId, Seat] = {}
+        self._seats: dict[TicketId, LeaseSession] = {}
         self._ended: OrderedDict[TicketId, str] = OrderedDict()  # why
 
     async def hear(self, call: messages.LeaseCall) -> messages.LeaseState:
@@ -128,7 +130,7 @@ class LeaseDesk:
         if seat := self._seats.get(ticket):
             self._end(seat, "released")
 
-    def _end(self, seat: Seat, reason: str) -> None:
+    def _end(self, seat: LeaseSession, reason: str) -> None:
         if self._word(seat) == "queued":
             self._shell.withdrawn(ev.Withdrawn(seat.call.ticket, seat.holder))
         else:
@@ -162,11 +164,11 @@ class LeaseDesk:
 
     # -- coming --------------------------------------------------------------------------------
 
-    def _open(self, call: messages.LeaseCall) -> Seat:
+    def _open(self, call: messages.LeaseCall) -> LeaseSession:
         if not NAME.fullmatch(call.lease):
             raise LeaseRefused("id", "has letters, digits and . _ - inside, 64 at most")
         node = call.node or self._only_node()
-        seat = Seat(call, HolderId(call.ticket), node)
+        seat = LeaseSession(call, HolderId(call.ticket), node)
         if seat.holder in self._expected:
             seat.devices, seat.ends_unix_s = call.devices, self._ends.get(call.ticket)
         self._seats[call.ticket] = seat
@@ -185,7 +187,7 @@ class LeaseDesk:
             case many:
                 raise LeaseRefused("node", f"must be one of {', '.join(many)}")
 
-    async def _live(self, seat: Seat) -> None:
+    async def _live(self, seat: LeaseSession) -> None:
         """Waits for the grant, then for orders. Ends by being cancelled with its seat."""
         if not seat.devices:
             try:
@@ -203,13 +205,13 @@ class LeaseDesk:
                 ack = order.sequence
                 self._obey(seat, order.command)
 
-    def _obey(self, seat: Seat, command: messages.Command) -> None:
+    def _obey(self, seat: LeaseSession, command: messages.Command) -> None:
         if isinstance(command, messages.RevokeOrder) and command.ticket == seat.call.ticket:
             seat.reason = command.reason.value
             seat.gone_by_s = time.monotonic() + in_seconds(command.barrier)
             seat.tell()
 
-    async def _adopt(self, seat: Seat, call: messages.LeaseCall) -> None:
+    async def _adopt(self, seat: LeaseSession, call: messages.LeaseCall) -> None:
         """With each call: an agent that restarted has forgotten."""
         if call.pid is None or self._word(seat) not in ("held", "leaving"):
             return
@@ -227,21 +229,21 @@ class LeaseDesk:
 
     # -- news ----------------------------------------------------------------------------------
 
-    async def _wait(self, seat: Seat, call: messages.LeaseCall) -> None:
+    async def _wait(self, seat: LeaseSession, call: messages.LeaseCall) -> None:
         within_s = min(WAIT_MOST_S, in_seconds(call.wait))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while seat.error is None and self._word(seat) == call.seen:
                     await seat.news.wait()
 
-    def _word(self, seat: Seat) -> str:
+    def _word(self, seat: LeaseSession) -> str:
         if seat.error:
             return "ended"
         if not seat.devices:
             return "queued"  # or about to be
         return WORDS.get(self._shell.core.state_of(seat.call.ticket), "ended")
 
-    def _said(self, seat: Seat) -> messages.LeaseState:
+    def _said(self, seat: LeaseSession) -> messages.LeaseState:
         word = self._word(seat)
         ticket = seat.call.ticket
         if word == "ended":
@@ -252,7 +254,7 @@ class LeaseDesk:
         left = None if left_s is None or word != "leaving" else seconds(left_s)
         return messages.LeaseState(ticket, word, seat.devices, left, seat.reason, seat.node)
 
-    def _close(self, seat: Seat, reason: str) -> None:
+    def _close(self, seat: LeaseSession, reason: str) -> None:
         """The ticket may go on without it, until its bytes are seen back."""
         if self._seats.pop(seat.call.ticket, None) is None:
             return
@@ -269,13 +271,19 @@ class LeaseDesk:
         self._shell.feed(ev.HolderLost(seat.holder))
 
 
-def _why(seat: Seat) -> str:
+def _why(seat: LeaseSession) -> str:
     return str(seat.error) if seat.error else seat.reason or "lost"
 
 
-def _asks(seat: Seat) -> ev.Requested:
+def _asks(seat: LeaseSession) -> ev.Requested:
     call = seat.call
     return ev.Requested(
-        call.ticket, seat.holder, LEASE, call.label, types.Need(call.size_bytes),
-        need_is_explicit=True, deadline=call.deadline, lease=call.terms,
-    )  # fmt: skip
+        call.ticket,
+        seat.holder,
+        LEASE,
+        call.label,
+        types.Need(call.size_bytes),
+        need_is_explicit=True,
+        deadline=call.deadline,
+        lease=call.terms,
+    )

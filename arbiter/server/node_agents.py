@@ -118,7 +118,7 @@ class RayAgents:
         door = await handle.door.remote()
         peer = self._peers.get(node)
         if peer is None or not peer.is_open:
-            self._peers[node] = await rpc.reach(handle, door, ray_internals.own_node())
+            self._peers[node] = await rpc.connect_to_socket(handle, door, ray_internals.own_node())
 
     def _send(self, node: NodeId, said: Awaitable[None]) -> None:
         sent = asyncio.ensure_future(self._sent(node, said))
@@ -128,12 +128,12 @@ class RayAgents:
     async def _sent(self, node: NodeId, said: Awaitable[None]) -> None:
         try:
             await said
-        except rpc.LineBroken:
+        except rpc.ConnectionLost:
             return  # the next look tells why; what was said is said again
         except ray.exceptions.ActorUnavailableError:
             return  # restarting; what was said is said again
         except ray.exceptions.RayActorError:
             self._forget_way(node)
             self._handles.pop(node, None)  # dead for good: the next look starts another
-        except (ray.exceptions.RayError, rpc.CallFailed) as error:
+        except (ray.exceptions.RayError, rpc.RemoteError) as error:
             logger.warning("agent of %s: %r", node, error)

@@ -43,7 +43,7 @@ class RecordingUnreadable(ArbiterError):
 
 
 @dataclass(frozen=True, slots=True)
-class Heading:
+class RecordingHeader:
     """What a core is made with, apart from its policies, which the settings name."""
 
     protocol: str
@@ -77,12 +77,12 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    heading: Heading
+class RecordedEpoch:
+    heading: RecordingHeader
     events: tuple[Recorded, ...]
 
 
-class Sum:
+class DecisionHash:
     """The running hash over decisions."""
 
     def __init__(self) -> None:
@@ -101,8 +101,8 @@ class Sum:
 class Recorder:
     """Appends; a full disk or a full file ends the recording, not the arbiter."""
 
-    def __init__(self, path: Path, heading: Heading) -> None:
-        self._sum = Sum()
+    def __init__(self, path: Path, heading: RecordingHeader) -> None:
+        self._sum = DecisionHash()
         self._left_bytes = FILE_MOST_BYTES - (path.stat().st_size if path.exists() else 0)
         opened = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         self._file = os.fdopen(opened, "a", buffering=1)  # by line: a kill loses at most one
@@ -137,10 +137,10 @@ class Recorder:
 # -- reading --------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> list[Life]:
+def read(path: Path) -> list[RecordedEpoch]:
     """Every life in the file, oldest first; a last line cut off by a kill is left out. Raises
     RecordingUnreadable."""
-    lives: list[tuple[Heading, list[Recorded]]] = []
+    lives: list[tuple[RecordingHeader, list[Recorded]]] = []
     count = 0
     try:
         with path.open() as file:
@@ -152,20 +152,20 @@ def read(path: Path) -> list[Life]:
         raise RecordingUnreadable(str(path), count, f"not a recording: {error}") from error
     if not lives:
         raise RecordingUnreadable(str(path), 0, "it is empty")
-    return [Life(heading, tuple(events)) for heading, events in lives]
+    return [RecordedEpoch(heading, tuple(events)) for heading, events in lives]
 
 
-def _take(lives: list[tuple[Heading, list[Recorded]]], line: dict[str, Any]) -> None:
+def _take(lives: list[tuple[RecordingHeader, list[Recorded]]], line: dict[str, Any]) -> None:
     if "heading" in line:
         lives.append((_heading(line["heading"]), []))
     else:
         lives[-1][1].append(_recorded(line))
 
 
-def _heading(plain: dict[str, Any]) -> Heading:
+def _heading(plain: dict[str, Any]) -> RecordingHeader:
     if plain["protocol"] != protocol_hash():
         raise ValueError(f"recorded by other code ({plain['protocol']}, this is {protocol_hash()})")
-    heading: Heading = from_json(Heading, plain)
+    heading: RecordingHeader = from_json(RecordingHeader, plain)
     return heading
 
 
@@ -187,9 +187,9 @@ class Step:
     is_same: bool  # everything before it was decided as recorded
 
 
-def again(life: Life, policies: Policies) -> Iterator[Step]:
+def replay(life: RecordedEpoch, policies: Policies) -> Iterator[Step]:
     """The same events to a new core, at the same instants."""
-    core, decided = life.heading.core(policies), Sum()
+    core, decided = life.heading.core(policies), DecisionHash()
     for recorded in life.events:
         is_same = str(decided) == recorded.so_far
         try:

@@ -20,14 +20,14 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import (
     Decision,
     Grant,
-    Probe,
-    Reap,
+    KillEngine,
+    LoadModel,
+    LogEvent,
+    Queued,
     Refuse,
-    Reload,
+    RequestReading,
     Revoke,
-    Tell,
-    Waits,
-    WakeAt,
+    SetTimer,
 )
 from arbiter.errors import RequestError, TicketClosed
 from arbiter.protocol import messages
@@ -57,16 +57,16 @@ class Mailbox:
     """A holder's orders, kept until acknowledged."""
 
     def __init__(self) -> None:
-        self._orders: deque[messages.Order] = deque()
+        self._orders: deque[messages.SequencedCommand] = deque()
         self._sequence = 0
         self._came = asyncio.Event()
 
     def put(self, command: messages.Command) -> None:
         self._sequence += 1
-        self._orders.append(messages.Order(self._sequence, command))
+        self._orders.append(messages.SequencedCommand(self._sequence, command))
         self._came.set()
 
-    async def after(self, ack: int, wait_s: float) -> tuple[messages.Order, ...]:
+    async def after(self, ack: int, wait_s: float) -> tuple[messages.SequencedCommand, ...]:
         while self._orders and self._orders[0].sequence <= ack:
             self._orders.popleft()
         if not self._orders:
@@ -147,28 +147,30 @@ class Shell:
 
     def _perform(self, decision: Decision) -> None:
         match decision:
-            case Tell():
+            case LogEvent():
                 self.log.tell(decision)
-            case WakeAt(at):
+            case SetTimer(at):
                 self._arm(at)
             case _:
                 self._send(decision)
 
-    def _send(self, decision: Grant | Waits | Refuse | Revoke | Reap | Probe | Reload) -> None:
+    def _send(
+        self, decision: Grant | Queued | Refuse | Revoke | KillEngine | RequestReading | LoadModel
+    ) -> None:
         match decision:
             case Grant():
                 self._grant(decision)
-            case Waits(ticket, holder, predicted):
-                self._order(holder, messages.WaitsOrder(ticket, predicted))
+            case Queued(ticket, holder, predicted):
+                self._order(holder, messages.WaitEstimate(ticket, predicted))
             case Refuse(ticket, error):
                 self._answer(ticket, error)
             case Revoke():
                 self._revoke(decision)
-            case Reap(node, ticket):
+            case KillEngine(node, ticket):
                 self._agents.reap(node, ticket)
-            case Probe(node):
+            case RequestReading(node):
                 self._agents.probe(node)
-            case Reload(holder, model):
+            case LoadModel(holder, model):
                 self._order(holder, messages.ReloadOrder(model))
 
     # -- tickets -------------------------------------------------------------------------------
@@ -250,7 +252,7 @@ class Shell:
     def holders(self) -> tuple[HolderId, ...]:
         return tuple(self._mail)
 
-    async def listen(self, holder: HolderId, ack: int) -> tuple[messages.Order, ...]:
+    async def listen(self, holder: HolderId, ack: int) -> tuple[messages.SequencedCommand, ...]:
         return await self._mail[holder].after(ack, LISTEN_S)
 
     def order_all(self, command: messages.Command) -> None:
@@ -280,7 +282,7 @@ class Shell:
 
     def _woke(self) -> None:
         self._timer = self._timer_at = None
-        self.feed(ev.Woke())
+        self.feed(ev.TimerFired())
 
     # -- replica counts ------------------------------------------------------------------------
 

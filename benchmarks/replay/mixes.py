@@ -60,10 +60,16 @@ def _seat(client: int, size: float, mix: Mix) -> Seat:
     host = size if mix.host_fraction else 0
     need = types.Need(_gib(size), host_bytes=_gib(host))
     return Seat(
-        "text", f"m{client}", NODE, need, seconds(mix.start_s + size / mix.disk_gib_per_s),
-        wake=seconds(0.5 + size / 20), sleep=seconds(0.2 + size / 10), unload=seconds(0.5),
+        "text",
+        f"m{client}",
+        NODE,
+        need,
+        seconds(mix.start_s + size / mix.disk_gib_per_s),
+        wake=seconds(0.5 + size / 20),
+        sleep=seconds(0.2 + size / 10),
+        unload=seconds(0.5),
         priority=types.Priority.BATCH,  # all alike, in use or not: only the policy ranks them
-    )  # fmt: skip
+    )
 
 
 def _node(device: float, host: float) -> ev.NodeSeen:

@@ -243,8 +243,14 @@ def _stamp(path: Path) -> tuple[int, ...]:
     """What changes when an adapter is replaced. Raises OSError."""
     config, weights = (path / CONFIG).lstat(), (path / WEIGHTS).lstat()
     extras = (path / EXTRAS).lstat().st_mtime_ns if os.path.lexists(path / EXTRAS) else 0
-    return (config.st_mtime_ns, config.st_ino, weights.st_mtime_ns, weights.st_ino, weights.st_size,
-            extras)  # fmt: skip
+    return (
+        config.st_mtime_ns,
+        config.st_ino,
+        weights.st_mtime_ns,
+        weights.st_ino,
+        weights.st_size,
+        extras,
+    )
 
 
 def _read_entry(name: str, base: str, found: _Place, stamp: tuple[int, ...]) -> Entry:

@@ -76,7 +76,7 @@ class Store:
         return Published(digest, target, size_bytes)
 
 
-class Shelf:
+class CheckedAdapters:
     """The store as one engine uses it: what was published and has not changed is there at once,
     whatever else is being copied."""
 

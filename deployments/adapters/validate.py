@@ -14,9 +14,17 @@ from deployments.config.safetensors_header import slot_bytes
 _PREFIX = "base_model.model."  # PEFT's, before the module's name in the base
 _TYPES = ("F32", "F16", "BF16")
 # Each of these changes what the two matrices mean, so an adapter with one would answer wrongly.
-_UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "layer_replication", "use_qalora",
-             "use_bdlora", "alora_invocation_tokens", "trainable_token_indices",
-             "megatron_config")  # fmt: skip
+_UNSERVED = (
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "layer_replication",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "trainable_token_indices",
+    "megatron_config",
+)
 HEADER_ROOM_BYTES = 4 << 20  # thousands of tensor names of 100 bytes each
 
 

@@ -20,9 +20,9 @@ class TextServer(Capability):
 
     def __init__(self, capability: str) -> None:
         super().__init__(capability)
-        self._desks: dict[str, tuple[str, Desk]] = {}  # by model, with its ticket
+        self._desks: dict[str, tuple[str, AdapterFetcher]] = {}  # by model, with its ticket
 
-    async def prepare(self, call: messages.Call, use: Use) -> None:
+    async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
         """The adapter, where it lies behind a URL, is on this node."""
         config = use.config
         if call.served in ("", call.model) or "adapters" not in config:
@@ -30,11 +30,11 @@ class TextServer(Capability):
         self.slotted.note(use.ticket, call.served, config["adapters"]["slots"])
         known = self._desks.get(call.model)
         if known is None or known[0] != use.ticket:  # a new engine may have another configuration
-            known = self._desks[call.model] = use.ticket, Desk(config)
+            known = self._desks[call.model] = use.ticket, AdapterFetcher(config)
         await known[1].bring(call.served, call.tenant)
 
 
-class Desk:
+class AdapterFetcher:
     """The adapters of one engine, as its replica sees them."""
 
     def __init__(self, config: dict[str, Any]) -> None:

@@ -40,9 +40,9 @@ class TenantConfig(Strict):
             raise ValueError(f"{value} bytes are more than its maximum, {most}")
         return value
 
-    def as_terms(self, tenant: str) -> core.TenantTerms:
+    def as_terms(self, tenant: str) -> core.TenantLimits:
         most, average = (None if n is None else Bytes(n) for n in (self.maximum, self.average))
-        return core.TenantTerms(tenant, most, Bytes(self.reserved), average, self.share)
+        return core.TenantLimits(tenant, most, Bytes(self.reserved), average, self.share)
 
 
 class MarksConfig(Strict):
@@ -119,7 +119,7 @@ class ArbiterConfig(Strict):
             admit=self.admit,
             one_resident_roles=frozenset(self.one_resident_roles),
             bypass_count=self.bypass_count,
-            terms=core.Terms(
+            terms=core.Timeouts(
                 barrier=seconds(self.barrier_s),
                 load=seconds(self.load_timeout_s),
                 bypass=seconds(self.bypass_s),

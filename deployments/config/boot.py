@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from arbiter.protocol.messages import AgentSettings, Boot, Configuration
+from arbiter.protocol.messages import AgentSettings, Configuration, StartConfig
 from deployments.config.load_plan import engine_kind
 from deployments.config.schema import Table, parse_table
 from policies import bundle
@@ -15,17 +15,17 @@ def configuration(table: Table) -> Configuration:
     return Configuration(settings, bundle(settings), table.as_event(), as_plain(table))
 
 
-def boot(table: Table) -> Boot:
+def boot(table: Table) -> StartConfig:
     """The zygote imports ahead what the table's engines need; an engine added later by a change
     of the table works as well, and imports for itself."""
     kinds = [engine_kind(c.engine) for c in table.capabilities.values()]
     preload = tuple(dict.fromkeys(module for kind in kinds for module in kind.preload))
     agent = AgentSettings(ZYGOTE, preload, spares_count=table.arbiter.spare_workers)
     files = {"state_file": table.arbiter.state_file, "event_file": table.arbiter.event_file}
-    return Boot(configuration(table), agent, **files)
+    return StartConfig(configuration(table), agent, **files)
 
 
-def read(plain: dict[str, Any]) -> Boot:
+def read(plain: dict[str, Any]) -> StartConfig:
     """From what `as_plain` made, perhaps by other code. Raises ConfigError."""
     return boot(parse_table(plain, "the arbiter's table"))
 

@@ -138,9 +138,15 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
     if drafter is not None:
         need = replace(need, host_bytes=Bytes(0))
     return ModelPlan(
-        name, kind.entry, config, need, model.need is not None, _key(kind, config), kind.split,
+        name,
+        kind.entry,
+        config,
+        need,
+        model.need is not None,
+        _key(kind, config),
+        kind.split,
         drafter=drafter,
-    )  # fmt: skip
+    )
 
 
 def _key(kind: EngineKind, config: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ def lock_path(name: str) -> Path:
     return folder / f"{name}.lock"
 
 
-class Turns:
+class DispatchLock:
     """Without a name everybody computes at once."""
 
     def __init__(self, name: str | None) -> None:

@@ -103,9 +103,9 @@ def _reset_signals() -> None:
 def _serve(spawn: Spawn, listener: socket.socket) -> None:
     import uvicorn
 
-    from deployments.engines.peer_auth import OwnOnly
+    from deployments.engines.peer_auth import SameUserOnly
 
-    host = Host()
+    host = EngineHost()
     with host.catch():
         module, _, function = spawn.entry.partition(":")
         build: Callable[[Config], Engine] = getattr(importlib.import_module(module), function)
@@ -113,7 +113,7 @@ def _serve(spawn: Spawn, listener: socket.socket) -> None:
     config = uvicorn.Config(
         cast(Any, host),
         loop="uvloop",
-        http=OwnOnly,
+        http=SameUserOnly,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -130,7 +130,7 @@ def _serve(spawn: Spawn, listener: socket.socket) -> None:
 class _Catch(AbstractContextManager["_Catch", bool]):
     """The border between a library and its host: whatever it raises becomes the load's cause."""
 
-    def __init__(self, host: "Host") -> None:
+    def __init__(self, host: "EngineHost") -> None:
         self.host = host
 
     def __exit__(
@@ -143,7 +143,7 @@ class _Catch(AbstractContextManager["_Catch", bool]):
         return True
 
 
-class Host:
+class EngineHost:
     """The ASGI application of a child: control routes, and the engine's once it is awake."""
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ def own(module: torch.nn.Module) -> None:
         tensor.data = tensor.data.clone()
 
 
-def park(module: torch.nn.Module, name: str) -> HostCopy:
+def offload(module: torch.nn.Module, name: str) -> HostCopy:
     """Copy every parameter and buffer to the host and empty it."""
     places, total = _lay_out(module)
     fd = os.memfd_create(f"host-copy-{name}", os.MFD_CLOEXEC)

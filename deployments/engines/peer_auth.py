@@ -9,7 +9,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from arbiter.protocol.peer_credentials import peer_uid
 
 
-class OwnOnly(HttpToolsProtocol):
+class SameUserOnly(HttpToolsProtocol):
     """uvicorn's protocol; a connection from another user ends before a byte of it is read. Asked
     once for each connection, and a replica keeps its own open."""
 

@@ -75,7 +75,7 @@ class EmbeddingEngine:
         self.parts: list[int] = config.get("parts", [])
         self.max_batch, self.matryoshka = args.get("max_batch", 32), args.get("matryoshka", False)
         self.threads: int = args.get("threads", config.get("threads", 1))
-        self.turns = dispatch_lock.Turns(config.get("dispatch_lock"))
+        self.turns = dispatch_lock.DispatchLock(config.get("dispatch_lock"))
         self.queue: asyncio.Queue[Waiting] = asyncio.Queue()
         self.parked: host_copy.HostCopy | None = None
         self.model: Any = None
@@ -103,7 +103,7 @@ class EmbeddingEngine:
         self.window = int(self.model.max_seq_length)
 
     async def sleep(self) -> None:
-        self.parked = await self._work(host_copy.park, self.model, self.name)
+        self.parked = await self._work(host_copy.offload, self.model, self.name)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -37,7 +37,7 @@ class Denied(Exception):
         self.response = Response(body, status, headers)
 
 
-class Gate:
+class Authenticator:
     """What it knows is replaced as a whole when the configuration changes."""
 
     def __init__(

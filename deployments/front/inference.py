@@ -15,11 +15,11 @@ from arbiter.core.types import Priority
 from arbiter.errors import CapabilityFailed, QueueFull, RequestError
 from deployments import messages
 from deployments.config.schema import Table
-from deployments.front.auth import Gate
+from deployments.front.auth import Authenticator
 from deployments.front.keys import Caller, Scope
-from deployments.front.model_names import Names, Target
+from deployments.front.model_names import ModelNames, Target
 from deployments.front.relay import RETRY_AFTER_S, relay
-from deployments.front.request import Asked, BadRequest, call_of, read, refused
+from deployments.front.request import BadRequest, ParsedRequest, call_of, read, refused
 
 logger = logging.getLogger("ray.serve")
 
@@ -27,8 +27,10 @@ logger = logging.getLogger("ray.serve")
 class Inference:
     """Of one table; handles outlive it."""
 
-    def __init__(self, table: Table, gate: Gate, handles: dict[str, DeploymentHandle]) -> None:
-        self.names = Names(table)
+    def __init__(
+        self, table: Table, gate: Authenticator, handles: dict[str, DeploymentHandle]
+    ) -> None:
+        self.names = ModelNames(table)
         self._table, self._gate, self._handles = table, gate, handles
         self._in_flight = 0
 
@@ -58,7 +60,7 @@ class Inference:
         )
         return await self._relayed(call, handle)
 
-    async def _relayed(self, call: messages.Call, handle: DeploymentHandle) -> Response:
+    async def _relayed(self, call: messages.InferenceCall, handle: DeploymentHandle) -> Response:
         response = await relay(call, handle.handle.remote, self._table.front.progress_s)
         if isinstance(response, StreamingResponse):
             response.body_iterator = self._streamed(response.body_iterator)
@@ -78,7 +80,7 @@ class Inference:
         finally:
             self._in_flight -= 1
 
-    def _call(self, asked: Asked, target: Target, tenant: str) -> messages.Call:
+    def _call(self, asked: ParsedRequest, target: Target, tenant: str) -> messages.InferenceCall:
         model = self._table.capabilities[target.capability].models[target.model]
         return call_of(asked, target, model, tenant)
 

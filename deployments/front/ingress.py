@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from arbiter.errors import RequestError
 from deployments.config.schema import Table, parse_table
 from deployments.front import arbiter_gateway
-from deployments.front.auth import Denied, Gate
+from deployments.front.auth import Authenticator, Denied
 from deployments.front.inference import Inference
 from deployments.front.keys import Keyring, Scope, ensure_first, keys_path
 from deployments.front.request import refused
@@ -57,7 +57,7 @@ class Front:
 
     def __init__(self) -> None:
         self._table = Table(capabilities={})
-        self.gate = Gate(Keyring(keys_path()))
+        self.gate = Authenticator(Keyring(keys_path()))
         self._handles: dict[str, DeploymentHandle] = {}
         self._inference = Inference(self._table, self.gate, self._handles)
         self._started_unix_s = int(time.time())
@@ -69,7 +69,7 @@ class Front:
         await asyncio.to_thread(ensure_first, path)
         await arbiter_gateway.configure(table)
         site = frozenset(table.front.hosts), frozenset(table.front.origins)
-        self.gate, self._table = Gate(Keyring(path), *site), table
+        self.gate, self._table = Authenticator(Keyring(path), *site), table
         self._inference = Inference(table, self.gate, self._handles)
 
     # -- OpenAI ------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Target:
     priority: Priority = Priority.NORMAL  # as the adapter's owner set it
 
 
-class Names:
+class ModelNames:
     """Of one table; adapters come and go on disk."""
 
     def __init__(self, table: Table) -> None:

@@ -29,8 +29,8 @@ from deployments import messages
 logger = logging.getLogger("ray.serve")
 
 Parts = AsyncGenerator[messages.Part, None]
-Beginnings = messages.Head | messages.Whole
-Send = Callable[[messages.Call], Any]
+Beginnings = messages.ResponseHead | messages.FullResponse
+Send = Callable[[messages.InferenceCall], Any]
 
 # A replica or engine that dies before the client saw anything has answered nothing, so the call is
 # sent again; three times in all, for replica, engine and arbiter killed together are three causes.
@@ -47,7 +47,7 @@ SSE = "text/event-stream"
 STARTING = messages.Progress("starting", 0, None)
 
 
-class Broken(Exception):
+class ReplicaBroken(Exception):
     """The capability's side is gone; `error` is what the client should hear, `again` whether
     another try may help."""
 
@@ -56,29 +56,29 @@ class Broken(Exception):
         self.error, self.again = error, again
 
 
-async def relay(call: messages.Call, send: Send, beat_s: float = BEAT_S) -> Response:
+async def relay(call: messages.InferenceCall, send: Send, beat_s: float = BEAT_S) -> Response:
     """The answer as a response; every failure becomes OpenAI's error object. `send` starts the
     call and returns Serve's response generator."""
     parts = _answer(call, send)
     first: messages.Part | None
     try:
         if call.wants_progress:
-            beginning = Beginning(parts, beat_s)
+            beginning = FirstPart(parts, beat_s)
             first = await beginning.first()
             if first is None:
                 return StreamingResponse(beginning.told(), media_type=SSE)
         else:
             first = await anext(parts)
-    except Broken as broken:
-        return _plain(messages.Whole(*messages.refusal(broken.error)))
-    if isinstance(first, messages.Whole):
+    except ReplicaBroken as broken:
+        return _plain(messages.FullResponse(*messages.refusal(broken.error)))
+    if isinstance(first, messages.FullResponse):
         await parts.aclose()
         return _plain(first)
-    assert isinstance(first, messages.Head), "progress comes only where it is wanted"
+    assert isinstance(first, messages.ResponseHead), "progress comes only where it is wanted"
     return _stream(first, parts)
 
 
-class Beginning:
+class FirstPart:
     """The wait for an answer to begin, by a client that likes to hear how far it is."""
 
     def __init__(self, parts: Parts, beat_s: float) -> None:
@@ -99,7 +99,7 @@ class Beginning:
             if not self._next.done():
                 return None
             match self._next.result():
-                case messages.Head() | messages.Whole() as first:
+                case messages.ResponseHead() | messages.FullResponse() as first:
                     return first
                 case messages.Progress() as progress:
                     self._progress, self._heard_s = progress, time.monotonic()
@@ -111,12 +111,12 @@ class Beginning:
             yield self._comment()
             while (first := await self.first()) is None:
                 yield self._comment()
-            if isinstance(first, messages.Whole):  # its status came too late
+            if isinstance(first, messages.FullResponse):  # its status came too late
                 yield b"data: " + first.body.replace(b"\n", b" ") + b"\n\n"
             else:
                 async for part in _body(self._parts):
                     yield part
-        except Broken as broken:
+        except ReplicaBroken as broken:
             yield messages.stream_error(broken.error)
         finally:
             self._next.cancel()
@@ -131,12 +131,12 @@ class Beginning:
         return progress.line(now_s - self._began_s)
 
 
-def _stream(head: messages.Head, parts: Parts) -> Response:
+def _stream(head: messages.ResponseHead, parts: Parts) -> Response:
     headers = {k: v for k, v in head.headers.items() if k != "content-type"}
     return StreamingResponse(_body(parts), head.status, headers, media_type=SSE)
 
 
-def _plain(said: messages.Whole) -> Response:
+def _plain(said: messages.FullResponse) -> Response:
     headers = {k: v for k, v in said.head.headers.items() if k != "content-length"}
     return Response(said.body, said.head.status, headers)
 
@@ -147,13 +147,13 @@ async def _body(parts: Parts) -> AsyncGenerator[bytes, None]:
         async for part in parts:
             assert isinstance(part, bytes), "one head, then bytes"
             yield part
-    except Broken as broken:
+    except ReplicaBroken as broken:
         yield messages.stream_error(broken.error)
     finally:
         await parts.aclose()
 
 
-async def _answer(call: messages.Call, send: Send) -> Parts:
+async def _answer(call: messages.InferenceCall, send: Send) -> Parts:
     """Of the first try that gives one; after its head there is no other. Raises Broken."""
     for number in range(1, TRIES + 1):
         has_begun = False
@@ -163,21 +163,21 @@ async def _answer(call: messages.Call, send: Send) -> Parts:
                     has_begun = has_begun or not isinstance(part, messages.Progress)
                     yield part
             return
-        except Broken as broken:
+        except ReplicaBroken as broken:
             if has_begun or not broken.again or number == TRIES:
                 raise
 
 
-async def _translated(response: Any, call: messages.Call) -> Parts:
+async def _translated(response: Any, call: messages.InferenceCall) -> Parts:
     """Left before its end, by whatever way, it cancels the work behind it. Raises Broken."""
     ended = False
     try:
         with _Border(call):
             async for part in response:
-                ended = isinstance(part, messages.Whole)  # nothing follows
+                ended = isinstance(part, messages.FullResponse)  # nothing follows
                 yield part
         ended = True
-    except Broken:
+    except ReplicaBroken:
         ended = True
         raise
     finally:
@@ -189,27 +189,27 @@ class _Border(AbstractContextManager["_Border", None]):
     """Between Serve and us. A call may fail in Serve's words, in Ray's, in gRPC's and, by gRPC, in
     those of whatever the replica raised: here all of them become ours."""
 
-    def __init__(self, call: messages.Call) -> None:
+    def __init__(self, call: messages.InferenceCall) -> None:
         self._call = call
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            raise _in_our_words(error, self._call) from error
+            raise _translate_error(error, self._call) from error
 
 
-def _in_our_words(error: Exception, call: messages.Call) -> Broken:
+def _translate_error(error: Exception, call: messages.InferenceCall) -> ReplicaBroken:
     match error:
         case BackPressureError(args=(int(queued), int(bound), *_)):
-            return Broken(QueueFull(call.model, queued, bound, RETRY_AFTER_S), again=False)
+            return ReplicaBroken(QueueFull(call.model, queued, bound, RETRY_AFTER_S), again=False)
         case DeploymentUnavailableError():
-            return Broken(CapabilityFailed(call.model, "its deployment failed"), again=False)
+            return ReplicaBroken(CapabilityFailed(call.model, "its deployment failed"), again=False)
         case RayActorError() | AioRpcError():
-            return Broken(EngineLost(call.model, TicketId(call.request_id)), again=True)
+            return ReplicaBroken(EngineLost(call.model, TicketId(call.request_id)), again=True)
         case RayTaskError(cause=RequestError() as cause):
-            return Broken(cause, again=messages.is_transient(cause))
+            return ReplicaBroken(cause, again=messages.is_transient(cause))
         case RequestError():
-            return Broken(error, again=messages.is_transient(error))
+            return ReplicaBroken(error, again=messages.is_transient(error))
     logger.error("request %s: %r", call.request_id, error)
-    return Broken(CapabilityFailed(call.model, type(error).__name__), again=False)
+    return ReplicaBroken(CapabilityFailed(call.model, type(error).__name__), again=False)

@@ -40,7 +40,7 @@ class BadRequest(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """A request as it was understood."""
 
     path: str
@@ -67,7 +67,7 @@ class Asked:
         return isinstance(self.checked, Generates) and self.checked.stream is True
 
 
-async def read(request: Request, profiles: dict[str, Profile]) -> Asked:
+async def read(request: Request, profiles: dict[str, Profile]) -> ParsedRequest:
     """Raises BadRequest naming the field."""
     raw = await bounded_body(request)
     fields = _object(raw)
@@ -82,15 +82,17 @@ async def read(request: Request, profiles: dict[str, Profile]) -> Asked:
     checked = _checked(path, said | fields)
     headers = {k: request.headers[k] for k in FORWARDED if k in request.headers}
     profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
-    return Asked(path, _request_id(request), headers, raw, fields, checked, profile)
+    return ParsedRequest(path, _request_id(request), headers, raw, fields, checked, profile)
 
 
-def call_of(asked: Asked, target: Target, model: ModelConfig, tenant: str) -> messages.Call:
+def call_of(
+    asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
+) -> messages.InferenceCall:
     """What goes to the capability: extension fields are out of the body, defaults are in it."""
     checked, profile = asked.checked, asked.profile
     stay = checked.x_stay_warm if checked.x_stay_warm is not None else profile.stay_warm_s
     said = {"x-request-id": asked.request_id, messages.TENANT_HEADER: tenant}
-    return messages.Call(
+    return messages.InferenceCall(
         asked.path,
         _body(asked, target, model, tenant),
         asked.headers | said,
@@ -107,7 +109,7 @@ def call_of(asked: Asked, target: Target, model: ModelConfig, tenant: str) -> me
     )
 
 
-def _body(asked: Asked, target: Target, model: ModelConfig, tenant: str) -> bytes:
+def _body(asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str) -> bytes:
     """The client's own bytes wherever nothing had to change."""
     defaults = {**model.defaults, **asked.profile.defaults}
     fields = defaults | {k: v for k, v in asked.fields.items() if not k.startswith("x_")}

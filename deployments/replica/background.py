@@ -9,26 +9,26 @@ from typing import Any
 logger = logging.getLogger("arbiter.residency")
 
 
-def apart(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+def detached_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """A task with a context of its own: Ray cancels whatever was called in the context of a request
     that is cancelled, and work that others wait for is not only of the request that began it."""
     return asyncio.create_task(work, context=contextvars.Context())
 
 
-def heard(task: asyncio.Task[None]) -> None:
+def log_failure(task: asyncio.Task[None]) -> None:
     """Its end: what failed is a bug, which nobody else would hear of."""
     if not task.cancelled() and (error := task.exception()):
         logger.error("a task nobody waits for failed", exc_info=error)
 
 
-class Chores:
+class BackgroundTasks:
     """The event loop holds a task only weakly, so somebody must hold it until it is done."""
 
     def __init__(self) -> None:
         self.running: set[asyncio.Task[None]] = set()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = apart(work)
+        task = detached_task(work)
         self.running.add(task)
         task.add_done_callback(self._ended)
 
@@ -37,4 +37,4 @@ class Chores:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.running.discard(task)
-        heard(task)
+        log_failure(task)

@@ -16,12 +16,12 @@ from arbiter.errors import DeadlineUnmet, RequestError, TicketClosed
 from arbiter.units import TicketId
 from deployments import messages
 from deployments.replica import resize
-from deployments.replica.held_model import Life
+from deployments.replica.held_model import HolderState
 from deployments.replica.residency import Residency
-from deployments.replica.stream_batching import Pace
+from deployments.replica.stream_batching import StreamBatching
 from deployments.replica.use import Use
-from deployments.replica.wait_progress import arriving, is_at_hand
-from deployments.routing.rank import Slotted, Warmth
+from deployments.replica.wait_progress import is_at_hand, with_progress
+from deployments.routing.rank import AdapterSlots, ModelPresence
 
 logger = logging.getLogger("ray.serve")
 
@@ -36,10 +36,10 @@ GROWTHS = 2
 
 # What a router may count on; a model that is on its way out is as good as gone.
 WARMTH = {
-    Life.QUEUED: Warmth.COMING,
-    Life.LOADING: Warmth.COMING,
-    Life.RESIDENT: Warmth.RESIDENT,
-    Life.ASLEEP: Warmth.ASLEEP,
+    HolderState.QUEUED: ModelPresence.COMING,
+    HolderState.LOADING: ModelPresence.COMING,
+    HolderState.RESIDENT: ModelPresence.RESIDENT,
+    HolderState.ASLEEP: ModelPresence.ASLEEP,
 }
 
 
@@ -52,11 +52,11 @@ class Capability:
     def __init__(self, capability: str) -> None:
         self._capability = capability
         replica = serve.get_replica_context().replica_id.unique_id
-        self._pace = Pace()
-        self.slotted = Slotted()
+        self._pace = StreamBatching()
+        self.slotted = AdapterSlots()
         self._residency = Residency.start(capability, holder=f"{capability}#{replica}")
 
-    async def handle(self, call: messages.Call) -> AsyncIterator[messages.Part]:
+    async def handle(self, call: messages.InferenceCall) -> AsyncIterator[messages.Part]:
         """Closing this generator cancels the work down to the engine. A refusal is an answer;
         within a stream of events it is the last event. Raises EngineLost where the client has seen
         nothing yet, so that the front tries again."""
@@ -67,9 +67,9 @@ class Capability:
         try:
             async with aclosing(self._served(call)) as parts:
                 async for part in parts:
-                    if isinstance(part, messages.Head):
+                    if isinstance(part, messages.ResponseHead):
                         if not part.is_stream:
-                            yield messages.Whole(part, await _rest(parts))
+                            yield messages.FullResponse(part, await _rest(parts))
                             return
                         is_streaming = True
                     yield part
@@ -80,11 +80,11 @@ class Capability:
             elif messages.is_transient(error):
                 raise
             else:
-                yield messages.Whole(*messages.refusal(error))
+                yield messages.FullResponse(*messages.refusal(error))
 
     async def _served(
-        self, call: messages.Call
-    ) -> AsyncGenerator[messages.Progress | messages.Head | bytes, None]:
+        self, call: messages.InferenceCall
+    ) -> AsyncGenerator[messages.Progress | messages.ResponseHead | bytes, None]:
         """Grown first, and asked once more, where the engine could do it with more memory (SPEC
         A14). Raises RequestError."""
         began_s = time.monotonic()
@@ -102,7 +102,7 @@ class Capability:
                 if growths_left == 1:
                     raise
 
-    async def _grown(self, call: messages.Call, began_s: float) -> None:
+    async def _grown(self, call: messages.InferenceCall, began_s: float) -> None:
         """Raises RequestError."""
         try:
             async with asyncio.timeout(_left_s(call, began_s)):
@@ -111,8 +111,8 @@ class Capability:
             raise DeadlineUnmet(TicketId(call.model), call.deadline_s or 0.0, 1.0) from None
 
     async def _asked(
-        self, call: messages.Call, began_s: float
-    ) -> AsyncGenerator[messages.Progress | messages.Head | bytes, None]:
+        self, call: messages.InferenceCall, began_s: float
+    ) -> AsyncGenerator[messages.Progress | messages.ResponseHead | bytes, None]:
         """The model is made resident, then its engine answers. Raises RequestError."""
         use = self._residency.use(
             call.model,
@@ -123,7 +123,7 @@ class Capability:
         )
         async with AsyncExitStack() as stack:
             if call.wants_progress and not is_at_hand(self._residency.slots, call.model):
-                steps = arriving(use, self._residency.slots, call.model)
+                steps = with_progress(use, self._residency.slots, call.model)
                 async for step in await stack.enter_async_context(aclosing(steps)):
                     yield step
             else:
@@ -135,21 +135,24 @@ class Capability:
             waited_s = time.monotonic() - began_s
             logger.info(
                 "request %s: %s under %s, waited %.2f s",
-                call.request_id, call.model, use.ticket, waited_s,
-            )  # fmt: skip
+                call.request_id,
+                call.model,
+                use.ticket,
+                waited_s,
+            )
             answer = use.stream("POST", call.path, call.headers, call.body)
             async with aclosing(self._pace.follow(answer)) as parts:
                 async for part in parts:
                     yield _with_wait(part, waited_s, use) if waited_s > WAIT_TOLD_S else part
 
-    async def prepare(self, call: messages.Call, use: Use) -> None:
+    async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
         """What a call needs on this node besides its model. Raises RequestError."""
 
     def record_routing_stats(self) -> dict[str, Any]:
         """What this replica has, for deployments.router; Serve asks and passes it on when it has
         changed."""
         slots = self._residency.slots
-        warmth = {name: WARMTH.get(slot.life, Warmth.COLD) for name, slot in slots.items()}
+        warmth = {name: WARMTH.get(slot.life, ModelPresence.COLD) for name, slot in slots.items()}
         return {
             "models": {name: int(w) for name, w in warmth.items() if w},
             "adapters": self.slotted.names({slot.ticket for slot in slots.values()}),
@@ -163,29 +166,33 @@ class Capability:
         await self._residency.close()
 
 
-def _left_s(call: messages.Call, began_s: float) -> float | None:
+def _left_s(call: messages.InferenceCall, began_s: float) -> float | None:
     """Of its deadline; may be negative."""
     return None if call.deadline_s is None else call.deadline_s - (time.monotonic() - began_s)
 
 
-async def _rest(parts: AsyncIterator[messages.Progress | messages.Head | bytes]) -> bytes:
+async def _rest(parts: AsyncIterator[messages.Progress | messages.ResponseHead | bytes]) -> bytes:
     return b"".join([part async for part in parts if isinstance(part, bytes)])
 
 
-def _with_wait(part: messages.Head | bytes, waited_s: float, use: Use) -> messages.Head | bytes:
+def _with_wait(
+    part: messages.ResponseHead | bytes, waited_s: float, use: Use
+) -> messages.ResponseHead | bytes:
     """Who gets no comments while the model loads learns afterwards what it waited for."""
     if isinstance(part, bytes):
         return part
     told = {WAITED: f"{waited_s:.2f}"}
     if use.predicted_s:
         told[ESTIMATE] = f"{use.predicted_s:.2f}"
-    return messages.Head(part.status, part.headers | told)
+    return messages.ResponseHead(part.status, part.headers | told)
 
 
-def _wrong_route(call: messages.Call, paths: frozenset[str]) -> messages.Whole:
+def _wrong_route(call: messages.InferenceCall, paths: frozenset[str]) -> messages.FullResponse:
     """404, as OpenAI answers a chat request for a model that is none."""
     message = f"{call.model} is served at {', '.join(sorted(paths))}, not at {call.path}"
     body = messages.error_body(
         message, kind=messages.kind_of(404), code="model_not_supported", param="model"
     )
-    return messages.Whole(messages.Head(404, {"content-type": "application/json"}), body)
+    return messages.FullResponse(
+        messages.ResponseHead(404, {"content-type": "application/json"}), body
+    )

@@ -14,10 +14,12 @@ from arbiter.core.events import HeldTicket, Requested, Withdrawn
 from arbiter.errors import RequestError
 from arbiter.protocol.messages import Granted
 from arbiter.units import HolderId
-from deployments.replica.held_model import Slot
+from deployments.replica.held_model import HeldModel
 
 
-async def acquire(client: HolderClient, slot: Slot, holder: HolderId, capability: str) -> Granted:
+async def acquire(
+    client: HolderClient, slot: HeldModel, holder: HolderId, capability: str
+) -> Granted:
     """The grant of the model's own ticket, with those that it needs beside it: of its gang, or its
     drafter's. Raises RequestError."""
     asked, gang = asks(slot, holder, capability), slot.gang
@@ -34,7 +36,7 @@ async def acquire(client: HolderClient, slot: Slot, holder: HolderId, capability
     return granted
 
 
-def asks(slot: Slot, holder: HolderId, capability: str) -> tuple[Requested, ...]:
+def asks(slot: HeldModel, holder: HolderId, capability: str) -> tuple[Requested, ...]:
     """What the arbiter is asked for, whichever word of it comes first: the model, and with it its
     drafter. What a drafter's weights and work take is told, not learned of other engines: it has
     no process whose overhead would be in it."""
@@ -43,21 +45,31 @@ def asks(slot: Slot, holder: HolderId, capability: str) -> tuple[Requested, ...]
         return (asked,)
     asked = replace(asked, gang=(slot.ticket, slot.lodger))
     lodges = replace(
-        asked, ticket=slot.lodger, model=drafter.model, need=drafter.need, need_is_explicit=True,
-        settings_key=drafter.settings_key, lives_in=slot.ticket,
-    )  # fmt: skip
+        asked,
+        ticket=slot.lodger,
+        model=drafter.model,
+        need=drafter.need,
+        need_is_explicit=True,
+        settings_key=drafter.settings_key,
+        lives_in=slot.ticket,
+    )
     return asked, lodges
 
 
-def account(slot: Slot) -> tuple[HeldTicket, ...]:
+def account(slot: HeldModel) -> tuple[HeldTicket, ...]:
     """What this holder says of the slot with each heartbeat."""
     own = slot.account()
     drafter = slot.plan.drafter
     if drafter is None or slot.lodger is None:
         return (own,)
     lodges = replace(
-        own, ticket=slot.lodger, model=drafter.model, need=drafter.need,
-        settings_key=drafter.settings_key, devices=slot.lodger_devices, uses_count=0,
+        own,
+        ticket=slot.lodger,
+        model=drafter.model,
+        need=drafter.need,
+        settings_key=drafter.settings_key,
+        devices=slot.lodger_devices,
+        uses_count=0,
         lives_in=own.ticket,
-    )  # fmt: skip
+    )
     return own, lodges

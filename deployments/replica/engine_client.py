@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from arbiter.errors import ENGINE_DIED, EngineLost
 from arbiter.units import Span, TicketId, seconds
-from deployments.messages import Head
+from deployments.messages import ResponseHead
 
 if TYPE_CHECKING:  # a tenth of a second, spent while the first engine starts
     import aiohttp
 
 # Headers of the engine's answer that concern its connection, not the client's.
-_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "date",
-                  "server"})  # fmt: skip
+_HOP = frozenset(
+    {"connection", "keep-alive", "transfer-encoding", "content-length", "date", "server"}
+)
 
 
 class LoadRefused(Exception):
@@ -86,13 +87,13 @@ class EngineLink:
 
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> AsyncGenerator[Head | bytes, None]:
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """The engine's answer: its head, then its bytes as they come. Closing this generator
         closes the connection, which cancels the work in the engine."""
         with self._typed():
             async with self._session.request(method, path, headers=headers, data=body) as answer:
                 kept = {k.lower(): v for k, v in answer.headers.items() if k.lower() not in _HOP}
-                yield Head(answer.status, kept)
+                yield ResponseHead(answer.status, kept)
                 async for chunk in answer.content.iter_any():
                     yield chunk
 

@@ -21,7 +21,7 @@ from deployments.replica.engine_client import EngineLink
 _NAME_MOST = 24
 
 
-class Life(Enum):
+class HolderState(Enum):
     """The holder's own view. CLOSED holds nothing, and QUEUED nothing but a sleeper that is to be
     woken.
 
@@ -39,16 +39,18 @@ class Life(Enum):
     CLOSED = "closed"
 
 
-UNDER_WAY = frozenset({Life.QUEUED, Life.LOADING, Life.DRAINING, Life.UNLOADING})
+UNDER_WAY = frozenset(
+    {HolderState.QUEUED, HolderState.LOADING, HolderState.DRAINING, HolderState.UNLOADING}
+)
 PHASES = {
     # Only what holds bytes is accounted for, and of those in the line only sleepers do: until the
     # grant of its wake it is to the arbiter what it was.
-    Life.QUEUED: Phase.ASLEEP,
-    Life.LOADING: Phase.LOADING,
-    Life.RESIDENT: Phase.RESIDENT,
-    Life.DRAINING: Phase.DRAINING,
-    Life.UNLOADING: Phase.UNLOADING,
-    Life.ASLEEP: Phase.ASLEEP,
+    HolderState.QUEUED: Phase.ASLEEP,
+    HolderState.LOADING: Phase.LOADING,
+    HolderState.RESIDENT: Phase.RESIDENT,
+    HolderState.DRAINING: Phase.DRAINING,
+    HolderState.UNLOADING: Phase.UNLOADING,
+    HolderState.ASLEEP: Phase.ASLEEP,
 }
 
 
@@ -73,10 +75,10 @@ class Before:
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class HeldModel:
     plan: ModelPlan
     ticket: TicketId
-    life: Life = Life.QUEUED
+    life: HolderState = HolderState.QUEUED
     inflight: int = 0
     # Until when each waits, on the monotonic clock; None: as long as it takes
     waiters: dict[asyncio.Future[bool], float | None] = field(default_factory=dict)
@@ -116,7 +118,7 @@ class Slot:
 
     def try_again(self) -> None:
         """In the line once more; the tickets of the first try are over."""
-        self.ticket, self.attempt, self.life = new_ticket(self.model), 2, Life.QUEUED
+        self.ticket, self.attempt, self.life = new_ticket(self.model), 2, HolderState.QUEUED
         self._lodge()
 
     @property
@@ -139,11 +141,11 @@ class Slot:
         is_later = is_busy and _is_later(until_s, self.until_s)
         self.priority = priority if is_raised or not is_busy else self.priority
         self.until_s = until_s if is_later or not is_busy else self.until_s
-        return (is_raised or is_later) and self.life is Life.QUEUED
+        return (is_raised or is_later) and self.life is HolderState.QUEUED
 
     def granted(self, grant: Granted) -> None:
         """What it asked for may be loaded now."""
-        self.life, self.devices = Life.LOADING, grant.devices
+        self.life, self.devices = HolderState.LOADING, grant.devices
         self.predicted, self.granted_ns = grant.predicted, time.monotonic_ns()
         self.serves_at_ns, self.gang = 0, None
 
@@ -160,10 +162,10 @@ class Slot:
         """Until it serves: of its load, as predicted with its grant, or of its wait and load; None
         when nothing is known."""
         now_ns = time.monotonic_ns()
-        if self.life is Life.LOADING:
+        if self.life is HolderState.LOADING:
             ends_ns = self.granted_ns + self.predicted
             return max(0.0, (ends_ns - now_ns) / 1e9) if self.predicted else None
-        is_known = self.life is Life.QUEUED and self.serves_at_ns
+        is_known = self.life is HolderState.QUEUED and self.serves_at_ns
         return max(0.0, (self.serves_at_ns - now_ns) / 1e9) if is_known else None
 
     def wait(self, until_s: float | None) -> asyncio.Future[bool]:
@@ -216,23 +218,40 @@ class Slot:
         if self.until_s is not None and not self.wanted:
             deadline = seconds(max(0.001, self.until_s - time.monotonic()))
         return Requested(
-            self.ticket, holder, capability, plan.model, plan.need, plan.settings_key,
-            need_is_explicit=plan.need_is_explicit, deadline=deadline, attempt=self.attempt,
-            priority=self.priority, client=self.client, split=plan.split,
+            self.ticket,
+            holder,
+            capability,
+            plan.model,
+            plan.need,
+            plan.settings_key,
+            need_is_explicit=plan.need_is_explicit,
+            deadline=deadline,
+            attempt=self.attempt,
+            priority=self.priority,
+            client=self.client,
+            split=plan.split,
             gang=self.gang.tickets if self.gang else (),
-        )  # fmt: skip
+        )
 
     def account(self) -> HeldTicket:
-        waiting = len(self.waiters) if self.life is Life.LOADING else 0
+        waiting = len(self.waiters) if self.life is HolderState.LOADING else 0
         inflight = max(self.inflight + waiting, int(self.restarts))
         phase = Phase.RESIDENT if self.restarts else PHASES[self.life]
         since_ns = max(self.last_end_ns, self.warm_until_ns)
         idle = 0 if inflight else max(0, time.monotonic_ns() - since_ns)
         return HeldTicket(
-            self.ticket, self.model, phase, inflight, Span(idle), self.devices,
-            self.plan.need, self.plan.settings_key, self.priority, self.uses_count,
+            self.ticket,
+            self.model,
+            phase,
+            inflight,
+            Span(idle),
+            self.devices,
+            self.plan.need,
+            self.plan.settings_key,
+            self.priority,
+            self.uses_count,
             client=self.client,
-        )  # fmt: skip
+        )
 
     @property
     def device_bytes(self) -> Bytes:

@@ -33,11 +33,11 @@ from arbiter.node.zygote_client import ZygoteError
 from arbiter.protocol import messages
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
 from deployments.config.load_plan import ModelPlan, Plans, parts
-from deployments.messages import Head
+from deployments.messages import ResponseHead
 from deployments.replica import drafter, resize, unloading, watchdog
-from deployments.replica.background import Chores, apart
+from deployments.replica.background import BackgroundTasks, detached_task
 from deployments.replica.engine_client import EngineLink, LoadRefused, why
-from deployments.replica.held_model import UNDER_WAY, Life, Opens, Slot, new_ticket
+from deployments.replica.held_model import UNDER_WAY, HeldModel, HolderState, Opens, new_ticket
 from deployments.replica.use import Use, one_shot
 from deployments.replica.watchdog import start_watchdog
 
@@ -53,12 +53,12 @@ class Residency:
 
     def __init__(self, capability: str, holder: HolderId) -> None:
         self.capability, self.holder = capability, holder
-        self.slots: dict[str, Slot] = {}  # by model; the one new requests go to
-        self._held: dict[TicketId, Slot] = {}  # those with bytes
+        self.slots: dict[str, HeldModel] = {}  # by model; the one new requests go to
+        self._held: dict[TicketId, HeldModel] = {}  # those with bytes
         self._plans = Plans(capability)
         self._client: HolderClient | None = None
         self._pinned: frozenset[str] = frozenset()
-        self._chores = Chores()
+        self._chores = BackgroundTasks()
         self._closed = False
 
     @classmethod
@@ -90,7 +90,7 @@ class Residency:
 
     async def request(
         self, model: str, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> tuple[Head, bytes]:
+    ) -> tuple[ResponseHead, bytes]:
         """One-shot use."""
         return await one_shot(self.use(model), method, path, headers, body)
 
@@ -116,20 +116,20 @@ class Residency:
 
     async def enter(
         self, model: str, deadline_s: float | None, priority: types.Priority, client: types.Client
-    ) -> Slot:
+    ) -> HeldModel:
         """The model's slot with this request counted as in flight."""
         until_s = None if deadline_s is None else time.monotonic() + deadline_s
         try:
             async with asyncio.timeout(deadline_s):
                 for _ in range(TURNS):
                     slot = self.slots.get(model) or await self._open(model)
-                    if slot.life is Life.RESIDENT:
+                    if slot.life is HolderState.RESIDENT:
                         slot.enter(priority, client)
                         return slot
                     if slot.note(priority, client, until_s):
                         for asked in drafter.asks(slot, self.holder, self.capability):
                             self.client().tell(asked)
-                    if slot.life is Life.ASLEEP:
+                    if slot.life is HolderState.ASLEEP:
                         self._begin(slot, self._wake(slot))
                     if await self._wait(slot, until_s):
                         return slot
@@ -138,7 +138,7 @@ class Residency:
             raise DeadlineUnmet(ticket, deadline_s or 0.0, 1.0) from None
         raise EngineLost(model, TicketId(model))
 
-    async def _wait(self, slot: Slot, until_s: float | None) -> bool:
+    async def _wait(self, slot: HeldModel, until_s: float | None) -> bool:
         """True: in flight. False: look again. Raises what the load failed with, DeadlineUnmet."""
         waiter = slot.wait(until_s)
         try:
@@ -152,24 +152,24 @@ class Residency:
                 self._abandon(slot)
             raise
 
-    def _abandon(self, slot: Slot) -> None:
+    def _abandon(self, slot: HeldModel) -> None:
         """Nobody waits any more (SPEC A8). In the line: out of it. Of a load under way the arbiter
         knows how much is left. What is wanted with nobody waiting goes on."""
         if slot.wanted or slot.model in self._pinned:
             return
-        if slot.life is Life.QUEUED and slot.work:
+        if slot.life is HolderState.QUEUED and slot.work:
             slot.work.cancel()
             if slot.ticket in self._held:
-                slot.life = Life.ASLEEP  # it was to be woken, and sleeps on
+                slot.life = HolderState.ASLEEP  # it was to be woken, and sleeps on
             else:
                 self._forget(slot)
-        elif slot.life is Life.LOADING:
+        elif slot.life is HolderState.LOADING:
             self.client().tell(ev.Withdrawn(slot.ticket))
 
-    async def _open(self, model: str) -> Slot:
+    async def _open(self, model: str) -> HeldModel:
         """A slot with its load under way; another request may have opened it meanwhile."""
         made = await self.plan(model)
-        return self.slots.get(model) or self.open(Slot(made, new_ticket(model)))
+        return self.slots.get(model) or self.open(HeldModel(made, new_ticket(model)))
 
     async def plan(self, model: str) -> ModelPlan:
         """Once there is a table. Raises RequestError."""
@@ -179,7 +179,7 @@ class Residency:
             await self.client().joined()
         return await self._plans.of(model)
 
-    def open(self, slot: Slot) -> Slot:
+    def open(self, slot: HeldModel) -> HeldModel:
         """Begins its load; there is no other of its model."""
         self.slots[slot.model] = slot
         self._begin(slot, self._bring(slot))
@@ -187,13 +187,13 @@ class Residency:
 
     # -- load and wake -------------------------------------------------------------------------
 
-    def _begin(self, slot: Slot, work: Coroutine[Any, Any, None]) -> None:
-        if slot.life is Life.ASLEEP:
-            slot.life = Life.QUEUED  # to be woken; whoever comes now waits for the same wake
-        slot.work = apart(work)
+    def _begin(self, slot: HeldModel, work: Coroutine[Any, Any, None]) -> None:
+        if slot.life is HolderState.ASLEEP:
+            slot.life = HolderState.QUEUED  # to be woken; whoever comes now waits for the same wake
+        slot.work = detached_task(work)
         slot.work.add_done_callback(lambda ended: self._worked(slot, ended))
 
-    def _worked(self, slot: Slot, ended: asyncio.Task[None]) -> None:
+    def _worked(self, slot: HeldModel, ended: asyncio.Task[None]) -> None:
         """What the world breaks it has dealt with. Anything else is a bug, which ends this slot."""
         if slot.work is not ended:
             return
@@ -205,7 +205,7 @@ class Residency:
             failed = LoadFailed(slot.model, f"{type(error).__name__}: {error}", False)
             self.end(slot, Reason.FAILED, failed)
 
-    async def _bring(self, slot: Slot) -> None:
+    async def _bring(self, slot: HeldModel) -> None:
         """QUEUED -> RESIDENT; tried again after a failure for memory or a death without a word."""
         try:
             try:
@@ -221,7 +221,7 @@ class Residency:
             logger.warning("%s: %s", slot.ticket, error)
             self.end(slot, Reason.FAILED, error)
 
-    async def _load(self, slot: Slot) -> None:
+    async def _load(self, slot: HeldModel) -> None:
         granted = await drafter.acquire(self.client(), slot, self.holder, self.capability)
         self._hold(slot, granted)
         try:
@@ -233,7 +233,7 @@ class Residency:
             raise await self._broke(slot, error) from error
         self._resident(slot, time.monotonic() - opened)
 
-    async def start_engine(self, slot: Slot, opens: Opens) -> float:
+    async def start_engine(self, slot: HeldModel, opens: Opens) -> float:
         """When its process was there: waiting for a zygote is no part of what a load takes."""
         spec = messages.SpawnSpec(
             slot.plan.entry, slot.plan.config | parts(slot.devices), slot.devices
@@ -245,7 +245,7 @@ class Residency:
         await link.ready()
         return opened
 
-    async def _broke(self, slot: Slot, error: Exception) -> LoadFailed:
+    async def _broke(self, slot: HeldModel, error: Exception) -> LoadFailed:
         """Say why, and only then let go of the engine: its end alone says less."""
         cause, out_of_memory = why(error, (time.monotonic_ns() - slot.granted_ns) / 1e9)
         self.client().tell(ev.LoadBroke(slot.ticket, cause, out_of_memory))
@@ -253,7 +253,7 @@ class Residency:
         self._let_go(slot)
         return LoadFailed(slot.model, cause, out_of_memory)
 
-    async def _wake(self, slot: Slot) -> None:
+    async def _wake(self, slot: HeldModel) -> None:
         """ASLEEP -> RESIDENT under the same ticket."""
         if await watchdog.is_stale(slot):
             self._outdated(slot)
@@ -263,7 +263,7 @@ class Residency:
         except TicketClosed:
             return self.end(slot, Reason.LOST)
         except RequestError as error:
-            slot.life, slot.wanted = Life.ASLEEP, False
+            slot.life, slot.wanted = HolderState.ASLEEP, False
             return slot.turn_back(error)
         began = time.monotonic()
         self._hold(slot, granted)
@@ -276,12 +276,12 @@ class Residency:
             return self.end(slot, Reason.FAILED, failed)
         self._resident(slot, time.monotonic() - began, woken.verified)
 
-    def _hold(self, slot: Slot, granted: messages.Granted) -> None:
+    def _hold(self, slot: HeldModel, granted: messages.Granted) -> None:
         slot.granted(granted)
         self._held[slot.ticket] = slot
 
-    def _resident(self, slot: Slot, took_s: float, verified: bool = True) -> None:
-        slot.life, slot.last_end_ns, slot.wanted = Life.RESIDENT, time.monotonic_ns(), False
+    def _resident(self, slot: HeldModel, took_s: float, verified: bool = True) -> None:
+        slot.life, slot.last_end_ns, slot.wanted = HolderState.RESIDENT, time.monotonic_ns(), False
         self.client().tell(ev.Loaded(slot.ticket, seconds(took_s), verified))
         slot.admit()
         if slot.watched is None:
@@ -294,52 +294,52 @@ class Residency:
             case messages.RevokeOrder():
                 if slot := self._held.get(command.ticket):
                     self._revoke(slot, command)
-            case messages.WaitsOrder(ticket, predicted):
+            case messages.WaitEstimate(ticket, predicted):
                 for slot in [s for s in self.slots.values() if s.ticket == ticket]:
                     slot.expected(predicted)
             case messages.ReloadOrder(model):
                 self._chores.begin(self._bring_back(model))
-            case messages.SizeOrder():
+            case messages.Resize():
                 self._chores.begin(resize.by_hand(self, command))
-            case messages.TableOrder(table):
+            case messages.ConfigChanged(table):
                 self._take_table(table)
 
-    def _revoke(self, slot: Slot, order: messages.RevokeOrder) -> None:
+    def _revoke(self, slot: HeldModel, order: messages.RevokeOrder) -> None:
         """Without a barrier the agent ends it in any case; a load finds out by itself, and why."""
-        if slot.life is Life.LOADING and order.reason is Reason.LOST:
+        if slot.life is HolderState.LOADING and order.reason is Reason.LOST:
             return
         if slot.restarts and order.barrier:
             self.client().tell(ev.Busy(slot.ticket, 1))
         elif order.barrier == 0:
             ended = LoadFailed(slot.model, "the arbiter ended its load", False)
             self.end(slot, order.reason, ended if order.reason is Reason.FAILED else None)
-        elif slot.life is not Life.RESIDENT:
+        elif slot.life is not HolderState.RESIDENT:
             return  # an order sent twice, or overtaken by what happened here
         elif slot.inflight and order.reason in unloading.ONLY_IDLE:
             self.client().tell(ev.Busy(slot.ticket, slot.inflight))
         else:
-            slot.life = Life.DRAINING
+            slot.life = HolderState.DRAINING
             self._begin(slot, self._drain(slot, order))
 
-    async def _drain(self, slot: Slot, order: messages.RevokeOrder) -> None:
+    async def _drain(self, slot: HeldModel, order: messages.RevokeOrder) -> None:
         if not await unloading.emptied(slot, order.barrier):
             return unloading.drop_barrier(slot, self.client())
-        slot.life = Life.UNLOADING
+        slot.life = HolderState.UNLOADING
         if order.to is Tier.GONE or not await unloading.fell_asleep(slot):
             return self.end(slot, order.reason)
-        slot.life = Life.ASLEEP
+        slot.life = HolderState.ASLEEP
         self.client().tell(ev.Slept(slot.ticket))
         slot.turn_back()
 
-    def _lost(self, slot: Slot, link: EngineLink) -> None:
+    def _lost(self, slot: HeldModel, link: EngineLink) -> None:
         """The lifeline broke. A load or wake under way notices by itself."""
-        if slot.link is link and slot.life not in (Life.LOADING, Life.CLOSED):
+        if slot.link is link and slot.life not in (HolderState.LOADING, HolderState.CLOSED):
             logger.warning("the engine of %s is gone", slot.ticket)
             self.end(slot, Reason.LOST)
 
-    def end(self, slot: Slot, reason: Reason, error: RequestError | None = None) -> None:
+    def end(self, slot: HeldModel, reason: Reason, error: RequestError | None = None) -> None:
         """End of the slot. Waiters hear the error, or open the next one."""
-        if slot.life is Life.CLOSED:
+        if slot.life is HolderState.CLOSED:
             return
         if slot.ticket in self._held:  # said first: somebody may wait for its bytes
             self.client().tell(ev.Released(slot.ticket, reason.value))
@@ -352,22 +352,22 @@ class Residency:
         if reason in (Reason.LOST, Reason.FAILED):
             self._pin_again(slot.model, 0.0 if error is None else error.retry_after_s)
 
-    def _outdated(self, slot: Slot) -> None:
+    def _outdated(self, slot: HeldModel) -> None:
         """Its files are others now: no request that comes from here on gets the old one."""
         self._plans.forget(slot.model)
-        if slot.life is Life.RESIDENT:
-            slot.life = Life.DRAINING
+        if slot.life is HolderState.RESIDENT:
+            slot.life = HolderState.DRAINING
             del self.slots[slot.model]
 
-    def _let_go(self, slot: Slot) -> None:
+    def _let_go(self, slot: HeldModel) -> None:
         self._held.pop(slot.ticket, None)
         if slot.link:
             slot.link.cut()
             self._chores.begin(slot.link.closed())
             slot.link = None
 
-    def _forget(self, slot: Slot) -> None:
-        slot.life = Life.CLOSED
+    def _forget(self, slot: HeldModel) -> None:
+        slot.life = HolderState.CLOSED
         if slot.watched:
             slot.watched.cancel()
         if self.slots.get(slot.model) is slot:
@@ -398,6 +398,6 @@ class Residency:
         except RequestError as error:
             logger.warning("%s is not brought back: %s", model, error)
             return
-        if slot.life is Life.ASLEEP:
+        if slot.life is HolderState.ASLEEP:
             self._begin(slot, self._wake(slot))
-        slot.wanted = slot.life in (Life.QUEUED, Life.LOADING)
+        slot.wanted = slot.life in (HolderState.QUEUED, HolderState.LOADING)

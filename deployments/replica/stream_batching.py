@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from deployments.messages import Head
+from deployments.messages import ResponseHead
 
 # Chunks a second over all streams of a replica. Serve carries 940 to 2,580 between two replicas on
 # two cores (docs/benchmarks.md); well below it, so that proxy, front and engine keep their cores.
@@ -29,10 +29,10 @@ PATIENCE = 1.5
 # Of bytes read and not asked for; then the engine's socket fills, which stops the engine.
 MOST_HELD_BYTES = 1 << 20
 
-Part = Head | bytes
+Part = ResponseHead | bytes
 
 
-class Pace:
+class StreamBatching:
     """One per replica."""
 
     def __init__(self, chunks_per_s: float = CHUNKS_PER_S, patience: float = PATIENCE) -> None:
@@ -67,7 +67,7 @@ class _Inlet:
     set wakes whoever waits at that moment, even if the other clears it before they run."""
 
     def __init__(self, parts: AsyncGenerator[Part, None]) -> None:
-        self._head: Head | None = None
+        self._head: ResponseHead | None = None
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._came_s = self._interval_s = 0.0
@@ -118,7 +118,7 @@ class _Inlet:
     async def _read(self, parts: AsyncGenerator[Part, None]) -> None:
         async with aclosing(parts):
             async for part in parts:
-                if isinstance(part, Head):
+                if isinstance(part, ResponseHead):
                     self._head = part
                 else:
                     before_s, self._came_s = self._came_s, self.now_s()

@@ -9,7 +9,7 @@ from arbiter.core.decisions import Reason
 from arbiter.errors import EngineLost
 from arbiter.units import Span, in_seconds
 from deployments.replica.engine_client import LoadRefused
-from deployments.replica.held_model import Life, Slot
+from deployments.replica.held_model import HeldModel, HolderState
 
 logger = logging.getLogger("arbiter.residency")
 
@@ -18,7 +18,7 @@ ONLY_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
 UNLOAD_S = 30.0  # the core's term for an unload; an engine that sleeps slower is ended
 
 
-async def emptied(slot: Slot, within: Span) -> bool:
+async def emptied(slot: HeldModel, within: Span) -> bool:
     """The barrier is up: new requests wait for what comes of it. False: those in flight did not end
     in time."""
     try:
@@ -31,14 +31,14 @@ async def emptied(slot: Slot, within: Span) -> bool:
     return True
 
 
-def drop_barrier(slot: Slot, client: HolderClient) -> None:
+def drop_barrier(slot: HeldModel, client: HolderClient) -> None:
     """It was not idle in time, and serves on."""
-    slot.life = Life.RESIDENT
+    slot.life = HolderState.RESIDENT
     client.tell(ev.BarrierDropped(slot.ticket, slot.inflight))
     slot.admit()
 
 
-async def fell_asleep(slot: Slot) -> bool:
+async def fell_asleep(slot: HeldModel) -> bool:
     assert slot.link is not None
     try:
         async with asyncio.timeout(UNLOAD_S):

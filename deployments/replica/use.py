@@ -10,18 +10,18 @@ from arbiter.client.holder import HolderClient
 from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import EngineLost, RequestError, TicketClosed
 from arbiter.units import Span, TicketId, in_seconds
-from deployments.messages import Head
-from deployments.replica.held_model import Life, Slot
+from deployments.messages import ResponseHead
+from deployments.replica.held_model import HeldModel, HolderState
 
 
-class Slots(Protocol):
+class ModelSource(Protocol):
     """What a use needs of Residency."""
 
-    slots: dict[str, Slot]
+    slots: dict[str, HeldModel]
 
     async def enter(
         self, model: str, deadline_s: float | None, priority: Priority, client: Client
-    ) -> Slot: ...
+    ) -> HeldModel: ...
     def client(self) -> HolderClient: ...
 
 
@@ -38,13 +38,20 @@ class Use:
     """One use of one model, from `async with` to its end; also the handle to its engine."""
 
     __slots__ = (
-        "_began_ns", "_client", "_deadline_s", "_model", "_priority", "_request", "_residency",
-        "_slot", "_ticket",
-    )  # fmt: skip
+        "_began_ns",
+        "_client",
+        "_deadline_s",
+        "_model",
+        "_priority",
+        "_request",
+        "_residency",
+        "_slot",
+        "_ticket",
+    )
 
     def __init__(
         self,
-        residency: Slots,
+        residency: ModelSource,
         model: str,
         deadline_s: float | None,
         priority: Priority,
@@ -54,13 +61,13 @@ class Use:
         self._residency, self._model, self._deadline_s = residency, model, deadline_s
         self._priority, self._request, self._client = priority, request, client
         self._began_ns = 0
-        self._slot: Slot | None = None
+        self._slot: HeldModel | None = None
         self._ticket = TicketId("")
 
     async def __aenter__(self) -> "Use":
         self._began_ns = time.monotonic_ns()
         slot = self._residency.slots.get(self._model)
-        if slot is not None and slot.life is Life.RESIDENT:
+        if slot is not None and slot.life is HolderState.RESIDENT:
             slot.enter(self._priority, self._client)
         else:
             try:
@@ -107,11 +114,11 @@ class Use:
 
     def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> AsyncGenerator[Head | bytes, None]:
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """See EngineLink.stream. Raises TicketClosed after release, EngineLost."""
         if self._slot is None:
             raise TicketClosed(self._ticket)
-        if self._slot.link is None or self._slot.life is Life.CLOSED:
+        if self._slot.link is None or self._slot.life is HolderState.CLOSED:
             raise EngineLost(self._model, self._slot.ticket)
         return self._slot.link.stream(method, path, headers, body)
 
@@ -129,10 +136,10 @@ class Use:
 
 async def one_shot(
     use: Use, method: str, path: str, headers: dict[str, str], body: bytes
-) -> tuple[Head, bytes]:
+) -> tuple[ResponseHead, bytes]:
     """The whole answer; the model is in use until it is there."""
     async with use as engine:
         parts = [part async for part in engine.stream(method, path, headers, body)]
     head, *rest = parts
-    assert isinstance(head, Head), "an answer begins with its head"
+    assert isinstance(head, ResponseHead), "an answer begins with its head"
     return head, b"".join(part for part in rest if isinstance(part, bytes))

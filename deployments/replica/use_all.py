@@ -17,7 +17,7 @@ from arbiter.client.gang_request import Gang
 from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import EngineLost
 from arbiter.units import TicketId
-from deployments.replica.held_model import Life, Slot, new_ticket
+from deployments.replica.held_model import HeldModel, HolderState, new_ticket
 from deployments.replica.residency import TURNS, Residency
 from deployments.replica.use import Use
 
@@ -54,7 +54,7 @@ async def _bring(
     """Each has served once."""
     plans = [await residency.plan(model) for model in dict.fromkeys(models)]
     away = [p for p in plans if p.model not in residency.slots and p.drafter is None]
-    slots = [Slot(plan, new_ticket(plan.model)) for plan in away]
+    slots = [HeldModel(plan, new_ticket(plan.model)) for plan in away]
     gang = Gang(tuple(slot.ticket for slot in slots)) if len(slots) > 1 else None
     for slot in slots:
         slot.gang = gang
@@ -76,4 +76,4 @@ async def _bring(
 
 def _serves(residency: Residency, model: str) -> bool:
     slot = residency.slots.get(model)
-    return slot is not None and slot.life is Life.RESIDENT
+    return slot is not None and slot.life is HolderState.RESIDENT

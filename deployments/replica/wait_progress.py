@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 
 from deployments.messages import Progress
-from deployments.replica.held_model import Life, Slot
+from deployments.replica.held_model import HeldModel, HolderState
 from deployments.replica.use import Use
 
 # Between two looks at the slot. A look costs microseconds, and the front tells the client once a
@@ -16,27 +16,27 @@ from deployments.replica.use import Use
 LOOK_S = 0.25
 
 
-def is_at_hand(slots: Mapping[str, Slot], model: str) -> bool:
+def is_at_hand(slots: Mapping[str, HeldModel], model: str) -> bool:
     """Entering will not wait."""
     slot = slots.get(model)
-    return slot is not None and slot.life is Life.RESIDENT
+    return slot is not None and slot.life is HolderState.RESIDENT
 
 
-def look(slots: Mapping[str, Slot], model: str) -> Progress:
+def look(slots: Mapping[str, HeldModel], model: str) -> Progress:
     """How far `model` is now."""
     slot = slots.get(model)
-    if slot is not None and slot.life is Life.LOADING:
+    if slot is not None and slot.life is HolderState.LOADING:
         return Progress("loading", 0, slot.left_s)
     ahead = 0
     for name, other in slots.items():  # in the order in which they were asked for
         if name == model:
             break
-        ahead += other.life is Life.QUEUED
+        ahead += other.life is HolderState.QUEUED
     return Progress("queued", ahead, slot.left_s if slot else None)
 
 
-async def arriving(
-    use: Use, slots: Mapping[str, Slot], model: str
+async def with_progress(
+    use: Use, slots: Mapping[str, HeldModel], model: str
 ) -> AsyncGenerator[Progress, None]:
     """Enters the use; meanwhile says how far it is, when that changes. Ended early, it gives up.
     Raises what entering raises."""

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from arbiter.core.decisions import Reason
 from arbiter.errors import EngineLost
-from deployments.replica.background import apart, heard
+from deployments.replica.background import detached_task, log_failure
 from deployments.replica.engine_client import LoadRefused
-from deployments.replica.held_model import Life, Slot
+from deployments.replica.held_model import HeldModel, HolderState
 
 logger = logging.getLogger("arbiter.residency")
 
@@ -76,7 +76,7 @@ def pieces(size_bytes: int) -> list[tuple[int, int]]:
     return [(last * number // (PIECES - 1), PIECE_BYTES) for number in range(PIECES)]
 
 
-async def look(slot: Slot) -> None:
+async def look(slot: HeldModel) -> None:
     """Before its engine reads them: what changes from now on is noticed."""
     name = slot.plan.config.get("model", "")
     slot.files, slot.contents = await asyncio.to_thread(files, name), ""
@@ -84,7 +84,7 @@ async def look(slot: Slot) -> None:
         slot.contents = await asyncio.to_thread(contents, name, slot.files)
 
 
-async def has_moved(slot: Slot) -> bool:
+async def has_moved(slot: HeldModel) -> bool:
     """By names, sizes, times and inodes. One whose plan names no folder never has."""
     try:
         now = await asyncio.to_thread(files, slot.plan.config.get("model", ""))
@@ -95,7 +95,7 @@ async def has_moved(slot: Slot) -> bool:
     return was != is_now
 
 
-async def is_stale(slot: Slot) -> bool:
+async def is_stale(slot: HeldModel) -> bool:
     """By their contents as well."""
     if await has_moved(slot):
         return True
@@ -107,11 +107,13 @@ async def is_stale(slot: Slot) -> bool:
 
 
 async def watch_files(
-    slot: Slot, outdated: Callable[[Slot], None], close: Callable[[Slot, Reason], None]
+    slot: HeldModel,
+    outdated: Callable[[HeldModel], None],
+    close: Callable[[HeldModel, Reason], None],
 ) -> None:
     """Until its files are others: then nobody new gets it, and it goes when who has it is done.
     Cancelled with its slot."""
-    while not (await has_moved(slot) and slot.life in (Life.RESIDENT, Life.ASLEEP)):
+    while not (await has_moved(slot) and slot.life in (HolderState.RESIDENT, HolderState.ASLEEP)):
         await asyncio.sleep(LOOK_S)
     logger.warning("%s: its files were replaced; it is loaded anew", slot.ticket)
     outdated(slot)
@@ -133,16 +135,16 @@ ASK_S = 5.0  # between two questions; one costs an engine less than a token
 # twenty processes want two cores.
 HUNG_S = 60.0
 
-Close = Callable[[Slot, Reason], None]
+Close = Callable[[HeldModel, Reason], None]
 
 
-async def watch_engine(slot: Slot, close: Close) -> None:
+async def watch_engine(slot: HeldModel, close: Close) -> None:
     """Until it does not answer, or says that it cannot. Then its ticket is given back, which has
     the node agent kill it, and who waits for an answer is told. Cancelled with its slot."""
     while True:
         await asyncio.sleep(ASK_S)
         link = slot.link
-        if slot.life is not Life.RESIDENT or link is None:
+        if slot.life is not HolderState.RESIDENT or link is None:
             continue
         try:
             async with asyncio.timeout(HUNG_S):
@@ -151,21 +153,21 @@ async def watch_engine(slot: Slot, close: Close) -> None:
             if slot.link is link:
                 return  # the lifeline says so as well
         except (TimeoutError, LoadRefused) as error:
-            if slot.link is link and slot.life in (Life.RESIDENT, Life.DRAINING):
+            if slot.link is link and slot.life in (HolderState.RESIDENT, HolderState.DRAINING):
                 logger.warning("the engine of %s does not serve: %r", slot.ticket, error)
                 return close(slot, Reason.LOST)
 
 
 def start_watchdog(
-    slot: Slot, outdated: Callable[[Slot], None], close: Close
+    slot: HeldModel, outdated: Callable[[HeldModel], None], close: Close
 ) -> asyncio.Task[None]:
     """Its files and its engine, for as long as the slot lives."""
-    task = apart(_watch_all(slot, outdated, close))
-    task.add_done_callback(heard)
+    task = detached_task(_watch_all(slot, outdated, close))
+    task.add_done_callback(log_failure)
     return task
 
 
-async def _watch_all(slot: Slot, outdated: Callable[[Slot], None], close: Close) -> None:
+async def _watch_all(slot: HeldModel, outdated: Callable[[HeldModel], None], close: Close) -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(watch_files(slot, outdated, close))
         group.create_task(watch_engine(slot, close))

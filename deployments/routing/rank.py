@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 
-class Warmth(IntEnum):
+class ModelPresence(IntEnum):
     """What one replica has of a model, the better the higher."""
 
     COLD = 0
@@ -32,7 +32,7 @@ CONVERSATIONS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class RouteRequest:
     """One request, as far as it matters here."""
 
     model: str  # the one to be resident
@@ -41,7 +41,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ReplicaState:
     """One replica, as far as it is known."""
 
     replica: str
@@ -52,16 +52,20 @@ class Offer:
 
 
 def rank(
-    wish: Wish, offers: Sequence[Offer], *, stuck: str | None = None, sent: str | None = None
+    wish: RouteRequest,
+    offers: Sequence[ReplicaState],
+    *,
+    stuck: str | None = None,
+    sent: str | None = None,
 ) -> list[str]:
     """All replicas, best first. `stuck`: the one that holds the conversation; `sent`: the one to
     which the model's last call went a moment ago."""
     least_count = min((one.queue_count for one in offers), default=0)
 
-    def price(one: Offer) -> tuple[bool, int, bool, bool, int, str]:
-        warmth = one.models.get(wish.model, Warmth.COLD)
+    def price(one: ReplicaState) -> tuple[bool, int, bool, bool, int, str]:
+        warmth = one.models.get(wish.model, ModelPresence.COLD)
         if one.replica == sent:  # it has not said so yet, perhaps
-            warmth = max(warmth, Warmth.RESIDENT if sent == stuck else Warmth.COMING)
+            warmth = max(warmth, ModelPresence.RESIDENT if sent == stuck else ModelPresence.COMING)
         is_crowded = one.queue_count >= least_count + CROWD_COUNT
         has_slot = wish.served == wish.model or wish.served in one.adapters
         return (
@@ -76,7 +80,7 @@ def rank(
     return [one.replica for one in sorted(offers, key=price)]
 
 
-class Memory:
+class RoutingHistory:
     """Where calls of one capability went. Times are seconds of any one clock."""
 
     def __init__(self) -> None:
@@ -87,10 +91,10 @@ class Memory:
         replica, at_s = self._sent.get(model, ("", 0.0))
         return replica if replica and now_s - at_s < FOLLOW_S else None
 
-    def stuck(self, wish: Wish) -> str | None:
+    def stuck(self, wish: RouteRequest) -> str | None:
         return self._stuck.get((wish.conversation, wish.model)) if wish.conversation else None
 
-    def chosen(self, wish: Wish, replica: str, now_s: float) -> None:
+    def chosen(self, wish: RouteRequest, replica: str, now_s: float) -> None:
         """The call goes to `replica`."""
         if not wish.model:
             return  # of a call that is not ours nothing is to be learned
@@ -110,7 +114,7 @@ class Memory:
             del self._sent[model]
 
 
-class Slotted:
+class AdapterSlots:
     """The adapters of one replica's engines that are in a slot: the last ones used, as many as
     there are slots, for vLLM gives the slot unused longest to the next. By ticket, since a new
     engine begins with none."""

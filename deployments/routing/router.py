@@ -13,18 +13,18 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from deployments import messages
-from deployments.routing.rank import Memory, Offer, Wish, rank
+from deployments.routing.rank import ReplicaState, RouteRequest, RoutingHistory, rank
 
-ANYTHING = Wish("", "")
+ANYTHING = RouteRequest("", "")
 
 
-def wish_of(args: Sequence[Any]) -> Wish:
+def wish_of(args: Sequence[Any]) -> RouteRequest:
     """What a call wants, by its first argument."""
     call = args[0] if args else None
-    if not isinstance(call, messages.Call):
+    if not isinstance(call, messages.InferenceCall):
         return ANYTHING
     conversation = f"{call.tenant}/{call.conversation_id}" if call.conversation_id else ""
-    return Wish(call.model, call.served or call.model, conversation)
+    return RouteRequest(call.model, call.served or call.model, conversation)
 
 
 class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
@@ -32,7 +32,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
 
     def initialize_state(self) -> None:
         """Called by Serve before anything else is."""
-        self._memory = Memory()
+        self._memory = RoutingHistory()
         self._waiting: dict[int, PendingRequest] = {}
 
     async def choose_replicas(
@@ -61,10 +61,10 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         super().update_replicas(replicas)
         self._memory.keep({one.replica_id.unique_id for one in replicas})
 
-    def _offer(self, key: str, one: RunningReplica) -> Offer:
+    def _offer(self, key: str, one: RunningReplica) -> ReplicaState:
         queue = self.replica_queue_len_cache.get(one.replica_id) or 0
         said = one.routing_stats
-        return Offer(
+        return ReplicaState(
             key,
             queue,
             queue >= one.max_ongoing_requests,

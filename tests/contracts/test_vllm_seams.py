@@ -36,7 +36,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from deployments.engines.protocol import COULD_GROW
 from deployments.engines.sentence_transformers import spread
-from deployments.engines.vllm.context_growth import Room
+from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.cpu_worker import SleepingCpuWorker
 from deployments.engines.vllm.engine import arguments
 from deployments.engines.vllm.lora_cpu import SegmentedPunica
@@ -208,7 +208,7 @@ async def refused(path: str, said: dict[str, Any]) -> tuple[int, bool]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await Room(api, "m", 100).serve(api, {"path": path}, receive, send)
+    await ContextGrowth(api, "m", 100).serve(api, {"path": path}, receive, send)
     return sent[0]["status"], COULD_GROW.encode() in dict(sent[0]["headers"])
 
 

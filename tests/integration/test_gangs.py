@@ -14,7 +14,7 @@ from arbiter.client.admin import record_arbiter
 from arbiter.core.decisions import Grant
 from arbiter.core.types import Split
 from arbiter.errors import EngineLost, NeverFits
-from arbiter.server.recording import again, read
+from arbiter.server.recording import read, replay
 from arbiter.units import MIB, Bytes
 from deployments.config.load_plan import ENGINES, EngineKind
 from deployments.replica.residency import Residency
@@ -99,7 +99,7 @@ async def test_several_processes_are_granted_in_one_step_or_none_of_them_begins(
         tickets = {t["ticket"] for t in (await d.state())["tickets"] if t["model"] in BOTH}
         await books_hold_what_the_kernel_says(d)
     life = max(read(log), key=lambda life: len(life.events))
-    steps = list(again(life, bundle(life.heading.settings)))
+    steps = list(replay(life, bundle(life.heading.settings)))
     granted = [{g.ticket for g in step.decisions if isinstance(g, Grant)} for step in steps]
     assert [step for step in granted if step & tickets] == [tickets]
     assert all(step.is_same for step in steps)

@@ -34,7 +34,7 @@ def training(mib: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def ask(mib: int, **how: Any) -> leases.Lease:
-    return leases.ask(mib / 1024, way=leases.RayDoor(), **how)
+    return leases.ask(mib / 1024, way=leases.RayTransport(), **how)
 
 
 def held_by_lease(state: dict[str, Any], mib: int) -> bool:

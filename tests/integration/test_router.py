@@ -44,8 +44,10 @@ class Chat(Capability):
 
     paths = frozenset({PATH})
 
-    async def handle(self, call: messages.Call) -> AsyncIterator[messages.Part]:
-        yield messages.Head(200, {"replica": serve.get_replica_context().replica_id.unique_id})
+    async def handle(self, call: messages.InferenceCall) -> AsyncIterator[messages.Part]:
+        yield messages.ResponseHead(
+            200, {"replica": serve.get_replica_context().replica_id.unique_id}
+        )
         async for part in super().handle(call):
             yield part
 
@@ -61,17 +63,19 @@ async def two() -> AsyncIterator[tuple[Desk, Any]]:
             await asyncio.to_thread(serve.delete, "chat")
 
 
-def call(conversation: str | None = None, body: bytes = b"{}") -> messages.Call:
-    return messages.Call(PATH, body, {}, "req", "a", conversation_id=conversation)
+def call(conversation: str | None = None, body: bytes = b"{}") -> messages.InferenceCall:
+    return messages.InferenceCall(PATH, body, {}, "req", "a", conversation_id=conversation)
 
 
-async def begun(handle: Any, asked: messages.Call) -> tuple[str, AsyncGenerator[Any, None]]:
+async def begun(
+    handle: Any, asked: messages.InferenceCall
+) -> tuple[str, AsyncGenerator[Any, None]]:
     """The replica that answers, and the rest of its answer."""
     parts = handle.handle.remote(asked)
     return (await anext(parts)).headers["replica"], parts
 
 
-async def replica_of(handle: Any, asked: messages.Call) -> str:
+async def replica_of(handle: Any, asked: messages.InferenceCall) -> str:
     replica, parts = await begun(handle, asked)
     async for _ in parts:
         continue
@@ -104,7 +108,7 @@ async def test_a_crowd_loads_a_model_once_and_a_conversation_keeps_its_replica()
             parts.cancel()
 
 
-async def _goes_to(handle: Any, asked: messages.Call, replica: str) -> bool:
+async def _goes_to(handle: Any, asked: messages.InferenceCall, replica: str) -> bool:
     return await replica_of(handle, asked) == replica
 
 

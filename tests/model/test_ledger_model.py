@@ -11,12 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.decisions import Decision, Grant, Reap, Reason, Refuse, Revoke, WakeAt
+from arbiter.core.decisions import Decision, Grant, KillEngine, Reason, Refuse, Revoke, SetTimer
 from arbiter.core.eviction.eligibility import min_residency_ends
 from arbiter.core.eviction.ranking import effective_priority
 from arbiter.core.records.ledger import audit as audit_books
-from arbiter.core.records.ticket import CHARGED, Entry, State
-from arbiter.core.settings import DEFAULTS, Terms
+from arbiter.core.records.ticket import CHARGED, State, Ticket
+from arbiter.core.settings import DEFAULTS, Timeouts
 from arbiter.units import (
     SECOND,
     Bytes,
@@ -39,7 +39,7 @@ SETTINGS = replace(
     DEFAULTS,
     arena_fraction=1.0,
     wiggle_fraction=0.0,
-    terms=replace(Terms(), reading=seconds(60), silent=seconds(40), lost=seconds(200)),
+    terms=replace(Timeouts(), reading=seconds(60), silent=seconds(40), lost=seconds(200)),
 )
 SIZES = st.integers(1, 12)
 ONLY_IDLE = (Reason.PRESSURE, Reason.IDLE, Reason.FIT, Reason.MANUAL, Reason.SHUTDOWN)
@@ -91,7 +91,7 @@ class Books(RuleBasedStateMachine):
 
     # -- what each decision must satisfy ---------------------------------------------------------
 
-    def judge(self, decision: Decision, event: ev.Event, before: dict[TicketId, Entry]) -> None:
+    def judge(self, decision: Decision, event: ev.Event, before: dict[TicketId, Ticket]) -> None:
         match decision:
             case Grant():
                 self.judge_grant(decision, event, before)
@@ -101,14 +101,14 @@ class Books(RuleBasedStateMachine):
                 assert decision.barrier_until >= self.now
                 if ticket in before and self.state(ticket) is State.DRAINING:
                     self.judge_revoke(decision, before[ticket])
-            case Reap(_, ticket):
+            case KillEngine(_, ticket):
                 on_books = ticket in self.held
                 unclaimed = ticket in self.measured and ticket not in self.held
                 assert on_books or unclaimed, f"reaped {ticket}, which holds nothing"
-            case WakeAt(at):
+            case SetTimer(at):
                 assert at > self.now
 
-    def judge_grant(self, grant: Grant, event: ev.Event, before: dict[TicketId, Entry]) -> None:
+    def judge_grant(self, grant: Grant, event: ev.Event, before: dict[TicketId, Ticket]) -> None:
         ticket = grant.ticket
         if ticket in self.growing and not isinstance(event, ev.Requested):
             self.growing.discard(ticket)
@@ -130,7 +130,7 @@ class Books(RuleBasedStateMachine):
         self.held[ticket] = {p.device: int(p.size_bytes) for p in grant.devices}
 
     def judge_refusal(
-        self, refusal: Refuse, event: ev.Event, before: dict[TicketId, Entry]
+        self, refusal: Refuse, event: ev.Event, before: dict[TicketId, Ticket]
     ) -> None:
         ticket = refusal.ticket
         if ticket in self.growing or isinstance(event, ev.GrowthAsked):
@@ -145,7 +145,7 @@ class Books(RuleBasedStateMachine):
         if self.ledger.find(ticket) is None:
             self.answers[ticket] = refusal
 
-    def judge_revoke(self, revoke: Revoke, before: Entry) -> None:
+    def judge_revoke(self, revoke: Revoke, before: Ticket) -> None:
         entry = self.ledger.find(revoke.ticket)
         if before.state is State.DRAINING:
             return  # repeated to a holder that joined again
@@ -321,7 +321,7 @@ class Books(RuleBasedStateMachine):
     @rule(tenths=st.integers(1, 200))
     def time_passes(self, tenths: int) -> None:
         self.now = Instant(self.now + tenths * SECOND // 10)
-        self.feed(ev.Woke())
+        self.feed(ev.TimerFired())
 
     # -- what always holds -----------------------------------------------------------------------
 

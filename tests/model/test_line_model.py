@@ -15,13 +15,13 @@ from arbiter.core.decisions import Decision, Grant, Refuse, Revoke
 from arbiter.core.queue import grant_pass
 from arbiter.core.records.ledger import audit as audit_books
 from arbiter.core.records.ticket import State
-from arbiter.core.settings import Terms
+from arbiter.core.settings import Timeouts
 from arbiter.units import SECOND, HolderId, Instant, TicketId, seconds
 from tests.unit.desk import CPU, PATIENT, PLAIN, Desk, s
 
 MOST_COUNT, MOST_S = 3, 30
 DEVICE = 40
-TERMS: Terms = replace(PATIENT, barrier=seconds(4))
+TERMS: Timeouts = replace(PATIENT, barrier=seconds(4))
 MODELS = "abcde"
 
 
@@ -162,9 +162,9 @@ class Line(RuleBasedStateMachine):
             if next_at > s(until):
                 break
             self.now = max(self.now, next_at / SECOND)
-            self.feed(ev.Woke())
+            self.feed(ev.TimerFired())
         self.now = until
-        self.feed(ev.Woke())
+        self.feed(ev.TimerFired())
 
     # -- what always holds -----------------------------------------------------------------------
 
@@ -187,10 +187,10 @@ class Line(RuleBasedStateMachine):
         mind = copy.deepcopy(self.desk.mind)
         for _ in range(2):  # what was decided last may have opened the way for one more step
             mind.out = []
-            grant_pass.admit(mind)
+            grant_pass.run(mind)
         mind.out = []
         mind.ledger.changed.update(mind.nodes)
-        grant_pass.admit(mind)
+        grant_pass.run(mind)
         assert not [d for d in mind.out if isinstance(d, Grant | Revoke)]
 
     @invariant()

@@ -10,18 +10,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Reason, Tell
+from arbiter.core.decisions import LogEvent, Reason
 from arbiter.core.records.ticket import LEAVING, State
-from arbiter.core.settings import TenantTerms
+from arbiter.core.settings import TenantLimits
 from arbiter.units import GIB, Bytes, HolderId, TicketId, seconds
 from tests.unit.desk import CPU, PATIENT, PLAIN, Desk, gib
 
 DEVICE, MOST, RESERVED = 40, 15, 12
 TENANTS = ("bounded", "keeper", "else")
 TERMS = (
-    TenantTerms("bounded", gib(MOST)),
-    TenantTerms("keeper", None, gib(RESERVED)),
-    TenantTerms("slow", None, Bytes(0), gib(1)),
+    TenantLimits("bounded", gib(MOST)),
+    TenantLimits("keeper", None, gib(RESERVED)),
+    TenantLimits("slow", None, Bytes(0), gib(1)),
 )
 SETTINGS = replace(PLAIN, tenants=TERMS, terms=replace(PATIENT, barrier=seconds(4)))
 
@@ -43,7 +43,7 @@ class Tenants(RuleBasedStateMachine):
         for tell in [t for t in self.desk.told[told:] if t.kind == "eviction"]:
             self.judge(tell, before, owners)
 
-    def judge(self, tell: Tell, before: dict[str, int], owners: dict[TicketId, str]) -> None:
+    def judge(self, tell: LogEvent, before: dict[str, int], owners: dict[TicketId, str]) -> None:
         whose, waiting = owners.get(tell.ticket or TicketId("")), tell.data["waiting"]
         if whose != "keeper" or tell.data["reason"] != Reason.SWAP.value:
             return
@@ -90,7 +90,7 @@ class Tenants(RuleBasedStateMachine):
         name = f"job{self.number}"
         self.waiting[name] = tenant
         self.feed(ev.Joined(HolderId(name), "n", "lease", ()))  # type: ignore[arg-type]
-        terms = types.LeaseTerms(tenant, seconds(500), seconds(2), may_go)
+        terms = types.LeaseConditions(tenant, seconds(500), seconds(2), may_go)
         self.feed(ev.Requested(
             TicketId(name), HolderId(name), "lease", name, types.Need(gib(size)), lease=terms
         ))  # fmt: skip
@@ -167,7 +167,7 @@ class Tenants(RuleBasedStateMachine):
     def time_passes(self, tenths: int) -> None:
         self.integral += self.desk.charged() * tenths / 10
         self.now += tenths / 10
-        self.feed(ev.Woke())
+        self.feed(ev.TimerFired())
 
     # -- what always holds -----------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Tenants(RuleBasedStateMachine):
             assert holdings.by_tenant[tenant] == self.held(tenant)
 
     def teardown(self) -> None:
-        self.feed(ev.Woke())
+        self.feed(ev.TimerFired())
         seen = self.desk.arbiter.snapshot(self.desk.mind.now).clients
         total = sum(row.byte_seconds_count for row in seen) / GIB
         assert abs(total - self.integral) < 1e-3 * max(1.0, self.integral)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Reap, Reason
-from arbiter.core.records.ticket import LEAVING, Entry, State
+from arbiter.core.decisions import KillEngine, Reason
+from arbiter.core.records.ticket import LEAVING, State, Ticket
 from arbiter.units import HolderId, TicketId, seconds
 from tests.unit.desk import CPU, HOST, NODE, Desk, gib
 
@@ -35,7 +35,7 @@ class Host:
         self.now += 1
         before = {e.ticket for e in self.desk.mind.ledger.entries(State.RECLAIMING)}
         out = self.desk.at(self.now, event)
-        self.judge([d.ticket for d in out if isinstance(d, Reap) and d.ticket not in before])
+        self.judge([d.ticket for d in out if isinstance(d, KillEngine) and d.ticket not in before])
 
     def judge(self, reaped: list[TicketId]) -> None:
         book = self.desk.mind.ledger.books[HOST]
@@ -54,10 +54,10 @@ class Host:
             newest = max(sleepers, key=lambda e: (e.since, e.ticket), default=None)
             assert all(e is newest or self.must_stay(e) for e in sleepers)
 
-    def must_stay(self, entry: Entry) -> bool:
+    def must_stay(self, entry: Ticket) -> bool:
         return entry.model == FLOORED or entry.ticket in self.desk.mind.line
 
-    def one(self, state: State, pick: int) -> Entry | None:
+    def one(self, state: State, pick: int) -> Ticket | None:
         found = self.desk.mind.ledger.entries(state)
         return found[pick % len(found)] if found else None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from arbiter import errors
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Grant, Reason, Refuse, Reload, Revoke, Tier
+from arbiter.core.decisions import Grant, LoadModel, Reason, Refuse, Revoke, Tier
 from arbiter.units import (
     GIB,
     Bytes,
@@ -353,7 +353,7 @@ class Holder:
         self.held.pop(ticket.ticket, None)
         self.asked.pop(ticket.ticket, None)
 
-    def hear(self, decision: Grant | Refuse | Revoke | Reload) -> None:
+    def hear(self, decision: Grant | Refuse | Revoke | LoadModel) -> None:
         if not self.alive:
             return
         match decision:
@@ -366,7 +366,7 @@ class Holder:
                 self.on_refuse(ticket, error)
             case Revoke():
                 self.on_revoke(decision)
-            case Reload(_, model):
+            case LoadModel(_, model):
                 if self.current(model) is None:
                     self.want(model, None)
 

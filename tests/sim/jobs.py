@@ -13,7 +13,7 @@ from arbiter.units import GIB, Bytes, TicketId, seconds
 from tests.sim.actors import BEAT_S, Engine, Held, Holder
 
 LONGEST_S = 30.0
-TERMS = types.LeaseTerms("t", seconds(LONGEST_S), seconds(3))
+TERMS = types.LeaseConditions("t", seconds(LONGEST_S), seconds(3))
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Job(Holder):
     """A holder with one lease."""
 
     size_bytes: int = 0
-    terms: types.LeaseTerms = TERMS
+    terms: types.LeaseConditions = TERMS
     is_done: bool = False
 
     @property

@@ -15,8 +15,17 @@ from dataclasses import replace
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.decisions import Grant, Probe, Reap, Refuse, Reload, Revoke, Tell, WakeAt
-from arbiter.core.settings import DEFAULTS, TenantTerms, Terms, Watermarks
+from arbiter.core.decisions import (
+    Grant,
+    KillEngine,
+    LoadModel,
+    LogEvent,
+    Refuse,
+    RequestReading,
+    Revoke,
+    SetTimer,
+)
+from arbiter.core.settings import DEFAULTS, TenantLimits, Timeouts, Watermarks
 from arbiter.units import (
     GIB,
     SECOND,
@@ -35,15 +44,15 @@ from tests.sim.jobs import Job, size_of
 from tests.sim.turns import Turns
 
 # The real times, except that a barrier and a hanging load are shorter: less virtual time a seed.
-TERMS = replace(Terms(), barrier=seconds(4), load=seconds(15), lost=seconds(20))
+TERMS = replace(Timeouts(), barrier=seconds(4), load=seconds(15), lost=seconds(20))
 SETTINGS = replace(
     DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), terms=TERMS,
     carry_most=seconds(20), preload="history", habit_least_count=1, habit_fraction=0.0,
 )  # fmt: skip
 TENANTS = (
-    TenantTerms("bounded", Bytes(60 * GIB)),
-    TenantTerms("keeper", None, Bytes(15 * GIB)),
-    TenantTerms("spent", None, Bytes(0), Bytes(10 * GIB)),
+    TenantLimits("bounded", Bytes(60 * GIB)),
+    TenantLimits("keeper", None, Bytes(15 * GIB)),
+    TenantLimits("spent", None, Bytes(0), Bytes(10 * GIB)),
 )
 MODELS, PINNED, OVERSIZE = "abcdefg", "f", "g"
 FAULTS = (
@@ -118,7 +127,7 @@ class World:
         agent = self.rng.choice(list(self.agents.values()))
         may_interrupt = self.rng.random() < 0.5
         tenant = self.rng.choice(["t", "bounded", "keeper"])
-        terms = types.LeaseTerms(
+        terms = types.LeaseConditions(
             tenant, seconds(self.rng.uniform(5, 40)), seconds(3), may_interrupt
         )
         size = size_of(self.rng.randrange(3))
@@ -218,18 +227,18 @@ class World:
             match decision:
                 case Grant(ticket, _) | Refuse(ticket, _):
                     self.to_holder(HolderId(ticket.split(".", maxsplit=1)[0]), decision)
-                case Revoke(_, holder) | Reload(holder, _):
+                case Revoke(_, holder) | LoadModel(holder, _):
                     self.to_holder(holder, decision)
-                case Reap(node, ticket):
+                case KillEngine(node, ticket):
                     self.to_agent(node, lambda a, t=ticket: a.reap(t))
-                case Probe(node):
+                case RequestReading(node):
                     self.to_agent(node, lambda a: a.read())
-                case Tell(kind):
+                case LogEvent(kind):
                     self.told[kind] += 1
-                case WakeAt(at):
+                case SetTimer(at):
                     self.arm(at)
 
-    def to_holder(self, name: HolderId, decision: Grant | Refuse | Revoke | Reload) -> None:
+    def to_holder(self, name: HolderId, decision: Grant | Refuse | Revoke | LoadModel) -> None:
         holder, epoch = self.holders[name], self.epoch
         if self.chance("lose"):
             return
@@ -251,7 +260,7 @@ class World:
 
         def ring() -> None:
             if self.armed == at and self.arbiter is arbiter and arbiter is not None:
-                self.feed(ev.Woke())
+                self.feed(ev.TimerFired())
 
         self.at(max(at, self.now), ring)
 

@@ -9,8 +9,17 @@ from dataclasses import replace
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.decisions import Decision, Grant, Reap, Refuse, Revoke, Tell, Waits, WakeAt
-from arbiter.core.settings import DEFAULTS, Settings, Terms
+from arbiter.core.decisions import (
+    Decision,
+    Grant,
+    KillEngine,
+    LogEvent,
+    Queued,
+    Refuse,
+    Revoke,
+    SetTimer,
+)
+from arbiter.core.settings import DEFAULTS, Settings, Timeouts
 from arbiter.errors import RequestError
 from arbiter.units import (
     GIB,
@@ -30,7 +39,7 @@ from policies import bundle
 NODE = NodeId("n")
 CPU, HOST = DeviceId("n/cpu:0"), DeviceId("n/host")
 PATIENT = replace(
-    Terms(),
+    Timeouts(),
     silent=seconds(3600),
     reading=seconds(3600),
     lost=seconds(7200),
@@ -82,9 +91,9 @@ class Desk:
         self.arbiter = Arbiter(
             settings, bundle(settings), Epoch(1), frozenset(map(HolderId, known)), Instant(0)
         )
-        self.told: list[Tell] = []
+        self.told: list[LogEvent] = []
         self.wakes: list[Instant] = []
-        self.waits: list[Waits] = []
+        self.waits: list[Queued] = []
         self.engines: dict[str, dict[DeviceId, float]] = {}
         self.inexact: set[str] = set()
         self.stalls = 0.0
@@ -108,13 +117,13 @@ class Desk:
         """Tells, news of the line and wakes are kept aside, so that a scenario compares what must
         be done."""
         decisions = self.arbiter.handle(event, s(t))
-        self.told += [d for d in decisions if isinstance(d, Tell)]
-        self.wakes = [d.at for d in decisions if isinstance(d, WakeAt)]
-        self.waits = [d for d in decisions if isinstance(d, Waits)]
-        return [d for d in decisions if not isinstance(d, Tell | Waits | WakeAt)]
+        self.told += [d for d in decisions if isinstance(d, LogEvent)]
+        self.wakes = [d.at for d in decisions if isinstance(d, SetTimer)]
+        self.waits = [d for d in decisions if isinstance(d, Queued)]
+        return [d for d in decisions if not isinstance(d, LogEvent | Queued | SetTimer)]
 
     def woke(self, t: float) -> list[Decision]:
-        return self.at(t, ev.Woke())
+        return self.at(t, ev.TimerFired())
 
     def sleep_until(self, t: float) -> None:
         """Wakes as often as the arbiter asks to be woken before that moment."""
@@ -165,7 +174,7 @@ class Desk:
         if not joined:
             self.at(t, ev.Joined(holder, NodeId(node), "lease", ()))
         self.sizes[name] = size
-        terms = types.LeaseTerms(tenant, seconds(term_s), seconds(notice_s), preemptible)
+        terms = types.LeaseConditions(tenant, seconds(term_s), seconds(notice_s), preemptible)
         need = types.Need(gib(size))
         return self.at(t, ev.Requested(TicketId(name), holder, "lease", name, need, lease=terms))
 
@@ -227,7 +236,7 @@ class Desk:
     def kinds(self) -> list[str]:
         return [t.kind for t in self.told]
 
-    def last(self, kind: str) -> Tell:
+    def last(self, kind: str) -> LogEvent:
         return next(t for t in reversed(self.told) if t.kind == kind)
 
 
@@ -245,7 +254,7 @@ def revoked(decisions: list[Decision]) -> list[tuple[str, str, str]]:
 
 
 def reaped(decisions: list[Decision]) -> list[str]:
-    return [d.ticket for d in decisions if isinstance(d, Reap)]
+    return [d.ticket for d in decisions if isinstance(d, KillEngine)]
 
 
 def refusal(decisions: list[Decision]) -> RequestError:

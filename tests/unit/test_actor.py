@@ -11,10 +11,10 @@ import pytest
 from ray.exceptions import OwnerDiedError, RayActorError
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import Tell
+from arbiter.core.decisions import LogEvent
 from arbiter.errors import SettingsConflict
 from arbiter.protocol import ray_internals
-from arbiter.protocol.messages import AgentSettings, Boot
+from arbiter.protocol.messages import AgentSettings, StartConfig
 from arbiter.server import event_log
 from arbiter.server.actor import ArbiterActor
 from arbiter.server.event_log import EventLog
@@ -42,7 +42,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
     async def run(**options: Any) -> AsyncIterator[ArbiterActor]:
         agent = AgentSettings("no.zygote", folder=str(tmp_path / "n"))
         options = {"state_file": str(tmp_path / "state"), **options}
-        actor = ArbiterActor(Boot(configuration(parse_table(TABLE)), agent, **options))
+        actor = ArbiterActor(StartConfig(configuration(parse_table(TABLE)), agent, **options))
         yield actor
         await actor.close(0)
 
@@ -204,8 +204,8 @@ async def test_the_event_file_has_the_events_as_lines(running: Running, tmp_path
 def test_a_long_event_file_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "FILE_MOST_BYTES", 10)
     log = EventLog(Epoch(1), tmp_path / "e")
-    log.tell(Tell("first", {}))
-    log.tell(Tell("second", {}))
+    log.tell(LogEvent("first", {}))
+    log.tell(LogEvent("second", {}))
     assert "first" in (tmp_path / "e.1").read_text()
     assert "second" in (tmp_path / "e").read_text()
 
@@ -213,7 +213,7 @@ def test_a_long_event_file_starts_over(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.spec("K1")
 async def test_an_event_file_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     log = EventLog(Epoch(1), tmp_path / "no such folder" / "e")
-    log.tell(Tell("first", {}))
+    log.tell(LogEvent("first", {}))
     assert [line["kind"] for line in await log.after(0, 0)] == ["first"]
 
 

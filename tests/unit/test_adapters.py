@@ -11,7 +11,7 @@ import pytest
 
 from deployments.adapters.catalogue import Catalogue, Entry
 from deployments.adapters.safe_files import AdapterInvalid
-from deployments.adapters.store import Published, Shelf, Store
+from deployments.adapters.store import CheckedAdapters, Published, Store
 from deployments.adapters.validate import Rules
 from deployments.config.safetensors_header import linear_shapes, slot_bytes
 from tests.support.adapters import rewrite_header, write
@@ -155,7 +155,7 @@ def test_while_a_cold_adapter_is_copied_warm_and_other_new_ones_go_on(tmp_path: 
     store = SlowStore(tmp_path / "store")
 
     async def story() -> None:
-        shelf = Shelf(store, RULES)
+        shelf = CheckedAdapters(store, RULES)
         first = await shelf.take(warm)
         crowd = [asyncio.ensure_future(shelf.take(cold)) for _ in range(3)]
         assert await asyncio.to_thread(store.begun.wait, 10)

@@ -6,21 +6,21 @@ from contextlib import aclosing
 
 import pytest
 
-from arbiter.client.request_log import Runs
+from arbiter.client.request_log import RequestLog
 from arbiter.core.types import Need, Phase
 from arbiter.protocol.messages import Granted
 from arbiter.units import Bytes, HolderId, TicketId, seconds
 from deployments.config.load_plan import ModelPlan
 from deployments.messages import Progress
 from deployments.replica import wait_progress
-from deployments.replica.held_model import Life, Slot
+from deployments.replica.held_model import HeldModel, HolderState
 from deployments.replica.use import Use
 
 NEED = Need(Bytes(1), Bytes(1), Bytes(1), Bytes(0))
 
 
-def slot(model: str, life: Life = Life.QUEUED) -> Slot:
-    made = Slot(ModelPlan(model, "m:f", {}, NEED, False, "k"), TicketId(model))
+def slot(model: str, life: HolderState = HolderState.QUEUED) -> HeldModel:
+    made = HeldModel(ModelPlan(model, "m:f", {}, NEED, False, "k"), TicketId(model))
     made.life = life
     return made
 
@@ -28,15 +28,15 @@ def slot(model: str, life: Life = Life.QUEUED) -> Slot:
 class Holder:
     """Stands for Residency: `enter` waits until the test lets it."""
 
-    def __init__(self, *slots: Slot) -> None:
+    def __init__(self, *slots: HeldModel) -> None:
         self.slots = {s.model: s for s in slots}
         self.go_on = asyncio.Event()
-        self.runs = Runs()
+        self.runs = RequestLog()
 
     def client(self) -> "Holder":
         return self
 
-    async def enter(self, model: str, *how: object) -> Slot:
+    async def enter(self, model: str, *how: object) -> HeldModel:
         await self.go_on.wait()
         self.slots[model].inflight += 1
         return self.slots[model]
@@ -50,9 +50,9 @@ def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.spec("J3")
 async def test_it_says_its_place_and_then_how_long_the_load_will_take() -> None:
     mine = slot("b")
-    holder = Holder(slot("a"), slot("r", Life.RESIDENT), mine)
+    holder = Holder(slot("a"), slot("r", HolderState.RESIDENT), mine)
     use = Use(holder, "b", None, None)  # type: ignore[arg-type]
-    async with aclosing(wait_progress.arriving(use, holder.slots, "b")) as steps:
+    async with aclosing(wait_progress.with_progress(use, holder.slots, "b")) as steps:
         assert await anext(steps) == Progress("queued", 1, None)
         mine.granted(Granted(mine.ticket, (), seconds(60), seconds(20), None))  # type: ignore[arg-type]
         loading = await anext(steps)
@@ -70,7 +70,7 @@ async def test_given_up_it_leaves_nothing_behind() -> None:
     mine = slot("b")
     holder = Holder(mine)
     use = Use(holder, "b", None, None)  # type: ignore[arg-type]
-    steps = wait_progress.arriving(use, holder.slots, "b")
+    steps = wait_progress.with_progress(use, holder.slots, "b")
     await anext(steps)
     await steps.aclose()
     holder.go_on.set()
@@ -86,7 +86,7 @@ async def test_a_load_of_which_nothing_is_known_has_no_estimate() -> None:
 
 @pytest.mark.spec("J2")
 def test_a_model_that_is_to_stay_warm_does_not_count_as_idle() -> None:
-    mine = slot("b", Life.RESIDENT)
+    mine = slot("b", HolderState.RESIDENT)
     mine.last_end_ns = time.monotonic_ns() - 10**12
     assert mine.account().idle > seconds(900)
     mine.warm_until_ns = time.monotonic_ns() + 10**10
@@ -100,7 +100,7 @@ async def test_a_client_that_leaves_as_its_model_comes_is_not_in_flight() -> Non
     mine = slot("b")
     holder = Holder(mine)
     use = Use(holder, "b", None, None)  # type: ignore[arg-type]
-    steps = wait_progress.arriving(use, holder.slots, "b")
+    steps = wait_progress.with_progress(use, holder.slots, "b")
     await anext(steps)  # its client has this word now, and asks for the next or leaves
     holder.go_on.set()
     async with asyncio.timeout(5):
@@ -117,13 +117,13 @@ async def test_who_is_cancelled_in_the_turn_in_which_its_model_comes_is_not_in_f
     mine = slot("b")
 
     class Cancelling(Holder):
-        async def enter(self, model: str, *how: object) -> Slot:
+        async def enter(self, model: str, *how: object) -> HeldModel:
             found = await super().enter(model, *how)
             task.cancel()
             return found
 
     async def follow() -> None:
-        async with aclosing(wait_progress.arriving(use, holder.slots, "b")) as steps:
+        async with aclosing(wait_progress.with_progress(use, holder.slots, "b")) as steps:
             async for _ in steps:
                 holder.go_on.set()
 

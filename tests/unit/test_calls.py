@@ -14,7 +14,15 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from arbiter.errors import StaleEpoch
 from arbiter.protocol import rpc
-from arbiter.protocol.rpc import CallFailed, Door, LineBroken, RayPeer, SocketPeer, connect, reach
+from arbiter.protocol.rpc import (
+    ConnectionLost,
+    RayPeer,
+    RemoteError,
+    RpcServer,
+    SocketPeer,
+    connect,
+    connect_to_socket,
+)
 from arbiter.units import Epoch, NodeId
 from tests.support.lines import FakeArbiter
 
@@ -46,9 +54,9 @@ async def never() -> None:
 
 
 @contextlib.asynccontextmanager
-async def line(path: Path) -> AsyncIterator[tuple[Door, SocketPeer]]:
+async def line(path: Path) -> AsyncIterator[tuple[RpcServer, SocketPeer]]:
     offers: Any = {f.__name__: f for f in (doubled, stale, bug, never)}
-    door = Door(HERE, path, offers)
+    door = RpcServer(HERE, path, offers)
     async with asyncio.timeout(WITHIN_S):
         assert await door.where() == {"node": HERE, "path": str(path)}
         peer = await connect(path)
@@ -74,7 +82,7 @@ async def test_our_errors_cross_as_themselves_and_a_bug_over_there_as_one(path: 
     async with line(path) as (_, peer):
         with pytest.raises(StaleEpoch):
             await peer.call("stale")
-        with pytest.raises(CallFailed, match="a bug"):
+        with pytest.raises(RemoteError, match="a bug"):
             await peer.call("bug")
         assert await peer.call("doubled", 1) == 2
 
@@ -85,9 +93,9 @@ async def test_whoever_waits_hears_at_once_that_the_other_end_is_gone(path: Path
         waiting = asyncio.ensure_future(peer.call("never"))
         assert await peer.call("doubled", 1) == 2
         door.close()
-        with pytest.raises(LineBroken):
+        with pytest.raises(ConnectionLost):
             await waiting
-        with pytest.raises(LineBroken):
+        with pytest.raises(ConnectionLost):
             await peer.call("doubled", 1)
 
 
@@ -122,7 +130,7 @@ async def test_a_message_beyond_the_bound_ends_the_line(
 ) -> None:
     async with line(path) as (_, peer):
         monkeypatch.setattr(rpc, "MESSAGE_MOST_BYTES", 10)
-        with pytest.raises(LineBroken):
+        with pytest.raises(ConnectionLost):
             await peer.call("doubled", 1)
 
 
@@ -130,16 +138,16 @@ async def test_a_message_beyond_the_bound_ends_the_line(
 async def test_a_door_on_this_node_is_taken_and_any_other_left_to_ray(path: Path) -> None:
     async with line(path) as (door, _):
         where = await door.where()
-        near = await reach(None, where, HERE)
+        near = await connect_to_socket(None, where, HERE)
         assert await near.call("doubled", 4) == 8
         near.close()
-        assert isinstance(await reach(None, where, ELSEWHERE), RayPeer)
-        assert isinstance(await reach(None, None, HERE), RayPeer)
-    assert isinstance(await reach(None, where, HERE), RayPeer)
+        assert isinstance(await connect_to_socket(None, where, ELSEWHERE), RayPeer)
+        assert isinstance(await connect_to_socket(None, None, HERE), RayPeer)
+    assert isinstance(await connect_to_socket(None, where, HERE), RayPeer)
 
 
 async def test_a_door_that_cannot_open_is_not_named(path: Path) -> None:
-    door = Door(HERE, path.parent / "missing" / "s.sock", {})
+    door = RpcServer(HERE, path.parent / "missing" / "s.sock", {})
     assert await door.where() is None
     door.close()
 
@@ -156,9 +164,9 @@ async def test_by_ray_the_same_ends_have_the_same_names() -> None:
 
     peer = RayPeer(FakeArbiter(died=died, refused=refused, broke=broke, doubled=doubled))
     assert await peer.call("doubled", 3) == 6
-    with pytest.raises(LineBroken):
+    with pytest.raises(ConnectionLost):
         await peer.call("died")
     with pytest.raises(StaleEpoch):
         await peer.call("refused")
-    with pytest.raises(CallFailed, match="a bug"):
+    with pytest.raises(RemoteError, match="a bug"):
         await peer.call("broke")

@@ -15,12 +15,12 @@ from arbiter.units import TicketId
 from deployments import messages
 from deployments.engines.protocol import COULD_GROW
 from deployments.replica.capability import Capability
-from deployments.replica.stream_batching import Pace
+from deployments.replica.stream_batching import StreamBatching
 
-JSON = messages.Head(200, {"content-type": "application/json"})
-SSE = messages.Head(200, {"content-type": "text/event-stream; charset=utf-8"})
+JSON = messages.ResponseHead(200, {"content-type": "application/json"})
+SSE = messages.ResponseHead(200, {"content-type": "text/event-stream; charset=utf-8"})
 LOST = EngineLost("m", TicketId("t"))
-CALL = messages.Call("/v1/thing", b"{}", {}, "req-1", "m")
+CALL = messages.InferenceCall("/v1/thing", b"{}", {}, "req-1", "m")
 
 
 class DyingEngine:
@@ -28,7 +28,7 @@ class DyingEngine:
 
     ticket, predicted_s = TicketId("t"), 0.0
 
-    def __init__(self, head: messages.Head) -> None:
+    def __init__(self, head: messages.ResponseHead) -> None:
         self.head = head
 
     def use(self, model: str, **how: object) -> "DyingEngine":
@@ -44,7 +44,7 @@ class DyingEngine:
 
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> AsyncGenerator[messages.Head | bytes, None]:
+    ) -> AsyncGenerator[messages.ResponseHead | bytes, None]:
         yield self.head
         yield b"data: 1\n\n"
         raise LOST
@@ -54,7 +54,7 @@ class Thing(Capability):
     paths = frozenset({"/v1/thing"})
 
     def __init__(self, engine: "DyingEngine") -> None:
-        self._pace = Pace()
+        self._pace = StreamBatching()
         self._residency = engine  # type: ignore[assignment]
 
     def __del__(self) -> None:  # type: ignore[override]
@@ -77,9 +77,9 @@ async def test_within_anything_else_it_is_raised_for_the_front_to_try_again() ->
 
 
 async def test_a_path_of_another_capability_is_named() -> None:
-    other = messages.Call("/v1/other", b"{}", {}, "req-1", "m")
+    other = messages.InferenceCall("/v1/other", b"{}", {}, "req-1", "m")
     [said] = [part async for part in Thing(DyingEngine(JSON)).handle(other)]
-    assert isinstance(said, messages.Whole)
+    assert isinstance(said, messages.FullResponse)
     assert said.head.status == 404
     assert b"/v1/thing" in said.body
 
@@ -88,7 +88,7 @@ class ShortEngine(DyingEngine):
     """Says that it could do with more, until it has grown; each growth ends as the test has it."""
 
     def __init__(self, *growths: Exception | asyncio.Event | None) -> None:
-        super().__init__(messages.Head(400, JSON.headers | {COULD_GROW: "context"}))
+        super().__init__(messages.ResponseHead(400, JSON.headers | {COULD_GROW: "context"}))
         self.growths, self.deadlines_s = list(growths), []  # type: ignore[var-annotated]
 
     def use(self, model: str, **how: object) -> "ShortEngine":
@@ -97,7 +97,7 @@ class ShortEngine(DyingEngine):
 
     async def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
-    ) -> AsyncGenerator[messages.Head | bytes, None]:
+    ) -> AsyncGenerator[messages.ResponseHead | bytes, None]:
         yield self.head
         yield b"{}"
 
@@ -110,9 +110,9 @@ class ShortEngine(DyingEngine):
         self.head = JSON
 
 
-async def whole(engine: ShortEngine, call: messages.Call = CALL) -> messages.Whole:
+async def whole(engine: ShortEngine, call: messages.InferenceCall = CALL) -> messages.FullResponse:
     [said] = [part async for part in Thing(engine).handle(call)]
-    assert isinstance(said, messages.Whole)
+    assert isinstance(said, messages.FullResponse)
     return said
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from arbiter.core.types import DeviceBytes
 from arbiter.node import procfs
-from arbiter.node.children import Child, Children, look
+from arbiter.node.children import Child, Children, find_processes
 from arbiter.units import Bytes, DeviceId, TicketId
 
 T = TicketId("t")
@@ -85,7 +85,7 @@ def test_a_look_that_began_before_an_engine_was_opened_says_nothing_about_it(
     tmp_path: Path,
 ) -> None:
     opened = Children(tmp_path)
-    before = look()
+    before = find_processes()
     with engine() as pid:
         child = opened.open(T, pid, GRANTED)
         assert child is not None
@@ -189,7 +189,7 @@ def test_an_engine_is_whole_once_a_look_after_its_kill_found_nothing_new(tmp_pat
     with engine(helpers=1) as pid:
         child = opened.open(T, pid, GRANTED)
         assert child is not None
-        before = look()
+        before = find_processes()
         opened.kill(child)  # knows of the root alone
         opened.note(*before)
         assert not child.is_whole  # that look began before the kill

@@ -290,9 +290,11 @@ async def test_a_failure_of_an_old_life_does_not_end_the_new_one() -> None:
 @pytest.mark.spec("A18")
 async def test_an_order_that_was_taken_is_acknowledged_with_the_next_listening() -> None:
     acks: list[int] = []
-    orders = [messages.Order(n, messages.ReloadOrder(f"m{n}")) for n in (1, 2, 3)]
+    orders = [messages.SequencedCommand(n, messages.ReloadOrder(f"m{n}")) for n in (1, 2, 3)]
 
-    async def listen(holder: HolderId, epoch: Epoch, ack: int) -> tuple[messages.Order, ...]:
+    async def listen(
+        holder: HolderId, epoch: Epoch, ack: int
+    ) -> tuple[messages.SequencedCommand, ...]:
         acks.append(ack)
         if ack == 3:
             raise StaleEpoch(epoch, Epoch(6))
@@ -317,9 +319,9 @@ async def test_a_rejoin_names_all_that_is_held_and_repeats_no_message(
     async def hello() -> dict[str, object]:
         return {"identity": messages.identity(), "holders": 0}
 
-    async def join(before: Epoch | None, account: ev.Joined, *_: object) -> messages.Welcome:
+    async def join(before: Epoch | None, account: ev.Joined, *_: object) -> messages.JoinReply:
         joined.append(account)
-        return messages.Welcome(Epoch(6), "v", {"capabilities": {}})
+        return messages.JoinReply(Epoch(6), "v", {"capabilities": {}})
 
     async def tell(epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
         told.append(event)

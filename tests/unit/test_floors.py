@@ -6,7 +6,7 @@ import pytest
 
 from arbiter import units
 from arbiter.core import events as ev
-from arbiter.core.decisions import Reload
+from arbiter.core.decisions import LoadModel
 from arbiter.core.types import Floor, Priority
 from arbiter.errors import NeverFits, NotResident, UnknownModel
 from arbiter.units import GIB, HolderId, TicketId
@@ -28,7 +28,7 @@ def external() -> Desk:
 @pytest.mark.spec("D1", "D8")
 def test_a_device_floor_loads_now_and_makes_it_no_victim() -> None:
     d = Desk()
-    assert floor(d, 0, "a", Floor.DEVICE) == [Reload(H, "a")]
+    assert floor(d, 0, "a", Floor.DEVICE) == [LoadModel(H, "a")]
     d.resident(1, "a", 50)
     assert isinstance(refusal(d.ask(20, "b", 50)), NeverFits)
     assert granted(d.ask(21, "c", 30)) == ["c"]
@@ -41,7 +41,7 @@ def test_what_nobody_could_load_is_loaded_by_the_first_to_join() -> None:
     d = Desk(holders=())
     assert floor(d, 0, "a", Floor.DEVICE) == []
     assert d.arbiter.replica_targets(units.Span(10**15))["text"] == 1  # type: ignore[arg-type]
-    assert d.join(1, "h") == [Reload(H, "a")]
+    assert d.join(1, "h") == [LoadModel(H, "a")]
 
 
 @pytest.mark.spec("D8")
@@ -82,7 +82,7 @@ def test_floors_survive_the_arbiter() -> None:
     floor(d, 0, "a", Floor.DEVICE)
     heir.arbiter.restore_floors(d.arbiter.export_floors())
     assert heir.arbiter.export_floors() == [["text", "a", "device"]]
-    assert heir.join(1, "h") == [Reload(H, "a")]
+    assert heir.join(1, "h") == [LoadModel(H, "a")]
 
 
 @pytest.mark.spec("D2")
@@ -110,7 +110,7 @@ def test_leaving_the_device_floor_releases_the_device() -> None:
 @pytest.mark.spec("D8")
 def test_loaded_by_hand_with_nobody_waiting() -> None:
     d = Desk()
-    assert d.at(0, ev.LoadAsked("text", "a")) == [Reload(H, "a")]
+    assert d.at(0, ev.LoadAsked("text", "a")) == [LoadModel(H, "a")]
     assert granted(d.ask(1, "a", 30)) == ["a"]
     assert d.at(2, ev.LoadAsked("text", "a")) == []  # it loads already
 
@@ -184,7 +184,7 @@ def test_what_has_the_device_floor_comes_back_when_its_engine_dies() -> None:
     d = Desk()
     floor(d, 0, "a", Floor.DEVICE)
     d.resident(1, "a", 30)
-    assert Reload(H, "a") in d.gone(2, "a")
+    assert LoadModel(H, "a") in d.gone(2, "a")
 
 
 @pytest.mark.spec("D8")
@@ -195,7 +195,7 @@ def test_what_has_the_device_floor_is_tried_again_after_each_cool_down() -> None
     d.at(2, ev.LoadBroke(TicketId("a"), "a bug", False))
     assert d.gone(2.1, "a") == []
     assert d.woke(3.9) == []
-    assert d.woke(4.1) == [Reload(H, "a")]
+    assert d.woke(4.1) == [LoadModel(H, "a")]
 
 
 @pytest.mark.spec("D9")

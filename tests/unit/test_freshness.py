@@ -13,7 +13,7 @@ from arbiter.core.types import Need
 from arbiter.units import Bytes, TicketId
 from deployments.config.load_plan import ModelPlan
 from deployments.replica import watchdog
-from deployments.replica.held_model import Life, Slot
+from deployments.replica.held_model import HeldModel, HolderState
 from deployments.replica.watchdog import WHOLE_BYTES, contents, files, pieces, start_watchdog
 
 pytestmark = pytest.mark.spec("D5")
@@ -58,7 +58,7 @@ async def test_other_bytes_with_the_same_name_size_and_times_are_noticed_before_
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = ModelPlan("a", "x:build", {"model": str(model)}, Need(Bytes(1)), True, "")
-    slot = Slot(plan, TicketId("a-1"))
+    slot = HeldModel(plan, TicketId("a-1"))
     await watchdog.look(slot)
     assert not await watchdog.is_stale(slot)
     monkeypatch.setattr(watchdog, "files", lambda _: slot.files)  # as a coarse clock has it
@@ -94,9 +94,9 @@ def test_a_model_in_one_file_is_watched_like_a_folder(tmp_path: Path) -> None:
     assert files(str(model)) != before and contents(str(model), before) != hash_before
 
 
-async def loaded(model: Path) -> Slot:
+async def loaded(model: Path) -> HeldModel:
     plan = ModelPlan("a", "x:build", {"model": str(model)}, Need(Bytes(1)), True, "")
-    slot = Slot(plan, TicketId("a-1"), Life.RESIDENT)
+    slot = HeldModel(plan, TicketId("a-1"), HolderState.RESIDENT)
     await watchdog.look(slot)
     return slot
 

@@ -11,9 +11,9 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, Refuse
 from arbiter.core.queue.gangs import split
-from arbiter.core.records.ledger import Book
+from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Sizes, State
-from arbiter.core.settings import Settings, TenantTerms
+from arbiter.core.settings import Settings, TenantLimits
 from arbiter.core.types import Split
 from arbiter.errors import NeverFits, QuotaExceeded, TicketClosed
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, TicketId
@@ -23,14 +23,14 @@ NORMAL, HIGH = types.Priority.NORMAL, types.Priority.HIGH
 GPUS = [DeviceId(f"g/gpu:{i}") for i in range(4)]
 
 
-def books(*free: int, budget: int = 100) -> list[Book]:
+def books(*free: int, budget: int = 100) -> list[DeviceAccount]:
     return [
-        Book(d, NodeId("g"), types.DeviceKind.GPU, Bytes(budget), Bytes(budget), Bytes(f))
+        DeviceAccount(d, NodeId("g"), types.DeviceKind.GPU, Bytes(budget), Bytes(budget), Bytes(f))
         for d, f in zip(GPUS, free, strict=False)
     ]
 
 
-def parted(where: list[Book], need: int, how: Split) -> Sizes | None:
+def parted(where: list[DeviceAccount], need: int, how: Split) -> Sizes | None:
     return split(where, Bytes(need), how, {book.device: book.budget_bytes for book in where})
 
 
@@ -295,7 +295,7 @@ def test_a_split_is_over_devices_that_are_open() -> None:
 
 def kept(*sizes: float, reserved: float) -> Gpus:
     """A node of GPUs on each of which so much is kept for somebody else."""
-    terms = (TenantTerms("x", reserved_bytes=gib(reserved)),)
+    terms = (TenantLimits("x", reserved_bytes=gib(reserved)),)
     return Gpus(*sizes, settings=replace(PLAIN, tenants=terms))
 
 
@@ -347,7 +347,7 @@ def test_a_gang_that_only_a_reserve_keeps_out_is_refused_with_what_it_leaves() -
 
 @pytest.mark.spec("C10", "A13")
 def test_a_sleeper_over_devices_wakes_beside_a_reserve() -> None:
-    terms = (TenantTerms("x", reserved_bytes=gib(1)),)
+    terms = (TenantLimits("x", reserved_bytes=gib(1)),)
     d = asleep_over_two(replace(PLAIN, tenants=terms))
     assert granted(d.want(1, "a", 100, how=Split.EQUAL)) == ["a"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.records.request_queue import Waiting
+from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.types import Priority
 from arbiter.errors import NeverFits
 from arbiter.units import DeviceId, HolderId, NodeId, TicketId, seconds
@@ -339,7 +339,7 @@ def test_behind_one_that_cannot_load_only_the_smaller_and_the_more_urgent_are_lo
     walked: list[str] = []
     walk = desk.mind.line.walk
 
-    def spied(node: NodeId) -> Iterator[Waiting]:
+    def spied(node: NodeId) -> Iterator[QueueEntry]:
         for waiting in walk(node):
             walked.append(waiting.waiter.ticket)
             yield waiting

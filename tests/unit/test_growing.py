@@ -16,7 +16,7 @@ from arbiter.units import Bytes, DeviceId, Epoch, Span, TicketId, seconds
 from deployments.config.load_plan import plan
 from deployments.config.schema import ConfigError, parse_table
 from deployments.replica import resize
-from deployments.replica.held_model import Life
+from deployments.replica.held_model import HolderState
 from tests.unit import test_residency as base
 
 pytestmark = pytest.mark.spec("A14")
@@ -56,7 +56,7 @@ class Growth:
 @asynccontextmanager
 async def resident(model: dict[str, Any] = MODEL) -> AsyncIterator[tuple[Any, Growth, Any]]:
     async with base.holder() as (residency, arbiter, engine):
-        residency._obey(messages.TableOrder(table(model)))
+        residency._obey(messages.ConfigChanged(table(model)))
         await base.use(residency)
         yield residency, Growth(arbiter), engine
 
@@ -67,7 +67,7 @@ async def test_it_serves_until_it_is_granted_and_who_comes_then_waits_for_the_ne
         growth.may_start.clear()
         async with residency.use("a"):
             growings = [asyncio.ensure_future(resize.grow(residency, "a")) for _ in range(2)]
-            await base.until(lambda: slot.life is Life.DRAINING)
+            await base.until(lambda: slot.life is HolderState.DRAINING)
             waiting = asyncio.ensure_future(base.use(residency))
         await base.until(lambda: growth.spawned)
         [held] = residency.account()
@@ -76,7 +76,7 @@ async def test_it_serves_until_it_is_granted_and_who_comes_then_waits_for_the_ne
         assert growth.arbiter.kinds()[-1] == "Busy" and not waiting.done()
         growth.may_start.set()
         await asyncio.gather(*growings)
-        assert await waiting == slot.ticket and slot.life is Life.RESIDENT
+        assert await waiting == slot.ticket and slot.life is HolderState.RESIDENT
         assert growth.asked == [7] and growth.spawned == [{"kv_cache_memory_bytes": 7}]
         await resize.grow(residency, "a")  # it has it already
         assert growth.asked == [7]
@@ -95,14 +95,14 @@ async def test_what_it_gives_back_is_told_when_the_smaller_process_has_its_place
 
 async def test_by_hand_it_grows_and_gives_back_and_what_cannot_goes_on() -> None:
     async with resident() as (residency, growth, _):
-        residency._obey(messages.SizeOrder("a", messages.ModelSize.GROWN))
+        residency._obey(messages.Resize("a", messages.ModelSize.GROWN))
         await base.until(lambda: residency.slots["a"].before)
-        residency._obey(messages.SizeOrder("a", messages.ModelSize.FIRST))
+        residency._obey(messages.Resize("a", messages.ModelSize.FIRST))
         await base.until(lambda: residency.slots["a"].before is None)
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
         growth.error = GrowthRefused(residency.slots["a"].ticket, Bytes(7), "full")
-        residency._obey(messages.SizeOrder("a", messages.ModelSize.GROWN))
-        residency._obey(messages.SizeOrder("nobody", messages.ModelSize.GROWN))
+        residency._obey(messages.Resize("a", messages.ModelSize.GROWN))
+        residency._obey(messages.Resize("nobody", messages.ModelSize.GROWN))
         await base.until(lambda: len(growth.asked) == 2 and not residency._chores.running)
         assert await base.use(residency) and len(growth.spawned) == 2
 
@@ -112,11 +112,11 @@ async def test_grown_and_idle_for_long_it_gives_back_unasked() -> None:
         slot = residency.slots["a"]
         async with residency.use("a"):
             growings = asyncio.ensure_future(resize.grow(residency, "a"))
-            await base.until(lambda: slot.life is Life.DRAINING)
+            await base.until(lambda: slot.life is HolderState.DRAINING)
         await growings
         await base.until(lambda: len(growth.spawned) == 2)
         await base.until(lambda: ev.GaveBack(slot.ticket, base.ON) in growth.arbiter.told)
-        assert growth.spawned[-1] == {} and slot.life is Life.RESIDENT
+        assert growth.spawned[-1] == {} and slot.life is HolderState.RESIDENT
         assert await base.use(residency) == slot.ticket
 
 

@@ -7,7 +7,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, Grant
-from arbiter.core.settings import TenantTerms
+from arbiter.core.settings import TenantLimits
 from arbiter.errors import GrowthRefused, NeverFits
 from arbiter.units import TicketId, seconds
 from tests.unit.desk import CPU, PLAIN, Desk, gib, granted, refusal, revoked
@@ -157,7 +157,7 @@ def test_a_pinned_neighbour_that_waits_for_growth_is_no_hope_for_another() -> No
 
 @pytest.mark.spec("C10")
 def test_growth_takes_nothing_that_is_kept_for_another_tenant() -> None:
-    kept = TenantTerms("x", reserved_bytes=gib(10))
+    kept = TenantLimits("x", reserved_bytes=gib(10))
     d = Desk(settings=replace(PLAIN, tenants=(kept,)))
     d.resident(0, "a", 60)
     assert granted(grow(d, 1, "a", 15)) == [] and d.charged() == 60

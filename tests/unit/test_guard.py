@@ -22,7 +22,9 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @asynccontextmanager
 async def served(path: str) -> AsyncIterator[None]:
     """As an engine's process serves: uvicorn with our protocol on a unix socket."""
-    config = uvicorn.Config(app, uds=path, http=peer_auth.OwnOnly, lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        app, uds=path, http=peer_auth.SameUserOnly, lifespan="off", log_config=None
+    )
     server = uvicorn.Server(config)
     config.load()
     server.lifespan = config.lifespan_class(config)

@@ -7,7 +7,7 @@ import pytest
 from arbiter import errors
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Reap, Revoke, Tier
+from arbiter.core.decisions import KillEngine, Revoke, Tier
 from arbiter.core.records.ledger import audit as audit_books
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.unit.desk import (
@@ -95,7 +95,7 @@ def test_an_engine_nobody_claims_is_foreign_and_ended_once_holders_had_their_tim
     desk.join(4, "g")
     desk.at(4, ev.HolderLost(HolderId("h")))
     assert reaped(desk.read(4.9)) == []
-    assert desk.read(5.1) == [Reap(NODE, TicketId("z"))]
+    assert desk.read(5.1) == [KillEngine(NODE, TicketId("z"))]
     assert desk.ask(5.2, "a", 10, holder="g") == []  # it may still be growing
     assert desk.last("unclaimed_engine").data["unclaimed"] == "z"
     assert granted(desk.gone(5.3, "z")) == ["a"]

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbiter.core.records.usage_rates import AHEAD_COUNT, FADE, HOUR, HOURS_COUNT, LEAN_DAYS, Hours
+from arbiter.core.records.usage_rates import (
+    AHEAD_COUNT,
+    FADE,
+    HOUR,
+    HOURS_COUNT,
+    LEAN_DAYS,
+    HourlyUsage,
+)
 from arbiter.units import Instant
 
 BEGAN = Instant(1000 * HOUR + 5)
@@ -16,9 +23,9 @@ def at(day: int, hour: float) -> Instant:
     return Instant(round((1001 + day * HOURS_COUNT + hour) * HOUR))
 
 
-def after_days(days_count: int) -> Hours:
+def after_days(days_count: int) -> HourlyUsage:
     """A model used ten times at nine each day, and one used ten times at twenty."""
-    hours = Hours(BEGAN)
+    hours = HourlyUsage(BEGAN)
     for day in range(days_count):
         hours.used(MORNING, 10, at(day, 9.5))
         hours.used(OTHER, 10, at(day, 20.5))
@@ -44,7 +51,7 @@ def test_what_comes_in_the_hour_that_runs_is_no_habit_yet() -> None:
 
 
 def test_where_no_day_was_seen_what_is_known_otherwise_counts_and_fades_as_days_are() -> None:
-    hours = Hours(BEGAN)
+    hours = HourlyUsage(BEGAN)
     assert hours.ahead(MORNING, at(0, 3), 7.0) == 7.0
     leaning = [after_days(n).ahead(("text", "never"), at(n, 3), 7.0) for n in range(4)]
     assert leaning == sorted(leaning, reverse=True)
@@ -54,7 +61,7 @@ def test_where_no_day_was_seen_what_is_known_otherwise_counts_and_fades_as_days_
 @given(st.lists(st.integers(0, 3), min_size=30, max_size=100), st.integers(0, 60))
 def test_it_equals_a_sum_over_the_whole_history(uses: list[int], later: int) -> None:
     """Each hour's uses, faded by the hours since; so many a faded pass of the hours ahead."""
-    hours = Hours(BEGAN)
+    hours = HourlyUsage(BEGAN)
     for n, count in enumerate(uses):
         if count:
             hours.used(MORNING, count, at(0, n + 0.5))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deployments import cli
 from deployments.front import keys
-from deployments.front.auth import Denied, Gate
+from deployments.front.auth import Authenticator, Denied
 from deployments.front.keys import Keyring, Scope
 
 ALL = frozenset(Scope)
@@ -26,7 +26,7 @@ def request(token: str = "", **headers: str) -> Request:
     return Request({"type": "http", "headers": raw, "client": ("127.0.0.1", 1)})
 
 
-def refusal(gate: Gate, asked: Request, scope: Scope) -> tuple[int, Any]:
+def refusal(gate: Authenticator, asked: Request, scope: Scope) -> tuple[int, Any]:
     with pytest.raises(Denied) as caught:
         gate.require(asked, scope)
     response = caught.value.response
@@ -55,7 +55,7 @@ def test_the_first_start_makes_one_key_with_every_scope_and_no_second(path: Path
     token = keys.first_key_path(path).read_text().strip()
     keys.ensure_first(path)
     assert keys.first_key_path(path).read_text().strip() == token
-    gate = Gate(Keyring(path))
+    gate = Authenticator(Keyring(path))
     assert gate.require(request(token), Scope.ADMIN).scopes == ALL
 
 
@@ -63,7 +63,7 @@ def test_the_first_start_makes_one_key_with_every_scope_and_no_second(path: Path
 @pytest.mark.parametrize("scope", [Scope.ADMIN, Scope.LEASE, Scope.PRIORITY])
 def test_what_needs_a_key_is_off_without_one(path: Path, scope: Scope) -> None:
     """Also where nobody has made a key yet, and from whatever address."""
-    gate = Gate(Keyring(path))
+    gate = Authenticator(Keyring(path))
     assert refusal(gate, request(), scope) == (401, "invalid_api_key")
     assert refusal(gate, request(x_forwarded_for="127.0.0.1"), scope)[0] == 401
     assert refusal(gate, request("none"), scope)[0] == 401
@@ -72,7 +72,7 @@ def test_what_needs_a_key_is_off_without_one(path: Path, scope: Scope) -> None:
 @pytest.mark.spec("L1")
 def test_inference_asks_for_no_key_until_one_is_added_and_for_one_ever_after(path: Path) -> None:
     keys.ensure_first(path)
-    gate = Gate(Keyring(path))
+    gate = Authenticator(Keyring(path))
     assert gate.require(request("none"), Scope.INFER).tenant == "default"
     token = keys.add(path, "ann", "acme", frozenset({Scope.INFER}))
     assert refusal(gate, request(), Scope.INFER) == (401, "invalid_api_key")
@@ -85,7 +85,7 @@ def test_inference_asks_for_no_key_until_one_is_added_and_for_one_ever_after(pat
 @pytest.mark.spec("L1")
 def test_a_key_does_what_its_scopes_say_and_nothing_else(path: Path) -> None:
     token = keys.add(path, "ann", "acme", frozenset({Scope.LEASE}))
-    gate = Gate(Keyring(path))
+    gate = Authenticator(Keyring(path))
     assert gate.require(request(token), Scope.LEASE).tenant == "acme"
     for scope in ALL - {Scope.LEASE}:
         assert refusal(gate, request(token), scope) == (403, "scope_missing")
@@ -108,7 +108,7 @@ def test_the_right_id_with_a_wrong_secret_is_no_key(path: Path) -> None:
 def test_a_broken_file_lets_nobody_in(path: Path, content: str) -> None:
     keys.ensure_first(path)
     path.write_text(content)
-    gate = Gate(Keyring(path))
+    gate = Authenticator(Keyring(path))
     assert refusal(gate, request(), Scope.INFER) == (503, "keys_unreadable")
     assert refusal(gate, request("none"), Scope.ADMIN)[0] == 503
 
@@ -116,7 +116,7 @@ def test_a_broken_file_lets_nobody_in(path: Path, content: str) -> None:
 def test_a_file_that_others_may_write_lets_nobody_in(path: Path) -> None:
     keys.ensure_first(path)
     path.chmod(0o666)
-    assert refusal(Gate(Keyring(path)), request(), Scope.INFER)[0] == 503
+    assert refusal(Authenticator(Keyring(path)), request(), Scope.INFER)[0] == 503
 
 
 @pytest.mark.spec("L1")
@@ -142,7 +142,7 @@ def test_a_file_that_others_may_write_lets_nobody_in(path: Path) -> None:
 )
 def test_only_sites_that_are_meant_may_ask(headers: dict[str, str], is_let_in: bool) -> None:
     sites = frozenset({"box.lan"}), frozenset({"https://app.example"})
-    gate = Gate(Keyring(Path("/nonexistent")), *sites)
+    gate = Authenticator(Keyring(Path("/nonexistent")), *sites)
     if is_let_in:
         return gate.check_site(request(**headers))
     with pytest.raises(Denied) as caught:

@@ -71,7 +71,7 @@ def refusal(code: str) -> bytes:
 def test_what_may_pass_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(urllib.request, "urlopen", raising(error))
     with pytest.raises(ConnectionError):
-        leases.HttpDoor("http://x").put("l", {})
+        leases.HttpTransport("http://x").put("l", {})
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[1]", b"{}", b'{"state": "he'])
@@ -80,14 +80,14 @@ def test_an_answer_that_is_none_of_the_arbiters_is_tried_again(
 ) -> None:
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(body))
     with pytest.raises(ConnectionError):
-        leases.HttpDoor("http://x").put("l", {})
+        leases.HttpTransport("http://x").put("l", {})
 
 
 @pytest.mark.parametrize("code", ["under_pressure", "holder_quarantined", "arbiter_closing"])
 def test_a_refusal_with_503_is_told_as_it_is(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(urllib.request, "urlopen", raising(failure(503, refusal(code))))
     with pytest.raises(LeaseRefused, match="why"):
-        leases.HttpDoor("http://x").put("l", {})
+        leases.HttpTransport("http://x").put("l", {})
 
 
 def test_without_heartbeats_it_ends_with_its_notice_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,15 +171,15 @@ def test_through_ray_a_refusal_is_itself_and_all_else_passes(
     monkeypatch.setattr(admin, "find_arbiter", lambda: arbiter)
     monkeypatch.setattr("ray.get", raising(error))
     with pytest.raises(heard):
-        leases.RayDoor().put("job", {"bytes": 1})
+        leases.RayTransport().put("job", {"bytes": 1})
     with pytest.raises(heard):
-        leases.RayDoor().delete("job", None)
+        leases.RayTransport().delete("job", None)
 
 
 def test_through_ray_no_arbiter_is_one_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "find_arbiter", lambda: None)
     with pytest.raises(ConnectionError):
-        leases.RayDoor().put("job", {"bytes": 1})
+        leases.RayTransport().put("job", {"bytes": 1})
 
 
 def sent(*_: object) -> None:

@@ -21,7 +21,7 @@ from arbiter.errors import (
 )
 from arbiter.protocol import messages
 from arbiter.server.event_log import EventLog
-from arbiter.server.lease_service import LeaseDesk
+from arbiter.server.lease_service import LeaseService
 from arbiter.server.shell import Shell
 from arbiter.server.store import Member
 from arbiter.units import Epoch, HolderId, Instant, NodeId, TicketId, in_seconds, seconds
@@ -29,7 +29,7 @@ from policies import bundle
 from tests.unit.desk import CPU, HOST, NODE, PLAIN, gib
 
 JOB = TicketId("lease:t:job")
-TERMS = types.LeaseTerms("t", seconds(3600), seconds(5), preemptible=True)
+TERMS = types.LeaseConditions("t", seconds(3600), seconds(5), preemptible=True)
 
 
 def reraise(error: BaseException) -> NoReturn:
@@ -57,7 +57,7 @@ class Counter:
         )
         self.shell.feed(ev.NodeSeen(NODE, specs))
         self.read()
-        self.desk = LeaseDesk(self.shell, self, self)  # type: ignore[arg-type]
+        self.desk = LeaseService(self.shell, self, self)  # type: ignore[arg-type]
 
     def read(self) -> None:
         readings = tuple(ev.DeviceReading(d, gib(80), gib(0)) for d in (CPU, HOST))
@@ -149,7 +149,7 @@ async def test_who_withdraws_anothers_request_does_not_end_its_wait(counter: Cou
 
 def _asks_for(ticket: str, size: float) -> ev.Requested:
     asked = TicketId(ticket), HolderId(JOB), "lease", "m", types.Need(gib(size))
-    return ev.Requested(*asked, lease=types.LeaseTerms("u", seconds(9), seconds(1)))
+    return ev.Requested(*asked, lease=types.LeaseConditions("u", seconds(9), seconds(1)))
 
 
 async def test_notice_comes_with_the_time_that_is_left_and_then_the_end(counter: Counter) -> None:
@@ -164,7 +164,7 @@ async def test_notice_comes_with_the_time_that_is_left_and_then_the_end(counter:
     waiting = asyncio.ensure_future(counter.call(seen="leaving", wait=seconds(3)))
     await asyncio.sleep(0)
     counter.now = 10
-    counter.shell.feed(ev.Woke())
+    counter.shell.feed(ev.TimerFired())
     assert (await waiting).state == "ended"
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.spec("A15")
 
 
 def lease_beat(desk: Desk, t: float, name: str, devices: float) -> list[object]:
-    terms = types.LeaseTerms("t", seconds(100), seconds(5))
+    terms = types.LeaseConditions("t", seconds(100), seconds(5))
     held = ev.HeldTicket(
         TicketId(name), name, types.Phase.RESIDENT, 0, Span(0), listed({CPU: devices}),
         types.Need(units.Bytes(0)), lease=terms,
@@ -171,7 +171,7 @@ def test_what_the_process_really_holds_is_charged_when_it_is_more() -> None:
 @pytest.mark.spec("A18")
 def test_a_lease_rejoins_the_next_life_of_the_arbiter_on_its_terms() -> None:
     desk = Desk(settings=WHOLE, known=("lease:job",))
-    terms = types.LeaseTerms("t", seconds(50), seconds(5), preemptible=True)
+    terms = types.LeaseConditions("t", seconds(50), seconds(5), preemptible=True)
     held = ev.HeldTicket(
         TicketId("job"), "job", types.Phase.RESIDENT, 0, Span(0), listed({CPU: 30}),
         types.Need(units.Bytes(30 * GIB)), lease=terms,
@@ -184,7 +184,7 @@ def test_a_lease_rejoins_the_next_life_of_the_arbiter_on_its_terms() -> None:
 @pytest.mark.spec("A18")
 def test_what_a_lease_says_of_its_terms_after_a_restart_is_bounded() -> None:
     desk = Desk(settings=WHOLE, known=("lease:job",))
-    terms = types.LeaseTerms("t", seconds(1e6), seconds(1e6))
+    terms = types.LeaseConditions("t", seconds(1e6), seconds(1e6))
     held = ev.HeldTicket(
         TicketId("job"), "job", types.Phase.RESIDENT, 0, Span(0), listed({CPU: 30}),
         types.Need(units.Bytes(30 * GIB)), lease=terms,

@@ -11,8 +11,8 @@ from arbiter import units
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, Refuse
-from arbiter.core.records.ticket import Entry, State
-from arbiter.core.settings import Settings, TenantTerms, Watermarks
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.settings import Settings, TenantLimits, Watermarks
 from arbiter.errors import NeverFits
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.unit.desk import MODELS, PLAIN, capability, gib, granted, refusal, revoked
@@ -82,7 +82,7 @@ class Pairs(Gpus):
         found = ev.EngineReading(A, (types.DeviceBytes(GPUS[0], gib(size)),))
         return self.at(t, ev.Measured(NodeId("g"), readings, (found,)))
 
-    def of(self, ticket: TicketId) -> Entry:
+    def of(self, ticket: TicketId) -> Ticket:
         found = self.mind.ledger.find(ticket)
         assert found is not None
         return found
@@ -261,7 +261,7 @@ def test_above_a_mark_nobody_else_goes_for_what_it_brings() -> None:
 
 @pytest.mark.spec("C10")
 def test_at_its_maximum_a_tenant_counts_on_it() -> None:
-    d = Pairs(80, settings=replace(PLAIN, tenants=(TenantTerms("x", gib(70)),)))
+    d = Pairs(80, settings=replace(PLAIN, tenants=(TenantLimits("x", gib(70)),)))
     d.resident(0, tenant="x")
     assert revoked(d.ask(40, "c", 65, holder="k", tenant="x")) == [("a", "swap", "gone")]
 
@@ -271,7 +271,7 @@ def test_at_its_maximum_a_tenant_counts_on_it() -> None:
 
 @pytest.mark.spec("C10")
 def test_it_is_on_its_hosts_account_and_both_change_hands_or_neither() -> None:
-    terms = (TenantTerms("z", gib(55)), TenantTerms("x", reserved_bytes=gib(20)))
+    terms = (TenantLimits("z", gib(55)), TenantLimits("x", reserved_bytes=gib(20)))
     d = Pairs(80, settings=replace(PLAIN, tenants=terms))
     d.resident(0, tenant="y")
     held = d.mind.ledger.holdings.by_tenant

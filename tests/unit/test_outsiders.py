@@ -11,7 +11,7 @@ from arbiter.core.events import EngineReading
 from arbiter.core.types import DeviceBytes
 from arbiter.errors import LeaseRefused
 from arbiter.node import children, procfs
-from arbiter.node.leased_processes import Outsider, Outsiders
+from arbiter.node.leased_processes import LeasedProcess, LeasedProcesses
 from arbiter.units import MIB, Bytes, DeviceId, TicketId
 from tests.support.engine_host import until
 
@@ -32,15 +32,15 @@ def job() -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def look(outsiders: Outsiders, *not_through: int) -> list[Outsider]:
-    looked_ns, everything = children.look()
+def look(outsiders: LeasedProcesses, *not_through: int) -> list[LeasedProcess]:
+    looked_ns, everything = children.find_processes()
     return outsiders.note(looked_ns, everything, not_through)
 
 
 def test_the_whole_tree_is_read_and_nobody_behind_the_node_of_ours(
     job: subprocess.Popen[bytes],
 ) -> None:
-    outsiders = Outsiders()
+    outsiders = LeasedProcesses()
     opened = outsiders.open(JOB, job.pid, LENT, set())
     assert opened
     until(lambda: look(outsiders) == [] and len(opened.members) == 2, 10)
@@ -52,8 +52,8 @@ def test_the_whole_tree_is_read_and_nobody_behind_the_node_of_ours(
 
 
 def test_a_look_from_before_a_lease_says_nothing_of_it(job: subprocess.Popen[bytes]) -> None:
-    outsiders = Outsiders()
-    looked_ns, everything = children.look()
+    outsiders = LeasedProcesses()
+    looked_ns, everything = children.find_processes()
     others = {pid: process for pid, process in everything.items() if pid != job.pid}
     opened = outsiders.open(JOB, job.pid, LENT, set())
     assert opened
@@ -62,7 +62,7 @@ def test_a_look_from_before_a_lease_says_nothing_of_it(job: subprocess.Popen[byt
 
 
 def test_one_process_has_one_lease_and_no_engine_is_leased(job: subprocess.Popen[bytes]) -> None:
-    outsiders = Outsiders()
+    outsiders = LeasedProcesses()
     with pytest.raises(LeaseRefused):
         outsiders.open(JOB, job.pid, LENT, {job.pid})
     outsiders.open(JOB, job.pid, LENT, set())
@@ -79,16 +79,16 @@ def test_a_dead_process_and_a_strangers_are_refused(
     gone = subprocess.Popen(["true"])
     gone.wait()
     with pytest.raises(LeaseRefused):
-        Outsiders().open(JOB, gone.pid, LENT, set())
+        LeasedProcesses().open(JOB, gone.pid, LENT, set())
     monkeypatch.setattr(os, "getuid", lambda: 12_345)
     with pytest.raises(LeaseRefused):
-        Outsiders().open(JOB, job.pid, LENT, set())
+        LeasedProcesses().open(JOB, job.pid, LENT, set())
 
 
 def test_a_helper_of_another_user_is_nobodys(
     job: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outsiders = Outsiders()
+    outsiders = LeasedProcesses()
     opened = outsiders.open(JOB, job.pid, LENT, set())
     assert opened
     ours = {job.pid, os.getpid()}
@@ -100,11 +100,11 @@ def test_a_helper_of_another_user_is_nobodys(
 @pytest.mark.parametrize("pid", [99_999_999_999, 1 << 70])
 def test_a_number_that_can_be_no_pid_is_refused(pid: int) -> None:
     with pytest.raises(LeaseRefused):
-        Outsiders().open(JOB, pid, LENT, set())
+        LeasedProcesses().open(JOB, pid, LENT, set())
 
 
 def test_helpers_outlive_their_root_on_the_books(job: subprocess.Popen[bytes]) -> None:
-    outsiders = Outsiders()
+    outsiders = LeasedProcesses()
     opened = outsiders.open(JOB, job.pid, LENT, set())
     assert opened
     until(lambda: look(outsiders) == [] and len(opened.members) == 2, 10)
@@ -121,7 +121,7 @@ def test_helpers_outlive_their_root_on_the_books(job: subprocess.Popen[bytes]) -
 def test_bytes_are_back_when_it_holds_no_more_than_before_it_came(
     job: subprocess.Popen[bytes],
 ) -> None:
-    outsiders = Outsiders()
+    outsiders = LeasedProcesses()
     until(lambda: procfs.memory({job.pid}).device_bytes > 2 * MIB, 10)  # an interpreter, not a fork
     opened = outsiders.open(JOB, job.pid, LENT, set())
     assert opened and opened.floor_bytes > MIB

@@ -7,10 +7,10 @@ import pytest
 
 from arbiter.errors import EngineLost
 from arbiter.units import TicketId
-from deployments.messages import Head
-from deployments.replica.stream_batching import Pace, Part
+from deployments.messages import ResponseHead
+from deployments.replica.stream_batching import Part, StreamBatching
 
-HEAD = Head(200, {})
+HEAD = ResponseHead(200, {})
 
 
 class Pipe:
@@ -46,7 +46,7 @@ async def test_every_byte_arrives_once_and_in_order() -> None:
     got: list[Part] = []
 
     async def read() -> None:
-        async for part in Pace(chunks_per_s=1_000).follow(pipe.parts()):
+        async for part in StreamBatching(chunks_per_s=1_000).follow(pipe.parts()):
             got.append(part)
 
     reading = asyncio.ensure_future(read())
@@ -60,7 +60,7 @@ async def test_every_byte_arrives_once_and_in_order() -> None:
     assert joined == b"".join(b"%d," % number for number in range(200))
 
 
-async def begun(pace: Pace, pipe: Pipe) -> AsyncGenerator[Part, None]:
+async def begun(pace: StreamBatching, pipe: Pipe) -> AsyncGenerator[Part, None]:
     """A stream whose first pieces went out."""
     stream = pace.follow(pipe.parts())
     assert await anext(stream) == HEAD
@@ -77,7 +77,7 @@ async def settled() -> None:
 
 async def test_what_comes_while_a_piece_is_not_due_goes_out_as_one() -> None:
     pipe = Pipe()
-    stream = await begun(Pace(chunks_per_s=50), pipe)
+    stream = await begun(StreamBatching(chunks_per_s=50), pipe)
     following = asyncio.ensure_future(anext(stream))
     for _ in range(10):
         pipe.put(b"b")
@@ -90,7 +90,7 @@ FOR_EVER = 1e12  # times the microseconds between two pieces here
 
 
 async def test_of_several_streams_a_piece_waits_for_the_next_of_its_own() -> None:
-    pace, pipes = Pace(chunks_per_s=1e9, patience=FOR_EVER), [Pipe(), Pipe()]
+    pace, pipes = StreamBatching(chunks_per_s=1e9, patience=FOR_EVER), [Pipe(), Pipe()]
     stream, _ = [await begun(pace, pipe) for pipe in pipes]
     following = asyncio.ensure_future(anext(stream))
     pipes[0].put(b"one,")
@@ -102,7 +102,7 @@ async def test_of_several_streams_a_piece_waits_for_the_next_of_its_own() -> Non
 
 @pytest.mark.parametrize("patience", [0.0, FOR_EVER])
 async def test_a_late_piece_and_the_last_are_not_waited_for(patience: float) -> None:
-    pace, pipes = Pace(chunks_per_s=1e9, patience=patience), [Pipe(), Pipe()]
+    pace, pipes = StreamBatching(chunks_per_s=1e9, patience=patience), [Pipe(), Pipe()]
     stream, _ = [await begun(pace, pipe) for pipe in pipes]
     following = asyncio.ensure_future(anext(stream))
     pipes[0].put(b"last")
@@ -114,7 +114,7 @@ async def test_a_late_piece_and_the_last_are_not_waited_for(patience: float) -> 
 
 async def test_a_stream_alone_waits_for_nobody() -> None:
     pipe = Pipe()
-    stream = await begun(Pace(chunks_per_s=1e9, patience=FOR_EVER), pipe)
+    stream = await begun(StreamBatching(chunks_per_s=1e9, patience=FOR_EVER), pipe)
     for piece in (b"a", b"b", b"c"):
         pipe.put(piece)
         assert await asyncio.wait_for(anext(stream), 5) == piece
@@ -128,7 +128,7 @@ async def test_what_came_before_a_break_goes_out_before_it() -> None:
 
     got: list[Part] = []
     with pytest.raises(EngineLost):
-        async for part in Pace().follow(breaking()):
+        async for part in StreamBatching().follow(breaking()):
             got.append(part)
     assert got == [HEAD, b"a"]
 
@@ -145,7 +145,7 @@ async def test_closing_it_closes_what_it_follows() -> None:
             closed.set()
 
     source = endless()
-    stream = Pace().follow(source)
+    stream = StreamBatching().follow(source)
     await anext(stream)
     await stream.aclose()
     await asyncio.wait_for(closed.wait(), 5)
@@ -153,7 +153,7 @@ async def test_closing_it_closes_what_it_follows() -> None:
 
 @pytest.mark.parametrize("streams", [1, 4])
 async def test_the_share_of_a_stream_shrinks_with_their_number(streams: int) -> None:
-    pace = Pace(chunks_per_s=100, patience=0.0)
+    pace = StreamBatching(chunks_per_s=100, patience=0.0)
     pipes = [Pipe() for _ in range(streams)]
     followed = [await begun(pace, pipe) for pipe in pipes]
     loop = asyncio.get_running_loop()

@@ -56,7 +56,7 @@ class Gangs:
 async def test_both_are_asked_for_at_once_and_are_in_each_account(tmp_path: Path) -> None:
     async with base.holder() as (residency, arbiter, _):
         gangs = Gangs(arbiter)
-        residency._obey(messages.TableOrder(table(tmp_path)))
+        residency._obey(messages.ConfigChanged(table(tmp_path)))
         async with residency.use("a") as engine:
             [(target, drafter)] = gangs.asked
             assert (target.model, target.lives_in) == ("a", None)
@@ -76,7 +76,7 @@ async def test_refused_none_of_them_is_held(tmp_path: Path) -> None:
     async with base.holder() as (residency, arbiter, _):
         gangs = Gangs(arbiter)
         gangs.error = NeverFits(TicketId("x"), Bytes(9), Bytes(5))
-        residency._obey(messages.TableOrder(table(tmp_path)))
+        residency._obey(messages.ConfigChanged(table(tmp_path)))
         with pytest.raises(NeverFits):
             await base.use(residency)
         assert residency.account() == () and not residency.slots
@@ -94,7 +94,7 @@ async def test_who_comes_while_they_are_asked_for_speaks_of_both_and_of_their_ga
             return tuple(await grant(asked))
 
         arbiter.acquire_all = granted
-        residency._obey(messages.TableOrder(table(tmp_path)))
+        residency._obey(messages.ConfigChanged(table(tmp_path)))
         uses = [base.entered(residency, 30)]
         await base.until(lambda: residency.slots)  # else the other may come first
         uses.append(base.entered(residency, None))
@@ -118,7 +118,7 @@ async def test_a_second_try_is_two_new_tickets(tmp_path: Path) -> None:
             raise LoadRefused("no room", out_of_memory=True)
 
         arbiter.spawn = out_of_memory_once
-        residency._obey(messages.TableOrder(table(tmp_path)))
+        residency._obey(messages.ConfigChanged(table(tmp_path)))
         await asyncio.wait_for(base.use(residency), 5)
         tickets = [r.ticket for asked in gangs.asked for r in asked]
         assert len(tickets) == len(set(tickets)) == 4

@@ -12,9 +12,9 @@ from arbiter import errors
 from arbiter.core import events as ev
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.records.ledger import audit as audit_books
-from arbiter.core.records.request_queue import Line
+from arbiter.core.records.request_queue import RequestQueue
 from arbiter.core.records.ticket import TRANSITIONS, State
-from arbiter.core.records.timers import Alarms
+from arbiter.core.records.timers import Timers
 from arbiter.core.settings import DEFAULTS, Arenas, Settings
 from arbiter.core.tickets import budget
 from arbiter.core.types import DeviceKind, Need
@@ -131,7 +131,7 @@ def test_foreign_bytes_count_once_they_exceed_what_a_cap_leaves_to_others(
 
 
 def test_alarms_ring_once_in_order_and_never_late() -> None:
-    alarms = Alarms()
+    alarms = Timers()
     alarms.set(("ticket", "b"), Instant(5))
     alarms.set(("ticket", "a"), Instant(7))
     alarms.set(("ticket", "a"), Instant(3))  # earlier wins
@@ -148,7 +148,7 @@ def test_alarms_ring_once_in_order_and_never_late() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=30))
 def test_the_line_keeps_the_policys_order_whatever_leaves(steps: list[tuple[int, bool]]) -> None:
-    line, model, now = Line(admit_fifo.key), [], 0
+    line, model, now = RequestQueue(admit_fifo.key), [], 0
     for number, leaves in steps:
         now += number
         if leaves and model:
@@ -162,7 +162,7 @@ def test_the_line_keeps_the_policys_order_whatever_leaves(steps: list[tuple[int,
 
 
 def test_a_walk_meets_who_stood_there_when_it_began_and_has_not_left() -> None:
-    line, node = Line(admit_fifo.key), NodeId("n")
+    line, node = RequestQueue(admit_fifo.key), NodeId("n")
     for number, ticket in enumerate("abcd"):
         line.add(TicketId(ticket), "m", node, Instant(number))
     walk = line.walk(node)

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbiter.core.eviction.ranking import effective_priority
-from arbiter.core.records.victim_set import Option
+from arbiter.core.records.victim_set import PricedVictim
 from arbiter.core.settings import DEFAULTS
 from arbiter.core.types import Priority
-from arbiter.core.view import Candidate, Idler, Key, Site, Waiter
+from arbiter.core.view import Candidate, IdleModel, Key, PlacementOption, QueuedRequest
 from arbiter.units import GIB, SECOND, Bytes, DeviceId, HolderId, Instant, Span, TicketId, seconds
 from policies import ADMIT, EVICT, KEEP_WARM, PLACE, ROLES, bundle
 from tests.unit.desk import CPU, PLAIN, Desk, revoked
@@ -41,7 +41,7 @@ ONE = Candidate(TicketId("a"), HolderId("h"), 25, Bytes(GIB), 0, Instant(5), Spa
 
 def place(name: str, c: Candidate) -> Key:
     price = EVICT[name](c)
-    return Option(c.ticket, c.freed_bytes, price.rank, price.cost_s).place
+    return PricedVictim(c.ticket, c.freed_bytes, price.rank, price.cost_s).place
 
 
 @pytest.mark.spec("C3")
@@ -185,14 +185,17 @@ def test_roles_keep_warm_as_specified() -> None:
 @pytest.mark.parametrize("name", ADMIT)
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=9))
 def test_admission_leaves_no_ties(name: str, times: list[int]) -> None:
-    waiters = [Waiter(TicketId(str(n)), Instant(t), n) for n, t in enumerate(times)]
+    waiters = [QueuedRequest(TicketId(str(n)), Instant(t), n) for n, t in enumerate(times)]
     assert len({ADMIT[name](w) for w in waiters}) == len(waiters)
 
 
 @pytest.mark.spec("C6")
 def test_fifo_serves_by_arrival() -> None:
-    first, second = Waiter(TicketId("z"), Instant(1), 1), Waiter(TicketId("a"), Instant(2), 2)
-    same_time = Waiter(TicketId("a"), Instant(1), 2)
+    first, second = (
+        QueuedRequest(TicketId("z"), Instant(1), 1),
+        QueuedRequest(TicketId("a"), Instant(2), 2),
+    )
+    same_time = QueuedRequest(TicketId("a"), Instant(1), 2)
     assert ADMIT["fifo"](first) < ADMIT["fifo"](second)
     assert ADMIT["fifo"](first) < ADMIT["fifo"](same_time)
 
@@ -202,14 +205,17 @@ def test_fifo_serves_by_arrival() -> None:
 def test_placement_never_prefers_a_device_that_lacks_room(
     name: str, free: list[int], need: int
 ) -> None:
-    sites = [Site(DeviceId(f"d{n}"), Bytes(need), Bytes(f)) for n, f in enumerate(free)]
+    sites = [PlacementOption(DeviceId(f"d{n}"), Bytes(need), Bytes(f)) for n, f in enumerate(free)]
     best = min(sites, key=PLACE[name])
     assert best.free_bytes >= need or all(s.free_bytes < need for s in sites)
 
 
 def test_best_fit_takes_the_smallest_hole_and_else_the_least_lack() -> None:
     key = PLACE["best_fit"]
-    sites = [Site(DeviceId(f"d{n}"), Bytes(10), Bytes(f)) for n, f in enumerate([30, 12, 9, -4])]
+    sites = [
+        PlacementOption(DeviceId(f"d{n}"), Bytes(10), Bytes(f))
+        for n, f in enumerate([30, 12, 9, -4])
+    ]
     assert [s.device for s in sorted(sites, key=key)] == ["d1", "d0", "d2", "d3"]
 
 
@@ -217,15 +223,15 @@ def test_best_fit_takes_the_smallest_hole_and_else_the_least_lack() -> None:
 @pytest.mark.parametrize("name", KEEP_WARM)
 def test_pinned_and_for_ever_never_go_by_themselves(name: str) -> None:
     goes_at = KEEP_WARM[name]
-    assert goes_at(Idler(Instant(5), seconds(60), pinned=True)) is None
-    assert goes_at(Idler(Instant(5), Span(-1), pinned=False)) is None
+    assert goes_at(IdleModel(Instant(5), seconds(60), pinned=True)) is None
+    assert goes_at(IdleModel(Instant(5), Span(-1), pinned=False)) is None
 
 
 @pytest.mark.spec("C8")
 def test_keep_warm_counts_from_the_last_use() -> None:
     goes_at = KEEP_WARM["since_last_use"]
-    assert goes_at(Idler(Instant(5), Span(60), pinned=False)) == 65
-    assert goes_at(Idler(Instant(5), Span(0), pinned=False)) == 5
+    assert goes_at(IdleModel(Instant(5), Span(60), pinned=False)) == 65
+    assert goes_at(IdleModel(Instant(5), Span(0), pinned=False)) == 5
 
 
 def test_a_bundle_holds_what_the_settings_name() -> None:

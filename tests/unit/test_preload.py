@@ -7,7 +7,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Decision, Reload
+from arbiter.core.decisions import Decision, LoadModel
 from arbiter.errors import TicketClosed
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.unit.desk import CPU, PLAIN, Desk, capability, granted, refusal, revoked
@@ -43,7 +43,7 @@ def use(d: Desk, t: float, name: str = "e1x") -> list[Decision]:
 
 def test_the_next_of_a_pipeline_is_brought_in_while_nobody_uses_it() -> None:
     d = desk()
-    assert use(d, 10) == [Reload(HolderId("h"), "a")]
+    assert use(d, 10) == [LoadModel(HolderId("h"), "a")]
     assert d.last("model_preload").data["why"] == "pipeline"
     assert granted(d.ask(11, "a2", 30, model="a")) == ["a2"]
     assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == []  # its own load guesses nothing
@@ -97,7 +97,7 @@ def test_a_guess_costs_nobody_anything(why: Callable[[Desk], None], guessed: lis
     come_and_go(d, 6, "a4", 30)  # so it is used most, whatever stands in its way
     why(d)
     said = use(d, 20)
-    assert [r.model for r in said if isinstance(r, Reload)] == guessed
+    assert [r.model for r in said if isinstance(r, LoadModel)] == guessed
     assert d.state("e1x") == "resident"  # it was used
 
 
@@ -124,7 +124,7 @@ def test_what_usually_followed_is_brought_in_and_a_coincidence_is_not() -> None:
         d.at(t + 1, ev.Released(TicketId(f"e1{round_count}"), "x"))
         d.gone(t + 1, f"e1{round_count}")
         come_and_go(d, t + 2, f"a{round_count + 2}", 30)
-    assert use(d, 200, "e1y") == [Reload(HolderId("h"), "a")]
+    assert use(d, 200, "e1y") == [LoadModel(HolderId("h"), "a")]
     assert d.last("model_preload").data["why"] == "history"
 
 
@@ -178,7 +178,7 @@ def chain() -> Desk:
     d.read(6)
     d.at(7, ev.Released(TicketId("v1"), "x"))
     d.gone(7, "v1")
-    assert use(d, 10) == [Reload(HolderId("h"), "a")]
+    assert use(d, 10) == [LoadModel(HolderId("h"), "a")]
     d.ask(11, "a2", 30, model="a")
     return d
 
@@ -187,13 +187,13 @@ def test_a_guess_begets_no_guess_until_somebody_uses_it() -> None:
     d = chain()
     assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == []
     used = replace(d.held("a2"), uses_count=1)
-    assert d.at(13, ev.Renewed(HolderId("h"), (used,))) == [Reload(HolderId("w"), "v")]
+    assert d.at(13, ev.Renewed(HolderId("h"), (used,))) == [LoadModel(HolderId("w"), "v")]
 
 
 def test_what_was_guessed_and_asked_for_meanwhile_is_followed_like_any_other() -> None:
     d = chain()
     d.ask(11.5, "a2", 30, model="a")  # a request has joined it
-    assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == [Reload(HolderId("w"), "v")]
+    assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == [LoadModel(HolderId("w"), "v")]
 
 
 def test_what_has_just_failed_to_load_is_no_guess() -> None:
@@ -226,7 +226,7 @@ def test_what_follows_less_than_every_second_time_is_no_habit(
         d.mind.wanted.clear()  # nobody brings it in here
         come_and_go(d, t + 2, f"{model}{number + 2}", 30, model)
     d.mind.followers[("embedding", "e1")][("text", "c")] = others_count
-    assert [r.model for r in use(d, 400, "e1y") if isinstance(r, Reload)] == guessed
+    assert [r.model for r in use(d, 400, "e1y") if isinstance(r, LoadModel)] == guessed
 
 
 def test_a_guess_that_somebody_asks_for_while_it_loads_is_none_any_more() -> None:

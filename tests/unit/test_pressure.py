@@ -7,7 +7,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, Grant
-from arbiter.core.view import Gauge
+from arbiter.core.view import MemoryReading
 from arbiter.errors import UnderPressure
 from arbiter.units import GIB, Bytes, DeviceId, HolderId, NodeId, TicketId, seconds
 from policies.pressure import level
@@ -71,7 +71,7 @@ def push(
 def test_the_worst_source_wins(
     kind: types.DeviceKind, free: int, stalls: float, expected: types.Level
 ) -> None:
-    assert level(Gauge(kind, Bytes(free), Bytes(100), Bytes(10), stalls)) is expected
+    assert level(MemoryReading(kind, Bytes(free), Bytes(100), Bytes(10), stalls)) is expected
 
 
 def test_low_takes_the_lowest_idle_and_another_with_each_tick_that_stays_low() -> None:

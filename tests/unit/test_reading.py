@@ -14,8 +14,8 @@ from arbiter.core.types import Priority
 from arbiter.errors import UnknownModel
 from deployments import messages
 from deployments.config.schema import Table, parse_table
-from deployments.front.model_names import Names
-from deployments.front.request import Asked, BadRequest, call_of, read
+from deployments.front.model_names import ModelNames
+from deployments.front.request import BadRequest, ParsedRequest, call_of, read
 from deployments.front.routes import leases, residency
 from deployments.front.schemas import PRIVATE
 
@@ -63,7 +63,7 @@ async def test_a_body_without_end_is_read_no_further_than_its_bound(
 
 async def asked(
     body: dict[str, Any], headers: dict[str, str] | None = None, of: Table | None = None
-) -> Asked:
+) -> ParsedRequest:
     profiles = (of or table()).front.profiles
     return await read(request(json.dumps(body).encode(), headers), profiles)
 
@@ -73,10 +73,10 @@ async def call(
     headers: dict[str, str] | None = None,
     of: Table | None = None,
     tenant: str = "default",
-) -> tuple[messages.Call, dict[str, Any]]:
+) -> tuple[messages.InferenceCall, dict[str, Any]]:
     of = of or table()
     it = await asked(body, headers, of)
-    target = Names(of).find(it.model, tenant)
+    target = ModelNames(of).find(it.model, tenant)
     made = call_of(it, target, of.capabilities["chat"].models[target.model], tenant)
     return made, json.loads(made.body)
 
@@ -140,7 +140,10 @@ async def test_what_needs_no_change_is_sent_as_it_came() -> None:
     raw = b'{"model":  "tiny", "messages": [{"role": "user", "content": "x"}]}'
     it = await read(request(raw), {})
     made = call_of(
-        it, Names(table()).find("tiny", ""), table().capabilities["chat"].models["tiny"], "default"
+        it,
+        ModelNames(table()).find("tiny", ""),
+        table().capabilities["chat"].models["tiny"],
+        "default",
     )
     assert made.body == raw
 
@@ -192,7 +195,7 @@ def with_adapters(folder: Path, *names: str) -> Table:
 
 @pytest.mark.spec("F2")
 def test_an_adapter_is_found_by_full_and_by_bare_name(tmp_path: Path) -> None:
-    names = Names(with_adapters(tmp_path, "law"))
+    names = ModelNames(with_adapters(tmp_path, "law"))
     for name in ("law", "tiny:law"):
         target = names.find(name, "acme")
         assert (target.model, target.served, target.capability) == ("tiny", "tiny:law", "chat")
@@ -201,7 +204,7 @@ def test_an_adapter_is_found_by_full_and_by_bare_name(tmp_path: Path) -> None:
 
 @pytest.mark.spec("F2", "L1")
 def test_an_adapter_of_another_tenant_is_not_there(tmp_path: Path) -> None:
-    names = Names(with_adapters(tmp_path, "@acme/secret"))
+    names = ModelNames(with_adapters(tmp_path, "@acme/secret"))
     assert names.find("secret", "acme").served == "tiny:secret"
     assert "tiny:secret" not in names.visible("evil")
     for name in ("secret", "tiny:secret", "@acme/secret", "tiny:@acme/secret", "secre"):
@@ -213,7 +216,7 @@ def test_an_adapter_of_another_tenant_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.spec("L3")
 def test_a_near_miss_is_offered_among_thousands(tmp_path: Path) -> None:
-    names = Names(with_adapters(tmp_path, *(f"adapter-{n:04}" for n in range(300))))
+    names = ModelNames(with_adapters(tmp_path, *(f"adapter-{n:04}" for n in range(300))))
     with pytest.raises(UnknownModel) as caught:
         names.find("adapter-01234", "")
     assert "or adapter-0123?" in str(caught.value)
@@ -225,7 +228,7 @@ def test_a_near_miss_is_offered_among_thousands(tmp_path: Path) -> None:
 @settings(max_examples=200)
 @given(st.text(max_size=60))
 def test_no_name_leaves_its_folder_or_breaks_the_front(name: str) -> None:
-    names = Names(table({"adapters": {"folder": "/proc"}}))
+    names = ModelNames(table({"adapters": {"folder": "/proc"}}))
     if name not in ("tiny", "other"):
         with pytest.raises(UnknownModel):
             names.find(name, name)
@@ -258,7 +261,7 @@ async def test_any_body_and_headers_are_understood_or_refused_by_name(
     except BadRequest as error:
         assert error.response.status_code in (400, 413)
         return
-    target = Names(table()).find("tiny", "")
+    target = ModelNames(table()).find("tiny", "")
     made = call_of(it, target, table().capabilities["chat"].models["tiny"], "default")
     assert made.request_id.isprintable()
     assert not [name for name in json.loads(made.body) if name.startswith("x_")]

@@ -8,7 +8,7 @@ import pytest
 from arbiter import errors, units
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Grant, Reap, Reload
+from arbiter.core.decisions import Grant, KillEngine, LoadModel
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
 from tests.unit.desk import (
     CPU,
@@ -31,7 +31,7 @@ def test_released_bytes_stay_charged_until_seen_back() -> None:
     desk = Desk(device=80)
     desk.resident(0, "a", 80)
     desk.ask(20, "b", 80)
-    assert desk.at(21, ev.Released(TicketId("a"), "swap")) == [Reap(NODE, TicketId("a"))]
+    assert desk.at(21, ev.Released(TicketId("a"), "swap")) == [KillEngine(NODE, TicketId("a"))]
     assert desk.free() == 0
     assert granted(desk.gone(22, "a", bytes_back=False)) == []
     assert desk.free() == 0
@@ -123,7 +123,7 @@ def test_a_load_that_failed_for_memory_is_retried_at_once_and_asks_for_more() ->
     desk.ask(0, "a2", 50)
     decisions = desk.at(1, ev.LoadBroke(TicketId("a1"), "out of memory", True))
     assert "cool_down" not in desk.kinds()
-    assert decisions == [Reap(NODE, TicketId("a1"))]
+    assert decisions == [KillEngine(NODE, TicketId("a1"))]
     desk.at(1, ev.Withdrawn(TicketId("a2")))
     desk.gone(1, "a1")
     [grant] = desk.ask(2, "a3", 40, attempt=2)
@@ -170,7 +170,7 @@ def test_a_failed_switch_brings_back_the_model_that_made_room() -> None:
     desk.at(21, ev.Released(TicketId("a"), "swap"))
     desk.gone(22, "a")
     decisions = desk.at(23, ev.LoadBroke(TicketId("b"), "bad weights", False))
-    assert [d for d in decisions if isinstance(d, Reload)] == [Reload(HolderId("h"), "a")]
+    assert [d for d in decisions if isinstance(d, LoadModel)] == [LoadModel(HolderId("h"), "a")]
 
 
 @pytest.mark.spec("A12")
@@ -181,10 +181,10 @@ def test_after_a_failure_for_memory_it_comes_back_only_if_nobody_tries_again() -
     desk.at(21, ev.Released(TicketId("a"), "swap"))
     desk.gone(22, "a")
     assert desk.at(23, ev.LoadBroke(TicketId("b"), "out of memory", True)) == [
-        Reap(NODE, TicketId("b"))
+        KillEngine(NODE, TicketId("b"))
     ]
     desk.gone(24, "b")
-    assert desk.woke(28) == [Reload(HolderId("h"), "a")]
+    assert desk.woke(28) == [LoadModel(HolderId("h"), "a")]
 
 
 @pytest.mark.spec("A12")
@@ -202,7 +202,9 @@ def test_a_second_try_that_succeeds_brings_nothing_back() -> None:
     desk.at(30, ev.Released(TicketId("b2"), "manual"))
     desk.gone(31, "b2")
     assert is_granted(desk.ask(32, "b3", 60), "b3")
-    assert desk.at(33, ev.LoadBroke(TicketId("b3"), "x", False)) == [Reap(NODE, TicketId("b3"))]
+    assert desk.at(33, ev.LoadBroke(TicketId("b3"), "x", False)) == [
+        KillEngine(NODE, TicketId("b3"))
+    ]
 
 
 @pytest.mark.spec("A12")

@@ -22,7 +22,14 @@ from arbiter.replay.recorded import NothingLoaded
 from arbiter.replay.score import Score
 from arbiter.replay.world import World
 from arbiter.server import recording
-from arbiter.server.recording import EVENTS, Heading, Recorder, RecordingUnreadable, again, read
+from arbiter.server.recording import (
+    EVENTS,
+    Recorder,
+    RecordingHeader,
+    RecordingUnreadable,
+    read,
+    replay,
+)
 from arbiter.units import Epoch, Instant
 from benchmarks.replay import mixes, traces
 from benchmarks.replay.table import SETTINGS
@@ -38,7 +45,7 @@ class Taped:
 
     def __init__(self, core: Arbiter, path: Path) -> None:
         self._core, self.settings = core, core.settings
-        heading = Heading(protocol_hash(), core.settings, core.epoch, (), None, Instant(0))
+        heading = RecordingHeader(protocol_hash(), core.settings, core.epoch, (), None, Instant(0))
         self.recorder = Recorder(path, heading)
 
     def handle(self, event: ev.Event, now: Instant) -> list[Decision]:
@@ -75,10 +82,10 @@ def test_every_event_is_read_as_it_was_written(kind: Any, data: st.DataObject) -
 @pytest.mark.spec("K3")
 def test_the_same_policy_decides_a_recording_as_it_was_decided(log: tuple[Path, Score]) -> None:
     [life] = read(log[0])
-    steps = list(again(life, bundle(life.heading.settings)))
+    steps = list(replay(life, bundle(life.heading.settings)))
     assert len(steps) > 1000
     assert all(step.is_same for step in steps)
-    other = list(again(life, bundle(replace(life.heading.settings, evict="two_rates"))))
+    other = list(replay(life, bundle(replace(life.heading.settings, evict="two_rates"))))
     assert not other[-1].is_same
 
 
@@ -87,9 +94,9 @@ def test_another_process_decides_a_recording_the_same(log: tuple[Path, Score]) -
     """Sets and hashes differ between processes; decisions may not."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from arbiter.server.recording import again, read; from policies import bundle\n"
+        "from arbiter.server.recording import read, replay; from policies import bundle\n"
         "[life] = read(Path(sys.argv[1]))\n"
-        "print(all(s.is_same for s in again(life, bundle(life.heading.settings))))"
+        "print(all(s.is_same for s in replay(life, bundle(life.heading.settings))))"
     )
     env = {**os.environ, "PYTHONHASHSEED": "4242"}
     root = Path(__file__).parents[2]
@@ -148,7 +155,7 @@ def test_a_full_file_ends_the_recording_and_nothing_else(
     assert record(path, requests=100).requests_count > 50
     assert path.stat().st_size < 22_000
     [life] = read(path)
-    steps = list(again(life, bundle(life.heading.settings)))
+    steps = list(replay(life, bundle(life.heading.settings)))
     assert steps and all(step.is_same for step in steps)
 
 
@@ -161,7 +168,7 @@ def test_what_is_not_a_recording_is_named_with_its_line(
     path.write_text('{"seq": 1}\n')
     with pytest.raises(RecordingUnreadable, match="line 1"):
         read(path)
-    other = Heading("other", SETTINGS, Epoch(1), (), None, Instant(0))
+    other = RecordingHeader("other", SETTINGS, Epoch(1), (), None, Instant(0))
     path.unlink()
     Recorder(path, other).close()
     assert main(["whatif", str(path)]) == 1
@@ -170,7 +177,7 @@ def test_what_is_not_a_recording_is_named_with_its_line(
 
 def test_a_recording_without_a_load_has_nothing_to_compare(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    heading = Heading(protocol_hash(), SETTINGS, Epoch(1), (), None, Instant(0))
+    heading = RecordingHeader(protocol_hash(), SETTINGS, Epoch(1), (), None, Instant(0))
     Recorder(path, heading).close()
     with pytest.raises(NothingLoaded):
         whatif(path, [])

@@ -17,9 +17,11 @@ from arbiter.units import TicketId
 from deployments import messages
 from deployments.front.relay import TRIES, relay
 
-CALL = messages.Call("/v1/chat/completions", b"{}", {}, "req-1", "tiny")
-JSON = messages.Whole(messages.Head(200, {"content-type": "application/json"}), b'{"a": 1}')
-SSE = messages.Head(200, {"content-type": "text/event-stream"})
+CALL = messages.InferenceCall("/v1/chat/completions", b"{}", {}, "req-1", "tiny")
+JSON = messages.FullResponse(
+    messages.ResponseHead(200, {"content-type": "application/json"}), b'{"a": 1}'
+)
+SSE = messages.ResponseHead(200, {"content-type": "text/event-stream"})
 # A line of gRPC that breaks in the middle of an answer.
 CUT = AioRpcError(StatusCode.INTERNAL, Metadata(), Metadata(), "Received RST_STREAM")
 Item = messages.Part | Exception
@@ -50,7 +52,7 @@ class Capability:
     def __init__(self, *answers: Answer) -> None:
         self.answers, self.calls = list(answers), 0
 
-    def __call__(self, call: messages.Call) -> Answer:
+    def __call__(self, call: messages.InferenceCall) -> Answer:
         self.calls += 1
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
@@ -166,8 +168,8 @@ async def test_while_a_model_loads_a_stream_says_how_far_it_is() -> None:
 @pytest.mark.parametrize(
     "last",
     [
-        messages.Whole(
-            messages.Head(400, {"content-type": "application/json"}),
+        messages.FullResponse(
+            messages.ResponseHead(400, {"content-type": "application/json"}),
             b'{"error": {"code": "engine_lost"}}',
         ),
         RayTaskError("handle", "traceback", CapabilityFailed("m", "x")),
@@ -187,7 +189,9 @@ async def test_what_is_refused_after_a_comment_is_an_event(last: Item) -> None:
 
 
 async def test_what_is_refused_at_once_keeps_its_status() -> None:
-    bad = messages.Whole(messages.Head(400, {"content-type": "application/json"}), b"{}")
+    bad = messages.FullResponse(
+        messages.ResponseHead(400, {"content-type": "application/json"}), b"{}"
+    )
     response = await relay(WANTS, Capability(Answer(LOADING, bad)))
     assert response.status_code == 400
 

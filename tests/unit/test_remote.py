@@ -16,7 +16,7 @@ from deployments.adapters import fetch, folder_cache
 from deployments.adapters.catalogue import Catalogue, Entry
 from deployments.adapters.fetch import Fetcher, FetchFailed
 from deployments.adapters.safe_files import AdapterInvalid
-from deployments.adapters.store import Shelf, Store
+from deployments.adapters.store import CheckedAdapters, Store
 from deployments.adapters.validate import Rules
 from deployments.config.url_allowlist import is_allowed, is_prefix, is_public
 from tests.support.adapters import write
@@ -60,7 +60,7 @@ async def test_what_is_fetched_is_copied_and_checked_as_a_folder_is(
     assert (entry.priority, entry.pin, entry.full_name) == ("high", True, "chat:law")
     fetcher = Fetcher(tmp_path / "fetched", RULES.bounds)
     await asyncio.gather(*(fetcher.bring(entry) for _ in range(8)))
-    shelf = Shelf(Store(tmp_path / "store"), RULES)
+    shelf = CheckedAdapters(Store(tmp_path / "store"), RULES)
     published = await shelf.take(entry)
     assert (published.path / "adapter_config.json").is_file()
     memory.pipe("/ours/bad/adapter_config.json", b"{}")
@@ -203,7 +203,7 @@ async def test_a_public_site_is_read_and_not_followed_elsewhere(
     root = f"http://127.0.0.1:{site.server_port}"
     fetcher, shelf = (
         Fetcher(tmp_path / "fetched", RULES.bounds),
-        Shelf(Store(tmp_path / "s"), RULES),
+        CheckedAdapters(Store(tmp_path / "s"), RULES),
     )
     entry = found(tmp_path, f"{root}/law/", (f"{root}/law/",))
     await fetcher.bring(entry)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from arbiter.client.request_log import Runs
+from arbiter.client.request_log import RequestLog
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason, Tier
@@ -31,7 +31,7 @@ from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Span, TicketId, seco
 from deployments.config import load_plan
 from deployments.config.load_plan import ModelPlan, Plans, plan
 from deployments.replica.engine_client import EngineLink, LoadRefused
-from deployments.replica.held_model import Life
+from deployments.replica.held_model import HolderState
 from deployments.replica.residency import Residency
 
 MODEL = {"source": "x", "need": {"weights": 5, "host": 5}}
@@ -73,7 +73,7 @@ class Arbiter:
 
     def __init__(self, path: str) -> None:
         self.path, self.asked, self.told = path, [], []  # type: ignore[var-annotated]
-        self.runs = Runs()
+        self.runs = RequestLog()
 
     async def joined(self) -> None: ...
     async def quiet(self, within_s: float) -> None: ...
@@ -108,7 +108,7 @@ async def holder(loaded: bool = True) -> AsyncIterator[tuple[Any, Arbiter, Engin
         arbiter = Arbiter(path)
         residency: Any = Residency("c", HolderId("h"))
         residency._client = arbiter
-        residency._obey(messages.TableOrder(TABLE))
+        residency._obey(messages.ConfigChanged(TABLE))
         try:
             yield residency, arbiter, engine
         finally:
@@ -254,7 +254,7 @@ async def test_who_cannot_wait_as_long_as_the_arbiter_expects_hears_it_at_once()
         hasty, patient = entered(residency, 30), entered(residency, None)
         await until(lambda: "a" in residency.slots and len(residency.slots["a"].waiters) == 2)
         ticket = residency.slots["a"].ticket
-        residency._obey(messages.WaitsOrder(ticket, seconds(60)))
+        residency._obey(messages.WaitEstimate(ticket, seconds(60)))
         async with asyncio.timeout(5):
             error = (await asyncio.gather(hasty, return_exceptions=True))[0]
             assert isinstance(error, DeadlineUnmet)
@@ -348,14 +348,16 @@ PINNED = {"capabilities": {"c": PINNED_ROW}}
 @pytest.mark.spec("A8", "C8")
 async def test_a_client_that_comes_and_goes_does_not_end_the_load_of_a_pinned_model() -> None:
     async with holder(loaded=False) as (residency, arbiter, engine):
-        residency._obey(messages.TableOrder(PINNED))
-        await until(lambda: residency.slots.get("a") and residency.slots["a"].life is Life.LOADING)
+        residency._obey(messages.ConfigChanged(PINNED))
+        await until(
+            lambda: residency.slots.get("a") and residency.slots["a"].life is HolderState.LOADING
+        )
         with pytest.raises(DeadlineUnmet):
             async with residency.use("a", deadline_s=0.05):
                 pass
         assert "Withdrawn" not in arbiter.kinds()
         engine.loaded.set()
-        await until(lambda: residency.slots["a"].life is Life.RESIDENT)
+        await until(lambda: residency.slots["a"].life is HolderState.RESIDENT)
 
 
 @pytest.mark.spec("A8", "A12")
@@ -374,7 +376,7 @@ async def test_a_client_that_comes_and_goes_does_not_end_what_is_brought_back() 
             async with residency.use("a", deadline_s=0.05):
                 pass
         may_go_on.set()
-        await until(lambda: residency.slots["a"].life is Life.RESIDENT)
+        await until(lambda: residency.slots["a"].life is HolderState.RESIDENT)
         assert not residency._chores.running
 
 
@@ -385,20 +387,20 @@ async def test_a_sleeper_that_made_room_for_a_failed_load_is_woken() -> None:
         revoke(residency, Reason.SWAP, Tier.ASLEEP)
         await until(lambda: "Slept" in arbiter.kinds())
         residency._obey(messages.ReloadOrder("a"))
-        await until(lambda: residency.slots["a"].life is Life.RESIDENT)
+        await until(lambda: residency.slots["a"].life is HolderState.RESIDENT)
         assert engine.acts == ["/control/sleep", "/control/wake"]
 
 
 @pytest.mark.spec("C8")
 async def test_a_pinned_model_whose_engine_died_is_brought_back() -> None:
     async with holder() as (residency, arbiter, engine):
-        residency._obey(messages.TableOrder(PINNED))
+        residency._obey(messages.ConfigChanged(PINNED))
         await until(lambda: "Loaded" in arbiter.kinds())
         first, engine.dead = engine.dead, asyncio.Event()
         first.set()
         await until(lambda: arbiter.kinds().count("Loaded") == 2)
         assert ev.Released(arbiter.asked[0], "lost") in arbiter.told
-        assert residency.slots["a"].life is Life.RESIDENT
+        assert residency.slots["a"].life is HolderState.RESIDENT
 
 
 @pytest.mark.spec("C8", "A12")
@@ -411,7 +413,7 @@ async def test_a_pinned_model_that_did_not_load_is_tried_again_when_its_refusal_
             raise ModelCoolingDown("a", "no such file", 0.01)
 
         arbiter.acquire = cools_down  # type: ignore[method-assign]
-        residency._obey(messages.TableOrder(PINNED))
+        residency._obey(messages.ConfigChanged(PINNED))
         await until(lambda: "Loaded" in arbiter.kinds())
         residency.end(
             residency.slots["a"], Reason.FAILED, NeverFits(TicketId("a"), Bytes(9), Bytes(5))
@@ -607,7 +609,9 @@ async def test_who_comes_while_a_model_falls_asleep_wakes_it() -> None:
 async def test_while_it_loads_those_who_wait_count_as_in_flight() -> None:
     async with holder(loaded=False) as (residency, _, engine):
         uses = [asyncio.ensure_future(use(residency)) for _ in range(2)]
-        await until(lambda: residency.slots.get("a") and residency.slots["a"].life is Life.LOADING)
+        await until(
+            lambda: residency.slots.get("a") and residency.slots["a"].life is HolderState.LOADING
+        )
         await until(lambda: len(residency.slots["a"].waiters) == 2)
         [held] = residency.account()
         assert (held.phase, held.inflight, held.idle) == (types.Phase.LOADING, 2, Span(0))
@@ -622,8 +626,8 @@ async def test_the_end_of_an_engine_that_was_replaced_is_nothing_to_the_next() -
         slot = residency.slots["a"]
         old, slot.link = slot.link, EngineLink("a", ticket, arbiter.path)
         residency._lost(slot, old)
-        assert slot.life is Life.RESIDENT and "Released" not in arbiter.kinds()
+        assert slot.life is HolderState.RESIDENT and "Released" not in arbiter.kinds()
         residency._lost(slot, slot.link)
-        assert slot.life is Life.CLOSED and arbiter.told[-1] == ev.Released(ticket, "lost")
+        assert slot.life is HolderState.CLOSED and arbiter.told[-1] == ev.Released(ticket, "lost")
         old.cut()
         await old.closed()

@@ -8,47 +8,50 @@ from deployments.routing.rank import (
     CONVERSATIONS,
     CROWD_COUNT,
     FOLLOW_S,
-    Memory,
-    Offer,
-    Slotted,
-    Warmth,
-    Wish,
+    AdapterSlots,
+    ModelPresence,
+    ReplicaState,
+    RouteRequest,
+    RoutingHistory,
     rank,
 )
 
-BASE, LAW = Wish("m", "m"), Wish("m", "m:law")
-TALK = Wish("m", "m", "acme/c-1")
-HERE = {"m": Warmth.RESIDENT}
+BASE, LAW = RouteRequest("m", "m"), RouteRequest("m", "m:law")
+TALK = RouteRequest("m", "m", "acme/c-1")
+HERE = {"m": ModelPresence.RESIDENT}
 
 pytestmark = pytest.mark.spec("G3")
 
 
 def test_a_resident_model_counts_before_any_queue() -> None:
     offers = [
-        Offer("idle"),
-        Offer("asleep", 0, models={"m": Warmth.ASLEEP}),
-        Offer("coming", 9, models={"m": Warmth.COMING}),
-        Offer("here", 99, models=HERE),
+        ReplicaState("idle"),
+        ReplicaState("asleep", 0, models={"m": ModelPresence.ASLEEP}),
+        ReplicaState("coming", 9, models={"m": ModelPresence.COMING}),
+        ReplicaState("here", 99, models=HERE),
     ]
     assert rank(BASE, offers) == ["here", "coming", "asleep", "idle"]
 
 
 def test_an_adapter_in_a_slot_counts_before_the_conversation_and_that_before_the_queue() -> None:
-    law = Wish("m", "m:law", "acme/c-1")
-    offers = [Offer("free", 0, models=HERE), Offer("talked", 1, models=HERE),
-              Offer("slot", 2, models=HERE, adapters=["m:law"])]  # fmt: skip
+    law = RouteRequest("m", "m:law", "acme/c-1")
+    offers = [ReplicaState("free", 0, models=HERE), ReplicaState("talked", 1, models=HERE),
+              ReplicaState("slot", 2, models=HERE, adapters=["m:law"])]  # fmt: skip
     assert rank(law, offers, stuck="talked") == ["slot", "talked", "free"]
 
 
 def test_the_base_needs_no_slot() -> None:
-    offers = [Offer("slot", 1, models=HERE, adapters=["m:law"]), Offer("free", 0, models=HERE)]
+    offers = [
+        ReplicaState("slot", 1, models=HERE, adapters=["m:law"]),
+        ReplicaState("free", 0, models=HERE),
+    ]
     assert rank(BASE, offers)[0] == "free"
 
 
 def test_overload_moves_a_conversation_and_an_adapter_but_loads_no_second_copy() -> None:
-    def offers(more: int) -> list[Offer]:
-        busy = Offer("busy", more, models=HERE, adapters=["m:law"])
-        return [busy, Offer("other", 0, models=HERE), Offer("cold", 0)]
+    def offers(more: int) -> list[ReplicaState]:
+        busy = ReplicaState("busy", more, models=HERE, adapters=["m:law"])
+        return [busy, ReplicaState("other", 0, models=HERE), ReplicaState("cold", 0)]
 
     for wish in (TALK, LAW):
         assert rank(wish, offers(CROWD_COUNT - 1), stuck="busy")[0] == "busy"
@@ -56,16 +59,16 @@ def test_overload_moves_a_conversation_and_an_adapter_but_loads_no_second_copy()
 
 
 def test_a_full_replica_is_the_last_to_be_asked() -> None:
-    offers = [Offer("full", 8, is_full=True, models=HERE), Offer("cold", 3)]
+    offers = [ReplicaState("full", 8, is_full=True, models=HERE), ReplicaState("cold", 3)]
     assert rank(BASE, offers, stuck="full", sent="full") == ["cold", "full"]
 
 
 def test_calls_for_a_model_nobody_has_follow_the_first_of_them() -> None:
-    memory, offers = Memory(), [Offer("a", 5), Offer("b", 0)]
+    memory, offers = RoutingHistory(), [ReplicaState("a", 5), ReplicaState("b", 0)]
     first = rank(BASE, offers, sent=memory.sent("m", 0.0))[0]
     memory.chosen(BASE, first, 0.0)
     assert first == "b"
-    busier = [Offer("a", 0), Offer("b", 3)]
+    busier = [ReplicaState("a", 0), ReplicaState("b", 3)]
     assert rank(BASE, busier, sent=memory.sent("m", FOLLOW_S / 2))[0] == "b"
     assert memory.sent("m", FOLLOW_S) is None  # by then the replica has said what it has
     assert memory.sent("other", 0.0) is None
@@ -73,25 +76,25 @@ def test_calls_for_a_model_nobody_has_follow_the_first_of_them() -> None:
 
 def test_a_conversation_does_not_leave_the_load_it_waited_for() -> None:
     """Its replica says only within a second that the model is there."""
-    offers = [Offer("other", 0, models=HERE), Offer("loaded", 0)]
+    offers = [ReplicaState("other", 0, models=HERE), ReplicaState("loaded", 0)]
     assert rank(TALK, offers, stuck="loaded", sent="loaded")[0] == "loaded"
     assert rank(BASE, offers, sent="loaded")[0] == "other"
 
 
 def test_a_conversation_is_remembered_by_tenant_and_model_and_the_oldest_forgotten() -> None:
-    memory = Memory()
+    memory = RoutingHistory()
     memory.chosen(TALK, "a", 0.0)
     assert memory.stuck(TALK) == "a"
-    assert memory.stuck(Wish("m", "m", "other/c-1")) is None
-    assert memory.stuck(Wish("n", "n", "acme/c-1")) is None
+    assert memory.stuck(RouteRequest("m", "m", "other/c-1")) is None
+    assert memory.stuck(RouteRequest("n", "n", "acme/c-1")) is None
     assert memory.stuck(BASE) is None
     for number in range(CONVERSATIONS):
-        memory.chosen(Wish("m", "m", f"acme/{number}"), "b", 0.0)
+        memory.chosen(RouteRequest("m", "m", f"acme/{number}"), "b", 0.0)
     assert memory.stuck(TALK) is None
 
 
 def test_a_replica_that_went_is_forgotten() -> None:
-    memory = Memory()
+    memory = RoutingHistory()
     memory.chosen(TALK, "a", 0.0)
     memory.keep({"b"})
     assert memory.stuck(TALK) is None
@@ -99,7 +102,7 @@ def test_a_replica_that_went_is_forgotten() -> None:
 
 
 def test_as_many_adapters_are_in_slots_as_there_are_the_last_ones_used() -> None:
-    slotted = Slotted()
+    slotted = AdapterSlots()
     for name in ("m:a", "m:b", "m:a", "m:c"):
         slotted.note("m-1", name, 2)
     assert slotted.names({"m-1"}) == ["m:a", "m:c"]

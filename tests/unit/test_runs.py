@@ -9,10 +9,10 @@ import pytest
 
 from arbiter.client import holder as module
 from arbiter.client.holder import HolderClient
-from arbiter.client.request_log import Runs
+from arbiter.client.request_log import RequestLog
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Tell
+from arbiter.core.decisions import LogEvent
 from arbiter.errors import LoadFailed
 from arbiter.server.event_log import KEPT, EventLog
 from arbiter.units import Epoch, HolderId, TicketId, seconds
@@ -23,13 +23,13 @@ from tests.unit.desk import Desk
 TICKET = TicketId("a-1")
 
 
-def noted(runs: Runs, request: str) -> None:
+def noted(runs: RequestLog, request: str) -> None:
     runs.note(TICKET, "a", seconds(2), "answered", request)
 
 
 @pytest.mark.spec("K1")
 def test_runs_are_bounded_and_what_was_dropped_is_counted() -> None:
-    runs = Runs(most=2)
+    runs = RequestLog(most=2)
     for number in range(5):
         noted(runs, f"r{number}")
     kept, dropped = runs.waiting()
@@ -44,7 +44,7 @@ def test_requests_are_counted_by_client_also_those_whose_run_was_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("arbiter.client.request_log.CLIENTS_MOST", 2)
-    runs = Runs(most=1)
+    runs = RequestLog(most=1)
     for name in ("a", "a", "b", "c", "d"):
         runs.note(TICKET, "m", seconds(1), "answered", "", types.Client("t", name))
     usage = runs.usage()
@@ -89,7 +89,12 @@ async def test_runs_go_with_the_heartbeat_and_again_when_it_was_lost(
 @pytest.mark.spec("K1")
 def test_a_heartbeats_runs_become_events_without_what_was_said() -> None:
     desk = Desk()
-    desk.at(1, ev.Renewed(HolderId("h"), (), (ev.Run(TICKET, "a", seconds(2), "left", "r"),), 7))
+    desk.at(
+        1,
+        ev.Renewed(
+            HolderId("h"), (), (ev.FinishedRequest(TICKET, "a", seconds(2), "left", "r"),), 7
+        ),
+    )
     run, dropped = (t for t in desk.told if t.kind in ("capability_run", "runs_dropped"))
     assert (run.ticket, run.took) == (TICKET, seconds(2))
     assert run.data == {
@@ -101,10 +106,10 @@ def test_a_heartbeats_runs_become_events_without_what_was_said() -> None:
 @pytest.mark.spec("K1")
 async def test_a_flood_of_runs_pushes_no_other_event_out(tmp_path: Path) -> None:
     log = EventLog(Epoch(1), tmp_path / "e")
-    log.tell(Tell("model_load", {}))
+    log.tell(LogEvent("model_load", {}))
     for _ in range(KEPT + 1):
-        log.tell(Tell("capability_run", {}))
-    log.tell(Tell("model_unload", {}))
+        log.tell(LogEvent("capability_run", {}))
+    log.tell(LogEvent("model_unload", {}))
     kinds = [line["kind"] for line in await log.after(0, 0)]
     assert (kinds[0], kinds[-1], len(kinds)) == ("model_load", "model_unload", KEPT + 2)
     numbers = [json.loads(line)["seq"] for line in (tmp_path / "e").read_text().splitlines()]

@@ -7,7 +7,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.decisions import WakeAt
+from arbiter.core.decisions import SetTimer
 from arbiter.errors import CapabilityConflict, LedgerBroken
 from arbiter.protocol import messages
 from arbiter.server.event_log import EventLog
@@ -47,13 +47,13 @@ def shell(error: BaseException) -> Shell:
 @pytest.mark.parametrize("bug", [KeyError("a"), ValueError("b"), LedgerBroken("c"), TypeError()])
 def test_whatever_is_no_refusal_ends_the_process(bug: Exception) -> None:
     with pytest.raises(Ended):
-        shell(bug).feed(ev.Woke())
+        shell(bug).feed(ev.TimerFired())
 
 
 @pytest.mark.spec("A18")
 def test_a_refusal_is_the_callers() -> None:
     with pytest.raises(CapabilityConflict):
-        shell(CapabilityConflict("c", "role")).feed(ev.Woke())
+        shell(CapabilityConflict("c", "role")).feed(ev.TimerFired())
 
 
 @pytest.mark.spec("A3")
@@ -73,7 +73,7 @@ async def test_one_timer_rings_at_the_earliest_moment_that_was_asked_for() -> No
 
     class Wakes:
         def handle(self, event: ev.Event, now: int) -> list[Any]:
-            return [WakeAt(Instant(now + seconds(next(asked))))]
+            return [SetTimer(Instant(now + seconds(next(asked))))]
 
         def replica_targets(self, now: int) -> dict[str, int]:
             return {}
@@ -83,7 +83,7 @@ async def test_one_timer_rings_at_the_earliest_moment_that_was_asked_for() -> No
     loop = asyncio.get_running_loop()
     due_s = []
     for _ in range(3):
-        made.feed(ev.Woke())
+        made.feed(ev.TimerFired())
         assert made._timer is not None
         due_s.append(round(made._timer.when() - loop.time(), -1))
     assert due_s == [900, 300, 300]

@@ -5,7 +5,7 @@ import pytest
 from arbiter import errors
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Grant, Probe
+from arbiter.core.decisions import Grant, RequestReading
 from arbiter.core.records.estimates import ModelKey
 from arbiter.units import HolderId, TicketId, seconds
 from tests.unit.desk import CPU, HOST, NODE, Desk, gib, granted, reaped, refusal, revoked, s
@@ -49,7 +49,7 @@ def test_sleep_is_believed_only_once_it_is_measured() -> None:
     desk.engines["a"] = {CPU: 80}
     desk.read(1)
     desk.ask(20, "b", 60)
-    assert desk.at(21, ev.Slept(TicketId("a"))) == [Probe(NODE)]
+    assert desk.at(21, ev.Slept(TicketId("a"))) == [RequestReading(NODE)]
     assert desk.state("a") == "draining"
     assert granted(desk.read(21.5)) == []
     desk.engines["a"] = {CPU: 9, HOST: 40}  # fell by 71 of 80: not yet nine tenths
@@ -248,7 +248,7 @@ def test_a_lost_slept_heals_by_heartbeat() -> None:
     desk.read(1)
     desk.ask(20, "b", 60)
     held = desk.held("a", types.Phase.ASLEEP)
-    assert desk.at(22, ev.Renewed(HolderId("h"), (held,))) == [Probe(NODE)]
+    assert desk.at(22, ev.Renewed(HolderId("h"), (held,))) == [RequestReading(NODE)]
     desk.engines["a"] = {CPU: 0, HOST: 40}
     assert granted(desk.read(23)) == ["b"]
 

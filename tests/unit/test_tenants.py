@@ -9,8 +9,8 @@ from arbiter.core import types
 from arbiter.core.decisions import Decision
 from arbiter.core.queue import grant_pass
 from arbiter.core.records.accounts import Accounts, byte_seconds
-from arbiter.core.settings import Settings, TenantTerms
-from arbiter.core.state import Mind, Node
+from arbiter.core.settings import Settings, TenantLimits
+from arbiter.core.state import CoreState, Node
 from arbiter.errors import QuotaExceeded, TenantCoolingDown
 from arbiter.units import GIB, Bytes, HolderId, Instant, TicketId, seconds
 from tests.unit.desk import CPU, HOST, PLAIN, Desk, gib, granted, refusal, revoked, s
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.spec("C10")
 
 def terms(
     tenant: str, most: float | None = None, reserved: float = 0, average: float | None = None
-) -> TenantTerms:
+) -> TenantLimits:
     bounds = (None if size is None else gib(size) for size in (most, average))
-    return TenantTerms(tenant, next(bounds), gib(reserved), next(bounds))
+    return TenantLimits(tenant, next(bounds), gib(reserved), next(bounds))
 
 
-def settings(*tenants: TenantTerms) -> Settings:
+def settings(*tenants: TenantLimits) -> Settings:
     return replace(PLAIN, tenants=tenants)
 
 
@@ -111,13 +111,13 @@ def test_what_one_tenant_gives_back_has_nobody_elses_line_looked_at_elsewhere(
     desk.resident(0, "d", 75, tenant="z", holder="k")
     desk.ask(10, "c", 60, tenant="z", holder="k")
     desk.ask(10, "e", 50, tenant="x", holder="l")
-    looked, serve = [], grant_pass._serve
+    looked, serve = [], grant_pass._run_node
 
-    def look(mind: Mind, node: Node) -> bool:
+    def look(mind: CoreState, node: Node) -> bool:
         looked.append(node.node)
         return serve(mind, node)
 
-    monkeypatch.setattr(grant_pass, "_serve", look)
+    monkeypatch.setattr(grant_pass, "_run_node", look)
     desk.at(10.1, ev.Released(TicketId("b"), "x"))
     desk.gone(10.2, "b")
     assert looked == []

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from deployments.engines.vllm.batch_gate import AdaptersBusy, Gate
+from deployments.engines.vllm.batch_gate import AdaptersBusy, BatchGate
 
 
-async def asking(gate: Gate, adapter: str) -> "asyncio.Task[None]":
+async def asking(gate: BatchGate, adapter: str) -> "asyncio.Task[None]":
     """A request that waits, or has entered."""
     task = asyncio.ensure_future(gate.enter(adapter, adapter))
     await asyncio.sleep(0)
@@ -21,7 +21,7 @@ async def ended(*tasks: "asyncio.Task[None]") -> None:
 @pytest.mark.spec("F4")
 def test_one_cancelled_in_the_moment_another_leaves_takes_no_turn() -> None:
     async def story() -> None:
-        gate = Gate(slots=1, window=4, wait_s=30)
+        gate = BatchGate(slots=1, window=4, wait_s=30)
         await gate.enter("a", "a")
         gone, next_one = await asking(gate, "b"), await asking(gate, "c")
         gone.cancel()  # its future is cancelled; its task has not run yet
@@ -38,7 +38,7 @@ def test_one_cancelled_in_the_moment_another_leaves_takes_no_turn() -> None:
 @pytest.mark.spec("F4")
 def test_one_cancelled_after_its_turn_was_given_gives_it_back() -> None:
     async def story() -> None:
-        gate = Gate(slots=1, window=4, wait_s=30)
+        gate = BatchGate(slots=1, window=4, wait_s=30)
         await gate.enter("a", "a")
         given, next_one = await asking(gate, "b"), await asking(gate, "c")
         gate.leave("a")
@@ -54,7 +54,7 @@ def test_one_cancelled_after_its_turn_was_given_gives_it_back() -> None:
 @pytest.mark.spec("F8")
 def test_who_waited_in_vain_is_told_and_forgotten() -> None:
     async def story() -> None:
-        gate = Gate(slots=1, window=4, wait_s=0.01)
+        gate = BatchGate(slots=1, window=4, wait_s=0.01)
         await gate.enter("a", "a")
         with pytest.raises(AdaptersBusy, match="all 1 slots"):
             await gate.enter("b", "b")

@@ -6,7 +6,7 @@ from arbiter.core import events as ev
 from arbiter.core.types import Need, Priority
 from arbiter.units import Bytes, HolderId, TicketId
 from deployments.config.load_plan import ModelPlan
-from deployments.replica.held_model import Life, Slot
+from deployments.replica.held_model import HeldModel, HolderState
 from tests.unit.desk import Desk, granted, revoked
 
 URGENT, HIGH, NORMAL, LOW, BATCH = Priority
@@ -108,9 +108,9 @@ def test_a_ticket_that_waits_moves_up_when_somebody_more_urgent_joins_it() -> No
     assert granted(desk.gone(7, "a")) == ["c"]
 
 
-def slot() -> Slot:
+def slot() -> HeldModel:
     plan = ModelPlan("a", "m:f", {}, Need(Bytes(1)), True, "key")
-    return Slot(plan, TicketId("a-1"), Life.RESIDENT)
+    return HeldModel(plan, TicketId("a-1"), HolderState.RESIDENT)
 
 
 @pytest.mark.spec("C2")
@@ -129,7 +129,7 @@ def test_a_holder_reports_the_most_urgent_in_flight_and_then_the_last() -> None:
 @pytest.mark.spec("C2")
 def test_only_a_more_urgent_request_for_a_waiting_ticket_must_be_told() -> None:
     one = slot()
-    one.life = Life.QUEUED
+    one.life = HolderState.QUEUED
     assert not one.note(NORMAL)  # it is not asked for yet
     one.waiters[None] = None  # type: ignore[index]
     assert not one.note(LOW)

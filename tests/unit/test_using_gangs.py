@@ -53,7 +53,7 @@ class Arbiter(base.Arbiter):
 async def holder() -> AsyncIterator[tuple[Any, Arbiter]]:
     async with base.holder() as (residency, plain, _):
         residency._client = arbiter = Arbiter(plain.path)
-        residency._obey(messages.TableOrder(TABLE))
+        residency._obey(messages.ConfigChanged(TABLE))
         yield residency, arbiter
 
 

@@ -9,10 +9,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from arbiter.core import events as ev
-from arbiter.core.eviction.ranking import SWEPT_COUNT, in_order, no_more_urgent, option
+from arbiter.core.eviction.ranking import (
+    SWEPT_COUNT,
+    price_victim,
+    ranked_victims,
+    victims_no_more_urgent,
+)
 from arbiter.core.records.ledger import UNREAD_COUNT
-from arbiter.core.records.usage_rates import Rates
-from arbiter.core.records.victim_set import Option, choose, freed
+from arbiter.core.records.usage_rates import UsageRates
+from arbiter.core.records.victim_set import PricedVictim, choose, freed
 from arbiter.core.types import Priority
 from arbiter.units import Bytes, Instant, Span, TicketId, seconds
 from policies import EVICT
@@ -23,13 +28,13 @@ OPTIONS = st.lists(
     st.tuples(st.integers(1, 9), st.integers(0, 2), st.integers(1, 5)), min_size=1, max_size=9
 ).map(
     lambda rows: [
-        Option(TicketId(f"t{n}"), Bytes(size), (rank,), float(cost))
+        PricedVictim(TicketId(f"t{n}"), Bytes(size), (rank,), float(cost))
         for n, (size, rank, cost) in enumerate(rows)
     ]
 )
 
 
-def cost_of(chosen: Iterable[Option]) -> list[float]:
+def cost_of(chosen: Iterable[PricedVictim]) -> list[float]:
     """The sum in each rank, the dearest rank first."""
     sums = [0.0, 0.0, 0.0]
     for one in chosen:
@@ -37,23 +42,23 @@ def cost_of(chosen: Iterable[Option]) -> list[float]:
     return sums
 
 
-def brute_force(options: list[Option], short: int) -> list[float] | None:
+def brute_force(options: list[PricedVictim], short: int) -> list[float] | None:
     subsets = (s for n in range(1, len(options) + 1) for s in combinations(options, n))
     return min((cost_of(s) for s in subsets if freed(s) >= short), default=None)
 
 
 @pytest.mark.spec("C3")
 @given(OPTIONS, st.integers(1, 40))
-def test_no_other_set_that_suffices_costs_less(options: list[Option], short: int) -> None:
+def test_no_other_set_that_suffices_costs_less(options: list[PricedVictim], short: int) -> None:
     best = brute_force(options, short)
     chosen = choose(options, Bytes(short))
     assert (cost_of(chosen) if chosen else None) == best
 
 
 @pytest.mark.spec("C3")
-@example([Option(TicketId(f"t{n}"), Bytes(n + 1), (0,), 1.0) for n in range(12)], 40)
+@example([PricedVictim(TicketId(f"t{n}"), Bytes(n + 1), (0,), 1.0) for n in range(12)], 40)
 @given(OPTIONS, st.integers(1, 40))
-def test_nobody_in_the_set_could_stay(options: list[Option], short: int) -> None:
+def test_nobody_in_the_set_could_stay(options: list[PricedVictim], short: int) -> None:
     chosen = choose(options, Bytes(short))
     assert all(freed(chosen) - one.freed_bytes < short for one in chosen)
 
@@ -63,7 +68,7 @@ def test_twelve_of_one_rank_are_solved_exactly() -> None:
     sizes = [7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47]
     costs = [9, 8, 15, 14, 22, 19, 31, 28, 36, 44, 41, 50]
     options = [
-        Option(TicketId(f"t{n:02}"), Bytes(size), (0,), float(cost))
+        PricedVictim(TicketId(f"t{n:02}"), Bytes(size), (0,), float(cost))
         for n, (size, cost) in enumerate(zip(sizes, costs, strict=True))
     ]
     for short in (5, 50, 100, 200, 300):
@@ -73,7 +78,7 @@ def test_twelve_of_one_rank_are_solved_exactly() -> None:
 @pytest.mark.spec("C3")
 def test_beyond_twelve_the_set_suffices_and_spares_whom_it_can() -> None:
     options = [
-        Option(TicketId(f"t{n:03}"), Bytes(1 + n * 7 % 13), (0,), 1.0 + n * 5 % 11)
+        PricedVictim(TicketId(f"t{n:03}"), Bytes(1 + n * 7 % 13), (0,), 1.0 + n * 5 % 11)
         for n in range(200)
     ]
     for short in (1, 40, 400, 1000):
@@ -109,12 +114,14 @@ def test_an_order_that_is_kept_is_the_order_of_today(policy: str) -> None:
     desk = crowded(policy)
     book = desk.mind.ledger.books[CPU]
     assert len(book.entries) > SWEPT_COUNT
-    list(in_order(desk.mind, book))
+    list(ranked_victims(desk.mind, book))
     for t, model in enumerate(MANY[::3], start=200):
         desk.beat(t, f"{model}-t", inflight=t % 2)
-        kept = [entry.ticket for entry, _ in in_order(desk.mind, book)]
+        kept = [entry.ticket for entry, _ in ranked_victims(desk.mind, book)]
         if policy in ("priority_lru", "belady"):  # their prices do not drift
-            anew = sorted(book.entries.values(), key=lambda e: option(desk.mind, book, e).place)
+            anew = sorted(
+                book.entries.values(), key=lambda e: price_victim(desk.mind, book, e).place
+            )
             assert kept == [e.ticket for e in anew]
         assert sorted(kept) == sorted(book.entries)
 
@@ -130,7 +137,7 @@ def test_victims_come_out_of_a_long_order_as_out_of_a_short_one() -> None:
 
 @pytest.mark.spec("C3")
 def test_rates_fade_to_a_third_within_a_window_and_add_up() -> None:
-    rates = Rates(Span(100))
+    rates = UsageRates(Span(100))
     rates.used(("c", "m"), 2, Instant(0))
     rates.used(("c", "m"), 1, Instant(100))
     assert rates.recent(("c", "m"), Instant(100)) == pytest.approx(1 + 2 * 0.3679, rel=1e-3)
@@ -141,7 +148,7 @@ def test_a_heartbeat_that_says_nothing_new_has_nobody_priced_again() -> None:
     desk = crowded("two_rates")
     book = desk.mind.ledger.books[CPU]
     desk.beat(200)
-    list(in_order(desk.mind, book))
+    list(ranked_victims(desk.mind, book))
     desk.beat(201)
     assert book.stale == set()
     desk.beat(202, f"{MANY[0]}-t", inflight=1)
@@ -151,11 +158,11 @@ def test_a_heartbeat_that_says_nothing_new_has_nobody_priced_again() -> None:
 def test_the_order_is_given_up_where_nobody_looks_for_long() -> None:
     desk = crowded("two_rates")
     book = desk.mind.ledger.books[CPU]
-    list(in_order(desk.mind, book))
+    list(ranked_victims(desk.mind, book))
     for n in range(len(book.entries) + UNREAD_COUNT + 1):
         book.note_stale(TicketId(f"gone{n}"))
     assert book.stale is None
-    assert [e.ticket for e, _ in in_order(desk.mind, book)]
+    assert [e.ticket for e, _ in ranked_victims(desk.mind, book)]
 
 
 def old_urgent_ones() -> Desk:
@@ -171,9 +178,9 @@ def test_all_whose_urgency_has_faded_may_have_to_yield_at_once() -> None:
     desk = old_urgent_ones()
     book = desk.mind.ledger.books[CPU]
     desk.woke(899)
-    assert not list(no_more_urgent(desk.mind, book, Priority.NORMAL))
+    assert not list(victims_no_more_urgent(desk.mind, book, Priority.NORMAL))
     desk.woke(901)
-    assert len(list(no_more_urgent(desk.mind, book, Priority.NORMAL))) == 8
+    assert len(list(victims_no_more_urgent(desk.mind, book, Priority.NORMAL))) == 8
 
 
 @pytest.mark.spec("C3")
@@ -182,5 +189,5 @@ def test_no_price_is_older_than_a_minute() -> None:
     book = desk.mind.ledger.books[CPU]
     for t in (901, 961):
         desk.woke(t)
-        priced = list(in_order(desk.mind, book))
-    assert [kept for _, kept in priced] == [option(desk.mind, book, e) for e, _ in priced]
+        priced = list(ranked_victims(desk.mind, book))
+    assert [kept for _, kept in priced] == [price_victim(desk.mind, book, e) for e, _ in priced]

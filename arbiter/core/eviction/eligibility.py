@@ -6,8 +6,8 @@ Lawful here means: awake and not loading, not pinned, past its minimum residency
 from enum import Enum, auto
 
 from arbiter.core.eviction.ranking import effective_priority
-from arbiter.core.records.ticket import Entry, State
-from arbiter.core.state import Mind
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
 from arbiter.core.types import Floor, Priority
 from arbiter.units import (
@@ -30,7 +30,7 @@ class Obstacle(Enum):
     RESERVED = auto()
 
 
-def is_lawful(mind: Mind, entry: Entry) -> bool:
+def is_evictable(mind: CoreState, entry: Ticket) -> bool:
     return (
         entry.state in (State.RESIDENT, State.ASLEEP)
         and not entry.pinned
@@ -41,14 +41,16 @@ def is_lawful(mind: Mind, entry: Entry) -> bool:
     )
 
 
-def find_obstacle(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> Obstacle | None:
+def find_obstacle(
+    mind: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority
+) -> Obstacle | None:
     """None: it may be revoked for `waiting`. Never one more urgent than who asks; an equal only
     after its minimum residency (SPEC C2, C4). A sleeper that waits to be woken gives way to those
     before it in the line, never to those behind: what it still holds on the device could keep the
     first in line waiting for ever."""
     if entry is waiting:
         return Obstacle.ITSELF
-    if not is_lawful(mind, entry):
+    if not is_evictable(mind, entry):
         return Obstacle.UNLAWFUL
     if mind.tenants and quotas.is_reserved(mind, entry, waiting.client.tenant):
         return Obstacle.RESERVED
@@ -63,11 +65,11 @@ def find_obstacle(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) ->
     return None
 
 
-def may_swap(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> bool:
+def may_swap(mind: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority) -> bool:
     return find_obstacle(mind, entry, waiting, urgent) is None
 
 
-def obstacle(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> str | None:
+def obstacle_text(mind: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority) -> str | None:
     """The same in words; None: it may."""
     match find_obstacle(mind, entry, waiting, urgent):
         case Obstacle.ITSELF:
@@ -87,7 +89,7 @@ def obstacle(mind: Mind, entry: Entry, waiting: Entry, urgent: Priority) -> str 
     return None
 
 
-def _why_never(mind: Mind, entry: Entry) -> str:
+def _why_never(mind: CoreState, entry: Ticket) -> str:
     if entry.pinned:
         return "it is pinned"
     if entry.lives_in:
@@ -98,12 +100,12 @@ def _why_never(mind: Mind, entry: Entry) -> str:
     return f"it is {entry.state.value}"
 
 
-def may_leave(mind: Mind, entry: Entry) -> bool:
+def may_leave(mind: CoreState, entry: Ticket) -> bool:
     """For want of real memory minimum residency does not count; being in use does."""
-    return is_lawful(mind, entry) and entry.inflight == 0 and entry.ticket not in mind.line
+    return is_evictable(mind, entry) and entry.inflight == 0 and entry.ticket not in mind.line
 
 
-def min_residency_ends(mind: Mind, entry: Entry) -> Instant:
+def min_residency_ends(mind: CoreState, entry: Ticket) -> Instant:
     if entry.state is not State.RESIDENT or entry.is_guess:
         return entry.since
     settings = mind.settings
@@ -112,5 +114,5 @@ def min_residency_ends(mind: Mind, entry: Entry) -> Instant:
     return after(entry.resident_since, at_least)
 
 
-def floor_of(mind: Mind, entry: Entry) -> Floor:
+def floor_of(mind: CoreState, entry: Ticket) -> Floor:
     return mind.floors.get((entry.capability, entry.model), Floor.COLD)

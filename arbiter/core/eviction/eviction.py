@@ -8,16 +8,16 @@ from dataclasses import replace
 
 from arbiter.core.decisions import Reason, Revoke, Tier
 from arbiter.core.eviction.eligibility import find_obstacle, floor_of, may_leave, may_swap
-from arbiter.core.eviction.ranking import in_order, no_more_urgent
-from arbiter.core.eviction.sleep import _doubt_sleep, grant_with_host_copy
-from arbiter.core.records.eviction_history import Choice
-from arbiter.core.records.ledger import Book
-from arbiter.core.records.ticket import Entry, State
-from arbiter.core.records.victim_set import EXACT_COUNT, Option, choose
-from arbiter.core.state import Mind
+from arbiter.core.eviction.ranking import ranked_victims, victims_no_more_urgent
+from arbiter.core.eviction.sleep import _start_doubt, grant_with_host_copy
+from arbiter.core.records.eviction_history import EvictionRecord
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.records.victim_set import EXACT_COUNT, PricedVictim, choose
+from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.loads import displace, guesses_for
-from arbiter.core.tickets.reclaim import charged, is_counted_on, take
+from arbiter.core.tickets.loads import note_evicted_for, prefetches_that_make_room
+from arbiter.core.tickets.reclaim import charged, is_counted_on, kill_and_notify
 from arbiter.core.types import Floor, Priority
 from arbiter.units import (
     SECOND,
@@ -29,69 +29,73 @@ from arbiter.units import (
     since,
 )
 
-Victims = list[Entry]
+Victims = list[Ticket]
 
 
 # -- choosing -------------------------------------------------------------------------------------
 
 
-def make_room(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: Priority) -> bool:
+def make_room(
+    mind: CoreState, waiting: Ticket, device: DeviceId, short: int, urgent: Priority
+) -> bool:
     """Asks for `short` bytes beyond what is on its way; `urgent`: how urgent it is to `waiting`.
     All or nothing: nobody leaves for a ticket that still would not fit."""
     book = mind.ledger.books[device]
-    if guesses := guesses_for(mind, book, short):  # as loads that were abandoned
+    if guesses := prefetches_that_make_room(mind, book, short):  # as loads that were abandoned
         for guess in guesses:
-            take(mind, guess, Reason.WITHDRAWN)
+            kill_and_notify(mind, guess, Reason.WITHDRAWN)
         return True
     options, chosen = _weigh(mind, book, waiting, Bytes(short), urgent)
     if chosen:
         _remember(mind, book, waiting, Bytes(short), options, chosen)
     victims = [book.entries[option.ticket] for option in chosen]
     for victim in victims:
-        displace(mind, waiting, victim)
+        note_evicted_for(mind, waiting, victim)
         revoke(mind, victim, Reason.SWAP, waiting)
     return bool(victims)
 
 
-def make_way(mind: Mind, waiting: Entry, short: Bytes, urgent: Priority) -> bool:
+def evict_own(mind: CoreState, waiting: Ticket, short: Bytes, urgent: Priority) -> bool:
     """Of its own tenant only, on whatever device, the cheapest that free `short` (SPEC C10)."""
     own = {e.ticket: e for e in quotas.tickets_of(mind, waiting.client.tenant)}
     books = {d for e in own.values() for d in e.home if d in mind.ledger.books}
-    options: dict[TicketId, Option] = {}
+    options: dict[TicketId, PricedVictim] = {}
     for device in sorted(books):
-        for entry, option in in_order(mind, mind.ledger.books[device]):
+        for entry, option in ranked_victims(mind, mind.ledger.books[device]):
             if entry.ticket in own and may_swap(mind, entry, waiting, urgent):
                 freed = quotas.process_bytes(mind, entry)
                 options[entry.ticket] = replace(option, freed_bytes=freed)
     chosen = choose(options.values(), short)
     for option in chosen:
-        displace(mind, waiting, own[option.ticket])
+        note_evicted_for(mind, waiting, own[option.ticket])
         revoke(mind, own[option.ticket], Reason.SWAP, waiting)
     return bool(chosen)
 
 
-def room_for(mind: Mind, waiting: Entry, device: DeviceId, short: int, urgent: Priority) -> Victims:
+def victims_for(
+    mind: CoreState, waiting: Ticket, device: DeviceId, short: int, urgent: Priority
+) -> Victims:
     """Who would leave; nobody where all who may be asked would not do."""
     book = mind.ledger.books[device]
-    if guesses := guesses_for(mind, book, short):
+    if guesses := prefetches_that_make_room(mind, book, short):
         return guesses
     _, chosen = _weigh(mind, book, waiting, Bytes(short), urgent)
     return [book.entries[option.ticket] for option in chosen]
 
 
-def relieve(mind: Mind) -> None:
+def evict_overcommitted(mind: CoreState) -> None:
     """Overcommitted devices: idle models leave until the rest fits. The one that took more than it
     was granted goes first; what is in use stays, and is asked again when it falls idle."""
     for node in mind.changed():
         for book in mind.ledger.overcommitted(node):
-            short = Bytes(-book.free_bytes - coming_back(book))
+            short = Bytes(-book.free_bytes - returning_bytes(book))
             if short > 0:
                 mind.alarms.set(("line", node), after(mind.now, Span(SECOND)))
-                for victim in _as_far_as(mind, book, short):
+                for victim in _victims_as_far_as_possible(mind, book, short):
                     revoke(mind, victim, Reason.FIT, None)
 
 
-def coming_back(book: Book) -> Bytes:
+def returning_bytes(book: DeviceAccount) -> Bytes:
     """Asked for or being reclaimed already, so not to be asked for twice."""
     if not book.leaving:
         return Bytes(0)
@@ -103,20 +107,20 @@ def coming_back(book: Book) -> Bytes:
     return Bytes(sum(returning))
 
 
-def _stays_on(book: Book, entry: Entry) -> bool:
+def _stays_on(book: DeviceAccount, entry: Ticket) -> bool:
     """Host bytes reserved for a model on its way to sleep are not coming back."""
     return entry.state is State.DRAINING and book.device not in entry.home
 
 
 def _weigh(
-    mind: Mind, book: Book, waiting: Entry, short: Bytes, urgent: Priority
-) -> tuple[list[Option], list[Option]]:
+    mind: CoreState, book: DeviceAccount, waiting: Ticket, short: Bytes, urgent: Priority
+) -> tuple[list[PricedVictim], list[PricedVictim]]:
     """Lawful options, and the cheapest set of them that suffices, or none. In an order that is long
     nobody looks far behind those that would do."""
-    options: list[Option] = []
+    options: list[PricedVictim] = []
     missing, spare_count = int(short), EXACT_COUNT
-    spare = quotas.Spare(mind, book, waiting.client.tenant)
-    for option in no_more_urgent(mind, book, urgent):
+    spare = quotas.ReserveSlack(mind, book, waiting.client.tenant)
+    for option in victims_no_more_urgent(mind, book, urgent):
         if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
             break
         entry = book.entries[option.ticket]
@@ -131,24 +135,34 @@ def _weigh(
 
 
 def _remember(
-    mind: Mind, book: Book, waiting: Entry, short: Bytes, options: list[Option],
-    chosen: list[Option],
-) -> None:  # fmt: skip
+    mind: CoreState,
+    book: DeviceAccount,
+    waiting: Ticket,
+    short: Bytes,
+    options: list[PricedVictim],
+    chosen: list[PricedVictim],
+) -> None:
     """What was weighed, for whoever asks why (SPEC K3)."""
     mind.choices.add(
-        Choice(
-            mind.now, waiting.ticket, waiting.model, book.device, short, mind.settings.evict,
-            tuple(options), tuple(book.entries[option.ticket].model for option in options),
+        EvictionRecord(
+            mind.now,
+            waiting.ticket,
+            waiting.model,
+            book.device,
+            short,
+            mind.settings.evict,
+            tuple(options),
+            tuple(book.entries[option.ticket].model for option in options),
             frozenset(option.ticket for option in chosen),
         )
-    )  # fmt: skip
+    )
 
 
-def _as_far_as(mind: Mind, book: Book, short: Bytes) -> Victims:
+def _victims_as_far_as_possible(mind: CoreState, book: DeviceAccount, short: Bytes) -> Victims:
     """As many as help, even if not all is found: the memory is already taken."""
     chosen: Victims = []
     missing = int(short)
-    ranked = in_order(mind, book)
+    ranked = ranked_victims(mind, book)
     for entry, option in sorted(ranked, key=lambda pair: not _took_more(pair[0], book.device)):
         if missing > 0 and may_leave(mind, entry) and not entry.allow_oversize:
             chosen.append(entry)
@@ -156,21 +170,21 @@ def _as_far_as(mind: Mind, book: Book, short: Bytes) -> Victims:
     return chosen
 
 
-def _took_more(entry: Entry, device: DeviceId) -> bool:
+def _took_more(entry: Ticket, device: DeviceId) -> bool:
     return entry.measured.get(device, 0) > entry.granted.get(device, 0)
 
 
 # -- asking ---------------------------------------------------------------------------------------
 
 
-def revoke(mind: Mind, entry: Entry, reason: Reason, waiting: Entry | None) -> None:
+def revoke(mind: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | None) -> None:
     """A resident is asked, a sleeper has nothing in flight and is taken."""
     size = charged(entry)
     for_whom = waiting.ticket if waiting else None
     mind.tell("eviction", entry, size=size, reason=reason.value, waiting=for_whom)
     entry.revoked_at = mind.now
     if entry.state is State.ASLEEP:
-        take(mind, entry, reason)
+        kill_and_notify(mind, entry, reason)
         return
     sleeps = reason in (Reason.SWAP, Reason.FIT) or floor_of(mind, entry) is Floor.HOST
     granted = grant_with_host_copy(mind, entry) if sleeps else None
@@ -180,10 +194,10 @@ def revoke(mind: Mind, entry: Entry, reason: Reason, waiting: Entry | None) -> N
     entry.barrier_until = after(mind.now, notice)
     mind.move(entry, State.DRAINING, granted)
     mind.watch(entry, after(entry.barrier_until, mind.settings.terms.answer))
-    ask(mind, entry)
+    send_revoke(mind, entry)
 
 
-def ask(mind: Mind, entry: Entry) -> None:
+def send_revoke(mind: CoreState, entry: Ticket) -> None:
     reason = entry.leaving or Reason.SWAP
     mind.say(Revoke(entry.ticket, entry.holder, reason, entry.to, entry.barrier_until))
 
@@ -191,7 +205,7 @@ def ask(mind: Mind, entry: Entry) -> None:
 # -- their answers --------------------------------------------------------------------------------
 
 
-def refused(mind: Mind, entry: Entry, kind: str, inflight: int) -> None:
+def victim_declined(mind: CoreState, entry: Ticket, kind: str, inflight: int) -> None:
     """DRAINING -> RESIDENT: work in flight outlived the barrier, or arrived before a revoke that
     only takes the idle. It is not asked again at once; the waiter keeps its place."""
     reason = entry.leaving or Reason.SWAP
@@ -204,26 +218,26 @@ def refused(mind: Mind, entry: Entry, kind: str, inflight: int) -> None:
     mind.tell(kind, entry, took=took, reason=reason.value, inflight=inflight)
 
 
-def tend_draining(mind: Mind, entry: Entry) -> None:
+def on_draining_timer(mind: CoreState, entry: Ticket) -> None:
     """The time rules of DRAINING."""
     terms = mind.settings.terms
     if entry.slept_at is not None:
-        _doubt_sleep(mind, entry, after(entry.slept_at, terms.reclaim_alarm))
+        _start_doubt(mind, entry, after(entry.slept_at, terms.reclaim_alarm))
         return
     answer_by = after(entry.barrier_until, terms.answer)
     if entry.unloading_since is not None:
         unload_by = after(entry.unloading_since, terms.unload)
         if mind.now >= unload_by:  # holds bytes with nothing in flight
             mind.tell("unload_overdue", entry, took=since(entry.since, mind.now))
-            take(mind, entry, entry.leaving or Reason.SWAP)
+            kill_and_notify(mind, entry, entry.leaving or Reason.SWAP)
             return
         mind.watch(entry, unload_by)
     elif mind.now >= answer_by and entry.lease:  # it was given notice, and is not asked again
         mind.tell("lease_overdue", entry, size=charged(entry), took=since(entry.since, mind.now))
-        take(mind, entry, entry.leaving or Reason.SWAP)
+        kill_and_notify(mind, entry, entry.leaving or Reason.SWAP)
         return
     elif mind.now >= answer_by and mind.is_silent(entry.holder):  # neither answers nor beats
         mind.tell("revoke_unanswered", entry, took=since(entry.since, mind.now))
-        take(mind, entry, entry.leaving or Reason.SWAP)
+        kill_and_notify(mind, entry, entry.leaving or Reason.SWAP)
         return
     mind.watch(entry, answer_by if mind.now < answer_by else after(mind.now, terms.answer))

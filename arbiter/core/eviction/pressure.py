@@ -11,57 +11,57 @@ from arbiter.core import types
 from arbiter.core.decisions import Reason
 from arbiter.core.eviction.eligibility import may_leave
 from arbiter.core.eviction.eviction import revoke
-from arbiter.core.eviction.ranking import in_order
-from arbiter.core.records.ledger import Book
-from arbiter.core.records.ticket import Entry
-from arbiter.core.state import Felt, Mind, Node
+from arbiter.core.eviction.ranking import ranked_victims
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import Ticket
+from arbiter.core.state import CoreState, Node, PressureState
 from arbiter.core.tickets.device_limits import compute_books
 from arbiter.core.tickets.reclaim import charged
 from arbiter.core.types import Level
-from arbiter.core.view import Gauge
+from arbiter.core.view import MemoryReading
 from arbiter.errors import UnderPressure
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, after, host_device
 
 # -- sources --------------------------------------------------------------------------------------
 
 
-def read(mind: Mind, node: Node, stalled_fraction: float) -> None:
+def on_reading(mind: CoreState, node: Node, stalled_fraction: float) -> None:
     """A reading has come."""
     for device, reading in node.readings.items():
         book = mind.ledger.books[device]
         reserve = Bytes(book.total_bytes - int(book.total_bytes * mind.settings.arena_fraction))
         is_ram = book.kind is not types.DeviceKind.GPU
         stalls = stalled_fraction if is_ram else 0.0
-        gauge = Gauge(book.kind, reading.free_bytes, book.total_bytes, reserve, stalls)
-        felt = _felt(mind, device)
+        gauge = MemoryReading(book.kind, reading.free_bytes, book.total_bytes, reserve, stalls)
+        felt = _state_of(mind, device)
         felt.measured, felt.free_bytes = mind.policies.pressure(gauge), reading.free_bytes
-        _feel(mind, book, "measured")
+        _update_level(mind, book, "measured")
 
 
-def pushed(mind: Mind, event: ev.PressurePushed) -> None:
+def on_pushed(mind: CoreState, event: ev.PressurePushed) -> None:
     """By the API: somebody knows better. It ends by itself."""
     found = [b for b in mind.ledger.books.values() if event.where in (b.device, b.node)]
     if not found:
         mind.stale_count += 1
     for book in found:
-        felt = _felt(mind, book.device)
+        felt = _state_of(mind, book.device)
         felt.pushed, felt.pushed_until = event.level, after(mind.now, event.term)
         if event.free_bytes is not None:
             felt.free_bytes = event.free_bytes
         mind.alarms.set(("pressure", book.device), felt.pushed_until)
-        _feel(mind, book, "pushed")
+        _update_level(mind, book, "pushed")
 
 
-def _felt(mind: Mind, device: DeviceId) -> Felt:
-    return mind.pressure.setdefault(device, Felt())
+def _state_of(mind: CoreState, device: DeviceId) -> PressureState:
+    return mind.pressure.setdefault(device, PressureState())
 
 
-def level_of(mind: Mind, device: DeviceId) -> Level:
+def level_of(mind: CoreState, device: DeviceId) -> Level:
     felt = mind.pressure.get(device)
     return felt.level if felt else Level.NOMINAL
 
 
-def is_nominal(mind: Mind, node: NodeId) -> bool:
+def is_nominal(mind: CoreState, node: NodeId) -> bool:
     """Everywhere on the node."""
     found = mind.nodes.get(node)
     return found is not None and all(level_of(mind, d) is Level.NOMINAL for d in found.devices)
@@ -70,9 +70,9 @@ def is_nominal(mind: Mind, node: NodeId) -> bool:
 # -- acting ---------------------------------------------------------------------------------------
 
 
-def _feel(mind: Mind, book: Book, source: str) -> None:
+def _update_level(mind: CoreState, book: DeviceAccount, source: str) -> None:
     """Told when it changes; acted on when it rises, and then at each tick."""
-    felt = _felt(mind, book.device)
+    felt = _state_of(mind, book.device)
     before, felt.level = felt.level, worst(mind, felt)
     if felt.level is before:
         return
@@ -83,30 +83,30 @@ def _feel(mind: Mind, book: Book, source: str) -> None:
         "memory_pressure", size=felt.free_bytes, device=book.device, level=level, source=source
     )
     if felt.level > before:
-        _act(mind, book, felt)
+        _relieve(mind, book, felt)
 
 
-def worst(mind: Mind, felt: Felt) -> Level:
+def worst(mind: CoreState, felt: PressureState) -> Level:
     is_current = felt.pushed_until is not None and mind.now < felt.pushed_until
     return max(felt.measured, felt.pushed) if is_current else felt.measured
 
 
-def tend(mind: Mind, name: str) -> None:
+def on_timer(mind: CoreState, name: str) -> None:
     """The tick, and the end of a pushed level."""
     book, felt = mind.ledger.books.get(DeviceId(name)), mind.pressure.get(DeviceId(name))
     if book is None or felt is None:
         mind.pressure.pop(DeviceId(name), None)  # it left with its node
         return
-    _feel(mind, book, "term")
+    _update_level(mind, book, "term")
     if felt.level is Level.NOMINAL or felt.acts_at is None:
         return
     if mind.now >= felt.acts_at:
-        _act(mind, book, felt)
+        _relieve(mind, book, felt)
     else:
         mind.alarms.set(("pressure", book.device), felt.acts_at)
 
 
-def _act(mind: Mind, book: Book, felt: Felt) -> None:
+def _relieve(mind: CoreState, book: DeviceAccount, felt: PressureState) -> None:
     if _acts_elsewhere(mind, book):
         return
     felt.acts_at = after(mind.now, mind.settings.terms.pressure_tick)
@@ -121,15 +121,15 @@ def _act(mind: Mind, book: Book, felt: Felt) -> None:
         mind.tell("pressure_nothing_left", size=held, device=book.device, level=level)
 
 
-def candidates(mind: Mind, book: Book) -> list[Entry]:
+def candidates(mind: CoreState, book: DeviceAccount) -> list[Ticket]:
     """Idle, unpinned, and not text; the lowest first: by urgency, role, and the policy's price."""
-    priced = [pair for b in _one_memory(mind, book) for pair in in_order(mind, b)]
+    priced = [pair for b in _one_memory(mind, book) for pair in ranked_victims(mind, b)]
     priced.sort(key=lambda pair: (pair[1].rank[:3], pair[0].role_rank, pair[1].place))
     found = {entry.ticket: entry for entry, _ in priced}
     return [e for e in found.values() if may_leave(mind, e) and not is_spared(mind, e)]
 
 
-def _one_memory(mind: Mind, book: Book) -> list[Book]:
+def _one_memory(mind: CoreState, book: DeviceAccount) -> list[DeviceAccount]:
     """A CPU device and the host are two budgets of one RAM: the device acts for both."""
     host = mind.ledger.books.get(host_device(book.node))
     if book.kind is types.DeviceKind.CPU and host:
@@ -137,36 +137,36 @@ def _one_memory(mind: Mind, book: Book) -> list[Book]:
     return [book]
 
 
-def _acts_elsewhere(mind: Mind, book: Book) -> bool:
+def _acts_elsewhere(mind: CoreState, book: DeviceAccount) -> bool:
     node = mind.nodes.get(book.node)
     specs = node.devices.values() if node else ()
     return book.kind is types.DeviceKind.HOST and any(s.kind is types.DeviceKind.CPU for s in specs)
 
 
-def is_spared(mind: Mind, entry: Entry) -> bool:
+def is_spared(mind: CoreState, entry: Ticket) -> bool:
     if entry.lease:
         return False
     spec = mind.registry.specs.get(entry.capability)
     return spec is not None and mind.policies.roles[spec.role].is_spared
 
 
-def try_next(mind: Mind, busy: Entry) -> None:
+def evict_next(mind: CoreState, busy: Ticket) -> None:
     """A victim was in use after all: another in its place, at once."""
     for device in sorted(busy.devices):
         book, felt = mind.ledger.books.get(device), mind.pressure.get(device)
         if book and felt and felt.level is not Level.NOMINAL:
-            _act(mind, book, felt)
+            _relieve(mind, book, felt)
 
 
 # -- loads ----------------------------------------------------------------------------------------
 
 
-def is_shut(mind: Mind, entry: Entry, device: DeviceId) -> bool:
+def is_closed_to(mind: CoreState, entry: Ticket, device: DeviceId) -> bool:
     """No load of it may begin there now."""
     return level_of(mind, device) is Level.CRITICAL and not is_spared(mind, entry)
 
 
-def why_not(mind: Mind, holder: HolderId, role: str) -> UnderPressure | None:
+def refusal_under_pressure(mind: CoreState, holder: HolderId, role: str) -> UnderPressure | None:
     """Refused while every device it could go to is critical."""
     known = mind.holders.get(holder)
     found = mind.nodes.get(known.node) if known else None

@@ -9,12 +9,12 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import chain
 
-from arbiter.core.records.ledger import Book
-from arbiter.core.records.ticket import Entry, State
-from arbiter.core.records.timers import Alarms
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.records.timers import Timers
 from arbiter.core.records.usage_rates import AHEAD
-from arbiter.core.records.victim_set import COST_LEAST, Option
-from arbiter.core.state import Mind
+from arbiter.core.records.victim_set import COST_LEAST, PricedVictim
+from arbiter.core.state import CoreState
 from arbiter.core.tickets import companions
 from arbiter.core.types import Priority
 from arbiter.core.view import Candidate, Key, Price
@@ -33,14 +33,14 @@ class Ranking:
 
     def __init__(self, evict: Callable[[Candidate], Price]) -> None:
         self.evict = evict  # whose order it is
-        self._options: dict[TicketId, Option] = {}
+        self._options: dict[TicketId, PricedVictim] = {}
         self._order: list[Key] = []  # their places; each ends with its ticket
         self._turn: list[TicketId] = []  # whose turn it is to be priced again
-        self._fading = Alarms()
+        self._fading = Timers()
         self._looked: Instant | None = None
         self._swept = Instant(0)
 
-    def refresh(self, mind: Mind, book: Book) -> None:
+    def refresh(self, mind: CoreState, book: DeviceAccount) -> None:
         assert book.stale is not None
         changed, book.stale = book.stale, set()
         if self._looked != mind.now:
@@ -50,7 +50,7 @@ class Ranking:
         for ticket in sorted(changed):
             self._put(mind, book, ticket)
 
-    def _in_turn(self, mind: Mind) -> list[TicketId]:
+    def _in_turn(self, mind: CoreState) -> list[TicketId]:
         count = len(self._options)
         unswept = since(self._swept, mind.now)
         if unswept < SWEPT_EVERY and not mind.foresight:  # the future changes with every use
@@ -66,22 +66,22 @@ class Ranking:
         del self._turn[-due_count:]
         return in_turn
 
-    def _put(self, mind: Mind, book: Book, ticket: TicketId) -> None:
+    def _put(self, mind: CoreState, book: DeviceAccount, ticket: TicketId) -> None:
         if old := self._options.pop(ticket, None):
             del self._order[bisect_left(self._order, old.place)]
         entry = book.entries.get(ticket)
         if entry is None:
             return
-        self._options[ticket] = priced = option(mind, book, entry)
+        self._options[ticket] = priced = price_victim(mind, book, entry)
         insort(self._order, priced.place)
         fades_at = priority_fades_at(mind, entry)
         if fades_at is not None and fades_at > mind.now:
             self._fading.set(("ticket", ticket), fades_at)
 
-    def all(self) -> Iterator[Option]:
+    def all(self) -> Iterator[PricedVictim]:
         return (self._options[place[-1]] for place in self._order)
 
-    def no_more_urgent(self, urgent: Priority) -> Iterator[Option]:
+    def no_more_urgent(self, urgent: Priority) -> Iterator[PricedVictim]:
         """Without those that are more urgent: of the idle, of those in use, and then all for which
         somebody waits, because there the line decides."""
         return chain(
@@ -90,12 +90,12 @@ class Ranking:
             self._between((True,), (True, True, 1)),
         )
 
-    def _between(self, low: Key, high: Key) -> Iterator[Option]:
+    def _between(self, low: Key, high: Key) -> Iterator[PricedVictim]:
         for at in range(bisect_left(self._order, (low,)), bisect_left(self._order, (high,))):
             yield self._options[self._order[at][-1]]
 
 
-def ranking(mind: Mind, book: Book) -> Ranking:
+def ranking(mind: CoreState, book: DeviceAccount) -> Ranking:
     """As of now."""
     kept: Ranking | None = mind.rankings.get(book.device)
     if kept is None or book.stale is None or kept.evict is not mind.policies.evict:
@@ -105,38 +105,47 @@ def ranking(mind: Mind, book: Book) -> Ranking:
     return kept
 
 
-def in_order(mind: Mind, book: Book) -> Iterator[tuple[Entry, Option]]:
+def ranked_victims(mind: CoreState, book: DeviceAccount) -> Iterator[tuple[Ticket, PricedVictim]]:
     """All who are charged on it, lawful or not."""
     return ((book.entries[o.ticket], o) for o in ranking(mind, book).all())
 
 
-def no_more_urgent(mind: Mind, book: Book, urgent: Priority) -> Iterator[Option]:
+def victims_no_more_urgent(
+    mind: CoreState, book: DeviceAccount, urgent: Priority
+) -> Iterator[PricedVictim]:
     """Those who may have to yield to one so urgent, lawful or not."""
     return ranking(mind, book).no_more_urgent(urgent)
 
 
-def option(mind: Mind, book: Book, entry: Entry) -> Option:
+def price_victim(mind: CoreState, book: DeviceAccount, entry: Ticket) -> PricedVictim:
     urgent = effective_priority(mind, entry)
-    freed_bytes = companions.leave_with(mind, entry, book.device)
+    freed_bytes = companions.end_with_primary(mind, entry, book.device)
     name = (entry.capability, entry.model)
     lasting = mind.lasting_rates
     lasting_count = lasting.recent(name, mind.now)
     price = mind.policies.evict(
         Candidate(
-            entry.ticket, entry.holder, entry.role_rank, freed_bytes, entry.inflight,
-            entry.last_used, _reload(mind, entry), urgent,
-            now=mind.now, budget_bytes=book.budget_bytes,
+            entry.ticket,
+            entry.holder,
+            entry.role_rank,
+            freed_bytes,
+            entry.inflight,
+            entry.last_used,
+            _reload_span(mind, entry),
+            urgent,
+            now=mind.now,
+            budget_bytes=book.budget_bytes,
             recent_count=mind.rates.recent(name, mind.now),
             lasting_count=lasting_count,
             usual_count=mind.hours.ahead(name, mind.now, lasting_count * AHEAD / lasting.window),
             next_use=mind.foresight(*name, mind.now) if mind.foresight else None,
         )
-    )  # fmt: skip
+    )
     rank = (entry.ticket in mind.line, entry.inflight > 0, -urgent, *price.rank)
-    return Option(entry.ticket, freed_bytes, rank, max(COST_LEAST, price.cost_s))
+    return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST, price.cost_s))
 
 
-def _reload(mind: Mind, entry: Entry) -> Span:
+def _reload_span(mind: CoreState, entry: Ticket) -> Span:
     """To have it back: a wake if it would fall asleep, else a load; 0 when never measured."""
     key = mind.key_of(entry)
     if entry.state is State.RESIDENT and entry.need.host_bytes and mind.estimates.can_sleep(key):
@@ -149,12 +158,12 @@ def _reload(mind: Mind, entry: Entry) -> Span:
 # How urgent a model is (SPEC C2): as its last request, for its keep-warm seconds; then batch.
 
 
-def effective_priority(mind: Mind, entry: Entry) -> Priority:
+def effective_priority(mind: CoreState, entry: Ticket) -> Priority:
     fades_at = priority_fades_at(mind, entry)
     return entry.priority if fades_at is None or mind.now < fades_at else Priority.BATCH
 
 
-def priority_fades_at(mind: Mind, entry: Entry) -> Instant | None:
+def priority_fades_at(mind: CoreState, entry: Ticket) -> Instant | None:
     """When it begins to count as batch; None while it is in use. Kept warm for ever does not mean
     urgent for ever: it would never make room for anything."""
     if entry.inflight > 0:

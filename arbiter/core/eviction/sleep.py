@@ -1,11 +1,11 @@
 """Asleep only as measured: a holder's word is believed once the bytes have fallen (SPEC D1)."""
 
-from arbiter.core.decisions import Probe, Reason, Tier
+from arbiter.core.decisions import Reason, RequestReading, Tier
 from arbiter.core.eviction.eligibility import floor_of
-from arbiter.core.records.ticket import Entry, Sizes, State
-from arbiter.core.state import Mind
+from arbiter.core.records.ticket import Sizes, State, Ticket
+from arbiter.core.state import CoreState
 from arbiter.core.tickets.budget import share
-from arbiter.core.tickets.reclaim import take
+from arbiter.core.tickets.reclaim import kill_and_notify
 from arbiter.core.types import Floor
 from arbiter.units import (
     Bytes,
@@ -16,7 +16,7 @@ from arbiter.units import (
 )
 
 
-def grant_with_host_copy(mind: Mind, entry: Entry) -> Sizes | None:
+def grant_with_host_copy(mind: CoreState, entry: Ticket) -> Sizes | None:
     """What it is granted plus host RAM to sleep in; None when it cannot or there is no room."""
     host = mind.ledger.books.get(host_device(entry.node))
     bed = entry.need.host_bytes
@@ -28,19 +28,21 @@ def grant_with_host_copy(mind: Mind, entry: Entry) -> Sizes | None:
     return {**entry.granted, host.device: bed}
 
 
-def slept(mind: Mind, entry: Entry) -> None:
+def on_slept(mind: CoreState, entry: Ticket) -> None:
     """Its holder says so; a reading must agree (SPEC D1)."""
     if entry.to is not Tier.ASLEEP:
-        take(mind, entry, entry.leaving or Reason.FAILED)  # nobody reserved host RAM for it
+        kill_and_notify(
+            mind, entry, entry.leaving or Reason.FAILED
+        )  # nobody reserved host RAM for it
         return
     if entry.slept_at is None:
         entry.slept_at = mind.now
         entry.slept_from_bytes = Bytes(max(entry.home_bytes, entry.at_home_bytes))
-        mind.say(Probe(entry.node))
+        mind.say(RequestReading(entry.node))
         mind.watch(entry, after(mind.now, mind.settings.terms.reclaim_alarm))
 
 
-def confirm_sleep(mind: Mind, entry: Entry) -> None:
+def confirm_sleep(mind: CoreState, entry: Ticket) -> None:
     """A reading has come: DRAINING -> ASLEEP once the device bytes are seen to have fallen."""
     if entry.state is not State.DRAINING or entry.slept_at is None:
         return
@@ -60,23 +62,23 @@ def confirm_sleep(mind: Mind, entry: Entry) -> None:
     mind.watch(entry, mind.now)
 
 
-def doubt_sleeper(mind: Mind, entry: Entry) -> None:
+def doubt_asleep(mind: CoreState, entry: Ticket) -> None:
     """A reading has come of a sleeper that perhaps nobody saw fall asleep: its holder rejoined
     with it. A sleeper may grow a little; one that never gave back half of its share is none."""
     believed = entry.home_bytes - share(entry.home_bytes, mind.settings.slept_fraction) // 2
     if entry.state is State.ASLEEP and entry.at_home_bytes > believed:
-        _is_not_asleep(mind, entry, Reason.FAILED)
+        _end_failed_sleep(mind, entry, Reason.FAILED)
 
 
-def _doubt_sleep(mind: Mind, entry: Entry, believe_by: Instant) -> None:
+def _start_doubt(mind: CoreState, entry: Ticket, believe_by: Instant) -> None:
     if mind.now < believe_by:
         mind.watch(entry, believe_by)
         return
-    _is_not_asleep(mind, entry, entry.leaving or Reason.SWAP)
+    _end_failed_sleep(mind, entry, entry.leaving or Reason.SWAP)
 
 
-def _is_not_asleep(mind: Mind, entry: Entry, reason: Reason) -> None:
+def _end_failed_sleep(mind: CoreState, entry: Ticket, reason: Reason) -> None:
     wanted = mind.settings.slept_fraction
     mind.tell("not_asleep", entry, size=entry.at_home_bytes, wanted_fraction=wanted)
     mind.estimates.did_not_sleep(mind.key_of(entry))
-    take(mind, entry, reason)
+    kill_and_notify(mind, entry, reason)

@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from arbiter.core.decisions import Reason
 from arbiter.core.eviction.eligibility import may_leave, may_swap
 from arbiter.core.eviction.eviction import revoke
-from arbiter.core.eviction.oversize import may_be as may_exceed
-from arbiter.core.eviction.ranking import effective_priority, in_order
-from arbiter.core.records.ledger import Book
-from arbiter.core.records.ticket import Entry, State
-from arbiter.core.records.victim_set import Option
+from arbiter.core.eviction.oversize import may_exceed_budget as may_exceed
+from arbiter.core.eviction.ranking import effective_priority, ranked_victims
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.records.victim_set import PricedVictim
 from arbiter.core.settings import Watermarks
-from arbiter.core.state import Mind, Node
+from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.device_limits import on_demand_of
-from arbiter.core.tickets.loads import displace
+from arbiter.core.tickets.loads import note_evicted_for
 from arbiter.core.tickets.reclaim import is_counted_on
 from arbiter.core.types import DeviceKind
 
 
-def keep(mind: Mind, node: Node) -> None:
+def enforce(mind: CoreState, node: Node) -> None:
     """Something has changed there, and who could be granted was granted."""
     on_host, on_device = mind.settings.host_marks, mind.settings.device_marks
     for device, spec in node.devices.items():
@@ -36,23 +36,23 @@ def keep(mind: Mind, node: Node) -> None:
             _keep_device(mind, mind.ledger.books[device], on_device)
 
 
-def _staying(book: Book) -> int:
+def _bytes_staying(book: DeviceAccount) -> int:
     """What is taken without who is on its way: a bed that is kept for one that drains may never be
     slept in."""
     going = sum(e.charge(book.device) for e in book.leaving.values() if is_counted_on(e))
     return book.budget_bytes - book.free_bytes - going
 
 
-def _is_above(taken: int, book: Book, marks: Watermarks) -> bool:
+def _is_above(taken: int, book: DeviceAccount, marks: Watermarks) -> bool:
     return taken > share(book.budget_bytes, marks.high_fraction)
 
 
-def _keep_host(mind: Mind, book: Book, marks: Watermarks) -> None:
-    staying = _staying(book)
+def _keep_host(mind: CoreState, book: DeviceAccount, marks: Watermarks) -> None:
+    staying = _bytes_staying(book)
     if not _is_above(staying, book, marks):
         return
     missing = staying - share(book.budget_bytes, marks.low_fraction)
-    asleep = [(e, option) for e, option in in_order(mind, book) if e.state is State.ASLEEP]
+    asleep = [(e, option) for e, option in ranked_victims(mind, book) if e.state is State.ASLEEP]
     newest = max((e for e, _ in asleep), key=lambda e: (e.since, e.ticket), default=None)
     for entry, option in asleep:
         if missing > 0 and entry is not newest and may_leave(mind, entry):
@@ -63,22 +63,22 @@ def _keep_host(mind: Mind, book: Book, marks: Watermarks) -> None:
 # -- on a device ----------------------------------------------------------------------------------
 
 
-def _keep_device(mind: Mind, book: Book, marks: Watermarks) -> None:
+def _keep_device(mind: CoreState, book: DeviceAccount, marks: Watermarks) -> None:
     """Beyond what the first who waits was promised, which is coming back."""
     asking = _first_asking(mind, book)
     if asking is None or not _is_above(book.budget_bytes - book.free_bytes, book, marks):
         return
-    missing = _staying(book) - share(book.budget_bytes, marks.low_fraction)
-    spare = quotas.Spare(mind, book, asking.client.tenant)
-    for entry, option in list(_leavable(mind, book, asking)):
+    missing = _bytes_staying(book) - share(book.budget_bytes, marks.low_fraction)
+    spare = quotas.ReserveSlack(mind, book, asking.client.tenant)
+    for entry, option in list(_evictable(mind, book, asking)):
         if missing > 0 and (worth := spare.take(entry, option.freed_bytes)):
             missing -= worth
             if asking.ticket in mind.line:
-                displace(mind, asking, entry)
+                note_evicted_for(mind, asking, entry)
             revoke(mind, entry, Reason.SWAP, asking)
 
 
-def _first_asking(mind: Mind, book: Book) -> Entry | None:
+def _first_asking(mind: CoreState, book: DeviceAccount) -> Ticket | None:
     """For bytes of this device. Who wants to grow is in service already, so before the line."""
     tickets = [*mind.growing, *(w.waiter.ticket for w in mind.line.first(book.node, 1))]
     found = (mind.ledger.find(ticket) for ticket in tickets)
@@ -86,16 +86,18 @@ def _first_asking(mind: Mind, book: Book) -> Entry | None:
     return next((e for e in here if _could_use(mind, e, book)), None)
 
 
-def _could_use(mind: Mind, entry: Entry, book: Book) -> bool:
+def _could_use(mind: CoreState, entry: Ticket, book: DeviceAccount) -> bool:
     if entry.home:
         return book.device in entry.home
     waiting = mind.line.find(entry.ticket)
     return may_exceed(entry) or waiting is None or waiting.need_bytes <= on_demand_of(book)
 
 
-def _leavable(mind: Mind, book: Book, asking: Entry) -> Iterator[tuple[Entry, Option]]:
+def _evictable(
+    mind: CoreState, book: DeviceAccount, asking: Ticket
+) -> Iterator[tuple[Ticket, PricedVictim]]:
     """Cheapest first; nobody more urgent than who asks."""
-    for entry, option in in_order(mind, book):
+    for entry, option in ranked_victims(mind, book):
         if entry is asking or not may_leave(mind, entry):
             continue
         if asking.ticket not in mind.line:

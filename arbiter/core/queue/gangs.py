@@ -9,9 +9,9 @@ part while another part would still find no room.
 
 from dataclasses import dataclass
 
-from arbiter.core.records.ledger import Book
-from arbiter.core.records.ticket import Entry, Sizes, State
-from arbiter.core.state import Mind
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import Sizes, State, Ticket
+from arbiter.core.state import CoreState
 from arbiter.core.types import Split
 from arbiter.units import Bytes, DeviceId, TicketId
 
@@ -24,7 +24,7 @@ EQUAL_WAYS = (2, 4, 8, 16)
 class Part:
     """So many bytes for this ticket on that device."""
 
-    entry: Entry
+    entry: Ticket
     device: DeviceId
     size_bytes: Bytes
 
@@ -32,7 +32,7 @@ class Part:
 # -- where the parts of one ticket go -------------------------------------------------------------
 
 
-def split(books: list[Book], need: Bytes, how: Split, at_most: Sizes) -> Sizes | None:
+def split(books: list[DeviceAccount], need: Bytes, how: Split, at_most: Sizes) -> Sizes | None:
     """One ticket over several devices; None when all of them together are too small. `at_most`:
     what waiting can ever bring on each."""
     roomy = sorted(books, key=lambda b: (-at_most[b.device], b.device))
@@ -43,7 +43,7 @@ def split(books: list[Book], need: Bytes, how: Split, at_most: Sizes) -> Sizes |
     return None
 
 
-def _equally(roomy: list[Book], need: Bytes, at_most: Sizes) -> Sizes | None:
+def _equally(roomy: list[DeviceAccount], need: Bytes, at_most: Sizes) -> Sizes | None:
     """Over the fewest devices that hold an equal share each, those with the most free."""
     for ways in (w for w in EQUAL_WAYS if w <= len(roomy)):
         part = Bytes(-(-need // ways))
@@ -54,7 +54,7 @@ def _equally(roomy: list[Book], need: Bytes, at_most: Sizes) -> Sizes | None:
     return None
 
 
-def _in_proportion(roomy: list[Book], need: Bytes, at_most: Sizes) -> Sizes | None:
+def _in_proportion(roomy: list[DeviceAccount], need: Bytes, at_most: Sizes) -> Sizes | None:
     """Over the fewest devices, by what is free there now if that is enough, else by what waiting
     can bring."""
     for count in range(2, len(roomy) + 1):
@@ -76,18 +76,20 @@ def _in_proportion(roomy: list[Book], need: Bytes, at_most: Sizes) -> Sizes | No
 # -- where the members of a gang go ---------------------------------------------------------------
 
 
-def members(mind: Mind, entry: Entry) -> list[Entry] | None:
+def members(mind: CoreState, entry: Ticket) -> list[Ticket] | None:
     """All of them, in the line; None while one has not asked yet, or is gone."""
     found = [mind.ledger.find(ticket) for ticket in entry.gang]
     there = [e for e in found if e and e.state is State.QUEUED and e.holder == entry.holder]
     return there if len(there) == len(entry.gang) else None
 
 
-def assign(sizes: list[tuple[Entry, Bytes]], books: list[Book], at_most: Sizes) -> list[Part]:
+def assign(
+    sizes: list[tuple[Ticket, Bytes]], books: list[DeviceAccount], at_most: Sizes
+) -> list[Part]:
     """A device for each process, the largest first, where it leaves the smallest hole; empty when
     one finds none. `at_most`: what each device could hold."""
     left, parts = dict(at_most), []
-    processes: dict[TicketId, list[tuple[Entry, Bytes]]] = {}
+    processes: dict[TicketId, list[tuple[Ticket, Bytes]]] = {}
     for entry, size in sizes:
         processes.setdefault(entry.lives_in or entry.ticket, []).append((entry, size))
     wanted = {process: sum(size for _, size in those) for process, those in processes.items()}

@@ -4,36 +4,36 @@ from arbiter.core.eviction import watermarks
 from arbiter.core.eviction.eligibility import min_residency_ends
 from arbiter.core.eviction.ranking import priority_fades_at
 from arbiter.core.queue.grants import place, place_gang, return_to_service, wake
-from arbiter.core.queue.pass_state import Look
-from arbiter.core.records.request_queue import Waiting, urgency_of
-from arbiter.core.records.ticket import Entry, State
-from arbiter.core.state import Mind, Node
+from arbiter.core.queue.pass_state import GrantPass
+from arbiter.core.records.request_queue import QueueEntry, urgency_of
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.device_limits import compute_books, on_demand_of, trusted
+from arbiter.core.tickets.device_limits import compute_books, on_demand_of, readable_devices
 from arbiter.units import SECOND, Bytes, Instant, Span, after
 
 SCANNED_COUNT = 32  # tickets on a device, looked through for the next moment at 1 us each
 
 
-def admit(mind: Mind) -> None:
+def run(mind: CoreState) -> None:
     if not mind.is_settled or mind.closing_by is not None:
         return
-    quotas.note_relief(mind)
+    quotas.requeue_relieved_tenants(mind)
     for name in mind.take_changed():
         node = mind.nodes.get(name)
         if node is not None:  # else its agent has not introduced itself yet
-            while not mind.line.is_empty(name) and not _serve(mind, node):
+            while not mind.line.is_empty(name) and not _run_node(mind, node):
                 pass  # somebody became due by a grant: each turn grants one more
-            watermarks.keep(mind, node)
+            watermarks.enforce(mind, node)
 
 
-def _serve(mind: Mind, node: Node) -> bool:
+def _run_node(mind: CoreState, node: Node) -> bool:
     """Once through the line; False: look again, from the front."""
     books, reserves = compute_books(mind, node), quotas.reserves(mind)
     most = max((on_demand_of(b) for b in books), default=Bytes(0))
-    look = Look(
+    look = GrantPass(
         node,
-        {b.device: b for b in trusted(mind, node)},
+        {b.device: b for b in readable_devices(mind, node)},
         max((b.budget_bytes for b in books), default=Bytes(0)),
         most,
         Bytes(most - sum(reserves.values())),
@@ -43,7 +43,7 @@ def _serve(mind: Mind, node: Node) -> bool:
     for waiting in mind.line.walk(node.node):
         look.unwalked[urgency_of(waiting.waiter)] -= 1
         if not look.passes_over(waiting, mind.estimates.version):
-            _look_at(mind, look, waiting)
+            _try_entry(mind, look, waiting)
         if look.is_over:
             return False
         if look.is_rest_hopeless(waiting, mind):
@@ -51,19 +51,19 @@ def _serve(mind: Mind, node: Node) -> bool:
     else:
         mind.line.weigh(node.node)  # the least of them may have gone
     if look.is_waiting:
-        _look_again(mind, look)
+        _set_next_pass(mind, look)
     return True
 
 
-def _look_at(mind: Mind, look: Look, waiting: Waiting) -> None:
+def _try_entry(mind: CoreState, look: GrantPass, waiting: QueueEntry) -> None:
     entry = mind.ledger.find(waiting.waiter.ticket)
     if entry is None or entry.ticket not in mind.line:
         return  # turned away or granted with its gang
     if not mind.is_silent(entry.holder):  # else it keeps its place; a grant would only lie there
-        _try(mind, look, entry, waiting)
+        _try_ticket(mind, look, entry, waiting)
 
 
-def _try(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
+def _try_ticket(mind: CoreState, look: GrantPass, entry: Ticket, waiting: QueueEntry) -> None:
     if entry.state is State.QUEUED:
         if look.books and look.held.issuperset(look.books):
             look.is_waiting = True
@@ -80,7 +80,7 @@ def _try(mind: Mind, look: Look, entry: Entry, waiting: Waiting) -> None:
 # -- later ----------------------------------------------------------------------------------------
 
 
-def _look_again(mind: Mind, look: Look) -> None:
+def _set_next_pass(mind: CoreState, look: GrantPass) -> None:
     """Minimum residency, refusals and urgency end by themselves. Of a device with very many tickets
     one does surely soon."""
     moments: list[Instant] = []

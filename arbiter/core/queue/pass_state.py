@@ -5,12 +5,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from arbiter.core.eviction import pressure
-from arbiter.core.eviction.eviction import coming_back
+from arbiter.core.eviction.eviction import returning_bytes
 from arbiter.core.queue import gangs
-from arbiter.core.records.ledger import Book
-from arbiter.core.records.request_queue import Waiting
-from arbiter.core.records.ticket import Entry, Sizes, State
-from arbiter.core.state import Mind, Node
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.request_queue import QueueEntry
+from arbiter.core.records.ticket import Sizes, State, Ticket
+from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import on_demand_of
 from arbiter.core.types import Priority
@@ -18,11 +18,11 @@ from arbiter.units import Bytes, DeviceId, HolderId, TicketId
 
 
 @dataclass(slots=True)
-class Look:
+class GrantPass:
     """One look at one node's line."""
 
     node: Node
-    books: dict[DeviceId, Book]  # of its trusted devices that compute
+    books: dict[DeviceId, DeviceAccount]  # of its trusted devices that compute
     largest_bytes: Bytes  # budget
     most_bytes: Bytes  # that waiting can ever bring on one device
     open_bytes: Bytes  # the same for whom nothing is reserved, or less
@@ -36,23 +36,23 @@ class Look:
     judged_count: int = 0  # of the hopeless, when the rest was last judged
     unwalked: dict[int, int] = field(default_factory=dict)  # how urgent those are, see line.Crowd
 
-    def room(self, device: DeviceId, entry: Entry) -> int:
+    def room(self, device: DeviceId, entry: Ticket) -> int:
         """What is free there or coming, promised to nobody and reserved for no other tenant."""
         book = self.books[device]
         kept = quotas.kept(self.reserves, book, entry.client.tenant, has_left=True)
-        return book.free_bytes + coming_back(book) - self.promised[device] - kept
+        return book.free_bytes + returning_bytes(book) - self.promised[device] - kept
 
-    def fits(self, device: DeviceId, need: int, entry: Entry) -> bool:
+    def fits(self, device: DeviceId, need: int, entry: Ticket) -> bool:
         book = self.books[device]
         kept = quotas.kept(self.reserves, book, entry.client.tenant)
         return min(book.free_bytes - kept, self.room(device, entry)) >= need
 
-    def open_to(self, mind: Mind, entry: Entry) -> list[Book]:
+    def open_to(self, mind: CoreState, entry: Ticket) -> list[DeviceAccount]:
         """Where a load of it may begin, once there is room."""
         return [
             book
             for device, book in self.books.items()
-            if device not in self.held and not pressure.is_shut(mind, entry, device)
+            if device not in self.held and not pressure.is_closed_to(mind, entry, device)
         ]
 
     def is_hopeless(self, need: Bytes, priority: Priority, standing: str) -> bool:
@@ -62,7 +62,7 @@ class Look:
                 return True
         return False
 
-    def is_rest_hopeless(self, walked: Waiting, mind: Mind) -> bool:
+    def is_rest_hopeless(self, walked: QueueEntry, mind: CoreState) -> bool:
         """So is everybody behind: none is more urgent, none asks for less. Asked anew only when
         one more could not load; those that are due stand in front and are looked at. Where tenants
         differ, what one of them lacks another may have."""
@@ -77,14 +77,14 @@ class Look:
             return False
         return crowd.needs_at_least(need, mind.estimates.version)
 
-    def passes_over(self, waiting: Waiting, version: int) -> bool:
+    def passes_over(self, waiting: QueueEntry, version: int) -> bool:
         """Most of a long line: what such a one needs is known, and hopeless."""
         waiter = waiting.waiter
         if waiting.version != version or waiting.is_due or waiter.is_asleep:
             return False
         return self.is_hopeless(waiting.need_bytes, waiter.priority, waiting.standing)
 
-    def wait(self, waiting: Waiting, devices: list[DeviceId]) -> None:
+    def wait(self, waiting: QueueEntry, devices: list[DeviceId]) -> None:
         """One that is due holds every device it could use."""
         self.is_waiting = True
         if waiting.is_due:
@@ -95,7 +95,7 @@ class Look:
 # Who is overtaken by a grant (SPEC C6): so often, and then it is due and overtaken no more.
 
 
-def overtake(mind: Mind, look: Look, turn: int, home: Sizes) -> None:
+def count_bypasses(mind: CoreState, look: GrantPass, turn: int, home: Sizes) -> None:
     """Those who had asked before and could have used these bytes: perhaps a long line, so what most
     of them need not be asked is asked last."""
     most = max(on_demand_of(mind.ledger.books[d]) for d in home)
@@ -112,7 +112,7 @@ def overtake(mind: Mind, look: Look, turn: int, home: Sizes) -> None:
             look.is_over = look.is_over or other.is_due
 
 
-def _could_use(mind: Mind, ticket: TicketId, home: Sizes, most: Bytes) -> bool:
+def _could_use(mind: CoreState, ticket: TicketId, home: Sizes, most: Bytes) -> bool:
     """A sleeper, or one of several that only make sense together."""
     entry, waiting = mind.ledger.find(ticket), mind.line.find(ticket)
     assert entry is not None and waiting is not None

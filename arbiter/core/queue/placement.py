@@ -3,30 +3,36 @@
 from collections.abc import Iterable
 
 from arbiter.core.eviction import pressure
-from arbiter.core.records.ledger import Book
-from arbiter.core.records.ticket import Entry
-from arbiter.core.state import Mind
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import Ticket
+from arbiter.core.state import CoreState
 from arbiter.core.tickets.device_limits import on_demand_of
-from arbiter.core.view import Site
+from arbiter.core.view import PlacementOption
 from arbiter.units import Bytes
 
 
-def places(mind: Mind, books: Iterable[Book], entry: Entry, need: Bytes) -> list[Site]:
+def devices_for(
+    mind: CoreState, books: Iterable[DeviceAccount], entry: Ticket, need: Bytes
+) -> list[PlacementOption]:
     """Devices that could ever hold it and let loads begin, best first by the policy."""
     label = (entry.capability, entry.model)
     last = mind.last_home.get((entry.node, *label))
     found = [
-        Site(
-            b.device, need, b.free_bytes,
-            copies_count=b.copies[label], tickets_count=len(b.entries), was_home=b.device == last,
+        PlacementOption(
+            b.device,
+            need,
+            b.free_bytes,
+            copies_count=b.copies[label],
+            tickets_count=len(b.entries),
+            was_home=b.device == last,
         )
         for b in books
-        if need <= on_demand_of(b) and not pressure.is_shut(mind, entry, b.device)
-    ]  # fmt: skip
+        if need <= on_demand_of(b) and not pressure.is_closed_to(mind, entry, b.device)
+    ]
     return sorted(found, key=mind.policies.place)
 
 
-def size_of(mind: Mind, entry: Entry, largest: Bytes) -> Bytes:
+def estimated_bytes(mind: CoreState, entry: Ticket, largest: Bytes) -> Bytes:
     """What it will be granted. What was learned, of a failure for memory or of a peak with its
     headroom, never exceeds the largest device: there is nothing beyond it to try, and the model
     has run there before."""

@@ -7,14 +7,14 @@ of those before it that need the same bytes.
 
 from itertools import islice
 
-from arbiter.core.decisions import Waits
+from arbiter.core.decisions import Queued
 from arbiter.core.eviction.eligibility import min_residency_ends
-from arbiter.core.eviction.eviction import coming_back
-from arbiter.core.eviction.ranking import effective_priority, in_order, priority_fades_at
-from arbiter.core.records.ledger import Book
-from arbiter.core.records.request_queue import Waiting
-from arbiter.core.records.ticket import Entry, State
-from arbiter.core.state import Mind, turn_away
+from arbiter.core.eviction.eviction import returning_bytes
+from arbiter.core.eviction.ranking import effective_priority, priority_fades_at, ranked_victims
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.request_queue import QueueEntry
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.state import CoreState, reject_queued
 from arbiter.core.tickets.device_limits import compute_books
 from arbiter.errors import DeadlineUnmet
 from arbiter.units import Instant, Span, after, in_seconds, since
@@ -23,7 +23,7 @@ SAMPLED_COUNT = 8  # of those before it: what they need and their loads take, on
 LOOKED_AT_COUNT = 32  # of those who may leave, the cheapest first; a device seldom holds more
 
 
-def judge_new(mind: Mind) -> None:
+def estimate_new(mind: CoreState) -> None:
     """Those that joined the line in this step and were not granted at once: they hear how long,
     and are refused when that is too long for them."""
     fresh, mind.fresh = mind.fresh, []
@@ -31,30 +31,30 @@ def judge_new(mind: Mind) -> None:
         entry, waiting = mind.ledger.find(ticket), mind.line.find(ticket)
         if entry is None or waiting is None:
             continue
-        predicted = until_served(mind, entry, waiting)
+        predicted = estimated_wait(mind, entry, waiting)
         if predicted is None:
             continue
         waiting.predicted_at = after(mind.now, predicted)
         mind.tell("ticket_waits", entry, took=predicted)
         if predicted:
-            mind.say(Waits(ticket, entry.holder, predicted))
+            mind.say(Queued(ticket, entry.holder, predicted))
         if waiting.deadline is not None and waiting.predicted_at > waiting.deadline:
-            turn_away(mind, entry, too_late(entry, 0.0, predicted))
+            reject_queued(mind, entry, too_late(entry, 0.0, predicted))
 
 
-def too_late(entry: Entry, waited_s: float, predicted: Span) -> DeadlineUnmet:
+def too_late(entry: Ticket, waited_s: float, predicted: Span) -> DeadlineUnmet:
     again_s = max(1.0, in_seconds(predicted))
     return DeadlineUnmet(entry.ticket, waited_s, again_s, in_seconds(predicted))
 
 
-def load_of(mind: Mind, entry: Entry) -> Span:
+def load_span(mind: CoreState, entry: Ticket) -> Span:
     """Its wake or load; 0 when nothing is known."""
     key = mind.key_of(entry)
     woken = mind.estimates.wake_time(key) if entry.state is not State.QUEUED else Span(0)
     return woken or mind.estimates.load_time(key, entry.need.weights_bytes)
 
 
-def until_served(mind: Mind, entry: Entry, waiting: Waiting) -> Span | None:
+def estimated_wait(mind: CoreState, entry: Ticket, waiting: QueueEntry) -> Span | None:
     """None where nothing can be said: no node, nothing read yet."""
     node = mind.nodes.get(entry.node)
     if node is None or not mind.is_settled:
@@ -70,26 +70,26 @@ def until_served(mind: Mind, entry: Entry, waiting: Waiting) -> Span | None:
     lent = sum(b.budget_bytes for b in books)
     turns = wanted // max(1, lent)  # times that everything must change before it is its turn
     ahead = [mind.ledger.find(w.waiter.ticket) for w in sample]
-    loads = [load_of(mind, e) for e in ahead if e is not None]
+    loads = [load_span(mind, e) for e in ahead if e is not None]
     turn = Span(sum(loads) // len(loads) if loads else 0)
     stays = max(turn, mind.settings.min_residency)
     room_at = min(_room_at(mind, book, entry, waiting) for book in books)
     turnover = mind.estimates.turnover(entry.capability)
     wait = since(mind.now, room_at) + turns * (turn + stays + turnover)
-    return Span(wait + load_of(mind, entry))
+    return Span(wait + load_span(mind, entry))
 
 
-def _room_at(mind: Mind, book: Book, entry: Entry, waiting: Waiting) -> Instant:
+def _room_at(mind: CoreState, book: DeviceAccount, entry: Ticket, waiting: QueueEntry) -> Instant:
     """When enough of what is there may have left: the soonest lawful first."""
     missing = waiting.need_bytes - max(0, book.free_bytes)
     if missing <= 0:
         return mind.now
     turnover = mind.estimates.turnover(entry.capability)
-    missing -= coming_back(book)
+    missing -= returning_bytes(book)
     leaves_at = mind.now
     if missing <= 0:
         return after(leaves_at, turnover)
-    cheapest = islice(in_order(mind, book), LOOKED_AT_COUNT)
+    cheapest = islice(ranked_victims(mind, book), LOOKED_AT_COUNT)
     others = [e for e, _ in cheapest if e is not entry and not e.pinned]
     leaving = [(_lawful_at(mind, e, waiting), e.charge(book.device)) for e in others]
     for other_at, freed in sorted(leaving):
@@ -99,7 +99,7 @@ def _room_at(mind: Mind, book: Book, entry: Entry, waiting: Waiting) -> Instant:
     return after(leaves_at, turnover)
 
 
-def _lawful_at(mind: Mind, entry: Entry, waiting: Waiting) -> Instant:
+def _lawful_at(mind: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
     """A load in flight ends first; one more urgent fades first."""
     if entry.state is State.LOADING:
         return after(after(entry.since, entry.predicted), mind.settings.min_residency)

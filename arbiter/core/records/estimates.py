@@ -27,8 +27,19 @@ _PARAMETERS = re.compile(
     r"(?<![a-z0-9.])(?:(\d+)x)?(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE
 )
 # Words of a name that say how many bits a parameter takes; without one they are 16.
-_BITS = {"fp32": 32, "fp8": 8, "int8": 8, "8bit": 8, "w8a8": 8, "awq": 4, "gptq": 4, "int4": 4,
-         "4bit": 4, "nvfp4": 4, "mxfp4": 4}  # fmt: skip
+_BITS = {
+    "fp32": 32,
+    "fp8": 8,
+    "int8": 8,
+    "8bit": 8,
+    "w8a8": 8,
+    "awq": 4,
+    "gptq": 4,
+    "int4": 4,
+    "4bit": 4,
+    "nvfp4": 4,
+    "mxfp4": 4,
+}
 _SCALES_PERCENT = 112  # of 4 and 8 bits: scales and zero points, a half for each 32 parameters
 
 
@@ -233,12 +244,15 @@ class Estimates:
         keys = sorted({*self._peak, *self._loads, *self._wakes}, key=repr)
         return [
             {
-                "capability": k.capability, "model": k.model, "settings_key": k.settings_key,
-                "peak_bytes": self._peak.get(k, 0), "load_ns": self._loads.of(k),
+                "capability": k.capability,
+                "model": k.model,
+                "settings_key": k.settings_key,
+                "peak_bytes": self._peak.get(k, 0),
+                "load_ns": self._loads.of(k),
                 "wake_ns": self._wakes.of(k),
             }
             for k in keys
-        ]  # fmt: skip
+        ]
 
     def restore(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:

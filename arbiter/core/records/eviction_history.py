@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from arbiter.core.records.victim_set import Option
+from arbiter.core.records.victim_set import PricedVictim
 from arbiter.core.view import Key
 from arbiter.units import Bytes, DeviceId, Instant, TicketId
 
@@ -13,7 +13,7 @@ WEIGHED_COUNT = 32  # candidates of one kept, cheapest first; a device seldom ho
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class ScoredVictim:
     """A lawful candidate at the time, and its price."""
 
     ticket: TicketId
@@ -25,22 +25,22 @@ class Weighed:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class EvictionRecord:
     at: Instant
     waiting: TicketId  # for whom
     waiting_model: str
     device: DeviceId
     short_bytes: Bytes  # what was missing
     policy: str
-    options: tuple[Option, ...]  # lawful, cheapest first
+    options: tuple[PricedVictim, ...]  # lawful, cheapest first
     models: tuple[str, ...]  # of each option
     chosen: frozenset[TicketId]
 
     @property
-    def weighed(self) -> tuple[Weighed, ...]:
+    def weighed(self) -> tuple[ScoredVictim, ...]:
         """The chosen are shown however many there were."""
         rows = [
-            Weighed(o.ticket, model, o.freed_bytes, o.rank, o.cost_s, o.ticket in self.chosen)
+            ScoredVictim(o.ticket, model, o.freed_bytes, o.rank, o.cost_s, o.ticket in self.chosen)
             for o, model in zip(self.options, self.models, strict=True)
         ]
         return tuple(row for n, row in enumerate(rows) if n < WEIGHED_COUNT or row.is_chosen)
@@ -49,15 +49,15 @@ class Choice:
         return ticket == self.waiting or any(o.ticket == ticket for o in self.options)
 
 
-class Choices:
+class EvictionHistory:
     """The newest, oldest first."""
 
     def __init__(self) -> None:
-        self._kept: deque[Choice] = deque(maxlen=KEPT_COUNT)
+        self._kept: deque[EvictionRecord] = deque(maxlen=KEPT_COUNT)
 
-    def add(self, choice: Choice) -> None:
+    def add(self, choice: EvictionRecord) -> None:
         self._kept.append(choice)
 
-    def about(self, ticket: TicketId) -> Iterator[Choice]:
+    def about(self, ticket: TicketId) -> Iterator[EvictionRecord]:
         """Those in which it asked, went or was spared."""
         return (choice for choice in self._kept if choice.concerns(ticket))

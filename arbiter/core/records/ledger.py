@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from arbiter.core.records.holdings import Holdings
-from arbiter.core.records.ticket import CHARGED, LEAVING, TRANSITIONS, Entry, Sizes, State
+from arbiter.core.records.ticket import CHARGED, LEAVING, TRANSITIONS, Sizes, State, Ticket
 from arbiter.core.types import Client, DeviceKind
 from arbiter.errors import LedgerBroken
 from arbiter.units import (
@@ -33,7 +33,7 @@ UNREAD_COUNT = 64  # changes of a device beyond its tickets that are noted for n
 
 
 @dataclass(slots=True)
-class Book:
+class DeviceAccount:
     """One device."""
 
     device: DeviceId
@@ -44,9 +44,9 @@ class Book:
     free_bytes: Bytes
     charged_bytes: Bytes = Bytes(0)
     foreign_bytes: Bytes = Bytes(0)  # the part that eats into the budget
-    entries: dict[TicketId, Entry] = field(default_factory=dict)  # those it is charged for
-    leaving: dict[TicketId, Entry] = field(default_factory=dict)  # DRAINING and RECLAIMING
-    loading: dict[TicketId, Entry] = field(default_factory=dict)
+    entries: dict[TicketId, Ticket] = field(default_factory=dict)  # those it is charged for
+    leaving: dict[TicketId, Ticket] = field(default_factory=dict)  # DRAINING and RECLAIMING
+    loading: dict[TicketId, Ticket] = field(default_factory=dict)
     copies: Counter[tuple[str, str]] = field(default_factory=Counter)  # by capability and model
     pinned_bytes: Bytes = Bytes(0)  # of those charged
     held: Counter[str] = field(default_factory=Counter)  # bytes by tenant
@@ -64,19 +64,19 @@ class Ledger:
     """Opened, moved, weighed and budgeted here and nowhere else."""
 
     def __init__(self) -> None:
-        self.books: dict[DeviceId, Book] = {}
+        self.books: dict[DeviceId, DeviceAccount] = {}
         self.open_count: Counter[str] = Counter()  # tickets not closed, by capability
         self.holdings = Holdings()
-        self._entries: dict[TicketId, Entry] = {}
-        self._held: dict[HolderId, dict[TicketId, Entry]] = {}
-        self._holding: dict[HolderId, dict[TicketId, Entry]] = {}  # of those, past the line
+        self._entries: dict[TicketId, Ticket] = {}
+        self._held: dict[HolderId, dict[TicketId, Ticket]] = {}
+        self._holding: dict[HolderId, dict[TicketId, Ticket]] = {}  # of those, past the line
         self.changed: set[NodeId] = set()  # since somebody last looked for what to decide
         self._touched: set[DeviceId] = set()
         self._short: dict[NodeId, set[DeviceId]] = {}
 
     # -- tickets -------------------------------------------------------------------------------
 
-    def open(self, entry: Entry) -> None:
+    def open(self, entry: Ticket) -> None:
         """A new ticket, QUEUED, or in the state its holder rejoined with."""
         assert entry.ticket not in self._entries
         self._entries[entry.ticket] = entry
@@ -86,7 +86,7 @@ class Ledger:
         self.open_count[entry.capability] += 1
         self._count(entry, 1)
 
-    def move(self, entry: Entry, to: State, now: Instant, granted: Sizes | None = None) -> None:
+    def move(self, entry: Ticket, to: State, now: Instant, granted: Sizes | None = None) -> None:
         """The only way a ticket changes state. `granted` replaces what it was granted before."""
         if to not in TRANSITIONS[entry.state]:
             raise LedgerBroken(f"{entry.ticket}: {entry.state.value} -> {to.value}")
@@ -101,7 +101,7 @@ class Ledger:
         if to is State.CLOSED:
             self._forget(entry)
 
-    def weigh(self, entry: Entry, measured: Sizes) -> None:
+    def weigh(self, entry: Ticket, measured: Sizes) -> None:
         """What the node agent saw this ticket's processes hold."""
         if measured == entry.measured:
             return
@@ -109,7 +109,7 @@ class Ledger:
         entry.measured = measured
         self._count(entry, 1)
 
-    def pin(self, entry: Entry, is_pinned: bool) -> None:
+    def pin(self, entry: Ticket, is_pinned: bool) -> None:
         """The configuration has changed its mind about it."""
         if entry.ticket not in self._entries:
             entry.pinned = is_pinned
@@ -118,13 +118,13 @@ class Ledger:
             entry.pinned = is_pinned
             self._count(entry, 1)
 
-    def bill_to(self, entry: Entry, client: Client) -> None:
+    def bill_to(self, entry: Ticket, client: Client) -> None:
         """What it holds is on this client's account from now on."""
         self._count(entry, -1)
         entry.client = client
         self._count(entry, 1)
 
-    def share_scratch(self, entry: Entry, lock: str, size: Bytes) -> None:
+    def share_scratch(self, entry: Ticket, lock: str, size: Bytes) -> None:
         """The configuration says under which dispatch lock it computes."""
         if entry.ticket not in self._entries:
             entry.dispatch_lock, entry.shared_scratch_bytes = lock, size
@@ -133,33 +133,33 @@ class Ledger:
             entry.dispatch_lock, entry.shared_scratch_bytes = lock, size
             self._count(entry, 1)
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: Ticket) -> None:
         """Something that ranks it has changed, its bytes have not."""
         for device in entry.devices:
             if book := self.books.get(device):
                 book.note_stale(entry.ticket)
 
-    def resize(self, entry: Entry, granted: Sizes) -> None:
+    def resize(self, entry: Ticket, granted: Sizes) -> None:
         """A resident was granted more, or gave some back."""
         self._count(entry, -1)
         entry.granted = granted
         self._count(entry, 1)
 
-    def find(self, ticket: TicketId) -> Entry | None:
+    def find(self, ticket: TicketId) -> Ticket | None:
         return self._entries.get(ticket)
 
-    def entries(self, *states: State) -> list[Entry]:
+    def entries(self, *states: State) -> list[Ticket]:
         """In the order they were opened, filtered by state when any is given."""
         return [e for e in self._entries.values() if not states or e.state in states]
 
-    def held_by(self, holder: HolderId) -> list[Entry]:
+    def held_by(self, holder: HolderId) -> list[Ticket]:
         return list(self._held.get(holder, {}).values())
 
-    def holding(self, holder: HolderId) -> Mapping[TicketId, Entry]:
+    def holding(self, holder: HolderId) -> Mapping[TicketId, Ticket]:
         """Those of its tickets that are charged: the rest waits in the line, perhaps very long."""
         return self._holding.get(holder, {})
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: Ticket) -> None:
         del self._entries[entry.ticket]
         for index in (self._held, self._holding):
             index.get(entry.holder, {}).pop(entry.ticket, None)
@@ -167,13 +167,13 @@ class Ledger:
                 index.pop(entry.holder, None)
         self.open_count[entry.capability] -= 1
 
-    def _count(self, entry: Entry, sign: int) -> None:
+    def _count(self, entry: Ticket, sign: int) -> None:
         """Put the ticket's charge on its devices' books, or take it off."""
         for device in entry.devices:
             if book := self.books.get(device):
                 self._post(book, entry, sign)
 
-    def _post(self, book: Book, entry: Entry, sign: int) -> None:
+    def _post(self, book: DeviceAccount, entry: Ticket, sign: int) -> None:
         charge = entry.charge(book.device)
         if charge == 0:
             return
@@ -201,7 +201,7 @@ class Ledger:
 
     # -- devices -------------------------------------------------------------------------------
 
-    def put_device(self, book: Book) -> None:
+    def put_device(self, book: DeviceAccount) -> None:
         """A device appears, with what is already held on it, or changes its budget."""
         if old := self.books.get(book.device):
             grown = book.budget_bytes - old.budget_bytes
@@ -229,7 +229,7 @@ class Ledger:
         book.foreign_bytes = foreign
         self._note(book)
 
-    def _note(self, book: Book) -> None:
+    def _note(self, book: DeviceAccount) -> None:
         self._touched.add(book.device)
         self.changed.add(book.node)
         if book.free_bytes < 0:
@@ -237,7 +237,7 @@ class Ledger:
         elif short := self._short.get(book.node):
             short.discard(book.device)
 
-    def overcommitted(self, node: NodeId) -> list[Book]:
+    def overcommitted(self, node: NodeId) -> list[DeviceAccount]:
         return [self.books[device] for device in sorted(self._short.get(node, ()))]
 
     # -- checks --------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class Ledger:
                 raise LedgerBroken(f"{device}: charged {book.charged_bytes}, entries {charged}")
             self._check_sum(book, charged)
 
-    def _check_sum(self, book: Book, charged: int) -> None:
+    def _check_sum(self, book: DeviceAccount, charged: int) -> None:
         free, foreign = book.free_bytes, book.foreign_bytes
         if free + charged + foreign != book.budget_bytes:
             raise LedgerBroken(
@@ -285,7 +285,7 @@ def audit(ledger: Ledger) -> None:
             raise LedgerBroken(f"{holder}: holding {sorted(charged)}, index differs")
 
 
-def _audit_book(ledger: Ledger, book: Book) -> None:
+def _audit_book(ledger: Ledger, book: DeviceAccount) -> None:
     device = book.device
     charged = {e.ticket for e in ledger.entries() if e.charge(device) > 0}
     if charged != book.entries.keys():

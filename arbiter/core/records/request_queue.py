@@ -10,21 +10,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from arbiter.core.types import Priority
-from arbiter.core.view import Key, Waiter
+from arbiter.core.view import Key, QueuedRequest
 from arbiter.units import Bytes, HolderId, Instant, NodeId, TicketId
 
-NOBODY = HolderId("")
-WAKES = 0  # before every priority: a sleeper is looked at by itself, for it wakes where it is
+NO_HOLDER = HolderId("")
+WAKE_URGENCY = (
+    0  # before every priority: a sleeper is looked at by itself, for it wakes where it is
+)
 
 
 @dataclass(slots=True)
-class Waiting:
-    waiter: Waiter
+class QueueEntry:
+    waiter: QueuedRequest
     key: Key  # its place
     model: str  # capability and model: what the per-model bound counts
     node: NodeId
     deadline: Instant | None
-    holder: HolderId = NOBODY
+    holder: HolderId = NO_HOLDER
     is_of_gang: bool = False
     predicted_at: Instant | None = None  # when it was expected to serve, as it joined
     overtaken_count: int = 0
@@ -35,7 +37,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Crowd:
+class QueueStats:
     """What is known of all who wait on one node, so that a long line need not be walked."""
 
     urgencies: Counter[int] = field(default_factory=Counter)  # a sleeper that wakes: as WAKES
@@ -44,14 +46,14 @@ class Crowd:
     least_bytes: Bytes = Bytes(0)  # none of those needs less
     standings: Counter[str] = field(default_factory=Counter)
 
-    def count(self, waiting: Waiting, more: int) -> None:
+    def count(self, waiting: QueueEntry, more: int) -> None:
         self.urgencies[urgency_of(waiting.waiter)] += more
         self.standings[waiting.standing] += more
         if waiting.version == self.version:
             self.known_count += more
             self.least_bytes = min(self.least_bytes, waiting.need_bytes)
 
-    def know(self, waiting: Waiting, need: Bytes, version: int) -> None:
+    def know(self, waiting: QueueEntry, need: Bytes, version: int) -> None:
         if version != self.version:
             self.version, self.known_count, self.least_bytes = version, 0, need
         self.known_count += waiting.version != version
@@ -67,17 +69,17 @@ class Crowd:
         return sum(1 for count in self.standings.values() if count) == 1
 
 
-def urgency_of(waiter: Waiter) -> int:
-    return WAKES if waiter.is_asleep else int(waiter.priority)  # an enum hashes slowly
+def urgency_of(waiter: QueuedRequest) -> int:
+    return WAKE_URGENCY if waiter.is_asleep else int(waiter.priority)  # an enum hashes slowly
 
 
-class Line:
-    def __init__(self, place_of: Callable[[Waiter], Key]) -> None:
+class RequestQueue:
+    def __init__(self, place_of: Callable[[QueuedRequest], Key]) -> None:
         self._place_of = place_of
-        self._waiting: dict[TicketId, Waiting] = {}
+        self._waiting: dict[TicketId, QueueEntry] = {}
         self._order: dict[NodeId, list[tuple[Key, TicketId]]] = {}
         self._walked: set[NodeId] = set()  # see walk
-        self._crowds: dict[NodeId, Crowd] = {}
+        self._crowds: dict[NodeId, QueueStats] = {}
         self._of_model: dict[str, dict[TicketId, None]] = {}
         self._where: dict[str, Counter[NodeId]] = {}  # by the standing of who waits there
         self._loads: Counter[tuple[NodeId, str]] = Counter()  # in flight
@@ -95,16 +97,18 @@ class Line:
         deadline: Instant | None = None,
         priority: Priority = Priority.NORMAL,
         *,
-        holder: HolderId = NOBODY,
+        holder: HolderId = NO_HOLDER,
         is_of_gang: bool = False,
         is_asleep: bool = False,
         turn_bytes: Bytes = Bytes(0),
         standing: str = "",
-    ) -> Waiting:
+    ) -> QueueEntry:
         self._turn += 1
         is_warm = is_asleep or self._loads[node, model] > 0
-        waiter = Waiter(ticket, now, self._turn, priority, is_warm, is_asleep, turn_bytes)
-        waiting = Waiting(waiter, (), model, node, deadline, holder, is_of_gang, standing=standing)
+        waiter = QueuedRequest(ticket, now, self._turn, priority, is_warm, is_asleep, turn_bytes)
+        waiting = QueueEntry(
+            waiter, (), model, node, deadline, holder, is_of_gang, standing=standing
+        )
         self._waiting[ticket] = waiting
         self._of_model.setdefault(model, {})[ticket] = None
         if standing not in self._where:
@@ -124,17 +128,17 @@ class Line:
             if not where[waiting.node]:
                 del where[waiting.node]
 
-    def _insert(self, waiting: Waiting) -> None:
+    def _insert(self, waiting: QueueEntry) -> None:
         waiter = waiting.waiter
         place = (waiter.asked, waiter.turn) if waiting.is_due else self._place_of(waiter)
         waiting.key = (not waiting.is_due, *place)
         insort(self._own_order(waiting.node), (waiting.key, waiter.ticket))
         if waiting.node not in self._crowds:
-            self._crowds[waiting.node] = Crowd()
+            self._crowds[waiting.node] = QueueStats()
         self._crowds[waiting.node].count(waiting, 1)
         self.changed.add(waiting.node)
 
-    def _remove(self, waiting: Waiting) -> None:
+    def _remove(self, waiting: QueueEntry) -> None:
         order = self._own_order(waiting.node)
         del order[bisect_left(order, (waiting.key, waiting.waiter.ticket))]
         self._crowds[waiting.node].count(waiting, -1)
@@ -176,24 +180,24 @@ class Line:
                 if waiting.node == node and not waiting.waiter.is_asleep:
                     self._change(waiting, replace(waiting.waiter, is_warm=is_warm))
 
-    def overtaken(self, waiting: Waiting, most_count: int) -> None:
+    def overtaken(self, waiting: QueueEntry, most_count: int) -> None:
         waiting.overtaken_count += 1
         if waiting.overtaken_count >= most_count:
             self.ripen(waiting)
 
-    def ripen(self, waiting: Waiting) -> None:
+    def ripen(self, waiting: QueueEntry) -> None:
         """Nobody overtakes it any more."""
         if not waiting.is_due:
             self._remove(waiting)
             waiting.is_due = True
             self._insert(waiting)
 
-    def _change(self, waiting: Waiting, waiter: Waiter) -> None:
+    def _change(self, waiting: QueueEntry, waiter: QueuedRequest) -> None:
         self._remove(waiting)
         waiting.waiter = waiter
         self._insert(waiting)
 
-    def reorder(self, place_of: Callable[[Waiter], Key]) -> None:
+    def reorder(self, place_of: Callable[[QueuedRequest], Key]) -> None:
         """Another policy."""
         self._place_of = place_of
         for waiting in self._waiting.values():
@@ -205,14 +209,14 @@ class Line:
         """Both wait on one node; `ticket` comes first."""
         return (self._waiting[ticket].key, ticket) < (self._waiting[other].key, other)
 
-    def find(self, ticket: TicketId) -> Waiting | None:
+    def find(self, ticket: TicketId) -> QueueEntry | None:
         return self._waiting.get(ticket)
 
-    def at(self, node: NodeId) -> list[Waiting]:
+    def at(self, node: NodeId) -> list[QueueEntry]:
         """Who waits there, first to last."""
         return [self._waiting[ticket] for _, ticket in self._order.get(node, ())]
 
-    def walk(self, node: NodeId) -> Iterator[Waiting]:
+    def walk(self, node: NodeId) -> Iterator[QueueEntry]:
         """The same one by one, as they stand when it begins; who has left meanwhile is left out.
         Most walks end soon, so the order is copied only when it changes under one."""
         is_first = node not in self._walked
@@ -229,10 +233,10 @@ class Line:
         """On which nodes somebody of this tenant waits."""
         return list(self._where.get(standing, ()))
 
-    def first(self, node: NodeId, count: int) -> list[Waiting]:
+    def first(self, node: NodeId, count: int) -> list[QueueEntry]:
         return [self._waiting[ticket] for _, ticket in self._order.get(node, [])[:count]]
 
-    def ahead_count(self, waiting: Waiting) -> int:
+    def ahead_count(self, waiting: QueueEntry) -> int:
         return bisect_left(self._order[waiting.node], (waiting.key, waiting.waiter.ticket))
 
     def weigh(self, node: NodeId) -> None:
@@ -241,8 +245,8 @@ class Line:
         known = [w.need_bytes for w in self.at(node) if w.version == crowd.version]
         crowd.least_bytes = min(known, default=Bytes(0))
 
-    def crowd(self, node: NodeId) -> Crowd:
-        return self._crowds.get(node) or Crowd()
+    def crowd(self, node: NodeId) -> QueueStats:
+        return self._crowds.get(node) or QueueStats()
 
     def is_empty(self, node: NodeId) -> bool:
         return node not in self._order

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from arbiter.core.decisions import Reason, Tier
-from arbiter.core.types import ANYBODY, Client, LeaseTerms, Need, Priority, Split
+from arbiter.core.types import ANYBODY, Client, LeaseConditions, Need, Priority, Split
 from arbiter.units import (
     Bytes,
     DeviceId,
@@ -48,7 +48,7 @@ NONE = Bytes(0)
 
 
 @dataclass(slots=True)
-class Entry:
+class Ticket:
     """One ticket. Whatever changes bytes goes through the Ledger; the rest is notes for rules."""
 
     ticket: TicketId
@@ -86,7 +86,7 @@ class Entry:
     less_since: Instant | None = None  # its holder says that it has less than it was granted
 
     client: Client = ANYBODY  # on whose account it is: see bill_to
-    lease: LeaseTerms | None = None  # its holder is a process outside Serve
+    lease: LeaseConditions | None = None  # its holder is a process outside Serve
     lease_ends: Instant = Instant(0)
 
     # What its holder said last.

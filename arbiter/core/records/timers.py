@@ -7,7 +7,7 @@ from arbiter.units import Instant
 Subject = tuple[str, str]  # kind and id: ("ticket", id), ("holder", id), ("node", id), ...
 
 
-class Alarms:
+class Timers:
     """An alarm may ring early, never late: a subject whose time moved away is looked at once for
     nothing and sets its alarm again. So each subject has about one place in the heap."""
 

@@ -9,23 +9,23 @@ from math import exp
 
 from arbiter.units import SECOND, Instant, Span
 
-Name = tuple[str, str]  # capability and model
+ModelName = tuple[str, str]  # capability and model
 
 
-class Rates:
+class UsageRates:
     def __init__(self, window: Span) -> None:
         self.window = window
-        self._seen: dict[Name, tuple[float, Instant]] = {}
+        self._seen: dict[ModelName, tuple[float, Instant]] = {}
 
-    def used(self, name: Name, times_count: int, now: Instant) -> None:
+    def used(self, name: ModelName, times_count: int, now: Instant) -> None:
         self._seen[name] = (self.recent(name, now) + times_count, now)
 
-    def recent(self, name: Name, now: Instant) -> float:
+    def recent(self, name: ModelName, now: Instant) -> float:
         """Uses in one window up to now; 0 for a model never used."""
         count, at = self._seen.get(name, (0.0, now))
         return count * exp((at - now) / self.window) if count else 0.0
 
-    def forget(self, name: Name) -> None:
+    def forget(self, name: ModelName) -> None:
         self._seen.pop(name, None)
 
 
@@ -46,7 +46,7 @@ AHEAD = Span(AHEAD_COUNT * HOUR)
 
 
 @dataclass(slots=True)
-class Day:
+class DailyCounts:
     """One model's uses by hour of the day, as of its hour number `hours_count`. Those in that hour
     are apart until it is over: they are no habit yet."""
 
@@ -75,17 +75,17 @@ class Day:
         return FADE ** (hour - self.hours_count)
 
 
-class Hours:
+class HourlyUsage:
     def __init__(self, began: Instant) -> None:
         self._began = began // HOUR
-        self._days: dict[Name, Day] = {}
+        self._days: dict[ModelName, DailyCounts] = {}
         self._known = (self._began, 0.0)  # _days_known of an hour
 
-    def used(self, name: Name, times_count: int, now: Instant) -> None:
+    def used(self, name: ModelName, times_count: int, now: Instant) -> None:
         hour = now // HOUR
-        self._days.setdefault(name, Day(hour)).used(hour, times_count)
+        self._days.setdefault(name, DailyCounts(hour)).used(hour, times_count)
 
-    def ahead(self, name: Name, now: Instant, otherwise_count: float) -> float:
+    def ahead(self, name: ModelName, now: Instant, otherwise_count: float) -> float:
         """Uses in the coming hours as on earlier days; where few of those are known it leans to
         `otherwise_count`."""
         hour, day = now // HOUR, self._days.get(name)
@@ -94,7 +94,7 @@ class Hours:
         seen = day.seen(hour) if day else 0.0
         return (seen + LEAN_DAYS * otherwise_count) / (self._known[1] + LEAN_DAYS)
 
-    def forget(self, name: Name) -> None:
+    def forget(self, name: ModelName) -> None:
         self._days.pop(name, None)
 
     def _days_known(self, hour: int) -> float:

@@ -18,7 +18,7 @@ COST_LEAST = 1e-9  # what nobody will miss still costs something, so that none l
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class PricedVictim:
     """A lawful victim and its price."""
 
     ticket: TicketId
@@ -33,32 +33,32 @@ class Option:
         object.__setattr__(self, "place", place)  # once: each search of an order asks for it
 
 
-def choose(options: Iterable[Option], short: Bytes) -> list[Option]:
+def choose(options: Iterable[PricedVictim], short: Bytes) -> list[PricedVictim]:
     """The cheapest set that frees `short`, cheapest first; empty when all of them do not."""
     ranked = sorted(options, key=lambda o: o.place)
     cheaper, missing = freed(ranked), int(short)
     if cheaper < missing:
         return []
-    chosen: list[Option] = []
+    chosen: list[PricedVictim] = []
     groups = [list(members) for _, members in groupby(ranked, key=lambda o: o.rank)]
     for group in reversed(groups):  # the dearest rank says first what it must give
         cheaper -= freed(group)
         if missing > cheaper:
-            part = _cover(group, missing - cheaper)
+            part = _cheapest_cover(group, missing - cheaper)
             chosen += part
             missing -= freed(part)
     return sorted(chosen, key=lambda o: o.place)
 
 
-def freed(options: Iterable[Option]) -> int:
+def freed(options: Iterable[PricedVictim]) -> int:
     return sum(o.freed_bytes for o in options)
 
 
-def _cover(group: list[Option], short: int) -> list[Option]:
+def _cheapest_cover(group: list[PricedVictim], short: int) -> list[PricedVictim]:
     """Of one rank, cheapest per byte first."""
     if len(group) == 1:
         return group
-    greedy = _spare(group, short)
+    greedy = _minimal_greedy(group, short)
     if _cost(greedy)[0] * group[0].freed_bytes <= short * group[0].cost_s:
         return greedy  # no byte more than asked, at the least price per byte
     if len(group) > EXACT_COUNT:
@@ -67,9 +67,9 @@ def _cover(group: list[Option], short: int) -> list[Option]:
     return _Search(group, greedy).best(short)
 
 
-def _spare(group: list[Option], short: int) -> list[Option]:
+def _minimal_greedy(group: list[PricedVictim], short: int) -> list[PricedVictim]:
     """The first that suffice, without any that turns out not to be needed: the dearest first."""
-    chosen: list[Option] = []
+    chosen: list[PricedVictim] = []
     missing = short
     for option in group:
         if missing <= 0:
@@ -83,7 +83,7 @@ def _spare(group: list[Option], short: int) -> list[Option]:
     return chosen
 
 
-def _cost(options: list[Option]) -> tuple[float, int]:
+def _cost(options: list[PricedVictim]) -> tuple[float, int]:
     """Of equals the one that frees more: those of cheaper ranks then give less."""
     return sum(o.cost_s for o in options), -freed(options)
 
@@ -92,16 +92,16 @@ class _Search:
     """Branch and bound over the subsets of one rank (Martello and Toth, Knapsack Problems, ch. 2):
     what is missing costs at least the price per byte of the next option."""
 
-    def __init__(self, group: list[Option], known: list[Option]) -> None:
+    def __init__(self, group: list[PricedVictim], known: list[PricedVictim]) -> None:
         self._group = group
         self._rest = [*accumulate((o.freed_bytes for o in reversed(group)), initial=0)][::-1]
         self._best, self._least = known, _cost(known)
 
-    def best(self, short: int) -> list[Option]:
+    def best(self, short: int) -> list[PricedVictim]:
         self._try(0, [], 0.0, short)
         return self._best
 
-    def _try(self, at: int, picked: list[Option], cost: float, missing: int) -> None:
+    def _try(self, at: int, picked: list[PricedVictim], cost: float, missing: int) -> None:
         if missing <= 0:
             if (found := _cost(picked)) < self._least:
                 self._best, self._least = picked, found

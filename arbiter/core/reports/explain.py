@@ -6,14 +6,14 @@ says why nobody may be revoked, `ranking.option` at what price, `choices` what w
 
 from dataclasses import dataclass
 
-from arbiter.core.eviction.eligibility import obstacle
-from arbiter.core.eviction.eviction import coming_back
-from arbiter.core.eviction.ranking import option
+from arbiter.core.eviction.eligibility import obstacle_text
+from arbiter.core.eviction.eviction import returning_bytes
+from arbiter.core.eviction.ranking import price_victim
 from arbiter.core.queue import placement
-from arbiter.core.records.eviction_history import Choice, Weighed
-from arbiter.core.records.ledger import Book
-from arbiter.core.records.ticket import Entry, State
-from arbiter.core.state import Mind
+from arbiter.core.records.eviction_history import EvictionRecord, ScoredVictim
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.device_limits import compute_books
 from arbiter.core.types import Priority
@@ -24,7 +24,7 @@ WAITS = (State.QUEUED, State.ASLEEP, State.DRAINING)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class QueuePosition:
     """Who is charged on a device that is short, cheapest to lose first."""
 
     ticket: TicketId
@@ -49,7 +49,7 @@ class Shortage:
     short_bytes: Bytes  # what is missing beyond those; 0: it is on its way
     foreign_bytes: Bytes
     kept_bytes: Bytes  # of what is free, reserved for other tenants
-    standings: tuple[Standing, ...]
+    standings: tuple[QueuePosition, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Past:
     device: DeviceId
     short_bytes: Bytes
     policy: str
-    weighed: tuple[Weighed, ...]
+    weighed: tuple[ScoredVictim, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Explanation:
     said: tuple[str, ...]  # the same for a person, a sentence each
 
 
-def explain(mind: Mind, ticket: TicketId, now: Instant) -> Explanation:
+def explain(mind: CoreState, ticket: TicketId, now: Instant) -> Explanation:
     """Raises UnknownTicket for one that is neither on the books nor remembered."""
     entry = mind.ledger.find(ticket)
     past = tuple(_past(choice, ticket, now) for choice in mind.choices.about(ticket))[::-1]
@@ -92,7 +92,7 @@ def explain(mind: Mind, ticket: TicketId, now: Instant) -> Explanation:
     )
 
 
-def _closed(mind: Mind, ticket: TicketId, past: tuple[Past, ...]) -> Explanation:
+def _closed(mind: CoreState, ticket: TicketId, past: tuple[Past, ...]) -> Explanation:
     answer = mind.answers.get(ticket)
     if answer is None and not past:
         raise UnknownTicket(ticket)
@@ -105,7 +105,7 @@ def _closed(mind: Mind, ticket: TicketId, past: tuple[Past, ...]) -> Explanation
 # -- now ------------------------------------------------------------------------------------------
 
 
-def _waiting(mind: Mind, entry: Entry) -> tuple[tuple[TicketId, ...], tuple[Shortage, ...]]:
+def _waiting(mind: CoreState, entry: Ticket) -> tuple[tuple[TicketId, ...], tuple[Shortage, ...]]:
     tickets = mind.line.tickets()
     ahead = tuple(tickets[: tickets.index(entry.ticket)])
     node = mind.nodes.get(entry.node)
@@ -115,29 +115,37 @@ def _waiting(mind: Mind, entry: Entry) -> tuple[tuple[TicketId, ...], tuple[Shor
     return ahead, tuple(_shortage(mind, entry, book) for book in books)
 
 
-def _shortage(mind: Mind, entry: Entry, book: Book) -> Shortage:
-    need = placement.size_of(mind, entry, book.budget_bytes)
+def _shortage(mind: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
+    need = placement.estimated_bytes(mind, entry, book.budget_bytes)
     need = Bytes(need - entry.charge(book.device))  # a sleeper keeps a part
-    coming = coming_back(book)
+    coming = returning_bytes(book)
     urgent = _urgency(mind, entry)
     kept = quotas.kept(quotas.reserves(mind), book, entry.client.tenant)
     short = Bytes(max(0, need - book.free_bytes - coming + kept))
     others = (e for e in book.entries.values() if e is not entry)
-    priced = sorted(((option(mind, book, e), e) for e in others), key=lambda pair: pair[0].place)
+    priced = sorted(
+        ((price_victim(mind, book, e), e) for e in others), key=lambda pair: pair[0].place
+    )
     standings = tuple(
-        Standing(
-            e.ticket, e.model, e.state.value, e.charge(book.device), e.inflight,
+        QueuePosition(
+            e.ticket,
+            e.model,
+            e.state.value,
+            e.charge(book.device),
+            e.inflight,
             Span(0) if e.inflight else since(e.last_used, mind.now),
-            tuple(map(str, o.rank)), o.cost_s, obstacle(mind, e, entry, urgent),
+            tuple(map(str, o.rank)),
+            o.cost_s,
+            obstacle_text(mind, e, entry, urgent),
         )
         for o, e in priced
-    )  # fmt: skip
+    )
     return Shortage(
         book.device, need, book.free_bytes, coming, short, book.foreign_bytes, kept, standings
     )
 
 
-def _urgency(mind: Mind, entry: Entry) -> Priority:
+def _urgency(mind: CoreState, entry: Ticket) -> Priority:
     """One that is due asks with the urgency of the most urgent it holds up (granting)."""
     waiting = mind.line.find(entry.ticket)
     assert waiting is not None
@@ -146,9 +154,12 @@ def _urgency(mind: Mind, entry: Entry) -> Priority:
 
 
 def _now_said(
-    mind: Mind, entry: Entry, ahead: tuple[TicketId, ...], shortages: tuple[Shortage, ...],
+    mind: CoreState,
+    entry: Ticket,
+    ahead: tuple[TicketId, ...],
+    shortages: tuple[Shortage, ...],
     now: Instant,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     for_s = in_seconds(since(entry.since, now))
     said = [f"{entry.model} ({entry.ticket}) is {entry.state.value} for {for_s:.1f} s."]
     if entry.ticket not in mind.line:
@@ -158,7 +169,7 @@ def _now_said(
     if mind.is_silent(entry.holder):
         said.append("Its holder is silent, so a grant would only lie there.")
     tenant = entry.client.tenant
-    if too_much := quotas.over(mind, tenant, entry.need.device_bytes):
+    if too_much := quotas.over_limit(mind, tenant, entry.need.device_bytes):
         said.append(f"With it {tenant} would hold {human(too_much)} more than it may have.")
     if ahead:
         said.append(f"{len(ahead)} wait before it: {', '.join(ahead[:5])}.")
@@ -190,14 +201,20 @@ def _shortage_said(s: Shortage) -> list[str]:
 # -- then -----------------------------------------------------------------------------------------
 
 
-def _past(choice: Choice, ticket: TicketId, now: Instant) -> Past:
+def _past(choice: EvictionRecord, ticket: TicketId, now: Instant) -> Past:
     part = "asked" if ticket == choice.waiting else "spared"
     if any(w.ticket == ticket and w.is_chosen for w in choice.weighed):
         part = "went"
     return Past(
-        since(choice.at, now), part, choice.waiting, choice.waiting_model, choice.device,
-        choice.short_bytes, choice.policy, choice.weighed,
-    )  # fmt: skip
+        since(choice.at, now),
+        part,
+        choice.waiting,
+        choice.waiting_model,
+        choice.device,
+        choice.short_bytes,
+        choice.policy,
+        choice.weighed,
+    )
 
 
 def _past_said(past: Past, ticket: TicketId) -> str:
@@ -212,9 +229,9 @@ def _past_said(past: Past, ticket: TicketId) -> str:
     return f"{ago} {lacked} {whom}; {verb} by {past.policy}: went {went}; spared {spared}."
 
 
-def _priced(w: Weighed) -> str:
+def _priced(w: ScoredVictim) -> str:
     return f"{w.model} ({human(w.freed_bytes)}, rank {_rank(w)}, cost {w.cost_s:.3g} s)"
 
 
-def _rank(w: Weighed) -> str:
+def _rank(w: ScoredVictim) -> str:
     return "/".join(str(part) for part in w.rank)

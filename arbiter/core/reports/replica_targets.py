@@ -5,16 +5,16 @@ than one is a request-driven matter that Serve adds by itself.
 """
 
 from arbiter.core.residency.floors import wants_replica
-from arbiter.core.state import Mind
+from arbiter.core.state import CoreState
 from arbiter.core.types import CapabilitySpec
 from arbiter.units import Instant, after
 
 
-def targets(mind: Mind, now: Instant) -> dict[str, int]:
+def targets(mind: CoreState, now: Instant) -> dict[str, int]:
     return {name: _target(mind, spec, now) for name, spec in mind.registry.specs.items()}
 
 
-def _target(mind: Mind, spec: CapabilitySpec, now: Instant) -> int:
+def _target(mind: CoreState, spec: CapabilitySpec, now: Instant) -> int:
     if mind.closing_by is not None:
         return 0
     if wants_replica(mind, spec.name) or spec.name in mind.registry.pinning:
@@ -25,7 +25,7 @@ def _target(mind: Mind, spec: CapabilitySpec, now: Instant) -> int:
     return int(last is not None and now < after(last, spec.downscale_to_zero))
 
 
-def tend(mind: Mind, capability: str) -> None:
+def on_timer(mind: CoreState, capability: str) -> None:
     """The alarm may have rung early; set it for the moment the target may fall."""
     spec, last = mind.registry.specs.get(capability), mind.active.get(capability)
     if spec and last is not None:

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from arbiter.core.eviction.pressure import level_of
 from arbiter.core.records.accounts import byte_seconds
-from arbiter.core.records.ledger import Book
-from arbiter.core.records.ticket import Entry, Sizes
-from arbiter.core.state import Mind
-from arbiter.core.tickets.device_limits import is_trusted
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import Sizes, Ticket
+from arbiter.core.state import CoreState
+from arbiter.core.tickets.device_limits import is_readable
 from arbiter.core.tickets.reclaim import kept_bytes
-from arbiter.core.types import DeviceBytes, DeviceKind, LeaseTerms
+from arbiter.core.types import DeviceBytes, DeviceKind, LeaseConditions
 from arbiter.units import (
     Bytes,
     DeviceId,
@@ -58,7 +58,7 @@ class TicketView:
     charged: tuple[DeviceBytes, ...]
     measured: tuple[DeviceBytes, ...]
     leaving: str | None  # the reason of its revoke
-    lease: LeaseTerms | None = None  # its holder is a process outside Serve
+    lease: LeaseConditions | None = None  # its holder is a process outside Serve
     left: Span | None = None  # of the lease's term
     tenant: str = "default"  # whose account it is on: of whoever used it last
     client: str = ""
@@ -143,7 +143,7 @@ class StateView:
     clients: tuple[ClientView, ...]
 
 
-def view_of(mind: Mind, now: Instant) -> StateView:
+def view_of(mind: CoreState, now: Instant) -> StateView:
     return StateView(
         epoch=mind.epoch,
         is_settled=not mind.awaited or now >= mind.settled_at,
@@ -163,16 +163,21 @@ def view_of(mind: Mind, now: Instant) -> StateView:
     )
 
 
-def _tenant(mind: Mind, tenant: str, now: Instant) -> TenantView:
+def _tenant(mind: CoreState, tenant: str, now: Instant) -> TenantView:
     terms, held = mind.tenants[tenant], mind.ledger.holdings
     return TenantView(
-        tenant, Bytes(held.by_tenant[tenant]), terms.most_bytes, terms.reserved_bytes,
-        mind.accounts.average(held.by_client, tenant, now), terms.average_bytes,
-        tenant in mind.accounts.cooling, terms.share_fraction,
-    )  # fmt: skip
+        tenant,
+        Bytes(held.by_tenant[tenant]),
+        terms.most_bytes,
+        terms.reserved_bytes,
+        mind.accounts.average(held.by_client, tenant, now),
+        terms.average_bytes,
+        tenant in mind.accounts.cooling,
+        terms.share_fraction,
+    )
 
 
-def _clients(mind: Mind, now: Instant) -> list[ClientView]:
+def _clients(mind: CoreState, now: Instant) -> list[ClientView]:
     rows = []
     for client, account in sorted(
         mind.accounts.rows.items(), key=lambda row: (row[0].tenant, row[0].name)
@@ -186,44 +191,59 @@ def _clients(mind: Mind, now: Instant) -> list[ClientView]:
     return rows
 
 
-def _device(mind: Mind, book: Book, now: Instant) -> DeviceView:
+def _device(mind: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
     node = mind.nodes[book.node]
     reading = node.readings.get(book.device)
     measured = sum(e.measured.get(book.device, 0) for e in book.entries.values())
-    fits = max(0, book.free_bytes) if is_trusted(mind, node, book.device, now) else 0
+    fits = max(0, book.free_bytes) if is_readable(mind, node, book.device, now) else 0
     return DeviceView(
-        book.device, book.node, book.kind,
-        capacity_bytes=book.total_bytes, budget_bytes=book.budget_bytes,
-        charged_bytes=book.charged_bytes, measured_bytes=Bytes(measured),
-        foreign_bytes=book.foreign_bytes, free_bytes=book.free_bytes,
+        book.device,
+        book.node,
+        book.kind,
+        capacity_bytes=book.total_bytes,
+        budget_bytes=book.budget_bytes,
+        charged_bytes=book.charged_bytes,
+        measured_bytes=Bytes(measured),
+        foreign_bytes=book.foreign_bytes,
+        free_bytes=book.free_bytes,
         largest_fit_bytes=Bytes(fits),
         physical_free_bytes=reading.free_bytes if reading else None,
         pressure=level_of(mind, book.device).name.lower(),
         is_exact=reading.exact if reading else False,
-    )  # fmt: skip
+    )
 
 
-def _ticket(entry: Entry, now: Instant) -> TicketView:
+def _ticket(entry: Ticket, now: Instant) -> TicketView:
     is_idle = entry.inflight == 0 and entry.state.value in ("resident", "asleep")
     return TicketView(
-        entry.ticket, entry.holder, entry.node, entry.capability, entry.model, entry.state.value,
-        in_state=since(entry.since, now), inflight=entry.inflight,
+        entry.ticket,
+        entry.holder,
+        entry.node,
+        entry.capability,
+        entry.model,
+        entry.state.value,
+        in_state=since(entry.since, now),
+        inflight=entry.inflight,
         idle=since(entry.last_used, now) if is_idle else None,
-        pinned=entry.pinned, keep_warm=entry.keep_warm, need_bytes=entry.need.device_bytes,
+        pinned=entry.pinned,
+        keep_warm=entry.keep_warm,
+        need_bytes=entry.need.device_bytes,
         charged=_listed({d: entry.charge(d) for d in entry.devices}),
         measured=_listed(entry.measured),
         leaving=entry.leaving.value if entry.leaving else None,
         lease=entry.lease,
         left=since(now, entry.lease_ends) if entry.lease else None,
-        tenant=entry.client.tenant, client=entry.client.name, lives_in=entry.lives_in,
-    )  # fmt: skip
+        tenant=entry.client.tenant,
+        client=entry.client.name,
+        lives_in=entry.lives_in,
+    )
 
 
 def _listed(sizes: Sizes) -> tuple[DeviceBytes, ...]:
     return tuple(DeviceBytes(d, size) for d, size in sorted(sizes.items()))
 
 
-def _queue(mind: Mind, now: Instant) -> list[QueueView]:
+def _queue(mind: CoreState, now: Instant) -> list[QueueView]:
     rows = []
     for position, ticket in enumerate(mind.line.tickets(), start=1):
         waiting, entry = mind.line.find(ticket), mind.ledger.find(ticket)
@@ -237,7 +257,7 @@ def _queue(mind: Mind, now: Instant) -> list[QueueView]:
     return rows
 
 
-def _cooldowns(mind: Mind, now: Instant) -> list[CooldownView]:
+def _cooldowns(mind: CoreState, now: Instant) -> list[CooldownView]:
     return [
         CooldownView(capability, model, f.cause, f.times_count, since(now, f.until))
         for (capability, model), f in sorted(mind.failures.items())

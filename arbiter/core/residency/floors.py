@@ -8,10 +8,10 @@ floor releases the device as soon as the model is idle.
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Reason, Reload
+from arbiter.core.decisions import LoadModel, Reason
 from arbiter.core.eviction.eviction import revoke
-from arbiter.core.records.ticket import Entry, State
-from arbiter.core.state import Mind
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.state import CoreState
 from arbiter.core.tickets.device_limits import cap_pins
 from arbiter.core.types import Floor
 from arbiter.errors import NotResident, UnknownCapability, UnknownModel
@@ -24,11 +24,11 @@ AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # one that drains may r
 # -- floors ---------------------------------------------------------------------------------------
 
 
-def of(mind: Mind, entry: Entry) -> Floor:
+def floor_of(mind: CoreState, entry: Ticket) -> Floor:
     return mind.floors.get((entry.capability, entry.model), Floor.COLD)
 
 
-def is_set(mind: Mind, event: ev.FloorSet) -> None:
+def on_set(mind: CoreState, event: ev.FloorSet) -> None:
     """Raises UnknownCapability, UnknownModel, having changed nothing."""
     spec = mind.registry.find(event.capability, event.model)
     name = (event.capability, event.model)
@@ -41,7 +41,7 @@ def is_set(mind: Mind, event: ev.FloorSet) -> None:
         mind.watch(entry, mind.now)
         cap_pins(mind, entry.home)
     if event.floor is Floor.DEVICE:
-        bring(mind, name)
+        load(mind, name)
         if failure := mind.failures.get(name):
             mind.alarms.set(("floors", ""), failure.until)
     elif event.floor is Floor.COLD:
@@ -50,10 +50,10 @@ def is_set(mind: Mind, event: ev.FloorSet) -> None:
             entry.settles = entry.state in (*AWAKE, State.ASLEEP)
 
 
-def settle(mind: Mind, entry: Entry) -> bool:
+def apply_lowered_floor(mind: CoreState, entry: Ticket) -> bool:
     """It is idle, and its floor was lowered: it goes down to it. A holder that is busy after all
     refuses, and is asked again. False: it is where it may be."""
-    if entry.settles and entry.state is State.ASLEEP and of(mind, entry) is Floor.HOST:
+    if entry.settles and entry.state is State.ASLEEP and floor_of(mind, entry) is Floor.HOST:
         entry.settles = False
     if not entry.settles:
         return False
@@ -64,7 +64,7 @@ def settle(mind: Mind, entry: Entry) -> bool:
     return True
 
 
-def why_not(mind: Mind, capability: str, model: str) -> NotResident | None:
+def refusal(mind: CoreState, capability: str, model: str) -> NotResident | None:
     """In a capability managed from outside only what has the device floor is loaded."""
     spec = mind.registry.specs.get(capability)
     if spec is None or not spec.is_external:
@@ -76,21 +76,21 @@ def why_not(mind: Mind, capability: str, model: str) -> NotResident | None:
 # -- loading with nobody waiting ------------------------------------------------------------------
 
 
-def load_asked(mind: Mind, event: ev.LoadAsked) -> None:
+def on_load_asked(mind: CoreState, event: ev.LoadAsked) -> None:
     """By hand, once; one that is here has just been wanted, and stays warm as long as after a use.
     Raises UnknownCapability, UnknownModel, NotResident."""
     mind.registry.find(event.capability, event.model)
-    if error := why_not(mind, event.capability, event.model):
+    if error := refusal(mind, event.capability, event.model):
         raise error
     name = event.capability, event.model
     for entry in _entries(mind, name):
         if entry.state is State.RESIDENT:
             entry.last_used = mind.now
             mind.ledger.touch(entry)
-    bring(mind, name)
+    load(mind, name)
 
 
-def bring(mind: Mind, name: ModelName) -> None:
+def load(mind: CoreState, name: ModelName) -> None:
     """By a holder of the capability, or, where there is none, by the first to join."""
     if any(e.state in HERE for e in _entries(mind, name)):
         return
@@ -100,10 +100,10 @@ def bring(mind: Mind, name: ModelName) -> None:
         mind.note_active(name[0])
         return
     asleep = [e.holder for e in _entries(mind, name) if e.state is State.ASLEEP]
-    mind.say(Reload(asleep[0] if asleep else able[0].holder, name[1]))
+    mind.say(LoadModel(asleep[0] if asleep else able[0].holder, name[1]))
 
 
-def keep(mind: Mind) -> None:
+def enforce(mind: CoreState) -> None:
     """An engine with the device floor has ended, or a cool-down has: what should be on the device
     and is not is brought in again, as soon as it may be tried."""
     for name in [n for n, floor in mind.floors.items() if floor is Floor.DEVICE]:
@@ -111,29 +111,29 @@ def keep(mind: Mind) -> None:
         if failure and mind.now < failure.until:
             mind.alarms.set(("floors", ""), failure.until)
         elif mind.closing_by is None:
-            bring(mind, name)
+            load(mind, name)
 
 
-def greet(mind: Mind, capability: str) -> None:
+def on_join(mind: CoreState, capability: str) -> None:
     """A holder has joined: what nobody could load before it may now. What is pinned it loads
     anyway."""
     names = [n for n, floor in mind.floors.items() if floor is Floor.DEVICE]
     for name in dict.fromkeys([*mind.wanted, *names]):
         if name[0] == capability:
             mind.wanted.pop(name, None)
-            bring(mind, name)
+            load(mind, name)
 
 
-def wants_replica(mind: Mind, capability: str) -> bool:
+def wants_replica(mind: CoreState, capability: str) -> bool:
     kept = (n for n, floor in mind.floors.items() if floor is Floor.DEVICE)
     return any(name[0] == capability for name in (*mind.wanted, *kept))
 
 
-def _entries(mind: Mind, name: ModelName) -> list[Entry]:
+def _entries(mind: CoreState, name: ModelName) -> list[Ticket]:
     return [e for e in mind.ledger.entries() if _is_of(e, name)]
 
 
-def _is_of(entry: Entry, name: ModelName) -> bool:
+def _is_of(entry: Ticket, name: ModelName) -> bool:
     """Whoever lives in the process of another model serves nobody who asks for it by name."""
     own = not entry.lease and entry.lives_in is None
     return own and (entry.capability, entry.model) == name
@@ -142,7 +142,7 @@ def _is_of(entry: Entry, name: ModelName) -> bool:
 # -- removal --------------------------------------------------------------------------------------
 
 
-def note_removed(mind: Mind, before: tuple[types.CapabilitySpec, ...]) -> None:
+def note_removed(mind: CoreState, before: tuple[types.CapabilitySpec, ...]) -> None:
     """The table has changed: what is no longer in it has no floor any more, goes once it is idle,
     and then what was learned of it."""
     for spec in before:
@@ -155,7 +155,7 @@ def note_removed(mind: Mind, before: tuple[types.CapabilitySpec, ...]) -> None:
             del mind.removing[name]  # it is back
 
 
-def _is_known(mind: Mind, capability: str, model: str) -> bool:
+def _is_known(mind: CoreState, capability: str, model: str) -> bool:
     try:
         mind.registry.find(capability, model)
     except (UnknownCapability, UnknownModel):
@@ -163,7 +163,7 @@ def _is_known(mind: Mind, capability: str, model: str) -> bool:
     return True
 
 
-def forget_removed(mind: Mind) -> None:
+def forget_removed(mind: CoreState) -> None:
     """Once its last ticket is off the books."""
     for name in list(mind.removing):
         if _entries(mind, name):
@@ -176,7 +176,7 @@ def forget_removed(mind: Mind) -> None:
         mind.tell("model_removed", capability=name[0], model=name[1])
 
 
-def _forget_uses(mind: Mind, name: ModelName) -> None:
+def _forget_uses(mind: CoreState, name: ModelName) -> None:
     """How often it was used, what followed it, and where it was."""
     mind.rates.forget(name)
     mind.lasting_rates.forget(name)

@@ -11,11 +11,11 @@ somebody waits for its bytes (eviction.make_room).
 from dataclasses import dataclass
 
 from arbiter.core.eviction.pressure import is_nominal
-from arbiter.core.records.ticket import Entry, State
-from arbiter.core.records.usage_rates import Name
-from arbiter.core.residency.floors import bring, why_not
-from arbiter.core.state import Mind, Node
-from arbiter.core.tickets.device_limits import trusted
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.records.usage_rates import ModelName
+from arbiter.core.residency.floors import load, refusal
+from arbiter.core.state import CoreState, Node
+from arbiter.core.tickets.device_limits import readable_devices
 from arbiter.errors import TicketClosed
 from arbiter.units import Bytes, NodeId, after, since
 
@@ -23,14 +23,14 @@ NAMES_COUNT = 1_000  # models whose followers are remembered; some 100 bytes eac
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class Prefetch:
     """What may come next, and why."""
 
-    name: Name
+    name: ModelName
     why: str = "pipeline"
 
 
-def follow(mind: Mind) -> None:
+def predict_next(mind: CoreState) -> None:
     """After each event: learn from the uses it told of, and guess what comes next."""
     used, mind.just_used = mind.just_used, []
     for name, node in used:
@@ -41,19 +41,20 @@ def follow(mind: Mind) -> None:
         if guess and _is_free(mind, node, guess.name):
             mind.guesses[guess.name] = after(mind.now, mind.settings.guess_for)
             capability, model = guess.name
-            mind.tell("model_preload", capability=capability, model=model, after=name[1],
-                      why=guess.why)  # fmt: skip
-            bring(mind, guess.name)
+            mind.tell(
+                "model_preload", capability=capability, model=model, after=name[1], why=guess.why
+            )
+            load(mind, guess.name)
 
 
-def give_way(mind: Mind, entry: Entry) -> TicketClosed | None:
+def cancel_for(mind: CoreState, entry: Ticket) -> TicketClosed | None:
     """A request that was only a guess, and that others would have to make room for. Whoever wants
     the model by now asks under a ticket of their own."""
     until = mind.guesses.pop((entry.capability, entry.model), None)
     return TicketClosed(entry.ticket) if until is not None and mind.now < until else None
 
 
-def is_awaited(mind: Mind, name: Name) -> bool:
+def is_awaited(mind: CoreState, name: ModelName) -> bool:
     """A load of it that is asked for now is the guess."""
     until = mind.guesses.get(name)
     return until is not None and mind.now < until
@@ -62,7 +63,7 @@ def is_awaited(mind: Mind, name: Name) -> bool:
 # -- guessing -------------------------------------------------------------------------------------
 
 
-def _learn(mind: Mind, name: Name) -> None:
+def _learn(mind: CoreState, name: ModelName) -> None:
     last, mind.last_used = mind.last_used, (name, mind.now)
     if last is None or last[0] == name or since(last[1], mind.now) > mind.settings.follow_within:
         return
@@ -72,17 +73,17 @@ def _learn(mind: Mind, name: Name) -> None:
         del mind.followers[next(iter(mind.followers))]
 
 
-def _declared(mind: Mind, name: Name) -> Guess | None:
+def _declared(mind: CoreState, name: ModelName) -> Prefetch | None:
     for pipeline in mind.settings.pipelines:
         if name[0] in pipeline[:-1]:
             spec = mind.registry.specs.get(pipeline[pipeline.index(name[0]) + 1])
             models = [(spec.name, m.name) for m in spec.models] if spec else []
             if models:
-                return Guess(max(models, key=lambda m: (mind.rates.recent(m, mind.now), m)))
+                return Prefetch(max(models, key=lambda m: (mind.rates.recent(m, mind.now), m)))
     return None
 
 
-def _habitual(mind: Mind, name: Name) -> Guess | None:
+def _habitual(mind: CoreState, name: ModelName) -> Prefetch | None:
     followers = mind.followers.get(name, {})
     if not followers:
         return None
@@ -90,13 +91,13 @@ def _habitual(mind: Mind, name: Name) -> Guess | None:
     times, of = followers[likely], sum(followers.values())
     settings = mind.settings
     is_habit = times >= settings.habit_least_count and times >= of * settings.habit_fraction
-    return Guess(likely, "history") if is_habit else None
+    return Prefetch(likely, "history") if is_habit else None
 
 
 # -- the guard ------------------------------------------------------------------------------------
 
 
-def _is_free(mind: Mind, name: NodeId, wanted: Name) -> bool:
+def _is_free(mind: CoreState, name: NodeId, wanted: ModelName) -> bool:
     """Nothing is lost by it."""
     node = mind.nodes.get(name)
     size = mind.estimates.proven(*wanted)
@@ -107,18 +108,18 @@ def _is_free(mind: Mind, name: NodeId, wanted: Name) -> bool:
         is_quiet
         and is_nominal(mind, name)
         and wanted not in mind.failures
-        and why_not(mind, *wanted) is None
+        and refusal(mind, *wanted) is None
         and any(h.capability == wanted[0] and h.node == name for h in mind.holders.values())
         and _has_room(mind, node, size)
         and not _is_busy(mind, wanted)
     )
 
 
-def _has_room(mind: Mind, node: Node, size: Bytes) -> bool:
-    return any(b.free_bytes >= size for b in trusted(mind, node))
+def _has_room(mind: CoreState, node: Node, size: Bytes) -> bool:
+    return any(b.free_bytes >= size for b in readable_devices(mind, node))
 
 
-def _is_busy(mind: Mind, wanted: Name) -> bool:
+def _is_busy(mind: CoreState, wanted: ModelName) -> bool:
     """Something loads, or the model is here in some state already."""
     return any(
         e.state is State.LOADING or (e.capability, e.model) == wanted for e in mind.ledger.entries()

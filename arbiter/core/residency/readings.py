@@ -5,23 +5,23 @@ taken: its agent sends the next one only when the last was received.
 """
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import Reap, Reason
+from arbiter.core.decisions import KillEngine, Reason
 from arbiter.core.eviction import pressure
-from arbiter.core.eviction.sleep import confirm_sleep, doubt_sleeper
-from arbiter.core.records.ledger import Book
-from arbiter.core.records.ticket import CHARGED, Entry, Sizes, State
-from arbiter.core.state import Mind, Node, Unclaimed
+from arbiter.core.eviction.sleep import confirm_sleep, doubt_asleep
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import CHARGED, Sizes, State, Ticket
+from arbiter.core.state import CoreState, Node, Unclaimed
 from arbiter.core.tickets import companions
 from arbiter.core.tickets.budget import beyond, foreign_in_budget, lendable, shared_scratch
 from arbiter.core.tickets.loads import learn_failure
-from arbiter.core.tickets.reclaim import gone, reclaim
+from arbiter.core.tickets.reclaim import mark_reclaimed, reclaim
 from arbiter.errors import ENGINE_DIED
 from arbiter.units import Bytes, DeviceId, NodeId, TicketId, after, since
 
 LEARNED_AFTER = 2  # readings while resident; the first may have been taken during the load
 
 
-def seen(mind: Mind, event: ev.NodeSeen) -> None:
+def on_node_seen(mind: CoreState, event: ev.NodeSeen) -> None:
     """Nothing is granted on its devices before their first reading."""
     old = mind.nodes.get(event.node)
     node = Node(event.node, {spec.device: spec for spec in event.devices})
@@ -38,30 +38,32 @@ def seen(mind: Mind, event: ev.NodeSeen) -> None:
     _budget(mind, node)
 
 
-def rebudget(mind: Mind) -> None:
+def rebudget(mind: CoreState) -> None:
     """The table has changed, and with it what engines share."""
     for node in mind.nodes.values():
         _budget(mind, node)
         _charge_foreign(mind, node)
 
 
-def _budget(mind: Mind, node: Node) -> None:
+def _budget(mind: CoreState, node: Node) -> None:
     scratch = Bytes(sum(shared_scratch(mind.registry.specs.values()).values()))
     for spec in node.devices.values():
         budget = lendable(spec.total_bytes, spec.kind, mind.settings, scratch)
         mind.ledger.put_device(
-            Book(spec.device, node.node, spec.kind, spec.total_bytes, budget, free_bytes=budget)
+            DeviceAccount(
+                spec.device, node.node, spec.kind, spec.total_bytes, budget, free_bytes=budget
+            )
         )
 
 
-def _withdraw_device(mind: Mind, device: DeviceId) -> None:
+def _withdraw_device(mind: CoreState, device: DeviceId) -> None:
     """The agent no longer sees it: what was on it went with it."""
     for entry in list(mind.ledger.books[device].entries.values()):
         _leave_with_device(mind, entry)
     mind.ledger.drop_device(device)
 
 
-def lost(mind: Mind, event: ev.NodeLost) -> None:
+def on_node_lost(mind: CoreState, event: ev.NodeLost) -> None:
     """Its devices leave, and with them every byte on them. Its holders are gone as well."""
     node = mind.nodes.pop(event.node, None)
     if node is None:
@@ -75,15 +77,15 @@ def lost(mind: Mind, event: ev.NodeLost) -> None:
         mind.ledger.drop_device(device)
 
 
-def _leave_with_device(mind: Mind, entry: Entry) -> None:
+def _leave_with_device(mind: CoreState, entry: Ticket) -> None:
     if entry.state is State.CLOSED:  # it lived in the process of one that has left
         return
     if entry.state is not State.RECLAIMING:
         reclaim(mind, entry, Reason.LOST)
-    gone(mind, entry)
+    mark_reclaimed(mind, entry)
 
 
-def engine_gone(mind: Mind, event: ev.EngineGone) -> None:
+def on_engine_gone(mind: CoreState, event: ev.EngineGone) -> None:
     """No process of it is left and none will start. Its bytes stay until they are seen free."""
     if event.bytes_back and (node := mind.nodes.get(event.node)):
         if node.unclaimed.pop(event.ticket, None):
@@ -96,10 +98,10 @@ def engine_gone(mind: Mind, event: ev.EngineGone) -> None:
     elif entry.state is not State.RECLAIMING:
         reclaim(mind, entry, Reason.LOST)
     if event.bytes_back:
-        gone(mind, entry)
+        mark_reclaimed(mind, entry)
 
 
-def _died_loading(mind: Mind, entry: Entry) -> None:
+def _died_loading(mind: CoreState, entry: Ticket) -> None:
     """Its holder's account of why may still come."""
     reclaim(mind, entry, Reason.FAILED)
     learn_failure(mind, entry, ENGINE_DIED, out_of_memory=False)
@@ -111,7 +113,7 @@ def _died_loading(mind: Mind, entry: Entry) -> None:
 # -- readings -------------------------------------------------------------------------------------
 
 
-def measured(mind: Mind, event: ev.Measured) -> None:
+def on_measured(mind: CoreState, event: ev.Measured) -> None:
     node = mind.nodes.get(event.node)
     if node is None:
         mind.stale_count += 1  # it introduces itself first
@@ -124,19 +126,19 @@ def measured(mind: Mind, event: ev.Measured) -> None:
     node.readings = {r.device: r for r in event.devices if r.device in node.devices}
     if node.readings.keys() != were_read:
         mind.ledger.changed.add(node.node)
-    seen_bytes = companions.shared(mind, {e.ticket: _sizes(e) for e in event.engines})
+    seen_bytes = companions.shared_bytes(mind, {e.ticket: _sizes(e) for e in event.engines})
     _weigh_all(mind, node, seen_bytes)
     _learn_all(mind, event.engines)
     _note_unclaimed(mind, node, seen_bytes)
     _charge_foreign(mind, node)
-    pressure.read(mind, node, event.stalled_fraction)
+    pressure.on_reading(mind, node, event.stalled_fraction)
 
 
 def _sizes(reading: ev.EngineReading) -> Sizes:
     return {d.device: d.size_bytes for d in reading.measured if d.size_bytes > 0}
 
 
-def _weigh_all(mind: Mind, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
+def _weigh_all(mind: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
     charged = {t: e for d in node.devices for t, e in mind.ledger.books[d].entries.items()}
     for ticket in seen_bytes:  # may hold bytes though it was granted none
         if (entry := mind.ledger.find(ticket)) and entry.state in CHARGED:
@@ -144,10 +146,10 @@ def _weigh_all(mind: Mind, node: Node, seen_bytes: dict[TicketId, Sizes]) -> Non
     for entry in charged.values():
         mind.ledger.weigh(entry, seen_bytes.get(entry.ticket, {}))
         confirm_sleep(mind, entry)
-        doubt_sleeper(mind, entry)
+        doubt_asleep(mind, entry)
 
 
-def _learn_all(mind: Mind, readings: tuple[ev.EngineReading, ...]) -> None:
+def _learn_all(mind: CoreState, readings: tuple[ev.EngineReading, ...]) -> None:
     for reading in readings:
         entry = mind.ledger.find(reading.ticket)
         if entry is None or entry.lease or not reading.exact:
@@ -157,7 +159,7 @@ def _learn_all(mind: Mind, readings: tuple[ev.EngineReading, ...]) -> None:
                 _learn(mind, each)
 
 
-def _learn(mind: Mind, entry: Entry) -> None:
+def _learn(mind: CoreState, entry: Ticket) -> None:
     """The peak while it serves; how far off the estimate was is told once for each load, which a
     lodger has none of. What it holds while it is grown says nothing of its next load."""
     if entry.grown_bytes:
@@ -183,7 +185,7 @@ def _learn(mind: Mind, entry: Entry) -> None:
         )
 
 
-def _note_unclaimed(mind: Mind, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
+def _note_unclaimed(mind: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
     """Engines whose ticket nobody has named. They count as foreign; when whoever could has had the
     time to rejoin they are ended, again with each reading until they are."""
     before, node.unclaimed = node.unclaimed, {}
@@ -198,10 +200,10 @@ def _note_unclaimed(mind: Mind, node: Node, seen_bytes: dict[TicketId, Sizes]) -
         if not engine.is_ending:
             engine.is_ending = True
             mind.tell("unclaimed_engine", unclaimed=ticket, node=node.node)
-        mind.say(Reap(node.node, ticket))
+        mind.say(KillEngine(node.node, ticket))
 
 
-def claim(mind: Mind, entry: Entry) -> None:
+def claim_unclaimed(mind: CoreState, entry: Ticket) -> None:
     """Its holder has rejoined: what was foreign is now charged to the ticket."""
     node = mind.nodes.get(entry.node)
     engine = node.unclaimed.pop(entry.ticket, None) if node else None
@@ -210,7 +212,7 @@ def claim(mind: Mind, entry: Entry) -> None:
         _charge_foreign(mind, node)
 
 
-def _charge_foreign(mind: Mind, node: Node) -> None:
+def _charge_foreign(mind: CoreState, node: Node) -> None:
     for device, reading in node.readings.items():
         spec = node.devices[device]
         eats = foreign_in_budget(reading.foreign_bytes, spec.total_bytes, spec.kind, mind.settings)
@@ -218,7 +220,7 @@ def _charge_foreign(mind: Mind, node: Node) -> None:
         mind.ledger.set_foreign(device, Bytes(eats + orphans + _scratch_kept(mind, device)))
 
 
-def _scratch_kept(mind: Mind, device: DeviceId) -> Bytes:
+def _scratch_kept(mind: CoreState, device: DeviceId) -> Bytes:
     """More scratch on the device than the reserves cover is nobody's ticket, and not free."""
     entries = [e for e in mind.ledger.books[device].entries.values() if e.dispatch_lock]
     if not entries:
@@ -227,7 +229,7 @@ def _scratch_kept(mind: Mind, device: DeviceId) -> Bytes:
     return beyond(reserve, ((e.dispatch_lock, e.scratch_in_use(device)) for e in entries))
 
 
-def tend(mind: Mind, name: NodeId) -> None:
+def on_timer(mind: CoreState, name: NodeId) -> None:
     """The time rule of readings: told once; nothing is granted there until one comes."""
     node = mind.nodes.get(name)
     if node is None or node.heard is None or node.silent_told:

@@ -7,20 +7,20 @@ shared between them as it was granted, for it cannot be told apart.
 """
 
 from arbiter.core.decisions import Reason
-from arbiter.core.records.ticket import Entry, Sizes, State
-from arbiter.core.state import Mind
+from arbiter.core.records.ticket import Sizes, State, Ticket
+from arbiter.core.state import CoreState
+from arbiter.core.tickets.reclaim import on_timer as tend_reclaiming
 from arbiter.core.tickets.reclaim import reclaim
-from arbiter.core.tickets.reclaim import tend as tend_reclaiming
 from arbiter.units import Bytes, DeviceId, TicketId
 
 
-def leave_with(mind: Mind, host: Entry, device: DeviceId) -> Bytes:
+def end_with_primary(mind: CoreState, host: Ticket, device: DeviceId) -> Bytes:
     """What comes back on a device when it leaves, itself included."""
     own = host.charge(device)
     return Bytes(own + sum(e.charge(device) for e in mind.lodgers_of(host))) if host.gang else own
 
 
-def tend(mind: Mind, lodger: Entry) -> None:
+def on_timer(mind: CoreState, lodger: Ticket) -> None:
     """Its time rules are its host's. One whose host is off the books is nobody's any more; its
     agent knows no process of it, and says so."""
     if lodger.state is State.RECLAIMING and not mind.host_of(lodger):
@@ -29,7 +29,7 @@ def tend(mind: Mind, lodger: Entry) -> None:
         reclaim(mind, lodger, Reason.LOST)
 
 
-def shared(mind: Mind, seen_bytes: dict[TicketId, Sizes]) -> dict[TicketId, Sizes]:
+def shared_bytes(mind: CoreState, seen_bytes: dict[TicketId, Sizes]) -> dict[TicketId, Sizes]:
     """What was measured of each process, with the lodgers' part on their own tickets."""
     told = dict(seen_bytes)
     for ticket, sizes in seen_bytes.items():
@@ -39,13 +39,16 @@ def shared(mind: Mind, seen_bytes: dict[TicketId, Sizes]) -> dict[TicketId, Size
             continue
         told[ticket] = dict(sizes)
         for lodger in lodgers:
-            told[lodger.ticket] = {d: _part(size, d, host, lodgers, lodger)
-                                   for d, size in sizes.items()}  # fmt: skip
+            told[lodger.ticket] = {
+                d: _part(size, d, host, lodgers, lodger) for d, size in sizes.items()
+            }
             for device, part in told[lodger.ticket].items():
                 told[ticket][device] = Bytes(told[ticket][device] - part)
     return told
 
 
-def _part(size: Bytes, device: DeviceId, host: Entry, lodgers: list[Entry], lodger: Entry) -> Bytes:
+def _part(
+    size: Bytes, device: DeviceId, host: Ticket, lodgers: list[Ticket], lodger: Ticket
+) -> Bytes:
     whole = sum(e.granted.get(device, 0) for e in (host, *lodgers))
     return Bytes(size * lodger.granted.get(device, 0) // max(1, whole))

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.records.ticket import Entry, State
-from arbiter.core.state import Holder, Mind
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.device_limits import COMPUTE
 from arbiter.core.tickets.reclaim import charged
@@ -26,7 +26,9 @@ LEASE = "lease"  # the capability and the role every lease has
 # -- asking ---------------------------------------------------------------------------------------
 
 
-def why_not(mind: Mind, event: ev.Requested, terms: types.LeaseTerms) -> RequestError | None:
+def why_not(
+    mind: CoreState, event: ev.Requested, terms: types.LeaseConditions
+) -> RequestError | None:
     if event.holder not in mind.holders:
         return StaleEpoch(Epoch(0), mind.epoch)
     if kept := _kept(mind, terms.tenant):
@@ -34,7 +36,9 @@ def why_not(mind: Mind, event: ev.Requested, terms: types.LeaseTerms) -> Request
     return _unlawful(mind, event, terms) or _over_cap(mind, event, terms)
 
 
-def _unlawful(mind: Mind, event: ev.Requested, terms: types.LeaseTerms) -> LeaseRefused | None:
+def _unlawful(
+    mind: CoreState, event: ev.Requested, terms: types.LeaseConditions
+) -> LeaseRefused | None:
     term_most, notice_most = mind.settings.lease_term_most, mind.settings.lease_notice_most
     if event.need.device_bytes <= 0:
         return LeaseRefused("bytes", "must be more than none")
@@ -45,7 +49,9 @@ def _unlawful(mind: Mind, event: ev.Requested, terms: types.LeaseTerms) -> Lease
     return None
 
 
-def _over_cap(mind: Mind, event: ev.Requested, terms: types.LeaseTerms) -> QuotaExceeded | None:
+def _over_cap(
+    mind: CoreState, event: ev.Requested, terms: types.LeaseConditions
+) -> QuotaExceeded | None:
     has = Bytes(sum(_weight(e) for e in _of(mind, terms.tenant)))
     wants, bound = event.need.device_bytes, tenant_cap(mind)
     if has + wants <= bound:
@@ -53,12 +59,12 @@ def _over_cap(mind: Mind, event: ev.Requested, terms: types.LeaseTerms) -> Quota
     return QuotaExceeded(terms.tenant, has, wants, bound, "bytes")
 
 
-def _weight(entry: Entry) -> Bytes:
+def _weight(entry: Ticket) -> Bytes:
     """What waits counts as well, or a tenant could have the whole line."""
     return entry.need.device_bytes if entry.state is State.QUEUED else charged(entry)
 
 
-def tenant_cap(mind: Mind) -> Bytes:
+def tenant_cap(mind: CoreState) -> Bytes:
     """The most that one tenant may lease in all."""
     if mind.settings.lease_tenant_bytes is not None:
         return mind.settings.lease_tenant_bytes
@@ -66,7 +72,7 @@ def tenant_cap(mind: Mind) -> Bytes:
     return share(Bytes(lent), mind.settings.lease_tenant_fraction)
 
 
-def _of(mind: Mind, tenant: str) -> Iterator[Entry]:
+def _of(mind: CoreState, tenant: str) -> Iterator[Ticket]:
     """Found by their holders, so that the cost does not grow with the tickets of models."""
     for holder in mind.holders.values():
         if holder.capability == LEASE:
@@ -75,22 +81,33 @@ def _of(mind: Mind, tenant: str) -> Iterator[Entry]:
                     yield entry
 
 
-def _kept(mind: Mind, tenant: str) -> Bytes:
+def _kept(mind: CoreState, tenant: str) -> Bytes:
     """Of leases that are over and whose process has not given the bytes back."""
     return Bytes(sum(charged(e) for e in _of(mind, tenant) if e.alarmed))
 
 
-def new_entry(mind: Mind, holder: Holder, event: ev.Requested, terms: types.LeaseTerms) -> Entry:
-    entry = Entry(
-        event.ticket, event.holder, holder.node, LEASE, event.model, event.settings_key,
-        event.need, True, attempt=1, opened=mind.now, since=mind.now,
-    )  # fmt: skip
+def new_entry(
+    mind: CoreState, holder: Holder, event: ev.Requested, terms: types.LeaseConditions
+) -> Ticket:
+    entry = Ticket(
+        event.ticket,
+        event.holder,
+        holder.node,
+        LEASE,
+        event.model,
+        event.settings_key,
+        event.need,
+        True,
+        attempt=1,
+        opened=mind.now,
+        since=mind.now,
+    )
     bind(mind, entry, terms)
     entry.priority = event.priority  # of its waiting
     return entry
 
 
-def bind(mind: Mind, entry: Entry, terms: types.LeaseTerms) -> None:
+def bind(mind: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
     """On these terms from now on, as far as they are lawful: after a restart they are the word of
     whoever holds the lease."""
     settings = mind.settings
@@ -109,7 +126,7 @@ def bind(mind: Mind, entry: Entry, terms: types.LeaseTerms) -> None:
 # -- holding --------------------------------------------------------------------------------------
 
 
-def begin(mind: Mind, entry: Entry) -> None:
+def begin(mind: CoreState, entry: Ticket) -> None:
     """LOADING -> RESIDENT in the same step: there is nothing to load. Its term begins."""
     assert entry.lease is not None
     mind.move(entry, State.RESIDENT)
@@ -117,23 +134,23 @@ def begin(mind: Mind, entry: Entry) -> None:
     entry.lease_ends = after(mind.now, entry.lease.term)
     entry.priority = _worth(entry.lease)
     mind.displaced.pop((entry.holder, entry.model), None)
-    mind.watch(entry, told_at(entry))
+    mind.watch(entry, notice_given_at(entry))
     tenant = entry.lease.tenant
     mind.tell("lease_granted", entry, size=entry.home_bytes, took=entry.lease.term, tenant=tenant)
 
 
-def _worth(terms: types.LeaseTerms) -> types.Priority:
+def _worth(terms: types.LeaseConditions) -> types.Priority:
     """Who said that it may be interrupted gives way to every request."""
     return types.Priority.BATCH if terms.preemptible else types.Priority.NORMAL
 
 
-def told_at(entry: Entry) -> Instant:
+def notice_given_at(entry: Ticket) -> Instant:
     """When it is given notice that its term ends."""
     assert entry.lease is not None
     return Instant(max(entry.resident_since, entry.lease_ends - entry.lease.notice))
 
 
-def patience(mind: Mind, holder: Holder) -> Span:
+def silence_limit(mind: CoreState, holder: Holder) -> Span:
     """Silence after which a holder counts as dead. Ray tells of the death of a replica; of an
     outside process nobody does, unless its node agent knows its pid."""
     terms = mind.settings.terms

@@ -1,18 +1,18 @@
 """How a load ends: it serves, it breaks, or nobody wants it any more (SPEC A8, A12)."""
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import Reason, Reload
-from arbiter.core.records.ledger import Book
-from arbiter.core.records.ticket import Entry, State
-from arbiter.core.state import Displaced, DisplacedKey, Failure, Mind, model_label
+from arbiter.core.decisions import LoadModel, Reason
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.state import CoreState, EvictedFor, EvictedForKey, Failure, model_label
 from arbiter.core.tickets.budget import share
-from arbiter.core.tickets.companions import leave_with
-from arbiter.core.tickets.reclaim import charged, reclaim, take
+from arbiter.core.tickets.companions import end_with_primary
+from arbiter.core.tickets.reclaim import charged, kill_and_notify, reclaim
 from arbiter.errors import ENGINE_DIED, LoadFailed, TicketClosed
 from arbiter.units import Bytes, HolderId, Span, after, since
 
 
-def loaded(mind: Mind, entry: Entry, took: Span, *, verified: bool = True) -> None:
+def on_loaded(mind: CoreState, entry: Ticket, took: Span, *, verified: bool = True) -> None:
     """LOADING -> RESIDENT, after a load or a wake. The copy in host RAM stays charged for as long
     as it is measured. A wake that was not verified was a load as well, so its seconds teach
     nothing."""
@@ -35,7 +35,7 @@ def loaded(mind: Mind, entry: Entry, took: Span, *, verified: bool = True) -> No
     mind.tell(kind, entry, size=charged(entry), took=took, predicted_ns=entry.predicted)
 
 
-def _first_use(mind: Mind, entry: Entry) -> None:
+def _first_use(mind: CoreState, entry: Ticket) -> None:
     """Grant and first use are one step: in use until its holder says otherwise. A guess is used by
     nobody until its holder says so."""
     if entry.is_guess:
@@ -47,13 +47,13 @@ def _first_use(mind: Mind, entry: Entry) -> None:
     mind.note_uses(entry, 1)
 
 
-def broke(mind: Mind, entry: Entry, cause: str, out_of_memory: bool) -> None:
+def on_load_failed(mind: CoreState, entry: Ticket, cause: str, out_of_memory: bool) -> None:
     """LOADING -> RECLAIMING, with what it teaches."""
     reclaim(mind, entry, Reason.FAILED)
     learn_failure(mind, entry, cause, out_of_memory)
 
 
-def learn_failure(mind: Mind, entry: Entry, cause: str, out_of_memory: bool) -> None:
+def learn_failure(mind: CoreState, entry: Ticket, cause: str, out_of_memory: bool) -> None:
     """A first failure for memory may be tried again at once with a corrected estimate, and a first
     death without a word as it was: somebody may have killed it. Any other cools the model down and
     answers everybody who waits for it."""
@@ -70,12 +70,12 @@ def learn_failure(mind: Mind, entry: Entry, cause: str, out_of_memory: bool) -> 
     _give_up(mind, entry, LoadFailed(entry.model, cause, out_of_memory))
 
 
-def _give_up(mind: Mind, entry: Entry, error: LoadFailed) -> None:
+def _give_up(mind: CoreState, entry: Ticket, error: LoadFailed) -> None:
     refuse_waiters(mind, entry, error)
-    restore(mind, (entry.holder, entry.model))
+    reload_evicted(mind, (entry.holder, entry.model))
 
 
-def told_why(mind: Mind, event: ev.LoadBroke) -> None:
+def note_cause(mind: CoreState, event: ev.LoadBroke) -> None:
     """The engine's end was seen before its holder could say why; now it says."""
     entry = mind.broken_loads.pop(event.ticket, None)
     if entry is None:
@@ -92,7 +92,7 @@ def told_why(mind: Mind, event: ev.LoadBroke) -> None:
         _give_up(mind, entry, LoadFailed(entry.model, event.cause, False))
 
 
-def refuse_waiters(mind: Mind, failed: Entry, error: LoadFailed) -> None:
+def refuse_waiters(mind: CoreState, failed: Ticket, error: LoadFailed) -> None:
     for ticket in mind.line.of_model(model_label(failed.capability, failed.model)):
         waiting = mind.ledger.find(ticket)
         assert waiting is not None
@@ -101,7 +101,7 @@ def refuse_waiters(mind: Mind, failed: Entry, error: LoadFailed) -> None:
             mind.close(waiting)
 
 
-def _cool_down(mind: Mind, entry: Entry, cause: str) -> None:
+def _cool_down(mind: CoreState, entry: Ticket, cause: str) -> None:
     terms = mind.settings.terms
     old = mind.failures.get((entry.capability, entry.model))
     times = old.times_count + 1 if old else 1
@@ -116,44 +116,44 @@ def _cool_down(mind: Mind, entry: Entry, cause: str) -> None:
 # -- what made room for a load that failed comes back --------------------------------------------
 
 
-def displace(mind: Mind, waiting: Entry, victim: Entry) -> None:
+def note_evicted_for(mind: CoreState, waiting: Ticket, victim: Ticket) -> None:
     """A process outside Serve that was asked for its lease has no model to bring back."""
     if victim.lease:
         return
-    made_room = mind.displaced.setdefault((waiting.holder, waiting.model), Displaced())
+    made_room = mind.displaced.setdefault((waiting.holder, waiting.model), EvictedFor())
     made_room.models[(victim.holder, victim.model)] = victim.ticket
 
 
-def retried(mind: Mind, key: DisplacedKey) -> None:
+def retried(mind: CoreState, key: EvictedForKey) -> None:
     if switch := mind.displaced.get(key):
         switch.restore_at = None
 
 
-def _restore_later(mind: Mind, key: DisplacedKey) -> None:
+def _restore_later(mind: CoreState, key: EvictedForKey) -> None:
     if switch := mind.displaced.get(key):
         switch.restore_at = after(mind.now, mind.settings.terms.retry)
         mind.alarms.set(("restore", ""), switch.restore_at)
 
 
-def tend_restores(mind: Mind) -> None:
+def on_restore_timer(mind: CoreState) -> None:
     for key, switch in list(mind.displaced.items()):
         if switch.restore_at is None:
             continue
         if mind.now >= switch.restore_at:
-            restore(mind, key)
+            reload_evicted(mind, key)
         else:
             mind.alarms.set(("restore", ""), switch.restore_at)
 
 
-def restore(mind: Mind, key: DisplacedKey) -> None:
+def reload_evicted(mind: CoreState, key: EvictedForKey) -> None:
     switch = mind.displaced.pop(key, None)
     for (holder, model), ticket in switch.models.items() if switch else ():
         entry = mind.ledger.find(ticket)
         if holder in mind.holders and (entry is None or entry.state is not State.RESIDENT):
-            mind.say(Reload(holder, model))
+            mind.say(LoadModel(holder, model))
 
 
-def forget_switches(mind: Mind, holder: HolderId) -> None:
+def forget_evicted_for(mind: CoreState, holder: HolderId) -> None:
     """It is gone, and what it displaced has no load to wait for."""
     for key in [key for key in mind.displaced if key[0] == holder]:
         del mind.displaced[key]
@@ -162,7 +162,7 @@ def forget_switches(mind: Mind, holder: HolderId) -> None:
 # -- a load nobody waits for ----------------------------------------------------------------------
 
 
-def withdrawn(mind: Mind, event: ev.Withdrawn) -> None:
+def on_withdrawn(mind: CoreState, event: ev.Withdrawn) -> None:
     states = State.QUEUED, State.ASLEEP, State.LOADING, State.DRAINING
     entry = mind.live(event.ticket, *states, by=event.holder)
     if entry is None:
@@ -180,11 +180,11 @@ def withdrawn(mind: Mind, event: ev.Withdrawn) -> None:
         mind.unqueue(entry)  # it sleeps on
         mind.displaced.pop((entry.holder, entry.model), None)
     elif not _is_nearly_done(mind, entry):
-        take(mind, entry, Reason.WITHDRAWN)
+        kill_and_notify(mind, entry, Reason.WITHDRAWN)
         mind.displaced.pop((entry.holder, entry.model), None)
 
 
-def sleep_on(mind: Mind, entry: Entry) -> None:
+def let_sleep(mind: CoreState, entry: Ticket) -> None:
     """LOADING -> ASLEEP: who asked for the wake had gone before the grant arrived, and its holder
     never began (SPEC A8)."""
     bed = {d: size for d, size in entry.granted.items() if d not in entry.home}
@@ -195,14 +195,14 @@ def sleep_on(mind: Mind, entry: Entry) -> None:
     mind.watch(entry, mind.now)
 
 
-def guesses_for(mind: Mind, book: Book, short: int) -> list[Entry]:
+def prefetches_that_make_room(mind: CoreState, book: DeviceAccount, short: int) -> list[Ticket]:
     """Those that were begun for a guess there, where they are enough."""
     guesses = [e for e in book.loading.values() if e.is_guess]
-    guessed = sum(leave_with(mind, guess, book.device) for guess in guesses)
+    guessed = sum(end_with_primary(mind, guess, book.device) for guess in guesses)
     return guesses if short <= guessed else []
 
 
-def _is_nearly_done(mind: Mind, entry: Entry) -> bool:
+def _is_nearly_done(mind: CoreState, entry: Ticket) -> bool:
     """A wake always is: it only copies memory."""
     if entry.wakes_count:
         return True

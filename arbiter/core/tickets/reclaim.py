@@ -3,10 +3,10 @@
 Whatever ends a ticket comes through `reclaim`; whatever proves its bytes are back, through `gone`.
 """
 
-from arbiter.core.decisions import Reap, Reason, Revoke, Tier
+from arbiter.core.decisions import KillEngine, Reason, Revoke, Tier
 from arbiter.core.events import Released
-from arbiter.core.records.ticket import CHARGED, Entry, State
-from arbiter.core.state import Mind
+from arbiter.core.records.ticket import CHARGED, State, Ticket
+from arbiter.core.state import CoreState
 from arbiter.errors import HolderQuarantined, TicketClosed
 from arbiter.units import Bytes, HolderId, TicketId, after, since
 
@@ -15,7 +15,7 @@ REASONS = {reason.value: reason for reason in Reason}
 UNASKED = frozenset({Reason.LOST, Reason.FAILED})
 
 
-def reclaim(mind: Mind, entry: Entry, reason: Reason) -> None:
+def reclaim(mind: CoreState, entry: Ticket, reason: Reason) -> None:
     """The engine behind this ticket must end. A reason given by an earlier revoke stands."""
     was_waiting = entry.ticket in mind.line
     mind.line.drop(entry.ticket)
@@ -23,10 +23,10 @@ def reclaim(mind: Mind, entry: Entry, reason: Reason) -> None:
     mind.move(entry, State.RECLAIMING)
     if was_waiting:  # to be woken; it will not be
         mind.refuse(entry.ticket, TicketClosed(entry.ticket))
-    _reap(mind, entry)
+    _kill(mind, entry)
 
 
-def released(mind: Mind, event: Released) -> None:
+def on_released(mind: CoreState, event: Released) -> None:
     """Its holder has let go; the agent makes sure of it and says when the bytes are back."""
     states = State.QUEUED, *(CHARGED - {State.RECLAIMING})
     entry = mind.live(event.ticket, *states, by=event.holder)
@@ -39,35 +39,35 @@ def released(mind: Mind, event: Released) -> None:
         reclaim(mind, entry, REASONS.get(event.reason, Reason.MANUAL))
 
 
-def notify(mind: Mind, ticket: TicketId, holder: HolderId, reason: Reason) -> None:
+def notify_holder(mind: CoreState, ticket: TicketId, holder: HolderId, reason: Reason) -> None:
     """The holder need not answer: the engine is ended by the agent."""
     mind.say(Revoke(ticket, holder, reason, Tier.GONE, mind.now))
 
 
-def take(mind: Mind, entry: Entry, reason: Reason) -> None:
+def kill_and_notify(mind: CoreState, entry: Ticket, reason: Reason) -> None:
     """End the engine without asking its holder, and tell it."""
     reclaim(mind, entry, reason)
-    notify(mind, entry.ticket, entry.holder, reason)
+    notify_holder(mind, entry.ticket, entry.holder, reason)
 
 
-def _reap(mind: Mind, entry: Entry) -> None:
+def _kill(mind: CoreState, entry: Ticket) -> None:
     """Each 250 ms at first; a holder that is quarantined is no longer pressed as hard."""
     terms = mind.settings.terms
     entry.reap_at = after(mind.now, terms.reclaim_alarm if entry.alarmed else terms.reap_every)
-    mind.say(Reap(entry.node, entry.ticket))
+    mind.say(KillEngine(entry.node, entry.ticket))
     mind.watch(entry, entry.reap_at)
 
 
-def tend(mind: Mind, entry: Entry) -> None:
+def on_timer(mind: CoreState, entry: Ticket) -> None:
     """The time rule of RECLAIMING."""
     if not entry.alarmed and since(entry.since, mind.now) >= mind.settings.terms.reclaim_alarm:
         _quarantine(mind, entry)
     if mind.now >= entry.reap_at:
-        _reap(mind, entry)
+        _kill(mind, entry)
     mind.watch(entry, entry.reap_at)
 
 
-def _quarantine(mind: Mind, entry: Entry) -> None:
+def _quarantine(mind: CoreState, entry: Ticket) -> None:
     entry.alarmed = True
     mind.ledger.changed.add(entry.node)  # its bytes are not counted on any more
     kept = charged(entry)
@@ -81,22 +81,22 @@ def _quarantine(mind: Mind, entry: Entry) -> None:
             mind.say_no(other.ticket, HolderQuarantined(entry.holder, kept))
 
 
-def is_counted_on(leaving: Entry) -> bool:
+def is_counted_on(leaving: Ticket) -> bool:
     """Its bytes will come back; those that a quarantined holder keeps may not."""
     return leaving.state is State.DRAINING or not leaving.alarmed
 
 
-def kept_bytes(mind: Mind, holder: HolderId) -> Bytes:
+def kept_bytes(mind: CoreState, holder: HolderId) -> Bytes:
     """What a holder in quarantine has not given back; 0: it is not in quarantine."""
     stuck = [e for e in mind.ledger.holding(holder).values() if e.alarmed]
     return Bytes(sum(charged(e) for e in stuck))
 
 
-def charged(entry: Entry) -> Bytes:
+def charged(entry: Ticket) -> Bytes:
     return Bytes(sum(entry.charge(d) for d in entry.devices))
 
 
-def gone(mind: Mind, entry: Entry) -> None:
+def mark_reclaimed(mind: CoreState, entry: Ticket) -> None:
     """Seen back: off the books."""
     assert entry.state is State.RECLAIMING
     reason = entry.leaving or Reason.LOST

@@ -24,12 +24,12 @@ from arbiter.errors import RequestError
 from deployments import messages
 from deployments.adapters.catalogue import Entry
 from deployments.adapters.safe_files import AdapterInvalid
-from deployments.adapters.store import Shelf, Store, catalogue_of
+from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
 from deployments.adapters.validate import Rules
 from deployments.config.safetensors_header import linear_shapes
 from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.engines.vllm.admission import BASE
-from deployments.engines.vllm.batch_gate import AdaptersBusy, Gate
+from deployments.engines.vllm.batch_gate import AdaptersBusy, BatchGate
 
 # Requests let in beyond a full batch, so that the next step has one when a place comes free.
 AHEAD = 4
@@ -55,7 +55,7 @@ _ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
 class AdmittingLLM(AsyncLLM):
     """vLLM's frontend with the second and third door in `generate`, where every route ends."""
 
-    desk: "AdapterDesk"
+    desk: "AdapterService"
 
     async def generate(
         self, *args: Any, lora_request: LoRARequest | None = None, **more: Any
@@ -67,7 +67,7 @@ class AdmittingLLM(AsyncLLM):
                     yield output
 
 
-class AdapterDesk:
+class AdapterService:
     """One per engine."""
 
     def __init__(self, config: Config, window: int) -> None:
@@ -75,10 +75,10 @@ class AdapterDesk:
         given = config["adapters"]
         self.served_name = str(config.get("served_name", config["model"]))
         self.llm: AsyncLLM | None = None
-        self.gate = Gate(given["slots"], window + AHEAD, given["wait_s"])
+        self.gate = BatchGate(given["slots"], window + AHEAD, given["wait_s"])
         self._catalogue = catalogue_of(config)
         rules = Rules(linear_shapes(Path(config["model"])), given["max_rank"])
-        self._shelf = Shelf(Store(Path(given["store"])), rules)
+        self._shelf = CheckedAdapters(Store(Path(given["store"])), rules)
         self._numbers: dict[str, int] = {}  # digest to vLLM's number for it
         self._loads: dict[str, asyncio.Task[None]] = {}  # of adapters that run
         self._pins: dict[str, Entry] = {}  # by digest

@@ -44,7 +44,7 @@ class View:
 def plan(view: View) -> list[int]:
     """Keys to let in now, in this order."""
     running = Counter(dict.fromkeys(view.pinned, 0) | dict(view.running))
-    desk = _Desk(view.slots, view.window, running, list(view.waiting), view.pinned)
+    desk = _Batch(view.slots, view.window, running, list(view.waiting), view.pinned)
     if len(_adapters(view)) <= view.slots:
         return [desk.admit(one).key for one in view.waiting[: desk.room]]
     aged = [one for one in view.waiting if view.now_s - one.since_s > view.ageing_s]
@@ -60,7 +60,7 @@ def _adapters(view: View) -> set[str]:
 
 
 @dataclass(slots=True)
-class _Desk:
+class _Batch:
     """The view as it changes while requests are let in."""
 
     slots: int
@@ -101,7 +101,7 @@ class _Desk:
         return frozenset(busy[:count])
 
 
-def _favoured(desk: _Desk, dry: frozenset[str]) -> Iterator[Waiting]:
+def _favoured(desk: _Batch, dry: frozenset[str]) -> Iterator[Waiting]:
     """Those that run already, in order of arrival; then whole queues, the longest first."""
     for one in desk.left():
         if desk.room and not desk.needs_slot(one.adapter) and one.adapter not in dry:

@@ -34,7 +34,7 @@ class AdaptersBusy(RequestError):
         )
 
 
-class Gate:
+class BatchGate:
     """Who is in the engine, who waits; `plan` decides, this obeys."""
 
     def __init__(self, slots: int, window: int, wait_s: float) -> None:

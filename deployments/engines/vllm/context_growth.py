@@ -14,8 +14,14 @@ from vllm.entrypoints.openai.responses.utils import construct_input_messages, co
 from deployments.engines.protocol import COULD_GROW, Asgi, Receive, Scope, Send
 
 # What decides how many tokens a prompt has, of the routes whose prompts vLLM's `/tokenize` counts.
-_CHAT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt",
-         "continue_final_message", "add_special_tokens")  # fmt: skip
+_CHAT = (
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+)
 # Those routes, and what names the most that may be answered there.
 _MOST = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
@@ -32,7 +38,7 @@ class Uncounted(Exception):
     """vLLM cannot say how long the prompt is; its refusal says what is wrong with it."""
 
 
-class Room:
+class ContextGrowth:
     """Stands between the host and vLLM's own app. `most_tokens`: context once grown."""
 
     def __init__(self, api: Asgi, model: str, most_tokens: int) -> None:
@@ -97,11 +103,18 @@ class Room:
     async def _counted(self, asked: Body) -> int:
         """Tokens of a prompt. Raises Uncounted."""
         scope = {
-            "type": "http", "method": "POST", "path": "/tokenize", "raw_path": b"/tokenize",
-            "query_string": b"", "headers": [(b"content-type", b"application/json")],
-            "http_version": "1.1", "scheme": "http", "root_path": "", "client": None,
+            "type": "http",
+            "method": "POST",
+            "path": "/tokenize",
+            "raw_path": b"/tokenize",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "http_version": "1.1",
+            "scheme": "http",
+            "root_path": "",
+            "client": None,
             "server": None,
-        }  # fmt: skip
+        }
         answer: list[bytes] = []
         statuses: list[int] = []
 

@@ -30,8 +30,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from deployments.engines import linux
 from deployments.engines.host import respond
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
-from deployments.engines.vllm.adapters import AdapterDesk, AdmittingLLM
-from deployments.engines.vllm.context_growth import Room
+from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
+from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
 
 # What a replica may ask for. vLLM also registers routes that pause, scale or reload an engine, or
@@ -63,7 +63,7 @@ def build(config: Config) -> "VllmEngine":
     engine.most_tokens = int(config.get("grows_to", {}).get("max_model_len", 0))
     if "adapters" in config:
         window = vllm_config.scheduler_config.max_num_seqs
-        engine.desk = AdapterDesk(config, window)
+        engine.desk = AdapterService(config, window)
     return engine
 
 
@@ -175,9 +175,9 @@ class VllmEngine:
         self.llm: AsyncLLM | None = None
         self.api: FastAPI | None = None
         self.probes = 0
-        self.desk: AdapterDesk | None = None
+        self.desk: AdapterService | None = None
         self.most_tokens = 0  # of the context it may grow to; 0: it does not
-        self.room: Room | None = None
+        self.room: ContextGrowth | None = None
 
     async def load(self) -> None:
         if self.llm is not None:
@@ -198,7 +198,7 @@ class VllmEngine:
         self.api.state.args = self.args
         await init_app_state(self.llm, self.api.state, self.args, tasks)
         if self.most_tokens:
-            self.room = Room(self.api, self.args.served_model_name[0], self.most_tokens)
+            self.room = ContextGrowth(self.api, self.args.served_model_name[0], self.most_tokens)
         if self.desk is not None:
             self.llm.desk = self.desk
             self.desk.adopt(self.llm, self.api.state)

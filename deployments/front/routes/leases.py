@@ -13,7 +13,7 @@ from arbiter.protocol.json_codec import plain
 from arbiter.protocol.lease_schema import NAME, LeaseBody
 from arbiter.units import TicketId
 from deployments.front import arbiter_gateway
-from deployments.front.auth import Gate
+from deployments.front.auth import Authenticator
 from deployments.front.keys import Caller, Scope
 from deployments.front.request import BadRequest, bounded_body, refused
 
@@ -21,9 +21,9 @@ router = APIRouter(prefix="/arbiter")
 MOST_BYTES = 16 << 10  # a lease is named by a few words and numbers
 
 
-def the_gate() -> Gate:
+def the_gate() -> Authenticator:
     """The front's own, as its configuration has it now."""
-    gate: Gate = serve.get_replica_context().servable_object.gate
+    gate: Authenticator = serve.get_replica_context().servable_object.gate
     return gate
 
 

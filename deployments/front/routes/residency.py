@@ -10,7 +10,7 @@ from arbiter.client.admin import call_arbiter
 from arbiter.core.events import PressurePushed
 from arbiter.core.types import Floor, Level
 from arbiter.errors import RequestError, UnknownModel
-from arbiter.protocol.messages import ModelSize, SizeOrder
+from arbiter.protocol.messages import ModelSize, Resize
 from arbiter.units import Bytes, TicketId, seconds
 from deployments.config.fields import Strict
 from deployments.config.schema import parse_table
@@ -58,24 +58,30 @@ def _model(model: str, capability: str, state: dict[str, Any], floor: str) -> di
     best = mine[0] if mine else None
     loading = [t["in_state_s"] for t in mine if t["state"] == "loading"]
     host = (
-        size for t in mine for device, size in t["charged_bytes"].items()
+        size
+        for t in mine
+        for device, size in t["charged_bytes"].items()
         if device.endswith("/host")
-    )  # fmt: skip
+    )
     return {
-        "capability": capability, "floor": floor,
+        "capability": capability,
+        "floor": floor,
         "level": LEVELS.get(best["state"], "cold") if best else "cold",
         "tickets": {t["ticket"]: t["state"] for t in mine},
-        "host_copy_bytes": sum(host), "loading_s": loading[0] if loading else None,
-    }  # fmt: skip
+        "host_copy_bytes": sum(host),
+        "loading_s": loading[0] if loading else None,
+    }
 
 
 def _own(model: str, capability: str, state: dict[str, Any]) -> list[dict[str, Any]]:
     """Its tickets; not one that drafts in another model's engine and goes with that."""
     return [
-        t for t in state["tickets"]
+        t
+        for t in state["tickets"]
         if (t["capability"], t["model"]) == (capability, model)
-        and not t["lease"] and not t["lives_in"]
-    ]  # fmt: skip
+        and not t["lease"]
+        and not t["lives_in"]
+    ]
 
 
 @router.get("/residency")
@@ -148,7 +154,7 @@ async def _resize(request: Request, model: str, size: ModelSize) -> Response:
             raise UnknownModel(model, "", tuple(sorted(found)))
         if not found[model].grow_to:
             raise BadRequest(f"{model} has no `grow_to`", "model")
-        await call_arbiter("resize", SizeOrder(model, size))
+        await call_arbiter("resize", Resize(model, size))
     except BadRequest as error:
         return error.response
     except RequestError as error:
