@@ -39,7 +39,7 @@ ROOMY = replace(
     arena_fraction=1.0,
     wiggle_fraction=0.0,
     gpu_margin_bytes=Bytes(0),
-    terms=PATIENT,
+    timeouts=PATIENT,
     queue_per_model_count=10**9,
     queue_total_count=10**9,
     carry_most=QUIET,
@@ -125,7 +125,7 @@ class Scene:
                 Priority.HIGH,
                 uses_count=1,
             )
-            for e in self.core._mind.ledger.holding(holder).values()
+            for e in self.core._state.ledger.holding(holder).values()
         )
 
     def beat(self, holder: HolderId) -> ev.Renewed:
@@ -184,10 +184,10 @@ def grant_with_victims(scene: Scene, n: int) -> float:
     [revoke] = [d for d in decisions if isinstance(d, Revoke)]
     scene.feed(ev.BarrierDropped(revoke.ticket, 0))
     scene.feed(ev.Withdrawn(request.ticket))
-    for other in scene.core._mind.ledger.held_by(HolderId(f"h{n}")):  # whoever was tried next
+    for other in scene.core._state.ledger.held_by(HolderId(f"h{n}")):  # whoever was tried next
         if other.state.value == "draining":
             scene.feed(ev.BarrierDropped(other.ticket, 0))
-        other.refused_until = Instant(0)
+        other.declined_until = Instant(0)
     return took_us
 
 

@@ -4,4 +4,4 @@ from arbiter.core.view import Key, QueuedRequest
 
 
 def key(w: QueuedRequest) -> Key:
-    return (w.asked, w.turn)
+    return (w.asked, w.sequence)

@@ -32,14 +32,14 @@ TIERS = ("unit", "style", "model", "sim")  # the cheapest first
 CORE = (
     "admission eviction explain floors forecast gangs granting growth holders idle leases nodes "
     "parts preload pressure reclaim sleep tenants urgency watermarks estimates hours scratch "
-    "victims lodgers policies"
+    "victims companions policies"
 ).split()
 # Where the test that is nearest to a file is not called as it is.
 NEAR = {
     "accounts": "tenants", "admit_fifo": "parts", "alarms": "reclaim", "core": "admission",
     "evict_priority_lru": "policies", "groups": "granting", "keep_warm": "idle",
     "ledger": "reclaim", "line": "granting", "loads": "reclaim", "look": "granting",
-    "mind": "holders", "oversize": "granting", "overtaking": "granting",
+    "state": "holders", "oversize": "granting", "overtaking": "granting",
     "place_best_fit": "admission", "predictor": "forecast",
     "ranking": "eviction", "sites": "nodes", "slot": "residency",
     "watch": "idle",

@@ -48,101 +48,101 @@ class Arbiter:
         now: Instant,
         foresight: Foresight | None = None,
     ) -> None:
-        self._mind = mind = CoreState(settings, policies, epoch, known_holders, now)
-        mind.foresight = foresight
-        mind.alarms.set(("line", ""), mind.settled_at)
-        mind.alarms.set(("audit", ""), after(now, settings.terms.audit))
+        self._state = state = CoreState(settings, policies, epoch, known_holders, now)
+        state.foresight = foresight
+        state.timers.set(("queue", ""), state.settled_at)
+        state.timers.set(("audit", ""), after(now, settings.timeouts.audit))
 
     def handle(self, event: ev.Event, now: Instant) -> list[Decision]:
         """Raises CapabilityConflict, having changed nothing, for a CapabilityRegistered that
         differs from what is known."""
-        mind = self._mind
-        assert now >= mind.now, "time went back"
-        mind.now, mind.out = now, []
-        _apply.registry.get(type(event), _apply)(event, mind)  # its own look-up takes 0.5 us
-        timeouts.fire_due(mind)
-        eviction.evict_overcommitted(mind)
-        growth.grant_waiting(mind)
-        grant_pass.run(mind)
-        wait_estimate.estimate_new(mind)
-        floors.forget_removed(mind)
-        prefetch.predict_next(mind)
-        mind.accounts.settle(mind.ledger.holdings, mind.now)
-        mind.ledger.check_touched()
-        if (at := mind.alarms.next()) is not None:
-            mind.say(SetTimer(max(at, after(now, NEXT))))
-        return mind.out
+        state = self._state
+        assert now >= state.now, "time went back"
+        state.now, state.out = now, []
+        _apply.registry.get(type(event), _apply)(event, state)  # its own look-up takes 0.5 us
+        timeouts.fire_due(state)
+        eviction.evict_overcommitted(state)
+        growth.grant_waiting(state)
+        grant_pass.run(state)
+        wait_estimate.estimate_new(state)
+        floors.forget_removed(state)
+        prefetch.predict_next(state)
+        state.accounts.settle(state.ledger.holdings, state.now)
+        state.ledger.check_touched()
+        if (at := state.timers.next()) is not None:
+            state.decide(SetTimer(max(at, after(now, NEXT))))
+        return state.out
 
     # -- reading -------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> Epoch:
-        return self._mind.epoch
+        return self._state.epoch
 
     @property
     def settings(self) -> Settings:
-        return self._mind.settings
+        return self._state.settings
 
     @property
     def stale_count(self) -> int:
-        return self._mind.stale_count
+        return self._state.stale_count
 
     @property
     def awaited(self) -> frozenset[HolderId]:
         """Holders of the last epoch that are not back."""
-        return frozenset(self._mind.awaited)
+        return frozenset(self._state.awaited)
 
     @property
     def gave_up_waiting(self) -> bool:
         """Those who are not back are as good as dead."""
-        return self._mind.gave_up_waiting
+        return self._state.gave_up_waiting
 
     def state_of(self, ticket: TicketId) -> str:
         """`closed` for one that is not on the books."""
-        entry = self._mind.ledger.find(ticket)
+        entry = self._state.ledger.find(ticket)
         return entry.state.value if entry else State.CLOSED.value
 
     def holder_of(self, ticket: TicketId) -> HolderId | None:
         """None: it is not on the books."""
-        entry = self._mind.ledger.find(ticket)
+        entry = self._state.ledger.find(ticket)
         return entry.holder if entry else None
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:
-        return tuple(sorted(self._mind.nodes))
+        return tuple(sorted(self._state.nodes))
 
     def snapshot(self, now: Instant) -> StateView:
-        return view_of(self._mind, now)
+        return view_of(self._state, now)
 
     def explain(self, ticket: TicketId, now: Instant) -> Explanation:
         """Why it waits, or why it went. Raises UnknownTicket."""
-        return explain(self._mind, ticket, now)
+        return explain(self._state, ticket, now)
 
     def replica_targets(self, now: Instant) -> dict[str, int]:
         """Replicas wanted of each capability; WakeAt also comes when one of these changes."""
-        return replica_targets.targets(self._mind, now)
+        return replica_targets.targets(self._state, now)
 
     def export_learned(self) -> list[dict[str, Any]]:
         """What was learned, as plain rows."""
-        return self._mind.estimates.export()
+        return self._state.estimates.export()
 
     def export_floors(self) -> list[list[str]]:
         """Capability, model, floor."""
-        return [[*name, floor.value] for name, floor in sorted(self._mind.floors.items())]
+        return [[*name, floor.value] for name, floor in sorted(self._state.floors.items())]
 
     def export_accounts(self) -> list[list[Any]]:
         """What clients have used (SPEC C10)."""
-        return self._mind.accounts.export()
+        return self._state.accounts.export()
 
     def restore_accounts(self, rows: list[list[Any]]) -> None:
-        self._mind.accounts.restore(rows, self._mind.now)
+        self._state.accounts.restore(rows, self._state.now)
 
     def restore_floors(self, rows: list[list[str]]) -> None:
         for capability, model, floor in rows:
-            self._mind.floors[(capability, model)] = types.Floor(floor)
+            self._state.floors[(capability, model)] = types.Floor(floor)
 
     def restore_learned(self, rows: list[dict[str, Any]]) -> None:
-        self._mind.estimates.restore(rows)
+        self._state.estimates.restore(rows)
 
 
 # -- the events -----------------------------------------------------------------------------------
@@ -154,148 +154,148 @@ def _apply(event: ev.Event, _: CoreState) -> None:
 
 
 @_apply.register
-def _(event: ev.CapabilitiesSet, mind: CoreState) -> None:
-    before = tuple(mind.registry.specs.values())
-    mind.registry.replace(event.capabilities)
-    floors.note_removed(mind, before)
-    admission.reject_removed_models(mind)
-    for entry in mind.ledger.entries(*CHARGED):
-        heartbeats.apply_configuration(mind, entry)
-        mind.watch(entry, mind.now)
-    readings.rebudget(mind)
-    device_limits.cap_pins(mind, mind.ledger.books)
-    mind.ledger.changed.update(mind.nodes)
-    device_limits.flag_pinned(mind, mind.ledger.books)
+def _(event: ev.CapabilitiesSet, state: CoreState) -> None:
+    before = tuple(state.registry.specs.values())
+    state.registry.replace(event.capabilities)
+    floors.note_removed(state, before)
+    admission.reject_removed_models(state)
+    for entry in state.ledger.entries(*CHARGED):
+        heartbeats.apply_configuration(state, entry)
+        state.set_timer(entry, state.now)
+    readings.rebudget(state)
+    device_limits.cap_pins(state, state.ledger.books)
+    state.ledger.changed.update(state.nodes)
+    device_limits.flag_pinned(state, state.ledger.books)
 
 
 @_apply.register
-def _(event: ev.CapabilityRegistered, mind: CoreState) -> None:
-    mind.registry.register(event.capability)
-    readings.rebudget(mind)
+def _(event: ev.CapabilityRegistered, state: CoreState) -> None:
+    state.registry.register(event.capability)
+    readings.rebudget(state)
 
 
 @_apply.register
-def _(event: ev.NodeSeen, mind: CoreState) -> None:
-    readings.on_node_seen(mind, event)
-    device_limits.flag_pinned(mind, [spec.device for spec in event.devices])
+def _(event: ev.NodeSeen, state: CoreState) -> None:
+    readings.on_node_seen(state, event)
+    device_limits.flag_pinned(state, [spec.device for spec in event.devices])
 
 
 @_apply.register
-def _(event: ev.NodeLost, mind: CoreState) -> None:
-    readings.on_node_lost(mind, event)
-    for holder in [h for h in mind.holders.values() if h.node == event.node]:
-        heartbeats.on_lost(mind, holder.holder)
+def _(event: ev.NodeLost, state: CoreState) -> None:
+    readings.on_node_lost(state, event)
+    for holder in [h for h in state.holders.values() if h.node == event.node]:
+        heartbeats.on_lost(state, holder.holder)
 
 
 @_apply.register
-def _(event: ev.Measured, mind: CoreState) -> None:
-    readings.on_measured(mind, event)
+def _(event: ev.Measured, state: CoreState) -> None:
+    readings.on_measured(state, event)
 
 
 @_apply.register
-def _(event: ev.EngineGone, mind: CoreState) -> None:
-    readings.on_engine_gone(mind, event)
+def _(event: ev.EngineGone, state: CoreState) -> None:
+    readings.on_engine_gone(state, event)
 
 
 @_apply.register
-def _(event: ev.Joined, mind: CoreState) -> None:
-    heartbeats.on_joined(mind, event)
-    floors.on_join(mind, event.capability)
+def _(event: ev.Joined, state: CoreState) -> None:
+    heartbeats.on_joined(state, event)
+    floors.on_join(state, event.capability)
 
 
 @_apply.register
-def _(event: ev.Renewed, mind: CoreState) -> None:
-    heartbeats.on_renewed(mind, event)
+def _(event: ev.Renewed, state: CoreState) -> None:
+    heartbeats.on_renewed(state, event)
 
 
 @_apply.register
-def _(event: ev.HolderLost, mind: CoreState) -> None:
-    heartbeats.on_lost(mind, event.holder)
+def _(event: ev.HolderLost, state: CoreState) -> None:
+    heartbeats.on_lost(state, event.holder)
 
 
 @_apply.register
-def _(event: ev.Requested, mind: CoreState) -> None:
-    admission.on_requested(mind, event)
+def _(event: ev.Requested, state: CoreState) -> None:
+    admission.on_requested(state, event)
 
 
 @_apply.register
-def _(event: ev.GrowthAsked, mind: CoreState) -> None:
-    growth.on_growth_asked(mind, event)
+def _(event: ev.GrowthAsked, state: CoreState) -> None:
+    growth.on_growth_asked(state, event)
 
 
 @_apply.register
-def _(event: ev.GaveBack, mind: CoreState) -> None:
-    growth.on_gave_back(mind, event)
+def _(event: ev.GaveBack, state: CoreState) -> None:
+    growth.on_gave_back(state, event)
 
 
 @_apply.register
-def _(event: ev.Withdrawn, mind: CoreState) -> None:
-    loads.on_withdrawn(mind, event)
+def _(event: ev.Withdrawn, state: CoreState) -> None:
+    loads.on_withdrawn(state, event)
 
 
 @_apply.register
-def _(event: ev.Loaded, mind: CoreState) -> None:
-    if entry := mind.live(event.ticket, State.LOADING):
-        loads.on_loaded(mind, entry, event.took, verified=event.verified)
+def _(event: ev.Loaded, state: CoreState) -> None:
+    if entry := state.live(event.ticket, State.LOADING):
+        loads.on_loaded(state, entry, event.took, verified=event.verified)
 
 
 @_apply.register
-def _(event: ev.LoadBroke, mind: CoreState) -> None:
-    loads.note_cause(mind, event)
-    if entry := mind.live(event.ticket, State.LOADING):
-        loads.on_load_failed(mind, entry, event.cause, event.out_of_memory)
+def _(event: ev.LoadBroke, state: CoreState) -> None:
+    loads.note_cause(state, event)
+    if entry := state.live(event.ticket, State.LOADING):
+        loads.on_load_failed(state, entry, event.cause, event.out_of_memory)
 
 
 @_apply.register
-def _(event: ev.Busy, mind: CoreState) -> None:
-    if entry := mind.live(event.ticket, State.DRAINING):
+def _(event: ev.Busy, state: CoreState) -> None:
+    if entry := state.live(event.ticket, State.DRAINING):
         reason = entry.leaving
-        eviction.victim_declined(mind, entry, "victim_busy", event.inflight)
+        eviction.victim_declined(state, entry, "victim_busy", event.inflight)
         if reason is Reason.PRESSURE:
-            pressure.evict_next(mind, entry)
+            pressure.evict_next(state, entry)
 
 
 @_apply.register
-def _(event: ev.BarrierDropped, mind: CoreState) -> None:
-    if entry := mind.live(event.ticket, State.DRAINING):
-        eviction.victim_declined(mind, entry, "barrier_dropped", event.inflight)
+def _(event: ev.BarrierDropped, state: CoreState) -> None:
+    if entry := state.live(event.ticket, State.DRAINING):
+        eviction.victim_declined(state, entry, "barrier_dropped", event.inflight)
 
 
 @_apply.register
-def _(event: ev.Slept, mind: CoreState) -> None:
-    if entry := mind.live(event.ticket, State.DRAINING):
-        sleep.on_slept(mind, entry)
+def _(event: ev.Slept, state: CoreState) -> None:
+    if entry := state.live(event.ticket, State.DRAINING):
+        sleep.on_slept(state, entry)
 
 
 @_apply.register
-def _(event: ev.Released, mind: CoreState) -> None:
-    reclaim.on_released(mind, event)
+def _(event: ev.Released, state: CoreState) -> None:
+    reclaim.on_released(state, event)
 
 
 @_apply.register
-def _(event: ev.UnloadAsked, mind: CoreState) -> None:
-    timeouts.unload_asked(mind, event.ticket)
+def _(event: ev.UnloadAsked, state: CoreState) -> None:
+    timeouts.unload_asked(state, event.ticket)
 
 
 @_apply.register
-def _(event: ev.FloorSet, mind: CoreState) -> None:
-    floors.on_set(mind, event)
-    mind.ledger.changed.update(mind.nodes)  # who may be a victim has changed
+def _(event: ev.FloorSet, state: CoreState) -> None:
+    floors.on_set(state, event)
+    state.ledger.changed.update(state.nodes)  # who may be a victim has changed
 
 
 @_apply.register
-def _(event: ev.LoadAsked, mind: CoreState) -> None:
-    floors.on_load_asked(mind, event)
+def _(event: ev.LoadAsked, state: CoreState) -> None:
+    floors.on_load_asked(state, event)
 
 
 @_apply.register
-def _(event: ev.PressurePushed, mind: CoreState) -> None:
-    pressure.on_pushed(mind, event)
+def _(event: ev.PressurePushed, state: CoreState) -> None:
+    pressure.on_pushed(state, event)
 
 
 @_apply.register
-def _(_event: ev.ClosingDown, mind: CoreState) -> None:
-    timeouts.start_closing(mind)
+def _(_event: ev.ClosingDown, state: CoreState) -> None:
+    timeouts.start_closing(state)
 
 
 @_apply.register

@@ -89,7 +89,7 @@ class Settings:
     preload: str = "declared"  # SPEC C11: off, declared (pipelines), history (both)
     pipelines: tuple[tuple[str, ...], ...] = ()  # capabilities, in the order they are used
     arenas: Arenas = Arenas()
-    terms: Timeouts = field(default_factory=Timeouts)
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     arena_fraction: float = 0.9  # SPEC B2: of the device, the rest is the system's
     wiggle_fraction: float = 0.1  # SPEC B2: of the arena, for what estimates miss

@@ -1,7 +1,7 @@
 """What the arbiter knows between two events, and what it has decided during this one.
 
 The rules are functions over a Mind, one file per idea. They read it, move tickets through
-`mind.ledger`, and say what must be done with `mind.say`. Plain data: it pickles half way.
+`state.ledger`, and say what must be done with `state.decide`. Plain data: it pickles half way.
 """
 
 from collections import OrderedDict
@@ -123,19 +123,21 @@ class CoreState:
         self.rates = UsageRates(settings.rate_window)
         self.lasting_rates = UsageRates(settings.lasting_window)
         self.hours = HourlyUsage(now)
-        self.choices = EvictionHistory()
+        self.evictions = EvictionHistory()
         self.rankings: dict[DeviceId, Any] = {}  # of large devices; see ranking.Ranking
         self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
         self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
         self.tenants = {terms.tenant: terms for terms in settings.tenants}
-        self.alarms = Timers()
-        self.line = RequestQueue(policies.admit)
+        self.timers = Timers()
+        self.queue = RequestQueue(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
-        self.just_used: list[tuple[tuple[str, str], NodeId]] = []  # in this event; see preload
+        self.uses_this_event: list[
+            tuple[tuple[str, str], NodeId]
+        ] = []  # in this event; see preload
         self.last_used: tuple[tuple[str, str], Instant] | None = None
-        self.followers: dict[tuple[str, str], dict[tuple[str, str], int]] = {}
-        self.guesses: dict[tuple[str, str], Instant] = {}  # brought in unasked, not used yet
+        self.transition_counts: dict[tuple[str, str], dict[tuple[str, str], int]] = {}
+        self.prefetched: dict[tuple[str, str], Instant] = {}  # brought in unasked, not used yet
         self.floors: dict[tuple[str, str], types.Floor] = {}  # by capability and model
         self.wanted: dict[tuple[str, str], None] = {}  # to be loaded by the first who can
         self.removing: dict[tuple[str, str], None] = {}  # no longer in the table, still held
@@ -143,14 +145,14 @@ class CoreState:
         self.pressure: dict[DeviceId, PressureState] = {}
         self.failures: dict[tuple[str, str], Failure] = {}
         self.last_home: dict[tuple[NodeId, str, str], DeviceId] = {}  # of capability and model
-        self.displaced: dict[EvictedForKey, EvictedFor] = {}
+        self.evicted_for: dict[EvictedForKey, EvictedFor] = {}
         self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
         self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()
         self.awaited = set(known_holders)  # of the last epoch, not back yet
         self.fresh: list[TicketId] = []  # joined the line in this step
         self.born = now
-        self.settled_at = after(now, settings.terms.rejoin if known_holders else Span(0))
+        self.settled_at = after(now, settings.timeouts.rejoin if known_holders else Span(0))
         self.closing_by: Instant | None = None
         self.stale_count = 0
         self.now = now
@@ -158,10 +160,10 @@ class CoreState:
 
     # -- saying --------------------------------------------------------------------------------
 
-    def say(self, decision: Decision) -> None:
+    def decide(self, decision: Decision) -> None:
         self.out.append(decision)
 
-    def tell(
+    def log(
         self,
         kind: str,
         entry: Ticket | None = None,
@@ -180,16 +182,16 @@ class CoreState:
                 "model": entry.model,
                 **data,
             }
-        self.say(LogEvent(kind, data, ticket, size, took))
+        self.decide(LogEvent(kind, data, ticket, size, took))
 
-    def refuse(self, ticket: TicketId, error: RequestError) -> None:
+    def answer_error_finally(self, ticket: TicketId, error: RequestError) -> None:
         """An answer for good: asking again under this ticket repeats it."""
         self.remember(ticket, error)
-        self.say_no(ticket, error)
+        self.answer_error(ticket, error)
 
-    def say_no(self, ticket: TicketId, error: RequestError) -> None:
-        self.say(Refuse(ticket, error))
-        self.say(LogEvent("ticket_refused", {"code": error.code, "cause": str(error)}, ticket))
+    def answer_error(self, ticket: TicketId, error: RequestError) -> None:
+        self.decide(Refuse(ticket, error))
+        self.decide(LogEvent("ticket_refused", {"code": error.code, "cause": str(error)}, ticket))
 
     def remember(self, ticket: TicketId, error: RequestError) -> None:
         self.answers[ticket] = error
@@ -216,69 +218,73 @@ class CoreState:
     def gave_up_waiting(self) -> bool:
         """For holders of the last epoch that are not known to be dead: on a busy machine one comes
         back later than grants wait for it, and finds its engines still there."""
-        lost_at = after(self.born, self.settings.terms.lost)
+        lost_at = after(self.born, self.settings.timeouts.lost)
         return self.now >= (lost_at if self.awaited else self.settled_at)
 
     def is_silent(self, holder: HolderId) -> bool:
         known = self.holders.get(holder)
-        return known is None or self.now - known.heard >= self.settings.terms.silent
+        return known is None or self.now - known.heard >= self.settings.timeouts.silent
 
     def key_of(self, entry: Ticket) -> ModelKey:
         return ModelKey(entry.capability, entry.model, entry.settings_key)
 
     def changed(self) -> list[NodeId]:
         """Where something may be decided now that could not be before."""
-        changed = self.ledger.changed | self.line.changed
+        changed = self.ledger.changed | self.queue.changed
         return sorted(changed) if changed else []
 
     def take_changed(self) -> list[NodeId]:
         changed = self.changed()
-        self.ledger.changed, self.line.changed = set(), set()
+        self.ledger.changed, self.queue.changed = set(), set()
         return changed
 
     # -- small moves that several rules share ---------------------------------------------------
 
-    def watch(self, entry: Ticket, at: Instant) -> None:
-        self.alarms.set(("ticket", entry.ticket), at)
+    def set_timer(self, entry: Ticket, at: Instant) -> None:
+        self.timers.set(("ticket", entry.ticket), at)
 
     def move(self, entry: Ticket, to: State, granted: Sizes | None = None) -> None:
         was, label = entry.state, model_label(entry.capability, entry.model)
         self.ledger.move(entry, to, self.now, granted)
         if (was is State.LOADING) != (to is State.LOADING):
-            self.line.loading(entry.node, label, 1 if to is State.LOADING else -1)
+            self.queue.loading(entry.node, label, 1 if to is State.LOADING else -1)
         self.note_active(entry.capability)
         if entry.gang:
-            for lodger in self.lodgers_of(entry):
-                self._follow(lodger, to, entry)
+            for companion in self.companions_of(entry):
+                self._follow(companion, to, entry)
 
-    def _follow(self, lodger: Ticket, to: State, host: Ticket) -> None:
+    def _follow(self, companion: Ticket, to: State, primary: Ticket) -> None:
         """It has been granted already: until then a gang is several tickets in the line. One that
         is on its way out for reasons of its own does not come back."""
-        if lodger.state is State.QUEUED or to in (State.LOADING, State.ASLEEP):
+        if companion.state is State.QUEUED or to in (State.LOADING, State.ASLEEP):
             return
-        lodger.leaving = host.leaving
+        companion.leaving = primary.leaving
         if to is State.CLOSED:
-            if lodger.state is not State.RECLAIMING:
-                self.move(lodger, State.RECLAIMING)
-            self.close(lodger)
-        elif to in TRANSITIONS[lodger.state]:
-            self.move(lodger, to)
+            if companion.state is not State.RECLAIMING:
+                self.move(companion, State.RECLAIMING)
+            self.close(companion)
+        elif to in TRANSITIONS[companion.state]:
+            self.move(companion, to)
         else:
             return
-        self.tell("ticket_follows", lodger, to=to.value, host=host.ticket)
+        self.log("ticket_follows", companion, to=to.value, primary=primary.ticket)
 
-    def lodgers_of(self, host: Ticket) -> list[Ticket]:
-        """Tickets whose bytes are in its process; see rules.lodgers."""
-        found = (self.ledger.find(t) for t in host.gang if t != host.ticket)
-        return [e for e in found if e and e.lives_in == host.ticket]
+    def companions_of(self, primary: Ticket) -> list[Ticket]:
+        """Tickets whose bytes are in its process; see rules.companions."""
+        found = (self.ledger.find(t) for t in primary.gang if t != primary.ticket)
+        return [e for e in found if e and e.shares_process_with == primary.ticket]
 
     def process_of(self, entry: Ticket) -> list[Ticket]:
-        """It and its lodgers."""
-        return [entry, *self.lodgers_of(entry)]
+        """It and its companions."""
+        return [entry, *self.companions_of(entry)]
 
-    def host_of(self, lodger: Ticket) -> Ticket | None:
+    def primary_of(self, companion: Ticket) -> Ticket | None:
         """None as well once it is off the books."""
-        return self.ledger.find(lodger.lives_in) if lodger.lives_in else None
+        return (
+            self.ledger.find(companion.shares_process_with)
+            if companion.shares_process_with
+            else None
+        )
 
     def pin(self, entry: Ticket, is_pinned: bool) -> None:
         """And whoever lives in its process: neither can leave without the other."""
@@ -289,7 +295,7 @@ class CoreState:
         """Its replicas are wanted for a while yet; the shell is woken when no longer."""
         self.active[capability] = self.now
         if spec := self.registry.specs.get(capability):
-            self.alarms.set(("scale", capability), after(self.now, spec.downscale_to_zero))
+            self.timers.set(("scale", capability), after(self.now, spec.downscale_to_zero))
 
     def note_uses(self, entry: Ticket, times_count: int) -> None:
         name = (entry.capability, entry.model)
@@ -297,17 +303,17 @@ class CoreState:
         self.lasting_rates.used(name, times_count, self.now)
         self.hours.used(name, times_count, self.now)
         if self.settings.preload != "off":
-            self.just_used.append((name, entry.node))
+            self.uses_this_event.append((name, entry.node))
 
     def unqueue(self, entry: Ticket) -> None:
         """Nobody waits for it any more."""
-        self.line.drop(entry.ticket)
+        self.queue.drop(entry.ticket)
         self.ledger.touch(entry)
-        self.watch(entry, self.now)
+        self.set_timer(entry, self.now)
 
     def close(self, entry: Ticket) -> None:
         """Off the books and out of the line; its id is never used again."""
-        self.line.drop(entry.ticket)
+        self.queue.drop(entry.ticket)
         self.move(entry, State.CLOSED)
         if entry.ticket not in self.answers:
             self.remember(entry.ticket, TicketClosed(entry.ticket))
@@ -317,12 +323,12 @@ class CoreState:
 # Out of the line with an answer (SPEC C7): a new ticket is closed, a sleeper sleeps on.
 
 
-def reject_queued(mind: CoreState, entry: Ticket, error: RequestError) -> None:
+def reject_queued(state: CoreState, entry: Ticket, error: RequestError) -> None:
     """A sleeper may ask again under the same ticket."""
-    mind.displaced.pop((entry.holder, entry.model), None)
+    state.evicted_for.pop((entry.holder, entry.model), None)
     if entry.state is State.QUEUED:
-        mind.refuse(entry.ticket, error)
-        mind.close(entry)
+        state.answer_error_finally(entry.ticket, error)
+        state.close(entry)
     else:
-        mind.unqueue(entry)
-        mind.say_no(entry.ticket, error)
+        state.unqueue(entry)
+        state.answer_error(entry.ticket, error)

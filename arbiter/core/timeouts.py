@@ -16,137 +16,137 @@ from arbiter.core.view import IdleModel
 from arbiter.units import HolderId, NodeId, TicketId, after, in_seconds
 
 
-def fire_due(mind: CoreState) -> None:
+def fire_due(state: CoreState) -> None:
     """Looks at everything whose time has come. A subject not yet due sets its alarm again."""
-    for kind, name in mind.alarms.due(mind.now):
-        RULES[kind](mind, name)
+    for kind, name in state.timers.due(state.now):
+        RULES[kind](state, name)
 
 
-def on_ticket_timer(mind: CoreState, name: str) -> None:
-    if entry := mind.ledger.find(TicketId(name)):
-        on_timer(mind, entry)
+def on_ticket_timer(state: CoreState, name: str) -> None:
+    if entry := state.ledger.find(TicketId(name)):
+        on_timer(state, entry)
 
 
-def look_at_queue(mind: CoreState, node: str) -> None:
+def look_at_queue(state: CoreState, node: str) -> None:
     """Something there has become lawful by time alone."""
     if node:
-        mind.ledger.changed.add(NodeId(node))
+        state.ledger.changed.add(NodeId(node))
 
 
-def audit(mind: CoreState, _: str) -> None:
+def audit(state: CoreState, _: str) -> None:
     """All the books, and every line: level-triggered, should a reason to look ever be missed."""
-    audit_books(mind.ledger)
-    for entry in mind.ledger.entries(State.RESIDENT, State.ASLEEP):
-        if ("ticket", entry.ticket) not in mind.alarms:
-            mind.watch(entry, mind.now)
-    mind.ledger.changed.update(mind.line.nodes)
-    mind.alarms.set(("audit", ""), after(mind.now, mind.settings.terms.audit))
+    audit_books(state.ledger)
+    for entry in state.ledger.entries(State.RESIDENT, State.ASLEEP):
+        if ("ticket", entry.ticket) not in state.timers:
+            state.set_timer(entry, state.now)
+    state.ledger.changed.update(state.queue.nodes)
+    state.timers.set(("audit", ""), after(state.now, state.settings.timeouts.audit))
 
 
-def on_timer(mind: CoreState, entry: Ticket) -> None:
-    if entry.ticket in mind.line:
-        admission.reject_expired(mind, entry)
-        grants.age(mind, entry)
-    if entry.lives_in:
-        return companions.on_timer(mind, entry)
+def on_timer(state: CoreState, entry: Ticket) -> None:
+    if entry.ticket in state.queue:
+        admission.reject_expired(state, entry)
+        grants.age(state, entry)
+    if entry.shares_process_with:
+        return companions.on_timer(state, entry)
     match entry.state:
         case State.LOADING:
-            _tend_loading(mind, entry)
+            _tend_loading(state, entry)
         case State.RESIDENT if entry.lease:
-            _tend_lease(mind, entry)
+            _tend_lease(state, entry)
         case State.RESIDENT | State.ASLEEP:
-            on_idle(mind, entry)
+            on_idle(state, entry)
         case State.DRAINING:
-            eviction.on_draining_timer(mind, entry)
+            eviction.on_draining_timer(state, entry)
         case State.RECLAIMING:
-            reclaim.on_timer(mind, entry)
+            reclaim.on_timer(state, entry)
 
 
-def _tend_loading(mind: CoreState, entry: Ticket) -> None:
+def _tend_loading(state: CoreState, entry: Ticket) -> None:
     """A load that hangs is ended."""
-    if mind.now < entry.load_by:
-        mind.watch(entry, entry.load_by)
+    if state.now < entry.load_by:
+        state.set_timer(entry, entry.load_by)
         return
-    limit = f"did not finish within {in_seconds(mind.settings.terms.load):.0f} s"
-    loads.on_load_failed(mind, entry, limit, out_of_memory=False)
-    reclaim.notify_holder(mind, entry.ticket, entry.holder, Reason.FAILED)
+    limit = f"did not finish within {in_seconds(state.settings.timeouts.load):.0f} s"
+    loads.on_load_failed(state, entry, limit, out_of_memory=False)
+    reclaim.notify_holder(state, entry.ticket, entry.holder, Reason.FAILED)
 
 
-def _tend_lease(mind: CoreState, entry: Ticket) -> None:
+def _tend_lease(state: CoreState, entry: Ticket) -> None:
     """It is told in time that its term ends, and at shutdown."""
-    if mind.closing_by is not None:
-        eviction.revoke(mind, entry, Reason.SHUTDOWN, None)
-    elif mind.now >= (told_at := leases.notice_given_at(entry)):
-        eviction.revoke(mind, entry, Reason.TERM, None)
+    if state.closing_by is not None:
+        eviction.revoke(state, entry, Reason.SHUTDOWN, None)
+    elif state.now >= (told_at := leases.notice_given_at(entry)):
+        eviction.revoke(state, entry, Reason.TERM, None)
     else:
-        mind.watch(entry, told_at)
+        state.set_timer(entry, told_at)
 
 
-def on_idle(mind: CoreState, entry: Ticket) -> None:
+def on_idle(state: CoreState, entry: Ticket) -> None:
     """Keep-warm (SPEC C8), and shutdown: an idle model goes with nobody asking. One that is in use
     sets the alarm when a heartbeat says that it is no longer."""
-    if entry.inflight > 0 or entry.ticket in mind.line:
+    if entry.inflight > 0 or entry.ticket in state.queue:
         return
-    if mind.closing_by is not None:
-        eviction.revoke(mind, entry, Reason.SHUTDOWN, None)
+    if state.closing_by is not None:
+        eviction.revoke(state, entry, Reason.SHUTDOWN, None)
         return
-    if floors.apply_lowered_floor(mind, entry):
+    if floors.apply_lowered_floor(state, entry):
         return
-    if entry.state is State.ASLEEP and floors.floor_of(mind, entry) is Floor.HOST:
+    if entry.state is State.ASLEEP and floors.floor_of(state, entry) is Floor.HOST:
         return
-    goes_at = mind.policies.keep_warm(IdleModel(entry.last_used, entry.keep_warm, entry.pinned))
+    goes_at = state.policies.keep_warm(IdleModel(entry.last_used, entry.keep_warm, entry.pinned))
     if goes_at is None:
         return
-    goes_at = max(goes_at, entry.refused_until)
-    if mind.now >= goes_at:
-        eviction.revoke(mind, entry, Reason.IDLE, None)
+    goes_at = max(goes_at, entry.declined_until)
+    if state.now >= goes_at:
+        eviction.revoke(state, entry, Reason.IDLE, None)
     else:
-        mind.watch(entry, goes_at)
+        state.set_timer(entry, goes_at)
 
 
 # -- shutdown (SPEC A20) --------------------------------------------------------------------------
 
 
-def start_closing(mind: CoreState) -> None:
+def start_closing(state: CoreState) -> None:
     """Grants nothing more and refuses the line; idle models go, the rest as they fall idle."""
-    if mind.closing_by is not None:
+    if state.closing_by is not None:
         return
-    mind.closing_by = after(mind.now, mind.settings.terms.closing)
-    mind.alarms.set(("closing", ""), mind.closing_by)
-    mind.tell("closing", waiting=len(mind.line))
-    admission.refuse_all(mind)
-    for entry in mind.ledger.entries(State.RESIDENT, State.ASLEEP):
-        on_timer(mind, entry)
+    state.closing_by = after(state.now, state.settings.timeouts.closing)
+    state.timers.set(("closing", ""), state.closing_by)
+    state.log("closing", waiting=len(state.queue))
+    admission.refuse_all(state)
+    for entry in state.ledger.entries(State.RESIDENT, State.ASLEEP):
+        on_timer(state, entry)
 
 
-def end_closing(mind: CoreState) -> None:
+def end_closing(state: CoreState) -> None:
     """The bound on waiting for what is in use."""
-    assert mind.closing_by is not None
-    for entry in mind.ledger.entries(State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP):
-        if entry.lives_in is None:
-            reclaim.kill_and_notify(mind, entry, Reason.SHUTDOWN)
+    assert state.closing_by is not None
+    for entry in state.ledger.entries(State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP):
+        if entry.shares_process_with is None:
+            reclaim.kill_and_notify(state, entry, Reason.SHUTDOWN)
 
 
-def unload_asked(mind: CoreState, ticket: TicketId) -> None:
+def unload_asked(state: CoreState, ticket: TicketId) -> None:
     """By hand. In use it stays, and says so."""
-    entry = mind.live(ticket, State.RESIDENT, State.ASLEEP)
+    entry = state.live(ticket, State.RESIDENT, State.ASLEEP)
     if entry is None:
         return
-    if entry.lives_in or entry.inflight > 0 or entry.ticket in mind.line:
-        mind.tell("unload_refused", entry, inflight=entry.inflight)
+    if entry.shares_process_with or entry.inflight > 0 or entry.ticket in state.queue:
+        state.log("unload_refused", entry, inflight=entry.inflight)
     else:
-        eviction.revoke(mind, entry, Reason.MANUAL, None)
+        eviction.revoke(state, entry, Reason.MANUAL, None)
 
 
 RULES: dict[str, Callable[[CoreState, str], None]] = {
     "ticket": on_ticket_timer,
-    "holder": lambda mind, name: heartbeats.on_timer(mind, HolderId(name)),
-    "node": lambda mind, name: readings.on_timer(mind, NodeId(name)),
+    "holder": lambda state, name: heartbeats.on_timer(state, HolderId(name)),
+    "node": lambda state, name: readings.on_timer(state, NodeId(name)),
     "pressure": pressure.on_timer,
-    "restore": lambda mind, _: loads.on_restore_timer(mind),
+    "restore": lambda state, _: loads.on_restore_timer(state),
     "scale": replica_targets.on_timer,
-    "closing": lambda mind, _: end_closing(mind),
-    "floors": lambda mind, _: floors.enforce(mind),
+    "closing": lambda state, _: end_closing(state),
+    "floors": lambda state, _: floors.enforce(state),
     "audit": audit,
-    "line": look_at_queue,
+    "queue": look_at_queue,
 }

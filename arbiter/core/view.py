@@ -49,11 +49,11 @@ class QueuedRequest:
 
     ticket: TicketId
     asked: Instant
-    turn: int  # how many had asked before; breaks ties
+    sequence: int  # how many had asked before; breaks ties
     priority: Priority = Priority.NORMAL
     is_warm: bool = False  # soon ready: asleep, or another load of the model is under way
     is_asleep: bool = False  # its weights are in host RAM
-    turn_bytes: Bytes = Bytes(0)  # what its tenant had asked for before: least goes first
+    virtual_start_bytes: Bytes = Bytes(0)  # what its tenant had asked for before: least goes first
 
 
 @dataclass(frozen=True, slots=True)

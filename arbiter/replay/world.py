@@ -89,9 +89,9 @@ class World:
         self._demand, self._tally = demand, Tally(counted_from)
         self.now = Instant(0)
         terms = replace(
-            settings.terms, silent=PATIENCE, reading=PATIENCE, lost=PATIENCE, audit=PATIENCE
+            settings.timeouts, silent=PATIENCE, reading=PATIENCE, lost=PATIENCE, audit=PATIENCE
         )
-        patient = replace(settings, terms=terms)
+        patient = replace(settings, timeouts=terms)
         self.core = Arbiter(patient, policies, Epoch(1), frozenset(), Instant(0), self.next_use)
         self._desks = [
             SimulatedFront(seat, HolderId(f"{seat.capability}-{n}"))
@@ -110,7 +110,7 @@ class World:
             self._until(at)
             self.now = at
             self._arrive(self._desks[seat], busy)
-        self._until(after(self._demand.uses.end, self.core.settings.terms.load))
+        self._until(after(self._demand.uses.end, self.core.settings.timeouts.load))
         self._tally.refused_count += sum(
             self._counts(at) for d in self._desks for at, _ in d.waiters
         )

@@ -3,7 +3,7 @@ absent. The files stay outside the repository: `--traces DIR` or $ARBITER_TRACES
 
 Every trace is (second, client) pairs in order of time. The traces come from services thousands of
 times larger than one machine, so they are thinned or stretched to a rate at which one machine with
-a load of seconds is neither idle nor hopeless; who asks when, relative to others, is kept.
+a load of seconds is neither idle nor unplaceable; who asks when, relative to others, is kept.
 """
 
 import csv
@@ -136,7 +136,7 @@ def synthetic(requests_count: int, seed: int, clients_count: int = 24) -> list[A
         rate, phase, away = 10 ** rng.uniform(-1.5, 1.5), rng.random(), rng.uniform(0, 0.6)
         is_there = rng.random() >= away
         for start in itertools.takewhile(lambda t: t < 2 * day_s, itertools.count(0.0, WINDOW_S)):
-            if rng.random() < 1 / 12:  # it changes its mind every two hours
+            if rng.random() < 1 / 12:  # it changes its state every two hours
                 is_there = rng.random() >= away
             swing = 1 + 0.8 * _triangle(start / day_s + phase)
             if is_there:

@@ -119,7 +119,7 @@ class ArbiterConfig(Strict):
             admit=self.admit,
             one_resident_roles=frozenset(self.one_resident_roles),
             bypass_count=self.bypass_count,
-            terms=core.Timeouts(
+            timeouts=core.Timeouts(
                 barrier=seconds(self.barrier_s),
                 load=seconds(self.load_timeout_s),
                 bypass=seconds(self.bypass_s),

@@ -2,7 +2,7 @@
 
 The drafter proposes tokens, the target checks several in one step; what is answered is the
 target's. Both are loaded by one process, so the drafter's ticket lives in the target's: this
-holder asks for it and gives account of it, the rest is the arbiter's (arbiter.rules.lodgers).
+holder asks for it and gives account of it, the rest is the arbiter's (arbiter.rules.companions).
 """
 
 import asyncio
@@ -41,17 +41,17 @@ def asks(slot: HeldModel, holder: HolderId, capability: str) -> tuple[Requested,
     drafter. What a drafter's weights and work take is told, not learned of other engines: it has
     no process whose overhead would be in it."""
     asked, drafter = slot.asks(holder, capability), slot.plan.drafter
-    if drafter is None or slot.lodger is None:
+    if drafter is None or slot.companion is None:
         return (asked,)
-    asked = replace(asked, gang=(slot.ticket, slot.lodger))
+    asked = replace(asked, gang=(slot.ticket, slot.companion))
     lodges = replace(
         asked,
-        ticket=slot.lodger,
+        ticket=slot.companion,
         model=drafter.model,
         need=drafter.need,
         need_is_explicit=True,
         settings_key=drafter.settings_key,
-        lives_in=slot.ticket,
+        shares_process_with=slot.ticket,
     )
     return asked, lodges
 
@@ -60,16 +60,16 @@ def account(slot: HeldModel) -> tuple[HeldTicket, ...]:
     """What this holder says of the slot with each heartbeat."""
     own = slot.account()
     drafter = slot.plan.drafter
-    if drafter is None or slot.lodger is None:
+    if drafter is None or slot.companion is None:
         return (own,)
     lodges = replace(
         own,
-        ticket=slot.lodger,
+        ticket=slot.companion,
         model=drafter.model,
         need=drafter.need,
         settings_key=drafter.settings_key,
         devices=slot.lodger_devices,
         uses_count=0,
-        lives_in=own.ticket,
+        shares_process_with=own.ticket,
     )
     return own, lodges

@@ -105,7 +105,7 @@ class HeldModel:
     gives_back: asyncio.TimerHandle | None = None  # when it is looked at whether it may
     restarts: bool = False  # its process is being replaced: in use, to everybody else
     gang: Gang | None = None  # until it is granted: what it is granted with
-    lodger: TicketId | None = None  # its drafter's ticket, in the same process: see pairs
+    companion: TicketId | None = None  # its drafter's ticket, in the same process: see pairs
     lodger_devices: tuple[DeviceBytes, ...] = ()
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class HeldModel:
 
     def _lodge(self) -> None:
         drafter = self.plan.drafter
-        self.lodger = None if drafter is None else new_ticket(drafter.model)
+        self.companion = None if drafter is None else new_ticket(drafter.model)
         self.lodger_devices = ()
 
     def try_again(self) -> None:

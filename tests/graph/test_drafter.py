@@ -75,7 +75,7 @@ def test_a_target_and_its_drafter_are_granted_all_or_none_and_answer_as_the_targ
     [first, second] = granted(graph)[len(before) :]
     assert {first[1], second[1]} == {TARGET, DRAFTER}
     both = pair(graph)
-    assert both[DRAFTER]["lives_in"] == both[TARGET]["ticket"]
+    assert both[DRAFTER]["shares_process_with"] == both[TARGET]["ticket"]
     assert {t["state"] for t in both.values()} == {"resident"}
     assert len(graph.engines()) == 2  # of one engine: the frontend and its core
     measured = {m: sum(t["measured_bytes"].values()) for m, t in both.items()}

@@ -39,7 +39,7 @@ SETTINGS = replace(
     DEFAULTS,
     arena_fraction=1.0,
     wiggle_fraction=0.0,
-    terms=replace(Timeouts(), reading=seconds(60), silent=seconds(40), lost=seconds(200)),
+    timeouts=replace(Timeouts(), reading=seconds(60), silent=seconds(40), lost=seconds(200)),
 )
 SIZES = st.integers(1, 12)
 ONLY_IDLE = (Reason.PRESSURE, Reason.IDLE, Reason.FIT, Reason.MANUAL, Reason.SHUTDOWN)
@@ -72,7 +72,7 @@ class Books(RuleBasedStateMachine):
 
     @property
     def ledger(self):  # type: ignore[no-untyped-def]
-        return self.arbiter._mind.ledger
+        return self.arbiter._state.ledger
 
     def feed(self, event: ev.Event) -> None:
         before = {e.ticket: copy.copy(e) for e in self.ledger.entries()}
@@ -99,7 +99,7 @@ class Books(RuleBasedStateMachine):
                 self.judge_refusal(decision, event, before)
             case Revoke(ticket):
                 assert decision.barrier_until >= self.now
-                if ticket in before and self.state(ticket) is State.DRAINING:
+                if ticket in before and self.state_of(ticket) is State.DRAINING:
                     self.judge_revoke(decision, before[ticket])
             case KillEngine(_, ticket):
                 on_books = ticket in self.held
@@ -157,12 +157,12 @@ class Books(RuleBasedStateMachine):
             resident = copy.copy(entry)
             resident.state = State.RESIDENT
             most_urgent = min(e.priority for e in self.ledger.entries() if e is not entry)
-            assert most_urgent <= effective_priority(self.arbiter._mind, resident)
-            if most_urgent == effective_priority(self.arbiter._mind, resident):
-                assert self.now >= min_residency_ends(self.arbiter._mind, resident)
-            assert self.now >= entry.refused_until
+            assert most_urgent <= effective_priority(self.arbiter._state, resident)
+            if most_urgent == effective_priority(self.arbiter._state, resident):
+                assert self.now >= min_residency_ends(self.arbiter._state, resident)
+            assert self.now >= entry.declined_until
 
-    def state(self, ticket: TicketId) -> State | None:
+    def state_of(self, ticket: TicketId) -> State | None:
         entry = self.ledger.find(ticket)
         return entry.state if entry else None
 
@@ -182,7 +182,7 @@ class Books(RuleBasedStateMachine):
             ticket, HOLDER_OF[ticket], "text", ticket, need, "", True, deadline, attempt,
             priority,
         ))  # fmt: skip
-        if self.ledger.find(ticket) is None or self.state(ticket) in (
+        if self.ledger.find(ticket) is None or self.state_of(ticket) in (
             State.LOADING, State.RESIDENT, State.RECLAIMING
         ):  # fmt: skip
             self.asked.discard(ticket)
@@ -199,13 +199,13 @@ class Books(RuleBasedStateMachine):
 
     @rule(ticket=TICKETS, more=st.integers(0, 6))
     def grow(self, ticket: TicketId, more: int) -> None:
-        if self.state(ticket) is State.RESIDENT:
+        if self.state_of(ticket) is State.RESIDENT:
             self.growing.add(ticket)
         self.feed(ev.GrowthAsked(ticket, Bytes(more), seconds(10)))
 
     @rule(ticket=TICKETS, less=st.integers(1, 6))
     def give_back(self, ticket: TicketId, less: int) -> None:
-        if self.state(ticket) is State.RESIDENT:
+        if self.state_of(ticket) is State.RESIDENT:
             home = self.ledger.find(ticket).home
             assert len(home) <= 1
             self.held[ticket] = {d: max(0, b - less) for d, b in home.items()}
@@ -223,7 +223,7 @@ class Books(RuleBasedStateMachine):
             "withdrawn": ev.Withdrawn(ticket),
             "unload": ev.UnloadAsked(ticket),
         }[kind])  # fmt: skip
-        if kind in ("withdrawn", "released") and self.state(ticket) in (None, State.ASLEEP):
+        if kind in ("withdrawn", "released") and self.state_of(ticket) in (None, State.ASLEEP):
             self.asked.discard(ticket)
 
     def account(self, holder: HolderId, phase: types.Phase, inflight: int) -> list[ev.HeldTicket]:
@@ -250,7 +250,7 @@ class Books(RuleBasedStateMachine):
     def join(self, holder: HolderId, ticket: TicketId, phase: types.Phase, size: int) -> None:
         """With one ticket the arbiter may not know: bytes from before a restart."""
         held = self.account(holder, types.Phase.RESIDENT, 0)
-        fresh = ticket not in self.arbiter._mind.answers and self.ledger.find(ticket) is None
+        fresh = ticket not in self.arbiter._state.answers and self.ledger.find(ticket) is None
         if fresh and HOLDER_OF[ticket] == holder:
             part = (types.DeviceBytes(CPU, Bytes(size)),)
             need = types.Need(Bytes(size), host_bytes=Bytes(2))
@@ -277,7 +277,7 @@ class Books(RuleBasedStateMachine):
         cpu=st.integers(0, 5), host=st.integers(0, 3),
     )  # fmt: skip
     def reading(self, engines: dict[TicketId, tuple[int, int]], cpu: int, host: int) -> None:
-        if NODE not in self.arbiter._mind.nodes:
+        if NODE not in self.arbiter._state.nodes:
             return
         self.foreign = {CPU: cpu, HOST: host}
         self.measured = {t: {CPU: c, HOST: h} for t, (c, h) in engines.items()}
@@ -295,7 +295,7 @@ class Books(RuleBasedStateMachine):
     def see_node(self, cpu: int = 10) -> None:
         """The agent starts (again), and the device may have changed."""
         self.budget[CPU] = cpu
-        if NODE not in self.arbiter._mind.nodes:
+        if NODE not in self.arbiter._state.nodes:
             self.foreign = {CPU: 0, HOST: 0}
         self.feed(ev.NodeSeen(NODE, (
             types.DeviceSpec(CPU, types.DeviceKind.CPU, Bytes(cpu)),
@@ -334,7 +334,7 @@ class Books(RuleBasedStateMachine):
             total = sum(e.charge(device) for e in charged.values())
             assert book.charged_bytes == total
             assert book.free_bytes + total + book.foreign_bytes == book.budget_bytes
-            unclaimed = self.arbiter._mind.nodes[NODE].unclaimed.keys()
+            unclaimed = self.arbiter._state.nodes[NODE].unclaimed.keys()
             assert self.measured.keys() - self.held.keys() <= unclaimed
             orphans = sum(m[device] for t, m in self.measured.items() if t in unclaimed)
             assert book.foreign_bytes == self.foreign[device] + orphans
@@ -352,9 +352,9 @@ class Books(RuleBasedStateMachine):
 
     @invariant()
     def who_waits_is_in_the_line_once(self) -> None:
-        line = self.arbiter._mind.line.tickets()
+        line = self.arbiter._state.queue.tickets()
         queued = {e.ticket for e in self.ledger.entries(State.QUEUED)}
-        assert len(line) == len(set(line)) == len(self.arbiter._mind.line)
+        assert len(line) == len(set(line)) == len(self.arbiter._state.queue)
         assert queued <= set(line) <= self.asked
 
     def teardown(self) -> None:

@@ -32,7 +32,7 @@ class Line(RuleBasedStateMachine):
         self.desk = Desk(
             DEVICE,
             20,
-            replace(PLAIN, terms=TERMS, bypass_count=MOST_COUNT),
+            replace(PLAIN, timeouts=TERMS, bypass_count=MOST_COUNT),
             holders=("h0", "h1", "h2"),
         )
         self.number = 0
@@ -41,7 +41,7 @@ class Line(RuleBasedStateMachine):
         self.overtaken: dict[str, int] = {}
 
     def feed(self, event: ev.Event) -> list[Decision]:
-        states = {e.ticket: e.state for e in self.desk.mind.ledger.entries()}
+        states = {e.ticket: e.state for e in self.desk.state.ledger.entries()}
         decisions = self.desk.at(self.now, event)
         for decision in decisions:
             match decision:
@@ -85,7 +85,7 @@ class Line(RuleBasedStateMachine):
         ))  # fmt: skip
 
     def one(self, state: State, pick: int) -> TicketId | None:
-        found = [e.ticket for e in self.desk.mind.ledger.entries(state)]
+        found = [e.ticket for e in self.desk.state.ledger.entries(state)]
         return found[pick % len(found)] if found else None
 
     @rule(pick=st.integers(0, 20), what=st.sampled_from(["loaded", "loaded", "broke", "left"]))
@@ -100,10 +100,10 @@ class Line(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 20), inflight=st.integers(0, 1))
     def beats(self, pick: int, inflight: int) -> None:
         if ticket := self.one(State.RESIDENT, pick):
-            holder = self.desk.mind.ledger.find(ticket).holder
+            holder = self.desk.state.ledger.find(ticket).holder
             held = tuple(
                 self.desk.held(e.ticket, inflight=inflight, t=self.now)
-                for e in self.desk.mind.ledger.held_by(holder)
+                for e in self.desk.state.ledger.held_by(holder)
                 if e.state.value in ("loading", "resident", "draining", "asleep")
             )
             self.feed(ev.Renewed(holder, held))
@@ -125,7 +125,7 @@ class Line(RuleBasedStateMachine):
     def read(self) -> None:
         devices = tuple(
             ev.DeviceReading(d, 0, 0)
-            for d in self.desk.mind.nodes["n"].devices  # type: ignore[arg-type]
+            for d in self.desk.state.nodes["n"].devices  # type: ignore[arg-type]
         )
         self.feed(ev.Measured("n", devices, ()))  # type: ignore[arg-type]
 
@@ -140,15 +140,15 @@ class Line(RuleBasedStateMachine):
             self.number += 1
             self.asked[ticket], self.overtaken[ticket] = self.now, 0
             self.order[ticket] = self.number
-            entry = self.desk.mind.ledger.find(ticket)
+            entry = self.desk.state.ledger.find(ticket)
             self.feed(ev.Requested(
                 ticket, entry.holder, "text", entry.model, entry.need, "", True, priority=priority
             ))  # fmt: skip
 
     @rule(pick=st.integers(0, 20), priority=st.sampled_from(types.Priority))
-    def hurry(self, pick: int, priority: types.Priority) -> None:
+    def raise_priority(self, pick: int, priority: types.Priority) -> None:
         if ticket := self.one(State.QUEUED, pick):
-            entry = self.desk.mind.ledger.find(ticket)
+            entry = self.desk.state.ledger.find(ticket)
             self.feed(ev.Requested(
                 ticket, entry.holder, "text", entry.model, entry.need, "", True, priority=priority
             ))  # fmt: skip
@@ -170,33 +170,33 @@ class Line(RuleBasedStateMachine):
 
     @invariant()
     def who_waits_is_in_the_line(self) -> None:
-        assert set(self.desk.mind.line.tickets()) <= set(self.asked)
+        assert set(self.desk.state.queue.tickets()) <= set(self.asked)
 
     @invariant()
     def the_order_is_the_policys_behind_those_that_are_due(self) -> None:
-        rows = self.desk.mind.line.at("n")  # type: ignore[arg-type]
+        rows = self.desk.state.queue.at("n")  # type: ignore[arg-type]
         assert [w.key for w in rows] == sorted(w.key for w in rows)
-        dues = [w.is_due for w in rows]
+        dues = [w.is_aged for w in rows]
         assert dues == sorted(dues, reverse=True)
-        plain = [(w.waiter.priority, not w.waiter.is_warm) for w in rows if not w.is_due]
+        plain = [(w.request.priority, not w.request.is_warm) for w in rows if not w.is_aged]
         assert plain == sorted(plain)
 
     @precondition(lambda self: self.number % 3 == 0)
     @invariant()
     def a_look_at_everything_finds_no_more_to_do(self) -> None:
-        mind = copy.deepcopy(self.desk.mind)
+        state = copy.deepcopy(self.desk.state)
         for _ in range(2):  # what was decided last may have opened the way for one more step
-            mind.out = []
-            grant_pass.run(mind)
-        mind.out = []
-        mind.ledger.changed.update(mind.nodes)
-        grant_pass.run(mind)
-        assert not [d for d in mind.out if isinstance(d, Grant | Revoke)]
+            state.out = []
+            grant_pass.run(state)
+        state.out = []
+        state.ledger.changed.update(state.nodes)
+        grant_pass.run(state)
+        assert not [d for d in state.out if isinstance(d, Grant | Revoke)]
 
     @invariant()
     def nothing_is_lent_twice(self) -> None:
-        assert self.desk.mind.ledger.books[CPU].free_bytes >= 0
-        audit_books(self.desk.mind.ledger)
+        assert self.desk.state.ledger.books[CPU].free_bytes >= 0
+        audit_books(self.desk.state.ledger)
 
 
 TestLine = Line.TestCase

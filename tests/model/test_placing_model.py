@@ -120,12 +120,12 @@ class Node:
                     e.ticket, e.model, types.Phase(e.state.value), 0, seconds(1),
                     tuple(types.DeviceBytes(d, b) for d, b in e.home.items()), e.need,
                 )
-                for e in self.desk.mind.ledger.holding(holder).values()
+                for e in self.desk.state.ledger.holding(holder).values()
             )  # fmt: skip
             self.feed(ev.Renewed(holder, held))
 
     def tickets(self, state: State) -> list[TicketId]:
-        return [e.ticket for e in self.desk.mind.ledger.entries(state)]
+        return [e.ticket for e in self.desk.state.ledger.entries(state)]
 
     # -- what may happen -------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Node:
     def wake(self, _: str, pick: int) -> None:
         if found := self.tickets(State.ASLEEP):
             ticket = found[pick % len(found)]
-            entry = self.desk.mind.ledger.find(ticket)
+            entry = self.desk.state.ledger.find(ticket)
             [slept_on] = entry.home
             there = next(row for row in self.seen(ticket[0]) if row.device == slept_on)
             fits = there.free_gib >= self.sizes[ticket[0]]
@@ -170,4 +170,4 @@ def test_a_load_goes_where_a_chooser_that_looks_at_everything_would_have_it(
     node = Node(sizes)
     for what, model, pick in steps:
         getattr(node, what)(model, pick)
-    audit_books(node.desk.mind.ledger)
+    audit_books(node.desk.state.ledger)

@@ -23,7 +23,7 @@ TERMS = (
     TenantLimits("keeper", None, gib(RESERVED)),
     TenantLimits("slow", None, Bytes(0), gib(1)),
 )
-SETTINGS = replace(PLAIN, tenants=TERMS, terms=replace(PATIENT, barrier=seconds(4)))
+SETTINGS = replace(PLAIN, tenants=TERMS, timeouts=replace(PATIENT, barrier=seconds(4)))
 
 
 class Tenants(RuleBasedStateMachine):
@@ -38,10 +38,14 @@ class Tenants(RuleBasedStateMachine):
     def feed(self, event: ev.Event) -> None:
         told = len(self.desk.told)
         before = {t: self.staying(t) for t in TENANTS}
-        owners = {e.ticket: e.client.tenant for e in self.desk.mind.ledger.entries()}
+        owners = {e.ticket: e.client.tenant for e in self.desk.state.ledger.entries()}
         self.desk.at(self.now, event)
-        for tell in [t for t in self.desk.told[told:] if t.kind == "eviction"]:
-            self.judge(tell, before, owners)
+        # One event can grow a ticket and then evict it: what counts is held at the eviction.
+        for tell in self.desk.told[told:]:
+            if tell.kind == "growth_granted":
+                before[owners[tell.ticket or TicketId("")]] += int(tell.size_bytes or 0)
+            elif tell.kind == "eviction":
+                self.judge(tell, before, owners)
 
     def judge(self, tell: LogEvent, before: dict[str, int], owners: dict[TicketId, str]) -> None:
         whose, waiting = owners.get(tell.ticket or TicketId("")), tell.data["waiting"]
@@ -51,11 +55,11 @@ class Tenants(RuleBasedStateMachine):
             assert before["keeper"] > gib(RESERVED)
 
     def held(self, tenant: str) -> int:
-        books = self.desk.mind.ledger.books
+        books = self.desk.state.ledger.books
         return sum(e.charge(CPU) for e in books[CPU].entries.values() if e.client.tenant == tenant)
 
     def staying(self, tenant: str) -> int:
-        entries = self.desk.mind.ledger.books[CPU].entries.values()
+        entries = self.desk.state.ledger.books[CPU].entries.values()
         mine = [e for e in entries if e.client.tenant == tenant and e.state not in LEAVING]
         return sum(e.charge(CPU) for e in mine)
 
@@ -96,7 +100,7 @@ class Tenants(RuleBasedStateMachine):
         ))  # fmt: skip
 
     def one(self, state: State, pick: int) -> TicketId | None:
-        found = [e.ticket for e in self.desk.mind.ledger.entries(state)]
+        found = [e.ticket for e in self.desk.state.ledger.entries(state)]
         return found[pick % len(found)] if found else None
 
     @rule(pick=st.integers(0, 20), ends=st.sampled_from(["loaded", "loaded", "broke"]))
@@ -109,7 +113,7 @@ class Tenants(RuleBasedStateMachine):
     def is_used(self, pick: int, inflight: int, tenant: str) -> None:
         """By anybody, which may change whose it is."""
         ticket = self.one(State.RESIDENT, pick)
-        entry = self.desk.mind.ledger.find(ticket) if ticket else None
+        entry = self.desk.state.ledger.find(ticket) if ticket else None
         if entry is None or entry.lease:
             return
         held = tuple(
@@ -118,7 +122,7 @@ class Tenants(RuleBasedStateMachine):
                 client=types.Client(tenant) if e is entry else e.client,
                 uses_count=e.uses_count + (e is entry),
             )
-            for e in self.desk.mind.ledger.held_by(entry.holder)
+            for e in self.desk.state.ledger.held_by(entry.holder)
             if e.state.value in ("loading", "resident", "draining", "asleep")
         )
         self.feed(ev.Renewed(entry.holder, held, usage=(ev.Usage(types.Client(tenant), 1),)))
@@ -138,7 +142,7 @@ class Tenants(RuleBasedStateMachine):
     @rule()
     def read(self) -> None:
         devices = tuple(
-            ev.DeviceReading(d, Bytes(0), Bytes(0)) for d in self.desk.mind.nodes["n"].devices
+            ev.DeviceReading(d, Bytes(0), Bytes(0)) for d in self.desk.state.nodes["n"].devices
         )
         self.feed(ev.Measured("n", devices, ()))  # type: ignore[arg-type]
 
@@ -150,7 +154,7 @@ class Tenants(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 20), tenant=st.sampled_from(TENANTS))
     def wake(self, pick: int, tenant: str) -> None:
         if ticket := self.one(State.ASLEEP, pick):
-            entry = self.desk.mind.ledger.find(ticket)
+            entry = self.desk.state.ledger.find(ticket)
             self.waiting[ticket] = tenant
             self.feed(ev.Requested(
                 ticket, entry.holder, "text", entry.model, entry.need, "", True,
@@ -160,7 +164,7 @@ class Tenants(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 20), more=st.integers(1, 6))
     def grow(self, pick: int, more: int) -> None:
         if ticket := self.one(State.RESIDENT, pick):
-            self.waiting[ticket] = self.desk.mind.ledger.find(ticket).client.tenant
+            self.waiting[ticket] = self.desk.state.ledger.find(ticket).client.tenant
             self.feed(ev.GrowthAsked(ticket, gib(more), seconds(5)))
 
     @rule(tenths=st.integers(1, 120))
@@ -178,18 +182,18 @@ class Tenants(RuleBasedStateMachine):
     @invariant()
     def what_is_reserved_and_not_held_is_free(self) -> None:
         lacking = max(0, gib(RESERVED) - self.held("keeper"))
-        assert self.desk.mind.ledger.books[CPU].free_bytes >= lacking
+        assert self.desk.state.ledger.books[CPU].free_bytes >= lacking
 
     @invariant()
     def who_holds_what_adds_up(self) -> None:
-        holdings = self.desk.mind.ledger.holdings
-        assert sum(holdings.by_client.values()) == self.desk.mind.ledger.books[CPU].charged_bytes
+        holdings = self.desk.state.ledger.holdings
+        assert sum(holdings.by_client.values()) == self.desk.state.ledger.books[CPU].charged_bytes
         for tenant in TENANTS:
             assert holdings.by_tenant[tenant] == self.held(tenant)
 
     def teardown(self) -> None:
         self.feed(ev.TimerFired())
-        seen = self.desk.arbiter.snapshot(self.desk.mind.now).clients
+        seen = self.desk.arbiter.snapshot(self.desk.state.now).clients
         total = sum(row.byte_seconds_count for row in seen) / GIB
         assert abs(total - self.integral) < 1e-3 * max(1.0, self.integral)
 

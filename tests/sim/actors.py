@@ -415,7 +415,7 @@ class Holder:
 
     def drop_host_copy(self, ticket: Held) -> None:
         if ticket.engine and ticket.engine.alive and ticket.phase is not types.Phase.ASLEEP:
-            ticket.engine.held.pop(self.world.host_of(self.agent.node), None)
+            ticket.engine.held.pop(self.world.primary_of(self.agent.node), None)
 
     def broke(self, ticket: Held, request: ev.Requested, out_of_memory: bool) -> None:
         if not self.alive or ticket.engine is None or ticket.ticket not in self.held:
@@ -463,7 +463,7 @@ class Holder:
             self.send(ev.Busy(ticket.ticket, ticket.inflight))
             return
         ticket.is_barred, ticket.phase = True, types.Phase.DRAINING
-        self.drain(ticket, revoke, self.world.now + self.world.settings.terms.barrier)
+        self.drain(ticket, revoke, self.world.now + self.world.settings.timeouts.barrier)
 
     def drain(self, ticket: Held, revoke: Revoke, until: int) -> None:
         if not self.alive or self.held.get(ticket.ticket) is not ticket:
@@ -485,7 +485,7 @@ class Holder:
             return
         if to is Tier.ASLEEP:
             if not self.world.chance("liar"):
-                host = self.world.host_of(self.agent.node)
+                host = self.world.primary_of(self.agent.node)
                 residue = {d: int(b * RESIDUE_SHARE) for d, b in engine.granted.items()}
                 engine.held, engine.extra = {**residue, host: engine.host_bytes}, {}
             ticket.phase = types.Phase.ASLEEP

@@ -46,7 +46,7 @@ from tests.sim.turns import Turns
 # The real times, except that a barrier and a hanging load are shorter: less virtual time a seed.
 TERMS = replace(Timeouts(), barrier=seconds(4), load=seconds(15), lost=seconds(20))
 SETTINGS = replace(
-    DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), terms=TERMS,
+    DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), timeouts=TERMS,
     carry_most=seconds(20), preload="history", habit_least_count=1, habit_fraction=0.0,
 )  # fmt: skip
 TENANTS = (
@@ -135,7 +135,7 @@ class World:
         self.holders[job.holder] = job
         self.later(1.0, job.beat)
 
-    def host_of(self, node: NodeId) -> DeviceId:
+    def primary_of(self, node: NodeId) -> DeviceId:
         return host_device(node)
 
     def table(self) -> ev.CapabilitiesSet:
@@ -206,7 +206,7 @@ class World:
                 self.known.add(holder.holder)
                 holder.epoch = self.epoch
                 self.feed(event)
-        elif epoch != self.epoch or holder.holder not in self.arbiter._mind.holders:
+        elif epoch != self.epoch or holder.holder not in self.arbiter._state.holders:
             if epoch is not None and holder.epoch == epoch:
                 holder.join()  # the shell answers StaleEpoch
         else:

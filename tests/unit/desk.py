@@ -51,7 +51,7 @@ PLAIN = replace(
     wiggle_fraction=0.0,
     gpu_margin_bytes=Bytes(0),
     learned_headroom_fraction=0.0,
-    terms=PATIENT,
+    timeouts=PATIENT,
 )
 MODELS = "a b c d e large small text vad".split()
 
@@ -188,7 +188,7 @@ class Desk:
         """A heartbeat that repeats every ticket of the holder; `names` have `inflight`."""
         held = tuple(
             self.held(e.ticket, inflight=inflight if e.ticket in names else e.inflight, t=t)
-            for e in self.mind.ledger.held_by(HolderId(holder))
+            for e in self.state.ledger.held_by(HolderId(holder))
             if e.state.value in ("loading", "resident", "draining", "asleep")
         )
         return self.at(t, ev.Renewed(HolderId(holder), held))
@@ -198,7 +198,7 @@ class Desk:
         model: str = "", size: float | None = None, idle_s: float | None = None,
     ) -> ev.HeldTicket:  # fmt: skip
         """What a holder says of a ticket: by default what the arbiter believes."""
-        entry = self.mind.ledger.find(TicketId(name))
+        entry = self.state.ledger.find(TicketId(name))
         phase = phase or (types.Phase(entry.state.value) if entry else types.Phase.RESIDENT)
         idle = Span(s(t) - entry.last_used if entry and not entry.inflight else 0)
         idle = idle if idle_s is None else seconds(idle_s)
@@ -220,18 +220,18 @@ class Desk:
     # -- looking -------------------------------------------------------------------------------
 
     @property
-    def mind(self):  # type: ignore[no-untyped-def]
-        return self.arbiter._mind
+    def state(self):  # type: ignore[no-untyped-def]
+        return self.arbiter._state
 
-    def state(self, name: str) -> str:
-        entry = self.mind.ledger.find(TicketId(name))
+    def state_of(self, name: str) -> str:
+        entry = self.state.ledger.find(TicketId(name))
         return entry.state.value if entry else "closed"
 
     def free(self, device: DeviceId = CPU) -> float:
-        return self.mind.ledger.books[device].free_bytes / GIB
+        return self.state.ledger.books[device].free_bytes / GIB
 
     def charged(self, device: DeviceId = CPU) -> float:
-        return self.mind.ledger.books[device].charged_bytes / GIB
+        return self.state.ledger.books[device].charged_bytes / GIB
 
     def kinds(self) -> list[str]:
         return [t.kind for t in self.told]

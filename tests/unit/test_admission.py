@@ -40,7 +40,7 @@ def test_one_byte_over_the_budget_is_refused_with_the_numbers() -> None:
     desk = Desk(device=80)
     error = refusal(desk.ask(0, "a", 80 + 1 / GIB))
     assert error == errors.NeverFits(TicketId("a"), Bytes(80 * GIB + 1), gib(80))
-    assert desk.state("a") == "closed"
+    assert desk.state_of("a") == "closed"
 
 
 @pytest.mark.spec("A4")
@@ -66,7 +66,7 @@ def test_asking_again_while_waiting_keeps_one_place() -> None:
     desk.ask(0, "a", 80)
     desk.ask(1, "b", 80)
     assert desk.ask(2, "b", 80) == []
-    assert len(desk.mind.line) == 1
+    assert len(desk.state.queue) == 1
 
 
 def test_a_refusal_is_repeated_not_reconsidered() -> None:
@@ -103,7 +103,7 @@ def test_registering_the_same_name_differently_is_an_error_that_names_the_differ
     with pytest.raises(errors.CapabilityConflict, match="other role"):
         desk.at(0, ev.CapabilityRegistered(other))
     assert desk.arbiter.replica_targets(s(0))["text"] == 1
-    assert desk.mind.registry.specs["text"].role == "text"
+    assert desk.state.registry.specs["text"].role == "text"
 
 
 @pytest.mark.spec("A2")
@@ -117,7 +117,7 @@ def test_a_role_nobody_knows_is_refused_when_registered() -> None:
     desk = Desk()
     with pytest.raises(errors.UnknownRole, match="poet"):
         desk.at(0, ev.CapabilityRegistered(capability("odes", "poet", ("keats",))))
-    assert "odes" not in desk.mind.registry.specs
+    assert "odes" not in desk.state.registry.specs
 
 
 def test_a_removed_model_is_refused_to_those_who_wait_and_its_resident_goes_when_idle() -> None:
@@ -127,7 +127,7 @@ def test_a_removed_model_is_refused_to_those_who_wait_and_its_resident_goes_when
     assert desk.ask(0.5, "b", 80) == []  # `a` is within its minimum residency
     only_c = (capability("text", "text", ("c",)),)
     assert isinstance(refusal(desk.at(0.6, ev.CapabilitiesSet(only_c))), errors.UnknownModel)
-    assert desk.state("a") == "resident"
+    assert desk.state_of("a") == "resident"
     assert revoked(desk.beat(3, "a", inflight=0)) == [("a", "idle", "gone")]
 
 
@@ -181,7 +181,7 @@ def test_a_caller_that_gave_up_leaves_the_queue_and_nothing_is_loaded_for_it() -
     desk.ask(0, "a", 80)
     desk.ask(1, "b", 80)
     desk.at(2, ev.Withdrawn(TicketId("b")))
-    assert desk.state("b") == "closed"
+    assert desk.state_of("b") == "closed"
     desk.at(3, ev.Released(TicketId("a"), "manual"))
     assert granted(desk.gone(4, "a")) == []
 
@@ -199,11 +199,11 @@ def test_a_load_whose_caller_left_is_stopped_unless_a_fifth_of_it_remains() -> N
     desk.at(10, ev.Loaded(TicketId("a"), seconds(10)))
     desk.ask(20, "a1", 10)
     assert reaped(desk.at(27.9, ev.Withdrawn(TicketId("a1")))) == ["a1"]
-    assert desk.state("a1") == "reclaiming"
+    assert desk.state_of("a1") == "reclaiming"
     desk.gone(28, "a1")
     desk.ask(30, "a2", 10)
     assert desk.at(38, ev.Withdrawn(TicketId("a2"))) == []
-    assert desk.state("a2") == "loading"
+    assert desk.state_of("a2") == "loading"
 
 
 def test_a_load_of_unknown_length_is_stopped_when_its_caller_leaves() -> None:
@@ -220,10 +220,10 @@ def test_a_request_not_granted_by_its_deadline_is_refused_and_may_come_back() ->
     desk.ask(0, "a", 80)
     desk.ask(1, "b", 80, deadline_s=5)
     desk.sleep_until(6)
-    assert desk.wakes == [s(6)] and "b" in desk.mind.line
+    assert desk.wakes == [s(6)] and "b" in desk.state.queue
     error = refusal(desk.woke(6))
     assert error == errors.DeadlineUnmet(TicketId("b"), 5.0, 1.0)
-    assert desk.state("b") == "closed"
+    assert desk.state_of("b") == "closed"
 
 
 @pytest.mark.spec("C7")
@@ -244,14 +244,14 @@ def test_what_never_fits_after_a_device_shrank_leaves_the_line() -> None:
     desk = Desk(device=80)
     desk.ask(0, "a", 80)
     desk.ask(1, "b", 60)
-    desk.mind.ledger.find(TicketId("a"))
+    desk.state.ledger.find(TicketId("a"))
     specs = (types.DeviceSpec(CPU, types.DeviceKind.CPU, gib(50)),)
     assert isinstance(refusal(desk.at(2, ev.NodeSeen(NodeId("n"), specs))), errors.NeverFits)
 
 
 def test_nothing_is_granted_to_a_silent_holder_and_it_keeps_its_place() -> None:
     terms = replace(PATIENT, silent=seconds(10))
-    desk = Desk(device=80, settings=replace(PLAIN, terms=terms), holders=("h", "mute"))
+    desk = Desk(device=80, settings=replace(PLAIN, timeouts=terms), holders=("h", "mute"))
     desk.resident(0, "a", 80)
     desk.ask(1, "b", 80, holder="mute")
     desk.beat(12, "a")

@@ -118,8 +118,8 @@ def test_a_victim_that_refuses_goes_on_and_the_next_is_tried_while_the_waiter_ke
     desk.resident(1, "b", 40)
     desk.ask(20, "c", 30)
     assert revoked(desk.at(30, answer(TicketId("a"), 2))) == [("b", "swap", "gone")]
-    assert desk.state("a") == "resident"
-    assert desk.mind.ledger.find(TicketId("a")).inflight == 2
+    assert desk.state_of("a") == "resident"
+    assert desk.state.ledger.find(TicketId("a")).inflight == 2
     told = desk.last("barrier_dropped" if answer is ev.BarrierDropped else "victim_busy")
     assert told.data["holder"] == "h"
     desk.at(31, ev.Released(TicketId("b"), "swap"))
@@ -159,19 +159,19 @@ def test_minimum_residency_of_a_slow_loader_is_bounded() -> None:
 @pytest.mark.spec("A9")
 def test_a_holder_that_neither_answers_nor_beats_is_reaped() -> None:
     terms = replace(PATIENT, silent=seconds(10))
-    desk = Desk(device=80, settings=replace(PLAIN, terms=terms), holders=("h", "g"))
+    desk = Desk(device=80, settings=replace(PLAIN, timeouts=terms), holders=("h", "g"))
     desk.resident(0, "a", 80)
     desk.join(20, "g")
     assert revoked(desk.ask(20, "b", 80, holder="g")) == [("a", "swap", "gone")]
     assert desk.woke(31.9) == []
     assert reaped(desk.woke(32)) == ["a"]
-    assert desk.state("a") == "reclaiming"
+    assert desk.state_of("a") == "reclaiming"
 
 
 @pytest.mark.spec("A9", "A6")
 def test_a_holder_that_beats_is_not_reaped_however_long_its_barrier() -> None:
     terms = replace(PATIENT, silent=seconds(10))
-    desk = Desk(device=80, settings=replace(PLAIN, terms=terms))
+    desk = Desk(device=80, settings=replace(PLAIN, timeouts=terms))
     desk.resident(0, "a", 80)
     desk.beat(19, "a", inflight=1)
     desk.ask(20, "b", 80)
@@ -180,7 +180,7 @@ def test_a_holder_that_beats_is_not_reaped_however_long_its_barrier() -> None:
         assert desk.at(t, ev.Renewed(HolderId("h"), (held,))) == []
     held = desk.held("a", types.Phase.RESIDENT, inflight=1)
     desk.at(32, ev.Renewed(HolderId("h"), (held,)))
-    assert desk.state("a") == "resident"  # its BarrierDropped was lost; the heartbeat heals
+    assert desk.state_of("a") == "resident"  # its BarrierDropped was lost; the heartbeat heals
     assert desk.last("barrier_dropped").data["inflight"] == 1
 
 
@@ -285,4 +285,4 @@ def test_each_device_is_looked_at_alone() -> None:
     desk.ask(0, "b", 50, holder="hm")
     desk.at(1, ev.Loaded(TicketId("b"), seconds(1)))
     assert revoked(desk.ask(20, "c", 60, holder="hm")) == [("b", "swap", "gone")]
-    assert desk.mind.ledger.books[DeviceId("m/cpu:0")].node == NodeId("m")
+    assert desk.state.ledger.books[DeviceId("m/cpu:0")].node == NodeId("m")

@@ -72,7 +72,7 @@ def test_a_victim_hears_for_whom_by_which_price_and_who_was_spared() -> None:
     desk = Desk(device=80, settings=replace(PLAIN, evict="cost_aware"))
     desk.resident(0, "a", 40)
     desk.resident(0, "b", 40)
-    desk.mind.note_uses(desk.mind.ledger.find(TicketId("b")), 5)
+    desk.state.note_uses(desk.state.ledger.find(TicketId("b")), 5)
     assert revoked(desk.ask(120, "c", 30)) == [("a", "swap", "gone")]
     [past] = why(desk, 125, "a").past
     assert (past.part, past.waiting_model, past.policy) == ("went", "c", "cost_aware")
@@ -111,7 +111,9 @@ def test_asking_why_changes_nothing_and_what_is_remembered_is_bounded() -> None:
         desk.beat(t + 2, f"a{n + 1}")
     end = 10 * (KEPT_COUNT + 30)
     before = desk.arbiter.snapshot(s(end))
-    kept = [n for n in range(KEPT_COUNT + 20) if list(desk.mind.choices.about(TicketId(f"a{n}")))]
+    kept = [
+        n for n in range(KEPT_COUNT + 20) if list(desk.state.evictions.about(TicketId(f"a{n}")))
+    ]
     assert len(kept) == KEPT_COUNT  # of those who went, the newest
     assert plain(why(desk, end, f"a{kept[-1]}"))["state"] == "closed"
     assert desk.arbiter.snapshot(s(end)) == before

@@ -32,7 +32,7 @@ def test_a_device_floor_loads_now_and_makes_it_no_victim() -> None:
     d.resident(1, "a", 50)
     assert isinstance(refusal(d.ask(20, "b", 50)), NeverFits)
     assert granted(d.ask(21, "c", 30)) == ["c"]
-    assert d.state("a") == "resident"
+    assert d.state_of("a") == "resident"
     assert [f.floor for f in d.arbiter.snapshot(units.Span(20 * 10**9)).floors] == ["device"]  # type: ignore[arg-type]
 
 
@@ -63,8 +63,8 @@ def test_a_host_floor_puts_it_to_sleep_once_idle_and_keeps_it_there() -> None:
     d.at(4, ev.Slept(TicketId("a")))
     d.engines["a"] = {HOST: 40}
     d.read(5)
-    assert d.state("a") == "asleep"
-    assert revoked(d.woke(500)) == [] and d.state("a") == "asleep"
+    assert d.state_of("a") == "asleep"
+    assert revoked(d.woke(500)) == [] and d.state_of("a") == "asleep"
     assert [r[0] for r in revoked(floor(d, 501, "a", Floor.COLD))] == ["a"]
 
 
@@ -73,7 +73,7 @@ def test_a_model_nobody_knows_has_no_floor() -> None:
     d = Desk()
     with pytest.raises(UnknownModel):
         floor(d, 0, "nope", Floor.DEVICE)
-    assert not d.mind.floors
+    assert not d.state.floors
 
 
 @pytest.mark.spec("D8")
@@ -156,7 +156,7 @@ def test_a_model_that_is_back_in_time_keeps_what_was_learned() -> None:
 
     def known() -> list[object]:
         """What was learned, and how often it was used."""
-        rates = (d.mind.rates, d.mind.lasting_rates)
+        rates = (d.state.rates, d.state.lasting_rates)
         return [d.arbiter.export_learned(), *(r.recent(("text", "a"), s(9)) for r in rates)]
 
     before = known()
@@ -165,7 +165,7 @@ def test_a_model_that_is_back_in_time_keeps_what_was_learned() -> None:
     d.at(4, ev.CapabilitiesSet(d.table))
     d.at(5, ev.Released(TicketId("a"), "idle"))
     d.gone(6, "a")
-    assert d.state("a") == "closed" and known() == before
+    assert d.state_of("a") == "closed" and known() == before
 
 
 @pytest.mark.spec("D2", "D8")
@@ -209,7 +209,7 @@ def test_a_removed_model_that_sleeps_on_its_floor_goes_and_the_floor_with_it() -
     d.at(4, ev.Slept(TicketId("a")))
     d.engines["a"] = {HOST: 40}
     d.read(5)
-    assert d.state("a") == "asleep"
+    assert d.state_of("a") == "asleep"
     text = replace(d.table[0], models=tuple(m for m in d.table[0].models if m.name != "a"))
     gone = revoked(d.at(10, ev.CapabilitiesSet((text, d.table[1]))))
     assert [r[0] for r in gone] == ["a"] and d.arbiter.export_floors() == []
@@ -224,24 +224,26 @@ def test_with_a_removed_model_its_rates_and_what_followed_it_are_forgotten() -> 
         d.at(t, ev.Released(TicketId(name), "x"))
         d.gone(t, name)
     a, b = ("text", "a"), ("text", "b")
-    mind = d.mind
-    assert mind.rates.recent(a, mind.now) and set(mind.followers) == {a, b}
+    state = d.state
+    assert state.rates.recent(a, state.now) and set(state.transition_counts) == {a, b}
     text = replace(d.table[0], models=tuple(m for m in d.table[0].models if m.name != "a"))
     d.at(10, ev.CapabilitiesSet((text, d.table[1])))
     d.woke(11)
-    assert mind.rates.recent(a, mind.now) == mind.lasting_rates.recent(a, mind.now) == 0
-    assert mind.followers == {b: {}} and mind.last_used is None
-    assert mind.rates.recent(b, mind.now) > 0
+    assert state.rates.recent(a, state.now) == state.lasting_rates.recent(a, state.now) == 0
+    assert state.transition_counts == {b: {}} and state.last_used is None
+    assert state.rates.recent(b, state.now) > 0
 
 
 @pytest.mark.spec("B7")
 def test_a_status_read_changes_nothing() -> None:
-    d = Desk(settings=replace(PLAIN, terms=replace(PLAIN.terms, reclaim_alarm=units.Span(10**12))))
+    d = Desk(
+        settings=replace(PLAIN, timeouts=replace(PLAIN.timeouts, reclaim_alarm=units.Span(10**12)))
+    )
     d.engines["stranger"] = {CPU: 1}
     d.read(20)
-    d.mind.alarms.due(units.Span(10**15))
+    d.state.timers.due(units.Span(10**15))
     d.arbiter.snapshot(units.Span(21 * 10**9))  # type: ignore[arg-type]
-    assert d.mind.alarms.next() is None
+    assert d.state.timers.next() is None
 
 
 @pytest.mark.spec("C8")

@@ -103,8 +103,8 @@ def test_a_deadline_that_wait_and_load_cannot_meet_is_refused_at_once_with_the_e
     # `b` stays for its 30 s, its bytes take 4 s to come back, and `a` 20 s to load.
     error = refusal(desk.ask(100, "a2", 60, deadline_s=45))
     assert error == DeadlineUnmet(TicketId("a2"), 0.0, 48.0, 48.0)
-    assert desk.state("a2") == "closed"
-    assert desk.state("b") == "resident"  # nobody left for it
+    assert desk.state_of("a2") == "closed"
+    assert desk.state_of("b") == "resident"  # nobody left for it
     assert desk.ask(101, "a3", 60, deadline_s=50) == []
     assert desk.last("ticket_waits").took == seconds(47)
 

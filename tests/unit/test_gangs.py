@@ -68,7 +68,7 @@ class Gpus(Desk):
         self.beat(t, name, holder="k")
 
     def home(self, name: str) -> dict[str, float]:
-        entry = self.mind.ledger.find(TicketId(name))
+        entry = self.state.ledger.find(TicketId(name))
         return {d[-1]: size / gib(1) for d, size in entry.home.items()}
 
 
@@ -102,7 +102,7 @@ def test_tickets_of_two_holders_are_no_gang() -> None:
     assert granted(d.want(0, "a", 50, "ab")) == []
     need = types.Need(gib(30))
     other = ev.Requested(TicketId("b"), HolderId("l"), "text", "b", need, "", True, gang=gang)
-    assert granted(d.at(1, other)) == [] and d.state("a") == d.state("b") == "queued"
+    assert granted(d.at(1, other)) == [] and d.state_of("a") == d.state_of("b") == "queued"
 
 
 @pytest.mark.spec("A13")
@@ -129,7 +129,7 @@ def test_none_of_a_gang_is_granted_while_one_has_no_room() -> None:
     d.beat(0.5, "c", holder="k", inflight=1)
     d.want(0.6, "a", 50, "ab")
     assert granted(d.want(0.7, "b", 30, "ab")) == []
-    assert d.state("a") == d.state("b") == "queued"
+    assert d.state_of("a") == d.state_of("b") == "queued"
     d.at(2, ev.Released(TicketId("c"), "x"))
     assert granted(d.at(3, ev.EngineGone(NodeId("g"), TicketId("c"), True))) == ["a", "b"]
 
@@ -140,10 +140,10 @@ def test_nobody_leaves_for_a_gang_that_would_not_fit_all_the_same() -> None:
     for name, size in (("c", 60), ("d", 60)):
         d.want(0, name, size)
         d.done(0, name)
-    d.mind.ledger.pin(d.mind.ledger.find(TicketId("d")), True)
+    d.state.ledger.pin(d.state.ledger.find(TicketId("d")), True)
     d.want(20, "a", 70, "ab")
     assert revoked(d.want(20, "b", 70, "ab")) == []
-    assert isinstance(d.mind.answers[TicketId("a")], NeverFits)
+    assert isinstance(d.state.answers[TicketId("a")], NeverFits)
 
 
 @pytest.mark.spec("A13")
@@ -168,7 +168,7 @@ def test_one_member_leaving_ends_the_wait_of_the_others() -> None:
     d = Gpus(80)
     d.want(0, "a", 50, "ab")
     error = refusal(d.at(1, ev.Withdrawn(TicketId("b"))))
-    assert isinstance(error, TicketClosed) and d.state("a") == "closed"
+    assert isinstance(error, TicketClosed) and d.state_of("a") == "closed"
 
 
 @pytest.mark.spec("A13", "B5")
@@ -176,7 +176,7 @@ def test_a_model_larger_than_any_device_is_split_and_the_parts_are_on_its_ticket
     d = Gpus(80, 80, 60)
     assert granted(d.want(0, "a", 120, how=Split.EQUAL)) == ["a"]
     assert d.home("a") == {"0": 60, "1": 60}
-    charged = [b.charged_bytes for b in d.mind.ledger.books.values() if b.charged_bytes]
+    charged = [b.charged_bytes for b in d.state.ledger.books.values() if b.charged_bytes]
     assert charged == [gib(60), gib(60)]
 
 
@@ -223,9 +223,9 @@ def asleep_over_two(settings: Settings = PLAIN) -> Gpus:
     d = Gpus(80, 80, settings=settings)
     assert granted(d.want(0, "a", 100, how=Split.EQUAL)) == ["a"]
     d.done(0, "a")
-    entry = d.mind.ledger.find(TicketId("a"))
-    d.mind.ledger.move(entry, State.DRAINING, d.mind.now)
-    d.mind.ledger.move(entry, State.ASLEEP, d.mind.now, granted={})
+    entry = d.state.ledger.find(TicketId("a"))
+    d.state.ledger.move(entry, State.DRAINING, d.state.now)
+    d.state.ledger.move(entry, State.ASLEEP, d.state.now, granted={})
     return d
 
 
@@ -239,7 +239,7 @@ def test_nobody_leaves_for_a_wake_that_finds_no_room_on_another_device() -> None
     assert revoked(d.want(30, "a", 100, how=Split.EQUAL)) == []
     d.at(31, ev.Released(TicketId("d"), "x"))
     d.at(32, ev.EngineGone(NodeId("g"), TicketId("d"), True))
-    assert d.state("c") == "draining"
+    assert d.state_of("c") == "draining"
 
 
 @pytest.mark.spec("A13", "C3")
@@ -357,5 +357,5 @@ def test_while_a_large_device_is_not_read_nobody_is_refused_for_good() -> None:
     d = kept(80, 20, reserved=1)
     d.see_only(1, 1)
     assert d.want(2, "a", 50) == []
-    assert d.state("a") == "queued"
+    assert d.state_of("a") == "queued"
     assert granted(d.see_only(3, 0, 1)) == ["a"]

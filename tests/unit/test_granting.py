@@ -54,7 +54,7 @@ def test_who_was_there_before_overtakes_nobody() -> None:
 @pytest.mark.spec("C6")
 def test_while_its_holder_is_silent_a_ticket_is_not_overtaken() -> None:
     terms = replace(PATIENT, silent=seconds(5))
-    desk = Desk(device=80, settings=replace(PLAIN, terms=terms), holders=("h", "mute"))
+    desk = Desk(device=80, settings=replace(PLAIN, timeouts=terms), holders=("h", "mute"))
     loading(desk, 50)
     desk.ask(1, "large", 60, holder="mute")
     desk.beat(7, "a")
@@ -102,9 +102,9 @@ def test_among_equals_the_warm_go_first() -> None:
     loading(desk, 50)
     desk.ask(1, "b", 40)
     desk.ask(2, "a2", 40, holder="g")  # `a` is being loaded by the other holder
-    assert desk.mind.line.tickets() == ["a2", "b"]
+    assert desk.state.queue.tickets() == ["a2", "b"]
     desk.at(3, ev.Loaded(TicketId("a"), seconds(3)))
-    assert desk.mind.line.tickets() == ["b", "a2"]
+    assert desk.state.queue.tickets() == ["b", "a2"]
 
 
 @pytest.mark.spec("C6", "C4")
@@ -217,7 +217,7 @@ def test_under_critical_pressure_nothing_oversized_is_let_in() -> None:
 
 
 def gpus(count: int, size: float = 80, host: float = 0) -> Desk:
-    desk = Desk(settings=replace(PLAIN, terms=PATIENT))
+    desk = Desk(settings=replace(PLAIN, timeouts=PATIENT))
     devices = [(f"g/gpu:{n}", types.DeviceKind.GPU, size) for n in range(count)]
     devices.append(("g/host", types.DeviceKind.HOST, host))
     specs = tuple(types.DeviceSpec(DeviceId(name), kind, gib(of)) for name, kind, of in devices)
@@ -264,10 +264,10 @@ def test_a_sleeper_wakes_where_it_sleeps_though_its_model_was_elsewhere_last() -
     desk.at(20, ev.FloorSet("text", "a", types.Floor.HOST))
     desk.at(21, ev.Slept(TicketId("a1")))
     asleep = ev.EngineReading(TicketId("a1"), (types.DeviceBytes(DeviceId("g/host"), gib(50)),))
-    devices = desk.mind.nodes[NodeId("g")].devices
+    devices = desk.state.nodes[NodeId("g")].devices
     readings = tuple(ev.DeviceReading(device, gib(0), gib(0)) for device in devices)
     desk.at(22, ev.Measured(NodeId("g"), readings, (asleep,)))
-    assert desk.state("a1") == "asleep"
+    assert desk.state_of("a1") == "asleep"
     desk.at(23, ev.Released(TicketId("a2"), "idle"))
     desk.at(24, ev.EngineGone(NodeId("g"), TicketId("a2"), True))
     assert where(desk, 25, "a1", 50, "h1", host=50) == "0"
@@ -337,14 +337,14 @@ def test_behind_one_that_cannot_load_only_the_smaller_and_the_more_urgent_are_lo
     for n in range(20):
         desk.ask(1, f"b{n}", 10)
     walked: list[str] = []
-    walk = desk.mind.line.walk
+    walk = desk.state.queue.walk
 
     def spied(node: NodeId) -> Iterator[QueueEntry]:
         for waiting in walk(node):
-            walked.append(waiting.waiter.ticket)
+            walked.append(waiting.request.ticket)
             yield waiting
 
-    monkeypatch.setattr(desk.mind.line, "walk", spied)
+    monkeypatch.setattr(desk.state.queue, "walk", spied)
     assert desk.ask(2, "c", 10) == []
     assert walked == ["b0"]
     assert granted(desk.ask(3, "small", 5)) == ["small"]

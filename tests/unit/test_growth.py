@@ -33,7 +33,7 @@ def test_it_grows_where_there_is_room_and_the_grant_says_how_much_it_has_now() -
     d = desk()
     [grant] = grow(d, 2, "a", 15)
     assert isinstance(grant, Grant) and grant.devices == (types.DeviceBytes(CPU, gib(45)),)
-    assert d.free() == 5 and d.state("a") == "resident"
+    assert d.free() == 5 and d.state_of("a") == "resident"
 
 
 def test_idle_models_make_room() -> None:
@@ -49,7 +49,7 @@ def test_it_goes_on_as_it_is_when_there_is_no_room_in_time() -> None:
     assert grow(d, 2, "a", 25, within_s=10) == []
     error = refusal(d.woke(12))
     assert isinstance(error, GrowthRefused) and "in time" in str(error)
-    assert d.state("a") == "resident" and d.charged() == 60
+    assert d.state_of("a") == "resident" and d.charged() == 60
 
 
 def test_it_never_waits_on_a_holder_that_waits_for_growth_itself() -> None:
@@ -57,7 +57,7 @@ def test_it_never_waits_on_a_holder_that_waits_for_growth_itself() -> None:
     assert grow(d, 2, "a", 25) == []
     error = refusal(grow(d, 3, "b", 25))
     assert isinstance(error, GrowthRefused) and "waits as well" in str(error)
-    assert d.state("b") == "resident"
+    assert d.state_of("b") == "resident"
     assert revoked(d.beat(4, "b", holder="k")) == [("b", "swap", "gone")]
 
 
@@ -90,8 +90,8 @@ def test_one_that_is_taken_away_grows_no_more() -> None:
     d.at(3, ev.UnloadAsked(TicketId("a")))  # in use: it stays
     d.beat(4, "a")
     d.at(5, ev.UnloadAsked(TicketId("a")))
-    assert d.state("a") == "draining"
-    assert not d.mind.growing
+    assert d.state_of("a") == "draining"
+    assert not d.state.growing
 
 
 @pytest.mark.spec("A17")
@@ -106,7 +106,7 @@ def test_what_a_model_holds_while_it_is_grown_is_not_expected_of_its_next_load()
     d.engines["a"] = {CPU: 29}
     for t in (6, 7):
         d.read(t)
-    assert d.mind.estimates.proven("text", "a") == gib(29)
+    assert d.state.estimates.proven("text", "a") == gib(29)
     d.at(8, ev.Released(TicketId("a"), "x"))
     d.gone(8, "a")
     [grant] = d.ask(9, "a2", 30, explicit=False, model="a")
@@ -117,7 +117,7 @@ def test_nobody_leaves_for_growth_that_still_would_not_fit() -> None:
     d = desk()
     d.resident(2, "c", 15)
     assert grow(d, 10, "a", 45) == []  # `b` is in use, and may fall idle yet
-    assert d.state("c") == "resident"
+    assert d.state_of("c") == "resident"
 
 
 def test_one_that_wants_no_more_is_granted_nothing() -> None:
@@ -132,7 +132,7 @@ def test_one_that_wants_no_more_is_granted_nothing() -> None:
 def test_nobody_more_urgent_leaves_for_growth() -> None:
     d = desk()
     d.resident(2, "c", 15, priority=types.Priority.HIGH)
-    assert revoked(grow(d, 10, "a", 15)) == [] and d.state("c") == "resident"
+    assert revoked(grow(d, 10, "a", 15)) == [] and d.state_of("c") == "resident"
 
 
 def test_growth_that_only_what_is_pinned_could_make_room_for_is_refused() -> None:

@@ -25,7 +25,7 @@ from tests.unit.desk import (
     s,
 )
 
-IMPATIENT = replace(PLAIN, terms=replace(PATIENT, lost=seconds(60)))  # the real time
+IMPATIENT = replace(PLAIN, timeouts=replace(PATIENT, lost=seconds(60)))  # the real time
 
 
 @pytest.mark.spec("A18")
@@ -61,7 +61,7 @@ def test_a_rejoining_holder_gets_its_tickets_back_in_their_phase(
     desk = Desk(device=80, host=80, known=("h",), holders=())
     desk.host_sizes["a"] = 20
     desk.join(1, "h", desk.held("a", phase, size=30))
-    assert desk.state("a") == state
+    assert desk.state_of("a") == state
     assert (desk.charged(CPU), desk.charged(HOST)) == (on_cpu, on_host)
 
 
@@ -82,8 +82,8 @@ def test_a_holder_that_rejoins_before_its_node_is_charged_when_the_node_comes() 
     )  # fmt: skip
     desk.at(1, ev.Joined(HolderId("h"), NodeId("m"), "text", (held,)))
     desk.see_node(2, 80, 0, node="m")
-    assert desk.mind.ledger.books["m/cpu:0"].charged_bytes == 7
-    audit_books(desk.mind.ledger)
+    assert desk.state.ledger.books["m/cpu:0"].charged_bytes == 7
+    audit_books(desk.state.ledger)
 
 
 @pytest.mark.spec("A18", "A16")
@@ -109,7 +109,7 @@ def test_a_living_holder_that_is_slow_to_come_back_finds_its_engines() -> None:
     assert reaped(desk.read(5.1)) == []  # others are granted what is free meanwhile
     assert reaped(desk.read(40)) == []
     desk.join(41, "h", desk.held("a", size=30))
-    assert desk.state("a") == "resident"
+    assert desk.state_of("a") == "resident"
     assert reaped(desk.read(61)) == []
 
 
@@ -139,7 +139,7 @@ def test_a_claimed_engine_is_no_longer_foreign() -> None:
     desk.engines["a"] = {CPU: 30}
     desk.read(1)
     desk.join(2, "h", desk.held("a", types.Phase.RESIDENT, size=25))
-    assert desk.mind.ledger.books[CPU].foreign_bytes == 0
+    assert desk.state.ledger.books[CPU].foreign_bytes == 0
     assert desk.charged() == 30
 
 
@@ -158,8 +158,8 @@ def test_lost_loaded_heals_by_heartbeat() -> None:
     desk = Desk()
     desk.ask(0, "a", 10)
     desk.at(3, ev.Renewed(HolderId("h"), (desk.held("a", types.Phase.RESIDENT, inflight=2),)))
-    assert desk.state("a") == "resident"
-    assert desk.mind.ledger.find(TicketId("a")).inflight == 2
+    assert desk.state_of("a") == "resident"
+    assert desk.state.ledger.find(TicketId("a")).inflight == 2
 
 
 @pytest.mark.spec("A18", "A19")
@@ -175,7 +175,7 @@ def test_a_heartbeat_under_way_while_the_grant_was_made_does_not_deny_it() -> No
     desk = Desk()
     desk.ask(0, "a", 10)
     assert reaped(desk.at(4.9, ev.Renewed(HolderId("h"), ()))) == []
-    assert desk.state("a") == "loading"
+    assert desk.state_of("a") == "loading"
     assert reaped(desk.at(5, ev.Renewed(HolderId("h"), ()))) == ["a"]
 
 
@@ -193,7 +193,7 @@ def test_a_heartbeat_cannot_touch_another_holders_ticket() -> None:
     desk = Desk(holders=("h", "g"))
     desk.resident(0, "a", 10)
     desk.at(6, ev.Renewed(HolderId("g"), (desk.held("a", types.Phase.RESIDENT, inflight=5),)))
-    assert desk.mind.ledger.find(TicketId("a")).inflight == 0
+    assert desk.state.ledger.find(TicketId("a")).inflight == 0
 
 
 @pytest.mark.spec("A5")
@@ -217,7 +217,7 @@ def test_a_dead_holders_tickets_are_reclaiming_and_reaped_and_its_waiters_closed
     desk.ask(1, "d", 60, holder="g")
     decisions = desk.at(2, ev.HolderLost(HolderId("h")))
     assert sorted(reaped(decisions)) == ["a", "b"]
-    assert [desk.state(t) for t in "abc"] == ["reclaiming", "reclaiming", "closed"]
+    assert [desk.state_of(t) for t in "abc"] == ["reclaiming", "reclaiming", "closed"]
     assert desk.charged() == 60
     desk.gone(3, "a")
     assert granted(desk.gone(3, "b")) == ["d"]
@@ -231,7 +231,7 @@ def test_silence_for_long_enough_counts_as_death() -> None:
     desk.beat(30, "a")
     assert desk.woke(89.9) == []
     assert reaped(desk.woke(90)) == ["a"]
-    assert desk.mind.holders == {}
+    assert desk.state.holders == {}
 
 
 def test_a_lost_holder_may_join_again() -> None:
@@ -245,9 +245,9 @@ def test_a_lost_holder_may_join_again() -> None:
 @pytest.mark.spec("A18")
 def test_a_holder_known_to_be_dead_is_no_longer_waited_for() -> None:
     desk = Desk(known=("old",), holders=("h",))
-    assert (desk.mind.awaited, desk.mind.is_settled) == ({"old"}, False)
+    assert (desk.state.awaited, desk.state.is_settled) == ({"old"}, False)
     desk.at(1, ev.HolderLost(HolderId("old")))
-    assert (desk.mind.awaited, desk.mind.is_settled) == (set(), True)
+    assert (desk.state.awaited, desk.state.is_settled) == (set(), True)
 
 
 def test_heartbeats_before_joining_count_for_nothing() -> None:
@@ -276,7 +276,7 @@ def test_an_old_heartbeat_does_not_finish_a_wake() -> None:
     assert granted(desk.gone(24, "b")) == ["a"]
     held = desk.held("a", types.Phase.RESIDENT)
     desk.at(25, ev.Renewed(HolderId("h"), (held,)))
-    assert desk.state("a") == "loading"
+    assert desk.state_of("a") == "loading"
     desk.at(29, ev.Renewed(HolderId("h"), (held,)))
-    assert desk.state("a") == "resident"
+    assert desk.state_of("a") == "resident"
     assert s(29) > s(25)

@@ -26,7 +26,7 @@ def test_for_ever_and_pinned_stay(keep_warm_s: float, pinned: str) -> None:
     desk = Desk(keep_warm_s=keep_warm_s, pinned=pinned)
     desk.resident(0, "a", 10)
     assert desk.woke(7_000) == []
-    assert desk.state("a") == "resident"
+    assert desk.state_of("a") == "resident"
 
 
 @pytest.mark.spec("C8")
@@ -47,7 +47,7 @@ def test_a_model_in_use_outlives_its_keep_warm_and_one_found_busy_stays() -> Non
     desk.beat(501, "a", inflight=0)
     assert revoked(desk.woke(561)) == [("a", "idle", "gone")]
     assert desk.at(562, ev.Busy(TicketId("a"), 1)) == []
-    assert desk.state("a") == "resident"
+    assert desk.state_of("a") == "resident"
     assert desk.woke(700) == []
 
 
@@ -97,7 +97,7 @@ def test_shutdown_refuses_the_line_unloads_the_idle_and_the_rest_as_it_falls_idl
     decisions = desk.at(2, ev.ClosingDown())
     assert refusal(decisions) == errors.ArbiterClosing()
     assert ("a", "shutdown", "gone") in revoked(decisions)
-    assert desk.state("b") in ("resident", "draining")
+    assert desk.state_of("b") in ("resident", "draining")
     assert refusal(desk.ask(3, "e", 1)) == errors.ArbiterClosing()
     assert set(desk.arbiter.replica_targets(s(3)).values()) == {0}
 
@@ -118,7 +118,7 @@ def test_a_model_in_use_at_shutdown_leaves_when_idle_and_at_the_latest_at_the_bo
     desk.gone(33, "b")
     assert desk.arbiter.snapshot(s(33)).tickets == ()
     assert desk.charged() == 0
-    assert gib(80) == desk.mind.ledger.books["n/cpu:0"].free_bytes
+    assert gib(80) == desk.state.ledger.books["n/cpu:0"].free_bytes
 
 
 def test_a_sleeper_is_ended_at_shutdown() -> None:
@@ -132,7 +132,7 @@ def test_a_sleeper_is_ended_at_shutdown() -> None:
 def test_an_alarm_that_was_missed_is_set_again_by_the_audit() -> None:
     desk = Desk(keep_warm_s=60, host=80)
     desk.resident(0, "a", 10, host=5)
-    desk.mind.alarms.due(s(1000))  # all of them, lost
-    desk.mind.alarms.set(("audit", ""), s(60))
+    desk.state.timers.due(s(1000))  # all of them, lost
+    desk.state.timers.set(("audit", ""), s(60))
     desk.woke(60)
     assert revoked(desk.woke(61)) == [("a", "idle", "gone")]

@@ -228,7 +228,7 @@ async def test_the_term_of_one_that_never_comes_back_is_forgotten_when_it_is_ove
     after = Counter(frozenset({HolderId(JOB)}), {JOB: now_s - 1, other: now_s + 60})
     after.desk.sweep()
     assert after.ends.keys() == {JOB, other}  # it may be on its way
-    after.now = in_seconds(PLAIN.terms.lost)
+    after.now = in_seconds(PLAIN.timeouts.lost)
     after.read()
     after.desk.sweep()
     assert after.ends.keys() == {other}

@@ -39,7 +39,7 @@ def lease_beat(desk: Desk, t: float, name: str, devices: float) -> list[object]:
 def test_a_lease_is_charged_at_once_and_needs_no_load() -> None:
     desk = Desk(settings=WHOLE)
     assert granted(desk.lease(0, "job", 30)) == ["job"]
-    assert desk.state("job") == "resident" and desk.free() == 50
+    assert desk.state_of("job") == "resident" and desk.free() == 50
     assert desk.last("lease_granted").data["tenant"] == "t"
 
 
@@ -48,7 +48,7 @@ def test_a_lease_makes_idle_models_leave_and_waits_for_their_bytes() -> None:
     desk.resident(0, "a", 60)
     assert revoked(desk.lease(10, "job", 40)) == [("a", "swap", "gone")]
     desk.at(11, ev.Released(TicketId("a"), "swap"))
-    assert desk.state("job") == "queued"
+    assert desk.state_of("job") == "queued"
     assert granted(desk.gone(12, "a")) == ["job"]
 
 
@@ -56,7 +56,7 @@ def test_a_lease_that_may_not_be_interrupted_is_no_victim() -> None:
     desk = Desk(settings=WHOLE)
     desk.lease(0, "job", 60)
     assert desk.ask(10, "a", 60) == []
-    assert desk.state("a") == "queued" and desk.state("job") == "resident"
+    assert desk.state_of("a") == "queued" and desk.state_of("job") == "resident"
 
 
 def test_a_model_waits_for_the_end_of_a_lease_and_is_not_told_that_it_never_fits() -> None:
@@ -74,9 +74,9 @@ def test_a_preemptible_lease_gets_notice_and_then_a_deadline() -> None:
     [notice] = [d for d in desk.ask(10, "a", 60) if isinstance(d, Revoke)]
     assert notice.barrier_until == seconds(15)
     lease_beat(desk, 13, "job", 60)
-    assert desk.state("job") == "draining"
+    assert desk.state_of("job") == "draining"
     overdue = desk.woke(17)
-    assert reaped(overdue) == ["job"] and desk.state("job") == "reclaiming"
+    assert reaped(overdue) == ["job"] and desk.state_of("job") == "reclaiming"
     assert desk.last("lease_overdue").size_bytes == 60 * GIB
     assert is_granted(desk.gone(18, "job"), "a")
 
@@ -87,7 +87,7 @@ def test_heartbeats_do_not_renew_a_notice() -> None:
     desk.ask(10, "a", 60)
     for t in (12, 14, 16, 17.5):
         lease_beat(desk, t, "job", 60)
-    assert desk.state("job") == "reclaiming"
+    assert desk.state_of("job") == "reclaiming"
 
 
 def test_an_idle_model_of_any_role_is_dearer_than_a_preemptible_lease() -> None:
@@ -101,7 +101,7 @@ def test_a_term_ends_with_notice_in_time() -> None:
     desk = Desk(settings=WHOLE)
     desk.lease(0, "job", 30, term_s=100, notice_s=10)
     desk.woke(80)
-    assert desk.state("job") == "resident"
+    assert desk.state_of("job") == "resident"
     [notice] = [d for d in desk.woke(90) if isinstance(d, Revoke)]
     assert (notice.reason.value, notice.barrier_until) == ("term", seconds(100))
 
@@ -133,18 +133,18 @@ def test_the_process_of_a_lease_dies_and_its_ticket_is_reclaiming_at_once() -> N
     desk = Desk(settings=WHOLE)
     desk.lease(0, "job", 30)
     desk.gone(1, "job", bytes_back=False)
-    assert desk.state("job") == "reclaiming" and desk.free() == 50
+    assert desk.state_of("job") == "reclaiming" and desk.free() == 50
     desk.gone(1.5, "job")
-    assert desk.state("job") == "closed" and desk.free() == 80
+    assert desk.state_of("job") == "closed" and desk.free() == 80
     assert desk.last("lease_ended").data["reason"] == "lost"
 
 
 def test_a_lease_without_heartbeats_lapses() -> None:
-    desk = Desk(settings=replace(WHOLE, terms=replace(PATIENT, lease_lapse=seconds(10))))
+    desk = Desk(settings=replace(WHOLE, timeouts=replace(PATIENT, lease_lapse=seconds(10))))
     desk.lease(0, "job", 30)
     lease_beat(desk, 8, "job", 30)
     desk.woke(12)
-    assert desk.state("job") == "resident"
+    assert desk.state_of("job") == "resident"
     assert reaped(desk.woke(18.5)) == ["job"]
 
 
@@ -177,7 +177,7 @@ def test_a_lease_rejoins_the_next_life_of_the_arbiter_on_its_terms() -> None:
         types.Need(units.Bytes(30 * GIB)), lease=terms,
     )  # fmt: skip
     desk.at(1, ev.Joined(HolderId("lease:job"), NodeId("n"), "lease", (held,)))
-    assert desk.state("job") == "resident" and desk.free() == 50
+    assert desk.state_of("job") == "resident" and desk.free() == 50
     assert [r[0] for r in revoked(desk.ask(20, "a", 60))] == ["job"]
 
 
@@ -201,7 +201,7 @@ def test_a_changed_table_and_keep_warm_leave_leases_alone() -> None:
     desk.lease(1, "waits", 60, tenant="u")
     desk.at(2, ev.CapabilitiesSet(()))
     desk.woke(500)
-    assert desk.state("job") == "resident" and desk.state("waits") == "queued"
+    assert desk.state_of("job") == "resident" and desk.state_of("waits") == "queued"
 
 
 def test_a_lease_asked_to_drain_by_hand_gets_its_notice_too() -> None:

@@ -41,7 +41,7 @@ class Pairs(Gpus):
         asks = [
             ev.Requested(
                 name, HolderId("k"), "text", name, types.Need(gib(size)), "", True,
-                gang=(A, B), lives_in=host, client=types.Client(tenant),
+                gang=(A, B), shares_process_with=host, client=types.Client(tenant),
             )
             for name, size, host in ((A, target, None), (B, drafter, A))
         ]  # fmt: skip
@@ -57,13 +57,14 @@ class Pairs(Gpus):
 
     def account(self, inflight: int = 0, user: str = "") -> tuple[ev.HeldTicket, ...]:
         """What its holder says of it; `user`: the tenant of one more use, of the host."""
-        entries = {e.ticket: e for e in self.mind.ledger.held_by(HolderId("k"))}
+        entries = {e.ticket: e for e in self.state.ledger.held_by(HolderId("k"))}
         uses = entries[A].uses_count if A in entries else 0
         tenant = entries[A].client.tenant if A in entries else "default"
         return tuple(
             ev.HeldTicket(
                 ticket, ticket, types.Phase.RESIDENT, inflight, units.Span(0),
-                (types.DeviceBytes(GPUS[0], gib(size)),), types.Need(gib(size)), lives_in=host,
+                (types.DeviceBytes(GPUS[0], gib(size)),), types.Need(gib(size)),
+                shares_process_with=host,
                 uses_count=0 if host else uses + bool(user), client=types.Client(user or tenant),
             )
             for ticket, size, host in ((A, 50, None), (B, 10, A))
@@ -71,7 +72,7 @@ class Pairs(Gpus):
 
     def say(self, t: float, inflight: int = 0, user: str = "") -> None:
         """Its holder's heartbeat. Of others that it holds it says what is believed."""
-        entries = self.mind.ledger.held_by(HolderId("k"))
+        entries = self.state.ledger.held_by(HolderId("k"))
         others = (e for e in entries if e.ticket not in (A, B) and e.state in SERVES)
         held = (*self.account(inflight, user), *(self.held(e.ticket, t=t) for e in others))
         self.at(t, ev.Renewed(HolderId("k"), held))
@@ -83,19 +84,19 @@ class Pairs(Gpus):
         return self.at(t, ev.Measured(NodeId("g"), readings, (found,)))
 
     def of(self, ticket: TicketId) -> Ticket:
-        found = self.mind.ledger.find(ticket)
+        found = self.state.ledger.find(ticket)
         assert found is not None
         return found
 
     @property
     def taken(self) -> float:
-        return self.mind.ledger.books[GPUS[0]].charged_bytes / gib(1)
+        return self.state.ledger.books[GPUS[0]].charged_bytes / gib(1)
 
 
 def test_it_serves_when_its_host_does() -> None:
     d = Pairs(80)
     d.resident(0)
-    assert (d.state("a"), d.state("b"), d.taken) == ("resident", "resident", 60)
+    assert (d.state_of("a"), d.state_of("b"), d.taken) == ("resident", "resident", 60)
 
 
 def test_both_are_granted_on_one_device_though_another_would_fit_the_drafter_better() -> None:
@@ -124,20 +125,20 @@ def test_it_is_no_victim_by_itself_and_its_bytes_count_for_its_host() -> None:
     d.resident(0)
     asked = d.want(30, "c", 75)  # 20 are free, 50 of the target would not do
     assert revoked(asked) == [("a", "swap", "gone")]
-    assert d.state("b") == "draining"
+    assert d.state_of("b") == "draining"
     d.at(31, ev.Released(A, "swap"))
-    assert d.state("b") == "reclaiming" and d.taken == 60
+    assert d.state_of("b") == "reclaiming" and d.taken == 60
     assert granted(d.at(32, ev.EngineGone(NodeId("g"), A, True))) == ["c"]
-    assert d.state("a") == d.state("b") == "closed"
+    assert d.state_of("a") == d.state_of("b") == "closed"
 
 
 def test_granted_and_given_up_before_their_load_began_neither_stays_charged() -> None:
     d = Pairs(80)
     assert granted(d.ask_both(0)) == ["a", "b"] and d.taken == 60
     d.at(1, ev.Withdrawn(A))
-    assert d.state("a") == d.state("b") == "reclaiming"
+    assert d.state_of("a") == d.state_of("b") == "reclaiming"
     d.at(2, ev.EngineGone(NodeId("g"), A, True))
-    assert d.state("a") == d.state("b") == "closed" and d.taken == 0
+    assert d.state_of("a") == d.state_of("b") == "closed" and d.taken == 0
 
 
 def test_nobody_else_is_asked_for_bytes_that_leave_with_its_host() -> None:
@@ -147,7 +148,7 @@ def test_nobody_else_is_asked_for_bytes_that_leave_with_its_host() -> None:
     d.done(1, "c")
     assert revoked(d.want(40, "e", 60)) == [("a", "swap", "gone")]
     d.see(41, 60)
-    assert d.state("c") == "resident"
+    assert d.state_of("c") == "resident"
 
 
 def test_when_the_barrier_drops_both_serve_on() -> None:
@@ -155,14 +156,14 @@ def test_when_the_barrier_drops_both_serve_on() -> None:
     d.resident(0)
     d.want(30, "c", 75)
     d.at(31, ev.BarrierDropped(A, 1))
-    assert (d.state("a"), d.state("b")) == ("resident", "resident")
+    assert (d.state_of("a"), d.state_of("b")) == ("resident", "resident")
 
 
 def test_a_load_that_breaks_ends_both() -> None:
     d = Pairs(80)
     d.ask_both(0)
     d.at(1, ev.LoadBroke(A, "no such file", False))
-    assert d.state("b") == "reclaiming"
+    assert d.state_of("b") == "reclaiming"
     d.at(2, ev.EngineGone(NodeId("g"), A, True))
     assert d.taken == 0
 
@@ -182,7 +183,7 @@ def test_after_a_restart_of_the_arbiter_they_still_belong_together(
     if is_pinned:
         return
     assert revoked(again.want(30, "c", 75)) == [("a", "swap", "gone")]
-    assert again.state("b") == "draining"
+    assert again.state_of("b") == "draining"
 
 
 def test_one_whose_host_is_off_the_books_is_given_back() -> None:
@@ -190,10 +191,11 @@ def test_one_whose_host_is_off_the_books_is_given_back() -> None:
     d.resident(0)
     orphan = ev.HeldTicket(
         TicketId("o"), "o", types.Phase.RESIDENT, 0, units.Span(0),
-        (types.DeviceBytes(GPUS[0], gib(5)),), types.Need(gib(5)), lives_in=TicketId("x"),
+        (types.DeviceBytes(GPUS[0], gib(5)),), types.Need(gib(5)),
+        shares_process_with=TicketId("x"),
     )  # fmt: skip
     d.at(1, ev.Joined(HolderId("k2"), NodeId("g"), "text", (orphan,)))
-    assert d.state("o") == "reclaiming"
+    assert d.state_of("o") == "reclaiming"
     d.at(2, ev.EngineGone(NodeId("g"), TicketId("o"), True))
     assert d.taken == 60
 
@@ -202,16 +204,16 @@ def test_by_hand_it_is_not_unloaded_without_its_host() -> None:
     d = Pairs(80)
     d.resident(0)
     d.at(30, ev.UnloadAsked(B))
-    assert d.state("b") == "resident" and d.last("unload_refused").ticket == B
+    assert d.state_of("b") == "resident" and d.last("unload_refused").ticket == B
     d.at(31, ev.UnloadAsked(A))
-    assert d.state("b") == "draining"
+    assert d.state_of("b") == "draining"
 
 
 def test_when_its_node_is_lost_both_leave() -> None:
     d = Pairs(80)
     d.resident(0)
     d.at(1, ev.NodeLost(NodeId("g")))
-    assert d.state("a") == d.state("b") == "closed"
+    assert d.state_of("a") == d.state_of("b") == "closed"
 
 
 def test_at_shutdown_both_end() -> None:
@@ -219,9 +221,9 @@ def test_at_shutdown_both_end() -> None:
     d.resident(0)
     d.say(1, inflight=1)
     d.at(2, ev.ClosingDown())
-    assert d.state("b") == "resident"  # in use, for as long as that may take
+    assert d.state_of("b") == "resident"  # in use, for as long as that may take
     d.woke(600)
-    assert d.state("a") == d.state("b") == "reclaiming"
+    assert d.state_of("a") == d.state_of("b") == "reclaiming"
 
 
 # -- what leaves with its host --------------------------------------------------------------------
@@ -274,7 +276,7 @@ def test_it_is_on_its_hosts_account_and_both_change_hands_or_neither() -> None:
     terms = (TenantLimits("z", gib(55)), TenantLimits("x", reserved_bytes=gib(20)))
     d = Pairs(80, settings=replace(PLAIN, tenants=terms))
     d.resident(0, tenant="y")
-    held = d.mind.ledger.holdings.by_tenant
+    held = d.state.ledger.holdings.by_tenant
     d.say(1, user="v")
     assert (held["v"], held["y"]) == (gib(60), 0)
     d.say(2, user="z")  # the host alone would do
@@ -324,7 +326,7 @@ def test_whichever_asks_first_it_is_pinned_as_its_host_is(drafter_first: bool) -
     d = Pairs(80, pinned="a")
     assert granted(d.ask_both(0, drafter_first=drafter_first))
     assert pins(d) == (True, True)
-    assert d.mind.ledger.books[GPUS[0]].pinned_bytes == gib(60)
+    assert d.state.ledger.books[GPUS[0]].pinned_bytes == gib(60)
 
 
 @pytest.mark.spec("C8", "D8")
@@ -364,10 +366,10 @@ HAPPENS = {
     "broke": lambda d, t: d.at(t, ev.LoadBroke(A, "no such file", False)),
     "no memory": lambda d, t: d.at(t, ev.LoadBroke(A, "no memory", True)),
     "withdrawn": lambda d, t: d.at(t, ev.Withdrawn(A)),
-    "lodger withdrawn": lambda d, t: d.at(t, ev.Withdrawn(B)),
+    "companion withdrawn": lambda d, t: d.at(t, ev.Withdrawn(B)),
     "released": lambda d, t: d.at(t, ev.Released(A, "swap")),
     "gone": lambda d, t: d.at(t, ev.EngineGone(NodeId("g"), A, True)),
-    "lodger gone": lambda d, t: d.at(t, ev.EngineGone(NodeId("g"), B, True)),
+    "companion gone": lambda d, t: d.at(t, ev.EngineGone(NodeId("g"), B, True)),
     "dead": lambda d, t: d.at(t, ev.EngineGone(NodeId("g"), A, False)),
     "says idle": lambda d, t: d.say(t),
     "says in use": lambda d, t: d.say(t, inflight=1),
@@ -378,7 +380,7 @@ HAPPENS = {
     "seen": lambda d, t: d.see(t, 72),
     "another asks": lambda d, t: d.want(t, f"c{t}", 75),
     "unload": lambda d, t: d.at(t, ev.UnloadAsked(A)),
-    "unload the lodger": lambda d, t: d.at(t, ev.UnloadAsked(B)),
+    "unload the companion": lambda d, t: d.at(t, ev.UnloadAsked(B)),
     "holder lost": lambda d, t: d.at(t, ev.HolderLost(HolderId("k"))),
     "holder back": lambda d, t: d.join(t, "k", node="g"),
     "grows": lambda d, t: d.at(t, ev.GrowthAsked(A, gib(5), units.Span(10**9))),
@@ -400,13 +402,13 @@ def test_whatever_happens_the_books_hold_and_no_lodger_outlives_its_host(
     for name, later in events:
         t += later
         HAPPENS[name](d, t)
-        host, lodger = (d.mind.ledger.find(x) for x in (A, B))
-        if lodger and lodger.state in SERVES:
-            assert host and host.state is lodger.state
+        host, companion = (d.state.ledger.find(x) for x in (A, B))
+        if companion and companion.state in SERVES:
+            assert host and host.state is companion.state
     ends = t + 1_000
     d.at(t, ev.EngineGone(NodeId("g"), A, True))
     d.woke(ends)
-    host, lodger = (d.mind.ledger.find(x) for x in (A, B))
+    host, companion = (d.state.ledger.find(x) for x in (A, B))
     assert host is None or host.state is not State.RECLAIMING
-    if host is None and lodger is not None:
-        assert lodger.state is State.QUEUED
+    if host is None and companion is not None:
+        assert companion.state is State.QUEUED

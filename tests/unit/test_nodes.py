@@ -31,7 +31,7 @@ def test_nothing_is_granted_on_a_device_before_its_first_reading() -> None:
 @pytest.mark.spec("B1")
 def test_a_node_whose_agent_fell_silent_gets_no_grants_until_it_reads_again() -> None:
     terms = replace(PATIENT, reading=seconds(5))
-    desk = Desk(settings=replace(PLAIN, terms=terms), read=False)
+    desk = Desk(settings=replace(PLAIN, timeouts=terms), read=False)
     desk.read(1)
     assert is_granted(desk.ask(5.9, "a", 10), "a")
     assert desk.ask(6, "b", 10) == []
@@ -57,10 +57,10 @@ def test_a_dead_nodes_devices_leave_with_it_and_its_tickets_are_closed() -> None
     desk.ask(1, "b", 30)
     desk.ask(1, "c", 80)
     desk.at(2, ev.NodeLost(NODE))
-    assert desk.mind.ledger.books == {}
-    assert desk.mind.ledger.entries() == []
-    assert len(desk.mind.line) == 0
-    assert desk.mind.holders == {}
+    assert desk.state.ledger.books == {}
+    assert desk.state.ledger.entries() == []
+    assert len(desk.state.queue) == 0
+    assert desk.state.holders == {}
     assert "node_lost" in desk.kinds()
 
 
@@ -83,7 +83,7 @@ def test_losing_one_node_leaves_the_others_alone() -> None:
     desk.ask(0, "a", 10, holder="hm")
     desk.resident(0, "b", 10)
     desk.at(1, ev.NodeLost(NodeId("m")))
-    assert (desk.state("a"), desk.state("b")) == ("closed", "resident")
+    assert (desk.state_of("a"), desk.state_of("b")) == ("closed", "resident")
     assert desk.at(2, ev.NodeLost(NodeId("m"))) == []
 
 
@@ -114,8 +114,8 @@ def test_a_device_its_agent_no_longer_sees_takes_its_tickets_along() -> None:
     desk.resident(0, "a", 30)
     host_only = (types.DeviceSpec(HOST, types.DeviceKind.HOST, gib(80)),)
     desk.at(1, ev.NodeSeen(NODE, host_only))
-    assert desk.state("a") == "closed"
-    assert list(desk.mind.ledger.books) == [HOST]
+    assert desk.state_of("a") == "closed"
+    assert list(desk.state.ledger.books) == [HOST]
 
 
 def test_readings_of_an_unknown_node_count_for_nothing() -> None:
@@ -132,7 +132,7 @@ def test_the_state_says_capacity_charged_measured_foreign_and_largest_fit() -> N
     desk.foreign[CPU] = 10
     desk.read(1)
     desk.ask(2, "b", 60, deadline_s=10)
-    view = desk.arbiter.snapshot(desk.mind.now)
+    view = desk.arbiter.snapshot(desk.state.now)
     [device] = [d for d in view.devices if d.device == CPU]
     sizes = (
         device.capacity_bytes, device.budget_bytes, device.charged_bytes, device.measured_bytes,
@@ -149,10 +149,10 @@ def test_the_state_says_who_cools_down_and_who_is_in_quarantine() -> None:
     desk.ask(0, "a", 30)
     desk.at(1, ev.LoadBroke(TicketId("a"), "bad weights", False))
     desk.woke(1.5)
-    [cooldown] = desk.arbiter.snapshot(desk.mind.now).cooldowns
+    [cooldown] = desk.arbiter.snapshot(desk.state.now).cooldowns
     assert (cooldown.model, cooldown.cause, cooldown.left) == ("a", "bad weights", seconds(1.5))
     desk.woke(6)
-    view = desk.arbiter.snapshot(desk.mind.now)
+    view = desk.arbiter.snapshot(desk.state.now)
     assert view.cooldowns == ()
     assert [h.kept_bytes for h in view.holders] == [gib(30)]
 
@@ -161,5 +161,5 @@ def test_a_negative_device_fits_nothing() -> None:
     desk = Desk(device=80)
     desk.foreign[CPU] = 90
     desk.read(1)
-    [device] = [d for d in desk.arbiter.snapshot(desk.mind.now).devices if d.device == CPU]
+    [device] = [d for d in desk.arbiter.snapshot(desk.state.now).devices if d.device == CPU]
     assert (device.free_bytes, device.largest_fit_bytes) == (-gib(10), Bytes(0))

@@ -59,13 +59,13 @@ async def test_both_are_asked_for_at_once_and_are_in_each_account(tmp_path: Path
         residency._obey(messages.ConfigChanged(table(tmp_path)))
         async with residency.use("a") as engine:
             [(target, drafter)] = gangs.asked
-            assert (target.model, target.lives_in) == ("a", None)
-            assert (drafter.model, drafter.lives_in) == ("b", target.ticket)
+            assert (target.model, target.shares_process_with) == ("a", None)
+            assert (drafter.model, drafter.shares_process_with) == ("b", target.ticket)
             assert drafter.ticket != target.ticket and drafter.need.weights_bytes == 100
-            own, lodger = residency.account()
+            own, companion = residency.account()
             assert (own.ticket, own.devices) == (TicketId(engine.ticket), base.ON)
-            assert (lodger.ticket, lodger.devices) == (drafter.ticket, ON_TOO)
-            assert (lodger.lives_in, lodger.phase) == (own.ticket, own.phase)
+            assert (companion.ticket, companion.devices) == (drafter.ticket, ON_TOO)
+            assert (companion.shares_process_with, companion.phase) == (own.ticket, own.phase)
         base.revoke(residency, Reason.PRESSURE)
         await base.until(lambda: "a" not in residency.slots)
         assert residency.account() == ()
@@ -105,7 +105,7 @@ async def test_who_comes_while_they_are_asked_for_speaks_of_both_and_of_their_ga
         [(target, drafter)] = gangs.asked
         assert [r.ticket for r in said] == [target.ticket, drafter.ticket]
         assert {r.gang for r in said} == {(target.ticket, drafter.ticket)}
-        assert [r.lives_in for r in said] == [None, target.ticket]
+        assert [r.shares_process_with for r in said] == [None, target.ticket]
         assert [r.deadline for r in said] == [None, None]
 
 

@@ -1,4 +1,4 @@
-"""The parts on their own: ledger, budget, alarms, line, estimates, errors."""
+"""The parts on their own: ledger, budget, timers, line, estimates, errors."""
 
 import inspect
 import pickle
@@ -43,9 +43,9 @@ from tests.unit.desk import CPU, Desk
 def test_an_illegal_move_is_a_bug() -> None:
     desk = Desk()
     desk.ask(0, "a", 1)
-    entry = desk.mind.ledger.find(TicketId("a"))
+    entry = desk.state.ledger.find(TicketId("a"))
     with pytest.raises(LedgerBroken, match="loading -> queued"):
-        desk.mind.ledger.move(entry, State.QUEUED, Instant(0))
+        desk.state.ledger.move(entry, State.QUEUED, Instant(0))
 
 
 def test_every_state_can_be_left_towards_closed() -> None:
@@ -59,7 +59,7 @@ def test_every_state_can_be_left_towards_closed() -> None:
 def test_books_that_do_not_add_up_crash_the_next_event_that_touches_them(field: str) -> None:
     desk = Desk()
     desk.ask(0, "a", 1)
-    book = desk.mind.ledger.books[CPU]
+    book = desk.state.ledger.books[CPU]
     setattr(book, field, getattr(book, field) + 1)
     with pytest.raises(LedgerBroken):
         desk.ask(1, "b", 1)
@@ -67,7 +67,7 @@ def test_books_that_do_not_add_up_crash_the_next_event_that_touches_them(field: 
 
 def test_books_nobody_touches_are_checked_on_the_timer() -> None:
     desk = Desk()
-    desk.mind.ledger.books[CPU].free_bytes += 1
+    desk.state.ledger.books[CPU].free_bytes += 1
     desk.woke(9.9)
     with pytest.raises(LedgerBroken):
         desk.woke(10)
@@ -76,12 +76,12 @@ def test_books_nobody_touches_are_checked_on_the_timer() -> None:
 def test_an_index_that_lost_a_ticket_is_found_by_the_audit() -> None:
     desk = Desk()
     desk.ask(0, "a", 1)
-    entry = desk.mind.ledger.books[CPU].entries.pop(TicketId("a"))
-    book = desk.mind.ledger.books[CPU]
+    entry = desk.state.ledger.books[CPU].entries.pop(TicketId("a"))
+    book = desk.state.ledger.books[CPU]
     book.charged_bytes -= entry.charge(CPU)
     book.free_bytes += entry.charge(CPU)
     with pytest.raises(LedgerBroken, match="index"):
-        audit_books(desk.mind.ledger)
+        audit_books(desk.state.ledger)
 
 
 # -- budget (SPEC B2, B3) -------------------------------------------------------------------------
@@ -127,20 +127,20 @@ def test_foreign_bytes_count_once_they_exceed_what_a_cap_leaves_to_others(
     assert eats == max(0, foreign - max(0, 900 - cap))
 
 
-# -- alarms ---------------------------------------------------------------------------------------
+# -- timers ---------------------------------------------------------------------------------------
 
 
 def test_alarms_ring_once_in_order_and_never_late() -> None:
-    alarms = Timers()
-    alarms.set(("ticket", "b"), Instant(5))
-    alarms.set(("ticket", "a"), Instant(7))
-    alarms.set(("ticket", "a"), Instant(3))  # earlier wins
-    alarms.set(("ticket", "b"), Instant(9))  # later is looked at when the first rings
-    assert alarms.next() == 3
-    assert alarms.due(Instant(2)) == []
-    assert alarms.due(Instant(6)) == [("ticket", "a"), ("ticket", "b")]
-    assert alarms.next() is None
-    assert alarms.due(Instant(100)) == []
+    timers = Timers()
+    timers.set(("ticket", "b"), Instant(5))
+    timers.set(("ticket", "a"), Instant(7))
+    timers.set(("ticket", "a"), Instant(3))  # earlier wins
+    timers.set(("ticket", "b"), Instant(9))  # later is looked at when the first rings
+    assert timers.next() == 3
+    assert timers.due(Instant(2)) == []
+    assert timers.due(Instant(6)) == [("ticket", "a"), ("ticket", "b")]
+    assert timers.next() is None
+    assert timers.due(Instant(100)) == []
 
 
 # -- line -----------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_the_line_keeps_the_policys_order_whatever_leaves(steps: list[tuple[int,
         if leaves and model:
             line.drop(model.pop(number % len(model)))
         else:
-            ticket = TicketId(f"t{len(model)}-{now}-{number}-{line._turn}")
+            ticket = TicketId(f"t{len(model)}-{now}-{number}-{line._sequence}")
             line.add(ticket, "m", NodeId("n"), Instant(now))
             model.append(ticket)
         assert line.tickets() == model
@@ -166,15 +166,15 @@ def test_a_walk_meets_who_stood_there_when_it_began_and_has_not_left() -> None:
     for number, ticket in enumerate("abcd"):
         line.add(TicketId(ticket), "m", node, Instant(number))
     walk = line.walk(node)
-    met = [next(walk).waiter.ticket]
+    met = [next(walk).request.ticket]
     line.drop(TicketId("c"))
     line.add(TicketId("e"), "m", node, Instant(9))
     for waiting in walk:  # one moves ahead of who walks
-        line.ripen(waiting)
-        met.append(waiting.waiter.ticket)
-        assert [w.waiter.ticket for w in line.walk(node)][-1] == "e"
+        line.age(waiting)
+        met.append(waiting.request.ticket)
+        assert [w.request.ticket for w in line.walk(node)][-1] == "e"
     assert met == ["a", "b", "d"]
-    assert [w.waiter.ticket for w in line.at(node)] == ["b", "d", "a", "e"]
+    assert [w.request.ticket for w in line.at(node)] == ["b", "d", "a", "e"]
 
 
 # -- estimates (SPEC A17) -------------------------------------------------------------------------

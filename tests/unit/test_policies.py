@@ -73,8 +73,8 @@ def test_no_policy_can_name_the_unlawful_and_each_takes_an_irreducible_set(
         desk.resident(number, model, size, priority=priority)
         desk.beat(number, model, inflight=data.draw(st.integers(0, 1)))
     now = data.draw(st.sampled_from([5, 30]))
-    before = {e.ticket: e for e in desk.mind.ledger.entries()}
-    urgent = {t: effective_priority(desk.mind, e) for t, e in before.items()}
+    before = {e.ticket: e for e in desk.state.ledger.entries()}
+    urgent = {t: effective_priority(desk.state, e) for t, e in before.items()}
     asker, need = data.draw(st.sampled_from(Priority)), data.draw(st.integers(5, 60))
     free = desk.free()
     victims = [before[TicketId(t)] for t, _, _ in revoked(desk.ask(now, "e", need, priority=asker))]

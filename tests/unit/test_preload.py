@@ -46,7 +46,7 @@ def test_the_next_of_a_pipeline_is_brought_in_while_nobody_uses_it() -> None:
     assert use(d, 10) == [LoadModel(HolderId("h"), "a")]
     assert d.last("model_preload").data["why"] == "pipeline"
     assert granted(d.ask(11, "a2", 30, model="a")) == ["a2"]
-    assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == []  # its own load guesses nothing
+    assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == []  # its own load prefetches nothing
 
 
 def waits(d: Desk) -> None:
@@ -75,7 +75,7 @@ def is_here(d: Desk) -> None:
 def is_leaving(d: Desk) -> None:
     is_here(d)
     d.at(11, ev.UnloadAsked(TicketId("a5")))
-    assert d.state("a5") == "draining"
+    assert d.state_of("a5") == "draining"
 
 
 def has_no_holder(d: Desk) -> None:
@@ -98,7 +98,7 @@ def test_a_guess_costs_nobody_anything(why: Callable[[Desk], None], guessed: lis
     why(d)
     said = use(d, 20)
     assert [r.model for r in said if isinstance(r, LoadModel)] == guessed
-    assert d.state("e1x") == "resident"  # it was used
+    assert d.state_of("e1x") == "resident"  # it was used
 
 
 def test_a_model_that_was_never_measured_is_no_guess() -> None:
@@ -111,9 +111,9 @@ def test_if_the_room_has_gone_meanwhile_the_guess_goes_and_nobody_else() -> None
     use(d, 10)
     d.resident(11, "b", 60)
     error = refusal(d.ask(20, "a2", 30, model="a"))
-    assert isinstance(error, TicketClosed) and d.state("b") == "resident"
+    assert isinstance(error, TicketClosed) and d.state_of("b") == "resident"
     assert d.ask(21, "a3", 30, model="a") != []  # somebody really wants it: b makes room
-    assert d.state("b") == "draining"
+    assert d.state_of("b") == "draining"
 
 
 def test_what_usually_followed_is_brought_in_and_a_coincidence_is_not() -> None:
@@ -222,10 +222,10 @@ def test_what_follows_less_than_every_second_time_is_no_habit(
         assert use(d, t, f"e1{number}") == [] or number > 3
         d.at(t + 1, ev.Released(TicketId(f"e1{number}"), "x"))
         d.gone(t + 1, f"e1{number}")
-        d.mind.guesses.clear()
-        d.mind.wanted.clear()  # nobody brings it in here
+        d.state.prefetched.clear()
+        d.state.wanted.clear()  # nobody brings it in here
         come_and_go(d, t + 2, f"{model}{number + 2}", 30, model)
-    d.mind.followers[("embedding", "e1")][("text", "c")] = others_count
+    d.state.transition_counts[("embedding", "e1")][("text", "c")] = others_count
     assert [r.model for r in use(d, 400, "e1y") if isinstance(r, LoadModel)] == guessed
 
 
@@ -234,4 +234,4 @@ def test_a_guess_that_somebody_asks_for_while_it_loads_is_none_any_more() -> Non
     use(d, 10)
     d.ask(11, "a2", 30, model="a")
     d.ask(11.5, "a2", 30, model="a")  # a request has joined it
-    assert revoked(d.ask(12, "b", 60)) == [] and d.state("a2") == "loading"
+    assert revoked(d.ask(12, "b", 60)) == [] and d.state_of("a2") == "loading"

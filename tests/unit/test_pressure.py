@@ -96,7 +96,7 @@ def test_critical_takes_every_idle_one_but_text_and_refuses_loads() -> None:
     assert is_granted(d.ask(12, "b", 1), "b")
     d.beat(13, "e2x")
     assert revoked(d.woke(15)) == [("e2x", "pressure", "gone")]
-    assert d.state("a") == "resident"
+    assert d.state_of("a") == "resident"
 
 
 def test_who_waits_for_a_load_waits_until_it_clears() -> None:
@@ -113,7 +113,7 @@ def test_one_that_was_in_use_after_all_is_skipped_for_the_next() -> None:
     d = desk()
     assert short(d, 10, free=10) == [("e1x", "pressure", "gone")]
     assert revoked(d.at(10.5, ev.Busy(TicketId("e1x"), 1))) == [("e2x", "pressure", "gone")]
-    assert d.state("e1x") == "resident"
+    assert d.state_of("e1x") == "resident"
 
 
 def test_when_none_is_left_that_is_an_event_once() -> None:
@@ -122,7 +122,7 @@ def test_when_none_is_left_that_is_an_event_once() -> None:
     short(d, 10, free=2)
     d.woke(15)
     d.woke(20)
-    assert d.kinds().count("pressure_nothing_left") == 1 and d.state("a") == "resident"
+    assert d.kinds().count("pressure_nothing_left") == 1 and d.state_of("a") == "resident"
 
 
 def test_pushed_levels_last_for_their_term_and_hold_where_they_were_pushed() -> None:

@@ -237,7 +237,7 @@ def test_an_engine_that_dies_while_loading_is_a_failed_load_if_its_cause_follows
 
 @pytest.mark.spec("A12")
 def test_a_load_that_hangs_is_ended_and_its_holder_told() -> None:
-    settings = replace(PLAIN, terms=replace(PLAIN.terms, load=seconds(60)))
+    settings = replace(PLAIN, timeouts=replace(PLAIN.timeouts, load=seconds(60)))
     desk = Desk(settings=settings)
     [grant] = desk.ask(0, "a", 40)
     assert grant.load_by == s(60)
@@ -356,9 +356,9 @@ def test_what_made_room_for_a_load_is_forgotten_with_it(end: Any) -> None:
     desk.ask(20, "b", 60)
     desk.at(21, ev.Released(TicketId("a"), "swap"))
     assert granted(desk.gone(21.5, "a")) == ["b"]
-    assert desk.mind.displaced
+    assert desk.state.evicted_for
     end(desk)
-    assert desk.mind.displaced == {}
+    assert desk.state.evicted_for == {}
 
 
 @pytest.mark.spec("A12", "A21")
@@ -366,9 +366,9 @@ def test_what_made_room_for_a_request_past_its_deadline_is_forgotten() -> None:
     desk = Desk(device=80)
     desk.resident(0, "a", 80)
     desk.ask(20, "b", 60, deadline_s=1)
-    assert desk.mind.displaced
+    assert desk.state.evicted_for
     desk.woke(21)
-    assert desk.mind.displaced == {}
+    assert desk.state.evicted_for == {}
 
 
 @pytest.mark.spec("B2")
@@ -394,7 +394,7 @@ def test_what_another_holder_says_of_a_ticket_is_stale() -> None:
     desk.at(3, ev.GrowthAsked(ticket, units.Bytes(1), seconds(1), thief))
     with pytest.raises(errors.TicketClosed):
         desk.at(4, ev.Requested(ticket, thief, "chat", "a", types.Need(units.Bytes(1))))
-    assert desk.state("a") == "resident" and desk.free() == 50 and desk.arbiter.stale_count == 4
+    assert desk.state_of("a") == "resident" and desk.free() == 50 and desk.arbiter.stale_count == 4
 
 
 @pytest.mark.spec("A12")

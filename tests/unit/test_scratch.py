@@ -80,10 +80,10 @@ def test_scratch_kept_when_the_lock_was_given_back_is_not_free() -> None:
     serve(made, 0, "b", 20, seen=30)
     made.read(1)  # 6 and 10 of scratch at once, where 10 are reserved
     assert made.charged() == 40
-    assert made.mind.ledger.books[CPU].foreign_bytes == 6 * GIB
+    assert made.state.ledger.books[CPU].foreign_bytes == 6 * GIB
     made.engines["a"] = {CPU: 20}
     made.read(2)
-    assert made.mind.ledger.books[CPU].foreign_bytes == 0
+    assert made.state.ledger.books[CPU].foreign_bytes == 0
 
 
 @pytest.mark.spec("B2")
@@ -104,7 +104,7 @@ def test_shared_scratch_is_not_learned_as_the_tickets_own() -> None:
     serve(made, 0, "a", 20, seen=26)
     made.read(1)
     made.read(2)
-    entry = made.mind.ledger.find(TicketId("a"))
+    entry = made.state.ledger.find(TicketId("a"))
     assert entry.peak_bytes == 20 * GIB
 
 
@@ -122,7 +122,7 @@ def test_reserve_charge_and_foreign_cover_every_byte_that_is_seen(
     for name, (size, seen) in zip("abc", tickets, strict=False):
         serve(made, 0, name, size, seen)
     made.read(1)
-    book = made.mind.ledger.books[CPU]
+    book = made.state.ledger.books[CPU]
     lent = book.charged_bytes + book.foreign_bytes + max(scratch) * GIB
     assert lent >= sum(max(size, seen) for size, seen in tickets) * GIB
     assert book.free_bytes + book.charged_bytes + book.foreign_bytes == book.budget_bytes

@@ -50,13 +50,13 @@ def test_sleep_is_believed_only_once_it_is_measured() -> None:
     desk.read(1)
     desk.ask(20, "b", 60)
     assert desk.at(21, ev.Slept(TicketId("a"))) == [RequestReading(NODE)]
-    assert desk.state("a") == "draining"
+    assert desk.state_of("a") == "draining"
     assert granted(desk.read(21.5)) == []
     desk.engines["a"] = {CPU: 9, HOST: 40}  # fell by 71 of 80: not yet nine tenths
     assert granted(desk.read(22)) == []
     desk.engines["a"] = {CPU: 8, HOST: 40}
     assert granted(desk.read(23)) == ["b"]
-    assert desk.state("a") == "asleep"
+    assert desk.state_of("a") == "asleep"
     assert (desk.charged(CPU), desk.charged(HOST)) == (68, 40)
     assert desk.last("model_unload").data["to"] == "asleep"
 
@@ -138,11 +138,11 @@ def test_a_refused_sleep_gives_the_reserved_host_ram_back() -> None:
 def test_a_wake_waits_in_line_and_is_granted_beside_its_residue() -> None:
     desk = asleep()
     assert desk.ask(30, "a", 80, host=40) == []
-    assert len(desk.mind.line) == 1
+    assert len(desk.state.queue) == 1
     desk.at(31, ev.LoadBroke(TicketId("b"), "x", False))
     [grant] = [d for d in desk.gone(32, "b") if isinstance(d, Grant)]
     assert (grant.ticket, grant.devices) == ("a", (types.DeviceBytes(CPU, gib(80)),))
-    assert desk.state("a") == "loading"
+    assert desk.state_of("a") == "loading"
     assert (desk.charged(CPU), desk.charged(HOST)) == (80, 40)
 
 
@@ -153,7 +153,7 @@ def test_after_a_wake_host_bytes_stay_charged_until_measured_back() -> None:
     desk.at(31, ev.LoadBroke(TicketId("b"), "x", False))
     desk.gone(32, "b")
     desk.at(33, ev.Loaded(TicketId("a"), seconds(1)))
-    assert desk.state("a") == "resident"
+    assert desk.state_of("a") == "resident"
     assert desk.charged(HOST) == 40
     desk.engines["a"] = {CPU: 80}
     desk.read(34)
@@ -176,12 +176,12 @@ def test_a_wake_nobody_waits_for_sleeps_on_and_one_under_way_finishes() -> None:
     desk = asleep()
     desk.ask(30, "a", 80, host=40)
     assert desk.at(31, ev.Withdrawn(TicketId("a"))) == []
-    assert (desk.state("a"), len(desk.mind.line)) == ("asleep", 0)
+    assert (desk.state_of("a"), len(desk.state.queue)) == ("asleep", 0)
     desk.at(32, ev.LoadBroke(TicketId("b"), "x", False))
     desk.gone(33, "b")
     assert granted(desk.ask(34, "a", 80, host=40)) == ["a"]
     assert desk.at(35, ev.Withdrawn(TicketId("a"))) == []
-    assert desk.state("a") == "loading"
+    assert desk.state_of("a") == "loading"
 
 
 def test_a_wake_asked_while_it_falls_asleep_is_granted_once_it_sleeps() -> None:
@@ -203,14 +203,14 @@ def test_a_wake_asked_before_a_refused_sleep_is_answered_as_it_is_resident() -> 
     desk.ask(20, "b", 60)
     assert desk.ask(21, "a", 80, host=40) == []
     assert granted(desk.at(30, ev.BarrierDropped(TicketId("a"), 1))) == ["a"]
-    assert desk.state("a") == "resident"
+    assert desk.state_of("a") == "resident"
 
 
 def test_a_wake_past_its_deadline_is_refused_and_may_be_asked_again() -> None:
     desk = asleep()
     desk.ask(30, "a", 80, host=40, deadline_s=5)
     assert isinstance(refusal(desk.woke(35)), errors.DeadlineUnmet)
-    assert desk.state("a") == "asleep"
+    assert desk.state_of("a") == "asleep"
     desk.at(36, ev.LoadBroke(TicketId("b"), "x", False))
     desk.gone(36, "b")
     assert granted(desk.ask(37, "a", 80, host=40)) == ["a"]
@@ -219,10 +219,10 @@ def test_a_wake_past_its_deadline_is_refused_and_may_be_asked_again() -> None:
 @pytest.mark.spec("C8")
 def test_a_sleeper_past_its_keep_warm_is_ended_without_asking() -> None:
     desk = asleep()
-    desk.mind.ledger.find(TicketId("a")).keep_warm = seconds(100)
-    desk.mind.watch(desk.mind.ledger.find(TicketId("a")), s(22))
+    desk.state.ledger.find(TicketId("a")).keep_warm = seconds(100)
+    desk.state.set_timer(desk.state.ledger.find(TicketId("a")), s(22))
     desk.woke(23)
-    last_used = desk.mind.ledger.find(TicketId("a")).last_used
+    last_used = desk.state.ledger.find(TicketId("a")).last_used
     assert desk.woke(99.9) == []
     decisions = desk.woke(100)
     assert last_used == s(0)
@@ -237,7 +237,7 @@ def test_who_waits_to_wake_learns_that_its_engine_is_gone() -> None:
     desk = asleep()
     desk.ask(30, "a", 80, host=40)
     assert refusal(desk.gone(31, "a")) == errors.TicketClosed(TicketId("a"))
-    assert len(desk.mind.line) == 0
+    assert len(desk.state.queue) == 0
 
 
 @pytest.mark.spec("A18")
@@ -265,11 +265,11 @@ def test_overcommitted_host_ram_ends_sleepers() -> None:
 def test_a_wake_that_pinned_models_leave_no_room_for_is_refused() -> None:
     desk = asleep()
     desk.at(23, ev.Loaded(TicketId("b"), seconds(1)))
-    desk.mind.ledger.pin(desk.mind.ledger.find(TicketId("b")), True)
+    desk.state.ledger.pin(desk.state.ledger.find(TicketId("b")), True)
     assert refusal(desk.ask(30, "a", 80, host=40)) == errors.NeverFits(
         TicketId("a"), gib(80), gib(20)
     )
-    assert desk.state("a") == "asleep"
+    assert desk.state_of("a") == "asleep"
 
 
 @pytest.mark.spec("A18")
@@ -289,8 +289,8 @@ def test_a_wake_asked_twice_waits_once() -> None:
     desk = asleep()
     desk.ask(30, "a", 80, host=40)
     desk.ask(31, "a", 80, host=40)
-    assert desk.mind.line.tickets() == ["a"]
-    assert desk.mind.line.count("text/a") == 1
+    assert desk.state.queue.tickets() == ["a"]
+    assert desk.state.queue.count("text/a") == 1
 
 
 @pytest.mark.spec("B4")
@@ -319,9 +319,9 @@ def test_a_wake_whose_caller_left_before_the_grant_arrived_is_given_up() -> None
     desk.at(33.1, ev.Withdrawn(TicketId("a")))
     beat = ev.Renewed(HolderId("h"), (desk.held("a", types.Phase.ASLEEP),))
     desk.at(37, beat)
-    assert desk.state("a") == "loading"  # it may have been sent before the grant arrived
+    assert desk.state_of("a") == "loading"  # it may have been sent before the grant arrived
     desk.at(38, beat)
-    assert (desk.state("a"), desk.charged(HOST)) == ("asleep", 40)
+    assert (desk.state_of("a"), desk.charged(HOST)) == ("asleep", 40)
     assert desk.charged(CPU) == desk.engines["a"].get(CPU, 0)
     told = desk.kinds()
     desk.woke(700)
@@ -335,16 +335,16 @@ def test_a_wake_that_was_not_verified_is_an_event_and_teaches_no_seconds() -> No
     desk = being_woken()
     desk.at(35, ev.Loaded(TicketId("a"), seconds(2), verified=False))
     assert desk.last("wake_unverified").ticket == "a"
-    assert desk.mind.estimates.wake_time(KEY) == 0
+    assert desk.state.estimates.wake_time(KEY) == 0
 
 
 @pytest.mark.spec("A17")
 def test_the_seconds_of_a_wake_are_predicted_from_wakes() -> None:
     desk = being_woken()
-    desk.mind.estimates.loaded(KEY, seconds(30))
+    desk.state.estimates.loaded(KEY, seconds(30))
     desk.at(35, ev.Loaded(TicketId("a"), seconds(2)))
-    assert desk.mind.estimates.wake_time(KEY) == seconds(2)
-    assert desk.mind.estimates.load_time(KEY) > seconds(2)
+    assert desk.state.estimates.wake_time(KEY) == seconds(2)
+    assert desk.state.estimates.load_time(KEY) > seconds(2)
     desk.engines["a"] = {CPU: 80}
     desk.read(36)
     desk.beat(37, "a")

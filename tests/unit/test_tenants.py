@@ -30,7 +30,7 @@ def settings(*tenants: TenantLimits) -> Settings:
 
 
 def holds(desk: Desk, tenant: str) -> float:
-    return float(desk.mind.ledger.holdings.by_tenant[tenant] / GIB)
+    return float(desk.state.ledger.holdings.by_tenant[tenant] / GIB)
 
 
 def test_at_its_maximum_a_tenant_makes_room_among_its_own_and_nobody_elses() -> None:
@@ -73,7 +73,7 @@ def test_who_waits_for_its_own_asks_nobody_else_for_what_is_leaving_already() ->
     desk.resident(0, "a", 15, tenant="x")
     desk.resident(1, "b", 15, tenant="x")
     assert revoked(desk.ask(20, "c", 15, tenant="x")) == [("a", "swap", "gone")]
-    assert revoked(desk.woke(22)) == [] and desk.state("b") == "resident"
+    assert revoked(desk.woke(22)) == [] and desk.state_of("b") == "resident"
 
 
 def test_what_a_quarantined_holder_keeps_is_not_waited_for() -> None:
@@ -113,9 +113,9 @@ def test_what_one_tenant_gives_back_has_nobody_elses_line_looked_at_elsewhere(
     desk.ask(10, "e", 50, tenant="x", holder="l")
     looked, serve = [], grant_pass._run_node
 
-    def look(mind: CoreState, node: Node) -> bool:
+    def look(state: CoreState, node: Node) -> bool:
         looked.append(node.node)
-        return serve(mind, node)
+        return serve(state, node)
 
     monkeypatch.setattr(grant_pass, "_run_node", look)
     desk.at(10.1, ev.Released(TicketId("b"), "x"))
@@ -134,7 +134,7 @@ def test_what_sleeps_in_host_ram_is_no_part_of_a_maximum() -> None:
     desk.at(21, ev.Slept(TicketId("a")))
     desk.engines["a"] = {HOST: 30}
     desk.read(22)
-    assert desk.state("a") == "asleep"
+    assert desk.state_of("a") == "asleep"
     desk.at(23, ev.LoadBroke(TicketId("b"), "x", False))
     desk.gone(24, "b")
     assert granted(desk.ask(25, "a", 20, host=30, tenant="z")) == ["a"]
@@ -203,7 +203,7 @@ def test_a_tickets_account_is_its_last_users_unless_that_breaks_a_limit() -> Non
 
 
 def used(desk: Desk, t: float, name: str, client: types.Client) -> list[Decision]:
-    entry = desk.mind.ledger.find(TicketId(name))
+    entry = desk.state.ledger.find(TicketId(name))
     held = replace(desk.held(name, t=t), client=client, uses_count=entry.uses_count + 1)
     return desk.at(t, ev.Renewed(HolderId("h"), (held,)))
 
@@ -242,7 +242,7 @@ def test_tenants_take_turns_by_what_they_ask_for_not_by_how_often() -> None:
     for name in "abcd":
         desk.ask(2, name, 20, tenant="x")
     desk.ask(3, "e", 20, tenant="y")
-    assert desk.mind.line.tickets() == list("abecd")  # y has had as much as one of them
+    assert desk.state.queue.tickets() == list("abecd")  # y has had as much as one of them
 
 
 def test_with_one_tenant_whoever_came_first_goes_first() -> None:
@@ -251,7 +251,7 @@ def test_with_one_tenant_whoever_came_first_goes_first() -> None:
     desk.beat(1, "vad", inflight=1)
     for size, name in zip((20, 1, 7, 3), "abcd", strict=True):
         desk.ask(2, name, size)
-    assert desk.mind.line.tickets() == list("abcd")
+    assert desk.state.queue.tickets() == list("abcd")
 
 
 def test_clients_beyond_the_bound_become_one_row_of_their_tenant() -> None:
@@ -259,7 +259,7 @@ def test_clients_beyond_the_bound_become_one_row_of_their_tenant() -> None:
     desk = Desk()
     for number in range(6):
         accounts.used(ev.Usage(types.Client("x", f"c{number}"), 2), Instant(number))
-        accounts.settle(desk.mind.ledger.holdings, Instant(number))
+        accounts.settle(desk.state.ledger.holdings, Instant(number))
     assert len(accounts.rows) <= 4
     assert accounts.rows[types.Client("x")].requests_count >= 4
     assert sum(a.requests_count for a in accounts.rows.values()) == 12
@@ -275,6 +275,6 @@ def test_accounts_survive_a_restart() -> None:
     again = Desk(device=80)
     again.arbiter.restore_accounts(rows)
     assert again.arbiter.export_accounts() == rows
-    assert byte_seconds(again.mind.accounts.rows[types.Client("y")].byte_ns) == Bytes(
+    assert byte_seconds(again.state.accounts.rows[types.Client("y")].byte_ns) == Bytes(
         102 * 20 * GIB
     )

@@ -49,9 +49,9 @@ def test_equals_wait_for_the_minimum_residency_and_the_more_urgent_do_not() -> N
 def test_a_model_counts_as_batch_when_its_keep_warm_seconds_have_passed() -> None:
     desk = Desk(device=80, keep_warm_s=30)
     desk.resident(0, "a", 80, priority=URGENT)
-    desk.mind.ledger.find(TicketId("a")).refused_until = 10**12  # so that it stays when unused
+    desk.state.ledger.find(TicketId("a")).declined_until = 10**12  # so that it stays when unused
     assert desk.ask(20, "b", 80, priority=LOW) == []
-    desk.mind.ledger.find(TicketId("a")).refused_until = 0
+    desk.state.ledger.find(TicketId("a")).declined_until = 0
     assert min(desk.wakes) <= 30 * 10**9
     assert [name for name, _, _ in revoked(desk.woke(30))] == ["a"]
 

@@ -112,15 +112,15 @@ def many(desk: Desk) -> ev.CapabilitiesSet:
 def test_an_order_that_is_kept_is_the_order_of_today(policy: str) -> None:
     """Ranked once, then only what changed: the same as if everything were priced anew."""
     desk = crowded(policy)
-    book = desk.mind.ledger.books[CPU]
+    book = desk.state.ledger.books[CPU]
     assert len(book.entries) > SWEPT_COUNT
-    list(ranked_victims(desk.mind, book))
+    list(ranked_victims(desk.state, book))
     for t, model in enumerate(MANY[::3], start=200):
         desk.beat(t, f"{model}-t", inflight=t % 2)
-        kept = [entry.ticket for entry, _ in ranked_victims(desk.mind, book)]
+        kept = [entry.ticket for entry, _ in ranked_victims(desk.state, book)]
         if policy in ("priority_lru", "belady"):  # their prices do not drift
             anew = sorted(
-                book.entries.values(), key=lambda e: price_victim(desk.mind, book, e).place
+                book.entries.values(), key=lambda e: price_victim(desk.state, book, e).place
             )
             assert kept == [e.ticket for e in anew]
         assert sorted(kept) == sorted(book.entries)
@@ -146,9 +146,9 @@ def test_rates_fade_to_a_third_within_a_window_and_add_up() -> None:
 
 def test_a_heartbeat_that_says_nothing_new_has_nobody_priced_again() -> None:
     desk = crowded("two_rates")
-    book = desk.mind.ledger.books[CPU]
+    book = desk.state.ledger.books[CPU]
     desk.beat(200)
-    list(ranked_victims(desk.mind, book))
+    list(ranked_victims(desk.state, book))
     desk.beat(201)
     assert book.stale == set()
     desk.beat(202, f"{MANY[0]}-t", inflight=1)
@@ -157,12 +157,12 @@ def test_a_heartbeat_that_says_nothing_new_has_nobody_priced_again() -> None:
 
 def test_the_order_is_given_up_where_nobody_looks_for_long() -> None:
     desk = crowded("two_rates")
-    book = desk.mind.ledger.books[CPU]
-    list(ranked_victims(desk.mind, book))
+    book = desk.state.ledger.books[CPU]
+    list(ranked_victims(desk.state, book))
     for n in range(len(book.entries) + UNREAD_COUNT + 1):
         book.note_stale(TicketId(f"gone{n}"))
     assert book.stale is None
-    assert [e.ticket for e, _ in ranked_victims(desk.mind, book)]
+    assert [e.ticket for e, _ in ranked_victims(desk.state, book)]
 
 
 def old_urgent_ones() -> Desk:
@@ -176,18 +176,18 @@ def old_urgent_ones() -> Desk:
 @pytest.mark.spec("C2")
 def test_all_whose_urgency_has_faded_may_have_to_yield_at_once() -> None:
     desk = old_urgent_ones()
-    book = desk.mind.ledger.books[CPU]
+    book = desk.state.ledger.books[CPU]
     desk.woke(899)
-    assert not list(victims_no_more_urgent(desk.mind, book, Priority.NORMAL))
+    assert not list(victims_no_more_urgent(desk.state, book, Priority.NORMAL))
     desk.woke(901)
-    assert len(list(victims_no_more_urgent(desk.mind, book, Priority.NORMAL))) == 8
+    assert len(list(victims_no_more_urgent(desk.state, book, Priority.NORMAL))) == 8
 
 
 @pytest.mark.spec("C3")
 def test_no_price_is_older_than_a_minute() -> None:
     desk = old_urgent_ones()
-    book = desk.mind.ledger.books[CPU]
+    book = desk.state.ledger.books[CPU]
     for t in (901, 961):
         desk.woke(t)
-        priced = list(ranked_victims(desk.mind, book))
-    assert [kept for _, kept in priced] == [price_victim(desk.mind, book, e) for e, _ in priced]
+        priced = list(ranked_victims(desk.state, book))
+    assert [kept for _, kept in priced] == [price_victim(desk.state, book, e) for e, _ in priced]

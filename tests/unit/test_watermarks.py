@@ -29,7 +29,7 @@ def fall_asleep(desk: Desk, t: float, name: str, size: float) -> list[str]:
     desk.engines[name] = {HOST: size}
     desk.at(t + 21, ev.Slept(TicketId(name)))
     out = desk.read(t + 22)
-    assert desk.state(name) == "asleep"
+    assert desk.state_of(name) == "asleep"
     return reaped(out)
 
 
@@ -45,7 +45,7 @@ def asleep(host: float, sizes: dict[str, float]) -> tuple[Desk, list[str]]:
 def test_above_the_high_mark_sleepers_go_until_the_low_one_and_no_further() -> None:
     desk, gone = asleep(100, {"a": 10, "b": 10, "c": 10, "d": 10, "e": 58})
     assert gone == ["a", "b"]  # 98 of 100: without the one it is 88 yet, without both 78
-    assert [desk.state(name) for name in "cde"] == ["asleep"] * 3
+    assert [desk.state_of(name) for name in "cde"] == ["asleep"] * 3
     assert desk.charged(HOST) == 78
     assert desk.last("eviction").data["reason"] == "fit"
 
@@ -57,9 +57,9 @@ def test_between_the_marks_nothing_happens() -> None:
 
 def test_the_last_to_fall_asleep_stays_even_alone_above_the_mark() -> None:
     desk, gone = asleep(32, {"a": 31})
-    assert gone == [] and desk.state("a") == "asleep"
+    assert gone == [] and desk.state_of("a") == "asleep"
     desk, gone = asleep(100, {"a": 15, "b": 80})
-    assert gone == ["a"] and desk.state("b") == "asleep"
+    assert gone == ["a"] and desk.state_of("b") == "asleep"
 
 
 def test_a_sleeper_that_somebody_waits_for_stays() -> None:
@@ -68,7 +68,7 @@ def test_a_sleeper_that_somebody_waits_for_stays() -> None:
     desk.at(301, ev.Loaded(TicketId("large"), seconds(1)))
     desk.ask(302, "a", 40, host=40)
     desk.foreign[HOST] = 15  # 95 of 100
-    assert reaped(desk.read(303)) == [] and desk.state("a") == "asleep"
+    assert reaped(desk.read(303)) == [] and desk.state_of("a") == "asleep"
 
 
 def test_a_bed_that_is_kept_for_one_that_drains_counts_once_it_is_slept_in() -> None:
@@ -76,7 +76,7 @@ def test_a_bed_that_is_kept_for_one_that_drains_counts_once_it_is_slept_in() -> 
     desk.resident(300, "c", 25, host=25)
     desk.engines["c"] = {CPU: 25}
     assert revoked(desk.ask(320, "other", 80, model="large")) == [("c", "swap", "asleep")]
-    assert desk.charged(HOST) == 95 and desk.state("a") == desk.state("b") == "asleep"
+    assert desk.charged(HOST) == 95 and desk.state_of("a") == desk.state_of("b") == "asleep"
     assert reaped(desk.at(321, ev.BarrierDropped(TicketId("c"), 1))) == []
 
 
@@ -102,7 +102,7 @@ def test_on_a_device_they_are_off_unless_switched_on() -> None:
 
 def test_on_a_device_they_act_with_a_waiter_and_take_more_than_it_needs() -> None:
     desk = crowded(MARKED)
-    assert all(desk.state(name) == "resident" for name in NAMES)
+    assert all(desk.state_of(name) == "resident" for name in NAMES)
     assert revoked(desk.ask(100, "vad", 6)) == [("a", "swap", "gone"), ("b", "swap", "gone")]
     assert desk.woke(101) == []
     desk.at(102, ev.Released(TicketId("a"), "swap"))
@@ -126,7 +126,7 @@ def test_nor_than_who_wants_to_grow() -> None:
     desk.resident(0, "a", 68, priority=types.Priority.HIGH)
     desk.resident(1, "text", 9)
     grow = ev.GrowthAsked(TicketId("text"), units.Bytes(6 << 30), seconds(30))
-    assert revoked(desk.at(100, grow)) == [] and "text" in desk.mind.growing
+    assert revoked(desk.at(100, grow)) == [] and "text" in desk.state.growing
     assert revoked(desk.ask(101, "b", 1)) == []  # something has changed there
 
 
@@ -139,7 +139,7 @@ def test_on_a_device_they_do_not_act_for_one_that_asks_for_bytes_of_another() ->
     desk.at(1, ev.Loaded(TicketId("c"), seconds(0)))
     assert (desk.home("a"), desk.home("b"), desk.home("c")) == ({"0": 95}, {"1": 50}, {"1": 45})
     grow = ev.GrowthAsked(TicketId("b"), units.Bytes(20 << 30), seconds(30))
-    assert revoked(desk.at(100, grow)) == [] and "b" in desk.mind.growing
+    assert revoked(desk.at(100, grow)) == [] and "b" in desk.state.growing
     assert revoked(desk.want(101, "d", 1)) == []  # something has changed there
 
 

@@ -30,19 +30,19 @@ class Obstacle(Enum):
     RESERVED = auto()
 
 
-def is_evictable(mind: CoreState, entry: Ticket) -> bool:
+def is_evictable(state: CoreState, entry: Ticket) -> bool:
     return (
         entry.state in (State.RESIDENT, State.ASLEEP)
         and not entry.pinned
-        and entry.lives_in is None
+        and entry.shares_process_with is None
         and (entry.lease is None or entry.lease.preemptible)
-        and not (entry.state is State.ASLEEP and floor_of(mind, entry) is Floor.HOST)
-        and mind.now >= entry.refused_until
+        and not (entry.state is State.ASLEEP and floor_of(state, entry) is Floor.HOST)
+        and state.now >= entry.declined_until
     )
 
 
 def find_obstacle(
-    mind: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority
+    state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority
 ) -> Obstacle | None:
     """None: it may be revoked for `waiting`. Never one more urgent than who asks; an equal only
     after its minimum residency (SPEC C2, C4). A sleeper that waits to be woken gives way to those
@@ -50,69 +50,69 @@ def find_obstacle(
     first in line waiting for ever."""
     if entry is waiting:
         return Obstacle.ITSELF
-    if not is_evictable(mind, entry):
+    if not is_evictable(state, entry):
         return Obstacle.UNLAWFUL
-    if mind.tenants and quotas.is_reserved(mind, entry, waiting.client.tenant):
+    if state.tenants and quotas.is_reserved(state, entry, waiting.client.tenant):
         return Obstacle.RESERVED
-    if entry.ticket in mind.line:
-        is_ahead = mind.line.is_ahead(waiting.ticket, entry.ticket)
+    if entry.ticket in state.queue:
+        is_ahead = state.queue.is_ahead(waiting.ticket, entry.ticket)
         return None if is_ahead else Obstacle.AHEAD
-    its_own = effective_priority(mind, entry)
+    its_own = effective_priority(state, entry)
     if its_own < urgent:
         return Obstacle.URGENT
-    if its_own == urgent and mind.now < min_residency_ends(mind, entry):
+    if its_own == urgent and state.now < min_residency_ends(state, entry):
         return Obstacle.LATELY
     return None
 
 
-def may_swap(mind: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority) -> bool:
-    return find_obstacle(mind, entry, waiting, urgent) is None
+def may_swap(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority) -> bool:
+    return find_obstacle(state, entry, waiting, urgent) is None
 
 
-def obstacle_text(mind: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority) -> str | None:
+def obstacle_text(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority) -> str | None:
     """The same in words; None: it may."""
-    match find_obstacle(mind, entry, waiting, urgent):
+    match find_obstacle(state, entry, waiting, urgent):
         case Obstacle.ITSELF:
             return "it is the one that waits"
         case Obstacle.UNLAWFUL:
-            return _why_never(mind, entry)
+            return _why_never(state, entry)
         case Obstacle.RESERVED:
             return f"it is of what is reserved for {entry.client.tenant}"
         case Obstacle.AHEAD:
             return "it waits itself, further ahead"
         case Obstacle.URGENT:
-            its_own = effective_priority(mind, entry).name.lower()
+            its_own = effective_priority(state, entry).name.lower()
             return f"it is more urgent ({its_own} before {urgent.name.lower()})"
         case Obstacle.LATELY:
-            left_s = in_seconds(since(mind.now, min_residency_ends(mind, entry)))
+            left_s = in_seconds(since(state.now, min_residency_ends(state, entry)))
             return f"it came lately, and stays {left_s:.1f} s yet for what its load took"
     return None
 
 
-def _why_never(mind: CoreState, entry: Ticket) -> str:
+def _why_never(state: CoreState, entry: Ticket) -> str:
     if entry.pinned:
         return "it is pinned"
-    if entry.lives_in:
-        return f"it goes when {entry.lives_in} goes"
-    if mind.now < entry.refused_until:
-        left_s = in_seconds(since(mind.now, entry.refused_until))
+    if entry.shares_process_with:
+        return f"it goes when {entry.shares_process_with} goes"
+    if state.now < entry.declined_until:
+        left_s = in_seconds(since(state.now, entry.declined_until))
         return f"it was busy when asked, and is left alone for {left_s:.1f} s"
     return f"it is {entry.state.value}"
 
 
-def may_leave(mind: CoreState, entry: Ticket) -> bool:
+def may_leave(state: CoreState, entry: Ticket) -> bool:
     """For want of real memory minimum residency does not count; being in use does."""
-    return is_evictable(mind, entry) and entry.inflight == 0 and entry.ticket not in mind.line
+    return is_evictable(state, entry) and entry.inflight == 0 and entry.ticket not in state.queue
 
 
-def min_residency_ends(mind: CoreState, entry: Ticket) -> Instant:
-    if entry.state is not State.RESIDENT or entry.is_guess:
+def min_residency_ends(state: CoreState, entry: Ticket) -> Instant:
+    if entry.state is not State.RESIDENT or entry.is_prefetch:
         return entry.since
-    settings = mind.settings
+    settings = state.settings
     in_loads = Span(int(entry.load_took * settings.min_residency_loads))
     at_least = max(settings.min_residency, min(in_loads, settings.min_residency_most))
     return after(entry.resident_since, at_least)
 
 
-def floor_of(mind: CoreState, entry: Ticket) -> Floor:
-    return mind.floors.get((entry.capability, entry.model), Floor.COLD)
+def floor_of(state: CoreState, entry: Ticket) -> Floor:
+    return state.floors.get((entry.capability, entry.model), Floor.COLD)

@@ -26,15 +26,15 @@ def may_exceed_budget(entry: Ticket) -> bool:
     return entry.split is not Split.NONE or entry.allow_oversize
 
 
-def evict_all_idle(mind: CoreState, books: Iterable[DeviceAccount], entry: Ticket) -> Sizes | None:
+def evict_all_idle(state: CoreState, books: Iterable[DeviceAccount], entry: Ticket) -> Sizes | None:
     """What it is granted once nobody idle is left there; None: they have been asked to leave."""
     book = max(books, key=lambda b: (on_demand_of(b), b.device), default=None)
     if book is None:
         return None
     for other in list(book.entries.values()):
-        if may_leave(mind, other):
-            note_evicted_for(mind, entry, other)
-            revoke(mind, other, Reason.SWAP, entry)
+        if may_leave(state, other):
+            note_evicted_for(state, entry, other)
+            revoke(state, other, Reason.SWAP, entry)
     left = [e for e in book.entries.values() if _returning_bytes(e)]
     return None if left or book.free_bytes <= 0 else {book.device: Bytes(book.free_bytes)}
 
@@ -42,6 +42,6 @@ def evict_all_idle(mind: CoreState, books: Iterable[DeviceAccount], entry: Ticke
 def _returning_bytes(entry: Ticket) -> bool:
     """Its bytes are awaited, or will be."""
     if entry.state is State.RECLAIMING:
-        return not entry.alarmed
+        return not entry.reclaim_late
     is_idle = entry.inflight == 0 and not entry.pinned
     return entry.state in ON_THE_MOVE or (entry.state is State.RESIDENT and is_idle)

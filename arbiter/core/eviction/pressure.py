@@ -1,7 +1,7 @@
 """Pressure (SPEC C5): real memory is short on a device or node, whatever the books say.
 
 Three sources, the worst wins: readings of free bytes, the kernel's stalls (PSI), and levels that
-somebody pushed, which last for a term. It acts only on the device it is felt on: low takes the
+somebody pushed, which last for a term. It acts only on the device that feels it: low takes the
 lowest idle resident, again with each tick that stays low; critical takes every idle one, and no new
 load begins there. Text is spared, and so is what is pinned or in use.
 """
@@ -25,155 +25,172 @@ from arbiter.units import Bytes, DeviceId, HolderId, NodeId, after, host_device
 # -- sources --------------------------------------------------------------------------------------
 
 
-def on_reading(mind: CoreState, node: Node, stalled_fraction: float) -> None:
+def on_reading(state: CoreState, node: Node, stalled_fraction: float) -> None:
     """A reading has come."""
     for device, reading in node.readings.items():
-        book = mind.ledger.books[device]
-        reserve = Bytes(book.total_bytes - int(book.total_bytes * mind.settings.arena_fraction))
+        book = state.ledger.books[device]
+        reserve = Bytes(book.total_bytes - int(book.total_bytes * state.settings.arena_fraction))
         is_ram = book.kind is not types.DeviceKind.GPU
         stalls = stalled_fraction if is_ram else 0.0
         gauge = MemoryReading(book.kind, reading.free_bytes, book.total_bytes, reserve, stalls)
-        felt = _state_of(mind, device)
-        felt.measured, felt.free_bytes = mind.policies.pressure(gauge), reading.free_bytes
-        _update_level(mind, book, "measured")
+        pressure_state = _state_of(state, device)
+        pressure_state.measured, pressure_state.free_bytes = (
+            state.policies.pressure(gauge),
+            reading.free_bytes,
+        )
+        _update_level(state, book, "measured")
 
 
-def on_pushed(mind: CoreState, event: ev.PressurePushed) -> None:
+def on_pushed(state: CoreState, event: ev.PressurePushed) -> None:
     """By the API: somebody knows better. It ends by itself."""
-    found = [b for b in mind.ledger.books.values() if event.where in (b.device, b.node)]
+    found = [b for b in state.ledger.books.values() if event.where in (b.device, b.node)]
     if not found:
-        mind.stale_count += 1
+        state.stale_count += 1
     for book in found:
-        felt = _state_of(mind, book.device)
-        felt.pushed, felt.pushed_until = event.level, after(mind.now, event.term)
+        pressure_state = _state_of(state, book.device)
+        pressure_state.pushed, pressure_state.pushed_until = (
+            event.level,
+            after(state.now, event.term),
+        )
         if event.free_bytes is not None:
-            felt.free_bytes = event.free_bytes
-        mind.alarms.set(("pressure", book.device), felt.pushed_until)
-        _update_level(mind, book, "pushed")
+            pressure_state.free_bytes = event.free_bytes
+        state.timers.set(("pressure", book.device), pressure_state.pushed_until)
+        _update_level(state, book, "pushed")
 
 
-def _state_of(mind: CoreState, device: DeviceId) -> PressureState:
-    return mind.pressure.setdefault(device, PressureState())
+def _state_of(state: CoreState, device: DeviceId) -> PressureState:
+    return state.pressure.setdefault(device, PressureState())
 
 
-def level_of(mind: CoreState, device: DeviceId) -> Level:
-    felt = mind.pressure.get(device)
-    return felt.level if felt else Level.NOMINAL
+def level_of(state: CoreState, device: DeviceId) -> Level:
+    pressure_state = state.pressure.get(device)
+    return pressure_state.level if pressure_state else Level.NOMINAL
 
 
-def is_nominal(mind: CoreState, node: NodeId) -> bool:
+def is_nominal(state: CoreState, node: NodeId) -> bool:
     """Everywhere on the node."""
-    found = mind.nodes.get(node)
-    return found is not None and all(level_of(mind, d) is Level.NOMINAL for d in found.devices)
+    found = state.nodes.get(node)
+    return found is not None and all(level_of(state, d) is Level.NOMINAL for d in found.devices)
 
 
 # -- acting ---------------------------------------------------------------------------------------
 
 
-def _update_level(mind: CoreState, book: DeviceAccount, source: str) -> None:
+def _update_level(state: CoreState, book: DeviceAccount, source: str) -> None:
     """Told when it changes; acted on when it rises, and then at each tick."""
-    felt = _state_of(mind, book.device)
-    before, felt.level = felt.level, worst(mind, felt)
-    if felt.level is before:
+    pressure_state = _state_of(state, book.device)
+    before, pressure_state.level = pressure_state.level, worst(state, pressure_state)
+    if pressure_state.level is before:
         return
-    felt.nothing_left = False
-    mind.ledger.changed.add(book.node)  # loads may begin there that could not, or the reverse
-    level = felt.level.name.lower()
-    mind.tell(
-        "memory_pressure", size=felt.free_bytes, device=book.device, level=level, source=source
+    pressure_state.nothing_left = False
+    state.ledger.changed.add(book.node)  # loads may begin there that could not, or the reverse
+    level = pressure_state.level.name.lower()
+    state.log(
+        "memory_pressure",
+        size=pressure_state.free_bytes,
+        device=book.device,
+        level=level,
+        source=source,
     )
-    if felt.level > before:
-        _relieve(mind, book, felt)
+    if pressure_state.level > before:
+        _relieve(state, book, pressure_state)
 
 
-def worst(mind: CoreState, felt: PressureState) -> Level:
-    is_current = felt.pushed_until is not None and mind.now < felt.pushed_until
-    return max(felt.measured, felt.pushed) if is_current else felt.measured
+def worst(state: CoreState, pressure_state: PressureState) -> Level:
+    is_current = pressure_state.pushed_until is not None and state.now < pressure_state.pushed_until
+    return (
+        max(pressure_state.measured, pressure_state.pushed)
+        if is_current
+        else pressure_state.measured
+    )
 
 
-def on_timer(mind: CoreState, name: str) -> None:
+def on_timer(state: CoreState, name: str) -> None:
     """The tick, and the end of a pushed level."""
-    book, felt = mind.ledger.books.get(DeviceId(name)), mind.pressure.get(DeviceId(name))
-    if book is None or felt is None:
-        mind.pressure.pop(DeviceId(name), None)  # it left with its node
+    book, pressure_state = (
+        state.ledger.books.get(DeviceId(name)),
+        state.pressure.get(DeviceId(name)),
+    )
+    if book is None or pressure_state is None:
+        state.pressure.pop(DeviceId(name), None)  # it left with its node
         return
-    _update_level(mind, book, "term")
-    if felt.level is Level.NOMINAL or felt.acts_at is None:
+    _update_level(state, book, "term")
+    if pressure_state.level is Level.NOMINAL or pressure_state.acts_at is None:
         return
-    if mind.now >= felt.acts_at:
-        _relieve(mind, book, felt)
+    if state.now >= pressure_state.acts_at:
+        _relieve(state, book, pressure_state)
     else:
-        mind.alarms.set(("pressure", book.device), felt.acts_at)
+        state.timers.set(("pressure", book.device), pressure_state.acts_at)
 
 
-def _relieve(mind: CoreState, book: DeviceAccount, felt: PressureState) -> None:
-    if _acts_elsewhere(mind, book):
+def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureState) -> None:
+    if _acts_elsewhere(state, book):
         return
-    felt.acts_at = after(mind.now, mind.settings.terms.pressure_tick)
-    mind.alarms.set(("pressure", book.device), felt.acts_at)
-    victims = candidates(mind, book)
-    for victim in victims if felt.level is Level.CRITICAL else victims[:1]:
-        revoke(mind, victim, Reason.PRESSURE, None)
-    if not victims and not felt.nothing_left:
-        felt.nothing_left = True
+    pressure_state.acts_at = after(state.now, state.settings.timeouts.pressure_tick)
+    state.timers.set(("pressure", book.device), pressure_state.acts_at)
+    victims = candidates(state, book)
+    for victim in victims if pressure_state.level is Level.CRITICAL else victims[:1]:
+        revoke(state, victim, Reason.PRESSURE, None)
+    if not victims and not pressure_state.nothing_left:
+        pressure_state.nothing_left = True
         held = Bytes(sum(charged(e) for e in book.entries.values()))
-        level = felt.level.name.lower()
-        mind.tell("pressure_nothing_left", size=held, device=book.device, level=level)
+        level = pressure_state.level.name.lower()
+        state.log("pressure_nothing_left", size=held, device=book.device, level=level)
 
 
-def candidates(mind: CoreState, book: DeviceAccount) -> list[Ticket]:
+def candidates(state: CoreState, book: DeviceAccount) -> list[Ticket]:
     """Idle, unpinned, and not text; the lowest first: by urgency, role, and the policy's price."""
-    priced = [pair for b in _one_memory(mind, book) for pair in ranked_victims(mind, b)]
+    priced = [pair for b in _one_memory(state, book) for pair in ranked_victims(state, b)]
     priced.sort(key=lambda pair: (pair[1].rank[:3], pair[0].role_rank, pair[1].place))
     found = {entry.ticket: entry for entry, _ in priced}
-    return [e for e in found.values() if may_leave(mind, e) and not is_spared(mind, e)]
+    return [e for e in found.values() if may_leave(state, e) and not is_spared(state, e)]
 
 
-def _one_memory(mind: CoreState, book: DeviceAccount) -> list[DeviceAccount]:
+def _one_memory(state: CoreState, book: DeviceAccount) -> list[DeviceAccount]:
     """A CPU device and the host are two budgets of one RAM: the device acts for both."""
-    host = mind.ledger.books.get(host_device(book.node))
+    host = state.ledger.books.get(host_device(book.node))
     if book.kind is types.DeviceKind.CPU and host:
         return [book, host]
     return [book]
 
 
-def _acts_elsewhere(mind: CoreState, book: DeviceAccount) -> bool:
-    node = mind.nodes.get(book.node)
+def _acts_elsewhere(state: CoreState, book: DeviceAccount) -> bool:
+    node = state.nodes.get(book.node)
     specs = node.devices.values() if node else ()
     return book.kind is types.DeviceKind.HOST and any(s.kind is types.DeviceKind.CPU for s in specs)
 
 
-def is_spared(mind: CoreState, entry: Ticket) -> bool:
+def is_spared(state: CoreState, entry: Ticket) -> bool:
     if entry.lease:
         return False
-    spec = mind.registry.specs.get(entry.capability)
-    return spec is not None and mind.policies.roles[spec.role].is_spared
+    spec = state.registry.specs.get(entry.capability)
+    return spec is not None and state.policies.roles[spec.role].is_spared
 
 
-def evict_next(mind: CoreState, busy: Ticket) -> None:
+def evict_next(state: CoreState, busy: Ticket) -> None:
     """A victim was in use after all: another in its place, at once."""
     for device in sorted(busy.devices):
-        book, felt = mind.ledger.books.get(device), mind.pressure.get(device)
-        if book and felt and felt.level is not Level.NOMINAL:
-            _relieve(mind, book, felt)
+        book, pressure_state = state.ledger.books.get(device), state.pressure.get(device)
+        if book and pressure_state and pressure_state.level is not Level.NOMINAL:
+            _relieve(state, book, pressure_state)
 
 
 # -- loads ----------------------------------------------------------------------------------------
 
 
-def is_closed_to(mind: CoreState, entry: Ticket, device: DeviceId) -> bool:
+def is_closed_to(state: CoreState, entry: Ticket, device: DeviceId) -> bool:
     """No load of it may begin there now."""
-    return level_of(mind, device) is Level.CRITICAL and not is_spared(mind, entry)
+    return level_of(state, device) is Level.CRITICAL and not is_spared(state, entry)
 
 
-def refusal_under_pressure(mind: CoreState, holder: HolderId, role: str) -> UnderPressure | None:
+def refusal_under_pressure(state: CoreState, holder: HolderId, role: str) -> UnderPressure | None:
     """Refused while every device it could go to is critical."""
-    known = mind.holders.get(holder)
-    found = mind.nodes.get(known.node) if known else None
-    if found is None or mind.policies.roles[role].is_spared:
+    known = state.holders.get(holder)
+    found = state.nodes.get(known.node) if known else None
+    if found is None or state.policies.roles[role].is_spared:
         return None
-    books = compute_books(mind, found)
-    if not books or any(level_of(mind, b.device) is not Level.CRITICAL for b in books):
+    books = compute_books(state, found)
+    if not books or any(level_of(state, b.device) is not Level.CRITICAL for b in books):
         return None
-    freest = max((mind.pressure[b.device].free_bytes for b in books), default=Bytes(0))
+    freest = max((state.pressure[b.device].free_bytes for b in books), default=Bytes(0))
     return UnderPressure(found.node, freest)

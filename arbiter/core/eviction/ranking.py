@@ -40,24 +40,24 @@ class Ranking:
         self._looked: Instant | None = None
         self._swept = Instant(0)
 
-    def refresh(self, mind: CoreState, book: DeviceAccount) -> None:
+    def refresh(self, state: CoreState, book: DeviceAccount) -> None:
         assert book.stale is not None
         changed, book.stale = book.stale, set()
-        if self._looked != mind.now:
-            changed.update(TicketId(name) for _, name in self._fading.due(mind.now))
-            changed.update(self._in_turn(mind))
-            self._looked = mind.now
+        if self._looked != state.now:
+            changed.update(TicketId(name) for _, name in self._fading.due(state.now))
+            changed.update(self._in_turn(state))
+            self._looked = state.now
         for ticket in sorted(changed):
-            self._put(mind, book, ticket)
+            self._put(state, book, ticket)
 
-    def _in_turn(self, mind: CoreState) -> list[TicketId]:
+    def _in_turn(self, state: CoreState) -> list[TicketId]:
         count = len(self._options)
-        unswept = since(self._swept, mind.now)
-        if unswept < SWEPT_EVERY and not mind.foresight:  # the future changes with every use
+        unswept = since(self._swept, state.now)
+        if unswept < SWEPT_EVERY and not state.foresight:  # the future changes with every use
             return []
-        self._swept = mind.now
+        self._swept = state.now
         due_count = max(SWEPT_COUNT, count * unswept // PRICED_FOR)
-        if due_count >= count or mind.foresight:
+        if due_count >= count or state.foresight:
             self._turn = []
             return list(self._options)
         if not self._turn:
@@ -66,16 +66,16 @@ class Ranking:
         del self._turn[-due_count:]
         return in_turn
 
-    def _put(self, mind: CoreState, book: DeviceAccount, ticket: TicketId) -> None:
+    def _put(self, state: CoreState, book: DeviceAccount, ticket: TicketId) -> None:
         if old := self._options.pop(ticket, None):
             del self._order[bisect_left(self._order, old.place)]
         entry = book.entries.get(ticket)
         if entry is None:
             return
-        self._options[ticket] = priced = price_victim(mind, book, entry)
+        self._options[ticket] = priced = price_victim(state, book, entry)
         insort(self._order, priced.place)
-        fades_at = priority_fades_at(mind, entry)
-        if fades_at is not None and fades_at > mind.now:
+        fades_at = priority_fades_at(state, entry)
+        if fades_at is not None and fades_at > state.now:
             self._fading.set(("ticket", ticket), fades_at)
 
     def all(self) -> Iterator[PricedVictim]:
@@ -95,35 +95,35 @@ class Ranking:
             yield self._options[self._order[at][-1]]
 
 
-def ranking(mind: CoreState, book: DeviceAccount) -> Ranking:
+def ranking(state: CoreState, book: DeviceAccount) -> Ranking:
     """As of now."""
-    kept: Ranking | None = mind.rankings.get(book.device)
-    if kept is None or book.stale is None or kept.evict is not mind.policies.evict:
-        kept = mind.rankings[book.device] = Ranking(mind.policies.evict)
+    kept: Ranking | None = state.rankings.get(book.device)
+    if kept is None or book.stale is None or kept.evict is not state.policies.evict:
+        kept = state.rankings[book.device] = Ranking(state.policies.evict)
         book.stale = set(book.entries)
-    kept.refresh(mind, book)
+    kept.refresh(state, book)
     return kept
 
 
-def ranked_victims(mind: CoreState, book: DeviceAccount) -> Iterator[tuple[Ticket, PricedVictim]]:
+def ranked_victims(state: CoreState, book: DeviceAccount) -> Iterator[tuple[Ticket, PricedVictim]]:
     """All who are charged on it, lawful or not."""
-    return ((book.entries[o.ticket], o) for o in ranking(mind, book).all())
+    return ((book.entries[o.ticket], o) for o in ranking(state, book).all())
 
 
 def victims_no_more_urgent(
-    mind: CoreState, book: DeviceAccount, urgent: Priority
+    state: CoreState, book: DeviceAccount, urgent: Priority
 ) -> Iterator[PricedVictim]:
     """Those who may have to yield to one so urgent, lawful or not."""
-    return ranking(mind, book).no_more_urgent(urgent)
+    return ranking(state, book).no_more_urgent(urgent)
 
 
-def price_victim(mind: CoreState, book: DeviceAccount, entry: Ticket) -> PricedVictim:
-    urgent = effective_priority(mind, entry)
-    freed_bytes = companions.end_with_primary(mind, entry, book.device)
+def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> PricedVictim:
+    urgent = effective_priority(state, entry)
+    freed_bytes = companions.end_with_primary(state, entry, book.device)
     name = (entry.capability, entry.model)
-    lasting = mind.lasting_rates
-    lasting_count = lasting.recent(name, mind.now)
-    price = mind.policies.evict(
+    lasting = state.lasting_rates
+    lasting_count = lasting.recent(name, state.now)
+    price = state.policies.evict(
         Candidate(
             entry.ticket,
             entry.holder,
@@ -131,42 +131,42 @@ def price_victim(mind: CoreState, book: DeviceAccount, entry: Ticket) -> PricedV
             freed_bytes,
             entry.inflight,
             entry.last_used,
-            _reload_span(mind, entry),
+            _reload_span(state, entry),
             urgent,
-            now=mind.now,
+            now=state.now,
             budget_bytes=book.budget_bytes,
-            recent_count=mind.rates.recent(name, mind.now),
+            recent_count=state.rates.recent(name, state.now),
             lasting_count=lasting_count,
-            usual_count=mind.hours.ahead(name, mind.now, lasting_count * AHEAD / lasting.window),
-            next_use=mind.foresight(*name, mind.now) if mind.foresight else None,
+            usual_count=state.hours.ahead(name, state.now, lasting_count * AHEAD / lasting.window),
+            next_use=state.foresight(*name, state.now) if state.foresight else None,
         )
     )
-    rank = (entry.ticket in mind.line, entry.inflight > 0, -urgent, *price.rank)
+    rank = (entry.ticket in state.queue, entry.inflight > 0, -urgent, *price.rank)
     return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST, price.cost_s))
 
 
-def _reload_span(mind: CoreState, entry: Ticket) -> Span:
+def _reload_span(state: CoreState, entry: Ticket) -> Span:
     """To have it back: a wake if it would fall asleep, else a load; 0 when never measured."""
-    key = mind.key_of(entry)
-    if entry.state is State.RESIDENT and entry.need.host_bytes and mind.estimates.can_sleep(key):
-        if woken := mind.estimates.wake_time(key):
+    key = state.key_of(entry)
+    if entry.state is State.RESIDENT and entry.need.host_bytes and state.estimates.can_sleep(key):
+        if woken := state.estimates.wake_time(key):
             return woken
-    return mind.estimates.load_time(key, entry.need.weights_bytes)
+    return state.estimates.load_time(key, entry.need.weights_bytes)
 
 
 # -------------------------------------------------------------------------------------------------
 # How urgent a model is (SPEC C2): as its last request, for its keep-warm seconds; then batch.
 
 
-def effective_priority(mind: CoreState, entry: Ticket) -> Priority:
-    fades_at = priority_fades_at(mind, entry)
-    return entry.priority if fades_at is None or mind.now < fades_at else Priority.BATCH
+def effective_priority(state: CoreState, entry: Ticket) -> Priority:
+    fades_at = priority_fades_at(state, entry)
+    return entry.priority if fades_at is None or state.now < fades_at else Priority.BATCH
 
 
-def priority_fades_at(mind: CoreState, entry: Ticket) -> Instant | None:
+def priority_fades_at(state: CoreState, entry: Ticket) -> Instant | None:
     """When it begins to count as batch; None while it is in use. Kept warm for ever does not mean
     urgent for ever: it would never make room for anything."""
     if entry.inflight > 0:
         return None
-    most = mind.settings.carry_most
+    most = state.settings.carry_most
     return after(entry.last_used, most if entry.keep_warm < 0 else min(entry.keep_warm, most))

@@ -16,69 +16,69 @@ from arbiter.units import (
 )
 
 
-def grant_with_host_copy(mind: CoreState, entry: Ticket) -> Sizes | None:
+def grant_with_host_copy(state: CoreState, entry: Ticket) -> Sizes | None:
     """What it is granted plus host RAM to sleep in; None when it cannot or there is no room."""
-    host = mind.ledger.books.get(host_device(entry.node))
-    bed = entry.need.host_bytes
-    if host is None or bed == 0 or not mind.estimates.can_sleep(mind.key_of(entry)):
+    host = state.ledger.books.get(host_device(entry.node))
+    host_reservation = entry.need.host_bytes
+    if host is None or host_reservation == 0 or not state.estimates.can_sleep(state.key_of(entry)):
         return None
     already = entry.charge(host.device)  # a copy still measured since its last sleep
-    if bed - already > host.free_bytes:
+    if host_reservation - already > host.free_bytes:
         return None
-    return {**entry.granted, host.device: bed}
+    return {**entry.granted, host.device: host_reservation}
 
 
-def on_slept(mind: CoreState, entry: Ticket) -> None:
+def on_slept(state: CoreState, entry: Ticket) -> None:
     """Its holder says so; a reading must agree (SPEC D1)."""
     if entry.to is not Tier.ASLEEP:
         kill_and_notify(
-            mind, entry, entry.leaving or Reason.FAILED
+            state, entry, entry.leaving or Reason.FAILED
         )  # nobody reserved host RAM for it
         return
     if entry.slept_at is None:
-        entry.slept_at = mind.now
+        entry.slept_at = state.now
         entry.slept_from_bytes = Bytes(max(entry.home_bytes, entry.at_home_bytes))
-        mind.say(RequestReading(entry.node))
-        mind.watch(entry, after(mind.now, mind.settings.terms.reclaim_alarm))
+        state.decide(RequestReading(entry.node))
+        state.set_timer(entry, after(state.now, state.settings.timeouts.reclaim_alarm))
 
 
-def confirm_sleep(mind: CoreState, entry: Ticket) -> None:
+def confirm_sleep(state: CoreState, entry: Ticket) -> None:
     """A reading has come: DRAINING -> ASLEEP once the device bytes are seen to have fallen."""
     if entry.state is not State.DRAINING or entry.slept_at is None:
         return
     fallen = entry.slept_from_bytes - entry.at_home_bytes
-    if fallen < share(entry.home_bytes, mind.settings.slept_fraction):
+    if fallen < share(entry.home_bytes, state.settings.slept_fraction):
         return
     reason = entry.leaving or Reason.SWAP
-    took = since(entry.since, mind.now)
-    bed = {d: size for d, size in entry.granted.items() if d not in entry.home}
-    mind.move(entry, State.ASLEEP, granted=bed)
+    took = since(entry.since, state.now)
+    host_reservation = {d: size for d, size in entry.granted.items() if d not in entry.home}
+    state.move(entry, State.ASLEEP, granted=host_reservation)
     if entry.revoked_at is not None:
-        mind.estimates.left(entry.capability, since(entry.revoked_at, mind.now))
+        state.estimates.left(entry.capability, since(entry.revoked_at, state.now))
     entry.leaving, entry.inflight = None, 0
-    entry.settles = entry.settles and floor_of(mind, entry) is not Floor.HOST
+    entry.settles = entry.settles and floor_of(state, entry) is not Floor.HOST
     size = Bytes(fallen)
-    mind.tell("model_unload", entry, size=size, took=took, reason=reason.value, to="asleep")
-    mind.watch(entry, mind.now)
+    state.log("model_unload", entry, size=size, took=took, reason=reason.value, to="asleep")
+    state.set_timer(entry, state.now)
 
 
-def doubt_asleep(mind: CoreState, entry: Ticket) -> None:
+def doubt_asleep(state: CoreState, entry: Ticket) -> None:
     """A reading has come of a sleeper that perhaps nobody saw fall asleep: its holder rejoined
     with it. A sleeper may grow a little; one that never gave back half of its share is none."""
-    believed = entry.home_bytes - share(entry.home_bytes, mind.settings.slept_fraction) // 2
+    believed = entry.home_bytes - share(entry.home_bytes, state.settings.slept_fraction) // 2
     if entry.state is State.ASLEEP and entry.at_home_bytes > believed:
-        _end_failed_sleep(mind, entry, Reason.FAILED)
+        _end_failed_sleep(state, entry, Reason.FAILED)
 
 
-def _start_doubt(mind: CoreState, entry: Ticket, believe_by: Instant) -> None:
-    if mind.now < believe_by:
-        mind.watch(entry, believe_by)
+def _start_doubt(state: CoreState, entry: Ticket, believe_by: Instant) -> None:
+    if state.now < believe_by:
+        state.set_timer(entry, believe_by)
         return
-    _end_failed_sleep(mind, entry, entry.leaving or Reason.SWAP)
+    _end_failed_sleep(state, entry, entry.leaving or Reason.SWAP)
 
 
-def _end_failed_sleep(mind: CoreState, entry: Ticket, reason: Reason) -> None:
-    wanted = mind.settings.slept_fraction
-    mind.tell("not_asleep", entry, size=entry.at_home_bytes, wanted_fraction=wanted)
-    mind.estimates.did_not_sleep(mind.key_of(entry))
-    kill_and_notify(mind, entry, reason)
+def _end_failed_sleep(state: CoreState, entry: Ticket, reason: Reason) -> None:
+    wanted = state.settings.slept_fraction
+    state.log("not_asleep", entry, size=entry.at_home_bytes, wanted_fraction=wanted)
+    state.estimates.did_not_sleep(state.key_of(entry))
+    kill_and_notify(state, entry, reason)

@@ -26,19 +26,19 @@ from arbiter.core.tickets.reclaim import is_counted_on
 from arbiter.core.types import DeviceKind
 
 
-def enforce(mind: CoreState, node: Node) -> None:
+def enforce(state: CoreState, node: Node) -> None:
     """Something has changed there, and who could be granted was granted."""
-    on_host, on_device = mind.settings.host_marks, mind.settings.device_marks
+    on_host, on_device = state.settings.host_marks, state.settings.device_marks
     for device, spec in node.devices.items():
         if spec.kind is DeviceKind.HOST:
-            _keep_host(mind, mind.ledger.books[device], on_host)
+            _keep_host(state, state.ledger.books[device], on_host)
         elif on_device:
-            _keep_device(mind, mind.ledger.books[device], on_device)
+            _keep_device(state, state.ledger.books[device], on_device)
 
 
 def _bytes_staying(book: DeviceAccount) -> int:
-    """What is taken without who is on its way: a bed that is kept for one that drains may never be
-    slept in."""
+    """Bytes taken by tickets that are not leaving. Host RAM reserved for a draining ticket does not
+    count, because that ticket may never sleep in it."""
     going = sum(e.charge(book.device) for e in book.leaving.values() if is_counted_on(e))
     return book.budget_bytes - book.free_bytes - going
 
@@ -47,62 +47,62 @@ def _is_above(taken: int, book: DeviceAccount, marks: Watermarks) -> bool:
     return taken > share(book.budget_bytes, marks.high_fraction)
 
 
-def _keep_host(mind: CoreState, book: DeviceAccount, marks: Watermarks) -> None:
+def _keep_host(state: CoreState, book: DeviceAccount, marks: Watermarks) -> None:
     staying = _bytes_staying(book)
     if not _is_above(staying, book, marks):
         return
     missing = staying - share(book.budget_bytes, marks.low_fraction)
-    asleep = [(e, option) for e, option in ranked_victims(mind, book) if e.state is State.ASLEEP]
+    asleep = [(e, option) for e, option in ranked_victims(state, book) if e.state is State.ASLEEP]
     newest = max((e for e, _ in asleep), key=lambda e: (e.since, e.ticket), default=None)
     for entry, option in asleep:
-        if missing > 0 and entry is not newest and may_leave(mind, entry):
+        if missing > 0 and entry is not newest and may_leave(state, entry):
             missing -= option.freed_bytes
-            revoke(mind, entry, Reason.FIT, None)
+            revoke(state, entry, Reason.FIT, None)
 
 
 # -- on a device ----------------------------------------------------------------------------------
 
 
-def _keep_device(mind: CoreState, book: DeviceAccount, marks: Watermarks) -> None:
+def _keep_device(state: CoreState, book: DeviceAccount, marks: Watermarks) -> None:
     """Beyond what the first who waits was promised, which is coming back."""
-    asking = _first_asking(mind, book)
+    asking = _first_asking(state, book)
     if asking is None or not _is_above(book.budget_bytes - book.free_bytes, book, marks):
         return
     missing = _bytes_staying(book) - share(book.budget_bytes, marks.low_fraction)
-    spare = quotas.ReserveSlack(mind, book, asking.client.tenant)
-    for entry, option in list(_evictable(mind, book, asking)):
+    spare = quotas.ReserveSlack(state, book, asking.client.tenant)
+    for entry, option in list(_evictable(state, book, asking)):
         if missing > 0 and (worth := spare.take(entry, option.freed_bytes)):
             missing -= worth
-            if asking.ticket in mind.line:
-                note_evicted_for(mind, asking, entry)
-            revoke(mind, entry, Reason.SWAP, asking)
+            if asking.ticket in state.queue:
+                note_evicted_for(state, asking, entry)
+            revoke(state, entry, Reason.SWAP, asking)
 
 
-def _first_asking(mind: CoreState, book: DeviceAccount) -> Ticket | None:
+def _first_asking(state: CoreState, book: DeviceAccount) -> Ticket | None:
     """For bytes of this device. Who wants to grow is in service already, so before the line."""
-    tickets = [*mind.growing, *(w.waiter.ticket for w in mind.line.first(book.node, 1))]
-    found = (mind.ledger.find(ticket) for ticket in tickets)
+    tickets = [*state.growing, *(w.request.ticket for w in state.queue.first(book.node, 1))]
+    found = (state.ledger.find(ticket) for ticket in tickets)
     here = (e for e in found if e and e.node == book.node)
-    return next((e for e in here if _could_use(mind, e, book)), None)
+    return next((e for e in here if _could_use(state, e, book)), None)
 
 
-def _could_use(mind: CoreState, entry: Ticket, book: DeviceAccount) -> bool:
+def _could_use(state: CoreState, entry: Ticket, book: DeviceAccount) -> bool:
     if entry.home:
         return book.device in entry.home
-    waiting = mind.line.find(entry.ticket)
+    waiting = state.queue.find(entry.ticket)
     return may_exceed(entry) or waiting is None or waiting.need_bytes <= on_demand_of(book)
 
 
 def _evictable(
-    mind: CoreState, book: DeviceAccount, asking: Ticket
+    state: CoreState, book: DeviceAccount, asking: Ticket
 ) -> Iterator[tuple[Ticket, PricedVictim]]:
     """Cheapest first; nobody more urgent than who asks."""
-    for entry, option in ranked_victims(mind, book):
-        if entry is asking or not may_leave(mind, entry):
+    for entry, option in ranked_victims(state, book):
+        if entry is asking or not may_leave(state, entry):
             continue
-        if asking.ticket not in mind.line:
-            is_lawful = effective_priority(mind, entry) >= asking.priority
+        if asking.ticket not in state.queue:
+            is_lawful = effective_priority(state, entry) >= asking.priority
         else:
-            is_lawful = may_swap(mind, entry, asking, asking.priority)
+            is_lawful = may_swap(state, entry, asking, asking.priority)
         if is_lawful:
             yield entry, option

@@ -76,9 +76,9 @@ def _in_proportion(roomy: list[DeviceAccount], need: Bytes, at_most: Sizes) -> S
 # -- where the members of a gang go ---------------------------------------------------------------
 
 
-def members(mind: CoreState, entry: Ticket) -> list[Ticket] | None:
+def members(state: CoreState, entry: Ticket) -> list[Ticket] | None:
     """All of them, in the line; None while one has not asked yet, or is gone."""
-    found = [mind.ledger.find(ticket) for ticket in entry.gang]
+    found = [state.ledger.find(ticket) for ticket in entry.gang]
     there = [e for e in found if e and e.state is State.QUEUED and e.holder == entry.holder]
     return there if len(there) == len(entry.gang) else None
 
@@ -91,7 +91,7 @@ def assign(
     left, parts = dict(at_most), []
     processes: dict[TicketId, list[tuple[Ticket, Bytes]]] = {}
     for entry, size in sizes:
-        processes.setdefault(entry.lives_in or entry.ticket, []).append((entry, size))
+        processes.setdefault(entry.shares_process_with or entry.ticket, []).append((entry, size))
     wanted = {process: sum(size for _, size in those) for process, those in processes.items()}
     for process in sorted(wanted, key=lambda p: (-wanted[p], p)):
         fit = [b.device for b in books if left[b.device] >= wanted[process]]

@@ -15,81 +15,81 @@ from arbiter.units import SECOND, Bytes, Instant, Span, after
 SCANNED_COUNT = 32  # tickets on a device, looked through for the next moment at 1 us each
 
 
-def run(mind: CoreState) -> None:
-    if not mind.is_settled or mind.closing_by is not None:
+def run(state: CoreState) -> None:
+    if not state.is_settled or state.closing_by is not None:
         return
-    quotas.requeue_relieved_tenants(mind)
-    for name in mind.take_changed():
-        node = mind.nodes.get(name)
+    quotas.requeue_relieved_tenants(state)
+    for name in state.take_changed():
+        node = state.nodes.get(name)
         if node is not None:  # else its agent has not introduced itself yet
-            while not mind.line.is_empty(name) and not _run_node(mind, node):
+            while not state.queue.is_empty(name) and not _run_node(state, node):
                 pass  # somebody became due by a grant: each turn grants one more
-            watermarks.enforce(mind, node)
+            watermarks.enforce(state, node)
 
 
-def _run_node(mind: CoreState, node: Node) -> bool:
+def _run_node(state: CoreState, node: Node) -> bool:
     """Once through the line; False: look again, from the front."""
-    books, reserves = compute_books(mind, node), quotas.reserves(mind)
+    books, reserves = compute_books(state, node), quotas.reserves(state)
     most = max((on_demand_of(b) for b in books), default=Bytes(0))
-    look = GrantPass(
+    pass_ = GrantPass(
         node,
-        {b.device: b for b in readable_devices(mind, node)},
+        {b.device: b for b in readable_devices(state, node)},
         max((b.budget_bytes for b in books), default=Bytes(0)),
         most,
         Bytes(most - sum(reserves.values())),
         reserves,
-        unwalked=dict(mind.line.crowd(node.node).urgencies),
+        unwalked=dict(state.queue.stats(node.node).urgencies),
     )
-    for waiting in mind.line.walk(node.node):
-        look.unwalked[urgency_of(waiting.waiter)] -= 1
-        if not look.passes_over(waiting, mind.estimates.version):
-            _try_entry(mind, look, waiting)
-        if look.is_over:
+    for waiting in state.queue.walk(node.node):
+        pass_.unwalked[urgency_of(waiting.request)] -= 1
+        if not pass_.can_skip(waiting, state.estimates.version):
+            _try_entry(state, pass_, waiting)
+        if pass_.restart_needed:
             return False
-        if look.is_rest_hopeless(waiting, mind):
+        if pass_.can_stop(waiting, state):
             break
     else:
-        mind.line.weigh(node.node)  # the least of them may have gone
-    if look.is_waiting:
-        _set_next_pass(mind, look)
+        state.queue.weigh(node.node)  # the least of them may have gone
+    if pass_.is_waiting:
+        _set_next_pass(state, pass_)
     return True
 
 
-def _try_entry(mind: CoreState, look: GrantPass, waiting: QueueEntry) -> None:
-    entry = mind.ledger.find(waiting.waiter.ticket)
-    if entry is None or entry.ticket not in mind.line:
+def _try_entry(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> None:
+    entry = state.ledger.find(waiting.request.ticket)
+    if entry is None or entry.ticket not in state.queue:
         return  # turned away or granted with its gang
-    if not mind.is_silent(entry.holder):  # else it keeps its place; a grant would only lie there
-        _try_ticket(mind, look, entry, waiting)
+    if not state.is_silent(entry.holder):  # else it keeps its place; a grant would only lie there
+        _try_ticket(state, pass_, entry, waiting)
 
 
-def _try_ticket(mind: CoreState, look: GrantPass, entry: Ticket, waiting: QueueEntry) -> None:
+def _try_ticket(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> None:
     if entry.state is State.QUEUED:
-        if look.books and look.held.issuperset(look.books):
-            look.is_waiting = True
+        if pass_.books and pass_.reserved_devices.issuperset(pass_.books):
+            pass_.is_waiting = True
         elif entry.gang:
-            place_gang(mind, look, entry, waiting)
+            place_gang(state, pass_, entry, waiting)
         else:
-            place(mind, look, entry, waiting)
+            place(state, pass_, entry, waiting)
     elif entry.state is State.ASLEEP:
-        wake(mind, look, entry, waiting)
+        wake(state, pass_, entry, waiting)
     elif entry.state is State.RESIDENT:
-        return_to_service(mind, entry)
+        return_to_service(state, entry)
 
 
 # -- later ----------------------------------------------------------------------------------------
 
 
-def _set_next_pass(mind: CoreState, look: GrantPass) -> None:
+def _set_next_pass(state: CoreState, pass_: GrantPass) -> None:
     """Minimum residency, refusals and urgency end by themselves. Of a device with very many tickets
     one does surely soon."""
     moments: list[Instant] = []
-    for book in look.books.values():
+    for book in pass_.books.values():
         if len(book.entries) > SCANNED_COUNT:
-            moments.append(after(mind.now, Span(SECOND)))
+            moments.append(after(state.now, Span(SECOND)))
             continue
         for entry in book.entries.values():
-            fades_at = priority_fades_at(mind, entry) or mind.now
-            moments += (min_residency_ends(mind, entry), entry.refused_until, fades_at)
-    if later := [at for at in moments if at > mind.now]:
-        mind.alarms.set(("line", look.node.node), min(later))
+            fades_at = priority_fades_at(state, entry) or state.now
+            moments += (min_residency_ends(state, entry), entry.declined_until, fades_at)
+    if later := [at for at in moments if at > state.now]:
+        state.timers.set(("queue", pass_.node.node), min(later))

@@ -12,11 +12,11 @@ from arbiter.units import Bytes
 
 
 def devices_for(
-    mind: CoreState, books: Iterable[DeviceAccount], entry: Ticket, need: Bytes
+    state: CoreState, books: Iterable[DeviceAccount], entry: Ticket, need: Bytes
 ) -> list[PlacementOption]:
     """Devices that could ever hold it and let loads begin, best first by the policy."""
     label = (entry.capability, entry.model)
-    last = mind.last_home.get((entry.node, *label))
+    last = state.last_home.get((entry.node, *label))
     found = [
         PlacementOption(
             b.device,
@@ -27,16 +27,16 @@ def devices_for(
             was_home=b.device == last,
         )
         for b in books
-        if need <= on_demand_of(b) and not pressure.is_closed_to(mind, entry, b.device)
+        if need <= on_demand_of(b) and not pressure.is_closed_to(state, entry, b.device)
     ]
-    return sorted(found, key=mind.policies.place)
+    return sorted(found, key=state.policies.place)
 
 
-def estimated_bytes(mind: CoreState, entry: Ticket, largest: Bytes) -> Bytes:
+def estimated_bytes(state: CoreState, entry: Ticket, largest: Bytes) -> Bytes:
     """What it will be granted. What was learned, of a failure for memory or of a peak with its
     headroom, never exceeds the largest device: there is nothing beyond it to try, and the model
     has run there before."""
-    estimate = mind.estimates.size(mind.key_of(entry), entry.need, entry.need_is_explicit)
+    estimate = state.estimates.size(state.key_of(entry), entry.need, entry.need_is_explicit)
     if estimate.source in ("corrected", "learned") and largest >= entry.need.device_bytes:
         return min(estimate.device_bytes, largest)
     return estimate.device_bytes

@@ -23,23 +23,23 @@ SAMPLED_COUNT = 8  # of those before it: what they need and their loads take, on
 LOOKED_AT_COUNT = 32  # of those who may leave, the cheapest first; a device seldom holds more
 
 
-def estimate_new(mind: CoreState) -> None:
+def estimate_new(state: CoreState) -> None:
     """Those that joined the line in this step and were not granted at once: they hear how long,
     and are refused when that is too long for them."""
-    fresh, mind.fresh = mind.fresh, []
+    fresh, state.fresh = state.fresh, []
     for ticket in fresh:
-        entry, waiting = mind.ledger.find(ticket), mind.line.find(ticket)
+        entry, waiting = state.ledger.find(ticket), state.queue.find(ticket)
         if entry is None or waiting is None:
             continue
-        predicted = estimated_wait(mind, entry, waiting)
+        predicted = estimated_wait(state, entry, waiting)
         if predicted is None:
             continue
-        waiting.predicted_at = after(mind.now, predicted)
-        mind.tell("ticket_waits", entry, took=predicted)
+        waiting.predicted_at = after(state.now, predicted)
+        state.log("ticket_waits", entry, took=predicted)
         if predicted:
-            mind.say(Queued(ticket, entry.holder, predicted))
+            state.decide(Queued(ticket, entry.holder, predicted))
         if waiting.deadline is not None and waiting.predicted_at > waiting.deadline:
-            reject_queued(mind, entry, too_late(entry, 0.0, predicted))
+            reject_queued(state, entry, too_late(entry, 0.0, predicted))
 
 
 def too_late(entry: Ticket, waited_s: float, predicted: Span) -> DeadlineUnmet:
@@ -47,51 +47,51 @@ def too_late(entry: Ticket, waited_s: float, predicted: Span) -> DeadlineUnmet:
     return DeadlineUnmet(entry.ticket, waited_s, again_s, in_seconds(predicted))
 
 
-def load_span(mind: CoreState, entry: Ticket) -> Span:
+def load_span(state: CoreState, entry: Ticket) -> Span:
     """Its wake or load; 0 when nothing is known."""
-    key = mind.key_of(entry)
-    woken = mind.estimates.wake_time(key) if entry.state is not State.QUEUED else Span(0)
-    return woken or mind.estimates.load_time(key, entry.need.weights_bytes)
+    key = state.key_of(entry)
+    woken = state.estimates.wake_time(key) if entry.state is not State.QUEUED else Span(0)
+    return woken or state.estimates.load_time(key, entry.need.weights_bytes)
 
 
-def estimated_wait(mind: CoreState, entry: Ticket, waiting: QueueEntry) -> Span | None:
+def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span | None:
     """None where nothing can be said: no node, nothing read yet."""
-    node = mind.nodes.get(entry.node)
-    if node is None or not mind.is_settled:
+    node = state.nodes.get(entry.node)
+    if node is None or not state.is_settled:
         return None
-    books = [b for b in compute_books(mind, node) if waiting.need_bytes <= b.budget_bytes]
+    books = [b for b in compute_books(state, node) if waiting.need_bytes <= b.budget_bytes]
     if not books:
         return None
-    ahead_count = mind.line.ahead_count(waiting)
-    sample = mind.line.first(entry.node, min(ahead_count, SAMPLED_COUNT))
+    ahead_count = state.queue.ahead_count(waiting)
+    sample = state.queue.first(entry.node, min(ahead_count, SAMPLED_COUNT))
     wanted = int(waiting.need_bytes)
     if sample:
         wanted += sum(w.need_bytes for w in sample) * ahead_count // len(sample)
     lent = sum(b.budget_bytes for b in books)
     turns = wanted // max(1, lent)  # times that everything must change before it is its turn
-    ahead = [mind.ledger.find(w.waiter.ticket) for w in sample]
-    loads = [load_span(mind, e) for e in ahead if e is not None]
+    ahead = [state.ledger.find(w.request.ticket) for w in sample]
+    loads = [load_span(state, e) for e in ahead if e is not None]
     turn = Span(sum(loads) // len(loads) if loads else 0)
-    stays = max(turn, mind.settings.min_residency)
-    room_at = min(_room_at(mind, book, entry, waiting) for book in books)
-    turnover = mind.estimates.turnover(entry.capability)
-    wait = since(mind.now, room_at) + turns * (turn + stays + turnover)
-    return Span(wait + load_span(mind, entry))
+    stays = max(turn, state.settings.min_residency)
+    room_at = min(_room_at(state, book, entry, waiting) for book in books)
+    turnover = state.estimates.turnover(entry.capability)
+    wait = since(state.now, room_at) + turns * (turn + stays + turnover)
+    return Span(wait + load_span(state, entry))
 
 
-def _room_at(mind: CoreState, book: DeviceAccount, entry: Ticket, waiting: QueueEntry) -> Instant:
+def _room_at(state: CoreState, book: DeviceAccount, entry: Ticket, waiting: QueueEntry) -> Instant:
     """When enough of what is there may have left: the soonest lawful first."""
     missing = waiting.need_bytes - max(0, book.free_bytes)
     if missing <= 0:
-        return mind.now
-    turnover = mind.estimates.turnover(entry.capability)
+        return state.now
+    turnover = state.estimates.turnover(entry.capability)
     missing -= returning_bytes(book)
-    leaves_at = mind.now
+    leaves_at = state.now
     if missing <= 0:
         return after(leaves_at, turnover)
-    cheapest = islice(ranked_victims(mind, book), LOOKED_AT_COUNT)
+    cheapest = islice(ranked_victims(state, book), LOOKED_AT_COUNT)
     others = [e for e, _ in cheapest if e is not entry and not e.pinned]
-    leaving = [(_lawful_at(mind, e, waiting), e.charge(book.device)) for e in others]
+    leaving = [(_lawful_at(state, e, waiting), e.charge(book.device)) for e in others]
     for other_at, freed in sorted(leaving):
         if missing <= 0:
             break
@@ -99,15 +99,15 @@ def _room_at(mind: CoreState, book: DeviceAccount, entry: Ticket, waiting: Queue
     return after(leaves_at, turnover)
 
 
-def _lawful_at(mind: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
+def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
     """A load in flight ends first; one more urgent fades first."""
     if entry.state is State.LOADING:
-        return after(after(entry.since, entry.predicted), mind.settings.min_residency)
-    lawful_at = max(mind.now, entry.refused_until)
-    asker, its_own = waiting.waiter.priority, effective_priority(mind, entry)
+        return after(after(entry.since, entry.predicted), state.settings.min_residency)
+    lawful_at = max(state.now, entry.declined_until)
+    asker, its_own = waiting.request.priority, effective_priority(state, entry)
     if its_own < asker:
-        fades_at = priority_fades_at(mind, entry) or after(mind.now, mind.settings.carry_most)
+        fades_at = priority_fades_at(state, entry) or after(state.now, state.settings.carry_most)
         return max(lawful_at, fades_at)
     if its_own == asker:
-        return max(lawful_at, min_residency_ends(mind, entry))
+        return max(lawful_at, min_residency_ends(state, entry))
     return lawful_at

@@ -6,7 +6,7 @@ capability were seen to have beyond that. A learned peak above an explicit value
 that failed for memory the next one asks for more, until one succeeds.
 
 A holder computes from the headers of the files, which say every tensor's size; where there are
-none it guesses: from the sizes of the files, else from the number of parameters in the name.
+none it prefetches: from the sizes of the files, else from the number of parameters in the name.
 """
 
 import re

@@ -110,7 +110,7 @@ class Ledger:
         self._count(entry, 1)
 
     def pin(self, entry: Ticket, is_pinned: bool) -> None:
-        """The configuration has changed its mind about it."""
+        """The configuration has changed its state about it."""
         if entry.ticket not in self._entries:
             entry.pinned = is_pinned
         elif is_pinned is not entry.pinned:

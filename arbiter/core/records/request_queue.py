@@ -21,7 +21,7 @@ WAKE_URGENCY = (
 
 @dataclass(slots=True)
 class QueueEntry:
-    waiter: QueuedRequest
+    request: QueuedRequest
     key: Key  # its place
     model: str  # capability and model: what the per-model bound counts
     node: NodeId
@@ -29,10 +29,10 @@ class QueueEntry:
     holder: HolderId = NO_HOLDER
     is_of_gang: bool = False
     predicted_at: Instant | None = None  # when it was expected to serve, as it joined
-    overtaken_count: int = 0
-    is_due: bool = False
+    bypassed_count: int = 0
+    is_aged: bool = False
     need_bytes: Bytes = Bytes(0)
-    standing: str = ""  # of its tenant: see tenants.standing
+    quota_group: str = ""  # of its tenant: see tenants.quota_group
     version: int = -1  # of the estimates that say so
 
 
@@ -44,11 +44,11 @@ class QueueStats:
     version: int = -1  # of the estimates
     known_count: int = 0  # whose need is known by that version
     least_bytes: Bytes = Bytes(0)  # none of those needs less
-    standings: Counter[str] = field(default_factory=Counter)
+    quota_groups: Counter[str] = field(default_factory=Counter)
 
     def count(self, waiting: QueueEntry, more: int) -> None:
-        self.urgencies[urgency_of(waiting.waiter)] += more
-        self.standings[waiting.standing] += more
+        self.urgencies[urgency_of(waiting.request)] += more
+        self.quota_groups[waiting.quota_group] += more
         if waiting.version == self.version:
             self.known_count += more
             self.least_bytes = min(self.least_bytes, waiting.need_bytes)
@@ -65,12 +65,12 @@ class QueueStats:
         is_known = self.version == version and self.known_count == self.urgencies.total()
         return is_known and self.least_bytes >= need
 
-    def is_of_one_standing(self) -> bool:
-        return sum(1 for count in self.standings.values() if count) == 1
+    def is_of_one_quota_group(self) -> bool:
+        return sum(1 for count in self.quota_groups.values() if count) == 1
 
 
-def urgency_of(waiter: QueuedRequest) -> int:
-    return WAKE_URGENCY if waiter.is_asleep else int(waiter.priority)  # an enum hashes slowly
+def urgency_of(request: QueuedRequest) -> int:
+    return WAKE_URGENCY if request.is_asleep else int(request.priority)  # an enum hashes slowly
 
 
 class RequestQueue:
@@ -79,11 +79,11 @@ class RequestQueue:
         self._waiting: dict[TicketId, QueueEntry] = {}
         self._order: dict[NodeId, list[tuple[Key, TicketId]]] = {}
         self._walked: set[NodeId] = set()  # see walk
-        self._crowds: dict[NodeId, QueueStats] = {}
+        self._stats: dict[NodeId, QueueStats] = {}
         self._of_model: dict[str, dict[TicketId, None]] = {}
-        self._where: dict[str, Counter[NodeId]] = {}  # by the standing of who waits there
+        self._where: dict[str, Counter[NodeId]] = {}  # by the quota_group of who waits there
         self._loads: Counter[tuple[NodeId, str]] = Counter()  # in flight
-        self._turn = 0
+        self._sequence = 0
         self.changed: set[NodeId] = set()
 
     # -- coming and going ----------------------------------------------------------------------
@@ -100,20 +100,22 @@ class RequestQueue:
         holder: HolderId = NO_HOLDER,
         is_of_gang: bool = False,
         is_asleep: bool = False,
-        turn_bytes: Bytes = Bytes(0),
-        standing: str = "",
+        virtual_start_bytes: Bytes = Bytes(0),
+        quota_group: str = "",
     ) -> QueueEntry:
-        self._turn += 1
+        self._sequence += 1
         is_warm = is_asleep or self._loads[node, model] > 0
-        waiter = QueuedRequest(ticket, now, self._turn, priority, is_warm, is_asleep, turn_bytes)
+        request = QueuedRequest(
+            ticket, now, self._sequence, priority, is_warm, is_asleep, virtual_start_bytes
+        )
         waiting = QueueEntry(
-            waiter, (), model, node, deadline, holder, is_of_gang, standing=standing
+            request, (), model, node, deadline, holder, is_of_gang, quota_group=quota_group
         )
         self._waiting[ticket] = waiting
         self._of_model.setdefault(model, {})[ticket] = None
-        if standing not in self._where:
-            self._where[standing] = Counter()
-        self._where[standing][node] += 1
+        if quota_group not in self._where:
+            self._where[quota_group] = Counter()
+        self._where[quota_group][node] += 1
         self._insert(waiting)
         return waiting
 
@@ -123,27 +125,27 @@ class RequestQueue:
             del self._of_model[waiting.model][ticket]
             if not self._of_model[waiting.model]:
                 del self._of_model[waiting.model]
-            where = self._where[waiting.standing]
+            where = self._where[waiting.quota_group]
             where[waiting.node] -= 1
             if not where[waiting.node]:
                 del where[waiting.node]
 
     def _insert(self, waiting: QueueEntry) -> None:
-        waiter = waiting.waiter
-        place = (waiter.asked, waiter.turn) if waiting.is_due else self._place_of(waiter)
-        waiting.key = (not waiting.is_due, *place)
-        insort(self._own_order(waiting.node), (waiting.key, waiter.ticket))
-        if waiting.node not in self._crowds:
-            self._crowds[waiting.node] = QueueStats()
-        self._crowds[waiting.node].count(waiting, 1)
+        request = waiting.request
+        place = (request.asked, request.sequence) if waiting.is_aged else self._place_of(request)
+        waiting.key = (not waiting.is_aged, *place)
+        insort(self._own_order(waiting.node), (waiting.key, request.ticket))
+        if waiting.node not in self._stats:
+            self._stats[waiting.node] = QueueStats()
+        self._stats[waiting.node].count(waiting, 1)
         self.changed.add(waiting.node)
 
     def _remove(self, waiting: QueueEntry) -> None:
         order = self._own_order(waiting.node)
-        del order[bisect_left(order, (waiting.key, waiting.waiter.ticket))]
-        self._crowds[waiting.node].count(waiting, -1)
+        del order[bisect_left(order, (waiting.key, waiting.request.ticket))]
+        self._stats[waiting.node].count(waiting, -1)
         if not order:
-            del self._order[waiting.node], self._crowds[waiting.node]
+            del self._order[waiting.node], self._stats[waiting.node]
         self.changed.add(waiting.node)
 
     def _own_order(self, node: NodeId) -> list[tuple[Key, TicketId]]:
@@ -156,12 +158,12 @@ class RequestQueue:
 
     # -- moving up -----------------------------------------------------------------------------
 
-    def hurry(self, ticket: TicketId, priority: Priority) -> None:
+    def raise_priority(self, ticket: TicketId, priority: Priority) -> None:
         """Somebody more urgent waits for it too."""
         waiting = self._waiting[ticket]
-        self._change(waiting, replace(waiting.waiter, priority=priority))
+        self._change(waiting, replace(waiting.request, priority=priority))
 
-    def wait_longer(self, ticket: TicketId, deadline: Instant | None) -> None:
+    def extend_deadline(self, ticket: TicketId, deadline: Instant | None) -> None:
         """Somebody waits for it as well who can wait until then; None: as long as it takes."""
         waiting = self._waiting[ticket]
         if waiting.deadline is not None and (deadline is None or deadline > waiting.deadline):
@@ -177,31 +179,31 @@ class RequestQueue:
         if is_warm != was_warm:
             for ticket in list(self._of_model.get(model, ())):
                 waiting = self._waiting[ticket]
-                if waiting.node == node and not waiting.waiter.is_asleep:
-                    self._change(waiting, replace(waiting.waiter, is_warm=is_warm))
+                if waiting.node == node and not waiting.request.is_asleep:
+                    self._change(waiting, replace(waiting.request, is_warm=is_warm))
 
-    def overtaken(self, waiting: QueueEntry, most_count: int) -> None:
-        waiting.overtaken_count += 1
-        if waiting.overtaken_count >= most_count:
-            self.ripen(waiting)
+    def count_bypass(self, waiting: QueueEntry, most_count: int) -> None:
+        waiting.bypassed_count += 1
+        if waiting.bypassed_count >= most_count:
+            self.age(waiting)
 
-    def ripen(self, waiting: QueueEntry) -> None:
+    def age(self, waiting: QueueEntry) -> None:
         """Nobody overtakes it any more."""
-        if not waiting.is_due:
+        if not waiting.is_aged:
             self._remove(waiting)
-            waiting.is_due = True
+            waiting.is_aged = True
             self._insert(waiting)
 
-    def _change(self, waiting: QueueEntry, waiter: QueuedRequest) -> None:
+    def _change(self, waiting: QueueEntry, request: QueuedRequest) -> None:
         self._remove(waiting)
-        waiting.waiter = waiter
+        waiting.request = request
         self._insert(waiting)
 
     def reorder(self, place_of: Callable[[QueuedRequest], Key]) -> None:
         """Another policy."""
         self._place_of = place_of
         for waiting in self._waiting.values():
-            self._change(waiting, waiting.waiter)
+            self._change(waiting, waiting.request)
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -229,24 +231,24 @@ class RequestQueue:
             if is_first:
                 self._walked.discard(node)
 
-    def where(self, standing: str) -> list[NodeId]:
+    def where(self, quota_group: str) -> list[NodeId]:
         """On which nodes somebody of this tenant waits."""
-        return list(self._where.get(standing, ()))
+        return list(self._where.get(quota_group, ()))
 
     def first(self, node: NodeId, count: int) -> list[QueueEntry]:
         return [self._waiting[ticket] for _, ticket in self._order.get(node, [])[:count]]
 
     def ahead_count(self, waiting: QueueEntry) -> int:
-        return bisect_left(self._order[waiting.node], (waiting.key, waiting.waiter.ticket))
+        return bisect_left(self._order[waiting.node], (waiting.key, waiting.request.ticket))
 
     def weigh(self, node: NodeId) -> None:
         """What the least of them needs, from all of them."""
-        crowd = self.crowd(node)
-        known = [w.need_bytes for w in self.at(node) if w.version == crowd.version]
-        crowd.least_bytes = min(known, default=Bytes(0))
+        stats = self.stats(node)
+        known = [w.need_bytes for w in self.at(node) if w.version == stats.version]
+        stats.least_bytes = min(known, default=Bytes(0))
 
-    def crowd(self, node: NodeId) -> QueueStats:
-        return self._crowds.get(node) or QueueStats()
+    def stats(self, node: NodeId) -> QueueStats:
+        return self._stats.get(node) or QueueStats()
 
     def is_empty(self, node: NodeId) -> bool:
         return node not in self._order

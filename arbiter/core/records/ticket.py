@@ -76,7 +76,9 @@ class Ticket:
     dispatch_lock: str = ""
     shared_scratch_bytes: Bytes = Bytes(0)  # of the reserve of its lock, on each of its devices
     gang: tuple[TicketId, ...] = ()
-    lives_in: TicketId | None = None  # a lodger, in that one's process: see rules.lodgers
+    shares_process_with: TicketId | None = (
+        None  # a companion, in that one's process: see rules.companions
+    )
     split: Split = Split.NONE
     settles: bool = False  # its floor was lowered: it goes down to it once it is idle
     grows_bytes: Bytes = Bytes(0)  # wanted on top of what it has; waits for room
@@ -90,7 +92,7 @@ class Ticket:
     lease_ends: Instant = Instant(0)
 
     # What its holder said last.
-    is_guess: bool = False  # brought in unasked, and not used yet (SPEC C11)
+    is_prefetch: bool = False  # brought in unasked, and not used yet (SPEC C11)
     priority: Priority = Priority.NORMAL  # of its last request; see urgency.of for what counts
     inflight: int = 0
     uses_count: int = 0  # so far, under this ticket
@@ -113,9 +115,9 @@ class Ticket:
     unloading_since: Instant | None = None
     slept_at: Instant | None = None
     slept_from_bytes: Bytes = Bytes(0)
-    refused_until: Instant = Instant(0)
-    reap_at: Instant = Instant(0)
-    alarmed: bool = False  # reclaim took too long; its holder is quarantined
+    declined_until: Instant = Instant(0)
+    kill_at: Instant = Instant(0)
+    reclaim_late: bool = False  # reclaim took too long; its holder is quarantined
 
     def charge(self, device: DeviceId) -> Bytes:
         """Bytes on the books for it; 0 in states that hold none."""

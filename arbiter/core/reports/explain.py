@@ -1,6 +1,6 @@
 """Why a ticket waits, and why a victim was chosen, with the numbers (SPEC K3).
 
-Reads the mind and changes nothing. Every reason comes from the rule itself: `eviction.obstacle`
+Reads the state and changes nothing. Every reason comes from the rule itself: `eviction.obstacle`
 says why nobody may be revoked, `ranking.option` at what price, `choices` what was weighed then.
 """
 
@@ -78,22 +78,22 @@ class Explanation:
     said: tuple[str, ...]  # the same for a person, a sentence each
 
 
-def explain(mind: CoreState, ticket: TicketId, now: Instant) -> Explanation:
+def explain(state: CoreState, ticket: TicketId, now: Instant) -> Explanation:
     """Raises UnknownTicket for one that is neither on the books nor remembered."""
-    entry = mind.ledger.find(ticket)
-    past = tuple(_past(choice, ticket, now) for choice in mind.choices.about(ticket))[::-1]
+    entry = state.ledger.find(ticket)
+    past = tuple(_past(choice, ticket, now) for choice in state.evictions.about(ticket))[::-1]
     if entry is None:
-        return _closed(mind, ticket, past)
-    ahead, shortages = _waiting(mind, entry) if ticket in mind.line else ((), ())
-    said = (*_now_said(mind, entry, ahead, shortages, now), *(_past_said(p, ticket) for p in past))
+        return _closed(state, ticket, past)
+    ahead, shortages = _waiting(state, entry) if ticket in state.queue else ((), ())
+    said = (*_now_said(state, entry, ahead, shortages, now), *(_past_said(p, ticket) for p in past))
     in_state = since(entry.since, now)
     return Explanation(
         ticket, entry.model, entry.state.value, in_state, ahead, shortages, past, said
     )
 
 
-def _closed(mind: CoreState, ticket: TicketId, past: tuple[Past, ...]) -> Explanation:
-    answer = mind.answers.get(ticket)
+def _closed(state: CoreState, ticket: TicketId, past: tuple[Past, ...]) -> Explanation:
+    answer = state.answers.get(ticket)
     if answer is None and not past:
         raise UnknownTicket(ticket)
     model = next((w.model for p in past for w in p.weighed if w.ticket == ticket), "")
@@ -105,26 +105,26 @@ def _closed(mind: CoreState, ticket: TicketId, past: tuple[Past, ...]) -> Explan
 # -- now ------------------------------------------------------------------------------------------
 
 
-def _waiting(mind: CoreState, entry: Ticket) -> tuple[tuple[TicketId, ...], tuple[Shortage, ...]]:
-    tickets = mind.line.tickets()
+def _waiting(state: CoreState, entry: Ticket) -> tuple[tuple[TicketId, ...], tuple[Shortage, ...]]:
+    tickets = state.queue.tickets()
     ahead = tuple(tickets[: tickets.index(entry.ticket)])
-    node = mind.nodes.get(entry.node)
-    books = compute_books(mind, node) if node else []
+    node = state.nodes.get(entry.node)
+    books = compute_books(state, node) if node else []
     if entry.home:  # it wakes where its process lives
         books = [book for book in books if book.device in entry.home]
-    return ahead, tuple(_shortage(mind, entry, book) for book in books)
+    return ahead, tuple(_shortage(state, entry, book) for book in books)
 
 
-def _shortage(mind: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
-    need = placement.estimated_bytes(mind, entry, book.budget_bytes)
+def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
+    need = placement.estimated_bytes(state, entry, book.budget_bytes)
     need = Bytes(need - entry.charge(book.device))  # a sleeper keeps a part
     coming = returning_bytes(book)
-    urgent = _urgency(mind, entry)
-    kept = quotas.kept(quotas.reserves(mind), book, entry.client.tenant)
+    urgent = _urgency(state, entry)
+    kept = quotas.kept(quotas.reserves(state), book, entry.client.tenant)
     short = Bytes(max(0, need - book.free_bytes - coming + kept))
     others = (e for e in book.entries.values() if e is not entry)
     priced = sorted(
-        ((price_victim(mind, book, e), e) for e in others), key=lambda pair: pair[0].place
+        ((price_victim(state, book, e), e) for e in others), key=lambda pair: pair[0].place
     )
     standings = tuple(
         QueuePosition(
@@ -133,10 +133,10 @@ def _shortage(mind: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
             e.state.value,
             e.charge(book.device),
             e.inflight,
-            Span(0) if e.inflight else since(e.last_used, mind.now),
+            Span(0) if e.inflight else since(e.last_used, state.now),
             tuple(map(str, o.rank)),
             o.cost_s,
-            obstacle_text(mind, e, entry, urgent),
+            obstacle_text(state, e, entry, urgent),
         )
         for o, e in priced
     )
@@ -145,16 +145,16 @@ def _shortage(mind: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
     )
 
 
-def _urgency(mind: CoreState, entry: Ticket) -> Priority:
+def _urgency(state: CoreState, entry: Ticket) -> Priority:
     """One that is due asks with the urgency of the most urgent it holds up (granting)."""
-    waiting = mind.line.find(entry.ticket)
+    waiting = state.queue.find(entry.ticket)
     assert waiting is not None
-    everybody = mind.line.at(entry.node) if waiting.is_due else [waiting]
-    return min(w.waiter.priority for w in everybody)
+    everybody = state.queue.at(entry.node) if waiting.is_aged else [waiting]
+    return min(w.request.priority for w in everybody)
 
 
 def _now_said(
-    mind: CoreState,
+    state: CoreState,
     entry: Ticket,
     ahead: tuple[TicketId, ...],
     shortages: tuple[Shortage, ...],
@@ -162,14 +162,14 @@ def _now_said(
 ) -> list[str]:
     for_s = in_seconds(since(entry.since, now))
     said = [f"{entry.model} ({entry.ticket}) is {entry.state.value} for {for_s:.1f} s."]
-    if entry.ticket not in mind.line:
+    if entry.ticket not in state.queue:
         return said
-    if not mind.is_settled:
+    if not state.is_settled:
         said.append("Nothing is granted yet: holders of the last epoch are waited for.")
-    if mind.is_silent(entry.holder):
+    if state.is_silent(entry.holder):
         said.append("Its holder is silent, so a grant would only lie there.")
     tenant = entry.client.tenant
-    if too_much := quotas.over_limit(mind, tenant, entry.need.device_bytes):
+    if too_much := quotas.over_limit(state, tenant, entry.need.device_bytes):
         said.append(f"With it {tenant} would hold {human(too_much)} more than it may have.")
     if ahead:
         said.append(f"{len(ahead)} wait before it: {', '.join(ahead[:5])}.")

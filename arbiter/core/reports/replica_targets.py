@@ -10,25 +10,25 @@ from arbiter.core.types import CapabilitySpec
 from arbiter.units import Instant, after
 
 
-def targets(mind: CoreState, now: Instant) -> dict[str, int]:
-    return {name: _target(mind, spec, now) for name, spec in mind.registry.specs.items()}
+def targets(state: CoreState, now: Instant) -> dict[str, int]:
+    return {name: _target(state, spec, now) for name, spec in state.registry.specs.items()}
 
 
-def _target(mind: CoreState, spec: CapabilitySpec, now: Instant) -> int:
-    if mind.closing_by is not None:
+def _target(state: CoreState, spec: CapabilitySpec, now: Instant) -> int:
+    if state.closing_by is not None:
         return 0
-    if wants_replica(mind, spec.name) or spec.name in mind.registry.pinning:
+    if wants_replica(state, spec.name) or spec.name in state.registry.pinning:
         return 1
-    if mind.ledger.open_count[spec.name]:
+    if state.ledger.open_count[spec.name]:
         return 1
-    last = mind.active.get(spec.name)
+    last = state.active.get(spec.name)
     return int(last is not None and now < after(last, spec.downscale_to_zero))
 
 
-def on_timer(mind: CoreState, capability: str) -> None:
+def on_timer(state: CoreState, capability: str) -> None:
     """The alarm may have rung early; set it for the moment the target may fall."""
-    spec, last = mind.registry.specs.get(capability), mind.active.get(capability)
+    spec, last = state.registry.specs.get(capability), state.active.get(capability)
     if spec and last is not None:
         falls_at = after(last, spec.downscale_to_zero)
-        if falls_at > mind.now:
-            mind.alarms.set(("scale", capability), falls_at)
+        if falls_at > state.now:
+            state.timers.set(("scale", capability), falls_at)

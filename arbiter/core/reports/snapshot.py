@@ -62,7 +62,7 @@ class TicketView:
     left: Span | None = None  # of the lease's term
     tenant: str = "default"  # whose account it is on: of whoever used it last
     client: str = ""
-    lives_in: TicketId | None = None  # the ticket whose process it shares
+    shares_process_with: TicketId | None = None  # the ticket whose process it shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,59 +143,59 @@ class StateView:
     clients: tuple[ClientView, ...]
 
 
-def view_of(mind: CoreState, now: Instant) -> StateView:
+def view_of(state: CoreState, now: Instant) -> StateView:
     return StateView(
-        epoch=mind.epoch,
-        is_settled=not mind.awaited or now >= mind.settled_at,
-        is_closing=mind.closing_by is not None,
-        stale_count=mind.stale_count,
-        devices=tuple(_device(mind, book, now) for _, book in sorted(mind.ledger.books.items())),
-        tickets=tuple(_ticket(entry, now) for entry in mind.ledger.entries()),
-        queue=tuple(_queue(mind, now)),
-        cooldowns=tuple(_cooldowns(mind, now)),
+        epoch=state.epoch,
+        is_settled=not state.awaited or now >= state.settled_at,
+        is_closing=state.closing_by is not None,
+        stale_count=state.stale_count,
+        devices=tuple(_device(state, book, now) for _, book in sorted(state.ledger.books.items())),
+        tickets=tuple(_ticket(entry, now) for entry in state.ledger.entries()),
+        queue=tuple(_queue(state, now)),
+        cooldowns=tuple(_cooldowns(state, now)),
         holders=tuple(
-            HolderView(h.holder, h.node, h.capability, since(h.heard, now), kept_bytes(mind, name))
-            for name, h in sorted(mind.holders.items())
+            HolderView(h.holder, h.node, h.capability, since(h.heard, now), kept_bytes(state, name))
+            for name, h in sorted(state.holders.items())
         ),
-        floors=tuple(FloorView(*n, floor.value) for n, floor in sorted(mind.floors.items())),
-        tenants=tuple(_tenant(mind, name, now) for name in sorted(mind.tenants)),
-        clients=tuple(_clients(mind, now)),
+        floors=tuple(FloorView(*n, floor.value) for n, floor in sorted(state.floors.items())),
+        tenants=tuple(_tenant(state, name, now) for name in sorted(state.tenants)),
+        clients=tuple(_clients(state, now)),
     )
 
 
-def _tenant(mind: CoreState, tenant: str, now: Instant) -> TenantView:
-    terms, held = mind.tenants[tenant], mind.ledger.holdings
+def _tenant(state: CoreState, tenant: str, now: Instant) -> TenantView:
+    terms, held = state.tenants[tenant], state.ledger.holdings
     return TenantView(
         tenant,
         Bytes(held.by_tenant[tenant]),
         terms.most_bytes,
         terms.reserved_bytes,
-        mind.accounts.average(held.by_client, tenant, now),
+        state.accounts.average(held.by_client, tenant, now),
         terms.average_bytes,
-        tenant in mind.accounts.cooling,
+        tenant in state.accounts.cooling,
         terms.share_fraction,
     )
 
 
-def _clients(mind: CoreState, now: Instant) -> list[ClientView]:
+def _clients(state: CoreState, now: Instant) -> list[ClientView]:
     rows = []
     for client, account in sorted(
-        mind.accounts.rows.items(), key=lambda row: (row[0].tenant, row[0].name)
+        state.accounts.rows.items(), key=lambda row: (row[0].tenant, row[0].name)
     ):
-        held = Bytes(mind.ledger.holdings.by_client[client])
+        held = Bytes(state.ledger.holdings.by_client[client])
         seen = replace(account)
-        seen.settle(held, now, mind.accounts.window)
+        seen.settle(held, now, state.accounts.window)
         total, average = byte_seconds(seen.byte_ns), Bytes(int(seen.average_bytes))
         used = seen.requests_count
         rows.append(ClientView(client.tenant, client.name, used, held, total, average))
     return rows
 
 
-def _device(mind: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
-    node = mind.nodes[book.node]
+def _device(state: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
+    node = state.nodes[book.node]
     reading = node.readings.get(book.device)
     measured = sum(e.measured.get(book.device, 0) for e in book.entries.values())
-    fits = max(0, book.free_bytes) if is_readable(mind, node, book.device, now) else 0
+    fits = max(0, book.free_bytes) if is_readable(state, node, book.device, now) else 0
     return DeviceView(
         book.device,
         book.node,
@@ -208,7 +208,7 @@ def _device(mind: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
         free_bytes=book.free_bytes,
         largest_fit_bytes=Bytes(fits),
         physical_free_bytes=reading.free_bytes if reading else None,
-        pressure=level_of(mind, book.device).name.lower(),
+        pressure=level_of(state, book.device).name.lower(),
         is_exact=reading.exact if reading else False,
     )
 
@@ -235,7 +235,7 @@ def _ticket(entry: Ticket, now: Instant) -> TicketView:
         left=since(now, entry.lease_ends) if entry.lease else None,
         tenant=entry.client.tenant,
         client=entry.client.name,
-        lives_in=entry.lives_in,
+        shares_process_with=entry.shares_process_with,
     )
 
 
@@ -243,13 +243,13 @@ def _listed(sizes: Sizes) -> tuple[DeviceBytes, ...]:
     return tuple(DeviceBytes(d, size) for d, size in sorted(sizes.items()))
 
 
-def _queue(mind: CoreState, now: Instant) -> list[QueueView]:
+def _queue(state: CoreState, now: Instant) -> list[QueueView]:
     rows = []
-    for position, ticket in enumerate(mind.line.tickets(), start=1):
-        waiting, entry = mind.line.find(ticket), mind.ledger.find(ticket)
+    for position, ticket in enumerate(state.queue.tickets(), start=1):
+        waiting, entry = state.queue.find(ticket), state.ledger.find(ticket)
         assert waiting and entry
         left = None if waiting.deadline is None else since(now, waiting.deadline)
-        waited = since(waiting.waiter.asked, now)
+        waited = since(waiting.request.asked, now)
         at = waiting.predicted_at
         predicted = None if at is None else Span(max(0, since(now, at)))
         name = (entry.capability, entry.model)
@@ -257,9 +257,9 @@ def _queue(mind: CoreState, now: Instant) -> list[QueueView]:
     return rows
 
 
-def _cooldowns(mind: CoreState, now: Instant) -> list[CooldownView]:
+def _cooldowns(state: CoreState, now: Instant) -> list[CooldownView]:
     return [
         CooldownView(capability, model, f.cause, f.times_count, since(now, f.until))
-        for (capability, model), f in sorted(mind.failures.items())
+        for (capability, model), f in sorted(state.failures.items())
         if f.until > now
     ]

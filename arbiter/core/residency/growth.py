@@ -24,38 +24,38 @@ from arbiter.units import Bytes, DeviceId, HolderId, Span, after, since
 Devices = tuple[types.DeviceBytes, ...]
 
 
-def on_growth_asked(mind: CoreState, event: ev.GrowthAsked) -> None:
-    entry = mind.live(event.ticket, State.RESIDENT, by=event.holder)
+def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
+    entry = state.live(event.ticket, State.RESIDENT, by=event.holder)
     if entry is None:
-        return mind.say_no(event.ticket, TicketClosed(event.ticket))
-    mind.growing.pop(entry.ticket, None)
+        return state.answer_error(event.ticket, TicketClosed(event.ticket))
+    state.growing.pop(entry.ticket, None)
     entry.grows_bytes = event.more_bytes
     if event.more_bytes <= 0:  # it wants no more
         return
-    if any(device not in mind.ledger.books for device in entry.home):
-        return _reject(mind, entry, _error(entry, "its device is gone"))
-    if never := _never_fits(mind, entry):
-        return _reject(mind, entry, never)
-    if quotas.over_limit(mind, entry.client.tenant, event.more_bytes):
-        return _reject(mind, entry, _error(entry, "its tenant may not have as much"))
-    if not all(_can_wait(mind, e) for e in (*_growing(mind), entry)):
-        return _reject(mind, entry, _error(entry, "it would wait on a holder that waits as well"))
-    entry.grows_by = after(mind.now, event.within)
-    mind.growing[entry.ticket] = None
-    mind.watch(entry, entry.grows_by)
-    mind.tell("growth_asked", entry, size=event.more_bytes)
+    if any(device not in state.ledger.books for device in entry.home):
+        return _reject(state, entry, _error(entry, "its device is gone"))
+    if never := _never_fits(state, entry):
+        return _reject(state, entry, never)
+    if quotas.over_limit(state, entry.client.tenant, event.more_bytes):
+        return _reject(state, entry, _error(entry, "its tenant may not have as much"))
+    if not all(_can_wait(state, e) for e in (*_growing(state), entry)):
+        return _reject(state, entry, _error(entry, "it would wait on a holder that waits as well"))
+    entry.grows_by = after(state.now, event.within)
+    state.growing[entry.ticket] = None
+    state.set_timer(entry, entry.grows_by)
+    state.log("growth_asked", entry, size=event.more_bytes)
 
 
-def on_gave_back(mind: CoreState, event: ev.GaveBack) -> None:
+def on_gave_back(state: CoreState, event: ev.GaveBack) -> None:
     """One that was under way when it grew again says nothing about that; if it holds all the same,
     heartbeats will say so."""
-    entry = mind.live(event.ticket, State.RESIDENT)
+    entry = state.live(event.ticket, State.RESIDENT)
     if entry is None:
         return
-    if entry.shrinks_from is not None and mind.now < entry.shrinks_from:
-        mind.stale_count += 1
+    if entry.shrinks_from is not None and state.now < entry.shrinks_from:
+        state.stale_count += 1
     else:
-        _shrink(mind, entry, event.devices)
+        _shrink(state, entry, event.devices)
 
 
 def is_less(entry: Ticket, devices: Devices) -> bool:
@@ -63,96 +63,96 @@ def is_less(entry: Ticket, devices: Devices) -> bool:
     return any(said.size_bytes < entry.home.get(said.device, 0) for said in devices)
 
 
-def on_heartbeat(mind: CoreState, entry: Ticket, devices: Devices) -> None:
+def on_heartbeat(state: CoreState, entry: Ticket, devices: Devices) -> None:
     """A heartbeat says what it has. When it has been less for as long as a message may be under
     way, then a grant of more, or the word that it was given back, was lost."""
     if not is_less(entry, devices):
         entry.less_since = None
     elif entry.less_since is None:
-        entry.less_since = mind.now
-    elif since(entry.less_since, mind.now) >= mind.settings.terms.unconfirmed:
-        _shrink(mind, entry, devices)
+        entry.less_since = state.now
+    elif since(entry.less_since, state.now) >= state.settings.timeouts.unconfirmed:
+        _shrink(state, entry, devices)
 
 
-def _shrink(mind: CoreState, entry: Ticket, devices: Devices) -> None:
+def _shrink(state: CoreState, entry: Ticket, devices: Devices) -> None:
     """To what its holder says; what it is still measured to hold stays on the books."""
     said = {part.device: part.size_bytes for part in devices}
     before, entry.less_since = entry.home_bytes, None
     home = {d: min(size, said.get(d, size)) for d, size in entry.home.items()}
     if home == entry.home:
         return
-    _resize(mind, entry, home)
+    _resize(state, entry, home)
     less = Bytes(before - entry.home_bytes)
     entry.grown_bytes = Bytes(max(0, entry.grown_bytes - less))
     entry.peak_bytes, entry.readings_count = Bytes(0), 0  # as after a load
-    mind.tell("growth_given_back", entry, size=less)
+    state.log("growth_given_back", entry, size=less)
 
 
-def grant_waiting(mind: CoreState) -> None:
+def grant_waiting(state: CoreState) -> None:
     """In the order they asked. Before the line: they are in service already."""
-    for entry in _growing(mind):
-        is_gone = any(device not in mind.ledger.books for device in entry.home)
-        may_be = not is_gone and _may_be_lent(mind, entry)
+    for entry in _growing(state):
+        is_gone = any(device not in state.ledger.books for device in entry.home)
+        may_be = not is_gone and _may_be_lent(state, entry)
         if entry.state is not State.RESIDENT or is_gone:
-            _reject(mind, entry, _error(entry, "it is leaving"))
-        elif may_be and _has_room(mind, entry):
-            _grow(mind, entry)
-        elif mind.now >= entry.grows_by:
-            _reject(mind, entry, _error(entry, "there was no room in time"))
+            _reject(state, entry, _error(entry, "it is leaving"))
+        elif may_be and _has_room(state, entry):
+            _grow(state, entry)
+        elif state.now >= entry.grows_by:
+            _reject(state, entry, _error(entry, "there was no room in time"))
         elif may_be:
             for device, part in _wanted(entry).items():
-                _make_room(mind, entry, mind.ledger.books[device], part)
+                _make_room(state, entry, state.ledger.books[device], part)
 
 
-def _may_be_lent(mind: CoreState, entry: Ticket) -> bool:
+def _may_be_lent(state: CoreState, entry: Ticket) -> bool:
     """As for a load: nothing is lent while holders of the last epoch are awaited, on a device that
     was not read lately, or where real memory is short."""
-    node = mind.nodes.get(entry.node)
-    if node is None or not mind.is_settled or mind.closing_by is not None:
+    node = state.nodes.get(entry.node)
+    if node is None or not state.is_settled or state.closing_by is not None:
         return False
-    open_to = {book.device for book in readable_devices(mind, node)}
-    return all(d in open_to and not pressure.is_closed_to(mind, entry, d) for d in entry.home)
+    open_to = {book.device for book in readable_devices(state, node)}
+    return all(d in open_to and not pressure.is_closed_to(state, entry, d) for d in entry.home)
 
 
-def _growing(mind: CoreState) -> list[Ticket]:
+def _growing(state: CoreState) -> list[Ticket]:
     found = []
-    for ticket in list(mind.growing):
-        entry = mind.ledger.find(ticket)
+    for ticket in list(state.growing):
+        entry = state.ledger.find(ticket)
         if entry is None:
-            del mind.growing[ticket]
+            del state.growing[ticket]
         else:
             found.append(entry)
     return found
 
 
-def _grow(mind: CoreState, entry: Ticket) -> None:
+def _grow(state: CoreState, entry: Ticket) -> None:
     wanted = _wanted(entry)
     home = {d: Bytes(size + wanted.get(d, 0)) for d, size in entry.home.items()}
-    _resize(mind, entry, home)
-    mind.growing.pop(entry.ticket, None)
+    _resize(state, entry, home)
+    state.growing.pop(entry.ticket, None)
     more, entry.grows_bytes = entry.grows_bytes, Bytes(0)
     has_grown_before = entry.shrinks_from is not None
-    late = mind.settings.terms.unconfirmed if has_grown_before else Span(0)
-    entry.shrinks_from, entry.less_since = after(mind.now, late), None
+    late = state.settings.timeouts.unconfirmed if has_grown_before else Span(0)
+    entry.shrinks_from, entry.less_since = after(state.now, late), None
     entry.grown_bytes = Bytes(entry.grown_bytes + more)
     devices = tuple(types.DeviceBytes(d, size) for d, size in sorted(home.items()))
-    load_by = after(mind.now, mind.settings.terms.load)
-    time = mind.estimates.load_time(mind.key_of(entry))  # growing may be a restart of the engine
-    mind.say(Grant(entry.ticket, devices, load_by, time))
-    mind.tell("growth_granted", entry, size=more)
+    load_by = after(state.now, state.settings.timeouts.load)
+    time = state.estimates.load_time(state.key_of(entry))  # growing may be a restart of the engine
+    state.decide(Grant(entry.ticket, devices, load_by, time))
+    state.log("growth_granted", entry, size=more)
 
 
-def _resize(mind: CoreState, entry: Ticket, home: Sizes) -> None:
+def _resize(state: CoreState, entry: Ticket, home: Sizes) -> None:
     others = {d: size for d, size in entry.granted.items() if d not in home}
     entry.home = home
-    mind.ledger.resize(entry, {**others, **home})
+    state.ledger.resize(entry, {**others, **home})
 
 
-def _reject(mind: CoreState, entry: Ticket, error: GrowthRefused | NeverFits) -> None:
+def _reject(state: CoreState, entry: Ticket, error: GrowthRefused | NeverFits) -> None:
     """Not remembered as the ticket's answer: the ticket goes on."""
-    mind.growing.pop(entry.ticket, None)
+    state.growing.pop(entry.ticket, None)
     entry.grows_bytes = Bytes(0)
-    mind.say_no(entry.ticket, error)
+    state.answer_error(entry.ticket, error)
 
 
 def _error(entry: Ticket, cause: str) -> GrowthRefused:
@@ -174,29 +174,29 @@ def _by_share(entry: Ticket, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes],
     return [(item, Bytes(part)) for item, part in zip(home, parts, strict=True)]
 
 
-def _has_room(mind: CoreState, entry: Ticket) -> bool:
+def _has_room(state: CoreState, entry: Ticket) -> bool:
     """What it took already beyond its grant is charged already."""
-    return not quotas.over_limit(mind, entry.client.tenant, entry.grows_bytes) and all(
+    return not quotas.over_limit(state, entry.client.tenant, entry.grows_bytes) and all(
         part
-        <= _free(mind, entry, mind.ledger.books[d])
+        <= _free(state, entry, state.ledger.books[d])
         + entry.charge(d)
         - entry.granted.get(d, Bytes(0))
         for d, part in _wanted(entry).items()
     )
 
 
-def _free(mind: CoreState, entry: Ticket, book: DeviceAccount, has_left: bool = False) -> Bytes:
+def _free(state: CoreState, entry: Ticket, book: DeviceAccount, has_left: bool = False) -> Bytes:
     """Without what is kept for other tenants; `has_left`: see there."""
-    kept = quotas.kept(quotas.reserves(mind), book, entry.client.tenant, has_left)
+    kept = quotas.kept(quotas.reserves(state), book, entry.client.tenant, has_left)
     return Bytes(book.free_bytes - kept)
 
 
 # -- who makes room -------------------------------------------------------------------------------
 
 
-def _never_fits(mind: CoreState, entry: Ticket) -> NeverFits | None:
+def _never_fits(state: CoreState, entry: Ticket) -> NeverFits | None:
     for device, part in _wanted(entry).items():
-        book = mind.ledger.books[device]
+        book = state.ledger.books[device]
         others = (e for e in book.entries.values() if e is not entry and not _may_go(e, entry))
         most = on_demand(book.budget_bytes, Bytes(sum(e.charge(device) for e in others)))
         need = Bytes(entry.home[device] + part)
@@ -207,20 +207,20 @@ def _never_fits(mind: CoreState, entry: Ticket) -> NeverFits | None:
 
 def _may_go(other: Ticket, entry: Ticket) -> bool:
     """Some time, so that it may grow. What lives in its own process does not."""
-    return not other.pinned and other.lives_in != entry.ticket
+    return not other.pinned and other.shares_process_with != entry.ticket
 
 
-def _waiting_holders(mind: CoreState, entry: Ticket) -> set[HolderId]:
+def _waiting_holders(state: CoreState, entry: Ticket) -> set[HolderId]:
     """Whom it must not wait for."""
-    return {e.holder for e in _growing(mind) if e is not entry}
+    return {e.holder for e in _growing(state) if e is not entry}
 
 
-def _can_wait(mind: CoreState, entry: Ticket) -> bool:
+def _can_wait(state: CoreState, entry: Ticket) -> bool:
     """There would be room if everybody left who may, but those who wait for growth themselves.
     Asked of all that wait each time another joins them."""
-    waiting = _waiting_holders(mind, entry)
+    waiting = _waiting_holders(state, entry)
     return all(
-        part <= _reachable(mind.ledger.books[d], entry, waiting)
+        part <= _reachable(state.ledger.books[d], entry, waiting)
         for d, part in _wanted(entry).items()
     )
 
@@ -234,21 +234,21 @@ def _reachable(book: DeviceAccount, entry: Ticket, waiting: set[HolderId]) -> By
     return Bytes(book.free_bytes + sum(leavable))
 
 
-def _make_room(mind: CoreState, entry: Ticket, book: DeviceAccount, part: Bytes) -> None:
+def _make_room(state: CoreState, entry: Ticket, book: DeviceAccount, part: Bytes) -> None:
     """Idle ones no more urgent than it; all that is missing or nobody."""
-    short = part - _free(mind, entry, book, has_left=True) - returning_bytes(book)
+    short = part - _free(state, entry, book, has_left=True) - returning_bytes(book)
     if short <= 0:
         return
-    waiting = _waiting_holders(mind, entry)
+    waiting = _waiting_holders(state, entry)
     chosen: list[Ticket] = []
-    spare = quotas.ReserveSlack(mind, book, entry.client.tenant)
-    for victim, option in ranked_victims(mind, book):
-        is_lawful = may_leave(mind, victim) and victim.holder not in waiting
-        is_lawful = is_lawful and effective_priority(mind, victim) >= entry.priority
+    spare = quotas.ReserveSlack(state, book, entry.client.tenant)
+    for victim, option in ranked_victims(state, book):
+        is_lawful = may_leave(state, victim) and victim.holder not in waiting
+        is_lawful = is_lawful and effective_priority(state, victim) >= entry.priority
         if short <= 0 or victim is entry or not is_lawful:
             continue
         if worth := spare.take(victim, option.freed_bytes):
             chosen.append(victim)
             short -= worth
     for victim in chosen if short <= 0 else []:
-        revoke(mind, victim, Reason.SWAP, entry)
+        revoke(state, victim, Reason.SWAP, entry)

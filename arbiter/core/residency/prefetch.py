@@ -1,7 +1,7 @@
 """A model that is likely next is brought in before anybody asks (SPEC C11).
 
-Two guesses: the next in a declared pipeline (voice activity, speech, text, voice), and what most
-often followed before. A wrong guess must cost nobody anything, so it is made only while nothing
+Two prefetches: the next in a declared pipeline (voice activity, speech, text, voice), and what most
+often followed before. A wrong prefetch must cost nobody anything, so it is made only while nothing
 waits or loads, at nominal pressure, for a model whose size was measured, into room that is free;
 and if the room has gone when its request comes, the request goes, not another model. Until it is
 used it is batch work without minimum residency, and while it still loads it ends as soon as
@@ -30,66 +30,70 @@ class Prefetch:
     why: str = "pipeline"
 
 
-def predict_next(mind: CoreState) -> None:
-    """After each event: learn from the uses it told of, and guess what comes next."""
-    used, mind.just_used = mind.just_used, []
+def predict_next(state: CoreState) -> None:
+    """After each event: learn from the uses it told of, and prefetch what comes next."""
+    used, state.uses_this_event = state.uses_this_event, []
     for name, node in used:
-        mind.guesses.pop(name, None)  # somebody asked for it, whether for the guess or not
-        if mind.settings.preload == "history":
-            _learn(mind, name)
-        guess = _declared(mind, name) or _habitual(mind, name)
-        if guess and _is_free(mind, node, guess.name):
-            mind.guesses[guess.name] = after(mind.now, mind.settings.guess_for)
-            capability, model = guess.name
-            mind.tell(
-                "model_preload", capability=capability, model=model, after=name[1], why=guess.why
+        state.prefetched.pop(name, None)  # somebody asked for it, prefetched or not
+        if state.settings.preload == "history":
+            _learn(state, name)
+        candidate = _declared(state, name) or _habitual(state, name)
+        if candidate and _is_free(state, node, candidate.name):
+            state.prefetched[candidate.name] = after(state.now, state.settings.guess_for)
+            capability, model = candidate.name
+            state.log(
+                "model_preload",
+                capability=capability,
+                model=model,
+                after=name[1],
+                why=candidate.why,
             )
-            load(mind, guess.name)
+            load(state, candidate.name)
 
 
-def cancel_for(mind: CoreState, entry: Ticket) -> TicketClosed | None:
-    """A request that was only a guess, and that others would have to make room for. Whoever wants
-    the model by now asks under a ticket of their own."""
-    until = mind.guesses.pop((entry.capability, entry.model), None)
-    return TicketClosed(entry.ticket) if until is not None and mind.now < until else None
+def cancel_for(state: CoreState, entry: Ticket) -> TicketClosed | None:
+    """Cancels a queued prefetch that would need an eviction. A request for the model asks under
+    a ticket of its own."""
+    until = state.prefetched.pop((entry.capability, entry.model), None)
+    return TicketClosed(entry.ticket) if until is not None and state.now < until else None
 
 
-def is_awaited(mind: CoreState, name: ModelName) -> bool:
-    """A load of it that is asked for now is the guess."""
-    until = mind.guesses.get(name)
-    return until is not None and mind.now < until
+def is_awaited(state: CoreState, name: ModelName) -> bool:
+    """A load of it that is asked for now is the prefetch."""
+    until = state.prefetched.get(name)
+    return until is not None and state.now < until
 
 
 # -- guessing -------------------------------------------------------------------------------------
 
 
-def _learn(mind: CoreState, name: ModelName) -> None:
-    last, mind.last_used = mind.last_used, (name, mind.now)
-    if last is None or last[0] == name or since(last[1], mind.now) > mind.settings.follow_within:
+def _learn(state: CoreState, name: ModelName) -> None:
+    last, state.last_used = state.last_used, (name, state.now)
+    if last is None or last[0] == name or since(last[1], state.now) > state.settings.follow_within:
         return
-    followers = mind.followers.setdefault(last[0], {})
+    followers = state.transition_counts.setdefault(last[0], {})
     followers[name] = followers.get(name, 0) + 1
-    if len(mind.followers) > NAMES_COUNT:
-        del mind.followers[next(iter(mind.followers))]
+    if len(state.transition_counts) > NAMES_COUNT:
+        del state.transition_counts[next(iter(state.transition_counts))]
 
 
-def _declared(mind: CoreState, name: ModelName) -> Prefetch | None:
-    for pipeline in mind.settings.pipelines:
+def _declared(state: CoreState, name: ModelName) -> Prefetch | None:
+    for pipeline in state.settings.pipelines:
         if name[0] in pipeline[:-1]:
-            spec = mind.registry.specs.get(pipeline[pipeline.index(name[0]) + 1])
+            spec = state.registry.specs.get(pipeline[pipeline.index(name[0]) + 1])
             models = [(spec.name, m.name) for m in spec.models] if spec else []
             if models:
-                return Prefetch(max(models, key=lambda m: (mind.rates.recent(m, mind.now), m)))
+                return Prefetch(max(models, key=lambda m: (state.rates.recent(m, state.now), m)))
     return None
 
 
-def _habitual(mind: CoreState, name: ModelName) -> Prefetch | None:
-    followers = mind.followers.get(name, {})
+def _habitual(state: CoreState, name: ModelName) -> Prefetch | None:
+    followers = state.transition_counts.get(name, {})
     if not followers:
         return None
     likely = max(followers, key=lambda n: (followers[n], n))
     times, of = followers[likely], sum(followers.values())
-    settings = mind.settings
+    settings = state.settings
     is_habit = times >= settings.habit_least_count and times >= of * settings.habit_fraction
     return Prefetch(likely, "history") if is_habit else None
 
@@ -97,30 +101,31 @@ def _habitual(mind: CoreState, name: ModelName) -> Prefetch | None:
 # -- the guard ------------------------------------------------------------------------------------
 
 
-def _is_free(mind: CoreState, name: NodeId, wanted: ModelName) -> bool:
+def _is_free(state: CoreState, name: NodeId, wanted: ModelName) -> bool:
     """Nothing is lost by it."""
-    node = mind.nodes.get(name)
-    size = mind.estimates.proven(*wanted)
-    if node is None or size is None or mind.settings.preload == "off":
+    node = state.nodes.get(name)
+    size = state.estimates.proven(*wanted)
+    if node is None or size is None or state.settings.preload == "off":
         return False
-    is_quiet = mind.is_settled and mind.closing_by is None and not len(mind.line)
+    is_quiet = state.is_settled and state.closing_by is None and not len(state.queue)
     return (
         is_quiet
-        and is_nominal(mind, name)
-        and wanted not in mind.failures
-        and refusal(mind, *wanted) is None
-        and any(h.capability == wanted[0] and h.node == name for h in mind.holders.values())
-        and _has_room(mind, node, size)
-        and not _is_busy(mind, wanted)
+        and is_nominal(state, name)
+        and wanted not in state.failures
+        and refusal(state, *wanted) is None
+        and any(h.capability == wanted[0] and h.node == name for h in state.holders.values())
+        and _has_room(state, node, size)
+        and not _is_busy(state, wanted)
     )
 
 
-def _has_room(mind: CoreState, node: Node, size: Bytes) -> bool:
-    return any(b.free_bytes >= size for b in readable_devices(mind, node))
+def _has_room(state: CoreState, node: Node, size: Bytes) -> bool:
+    return any(b.free_bytes >= size for b in readable_devices(state, node))
 
 
-def _is_busy(mind: CoreState, wanted: ModelName) -> bool:
+def _is_busy(state: CoreState, wanted: ModelName) -> bool:
     """Something loads, or the model is here in some state already."""
     return any(
-        e.state is State.LOADING or (e.capability, e.model) == wanted for e in mind.ledger.entries()
+        e.state is State.LOADING or (e.capability, e.model) == wanted
+        for e in state.ledger.entries()
     )

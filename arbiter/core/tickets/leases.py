@@ -27,19 +27,19 @@ LEASE = "lease"  # the capability and the role every lease has
 
 
 def why_not(
-    mind: CoreState, event: ev.Requested, terms: types.LeaseConditions
+    state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> RequestError | None:
-    if event.holder not in mind.holders:
-        return StaleEpoch(Epoch(0), mind.epoch)
-    if kept := _kept(mind, terms.tenant):
+    if event.holder not in state.holders:
+        return StaleEpoch(Epoch(0), state.epoch)
+    if kept := _kept(state, terms.tenant):
         return HolderQuarantined(event.holder, kept)
-    return _unlawful(mind, event, terms) or _over_cap(mind, event, terms)
+    return _unlawful(state, event, terms) or _over_cap(state, event, terms)
 
 
 def _unlawful(
-    mind: CoreState, event: ev.Requested, terms: types.LeaseConditions
+    state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> LeaseRefused | None:
-    term_most, notice_most = mind.settings.lease_term_most, mind.settings.lease_notice_most
+    term_most, notice_most = state.settings.lease_term_most, state.settings.lease_notice_most
     if event.need.device_bytes <= 0:
         return LeaseRefused("bytes", "must be more than none")
     if not 0 < terms.term <= term_most:
@@ -50,10 +50,10 @@ def _unlawful(
 
 
 def _over_cap(
-    mind: CoreState, event: ev.Requested, terms: types.LeaseConditions
+    state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> QuotaExceeded | None:
-    has = Bytes(sum(_weight(e) for e in _of(mind, terms.tenant)))
-    wants, bound = event.need.device_bytes, tenant_cap(mind)
+    has = Bytes(sum(_weight(e) for e in _of(state, terms.tenant)))
+    wants, bound = event.need.device_bytes, tenant_cap(state)
     if has + wants <= bound:
         return None
     return QuotaExceeded(terms.tenant, has, wants, bound, "bytes")
@@ -64,30 +64,30 @@ def _weight(entry: Ticket) -> Bytes:
     return entry.need.device_bytes if entry.state is State.QUEUED else charged(entry)
 
 
-def tenant_cap(mind: CoreState) -> Bytes:
+def tenant_cap(state: CoreState) -> Bytes:
     """The most that one tenant may lease in all."""
-    if mind.settings.lease_tenant_bytes is not None:
-        return mind.settings.lease_tenant_bytes
-    lent = sum(b.budget_bytes for b in mind.ledger.books.values() if b.kind in COMPUTE)
-    return share(Bytes(lent), mind.settings.lease_tenant_fraction)
+    if state.settings.lease_tenant_bytes is not None:
+        return state.settings.lease_tenant_bytes
+    lent = sum(b.budget_bytes for b in state.ledger.books.values() if b.kind in COMPUTE)
+    return share(Bytes(lent), state.settings.lease_tenant_fraction)
 
 
-def _of(mind: CoreState, tenant: str) -> Iterator[Ticket]:
+def _of(state: CoreState, tenant: str) -> Iterator[Ticket]:
     """Found by their holders, so that the cost does not grow with the tickets of models."""
-    for holder in mind.holders.values():
+    for holder in state.holders.values():
         if holder.capability == LEASE:
-            for entry in mind.ledger.held_by(holder.holder):
+            for entry in state.ledger.held_by(holder.holder):
                 if entry.lease and entry.lease.tenant == tenant:
                     yield entry
 
 
-def _kept(mind: CoreState, tenant: str) -> Bytes:
+def _kept(state: CoreState, tenant: str) -> Bytes:
     """Of leases that are over and whose process has not given the bytes back."""
-    return Bytes(sum(charged(e) for e in _of(mind, tenant) if e.alarmed))
+    return Bytes(sum(charged(e) for e in _of(state, tenant) if e.reclaim_late))
 
 
 def new_entry(
-    mind: CoreState, holder: Holder, event: ev.Requested, terms: types.LeaseConditions
+    state: CoreState, holder: Holder, event: ev.Requested, terms: types.LeaseConditions
 ) -> Ticket:
     entry = Ticket(
         event.ticket,
@@ -99,18 +99,18 @@ def new_entry(
         event.need,
         True,
         attempt=1,
-        opened=mind.now,
-        since=mind.now,
+        opened=state.now,
+        since=state.now,
     )
-    bind(mind, entry, terms)
+    bind(state, entry, terms)
     entry.priority = event.priority  # of its waiting
     return entry
 
 
-def bind(mind: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
+def bind(state: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
     """On these terms from now on, as far as they are lawful: after a restart they are the word of
     whoever holds the lease."""
-    settings = mind.settings
+    settings = state.settings
     terms = replace(
         terms,
         term=min(terms.term, settings.lease_term_most),
@@ -118,25 +118,25 @@ def bind(mind: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
     )
     entry.lease, entry.keep_warm = terms, Span(-1)
     entry.client = types.Client(terms.tenant)
-    entry.role_rank = mind.policies.roles[LEASE].rank
-    entry.lease_ends = after(mind.now, terms.term)
+    entry.role_rank = state.policies.roles[LEASE].rank
+    entry.lease_ends = after(state.now, terms.term)
     entry.priority = _worth(terms)
 
 
 # -- holding --------------------------------------------------------------------------------------
 
 
-def begin(mind: CoreState, entry: Ticket) -> None:
+def begin(state: CoreState, entry: Ticket) -> None:
     """LOADING -> RESIDENT in the same step: there is nothing to load. Its term begins."""
     assert entry.lease is not None
-    mind.move(entry, State.RESIDENT)
-    entry.resident_since = entry.last_used = mind.now
-    entry.lease_ends = after(mind.now, entry.lease.term)
+    state.move(entry, State.RESIDENT)
+    entry.resident_since = entry.last_used = state.now
+    entry.lease_ends = after(state.now, entry.lease.term)
     entry.priority = _worth(entry.lease)
-    mind.displaced.pop((entry.holder, entry.model), None)
-    mind.watch(entry, notice_given_at(entry))
+    state.evicted_for.pop((entry.holder, entry.model), None)
+    state.set_timer(entry, notice_given_at(entry))
     tenant = entry.lease.tenant
-    mind.tell("lease_granted", entry, size=entry.home_bytes, took=entry.lease.term, tenant=tenant)
+    state.log("lease_granted", entry, size=entry.home_bytes, took=entry.lease.term, tenant=tenant)
 
 
 def _worth(terms: types.LeaseConditions) -> types.Priority:
@@ -150,8 +150,8 @@ def notice_given_at(entry: Ticket) -> Instant:
     return Instant(max(entry.resident_since, entry.lease_ends - entry.lease.notice))
 
 
-def silence_limit(mind: CoreState, holder: Holder) -> Span:
+def silence_limit(state: CoreState, holder: Holder) -> Span:
     """Silence after which a holder counts as dead. Ray tells of the death of a replica; of an
     outside process nobody does, unless its node agent knows its pid."""
-    terms = mind.settings.terms
+    terms = state.settings.timeouts
     return terms.lease_lapse if holder.capability == LEASE else terms.lost

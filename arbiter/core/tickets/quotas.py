@@ -3,7 +3,7 @@
 `most`: held at once, over all devices that compute. Who would exceed it makes room among its own
 first, and waits for that; nobody else leaves for it, and it holds up nobody.
 `reserved`: of each device that computes, held by this tenant or free for it. Others get what is
-free beyond it, and what leaves for them is worth to them only what exceeds it.
+free beyond it, and what leaves for them is usable_bytes to them only what exceeds it.
 `average`: held over the last hour. Beyond it nothing new is loaded for the tenant until its average
 has fallen to nine tenths; what it has stays.
 
@@ -27,48 +27,48 @@ from arbiter.units import Bytes, HolderId, in_seconds
 COOLED_FRACTION = 0.9  # of its average; so that a tenant at its limit is not let in and out
 
 
-def limits_of(mind: CoreState, tenant: str) -> TenantLimits | None:
-    return mind.tenants.get(tenant)
+def limits_of(state: CoreState, tenant: str) -> TenantLimits | None:
+    return state.tenants.get(tenant)
 
 
-def quota_group(mind: CoreState, tenant: str) -> str:
+def quota_group(state: CoreState, tenant: str) -> str:
     """Tenants of whom nothing is configured are all alike to the rules."""
-    return tenant if tenant in mind.tenants else ""
+    return tenant if tenant in state.tenants else ""
 
 
 # -- asking ---------------------------------------------------------------------------------------
 
 
 def refusal(
-    mind: CoreState, holder: HolderId, tenant: str, need: Bytes, how: Split = Split.NONE
+    state: CoreState, holder: HolderId, tenant: str, need: Bytes, how: Split = Split.NONE
 ) -> QuotaExceeded | TenantCoolingDown | None:
     """Refused at once: waiting on its holder's node would not help, or not soon."""
-    known = mind.holders.get(holder)
-    node = mind.nodes.get(known.node) if known else None
-    if not mind.tenants or node is None:
+    known = state.holders.get(holder)
+    node = state.nodes.get(known.node) if known else None
+    if not state.tenants or node is None:
         return None
-    bounds = at_most(mind, tenant, compute_books(mind, node)).values() or [need]
+    bounds = at_most(state, tenant, compute_books(state, node)).values() or [need]
     bound = max(bounds) if how is Split.NONE else sum(bounds)
-    return _cooling(mind, tenant) or never(mind, tenant, need, bound)
+    return _cooling(state, tenant) or never(state, tenant, need, bound)
 
 
-def never(mind: CoreState, tenant: str, need: Bytes, bound: int) -> QuotaExceeded | None:
+def never(state: CoreState, tenant: str, need: Bytes, bound: int) -> QuotaExceeded | None:
     """However long it waits. `bound`: of `at_most`, what it could have where it may go."""
-    terms = limits_of(mind, tenant)
-    if terms and terms.most_bytes is not None and need > terms.most_bytes - pinned(mind, tenant):
-        return QuotaExceeded(tenant, pinned(mind, tenant), need, terms.most_bytes, "bytes")
-    if need > bound and any(name != tenant for name in reserves(mind)):
+    terms = limits_of(state, tenant)
+    if terms and terms.most_bytes is not None and need > terms.most_bytes - pinned(state, tenant):
+        return QuotaExceeded(tenant, pinned(state, tenant), need, terms.most_bytes, "bytes")
+    if need > bound and any(name != tenant for name in reserves(state)):
         return QuotaExceeded(tenant, Bytes(0), need, Bytes(bound), "bytes")
     return None
 
 
-def at_most(mind: CoreState, tenant: str, books: Iterable[DeviceAccount]) -> Sizes:
+def at_most(state: CoreState, tenant: str, books: Iterable[DeviceAccount]) -> Sizes:
     """What waiting can ever bring on each, beside what is pinned and what others have reserved."""
-    return {book.device: _most_on(mind, book, tenant) for book in books}
+    return {book.device: _most_on(state, book, tenant) for book in books}
 
 
-def _most_on(mind: CoreState, book: DeviceAccount, tenant: str) -> Bytes:
-    others = [t for name, t in mind.tenants.items() if name != tenant and t.reserved_bytes]
+def _most_on(state: CoreState, book: DeviceAccount, tenant: str) -> Bytes:
+    others = [t for name, t in state.tenants.items() if name != tenant and t.reserved_bytes]
     if not others:
         return on_demand_of(book)
     fixed: dict[str, int] = {}
@@ -80,30 +80,30 @@ def _most_on(mind: CoreState, book: DeviceAccount, tenant: str) -> Bytes:
     return Bytes(max(0, book.budget_bytes - sum(fixed.values()) - sum(kept)))
 
 
-def pinned(mind: CoreState, tenant: str) -> Bytes:
-    own = tickets_of(mind, tenant)
-    return Bytes(sum(device_bytes(mind, e) for e in own if e.pinned))
+def pinned(state: CoreState, tenant: str) -> Bytes:
+    own = tickets_of(state, tenant)
+    return Bytes(sum(device_bytes(state, e) for e in own if e.pinned))
 
 
-def too_much(mind: CoreState, tenant: str, need: Bytes) -> QuotaExceeded:
-    terms = limits_of(mind, tenant)
+def too_much(state: CoreState, tenant: str, need: Bytes) -> QuotaExceeded:
+    terms = limits_of(state, tenant)
     assert terms is not None and terms.most_bytes is not None
     return QuotaExceeded(
-        tenant, mind.ledger.holdings.by_tenant[tenant], need, terms.most_bytes, "bytes"
+        tenant, state.ledger.holdings.by_tenant[tenant], need, terms.most_bytes, "bytes"
     )
 
 
-def share_of(mind: CoreState, tenant: str) -> float:
-    terms = limits_of(mind, tenant)
+def share_of(state: CoreState, tenant: str) -> float:
+    terms = limits_of(state, tenant)
     return terms.share_fraction if terms else 1.0
 
 
-def _cooling(mind: CoreState, tenant: str) -> TenantCoolingDown | None:
-    terms, accounts = limits_of(mind, tenant), mind.accounts
+def _cooling(state: CoreState, tenant: str) -> TenantCoolingDown | None:
+    terms, accounts = limits_of(state, tenant), state.accounts
     if terms is None or terms.average_bytes is None:
         return None
     is_cooling = tenant in accounts.cooling
-    average = accounts.average(mind.ledger.holdings.by_client, tenant, mind.now)
+    average = accounts.average(state.ledger.holdings.by_client, tenant, state.now)
     cooled = share(terms.average_bytes, COOLED_FRACTION)
     if average <= (cooled if is_cooling else terms.average_bytes):
         accounts.cooling.pop(tenant, None)
@@ -116,9 +116,9 @@ def _cooling(mind: CoreState, tenant: str) -> TenantCoolingDown | None:
 # -- granting -------------------------------------------------------------------------------------
 
 
-def reserves(mind: CoreState) -> dict[str, Bytes]:
+def reserves(state: CoreState) -> dict[str, Bytes]:
     """Of each device, by tenant."""
-    return {name: t.reserved_bytes for name, t in mind.tenants.items() if t.reserved_bytes}
+    return {name: t.reserved_bytes for name, t in state.tenants.items() if t.reserved_bytes}
 
 
 def kept(
@@ -139,47 +139,49 @@ def _held(book: DeviceAccount, tenant: str, has_left: bool) -> int:
     return book.held[tenant] - sum(e.charge(book.device) for e in leaving)
 
 
-def requeue_relieved_tenants(mind: CoreState) -> None:
+def requeue_relieved_tenants(state: CoreState) -> None:
     """Who waits for its tenant's own bytes is looked at wherever it waits. A reserve is of one
     device, where any change is looked at."""
-    if not mind.tenants:
+    if not state.tenants:
         return
-    for client in mind.ledger.holdings.unsettled:
-        terms = limits_of(mind, client.tenant)
+    for client in state.ledger.holdings.unsettled:
+        terms = limits_of(state, client.tenant)
         if terms and terms.most_bytes is not None:
-            mind.ledger.changed.update(mind.line.where(client.tenant))
+            state.ledger.changed.update(state.queue.where(client.tenant))
 
 
-def over_limit(mind: CoreState, tenant: str, more: Bytes) -> Bytes:
+def over_limit(state: CoreState, tenant: str, more: Bytes) -> Bytes:
     """How much it would exceed its maximum by; 0: not at all."""
-    terms = limits_of(mind, tenant)
+    terms = limits_of(state, tenant)
     if terms is None or terms.most_bytes is None:
         return Bytes(0)
-    return Bytes(max(0, mind.ledger.holdings.by_tenant[tenant] + more - terms.most_bytes))
+    return Bytes(max(0, state.ledger.holdings.by_tenant[tenant] + more - terms.most_bytes))
 
 
-def over_limit_after_drain(mind: CoreState, tenant: str, more: Bytes) -> Bytes:
+def over_limit_after_drain(state: CoreState, tenant: str, more: Bytes) -> Bytes:
     """The same once all that was asked to leave has left; what is kept in quarantine stays."""
-    own = tickets_of(mind, tenant)
+    own = tickets_of(state, tenant)
     going = (e for e in own if e.state in LEAVING and is_counted_on(e))
-    return Bytes(max(0, over_limit(mind, tenant, more) - sum(device_bytes(mind, e) for e in going)))
+    return Bytes(
+        max(0, over_limit(state, tenant, more) - sum(device_bytes(state, e) for e in going))
+    )
 
 
-def tickets_of(mind: CoreState, tenant: str) -> list[Ticket]:
+def tickets_of(state: CoreState, tenant: str) -> list[Ticket]:
     """Those with bytes on a device that computes."""
-    found = (mind.ledger.find(ticket) for ticket in mind.ledger.holdings.tickets.get(tenant, ()))
+    found = (state.ledger.find(ticket) for ticket in state.ledger.holdings.tickets.get(tenant, ()))
     return [entry for entry in found if entry]
 
 
-def device_bytes(mind: CoreState, entry: Ticket) -> Bytes:
+def device_bytes(state: CoreState, entry: Ticket) -> Bytes:
     """Charged on devices that compute."""
-    books = (mind.ledger.books.get(d) for d in entry.devices)
+    books = (state.ledger.books.get(d) for d in entry.devices)
     return Bytes(sum(entry.charge(b.device) for b in books if b and b.kind in COMPUTE))
 
 
-def process_bytes(mind: CoreState, entry: Ticket) -> Bytes:
+def process_bytes(state: CoreState, entry: Ticket) -> Bytes:
     """The same with whoever lives in its process."""
-    return Bytes(sum(device_bytes(mind, one) for one in mind.process_of(entry)))
+    return Bytes(sum(device_bytes(state, one) for one in state.process_of(entry)))
 
 
 # -- leaving --------------------------------------------------------------------------------------
@@ -189,16 +191,16 @@ class ReserveSlack:
     """What others get of a tenant's bytes on one device, as victims are picked: what it holds
     beyond its reserve. The rest is free for it, and for nobody else."""
 
-    def __init__(self, mind: CoreState, book: DeviceAccount, tenant: str) -> None:
-        self._mind, self._book, self._tenant = mind, book, tenant
+    def __init__(self, state: CoreState, book: DeviceAccount, tenant: str) -> None:
+        self._state, self._book, self._tenant = state, book, tenant
         self._left: dict[str, int] = {}
 
     def take(self, entry: Ticket, freed: Bytes) -> Bytes:
         """Of what it would free, what counts beside those taken so far."""
-        if not self._mind.tenants:
+        if not self._state.tenants:
             return freed
         own = entry.client.tenant
-        terms = limits_of(self._mind, own)
+        terms = limits_of(self._state, own)
         if own == self._tenant or terms is None or not terms.reserved_bytes:
             return freed
         if own not in self._left:
@@ -209,23 +211,23 @@ class ReserveSlack:
         return Bytes(taken)
 
 
-def is_reserved(mind: CoreState, entry: Ticket, tenant: str) -> bool:
+def is_reserved(state: CoreState, entry: Ticket, tenant: str) -> bool:
     """Its leaving would give this tenant nothing, wherever it is."""
-    return all(not worth for worth in _worth(mind, entry, tenant))
+    return all(not usable_bytes for usable_bytes in _worth(state, entry, tenant))
 
 
-def _is_partly_reserved(mind: CoreState, entry: Ticket, tenant: str) -> bool:
+def _is_partly_reserved(state: CoreState, entry: Ticket, tenant: str) -> bool:
     """Without it its tenant would hold less than its reserve, and nothing free makes up for it."""
-    books = [b for d in entry.home if (b := mind.ledger.books.get(d))]
-    sizes = [end_with_primary(mind, entry, book.device) for book in books]
-    return sizes != _worth(mind, entry, tenant)
+    books = [b for d in entry.home if (b := state.ledger.books.get(d))]
+    sizes = [end_with_primary(state, entry, book.device) for book in books]
+    return sizes != _worth(state, entry, tenant)
 
 
-def _worth(mind: CoreState, entry: Ticket, tenant: str) -> list[Bytes]:
+def _worth(state: CoreState, entry: Ticket, tenant: str) -> list[Bytes]:
     """To this tenant, on each of its devices."""
-    books = (mind.ledger.books.get(d) for d in entry.home)
+    books = (state.ledger.books.get(d) for d in entry.home)
     return [
-        ReserveSlack(mind, b, tenant).take(entry, end_with_primary(mind, entry, b.device))
+        ReserveSlack(state, b, tenant).take(entry, end_with_primary(state, entry, b.device))
         for b in books
         if b
     ]
@@ -234,17 +236,17 @@ def _worth(mind: CoreState, entry: Ticket, tenant: str) -> list[Bytes]:
 # -- whose a ticket is ----------------------------------------------------------------------------
 
 
-def take_over(mind: CoreState, entry: Ticket, client: Client) -> None:
+def take_over(state: CoreState, entry: Ticket, client: Client) -> None:
     """It was used by this client, and is on its account from now on, as far as that is lawful."""
     if client == entry.client or entry.lease:
         return
-    if client.tenant == entry.client.tenant or _may_change_hands(mind, entry, client.tenant):
-        for one in mind.process_of(entry):
-            mind.ledger.bill_to(one, client)
+    if client.tenant == entry.client.tenant or _may_change_hands(state, entry, client.tenant):
+        for one in state.process_of(entry):
+            state.ledger.bill_to(one, client)
 
 
-def _may_change_hands(mind: CoreState, entry: Ticket, to: str) -> bool:
-    if not mind.tenants:
+def _may_change_hands(state: CoreState, entry: Ticket, to: str) -> bool:
+    if not state.tenants:
         return True
-    size = process_bytes(mind, entry)
-    return over_limit(mind, to, size) == 0 and not _is_partly_reserved(mind, entry, to)
+    size = process_bytes(state, entry)
+    return over_limit(state, to, size) == 0 and not _is_partly_reserved(state, entry, to)

@@ -15,80 +15,85 @@ REASONS = {reason.value: reason for reason in Reason}
 UNASKED = frozenset({Reason.LOST, Reason.FAILED})
 
 
-def reclaim(mind: CoreState, entry: Ticket, reason: Reason) -> None:
+def reclaim(state: CoreState, entry: Ticket, reason: Reason) -> None:
     """The engine behind this ticket must end. A reason given by an earlier revoke stands."""
-    was_waiting = entry.ticket in mind.line
-    mind.line.drop(entry.ticket)
+    was_waiting = entry.ticket in state.queue
+    state.queue.drop(entry.ticket)
     entry.leaving = entry.leaving or reason
-    mind.move(entry, State.RECLAIMING)
+    state.move(entry, State.RECLAIMING)
     if was_waiting:  # to be woken; it will not be
-        mind.refuse(entry.ticket, TicketClosed(entry.ticket))
-    _kill(mind, entry)
+        state.answer_error_finally(entry.ticket, TicketClosed(entry.ticket))
+    _kill(state, entry)
 
 
-def on_released(mind: CoreState, event: Released) -> None:
+def on_released(state: CoreState, event: Released) -> None:
     """Its holder has let go; the agent makes sure of it and says when the bytes are back."""
     states = State.QUEUED, *(CHARGED - {State.RECLAIMING})
-    entry = mind.live(event.ticket, *states, by=event.holder)
+    entry = state.live(event.ticket, *states, by=event.holder)
     if entry is None:
         return
     if entry.state is State.QUEUED:
-        mind.tell("ticket_closed", entry, reason=event.reason)
-        mind.close(entry)
+        state.log("ticket_closed", entry, reason=event.reason)
+        state.close(entry)
     else:
-        reclaim(mind, entry, REASONS.get(event.reason, Reason.MANUAL))
+        reclaim(state, entry, REASONS.get(event.reason, Reason.MANUAL))
 
 
-def notify_holder(mind: CoreState, ticket: TicketId, holder: HolderId, reason: Reason) -> None:
+def notify_holder(state: CoreState, ticket: TicketId, holder: HolderId, reason: Reason) -> None:
     """The holder need not answer: the engine is ended by the agent."""
-    mind.say(Revoke(ticket, holder, reason, Tier.GONE, mind.now))
+    state.decide(Revoke(ticket, holder, reason, Tier.GONE, state.now))
 
 
-def kill_and_notify(mind: CoreState, entry: Ticket, reason: Reason) -> None:
+def kill_and_notify(state: CoreState, entry: Ticket, reason: Reason) -> None:
     """End the engine without asking its holder, and tell it."""
-    reclaim(mind, entry, reason)
-    notify_holder(mind, entry.ticket, entry.holder, reason)
+    reclaim(state, entry, reason)
+    notify_holder(state, entry.ticket, entry.holder, reason)
 
 
-def _kill(mind: CoreState, entry: Ticket) -> None:
+def _kill(state: CoreState, entry: Ticket) -> None:
     """Each 250 ms at first; a holder that is quarantined is no longer pressed as hard."""
-    terms = mind.settings.terms
-    entry.reap_at = after(mind.now, terms.reclaim_alarm if entry.alarmed else terms.reap_every)
-    mind.say(KillEngine(entry.node, entry.ticket))
-    mind.watch(entry, entry.reap_at)
+    terms = state.settings.timeouts
+    entry.kill_at = after(
+        state.now, terms.reclaim_alarm if entry.reclaim_late else terms.reap_every
+    )
+    state.decide(KillEngine(entry.node, entry.ticket))
+    state.set_timer(entry, entry.kill_at)
 
 
-def on_timer(mind: CoreState, entry: Ticket) -> None:
+def on_timer(state: CoreState, entry: Ticket) -> None:
     """The time rule of RECLAIMING."""
-    if not entry.alarmed and since(entry.since, mind.now) >= mind.settings.terms.reclaim_alarm:
-        _quarantine(mind, entry)
-    if mind.now >= entry.reap_at:
-        _kill(mind, entry)
-    mind.watch(entry, entry.reap_at)
+    if (
+        not entry.reclaim_late
+        and since(entry.since, state.now) >= state.settings.timeouts.reclaim_alarm
+    ):
+        _quarantine(state, entry)
+    if state.now >= entry.kill_at:
+        _kill(state, entry)
+    state.set_timer(entry, entry.kill_at)
 
 
-def _quarantine(mind: CoreState, entry: Ticket) -> None:
-    entry.alarmed = True
-    mind.ledger.changed.add(entry.node)  # its bytes are not counted on any more
+def _quarantine(state: CoreState, entry: Ticket) -> None:
+    entry.reclaim_late = True
+    state.ledger.changed.add(entry.node)  # its bytes are not counted on any more
     kept = charged(entry)
-    mind.tell("quarantine", entry, size=kept, took=since(entry.since, mind.now), node=entry.node)
-    for other in mind.ledger.held_by(entry.holder):
+    state.log("quarantine", entry, size=kept, took=since(entry.since, state.now), node=entry.node)
+    for other in state.ledger.held_by(entry.holder):
         if other.state is State.QUEUED:
-            mind.refuse(other.ticket, HolderQuarantined(entry.holder, kept))
-            mind.close(other)
-        elif other.ticket in mind.line:
-            mind.unqueue(other)
-            mind.say_no(other.ticket, HolderQuarantined(entry.holder, kept))
+            state.answer_error_finally(other.ticket, HolderQuarantined(entry.holder, kept))
+            state.close(other)
+        elif other.ticket in state.queue:
+            state.unqueue(other)
+            state.answer_error(other.ticket, HolderQuarantined(entry.holder, kept))
 
 
 def is_counted_on(leaving: Ticket) -> bool:
     """Its bytes will come back; those that a quarantined holder keeps may not."""
-    return leaving.state is State.DRAINING or not leaving.alarmed
+    return leaving.state is State.DRAINING or not leaving.reclaim_late
 
 
-def kept_bytes(mind: CoreState, holder: HolderId) -> Bytes:
+def kept_bytes(state: CoreState, holder: HolderId) -> Bytes:
     """What a holder in quarantine has not given back; 0: it is not in quarantine."""
-    stuck = [e for e in mind.ledger.holding(holder).values() if e.alarmed]
+    stuck = [e for e in state.ledger.holding(holder).values() if e.reclaim_late]
     return Bytes(sum(charged(e) for e in stuck))
 
 
@@ -96,15 +101,15 @@ def charged(entry: Ticket) -> Bytes:
     return Bytes(sum(entry.charge(d) for d in entry.devices))
 
 
-def mark_reclaimed(mind: CoreState, entry: Ticket) -> None:
+def mark_reclaimed(state: CoreState, entry: Ticket) -> None:
     """Seen back: off the books."""
     assert entry.state is State.RECLAIMING
     reason = entry.leaving or Reason.LOST
-    took = since(entry.since, mind.now)
+    took = since(entry.since, state.now)
     if entry.revoked_at is not None:
-        mind.estimates.left(entry.capability, since(entry.revoked_at, mind.now))
+        state.estimates.left(entry.capability, since(entry.revoked_at, state.now))
     kind = "lease_ended" if entry.lease else "model_unload"
-    mind.tell(kind, entry, size=charged(entry), took=took, reason=reason.value, to="gone")
-    mind.close(entry)
-    if reason in UNASKED and mind.floors:
-        mind.alarms.set(("floors", ""), mind.now)
+    state.log(kind, entry, size=charged(entry), took=took, reason=reason.value, to="gone")
+    state.close(entry)
+    if reason in UNASKED and state.floors:
+        state.timers.set(("floors", ""), state.now)

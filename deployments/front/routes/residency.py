@@ -80,7 +80,7 @@ def _own(model: str, capability: str, state: dict[str, Any]) -> list[dict[str, A
         for t in state["tickets"]
         if (t["capability"], t["model"]) == (capability, model)
         and not t["lease"]
-        and not t["lives_in"]
+        and not t["shares_process_with"]
     ]
 
 
