@@ -26,7 +26,7 @@ from arbiter.units import MIB
 from benchmarks import report
 from benchmarks.tally import Tally, end
 from tests.conftest import ENVIRONMENT
-from tests.support.desk import Desk, NotLooked, capability, desk, model
+from tests.support.live_arbiter import LiveArbiter, NoAnswer, capability, live_arbiter, model
 
 MODELS = {"a": 80, "b": 90, "c": 100}  # MiB; any two fit, three do not
 BUDGET_MIB = 260
@@ -58,7 +58,7 @@ class Kills(Tally):
 class Load:
     """Requests without pause, each from a living holder; a dead one is replaced."""
 
-    def __init__(self, d: Desk, tally: Kills, dice: random.Random) -> None:
+    def __init__(self, d: LiveArbiter, tally: Kills, dice: random.Random) -> None:
         self.d, self.tally, self.dice = d, tally, dice
         self.holders = {name: d.holder(name) for name in MODELS}
         self.stopping = False
@@ -91,7 +91,7 @@ class Load:
         return "untyped"
 
 
-async def victims(d: Desk, load: Load, target: str, dice: random.Random) -> list[int]:
+async def victims(d: LiveArbiter, load: Load, target: str, dice: random.Random) -> list[int]:
     """Pids of a target, as far as they exist now."""
     found: list[int] = []
     for part in target.split("+"):
@@ -100,7 +100,7 @@ async def victims(d: Desk, load: Load, target: str, dice: random.Random) -> list
     return [pid for pid in found if pid > 0]
 
 
-async def _pid(d: Desk, load: Load, part: str, dice: random.Random) -> int:
+async def _pid(d: LiveArbiter, load: Load, part: str, dice: random.Random) -> int:
     if part == "arbiter":
         return await d.arbiter_pid()
     if part == "engine":
@@ -111,12 +111,12 @@ async def _pid(d: Desk, load: Load, part: str, dice: random.Random) -> int:
     return (await d.pids())[part]
 
 
-async def look(d: Desk, tally: Kills) -> None:
+async def look(d: LiveArbiter, tally: Kills) -> None:
     """With the load going on: books against measurement, until they agree once."""
     tally.looks += 1
     try:
         await d.books_are_true()
-    except NotLooked:
+    except NoAnswer:
         tally.unanswered_looks += 1
     except AssertionError as wrong:
         tally.wrong.append(str(wrong))
@@ -125,7 +125,7 @@ async def look(d: Desk, tally: Kills) -> None:
 async def chaos(kills: int, seed: int) -> Kills:
     dice, tally = random.Random(seed), Kills()
     table = {name: capability(**{name: model(mib)}) for name, mib in MODELS.items()}
-    async with desk(table, mib=BUDGET_MIB, barrier_s=2.0) as d:
+    async with live_arbiter(table, mib=BUDGET_MIB, barrier_s=2.0) as d:
         load = Load(d, tally, dice)
         clients = [asyncio.ensure_future(load.run(name)) for name in MODELS for _ in range(2)]
         while (number := tally.kills_count) < kills:
@@ -148,7 +148,7 @@ async def chaos(kills: int, seed: int) -> Kills:
     return tally
 
 
-async def settle(d: Desk, load: Load, tally: Kills) -> None:
+async def settle(d: LiveArbiter, load: Load, tally: Kills) -> None:
     """Faults are over: everybody is served, and nothing is left that should not be."""
     for name in MODELS:
         end = time.monotonic() + ANSWER_S

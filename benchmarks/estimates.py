@@ -25,7 +25,7 @@ from arbiter.client.admin import call_arbiter
 from arbiter.units import MIB, in_seconds
 from benchmarks import report
 from tests.conftest import ENVIRONMENT
-from tests.support.desk import Desk, capability, desk, model
+from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
 
 BAR_FRACTION = 0.20  # SPEC A17
 # Small, because a cache is filled by traffic, of which there is none: what is reserved for it would
@@ -72,13 +72,13 @@ async def event(kind: str, ticket: str) -> dict[str, Any] | None:
     return next((e for e in lines if (e["kind"], e["ticket"]) == (kind, ticket)), None)
 
 
-async def away(d: Desk, holder: Any, name: str) -> None:
+async def away(d: LiveArbiter, holder: Any, name: str) -> None:
     """Unloaded, and its bytes seen back."""
     await holder.end.remote(name)
     await d.until(lambda s: not s["tickets"], WITHIN_S)
 
 
-async def one(d: Desk, holder: Any, agent: Any, name: str) -> Load:
+async def one(d: LiveArbiter, holder: Any, agent: Any, name: str) -> Load:
     """From cold until it was read twice, and away again."""
     async with asyncio.timeout(WITHIN_S):
         await holder.load_ms.remote(name)
@@ -98,7 +98,7 @@ async def run(count: int, seed: int, for_s: float) -> list[Load]:
     """As many as fit into the time."""
     dice, loads = random.Random(seed), []
     until_s = time.monotonic() + for_s
-    async with desk(table(), mib=3_000) as d:
+    async with live_arbiter(table(), mib=3_000) as d:
         holder, agent = d.holder("chat"), await d.agent()
         first = d.holder("first")
         await first.ask.remote("nothing")  # the zygote has its imports done

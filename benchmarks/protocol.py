@@ -29,7 +29,7 @@ from arbiter.units import TicketId
 from benchmarks import report
 from benchmarks.report import Sample
 from tests.conftest import ENVIRONMENT
-from tests.support.desk import ENGINE, Desk, capability, desk, kill, model
+from tests.support.live_arbiter import ENGINE, LiveArbiter, capability, kill, live_arbiter, model
 
 MIB_EACH = 60
 WARM_USES = 20_000
@@ -74,7 +74,7 @@ class Loads:
     evict_ms: list[float]
 
 
-async def unload_all(d: Desk) -> None:
+async def unload_all(d: LiveArbiter) -> None:
     state = await d.until(lambda s: all(t["idle_s"] is not None for t in s["tickets"]))
     for ticket in state["tickets"]:
         await call_arbiter("unload", TicketId(ticket["ticket"]))
@@ -86,7 +86,7 @@ async def loads(pairs: int) -> Loads:
     found = Loads([], [], [], [])
     names = {"a": model(MIB_EACH, can_sleep=False), "b": model(MIB_EACH, can_sleep=False)}
     table = {"chat": capability(a=names["a"]), "other": capability(b=names["b"])}
-    async with desk(table, mib=130) as d:
+    async with live_arbiter(table, mib=130) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await asyncio.gather(chat.pid.remote(), other.pid.remote())
         bare = Bare.remote()
@@ -96,7 +96,7 @@ async def loads(pairs: int) -> Loads:
             found.free_ms.append(await chat.load_ms.remote("a"))
             await unload_all(d)
         ray.kill(bare)
-    async with desk(table, mib=100) as d:  # now only one of them fits
+    async with live_arbiter(table, mib=100) as d:  # now only one of them fits
         chat, other, bare = d.holder("chat"), d.holder("other"), Bare.remote()
         await chat.load_ms.remote("a")
         for number in range(pairs + WARM_UP):
@@ -115,7 +115,7 @@ def zygote_socket() -> str:
 
 
 async def warm() -> dict[str, Any]:
-    async with desk() as d:
+    async with live_arbiter() as d:
         h = d.holder()
         await h.ask.remote("a")
         before = await h.calls.remote()
@@ -126,7 +126,7 @@ async def warm() -> dict[str, Any]:
 async def recovery(times: int) -> dict[str, Any]:
     waits, slowest_warm = [], 0.0
     table = {"chat": capability(a=model(20), b=model(20, keep_warm_s=0))}
-    async with desk(table) as d:
+    async with live_arbiter(table) as d:
         h = d.holder()
         await h.ask.remote("a")
         for _ in range(times):

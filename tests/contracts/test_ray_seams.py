@@ -113,7 +113,7 @@ async def test_a_worker_started_ahead_is_unused_until_the_next_actor_takes_it(pr
         ray.kill(actor)
 
 
-async def test_our_errors_cross_process_borders_as_themselves(probe: Any) -> None:
+async def test_request_errors_keep_their_type_across_processes(probe: Any) -> None:
     with pytest.raises(RayTaskError) as caught:
         await probe.refuse.remote()
     assert caught.value.cause == NeverFits(TicketId("t"), Bytes(2), Bytes(1))
@@ -132,7 +132,7 @@ def test_an_unavailable_actor_is_told_apart_from_a_dead_one() -> None:
     assert not issubclass(RayTaskError, RayActorError)
 
 
-def test_nodes_say_who_is_alive_and_which_is_the_head() -> None:
+def test_ray_lists_living_nodes_and_the_head_node() -> None:
     nodes = ray.nodes()
     assert all({"NodeID", "Alive", "Resources"} <= node.keys() for node in nodes)
     assert ray_internals.head_node() in {n["NodeID"] for n in nodes}
@@ -140,7 +140,7 @@ def test_nodes_say_who_is_alive_and_which_is_the_head() -> None:
     assert ray_internals.own_node() in ray_internals.living_nodes()
 
 
-def test_serve_gives_scaling_policies_what_ours_reads() -> None:
+def test_serve_gives_scaling_policies_the_fields_that_arbiter_policy_reads() -> None:
     given = set(inspect.signature(AutoscalingContext.__init__).parameters)
     read = {*Context.__annotations__, "total_num_requests", "config"}
     assert read <= given
@@ -167,7 +167,7 @@ def test_serve_makes_one_instance_of_a_policy_class_for_an_application() -> None
 
 
 @pytest.mark.spec("G3")
-def test_serve_asks_a_router_for_what_ours_answers() -> None:
+def test_serve_router_interface_matches_resident_router() -> None:
     from ray.serve._private.constants import REQUEST_ROUTING_STATS_METHOD
     from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 

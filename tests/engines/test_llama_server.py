@@ -45,7 +45,9 @@ def program_of(model: Path) -> int:
     return int(json.loads(model.with_suffix(".args").read_text())[-1])
 
 
-def test_it_loads_answers_streams_and_is_well(light: ZygoteUnderTest, tmp_path: Path) -> None:
+def test_llama_server_loads_answers_streams_and_is_healthy(
+    light: ZygoteUnderTest, tmp_path: Path
+) -> None:
     child, model = spawned(light, tmp_path)
     assert child.ready()[0] == 200
     words = json.loads(model.with_suffix(".args").read_text())
@@ -72,7 +74,9 @@ def test_a_client_that_leaves_ends_the_work_in_the_program(
     assert child.call("GET", "/control/health")[0] == 200
 
 
-def test_whoever_dies_first_takes_the_other_along(light: ZygoteUnderTest, tmp_path: Path) -> None:
+def test_llama_server_program_and_its_engine_process_end_together(
+    light: ZygoteUnderTest, tmp_path: Path
+) -> None:
     child, model = spawned(light, tmp_path)
     child.ready()
     os.kill(program_of(model), signal.SIGKILL)
@@ -85,7 +89,7 @@ def test_whoever_dies_first_takes_the_other_along(light: ZygoteUnderTest, tmp_pa
     until(lambda: is_gone(child.pid) and is_gone(program), 10)
 
 
-def test_a_program_that_hangs_is_killed_with_its_engine_and_again_is_harmless(
+def test_hanging_program_is_killed_with_its_engine_and_a_second_kill_is_harmless(
     light: ZygoteUnderTest, tmp_path: Path
 ) -> None:
     child, model = spawned(light, tmp_path, hang=True)

@@ -86,7 +86,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(chat: Child) -> None:
     ("change", "status"),
     [({"model": "nobody"}, 404), ({"temperature": -3}, 400), ({"messages": "hello"}, 400)],
 )
-def test_a_bad_request_is_a_4xx_and_harms_nobody(
+def test_bad_request_is_a_4xx_and_harms_no_other_request(
     chat: Child, change: dict[str, Any], status: int
 ) -> None:
     got, body = chat.call("POST", "/v1/chat/completions", {**GREEDY, **change})
@@ -156,22 +156,22 @@ def test_requests_are_refused_while_asleep_not_lost(chat: Child) -> None:
     assert chat.call("POST", "/v1/chat/completions", GREEDY)[0] == 200
 
 
-def test_nobody_else_can_open_the_sockets_between_frontend_and_core(chat: Child) -> None:
+def test_sockets_between_frontend_and_core_open_to_their_owner_only(chat: Child) -> None:
     folder = Path(chat.path).parent
     assert (folder / "chat.in").is_socket() and (folder / "chat.out").is_socket()
     assert folder.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.spec("D1")
-def test_after_a_crowd_a_sleeper_still_gives_back_nine_tenths(
+def test_sleep_after_many_concurrent_requests_gives_back_nine_tenths(
     engines: ZygoteUnderTest, small: Path
 ) -> None:
     more = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1536 * MIB}
     child = engines.spawn("small", VLLM, config(small, **more)).hold()
     assert child.ready()[0] == 200
-    with ThreadPoolExecutor(24) as crowd:  # batches of every size leave their traces in the heap
+    with ThreadPoolExecutor(24) as pool:  # batches of every size leave their traces in the heap
         asks = [("tiny", "a0", "a1")[n % 3] for n in range(48)]
-        assert len(list(crowd.map(lambda name: answer(child, name), asks))) == len(asks)
+        assert len(list(pool.map(lambda name: answer(child, name), asks))) == len(asks)
     before = answer(child, "a1")
     # The cache gets its pages behind everything else.
     until(lambda: device_bytes(child.pid) > 1536 * MIB, 60)
@@ -198,13 +198,13 @@ def test_a_model_replaced_on_disk_is_never_put_to_sleep_as_the_old_one(
 
 
 @pytest.mark.spec("A19", "H9")
-def test_a_killed_core_is_heard_of_in_the_stream_and_nothing_remains(
+def test_killed_core_ends_the_stream_with_an_error_and_leaves_no_process(
     engines: ZygoteUnderTest, tiny: Path
 ) -> None:
     child = engines.spawn("killed", VLLM, config(tiny)).hold()
     assert child.ready()[0] == 200
-    everybody = tree(child.pid)
-    _, core = everybody
+    processes = tree(child.pid)
+    _, core = processes
     conn = Connection(child.path)
     body = {**CHAT, "stream": True, "max_tokens": 900, "ignore_eos": True}
     conn.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
@@ -213,7 +213,7 @@ def test_a_killed_core_is_heard_of_in_the_stream_and_nothing_remains(
     os.kill(core, signal.SIGKILL)
     rest = response.read()
     assert b"error" in rest and b"[DONE]" in rest
-    until(lambda: all(is_gone(pid) for pid in everybody), 5)
+    until(lambda: all(is_gone(pid) for pid in processes), 5)
 
 
 JSON = {"content-type": "application/json"}

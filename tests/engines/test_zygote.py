@@ -65,7 +65,7 @@ def test_a_socket_in_a_directory_others_can_enter_is_refused(
 
 
 @pytest.mark.spec("L4")
-def test_a_stranger_is_hung_up_on(
+def test_connection_of_another_user_is_closed(
     light: ZygoteUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o700)
@@ -78,7 +78,7 @@ def test_a_stranger_is_hung_up_on(
     assert not server.buffers
 
 
-def test_a_peer_is_known_by_the_kernels_word() -> None:
+def test_peer_uid_comes_from_the_kernel() -> None:
     here, there = socket.socketpair()
     assert module.peer_uid(here) == os.getuid()
     here.close()
@@ -110,8 +110,10 @@ def test_a_variable_off_the_allow_list_is_refused_by_name(light: ZygoteUnderTest
 
 
 @pytest.mark.spec("L4")
-def test_two_children_do_not_share_their_dice(light: ZygoteUnderTest) -> None:
-    first, second = (light.spawn(t, "tests.support.odd_engines:Dice", {}) for t in ("d1", "d2"))
+def test_two_children_draw_different_random_numbers(light: ZygoteUnderTest) -> None:
+    first, second = (
+        light.spawn(t, "tests.support.odd_engines:RandomEngine", {}) for t in ("d1", "d2")
+    )
     assert first.ready()[0] == second.ready()[0] == 200
     drawn, other = (c.call("GET", "/v1/dice")[1] for c in (first, second))
     assert drawn[0] != other[0] and drawn[1] != other[1]
@@ -205,7 +207,7 @@ def test_an_entry_that_cannot_be_built_is_a_failed_load(
 
 
 @pytest.mark.spec("D1")
-def test_asleep_the_kernel_sees_the_bytes_on_the_host(light: ZygoteUnderTest) -> None:
+def test_bytes_of_an_asleep_child_are_host_bytes_to_the_kernel(light: ZygoteUnderTest) -> None:
     child = fake(light, "sleeps", bytes=200 * MIB)
     assert child.ready()[0] == 200
     awake = device_bytes(child.pid)
@@ -236,7 +238,7 @@ def test_sleep_and_wake_may_be_repeated(light: ZygoteUnderTest) -> None:
 
 
 def test_an_engine_that_cannot_sleep_says_so_and_goes_on(light: ZygoteUnderTest) -> None:
-    child = light.spawn("upright", "tests.support.odd_engines:Dice", {})
+    child = light.spawn("upright", "tests.support.odd_engines:RandomEngine", {})
     assert child.ready()[1]["can_sleep"] is False
     assert child.call("POST", "/control/sleep")[0] == 409
     assert child.call("GET", "/control/health")[0] == 200
@@ -285,7 +287,7 @@ def test_children_outlive_a_killed_zygote() -> None:
 
 
 @pytest.mark.spec("A19")
-def test_a_zygote_nobody_can_find_takes_its_children_along() -> None:
+def test_zygote_without_its_socket_file_ends_with_its_children() -> None:
     with zygote(linger_s=0.2) as lost:
         child = fake(lost, "lost").hold()
         assert child.ready()[0] == 200
@@ -295,7 +297,7 @@ def test_a_zygote_nobody_can_find_takes_its_children_along() -> None:
         until(lambda: is_gone(child.pid), 2)
 
 
-def test_a_zygote_with_no_children_and_no_agent_goes() -> None:
+def test_zygote_without_children_and_agent_ends() -> None:
     with zygote(linger_s=0.2) as idle:
         idle.hang_up()
         assert idle.process.wait(10) == 0

@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from arbiter.node.procfs import process
 from arbiter.protocol import messages, ray_internals
 from tests.conftest import ENVIRONMENT
-from tests.support.desk import Holder, capability, desk, model
+from tests.support.live_arbiter import Holder, capability, live_arbiter, model
 
 # Dead after three missed checks, a second apart; Ray's own defaults take half a minute.
 QUICK = {
@@ -24,7 +24,7 @@ QUICK = {
 
 
 async def main(cluster: Cluster, worker: Any) -> None:
-    async with desk({"chat": capability(a=model(50), b=model(60))}) as d:
+    async with live_arbiter({"chat": capability(a=model(50), b=model(60))}) as d:
         await d.until(lambda s: len(s["devices"]) == 4)
         here, there = (
             Holder.options(scheduling_strategy=ray_internals.on_node(node)).remote("chat")

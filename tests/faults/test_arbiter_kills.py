@@ -13,7 +13,7 @@ from arbiter.client.admin import call_arbiter
 from arbiter.core.events import Loaded, Renewed
 from arbiter.errors import StaleEpoch
 from arbiter.units import Epoch, HolderId, Span, TicketId
-from tests.support.desk import capability, desk, gone, kill, model
+from tests.support.live_arbiter import capability, gone, kill, live_arbiter, model
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A18")]
@@ -28,7 +28,7 @@ def charges(state: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_a_restarted_arbiter_rebuilds_its_books_exactly() -> None:
-    async with desk({"chat": capability(a=model(50), b=model(60))}) as d:
+    async with live_arbiter({"chat": capability(a=model(50), b=model(60))}) as d:
         h = d.holder()
         await h.ask.remote("a")
         await h.ask.remote("b")
@@ -40,8 +40,8 @@ async def test_a_restarted_arbiter_rebuilds_its_books_exactly() -> None:
         await d.books_are_true()
 
 
-async def test_who_waited_is_granted_by_the_next_epoch_under_the_same_ticket() -> None:
-    async with desk(two(), barrier_s=60) as d:
+async def test_queued_ticket_is_granted_by_the_next_epoch_under_the_same_id() -> None:
+    async with live_arbiter(two(), barrier_s=60) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.keep.remote("a")
         waiting = other.ask.remote("b")
@@ -55,7 +55,7 @@ async def test_who_waited_is_granted_by_the_next_epoch_under_the_same_ticket() -
 
 
 async def test_warm_requests_in_an_outage_neither_fail_nor_wait() -> None:
-    async with desk() as d:
+    async with live_arbiter() as d:
         h = d.holder()
         await h.ask.remote("a")
         epoch, pid = (await d.state())["epoch"], await d.arbiter_pid()
@@ -73,7 +73,7 @@ async def test_warm_requests_in_an_outage_neither_fail_nor_wait() -> None:
 
 @pytest.mark.spec("A19")
 async def test_arbiter_and_holder_killed_together_leave_no_engine() -> None:
-    async with desk() as d:
+    async with live_arbiter() as d:
         h = d.holder()
         pid = await h.pid.remote()
         await h.ask.remote("a")
@@ -92,9 +92,11 @@ def is_read(state: dict[str, Any]) -> bool:
     return any(device["physical_free_bytes"] for device in state["devices"])
 
 
-async def test_nothing_is_granted_before_a_known_holder_that_lives_is_back() -> None:
+async def test_restarted_arbiter_grants_nothing_before_known_living_holders_rejoin() -> None:
     """Though there is room enough: what it holds is not on the books yet."""
-    async with desk({"chat": capability(a=model(50)), "other": capability(b=model(50))}) as d:
+    async with live_arbiter(
+        {"chat": capability(a=model(50)), "other": capability(b=model(50))}
+    ) as d:
         chat, other = d.holder("chat"), d.holder("other")
         pid = await chat.pid.remote()
         await other.pid.remote()
@@ -116,7 +118,7 @@ async def test_nothing_is_granted_before_a_known_holder_that_lives_is_back() -> 
 
 
 async def test_messages_of_another_epoch_are_refused() -> None:
-    async with desk() as d:
+    async with live_arbiter() as d:
         h = d.holder()
         await h.ask.remote("a")
         state = await d.state()
@@ -130,7 +132,7 @@ async def test_messages_of_another_epoch_are_refused() -> None:
 
 
 async def test_a_load_under_way_survives_the_arbiter() -> None:
-    async with desk({"chat": capability(a=model(50, load_seconds=3))}) as d:
+    async with live_arbiter({"chat": capability(a=model(50, load_seconds=3))}) as d:
         asked = d.holder().ask.remote("a")
         await d.until(lambda s: s["tickets"] and s["tickets"][0]["state"] == "loading")
         engine = await eventually(d.engines, 10)  # granted a moment before it is forked
@@ -140,8 +142,8 @@ async def test_a_load_under_way_survives_the_arbiter() -> None:
         assert (await d.engines()).keys() == engine.keys()
 
 
-async def test_repeated_kills_lose_and_double_nothing() -> None:
-    async with desk({"chat": capability(a=model(50), b=model(60))}) as d:
+async def test_repeated_arbiter_kills_lose_and_double_nothing() -> None:
+    async with live_arbiter({"chat": capability(a=model(50), b=model(60))}) as d:
         h = d.holder()
         for round_number in range(3):
             assert await asyncio.wait_for(h.ask.remote("ab"[round_number % 2]), 30) == 200

@@ -11,14 +11,16 @@ from arbiter.errors import EngineLost, LoadFailed
 from arbiter.units import MIB
 from deployments.replica import watchdog
 from deployments.replica.residency import Residency
-from tests.support.desk import CONTEXT, capability, desk, gone, model
+from tests.support.live_arbiter import CONTEXT, capability, gone, live_arbiter, model
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.mark.spec("A12", "A19")
 async def test_a_load_that_hangs_is_ended_in_time_and_says_so() -> None:
-    async with desk({"chat": capability(a=model(50, fail="hang"))}, load_timeout_s=1.5) as d:
+    async with live_arbiter(
+        {"chat": capability(a=model(50, fail="hang"))}, load_timeout_s=1.5
+    ) as d:
         with pytest.raises(LoadFailed):
             await asyncio.wait_for(d.holder().ask.remote("a"), 15)
         await d.until(lambda s: not s["tickets"])
@@ -30,7 +32,7 @@ async def test_a_load_that_hangs_is_ended_in_time_and_says_so() -> None:
 async def test_a_child_that_declares_nothing_and_holds_200_mb_is_on_the_books_within_2_s() -> None:
     liar = {"source": "fake", "need": {"weights": 0, "host": 0}, "keep_warm_s": -1}
     liar["engine_args"] = {"bytes": 200 * MIB}  # type: ignore[assignment]
-    async with desk({"chat": capability(a=liar)}) as d:
+    async with live_arbiter({"chat": capability(a=liar)}) as d:
         h = d.holder()
         await h.keep.remote("a")
         state = await d.until(
@@ -45,8 +47,8 @@ async def test_a_child_that_declares_nothing_and_holds_200_mb_is_on_the_books_wi
 
 @pytest.mark.spec("A10", "D1")
 async def test_a_model_that_only_says_it_sleeps_is_not_believed_and_is_ended() -> None:
-    hoarder = capability(a=model(200)) | {"engine": "tests.support.hoarder:build"}
-    async with desk({"chat": hoarder, "other": capability(b=model(200))}) as d:
+    hoarder = capability(a=model(200)) | {"engine": "tests.support.false_sleep_engine:build"}
+    async with live_arbiter({"chat": hoarder, "other": capability(b=model(200))}) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.ask.remote("a")
         assert await asyncio.wait_for(other.ask.remote("b"), 60) == 200
@@ -58,7 +60,7 @@ async def test_a_model_that_only_says_it_sleeps_is_not_believed_and_is_ended() -
 @pytest.mark.spec("D6")
 async def test_a_wake_that_does_not_verify_is_reloaded_and_served() -> None:
     forgetful = capability(a=model(200, forget=True))
-    async with desk({"chat": forgetful, "other": capability(b=model(200))}) as d:
+    async with live_arbiter({"chat": forgetful, "other": capability(b=model(200))}) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.ask.remote("a")
         await other.ask.remote("b")
@@ -73,7 +75,7 @@ async def test_a_wake_that_does_not_verify_is_reloaded_and_served() -> None:
 @pytest.mark.spec("A8", "J8")
 async def test_a_client_that_leaves_while_streaming_ends_its_work() -> None:
     slow = model(50, chunks=2_000, chunk_seconds=0.05)
-    async with desk({"chat": capability(a=slow)}) as d:
+    async with live_arbiter({"chat": capability(a=slow)}) as d:
         h = d.holder()
         streaming = h.stream.remote("a")
         await d.until(lambda s: s["tickets"] and s["tickets"][0]["inflight"] == 1)
@@ -86,19 +88,19 @@ async def test_a_client_that_leaves_while_streaming_ends_its_work() -> None:
 @pytest.mark.spec("A10")
 async def test_an_engine_that_ignores_being_asked_to_end_is_killed() -> None:
     stubborn = model(50, ignore_sigterm=True, keep_warm_s=0.3)
-    async with desk({"chat": capability(a=stubborn)}) as d:
+    async with live_arbiter({"chat": capability(a=stubborn)}) as d:
         await d.holder().ask.remote("a")
         await d.until(lambda s: not s["tickets"])
         assert await d.engines() == {}
 
 
 @pytest.mark.spec("H9", "A10")
-async def test_an_engine_that_hangs_is_killed_and_who_waits_is_told(
+async def test_hanging_engine_is_killed_and_its_request_gets_engine_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watchdog, "ASK_S", 0.1)
     monkeypatch.setattr(watchdog, "HUNG_S", 1.0)
-    async with desk() as d:
+    async with live_arbiter() as d:
         residency = Residency.start("chat")
         ask = "a", "POST", "/v1/embeddings", {}, b"{}"
         assert (await residency.request(*ask))[0].status == 200
@@ -118,7 +120,7 @@ async def test_an_engine_that_grows_past_its_ticket_makes_others_wait_not_fail()
     greedy = {"source": "fake", "need": {"weights": 50 * MIB, "context": CONTEXT, "host": 0}}
     greedy |= {"keep_warm_s": -1, "engine_args": {"bytes": 250 * MIB}}
     table = {"chat": capability(a=greedy), "other": capability(b=model(200))}
-    async with desk(table) as d:
+    async with live_arbiter(table) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.ask.remote("a")
         await d.until(lambda s: s["devices"][0]["charged_bytes"] >= 250 * MIB, 3)

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from arbiter.errors import EngineLost
-from tests.support.desk import Desk, capability, desk, gone, kill, model
+from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A19")]
 
@@ -20,17 +20,17 @@ def two(**arguments: Any) -> dict[str, Any]:
     return {"chat": capability(a=model(200, **arguments)), "other": capability(b=model(200))}
 
 
-async def state_is(d: Desk, name: str, state: str) -> None:
+async def state_is(d: LiveArbiter, name: str, state: str) -> None:
     await d.until(lambda s: any((t["model"], t["state"]) == (name, state) for t in s["tickets"]))
 
 
-async def served(d: Desk, name: str = "a", at: str = "chat") -> None:
+async def served(d: LiveArbiter, name: str = "a", at: str = "chat") -> None:
     """The next request, from a new holder."""
     assert await asyncio.wait_for(d.holder(at).ask.remote(name), 30) == 200
     await d.books_are_true()
 
 
-async def root(d: Desk) -> int:
+async def root(d: LiveArbiter) -> int:
     """Pid of the only engine."""
     (pids,) = (await d.engines()).values()
     return pids[0]
@@ -39,7 +39,7 @@ async def root(d: Desk) -> int:
 @pytest.mark.parametrize("state", ["queued", "loading", "resident", "draining", "asleep"])
 async def test_a_holder_killed_leaves_nothing(state: str) -> None:
     slow = {"load_seconds": 60} if state == "loading" else {}
-    async with desk(two(**slow), barrier_s=60) as d:
+    async with live_arbiter(two(**slow), barrier_s=60) as d:
         chat, other = d.holder("chat"), d.holder("other")
         pid = await chat.pid.remote()
         await other.pid.remote()
@@ -53,7 +53,7 @@ async def test_a_holder_killed_leaves_nothing(state: str) -> None:
         assert await asyncio.wait_for(other.ask.remote("b"), 30) == 200
 
 
-async def reach(d: Desk, chat: Any, other: Any, state: str) -> None:
+async def reach(d: LiveArbiter, chat: Any, other: Any, state: str) -> None:
     """Bring model `a` of `chat` into `state`."""
     if state == "queued":
         await other.keep.remote("b")
@@ -70,7 +70,7 @@ async def reach(d: Desk, chat: Any, other: Any, state: str) -> None:
 
 
 async def test_a_dead_holders_ticket_is_reclaiming_within_two_seconds() -> None:
-    async with desk() as d:
+    async with live_arbiter() as d:
         h = d.holder()
         pid = await h.pid.remote()
         await h.ask.remote("a")
@@ -80,7 +80,7 @@ async def test_a_dead_holders_ticket_is_reclaiming_within_two_seconds() -> None:
 
 
 async def test_an_engine_killed_mid_stream_is_a_typed_error_and_the_next_request_loads() -> None:
-    async with desk({"chat": capability(a=model(50, **SLOW))}) as d:
+    async with live_arbiter({"chat": capability(a=model(50, **SLOW))}) as d:
         h = d.holder()
         streaming = h.stream.remote("a")
         await d.until(lambda s: s["tickets"] and s["tickets"][0]["inflight"] == 1)
@@ -93,7 +93,7 @@ async def test_an_engine_killed_mid_stream_is_a_typed_error_and_the_next_request
 
 
 async def test_an_engine_killed_while_it_sleeps_is_loaded_anew() -> None:
-    async with desk(two()) as d:
+    async with live_arbiter(two()) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.ask.remote("a")
         pid = await root(d)
@@ -106,7 +106,7 @@ async def test_an_engine_killed_while_it_sleeps_is_loaded_anew() -> None:
 
 
 async def test_a_killed_node_agent_finds_its_engines_again() -> None:
-    async with desk({"chat": capability(a=model(50, **SLOW), b=model(50))}) as d:
+    async with live_arbiter({"chat": capability(a=model(50, **SLOW), b=model(50))}) as d:
         h = d.holder()
         streaming = h.stream.remote("a")
         await state_is(d, "a", "resident")
@@ -120,7 +120,7 @@ async def test_a_killed_node_agent_finds_its_engines_again() -> None:
 
 
 async def test_engines_live_through_a_killed_zygote_and_the_next_one_forks_more() -> None:
-    async with desk({"chat": capability(a=model(50), b=model(50))}) as d:
+    async with live_arbiter({"chat": capability(a=model(50), b=model(50))}) as d:
         h = d.holder()
         await h.ask.remote("a")
         before, zygote = await d.engines(), (await d.pids())["zygote"]
@@ -133,7 +133,7 @@ async def test_engines_live_through_a_killed_zygote_and_the_next_one_forks_more(
 
 
 async def test_agent_and_zygote_killed_together_still_know_their_engines() -> None:
-    async with desk({"chat": capability(a=model(50), b=model(50))}) as d:
+    async with live_arbiter({"chat": capability(a=model(50), b=model(50))}) as d:
         h = d.holder()
         await h.ask.remote("a")
         engine, pids = await root(d), await d.pids()

@@ -16,7 +16,7 @@ from ray.serve.config import AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
 from deployments.replica.residency import Residency
-from tests.support.desk import Desk, capability, desk, gone, model
+from tests.support.live_arbiter import LiveArbiter, capability, gone, live_arbiter, model
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster", "serving")
@@ -54,9 +54,9 @@ def serving(cluster: None) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def graph(table: dict[str, Any], **arbiter: Any) -> AsyncIterator[tuple[Desk, Any]]:
+async def graph(table: dict[str, Any], **arbiter: Any) -> AsyncIterator[tuple[LiveArbiter, Any]]:
     """An arbiter, and a chat application that has no replica until asked."""
-    async with desk(table, **arbiter) as d:
+    async with live_arbiter(table, **arbiter) as d:
         app = Chat.options(
             name="chat",
             ray_actor_options={"num_cpus": 0},
@@ -103,7 +103,7 @@ def table(**arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.spec("H0", "A1")
-async def test_zero_replicas_and_zero_engines_then_a_request_is_answered() -> None:
+async def test_request_is_answered_from_zero_replicas_and_zero_engines() -> None:
     async with graph(table(keep_warm_s=0.5)) as (d, handle):
         await replicas(0)
         assert await asyncio.wait_for(handle.ask.remote("a"), 60) == 200

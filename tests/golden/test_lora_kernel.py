@@ -67,7 +67,7 @@ def test_logits_and_embeddings_equal_the_loop(slots: list[int]) -> None:
     assert torch.allclose(embedded, reference(inner, identity, b, slots, 1.0), atol=1e-5)
 
 
-def test_bf16_stays_within_its_rounding() -> None:
+def test_lora_kernel_in_bf16_stays_within_its_rounding() -> None:
     torch.manual_seed(2)
     slots = CASES["scattered, gathered"]
     x, a, b = (

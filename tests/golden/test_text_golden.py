@@ -124,8 +124,8 @@ def test_a_mixed_batch_equals_each_alone(ours: Child) -> None:
     asks = [(name, prompt) for prompt in PROMPTS for name in names]
     alone = [tokens(ours, *ask) for ask in asks]
     assert len({tuple(found) for found in alone}) == len(PROMPTS) * (1 + len(ADAPTERS))
-    with ThreadPoolExecutor(len(asks)) as crowd:
-        mixed = list(crowd.map(lambda ask: tokens(ours, *ask), asks))
+    with ThreadPoolExecutor(len(asks)) as pool:
+        mixed = list(pool.map(lambda ask: tokens(ours, *ask), asks))
     assert mixed == alone
 
 
@@ -145,14 +145,14 @@ def ranked(child: Child, name: str, prompt: list[int]) -> list[dict[str, float]]
 
 
 @pytest.mark.spec("F10")
-def test_in_bf16_a_mixed_batch_equals_each_alone_to_the_first_near_tie(
+def test_mixed_batch_in_bf16_equals_each_alone_to_the_first_near_tie(
     light: ZygoteUnderTest, model: Path, catalogue: Path
 ) -> None:
     child = loaded(light, model, catalogue, "bfloat16")
     asks = [(name, prompt) for prompt in PROMPTS for name in ("base", *ADAPTERS)]
     alone = [ranked(child, *ask) for ask in asks]
-    with ThreadPoolExecutor(len(asks)) as crowd:
-        mixed = list(crowd.map(lambda ask: ranked(child, *ask), asks))
+    with ThreadPoolExecutor(len(asks)) as pool:
+        mixed = list(pool.map(lambda ask: ranked(child, *ask), asks))
     compared = 0
     for lone, beside in zip(alone, mixed, strict=True):
         for one, other in zip(lone, beside, strict=True):

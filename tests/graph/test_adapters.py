@@ -40,7 +40,7 @@ def said(client: OpenAI, model: str, **headers: str) -> tuple[str, str]:
 
 
 @pytest.mark.spec("F2", "J1")
-def test_a_dropped_adapter_is_called_by_its_names_and_a_corrupt_one_harms_nobody(
+def test_dropped_adapter_is_called_by_its_names_and_a_corrupt_one_fails_alone(
     client: OpenAI, adapters: Path
 ) -> None:
     base = said(client, CHAT)
@@ -61,7 +61,7 @@ def test_a_dropped_adapter_is_called_by_its_names_and_a_corrupt_one_harms_nobody
 
 
 @pytest.mark.spec("F2", "L2")
-def test_an_adapter_behind_an_allowed_url_is_called_by_its_name_and_no_other_url_is_opened(
+def test_adapter_behind_an_allowed_url_is_called_by_name_and_no_other_url_is_opened(
     client: OpenAI, adapters: Path
 ) -> None:
     elsewhere = adapters.parent / "elsewhere"
@@ -77,7 +77,7 @@ def test_an_adapter_behind_an_allowed_url_is_called_by_its_name_and_no_other_url
 
 
 @pytest.mark.spec("F2", "L2")
-def test_whatever_tenant_a_client_says_it_is_another_tenants_adapter_is_not_there(
+def test_adapter_of_another_tenant_is_not_found_whatever_tenant_a_header_names(
     client: OpenAI, adapters: Path
 ) -> None:
     (adapters / "@acme").mkdir()

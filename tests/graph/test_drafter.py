@@ -57,7 +57,7 @@ def all_but(graph: Graph, left_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.spec("A13")
-def test_a_target_and_its_drafter_are_granted_all_or_none_and_answer_as_the_target_alone(
+def test_target_and_drafter_are_granted_all_or_none_and_answer_as_the_target_alone(
     graph: Graph, client: OpenAI
 ) -> None:
     alone = answer(client, ALONE)

@@ -39,7 +39,7 @@ def test_template_and_thinking_of_a_model_are_seen_in_its_answer(client: OpenAI)
 
 
 @pytest.mark.spec("J6")
-def test_a_profile_is_seen_in_the_answer_of_who_names_it(client: OpenAI) -> None:
+def test_profile_of_a_client_id_changes_the_answers_of_that_client(client: OpenAI) -> None:
     def ask(**more: Any) -> Any:
         body = {"ignore_eos": True, **more}
         return client.chat.completions.create(model="gpt-4o", messages=HELLO, extra_body=body)

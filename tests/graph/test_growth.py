@@ -29,7 +29,7 @@ def charged(graph: Graph) -> int:
 
 
 @pytest.mark.spec("A14")
-def test_a_request_too_long_for_the_context_has_its_model_grow_and_an_idle_neighbour_leaves(
+def test_request_longer_than_the_context_grows_its_model_and_evicts_an_idle_one(
     graph: Graph, client: OpenAI
 ) -> None:
     def tokens(messages: Any) -> Any:

@@ -66,7 +66,7 @@ def test_a_key_counts_from_the_next_request_on_until_it_is_removed(
 
 
 @pytest.mark.spec("L1")
-def test_pages_of_other_sites_are_turned_away(graph: Graph) -> None:
+def test_requests_from_other_origins_are_refused(graph: Graph) -> None:
     for path in ("/v1/models", "/health", "/ready", "/arbiter/state"):
         assert status_of(graph, path, host="evil.example") == 403
         assert status_of(graph, path, origin="https://evil.example") == 403

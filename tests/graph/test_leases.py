@@ -54,7 +54,7 @@ def test_a_command_runs_while_its_memory_is_leased_and_ends_when_it_is_drained(
 
 
 @pytest.mark.spec("A15", "L1")
-def test_no_lease_is_had_without_a_key(graph: Graph) -> None:
+def test_lease_request_without_a_key_is_refused(graph: Graph) -> None:
     address = f"{graph.url}/arbiter/leases/mine"
     request = urllib.request.Request(address, b'{"bytes": 1}', method="PUT")
     with pytest.raises(urllib.error.HTTPError) as caught:

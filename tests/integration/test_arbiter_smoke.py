@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.desk import capability, desk, model
+from tests.support.live_arbiter import capability, live_arbiter, model
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -16,7 +16,7 @@ def measured_bytes(ticket: dict[str, Any]) -> int:
 
 @pytest.mark.spec("A3", "A5", "B1")
 async def test_a_call_loads_its_model_and_the_books_show_what_the_kernel_measured() -> None:
-    async with desk({"chat": capability(a=model(100))}) as d:
+    async with live_arbiter({"chat": capability(a=model(100))}) as d:
         h = d.holder()
         assert await h.ask.remote("a") == 200
         state = await d.until(lambda s: any(measured_bytes(t) > 95 << 20 for t in s["tickets"]))

@@ -33,7 +33,7 @@ from deployments.config.schema import parse_table
 from deployments.messages import refusal
 from deployments.replica.residency import Residency
 from deployments.whatif import whatif
-from tests.support.desk import capability, desk, gone, model
+from tests.support.live_arbiter import capability, gone, live_arbiter, model
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -49,8 +49,8 @@ def idle(s: dict[str, Any], name: str) -> bool:
 
 
 @pytest.mark.spec("A1")
-async def test_starting_it_twice_yields_the_same_one() -> None:
-    async with desk() as d:
+async def test_starting_the_arbiter_twice_yields_one_actor() -> None:
+    async with live_arbiter() as d:
         again = await start_arbiter(boot.boot(d.table))
         assert await again.pid.remote() == await d.arbiter_pid()
 
@@ -65,7 +65,7 @@ class Starter:
 
 
 @pytest.mark.spec("A1")
-async def test_many_starts_at_once_from_several_processes_yield_one(tmp_path: Path) -> None:
+async def test_concurrent_starts_from_several_processes_yield_one_arbiter(tmp_path: Path) -> None:
     table = parse_table({
         "arbiter": {"state_file": str(tmp_path / "arbiter.sqlite")},
         "capabilities": {"chat": capability(a=model(10))},
@@ -83,11 +83,11 @@ async def test_many_starts_at_once_from_several_processes_yield_one(tmp_path: Pa
 
 
 @pytest.mark.spec("C7", "J8")
-async def test_a_full_line_is_refused_with_when_to_come_back() -> None:
-    async with desk(two(), queue_per_model=2) as d:
-        other, crowd = d.holder("other"), [d.holder("chat") for _ in range(3)]
+async def test_full_queue_refuses_with_retry_after() -> None:
+    async with live_arbiter(two(), queue_per_model=2) as d:
+        other, holders = d.holder("other"), [d.holder("chat") for _ in range(3)]
         await other.keep.remote("b")
-        waiting = [asyncio.ensure_future(h.ask.remote("a")) for h in crowd]
+        waiting = [asyncio.ensure_future(h.ask.remote("a")) for h in holders]
         refused, queued = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         (error,) = (one.exception() for one in refused)
         assert isinstance(error, ray.exceptions.RayTaskError)
@@ -101,8 +101,8 @@ async def test_a_full_line_is_refused_with_when_to_come_back() -> None:
 
 
 @pytest.mark.spec("A2")
-async def test_an_unknown_model_is_named_with_what_there_is() -> None:
-    async with desk() as d:
+async def test_unknown_model_is_refused_with_the_known_models() -> None:
+    async with live_arbiter() as d:
         with pytest.raises(UnknownModel) as caught:
             await d.holder().ask.remote("nope")
         assert caught.value.cause.known == ("a",)
@@ -112,7 +112,7 @@ async def test_an_unknown_model_is_named_with_what_there_is() -> None:
 
 @pytest.mark.spec("A4")
 async def test_a_hundred_requests_for_one_model_cause_one_load() -> None:
-    async with desk({"chat": capability(a=model(50, load_seconds=0.3))}) as d:
+    async with live_arbiter({"chat": capability(a=model(50, load_seconds=0.3))}) as d:
         h = d.holder()
         assert await asyncio.gather(*(h.ask.remote("a") for _ in range(100))) == [200] * 100
         assert len(await d.events("model_load")) == 1
@@ -122,7 +122,7 @@ async def test_a_hundred_requests_for_one_model_cause_one_load() -> None:
 @pytest.mark.spec("A4")
 async def test_different_models_load_at_the_same_time() -> None:
     models = {n: model(50, load_seconds=1) for n in "abc"}
-    async with desk({"chat": capability(**models)}) as d:
+    async with live_arbiter({"chat": capability(**models)}) as d:
         h = d.holder()
         await h.pid.remote()
         asked = [h.ask.remote(n) for n in "abc"]
@@ -132,7 +132,7 @@ async def test_different_models_load_at_the_same_time() -> None:
 
 @pytest.mark.spec("A9", "A10", "D1")
 async def test_an_idle_model_sleeps_for_another_and_wakes_with_its_process() -> None:
-    async with desk(two()) as d:
+    async with live_arbiter(two()) as d:
         chat, other = d.holder("chat"), d.holder("other")
         assert await chat.ask.remote("a") == 200
         ticket, before = (await d.engines()).popitem()
@@ -151,7 +151,7 @@ async def test_an_idle_model_sleeps_for_another_and_wakes_with_its_process() -> 
 
 @pytest.mark.spec("A9", "A10")
 async def test_a_model_that_cannot_sleep_goes_and_its_bytes_are_seen_back_first() -> None:
-    async with desk(two(can_sleep=False)) as d:
+    async with live_arbiter(two(can_sleep=False)) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.ask.remote("a")
         await other.ask.remote("b")
@@ -163,8 +163,8 @@ async def test_a_model_that_cannot_sleep_goes_and_its_bytes_are_seen_back_first(
 
 
 @pytest.mark.spec("A6", "A9")
-async def test_a_model_in_use_is_not_evicted_and_the_waiter_keeps_its_place() -> None:
-    async with desk(two(), barrier_s=0.5) as d:
+async def test_model_in_use_is_not_evicted_and_the_queued_ticket_keeps_its_place() -> None:
+    async with live_arbiter(two(), barrier_s=0.5) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.keep.remote("a")
         waiting = other.ask.remote("b")
@@ -178,7 +178,7 @@ async def test_a_model_in_use_is_not_evicted_and_the_waiter_keeps_its_place() ->
 
 @pytest.mark.spec("A5", "N2")
 async def test_warm_requests_send_nothing_to_the_arbiter() -> None:
-    async with desk() as d:
+    async with live_arbiter() as d:
         h = d.holder()
         await h.ask.remote("a")
         before = await h.calls.remote()
@@ -187,8 +187,8 @@ async def test_warm_requests_send_nothing_to_the_arbiter() -> None:
 
 
 @pytest.mark.spec("A8")
-async def test_a_cancelled_waiter_leaves_the_line_and_loads_nothing() -> None:
-    async with desk(two(), barrier_s=60) as d:
+async def test_cancelled_request_leaves_the_queue_and_loads_nothing() -> None:
+    async with live_arbiter(two(), barrier_s=60) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.keep.remote("a")
         waiting = other.ask.remote("b")
@@ -203,7 +203,7 @@ async def test_a_cancelled_waiter_leaves_the_line_and_loads_nothing() -> None:
 
 @pytest.mark.spec("A8")
 async def test_a_load_whose_caller_left_stops_and_gives_everything_back() -> None:
-    async with desk({"chat": capability(a=model(50, load_seconds=60))}) as d:
+    async with live_arbiter({"chat": capability(a=model(50, load_seconds=60))}) as d:
         h = d.holder()
         asked = h.ask.remote("a")
         await d.until(lambda s: s["tickets"] and s["tickets"][0]["state"] == "loading")
@@ -214,8 +214,8 @@ async def test_a_load_whose_caller_left_stops_and_gives_everything_back() -> Non
 
 
 @pytest.mark.spec("A8")
-async def test_one_of_two_waiters_leaving_changes_nothing_for_the_other() -> None:
-    async with desk({"chat": capability(a=model(50, load_seconds=3))}) as d:
+async def test_queued_request_is_served_when_another_for_the_same_model_is_cancelled() -> None:
+    async with live_arbiter({"chat": capability(a=model(50, load_seconds=3))}) as d:
         h = d.holder()
         first, second = h.ask.remote("a"), h.ask.remote("a")
 
@@ -230,7 +230,7 @@ async def test_one_of_two_waiters_leaving_changes_nothing_for_the_other() -> Non
 
 @pytest.mark.spec("A21")
 async def test_a_deadline_that_cannot_be_met_is_a_typed_refusal() -> None:
-    async with desk(two(), barrier_s=60) as d:
+    async with live_arbiter(two(), barrier_s=60) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.keep.remote("a")
         with pytest.raises(DeadlineUnmet):
@@ -239,8 +239,8 @@ async def test_a_deadline_that_cannot_be_met_is_a_typed_refusal() -> None:
 
 
 @pytest.mark.spec("A12")
-async def test_a_failed_load_answers_every_waiter_and_cools_the_model_down() -> None:
-    async with desk({"chat": capability(a=model(50, fail="error", load_seconds=0.2))}) as d:
+async def test_failed_load_answers_every_waiting_request_and_cools_the_model_down() -> None:
+    async with live_arbiter({"chat": capability(a=model(50, fail="error", load_seconds=0.2))}) as d:
         h = d.holder()
         asked = [h.ask.remote("a") for _ in range(5)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -254,7 +254,7 @@ async def test_a_failed_load_answers_every_waiter_and_cools_the_model_down() -> 
 
 @pytest.mark.spec("A12")
 async def test_a_load_that_fails_for_memory_is_tried_once_more_and_asks_for_more() -> None:
-    async with desk({"chat": capability(a=model(50, fail="memory"))}) as d:
+    async with live_arbiter({"chat": capability(a=model(50, fail="memory"))}) as d:
         with pytest.raises(LoadFailed) as caught:
             await d.holder().ask.remote("a")
         assert caught.value.cause.out_of_memory
@@ -266,15 +266,15 @@ async def test_a_load_that_fails_for_memory_is_tried_once_more_and_asks_for_more
 
 @pytest.mark.spec("B6")
 async def test_a_model_larger_than_the_whole_budget_is_refused_with_the_numbers() -> None:
-    async with desk({"chat": capability(a=model(1000))}, mib=200) as d:
+    async with live_arbiter({"chat": capability(a=model(1000))}, mib=200) as d:
         with pytest.raises(NeverFits) as caught:
             await d.holder().ask.remote("a")
         assert caught.value.cause.budget_bytes // MIB in (199, 200)
 
 
 @pytest.mark.spec("C8", "H0")
-async def test_an_idle_model_goes_after_keep_warm_with_nobody_asking() -> None:
-    async with desk({"chat": capability(a=model(50, keep_warm_s=0.5))}) as d:
+async def test_idle_model_is_unloaded_after_keep_warm_without_a_request() -> None:
+    async with live_arbiter({"chat": capability(a=model(50, keep_warm_s=0.5))}) as d:
         await d.holder().ask.remote("a")
         await d.until(lambda s: not s["tickets"])
         (unload,) = await d.events("model_unload")
@@ -283,15 +283,15 @@ async def test_an_idle_model_goes_after_keep_warm_with_nobody_asking() -> None:
 
 
 @pytest.mark.spec("C8")
-async def test_a_pinned_model_is_loaded_with_nobody_asking() -> None:
-    async with desk({"chat": capability(a=model(50, pin=True))}) as d:
+async def test_pinned_model_is_loaded_without_a_request() -> None:
+    async with live_arbiter({"chat": capability(a=model(50, pin=True))}) as d:
         d.holder()
         await d.until(lambda s: s["tickets"] and s["tickets"][0]["state"] == "resident")
 
 
 @pytest.mark.spec("A7", "J7")
 async def test_a_driver_holds_a_model_too_and_use_after_release_is_typed() -> None:
-    async with desk() as d:
+    async with live_arbiter() as d:
         residency = Residency.start("chat")
         use = residency.use("a")
         async with use as engine:
@@ -308,8 +308,8 @@ async def test_a_driver_holds_a_model_too_and_use_after_release_is_typed() -> No
 
 
 @pytest.mark.spec("K1")
-async def test_unloaded_by_hand_is_said_to_be_manual() -> None:
-    async with desk() as d:
+async def test_unload_by_hand_is_reported_as_manual() -> None:
+    async with live_arbiter() as d:
         await d.holder().ask.remote("a")
         state = await d.until(lambda s: idle(s, "a"))
         await call_arbiter("unload", TicketId(state["tickets"][0]["ticket"]))
@@ -319,7 +319,7 @@ async def test_unloaded_by_hand_is_said_to_be_manual() -> None:
 
 @pytest.mark.spec("K1", "J7")
 async def test_a_subscriber_hears_the_next_event_at_once_and_misses_none() -> None:
-    async with desk() as d:
+    async with live_arbiter() as d:
         seen = (await d.state())["sequence"]
         waiting = asyncio.ensure_future(call_arbiter("events", seen, 20.0))
         await d.holder().ask.remote("a")
@@ -331,8 +331,8 @@ async def test_a_subscriber_hears_the_next_event_at_once_and_misses_none() -> No
 
 
 @pytest.mark.spec("A20")
-async def test_after_shutdown_nothing_runs_and_asking_is_a_typed_error() -> None:
-    async with desk() as d:
+async def test_shutdown_leaves_no_process_and_later_requests_get_a_typed_error() -> None:
+    async with live_arbiter() as d:
         h = d.holder()
         await h.ask.remote("a")
         pids = [pid for tree in (await d.engines()).values() for pid in tree]
@@ -346,8 +346,8 @@ async def test_after_shutdown_nothing_runs_and_asking_is_a_typed_error() -> None
 
 
 @pytest.mark.spec("C12")
-async def test_other_settings_begin_a_new_epoch_and_keep_what_is_resident() -> None:
-    async with desk(two()) as d:
+async def test_changed_settings_begin_a_new_epoch_and_keep_resident_models() -> None:
+    async with live_arbiter(two()) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.ask.remote("a")
         before, epoch = await d.engines(), (await d.state())["epoch"]
@@ -361,8 +361,10 @@ async def test_other_settings_begin_a_new_epoch_and_keep_what_is_resident() -> N
 
 
 @pytest.mark.spec("K3")
-async def test_one_can_ask_why_and_a_recording_decides_the_same_again(tmp_path: Path) -> None:
-    async with desk(two()) as d:
+async def test_explain_answers_and_a_recording_replays_to_the_same_decisions(
+    tmp_path: Path,
+) -> None:
+    async with live_arbiter(two()) as d:
         first = (await d.state())["epoch"]
         log = tmp_path / "log.jsonl"
         assert await asyncio.to_thread(record_arbiter, str(log)) == {"recording": str(log)}

@@ -7,13 +7,13 @@ import pytest
 from arbiter.client.admin import start_arbiter, upgrade_arbiter
 from arbiter.protocol import messages
 from deployments.config import boot
-from tests.support.desk import desk
+from tests.support.live_arbiter import live_arbiter
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A20")]
 
 
 async def test_an_upgrade_keeps_every_engine_and_holder() -> None:
-    async with desk() as d:
+    async with live_arbiter() as d:
         h = d.holder()
         await h.ask.remote("a")
         before = await d.until(lambda s: all(t["measured_bytes"] for t in s["tickets"]))
@@ -27,10 +27,10 @@ async def test_an_upgrade_keeps_every_engine_and_holder() -> None:
         await d.books_are_true()
 
 
-async def test_other_code_does_not_replace_an_arbiter_that_somebody_holds_tickets_of(
+async def test_other_code_does_not_replace_an_arbiter_with_holders(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with desk() as d:
+    async with live_arbiter() as d:
         await d.holder().ask.remote("a")
         pid = await d.arbiter_pid()
         monkeypatch.setattr(messages, "identity", lambda: "9.9.9/other")
@@ -39,8 +39,10 @@ async def test_other_code_does_not_replace_an_arbiter_that_somebody_holds_ticket
         assert await d.arbiter_pid() == pid
 
 
-async def test_an_arbiter_nobody_uses_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk() as d:
+async def test_arbiter_without_holders_is_replaced_by_other_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with live_arbiter() as d:
         pid = await d.arbiter_pid()
         monkeypatch.setattr(messages, "identity", lambda: "9.9.9/other")
         await start_arbiter(boot.boot(d.table))

@@ -9,7 +9,7 @@ from arbiter.client.admin import call_arbiter
 from arbiter.core.types import Floor
 from arbiter.errors import NotResident, UnknownModel
 from deployments.config import boot
-from tests.support.desk import capability, desk, first, model
+from tests.support.live_arbiter import capability, first, live_arbiter, model
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 @pytest.mark.spec("D2", "D8", "J7")
 async def test_a_control_plane_says_what_is_resident_and_requests_load_nothing() -> None:
     managed = {"chat": capability(a=model(50)) | {"managed": "external"}}
-    async with desk(managed) as d:
+    async with live_arbiter(managed) as d:
         holder = d.holder()
         with pytest.raises(NotResident):
             await holder.ask.remote("a")
@@ -35,9 +35,9 @@ async def test_a_control_plane_says_what_is_resident_and_requests_load_nothing()
 
 
 @pytest.mark.spec("D9")
-async def test_a_removed_model_leaves_the_device_the_host_and_what_was_learned() -> None:
+async def test_removed_model_leaves_the_device_and_later_requests_are_refused() -> None:
     both = {"chat": capability(a=model(50), b=model(50))}
-    async with desk(both) as d:
+    async with live_arbiter(both) as d:
         holder = d.holder()
         assert await holder.ask.remote("a") == 200
         seen = (await d.state())["sequence"]
@@ -63,7 +63,7 @@ async def is_learned(state_file: Path, of: set[str]) -> None:
 
 @pytest.mark.spec("D9")
 async def test_a_model_removed_while_it_sleeps_leaves_the_host_and_the_state_file() -> None:
-    async with desk({"chat": capability(a=model(200), b=model(200))}) as d:
+    async with live_arbiter({"chat": capability(a=model(200), b=model(200))}) as d:
         holder = d.holder()
         for name in ("a", "b"):
             assert await holder.ask.remote(name) == 200

@@ -21,8 +21,8 @@ from deployments.replica.residency import Residency
 from deployments.replica.use import Use
 from deployments.replica.use_all import use_all
 from policies import bundle
-from tests.support.desk import Desk, capability, desk, gone, kill, model
 from tests.support.engine_host import device_bytes
+from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
 from tests.support.two_devices import TwoDevices
 from tests.support.waits import eventually
 
@@ -55,13 +55,13 @@ async def see(residency: Residency) -> list[int]:
         return [await answer(engine) for engine in engines]
 
 
-async def roots(d: Desk) -> dict[str, int]:
+async def roots(d: LiveArbiter) -> dict[str, int]:
     """The root process of each model's engine."""
     engines = await d.engines()
     return {t["model"]: engines[t["ticket"]][0] for t in (await d.state())["tickets"]}
 
 
-async def books_hold_what_the_kernel_says(d: Desk) -> None:
+async def books_hold_what_the_kernel_says(d: LiveArbiter) -> None:
     """Of each engine process, counted here once more."""
     await d.books_are_true()
     held = {name: device_bytes(pid) for name, pid in (await roots(d)).items()}
@@ -70,11 +70,11 @@ async def books_hold_what_the_kernel_says(d: Desk) -> None:
     ))  # fmt: skip
 
 
-async def test_several_processes_are_granted_in_one_step_or_none_of_them_begins(
+async def test_gang_over_several_processes_is_granted_in_one_step_or_not_at_all(
     tmp_path: Path,
 ) -> None:
     both = {"seeing": seeing(), "chat": capability(a=model(250))}
-    async with desk(both, barrier_s=0.5) as d, user() as residency:
+    async with live_arbiter(both, barrier_s=0.5) as d, user() as residency:
         first, log = (await d.state())["epoch"], tmp_path / "log.jsonl"
         await asyncio.to_thread(record_arbiter, str(log))
         await d.until(lambda s: s["epoch"] > first)
@@ -105,8 +105,8 @@ async def test_several_processes_are_granted_in_one_step_or_none_of_them_begins(
     assert all(step.is_same for step in steps)
 
 
-async def test_when_the_process_of_one_dies_the_other_serves_on_and_both_can_be_had_again() -> None:
-    async with desk({"seeing": seeing()}) as d, user() as residency:
+async def test_gang_member_serves_on_when_another_dies_and_both_can_be_loaded_again() -> None:
+    async with live_arbiter({"seeing": seeing()}) as d, user() as residency:
         async with use_all(residency, BOTH) as (vlm, projector):
             lost, left = projector.ticket, vlm.ticket
             at = await roots(d)
@@ -130,8 +130,8 @@ async def test_when_the_process_of_one_dies_the_other_serves_on_and_both_can_be_
         assert unloads[lost] == unloads[left] == "lost" and len(unloads) == 3
 
 
-async def test_several_that_never_fit_together_are_refused_and_none_stays_in_the_line() -> None:
-    async with desk({"seeing": seeing(vlm=250, projector=200)}) as d, user() as residency:
+async def test_gang_that_never_fits_is_refused_and_no_member_stays_queued() -> None:
+    async with live_arbiter({"seeing": seeing(vlm=250, projector=200)}) as d, user() as residency:
         with pytest.raises(NeverFits) as caught:
             await see(residency)
         assert caught.value.need_bytes > 450 * MIB > caught.value.budget_bytes
@@ -155,7 +155,10 @@ async def test_a_ticket_over_two_devices_is_granted_on_both_or_on_neither(
     monkeypatch.setitem(ENGINES, "halves", kind)
     models = {"wide": model(250, can_sleep=False), "narrow": model(120, can_sleep=False)}
     both = {"seeing": capability(**models) | {"engine": "halves"}}
-    async with desk(both, 200, "tests.support.two_devices:TwoDevices") as d, user() as residency:
+    async with (
+        live_arbiter(both, 200, "tests.support.two_devices:TwoDevices") as d,
+        user() as residency,
+    ):
 
         async def wide() -> None:
             async with residency.use("wide") as engine:

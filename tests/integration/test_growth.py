@@ -5,7 +5,7 @@ import pytest
 from arbiter.errors import NeverFits
 from arbiter.protocol.messages import Plain
 from arbiter.units import MIB
-from tests.support.desk import capability, desk, model
+from tests.support.live_arbiter import capability, live_arbiter, model
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A14")]
 
@@ -19,11 +19,11 @@ def size(ticket: Plain, what: str) -> int:
     return int(sum(ticket[f"{what}_bytes"].values()))
 
 
-async def test_idle_models_make_room_for_one_that_grows_and_it_gives_back_what_it_got() -> None:
+async def test_growing_model_evicts_idle_models_and_gives_its_growth_back() -> None:
     more = {"grow_to": {"kv_cache_memory_bytes": 150 * MIB}, "can_sleep": False}
     far = {"grow_to": {"kv_cache_memory_bytes": 900 * MIB}}
     names = {"a": model(50) | more, "b": model(100, can_sleep=False), "c": model(10) | far}
-    async with desk({"chat": capability(**names)}, mib=300) as d:
+    async with live_arbiter({"chat": capability(**names)}, mib=300) as d:
         h = d.holder()
         for name in ("a", "b"):
             assert await h.ask.remote(name) == 200

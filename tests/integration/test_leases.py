@@ -14,8 +14,8 @@ from arbiter.client.admin import call_arbiter
 from arbiter.errors import DeadlineUnmet, LeaseRefused
 from arbiter.protocol.messages import lease_ticket
 from arbiter.units import MIB
-from tests.support.desk import Desk, capability, desk, kill, model
 from tests.support.engine_host import ROOT
+from tests.support.live_arbiter import LiveArbiter, capability, kill, live_arbiter, model
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A15")]
 WHOLE = {"lease_tenant": "1 GiB"}
@@ -43,7 +43,7 @@ def held_by_lease(state: dict[str, Any], mib: int) -> bool:
     return bool(found) and sum(found[0]["measured_bytes"].values()) >= mib * MIB
 
 
-async def ended(d: Desk) -> dict[str, Any]:
+async def ended(d: LiveArbiter) -> dict[str, Any]:
     await d.until(lambda s: not any(t["lease"] for t in s["tickets"]))
     return (await d.events("lease_ended"))[-1]
 
@@ -51,7 +51,7 @@ async def ended(d: Desk) -> dict[str, Any]:
 @pytest.mark.spec("A10", "A16")
 async def test_a_training_job_and_a_model_trade_memory() -> None:
     chat = {"chat": capability(a=model(200, can_sleep=False))}
-    async with desk(chat, **WHOLE) as d:
+    async with live_arbiter(chat, **WHOLE) as d:
         holder = d.holder()
         await holder.ask.remote("a")
         lease = ask(250, name="train", preemptible=True, notice_s=20)
@@ -74,7 +74,7 @@ async def test_a_training_job_and_a_model_trade_memory() -> None:
 
 @pytest.mark.spec("A19")
 async def test_the_lease_of_a_job_that_dies_is_reclaiming_within_two_seconds() -> None:
-    async with desk(**WHOLE) as d:
+    async with live_arbiter(**WHOLE) as d:
         lease = ask(250, name="train")
         await asyncio.to_thread(lease.acquire)
         with training(200) as job:
@@ -91,7 +91,7 @@ async def test_the_lease_of_a_job_that_dies_is_reclaiming_within_two_seconds() -
 
 @pytest.mark.spec("A10")
 async def test_a_process_that_keeps_its_memory_is_waited_for_and_not_killed() -> None:
-    async with desk(**WHOLE) as d:
+    async with live_arbiter(**WHOLE) as d:
         lease = ask(250, name="hoarder")
         await asyncio.to_thread(lease.acquire)
         with training(200) as job:
@@ -106,7 +106,7 @@ async def test_a_process_that_keeps_its_memory_is_waited_for_and_not_killed() ->
 
 @pytest.mark.spec("A18")
 async def test_a_lease_survives_the_arbiter_and_is_drained_by_hand() -> None:
-    async with desk(**WHOLE) as d:
+    async with live_arbiter(**WHOLE) as d:
         lease = ask(100, name="notebook", notice_s=30)
         await asyncio.to_thread(lease.acquire)
         epoch = (await d.state())["epoch"]

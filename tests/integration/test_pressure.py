@@ -7,17 +7,17 @@ from arbiter.core.events import PressurePushed
 from arbiter.core.types import Level
 from arbiter.errors import UnderPressure
 from arbiter.units import Bytes, seconds
-from tests.support.desk import capability, desk, model
+from tests.support.live_arbiter import capability, live_arbiter, model
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("C5")]
 
 
-async def test_pressure_takes_what_is_idle_and_not_text_and_lets_nothing_else_in() -> None:
+async def test_pressure_evicts_idle_models_that_are_not_text_and_blocks_other_loads() -> None:
     both = {
         "chat": capability(a=model(50)),
         "other": capability("embedding", b=model(50), c=model(50)),
     }
-    async with desk(both) as d:
+    async with live_arbiter(both) as d:
         chat, other = d.holder("chat"), d.holder("other")
         assert [await chat.ask.remote("a"), await other.ask.remote("b")] == [200, 200]
         state = await d.until(lambda s: all(t["idle_s"] is not None for t in s["tickets"]))

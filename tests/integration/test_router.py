@@ -15,7 +15,7 @@ from deployments import messages
 from deployments.app import ROUTER
 from deployments.replica.capability import Capability
 from deployments.routing.rank import CROWD_COUNT
-from tests.support.desk import Desk, capability, desk, model
+from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster", "serving"), pytest.mark.spec("G3")]
@@ -53,8 +53,10 @@ class Chat(Capability):
 
 
 @contextlib.asynccontextmanager
-async def two() -> AsyncIterator[tuple[Desk, Any]]:
-    async with desk({"chat": capability(a=model(40, chunks=1000, chunk_seconds=0.05))}) as d:
+async def two() -> AsyncIterator[tuple[LiveArbiter, Any]]:
+    async with live_arbiter(
+        {"chat": capability(a=model(40, chunks=1000, chunk_seconds=0.05))}
+    ) as d:
         app = Chat.bind("chat")
         handle = await asyncio.to_thread(serve.run, app, name="chat", route_prefix=None)
         try:
@@ -82,11 +84,11 @@ async def replica_of(handle: Any, asked: messages.InferenceCall) -> str:
     return replica
 
 
-async def test_a_crowd_loads_a_model_once_and_a_conversation_keeps_its_replica() -> None:
+async def test_concurrent_requests_load_a_model_once_and_a_conversation_keeps_its_replica() -> None:
     async with two() as (d, handle):
         async with asyncio.timeout(60):
-            crowd = (replica_of(handle, call()) for _ in range(CROWD_COUNT))
-            [first] = set(await asyncio.gather(*crowd))
+            requests = (replica_of(handle, call()) for _ in range(CROWD_COUNT))
+            [first] = set(await asyncio.gather(*requests))
         assert len((await d.state())["tickets"]) == 1
         stream = b'{"stream": true}'
         held = [await begun(handle, call(body=stream))]

@@ -7,7 +7,7 @@ from arbiter.core.types import Client
 from arbiter.errors import QuotaExceeded, SettingsConflict
 from deployments.config import boot, runtime_settings
 from deployments.config.schema import ConfigError
-from tests.support.desk import capability, desk, kill, model
+from tests.support.live_arbiter import capability, kill, live_arbiter, model
 
 pytestmark = pytest.mark.usefixtures("cluster")
 PHONE, OTHER = Client("acme", "phone"), Client("other")
@@ -15,9 +15,9 @@ TENANTS = {"acme": {"maximum": "150 MiB"}, "saver": {"reserved": "100 MiB"}}
 
 
 @pytest.mark.spec("C10")
-async def test_a_tenant_at_its_maximum_swaps_with_itself_and_its_account_says_so() -> None:
+async def test_tenant_at_its_maximum_evicts_only_its_own_models_and_its_account_shows_it() -> None:
     models = {"chat": capability(a=model(100), b=model(100), c=model(200))}
-    async with desk(models, mib=400, tenants=TENANTS) as d:
+    async with live_arbiter(models, mib=400, tenants=TENANTS) as d:
         holder = d.holder()
         assert await holder.ask.remote("a", client=PHONE) == 200
         with pytest.raises(QuotaExceeded):
@@ -37,10 +37,8 @@ async def test_a_tenant_at_its_maximum_swaps_with_itself_and_its_account_says_so
 
 
 @pytest.mark.spec("C12")
-async def test_settings_change_as_a_whole_once_for_each_generation_and_outlive_the_arbiter() -> (
-    None
-):
-    async with desk() as d:
+async def test_settings_change_whole_once_per_generation_and_outlive_the_arbiter() -> None:
+    async with live_arbiter() as d:
         holder = d.holder()
         assert await holder.ask.remote("a") == 200
         engines, first = await d.engines(), await runtime_settings.read()

@@ -45,7 +45,7 @@ SIZES = st.integers(1, 12)
 ONLY_IDLE = (Reason.PRESSURE, Reason.IDLE, Reason.FIT, Reason.MANUAL, Reason.SHUTDOWN)
 
 
-class Books(RuleBasedStateMachine):
+class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = Instant(0)
@@ -80,9 +80,9 @@ class Books(RuleBasedStateMachine):
         self.log.append((event, self.now, pickle.dumps(decisions)))
         for decision in decisions:
             self.judge(decision, event, before)
-        self.bury(event)
+        self.forget_ended(event)
 
-    def bury(self, event: ev.Event) -> None:
+    def forget_ended(self, event: ev.Event) -> None:
         """Bytes leave the books only when they are seen back, or with their node."""
         for ticket in [t for t in self.held if self.ledger.find(t) is None]:
             seen_back = event == ev.EngineGone(NODE, ticket, True)
@@ -104,7 +104,7 @@ class Books(RuleBasedStateMachine):
             case KillEngine(_, ticket):
                 on_books = ticket in self.held
                 unclaimed = ticket in self.measured and ticket not in self.held
-                assert on_books or unclaimed, f"reaped {ticket}, which holds nothing"
+                assert on_books or unclaimed, f"killed {ticket}, which holds nothing"
             case SetTimer(at):
                 assert at > self.now
 
@@ -341,7 +341,7 @@ class Books(RuleBasedStateMachine):
         audit_books(self.ledger)
 
     @invariant()
-    def each_ticket_is_charged_what_it_was_granted_or_holds_whichever_is_more(self) -> None:
+    def each_ticket_is_charged_the_larger_of_grant_and_measure(self) -> None:
         for entry in self.ledger.entries(*CHARGED):
             granted = self.held[entry.ticket]
             if entry.state in (State.LOADING, State.RESIDENT, State.DRAINING):
@@ -351,7 +351,7 @@ class Books(RuleBasedStateMachine):
                 assert entry.charge(HOST) >= entry.need.host_bytes
 
     @invariant()
-    def who_waits_is_in_the_line_once(self) -> None:
+    def queued_tickets_are_in_the_queue_once(self) -> None:
         line = self.arbiter._state.queue.tickets()
         queued = {e.ticket for e in self.ledger.entries(State.QUEUED)}
         assert len(line) == len(set(line)) == len(self.arbiter._state.queue)
@@ -367,8 +367,8 @@ class Books(RuleBasedStateMachine):
         self.arbiter.snapshot(self.now)
 
 
-TestBooks = Books.TestCase
-TestBooks.settings = settings(
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(
     max_examples=100,
     stateful_step_count=40,
     deadline=None,

@@ -11,7 +11,7 @@ from arbiter.core import types
 from arbiter.core.decisions import KillEngine, Reason
 from arbiter.core.records.ticket import LEAVING, State, Ticket
 from arbiter.units import HolderId, TicketId, seconds
-from tests.unit.desk import CPU, HOST, NODE, Desk, gib
+from tests.support.core_driver import CPU, HOST, NODE, CoreDriver, gib
 
 HIGH, LOW = gib(90), gib(80)
 FLOORED = "c"
@@ -26,39 +26,39 @@ STEPS = st.lists(
 
 class Host:
     def __init__(self) -> None:
-        self.desk, self.now, self.number = Desk(device=10, host=100), 0.0, 0
+        self.driver, self.now, self.number = CoreDriver(device=10, host=100), 0.0, 0
         self.feed(ev.FloorSet("text", FLOORED, types.Floor.HOST))
-        self.desk.resident(1, "large", 10)  # in use, so that a sleeper which is wanted waits
-        self.desk.beat(1, "large", inflight=1)
+        self.driver.resident(1, "large", 10)  # in use, so that a sleeper which is wanted waits
+        self.driver.beat(1, "large", inflight=1)
 
     def feed(self, event: ev.Event) -> None:
         self.now += 1
-        before = {e.ticket for e in self.desk.state.ledger.entries(State.RECLAIMING)}
-        out = self.desk.at(self.now, event)
+        before = {e.ticket for e in self.driver.state.ledger.entries(State.RECLAIMING)}
+        out = self.driver.at(self.now, event)
         self.judge([d.ticket for d in out if isinstance(d, KillEngine) and d.ticket not in before])
 
-    def judge(self, reaped: list[TicketId]) -> None:
-        book = self.desk.state.ledger.books[HOST]
+    def judge(self, killed: list[TicketId]) -> None:
+        book = self.driver.state.ledger.books[HOST]
         going = [e for e in book.entries.values() if e.state in LEAVING and not e.reclaim_late]
         stays = book.budget_bytes - book.free_bytes - sum(e.charge(HOST) for e in going)
-        fell = [e for e in going if e.ticket in reaped and e.leaving is Reason.FIT]
+        fell = [e for e in going if e.ticket in killed and e.leaving is Reason.FIT]
         before = stays + sum(e.charge(HOST) for e in fell)
         if fell:
             assert before > HIGH, "nothing had to go"
-            last = next(e for e in fell if e.ticket == reaped[-1])
+            last = next(e for e in fell if e.ticket == killed[-1])
             assert stays + last.charge(HOST) > LOW, "the last of them went for nothing"
             assert not any(self.must_stay(e) for e in fell)
         is_over = before > book.budget_bytes  # then it is made to fit first: between the marks
         if stays > (LOW if fell and not is_over else HIGH):
-            sleepers = self.desk.state.ledger.entries(State.ASLEEP)
+            sleepers = self.driver.state.ledger.entries(State.ASLEEP)
             newest = max(sleepers, key=lambda e: (e.since, e.ticket), default=None)
             assert all(e is newest or self.must_stay(e) for e in sleepers)
 
     def must_stay(self, entry: Ticket) -> bool:
-        return entry.model == FLOORED or entry.ticket in self.desk.state.queue
+        return entry.model == FLOORED or entry.ticket in self.driver.state.queue
 
     def one(self, state: State, pick: int) -> Ticket | None:
-        found = self.desk.state.ledger.entries(state)
+        found = self.driver.state.ledger.entries(state)
         return found[pick % len(found)] if found else None
 
     # -- what may happen -------------------------------------------------------------------------
@@ -80,9 +80,9 @@ class Host:
 
     def others(self, size: int, _: str) -> None:
         """Memory without a ticket: no watermark makes it go."""
-        self.desk.foreign[HOST] = size
+        self.driver.foreign[HOST] = size
         devices = tuple(
-            ev.DeviceReading(d, gib(1e6), gib(self.desk.foreign.get(d, 0))) for d in (CPU, HOST)
+            ev.DeviceReading(d, gib(1e6), gib(self.driver.foreign.get(d, 0))) for d in (CPU, HOST)
         )
         self.feed(ev.Measured(NODE, devices, ()))
 
@@ -94,7 +94,7 @@ class Host:
 @pytest.mark.spec("C4")
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(STEPS)
-def test_sleepers_go_above_the_high_mark_only_and_down_to_the_low_one_only(
+def test_asleep_models_are_evicted_only_above_the_high_mark_and_down_to_the_low(
     steps: list[tuple[str, int, str]],
 ) -> None:
     host = Host()

@@ -112,7 +112,7 @@ class Agent:
         arrival = Instant(max(self.last_arrival + 1, self.world.now + self.world.delay()))
         self.last_arrival = arrival
         epoch = self.epoch
-        self.world.at(arrival, lambda: self.world.hear_agent(self, epoch, event))
+        self.world.at(arrival, lambda: self.world.on_agent_message(self, epoch, event))
 
     def reap(self, ticket: TicketId) -> None:
         if not self.is_up:
@@ -209,14 +209,14 @@ class Holder:
                 ticket.uses_count += 1
                 takes_s = 15.0 if self.world.chance("long") else 2.0
                 self.world.later(takes_s, lambda t=ticket: self.done(t))
-            elif not any(self.hurry(r, caller) for r in self.asked.values()):
+            elif not any(self.raise_priority(r, caller) for r in self.asked.values()):
                 self.want(caller.model, ticket, priority=caller.priority, tenant=caller.tenant)
         self.callers = [c for c in self.callers if c.answered is None]
 
     def current(self, model: str) -> Held | None:
         return next((h for h in self.held.values() if h.model == model), None)
 
-    def hurry(self, request: ev.Requested, caller: Caller) -> bool:
+    def raise_priority(self, request: ev.Requested, caller: Caller) -> bool:
         """It waits for the same model: then for the more urgent of the two."""
         if request.model == caller.model and caller.priority < request.priority:
             self.asked[request.ticket] = replace(request, priority=caller.priority)
@@ -353,7 +353,7 @@ class Holder:
         self.held.pop(ticket.ticket, None)
         self.asked.pop(ticket.ticket, None)
 
-    def hear(self, decision: Grant | Refuse | Revoke | LoadModel) -> None:
+    def on_decision(self, decision: Grant | Refuse | Revoke | LoadModel) -> None:
         if not self.alive:
             return
         match decision:

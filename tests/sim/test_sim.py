@@ -37,7 +37,7 @@ def run(seed: int) -> World:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class FaultCounts:
     """How often each kind of kill and event came up in some runs."""
 
     kills: Counter[str]
@@ -45,9 +45,9 @@ class Met:
 
 
 @cache
-def ran(batch: int) -> Met:
+def ran(batch: int) -> FaultCounts:
     """A batch of seeds, run once for all the tests that ask about it."""
-    met = Met(Counter(), Counter())
+    met = FaultCounts(Counter(), Counter())
     for seed in range(batch, SEEDS_COUNT, BATCHES_COUNT):
         world = run(FIRST_SEED + seed)
         met.kills.update(world.kills)
@@ -58,25 +58,25 @@ def ran(batch: int) -> Met:
 @pytest.mark.spec("A10", "A14", "A18", "A19", "B1", "C4")
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("batch", range(BATCHES_COUNT))
-def test_never_oversold_then_everyone_is_answered_and_the_books_meet_the_truth(batch: int) -> None:
+def test_device_is_never_oversold_and_after_faults_every_request_is_answered(batch: int) -> None:
     ran(batch)
 
 
 # Of all seeds, which alone they have to run first; behind the test above they have run.
-all_of_them = pytest.mark.timeout(BATCHES_COUNT * TIMEOUT_S)
+whole_run = pytest.mark.timeout(BATCHES_COUNT * TIMEOUT_S)
 
 
-@all_of_them
+@whole_run
 @pytest.mark.spec("A19")
-def test_a_thousand_kills_were_among_them() -> None:
+def test_simulation_contains_a_thousand_kills() -> None:
     kills = sum((ran(batch).kills for batch in range(BATCHES_COUNT)), Counter())
     print(f"kills: {dict(kills)}")
     assert kills.total() >= 5 * SEEDS_COUNT
     assert all(kills[what] for what in ("holder", "engine", "arbiter", "agent", "node"))
 
 
-@all_of_them
-def test_every_kind_of_trouble_was_met() -> None:
+@whole_run
+def test_simulation_meets_every_kind_of_fault_event() -> None:
     told = {kind for batch in range(BATCHES_COUNT) for kind in ran(batch).told}
     expected = {
         "quarantine", "barrier_dropped", "unclaimed_engine", "load_failed", "model_wake",
@@ -88,7 +88,7 @@ def test_every_kind_of_trouble_was_met() -> None:
     assert expected <= told
 
 
-def test_same_seed_same_run() -> None:
+def test_same_seed_gives_the_same_run() -> None:
     def trace(seed: int) -> list[str]:
         world = World(seed)
         seen: list[str] = []

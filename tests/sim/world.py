@@ -40,8 +40,8 @@ from arbiter.units import (
 )
 from policies import bundle
 from tests.sim.actors import Agent, Caller, Holder
-from tests.sim.jobs import Job, size_of
-from tests.sim.turns import Turns
+from tests.sim.interventions import Interventions
+from tests.sim.lease_holders import LeaseHolder, size_of
 
 # The real times, except that a barrier and a hanging load are shorter: less virtual time a seed.
 TERMS = replace(Timeouts(), barrier=seconds(4), load=seconds(15), lost=seconds(20))
@@ -89,7 +89,7 @@ class World:
         self.needs = {m: self._need(sleeps) for m in MODELS}
         self.needs[PINNED] = types.Need(Bytes(3 * GIB))  # leaves room for each of the others
         self.needs[OVERSIZE] = types.Need(Bytes(90 * GIB))  # more than any device has
-        self.turns = Turns(self)
+        self.interventions = Interventions(self)
         self.agents = {n: self._agent(n) for n in (NodeId("n0"), NodeId("n1"))}
         self.budgets = {s.device: int(s.total_bytes) for a in self.agents.values() for s in a.specs}
         self.restart_arbiter()
@@ -122,7 +122,7 @@ class World:
         self.holders[holder.holder] = holder
         self.later(1.0, holder.beat)
 
-    def new_job(self) -> None:
+    def new_lease_holder(self) -> None:
         """A process outside Serve wants memory for a while."""
         agent = self.rng.choice(list(self.agents.values()))
         may_interrupt = self.rng.random() < 0.5
@@ -131,7 +131,9 @@ class World:
             tenant, seconds(self.rng.uniform(5, 40)), seconds(3), may_interrupt
         )
         size = size_of(self.rng.randrange(3))
-        job = Job(self, HolderId(f"j{next(self.names)}"), agent, size_bytes=size, terms=terms)
+        job = LeaseHolder(
+            self, HolderId(f"j{next(self.names)}"), agent, size_bytes=size, terms=terms
+        )
         self.holders[job.holder] = job
         self.later(1.0, job.beat)
 
@@ -143,7 +145,7 @@ class World:
             types.ModelSpec(
                 m, seconds(-1 if m == "a" else 20), m == PINNED, allow_oversize=m == OVERSIZE
             )
-            for m in MODELS if m not in self.turns.removed
+            for m in MODELS if m not in self.interventions.removed
         )  # fmt: skip
         spec = types.CapabilitySpec("text", self.role, "fake", specs, seconds(60))
         return ev.CapabilitiesSet((spec,))
@@ -196,9 +198,9 @@ class World:
         if self.chance("lose"):
             return
         for _ in range(1 + self.chance("repeat")):
-            self.at(self.now + self.delay(), lambda: self.hear_holder(holder, epoch, event))
+            self.at(self.now + self.delay(), lambda: self.on_holder_message(holder, epoch, event))
 
-    def hear_holder(self, holder: Holder, epoch: Epoch | None, event: ev.Event) -> None:
+    def on_holder_message(self, holder: Holder, epoch: Epoch | None, event: ev.Event) -> None:
         if self.arbiter is None:
             return
         if isinstance(event, ev.Joined):
@@ -212,7 +214,7 @@ class World:
         else:
             self.feed(event)
 
-    def hear_agent(self, agent: Agent, epoch: Epoch | None, event: ev.Event) -> None:
+    def on_agent_message(self, agent: Agent, epoch: Epoch | None, event: ev.Event) -> None:
         if self.arbiter is None or agent.node in self.dead_nodes:
             return
         if epoch == self.epoch:
@@ -245,7 +247,7 @@ class World:
 
         def deliver() -> None:
             if holder.epoch == epoch:
-                holder.hear(decision)
+                holder.on_decision(decision)
 
         for _ in range(1 + self.chance("repeat")):
             self.at(self.now + self.delay(), deliver)
@@ -258,11 +260,11 @@ class World:
         """One timer, as in the shell: the newest WakeAt replaces the older."""
         self.armed, arbiter = at, self.arbiter
 
-        def ring() -> None:
+        def fire_timer() -> None:
             if self.armed == at and self.arbiter is arbiter and arbiter is not None:
                 self.feed(ev.TimerFired())
 
-        self.at(max(at, self.now), ring)
+        self.at(max(at, self.now), fire_timer)
 
     # -- faults --------------------------------------------------------------------------------
 
@@ -272,7 +274,7 @@ class World:
         policies = bundle(self.settings)
         known = frozenset(self.known)
         self.arbiter = Arbiter(self.settings, policies, self.epoch, known, self.now)
-        self.turns.after_restart()
+        self.interventions.after_restart()
         self.feed(self.table())
 
     def kill_arbiter(self) -> None:
@@ -284,11 +286,11 @@ class World:
         living = [h for h in self.holders.values() if h.alive]
         if living:
             self.kills["holder"] += 1
-            self.bury(self.rng.choice(living))
+            self.lose_holder(self.rng.choice(living))
 
-    def bury(self, holder: Holder) -> None:
+    def lose_holder(self, holder: Holder) -> None:
         holder.die()
-        if not isinstance(holder, Job):
+        if not isinstance(holder, LeaseHolder):
             self.later(5.0, lambda: self.new_holder(holder.agent))
         if not self.chance("unannounced"):
             self.later(2.0, lambda: self.announce(holder))
@@ -354,13 +356,15 @@ class World:
         for _ in range(calls):
             self.later(within_s, self.call)
         for _ in range(calls // 10):
-            self.later(within_s, self.new_job)
+            self.later(within_s, self.new_lease_holder)
         for harm in self.rng.choices(harms, weights, k=kills):
             self.later(within_s, harm)
-        self.turns.schedule(calls // 8, within_s)
+        self.interventions.schedule(calls // 8, within_s)
 
     def call(self) -> None:
-        if living := [h for h in self.holders.values() if h.alive and not isinstance(h, Job)]:
+        if living := [
+            h for h in self.holders.values() if h.alive and not isinstance(h, LeaseHolder)
+        ]:
             priority = self.rng.choice(list(types.Priority))
             tenant = self.rng.choice(["default", *(terms.tenant for terms in TENANTS)])
             self.rng.choice(living).call(Caller(self.rng.choice(MODELS), priority, tenant))

@@ -46,17 +46,19 @@ SEVERAL = re.compile(r"^\| [A-Z]\d+(?:(?:-|, )[A-Z]\d+)+ \|[^|]*\| missing \|")
 LINES = [line for line in PAGE.splitlines() if re.match(r"\| [A-Z]\d", line)]
 
 
-def test_there_are_rows() -> None:
+def test_behaviours_page_has_rows() -> None:
     assert len(ROWS) > 50
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.split(" | ")[0])
-def test_every_row_is_one_that_is_checked_or_says_that_it_is_missing(line: str) -> None:
+def test_every_behaviours_row_is_checked_or_marked_missing(line: str) -> None:
     assert ROW.match(line) or SEVERAL.match(line), line
 
 
 @pytest.mark.parametrize(("line", "state", "test"), ROWS, ids=lambda v: v)
-def test_what_works_is_held_by_a_test_or_a_benchmark(line: str, state: str, test: str) -> None:
+def test_working_behaviour_is_held_by_a_marked_test_or_a_benchmark(
+    line: str, state: str, test: str
+) -> None:
     assert test or state != "works", f"{line} works, but no test is named"
     if test.startswith("benchmarks."):
         name = test.removeprefix("benchmarks.")

@@ -59,7 +59,7 @@ def test_files_and_functions_are_short(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CODE, ids=name_of)
-def test_every_module_says_what_it_is(path: Path) -> None:
+def test_every_module_has_a_docstring(path: Path) -> None:
     assert not path.read_text().strip() or ast.get_docstring(tree(path))
 
 
@@ -143,7 +143,7 @@ def catchers_of_everything(module: ast.Module) -> list[int]:
 
 
 @pytest.mark.parametrize("path", CODE + TESTS, ids=name_of)
-def test_nothing_catches_everything(path: Path) -> None:
+def test_no_file_catches_everything(path: Path) -> None:
     assert not catchers_of_everything(tree(path))
 
 
@@ -160,14 +160,14 @@ def test_nothing_catches_everything(path: Path) -> None:
         ("except: pass", True),
     ],
 )
-def test_who_catches_everything_is_found(handler: str, is_wrong: bool) -> None:
+def test_handler_that_catches_everything_is_found(handler: str, is_wrong: bool) -> None:
     module = ast.parse(
         f"def f():\n  try:\n    work()\n  {handler.replace(chr(10), chr(10) + '  ')}"
     )
     assert bool(catchers_of_everything(module)) is is_wrong
 
 
-def test_who_suppresses_everything_is_found() -> None:
+def test_suppression_of_everything_is_found() -> None:
     assert catchers_of_everything(ast.parse("with contextlib.suppress(Exception): work()"))
     assert not catchers_of_everything(ast.parse("with contextlib.suppress(OSError): work()"))
 
@@ -205,7 +205,7 @@ def is_capability(path: Path) -> bool:
 CAPABILITIES = [path for path in CODE if is_capability(path)]
 
 
-def test_there_are_capabilities() -> None:
+def test_known_capabilities_are_found() -> None:
     assert {name_of(p) for p in CAPABILITIES} >= {
         "deployments/capabilities/embedding.py", "deployments/capabilities/text.py",
     }  # fmt: skip
@@ -216,7 +216,7 @@ def test_capabilities_are_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LINES_PER_CAPABILITY
 
 
-def test_the_picture_of_the_states_is_up_to_date() -> None:
+def test_states_diagram_is_up_to_date() -> None:
     assert states_diagram.PATH.read_text() == states_diagram.page()
     pairs = {(state, to) for state, targets in TRANSITIONS.items() for to in targets}
     assert pairs == states_diagram.WHY.keys()

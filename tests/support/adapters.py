@@ -15,11 +15,11 @@ def write(
 ) -> Path:
     """LoRA of random weights for modules of (out, in) each; `config` overrides its fields."""
     folder.mkdir(parents=True, exist_ok=True)
-    dice = np.random.default_rng(rank)
+    generator = np.random.default_rng(rank)
     tensors = {}
     for module, (out, into) in shapes.items():
         for matrix, shape in (("lora_A", (rank, into)), ("lora_B", (out, rank))):
-            values = dice.normal(0, 0.05, shape).astype(np.float32)
+            values = generator.normal(0, 0.05, shape).astype(np.float32)
             tensors[f"base_model.model.{module}.{matrix}.weight"] = values
     save_file(tensors, folder / "adapter_model.safetensors")
     modules = sorted({module.rsplit(".", 1)[-1] for module in shapes})

@@ -8,7 +8,7 @@ from deployments.engines.host import respond
 from deployments.engines.protocol import Config, Receive, Scope, Send
 
 
-class Dice:
+class RandomEngine:
     """Answers with numbers drawn after the fork."""
 
     can_sleep = False
@@ -35,5 +35,5 @@ class Dice:
         return None
 
 
-def broken(config: Config) -> Dice:
+def broken(config: Config) -> RandomEngine:
     raise ValueError("no such layer: attention.9")

@@ -1,0 +1,129 @@
+"""The running system as a stranger sees it: its own description, odd names, odd headers.
+
+Nothing a client can send makes a server error, a silence, or another client's harm.
+"""
+
+import http.client
+import urllib.parse
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from openai import OpenAI
+
+from tests.graph.conftest import Graph
+
+CHAT, EMBED = "tiny-chat", "all-minilm-l6-v2"
+# Whose answers do not end, or are not ours: the event stream, and FastAPI's pages.
+ENDLESS = {"/arbiter/events"}
+ANSWERED_S = 60.0
+BOUNDED = settings(
+    max_examples=6, deadline=None, database=None, derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
+def test_bodies_made_from_the_openapi_description_cause_no_server_error(
+    graph: Graph, client: OpenAI, mode: str
+) -> None:
+    """Bodies made from /openapi.json, lawful and unlawful ones, on every route it names."""
+    import schemathesis
+    from schemathesis import GenerationMode
+
+    client.chat.completions.create(
+        model=CHAT, messages=[{"role": "user", "content": "x"}], max_tokens=1
+    )
+    schema = schemathesis.openapi.from_url(f"{graph.url}/openapi.json")
+    seen: set[str] = set()
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        if operation.path in ENDLESS:
+            continue
+        strategy = operation.as_strategy(generation_mode=GenerationMode[mode])
+
+        @BOUNDED
+        @given(strategy)
+        def ask(case: Any) -> None:
+            affordable(case)
+            answer = case.call(timeout=ANSWERED_S)
+            assert answer.status_code < 500, (case.as_curl_command(), answer.text)
+
+        with suppress(Unsatisfiable):  # nothing can be wrong with what takes nothing
+            ask()
+        seen.add(operation.path)
+    assert "/v1/chat/completions" in seen and "/v1/responses" in seen
+    answer = client.completions.create(model=CHAT, prompt="still there?", max_tokens=2)
+    assert answer.choices
+
+
+def affordable(case: Any) -> None:
+    """A model that is there, few tokens, and no deadline that cannot be met: 503 is right then."""
+    if not isinstance(case.body, dict):
+        return
+    wants = EMBED if case.path == "/v1/embeddings" else CHAT
+    if isinstance(case.body.get("model"), str):
+        case.body["model"] = wants
+    case.body.pop("x_deadline_s", None)
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if isinstance(case.body.get(name, 1), int):
+            case.body[name] = min(case.body.get(name, 1), 2)
+
+
+def raw(graph: Graph, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> int:
+    """Status of a request whose headers no HTTP library has put right."""
+    host = urllib.parse.urlsplit(graph.url).netloc
+    connection = http.client.HTTPConnection(host, timeout=ANSWERED_S)
+    try:
+        connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+        for name, value in ({"host": host, "content-length": str(len(body))} | headers).items():
+            connection.putheader(name, value.encode("latin-1"))
+        connection.endheaders(body)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+HEADER = st.text(
+    st.characters(min_codepoint=32, max_codepoint=255, exclude_characters="\x7f"), max_size=60
+)
+NAMES = st.sampled_from(
+    ["authorization", "host", "origin", "x-priority", "x-deadline-s", "x-request-id", "accept",
+     "content-type", "x-forwarded-for", "x-conversation-id", "last-event-id"]
+)  # fmt: skip
+
+
+@pytest.mark.spec("L3")
+def test_odd_names_and_headers_are_answered_and_never_with_a_server_error(graph: Graph) -> None:
+    @settings(BOUNDED, max_examples=100)
+    @given(st.text(max_size=80), st.dictionaries(NAMES, HEADER, max_size=3))
+    def ask(name: str, headers: dict[str, str]) -> None:
+        if not headers.get("x-request-id", "").isascii():  # Serve's own proxy answers 500 to it
+            headers.pop("x-request-id")
+        path = "/v1/models/" + urllib.parse.quote(name, safe="/.:@")
+        assert raw(graph, "GET", path, headers) < 500
+        assert raw(graph, "POST", "/v1/embeddings", headers, b'{"model": "x", "input": ""}') < 500
+
+    ask()
+    assert raw(graph, "GET", "/health", {}) == 200
+
+
+@pytest.mark.spec("L2", "L3")
+@pytest.mark.parametrize(
+    "name",
+    ["../tiny-chat", "tiny-chat:../../etc", "/etc/passwd", "tiny-chat/", "%2e%2e", "@acme/x"],
+)
+def test_model_names_that_contain_paths_are_404(graph: Graph, name: str) -> None:
+    status, body = graph.post("/v1/completions", {"model": name, "prompt": "x"})
+    assert status == 404
+    assert body["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.spec("L3")
+def test_a_body_beyond_the_bound_is_413_before_it_is_read(graph: Graph) -> None:
+    headers = {"content-length": str(64 << 20), "content-type": "application/json"}
+    assert raw(graph, "POST", "/v1/embeddings", headers, b"{") == 413

@@ -1,0 +1,212 @@
+"""Zero means zero; command line and front tell the truth; a new table restarts nothing."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.graph.conftest import BIN, DOWNSCALE_S, KEEP_WARM_S, Graph, until
+from tests.graph.test_kills import victims
+
+CHAT = "tiny-chat"
+HELLO = [{"role": "user", "content": "Who holds the memory?"}]
+
+
+def replicas(graph: Graph, capability: str) -> int:
+    """As Serve's own REST lists them."""
+    token = subprocess.run(
+        [BIN / "ray", "get-auth-token"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    request = urllib.request.Request(
+        f"{graph.dashboard}/api/serve/applications/",
+        headers={"Authorization": f"Bearer {token}"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        details: dict[str, Any] = json.load(answer)
+    return len(details["applications"][capability]["deployments"][capability]["replicas"])
+
+
+@pytest.mark.spec("H0")
+def test_idle_system_scales_to_zero_and_then_answers_a_request(
+    graph: Graph, client: OpenAI
+) -> None:
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    until(lambda: not graph.state()["tickets"], KEEP_WARM_S + 20, "every ticket is closed")
+    until(lambda: not graph.engines(), 5, "no engine process is left")
+    until(lambda: replicas(graph, "chat") == 0, DOWNSCALE_S + 60, "Serve lists no replica of chat")
+    assert graph.get("/ready")["capabilities"]["chat"]["state"] == "scaled_to_zero"
+    answer = client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    assert answer.choices
+
+
+@pytest.mark.spec("J9")
+def test_readiness_says_what_each_capability_is_doing(graph: Graph, client: OpenAI) -> None:
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    report = graph.get("/ready")["capabilities"]
+    assert report["chat"]["state"] == "ready"
+    assert graph.get("/health") == {"status": "ok"}
+
+
+@pytest.mark.spec("J9", "A18")
+def test_readiness_says_that_the_arbiter_is_away(graph: Graph) -> None:
+    (pid,) = victims(graph, "arbiter")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            graph.get("/ready")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert caught.value.code == 503
+    assert int(caught.value.headers["retry-after"]) >= 1
+    assert json.load(caught.value)["error"]["code"] == "arbiter_unavailable"
+    assert graph.get("/ready")["capabilities"]
+
+
+@pytest.mark.spec("B7")
+def test_status_shows_devices_and_tickets(graph: Graph, client: OpenAI) -> None:
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    text = arbiter(graph, "status")
+    assert "cpu:0" in text
+    assert CHAT in text
+    said = json.loads(arbiter(graph, "status", "--json"))
+    now = graph.state()
+    assert {key: said[key] for key in _STABLE} == {key: now[key] for key in _STABLE}
+
+
+# What must not differ between two looks at a living system.
+_STABLE = ("epoch", "version", "policy", "table")
+
+
+@pytest.mark.spec("K1")
+def test_events_tell_of_loads_with_bytes_and_seconds(graph: Graph, client: OpenAI) -> None:
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    lines = [json.loads(line) for line in arbiter(graph, "events", "--json").splitlines()]
+    loads = [e for e in lines if e["kind"] == "model_load" and e.get("model") == CHAT]
+    assert loads
+    assert loads[-1]["size_bytes"] > 0
+    assert loads[-1]["took_s"] > 0
+    assert [e["seq"] for e in lines] == sorted(e["seq"] for e in lines)
+
+
+@pytest.mark.spec("K1")
+def test_event_of_a_finished_request_does_not_contain_its_text(
+    graph: Graph, client: OpenAI
+) -> None:
+    name = {"x-request-id": "the-one-told"}
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2, extra_headers=name)
+
+    def runs() -> list[dict[str, Any]]:
+        return [e for e in graph.events() if e.get("request_id") == "the-one-told"]
+
+    (run,) = until(runs, 10, "the request is told")
+    assert (run["kind"], run["model"], run["outcome"]) == ("capability_run", CHAT, "answered")
+    assert run["took_s"] > 0 and run["ticket"]
+    assert HELLO[0]["content"] not in json.dumps(run)
+
+
+@pytest.mark.spec("K1")
+def test_the_event_stream_resumes_behind_the_last_event_seen(graph: Graph) -> None:
+    seen = graph.events()[-3]["seq"]
+    request = urllib.request.Request(
+        f"{graph.url}/arbiter/events", headers={"Last-Event-ID": str(seen)}
+    )
+    with urllib.request.urlopen(request, timeout=30) as stream:
+        first = next(line for line in stream if line.startswith(b"id: "))
+    assert int(first[4:]) == seen + 1
+
+
+@pytest.mark.spec("L0")
+def test_http_offers_exactly_the_documented_routes(graph: Graph) -> None:
+    """What commands an engine or the arbiter is not to be had over HTTP, whatever the path."""
+    offered = {
+        (method.upper(), path)
+        for path, methods in graph.get("/openapi.json")["paths"].items()
+        for method in methods
+    }
+    assert offered == {
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/responses"),
+        ("POST", "/v1/embeddings"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/{model}"),
+        ("GET", "/health"),
+        ("GET", "/ready"),
+        ("GET", "/arbiter/state"),
+        ("GET", "/arbiter/explain/{ticket}"),
+        ("GET", "/arbiter/settings"),
+        ("PUT", "/arbiter/settings"),
+        ("GET", "/arbiter/events"),
+        ("GET", "/arbiter/events/recent"),
+        ("GET", "/arbiter/leases"),
+        ("PUT", "/arbiter/leases/{lease}"),
+        ("DELETE", "/arbiter/leases/{lease}"),
+        ("POST", "/arbiter/leases/{lease}/drain"),
+        ("POST", "/arbiter/leases/cleanup"),
+        ("GET", "/arbiter/residency"),
+        ("PUT", "/arbiter/residency/{model}"),
+        ("POST", "/arbiter/models/grow/{model}"),
+        ("POST", "/arbiter/models/load/{model}"),
+        ("POST", "/arbiter/models/shrink/{model}"),
+        ("POST", "/arbiter/models/unload/{model}"),
+        ("POST", "/arbiter/pressure"),
+    }
+    for path in ("/control/sleep", "/v1/load_lora_adapter", "/v1/chat/../../control/sleep"):
+        status, _ = graph.post(path, {"model": CHAT})
+        assert status in (404, 405)
+
+
+def test_a_changed_table_is_served_without_a_restart(graph: Graph, client: OpenAI) -> None:
+    config = copy.deepcopy(graph.config)
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    models = table["capabilities"]["chat"]["models"]
+    models["second-chat"] = models[CHAT]
+    with in_use(client):
+        before = graph.state()["epoch"], tickets(graph)
+        graph.deploy(config)
+        until(lambda: any(m.id == "second-chat" for m in client.models.list()), 30, "it is listed")
+        answer = client.chat.completions.create(model="second-chat", messages=HELLO, max_tokens=2)
+        assert answer.model == "second-chat"
+        assert (graph.state()["epoch"], tickets(graph)) == before
+    graph.deploy(graph.config)
+    until(lambda: all(m.id != "second-chat" for m in client.models.list()), 30, "it is gone")
+
+
+def tickets(graph: Graph) -> list[str]:
+    """Those of CHAT; a restart of its engine would bring another."""
+    return [t["ticket"] for t in graph.state()["tickets"] if t["model"] == CHAT]
+
+
+@contextmanager
+def in_use(client: OpenAI) -> Iterator[None]:
+    """CHAT answers one request after the other, each of them in full."""
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(load)
+        try:
+            client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+            yield
+        finally:
+            stop.set()
+        asking.result()
+
+
+def arbiter(graph: Graph, *args: str) -> str:
+    command = [BIN / "arbiter", *args, "--url", graph.url]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

@@ -1,0 +1,124 @@
+"""The planning of admission against rules too simple to be wrong, for any load."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.engines.vllm.admission import BASE, View, Waiting, plan
+
+NAMES = st.sampled_from([BASE, *"abcdefgh"])
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    slots = draw(st.integers(1, 5))
+    names = draw(st.lists(st.sampled_from("abcdefgh"), max_size=slots, unique=True))
+    running = {name: draw(st.integers(1, 4)) for name in (*names, BASE)}
+    if draw(st.booleans()):
+        del running[BASE]
+    arrivals = sorted(draw(st.lists(st.floats(0, 10), max_size=30)))
+    waiting = [Waiting(n, draw(NAMES), since) for n, since in enumerate(arrivals)]
+    window = sum(running.values()) + draw(st.integers(0, 12))
+    free = slots - len(running.keys() - {BASE})
+    pinned = draw(st.lists(st.sampled_from("abcdefgh"), max_size=max(0, free - 1), unique=True))
+    ageing_s = draw(st.sampled_from([0.5, 3.0, 100.0]))
+    return View(slots, window, running, waiting, 10.0, ageing_s, frozenset(pinned))
+
+
+def slotted(view: View, running: Counter[str]) -> set[str]:
+    return (set(running) | view.pinned) - {BASE}
+
+
+def after(view: View, entered: list[int]) -> Counter[str]:
+    by_key = {one.key: one.adapter for one in view.waiting}
+    return Counter(view.running) + Counter(by_key[key] for key in entered)
+
+
+@pytest.mark.spec("F8")
+@settings(max_examples=400, derandomize=True)
+@given(views())
+def test_slots_and_window_are_never_exceeded_and_no_request_enters_twice(view: View) -> None:
+    entered = plan(view)
+    assert len(set(entered)) == len(entered)
+    running = after(view, entered)
+    assert len(slotted(view, running)) <= view.slots
+    assert running.total() <= view.window
+
+
+@settings(max_examples=400, derandomize=True)
+@given(views())
+def test_adapter_admission_is_first_come_first_served_while_all_adapters_fit(view: View) -> None:
+    adapters = {one.adapter for one in view.waiting} | set(view.running) | view.pinned
+    if len(adapters - {BASE}) <= view.slots:
+        room = view.window - sum(view.running.values())
+        assert plan(view) == [one.key for one in view.waiting[:room]]
+
+
+@settings(max_examples=400, derandomize=True)
+@given(views())
+def test_requests_of_one_adapter_enter_in_order_of_arrival(view: View) -> None:
+    entered = plan(view)
+    for name in (BASE, *"abcdefgh"):
+        mine = [one.key for one in view.waiting if one.adapter == name]
+        taken = [key for key in entered if key in mine]
+        assert taken == mine[: len(taken)]
+
+
+@settings(max_examples=400, derandomize=True)
+@given(views())
+def test_no_slot_stays_empty_while_a_request_waits_for_one(view: View) -> None:
+    running = after(view, plan(view))
+    left = len(view.waiting) - (running.total() - sum(view.running.values()))
+    if left and running.total() < view.window:
+        assert len(slotted(view, running)) == view.slots
+        assert not {one.adapter for one in view.waiting} & {BASE} or running[BASE]
+
+
+@pytest.mark.spec("F2")
+def test_a_pinned_adapter_enters_at_once_and_is_never_run_dry_for_another() -> None:
+    waiting = [Waiting(0, "cold", 0.0), Waiting(1, "pin", 5.0), Waiting(2, "b", 5.0)]
+    pin = frozenset({"pin"})
+    assert plan(View(2, 8, {"b": 2}, waiting, 6.0, ageing_s=2.0, pinned=pin)) == [1], "b runs dry"
+    assert plan(View(2, 8, {"pin": 1}, waiting, 6.0, ageing_s=2.0, pinned=pin)) == [0, 1]
+
+
+@pytest.mark.spec("F4", "F8")
+@settings(max_examples=200, derandomize=True)
+@given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(1, 5), min_size=60, max_size=60))
+def test_a_cold_adapter_enters_under_any_flood_on_hot_ones(
+    slots: int, per_slot: int, lengths: list[int]
+) -> None:
+    """A closed loop keeps every hot adapter's queue full; each request runs 1 to 5 ticks."""
+    window, ageing = slots * per_slot, 3.0
+    hot = [chr(ord("a") + n) for n in range(slots)]
+    waiting = [Waiting(n, hot[n % slots], 0.0) for n in range(window * 2)]
+    waiting.insert(slots, Waiting(10_000, "cold", 0.0))
+    running: dict[int, tuple[str, int]] = {}
+    for tick, key in zip(range(60), range(20_000, 30_000), strict=False):
+        running = {k: (a, end) for k, (a, end) in running.items() if end > tick}
+        counts = Counter(a for a, _ in running.values())
+        entered = plan(View(slots, window, counts, waiting, float(tick), ageing))
+        if 10_000 in entered:
+            return
+        for one in [w for w in waiting if w.key in entered]:
+            waiting.remove(one)
+            running[one.key] = one.adapter, tick + lengths[(one.key + tick) % 60]
+            waiting.append(Waiting(key * 100 + one.key % 100, one.adapter, float(tick)))
+    raise AssertionError("the cold adapter never entered")
+
+
+def test_running_adapters_then_the_longest_queue_go_first_beyond_the_slots() -> None:
+    names = ["c", "a", "d", "d", "a", "c", "d"]
+    waiting = [Waiting(n, name, float(n)) for n, name in enumerate(names)]
+    view = View(2, 8, {"a": 1}, waiting, 7.0, ageing_s=100.0)
+    assert plan(view) == [1, 4, 2, 3, 6]
+
+
+def test_an_aged_request_takes_the_slot_that_comes_free() -> None:
+    waiting = [Waiting(0, "cold", 0.0), Waiting(1, "a", 5.0), Waiting(2, "b", 5.0)]
+    full = View(2, 8, {"a": 1, "b": 2}, waiting, 6.0, ageing_s=2.0)
+    assert plan(full) == [2], "a runs dry, b goes on"
+    freed = View(2, 8, {"b": 2}, waiting, 6.0, ageing_s=2.0)
+    assert plan(freed) == [0, 2]

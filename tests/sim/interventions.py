@@ -1,0 +1,86 @@
+"""What happens to the world besides asking: pairs of models, floors, a model removed for a while, a
+resident that grows.
+
+Mixed into every run like the faults, so that each rule meets every other in trouble.
+"""
+
+from typing import TYPE_CHECKING
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from tests.sim.lease_holders import LeaseHolder
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+PAIR = ("b", "c")  # a target and its drafter
+MOVABLE = "abcdeg"  # neither set by hand nor removed: the pinned one
+REMOVED_S, FLOOR_S = 15.0, 20.0
+
+
+class Interventions:
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.removed: set[str] = set()
+        self.floors: dict[str, types.Floor] = {}
+
+    def schedule(self, count: int, within_s: float) -> None:
+        interventions = [self.pair, self.set_floor, self.remove, self.grow]
+        weights = [self.world.rng.random() for _ in interventions]
+        for intervention in self.world.rng.choices(interventions, weights, k=count):
+            self.world.later(within_s, intervention)
+
+    def pair(self) -> None:
+        """Two models that only make sense together."""
+        living = [
+            h for h in self.world.holders.values() if h.alive and not isinstance(h, LeaseHolder)
+        ]
+        if living:
+            self.world.rng.choice(living).want_together(PAIR)
+
+    def grow(self) -> None:
+        """A resident wants more for a while."""
+        living = [
+            h for h in self.world.holders.values() if h.alive and not isinstance(h, LeaseHolder)
+        ]
+        able = [
+            (h, t) for h in living for t in h.held.values()
+            if t.phase is types.Phase.RESIDENT and not t.is_barred and not t.wants_bytes
+        ]  # fmt: skip
+        if able:
+            holder, ticket = self.world.rng.choice(able)
+            holder.want_more(ticket)
+
+    def set_floor(self) -> None:
+        """For a while: one that nobody lowers again would keep its model for ever."""
+        model = self.world.rng.choice(MOVABLE)
+        self._floor(model, self.world.rng.choice(list(types.Floor)))
+        self.world.later(FLOOR_S, lambda: self._floor(model, types.Floor.COLD))
+
+    def _floor(self, model: str, floor: types.Floor) -> None:
+        if model not in self.removed:
+            self.floors[model] = floor
+            if self.world.arbiter is not None:
+                self.world.feed(ev.FloorSet("text", model, floor))
+
+    def remove(self) -> None:
+        """A model leaves the table, and comes back."""
+        model = self.world.rng.choice(MOVABLE)
+        self.removed.add(model)
+        self.floors.pop(model, None)
+        self._tell_table()
+        self.world.later(REMOVED_S, lambda: self._restore(model))
+
+    def _restore(self, model: str) -> None:
+        self.removed.discard(model)
+        self._tell_table()
+
+    def _tell_table(self) -> None:
+        if self.world.arbiter is not None:
+            self.world.feed(self.world.table())
+
+    def after_restart(self) -> None:
+        """What the shell keeps on disk."""
+        assert self.world.arbiter is not None
+        rows = [["text", model, floor.value] for model, floor in sorted(self.floors.items())]
+        self.world.arbiter.restore_floors(rows)

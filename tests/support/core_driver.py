@@ -1,0 +1,262 @@
+"""Drives an arbiter in seconds and GiB, one event at a time.
+
+Heartbeats and readings are patient here (hours), so that a scenario names only what it is about;
+tests of silence pass the real terms.
+"""
+
+from dataclasses import replace
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.decisions import (
+    Decision,
+    Grant,
+    KillEngine,
+    LogEvent,
+    Queued,
+    Refuse,
+    Revoke,
+    SetTimer,
+)
+from arbiter.core.settings import DEFAULTS, Settings, Timeouts
+from arbiter.errors import RequestError
+from arbiter.units import (
+    GIB,
+    SECOND,
+    Bytes,
+    DeviceId,
+    Epoch,
+    HolderId,
+    Instant,
+    NodeId,
+    Span,
+    TicketId,
+    seconds,
+)
+from policies import bundle
+
+NODE = NodeId("n")
+CPU, HOST = DeviceId("n/cpu:0"), DeviceId("n/host")
+PATIENT = replace(
+    Timeouts(),
+    silent=seconds(3600),
+    reading=seconds(3600),
+    lost=seconds(7200),
+    lease_lapse=seconds(7200),
+)
+PLAIN = replace(
+    DEFAULTS,
+    arena_fraction=1.0,  # so that a device of 80 lends 80
+    wiggle_fraction=0.0,
+    gpu_margin_bytes=Bytes(0),
+    learned_headroom_fraction=0.0,
+    timeouts=PATIENT,
+)
+MODELS = "a b c d e large small text vad".split()
+
+
+def s(t: float) -> Instant:
+    return Instant(round(t * SECOND))
+
+
+def gib(size: float) -> Bytes:
+    return Bytes(round(size * GIB))
+
+
+def listed(sizes: dict[DeviceId, float]) -> tuple[types.DeviceBytes, ...]:
+    return tuple(types.DeviceBytes(device, gib(size)) for device, size in sizes.items())
+
+
+def capability(
+    name: str, role: str, models: tuple[str, ...], keep_warm_s: float = -1, pinned: str = ""
+) -> types.CapabilitySpec:
+    specs = tuple(types.ModelSpec(m, seconds(keep_warm_s), m == pinned) for m in models)
+    return types.CapabilitySpec(name, role, "fake", specs, seconds(300))
+
+
+class CoreDriver:
+    def __init__(
+        self,
+        device: float = 80,
+        host: float = 0,
+        settings: Settings = PLAIN,
+        *,
+        known: tuple[str, ...] = (),
+        keep_warm_s: float = -1,
+        pinned: str = "",
+        holders: tuple[str, ...] = ("h",),
+        read: bool = True,
+    ) -> None:
+        self.arbiter = Arbiter(
+            settings, bundle(settings), Epoch(1), frozenset(map(HolderId, known)), Instant(0)
+        )
+        self.told: list[LogEvent] = []
+        self.wakes: list[Instant] = []
+        self.waits: list[Queued] = []
+        self.engines: dict[str, dict[DeviceId, float]] = {}
+        self.inexact: set[str] = set()
+        self.stalls = 0.0
+        self.sizes: dict[str, float] = {}
+        self.host_sizes: dict[str, float] = {}
+        self.foreign: dict[DeviceId, float] = {}
+        self.physical: dict[DeviceId, float] = {}  # free; plenty where nothing is said
+        text = capability("text", "text", tuple(MODELS), keep_warm_s, pinned)
+        embedding = capability("embedding", "embedding", ("e1", "e2"), keep_warm_s, pinned)
+        self.table = (text, embedding)
+        self.at(0, ev.CapabilitiesSet(self.table))
+        self.see_node(0, device, host)
+        if read:
+            self.read(0)
+        for holder in holders:
+            self.join(0, holder)
+
+    # -- feeding -------------------------------------------------------------------------------
+
+    def at(self, t: float, event: ev.Event) -> list[Decision]:
+        """Tells, news of the line and wakes are kept aside, so that a scenario compares what must
+        be done."""
+        decisions = self.arbiter.handle(event, s(t))
+        self.told += [d for d in decisions if isinstance(d, LogEvent)]
+        self.wakes = [d.at for d in decisions if isinstance(d, SetTimer)]
+        self.waits = [d for d in decisions if isinstance(d, Queued)]
+        return [d for d in decisions if not isinstance(d, LogEvent | Queued | SetTimer)]
+
+    def woke(self, t: float) -> list[Decision]:
+        return self.at(t, ev.TimerFired())
+
+    def sleep_until(self, t: float) -> None:
+        """Wakes as often as the arbiter asks to be woken before that moment."""
+        while self.wakes and self.wakes[0] < s(t):
+            self.woke(self.wakes[0] / SECOND)
+
+    def see_node(self, t: float, device: float, host: float, node: str = "n") -> None:
+        specs = [types.DeviceSpec(DeviceId(f"{node}/cpu:0"), types.DeviceKind.CPU, gib(device))]
+        specs.append(types.DeviceSpec(DeviceId(f"{node}/host"), types.DeviceKind.HOST, gib(host)))
+        self.at(t, ev.NodeSeen(NodeId(node), tuple(specs)))
+
+    def read(self, t: float, node: str = "n") -> list[Decision]:
+        """A full reading: what `engines` and `foreign` say."""
+        names = (DeviceId(f"{node}/cpu:0"), DeviceId(f"{node}/host"))
+        devices = tuple(
+            ev.DeviceReading(d, gib(self.physical.get(d, 1e6)), gib(self.foreign.get(d, 0)))
+            for d in names
+        )
+        engines = tuple(
+            ev.EngineReading(TicketId(ticket), listed(sizes), ticket not in self.inexact)
+            for ticket, sizes in self.engines.items()
+        )
+        return self.at(t, ev.Measured(NodeId(node), devices, engines, self.stalls))
+
+    def join(self, t: float, holder: str, *held: ev.HeldTicket, node: str = "n") -> list[Decision]:
+        return self.at(t, ev.Joined(HolderId(holder), NodeId(node), "text", held))
+
+    def ask(
+        self, t: float, name: str, size: float, *, holder: str = "h", model: str = "",
+        host: float = 0, capability: str = "text", deadline_s: float | None = None,
+        attempt: int = 1, explicit: bool = True, priority: types.Priority = types.Priority.NORMAL,
+        tenant: str = "default", client: str = "", least: float = 0,
+    ) -> list[Decision]:  # fmt: skip
+        self.sizes[name], self.host_sizes[name] = size, host
+        need = types.Need(gib(size), host_bytes=gib(host), least_bytes=gib(least))
+        deadline = None if deadline_s is None else seconds(deadline_s)
+        return self.at(t, ev.Requested(
+            TicketId(name), HolderId(holder), capability, model or name.rstrip("0123456789"),
+            need, "", explicit, deadline, attempt, priority, client=types.Client(tenant, client),
+        ))  # fmt: skip
+
+    def lease(
+        self, t: float, name: str, size: float, *, tenant: str = "t", preemptible: bool = False,
+        term_s: float = 3600, notice_s: float = 5, joined: bool = False, node: str = "n",
+    ) -> list[Decision]:  # fmt: skip
+        """Its process introduces itself, unless it has, and asks."""
+        holder = HolderId(f"lease:{name}")
+        if not joined:
+            self.at(t, ev.Joined(holder, NodeId(node), "lease", ()))
+        self.sizes[name] = size
+        terms = types.LeaseConditions(tenant, seconds(term_s), seconds(notice_s), preemptible)
+        need = types.Need(gib(size))
+        return self.at(t, ev.Requested(TicketId(name), holder, "lease", name, need, lease=terms))
+
+    def resident(self, t: float, name: str, size: float, **how: object) -> None:
+        """Granted, loaded in no time, and idle."""
+        assert is_granted(self.ask(t, name, size, **how), name)  # type: ignore[arg-type]
+        assert self.at(t, ev.Loaded(TicketId(name), seconds(0))) == []
+        self.beat(t, name, holder=str(how.get("holder", "h")))
+
+    def beat(self, t: float, *names: str, holder: str = "h", inflight: int = 0) -> list[Decision]:
+        """A heartbeat that repeats every ticket of the holder; `names` have `inflight`."""
+        held = tuple(
+            self.held(e.ticket, inflight=inflight if e.ticket in names else e.inflight, t=t)
+            for e in self.state.ledger.held_by(HolderId(holder))
+            if e.state.value in ("loading", "resident", "draining", "asleep")
+        )
+        return self.at(t, ev.Renewed(HolderId(holder), held))
+
+    def held(
+        self, name: str, phase: types.Phase | None = None, inflight: int = 0, t: float = 0,
+        model: str = "", size: float | None = None, idle_s: float | None = None,
+    ) -> ev.HeldTicket:  # fmt: skip
+        """What a holder says of a ticket: by default what the arbiter believes."""
+        entry = self.state.ledger.find(TicketId(name))
+        phase = phase or (types.Phase(entry.state.value) if entry else types.Phase.RESIDENT)
+        idle = Span(s(t) - entry.last_used if entry and not entry.inflight else 0)
+        idle = idle if idle_s is None else seconds(idle_s)
+        size = self.sizes.get(name, size or 0) if size is None else size
+        home = (types.DeviceBytes(CPU, gib(size)),)
+        need = types.Need(gib(size), host_bytes=gib(self.host_sizes.get(name, 0)))
+        model = model or name.rstrip("0123456789")
+        priority = entry.priority if entry else types.Priority.NORMAL
+        return ev.HeldTicket(
+            TicketId(name), model, phase, inflight, idle, home, need, "", priority,
+            uses_count=entry.uses_count if entry else 0,
+            client=entry.client if entry else types.ANYBODY,
+        )  # fmt: skip
+
+    def gone(self, t: float, name: str, bytes_back: bool = True) -> list[Decision]:
+        self.engines.pop(name, None)
+        return self.at(t, ev.EngineGone(NODE, TicketId(name), bytes_back))
+
+    # -- looking -------------------------------------------------------------------------------
+
+    @property
+    def state(self):  # type: ignore[no-untyped-def]
+        return self.arbiter._state
+
+    def state_of(self, name: str) -> str:
+        entry = self.state.ledger.find(TicketId(name))
+        return entry.state.value if entry else "closed"
+
+    def free(self, device: DeviceId = CPU) -> float:
+        return self.state.ledger.books[device].free_bytes / GIB
+
+    def charged(self, device: DeviceId = CPU) -> float:
+        return self.state.ledger.books[device].charged_bytes / GIB
+
+    def kinds(self) -> list[str]:
+        return [t.kind for t in self.told]
+
+    def last(self, kind: str) -> LogEvent:
+        return next(t for t in reversed(self.told) if t.kind == kind)
+
+
+def is_granted(decisions: list[Decision], name: str) -> bool:
+    return any(isinstance(d, Grant) and d.ticket == name for d in decisions)
+
+
+def granted(decisions: list[Decision]) -> list[str]:
+    return [d.ticket for d in decisions if isinstance(d, Grant)]
+
+
+def revoked(decisions: list[Decision]) -> list[tuple[str, str, str]]:
+    """Ticket, reason, and the tier it goes to."""
+    return [(d.ticket, d.reason.value, d.to.value) for d in decisions if isinstance(d, Revoke)]
+
+
+def killed(decisions: list[Decision]) -> list[str]:
+    return [d.ticket for d in decisions if isinstance(d, KillEngine)]
+
+
+def refusal(decisions: list[Decision]) -> RequestError:
+    [error] = [d.error for d in decisions if isinstance(d, Refuse)]
+    return error

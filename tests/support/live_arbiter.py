@@ -1,0 +1,294 @@
+"""A real arbiter under a test: real Ray, real node agent and zygote, engines that are honest about
+memory and do nothing else.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from arbiter.client.admin import call_arbiter, find_arbiter, start_arbiter, stop_arbiter, subscribe
+from arbiter.core.decisions import Reason
+from arbiter.core.types import ANYBODY, Client
+from arbiter.errors import ArbiterUnavailable, RequestError
+from arbiter.node.procfs import process, processes
+from arbiter.protocol import messages, ray_internals
+from arbiter.units import MIB
+from deployments.config import boot
+from deployments.config.schema import parse_table
+from deployments.replica import resize
+from deployments.replica.residency import Residency
+
+ENGINE = "tests.support.fake_engine:build"
+CONTEXT = 24 * MIB  # an empty fake engine holds about half of this, private
+WITHIN_S = 20.0  # for anything that must happen; what is measured in seconds has its own bound
+
+
+def model(mib: int, **engine_args: Any) -> dict[str, Any]:
+    """A model that holds `mib` of touched memory when loaded."""
+    words = ("keep_warm_s", "pin", "can_sleep", "allow_oversize")
+    own = {k: engine_args.pop(k) for k in words if k in engine_args}
+    args = {"bytes": mib * MIB, **engine_args}
+    host_bytes = mib * MIB if own.get("can_sleep", True) else 0
+    need = {"weights": mib * MIB, "context": CONTEXT, "host": host_bytes}
+    return {"source": "fake", "need": need, "engine_args": args, "keep_warm_s": -1, **own}
+
+
+def capability(role: str = "text", **models: Any) -> dict[str, Any]:
+    return {"role": role, "engine": ENGINE, "models": models}
+
+
+@ray.remote(num_cpus=0, max_concurrency=1_000)
+class Holder:
+    """A process with a Residency, as a Serve replica has one, without Serve around it."""
+
+    def __init__(self, name: str) -> None:
+        self.residency = Residency.start(name)
+        self.kept: dict[str, Any] = {}
+
+    async def pid(self) -> int:
+        await self.residency.client().joined(30.0)
+        return os.getpid()
+
+    async def ask(
+        self, name: str, deadline_s: float | None = None, client: Client = ANYBODY
+    ) -> int:
+        """HTTP status of one call."""
+        async with self.residency.use(name, deadline_s=deadline_s, client=client) as engine:
+            parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, b"{}")]
+        return int(parts[0].status)
+
+    async def stream(self, name: str) -> int:
+        """How many chunks came."""
+        body = b'{"stream": true}'
+        async with self.residency.use(name) as engine:
+            parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, body)]
+        return len(parts) - 1
+
+    async def keep(self, name: str) -> str:
+        """Begin a long use; its ticket."""
+        self.kept[name] = use = self.residency.use(name)
+        await use.__aenter__()
+        return str(use.ticket)
+
+    async def let_go(self, name: str) -> None:
+        self.kept.pop(name).release()
+
+    async def grow(self, name: str) -> None:
+        await self.residency.grow(name)
+
+    async def give_back(self, name: str) -> None:
+        await resize.give_back(self.residency, name)
+
+    async def end(self, name: str) -> None:
+        """Its ticket is given back now; a heartbeat need not say first that it is idle."""
+        self.residency.end(self.residency.slots[name], Reason.MANUAL)
+
+    async def lives(self) -> dict[str, str]:
+        return {m: slot.life.value for m, slot in self.residency.slots.items()}
+
+    async def waiting(self, name: str) -> int:
+        slot = self.residency.slots.get(name)
+        return len(slot.waiters) if slot else 0
+
+    async def calls(self) -> int:
+        return self.residency.client().calls_count
+
+    async def away_s(self) -> float:
+        return self.residency.client().away_s
+
+    async def warm_ns(self, name: str, times: int) -> float:
+        """Of one use of a resident model."""
+        began = time.perf_counter_ns()
+        for _ in range(times):
+            async with self.residency.use(name):
+                pass
+        return (time.perf_counter_ns() - began) / times
+
+    async def load_ms(self, name: str) -> float:
+        """From asking to the first use."""
+        began = time.perf_counter()
+        async with self.residency.use(name):
+            return (time.perf_counter() - began) * 1e3
+
+    async def close(self) -> None:
+        await self.residency.close()
+
+
+class NoAnswer(AssertionError):
+    """Nothing could be compared."""
+
+
+class LiveArbiter:
+    """The arbiter and everything a test asks of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.holders: list[Any] = []
+
+    async def start(
+        self, capabilities: dict[str, Any], mib: int, gpus: str = "", **arbiter: Any
+    ) -> None:
+        arenas = {"cpu": round(mib * MIB / 0.9), "host": 512 * MIB}  # the wiggle room on top
+        arenas["gpu"] = round((mib + 512) * MIB / 0.9)  # and the margin
+        own = {"arenas": arenas, "state_file": str(self.folder / "arbiter.sqlite")}
+        own |= {"spare_workers": 0, **arbiter}  # whose start would take a core for a second
+        self.table = parse_table({"arbiter": own, "capabilities": capabilities})
+        made = boot.boot(self.table)
+        if gpus:
+            made = replace(made, agent=replace(made.agent, gpus=gpus))
+        await start_arbiter(made)
+        await self.until(lambda s: s["devices"] and s["devices"][0]["physical_free_bytes"])
+
+    def holder(self, name: str = "chat") -> Any:
+        made = Holder.remote(name)
+        self.holders.append(made)
+        return made
+
+    async def state(self) -> messages.Plain:
+        answer: messages.Plain = await call_arbiter("state")
+        return answer
+
+    async def until(
+        self, condition: Callable[[messages.Plain], Any], within_s: float = WITHIN_S
+    ) -> messages.Plain:
+        """The first state in which it holds."""
+        last: Any = None
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    with contextlib.suppress(ArbiterUnavailable):
+                        last = await self.state()
+                        if condition(last):
+                            return dict(last)
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            pass
+        told = [f"{line['kind']} {line}" for line in (await self.events())[-30:]]
+        raise AssertionError("\n".join([f"not within {within_s} s; last state: {last}", *told]))
+
+    async def states(self) -> dict[str, str]:
+        return {t["model"]: t["state"] for t in (await self.state())["tickets"]}
+
+    async def events(self, kind: str = "") -> list[messages.Plain]:
+        lines: list[messages.Plain] = await call_arbiter("events", 0, 0.1)
+        return [line for line in lines if kind in ("", line["kind"])]
+
+    async def agent(self) -> Any:
+        name = messages.agent_name(ray_internals.own_node())
+        return ray.get_actor(name, namespace=messages.NAMESPACE)
+
+    async def engines(self) -> dict[str, list[int]]:
+        """Living processes by ticket, root first."""
+        found: dict[str, list[int]] = await (await self.agent()).engines.remote()
+        return found
+
+    async def pids(self) -> dict[str, int]:
+        found: dict[str, int] = await (await self.agent()).pids.remote()
+        return found
+
+    async def arbiter_pid(self) -> int:
+        pid: int = await call_arbiter("pid")
+        return pid
+
+    async def books_are_true(self) -> None:
+        """Every engine process belongs to exactly one ticket on the books, nothing runs that is
+        not on them, each device's books add up, and what is measured is what is charged."""
+
+        async def wrong() -> str:
+            try:
+                state, engines = await self.state(), await self.engines()
+            except (RequestError, ray.exceptions.RayError, ValueError) as error:
+                return repr(error)
+            return _wrong(state, engines)
+
+        problem = ""
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                while problem := await wrong():
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            if not problem:
+                raise NoAnswer(f"neither arbiter nor agent answered for {WITHIN_S} s") from None
+            raise AssertionError(problem) from None
+
+    async def close(self) -> None:
+        for made in self.holders:
+            ray.kill(made)
+        await asyncio.to_thread(stop_arbiter, 5.0)
+        assert find_arbiter() is None
+
+
+CHARGED = ("loading", "resident", "draining", "asleep", "reclaiming")
+
+
+def _wrong(state: messages.Plain, engines: dict[str, list[int]]) -> str:
+    """What is wrong with the books; empty when nothing is."""
+    held = {t["ticket"]: t for t in state["tickets"] if t["state"] in CHARGED}
+    if held.keys() != engines.keys():
+        return f"tickets {sorted(held)} but engines {sorted(engines)}"
+    for device in state["devices"]:
+        parts = device["free_bytes"] + device["charged_bytes"] + device["foreign_bytes"]
+        if parts != device["budget_bytes"]:
+            return f"{device} does not add up"
+    for ticket in held.values():
+        charged, measured = (sum(ticket[f"{k}_bytes"].values()) for k in ("charged", "measured"))
+        if not 0 < measured <= charged:
+            return f"{ticket['ticket']}: measured {measured}, charged {charged}"
+    orphans = engine_pids() - {pid for pids in engines.values() for pid in pids}
+    return f"engine processes nobody owns: {orphans}" if orphans else ""
+
+
+def engine_pids() -> set[int]:
+    """Every living process that looks like an engine of this node's zygote."""
+    found, node = set(), ray_internals.own_node()
+    for p in processes().values():
+        with contextlib.suppress(OSError):
+            name = Path(f"/proc/{p.pid}/comm").read_text()
+            command = Path(f"/proc/{p.pid}/cmdline").read_text()
+            if p.alive and name.startswith("engine:") and f"/{node}/" in command:
+                found.add(p.pid)
+    return found
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+async def gone(pid: int, within_s: float = WITHIN_S) -> None:
+    """Dead; a zombie counts."""
+    async with asyncio.timeout(within_s):
+        while (found := process(pid)) is not None and found.alive:
+            await asyncio.sleep(0.01)
+
+
+async def first(kind: str, after: int = 0) -> messages.Plain:
+    """The first event of a kind after a sequence number, once there is one."""
+    async with asyncio.timeout(WITHIN_S):
+        async for event in subscribe(after):
+            if event["kind"] == kind:
+                return dict(event)
+    raise AssertionError("a subscription does not end")
+
+
+@contextlib.asynccontextmanager
+async def live_arbiter(
+    capabilities: dict[str, Any] | None = None, mib: int = 400, gpus: str = "", **arbiter: Any
+) -> AsyncIterator[LiveArbiter]:
+    """An arbiter with `mib` to lend on each device; `gpus`: what finds those, else there is one."""
+    with tempfile.TemporaryDirectory(prefix="live-") as folder:
+        running = LiveArbiter(Path(folder))
+        try:
+            standard = {"chat": capability(a=model(100))}
+            await running.start(capabilities or standard, mib, gpus, **arbiter)
+            yield running
+        finally:
+            await running.close()

@@ -1,0 +1,130 @@
+"""What became of each request, told without a message of its own."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbiter.client import holder as module
+from arbiter.client.holder import HolderClient
+from arbiter.client.request_log import RequestLog
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import LogEvent
+from arbiter.errors import LoadFailed
+from arbiter.server.event_log import KEPT, EventLog
+from arbiter.units import Epoch, HolderId, TicketId, seconds
+from deployments.replica.use import outcome_of
+from tests.support.core_driver import CoreDriver
+from tests.support.fake_arbiter import FakeArbiter, joined_client
+
+TICKET = TicketId("a-1")
+
+
+def noted(runs: RequestLog, request: str) -> None:
+    runs.note(TICKET, "a", seconds(2), "answered", request)
+
+
+@pytest.mark.spec("K1")
+def test_runs_are_bounded_and_dropped_ones_are_counted() -> None:
+    runs = RequestLog(most=2)
+    for number in range(5):
+        noted(runs, f"r{number}")
+    kept, dropped = runs.waiting()
+    assert ([run.request for run in kept], dropped) == (["r0", "r1"], 3)
+    noted(runs, "r5")  # while the heartbeat is on its way
+    runs.said(kept, dropped)
+    assert runs.waiting() == ((), 1)
+
+
+@pytest.mark.spec("C10")
+def test_requests_are_counted_by_client_also_those_whose_run_was_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("arbiter.client.request_log.CLIENTS_MOST", 2)
+    runs = RequestLog(most=1)
+    for name in ("a", "a", "b", "c", "d"):
+        runs.note(TICKET, "m", seconds(1), "answered", "", types.Client("t", name))
+    usage = runs.usage()
+    assert {(u.client.name, u.requests_count) for u in usage} == {("a", 2), ("b", 1), ("", 2)}
+    runs.note(TICKET, "m", seconds(1), "answered", "", types.Client("t", "a"))
+    runs.said((), 0, usage)
+    assert runs.usage() == (ev.Usage(types.Client("t", "a"), 1),)
+
+
+@pytest.mark.spec("K1", "A5")
+async def test_runs_go_with_the_heartbeat_and_again_when_it_was_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RENEW_S", 0.0)
+    heard: list[ev.Renewed] = []
+    twice = asyncio.Event()
+
+    async def renew(epoch: Epoch, renewed: ev.Renewed) -> Epoch:
+        heard.append(renewed)
+        if len(heard) == 1:
+            raise module.RayError("lost on its way")
+        twice.set()
+        client._tasks[1].cancel()
+        return epoch
+
+    class StayingClient(HolderClient):
+        async def _life(self) -> None:
+            await asyncio.Event().wait()
+
+        def _lose(self, epoch: Epoch) -> None:
+            """Stays in the epoch."""
+
+    client = joined_client(FakeArbiter(renew=renew), StayingClient)
+    noted(client.runs, "r")
+    async with asyncio.timeout(5):
+        await twice.wait()
+    assert [[run.request for run in each.runs] for each in heard] == [["r"], ["r"]]
+    client.epoch = None
+    await client.close()
+
+
+@pytest.mark.spec("K1")
+def test_runs_in_a_heartbeat_become_events_without_request_text() -> None:
+    driver = CoreDriver()
+    driver.at(
+        1,
+        ev.Renewed(
+            HolderId("h"), (), (ev.FinishedRequest(TICKET, "a", seconds(2), "left", "r"),), 7
+        ),
+    )
+    run, dropped = (t for t in driver.told if t.kind in ("capability_run", "runs_dropped"))
+    assert (run.ticket, run.took) == (TICKET, seconds(2))
+    assert run.data == {
+        "holder": "h", "capability": "text", "model": "a", "outcome": "left", "request_id": "r",
+    }  # fmt: skip
+    assert dropped.data["dropped"] == 7
+
+
+@pytest.mark.spec("K1")
+async def test_a_flood_of_runs_pushes_no_other_event_out(tmp_path: Path) -> None:
+    log = EventLog(Epoch(1), tmp_path / "e")
+    log.tell(LogEvent("model_load", {}))
+    for _ in range(KEPT + 1):
+        log.tell(LogEvent("capability_run", {}))
+    log.tell(LogEvent("model_unload", {}))
+    kinds = [line["kind"] for line in await log.after(0, 0)]
+    assert (kinds[0], kinds[-1], len(kinds)) == ("model_load", "model_unload", KEPT + 2)
+    numbers = [json.loads(line)["seq"] for line in (tmp_path / "e").read_text().splitlines()]
+    assert numbers == sorted(numbers) and len(numbers) == KEPT + 3
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (None, "answered"),
+        (asyncio.CancelledError(), "left"),
+        (GeneratorExit(), "left"),
+        (LoadFailed("m", "broken", False), "load_failed"),
+        (KeyError("a bug"), "failed"),
+    ],
+)
+def test_an_outcome_is_a_word(error: Any, outcome: str) -> None:
+    assert outcome_of(error) == outcome

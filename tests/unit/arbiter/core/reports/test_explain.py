@@ -1,0 +1,119 @@
+"""Asking why: of one that waits, one that went, one that was spared, and one that is gone."""
+
+from dataclasses import replace
+
+import pytest
+
+from arbiter import units
+from arbiter.core import events as ev
+from arbiter.core.records.eviction_history import KEPT_COUNT
+from arbiter.core.reports.explain import Explanation
+from arbiter.core.types import Priority
+from arbiter.errors import UnknownTicket
+from arbiter.protocol.json_codec import plain
+from arbiter.units import GIB, TicketId
+from tests.support.core_driver import CPU, PLAIN, CoreDriver, revoked, s
+
+
+def why(driver: CoreDriver, t: float, name: str) -> Explanation:
+    return driver.arbiter.explain(TicketId(name), s(t))
+
+
+@pytest.mark.spec("K3")
+def test_explain_of_a_queued_ticket_gives_shortfall_holders_and_their_obstacles() -> None:
+    driver = CoreDriver(device=80, pinned="vad")
+    driver.resident(0, "vad", 30)
+    driver.resident(0, "a", 20, priority=Priority.URGENT)
+    driver.resident(0, "b", 10)
+    driver.beat(0, "b", inflight=1)
+    driver.ask(1, "c", 50)
+    found = why(driver, 1, "c")
+    [shortage] = found.shortages
+    assert (shortage.device, shortage.need_bytes) == (CPU, 50 * GIB)
+    assert (shortage.free_bytes, shortage.short_bytes) == (20 * GIB, 30 * GIB)
+    stays = {x.model: x.obstacle for x in shortage.standings}
+    assert stays["vad"] == "it is pinned"
+    assert stays["a"] == "it is more urgent (urgent before normal)"
+    assert stays["b"] is None  # busy ones are asked: a swap waits behind a barrier
+    assert "30.0 GiB short" in " ".join(found.said)
+    assert any("may leave hold only 10.0 GiB: b" in line for line in found.said)
+
+
+@pytest.mark.spec("K3")
+def test_explain_of_a_queued_ticket_gives_those_ahead_and_bytes_coming_back() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 80)
+    driver.ask(20, "b", 60)
+    driver.ask(21, "c", 60)
+    assert why(driver, 21, "b").ahead == ()
+    found = why(driver, 21, "c")
+    assert found.ahead == ("b",)
+    assert found.shortages[0].coming_bytes == 80 * GIB
+    assert "80.0 GiB are on their way back" in " ".join(found.said)
+
+
+def test_explain_gives_the_remaining_minimum_residency_of_a_resident() -> None:
+    driver = CoreDriver(device=80)
+    driver.ask(0, "a", 40)
+    driver.at(6, ev.Loaded(TicketId("a"), units.Span(6 * 10**9)))
+    driver.beat(6, "a")
+    driver.resident(6, "b", 40)
+    driver.ask(8, "c", 40)
+    [shortage] = why(driver, 8, "c").shortages
+    assert shortage.coming_bytes == 40 * GIB  # b went, whose load took no time
+    driver.ask(8, "d", 80)
+    stays = {x.model: x.obstacle for x in why(driver, 8, "d").shortages[0].standings}
+    assert stays["a"] == "it came lately, and stays 4.0 s yet for what its load took"
+    assert stays["b"] == "it is draining"
+
+
+@pytest.mark.spec("K3")
+def test_explain_of_a_victim_gives_asker_price_and_spared_candidates() -> None:
+    driver = CoreDriver(device=80, settings=replace(PLAIN, evict="cost_aware"))
+    driver.resident(0, "a", 40)
+    driver.resident(0, "b", 40)
+    driver.state.note_uses(driver.state.ledger.find(TicketId("b")), 5)
+    assert revoked(driver.ask(120, "c", 30)) == [("a", "swap", "gone")]
+    [past] = why(driver, 125, "a").past
+    assert (past.part, past.waiting_model, past.policy) == ("went", "c", "cost_aware")
+    assert past.short_bytes == 30 * GIB
+    prices = {w.model: (w.is_chosen, w.freed_bytes) for w in past.weighed}
+    assert prices == {"a": (True, 40 * GIB), "b": (False, 40 * GIB)}
+    cheap, dear = past.weighed
+    assert cheap.cost_s < dear.cost_s
+    assert why(driver, 125, "b").past[0].part == "spared"
+    assert why(driver, 125, "c").past[0].part == "asked"
+    assert "5.0 s ago 30.0 GiB were missing" in why(driver, 125, "a").said[-1]
+
+
+def test_explain_of_a_closed_ticket_uses_history_and_of_an_unknown_one_fails() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 80)
+    driver.ask(20, "b", 60)
+    driver.at(21, ev.Released(TicketId("a"), "swap"))
+    driver.gone(22, "a")
+    found = why(driver, 30, "a")
+    assert found.state == "closed"
+    assert found.past[0].part == "went"
+    with pytest.raises(UnknownTicket, match="arbiter status"):
+        why(driver, 30, "nobody")
+
+
+def test_explain_changes_nothing_and_its_history_is_bounded() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a0", 80)
+    for n in range(KEPT_COUNT + 20):
+        t = 20 + 10 * n
+        driver.ask(t, f"a{n + 1}", 80)
+        driver.at(t + 1, ev.Released(TicketId(f"a{n}"), "swap"))
+        driver.gone(t + 1, f"a{n}")
+        driver.at(t + 2, ev.Loaded(TicketId(f"a{n + 1}"), units.Span(0)))
+        driver.beat(t + 2, f"a{n + 1}")
+    end = 10 * (KEPT_COUNT + 30)
+    before = driver.arbiter.snapshot(s(end))
+    kept = [
+        n for n in range(KEPT_COUNT + 20) if list(driver.state.evictions.about(TicketId(f"a{n}")))
+    ]
+    assert len(kept) == KEPT_COUNT  # of those who went, the newest
+    assert plain(why(driver, end, f"a{kept[-1]}"))["state"] == "closed"
+    assert driver.arbiter.snapshot(s(end)) == before

@@ -1,0 +1,276 @@
+"""Where somebody wants a model to be: floors, management from outside, loads by hand, removal."""
+
+from dataclasses import replace
+
+import pytest
+
+from arbiter import units
+from arbiter.core import events as ev
+from arbiter.core.decisions import LoadModel
+from arbiter.core.types import Floor, Priority
+from arbiter.errors import NeverFits, NotResident, UnknownModel
+from arbiter.units import GIB, HolderId, TicketId
+from tests.support.core_driver import (
+    CPU,
+    HOST,
+    PLAIN,
+    CoreDriver,
+    granted,
+    is_granted,
+    refusal,
+    revoked,
+    s,
+)
+
+H = HolderId("h")
+
+
+def floor(d: CoreDriver, t: float, model: str, to: Floor) -> list[object]:
+    return list(d.at(t, ev.FloorSet("text", model, to)))
+
+
+def external() -> CoreDriver:
+    d = CoreDriver(host=80)
+    d.at(0, ev.CapabilitiesSet((replace(d.table[0], is_external=True), d.table[1])))
+    return d
+
+
+@pytest.mark.spec("D1", "D8")
+def test_device_floor_loads_its_model_at_once_and_protects_it() -> None:
+    d = CoreDriver()
+    assert floor(d, 0, "a", Floor.DEVICE) == [LoadModel(H, "a")]
+    d.resident(1, "a", 50)
+    assert isinstance(refusal(d.ask(20, "b", 50)), NeverFits)
+    assert granted(d.ask(21, "c", 30)) == ["c"]
+    assert d.state_of("a") == "resident"
+    assert [f.floor for f in d.arbiter.snapshot(units.Span(20 * 10**9)).floors] == ["device"]  # type: ignore[arg-type]
+
+
+@pytest.mark.spec("D8")
+def test_floor_set_without_holders_is_loaded_by_the_first_to_join() -> None:
+    d = CoreDriver(holders=())
+    assert floor(d, 0, "a", Floor.DEVICE) == []
+    assert d.arbiter.replica_targets(units.Span(10**15))["text"] == 1  # type: ignore[arg-type]
+    assert d.join(1, "h") == [LoadModel(H, "a")]
+
+
+@pytest.mark.spec("D8")
+def test_floor_withdrawn_before_a_holder_joins_loads_nothing() -> None:
+    d = CoreDriver(holders=())
+    assert floor(d, 0, "a", Floor.DEVICE) == floor(d, 1, "a", Floor.COLD) == []
+    assert d.join(2, "h") == []
+
+
+@pytest.mark.spec("D1", "D8")
+def test_host_floor_puts_its_model_to_sleep_once_idle_and_keeps_it_asleep() -> None:
+    d = CoreDriver(host=80, keep_warm_s=60)
+    d.resident(0, "a", 50, host=40)
+    d.beat(1, "a", inflight=1)
+    assert floor(d, 2, "a", Floor.HOST) == []
+    assert revoked(d.beat(3, "a")) == [("a", "manual", "asleep")]
+    d.engines["a"] = {CPU: 50}
+    d.read(3)
+    d.at(4, ev.Slept(TicketId("a")))
+    d.engines["a"] = {HOST: 40}
+    d.read(5)
+    assert d.state_of("a") == "asleep"
+    assert revoked(d.woke(500)) == [] and d.state_of("a") == "asleep"
+    assert [r[0] for r in revoked(floor(d, 501, "a", Floor.COLD))] == ["a"]
+
+
+@pytest.mark.spec("D8")
+def test_floor_of_an_unknown_model_is_refused() -> None:
+    d = CoreDriver()
+    with pytest.raises(UnknownModel):
+        floor(d, 0, "nope", Floor.DEVICE)
+    assert not d.state.floors
+
+
+@pytest.mark.spec("D8")
+def test_floors_survive_the_arbiter() -> None:
+    d, successor = CoreDriver(), CoreDriver()
+    floor(d, 0, "a", Floor.DEVICE)
+    successor.arbiter.restore_floors(d.arbiter.export_floors())
+    assert successor.arbiter.export_floors() == [["text", "a", "device"]]
+    assert successor.join(1, "h") == [LoadModel(H, "a")]
+
+
+@pytest.mark.spec("D2")
+def test_request_for_a_cold_externally_managed_model_is_refused_at_once() -> None:
+    d = external()
+    error = refusal(d.ask(0, "a", 30))
+    assert isinstance(error, NotResident) and error.status_code == 409
+    floor(d, 1, "a", Floor.DEVICE)
+    assert is_granted(d.ask(2, "a2", 30), "a2")
+    with pytest.raises(NotResident):
+        d.at(3, ev.LoadAsked("text", "b"))
+
+
+@pytest.mark.spec("D2")
+def test_leaving_the_device_floor_releases_the_device() -> None:
+    d = external()
+    floor(d, 0, "a", Floor.DEVICE)
+    d.resident(1, "a", 30)
+    assert revoked(floor(d, 10, "a", Floor.COLD)) == [("a", "manual", "gone")]
+    d.at(11, ev.Released(TicketId("a"), "manual"))
+    d.gone(12, "a")
+    assert isinstance(refusal(d.ask(13, "a2", 30)), NotResident)
+
+
+@pytest.mark.spec("D8")
+def test_model_is_loaded_by_hand_without_a_request() -> None:
+    d = CoreDriver()
+    assert d.at(0, ev.LoadAsked("text", "a")) == [LoadModel(H, "a")]
+    assert granted(d.ask(1, "a", 30)) == ["a"]
+    assert d.at(2, ev.LoadAsked("text", "a")) == []  # it loads already
+
+
+@pytest.mark.spec("D8", "C8")
+def test_load_by_hand_of_a_resident_keeps_it_warm_as_a_use_does() -> None:
+    d = CoreDriver(keep_warm_s=60)
+    d.resident(0, "a", 30)
+    d.beat(40, "a", inflight=0)
+    d.at(50, ev.LoadAsked("text", "a"))
+    assert d.woke(105) == []
+    assert revoked(d.woke(110)) == [("a", "idle", "gone")]
+
+
+@pytest.mark.spec("D9")
+def test_removed_model_leaves_after_its_requests_with_all_that_was_learned_of_it() -> None:
+    d = CoreDriver()
+    d.resident(0, "a", 30)
+    floor(d, 0, "a", Floor.DEVICE)
+    d.engines["a"] = {CPU: 30}
+    d.read(1)
+    d.read(2)
+    d.beat(3, "a", inflight=1)
+    assert d.arbiter.export_learned()
+    text = replace(d.table[0], models=tuple(m for m in d.table[0].models if m.name != "a"))
+    assert revoked(d.at(4, ev.CapabilitiesSet((text, d.table[1])))) == []
+    assert isinstance(refusal(d.ask(5, "a2", 30)), UnknownModel)
+    assert [r[0] for r in revoked(d.beat(6, "a"))] == ["a"]
+    d.at(7, ev.Released(TicketId("a"), "idle"))
+    assert d.arbiter.export_learned()
+    d.gone(8, "a")
+    assert d.arbiter.export_learned() == [] and d.arbiter.export_floors() == []
+    assert d.last("model_removed").data["model"] == "a"
+
+
+@pytest.mark.spec("D9")
+def test_a_model_that_is_back_in_time_keeps_what_was_learned() -> None:
+    d = CoreDriver()
+    d.resident(0, "a", 30)
+    d.engines["a"] = {CPU: 30}
+    d.read(1)
+    d.read(2)
+
+    def known() -> list[object]:
+        """What was learned, and how often it was used."""
+        rates = (d.state.rates, d.state.lasting_rates)
+        return [d.arbiter.export_learned(), *(r.recent(("text", "a"), s(9)) for r in rates)]
+
+    before = known()
+    assert all(before)
+    d.at(3, ev.CapabilitiesSet(()))
+    d.at(4, ev.CapabilitiesSet(d.table))
+    d.at(5, ev.Released(TicketId("a"), "idle"))
+    d.gone(6, "a")
+    assert d.state_of("a") == "closed" and known() == before
+
+
+@pytest.mark.spec("D2", "D8")
+def test_lowered_floor_revokes_again_after_its_holder_was_busy() -> None:
+    d = external()
+    floor(d, 0, "a", Floor.DEVICE)
+    d.resident(1, "a", 30)
+    assert revoked(floor(d, 10, "a", Floor.COLD)) == [("a", "manual", "gone")]
+    d.at(11, ev.Busy(TicketId("a"), 1))
+    assert revoked(d.beat(12, "a")) == []  # it was asked a moment ago
+    assert revoked(d.woke(60)) == [("a", "manual", "gone")]
+
+
+@pytest.mark.spec("D8")
+def test_model_with_a_device_floor_is_reloaded_when_its_engine_dies() -> None:
+    d = CoreDriver()
+    floor(d, 0, "a", Floor.DEVICE)
+    d.resident(1, "a", 30)
+    assert LoadModel(H, "a") in d.gone(2, "a")
+
+
+@pytest.mark.spec("D8")
+def test_model_with_a_device_floor_is_retried_after_each_cool_down() -> None:
+    d = CoreDriver()
+    floor(d, 0, "a", Floor.DEVICE)
+    d.ask(1, "a", 30)
+    d.at(2, ev.LoadBroke(TicketId("a"), "a bug", False))
+    assert d.gone(2.1, "a") == []
+    assert d.woke(3.9) == []
+    assert d.woke(4.1) == [LoadModel(H, "a")]
+
+
+@pytest.mark.spec("D9")
+def test_removed_model_asleep_on_its_floor_leaves_with_its_floor() -> None:
+    d = CoreDriver(host=80)
+    d.resident(0, "a", 50, host=40)
+    floor(d, 2, "a", Floor.HOST)
+    d.beat(3, "a")
+    d.engines["a"] = {CPU: 50}
+    d.read(3)
+    d.at(4, ev.Slept(TicketId("a")))
+    d.engines["a"] = {HOST: 40}
+    d.read(5)
+    assert d.state_of("a") == "asleep"
+    text = replace(d.table[0], models=tuple(m for m in d.table[0].models if m.name != "a"))
+    gone = revoked(d.at(10, ev.CapabilitiesSet((text, d.table[1]))))
+    assert [r[0] for r in gone] == ["a"] and d.arbiter.export_floors() == []
+
+
+@pytest.mark.spec("D9", "C11")
+def test_usage_rates_and_transitions_of_a_removed_model_are_forgotten() -> None:
+    d = CoreDriver(settings=replace(PLAIN, preload="history"))
+    for t, name in enumerate(("b", "a", "b2", "a2")):
+        d.ask(t, name, 10)
+        d.at(t, ev.Loaded(TicketId(name), units.Span(0)))
+        d.at(t, ev.Released(TicketId(name), "x"))
+        d.gone(t, name)
+    a, b = ("text", "a"), ("text", "b")
+    state = d.state
+    assert state.rates.recent(a, state.now) and set(state.transition_counts) == {a, b}
+    text = replace(d.table[0], models=tuple(m for m in d.table[0].models if m.name != "a"))
+    d.at(10, ev.CapabilitiesSet((text, d.table[1])))
+    d.woke(11)
+    assert state.rates.recent(a, state.now) == state.lasting_rates.recent(a, state.now) == 0
+    assert state.transition_counts == {b: {}} and state.last_used is None
+    assert state.rates.recent(b, state.now) > 0
+
+
+@pytest.mark.spec("B7")
+def test_a_status_read_changes_nothing() -> None:
+    d = CoreDriver(
+        settings=replace(PLAIN, timeouts=replace(PLAIN.timeouts, reclaim_alarm=units.Span(10**12)))
+    )
+    d.engines["stranger"] = {CPU: 1}
+    d.read(20)
+    d.state.timers.due(units.Span(10**15))
+    d.arbiter.snapshot(units.Span(21 * 10**9))  # type: ignore[arg-type]
+    assert d.state.timers.next() is None
+
+
+@pytest.mark.spec("C8")
+def test_model_pinned_beyond_the_cap_is_a_victim_like_any_other() -> None:
+    d = CoreDriver(settings=replace(PLAIN, pinned_most_fraction=0.5))
+    for t, name in enumerate("ab"):
+        floor(d, t, name, Floor.DEVICE)
+        d.resident(t, name, 30)
+    told = d.last("pin_over_cap")
+    assert told.ticket == "b" and told.data["cap"] == 40 * GIB
+    assert [r[0] for r in revoked(d.ask(20, "c", 50))] == ["b"]
+
+
+@pytest.mark.spec("D1")
+def test_a_device_floor_set_later_makes_a_resident_no_victim() -> None:
+    d = CoreDriver()
+    d.resident(1, "a", 50)
+    floor(d, 2, "a", Floor.DEVICE)
+    assert revoked(d.ask(20, "b", 30, priority=Priority.URGENT)) == []
+    assert revoked(d.ask(21, "c", 40, priority=Priority.URGENT)) == []

@@ -1,0 +1,239 @@
+"""What is likely next is brought in, where a wrong guess costs nobody anything."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Decision, LoadModel
+from arbiter.errors import TicketClosed
+from arbiter.units import HolderId, NodeId, TicketId, seconds
+from tests.support.core_driver import CPU, PLAIN, CoreDriver, capability, granted, refusal, revoked
+
+pytestmark = pytest.mark.spec("C11")
+PIPELINE = replace(PLAIN, pipelines=(("embedding", "text"),))
+HABIT = replace(PLAIN, preload="history")
+
+
+def driver(settings: object = PIPELINE) -> CoreDriver:
+    """A text model that was measured once and has left, and the holders of both."""
+    d = CoreDriver(settings=settings)  # type: ignore[arg-type]
+    d.at(0, ev.Joined(HolderId("k"), NodeId("n"), "embedding", ()))
+    come_and_go(d, 0, "a", 30)
+    return d
+
+
+def come_and_go(d: CoreDriver, t: float, name: str, size: float, model: str = "a") -> None:
+    d.ask(t, name, size, model=model)
+    d.at(t, ev.Loaded(TicketId(name), seconds(1)))
+    d.engines[name] = {CPU: size}
+    d.read(t + 1)
+    d.read(t + 2)
+    d.at(t + 3, ev.Released(TicketId(name), "x"))
+    d.gone(t + 3, name)
+
+
+def use(d: CoreDriver, t: float, name: str = "e1x") -> list[Decision]:
+    """Somebody uses the embedding model."""
+    d.ask(t, name, 10, capability="embedding", model="e1", holder="k")
+    return d.at(t, ev.Loaded(TicketId(name), seconds(1)))
+
+
+def test_next_model_of_a_pipeline_is_prefetched_into_free_room() -> None:
+    d = driver()
+    assert use(d, 10) == [LoadModel(HolderId("h"), "a")]
+    assert d.last("model_preload").data["why"] == "pipeline"
+    assert granted(d.ask(11, "a2", 30, model="a")) == ["a2"]
+    assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == []  # its own load prefetches nothing
+
+
+def waits(d: CoreDriver) -> None:
+    """For what is in use, beside room that it cannot use and the guess could."""
+    d.resident(10, "b", 30)
+    d.beat(10, "b", inflight=1)
+    d.ask(11, "c", 60)
+
+
+def is_short(d: CoreDriver) -> None:
+    d.at(10, ev.PressurePushed(CPU, types.Level.LOW, None, seconds(60)))
+
+
+def is_full(d: CoreDriver) -> None:
+    d.resident(10, "b", 60)
+
+
+def loads(d: CoreDriver) -> None:
+    d.ask(10, "b", 1)
+
+
+def is_here(d: CoreDriver) -> None:
+    d.resident(10, "a5", 30, model="a")
+
+
+def is_leaving(d: CoreDriver) -> None:
+    is_here(d)
+    d.at(11, ev.UnloadAsked(TicketId("a5")))
+    assert d.state_of("a5") == "draining"
+
+
+def has_no_holder(d: CoreDriver) -> None:
+    d.at(10, ev.HolderLost(HolderId("h")))
+
+
+def nothing(d: CoreDriver) -> None:
+    d.resident(10, "b", 30)
+
+
+@pytest.mark.parametrize(
+    ("why", "prefetched"),
+    [(nothing, ["a"])]
+    + [(why, []) for why in (waits, is_short, is_full, loads, is_here, is_leaving, has_no_holder)],
+)
+def test_prefetch_begins_only_where_it_costs_no_other_model(
+    why: Callable[[CoreDriver], None], prefetched: list[str]
+) -> None:
+    d = driver()
+    come_and_go(d, 3, "a3", 30)
+    come_and_go(d, 6, "a4", 30)  # so it is used most, whatever stands in its way
+    why(d)
+    said = use(d, 20)
+    assert [r.model for r in said if isinstance(r, LoadModel)] == prefetched
+    assert d.state_of("e1x") == "resident"  # it was used
+
+
+def test_model_never_measured_is_not_prefetched() -> None:
+    d = CoreDriver(settings=PIPELINE)
+    assert use(d, 10) == []
+
+
+def test_prefetch_whose_room_has_gone_is_dropped_and_evicts_nothing() -> None:
+    d = driver()
+    use(d, 10)
+    d.resident(11, "b", 60)
+    error = refusal(d.ask(20, "a2", 30, model="a"))
+    assert isinstance(error, TicketClosed) and d.state_of("b") == "resident"
+    assert d.ask(21, "a3", 30, model="a") != []  # somebody really wants it: b makes room
+    assert d.state_of("b") == "draining"
+
+
+def test_usual_successor_is_prefetched_and_a_coincidence_is_not() -> None:
+    d = driver(HABIT)
+    for round_count in range(3):
+        t = 20 + 40 * round_count
+        assert use(d, t, f"e1{round_count}") == []
+        d.at(t + 1, ev.Released(TicketId(f"e1{round_count}"), "x"))
+        d.gone(t + 1, f"e1{round_count}")
+        come_and_go(d, t + 2, f"a{round_count + 2}", 30)
+    assert use(d, 200, "e1y") == [LoadModel(HolderId("h"), "a")]
+    assert d.last("model_preload").data["why"] == "history"
+
+
+def test_use_long_after_another_is_no_transition() -> None:
+    d = driver(HABIT)
+    for round_count in range(4):
+        t = 200 + 400 * round_count
+        use(d, t, f"e1{round_count}")
+        d.at(t + 1, ev.Released(TicketId(f"e1{round_count}"), "x"))
+        d.gone(t + 1, f"e1{round_count}")
+        come_and_go(d, t + 100, f"a{round_count + 2}", 30)
+    assert use(d, 4000, "e1y") == []
+
+
+def test_loading_prefetch_ends_as_soon_as_a_request_needs_its_bytes() -> None:
+    d = driver()
+    use(d, 10)
+    assert granted(d.ask(11, "a2", 30, model="a")) == ["a2"]
+    assert [r[:2] for r in revoked(d.ask(12, "b", 60))] == [("a2", "withdrawn")]
+    assert granted(d.gone(12.1, "a2")) == ["b"]
+
+
+def test_unused_prefetch_has_no_minimum_residency() -> None:
+    d = driver()
+    use(d, 10)
+    d.ask(11, "a2", 30, model="a")
+    d.at(41, ev.Loaded(TicketId("a2"), seconds(30)))
+    asked = d.ask(41.1, "b", 60, priority=types.Priority.BATCH)  # no more urgent than a guess is
+    assert [r[:2] for r in revoked(asked)] == [("a2", "swap")]
+
+
+def test_used_prefetch_has_its_minimum_residency() -> None:
+    d = driver()
+    use(d, 10)
+    d.ask(11, "a2", 30, model="a")
+    d.at(41, ev.Loaded(TicketId("a2"), seconds(30)))
+    d.beat(41.1, "a2", inflight=1)
+    d.beat(41.2, "a2")
+    assert revoked(d.ask(41.3, "b", 60, priority=types.Priority.BATCH)) == []
+
+
+def chain() -> CoreDriver:
+    """Three in a row: `a` has been prefetched, and would be followed by `v`."""
+    d = driver(replace(PLAIN, pipelines=(("embedding", "text", "vad"),)))
+    d.at(3, ev.CapabilitiesSet((*d.table, capability("vad", "vad", ("v",)))))
+    d.at(3, ev.Joined(HolderId("w"), NodeId("n"), "vad", ()))
+    d.ask(4, "v1", 5, capability="vad", model="v", holder="w")
+    d.at(4, ev.Loaded(TicketId("v1"), seconds(0)))
+    d.engines["v1"] = {CPU: 5}
+    d.read(5)
+    d.read(6)
+    d.at(7, ev.Released(TicketId("v1"), "x"))
+    d.gone(7, "v1")
+    assert use(d, 10) == [LoadModel(HolderId("h"), "a")]
+    d.ask(11, "a2", 30, model="a")
+    return d
+
+
+def test_prefetch_triggers_no_prefetch_until_it_is_used() -> None:
+    d = chain()
+    assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == []
+    used = replace(d.held("a2"), uses_count=1)
+    assert d.at(13, ev.Renewed(HolderId("h"), (used,))) == [LoadModel(HolderId("w"), "v")]
+
+
+def test_requested_prefetch_triggers_its_successor_like_any_load() -> None:
+    d = chain()
+    d.ask(11.5, "a2", 30, model="a")  # a request has joined it
+    assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == [LoadModel(HolderId("w"), "v")]
+
+
+def test_model_that_failed_to_load_is_not_prefetched() -> None:
+    d = driver()
+    d.ask(5, "a2", 30, model="a")
+    d.at(6, ev.LoadBroke(TicketId("a2"), "no such file", False))
+    d.gone(6, "a2")
+    assert use(d, 100) == []  # its cool-down is over; whoever wants it may try
+
+
+def test_prefetch_that_was_not_taken_up_expires() -> None:
+    d = driver()
+    use(d, 10)
+    d.resident(11, "b", 60)
+    asked = d.ask(71, "a2", 30, model="a")  # not for the guess: `b` makes room
+    assert [name for name, _, _ in revoked(asked)] == ["b"]
+
+
+@pytest.mark.parametrize(("others_count", "prefetched"), [(1, ["b"]), (4, [])])
+def test_model_that_follows_less_than_every_second_time_is_not_prefetched(
+    others_count: int, prefetched: list[str]
+) -> None:
+    d = driver(HABIT)
+    for number, model in enumerate("abbabbab"):  # `b` five times, `a` three times
+        t = 20 + 40 * number
+        assert use(d, t, f"e1{number}") == [] or number > 3
+        d.at(t + 1, ev.Released(TicketId(f"e1{number}"), "x"))
+        d.gone(t + 1, f"e1{number}")
+        d.state.prefetched.clear()
+        d.state.wanted.clear()  # nobody brings it in here
+        come_and_go(d, t + 2, f"{model}{number + 2}", 30, model)
+    d.state.transition_counts[("embedding", "e1")][("text", "c")] = others_count
+    assert [r.model for r in use(d, 400, "e1y") if isinstance(r, LoadModel)] == prefetched
+
+
+def test_prefetch_requested_while_it_loads_becomes_an_ordinary_load() -> None:
+    d = driver()
+    use(d, 10)
+    d.ask(11, "a2", 30, model="a")
+    d.ask(11.5, "a2", 30, model="a")  # a request has joined it
+    assert revoked(d.ask(12, "b", 60)) == [] and d.state_of("a2") == "loading"

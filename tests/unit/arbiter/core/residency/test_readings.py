@@ -1,0 +1,165 @@
+"""Devices, readings, node loss (SPEC A16, A19, B1, B7). Times in seconds, sizes in GiB."""
+
+from dataclasses import replace
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.units import Bytes, NodeId, TicketId, seconds
+from tests.support.core_driver import (
+    CPU,
+    HOST,
+    NODE,
+    PATIENT,
+    PLAIN,
+    CoreDriver,
+    gib,
+    granted,
+    is_granted,
+    killed,
+)
+
+
+@pytest.mark.spec("A18", "B1")
+def test_device_gets_no_grant_before_its_first_reading() -> None:
+    driver = CoreDriver(read=False)
+    assert driver.ask(0, "a", 10) == []
+    assert granted(driver.read(1)) == ["a"]
+
+
+@pytest.mark.spec("B1")
+def test_a_node_whose_agent_fell_silent_gets_no_grants_until_it_reads_again() -> None:
+    terms = replace(PATIENT, reading=seconds(5))
+    driver = CoreDriver(settings=replace(PLAIN, timeouts=terms), read=False)
+    driver.read(1)
+    assert is_granted(driver.ask(5.9, "a", 10), "a")
+    assert driver.ask(6, "b", 10) == []
+    assert "node_silent" in driver.kinds()
+    assert granted(driver.read(8)) == ["b"]
+
+
+@pytest.mark.spec("B1")
+def test_an_agent_that_introduces_itself_again_must_read_before_grants() -> None:
+    driver = CoreDriver()
+    driver.resident(0, "a", 30)
+    driver.see_node(1, 80, 0)
+    assert driver.charged() == 30
+    assert driver.ask(2, "b", 10) == []
+    driver.engines["a"] = {CPU: 30}
+    assert granted(driver.read(3)) == ["b"]
+
+
+@pytest.mark.spec("A19")
+def test_a_dead_nodes_devices_leave_with_it_and_its_tickets_are_closed() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 30)
+    driver.ask(1, "b", 30)
+    driver.ask(1, "c", 80)
+    driver.at(2, ev.NodeLost(NODE))
+    assert driver.state.ledger.books == {}
+    assert driver.state.ledger.entries() == []
+    assert len(driver.state.queue) == 0
+    assert driver.state.holders == {}
+    assert "node_lost" in driver.kinds()
+
+
+@pytest.mark.spec("A19")
+def test_node_that_comes_back_starts_empty_and_its_old_engines_are_killed() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 30)
+    driver.at(2, ev.NodeLost(NODE))
+    driver.see_node(3, 80, 0)
+    driver.engines["a"] = {CPU: 30}
+    assert killed(driver.read(4)) == ["a"]
+    assert driver.free() == 50
+
+
+def test_losing_one_node_leaves_the_others_alone() -> None:
+    driver = CoreDriver(device=80)
+    driver.see_node(0, 80, 0, node="m")
+    driver.read(0, node="m")
+    driver.join(0, "hm", node="m")
+    driver.ask(0, "a", 10, holder="hm")
+    driver.resident(0, "b", 10)
+    driver.at(1, ev.NodeLost(NodeId("m")))
+    assert (driver.state_of("a"), driver.state_of("b")) == ("closed", "resident")
+    assert driver.at(2, ev.NodeLost(NodeId("m"))) == []
+
+
+@pytest.mark.spec("A16")
+def test_foreign_bytes_follow_the_readings() -> None:
+    driver = CoreDriver(device=80)
+    for foreign, free in ((10, 70), (25, 55), (0, 80)):
+        driver.foreign[CPU] = foreign
+        driver.read(1)
+        assert driver.free() == free
+
+
+@pytest.mark.spec("A16", "B2")
+def test_foreign_memory_fills_what_a_cap_leaves_to_others_first() -> None:
+    arenas = replace(PLAIN.arenas, cpu_bytes=gib(50))
+    driver = CoreDriver(device=80, settings=replace(PLAIN, arenas=arenas))
+    driver.foreign[CPU] = 30
+    driver.read(1)
+    assert driver.free() == 50
+    driver.foreign[CPU] = 31
+    driver.read(2)
+    assert driver.free() == 49
+
+
+@pytest.mark.spec("B1")
+def test_a_device_its_agent_no_longer_sees_takes_its_tickets_along() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 30)
+    host_only = (types.DeviceSpec(HOST, types.DeviceKind.HOST, gib(80)),)
+    driver.at(1, ev.NodeSeen(NODE, host_only))
+    assert driver.state_of("a") == "closed"
+    assert list(driver.state.ledger.books) == [HOST]
+
+
+def test_readings_of_an_unknown_node_count_for_nothing() -> None:
+    driver = CoreDriver()
+    assert driver.read(1, node="nowhere") == []
+
+
+@pytest.mark.spec("B7")
+def test_snapshot_gives_capacity_charged_measured_foreign_and_largest_fit() -> None:
+    driver = CoreDriver(device=80, holders=("h", "g"))
+    driver.resident(0, "a", 30)
+    driver.beat(0, "a", inflight=1)
+    driver.engines["a"] = {CPU: 20}
+    driver.foreign[CPU] = 10
+    driver.read(1)
+    driver.ask(2, "b", 60, deadline_s=10)
+    view = driver.arbiter.snapshot(driver.state.now)
+    [device] = [d for d in view.devices if d.device == CPU]
+    sizes = (
+        device.capacity_bytes, device.budget_bytes, device.charged_bytes, device.measured_bytes,
+        device.foreign_bytes, device.free_bytes, device.largest_fit_bytes,
+    )  # fmt: skip
+    assert sizes == tuple(gib(n) for n in (80, 80, 30, 20, 10, 40, 40))
+    assert [(t.ticket, t.state) for t in view.tickets] == [("a", "draining"), ("b", "queued")]
+    assert [(q.position, q.ticket, q.left) for q in view.queue] == [(1, "b", seconds(10))]
+    assert [h.holder for h in view.holders] == ["g", "h"]
+
+
+def test_snapshot_lists_cooldowns_and_quarantined_holders() -> None:
+    driver = CoreDriver(device=80)
+    driver.ask(0, "a", 30)
+    driver.at(1, ev.LoadBroke(TicketId("a"), "bad weights", False))
+    driver.woke(1.5)
+    [cooldown] = driver.arbiter.snapshot(driver.state.now).cooldowns
+    assert (cooldown.model, cooldown.cause, cooldown.left) == ("a", "bad weights", seconds(1.5))
+    driver.woke(6)
+    view = driver.arbiter.snapshot(driver.state.now)
+    assert view.cooldowns == ()
+    assert [h.kept_bytes for h in view.holders] == [gib(30)]
+
+
+def test_overcommitted_device_has_no_largest_fit() -> None:
+    driver = CoreDriver(device=80)
+    driver.foreign[CPU] = 90
+    driver.read(1)
+    [device] = [d for d in driver.arbiter.snapshot(driver.state.now).devices if d.device == CPU]
+    assert (device.free_bytes, device.largest_fit_bytes) == (-gib(10), Bytes(0))

@@ -1,0 +1,138 @@
+"""Keep-warm, replica counts, shutdown (SPEC A20, C8, H0). Times in seconds, sizes in GiB."""
+
+import pytest
+
+from arbiter import errors
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.units import HolderId, TicketId, seconds
+from tests.support.core_driver import CoreDriver, capability, gib, killed, refusal, revoked, s
+
+
+@pytest.mark.spec("C8")
+def test_an_idle_model_goes_after_keep_warm_since_its_last_use() -> None:
+    driver = CoreDriver(keep_warm_s=60, host=80)
+    driver.resident(0, "a", 10, host=5)
+    driver.beat(30, "a", inflight=1)
+    driver.beat(40, "a", inflight=0)
+    assert driver.woke(99.9) == []
+    assert driver.wakes == [s(100)]
+    assert revoked(driver.woke(100)) == [("a", "idle", "gone")]
+
+
+@pytest.mark.spec("C8")
+@pytest.mark.parametrize(("keep_warm_s", "pinned"), [(-1, ""), (60, "a")])
+def test_pinned_and_unlimited_keep_warm_models_stay(keep_warm_s: float, pinned: str) -> None:
+    driver = CoreDriver(keep_warm_s=keep_warm_s, pinned=pinned)
+    driver.resident(0, "a", 10)
+    assert driver.woke(7_000) == []
+    assert driver.state_of("a") == "resident"
+
+
+@pytest.mark.spec("C8")
+def test_model_with_keep_warm_zero_is_unloaded_at_once_when_idle() -> None:
+    driver = CoreDriver(keep_warm_s=0)
+    driver.ask(0, "a", 10)
+    driver.at(1, ev.Loaded(TicketId("a"), seconds(1)))
+    assert driver.beat(2, "a", inflight=1) == []
+    assert revoked(driver.beat(3, "a", inflight=0)) == [("a", "idle", "gone")]
+
+
+@pytest.mark.spec("A6", "C8")
+def test_a_model_in_use_outlives_its_keep_warm_and_one_found_busy_stays() -> None:
+    driver = CoreDriver(keep_warm_s=60)
+    driver.resident(0, "a", 10)
+    driver.beat(30, "a", inflight=1)
+    assert driver.woke(500) == []
+    driver.beat(501, "a", inflight=0)
+    assert revoked(driver.woke(561)) == [("a", "idle", "gone")]
+    assert driver.at(562, ev.Busy(TicketId("a"), 1)) == []
+    assert driver.state_of("a") == "resident"
+    assert driver.woke(700) == []
+
+
+def test_changed_keep_warm_applies_to_an_idle_model() -> None:
+    driver = CoreDriver(keep_warm_s=1000)
+    driver.resident(0, "a", 10)
+    assert driver.woke(100) == []
+    text = capability("text", "text", ("a",), keep_warm_s=50)
+    assert revoked(driver.at(101, ev.CapabilitiesSet((text,)))) == [("a", "idle", "gone")]
+
+
+@pytest.mark.spec("H0")
+def test_a_replica_is_wanted_while_a_ticket_is_open_and_for_a_while_after() -> None:
+    driver = CoreDriver(holders=())
+    assert driver.arbiter.replica_targets(s(0)) == {"text": 0, "embedding": 0}
+    driver.join(0, "h")
+    driver.ask(10, "a", 10)
+    assert driver.arbiter.replica_targets(s(9_000)) == {"text": 1, "embedding": 0}
+    driver.at(20, ev.Released(TicketId("a"), "idle"))
+    driver.gone(33, "a")
+    assert driver.arbiter.replica_targets(s(332))["text"] == 1
+    assert driver.arbiter.replica_targets(s(333))["text"] == 0
+    driver.sleep_until(333)
+    assert driver.wakes == [s(333)]
+
+
+@pytest.mark.spec("H0")
+def test_timer_is_set_for_when_a_replica_is_no_longer_wanted() -> None:
+    driver = CoreDriver(holders=())
+    driver.join(0, "h")
+    rung = [t for t in range(1, 400) if driver.woke(t) == [] and s(300) in driver.wakes]
+    assert max(rung) >= 290
+
+
+@pytest.mark.spec("C8")
+def test_a_pinned_model_wants_a_replica_from_the_start() -> None:
+    assert CoreDriver(pinned="vad", holders=()).arbiter.replica_targets(s(0))["text"] == 1
+
+
+@pytest.mark.spec("A20")
+def test_shutdown_refuses_the_queue_and_unloads_each_model_once_idle() -> None:
+    driver = CoreDriver(device=80, pinned="a")
+    for name in "abc":
+        driver.resident(0, name, 20)
+    driver.beat(1, "b", inflight=1)
+    driver.ask(1, "d", 60, deadline_s=1000)
+    decisions = driver.at(2, ev.ClosingDown())
+    assert refusal(decisions) == errors.ArbiterClosing()
+    assert ("a", "shutdown", "gone") in revoked(decisions)
+    assert driver.state_of("b") in ("resident", "draining")
+    assert refusal(driver.ask(3, "e", 1)) == errors.ArbiterClosing()
+    assert set(driver.arbiter.replica_targets(s(3)).values()) == {0}
+
+
+@pytest.mark.spec("A20")
+def test_a_model_in_use_at_shutdown_leaves_when_idle_and_at_the_latest_at_the_bound() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 20)
+    driver.resident(0, "b", 20)
+    driver.beat(1, "a", "b", inflight=1)
+    assert driver.at(2, ev.ClosingDown()) == []
+    held = [driver.held(n, inflight=i) for n, i in (("a", 0), ("b", 1))]
+    decisions = driver.at(3, ev.Renewed(HolderId("h"), tuple(held)))
+    assert revoked(decisions) == [("a", "shutdown", "gone")]
+    assert driver.woke(31.9) == []
+    assert set(killed(driver.woke(32))) == {"a", "b"}
+    driver.gone(33, "a")
+    driver.gone(33, "b")
+    assert driver.arbiter.snapshot(s(33)).tickets == ()
+    assert driver.charged() == 0
+    assert gib(80) == driver.state.ledger.books["n/cpu:0"].free_bytes
+
+
+def test_asleep_model_is_killed_at_shutdown() -> None:
+    driver = CoreDriver(device=80, host=80, known=("h",), holders=())
+    driver.host_sizes["a"] = 20
+    driver.join(0, "h", driver.held("a", types.Phase.ASLEEP, size=30))
+    assert killed(driver.at(1, ev.ClosingDown())) == ["a"]
+
+
+@pytest.mark.spec("C8")
+def test_missed_timer_is_set_again_by_the_audit() -> None:
+    driver = CoreDriver(keep_warm_s=60, host=80)
+    driver.resident(0, "a", 10, host=5)
+    driver.state.timers.due(s(1000))  # all of them, lost
+    driver.state.timers.set(("audit", ""), s(60))
+    driver.woke(60)
+    assert revoked(driver.woke(61)) == [("a", "idle", "gone")]

@@ -1,0 +1,290 @@
+"""Tenants: what they may have, what is kept for them, who pays, and whose turn it is."""
+
+from dataclasses import replace
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Decision
+from arbiter.core.queue import grant_pass
+from arbiter.core.records.accounts import Accounts, byte_seconds
+from arbiter.core.settings import Settings, TenantLimits
+from arbiter.core.state import CoreState, Node
+from arbiter.errors import QuotaExceeded, TenantCoolingDown
+from arbiter.units import GIB, Bytes, HolderId, Instant, TicketId, seconds
+from tests.support.core_driver import (
+    CPU,
+    HOST,
+    PLAIN,
+    CoreDriver,
+    gib,
+    granted,
+    refusal,
+    revoked,
+    s,
+)
+
+pytestmark = pytest.mark.spec("C10")
+
+
+def terms(
+    tenant: str, most: float | None = None, reserved: float = 0, average: float | None = None
+) -> TenantLimits:
+    bounds = (None if size is None else gib(size) for size in (most, average))
+    return TenantLimits(tenant, next(bounds), gib(reserved), next(bounds))
+
+
+def settings(*tenants: TenantLimits) -> Settings:
+    return replace(PLAIN, tenants=tenants)
+
+
+def holds(driver: CoreDriver, tenant: str) -> float:
+    return float(driver.state.ledger.holdings.by_tenant[tenant] / GIB)
+
+
+def test_tenant_at_its_maximum_evicts_among_its_own_tickets_only() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", most=30)))
+    driver.resident(0, "a", 20, tenant="y")
+    driver.resident(1, "b", 20, tenant="x")
+    assert revoked(driver.ask(20, "c", 20, tenant="x")) == [("b", "swap", "gone")]
+    driver.at(21, ev.Released(TicketId("b"), "swap"))
+    assert granted(driver.gone(22, "b")) == ["c"]
+    assert (holds(driver, "x"), holds(driver, "y")) == (20, 20)
+
+
+def test_aged_ticket_at_the_maximum_of_its_tenant_holds_up_no_other() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", most=30)))
+    driver.resident(0, "b", 20, tenant="x")
+    driver.beat(1, "b", inflight=1)
+    assert revoked(driver.ask(20, "c", 20, tenant="x")) == [("b", "swap", "gone")]
+    driver.at(21, ev.BarrierDropped(TicketId("b"), 1))
+    driver.woke(60)
+    assert granted(driver.ask(61, "d", 40, tenant="y")) == ["d"]
+
+
+def test_ticket_larger_than_the_maximum_of_its_tenant_is_refused_with_the_numbers() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", most=30)))
+    error = refusal(driver.ask(1, "a", 31, tenant="x"))
+    assert error == QuotaExceeded("x", 0, gib(31), gib(30), "bytes")
+    assert granted(driver.ask(2, "b", 31, tenant="y")) == ["b"]
+
+
+def test_pinned_bytes_reduce_the_maximum_of_their_tenant() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", most=30)), pinned="a")
+    driver.resident(0, "a", 20, tenant="x")
+    error = refusal(driver.ask(1, "b", 11, tenant="x"))
+    assert error == QuotaExceeded("x", gib(20), gib(11), gib(30), "bytes")
+    assert granted(driver.ask(2, "c", 10, tenant="x")) == ["c"]
+
+
+def test_ticket_at_the_maximum_of_its_tenant_counts_bytes_already_leaving() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", most=30)))
+    driver.resident(0, "a", 15, tenant="x")
+    driver.resident(1, "b", 15, tenant="x")
+    assert revoked(driver.ask(20, "c", 15, tenant="x")) == [("a", "swap", "gone")]
+    assert revoked(driver.woke(22)) == [] and driver.state_of("b") == "resident"
+
+
+def test_quarantined_bytes_of_a_tenant_are_not_waited_for() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", most=40)), holders=("h", "h2"))
+    driver.resident(0, "a", 10, tenant="x")
+    driver.resident(1, "b", 20, tenant="x", holder="h2")
+    driver.at(10, ev.Released(TicketId("a"), "idle"))
+    assert revoked(driver.ask(11, "c", 20, tenant="x", holder="h2")) == []  # it is on its way
+    assert revoked(driver.woke(15)) == [("b", "swap", "gone")]
+
+
+def test_ticket_at_the_maximum_is_granted_once_bytes_on_another_node_are_gone() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", most=30)))
+    driver.see_node(0, 80, 0, node="m")
+    driver.read(0, node="m")
+    driver.join(0, "k", node="m")
+    driver.resident(0, "a", 20, tenant="x")
+    assert revoked(driver.ask(20, "c", 20, tenant="x", holder="k")) == [("a", "swap", "gone")]
+    driver.at(20.1, ev.Released(TicketId("a"), "swap"))
+    assert granted(driver.gone(20.2, "a")) == ["c"]
+
+
+def test_bytes_given_back_by_a_tenant_start_no_grant_pass_for_others_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = settings(terms("x", most=60), terms("y", reserved=5))
+    driver = CoreDriver(device=80, settings=limits, holders=("h", "h2"))
+    for name in ("m", "o"):
+        driver.see_node(0, 80, 0, node=name)
+        driver.read(0, node=name)
+    driver.join(0, "k", node="m")
+    driver.join(0, "l", node="o")
+    driver.resident(0, "a", 20, tenant="x")
+    driver.resident(0, "b", 20, tenant="z", holder="h2")
+    driver.resident(0, "d", 75, tenant="z", holder="k")
+    driver.ask(10, "c", 60, tenant="z", holder="k")
+    driver.ask(10, "e", 50, tenant="x", holder="l")
+    looked, serve = [], grant_pass._run_node
+
+    def look(state: CoreState, node: Node) -> bool:
+        looked.append(node.node)
+        return serve(state, node)
+
+    monkeypatch.setattr(grant_pass, "_run_node", look)
+    driver.at(10.1, ev.Released(TicketId("b"), "x"))
+    driver.gone(10.2, "b")
+    assert looked == []
+    driver.at(10.3, ev.Released(TicketId("a"), "x"))
+    assert granted(driver.gone(10.4, "a")) == ["e"] and set(looked) == {"o"}
+
+
+def test_asleep_bytes_in_host_ram_do_not_count_towards_a_maximum() -> None:
+    driver = CoreDriver(device=80, host=100, settings=settings(terms("z", most=20)))
+    driver.resident(0, "a", 20, host=30, tenant="y")
+    driver.engines["a"] = {CPU: 20}
+    driver.read(1)
+    driver.ask(20, "b", 80, tenant="y")
+    driver.at(21, ev.Slept(TicketId("a")))
+    driver.engines["a"] = {HOST: 30}
+    driver.read(22)
+    assert driver.state_of("a") == "asleep"
+    driver.at(23, ev.LoadBroke(TicketId("b"), "x", False))
+    driver.gone(24, "b")
+    assert granted(driver.ask(25, "a", 20, host=30, tenant="z")) == ["a"]
+    assert (holds(driver, "z"), holds(driver, "y")) == (20, 0)
+
+
+def test_a_lease_beyond_its_tenants_maximum_is_refused() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", most=30)))
+    driver.resident(0, "a", 20, tenant="x")
+    assert isinstance(refusal(driver.lease(1, "job", 11, tenant="x")), QuotaExceeded)
+    assert granted(driver.lease(2, "job2", 10, tenant="x")) == ["job2"]
+
+
+def test_reserved_bytes_are_left_free_by_others_and_used_by_their_tenant() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", reserved=30)))
+    assert granted(driver.ask(1, "a", 50, tenant="y")) == ["a"]
+    assert granted(driver.ask(2, "b", 1, tenant="y")) == []
+    assert granted(driver.lease(3, "job", 1, tenant="y")) == []
+    assert granted(driver.ask(4, "c", 30, tenant="x")) == ["c"]
+    assert driver.free() == 0
+
+
+def test_ticket_larger_than_a_reserve_leaves_is_refused_at_once() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", reserved=30)))
+    error = refusal(driver.ask(1, "a", 51, tenant="y"))
+    assert error == QuotaExceeded("y", 0, gib(51), gib(50), "bytes")
+
+
+def test_victim_frees_for_others_only_the_bytes_beyond_its_reserve() -> None:
+    driver = CoreDriver(device=60, settings=settings(terms("x", reserved=30)))
+    for at, name in enumerate("abc"):
+        driver.resident(at, name, 20, tenant="x")
+    assert revoked(driver.ask(20, "d", 20, tenant="y")) == [("a", "swap", "gone")]
+    assert revoked(driver.ask(21, "e", 15, tenant="y")) == []  # b is worth 10, and c nothing more
+    assert revoked(driver.ask(23, "large", 20, tenant="x")) == [("b", "swap", "gone")]
+
+
+def test_model_larger_than_its_reserve_can_still_be_evicted() -> None:
+    driver = CoreDriver(device=60, settings=settings(terms("x", reserved=30)))
+    driver.resident(0, "a", 50, tenant="x")
+    assert revoked(driver.ask(20, "d", 30, tenant="y")) == [("a", "swap", "gone")]
+    assert granted(driver.gone(21, "a")) == ["d"]
+    assert granted(driver.ask(22, "e", 1, tenant="y")) == []
+    assert granted(driver.ask(23, "c", 30, tenant="x")) == ["c"]
+
+
+def test_model_within_its_reserve_is_not_evicted_for_others() -> None:
+    driver = CoreDriver(device=60, settings=settings(terms("x", reserved=30)))
+    driver.resident(0, "a", 25, tenant="x")
+    driver.resident(1, "b", 30, tenant="y")
+    assert revoked(driver.ask(2, "d", 30, tenant="z", priority=types.Priority.LOW)) == []
+    said = driver.arbiter.explain(TicketId("d"), s(3)).said
+    assert any("reserved for x" in line for line in said)
+
+
+def test_ticket_is_billed_to_its_last_user_unless_that_breaks_a_limit() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", reserved=20), terms("z", most=10)))
+    driver.resident(0, "a", 20, tenant="y")
+    used(driver, 1, "a", types.Client("v", "phone"))
+    assert (holds(driver, "v"), holds(driver, "y")) == (20, 0)
+    used(driver, 2, "a", types.Client("z"))
+    assert (holds(driver, "v"), holds(driver, "z")) == (20, 0)
+    used(driver, 3, "a", types.Client("x"))
+    used(driver, 4, "a", types.Client("y"))  # it is of what is reserved for x
+    assert (holds(driver, "x"), holds(driver, "y")) == (20, 0)
+
+
+def used(driver: CoreDriver, t: float, name: str, client: types.Client) -> list[Decision]:
+    entry = driver.state.ledger.find(TicketId(name))
+    held = replace(driver.held(name, t=t), client=client, uses_count=entry.uses_count + 1)
+    return driver.at(t, ev.Renewed(HolderId("h"), (held,)))
+
+
+def test_accounts_hold_requests_and_bytes_times_seconds() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 20, tenant="y", client="phone")
+    usage = (ev.Usage(types.Client("y", "phone"), 3), ev.Usage(types.Client("w"), 1))
+    held = replace(driver.held("a", t=5), client=types.Client("y", "phone"))
+    driver.at(5, ev.Renewed(HolderId("h"), (held,), usage=usage))
+    [w, phone] = driver.arbiter.snapshot(s(10)).clients
+    assert (phone.tenant, phone.client, phone.requests_count) == ("y", "phone", 3)
+    assert phone.held_bytes == gib(20) and phone.byte_seconds_count == 200 * GIB
+    assert (w.tenant, w.requests_count, w.byte_seconds_count) == ("w", 1, 0)
+
+
+def test_tenant_over_its_average_cools_down_until_well_below_it() -> None:
+    driver = CoreDriver(device=80, settings=settings(terms("x", average=10)))
+    driver.resident(0, "a", 40, tenant="x")
+    driver.resident(600, "b", 1, tenant="x")  # 40 for ten minutes are 6 an hour
+    error = refusal(driver.ask(1500, "c", 1, tenant="x"))
+    assert isinstance(error, TenantCoolingDown) and error.retry_after_s
+    driver.resident(1501, "d", 1, tenant="y")
+    driver.at(1502, ev.Released(TicketId("a"), "idle"))
+    driver.gone(1503, "a")
+    soon, later = 1503 + error.retry_after_s * 0.9, 1503 + error.retry_after_s + 300
+    still = refusal(driver.ask(soon, "e", 1, tenant="x"))
+    assert isinstance(still, TenantCoolingDown) and gib(9) < still.average_bytes < gib(10)
+    assert granted(driver.ask(later, "large", 1, tenant="x")) == ["large"]
+
+
+def test_tenants_are_served_by_bytes_requested_and_not_by_count() -> None:
+    driver = CoreDriver(device=20)
+    driver.resident(0, "vad", 20, tenant="y")
+    driver.beat(1, "vad", inflight=1)
+    for name in "abcd":
+        driver.ask(2, name, 20, tenant="x")
+    driver.ask(3, "e", 20, tenant="y")
+    assert driver.state.queue.tickets() == list("abecd")  # y has had as much as one of them
+
+
+def test_tickets_of_a_single_tenant_are_served_in_order_of_arrival() -> None:
+    driver = CoreDriver(device=20)
+    driver.resident(0, "vad", 20)
+    driver.beat(1, "vad", inflight=1)
+    for size, name in zip((20, 1, 7, 3), "abcd", strict=True):
+        driver.ask(2, name, size)
+    assert driver.state.queue.tickets() == list("abcd")
+
+
+def test_clients_beyond_the_bound_become_one_row_of_their_tenant() -> None:
+    accounts = Accounts(seconds(3600), most_count=3)
+    driver = CoreDriver()
+    for number in range(6):
+        accounts.used(ev.Usage(types.Client("x", f"c{number}"), 2), Instant(number))
+        accounts.settle(driver.state.ledger.holdings, Instant(number))
+    assert len(accounts.rows) <= 4
+    assert accounts.rows[types.Client("x")].requests_count >= 4
+    assert sum(a.requests_count for a in accounts.rows.values()) == 12
+
+
+def test_accounts_survive_a_restart() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 20, tenant="y")
+    driver.woke(100)
+    driver.at(101, ev.Released(TicketId("a"), "idle"))
+    driver.gone(102, "a")
+    rows = driver.arbiter.export_accounts()
+    again = CoreDriver(device=80)
+    again.arbiter.restore_accounts(rows)
+    assert again.arbiter.export_accounts() == rows
+    assert byte_seconds(again.state.accounts.rows[types.Client("y")].byte_ns) == Bytes(
+        102 * 20 * GIB
+    )

@@ -1,0 +1,147 @@
+"""Bytes as the kernel tells them, on real processes."""
+
+import contextlib
+import mmap
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from arbiter.node import procfs
+from arbiter.units import MIB
+
+SLACK = 16 * MIB  # of a child forked from a whole test run; the files here are 10 MiB or more
+
+
+@contextlib.contextmanager
+def child(act: Callable[[], object]) -> Iterator[int]:
+    """A forked process that has done `act` and holds what it returned."""
+    ready, done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        held = act()
+        os.write(done, b"x")
+        signal.pause()
+        os._exit(held is None)
+    assert os.read(ready, 1) == b"x"
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(done)
+
+
+def private(mib: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return mmap.mmap(-1, mib * MIB, flags)
+
+
+def memory_file(name: str, mib: int) -> int:
+    fd = os.memfd_create(name)
+    for _ in range(mib):
+        os.write(fd, b"x" * MIB)
+    return fd
+
+
+def measure(pid: int) -> procfs.Memory:
+    return procfs.memory(procfs.tree(pid, procfs.processes()))
+
+
+@pytest.mark.spec("B1")
+def test_private_pages_of_a_process_are_measured() -> None:
+    with child(lambda: private(50)) as pid:
+        assert 50 * MIB <= measure(pid).device_bytes <= 50 * MIB + SLACK
+
+
+@pytest.mark.spec("B1")
+def test_pages_shared_with_the_parent_process_are_not_counted() -> None:
+    held = private(50)
+    held[:] = bytes(50 * MIB)
+    with child(lambda: None) as pid:
+        assert measure(pid).device_bytes <= SLACK
+    held.close()
+
+
+@pytest.mark.spec("B1", "B4")
+def test_host_copies_are_host_ram_and_other_memory_files_are_not() -> None:
+    with child(lambda: (memory_file("host-copy-a", 20), memory_file("scratch", 10))) as pid:
+        found = measure(pid)
+        assert found.host_bytes == 20 * MIB
+        assert 10 * MIB <= found.device_bytes <= 10 * MIB + SLACK
+
+
+@pytest.mark.spec("B1")
+def test_a_memory_file_held_by_several_processes_of_one_tree_counts_once() -> None:
+    def two() -> int:
+        fd = memory_file("scratch", 64)
+        if os.fork() == 0:
+            signal.pause()
+        return fd
+
+    with child(two) as pid:
+        others, seen = procfs.tree(pid, procfs.processes()) - {pid}, measure(pid).device_bytes
+        for member in others:
+            os.kill(member, signal.SIGKILL)
+    assert len(others) == 1 and 64 * MIB <= seen <= 64 * MIB + 2 * SLACK
+
+
+@pytest.mark.spec("B1")
+def test_shared_memory_without_a_file_is_measured() -> None:
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    with child(lambda: mmap.mmap(-1, 30 * MIB, flags)) as pid:
+        assert 30 * MIB <= measure(pid).device_bytes <= 30 * MIB + SLACK
+
+
+@pytest.mark.parametrize("call", ["read_text", "listdir", "readlink"])
+def test_unreadable_files_of_another_user_are_skipped(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(*_: object) -> str:
+        raise PermissionError("another user's")
+
+    with child(lambda: memory_file("scratch", 20)) as pid:
+        monkeypatch.setattr(Path if call == "read_text" else os, call, kept)
+        found = procfs.memory({pid})
+        monkeypatch.undo()
+    assert found.device_bytes < 20 * MIB + SLACK
+
+
+def test_the_tree_keeps_members_whose_parent_died() -> None:
+    def orphaning() -> int:
+        os.setsid()
+        if os.fork() == 0:
+            if os.fork() == 0:
+                signal.pause()
+            os._exit(0)
+        os.wait()
+        return 1
+
+    with child(orphaning) as pid:
+        members = procfs.tree(pid, procfs.processes())
+        assert len(members) == 2
+        for member in members - {pid}:
+            os.kill(member, signal.SIGKILL)
+
+
+def test_a_zombie_holds_nothing_and_is_no_member() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    found = procfs.process(pid)
+    assert found is not None and not found.alive
+    assert procfs.tree(pid, procfs.processes()) == set()
+    os.waitpid(pid, 0)
+
+
+def test_a_process_that_is_gone_is_none() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert procfs.process(pid) is None
+    assert procfs.memory([pid]) == procfs.NOTHING

@@ -1,0 +1,81 @@
+"""What a node agent still has to say is said until somebody has heard it."""
+
+from collections.abc import Callable
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from arbiter.core import events as ev
+from arbiter.node.reports import Reports
+from arbiter.protocol.rpc import RayPeer
+from arbiter.units import Epoch, NodeId, TicketId
+from tests.support.fake_arbiter import FakeArbiter
+
+N, T = NodeId("n"), TicketId("t")
+SEEN = ev.NodeSeen(N, ())
+
+
+class ReportReceiver:
+    """An arbiter in its fifth life; `meanwhile` happens while it hears."""
+
+    def __init__(self, *listed: int) -> None:
+        self.listed, self.heard = set(listed), list[tuple[ev.Event, ...]]()
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.reports = Reports(N, lambda: (), lambda: set(self.listed))
+        self.reports._arbiter = RayPeer(FakeArbiter(report=self.report))
+        self.reports._epoch = Epoch(5)
+
+    async def report(self, node: NodeId, epoch: Epoch, said: tuple[ev.Event, ...]) -> Epoch:
+        self.heard.append(said)
+        self.meanwhile()
+        return Epoch(5)
+
+
+@pytest.mark.spec("A10")
+async def test_engine_bytes_are_back_when_the_driver_lists_none_of_its_processes() -> None:
+    receiver = ReportReceiver(7)
+    receiver.reports.note_ended(T, 7, 8)
+    await receiver.reports.say_all_gone()
+    receiver.reports.see_returned()
+    assert receiver.reports.are_open and not receiver.reports.gone
+    receiver.listed = {9}
+    receiver.reports.see_returned()
+    await receiver.reports.say_all_gone()
+    said = [[event.bytes_back for event in events] for events in receiver.heard]  # type: ignore[attr-defined]
+    assert said == [[False], [True]] and not receiver.reports.are_open
+
+
+async def test_engine_bytes_without_a_driver_are_back_with_the_last_process() -> None:
+    receiver = ReportReceiver()
+    receiver.reports.note_ended(T, 7)
+    assert receiver.reports.gone == {T: ev.EngineGone(N, T, True)}
+
+
+@pytest.mark.spec("A18")
+async def test_unreceived_report_is_sent_again() -> None:
+    receiver = ReportReceiver()
+
+    async def died(*_: object) -> None:
+        raise ActorDiedError()
+
+    receiver.reports.note_ended(T, 7)
+    receiver.reports._arbiter = RayPeer(FakeArbiter(report=died))
+    await receiver.reports.say_all_gone()
+    assert T in receiver.reports.gone
+
+
+async def test_report_made_during_a_send_is_not_lost() -> None:
+    receiver = ReportReceiver()
+    receiver.reports.note_gone(T, bytes_back=False)
+    receiver.meanwhile = lambda: receiver.reports.note_gone(T, bytes_back=True)
+    await receiver.reports.say_all_gone()
+    assert receiver.reports.gone == {T: ev.EngineGone(N, T, True)}
+
+
+@pytest.mark.spec("A18")
+async def test_new_epoch_is_told_the_devices_first() -> None:
+    receiver = ReportReceiver()
+    receiver.reports._epoch = Epoch(4)
+    said = ev.EngineGone(N, T, True)
+    assert await receiver.reports.say((said,))
+    assert receiver.heard == [(said,), (SEEN, said)]

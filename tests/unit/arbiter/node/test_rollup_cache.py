@@ -1,0 +1,85 @@
+"""A process whose pages have not moved is not walked again; one whose pages have, at once."""
+
+import mmap
+import os
+import signal
+
+import pytest
+
+from arbiter.node import procfs
+from arbiter.node.rollup_cache import BELIEVED_S, SLACK_BYTES, Mark, Rollups
+from arbiter.units import MIB
+
+
+class Kernel:
+    """One process as a test says it is, and how often it was walked."""
+
+    def __init__(self) -> None:
+        self.now_s, self.mark, self.walks = 0.0, Mark(7, 1_000, 50 * MIB), 0
+        self.rollups = Rollups(lambda _: self.mark, self._walk, lambda: self.now_s)
+
+    def _walk(self, pid: int) -> dict[str, int]:
+        self.walks += 1
+        return {"Private_Dirty": self.walks}
+
+
+SLACK_PAGES = SLACK_BYTES // os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("mark", "walks"),
+    [
+        (Mark(7, 1_000, 50 * MIB), 1),
+        (Mark(7, 1_000 + SLACK_PAGES, 50 * MIB), 1),
+        (Mark(7, 1_001 + SLACK_PAGES, 50 * MIB), 2),  # it wrote to pages it had shared
+        (Mark(7, 1_000, 50 * MIB - SLACK_BYTES - 1), 2),  # it gave pages back
+        (Mark(8, 1_000, 50 * MIB), 2),  # another process of that pid
+    ],
+)
+@pytest.mark.spec("B1")
+def test_a_process_is_walked_again_when_more_than_the_slack_has_moved(
+    mark: Mark, walks: int
+) -> None:
+    kernel = Kernel()
+    kernel.rollups.of(1)
+    kernel.mark = mark
+    assert kernel.rollups.of(1) == {"Private_Dirty": walks}
+
+
+def test_cached_rollup_expires_and_is_dropped_with_its_process() -> None:
+    kernel = Kernel()
+    kernel.rollups.of(1)
+    kernel.now_s = BELIEVED_S
+    kernel.rollups.of(1)
+    assert kernel.walks == 2
+    kernel.rollups.keep([2])
+    kernel.rollups.of(1)
+    assert kernel.walks == 3
+
+
+@pytest.mark.spec("B1")
+def test_bytes_written_by_a_real_process_are_seen_at_the_next_reading() -> None:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    told, tell = os.pipe()
+    ready, say = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:  # else what goes wrong here would run the rest of the tests twice
+            os.read(told, 1)
+            held = mmap.mmap(-1, 20 * MIB, flags)
+            held[:] = bytes(20 * MIB)
+            os.write(say, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(say)  # it is the child's; its end is heard as well
+    try:
+        rollups = Rollups()
+        before = procfs.memory([pid], rollups.of).device_bytes
+        os.write(tell, b"x")
+        assert os.read(ready, 1) == b"x"
+        assert procfs.memory([pid], rollups.of).device_bytes - before >= 20 * MIB
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for fd in (told, tell, ready):
+            os.close(fd)

@@ -1,0 +1,245 @@
+"""The node's zygote: found, started, and given up on with its own last words; the agent beside it,
+without Ray.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray.exceptions import RayError
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.errors import TicketClosed
+from arbiter.node import cleanup, procfs, reports, zygote_client
+from arbiter.node import zygote_supervisor as module
+from arbiter.node.agent import NodeAgent
+from arbiter.node.cleanup import EngineLogs, sweep
+from arbiter.node.device_probe import Readings, Tree
+from arbiter.protocol.messages import AgentSettings, SpawnSpec
+from arbiter.units import Bytes, DeviceId, NodeId, TicketId
+from tests.support.waits import eventually
+
+T = TicketId("t")
+SPEC = SpawnSpec("a:b", {})
+FAKE = "tests.support.fake_engine:FakeEngine"
+BROKEN = "tests.support.failing_zygote"
+WITHIN_S = 30
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short enough for a socket's path."""
+    with tempfile.TemporaryDirectory(prefix="kp-") as made:
+        yield Path(made)
+
+
+@pytest.fixture(autouse=True)
+def no_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*_: object, **__: object) -> None:
+        raise RayError("no cluster")
+
+    monkeypatch.setattr(reports.ray, "get_actor", nobody)
+
+
+def agent(folder: Path, module_name: str) -> NodeAgent:
+    settings = AgentSettings(module_name, folder=str(folder / "n"))
+    return NodeAgent(NodeId("n"), settings, str(folder))
+
+
+@pytest.mark.spec("A19")
+async def test_zygote_that_cannot_start_is_given_up_with_the_end_of_its_log(folder: Path) -> None:
+    running = agent(folder, BROKEN)
+    async with asyncio.timeout(WITHIN_S):
+        with pytest.raises(zygote_client.ZygoteError, match="No module named 'missing'"):
+            await running.spawn(T, SPEC)
+    await running.close()
+
+
+@pytest.mark.spec("A10")
+async def test_kill_ends_a_spawn_that_waits_for_a_zygote(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STARTS_FAILED", 1_000)
+    running = agent(folder, BROKEN)
+    spawning = asyncio.ensure_future(running.spawn(T, SPEC))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await running.reap(T)
+    async with asyncio.timeout(5):
+        with pytest.raises(TicketClosed):
+            await spawning
+    assert running._reports.gone[T] == ev.EngineGone(NodeId("n"), T, bytes_back=True)
+    await running.close()
+
+
+@pytest.mark.spec("A17")
+async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_lives(
+    folder: Path,
+) -> None:
+    running = agent(folder, "deployments.engines.zygote")
+    async with asyncio.timeout(WITHIN_S):
+        await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))
+        reading = ev.EngineReading(T, ())
+        assert running._judged(reading).exact
+        dead = running._keeper.known
+        assert dead is not None
+        os.kill(dead[0], 9)
+        await eventually(lambda: not running._keeper.is_alive())
+        assert not running._judged(reading).exact
+        await eventually(
+            lambda: running._keeper.known not in (dead, None) and running._keeper.is_up
+        )
+        assert not running._judged(reading).exact
+        await running.close()
+
+
+@pytest.mark.spec("A10")
+async def test_end_of_an_engine_is_reported_during_a_slow_reading(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: asyncio.Queue[ev.Event] = asyncio.Queue()
+    is_over = threading.Event()
+
+    async def send(events: tuple[ev.Event, ...]) -> bool:
+        for event in events:
+            said.put_nowait(event)
+        return True
+
+    def read(trees: list[Tree]) -> Readings:
+        is_over.wait(WITHIN_S)
+        return Readings((), ())
+
+    running = agent(folder, "deployments.engines.zygote")
+    monkeypatch.setattr(running._reports, "say", send)
+    monkeypatch.setattr(running._probe, "read", read)
+    async with asyncio.timeout(WITHIN_S / 2):
+        await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))
+        await running.reap(T)
+        assert await said.get() == ev.EngineGone(NodeId("n"), T, bytes_back=True)
+    is_over.set()
+    await running.close()
+
+
+async def test_temporary_folder_of_an_engine_is_removed_with_it(folder: Path) -> None:
+    running = agent(folder, "deployments.engines.zygote")
+    scratch = running._children.scratch(T)
+    spec_that_litters = SpawnSpec(FAKE, {"served_name": "m", "engine_args": {"litter": True}})
+    async with asyncio.timeout(WITHIN_S):
+        await running.spawn(T, spec_that_litters)
+        await eventually(lambda: scratch.exists() and [p.name for p in scratch.iterdir()])
+        assert scratch.stat().st_mode & 0o077 == 0
+        await running.reap(T)
+        await eventually(lambda: not scratch.exists())
+        await running.close()
+
+
+@pytest.mark.spec("A14")
+async def test_respawn_replaces_the_process_of_a_ticket_without_a_report(
+    folder: Path,
+) -> None:
+    running = agent(folder, "deployments.engines.zygote")
+    path = await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))
+    [before] = (await running.engines())[T]
+    async with asyncio.timeout(WITHIN_S):
+        both = [running.respawn(T, SpawnSpec(FAKE, {"served_name": "m"})) for _ in range(2)]
+        assert await asyncio.gather(*both) == [path, path]
+    [after] = (await running.engines())[T]
+    assert after != before and not running._reports.gone and Path(path).exists()
+    await running.reap(T)
+    with pytest.raises(TicketClosed):
+        await running.respawn(T, SPEC)
+    await running.close()
+
+
+@pytest.mark.spec("B5")
+def test_an_engine_sees_the_gpus_of_its_ticket_as_nvml_counts_them_and_no_others() -> None:
+    parts = tuple(types.DeviceBytes(DeviceId(f"n/gpu:{number}"), Bytes(1)) for number in (10, 2))
+    scratch = {"TMPDIR": "/s"}
+    assert zygote_client.equipped(SpawnSpec("a:b", {}, parts), Path("/s")).env == scratch | {
+        "CUDA_VISIBLE_DEVICES": "2,10",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    assert zygote_client.equipped(SPEC, Path("/s")).env == scratch
+
+
+@pytest.mark.spec("L4")
+def test_only_processes_with_the_zygote_mark_are_orphans() -> None:
+    def start(**env: str) -> subprocess.Popen[bytes]:
+        code = "import signal; print(flush=True); signal.pause()"
+        began = subprocess.Popen(
+            [sys.executable, "-c", code, "/the/path"], stdout=subprocess.PIPE, env=env
+        )
+        assert began.stdout is not None
+        began.stdout.readline()
+        return began
+
+    marked, plain = start(ARBITER_ZYGOTE="1"), start()
+    try:
+        assert procfs.started_with("/the/path", zygote_client.MARK) == {marked.pid}
+    finally:
+        for process in (marked, plain):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.spec("L4")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start another user's process")
+def test_process_of_another_user_is_no_orphan() -> None:
+    code = "import os, signal; os.setuid(65534); print(flush=True); signal.pause()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, "/the/path"],
+        stdout=subprocess.PIPE,
+        env={"ARBITER_ZYGOTE": "1"},
+    )
+    assert other.stdout is not None
+    other.stdout.readline()
+    try:
+        assert procfs.started_with("/the/path", zygote_client.MARK) == set()
+    finally:
+        other.kill()
+        other.communicate()
+
+
+# -- what is left on disk -----------------------------------------------------------------------
+
+
+def test_folders_of_nodes_that_are_gone_are_removed_and_others_are_not(tmp_path: Path) -> None:
+    import fcntl
+
+    own, gone, held, young = (tmp_path / n for n in ("own", "gone", "held", "young"))
+    for path in (own, gone, held, young):
+        path.mkdir()
+        (path / "zygote.lock").touch()
+    long_ago_s = time.time() - cleanup.ABANDONED_AFTER_S - 60
+    for path in (own, gone, held):
+        os.utime(path, (long_ago_s, long_ago_s))
+    with (held / "zygote.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        sweep(own)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["held", "own", "young"]
+
+
+def test_only_the_newest_logs_of_ended_engines_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cleanup, "LOGS_KEPT", 2)
+    logs = EngineLogs(tmp_path)
+    living = tmp_path / "living.log"
+    living.touch()
+    logs.link("living", living)
+    for age_s, ticket in ((30, "old"), (20, "newer"), (10, "newest")):
+        written = tmp_path / f"{ticket}.log"
+        written.write_text(ticket)
+        os.utime(written, (1e9 - age_s, 1e9 - age_s))
+        logs.keep(ticket, written)
+    left = {p.name for p in tmp_path.glob("engine-*.log")}
+    assert left == {"engine-living.log", "engine-newer.log", "engine-newest.log"}
+    assert (tmp_path / "engine-newest.log").read_text() == "newest"

@@ -1,0 +1,163 @@
+"""The replay world against the real core: small demands whose cost can be said beforehand."""
+
+from dataclasses import replace
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.settings import DEFAULTS
+from arbiter.replay.demand import Demand, Seat, Use, Uses
+from arbiter.replay.score import Score, closed
+from arbiter.replay.world import World
+from arbiter.units import GIB, Bytes, DeviceId, Instant, NodeId, Span, seconds
+from benchmarks.replay import mixes, traces
+from benchmarks.replay.table import SETTINGS, Case, mean_closed, run
+from policies import EVICT, bundle
+from tests.support.core_driver import capability, gib, s
+
+NODE = NodeId("n")
+LOAD_S, WAKE_S = 4.0, 1.0
+
+
+def demand(
+    *uses: tuple[float, str], budget: float = 10, host: float = 0, busy_s: float = 0.5
+) -> Demand:
+    """Models a, b, c of 5 GiB each on one device; uses in seconds."""
+    names = ("a", "b", "c")
+    need = types.Need(gib(5), host_bytes=gib(5 if host else 0))
+    seats = tuple(
+        Seat(
+            "text", name, NODE, need, seconds(LOAD_S), wake=seconds(WAKE_S), sleep=seconds(0.5),
+            unload=seconds(0.5),
+        )
+        for name in names
+    )  # fmt: skip
+    specs = (
+        types.DeviceSpec(DeviceId("n/gpu:0"), types.DeviceKind.GPU, gib(budget)),
+        types.DeviceSpec(DeviceId("n/host"), types.DeviceKind.HOST, gib(host)),
+    )
+    table = ev.CapabilitiesSet((capability("text", "text", names),))
+    asked = Uses(Use(s(at), names.index(name), seconds(busy_s)) for at, name in uses)
+    return Demand((ev.NodeSeen(NODE, specs),), table, seats, asked)
+
+
+def score(asked: Demand, evict: str = "priority_lru") -> Score:
+    chosen = replace(SETTINGS, evict=evict)
+    return World(asked, chosen, bundle(chosen)).run()
+
+
+def test_models_that_fit_are_loaded_once_and_later_requests_do_not_wait() -> None:
+    found = score(demand((0, "a"), (1, "b"), (20, "a"), (30, "b")))
+    assert (found.requests_count, found.missed_count, found.loads_count) == (4, 2, 2)
+    assert found.waited == seconds(2 * LOAD_S)
+    assert (found.evictions_count, found.moved_bytes) == (0, 10 * GIB)
+
+
+def test_requests_during_a_load_share_it_and_wait_for_its_rest() -> None:
+    found = score(demand((0, "a"), (1, "a"), (3, "a")))
+    assert (found.missed_count, found.loads_count) == (3, 1)
+    assert found.waited == seconds(4 + 3 + 1)
+
+
+def test_least_recently_used_makes_room_and_the_asker_waits_for_it_to_leave() -> None:
+    found = score(demand((0, "a"), (20, "b"), (40, "c"), (60, "a")))
+    assert (found.loads_count, found.evictions_count) == (4, 2)
+    assert found.waited == seconds(4 * LOAD_S + 2 * 0.5)
+
+
+def test_belady_keeps_the_model_that_is_used_next() -> None:
+    asked = demand((0, "a"), (20, "b"), (40, "c"), (60, "a"))
+    assert score(asked, "belady").loads_count == 3
+
+
+def test_a_model_in_use_is_not_taken_and_the_other_goes() -> None:
+    long = demand((0, "a"), (5, "b"), (20, "c"), (25, "a"), busy_s=0.5)
+    busy = replace(long, uses=Uses([Use(s(0), 0, seconds(60)), *_uses(long)[1:]]))
+    found = score(busy)
+    assert found.loads_count == 3  # c takes the place of b, though a was asked for earlier
+
+
+def _uses(asked: Demand) -> list[Use]:
+    return [Use(at, position, busy) for at, position, busy in asked.uses]
+
+
+def test_victim_sleeps_in_host_ram_and_comes_back_in_the_time_of_a_wake() -> None:
+    found = score(demand((0, "a"), (20, "b"), (40, "c"), (60, "a"), host=20))
+    assert (found.loads_count, found.wakes_count) == (3, 1)
+    assert found.waited == seconds(3 * LOAD_S + WAKE_S + 2 * 0.5)
+
+
+def test_only_requests_after_the_counted_instant_are_scored() -> None:
+    asked = demand((0, "a"), (20, "a"), (30, "a"))
+    found = World(asked, SETTINGS, bundle(SETTINGS), s(15)).run()
+    assert (found.requests_count, found.missed_count, found.loads_count) == (2, 0, 0)
+
+
+def test_p99_wait_counts_requests_that_did_not_wait() -> None:
+    few = demand((0, "a"), *((10 + n / 100, "a") for n in range(199)))
+    many = demand(
+        (0, "a"), *((n / 100, "a") for n in range(1, 4)), *((20 + n, "a") for n in range(9))
+    )
+    assert score(few).waited_p99 == 0
+    assert score(many).waited_p99 == seconds(LOAD_S)
+
+
+@pytest.mark.spec("C3", "N4")
+@pytest.mark.parametrize("evict", EVICT)
+def test_every_policy_serves_every_request_of_a_synthetic_trace(evict: str) -> None:
+    asked = mixes.demand(traces.synthetic(800, seed=3), mixes.SERVER, 0.3, seed=3)
+    found = score(asked, evict)
+    assert found.refused_count == 0
+    assert found.requests_count == len(asked.uses) > 500
+    assert found.loads_count >= len(asked.seats)
+    assert found == score(asked, evict)  # the same question, the same answer
+
+
+@pytest.mark.spec("N4")
+def test_default_policy_beats_lru_on_clients_with_a_daily_swing() -> None:
+    """The public traces say by how much (docs/benchmarks.md); drawn ones must agree in kind."""
+    arrivals = traces.synthetic(2000, seed=5)
+    case = Case("synthetic", mixes.SERVER, 0.3)
+    means = mean_closed(list(run(case, arrivals, arrivals[-1][0] / 2, [DEFAULTS.evict], seed=5)))
+    assert means[DEFAULTS.evict]["waited_fraction"] > 0.2
+    assert means["belady"]["waited_fraction"] == 1.0
+
+
+def test_closed_gap_is_a_fraction_of_the_distance_to_the_best() -> None:
+    worse, best = Score(9, 9, 0, 9, 0, 9, Bytes(100), Span(50), Span(0)), None
+    best = replace(worse, missed_count=5, moved_bytes=Bytes(100), waited=Span(10))
+    half = closed(worse, best, replace(worse, missed_count=7, waited=Span(20)))
+    assert (half.missed_fraction, half.moved_fraction, half.waited_fraction) == (0.5, None, 0.75)
+
+
+# -- traces ---------------------------------------------------------------------------------------
+
+
+def test_thinning_keeps_each_clients_share_and_a_seed_gives_the_same_arrivals() -> None:
+    windows = {0: [(t * 600.0, 9.0, 5.0) for t in range(99)], 1: [(0.0, 99.0, 1.0)]}
+    drawn = traces.thinned(windows, 0.02, seed=1)
+    assert drawn == traces.thinned(windows, 0.02, seed=1) == sorted(drawn)
+    counts = [sum(client == c for _, client in drawn) for c in (0, 1)]
+    assert counts[0] == pytest.approx(99 * 600 * 9 * 0.02, rel=0.1)
+    assert counts[1] == pytest.approx(600 * 99 * 0.02, rel=0.15)
+    assert all(at < 600 for at, client in drawn if client == 1)
+
+
+def test_trace_skew_is_that_of_the_service_it_is_named_for() -> None:
+    weights = traces.skew()
+    assert sum(weights[:5]) / sum(weights) == pytest.approx(0.7, abs=1e-6)
+    assert len(weights) == 87
+
+
+def test_missing_traces_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ARBITER_TRACES", raising=False)
+    with pytest.raises(traces.TracesAbsent, match="--synthetic"):
+        traces.folder(None)
+
+
+def test_a_budget_holds_the_largest_model_however_small_its_share() -> None:
+    asked = mixes.demand([(0.0, 1), (5.0, 2)], mixes.SERVER, 0.0001, seed=1)
+    largest = max(seat.need.device_bytes for seat in asked.seats)
+    assert asked.nodes[0].devices[0].total_bytes >= largest
+    assert asked.uses.end == Instant(5_000_000_000)

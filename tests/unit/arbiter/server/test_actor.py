@@ -1,0 +1,236 @@
+"""The arbiter's wire, driven without Ray."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import OwnerDiedError, RayActorError
+
+from arbiter.core import events as ev
+from arbiter.core.decisions import LogEvent
+from arbiter.errors import SettingsConflict
+from arbiter.protocol import ray_internals
+from arbiter.protocol.messages import AgentSettings, StartConfig
+from arbiter.server import event_log
+from arbiter.server.actor import ArbiterActor
+from arbiter.server.event_log import EventLog
+from arbiter.server.node_agents import RayAgents
+from arbiter.server.store import Member, Store
+from arbiter.units import Epoch, HolderId, NodeId
+from deployments.config.boot import configuration
+from deployments.config.schema import parse_table
+from tests.support.fake_arbiter import FakeArbiter
+
+TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
+H = HolderId("h")
+Running = Callable[..., Any]
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
+    async def look(self: RayAgents, feed: Callable[[ev.Event], None]) -> None: ...
+
+    monkeypatch.setattr(RayAgents, "look", look)
+    monkeypatch.setattr(ray_internals, "session_name", lambda: "session")
+    monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
+
+    @asynccontextmanager
+    async def run(**options: Any) -> AsyncIterator[ArbiterActor]:
+        agent = AgentSettings("no.zygote", folder=str(tmp_path / "n"))
+        options = {"state_file": str(tmp_path / "state"), **options}
+        actor = ArbiterActor(StartConfig(configuration(parse_table(TABLE)), agent, **options))
+        yield actor
+        await actor.close(0)
+
+    return run
+
+
+async def join(actor: ArbiterActor, stay: str) -> asyncio.Future[None]:
+    """As a client does: its pending keepalive goes along."""
+    call = asyncio.ensure_future(actor.keepalive(stay))
+    await actor.join(None, ev.Joined(H, NodeId("n"), "c", ()), stay, [], [call])
+    return call
+
+
+async def ended(call: asyncio.Future[None]) -> None:
+    async with asyncio.timeout(5):
+        await asyncio.shield(call)
+
+
+@pytest.mark.spec("A18")
+async def test_ended_session_leaves_no_pending_keepalive(running: Running) -> None:
+    async with running() as actor:
+        first = await join(actor, "1")
+        second = await join(actor, "2")
+        await ended(first)
+        assert not second.done() and actor._shell.has_mail(H)
+        await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
+        await ended(second)
+        assert not actor._ends
+
+
+@pytest.mark.spec("C12")
+async def test_settings_change_once_per_generation_and_a_reread_file_undoes_nothing(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(ArbiterActor, "_begin_anew", lambda self, why: begun.append(why))
+    written = configuration(parse_table(TABLE))
+    wanted = configuration(parse_table(TABLE | {"arbiter": {"bypass_count": 3}}))
+    async with running() as actor:
+        first = (await actor.state())["generation"]
+        assert await actor.change_settings(wanted, first) == first + 1
+        assert await actor.change_settings(wanted, first) == first + 1  # said twice, done once
+        with pytest.raises(SettingsConflict) as caught:
+            await actor.change_settings(written, first)
+        assert caught.value.current == first + 1 and begun == ["settings changed"]
+        await actor.configure(written)
+        assert actor._configuration.settings.bypass_count == 3
+    async with running() as actor:  # after a shutdown only the file counts
+        assert (await actor.state())["generation"] == first
+        await actor.change_settings(wanted, first)
+        again = configuration(parse_table(TABLE | {"arbiter": {"bypass_count": 5}}))
+        await actor.configure(again)
+        assert actor._configuration.settings.bypass_count == 5
+        assert (await actor.state())["generation"] == first + 2
+
+
+@pytest.mark.spec("A18")
+async def test_keepalive_of_a_replaced_session_returns(
+    running: Running,
+) -> None:
+    async with running() as actor:
+        forever = asyncio.ensure_future(asyncio.Event().wait())
+        joined = ev.Joined(H, NodeId("n"), "c", ())
+        await actor.join(None, joined, "1", [], [forever])
+        second = await join(actor, "2")
+        async with asyncio.timeout(5):
+            await actor.keepalive("1")
+        assert not second.done()
+        forever.cancel()
+        await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
+
+
+@pytest.mark.spec("A19")
+async def test_dead_holder_breaks_its_keepalive_and_is_lost(running: Running) -> None:
+    async with running() as actor:
+        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        joined = ev.Joined(H, NodeId("n"), "c", ())
+        await actor.join(None, joined, "1", [], [broken])
+        broken.set_exception(OwnerDiedError("", "", ""))
+        async with asyncio.timeout(5):
+            while actor._shell.has_mail(H):
+                await asyncio.sleep(0)
+
+
+@pytest.mark.spec("A18", "A20")
+async def test_arbiter_that_is_being_killed_does_not_count_its_holders_as_lost(
+    running: Running, tmp_path: Path
+) -> None:
+    """Killed, it may see its holders' calls fail before it is gone; they live."""
+    async with running() as actor:
+        broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        joined = ev.Joined(H, NodeId("n"), "c", ())
+        await actor.join(None, joined, "1", [], [broken])
+        [watch] = [t for t in asyncio.all_tasks() if "_watch" in repr(t)]
+        broken.set_exception(RayActorError())
+        async with asyncio.timeout(5):
+            await watch
+        assert actor._shell.has_mail(H)
+        assert [m.holder for m in Store(tmp_path / "state", "session").members()] == [H]
+        await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
+
+
+@pytest.mark.spec("A18")
+async def test_holder_that_died_without_an_arbiter_is_not_awaited(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = [Member(HolderId(name), NodeId("n"), 7, 9) for name in ("dead", "living")]
+    before = Store(tmp_path / "state", "session")
+    for member in members:
+        before.add_member(member)
+
+    async def dead(self: RayAgents, asked: list[Member]) -> list[HolderId]:
+        return [m.holder for m in asked if m.holder == "dead"]
+
+    monkeypatch.setattr(RayAgents, "dead", dead)
+    async with running() as actor, asyncio.timeout(5):
+        while "dead" in actor._shell.core.awaited:
+            await asyncio.sleep(0)
+        assert actor._shell.core.awaited == {"living"}
+        assert [m.holder for m in before.members()] == ["living"]
+
+
+@pytest.mark.spec("A18")
+async def test_agent_identifies_dead_holders_by_pid_and_start_time() -> None:
+    async def living(pids: list[int]) -> dict[int, int]:
+        return {7: 9, 8: 9}
+
+    agents = RayAgents(AgentSettings("no.zygote"))
+    agents._nodes = frozenset({NodeId("n"), NodeId("agentless")})
+    agents._handles[NodeId("n")] = FakeArbiter(living=living)
+    asked = [
+        Member(HolderId("lives"), NodeId("n"), 7, 9),
+        Member(HolderId("replaced"), NodeId("n"), 8, 1),
+        Member(HolderId("gone"), NodeId("n"), 6, 9),
+        Member(HolderId("elsewhere"), NodeId("lost"), 7, 9),
+        Member(HolderId("unsaid"), NodeId("n")),
+        Member(HolderId("unasked"), NodeId("agentless"), 7, 9),
+    ]
+    assert sorted(await agents.dead(asked)) == ["elsewhere", "gone", "replaced"]
+
+
+@pytest.mark.spec("C7")
+def test_full_queue_leaves_actor_concurrency_for_requests_to_be_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_internals, "on_node", lambda node: node)
+    assert ray_internals.detached("n", "a", "s", 60_000)["max_concurrency"] >= 60_000 + 10_000
+
+
+@pytest.mark.spec("K1")
+async def test_the_event_file_has_the_events_as_lines(running: Running, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    async with running(event_file=str(path)) as actor:
+        told = await actor.events(0, 0)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kind"] for line in lines][: len(told)] == [line["kind"] for line in told]
+    assert lines[0]["kind"] == "arbiter_started"
+
+
+@pytest.mark.spec("K1")
+def test_a_long_event_file_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "FILE_MOST_BYTES", 10)
+    log = EventLog(Epoch(1), tmp_path / "e")
+    log.tell(LogEvent("first", {}))
+    log.tell(LogEvent("second", {}))
+    assert "first" in (tmp_path / "e.1").read_text()
+    assert "second" in (tmp_path / "e").read_text()
+
+
+@pytest.mark.spec("K1")
+async def test_an_event_file_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    log = EventLog(Epoch(1), tmp_path / "no such folder" / "e")
+    log.tell(LogEvent("first", {}))
+    assert [line["kind"] for line in await log.after(0, 0)] == ["first"]
+
+
+@pytest.mark.spec("A20")
+async def test_holder_that_leaves_after_shutdown_causes_no_error(running: Running) -> None:
+    async with running() as actor:
+        await join(actor, "1")
+        log = actor._shell.log
+    await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
+    assert "state_not_kept" not in [line["kind"] for line in await log.after(0, 0)]
+
+
+@pytest.mark.spec("A18")
+async def test_state_that_cannot_be_saved_is_reported(running: Running, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    async with running(state_file=str(tmp_path / "file" / "state")) as actor:
+        kinds = [line["kind"] for line in await actor.events(0, 0)]
+    assert kinds.count("state_not_kept") == 1

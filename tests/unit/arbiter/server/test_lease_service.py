@@ -1,0 +1,285 @@
+"""The lease service: calls of outside processes that repeat everything, and their effects."""
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.arbiter import Arbiter
+from arbiter.errors import (
+    AgentAway,
+    ArbiterError,
+    ArbiterUnavailable,
+    LeaseRefused,
+    QuotaExceeded,
+    TicketClosed,
+    UnknownLease,
+)
+from arbiter.protocol import messages
+from arbiter.server.event_log import EventLog
+from arbiter.server.lease_service import LeaseService
+from arbiter.server.shell import Shell
+from arbiter.server.store import Member
+from arbiter.units import Epoch, HolderId, Instant, NodeId, TicketId, in_seconds, seconds
+from policies import bundle
+from tests.support.core_driver import CPU, HOST, NODE, PLAIN, gib
+
+JOB = TicketId("lease:t:job")
+TERMS = types.LeaseConditions("t", seconds(3600), seconds(5), preemptible=True)
+
+
+def reraise(error: BaseException) -> NoReturn:
+    raise error
+
+
+class LeaseServiceHarness:
+    """A service on a real shell and core, with a clock that stands still unless moved."""
+
+    def __init__(
+        self, known: frozenset[HolderId] = frozenset(), ends: dict[str, float] | None = None
+    ) -> None:
+        self.ends = ends or {}
+        self.now, self.adopted, self.known = 0.0, [], set(known)  # type: ignore[var-annotated]
+        self.refuse: ArbiterError | None = None
+        settings = replace(PLAIN, lease_tenant_fraction=1.0)
+        core = Arbiter(settings, bundle(settings), Epoch(1), known, Instant(0))
+        self.shell = Shell(
+            core, Epoch(1), self, EventLog(Epoch(1)), crash=reraise,
+            clock=lambda: Instant(int(self.now * 1e9)),
+        )  # fmt: skip
+        specs = (
+            types.DeviceSpec(CPU, types.DeviceKind.CPU, gib(80)),
+            types.DeviceSpec(HOST, types.DeviceKind.HOST, gib(0)),
+        )
+        self.shell.feed(ev.NodeSeen(NODE, specs))
+        self.read()
+        self.service = LeaseService(self.shell, self, self)  # type: ignore[arg-type]
+
+    def read(self) -> None:
+        readings = tuple(ev.DeviceReading(d, gib(80), gib(0)) for d in (CPU, HOST))
+        self.shell.feed(ev.Measured(NODE, readings, ()))
+
+    def reap(self, node: NodeId, ticket: TicketId) -> None: ...
+    def probe(self, node: NodeId) -> None: ...
+
+    async def adopt(self, node: NodeId, ticket: TicketId, pid: int, granted: Any) -> None:
+        if self.refuse:
+            raise self.refuse
+        self.adopted.append((ticket, pid))
+
+    def members(self) -> tuple[Member, ...]:
+        return tuple(Member(holder, NODE) for holder in self.known)
+
+    def add_member(self, member: Member) -> None:
+        self.known.add(member.holder)
+
+    def drop_holder(self, holder: HolderId) -> None:
+        self.known.discard(holder)
+
+    def lease_ends(self) -> dict[str, float]:
+        return dict(self.ends)
+
+    def save_lease_ends(self, ends: dict[str, float]) -> None:
+        self.ends = dict(ends)
+
+    async def call(self, size: float = 30, **more: Any) -> messages.LeaseState:
+        asked = messages.LeaseCall("job", gib(size), TERMS, "job", **more)
+        async with asyncio.timeout(10):
+            return await self.service.hear(asked)
+
+
+@pytest.fixture
+async def harness() -> LeaseServiceHarness:
+    return LeaseServiceHarness()
+
+
+pytestmark = pytest.mark.spec("A15")
+
+
+async def test_a_lease_is_asked_for_held_and_given_back(harness: LeaseServiceHarness) -> None:
+    said = await harness.call(wait=seconds(3), seen="queued")
+    assert (said.state, said.devices) == ("held", (types.DeviceBytes(CPU, gib(30)),))
+    assert (await harness.call(pid=77)).state == "held" and harness.adopted == [(JOB, 77)]
+    harness.service.give_back("job", "t")
+    assert harness.shell.core.state_of(JOB) == "reclaiming" and not harness.known
+    assert (await harness.call()).state == "ended"
+
+
+async def test_a_lease_named_like_an_engines_ticket_touches_no_engine(
+    harness: LeaseServiceHarness,
+) -> None:
+    engine = TicketId("job")
+    harness.shell.feed(ev.Joined(HolderId("r"), NODE, "lease", ()))
+    asked = ev.Requested(engine, HolderId("r"), "lease", "m", types.Need(gib(5)), lease=TERMS)
+    await harness.shell.acquire(asked)
+    said = await harness.call(wait=seconds(3), seen="queued", pid=77)
+    assert said.ticket == JOB and harness.adopted == [(JOB, 77)]
+    harness.service.give_back("job", "t")
+    harness.service.give_back("job", "t")
+    assert harness.shell.core.state_of(JOB) == "reclaiming"
+    assert harness.shell.core.state_of(engine) == "resident"
+    bad = messages.LeaseCall("t:job", gib(1), TERMS, "job")
+    with pytest.raises(LeaseRefused, match="`id`"):
+        await harness.service.hear(bad)
+
+
+async def test_another_tenants_lease_is_not_found_and_goes_on(harness: LeaseServiceHarness) -> None:
+    await harness.call(wait=seconds(3), seen="queued")
+    for lease, tenant in (("job", "u"), (JOB, "t"), ("t:job", "u")):
+        with pytest.raises(UnknownLease):
+            harness.service.give_back(lease, tenant)
+    assert harness.shell.core.state_of(JOB) == "resident"
+
+
+async def test_withdrawal_by_another_holder_does_not_end_a_wait(
+    harness: LeaseServiceHarness,
+) -> None:
+    await harness.call(size=60, wait=seconds(3), seen="queued")
+    waits = asyncio.ensure_future(harness.shell.acquire(_asks_for("late", 30)))
+    await asyncio.sleep(0)
+    harness.shell.withdrawn(ev.Withdrawn(TicketId("late"), HolderId("other")))
+    for _ in range(3):  # as many turns as its answer would take
+        await asyncio.sleep(0)
+    assert not waits.done()
+    assert harness.shell.core.state_of(TicketId("late")) == "queued"
+    harness.shell.withdrawn(ev.Withdrawn(TicketId("late"), HolderId(JOB)))
+    with pytest.raises(TicketClosed):
+        await waits
+
+
+def _asks_for(ticket: str, size: float) -> ev.Requested:
+    asked = TicketId(ticket), HolderId(JOB), "lease", "m", types.Need(gib(size))
+    return ev.Requested(*asked, lease=types.LeaseConditions("u", seconds(9), seconds(1)))
+
+
+async def test_notice_comes_with_the_time_that_is_left_and_then_the_end(
+    harness: LeaseServiceHarness,
+) -> None:
+    await harness.call(wait=seconds(3), seen="queued")
+    waiting = asyncio.ensure_future(harness.call(seen="held", wait=seconds(3)))
+    await asyncio.sleep(0)
+    harness.now = 2
+    harness.shell.feed(ev.UnloadAsked(JOB))
+    said = await waiting
+    assert (said.state, said.reason) == ("leaving", "manual")
+    assert said.left is not None and seconds(4) < said.left <= seconds(5)
+    waiting = asyncio.ensure_future(harness.call(seen="leaving", wait=seconds(3)))
+    await asyncio.sleep(0)
+    harness.now = 10
+    harness.shell.feed(ev.TimerFired())
+    assert (await waiting).state == "ended"
+
+
+async def test_refused_lease_raises_its_error_and_leaves_no_session(
+    harness: LeaseServiceHarness,
+) -> None:
+    with pytest.raises(QuotaExceeded):
+        await harness.call(size=100, wait=seconds(3), seen="queued")
+    assert not harness.known and harness.shell.core.state_of(JOB) == "closed"
+
+
+async def test_a_process_that_is_not_there_ends_the_lease(harness: LeaseServiceHarness) -> None:
+    harness.refuse = LeaseRefused("pid", "77 is no process")
+    with pytest.raises(LeaseRefused):
+        await harness.call(wait=seconds(3), seen="queued", pid=77)
+    assert harness.shell.core.state_of(JOB) == "reclaiming"
+
+
+async def test_agent_restart_ends_no_lease_and_its_process_is_adopted_again(
+    harness: LeaseServiceHarness,
+) -> None:
+    harness.refuse = AgentAway("n has no agent")
+    assert (await harness.call(wait=seconds(3), seen="queued", pid=77)).state == "held"
+    harness.refuse = None
+    assert (await harness.call(pid=77)).state == "held" and harness.adopted == [(JOB, 77)]
+
+
+async def test_refused_lease_whose_client_left_is_swept_and_keeps_its_reason(
+    harness: LeaseServiceHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await harness.call(size=100)).state == "queued"
+    for _ in range(3):  # until its task has heard the refusal
+        await asyncio.sleep(0)
+    monkeypatch.setattr("arbiter.server.lease_service.LATE_S", -1.0)
+    harness.service.sweep()
+    assert not harness.known and not harness.shell.holders
+    said = await harness.call()
+    assert said.state == "ended" and said.reason and "it may have" in said.reason
+
+
+async def test_claim_to_hold_bytes_is_believed_only_of_leases_known_before_the_restart() -> None:
+    held = (types.DeviceBytes(CPU, gib(79)),)
+    stranger = LeaseServiceHarness()
+    said = await stranger.call(devices=held, wait=seconds(3), seen="queued")
+    assert said.devices == (types.DeviceBytes(CPU, gib(30)),)
+    known = LeaseServiceHarness(frozenset({HolderId(JOB)}))
+    assert (await known.call(devices=held)).devices == held
+    assert known.shell.core.state_of(JOB) == "resident"
+
+
+async def test_a_term_goes_on_over_a_restart_whatever_its_holder_says_is_left() -> None:
+    before = LeaseServiceHarness()
+    said = await before.call(wait=seconds(3), seen="queued")
+    assert 0 < before.ends[JOB] - time.time() <= 3600
+    after = LeaseServiceHarness(frozenset({HolderId(JOB)}), {JOB: time.time() + 60})
+    assert (await after.call(devices=said.devices)).state == "held"
+    [ticket] = after.shell.core.snapshot(Instant(0)).tickets
+    assert ticket.left is not None and seconds(1) < ticket.left <= seconds(60)
+    after.service.give_back("job", "t")
+    assert after.ends == {}
+
+
+async def test_term_of_a_lease_that_never_rejoins_is_forgotten_when_it_ends() -> None:
+    other, now_s = TicketId("lease:t:other"), time.time()
+    after = LeaseServiceHarness(frozenset({HolderId(JOB)}), {JOB: now_s - 1, other: now_s + 60})
+    after.service.sweep()
+    assert after.ends.keys() == {JOB, other}  # it may be on its way
+    after.now = in_seconds(PLAIN.timeouts.lost)
+    after.read()
+    after.service.sweep()
+    assert after.ends.keys() == {other}
+    late = await after.call(
+        devices=(types.DeviceBytes(CPU, gib(79)),), wait=seconds(3), seen="queued"
+    )
+    assert late.devices == (
+        types.DeviceBytes(CPU, gib(30)),
+    )  # what it says it holds is not believed
+
+
+async def test_leases_with_missed_heartbeats_are_cleaned_up(
+    harness: LeaseServiceHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await harness.call(wait=seconds(3), seen="queued")
+    assert harness.service.clean() == []
+    monkeypatch.setattr("arbiter.server.lease_service.LATE_S", -1.0)
+    assert harness.service.clean() == [JOB]
+    assert harness.shell.core.state_of(JOB) == "reclaiming"
+
+
+async def test_ended_lease_whose_client_left_is_swept(
+    harness: LeaseServiceHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await harness.call(wait=seconds(3), seen="queued")
+    harness.shell.feed(ev.EngineGone(NODE, JOB, True))
+    monkeypatch.setattr("arbiter.server.lease_service.LATE_S", -1.0)
+    harness.service.sweep()
+    assert not harness.known
+
+
+async def test_lease_must_name_its_node_unless_there_is_exactly_one() -> None:
+    harness = LeaseServiceHarness()
+    harness.shell.feed(ev.NodeSeen(NodeId("m"), ()))
+    with pytest.raises(LeaseRefused) as caught:
+        await harness.call()
+    assert caught.value.field == "node"
+
+
+async def test_lease_before_any_node_is_known_gets_arbiter_unavailable() -> None:
+    harness = LeaseServiceHarness()
+    harness.shell.feed(ev.NodeLost(NODE))
+    with pytest.raises(ArbiterUnavailable):
+        await harness.call()

@@ -1,0 +1,65 @@
+"""A node agent is told whose memory a lease is: its own word, or that it said nothing."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+from arbiter.core import types
+from arbiter.errors import AgentAway, LeaseRefused
+from arbiter.protocol.messages import AgentSettings
+from arbiter.server import node_agents
+from arbiter.units import Bytes, DeviceId, NodeId, TicketId
+from tests.support.fake_arbiter import FakeArbiter, never
+
+N, JOB = NodeId("n"), TicketId("lease:t:job")
+GRANTED = (types.DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
+pytestmark = pytest.mark.spec("A15")
+
+
+async def adopted(adopt: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+    made = node_agents.RayAgents(AgentSettings("no.zygote"))
+    made._handles[N] = FakeArbiter(adopt=adopt)
+    await made.adopt(N, JOB, 77, GRANTED)
+
+
+async def test_agent_is_told_the_process_and_devices_of_a_lease() -> None:
+    heard: list[object] = []
+
+    async def adopt(*said: object) -> None:
+        heard.extend(said)
+
+    await adopted(adopt)
+    assert heard == [JOB, 77, GRANTED]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (RayTaskError("adopt", "there", LeaseRefused("pid", "is no process")), LeaseRefused),
+        (RayTaskError("adopt", "there", KeyError("a bug")), AgentAway),
+        (RayActorError(), AgentAway),
+        (ActorUnavailableError("it restarts", None), AgentAway),
+    ],
+    ids=["refused", "failed", "died", "restarts"],
+)
+async def test_lease_ends_only_by_a_refusal_of_the_agent(
+    error: Exception, raised: type[Exception]
+) -> None:
+    async def adopt(*_: object) -> None:
+        raise error
+
+    with pytest.raises(raised):
+        await adopted(adopt)
+
+
+async def test_agent_that_does_not_answer_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_agents, "ADOPT_S", 0.0)
+    with pytest.raises(AgentAway):
+        await adopted(never)
+
+
+async def test_a_node_without_an_agent_is_away() -> None:
+    with pytest.raises(AgentAway):
+        await node_agents.RayAgents(AgentSettings("no.zygote")).adopt(N, JOB, 77, GRANTED)

@@ -1,0 +1,90 @@
+"""What ends the arbiter's process, and what is only an answer."""
+
+import asyncio
+from typing import Any, NoReturn, cast
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.decisions import SetTimer
+from arbiter.errors import CapabilityConflict, LedgerBroken
+from arbiter.protocol import messages
+from arbiter.server.event_log import EventLog
+from arbiter.server.shell import Mailbox, Shell
+from arbiter.units import Epoch, Instant, NodeId, TicketId, seconds
+
+
+class Ended(BaseException):
+    """Stands in for the end of the process."""
+
+
+def end(error: BaseException) -> NoReturn:
+    raise Ended from error
+
+
+class Failing:
+    """A core that raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def handle(self, event: ev.Event, now: int) -> list[Any]:
+        raise self.error
+
+
+class NoAgents:
+    def reap(self, node: NodeId, ticket: TicketId) -> None: ...
+    def probe(self, node: NodeId) -> None: ...
+
+
+def shell(error: BaseException) -> Shell:
+    core = cast(Arbiter, Failing(error))
+    return Shell(core, Epoch(1), NoAgents(), EventLog(Epoch(1)), crash=end)
+
+
+@pytest.mark.spec("A18")
+@pytest.mark.parametrize("bug", [KeyError("a"), ValueError("b"), LedgerBroken("c"), TypeError()])
+def test_error_that_is_no_refusal_ends_the_process(bug: Exception) -> None:
+    with pytest.raises(Ended):
+        shell(bug).feed(ev.TimerFired())
+
+
+@pytest.mark.spec("A18")
+def test_refusal_is_raised_to_its_caller() -> None:
+    with pytest.raises(CapabilityConflict):
+        shell(CapabilityConflict("c", "role")).feed(ev.TimerFired())
+
+
+@pytest.mark.spec("A3")
+async def test_commands_are_repeated_until_they_are_acknowledged() -> None:
+    box = Mailbox()
+    for model in "abc":
+        box.put(messages.ReloadOrder(model))
+    assert [order.sequence for order in await box.after(0, 0)] == [1, 2, 3]
+    assert [order.sequence for order in await box.after(1, 0)] == [2, 3]
+    assert [order.sequence for order in await box.after(1, 0)] == [2, 3]
+    assert await box.after(3, 0) == ()
+
+
+@pytest.mark.spec("A3")
+async def test_shell_has_one_timer_set_to_the_earliest_due_time() -> None:
+    asked = iter([900, 300, 600])
+
+    class Wakes:
+        def handle(self, event: ev.Event, now: int) -> list[Any]:
+            return [SetTimer(Instant(now + seconds(next(asked))))]
+
+        def replica_targets(self, now: int) -> dict[str, int]:
+            return {}
+
+    core = cast(Arbiter, Wakes())
+    made = Shell(core, Epoch(1), NoAgents(), EventLog(Epoch(1)), clock=lambda: Instant(0))
+    loop = asyncio.get_running_loop()
+    due_s = []
+    for _ in range(3):
+        made.feed(ev.TimerFired())
+        assert made._timer is not None
+        due_s.append(round(made._timer.when() - loop.time(), -1))
+    assert due_s == [900, 300, 300]
+    made._timer.cancel()

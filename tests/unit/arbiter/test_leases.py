@@ -1,0 +1,194 @@
+"""The client of a lease: what passes by itself, what is an answer, and how long it goes on."""
+
+import http.client
+import io
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from email.message import Message
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from arbiter import leases
+from arbiter.client import admin
+from arbiter.errors import LeaseRefused, QuotaExceeded
+from arbiter.protocol.lease_schema import LeaseBody
+from tests.support.fake_arbiter import FakeArbiter
+
+HELD = {"state": "held", "devices_bytes": {"n/cpu:0": 1 << 30}, "node": "n"}
+pytestmark = pytest.mark.spec("A15")
+
+
+class ScriptedTransport:
+    """A door that answers as told; `bodies` are what was said through it."""
+
+    def __init__(self, answer: Callable[[int], dict[str, Any]]) -> None:
+        self.answer, self.bodies = answer, []  # type: ignore[var-annotated]
+
+    def put(self, lease: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.bodies.append(body)
+        return self.answer(len(self.bodies))
+
+    def delete(self, lease: str, tenant: str | None) -> None: ...
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def answer(*_: object, **__: object) -> Any:
+        raise error
+
+    return answer
+
+
+def held(answer: Callable[[int], dict[str, Any]]) -> tuple[leases.Lease, ScriptedTransport]:
+    """Acquired; from the second call on the door answers so."""
+    way = ScriptedTransport(lambda n: HELD if n == 1 else answer(n))
+    return leases.ask(1, notice_s=20, way=way).acquire(), way
+
+
+def failure(status: int, body: bytes) -> urllib.error.HTTPError:
+    return urllib.error.HTTPError("http://x", status, "no", Message(), io.BytesIO(body))
+
+
+def refusal(code: str) -> bytes:
+    return json.dumps({"error": {"message": "why", "code": code}}).encode()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        failure(500, b"Internal Server Error"),
+        failure(502, b"<html>"),
+        failure(503, refusal("arbiter_unavailable")),
+        http.client.IncompleteRead(b"{"),
+        http.client.BadStatusLine("x"),
+    ],
+)
+def test_transient_failure_of_a_lease_call_is_retried(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(urllib.request, "urlopen", raising(error))
+    with pytest.raises(ConnectionError):
+        leases.HttpTransport("http://x").put("l", {})
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[1]", b"{}", b'{"state": "he'])
+def test_answer_that_is_not_a_lease_state_is_retried(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(body))
+    with pytest.raises(ConnectionError):
+        leases.HttpTransport("http://x").put("l", {})
+
+
+@pytest.mark.parametrize("code", ["under_pressure", "holder_quarantined", "arbiter_closing"])
+def test_lease_refusal_with_503_is_raised_and_not_retried(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(urllib.request, "urlopen", raising(failure(503, refusal(code))))
+    with pytest.raises(LeaseRefused, match="why"):
+        leases.HttpTransport("http://x").put("l", {})
+
+
+def test_lease_client_without_heartbeats_ends_with_its_notice_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases, "LAPSE_S", 0.0)
+    lease, _ = held(raising(ConnectionError("away")))
+    assert lease.ended.wait(10) and lease.notice.is_set()
+    assert "away" in lease.reason and lease.left_s is not None and 5 < lease.left_s <= 20
+
+
+def test_notice_without_a_time_leaves_the_notice_that_was_agreed() -> None:
+    lease, _ = held(lambda _: {**HELD, "state": "leaving", "reason": "swap", "left_s": None})
+    assert lease.notice.wait(10) and lease.left_s is not None and lease.left_s > 5
+    lease.release()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_heartbeats_that_fail_for_a_bug_end_the_lease_for_all_to_see() -> None:
+    lease, _ = held(raising(KeyError("bug")))
+    assert lease.ended.wait(10) and lease.reason and lease.left_s is not None
+
+
+def test_pid_to_measure_is_sent_before_the_next_heartbeat() -> None:
+    stop = threading.Event()
+
+    def slow(_: int) -> dict[str, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            stop.wait(10)
+        return HELD
+
+    lease, way = held(slow)
+    lease.measure(77)
+    assert [b["wait_s"] for b in way.bodies if b["pid"] == 77] == [0.0]
+    lease.release()
+    stop.set()
+
+
+def test_a_process_that_is_refused_ends_the_lease() -> None:
+    lease, _ = held(raising(LeaseRefused("pid", "77 is no process")))
+    lease.measure(77)
+    assert lease.ended.wait(10) and "no process" in lease.reason
+
+
+def test_lease_heartbeat_repeats_the_rest_of_the_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = leases.ask(1, term_s=100, way=ScriptedTransport(lambda _: HELD))
+    assert lease._said()["term_s"] == 100
+    now = 50.0
+    monkeypatch.setattr(leases.time, "monotonic", lambda: now)
+    lease._hear(HELD)
+    now = 90.0
+    assert lease._said()["term_s"] == 60
+    now = 900.0
+    assert 0 < lease._said()["term_s"] < 1
+
+
+@pytest.mark.parametrize("field", ["term_s", "notice_s", "deadline_s", "wait_s"])
+@pytest.mark.parametrize("value", ["Infinity", "1e400", "1e308", "NaN"])
+def test_a_time_beyond_all_bounds_is_refused_by_name(field: str, value: str) -> None:
+    with pytest.raises(ValidationError, match=field):
+        LeaseBody.model_validate_json(f'{{"bytes": 1, "{field}": {value}}}')
+
+
+def test_a_pid_beyond_the_kernels_is_refused_by_name() -> None:
+    with pytest.raises(ValidationError, match="pid"):
+        LeaseBody.model_validate_json('{"bytes": 1, "pid": 99999999999}')
+
+
+@pytest.mark.parametrize(
+    ("error", "heard"),
+    [
+        (RayTaskError("lease", "far away", QuotaExceeded("t", 1, 2, 2, "bytes")), QuotaExceeded),
+        (RayTaskError("lease", "far away", KeyError("a bug")), ConnectionError),
+        (RayActorError(), ConnectionError),
+        (GetTimeoutError("late"), ConnectionError),
+    ],
+    ids=["refused", "failed", "died", "late"],
+)
+def test_ray_transport_raises_refusals_and_treats_other_errors_as_transient(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, heard: type[Exception]
+) -> None:
+    arbiter = FakeArbiter(lease=sent, end_lease=sent)  # type: ignore[arg-type]
+    monkeypatch.setattr(admin, "find_arbiter", lambda: arbiter)
+    monkeypatch.setattr("ray.get", raising(error))
+    with pytest.raises(heard):
+        leases.RayTransport().put("job", {"bytes": 1})
+    with pytest.raises(heard):
+        leases.RayTransport().delete("job", None)
+
+
+def test_ray_transport_without_an_arbiter_raises_connection_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admin, "find_arbiter", lambda: None)
+    with pytest.raises(ConnectionError):
+        leases.RayTransport().put("job", {"bytes": 1})
+
+
+def sent(*_: object) -> None:
+    """Stands for a reference; `ray.get` is the test's."""

@@ -1,0 +1,256 @@
+"""Adapters behind URLs: from where one may come, and that it comes whole or not at all."""
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from deployments.adapters import fetch, folder_cache
+from deployments.adapters.catalogue import Catalogue, Entry
+from deployments.adapters.fetch import Fetcher, FetchFailed
+from deployments.adapters.safe_files import AdapterInvalid
+from deployments.adapters.store import CheckedAdapters, Store
+from deployments.adapters.validate import Rules
+from deployments.config.url_allowlist import is_allowed, is_prefix, is_public
+from tests.support.adapters import write
+from tests.support.engine_host import until, waits_for_a_lock
+
+SHAPES = {"model.layers.0.self_attn.q_proj": (16, 8)}
+RULES = Rules(SHAPES, max_rank=8)
+PREFIXES = ("memory://ours/", "https://models.example.com/loras/", "http://127.0.0.1")
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Any]:
+    """A good adapter at memory://ours/law/."""
+    system = fsspec.filesystem("memory")
+    good = write(tmp_path / "good", SHAPES)
+    system.put(str(good), "/ours/law", recursive=True)
+    yield system
+    system.rm("/ours", recursive=True)
+
+
+def catalogue(tmp_path: Path, rows: dict[str, Any], urls: tuple[str, ...] = PREFIXES) -> Catalogue:
+    folder = tmp_path / "adapters"
+    folder.mkdir(exist_ok=True)
+    (folder / "remote.json").write_text(json.dumps(rows))
+    return Catalogue({"chat": folder}, urls={"chat": urls}, fetched=tmp_path / "fetched")
+
+
+def found(tmp_path: Path, url: str, urls: tuple[str, ...] = PREFIXES) -> Entry:
+    entry = catalogue(tmp_path, {"law": url}, urls).find("law")
+    assert entry is not None
+    return entry
+
+
+@pytest.mark.spec("F2")
+async def test_fetched_adapter_is_copied_and_checked_as_a_folder_is(
+    tmp_path: Path, memory: Any
+) -> None:
+    row = {"url": "memory://ours/law/", "priority": "high", "pin": True}
+    entry = catalogue(tmp_path, {"law": row}).find("chat:law")
+    assert entry is not None
+    assert (entry.priority, entry.pin, entry.full_name) == ("high", True, "chat:law")
+    fetcher = Fetcher(tmp_path / "fetched", RULES.bounds)
+    await asyncio.gather(*(fetcher.bring(entry) for _ in range(8)))
+    shelf = CheckedAdapters(Store(tmp_path / "store"), RULES)
+    published = await shelf.take(entry)
+    assert (published.path / "adapter_config.json").is_file()
+    memory.pipe("/ours/bad/adapter_config.json", b"{}")
+    memory.pipe("/ours/bad/adapter_model.safetensors", b"x")
+    bad = found(tmp_path, "memory://ours/bad/")
+    await fetcher.bring(bad)
+    with pytest.raises(AdapterInvalid, match="peft_type"):
+        await shelf.take(bad)
+
+
+@pytest.mark.spec("F2")
+async def test_concurrent_requests_for_a_new_adapter_fetch_it_once(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[str] = []
+    copy = Fetcher._copy
+
+    def counted(self: Fetcher, url: str, scratch: Path) -> int:
+        copies.append(url)
+        return copy(self, url, scratch)
+
+    monkeypatch.setattr(Fetcher, "_copy", counted)
+    fetcher = Fetcher(tmp_path / "fetched", RULES.bounds)
+    entry = found(tmp_path, "memory://ours/law/")
+    await asyncio.gather(*(fetcher.bring(entry) for _ in range(8)))
+    assert copies == ["memory://ours/law/"]
+
+
+@pytest.mark.spec("F2", "L2")
+async def test_missing_or_too_large_adapter_is_not_fetched_and_leaves_nothing(
+    tmp_path: Path, memory: Any
+) -> None:
+    fetcher = Fetcher(tmp_path / "fetched", RULES.bounds | {"adapter_model.safetensors": 100})
+    with pytest.raises(FetchFailed, match="larger than 100"):
+        await fetcher.bring(found(tmp_path, "memory://ours/law/"))
+    with pytest.raises(FetchFailed, match="FileNotFound"):
+        await fetcher.bring(found(tmp_path, "memory://ours/none/"))
+    assert [p.name for p in (tmp_path / "fetched").iterdir() if p.name != ".lock"] == []
+
+
+@pytest.mark.spec("F2")
+async def test_a_file_system_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    entry = found(tmp_path, "gdrive://ours/law/", ("gdrive://ours/",))
+    with pytest.raises(FetchFailed, match="ImportError"):
+        await Fetcher(tmp_path / "fetched", RULES.bounds).bring(entry)
+
+
+@pytest.mark.spec("L2")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "memory://ours-too/law/",
+        "memory://ours/../theirs/",
+        "memory://ours/./law/",
+        "memory://ours/%2e%2e/theirs/",
+        "memory://ours/law?x=1",
+        "memory://ours/a::file:///etc/",
+        "simplecache::memory://ours/law/",
+        "file:///etc/",
+        "https://models.example.com@127.0.0.1/loras/",
+        "https://models.example.com/loras/\n",
+        "MEMORY://ours/law/",
+        "",
+    ],
+)
+def test_a_url_outside_the_allow_list_is_refused_before_anything_is_opened(
+    tmp_path: Path, url: str
+) -> None:
+    assert not is_allowed(url, PREFIXES)
+    if url:
+        with pytest.raises(AdapterInvalid, match=r"adapters\.urls"):
+            found(tmp_path, url)
+
+
+@pytest.mark.spec("L2")
+def test_an_allow_list_holds_whole_folders() -> None:
+    assert all(is_prefix(text) for text in ("s3://ours/", "hf://org/name@main/", "file:///srv/"))
+    assert not any(is_prefix(text) for text in ("s3://ours", "ours/", "s3://ours/../", "*", ""))
+
+
+@pytest.mark.spec("L2")
+def test_only_public_addresses_are_public() -> None:
+    private = "127.0.0.1 10.1.2.3 192.168.0.1 169.254.169.254 ::1 fe80::1%eth0 ::ffff:10.0.0.1"
+    assert not any(is_public(address) for address in (*private.split(), "0.0.0.0", "224.0.0.1"))
+    assert is_public("9.9.9.9") and is_public("2620:fe::fe")
+
+
+class Site(BaseHTTPRequestHandler):
+    """Has an adapter, and a page that sends one somewhere else."""
+
+    folder: Path
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        if self.path.startswith("/away/"):
+            self.send_response(302)
+            self.send_header("location", self.path.replace("/away/", "/law/"))
+            self.end_headers()
+            return
+        data = (self.folder / self.path.rpartition("/")[2]).read_bytes()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
+    Site.folder, Site.asked = write(tmp_path / "site", SHAPES), []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.spec("L2", "F2")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433"])
+async def test_a_private_address_is_not_connected_to_however_it_is_written(
+    tmp_path: Path, site: ThreadingHTTPServer, host: str
+) -> None:
+    url = f"http://{host}:{site.server_port}/law/"
+    entry = found(tmp_path, url, (f"http://{host}:{site.server_port}/",))
+    with pytest.raises(FetchFailed):
+        await Fetcher(tmp_path / "fetched", RULES.bounds).bring(entry)
+    assert Site.asked == []
+
+
+@pytest.mark.spec("L2", "F2")
+async def test_a_public_site_is_read_and_not_followed_elsewhere(
+    tmp_path: Path, site: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "is_public", lambda address: True)
+    root = f"http://127.0.0.1:{site.server_port}"
+    fetcher, shelf = (
+        Fetcher(tmp_path / "fetched", RULES.bounds),
+        CheckedAdapters(Store(tmp_path / "s"), RULES),
+    )
+    entry = found(tmp_path, f"{root}/law/", (f"{root}/law/",))
+    await fetcher.bring(entry)
+    assert (await shelf.take(entry)).size_bytes > 0
+    away = found(tmp_path, f"{root}/away/", (f"{root}/away/",))
+    Site.asked.clear()
+    await fetcher.bring(away)
+    with pytest.raises(AdapterInvalid):  # what it got is no adapter
+        await shelf.take(away)
+    assert Site.asked and all(path.startswith("/away/") for path in Site.asked)
+
+
+@pytest.mark.spec("F2")
+def test_a_bad_manifest_says_so_and_hides_no_folder(tmp_path: Path) -> None:
+    made = catalogue(tmp_path, {})
+    write(tmp_path / "adapters" / "own", SHAPES)
+    (tmp_path / "adapters" / "remote.json").write_text("{")
+    assert made.find("own") is not None
+    assert made.names() == ["chat:own"]
+    with pytest.raises(AdapterInvalid, match=r"remote\.json"):
+        made.find("law")
+
+
+@pytest.mark.spec("F2")
+def test_a_tenants_manifest_is_its_own(tmp_path: Path) -> None:
+    made = catalogue(tmp_path, {"law": "memory://ours/law/"})
+    own = tmp_path / "adapters" / "@acme"
+    own.mkdir()
+    (own / "remote.json").write_text(json.dumps({"law": "memory://ours/acme/"}))
+    common, theirs = made.find("law"), made.find("law", "acme")
+    assert common is not None and theirs is not None
+    assert (common.url, theirs.url) == ("memory://ours/law/", "memory://ours/acme/")
+
+
+@pytest.mark.spec("F2")
+def test_concurrent_cleanups_of_the_store_run_one_after_the_other(tmp_path: Path) -> None:
+    """Each sees the store as the other left it; a lock of a file, so processes too."""
+    entered = threading.Event()
+
+    def enter() -> None:
+        with folder_cache.alone(tmp_path):
+            entered.set()
+
+    other = threading.Thread(target=enter)
+    with folder_cache.alone(tmp_path):
+        other.start()
+        until(lambda: waits_for_a_lock(os.getpid()) or entered.is_set(), 10)
+        assert not entered.is_set()
+    other.join(10)
+    assert entered.is_set()

@@ -1,0 +1,200 @@
+"""Only a checked, immutable copy of an adapter reaches an engine."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.adapters.catalogue import Catalogue, Entry
+from deployments.adapters.safe_files import AdapterInvalid
+from deployments.adapters.store import CheckedAdapters, Published, Store
+from deployments.adapters.validate import Rules
+from deployments.config.safetensors_header import linear_shapes, slot_bytes
+from tests.support.adapters import rewrite_header, write
+
+SHAPES = {"layers.0.q_proj": (12, 8), "layers.0.v_proj": (4, 8)}
+RULES = Rules(SHAPES, max_rank=16)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def entry(folder: Path) -> Entry:
+    found = Catalogue({"chat": folder.parent}).find(folder.name)
+    assert found is not None
+    return found
+
+
+@pytest.mark.spec("F2", "L2")
+def test_stored_copy_is_named_by_its_content_and_is_read_only(tmp_path: Path, store: Store) -> None:
+    source = write(tmp_path / "in" / "good", SHAPES)
+    made = store.publish(entry(source), RULES)
+    assert made.path.name == made.digest
+    assert all(file.stat().st_mode & 0o222 == 0 for file in made.path.iterdir())
+    twin = write(tmp_path / "in" / "twin", SHAPES)
+    assert store.publish(entry(twin), RULES) == made
+    write(source, SHAPES, rank=4)
+    other = store.publish(entry(source), RULES)
+    assert other.digest != made.digest and made.path.is_dir()
+    assert not [p for p in made.path.parent.iterdir() if p.name.startswith(".copying")]
+
+
+def damaged(file: str, change: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda folder: change(folder / file)
+
+
+def configured(**fields: Any) -> Callable[[Path], object]:
+    return lambda folder: write(folder, SHAPES, **fields)
+
+
+def headed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    return lambda folder: rewrite_header(folder / "adapter_model.safetensors", change)
+
+
+WEIGHTS = "adapter_model.safetensors"
+FIRST = "base_model.model.layers.0.q_proj.lora_A.weight"
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (damaged(WEIGHTS, Path.unlink), "No such file"),
+    "empty": (damaged(WEIGHTS, lambda f: f.write_bytes(b"")), "not a safetensors file"),
+    "garbage": (damaged(WEIGHTS, lambda f: f.write_bytes(b"\xff" * 500)), "not a safetensors"),
+    "truncated": (damaged(WEIGHTS, lambda f: os.truncate(f, f.stat().st_size - 7)), "of tensors"),
+    "trailing": (damaged(WEIGHTS, lambda f: f.write_bytes(f.read_bytes() + b"x")), "of tensors"),
+    "huge": (damaged(WEIGHTS, lambda f: os.truncate(f, 5 << 20)), "larger than"),
+    "link": (
+        lambda folder: (
+            (folder / WEIGHTS).rename(folder / "elsewhere"),
+            (folder / WEIGHTS).symlink_to(folder / "elsewhere"),
+        ),
+        "symbolic links",
+    ),
+    "a pipe": (
+        lambda folder: ((folder / WEIGHTS).unlink(), os.mkfifo(folder / WEIGHTS)),
+        "not a plain file",
+    ),
+    "rank above the slots'": (configured(rank=32), "rank 32"),
+    "rank not of its tensors": (lambda f: write(f, SHAPES, 32, r=8), "rank 32 is not"),
+    "other method": (configured(peft_type="IA3"), "only LORA"),
+    "dora": (configured(use_dora=True), "use_dora"),
+    "biases": (configured(bias="all"), "biases"),
+    "no alpha": (configured(lora_alpha=None), "lora_alpha"),
+    "infinite alpha": (configured(lora_alpha=float("inf")), "lora_alpha"),
+    "another model's width": (
+        lambda f: write(f, {"layers.0.q_proj": (12, 9)}),
+        "do not fit a weight of",
+    ),
+    "another model's module": (lambda f: write(f, {"layers.7.q_proj": (12, 8)}), "no such module"),
+    "half a pair": (headed(lambda h: h.update(x=h.pop(FIRST))), "no lora_A or lora_B"),
+    "integers": (headed(lambda h: h[FIRST].update(dtype="I32")), "I32"),
+    "overlapping": (headed(lambda h: h[FIRST].update(data_offsets=[0, 8])), "not where"),
+    "negative shape": (headed(lambda h: h[FIRST].update(shape=[-8, -8])), "of shape"),
+}
+
+
+@pytest.mark.spec("F2", "L2", "L3")
+@pytest.mark.parametrize(("spoil", "word"), BAD.values(), ids=BAD.keys())
+def test_a_bad_adapter_is_refused_with_the_reason_and_nothing_is_kept(
+    tmp_path: Path, store: Store, spoil: Callable[[Path], object], word: str
+) -> None:
+    source = write(tmp_path / "in" / "bad", SHAPES)
+    spoil(source)
+    with pytest.raises(AdapterInvalid, match=word):
+        store.publish(entry(source), RULES)
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def linked(path: Path, target: Path) -> None:
+    path.rename(path.with_name("was-here"))
+    path.symlink_to(target)
+
+
+SWAPPED: dict[str, Callable[[Path], object]] = {
+    "its config": lambda folder: linked(folder / "adapter_config.json", folder / "was-here"),
+    "its weights": lambda folder: linked(folder / WEIGHTS, folder / "was-here"),
+    "itself": lambda folder: linked(folder, folder.parent / "was-here"),
+    "its folder": lambda folder: linked(folder.parent, folder.parent.parent / "was-here"),
+}
+
+
+@pytest.mark.spec("F2", "L2")
+@pytest.mark.parametrize("swap", SWAPPED.values(), ids=SWAPPED.keys())
+def test_file_replaced_by_a_link_after_the_lookup_is_not_copied(
+    tmp_path: Path, store: Store, swap: Callable[[Path], object]
+) -> None:
+    found = entry(write(tmp_path / "in" / "good", SHAPES))
+    swap(found.path)
+    with pytest.raises(AdapterInvalid, match=r"symbolic links|Not a directory"):
+        store.publish(found, RULES)
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+class SlowStore(Store):
+    """Copies what is called `cold` when it is allowed to; counts all copies."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.begun, self.allowed, self.copies = threading.Event(), threading.Event(), list[str]()
+
+    def publish(self, entry: Entry, rules: Rules) -> Published:
+        self.copies.append(entry.name)
+        if entry.name == "cold":
+            self.begun.set()
+            assert self.allowed.wait(10)
+        return super().publish(entry, rules)
+
+
+@pytest.mark.spec("F2")
+def test_other_adapters_are_served_while_a_cold_adapter_is_copied(tmp_path: Path) -> None:
+    names = ("warm", "cold", "new")
+    warm, cold, new = (entry(write(tmp_path / "in" / name, SHAPES)) for name in names)
+    store = SlowStore(tmp_path / "store")
+
+    async def story() -> None:
+        shelf = CheckedAdapters(store, RULES)
+        first = await shelf.take(warm)
+        waiting = [asyncio.ensure_future(shelf.take(cold)) for _ in range(3)]
+        assert await asyncio.to_thread(store.begun.wait, 10)
+        try:
+            async with asyncio.timeout(10):
+                assert await shelf.take(warm) == first
+                await shelf.take(new)
+        finally:
+            store.allowed.set()
+        assert len({made.digest for made in await asyncio.gather(*waiting)}) == 1
+
+    asyncio.run(story())
+    assert sorted(store.copies) == ["cold", "new", "warm"], "each copied once"
+
+
+@pytest.mark.spec("F2")
+def test_longest_unused_adapters_make_room_in_the_store(tmp_path: Path) -> None:
+    folders = [write(tmp_path / "in" / f"a{rank}", SHAPES, rank) for rank in (4, 5, 6)]
+    size = (folders[2] / WEIGHTS).stat().st_size
+    store = Store(tmp_path / "store", max_bytes=2 * size)
+    first, second = (store.publish(entry(f), RULES) for f in folders[:2])
+    os.utime(first.path, ns=(2, 2))
+    os.utime(second.path, ns=(1, 1))
+    third = store.publish(entry(folders[2]), RULES)
+    assert first.path.is_dir() and third.path.is_dir() and not second.path.exists()
+
+
+@pytest.mark.spec("F2")
+def test_a_slot_costs_both_matrices_of_every_module_at_the_largest_rank() -> None:
+    """Llama 3.1 8B at rank 16: 80 MiB for the layers, 8 for embedding and head."""
+    layer = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096),
+             "gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)}  # fmt: skip
+    layers = {f"{n}.{name}": shape for n in range(32) for name, shape in layer.items()}
+    assert slot_bytes(layers, 16) == 80 << 20
+    both = layers | {"embed": (128256, 4096), "head": (128256, 4096)}
+    assert slot_bytes(both, 64) == (320 << 20) + 2 * 64 * 2 * (128256 + 4096)
+
+
+def test_modules_are_read_from_the_base_models_headers(tmp_path: Path) -> None:
+    write(tmp_path, {"layers.0.q_proj": (12, 8)})
+    found = linear_shapes(tmp_path)
+    assert found["base_model.model.layers.0.q_proj.lora_A"] == (8, 8)

@@ -1,0 +1,179 @@
+"""A wrong key is named and nothing starts."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from arbiter.units import GIB, MIB, seconds
+from deployments.config.fields import parse_size
+from deployments.config.schema import ConfigError, check_file, parse_table
+
+SHIPPED = Path(__file__).parents[4] / "serve_config.yaml"
+
+
+def shipped() -> dict[str, Any]:
+    return copy.deepcopy(yaml.safe_load(SHIPPED.read_text()))
+
+
+def front_table(config: dict[str, Any]) -> dict[str, Any]:
+    return config["applications"][0]["deployments"][0]["user_config"]
+
+
+def refused(config: dict[str, Any], tmp_path: Path) -> str:
+    file = tmp_path / "serve_config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigError) as caught:
+        check_file(file)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("300 MiB", 300 * MIB), ("1.5GiB", 3 * GIB // 2), ("7 KB", 7_000), (12, 12)]
+)
+def test_sizes_are_read_with_their_units(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["300", "-1 MiB", "many", True, None, 1.5, "9" * 400 + " GiB", "2000000 TiB", 10**400]
+)
+def test_a_size_without_a_unit_is_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+
+
+def test_the_shipped_configuration_is_good() -> None:
+    table = check_file(SHIPPED)
+    homes = {"small-chat": "chat", "tiny-chat": "chat", "all-minilm-l6-v2": "embedding"}
+    assert table.homes == homes
+    assert {c.name for c in table.as_event().capabilities} == {"chat", "embedding"}
+
+
+@pytest.mark.parametrize(
+    "path", [("arbiter",), ("arbiter", "arenas"), ("capabilities", "chat")], ids=".".join
+)
+def test_an_unknown_key_in_the_table_is_named(path: tuple[str, ...], tmp_path: Path) -> None:
+    config = shipped()
+    place = front_table(config)
+    for part in path:
+        place = place[part]
+    place["ceiling"] = 1
+    message = refused(config, tmp_path)
+    assert ".".join((*path, "ceiling")) in message
+
+
+def test_a_key_that_serve_would_drop_in_silence_is_named(tmp_path: Path) -> None:
+    config = shipped()
+    config["applications"][1]["deployments"][0]["max_ongoing_request"] = 5
+    assert "'max_ongoing_request'" in refused(config, tmp_path)
+
+
+def test_an_unknown_top_level_key_is_named(tmp_path: Path) -> None:
+    assert "'http_option'" in refused(shipped() | {"http_option": {}}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("role", "painter", "no role 'painter'"),
+        ("models", {}, "at least 1 item"),
+        ("models", {"../etc": {"source": "x"}}, "model name"),
+        ("keep_warm_s", -2, "greater than or equal to -1"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(
+    key: str, value: object, says: str, tmp_path: Path
+) -> None:
+    config = shipped()
+    front_table(config)["capabilities"]["chat"][key] = value
+    message = refused(config, tmp_path)
+    assert f"capabilities.chat.{key}" in message
+    assert says in message
+
+
+def test_an_unknown_policy_is_named_with_those_there_are(tmp_path: Path) -> None:
+    config = shipped()
+    front_table(config)["arbiter"]["evict"] = "random"
+    assert "priority_lru" in refused(config, tmp_path)
+
+
+@pytest.mark.spec("C10")
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"tenants": {"t": {"maximum": 5, "reserved": 6}}}, "arbiter.tenants.t.reserved"),
+        ({"tenants": {"t": {"share": 0}}}, "arbiter.tenants.t.share"),
+        ({"host_marks": {"high": 0.5}}, "low, 0.8, is above high, 0.5"),
+        ({"device_marks": {"low": 0.95}}, "low, 0.95, is above high, 0.9"),
+        ({"arenas": {"cpu": "9" * 400 + " GiB"}}, "arbiter.arenas.cpu"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_a_limit_that_makes_no_sense_is_refused_by_its_name(
+    wrong: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    config = shipped()
+    front_table(config)["arbiter"].update(wrong)
+    assert named in refused(config, tmp_path)
+
+
+def test_model_belongs_to_one_capability(tmp_path: Path) -> None:
+    config = shipped()
+    capabilities = front_table(config)["capabilities"]
+    capabilities["embedding"]["models"]["tiny-chat"] = {"source": "made:tiny-chat"}
+    assert "'tiny-chat' is in both" in refused(config, tmp_path)
+
+
+def test_a_capability_without_an_application_is_named(tmp_path: Path) -> None:
+    config = shipped()
+    del config["applications"][2]
+    assert "'embedding' has no application" in refused(config, tmp_path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        check_file(tmp_path / "absent.yaml")
+
+
+@pytest.mark.spec("C8")
+def test_keep_warm_is_the_models_else_the_capabilitys_else_the_roles() -> None:
+    def keep_warm(capability: dict[str, float], model: dict[str, float]) -> int:
+        models = {"m": {"source": "x", **model}}
+        raw = {"chat": {"role": "text", "engine": "vllm", "models": models, **capability}}
+        [spec] = parse_table({"capabilities": raw}).as_event().capabilities
+        return spec.models[0].keep_warm
+
+    assert keep_warm({}, {}) == seconds(300)
+    assert keep_warm({"keep_warm_s": 5}, {}) == seconds(5)
+    assert keep_warm({"keep_warm_s": 5}, {"keep_warm_s": -1}) == seconds(-1)
+
+
+@pytest.mark.parametrize("value", ["inf", "1e308"])
+@pytest.mark.parametrize("field", ["load_timeout_s", "bypass_s", "lease_term_most_s"])
+def test_a_time_that_does_not_fit_is_refused_by_name(field: str, value: str) -> None:
+    models = {"m": {"source": "x"}}
+    chat = {"role": "text", "engine": "vllm", "models": models}
+    with pytest.raises(ConfigError, match=field):
+        parse_table({"arbiter": {field: float(value)}, "capabilities": {"chat": chat}})
+
+
+@pytest.mark.parametrize("arguments", ["engine_args", "grow_to"])
+@pytest.mark.parametrize("size", ["100 megs", None, 1.5e9])
+def test_an_engine_argument_that_is_no_size_is_named_before_anything_loads(
+    arguments: str, size: object
+) -> None:
+    models = {"m": {"source": "x", arguments: {"kv_cache_memory_bytes": size}}}
+    chat = {"role": "text", "engine": "vllm", "models": models}
+    with pytest.raises(ConfigError, match=rf"{arguments}.*kv_cache_memory_bytes.*is not a size"):
+        parse_table({"capabilities": {"chat": chat}})
+
+
+@pytest.mark.parametrize("tokens", ["32k", None, 0, True, 1.5])
+def test_a_context_to_grow_to_is_a_number_of_tokens(tokens: object) -> None:
+    models = {"m": {"source": "x", "grow_to": {"max_model_len": tokens}}}
+    chat = {"role": "text", "engine": "vllm", "models": models}
+    with pytest.raises(ConfigError, match=r"grow_to.*max_model_len.*is not a number of tokens"):
+        parse_table({"capabilities": {"chat": chat}})

@@ -1,0 +1,57 @@
+"""What readiness says of a capability, from the arbiter's state."""
+
+from typing import Any
+
+import pytest
+
+from arbiter.errors import ArbiterUnavailable
+from deployments.config.schema import parse_table
+from deployments.front import arbiter_gateway
+
+MODELS = {"models": {"a": {"source": "x"}, "b": {"source": "x"}}}
+TABLE = parse_table({"capabilities": {"chat": {"role": "text", "engine": "m:f", **MODELS}}})
+COLD = [{"capability": "chat", "model": "a", "cause": "no such file"}]
+
+
+def state(failed: bool = False, **models: str) -> dict[str, Any]:
+    tickets = [{"capability": "chat", "model": m, "state": s} for m, s in models.items()]
+    tickets.append({"capability": "other", "model": "c", "state": "resident"})
+    return {"tickets": tickets, "cooldowns": COLD if failed else []}
+
+
+@pytest.mark.spec("J9")
+@pytest.mark.parametrize(
+    ("now", "word"),
+    [
+        (state(), "scaled_to_zero"),
+        (state(a="queued"), "loading"),
+        (state(a="loading"), "loading"),
+        (state(a="loading", b="resident"), "ready"),
+        (state(a="draining"), "ready"),
+        (state(a="asleep"), "ready"),
+        (state(a="loading", b="asleep"), "loading"),
+        (state(a="reclaiming"), "scaled_to_zero"),
+        (state(failed=True), "failed"),
+        (state(failed=True, b="resident"), "ready"),
+    ],
+)
+async def test_readiness_gives_one_state_per_capability(
+    now: dict[str, Any], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(method: str, *args: object, within_s: float = 0) -> dict[str, Any]:
+        return now
+
+    monkeypatch.setattr(arbiter_gateway, "call_arbiter", answers)
+    report = (await arbiter_gateway.readiness(TABLE))["chat"]
+    assert report["state"] == word
+    assert report.get("cause") == ("no such file" if now["cooldowns"] else None)
+
+
+@pytest.mark.spec("J9", "A18")
+async def test_readiness_without_an_arbiter_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away(method: str, *args: object, within_s: float = 0) -> None:
+        raise ArbiterUnavailable(within_s)
+
+    monkeypatch.setattr(arbiter_gateway, "call_arbiter", away)
+    with pytest.raises(ArbiterUnavailable):
+        await arbiter_gateway.readiness(TABLE)

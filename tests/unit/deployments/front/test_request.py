@@ -1,0 +1,274 @@
+"""What a client writes, and what its engine is sent: extension fields out, defaults in."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from fastapi import Request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arbiter.core.types import Priority
+from arbiter.errors import UnknownModel
+from deployments import messages
+from deployments.config.schema import Table, parse_table
+from deployments.front.model_names import ModelNames
+from deployments.front.request import BadRequest, ParsedRequest, call_of, read
+from deployments.front.routes import leases, residency
+from deployments.front.schemas import PRIVATE
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "x"}]
+PLAIN = {"model": "tiny", "messages": HELLO}
+
+
+def table(model: dict[str, Any] | None = None, **front: Any) -> Table:
+    models = {"tiny": {"source": "x", **(model or {})}, "other": {"source": "y"}}
+    chat = {"role": "text", "engine": "vllm", "models": models}
+    return parse_table({"front": front, "capabilities": {"chat": chat}})
+
+
+def request(body: bytes, headers: dict[str, str] | None = None, path: str = CHAT) -> Request:
+    raw = [(k.encode(), v.encode("latin-1", "ignore")) for k, v in (headers or {}).items()]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
+    return Request(scope | {"server": ("localhost", 8000), "scheme": "http"}, receive)
+
+
+async def test_a_body_without_end_is_read_no_further_than_its_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_bytes = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal read_bytes
+        read_bytes += 4096
+        assert read_bytes < 1 << 20, "it is read without end"
+        return {"type": "http.request", "body": b" " * 4096, "more_body": True}
+
+    endless = Request({"type": "http", "method": "PUT", "path": "/", "headers": []}, receive)
+    monkeypatch.setattr(leases, "the_gate", Mock)
+    answer = await leases.hear(endless, "mine")
+    assert answer.status_code == 413
+    endless = Request({"type": "http", "method": "PUT", "path": "/", "headers": []}, receive)
+    with pytest.raises(BadRequest):
+        await residency.read_body(endless, residency.PressureBody)
+    assert read_bytes <= 2 * (leases.MOST_BYTES + 4096)
+
+
+async def asked(
+    body: dict[str, Any], headers: dict[str, str] | None = None, of: Table | None = None
+) -> ParsedRequest:
+    profiles = (of or table()).front.profiles
+    return await read(request(json.dumps(body).encode(), headers), profiles)
+
+
+async def call(
+    body: dict[str, Any],
+    headers: dict[str, str] | None = None,
+    of: Table | None = None,
+    tenant: str = "default",
+) -> tuple[messages.InferenceCall, dict[str, Any]]:
+    of = of or table()
+    it = await asked(body, headers, of)
+    target = ModelNames(of).find(it.model, tenant)
+    made = call_of(it, target, of.capabilities["chat"].models[target.model], tenant)
+    return made, json.loads(made.body)
+
+
+async def refused(body: dict[str, Any], headers: dict[str, str] | None = None) -> str | None:
+    with pytest.raises(BadRequest) as caught:
+        await asked(body, headers)
+    assert caught.value.response.status_code == 400
+    error = json.loads(bytes(caught.value.response.body))["error"]
+    assert error["param"] in error["message"]
+    param: str | None = error["param"]
+    return param
+
+
+@pytest.mark.spec("J2")
+async def test_extension_fields_are_read_and_do_not_reach_the_engine() -> None:
+    said = {
+        "x_priority": "low", "x_deadline_s": 2.5, "x_stay_warm": 30, "x_conversation_id": "c-1",
+        "x_client_id": "me", "x_else": 1,
+    }  # fmt: skip
+    made, body = await call(PLAIN | said)
+    assert (made.priority, made.deadline_s, made.stay_warm_s) == (Priority.LOW, 2.5, 30.0)
+    assert made.conversation_id == "c-1"
+    assert body == PLAIN
+
+
+@pytest.mark.spec("J2")
+async def test_an_extension_may_be_a_header_and_the_body_wins() -> None:
+    headers = {"x-priority": "batch", "x-deadline-s": "9", "x-stay-warm": "true"}
+    made, _ = await call(PLAIN | {"x_deadline_s": 1}, headers)
+    assert (made.priority, made.deadline_s, made.stay_warm_s) == (Priority.BATCH, 1.0, 600.0)
+    made, _ = await call(PLAIN, {"x-stay-warm": "1"})
+    assert made.stay_warm_s == 1.0
+    assert await refused(PLAIN, {"x-priority": "extreme"}) == "x_priority"
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("x_priority", 1), ("x_deadline_s", -1), ("x_deadline_s", float("nan")),
+        ("x_deadline_s", 1e9), ("x_stay_warm", "for ever"), ("x_stay_warm", 1e6),
+        ("x_client_id", "a b"), ("x_client_id", ""), ("x_conversation_id", "x" * 129),
+        ("x_conversation_id", {}), ("model", "m" * 301), ("model", ""), ("model", None),
+        ("messages", []), ("messages", "hello"), ("messages", [1]), ("n", 0), ("n", 129),
+        ("stream", "perhaps"), ("tools", [{}] * 129), ("stop", ["x"] * 17), ("top_logprobs", 21),
+        ("temperature", "hot"), ("stream_options", 1), ("seed", 1.5),
+    ],
+)  # fmt: skip
+async def test_a_wrong_field_is_named_before_anything_is_loaded(field: str, value: Any) -> None:
+    assert await refused(PLAIN | {field: value}) == field
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize("field", sorted(PRIVATE))
+async def test_fields_that_act_on_the_engine_are_refused(field: str) -> None:
+    assert await refused(PLAIN | {field: "x"}) == field
+
+
+async def test_body_that_needs_no_change_is_forwarded_unchanged() -> None:
+    raw = b'{"model":  "tiny", "messages": [{"role": "user", "content": "x"}]}'
+    it = await read(request(raw), {})
+    made = call_of(
+        it,
+        ModelNames(table()).find("tiny", ""),
+        table().capabilities["chat"].models["tiny"],
+        "default",
+    )
+    assert made.body == raw
+
+
+@pytest.mark.spec("J6")
+async def test_a_profile_gives_names_and_defaults_to_clients_that_ask_for_it() -> None:
+    profile = {
+        "aliases": {"gpt-4o": "tiny"}, "defaults": {"temperature": 0.1, "max_tokens": 5},
+        "priority": "low", "deadline_s": 7, "stay_warm_s": 3,
+    }  # fmt: skip
+    of = table({"defaults": {"max_tokens": 50, "top_p": 0.9}}, profiles={"editor": profile})
+    mine = {"model": "gpt-4o", "messages": HELLO, "x_client_id": "editor", "temperature": 1}
+    made, body = await call(mine, of=of)
+    assert (made.model, made.priority, made.deadline_s) == ("tiny", Priority.LOW, 7.0)
+    assert body == PLAIN | {"temperature": 1, "max_tokens": 5, "top_p": 0.9}
+    made, _ = await call(mine | {"x_priority": "batch", "x_deadline_s": 1}, of=of)
+    assert (made.priority, made.deadline_s) == (Priority.BATCH, 1.0)
+    with pytest.raises(UnknownModel):
+        await call({"model": "gpt-4o", "messages": HELLO}, of=of)
+
+
+@pytest.mark.spec("J6")
+async def test_thinking_is_the_manifests_unless_the_request_says_so() -> None:
+    of = table({"thinking": False})
+    _, body = await call(PLAIN, of=of)
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    _, body = await call(PLAIN | {"chat_template_kwargs": {"enable_thinking": True}}, of=of)
+    assert body["chat_template_kwargs"] == {"enable_thinking": True}
+
+
+@pytest.mark.spec("L1")
+async def test_prompts_of_a_tenant_are_cached_apart_and_no_header_names_the_tenant() -> None:
+    made, body = await call(PLAIN, {messages.TENANT_HEADER: "victim"}, tenant="acme")
+    assert body["cache_salt"] == "acme"
+    assert made.headers[messages.TENANT_HEADER] == "acme"
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def with_adapters(folder: Path, *names: str) -> Table:
+    for name in names:
+        place = folder / name
+        place.mkdir(parents=True)
+        (place / "adapter_config.json").write_text('{"r": 8}')
+        (place / "adapter_model.safetensors").write_bytes(b"")
+    return table({"adapters": {"folder": str(folder)}})
+
+
+@pytest.mark.spec("F2")
+def test_an_adapter_is_found_by_full_and_by_bare_name(tmp_path: Path) -> None:
+    names = ModelNames(with_adapters(tmp_path, "law"))
+    for name in ("law", "tiny:law"):
+        target = names.find(name, "acme")
+        assert (target.model, target.served, target.capability) == ("tiny", "tiny:law", "chat")
+    assert names.visible("acme") == ["other", "tiny", "tiny:law"]
+
+
+@pytest.mark.spec("F2", "L1")
+def test_an_adapter_of_another_tenant_is_not_there(tmp_path: Path) -> None:
+    names = ModelNames(with_adapters(tmp_path, "@acme/secret"))
+    assert names.find("secret", "acme").served == "tiny:secret"
+    assert "tiny:secret" not in names.visible("evil")
+    for name in ("secret", "tiny:secret", "@acme/secret", "tiny:@acme/secret", "secre"):
+        with pytest.raises(UnknownModel) as caught:
+            names.find(name, "evil")
+        assert "secret'" not in str(caught.value).replace(repr(name), "")
+        assert not any("secret" in known for known in caught.value.known)
+
+
+@pytest.mark.spec("L3")
+def test_a_near_miss_is_offered_among_thousands(tmp_path: Path) -> None:
+    names = ModelNames(with_adapters(tmp_path, *(f"adapter-{n:04}" for n in range(300))))
+    with pytest.raises(UnknownModel) as caught:
+        names.find("adapter-01234", "")
+    assert "or adapter-0123?" in str(caught.value)
+    assert len(str(caught.value)) < 1_000
+    with pytest.raises(UnknownModel, match="did you mean tiny"):
+        names.find("tinny", "")
+
+
+@settings(max_examples=200)
+@given(st.text(max_size=60))
+def test_no_name_leaves_its_folder_or_breaks_the_front(name: str) -> None:
+    names = ModelNames(table({"adapters": {"folder": "/proc"}}))
+    if name not in ("tiny", "other"):
+        with pytest.raises(UnknownModel):
+            names.find(name, name)
+
+
+# -- whatever a client may send -------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(["model", "messages", "n", "stop", "stream", "x_priority", "x_stay_warm"])
+HEADERS = st.dictionaries(
+    st.sampled_from(["x-priority", "x-deadline-s", "x-stay-warm", "x-client-id", "x-request-id",
+                     "content-length", "content-type"]),
+    st.text(max_size=30),
+)  # fmt: skip
+
+
+@pytest.mark.spec("L3")
+@given(st.dictionaries(FIELDS, JSON), HEADERS)
+async def test_any_body_and_headers_are_understood_or_refused_by_name(
+    body: dict[str, Any], headers: dict[str, str]
+) -> None:
+    try:
+        it = await read(request(json.dumps(PLAIN | body).encode(), headers), {})
+    except BadRequest as error:
+        assert error.response.status_code in (400, 413)
+        return
+    target = ModelNames(table()).find("tiny", "")
+    made = call_of(it, target, table().capabilities["chat"].models["tiny"], "default")
+    assert made.request_id.isprintable()
+    assert not [name for name in json.loads(made.body) if name.startswith("x_")]
+
+
+@pytest.mark.spec("L3")
+@given(st.binary(max_size=200))
+async def test_any_bytes_are_refused(raw: bytes) -> None:
+    with pytest.raises(BadRequest):
+        await read(request(raw), {})

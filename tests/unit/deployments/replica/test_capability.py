@@ -1,0 +1,158 @@
+"""What a replica lets out when its engine dies: an error where nothing useful was sent, the last
+event of a stream where something was.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from types import TracebackType
+
+import pytest
+
+from arbiter.errors import EngineLost, TicketClosed
+from arbiter.units import TicketId
+from deployments import messages
+from deployments.engines.protocol import COULD_GROW
+from deployments.replica.capability import Capability
+from deployments.replica.stream_batching import StreamBatching
+
+JSON = messages.ResponseHead(200, {"content-type": "application/json"})
+SSE = messages.ResponseHead(200, {"content-type": "text/event-stream; charset=utf-8"})
+LOST = EngineLost("m", TicketId("t"))
+CALL = messages.InferenceCall("/v1/thing", b"{}", {}, "req-1", "m")
+
+
+class DyingEngine:
+    """Sends a head and one piece, then is gone. Stands for a Residency and its Use."""
+
+    ticket, predicted_s = TicketId("t"), 0.0
+
+    def __init__(self, head: messages.ResponseHead) -> None:
+        self.head = head
+
+    def use(self, model: str, **how: object) -> "DyingEngine":
+        return self
+
+    async def __aenter__(self) -> "DyingEngine":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        return None
+
+    async def stream(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> AsyncGenerator[messages.ResponseHead | bytes, None]:
+        yield self.head
+        yield b"data: 1\n\n"
+        raise LOST
+
+
+class ExampleCapability(Capability):
+    paths = frozenset({"/v1/thing"})
+
+    def __init__(self, engine: "DyingEngine") -> None:
+        self._pace = StreamBatching()
+        self._residency = engine  # type: ignore[assignment]
+
+    def __del__(self) -> None:  # type: ignore[override]
+        """Nothing was started."""
+
+
+async def test_error_within_a_stream_is_its_last_event() -> None:
+    head, first, last = [part async for part in ExampleCapability(DyingEngine(SSE)).handle(CALL)]
+    assert (head, first) == (SSE, b"data: 1\n\n")
+    assert isinstance(last, bytes)
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_lost"
+
+
+async def test_error_outside_a_stream_is_raised_for_the_front_to_retry() -> None:
+    got: list[messages.Part] = []
+    with pytest.raises(EngineLost):
+        async for part in ExampleCapability(DyingEngine(JSON)).handle(CALL):
+            got.append(part)
+    assert got == []
+
+
+async def test_a_path_of_another_capability_is_named() -> None:
+    other = messages.InferenceCall("/v1/other", b"{}", {}, "req-1", "m")
+    [said] = [part async for part in ExampleCapability(DyingEngine(JSON)).handle(other)]
+    assert isinstance(said, messages.FullResponse)
+    assert said.head.status == 404
+    assert b"/v1/thing" in said.body
+
+
+class ShortEngine(DyingEngine):
+    """Says that it could do with more, until it has grown; each growth ends as the test has it."""
+
+    def __init__(self, *growths: Exception | asyncio.Event | None) -> None:
+        super().__init__(messages.ResponseHead(400, JSON.headers | {COULD_GROW: "context"}))
+        self.growths, self.deadlines_s = list(growths), []  # type: ignore[var-annotated]
+
+    def use(self, model: str, **how: object) -> "ShortEngine":
+        self.deadlines_s.append(how["deadline_s"])
+        return self
+
+    async def stream(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> AsyncGenerator[messages.ResponseHead | bytes, None]:
+        yield self.head
+        yield b"{}"
+
+    async def grow(self, model: str) -> None:
+        end = self.growths.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        if end is not None:
+            await end.wait()
+        self.head = JSON
+
+
+async def whole(engine: ShortEngine, call: messages.InferenceCall = CALL) -> messages.FullResponse:
+    [said] = [part async for part in ExampleCapability(engine).handle(call)]
+    assert isinstance(said, messages.FullResponse)
+    return said
+
+
+@pytest.mark.spec("A14")
+async def test_a_growth_that_met_a_revoke_is_tried_again() -> None:
+    engine = ShortEngine(TicketClosed(TicketId("t")), None)
+    assert (await whole(engine)).head.status == 200 and not engine.growths
+
+
+@pytest.mark.spec("A14")
+async def test_a_growth_that_meets_one_revoke_after_the_other_is_given_up() -> None:
+    engine = ShortEngine(*[TicketClosed(TicketId("t"))] * 9)
+    said = await whole(engine)
+    assert json.loads(said.body)["error"]["code"] == "ticket_closed"
+    assert len(engine.growths) == 7
+
+
+@pytest.mark.spec("A21")
+async def test_a_deadline_holds_while_the_model_grows() -> None:
+    engine = ShortEngine(asyncio.Event())
+    async with asyncio.timeout(5):
+        said = await whole(engine, replace(CALL, deadline_s=0.01))
+    assert json.loads(said.body)["error"]["code"] == "deadline_unmet"
+    assert said.head.status == 503
+
+
+@pytest.mark.spec("A21")
+async def test_retry_gets_the_rest_of_the_deadline() -> None:
+    engine = ShortEngine(None)
+    await whole(engine, replace(CALL, deadline_s=30))
+    first_s, second_s = engine.deadlines_s
+    assert 30 >= first_s > second_s > 20
+
+
+async def test_could_grow_header_does_not_reach_the_client() -> None:
+    engine = ShortEngine()
+
+    async def stays_small(model: str) -> None:
+        """It gave back at once, or somebody else took its place."""
+
+    engine.grow = stays_small  # type: ignore[method-assign]
+    said = await whole(engine)
+    assert said.head.status == 400 and COULD_GROW not in said.head.headers

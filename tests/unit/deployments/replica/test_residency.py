@@ -1,0 +1,633 @@
+"""The life of a model on one holder, against a scripted arbiter and a real unix socket."""
+
+import asyncio
+import contextvars
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from arbiter.client.request_log import RequestLog
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Reason, Tier
+from arbiter.errors import (
+    DeadlineUnmet,
+    EngineLost,
+    LoadFailed,
+    ModelCoolingDown,
+    NeverFits,
+    TicketClosed,
+)
+from arbiter.protocol import messages
+from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Span, TicketId, seconds
+from deployments.config import load_plan
+from deployments.config.load_plan import ModelPlan, Plans, plan
+from deployments.replica.engine_client import EngineLink, LoadRefused
+from deployments.replica.held_model import HolderState
+from deployments.replica.residency import Residency
+
+MODEL = {"source": "x", "need": {"weights": 5, "host": 5}}
+TABLE: Any = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": MODEL}}}}
+ON = (types.DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
+
+
+class Engine:
+    """The child's side: control routes and one slow answer."""
+
+    def __init__(self) -> None:
+        self.loaded, self.answer, self.dead = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.acts: list[str] = []
+        self.verified, self.asked_if_ready = True, False
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/control/lifeline":
+            response, dead = web.StreamResponse(), self.dead
+            await response.prepare(request)
+            await dead.wait()
+            assert request.transport is not None
+            request.transport.close()
+            return response
+        if request.path == "/control/ready":
+            self.asked_if_ready = True
+            await self.loaded.wait()
+            return web.json_response({"load_seconds": 0.0})
+        self.acts.append(request.path)
+        if request.path.startswith("/control/"):
+            return web.json_response({"seconds": 0.0, "verified": self.verified})
+        await self.answer.wait()
+        return web.Response(body=b"answer")
+
+
+class Arbiter:
+    """Stands where HolderClient does: grants at once, notes what is told."""
+
+    away_s = 0.0
+
+    def __init__(self, path: str) -> None:
+        self.path, self.asked, self.told = path, [], []  # type: ignore[var-annotated]
+        self.runs = RequestLog()
+
+    async def joined(self) -> None: ...
+    async def quiet(self, within_s: float) -> None: ...
+    async def close(self) -> None: ...
+
+    async def acquire(self, requested: ev.Requested) -> messages.Granted:
+        self.asked.append(requested.ticket)
+        return messages.Granted(requested.ticket, ON, seconds(5), Span(0), Epoch(1))
+
+    async def spawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> str:
+        return self.path
+
+    def tell(self, event: ev.Event) -> None:
+        self.told.append(event)
+
+    def kinds(self) -> list[str]:
+        return [type(event).__name__ for event in self.told]
+
+
+@asynccontextmanager
+async def holder(loaded: bool = True) -> AsyncIterator[tuple[Any, Arbiter, Engine]]:
+    engine = Engine()
+    if loaded:
+        engine.loaded.set()
+    application = web.Application()
+    application.router.add_route("*", "/{rest:.*}", engine.serve)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "s")
+        await web.UnixSite(runner, path).start()
+        arbiter = Arbiter(path)
+        residency: Any = Residency("c", HolderId("h"))
+        residency._client = arbiter
+        residency._obey(messages.ConfigChanged(TABLE))
+        try:
+            yield residency, arbiter, engine
+        finally:
+            await residency.close()
+            engine.dead.set()
+            engine.answer.set()
+            await runner.cleanup()
+
+
+def revoke(residency: Any, reason: Reason, to: Tier = Tier.GONE, barrier_s: float = 5) -> None:
+    ticket = residency.slots["a"].ticket
+    residency._obey(messages.RevokeOrder(ticket, reason, to, seconds(barrier_s)))
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def use(residency: Any) -> TicketId:
+    async with residency.use("a") as engine:
+        return TicketId(engine.ticket)
+
+
+@pytest.mark.spec("A4")
+async def test_concurrent_uses_share_one_load() -> None:
+    async with holder(loaded=False) as (residency, arbiter, engine):
+        uses = [asyncio.ensure_future(use(residency)) for _ in range(20)]
+        await until(lambda: residency.slots.get("a") and len(residency.slots["a"].waiters) == 20)
+        engine.loaded.set()
+        assert len(set(await asyncio.gather(*uses))) == 1
+        assert len(arbiter.asked) == 1
+
+
+@pytest.mark.spec("A5")
+async def test_a_revoke_between_the_load_and_its_first_use_finds_the_model_in_use() -> None:
+    async with holder(loaded=False) as (residency, arbiter, engine):
+        waiting = asyncio.ensure_future(use(residency))
+        await until(lambda: residency.slots.get("a") and residency.slots["a"].waiters)
+        slot, admit = residency.slots["a"], residency._resident
+
+        def and_revoke(slot: Any, took_s: float) -> None:
+            admit(slot, took_s)
+            revoke(residency, Reason.IDLE)
+
+        residency._resident = and_revoke
+        engine.loaded.set()
+        assert await waiting == slot.ticket
+        assert "Busy" in arbiter.kinds()
+
+
+@pytest.mark.spec("A6", "A9")
+async def test_a_pressure_revoke_of_a_busy_model_is_refused_and_of_an_idle_one_obeyed() -> None:
+    async with holder() as (residency, arbiter, _):
+        async with residency.use("a"):
+            revoke(residency, Reason.PRESSURE)
+            assert arbiter.kinds()[-1] == "Busy"
+        revoke(residency, Reason.PRESSURE)
+        await until(lambda: "a" not in residency.slots)
+        assert arbiter.told[-1] == ev.Released(arbiter.asked[0], "pressure")
+
+
+@pytest.mark.spec("A9")
+async def test_a_swap_waits_for_what_is_in_flight_and_new_requests_get_a_new_ticket() -> None:
+    async with holder() as (residency, arbiter, _):
+        async with residency.use("a"):
+            revoke(residency, Reason.SWAP)
+            late = asyncio.ensure_future(use(residency))
+            await until(lambda: residency.slots["a"].waiters)
+            assert "Released" not in arbiter.kinds()
+        assert await late == arbiter.asked[1] != arbiter.asked[0]
+
+
+@pytest.mark.spec("A9")
+async def test_outlived_barrier_drops_and_waiting_requests_keep_the_old_ticket() -> None:
+    async with holder() as (residency, arbiter, _):
+        async with residency.use("a"):
+            revoke(residency, Reason.SWAP, barrier_s=0.05)
+            assert await use(residency) == arbiter.asked[0]
+        assert "BarrierDropped" in arbiter.kinds()
+
+
+@pytest.mark.spec("D1")
+async def test_sleep_and_wake_keep_the_ticket() -> None:
+    async with holder() as (residency, arbiter, engine):
+        first = await use(residency)
+        revoke(residency, Reason.SWAP, Tier.ASLEEP)
+        await until(lambda: "Slept" in arbiter.kinds())
+        assert await use(residency) == first
+        assert engine.acts == ["/control/sleep", "/control/wake"]
+
+
+@pytest.mark.spec("A19")
+async def test_broken_lifeline_is_engine_lost_for_requests_in_flight() -> None:
+    async with holder() as (residency, arbiter, engine):
+        async with residency.use("a") as open_use:
+            engine.dead.set()
+            await until(lambda: "a" not in residency.slots)
+            with pytest.raises(EngineLost):
+                open_use.stream("POST", "/v1/x", {}, b"")
+        assert arbiter.told[-1] == ev.Released(arbiter.asked[0], "lost")
+
+
+@pytest.mark.spec("A8")
+async def test_deadline_of_the_last_waiting_request_is_typed_and_withdraws_the_ticket() -> None:
+    async with holder(loaded=False) as (residency, arbiter, _):
+        with pytest.raises(DeadlineUnmet):
+            async with residency.use("a", deadline_s=0.1):
+                pass
+        assert arbiter.told[-1] == ev.Withdrawn(arbiter.asked[0])
+
+
+@pytest.mark.spec("A21")
+async def test_ticket_carries_the_latest_deadline_of_its_waiting_requests() -> None:
+    async with holder(loaded=False) as (residency, arbiter, _):
+        asked: list[ev.Requested] = []
+        unanswered = asyncio.Event()
+
+        async def acquire(requested: ev.Requested) -> messages.Granted:
+            asked.append(requested)
+            await unanswered.wait()
+            raise AssertionError("nobody grants it")
+
+        arbiter.acquire = acquire  # type: ignore[method-assign]
+        uses = [entered(residency, 30)]
+        await until(lambda: asked)
+        deadline = asked[0].deadline
+        assert deadline is not None and seconds(29) < deadline <= seconds(30)
+        uses += [entered(residency, 20), entered(residency, 90), entered(residency, None)]
+        await until(lambda: len(arbiter.told) == 2)  # of the two that wait for longer
+        later, longest = arbiter.told
+        assert seconds(80) < later.deadline <= seconds(90) and longest.deadline is None
+        for one in uses:
+            one.cancel()
+        await asyncio.gather(*uses, return_exceptions=True)
+
+
+@pytest.mark.spec("A21")
+async def test_request_with_a_deadline_below_the_wait_estimate_is_refused_at_once() -> None:
+    async with holder(loaded=False) as (residency, arbiter, _):
+        arbiter.acquire = never  # type: ignore[method-assign]
+        hasty, patient = entered(residency, 30), entered(residency, None)
+        await until(lambda: "a" in residency.slots and len(residency.slots["a"].waiters) == 2)
+        ticket = residency.slots["a"].ticket
+        residency._obey(messages.WaitEstimate(ticket, seconds(60)))
+        async with asyncio.timeout(5):
+            error = (await asyncio.gather(hasty, return_exceptions=True))[0]
+            assert isinstance(error, DeadlineUnmet)
+            assert error.predicted_s and 59 < error.predicted_s <= 60 and error.retry_after_s > 59
+            with pytest.raises(DeadlineUnmet):  # and so does who comes now
+                await entered(residency, 30)
+        assert not patient.done() and len(residency.slots["a"].waiters) == 1
+        patient.cancel()
+        await asyncio.gather(patient, return_exceptions=True)
+
+
+@pytest.mark.spec("A21")
+async def test_ticket_refused_for_a_deadline_is_requested_anew_for_a_later_deadline() -> None:
+    async with holder() as (residency, arbiter, _):
+        granted, waits = arbiter.acquire, asyncio.Event()
+
+        async def refused(requested: ev.Requested) -> messages.Granted:
+            await waits.wait()
+            arbiter.acquire = granted  # type: ignore[method-assign]
+            raise DeadlineUnmet(requested.ticket, 0.0, 60.0, 60.0)
+
+        arbiter.acquire = refused  # type: ignore[method-assign]
+        hasty, patient = entered(residency, 30), entered(residency, None)
+        await until(lambda: "a" in residency.slots and len(residency.slots["a"].waiters) == 2)
+        waits.set()
+        async with asyncio.timeout(5):
+            answers = await asyncio.gather(hasty, patient, return_exceptions=True)
+        assert isinstance(answers[0], DeadlineUnmet) and answers[1] == arbiter.asked[0]
+
+
+async def never(requested: ev.Requested) -> messages.Granted:
+    await asyncio.Event().wait()
+    raise AssertionError("an event that nobody sets")
+
+
+def entered(residency: Any, deadline_s: float | None) -> asyncio.Future[TicketId]:
+    async def enter() -> TicketId:
+        async with residency.use("a", deadline_s=deadline_s) as engine:
+            return TicketId(engine.ticket)
+
+    return asyncio.ensure_future(enter())
+
+
+@pytest.mark.spec("A7")
+async def test_release_is_idempotent_and_use_after_it_is_typed() -> None:
+    async with holder() as (residency, _, _engine):
+        async with residency.use("a") as open_use:
+            pass
+        open_use.release()
+        with pytest.raises(TicketClosed):
+            open_use.stream("POST", "/v1/x", {}, b"")
+        assert residency.slots["a"].inflight == 0
+
+
+@pytest.mark.spec("A12")
+async def test_bug_during_a_load_fails_all_waiting_requests_and_the_next_one_retries() -> None:
+    async with holder() as (residency, arbiter, _):
+        granted = arbiter.acquire
+
+        async def broken(requested: ev.Requested) -> messages.Granted:
+            await granted(requested)
+            raise KeyError("nobody thought of this")
+
+        arbiter.acquire = broken  # type: ignore[method-assign]
+        uses = [asyncio.ensure_future(use(residency)) for _ in range(3)]
+        async with asyncio.timeout(5):
+            answers = await asyncio.gather(*uses, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [LoadFailed] * 3
+        assert "KeyError" in str(answers[0])
+        arbiter.acquire = granted  # type: ignore[method-assign]
+        assert await use(residency) == arbiter.asked[-1]  # one that came late had one of its own
+
+
+async def test_load_cancelled_from_outside_is_begun_anew() -> None:
+    async with holder() as (residency, arbiter, _):
+        granted = arbiter.acquire
+
+        async def cancelled(requested: ev.Requested) -> messages.Granted:
+            arbiter.acquire = granted  # type: ignore[method-assign]
+            raise asyncio.CancelledError
+
+        arbiter.acquire = cancelled  # type: ignore[method-assign]
+        async with asyncio.timeout(5):
+            assert await use(residency) == arbiter.asked[0]
+
+
+PINNED_ROW = TABLE["capabilities"]["c"] | {"models": {"a": MODEL | {"pin": True}}}
+PINNED = {"capabilities": {"c": PINNED_ROW}}
+
+
+@pytest.mark.spec("A8", "C8")
+async def test_a_client_that_comes_and_goes_does_not_end_the_load_of_a_pinned_model() -> None:
+    async with holder(loaded=False) as (residency, arbiter, engine):
+        residency._obey(messages.ConfigChanged(PINNED))
+        await until(
+            lambda: residency.slots.get("a") and residency.slots["a"].life is HolderState.LOADING
+        )
+        with pytest.raises(DeadlineUnmet):
+            async with residency.use("a", deadline_s=0.05):
+                pass
+        assert "Withdrawn" not in arbiter.kinds()
+        engine.loaded.set()
+        await until(lambda: residency.slots["a"].life is HolderState.RESIDENT)
+
+
+@pytest.mark.spec("A8", "A12")
+async def test_client_that_comes_and_goes_does_not_end_a_reload() -> None:
+    async with holder() as (residency, arbiter, _):
+        granted, may_go_on = arbiter.acquire, asyncio.Event()
+
+        async def queued(requested: ev.Requested) -> messages.Granted:
+            await may_go_on.wait()
+            return await granted(requested)
+
+        arbiter.acquire = queued  # type: ignore[method-assign]
+        residency._obey(messages.ReloadOrder("a"))
+        await until(lambda: "a" in residency.slots)
+        with pytest.raises(DeadlineUnmet):
+            async with residency.use("a", deadline_s=0.05):
+                pass
+        may_go_on.set()
+        await until(lambda: residency.slots["a"].life is HolderState.RESIDENT)
+        assert not residency._chores.running
+
+
+@pytest.mark.spec("A12")
+async def test_asleep_model_that_made_room_for_a_failed_load_is_woken() -> None:
+    async with holder() as (residency, arbiter, engine):
+        await use(residency)
+        revoke(residency, Reason.SWAP, Tier.ASLEEP)
+        await until(lambda: "Slept" in arbiter.kinds())
+        residency._obey(messages.ReloadOrder("a"))
+        await until(lambda: residency.slots["a"].life is HolderState.RESIDENT)
+        assert engine.acts == ["/control/sleep", "/control/wake"]
+
+
+@pytest.mark.spec("C8")
+async def test_a_pinned_model_whose_engine_died_is_brought_back() -> None:
+    async with holder() as (residency, arbiter, engine):
+        residency._obey(messages.ConfigChanged(PINNED))
+        await until(lambda: "Loaded" in arbiter.kinds())
+        first, engine.dead = engine.dead, asyncio.Event()
+        first.set()
+        await until(lambda: arbiter.kinds().count("Loaded") == 2)
+        assert ev.Released(arbiter.asked[0], "lost") in arbiter.told
+        assert residency.slots["a"].life is HolderState.RESIDENT
+
+
+@pytest.mark.spec("C8", "A12")
+async def test_a_pinned_model_that_did_not_load_is_tried_again_when_its_refusal_says() -> None:
+    async with holder() as (residency, arbiter, _):
+        granted = arbiter.acquire
+
+        async def cools_down(requested: ev.Requested) -> messages.Granted:
+            arbiter.acquire = granted  # type: ignore[method-assign]
+            raise ModelCoolingDown("a", "no such file", 0.01)
+
+        arbiter.acquire = cools_down  # type: ignore[method-assign]
+        residency._obey(messages.ConfigChanged(PINNED))
+        await until(lambda: "Loaded" in arbiter.kinds())
+        residency.end(
+            residency.slots["a"], Reason.FAILED, NeverFits(TicketId("a"), Bytes(9), Bytes(5))
+        )
+        await residency._chores.done()
+        assert "a" not in residency.slots
+
+
+@pytest.mark.spec("D6")
+async def test_unverified_wake_is_reported_with_its_ticket() -> None:
+    async with holder() as (residency, arbiter, engine):
+        await use(residency)
+        revoke(residency, Reason.SWAP, Tier.ASLEEP)
+        await until(lambda: "Slept" in arbiter.kinds())
+        engine.verified = False
+        ticket = await use(residency)
+        loads = [event for event in arbiter.told if isinstance(event, ev.Loaded)]
+        assert [load.verified for load in loads] == [True, False]
+        assert {load.ticket for load in loads} == {ticket}
+
+
+@pytest.mark.spec("A17", "C4")
+async def test_load_time_excludes_waiting_for_a_zygote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = SimpleNamespace(s=100.0)
+    clock = SimpleNamespace(
+        monotonic=lambda: now.s, monotonic_ns=lambda: int(now.s * 1e9), time=time.time
+    )
+    monkeypatch.setattr("deployments.replica.residency.time", clock)
+    async with holder(loaded=False) as (residency, arbiter, engine):
+        at_once = arbiter.spawn
+
+        async def spawn(ticket: TicketId, spec: messages.SpawnSpec) -> str:
+            now.s += 12.0
+            return await at_once(ticket, spec)
+
+        arbiter.spawn = spawn  # type: ignore[method-assign]
+        using = asyncio.ensure_future(use(residency))
+        await until(lambda: engine.asked_if_ready)
+        now.s += 2.0
+        engine.loaded.set()
+        await using
+        [loaded] = [event for event in arbiter.told if isinstance(event, ev.Loaded)]
+        assert loaded.took == seconds(2)
+
+
+async def test_a_table_that_comes_while_a_plan_is_made_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planning, go_on = threading.Event(), threading.Event()
+
+    def slow(model: str, config: Any) -> ModelPlan:
+        planning.set()
+        assert go_on.wait(5)
+        return plan(model, config)
+
+    monkeypatch.setattr(load_plan, "plan", slow)
+    made = Plans("c")
+    made.take(TABLE)
+    first = asyncio.ensure_future(made.of("a"))
+    await asyncio.to_thread(planning.wait, 5)
+    bigger = MODEL | {"need": {"weights": 7}}
+    made.take({"capabilities": {"c": TABLE["capabilities"]["c"] | {"models": {"a": bigger}}}})
+    go_on.set()
+    assert (await first).need.weights_bytes == (await made.of("a")).need.weights_bytes == 7
+
+
+@pytest.mark.spec("A7", "A8")
+async def test_every_way_out_of_a_use_leaves_nothing_in_flight() -> None:
+    async with holder(loaded=False) as (residency, _, engine):
+        engine.answer.clear()
+
+        async def stream(deadline_s: float | None = None) -> None:
+            async with residency.use("a", deadline_s=deadline_s) as open_use:
+                async for _ in open_use.stream("POST", "/v1/x", {}, b""):
+                    pass
+
+        waits, streams = asyncio.ensure_future(stream()), asyncio.ensure_future(stream())
+        await until(lambda: residency.slots.get("a") and len(residency.slots["a"].waiters) == 2)
+        with pytest.raises(DeadlineUnmet):
+            await stream(deadline_s=0.01)
+        waits.cancel()
+        await asyncio.wait({waits})
+        engine.loaded.set()
+        await until(lambda: engine.acts)
+        slot = residency.slots["a"]
+        assert (slot.inflight, len(slot.waiters)) == (1, 0)
+        streams.cancel()  # its client died in the middle of the answer
+        await asyncio.wait({streams})
+        assert slot.inflight == 0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await stream()
+        assert slot.inflight == 0
+        runs, _ = residency.client().runs.waiting()
+        assert [run.outcome for run in runs] == ["deadline_unmet", "left", "left", "left"]
+
+
+@pytest.mark.spec("A4", "A8")
+async def test_load_does_not_run_in_the_context_of_the_request_that_began_it() -> None:
+    request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="none")
+    async with holder() as (residency, arbiter, _):
+        granted, seen = arbiter.acquire, []
+
+        async def looks(requested: ev.Requested) -> messages.Granted:
+            seen.append(request.get())
+            return await granted(requested)
+
+        arbiter.acquire = looks  # type: ignore[method-assign]
+        request.set("the first")
+        await use(residency)
+        assert seen == ["none"]
+
+
+def granting(arbiter: Arbiter, asked: list[ev.Requested]) -> None:
+    """Also keeps what was asked, in full."""
+    grant = arbiter.acquire
+
+    async def acquire(requested: ev.Requested) -> messages.Granted:
+        asked.append(requested)
+        return await grant(requested)
+
+    arbiter.acquire = acquire  # type: ignore[method-assign]
+
+
+def breaking(arbiter: Arbiter, *errors: Exception) -> None:
+    """The first spawns fail, one by one; those after them do not."""
+    spawn, left = arbiter.spawn, list(errors)
+
+    async def broken(ticket: TicketId, spec: messages.SpawnSpec) -> str:
+        if left:
+            raise left.pop(0)
+        return await spawn(ticket, spec)
+
+    arbiter.spawn = broken  # type: ignore[method-assign]
+
+
+@pytest.mark.spec("A12")
+async def test_a_load_that_failed_for_memory_is_tried_once_more_under_a_ticket_of_its_own() -> None:
+    async with holder() as (residency, arbiter, _):
+        asked: list[ev.Requested] = []
+        granting(arbiter, asked)
+        breaking(arbiter, LoadRefused("no room", out_of_memory=True))
+        assert await use(residency) == asked[1].ticket != asked[0].ticket
+        assert [requested.attempt for requested in asked] == [1, 2]
+        broke = [event for event in arbiter.told if isinstance(event, ev.LoadBroke)]
+        assert [(b.ticket, b.out_of_memory) for b in broke] == [(asked[0].ticket, True)]
+
+
+@pytest.mark.spec("A12")
+async def test_a_load_that_failed_otherwise_is_not_tried_again() -> None:
+    async with holder() as (residency, arbiter, _):
+        breaking(arbiter, LoadRefused("no such file", out_of_memory=False))
+        with pytest.raises(LoadFailed, match="no such file"):
+            await use(residency)
+        assert len(arbiter.asked) == 1
+
+
+@pytest.mark.spec("A7", "A8")
+async def test_request_cancelled_as_its_load_completes_is_not_in_flight() -> None:
+    async with holder(loaded=False) as (residency, _, engine):
+        waiting = asyncio.ensure_future(use(residency))
+        await until(lambda: residency.slots.get("a") and residency.slots["a"].waiters)
+        slot, admit = residency.slots["a"], residency._resident
+
+        def and_cancel(slot: Any, took_s: float) -> None:
+            admit(slot, took_s)
+            assert slot.inflight == 1
+            waiting.cancel()
+
+        residency._resident = and_cancel
+        engine.loaded.set()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled() and slot.inflight == 0
+        assert await use(residency) == slot.ticket
+
+
+@pytest.mark.spec("A9", "D1")
+async def test_request_while_a_model_falls_asleep_wakes_it() -> None:
+    async with holder() as (residency, _, engine):
+        async with residency.use("a") as open_use:
+            ticket = TicketId(open_use.ticket)
+            revoke(residency, Reason.SWAP, Tier.ASLEEP)
+            late = asyncio.ensure_future(use(residency))
+            await until(lambda: residency.slots["a"].waiters)
+        async with asyncio.timeout(5):
+            assert await late == ticket
+        assert engine.acts == ["/control/sleep", "/control/wake"]
+
+
+@pytest.mark.spec("A5")
+async def test_requests_waiting_for_a_load_count_as_in_flight() -> None:
+    async with holder(loaded=False) as (residency, _, engine):
+        uses = [asyncio.ensure_future(use(residency)) for _ in range(2)]
+        await until(
+            lambda: residency.slots.get("a") and residency.slots["a"].life is HolderState.LOADING
+        )
+        await until(lambda: len(residency.slots["a"].waiters) == 2)
+        [held] = residency.account()
+        assert (held.phase, held.inflight, held.idle) == (types.Phase.LOADING, 2, Span(0))
+        engine.loaded.set()
+        await asyncio.gather(*uses)
+
+
+@pytest.mark.spec("A19")
+async def test_end_of_a_replaced_engine_does_not_affect_its_successor() -> None:
+    async with holder() as (residency, arbiter, _):
+        ticket = await use(residency)
+        slot = residency.slots["a"]
+        old, slot.link = slot.link, EngineLink("a", ticket, arbiter.path)
+        residency._lost(slot, old)
+        assert slot.life is HolderState.RESIDENT and "Released" not in arbiter.kinds()
+        residency._lost(slot, slot.link)
+        assert slot.life is HolderState.CLOSED and arbiter.told[-1] == ev.Released(ticket, "lost")
+        old.cut()
+        await old.closed()

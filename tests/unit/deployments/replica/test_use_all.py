@@ -1,0 +1,167 @@
+"""Several models used at once on their holder: asked for together, held only when all serve."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Reason
+from arbiter.errors import ENGINE_DIED, DeadlineUnmet, NeverFits
+from arbiter.protocol import messages
+from arbiter.units import Bytes, Epoch, Span, TicketId, seconds
+from deployments.replica.engine_client import LoadRefused
+from deployments.replica.use_all import use_all
+from tests.unit.deployments.replica import test_residency as base
+
+pytestmark = pytest.mark.spec("A13")
+MODELS = {name: {"source": "x", "need": {"weights": 5, "host": 5}} for name in "abd"}
+TABLE: Any = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": MODELS}}}
+
+
+class Arbiter(base.Arbiter):
+    """Grants when it is told to, each member of a gang by itself."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.requests: list[ev.Requested] = []
+        self.answers: dict[str, asyncio.Future[Exception | None]] = {}
+
+    def says(self, model: str, error: Exception | None = None) -> None:
+        self.answers[model].set_result(error)
+
+    async def acquire(self, requested: ev.Requested) -> messages.Granted:
+        self.requests.append(requested)
+        answer = self.answers[requested.model] = asyncio.get_running_loop().create_future()
+        try:
+            error = await answer
+        except asyncio.CancelledError:
+            self.tell(ev.Withdrawn(requested.ticket))
+            raise
+        if error:
+            raise error
+        return messages.Granted(requested.ticket, base.ON, seconds(5), Span(0), Epoch(1))
+
+    async def comes_first(self, event: asyncio.Event) -> bool:
+        return await event.wait()
+
+
+@asynccontextmanager
+async def holder() -> AsyncIterator[tuple[Any, Arbiter]]:
+    async with base.holder() as (residency, plain, _):
+        residency._client = arbiter = Arbiter(plain.path)
+        residency._obey(messages.ConfigChanged(TABLE))
+        yield residency, arbiter
+
+
+async def see(residency: Any, **how: Any) -> list[TicketId]:
+    async with use_all(residency, ("a", "b"), **how) as uses:
+        assert all(residency.slots[model].inflight for model in "ab")
+        return [use.ticket for use in uses]
+
+
+async def asked(arbiter: Arbiter, *models: str) -> None:
+    await base.until(lambda: [r.model for r in arbiter.requests] == list(models))
+
+
+def withdrawn(arbiter: Arbiter) -> set[TicketId]:
+    return {event.ticket for event in arbiter.told if isinstance(event, ev.Withdrawn)}
+
+
+async def test_models_used_together_are_requested_as_a_gang_and_in_use_once_all_serve() -> None:
+    async with holder() as (residency, arbiter):
+        seen = asyncio.ensure_future(see(residency, deadline_s=60, priority=types.Priority.HIGH))
+        await asked(arbiter, "a", "b")
+        first, second = arbiter.requests
+        assert first.gang == second.gang == (first.ticket, second.ticket)
+        assert {r.priority for r in arbiter.requests} == {types.Priority.HIGH}
+        assert all(r.deadline and r.deadline > seconds(50) for r in arbiter.requests)
+        arbiter.says("a")
+        arbiter.says("b")
+        assert await asyncio.wait_for(seen, 5) == [first.ticket, second.ticket]
+        assert [residency.slots[model].inflight for model in "ab"] == [0, 0]
+
+
+async def test_refused_gang_member_takes_the_others_out_of_the_queue() -> None:
+    async with holder() as (residency, arbiter):
+        seen = asyncio.ensure_future(see(residency))
+        await asked(arbiter, "a", "b")
+        arbiter.says("b", NeverFits(TicketId("b"), Bytes(9), Bytes(5)))
+        with pytest.raises(NeverFits):
+            await asyncio.wait_for(seen, 5)
+        await base.until(lambda: ev.Withdrawn(arbiter.requests[0].ticket) in arbiter.told)
+        assert not residency.slots and residency.account() == ()
+
+
+async def test_cancelled_or_late_gang_request_withdraws_all_members() -> None:
+    async with holder() as (residency, arbiter):
+        seen = asyncio.ensure_future(see(residency))
+        await asked(arbiter, "a", "b")
+        seen.cancel()
+        await base.until(lambda: len(withdrawn(arbiter)) == 2)
+        assert not residency.slots
+        with pytest.raises(DeadlineUnmet):
+            await see(residency, deadline_s=0.05)
+        await base.until(lambda: len(withdrawn(arbiter)) == 4)
+        assert not residency.slots
+
+
+async def test_resident_gang_member_is_not_held_while_another_is_queued() -> None:
+    async with holder() as (residency, arbiter):
+        alone = asyncio.ensure_future(base.use(residency))
+        await asked(arbiter, "a")
+        arbiter.says("a")
+        await alone
+        seen = asyncio.ensure_future(see(residency))
+        await asked(arbiter, "a", "b")
+        assert residency.slots["a"].inflight == 0 and arbiter.requests[1].gang == ()
+        base.revoke(residency, Reason.SWAP)
+        await base.until(lambda: "a" not in residency.slots)
+        arbiter.says("b")
+        await asked(arbiter, "a", "b", "a")  # it had to go meanwhile
+        assert residency.slots["b"].inflight == 0
+        arbiter.says("a")
+        assert len(set(await asyncio.wait_for(seen, 5))) == 2
+
+
+async def test_other_user_of_a_gang_member_gets_it_when_the_gang_is_given_up() -> None:
+    async with holder() as (residency, arbiter):
+        seen = asyncio.ensure_future(see(residency))
+        await asked(arbiter, "a", "b")
+
+        async def urgent() -> TicketId:
+            async with residency.use("a", priority=types.Priority.URGENT) as engine:
+                return TicketId(engine.ticket)
+
+        alone = asyncio.ensure_future(urgent())
+        await base.until(lambda: len(residency.slots["a"].waiters) == 2)
+        [told] = arbiter.told  # that it is more urgent; it is still of the gang
+        assert (told.priority, told.gang) == (types.Priority.URGENT, arbiter.requests[0].gang)
+        arbiter.says("a")
+        await base.until(lambda: residency.slots["a"].gang.got)
+        seen.cancel()
+        assert await asyncio.wait_for(alone, 5) == arbiter.requests[0].ticket
+        assert "b" not in residency.slots
+
+
+async def test_gang_member_that_is_retried_is_requested_by_itself() -> None:
+    async with holder() as (residency, arbiter):
+
+        async def first_dies(ticket: TicketId, spec: messages.SpawnSpec) -> str:
+            if ticket == arbiter.requests[0].ticket:
+                raise LoadRefused(ENGINE_DIED, out_of_memory=False)
+            return arbiter.path
+
+        arbiter.spawn = first_dies  # type: ignore[method-assign]
+        seen = asyncio.ensure_future(see(residency))
+        await asked(arbiter, "a", "b")
+        arbiter.says("a")
+        arbiter.says("b")
+        await asked(arbiter, "a", "b", "a")
+        again = arbiter.requests[2]
+        assert (again.attempt, again.gang) == (2, ())
+        arbiter.says("a")
+        assert again.ticket in await asyncio.wait_for(seen, 5)

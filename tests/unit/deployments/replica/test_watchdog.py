@@ -1,0 +1,165 @@
+"""Whether a model's files are those it was loaded from."""
+
+import asyncio
+import errno
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbiter.core.types import Need
+from arbiter.units import Bytes, TicketId
+from deployments.config.load_plan import ModelPlan
+from deployments.replica import watchdog
+from deployments.replica.held_model import HeldModel, HolderState
+from deployments.replica.watchdog import WHOLE_BYTES, contents, files, pieces, start_watchdog
+
+pytestmark = pytest.mark.spec("D5")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "deep" / "model.safetensors").write_bytes(b"12345678")
+    return tmp_path
+
+
+def test_unchanged_files_compare_equal(model: Path) -> None:
+    assert files(str(model)) == files(str(model)) and len(files(str(model))) == 2
+
+
+def test_a_file_rewritten_in_place_with_its_old_time_and_size_is_noticed(model: Path) -> None:
+    file, before = model / "deep" / "model.safetensors", files(str(model))
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    file.write_bytes(b"87654321")
+    os.utime(file, ns=times)
+    assert files(str(model)) != before
+
+
+def test_a_file_replaced_added_or_removed_is_noticed(model: Path) -> None:
+    before = files(str(model))
+    new = model / "new"
+    new.write_text("{}")
+    assert files(str(model)) != before
+    new.rename(model / "config.json")
+    assert files(str(model)) != before
+    (model / "config.json").unlink()
+    assert files(str(model)) != before
+
+
+def test_a_name_that_is_no_folder_has_no_files_to_change() -> None:
+    assert files("org/model") == ()
+
+
+async def test_other_bytes_with_the_same_name_size_and_times_are_noticed_before_a_wake(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ModelPlan("a", "x:build", {"model": str(model)}, Need(Bytes(1)), True, "")
+    slot = HeldModel(plan, TicketId("a-1"))
+    await watchdog.look(slot)
+    assert not await watchdog.is_stale(slot)
+    monkeypatch.setattr(watchdog, "files", lambda _: slot.files)  # as a coarse clock has it
+    assert not await watchdog.is_stale(slot)
+    (model / "deep" / "model.safetensors").write_bytes(b"12345679")
+    assert not await watchdog.has_moved(slot) and await watchdog.is_stale(slot)
+
+
+def test_the_same_bytes_have_the_same_hash_whatever_their_times(model: Path) -> None:
+    rows = files(str(model))
+    before = contents(str(model), rows)
+    os.utime(model / "config.json", ns=(1, 1))
+    assert contents(str(model), rows) == before and files(str(model)) != rows
+
+
+def test_hash_of_a_large_file_reads_its_ends_and_pieces_between() -> None:
+    assert pieces(WHOLE_BYTES) == [(0, WHOLE_BYTES)]
+    size = 10 * WHOLE_BYTES + 1
+    found = pieces(size)
+    assert found[0][0] == 0 and sum(found[-1]) == size
+    assert sum(length for _, length in found) <= WHOLE_BYTES
+    assert all(a + n < b for (a, n), (b, _) in pairwise(found))
+
+
+def test_a_model_in_one_file_is_watched_like_a_folder(tmp_path: Path) -> None:
+    model = tmp_path / "toy.gguf"
+    model.write_bytes(b"12345678")
+    before = files(str(model))
+    hash_before = contents(str(model), before)
+    assert before == files(str(model)) and len(before) == 1
+    (tmp_path / "new").write_bytes(b"87654321")
+    (tmp_path / "new").rename(model)
+    assert files(str(model)) != before and contents(str(model), before) != hash_before
+
+
+async def loaded(model: Path) -> HeldModel:
+    plan = ModelPlan("a", "x:build", {"model": str(model)}, Need(Bytes(1)), True, "")
+    slot = HeldModel(plan, TicketId("a-1"), HolderState.RESIDENT)
+    await watchdog.look(slot)
+    return slot
+
+
+async def test_replaced_file_is_noticed_beside_an_unreadable_link(model: Path) -> None:
+    (model / "loop").symlink_to("loop")
+    slot = await loaded(model)
+    assert not await watchdog.is_stale(slot)
+    (model / "config.json").write_text("{ }")
+    assert await watchdog.is_stale(slot)
+
+
+class Broken:
+    """One way to look at files, which fails as a server of files does that is away."""
+
+    def __init__(self, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_broken, real = True, getattr(Path, how)
+
+        def looks(path: Path, *args: Any, **more: Any) -> Any:
+            if self.is_broken:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return real(path, *args, **more)
+
+        monkeypatch.setattr(Path, how, looks)
+
+
+@pytest.mark.parametrize("how", ["stat", "rglob"])
+async def test_failed_file_check_changes_nothing_and_the_watch_goes_on(
+    model: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
+    slot, found = await loaded(model), asyncio.Event()
+    server = Broken(how, monkeypatch)
+    assert not await watchdog.has_moved(slot)
+    watching = asyncio.ensure_future(
+        watchdog.watch_files(slot, lambda _: found.set(), lambda _, reason: None)
+    )
+    (model / "config.json").write_text("{ }")
+    assert not await watchdog.has_moved(slot) and not found.is_set()
+    server.is_broken = False
+    async with asyncio.timeout(5):
+        await found.wait()
+        await watching
+
+
+async def test_unreadable_files_before_a_wake_do_not_count_as_changed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = await loaded(model)
+    server = Broken("open", monkeypatch)
+    assert not await watchdog.is_stale(slot)
+    unread = await loaded(model)
+    server.is_broken = False
+    assert not await watchdog.is_stale(unread) and unread.contents == ""
+
+
+async def test_watch_that_ends_by_a_bug_is_logged(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: object) -> None:
+        raise KeyError("nobody thought of this")
+
+    monkeypatch.setattr(watchdog, "watch_files", broken)
+    task = start_watchdog(await loaded(model), lambda _: None, lambda _, reason: None)
+    await asyncio.wait({task}, timeout=5)
+    assert "nobody thought of this" in caplog.text

@@ -1,0 +1,70 @@
+"""Replica counts between what the arbiter wants and what requests ask for."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deployments.scaling import ALONE_S, FEWER_AFTER_S, ArbiterPolicy
+
+TARGET = SimpleNamespace(target_ongoing_requests=2.0)
+
+
+@dataclass
+class Context:
+    total_num_requests: float = 0.0
+    current_num_replicas: int = 0
+    deployment_name: str = "chat"
+    capacity_adjusted_max_replicas: int = 4
+    config: Any = field(default_factory=lambda: TARGET)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def policy(wanted: int | None, clock: Clock | None = None) -> ArbiterPolicy:
+    made = ArbiterPolicy("chat", follow=False, clock=clock or Clock())
+    made.wanted = wanted
+    return made
+
+
+@pytest.mark.spec("H0")
+def test_a_waiting_request_wakes_a_replica_whatever_the_arbiter_wants() -> None:
+    assert policy(0)({"d": Context(0.4)})[0] == {"d": 1}
+    assert policy(None).replicas(Context(0.4)) == 1
+
+
+@pytest.mark.spec("H0")
+def test_replicas_scale_to_zero_only_when_the_arbiter_agrees() -> None:
+    assert policy(1).replicas(Context(0, current_num_replicas=1)) == 1
+    assert policy(0).replicas(Context(0, current_num_replicas=1)) == 0
+
+
+@pytest.mark.spec("H0")
+def test_idle_replica_without_an_arbiter_stays_for_the_default_time() -> None:
+    clock = Clock()
+    alone = policy(None, clock)
+    clock.now_s = ALONE_S - 1
+    assert alone.replicas(Context(0, current_num_replicas=1)) == 1
+    clock.now_s = ALONE_S + 1
+    assert alone.replicas(Context(0, current_num_replicas=1)) == 0
+
+
+def test_several_replicas_follow_demand_up_at_once_and_down_after_a_while() -> None:
+    clock = Clock()
+    busy = policy(1, clock)
+    assert busy.replicas(Context(6.0)) == 3
+    clock.now_s = FEWER_AFTER_S / 2
+    assert busy.replicas(Context(1.0)) == 3
+    clock.now_s = FEWER_AFTER_S + 1
+    assert busy.replicas(Context(1.0)) == 1
+
+
+def test_replicas_never_exceed_the_maximum_of_the_deployment() -> None:
+    assert policy(1).replicas(Context(1_000.0)) == 4
