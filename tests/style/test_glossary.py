@@ -5,6 +5,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def used(path: Path) -> frozenset[str]:
     found = set(words_of(str(path.relative_to(ROOT))))
     for text in texts_of(path.read_text()):
         words = list(words_of(text))
-        found |= {*words, *(f"{one} {two}" for one, two in zip(words, words[1:], strict=False))}
+        found |= {*words, *(f"{one} {two}" for one, two in pairwise(words))}
     return frozenset(found)
 
 
