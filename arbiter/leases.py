@@ -1,4 +1,4 @@
-"""Lease device memory from outside Serve: a training job, a notebook, any program (SPEC A15).
+"""Lease device memory from outside Serve: a training job, a notebook, any program (A15).
 
     with lease(gb=2, name="training") as held:
         while not held.notice.is_set():   # somebody needs the memory: save, and leave

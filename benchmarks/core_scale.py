@@ -1,4 +1,4 @@
-"""What one decision of the core costs as everything around it grows (SPEC N2).
+"""What one decision of the core costs as everything around it grows (N2).
 
     python -m benchmarks.core_scale [--samples 500]
 

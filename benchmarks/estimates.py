@@ -1,4 +1,4 @@
-"""How well bytes and seconds of a load are known before it begins (SPEC A17), on real engines.
+"""How well bytes and seconds of a load are known before it begins (A17), on real engines.
 
     python -m benchmarks.estimates --loads 200
 
@@ -27,7 +27,7 @@ from benchmarks import report
 from tests.conftest import ENVIRONMENT
 from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
 
-BAR_FRACTION = 0.20  # SPEC A17
+BAR_FRACTION = 0.20  # A17
 # Small, because a cache is filled by traffic, of which there is none: what is reserved for it would
 # count as an error of the estimate.
 KV_MIB = {"tiny-chat": 16, "small-chat": 32, "mid-chat": 64}

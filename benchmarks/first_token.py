@@ -1,4 +1,4 @@
-"""Seconds to the first token from each state of rest, against a bare `vllm serve` (SPEC N3).
+"""Seconds to the first token from each state of rest, against a bare `vllm serve` (N3).
 
     python -m benchmarks.first_token --model small-chat --rounds 5
 

@@ -34,7 +34,7 @@ from tests.support.live_arbiter import ENGINE, LiveArbiter, capability, kill, li
 MIB_EACH = 60
 WARM_USES = 20_000
 WARM_UP = 3  # pairs not counted: first calls between two processes, first forks
-LIMITS = {"warm_use_ns": 5_000, "load_added_ms": 5.0, "evict_added_ms": 10.0}  # SPEC N2
+LIMITS = {"warm_use_ns": 5_000, "load_added_ms": 5.0, "evict_added_ms": 10.0}  # N2
 
 
 @ray.remote(num_cpus=0, max_concurrency=100)

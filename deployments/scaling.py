@@ -19,7 +19,7 @@ from arbiter.client.admin import find_arbiter
 POLL_S = 20.0  # one long poll; the arbiter answers early when a number changes
 ANSWER_S = 10.0  # beyond the poll's own end; then the arbiter is away
 AGAIN_S = 0.5  # between tries while there is none
-ALONE_S = 300.0  # SPEC H0's default, for a replica that no arbiter speaks for
+ALONE_S = 300.0  # H0's default, for a replica that no arbiter speaks for
 FEWER_AFTER_S = 30.0  # Serve's look-back: load below it for this long is not a pause between bursts
 
 

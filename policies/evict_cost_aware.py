@@ -1,4 +1,4 @@
-"""The role worth least, then the fewest seconds that losing it is expected to cost (SPEC C3): those
+"""The role worth least, then the fewest seconds that losing it is expected to cost (C3): those
 to bring it back, times how likely it is wanted again within the window over which rates are kept.
 
 The core takes the set of least sum for the bytes it must free, and looks at the cheapest per byte

@@ -1,4 +1,4 @@
-"""Long unused, large and of little worth goes first: 0.6 recency + 0.2 size + 0.2 role (SPEC C3).
+"""Long unused, large and of little worth goes first: 0.6 recency + 0.2 size + 0.2 role (C3).
 
 Each part lies between 0 and 1 on a scale of its own, so that each matters: the time since the last
 use against ten minutes (half of that counts one half), the bytes freed against the device's budget,
@@ -9,7 +9,7 @@ from arbiter.core.view import Candidate, Price
 from arbiter.units import seconds
 
 RECENCY, SIZE, ROLE = 0.6, 0.2, 0.2
-UNUSED_HALF = seconds(300)  # SPEC C8: the usual keep-warm time
+UNUSED_HALF = seconds(300)  # C8: the usual keep-warm time
 DEAREST_ROLE = 100  # text; see policies/roles.py
 
 

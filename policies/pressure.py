@@ -1,4 +1,4 @@
-"""How short of real memory a device or node is (SPEC C5): by what is physically free, never by what
+"""How short of real memory a device or node is (C5): by what is physically free, never by what
 is charged, for the point is to notice what the books do not know of.
 """
 
@@ -6,9 +6,9 @@ from arbiter.core.types import DeviceKind, Level
 from arbiter.core.view import MemoryReading
 from arbiter.units import Bytes
 
-# Of host RAM, available / total (SPEC C5).
+# Of host RAM, available / total (C5).
 RAM_LOW_FRACTION, RAM_CRITICAL_FRACTION = 0.15, 0.05
-# Of a GPU: shares of the reserve, which is what is not ours to plan with (SPEC C5).
+# Of a GPU: shares of the reserve, which is what is not ours to plan with (C5).
 RESERVE_LOW_FRACTION, RESERVE_CRITICAL_FRACTION = 0.5, 0.2
 # Share of time in which some task waited for memory, 10 s average. systemd-oomd kills at 60 % by
 # default; a tenth of that is memory that is short already.

@@ -1,4 +1,4 @@
-"""What each kind of work is worth (SPEC C1) and how long it stays warm unused (SPEC C8).
+"""What each kind of work is worth (C1) and how long it stays warm unused (C8).
 
 A new role is one line. Rank: lowest is evicted first.
 """

@@ -1,4 +1,4 @@
-"""A holder asks for several tickets at once: all of them or none (SPEC A13)."""
+"""A holder asks for several tickets at once: all of them or none (A13)."""
 
 import asyncio
 from dataclasses import dataclass, field, replace

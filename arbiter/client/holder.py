@@ -32,7 +32,7 @@ from arbiter.units import Bytes, Epoch, HolderId, Span, TicketId, in_seconds, se
 
 logger = logging.getLogger("arbiter.client")
 
-RENEW_S = 1.0  # SPEC A5
+RENEW_S = 1.0  # A5
 UNREACHABLE_S = 10.0  # a restart takes 1.0-2.0 s measured; five times that is an outage
 REJOIN_FIRST_S, REJOIN_MOST_S = 0.05, 1.0  # between tries; the first finds a restart at once
 ANSWER_S = 10.0  # for calls that the arbiter answers without waiting for anything
@@ -116,11 +116,11 @@ class HolderClient:
     async def acquire_all(
         self, requested: tuple[ev.Requested, ...]
     ) -> tuple[messages.Granted, ...]:
-        """A gang: all of them or none (SPEC A13). Raises what the first refused one does."""
+        """A gang: all of them or none (A13). Raises what the first refused one does."""
         return await gang_request.acquire_all(self, requested)
 
     async def grow(self, ticket: TicketId, more: Bytes, within: Span) -> messages.Granted:
-        """More for a resident (SPEC A14); the grant says what it has now. Raises GrowthRefused,
+        """More for a resident (A14); the grant says what it has now. Raises GrowthRefused,
         NeverFits, TicketClosed, ArbiterUnavailable: then it goes on with what it had."""
         await self.joined()
         asked, arbiter = ev.GrowthAsked(ticket, more, within), self._arbiter

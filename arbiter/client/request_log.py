@@ -1,4 +1,4 @@
-"""Finished requests on their way to the event log (SPEC K1): they travel with the heartbeat, so a
+"""Finished requests on their way to the event log (K1): they travel with the heartbeat, so a
 warm request still sends nothing of its own.
 """
 

@@ -131,7 +131,7 @@ class Arbiter:
         return [[*name, floor.value] for name, floor in sorted(self._state.floors.items())]
 
     def export_accounts(self) -> list[list[Any]]:
-        """What clients have used (SPEC C10)."""
+        """What clients have used (C10)."""
         return self._state.accounts.export()
 
     def restore_accounts(self, rows: list[list[Any]]) -> None:

@@ -9,7 +9,7 @@ from arbiter.units import Bytes, HolderId, Instant, NodeId, Span, TicketId
 
 
 class Reason(Enum):
-    """Why a model leaves. The first seven are SPEC K1's reasons of `model_unload`."""
+    """Why a model leaves. The first seven are K1's reasons of `model_unload`."""
 
     SWAP = "swap"
     FIT = "fit"
@@ -42,7 +42,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The ticket has joined the line, and is expected to serve after so long (SPEC A21)."""
+    """The ticket has joined the line, and is expected to serve after so long (A21)."""
 
     ticket: TicketId
     holder: HolderId
@@ -85,7 +85,7 @@ class RequestReading:
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """A switch failed: the holder brings back the model that made room for it (SPEC A12)."""
+    """A switch failed: the holder brings back the model that made room for it (A12)."""
 
     holder: HolderId
     model: str
@@ -93,7 +93,7 @@ class LoadModel:
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """One line of the event log (SPEC K1). `data` holds plain values, never a prompt."""
+    """One line of the event log (K1). `data` holds plain values, never a prompt."""
 
     kind: str
     data: dict[str, str | int | float | bool | None] = field(hash=False)

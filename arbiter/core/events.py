@@ -127,7 +127,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """One request that has ended (SPEC K1). Never what was asked or answered."""
+    """One request that has ended (K1). Never what was asked or answered."""
 
     ticket: TicketId | None  # None: it was refused before there was one
     model: str
@@ -138,7 +138,7 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many requests of a client have ended (SPEC C10)."""
+    """How many requests of a client have ended (C10)."""
 
     client: Client
     requests_count: int
@@ -188,7 +188,7 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class GrowthAsked:
-    """A resident wants to hold more: longer context, more KV (SPEC A14). Answered like a request,
+    """A resident wants to hold more: longer context, more KV (A14). Answered like a request,
     under the same ticket."""
 
     ticket: TicketId
@@ -251,7 +251,7 @@ class BarrierDropped:
 
 @dataclass(frozen=True, slots=True)
 class Slept:
-    """The engine says its weights are in host RAM; true only once measured (SPEC D1)."""
+    """The engine says its weights are in host RAM; true only once measured (D1)."""
 
     ticket: TicketId
 
@@ -270,14 +270,14 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class UnloadAsked:
-    """By hand: unload an idle model (SPEC K1, reason `manual`)."""
+    """By hand: unload an idle model (K1, reason `manual`)."""
 
     ticket: TicketId
 
 
 @dataclass(frozen=True, slots=True)
 class FloorSet:
-    """Somebody says where a model is to be (SPEC D8). Raises UnknownCapability, UnknownModel."""
+    """Somebody says where a model is to be (D8). Raises UnknownCapability, UnknownModel."""
 
     capability: str
     model: str
@@ -294,7 +294,7 @@ class LoadAsked:
 
 @dataclass(frozen=True, slots=True)
 class PressurePushed:
-    """Somebody knows of memory that is short, and says so for a while (SPEC C5)."""
+    """Somebody knows of memory that is short, and says so for a while (C5)."""
 
     where: str  # a device, or a node: all its devices
     level: Level

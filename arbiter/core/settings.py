@@ -32,46 +32,46 @@ class Timeouts:
     """Time limits. Every wait in the core ends by one of these."""
 
     # What holders do.
-    barrier: Span = seconds(10)  # SPEC A9: then the old model goes on and the next is tried
+    barrier: Span = seconds(10)  # A9: then the old model goes on and the next is tried
     answer: Span = seconds(2)  # past a deadline: two heartbeats, so one may be lost
     unload: Span = seconds(30)  # nothing in flight: 80 GB to host RAM at 5 GB/s is 16 s, doubled
     load: Span = seconds(600)  # ollama gives up after 5 min; a hub-size model from a slow disk, 2x
     refusal: Span = seconds(10)  # a victim that refused is left alone as long as a barrier lasts
-    silent: Span = seconds(10)  # SPEC A5: heartbeats come each second, ten missed is silence
+    silent: Span = seconds(10)  # A5: heartbeats come each second, ten missed is silence
     lost: Span = seconds(60)  # silence this long is death; Ray tells of nearly all deaths in 2 s
-    lease_lapse: Span = seconds(10)  # SPEC A5, A15: a lease without heartbeats is over
+    lease_lapse: Span = seconds(10)  # A5, A15: a lease without heartbeats is over
     unconfirmed: Span = seconds(5)  # a heartbeat sent before a grant arrived cannot deny it
 
     # What nodes do.
-    rejoin: Span = seconds(5)  # SPEC A18: grants nothing before, unless everybody is back
-    reap_every: Span = Span(250 * MILLISECOND)  # SPEC A10
-    reclaim_alarm: Span = seconds(5)  # SPEC A10: then an event, and the holder is quarantined
+    rejoin: Span = seconds(5)  # A18: grants nothing before, unless everybody is back
+    reap_every: Span = Span(250 * MILLISECOND)  # A10
+    reclaim_alarm: Span = seconds(5)  # A10: then an event, and the holder is quarantined
     reading: Span = seconds(5)  # agents send a reading each second; five missed: not trusted
 
     # What the arbiter does.
-    bypass: Span = seconds(30)  # SPEC C6: a ticket is overtaken no longer than this
+    bypass: Span = seconds(30)  # C6: a ticket is overtaken no longer than this
     cooldown_first: Span = seconds(2)  # doubles with each failure in a row
     cooldown_most: Span = seconds(300)  # Kubernetes caps CrashLoopBackOff at five minutes
     retry: Span = seconds(5)  # a holder asks again at once after a failure for memory
     closing: Span = seconds(30)  # Kubernetes' default grace period before it kills
-    pressure_tick: Span = seconds(5)  # SPEC C5: while it lasts, another one goes
+    pressure_tick: Span = seconds(5)  # C5: while it lasts, another one goes
     audit: Span = Span(10 * SECOND)  # all books are checked this often, touched ones at once
 
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What one tenant may have of the devices that compute, and what is kept for it (SPEC C10)."""
+    """What one tenant may have of the devices that compute, and what is kept for it (C10)."""
 
     tenant: str
     most_bytes: Bytes | None = None  # at once, over all of them
     reserved_bytes: Bytes = Bytes(0)  # on each of them, for nobody else
     average_bytes: Bytes | None = None  # over `quota_window`; beyond it, it cools down
-    share_fraction: float = 1.0  # of its turns in the line, beside others' (SPEC C10: fair share)
+    share_fraction: float = 1.0  # of its turns in the line, beside others' (C10: fair share)
 
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """Of a budget: above the high one what can go goes, until the low one (SPEC C4)."""
+    """Of a budget: above the high one what can go goes, until the low one (C4)."""
 
     high_fraction: float = 0.90
     low_fraction: float = 0.80
@@ -86,52 +86,52 @@ class Settings:
     place: str = "best_fit"
     keep_warm: str = "since_last_use"
     pressure: str = "physical"
-    preload: str = "declared"  # SPEC C11: off, declared (pipelines), history (both)
+    preload: str = "declared"  # C11: off, declared (pipelines), history (both)
     pipelines: tuple[tuple[str, ...], ...] = ()  # capabilities, in the order they are used
     arenas: Arenas = Arenas()
     timeouts: Timeouts = field(default_factory=Timeouts)
 
-    arena_fraction: float = 0.9  # SPEC B2: of the device, the rest is the system's
-    wiggle_fraction: float = 0.1  # SPEC B2: of the arena, for what estimates miss
-    pool_fraction: float = 1.0  # SPEC B2: of the arena, the most that tickets may hold
-    gpu_margin_bytes: Bytes = Bytes(512 * MIB)  # SPEC B3: context and driver, GPUs only
+    arena_fraction: float = 0.9  # B2: of the device, the rest is the system's
+    wiggle_fraction: float = 0.1  # B2: of the arena, for what estimates miss
+    pool_fraction: float = 1.0  # B2: of the arena, the most that tickets may hold
+    gpu_margin_bytes: Bytes = Bytes(512 * MIB)  # B3: context and driver, GPUs only
 
-    bypass_count: int = 8  # SPEC C6: nor more often than this; 0: never
-    one_resident_roles: frozenset[str] = frozenset()  # SPEC A11: exclusion groups; by default none
+    bypass_count: int = 8  # C6: nor more often than this; 0: never
+    one_resident_roles: frozenset[str] = frozenset()  # A11: exclusion groups; by default none
 
-    queue_per_model_count: int = 1_000  # SPEC C7; a waiter is ~1 kB, so 1 MB a model
-    queue_total_count: int = 10_000  # SPEC C7; one look at as many on one node is ~5 ms
+    queue_per_model_count: int = 1_000  # C7; a waiter is ~1 kB, so 1 MB a model
+    queue_total_count: int = 10_000  # C7; one look at as many on one node is ~5 ms
     remembered_count: int = 4_096  # answers kept to repeat: a minute at 60 refusals a second
 
     host_marks: Watermarks = Watermarks()
     device_marks: Watermarks | None = None  # off: an idle model costs nothing until somebody waits
-    min_residency_loads: float = 1.0  # SPEC C4: at least as long as bringing it in took
+    min_residency_loads: float = 1.0  # C4: at least as long as bringing it in took
     min_residency: Span = seconds(1)  # where nothing is known of its load: one heartbeat
     # Both tuned on half of the public traces (docs/adr/0007): half an hour is noise at a request
     # every few minutes, four hours is late when a client leaves; a day carries the daily swing.
     rate_window: Span = seconds(5400)
     lasting_window: Span = seconds(86_400)
-    carry_most: Span = seconds(900)  # SPEC C2, C8: the longest keep-warm of any role
+    carry_most: Span = seconds(900)  # C2, C8: the longest keep-warm of any role
     min_residency_most: Span = seconds(60)  # a slow loader may not block others for minutes
 
-    lease_term_most: Span = seconds(86_400)  # SPEC A15; batch clusters cap a job at a day
+    lease_term_most: Span = seconds(86_400)  # A15; batch clusters cap a job at a day
     lease_notice_most: Span = seconds(120)  # cloud spot machines give 30 s to 2 min
-    lease_tenant_bytes: Bytes | None = None  # SPEC A15: the most one tenant may lease; None:
+    lease_tenant_bytes: Bytes | None = None  # A15: the most one tenant may lease; None:
     lease_tenant_fraction: float = 0.5  # this share of all that can be lent, half for everyone else
 
-    tenants: tuple[TenantLimits, ...] = ()  # SPEC C10; of others nothing is limited
+    tenants: tuple[TenantLimits, ...] = ()  # C10; of others nothing is limited
     quota_window: Span = seconds(3600)  # their averages: clouds bill by the hour
     accounts_most_count: int = 1_024  # clients told apart; 100 kB, saved in a millisecond
 
-    pinned_most_fraction: float = 1.0  # SPEC C8: of a budget; all of it unless somebody says less
+    pinned_most_fraction: float = 1.0  # C8: of a budget; all of it unless somebody says less
 
-    follow_within: Span = seconds(60)  # SPEC C11: a use after that long follows nothing
+    follow_within: Span = seconds(60)  # C11: a use after that long follows nothing
     habit_least_count: int = 3  # seen as often as this before it is a habit, not a coincidence
     habit_fraction: float = 0.5  # and at least every second time
     guess_for: Span = seconds(60)  # a load that nobody asked for has ended by then
 
-    slept_fraction: float = 0.9  # SPEC D1: of the ticket's device bytes must be seen to fall
-    finish_fraction: float = 0.2  # SPEC A8: an abandoned load with at most this left goes on
+    slept_fraction: float = 0.9  # D1: of the ticket's device bytes must be seen to fall
+    finish_fraction: float = 0.2  # A8: an abandoned load with at most this left goes on
     oom_growth_fraction: float = 0.25  # attempt 2 asks this much more; retried once only
     learned_headroom_fraction: float = 0.05  # SPEC golden: measured <= declared <= measured + 5 %
     load_ewma_fraction: float = 0.3  # weight of the newest load; three loads forget half

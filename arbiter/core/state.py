@@ -71,7 +71,7 @@ class Node:
 
 @dataclass(slots=True)
 class PressureState:
-    """How short of real memory a device is, and what was done about it (SPEC C5)."""
+    """How short of real memory a device is, and what was done about it (C5)."""
 
     level: types.Level = types.Level.NOMINAL  # the worst of these two
     measured: types.Level = types.Level.NOMINAL
@@ -93,7 +93,7 @@ class Failure:
 
 @dataclass(slots=True)
 class EvictedFor:
-    """Models that made room for a load which has not succeeded yet (SPEC A12)."""
+    """Models that made room for a load which has not succeeded yet (A12)."""
 
     models: dict[tuple[HolderId, str], TicketId] = field(default_factory=dict)
     restore_at: Instant | None = None  # the load failed for memory; unless it is tried again
@@ -320,7 +320,7 @@ class CoreState:
 
 
 # -------------------------------------------------------------------------------------------------
-# Out of the line with an answer (SPEC C7): a new ticket is closed, a sleeper sleeps on.
+# Out of the line with an answer (C7): a new ticket is closed, a sleeper sleeps on.
 
 
 def reject_queued(state: CoreState, entry: Ticket, error: RequestError) -> None:

@@ -83,7 +83,7 @@ def _tend_lease(state: CoreState, entry: Ticket) -> None:
 
 
 def on_idle(state: CoreState, entry: Ticket) -> None:
-    """Keep-warm (SPEC C8), and shutdown: an idle model goes with nobody asking. One that is in use
+    """Keep-warm (C8), and shutdown: an idle model goes with nobody asking. One that is in use
     sets the alarm when a heartbeat says that it is no longer."""
     if entry.inflight > 0 or entry.ticket in state.queue:
         return
@@ -104,7 +104,7 @@ def on_idle(state: CoreState, entry: Ticket) -> None:
         state.set_timer(entry, goes_at)
 
 
-# -- shutdown (SPEC A20) --------------------------------------------------------------------------
+# -- shutdown (A20) --------------------------------------------------------------------------
 
 
 def start_closing(state: CoreState) -> None:

@@ -13,7 +13,7 @@ class DeviceKind(Enum):
 
 
 class Priority(IntEnum):
-    """How urgent a request is (SPEC C2): the lowest number goes first. A model carries that of its
+    """How urgent a request is (C2): the lowest number goes first. A model carries that of its
     last request."""
 
     URGENT = 1
@@ -24,7 +24,7 @@ class Priority(IntEnum):
 
 
 class Level(IntEnum):
-    """How short of real memory a device is (SPEC C5)."""
+    """How short of real memory a device is (C5)."""
 
     NOMINAL = 0
     LOW = 1
@@ -32,7 +32,7 @@ class Level(IntEnum):
 
 
 class Floor(Enum):
-    """How far a model may fall (SPEC D1)."""
+    """How far a model may fall (D1)."""
 
     COLD = "cold"
     HOST = "host"  # asleep at least
@@ -40,7 +40,7 @@ class Floor(Enum):
 
 
 class Split(Enum):
-    """How a model larger than one device may lie on several (SPEC B5)."""
+    """How a model larger than one device may lie on several (B5)."""
 
     NONE = "none"
     EQUAL = "equal"  # tensor parallel
@@ -59,7 +59,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """On whose account something happens (SPEC C10)."""
+    """On whose account something happens (C10)."""
 
     tenant: str = "default"  # of the API key, so nobody can choose it
     name: str = ""  # as the client calls itself (`x_client_id`), which it can
@@ -76,7 +76,7 @@ class DeviceBytes:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Peak bytes of one model on one device, by part (SPEC A3)."""
+    """Peak bytes of one model on one device, by part (A3)."""
 
     weights_bytes: Bytes
     working_bytes: Bytes = Bytes(0)  # KV cache and activations
@@ -96,7 +96,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class LeaseConditions:
-    """On what terms a process outside Serve holds device memory (SPEC A15)."""
+    """On what terms a process outside Serve holds device memory (A15)."""
 
     tenant: str
     term: Span  # until it ends whatever the heartbeats say; what is left of it when repeated
@@ -111,9 +111,9 @@ class ModelSpec:
     name: str
     keep_warm: Span  # idle time after which it goes with nobody asking; negative: never
     pinned: bool = False  # never a victim
-    allow_oversize: bool = False  # loads even where it is larger than the whole budget (SPEC B6)
+    allow_oversize: bool = False  # loads even where it is larger than the whole budget (B6)
     dispatch_lock: str = ""  # its engine computes only while it holds this lock of its node
-    shared_scratch_bytes: Bytes = Bytes(0)  # beyond its ticket, while it holds that lock (SPEC B2)
+    shared_scratch_bytes: Bytes = Bytes(0)  # beyond its ticket, while it holds that lock (B2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,12 +90,12 @@ class IdleModel:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """SPEC C1: what kind of work a capability does, hence how dear it is."""
+    """C1: what kind of work a capability does, hence how dear it is."""
 
     rank: int  # lowest is evicted first
     act: str  # what evicting it costs, in words
-    keep_warm_s: float  # SPEC C8, unless the model or capability says otherwise
-    is_spared: bool = False  # SPEC C5: pressure never evicts it
+    keep_warm_s: float  # C8, unless the model or capability says otherwise
+    is_spared: bool = False  # C5: pressure never evicts it
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from arbiter.units import NodeId, TicketId
 
 logger = logging.getLogger("arbiter.agent")
 
-TURN_S = 1.0  # SPEC B1: within 2 s on the books
-REAP_TURN_S = 0.25  # SPEC A10
+TURN_S = 1.0  # B1: within 2 s on the books
+REAP_TURN_S = 0.25  # A10
 LOOK_AGAIN_S = 0.005  # while its helpers end: a look takes about as long
 RETRY_S = 0.02  # until the zygote's death is noticed, which takes a turn of the event loop
 
@@ -100,7 +100,7 @@ class NodeAgent:
         return await asyncio.shield(self._spawning[ticket])
 
     async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
-        """As `spawn`, in the place of the process that the ticket has (SPEC A14). Who asks again
+        """As `spawn`, in the place of the process that the ticket has (A14). Who asks again
         has another one. Raises TicketClosed when the ticket was reaped meanwhile, ZygoteError."""
         if child := self._children.by_ticket.get(ticket):
             end = self._replacing.begin(ticket)

@@ -248,7 +248,7 @@ def kill_known(pids: Iterable[procfs.Name]) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Engines whose process goes so that another takes its place under the same ticket (SPEC A14).
+# Engines whose process goes so that another takes its place under the same ticket (A14).
 
 
 class Restarts:

@@ -19,7 +19,7 @@ from arbiter.node.device_probe import Tree
 from arbiter.units import Bytes, TicketId
 
 # Of the lease, above the floor: what a process keeps of freed memory and still counts as given
-# back. The same share as of a model that sleeps (SPEC D1).
+# back. The same share as of a model that sleeps (D1).
 LEFT_FRACTION = 0.1
 
 

@@ -96,7 +96,7 @@ class Granted:
 @dataclass(frozen=True, slots=True)
 class LeaseCall:
     """What an outside process says of its lease, in full, each time: it asks, beats and rejoins
-    with the same words (SPEC A15)."""
+    with the same words (A15)."""
 
     lease: str  # its client's name for it, one among those of the tenant
     size_bytes: Bytes
@@ -154,7 +154,7 @@ class ReloadOrder:
 
 
 class ModelSize(Enum):
-    """Of a resident that may grow (SPEC A14)."""
+    """Of a resident that may grow (A14)."""
 
     FIRST = "first"  # as it was loaded
     GROWN = "grown"

@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket, by the kernel's word (SPEC L4)."""
+"""Who is at the other end of a unix socket, by the kernel's word (L4)."""
 
 import socket
 import struct

@@ -291,7 +291,7 @@ class ArbiterActor:
 
     async def configure(self, configuration: messages.Configuration) -> None:
         """As the front reads it from its file. A file that says what it said before takes back no
-        change made at runtime since (SPEC C12)."""
+        change made at runtime since (C12)."""
         if configuration.table != self._configuration.written:
             self._choose(configuration.numbered(self._configuration.generation + 1))
 
@@ -349,11 +349,11 @@ class ArbiterActor:
         self._shell.feed(ev.LoadAsked(capability, model))
 
     async def resize(self, order: messages.Resize) -> None:
-        """By hand; one that cannot goes on as it is, which the events say (SPEC A14)."""
+        """By hand; one that cannot goes on as it is, which the events say (A14)."""
         self._shell.order_all(order)
 
     async def push_pressure(self, pushed: ev.PressurePushed) -> None:
-        """Somebody knows that memory is short (SPEC C5)."""
+        """Somebody knows that memory is short (C5)."""
         self._shell.feed(pushed)
 
     async def state(self) -> messages.Plain:

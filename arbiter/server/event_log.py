@@ -1,5 +1,5 @@
 """The event log: a ring of the newest lines, each with a sequence number, and those who wait for
-the next (SPEC K1). Optionally also a file of JSON lines.
+the next (K1). Optionally also a file of JSON lines.
 """
 
 import asyncio

@@ -20,7 +20,7 @@ from arbiter.units import HolderId, NodeId, TicketId
 
 logger = logging.getLogger("arbiter")
 
-LOOK_S = 1.0  # one GCS call per second: SPEC A19 asks for 2 s
+LOOK_S = 1.0  # one GCS call per second: A19 asks for 2 s
 ANSWER_S = 2.0  # a look at /proc; an agent that restarts is asked again at the next look
 ADOPT_S = 5.0  # the agent looks at one process
 CLOSE_S = 10.0  # killing everything and seeing it dead takes milliseconds

@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS, EXTRAS = "adapter_config.json", "adapter_model.safetensors", "serve.json"
 MANIFEST = "remote.json"
 MAX_MANIFEST_BYTES = 32 << 20  # of MAX_NAMES rows, 300 bytes each
-PRIORITIES = ("urgent", "high", "normal", "low", "batch")  # SPEC C2
+PRIORITIES = ("urgent", "high", "normal", "low", "batch")  # C2
 # One component of a path: no separator, no leading dot, so a name cannot leave its folder. `:` and
 # `@` are ours.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-# Names listed of one folder; SPEC F2 asks for 10,000 and more, and a listing is held in memory.
+# Names listed of one folder; F2 asks for 10,000 and more, and a listing is held in memory.
 MAX_NAMES = 100_000
 
 

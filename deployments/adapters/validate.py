@@ -1,4 +1,4 @@
-"""Checks an adapter's files against what its base model and engine can take (SPEC L2)."""
+"""Checks an adapter's files against what its base model and engine can take (L2)."""
 
 import math
 from collections.abc import Mapping

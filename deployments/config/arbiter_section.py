@@ -24,7 +24,7 @@ class Arenas(Strict):
 
 
 class TenantConfig(Strict):
-    """What one tenant may have of the devices that compute (SPEC C10). Tenants are those of API
+    """What one tenant may have of the devices that compute (C10). Tenants are those of API
     keys; `default` is everybody without one."""
 
     maximum: Size | None = None  # at once, over all devices
@@ -46,7 +46,7 @@ class TenantConfig(Strict):
 
 
 class MarksConfig(Strict):
-    """Shares of a budget: above `high` what can go goes, until `low` (SPEC C4). 1.0 is never
+    """Shares of a budget: above `high` what can go goes, until `low` (C4). 1.0 is never
     exceeded, so it switches them off."""
 
     high: float = Field(0.90, gt=0, le=1)
@@ -67,28 +67,28 @@ class MarksConfig(Strict):
 class ArbiterConfig(Strict):
     evict: str = "time_of_day"
     admit: str = "fair_share"
-    one_resident_roles: tuple[str, ...] = ()  # SPEC A11: of these roles one model a node
-    bypass_count: int = Field(8, ge=0)  # SPEC C6: how often a ticket is overtaken
+    one_resident_roles: tuple[str, ...] = ()  # A11: of these roles one model a node
+    bypass_count: int = Field(8, ge=0)  # C6: how often a ticket is overtaken
     bypass_s: float = Field(30.0, ge=0, le=LONGEST_S)  # and for how long
     arenas: Arenas = Arenas()
     state_file: str | None = None  # default: beside the user's other state, mode 0600
     event_file: str | None = None  # the event log as JSON lines; default: none is written
-    barrier_s: float = Field(10.0, gt=0, le=600)  # SPEC A9
+    barrier_s: float = Field(10.0, gt=0, le=600)  # A9
     load_timeout_s: float = Field(600.0, gt=0, le=LONGEST_S)
     queue_per_model: int = Field(1_000, ge=1)
     queue_total: int = Field(10_000, ge=1)
     min_residency_loads: float = Field(1.0, ge=0)  # in units of the model's own load time
-    host_marks: MarksConfig = MarksConfig()  # SPEC C4: of host RAM that sleepers may fill
+    host_marks: MarksConfig = MarksConfig()  # C4: of host RAM that sleepers may fill
     device_marks: MarksConfig | None = None  # of a device while somebody waits; absent: off
-    # SPEC C11: `declared` brings in the next of a pipeline, `history` also what usually followed
+    # C11: `declared` brings in the next of a pipeline, `history` also what usually followed
     preload: Literal["off", "declared", "history"] = "declared"
     pipelines: list[list[str]] = Field([])  # of capabilities, in the order they are used
-    pinned_most: float = Field(1.0, ge=0, le=1)  # SPEC C8: share of a device that may be pinned
+    pinned_most: float = Field(1.0, ge=0, le=1)  # C8: share of a device that may be pinned
     lease_tenant: Size | None = None  # the most one tenant may lease; default: half of all
-    lease_term_most_s: float = Field(86_400.0, gt=0, le=LONGEST_S)  # SPEC A15
-    # SPEC N3: idle Ray workers kept on each node, 77 MB each, so that replicas start at once
+    lease_term_most_s: float = Field(86_400.0, gt=0, le=LONGEST_S)  # A15
+    # N3: idle Ray workers kept on each node, 77 MB each, so that replicas start at once
     spare_workers: int = Field(1, ge=0, le=64)
-    tenants: dict[str, TenantConfig] = Field({})  # SPEC C10
+    tenants: dict[str, TenantConfig] = Field({})  # C10
 
     @field_validator("evict")
     @classmethod

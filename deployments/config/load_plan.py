@@ -1,6 +1,6 @@
 """From one configured model to what a replica needs to load it: entry, engine config, need.
 
-Estimates here are what can be known before any load (SPEC A17): an explicit need, else the sum of
+Estimates here are what can be known before any load (A17): an explicit need, else the sum of
 the tensors in the safetensors headers, else a guess from sizes or the name, plus the engine's own
 overhead. What was measured in earlier loads is the arbiter's to add.
 """
@@ -36,7 +36,7 @@ class EngineKind:
     working_bytes: Bytes  # activations and buffers under traffic, KV cache apart
     takes_turns: bool = False  # computes under a dispatch lock where the model names one
     program: str = ""  # has to be on the PATH
-    split: Split = Split.NONE  # over several devices, where one is too small (SPEC B5)
+    split: Split = Split.NONE  # over several devices, where one is too small (B5)
     drafts: bool = False  # loads a drafter beside its model
 
 
@@ -84,9 +84,9 @@ class ModelPlan:
     need_is_explicit: bool
     settings_key: str  # same model and engine settings, same key: learned peaks belong to it
     split: Split = Split.NONE
-    grown: "ModelPlan | None" = None  # the same model with more (SPEC A14); None: it does not grow
+    grown: "ModelPlan | None" = None  # the same model with more (A14); None: it does not grow
     stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
-    drafter: "ModelPlan | None" = None  # what its engine loads beside it (SPEC A13)
+    drafter: "ModelPlan | None" = None  # what its engine loads beside it (A13)
 
     @property
     def device_bytes(self) -> Bytes:

@@ -1,4 +1,4 @@
-"""The arbiter's settings while it runs (SPEC C12): read, and changed all or nothing.
+"""The arbiter's settings while it runs (C12): read, and changed all or nothing.
 
 A change names the generation it was made of. It is checked as a whole, takes effect as a whole, and
 is kept across restarts until the configuration file itself says something else.

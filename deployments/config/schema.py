@@ -71,7 +71,7 @@ class AdaptersConfig(Strict):
 
 class DrafterConfig(Strict):
     """Another model of the capability that proposes tokens, in the same engine: several are then
-    checked in one step (SPEC A13). Both must have the same vocabulary."""
+    checked in one step (A13). Both must have the same vocabulary."""
 
     model: str
     tokens: int = Field(3, ge=1, le=16)  # proposed at a time; few survive beyond that
@@ -80,7 +80,7 @@ class DrafterConfig(Strict):
 class ModelConfig(Strict):
     source: str  # `made:NAME` (models/make_models.py), `package:NAME`, a folder, or a hub id
     engine_args: dict[str, Any] = Field({})
-    # SPEC A14: arguments that take the place of these while it is grown, which it is when a request
+    # A14: arguments that take the place of these while it is grown, which it is when a request
     # needs more than it has. Its engine is started anew for that, and idle models make room.
     grow_to: dict[str, Any] = Field({})
     # Gives back what it grew by when nobody has asked it anything for so long; a restart takes
@@ -92,7 +92,7 @@ class ModelConfig(Strict):
     need: NeedConfig | None = None
     keep_warm_s: float | None = Field(None, ge=-1, le=LONGEST_S)  # -1: for ever; 0: goes at once
     pin: bool = False
-    allow_oversize: bool = False  # loads even where it is larger than the whole budget (SPEC B6)
+    allow_oversize: bool = False  # loads even where it is larger than the whole budget (B6)
     can_sleep: bool = True
     adapters: AdaptersConfig | None = None
     drafter: DrafterConfig | None = None  # with one it cannot sleep, nor have adapters
@@ -136,8 +136,8 @@ class CapabilityConfig(Strict):
     engine: str  # a name in deployments.plan.ENGINES, or `module:function`
     models: dict[str, ModelConfig] = Field(min_length=1)
     keep_warm_s: float | None = Field(None, ge=-1, le=LONGEST_S)
-    downscale_to_zero_s: float = Field(300.0, ge=0, le=LONGEST_S)  # SPEC H0
-    # SPEC D2: `external`: requests load nothing, a control plane sets what is resident
+    downscale_to_zero_s: float = Field(300.0, ge=0, le=LONGEST_S)  # H0
+    # D2: `external`: requests load nothing, a control plane sets what is resident
     managed: Literal["self", "external"] = "self"
 
     @field_validator("role")

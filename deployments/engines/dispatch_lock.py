@@ -1,5 +1,5 @@
 """Dispatch locks: engines of a node that take turns to compute, so that they need room for one
-scratch and not for one each (SPEC B2).
+scratch and not for one each (B2).
 
 The lock is a file that the kernel lets one process hold; it is given back when its holder dies,
 however that happens. Scratch goes back before the lock does: a reading that sees more of it than

@@ -29,7 +29,7 @@ async def state() -> dict[str, Any]:
 
 
 async def readiness(table: Table) -> dict[str, Any]:
-    """Per capability: ready, loading, scaled_to_zero, or failed with the cause (SPEC J9)."""
+    """Per capability: ready, loading, scaled_to_zero, or failed with the cause (J9)."""
     now = await state()
     return {name: _readiness(name, now) for name in sorted(table.capabilities)}
 

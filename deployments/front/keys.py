@@ -1,4 +1,4 @@
-"""API keys: who may ask for what, and in whose name (SPEC L1).
+"""API keys: who may ask for what, and in whose name (L1).
 
 Keys live in one JSON file of mode 0600 beside the arbiter's state; of each only a hash. The front
 reads the file again when it changes, so a key is good, or no longer, from the next request on. The

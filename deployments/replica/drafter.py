@@ -1,4 +1,4 @@
-"""A target and its drafter in one engine (SPEC A13): two tickets of one gang, granted all or none.
+"""A target and its drafter in one engine (A13): two tickets of one gang, granted all or none.
 
 The drafter proposes tokens, the target checks several in one step; what is answered is the
 target's. Both are loaded by one process, so the drafter's ticket lives in the target's: this

@@ -151,7 +151,7 @@ class HeldModel:
 
     def expected(self, predicted: Span) -> None:
         """It is in the line, and the arbiter says how long until it serves. Who cannot wait for
-        that hears it at once (SPEC A21)."""
+        that hears it at once (A21)."""
         self.serves_at_ns = time.monotonic_ns() + predicted
         for waiter, until_s in list(self.waiters.items()):
             if not waiter.done() and (error := self.unmet(until_s)):

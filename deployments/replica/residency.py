@@ -95,7 +95,7 @@ class Residency:
         return await one_shot(self.use(model), method, path, headers, body)
 
     async def grow(self, model: str) -> None:
-        """A resident gets what its `grow_to` says (SPEC A14); growing.give_back: the reverse."""
+        """A resident gets what its `grow_to` says (A14); growing.give_back: the reverse."""
         await resize.grow(self, model)
 
     def account(self) -> tuple[ev.HeldTicket, ...]:
@@ -153,7 +153,7 @@ class Residency:
             raise
 
     def _abandon(self, slot: HeldModel) -> None:
-        """Nobody waits any more (SPEC A8). In the line: out of it. Of a load under way the arbiter
+        """Nobody waits any more (A8). In the line: out of it. Of a load under way the arbiter
         knows how much is left. What is wanted with nobody waiting goes on."""
         if slot.wanted or slot.model in self._pinned:
             return

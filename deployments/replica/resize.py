@@ -1,4 +1,4 @@
-"""A resident model is to have more memory, or gives it back (SPEC A14): for a longer context, a
+"""A resident model is to have more memory, or gives it back (A14): for a longer context, a
 larger KV cache. No engine here can enlarge its own, so growth is a restart of its process, under
 the same ticket: the bytes are granted first, while it serves on; then what is in flight ends, and
 the node's agent puts a new process in the place of the old.
@@ -32,7 +32,7 @@ from deployments.replica.held_model import Before, HeldModel, HolderState, Opens
 logger = logging.getLogger("arbiter.residency")
 
 ROOM = seconds(30)  # for idle models to make room: three barriers
-BARRIER = seconds(10)  # SPEC A9: for what is in flight to end
+BARRIER = seconds(10)  # A9: for what is in flight to end
 RESTART = seconds(600)  # the arbiter's own default for a load (settings.Terms.load)
 
 

@@ -1,4 +1,4 @@
-"""How a resident model stops serving: its requests end, and it sleeps or goes (SPEC A9)."""
+"""How a resident model stops serving: its requests end, and it sleeps or goes (A9)."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from deployments.replica.held_model import HeldModel, HolderState
 
 logger = logging.getLogger("arbiter.residency")
 
-# A revoke for these reasons takes only what is idle (SPEC A9).
+# A revoke for these reasons takes only what is idle (A9).
 ONLY_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
 UNLOAD_S = 30.0  # the core's term for an unload; an engine that sleeps slower is ended
 

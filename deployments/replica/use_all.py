@@ -1,4 +1,4 @@
-"""Several models of one holder at once (SPEC A13): a vision model and its projector, each in a
+"""Several models of one holder at once (A13): a vision model and its projector, each in a
 process of its own.
 
     async with use_all(residency, ("vlm", "projector")) as (vlm, projector): ...

@@ -1,4 +1,4 @@
-"""Whether the files of a model are those it was loaded from (SPEC D5). A model replaced under the
+"""Whether the files of a model are those it was loaded from (D5). A model replaced under the
 same name is loaded anew; the old one finishes what it has begun and answers nobody else.
 
 Names, sizes, times and inodes are looked at each few seconds. What lies in the files is looked at
@@ -124,7 +124,7 @@ async def watch_files(
 
 
 # -------------------------------------------------------------------------------------------------
-# Whether an engine still answers (SPEC H9). One that is dead breaks its lifeline and is heard of
+# Whether an engine still answers (H9). One that is dead breaks its lifeline and is heard of
 # at once; one that hangs says nothing, so it is asked.
 
 

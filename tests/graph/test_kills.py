@@ -95,5 +95,5 @@ def books_are_true(graph: Graph) -> bool:
         return False
     kernel_bytes = sum(device_bytes(root) for root in roots)
     cpu = next(d for d in state["devices"] if d["kind"] == "cpu")
-    close = abs(cpu["measured_bytes"] - kernel_bytes) <= 0.05 * kernel_bytes  # SPEC B1
+    close = abs(cpu["measured_bytes"] - kernel_bytes) <= 0.05 * kernel_bytes  # B1
     return close and cpu["free_bytes"] >= 0 and cpu["charged_bytes"] >= cpu["measured_bytes"]

@@ -1,4 +1,4 @@
-"""All or none on a real cluster (SPEC A13): a vision model and its projector, each with an engine
+"""All or none on a real cluster (A13): a vision model and its projector, each with an engine
 of its own, and a model over two devices.
 """
 

@@ -1,5 +1,5 @@
 """Where a load goes, for any history of loads, sleeps and departures on a node of several devices
-(SPEC C9): what the core does against a chooser that looks at everything and is too simple to be
+(C9): what the core does against a chooser that looks at everything and is too simple to be
 wrong. A sleeper wakes where it slept."""
 
 from dataclasses import dataclass

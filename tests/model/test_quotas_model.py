@@ -1,4 +1,4 @@
-"""Tenants under anything that may happen (SPEC C10): a maximum is never exceeded, what is reserved
+"""Tenants under anything that may happen (C10): a maximum is never exceeded, what is reserved
 stays free for whom it is reserved, nobody leaves for another who would get nothing, and accounts
 add up to what an onlooker integrates who reads the books now and then."""
 

@@ -1,4 +1,4 @@
-"""The line under anything that may happen to it (SPEC C6): what an onlooker counts who knows only
+"""The line under anything that may happen to it (C6): what an onlooker counts who knows only
 who asked when, and who was granted. And that looking only where something has changed misses
 nothing: a look at everything never finds more to do."""
 

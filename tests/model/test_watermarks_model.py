@@ -1,4 +1,4 @@
-"""Host RAM under any coming and going of sleepers (SPEC C4), judged by an onlooker who adds up what
+"""Host RAM under any coming and going of sleepers (C4), judged by an onlooker who adds up what
 stays: nobody goes between the marks, nobody goes beyond the low one, and above the high one stays
 only who may not go."""
 

@@ -1,14 +1,45 @@
-"""docs/behaviours.md claims nothing that no test holds."""
+"""docs/behaviours.md has the form it promises, and claims nothing that no test holds."""
 
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROW = re.compile(r"^\| ([A-Z]\d+) \|[^|]*\| (works|partial|missing) \| (?:`([\w.]+)`)? ?\|", re.M)
+LENGTH_MOST = 200  # of a sentence: a reader compares lines, and notes have the rest
+ROWS_LEAST = 100  # a page that is parsed wrongly has none
+STATE = re.compile(r"(works|partial|missing)(?: `\[gpu\]`)?")
+TEST = re.compile(r"`(test_\w+|benchmarks\.\w+)`|")
+LACKS = ("Missing:", "Unproved:")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table of the page."""
+
+    id: str
+    behaviour: str
+    state: str
+    test: str
+
+
+def rows_of(page: str) -> list[Row]:
+    """Raises ValueError for a line that has an id and not four cells."""
+    found = []
+    for line in page.splitlines():
+        if re.match(r"\|\s*[A-Z]\d", line):
+            id_, behaviour, state, test = (cell.strip() for cell in line.strip()[1:-1].split("|"))
+            found.append(Row(id_, behaviour, state, test))
+    return found
+
+
+def notes_of(page: str) -> list[tuple[str, str]]:
+    """Id and text of each note, in the order of the page."""
+    found = re.findall(r"^- \*\*(\w+)\*\* (.+(?:\n  .+)*)", page, re.M)
+    return [(id_, " ".join(text.split())) for id_, text in found]
 
 
 def marks(nodes: list[ast.expr]) -> Iterator[str]:
@@ -38,33 +69,74 @@ def marked_tests() -> dict[str, set[str]]:
 
 TESTS = marked_tests()
 PAGE = (ROOT / "docs" / "behaviours.md").read_text()
-ROWS = ROW.findall(PAGE)
+ROWS = rows_of(PAGE)
+NOTES = notes_of(PAGE)
+IDS = [row.id for row in ROWS]
 
 
-# Several lines of the specification at once, as `| H2-H8 |` and `| K2, K4 |`: only what is missing.
-SEVERAL = re.compile(r"^\| [A-Z]\d+(?:(?:-|, )[A-Z]\d+)+ \|[^|]*\| missing \|")
-LINES = [line for line in PAGE.splitlines() if re.match(r"\| [A-Z]\d", line)]
+def test_page_has_rows_and_each_id_once() -> None:
+    assert len(ROWS) > ROWS_LEAST
+    assert len(IDS) == len(set(IDS))
 
 
-def test_behaviours_page_has_rows() -> None:
-    assert len(ROWS) > 50
+def test_notes_belong_to_rows_and_each_row_has_one_at_most() -> None:
+    noted = [id_ for id_, _ in NOTES]
+    assert len(noted) == len(set(noted))
+    assert set(noted) <= set(IDS)
+    assert len(noted) == len(re.findall(r"^- ", PAGE.partition("\n## ")[2], re.M))
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line.split(" | ")[0])
-def test_every_behaviours_row_is_checked_or_marked_missing(line: str) -> None:
-    assert ROW.match(line) or SEVERAL.match(line), line
+def test_ids_of_marks_are_rows() -> None:
+    assert set().union(*TESTS.values()) <= set(IDS)
 
 
-@pytest.mark.parametrize(("line", "state", "test"), ROWS, ids=lambda v: v)
-def test_working_behaviour_is_held_by_a_marked_test_or_a_benchmark(
-    line: str, state: str, test: str
-) -> None:
-    assert test or state != "works", f"{line} works, but no test is named"
-    if test.startswith("benchmarks."):
-        name = test.removeprefix("benchmarks.")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_row_has_the_form_of_the_page(row: Row) -> None:
+    assert re.fullmatch(r"[A-Z]\d+", row.id)
+    assert len(row.behaviour) <= LENGTH_MOST, f"{len(row.behaviour)} characters; use the note"
+    assert row.behaviour.endswith(".") and ". " not in row.behaviour, "not one sentence"
+    assert STATE.fullmatch(row.state), row.state
+    assert TEST.fullmatch(row.test), row.test
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_note_names_what_a_partial_row_lacks(row: Row) -> None:
+    lacks = any(label in dict(NOTES).get(row.id, "") for label in LACKS)
+    state = row.state.split()[0]
+    assert lacks or state != "partial", f"{row.id}: write `Missing:` or `Unproved:` in its note"
+    assert not lacks or state != "works", f"{row.id}: its note names what is missing or unproved"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_named_test_or_benchmark_exists_and_carries_the_id(row: Row) -> None:
+    name = row.test.strip("`")
+    assert name or row.state != "works", f"{row.id} works, but no test is named"
+    if name.startswith("benchmarks."):
+        name = name.removeprefix("benchmarks.")
         folder = ROOT / "benchmarks"
         assert (folder / f"{name}.py").exists() or (folder / name / "__main__.py").exists()
-        assert list((ROOT / "docs" / "benchmarks").glob(f"{name}*.json")), f"{line}: no figures"
-    elif test:
-        assert test in TESTS, f"{line}: there is no test {test}"
-        assert line in TESTS[test], f"{test} is not marked with {line}"
+        assert list((ROOT / "docs" / "benchmarks").glob(f"{name}*.json")), f"{row.id}: no figures"
+    elif name:
+        assert name in TESTS, f"{row.id}: there is no test {name}"
+        assert row.id in TESTS[name], f"{name} is not marked with {row.id}"
+
+
+NAMED = sorted(set(re.findall(r"`(test_\w+)`", PAGE)))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_name_of_a_test_on_the_page_is_that_of_a_test(name: str) -> None:
+    assert name in TESTS
+
+
+@pytest.mark.parametrize(
+    ("line", "is_read"),
+    [
+        ("| A1 | A sentence. | works | `test_x` |", True),
+        ("| A1 | A sentence. | partial `[gpu]` | |", True),
+        ("| A1-A3 | A sentence. | missing | |", True),  # and refused by its form
+        ("| id | behaviour | state | test |", False),
+    ],
+)
+def test_line_with_an_id_is_never_overlooked(line: str, is_read: bool) -> None:
+    assert bool(rows_of(line)) is is_read

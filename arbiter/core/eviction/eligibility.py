@@ -1,4 +1,4 @@
-"""Which tickets may be revoked for a queued one, and the reason why not (SPEC A6, C2, C4).
+"""Which tickets may be revoked for a queued one, and the reason why not (A6, C2, C4).
 
 Lawful here means: awake and not loading, not pinned, past its minimum residency, not just refused.
 """
@@ -45,7 +45,7 @@ def find_obstacle(
     state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority
 ) -> Obstacle | None:
     """None: it may be revoked for `waiting`. Never one more urgent than who asks; an equal only
-    after its minimum residency (SPEC C2, C4). A sleeper that waits to be woken gives way to those
+    after its minimum residency (C2, C4). A sleeper that waits to be woken gives way to those
     before it in the line, never to those behind: what it still holds on the device could keep the
     first in line waiting for ever."""
     if entry is waiting:

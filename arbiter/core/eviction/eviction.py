@@ -1,4 +1,4 @@
-"""Chooses victims, revokes them, and handles their replies (SPEC A6, A9, B4, C3).
+"""Chooses victims, revokes them, and handles their replies (A6, A9, B4, C3).
 
 The policy only prices lawful candidates (eligibility.py); the core takes the cheapest set that
 suffices (records/victim_set.py), or none.
@@ -56,7 +56,7 @@ def make_room(
 
 
 def evict_own(state: CoreState, waiting: Ticket, short: Bytes, urgent: Priority) -> bool:
-    """Of its own tenant only, on whatever device, the cheapest that free `short` (SPEC C10)."""
+    """Of its own tenant only, on whatever device, the cheapest that free `short` (C10)."""
     own = {e.ticket: e for e in quotas.tickets_of(state, waiting.client.tenant)}
     books = {d for e in own.values() for d in e.home if d in state.ledger.books}
     options: dict[TicketId, PricedVictim] = {}
@@ -142,7 +142,7 @@ def _remember(
     options: list[PricedVictim],
     chosen: list[PricedVictim],
 ) -> None:
-    """What was weighed, for whoever asks why (SPEC K3)."""
+    """What was weighed, for whoever asks why (K3)."""
     state.evictions.add(
         EvictionRecord(
             state.now,

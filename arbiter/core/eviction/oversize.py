@@ -1,4 +1,4 @@
-"""A model larger than a whole budget, where its configuration allows that (SPEC B6).
+"""A model larger than a whole budget, where its configuration allows that (B6).
 
 Everything idle and unpinned leaves the device with the most to lend; then it loads with what there
 is, is charged that, and what it takes beyond is measured. Nothing else fits beside it.

@@ -1,4 +1,4 @@
-"""Pressure (SPEC C5): real memory is short on a device or node, whatever the books say.
+"""Pressure (C5): real memory is short on a device or node, whatever the books say.
 
 Three sources, the worst wins: readings of free bytes, the kernel's stalls (PSI), and levels that
 somebody pushed, which last for a term. It acts only on the device that feels it: low takes the

@@ -1,4 +1,4 @@
-"""The order in which the holders of a device's bytes would leave, cheapest first (SPEC C2, C3).
+"""The order in which the holders of a device's bytes would leave, cheapest first (C2, C3).
 
 In front of every policy stands what none may turn round: nobody waits for it, it is idle, it is the
 least urgent. The order is kept from one look to the next: what has changed is priced again at once,
@@ -155,7 +155,7 @@ def _reload_span(state: CoreState, entry: Ticket) -> Span:
 
 
 # -------------------------------------------------------------------------------------------------
-# How urgent a model is (SPEC C2): as its last request, for its keep-warm seconds; then batch.
+# How urgent a model is (C2): as its last request, for its keep-warm seconds; then batch.
 
 
 def effective_priority(state: CoreState, entry: Ticket) -> Priority:

@@ -1,4 +1,4 @@
-"""Asleep only as measured: a holder's word is believed once the bytes have fallen (SPEC D1)."""
+"""Asleep only as measured: a holder's word is believed once the bytes have fallen (D1)."""
 
 from arbiter.core.decisions import Reason, RequestReading, Tier
 from arbiter.core.eviction.eligibility import floor_of
@@ -29,7 +29,7 @@ def grant_with_host_copy(state: CoreState, entry: Ticket) -> Sizes | None:
 
 
 def on_slept(state: CoreState, entry: Ticket) -> None:
-    """Its holder says so; a reading must agree (SPEC D1)."""
+    """Its holder says so; a reading must agree (D1)."""
     if entry.to is not Tier.ASLEEP:
         kill_and_notify(
             state, entry, entry.leaving or Reason.FAILED

@@ -1,4 +1,4 @@
-"""Watermarks (SPEC C4): above the high one of a budget, what can go goes, down to the low one; in
+"""Watermarks (C4): above the high one of a budget, what can go goes, down to the low one; in
 between nothing happens, so that each sleeper or load does not cost another one.
 
 Host RAM: the cheapest sleepers let go of their copies, but never the one that fell asleep last: it

@@ -1,4 +1,4 @@
-"""Asking for a ticket (SPEC A2, A3, A21, C7): who may, who may not, and until when."""
+"""Asking for a ticket (A2, A3, A21, C7): who may, who may not, and until when."""
 
 from arbiter.core import events as ev
 from arbiter.core import types

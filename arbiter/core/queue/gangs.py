@@ -1,4 +1,4 @@
-"""Tickets that only make sense together, and tickets over several devices (SPEC A13, B5).
+"""Tickets that only make sense together, and tickets over several devices (A13, B5).
 
 A gang is a set of tickets of one holder (a target and its drafter, a vision model and its
 projector): none is granted before all of them can be, in the same step. A model larger than any one

@@ -1,4 +1,4 @@
-"""One pass over a node's queue: which tickets are tried, in order, and when to stop (SPEC C6)."""
+"""One pass over a node's queue: which tickets are tried, in order, and when to stop (C6)."""
 
 from arbiter.core.eviction import watermarks
 from arbiter.core.eviction.eligibility import min_residency_ends

@@ -1,4 +1,4 @@
-"""From the line to a grant (SPEC A3, A4, B6, C6, C9): who is next, and where it goes.
+"""From the line to a grant (A3, A4, B6, C6, C9): who is next, and where it goes.
 
 Only nodes on which something has changed are looked at, each in the order of its line. A ticket
 that cannot load now does not hold up one behind it that can, until it has been overtaken 8 times or
@@ -87,7 +87,7 @@ def _waits_for_own_quota(
     urgent: types.Priority,
     over: Iterable[DeviceId] = (),
 ) -> bool:
-    """Its tenant has too much already (SPEC C10): some of that goes first, or it is refused for
+    """Its tenant has too much already (C10): some of that goes first, or it is refused for
     good. True: it is not its turn, and it holds up nobody. `over`: the devices that it needs
     together; where none is named, any one of the node will do."""
     tenant = entry.client.tenant
@@ -136,8 +136,8 @@ def foresee_need(state: CoreState, entry: Ticket) -> None:
 def _may_exceed(
     state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, need: Bytes
 ) -> bool:
-    """It is larger than anything waiting can bring (SPEC B6), perhaps for what others have reserved
-    (SPEC C10). False: it is dealt with."""
+    """It is larger than anything waiting can bring (B6), perhaps for what others have reserved
+    (C10). False: it is dealt with."""
     books = compute_books(state, pass_.node)
     bounds = quotas.at_most(state, entry.client.tenant, books)
     if not books or need <= max(bounds.values()):
@@ -179,7 +179,7 @@ def _urgency(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> types.P
 
 
 def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> None:
-    """The first of its members to come up in the line asks for all of them (SPEC A13)."""
+    """The first of its members to come up in the line asks for all of them (A13)."""
     if gone := [t for t in entry.gang if t in state.answers]:
         reject_queued(state, entry, TicketClosed(gone[0]))
         return
@@ -328,7 +328,7 @@ def age(state: CoreState, entry: Ticket) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Optional exclusion groups (SPEC A11): of a role that is named, one resident model on each node.
+# Optional exclusion groups (A11): of a role that is named, one resident model on each node.
 #
 # The one that asks swaps with the one that is there, as lawfully as for want of bytes.
 

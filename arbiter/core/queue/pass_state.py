@@ -1,5 +1,5 @@
 """What one pass_ at a node's line knows: what is free, promised, reserved, and held for one that is
-due (SPEC C6, C10)."""
+due (C6, C10)."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -93,7 +93,7 @@ class GrantPass:
 
 
 # -------------------------------------------------------------------------------------------------
-# Who is overtaken by a grant (SPEC C6): so often, and then it is due and overtaken no more.
+# Who is overtaken by a grant (C6): so often, and then it is due and overtaken no more.
 
 
 def count_bypasses(state: CoreState, pass_: GrantPass, turn: int, home: Sizes) -> None:

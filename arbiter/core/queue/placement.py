@@ -1,4 +1,4 @@
-"""Where on its node a ticket could go, best first, and how much it would be granted (SPEC C9)."""
+"""Where on its node a ticket could go, best first, and how much it would be granted (C9)."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""When a ticket that waits will serve (SPEC A21): what stands before it, and its own load.
+"""When a ticket that waits will serve (A21): what stands before it, and its own load.
 
 An estimate for people and for deadlines; no grant depends on it. The wait has three parts: until
 the bytes it lacks may lawfully be asked for, the time such bytes take to come back, and the loads

@@ -1,4 +1,4 @@
-"""Who has caused what (SPEC C10): requests, and device bytes times the time they were held.
+"""Who has caused what (C10): requests, and device bytes times the time they were held.
 
 A ticket is on the account of the client that used it last. Holders count requests and tell them
 with their heartbeats; bytes are those of the books, of devices that compute. An account is settled

@@ -1,4 +1,4 @@
-"""How many bytes and seconds a load will take (SPEC A17). Integers, plain data in and out.
+"""How many bytes and seconds a load will take (A17). Integers, plain data in and out.
 
 Order: explicit, else the learned peak of an earlier load of the same model under the same
 settings, else what the holder computed from its files and the overhead that models of its
@@ -18,7 +18,7 @@ from arbiter.core.settings import Settings
 from arbiter.core.types import Need
 from arbiter.units import SECOND, Bytes, Span
 
-# Percent of a file's size that its weights take once loaded (SPEC A17): a GGUF file is used as it
+# Percent of a file's size that its weights take once loaded (A17): a GGUF file is used as it
 # lies there, safetensors without a readable header may be cast or lie there in several variants.
 ON_DEVICE_PERCENT = {".gguf": 110, ".safetensors": 130}
 
@@ -267,7 +267,7 @@ class Estimates:
 
 
 # -------------------------------------------------------------------------------------------------
-# Seconds of a load nobody has seen yet (SPEC A17, A21): a line through the loads that were seen.
+# Seconds of a load nobody has seen yet (A17, A21): a line through the loads that were seen.
 #
 #     seconds = start + bytes / bandwidth
 #

@@ -1,4 +1,4 @@
-"""Whose the bytes on the books are: by client, by tenant, and by tenant on each device (SPEC C10).
+"""Whose the bytes on the books are: by client, by tenant, and by tenant on each device (C10).
 
 Only devices that compute count: what sleeps in host RAM can always go.
 """

@@ -1,4 +1,4 @@
-"""Which capabilities and models exist (SPEC A2). Typed errors name what does."""
+"""Which capabilities and models exist (A2). Typed errors name what does."""
 
 from difflib import get_close_matches
 

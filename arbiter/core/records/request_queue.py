@@ -1,4 +1,4 @@
-"""The line of waiting tickets: per node, in the order of the admission policy (SPEC C6).
+"""The line of waiting tickets: per node, in the order of the admission policy (C6).
 
 A ticket competes only with those of its own node, for its holder loads there. It may be overtaken
 by later ones, so often and for so long; then it is *due*, and stands before all that are not.
@@ -170,7 +170,7 @@ class RequestQueue:
             waiting.deadline = deadline
 
     def loading(self, node: NodeId, model: str, more: int) -> None:
-        """A load of the model begins (1) or ends (-1): it is warm meanwhile (SPEC C6)."""
+        """A load of the model begins (1) or ends (-1): it is warm meanwhile (C6)."""
         was_warm = self._loads[node, model] > 0
         self._loads[node, model] += more
         is_warm = self._loads[node, model] > 0

@@ -92,7 +92,7 @@ class Ticket:
     lease_ends: Instant = Instant(0)
 
     # What its holder said last.
-    is_prefetch: bool = False  # brought in unasked, and not used yet (SPEC C11)
+    is_prefetch: bool = False  # brought in unasked, and not used yet (C11)
     priority: Priority = Priority.NORMAL  # of its last request; see urgency.of for what counts
     inflight: int = 0
     uses_count: int = 0  # so far, under this ticket

@@ -1,4 +1,4 @@
-"""Which victims: an irreducible set that frees enough at least cost (SPEC C3). Arithmetic only.
+"""Which victims: an irreducible set that frees enough at least cost (C3). Arithmetic only.
 
 Ranks come before costs. A set is dear by its dearest rank: the sum of costs there decides, then the
 sum in the next cheaper rank, and so on; so no number of victims of a low rank is worth one of a
@@ -13,7 +13,7 @@ from itertools import accumulate, groupby
 from arbiter.core.view import Key
 from arbiter.units import Bytes, TicketId
 
-EXACT_COUNT = 12  # SPEC C3: at most this many of one rank are solved exactly, at most 2^12 sets
+EXACT_COUNT = 12  # C3: at most this many of one rank are solved exactly, at most 2^12 sets
 COST_LEAST = 1e-9  # what nobody will miss still costs something, so that none leaves for nothing
 
 

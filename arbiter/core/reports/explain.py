@@ -1,4 +1,4 @@
-"""Why a ticket waits, and why a victim was chosen, with the numbers (SPEC K3).
+"""Why a ticket waits, and why a victim was chosen, with the numbers (K3).
 
 Reads the state and changes nothing. Every reason comes from the rule itself: `eviction.obstacle`
 says why nobody may be revoked, `ranking.option` at what price, `choices` what was weighed then.

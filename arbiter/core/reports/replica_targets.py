@@ -1,4 +1,4 @@
-"""How many replicas of each capability should exist (SPEC H0). Serve executes it.
+"""How many replicas of each capability should exist (H0). Serve executes it.
 
 One while a ticket of it is open, a model of it is pinned, or it was active lately; then none. More
 than one is a request-driven matter that Serve adds by itself.

@@ -1,4 +1,4 @@
-"""What people and the dashboard see (SPEC B7): a frozen picture with Spans, for Instants mean
+"""What people and the dashboard see (B7): a frozen picture with Spans, for Instants mean
 nothing outside the arbiter's process."""
 
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class DeviceView:
     free_bytes: Bytes  # negative while overcommitted
     largest_fit_bytes: Bytes  # the largest ticket that could be granted there now
     physical_free_bytes: Bytes | None  # None before the first reading
-    pressure: str  # nominal, low, critical: of real memory (SPEC C5)
+    pressure: str  # nominal, low, critical: of real memory (C5)
     is_exact: bool  # False: foreign bytes inferred from the device total
 
 
@@ -103,7 +103,7 @@ class FloorView:
 
 @dataclass(frozen=True, slots=True)
 class ClientView:
-    """One account (SPEC C10)."""
+    """One account (C10)."""
 
     tenant: str
     client: str  # as it calls itself

@@ -1,4 +1,4 @@
-"""Where somebody wants a model to be (SPEC D1, D2, D8), and models that were removed (D9).
+"""Where somebody wants a model to be (D1, D2, D8), and models that were removed (D9).
 
 A floor is how far a model may fall: `device`, loaded now and never a victim; `host`, asleep at
 least; `cold`, anywhere. In a capability that is managed from outside nothing else brings a model

@@ -1,4 +1,4 @@
-"""A resident that wants more, or gives some back (SPEC A14).
+"""A resident that wants more, or gives some back (A14).
 
 Idle models make room for it. It never waits on a holder that itself waits for growth: two of those
 could wait for each other for ever, so the later one is refused, at once, and goes on with what it

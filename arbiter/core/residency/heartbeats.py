@@ -1,4 +1,4 @@
-"""What holders say of themselves: they join, beat, and are lost (SPEC A18, A19).
+"""What holders say of themselves: they join, beat, and are lost (A18, A19).
 
 Heartbeats are level-triggered: each repeats every ticket, so whatever message was lost before it
 is made good by it. What a holder no longer mentions, it has let go of.

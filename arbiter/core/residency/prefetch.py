@@ -1,4 +1,4 @@
-"""A model that is likely next is brought in before anybody asks (SPEC C11).
+"""A model that is likely next is brought in before anybody asks (C11).
 
 Two prefetches: the next in a declared pipeline (voice activity, speech, text, voice), and what most
 often followed before. A wrong prefetch must cost nobody anything, so it is made only while nothing

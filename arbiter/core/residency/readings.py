@@ -1,4 +1,4 @@
-"""What node agents report: devices, readings, engines that ended (SPEC A10, A16, B1).
+"""What node agents report: devices, readings, engines that ended (A10, A16, B1).
 
 Readings are the only source of measured bytes. Those of one node arrive in the order they were
 taken: its agent sends the next one only when the last was received.

@@ -1,4 +1,4 @@
-"""How much of a device may be lent (SPEC B2, B3). Pure arithmetic on whole bytes, rounded down.
+"""How much of a device may be lent (B2, B3). Pure arithmetic on whole bytes, rounded down.
 
 total --0.9, cap--> arena --0.1 wiggle--> ceiling --shared scratch, margin--> budget
 

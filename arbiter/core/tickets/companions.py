@@ -1,4 +1,4 @@
-"""Tickets whose bytes lie in the process of another: a drafter in its target's engine (SPEC A13).
+"""Tickets whose bytes lie in the process of another: a drafter in its target's engine (A13).
 
 The two are a gang and granted in one step, on one device. From then on the companion goes where its
 primary goes (Mind.move): it serves, drains and ends with it, and is nobody's victim by itself. Its

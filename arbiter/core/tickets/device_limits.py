@@ -18,7 +18,7 @@ def compute_books(state: CoreState, node: Node) -> list[DeviceAccount]:
 
 
 def on_demand_of(book: DeviceAccount) -> Bytes:
-    """The most that waiting can ever bring: pinned models are never victims (SPEC B2)."""
+    """The most that waiting can ever bring: pinned models are never victims (B2)."""
     return on_demand(book.budget_bytes, book.pinned_bytes)
 
 
@@ -29,7 +29,7 @@ def flag_pinned(state: CoreState, devices: Iterable[DeviceId]) -> None:
 
 
 def flag_pinned_on(state: CoreState, book: DeviceAccount, more: Bytes) -> None:
-    """What a pinned model needs is known once it asks, which it does at start (SPEC B2)."""
+    """What a pinned model needs is known once it asks, which it does at start (B2)."""
     pinned = Bytes(book.pinned_bytes + more)
     if over := pinned_overcommit(book.budget_bytes, pinned):
         lent = book.budget_bytes
@@ -37,7 +37,7 @@ def flag_pinned_on(state: CoreState, book: DeviceAccount, more: Bytes) -> None:
 
 
 def cap_pins(state: CoreState, devices: Iterable[DeviceId]) -> None:
-    """At most a share of a device is pinned (SPEC C8). What was pinned first stays so; what comes
+    """At most a share of a device is pinned (C8). What was pinned first stays so; what comes
     on top of that is a victim like any other."""
     for device in devices:
         if (book := state.ledger.books.get(device)) is None:

@@ -1,4 +1,4 @@
-"""Device memory lent to processes outside Serve (SPEC A15): the rules of the ticket behind it.
+"""Device memory lent to processes outside Serve (A15): the rules of the ticket behind it.
 
 A lease is a ticket whose holder is one outside process, and nothing else: it waits in the line, is
 charged, and is chosen as a victim when it said that it may be. It does not load: once granted it is

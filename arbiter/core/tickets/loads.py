@@ -1,4 +1,4 @@
-"""How a load ends: it serves, it breaks, or nobody wants it any more (SPEC A8, A12)."""
+"""How a load ends: it serves, it breaks, or nobody wants it any more (A8, A12)."""
 
 from arbiter.core import events as ev
 from arbiter.core.decisions import LoadModel, Reason
@@ -186,7 +186,7 @@ def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
 
 def let_sleep(state: CoreState, entry: Ticket) -> None:
     """LOADING -> ASLEEP: who asked for the wake had gone before the grant arrived, and its holder
-    never began (SPEC A8)."""
+    never began (A8)."""
     host_reservation = {d: size for d, size in entry.granted.items() if d not in entry.home}
     state.move(entry, State.ASLEEP, granted=host_reservation)
     entry.inflight = 0

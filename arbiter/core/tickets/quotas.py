@@ -1,4 +1,4 @@
-"""What a tenant may have, and what is kept for it (SPEC C10).
+"""What a tenant may have, and what is kept for it (C10).
 
 `most`: held at once, over all devices that compute. Who would exceed it makes room among its own
 first, and waits for that; nobody else leaves for it, and it holds up nobody.

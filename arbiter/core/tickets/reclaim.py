@@ -1,4 +1,4 @@
-"""Bytes on their way back (SPEC A10): charged until the node agent has seen them free.
+"""Bytes on their way back (A10): charged until the node agent has seen them free.
 
 Whatever ends a ticket comes through `reclaim`; whatever proves its bytes are back, through `gone`.
 """

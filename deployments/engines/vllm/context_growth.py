@@ -1,5 +1,5 @@
 """Whether a request that vLLM refused would fit the longer context that its model may grow to
-(SPEC A14). Only requests whose length is known to fit are marked, so that nobody makes an engine
+(A14). Only requests whose length is known to fit are marked, so that nobody makes an engine
 start anew with a request that would be refused again.
 """
 

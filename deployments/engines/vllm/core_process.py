@@ -31,7 +31,7 @@ from deployments.engines.protocol import LoadFailed, load_failure
 
 @dataclass(slots=True)
 class StepTrace:
-    """What the scheduler put into one step, summed: how mixed the batches are (SPEC F1)."""
+    """What the scheduler put into one step, summed: how mixed the batches are (F1)."""
 
     steps: int = 0
     requests: int = 0

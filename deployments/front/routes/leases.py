@@ -1,4 +1,4 @@
-"""Leases over HTTP (SPEC A15, L1): of the key's tenant, never of one that a client names."""
+"""Leases over HTTP (A15, L1): of the key's tenant, never of one that a client names."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Where models are and where they are to be, and memory that is short, over HTTP (SPEC D8, C5)."""
+"""Where models are and where they are to be, and memory that is short, over HTTP (D8, C5)."""
 
 from typing import Any, Literal, TypeVar
 
@@ -39,7 +39,7 @@ class PressureBody(Strict):
     where: str = Field(min_length=1, max_length=128)  # a device or a node
     level: Literal["nominal", "low", "critical"]
     free_bytes: int | None = Field(None, ge=0)
-    term_s: float = Field(60.0, gt=0, le=3600)  # SPEC C5
+    term_s: float = Field(60.0, gt=0, le=3600)  # C5
 
 
 def picture(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The arbiter's settings over HTTP (SPEC C12): read with the scope `view`, changed with `admin`."""
+"""The arbiter's settings over HTTP (C12): read with the scope `view`, changed with `admin`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Keep-warm, replica counts, shutdown (SPEC A20, C8, H0). Times in seconds, sizes in GiB."""
+"""Keep-warm, replica counts, shutdown (A20, C8, H0). Times in seconds, sizes in GiB."""
 
 import pytest
 

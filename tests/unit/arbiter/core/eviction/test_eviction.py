@@ -1,4 +1,4 @@
-"""Victims, barriers, overcommit (SPEC A6, A9, C1, C4, B1). Times in seconds, sizes in GiB."""
+"""Victims, barriers, overcommit (A6, A9, C1, C4, B1). Times in seconds, sizes in GiB."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Request priorities (SPEC C2), at the arbiter and at the holder. Times in seconds."""
+"""Request priorities (C2), at the arbiter and at the holder. Times in seconds."""
 
 import pytest
 

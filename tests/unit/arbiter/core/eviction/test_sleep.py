@@ -1,4 +1,4 @@
-"""Sleep and wake (SPEC A10, B4, D1). Times in seconds, sizes in GiB."""
+"""Sleep and wake (A10, B4, D1). Times in seconds, sizes in GiB."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Asking, the line, grants (SPEC A2-A4, A8, B6, C6, C7). Times in seconds, sizes in GiB."""
+"""Asking, the line, grants (A2-A4, A8, B6, C6, C7). Times in seconds, sizes in GiB."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Who is next and where it goes (SPEC A11, B6, C6, C9). Times in seconds, sizes in GiB."""
+"""Who is next and where it goes (A11, B6, C6, C9). Times in seconds, sizes in GiB."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a load will take, and when a ticket will serve (SPEC A17, A21). Seconds and GiB."""
+"""What a load will take, and when a ticket will serve (A17, A21). Seconds and GiB."""
 
 import random
 from dataclasses import replace

@@ -84,7 +84,7 @@ def test_an_index_that_lost_a_ticket_is_found_by_the_audit() -> None:
         audit_books(driver.state.ledger)
 
 
-# -- budget (SPEC B2, B3) -------------------------------------------------------------------------
+# -- budget (B2, B3) -------------------------------------------------------------------------
 
 
 @pytest.mark.spec("B2", "B3")
@@ -177,7 +177,7 @@ def test_queue_walk_meets_tickets_queued_at_its_start_that_have_not_left() -> No
     assert [w.request.ticket for w in line.at(node)] == ["b", "d", "a", "e"]
 
 
-# -- estimates (SPEC A17) -------------------------------------------------------------------------
+# -- estimates (A17) -------------------------------------------------------------------------
 
 KEY = ModelKey("text", "a", "")
 

@@ -1,4 +1,4 @@
-"""The set of victims (SPEC C3): against every subset there is, and out of a long order."""
+"""The set of victims (C3): against every subset there is, and out of a long order."""
 
 from collections.abc import Iterable
 from dataclasses import replace

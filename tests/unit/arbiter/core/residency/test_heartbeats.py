@@ -1,4 +1,4 @@
-"""Joining, beating, being lost; epochs (SPEC A18, A19). Times in seconds, sizes in GiB."""
+"""Joining, beating, being lost; epochs (A18, A19). Times in seconds, sizes in GiB."""
 
 from dataclasses import replace
 

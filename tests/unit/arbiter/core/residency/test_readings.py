@@ -1,4 +1,4 @@
-"""Devices, readings, node loss (SPEC A16, A19, B1, B7). Times in seconds, sizes in GiB."""
+"""Devices, readings, node loss (A16, A19, B1, B7). Times in seconds, sizes in GiB."""
 
 from dataclasses import replace
 

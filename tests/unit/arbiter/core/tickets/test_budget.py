@@ -1,5 +1,5 @@
 """Engines that take turns share one scratch: one reserve per dispatch lock, and what is seen beyond
-it is nobody's and not free (SPEC B2)."""
+it is nobody's and not free (B2)."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Bytes on their way back, and loads that break (SPEC A8, A10, A12). Seconds and GiB."""
+"""Bytes on their way back, and loads that break (A8, A10, A12). Seconds and GiB."""
 
 from dataclasses import replace
 from typing import Any
