@@ -32,7 +32,7 @@ TIERS = ("unit", "style", "model", "sim")  # the cheapest first
 CORE = (
     "admission eviction explain floors forecast gangs granting growth holders idle leases nodes "
     "parts preload pressure reclaim sleep tenants urgency watermarks estimates hours scratch "
-    "victims companions policies"
+    "victims policies"
 ).split()
 # Where the test that is nearest to a file is not called as it is.
 NEAR = {

@@ -187,7 +187,7 @@ BUGS = [
     Bug("a guess keeps its bytes", "arbiter/core/eviction/eviction.py",
            "    if prefetches := prefetches_that_make_room(state, book, short):  # as", "    if prefetches := []:  # as"),
     Bug("a floor does not hold", "arbiter/core/residency/floors.py",
-           "        state.pin(entry, spec.pinned or event.floor is Floor.DEVICE)", "        state.pin(entry, spec.pinned)"),
+           "        state.ledger.pin(entry, spec.pinned or event.floor is Floor.DEVICE)", "        state.ledger.pin(entry, spec.pinned)"),
     Bug("loads what is managed from outside", "arbiter/core/residency/floors.py",
            "    if spec is None or not spec.is_external:", "    if True:"),
     Bug("what was removed is remembered", "arbiter/core/residency/floors.py",
