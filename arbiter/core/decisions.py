@@ -22,6 +22,18 @@ class Reason(Enum):
     WITHDRAWN = "withdrawn"
     TERM = "term"  # a lease has lasted as long as it may
 
+    @property
+    def only_if_idle(self) -> bool:
+        """Tells a holder that has requests in flight to refuse the revoke at once (A9).
+
+        For every other reason the holder puts the barrier up and drains. Holders, the replay and
+        the simulation all ask this property, so none of them can disagree with the others.
+        """
+        return self in ONLY_IF_IDLE
+
+
+ONLY_IF_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
+
 
 class Tier(Enum):
     """Where a revoked model goes."""
@@ -57,8 +69,9 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Ask the holder for the bytes. SWAP and FIT: barrier up until `barrier_until`. PRESSURE and
-    IDLE: refuse when busy. `to` says where the weights go."""
+    """Asks the holder for the bytes of a ticket. A busy holder refuses at once if
+    `reason.only_if_idle`; otherwise its barrier is up until `barrier_until`. `to` says where the
+    weights go."""
 
     ticket: TicketId
     holder: HolderId
