@@ -164,7 +164,7 @@ def _(event: ev.CapabilitiesSet, state: CoreState) -> None:
         state.set_timer(entry, state.now)
     readings.rebudget(state)
     device_limits.cap_pins(state, state.ledger.books)
-    state.ledger.changed.update(state.nodes)
+    state.mark_dirty(*state.nodes)
     device_limits.flag_pinned(state, state.ledger.books)
 
 
@@ -280,7 +280,7 @@ def _(event: ev.UnloadAsked, state: CoreState) -> None:
 @_apply.register
 def _(event: ev.FloorSet, state: CoreState) -> None:
     floors.on_set(state, event)
-    state.ledger.changed.update(state.nodes)  # who may be a victim has changed
+    state.mark_dirty(*state.nodes)  # who may be a victim has changed
 
 
 @_apply.register

@@ -228,15 +228,22 @@ class CoreState:
     def key_of(self, entry: Ticket) -> ModelKey:
         return ModelKey(entry.capability, entry.model, entry.settings_key)
 
-    def changed(self) -> list[NodeId]:
-        """Where something may be decided now that could not be before."""
-        changed = self.ledger.changed | self.queue.changed
-        return sorted(changed) if changed else []
+    def mark_dirty(self, *nodes: NodeId) -> None:
+        """Has these nodes looked at in this step's grant pass, because something that no book
+        shows has changed there. What changes the ledger or the queue marks its node by itself."""
+        self.ledger.mark_dirty(*nodes)
 
-    def take_changed(self) -> list[NodeId]:
-        changed = self.changed()
-        self.ledger.changed, self.queue.changed = set(), set()
-        return changed
+    def dirty_nodes(self) -> list[NodeId]:
+        """Returns, sorted, where something may be decided now that could not be before."""
+        dirty = self.ledger.dirty | self.queue.dirty
+        return sorted(dirty) if dirty else []
+
+    def take_dirty_nodes(self) -> list[NodeId]:
+        """Returns the dirty nodes, which count as clean from now on."""
+        taken = self.dirty_nodes()
+        self.ledger.clean()
+        self.queue.clean()
+        return taken
 
     # -- small moves that several rules share ---------------------------------------------------
 

@@ -30,7 +30,7 @@ def on_ticket_timer(state: CoreState, name: str) -> None:
 def look_at_queue(state: CoreState, node: str) -> None:
     """Something there has become lawful by time alone."""
     if node:
-        state.ledger.changed.add(NodeId(node))
+        state.mark_dirty(NodeId(node))
 
 
 def audit(state: CoreState, _: str) -> None:
@@ -39,7 +39,7 @@ def audit(state: CoreState, _: str) -> None:
     for entry in state.ledger.entries(State.RESIDENT, State.ASLEEP):
         if ("ticket", entry.ticket) not in state.timers:
             state.set_timer(entry, state.now)
-    state.ledger.changed.update(state.queue.nodes)
+    state.mark_dirty(*state.queue.nodes)
     state.timers.set(("audit", ""), after(state.now, state.settings.timeouts.audit))
 
 

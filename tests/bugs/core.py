@@ -41,7 +41,7 @@ BUGS = [
     Bug("one that cannot load holds up the rest", "arbiter/core/queue/grants.py",
            "        pass_.unplaceable.append((need, entry.priority, waiting.quota_group))", "        pass_.reserved_devices.update(pass_.books)"),
     Bug("a change of the books is not looked at", "arbiter/core/records/ledger.py",
-           "        self.changed.add(book.node)\n", ""),
+           "        self.dirty.add(book.node)\n", ""),
     Bug("a load does not warm those that wait", "arbiter/core/records/request_queue.py",
            "        if is_warm != was_warm:", "        if False:"),
     Bug("a victim more urgent than the asker", "arbiter/core/eviction/eligibility.py",

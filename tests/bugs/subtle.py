@@ -26,7 +26,7 @@ BUGS = [
     Bug("sleeping weights count against a maximum", "arbiter/core/tickets/quotas.py",
         "for b in books if b and b.kind in COMPUTE)", "for b in books if b)"),
     Bug("nobody looks again when a tenant has less", "arbiter/core/tickets/quotas.py",
-        "            state.ledger.changed.update(state.queue.where(client.tenant))", "            pass"),
+        "            state.mark_dirty(*state.queue.where(client.tenant))", "            pass"),
     Bug("replicas of one model exclude each other", "arbiter/core/queue/grants.py",
         "one.role == other.role and not same_model", "one.role == other.role"),
     Bug("one of a group leaves where another may not", "arbiter/core/queue/grants.py",

@@ -86,7 +86,7 @@ def victims_for(
 def evict_overcommitted(state: CoreState) -> None:
     """Overcommitted devices: idle models leave until the rest fits. The one that took more than it
     was granted goes first; what is in use stays, and is asked again when it falls idle."""
-    for node in state.changed():
+    for node in state.dirty_nodes():
         for book in state.ledger.overcommitted(node):
             short = Bytes(-book.free_bytes - returning_bytes(book))
             if short > 0:

@@ -83,7 +83,7 @@ def _update_level(state: CoreState, book: DeviceAccount, source: str) -> None:
     if pressure_state.level is before:
         return
     pressure_state.nothing_left = False
-    state.ledger.changed.add(book.node)  # loads may begin there that could not, or the reverse
+    state.mark_dirty(book.node)  # loads may begin there that could not, or the reverse
     level = pressure_state.level.name.lower()
     state.log(
         "memory_pressure",

@@ -19,7 +19,7 @@ def run(state: CoreState) -> None:
     if not state.is_settled or state.closing_by is not None:
         return
     quotas.requeue_relieved_tenants(state)
-    for name in state.take_changed():
+    for name in state.take_dirty_nodes():
         node = state.nodes.get(name)
         if node is not None:  # else its agent has not introduced itself yet
             while not state.queue.is_empty(name) and not _run_node(state, node):

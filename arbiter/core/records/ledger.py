@@ -70,7 +70,7 @@ class Ledger:
         self._entries: dict[TicketId, Ticket] = {}
         self._held: dict[HolderId, dict[TicketId, Ticket]] = {}
         self._holding: dict[HolderId, dict[TicketId, Ticket]] = {}  # of those, past the line
-        self.changed: set[NodeId] = set()  # since somebody last looked for what to decide
+        self.dirty: set[NodeId] = set()  # changed since the last grant pass there
         self._touched: set[DeviceId] = set()
         self._short: dict[NodeId, set[DeviceId]] = {}
 
@@ -94,7 +94,7 @@ class Ledger:
             self._holding.setdefault(entry.holder, {})[entry.ticket] = entry
         self._count(entry, -1)
         entry.state, entry.since = to, now
-        self.changed.add(entry.node)
+        self.dirty.add(entry.node)
         if granted is not None:
             entry.granted = granted
         self._count(entry, 1)
@@ -144,6 +144,14 @@ class Ledger:
         self._count(entry, -1)
         entry.granted = granted
         self._count(entry, 1)
+
+    def mark_dirty(self, *nodes: NodeId) -> None:
+        """Has the next grant pass look at these nodes."""
+        self.dirty.update(nodes)
+
+    def clean(self) -> None:
+        """Forgets which nodes were dirty: a grant pass looks at all of them now."""
+        self.dirty = set()
 
     def find(self, ticket: TicketId) -> Ticket | None:
         return self._entries.get(ticket)
@@ -231,7 +239,7 @@ class Ledger:
 
     def _note(self, book: DeviceAccount) -> None:
         self._touched.add(book.device)
-        self.changed.add(book.node)
+        self.dirty.add(book.node)
         if book.free_bytes < 0:
             self._short.setdefault(book.node, set()).add(book.device)
         elif short := self._short.get(book.node):

@@ -84,7 +84,11 @@ class RequestQueue:
         self._where: dict[str, Counter[NodeId]] = {}  # by the quota_group of who waits there
         self._loads: Counter[tuple[NodeId, str]] = Counter()  # in flight
         self._sequence = 0
-        self.changed: set[NodeId] = set()
+        self.dirty: set[NodeId] = set()
+
+    def clean(self) -> None:
+        """Forgets which nodes were dirty: a grant pass looks at all of them now."""
+        self.dirty = set()
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class RequestQueue:
         if waiting.node not in self._stats:
             self._stats[waiting.node] = QueueStats()
         self._stats[waiting.node].count(waiting, 1)
-        self.changed.add(waiting.node)
+        self.dirty.add(waiting.node)
 
     def _remove(self, waiting: QueueEntry) -> None:
         order = self._own_order(waiting.node)
@@ -146,7 +150,7 @@ class RequestQueue:
         self._stats[waiting.node].count(waiting, -1)
         if not order:
             del self._order[waiting.node], self._stats[waiting.node]
-        self.changed.add(waiting.node)
+        self.dirty.add(waiting.node)
 
     def _own_order(self, node: NodeId) -> list[tuple[Key, TicketId]]:
         """To be changed: a copy while somebody walks it."""

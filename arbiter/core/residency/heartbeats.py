@@ -34,7 +34,7 @@ def on_joined(state: CoreState, event: ev.Joined) -> None:
     is taken already."""
     if event.holder not in state.holders:
         state.log("holder_joined", holder=event.holder, node=event.node, tickets=len(event.tickets))
-    state.ledger.changed.add(event.node)
+    state.mark_dirty(event.node)
     state.holders[event.holder] = Holder(event.holder, event.node, event.capability, state.now)
     state.awaited.discard(event.holder)
     state.note_active(event.capability)
@@ -63,7 +63,7 @@ def on_renewed(state: CoreState, event: ev.Renewed) -> None:
         state.stale_count += 1  # the shell has it rejoin
         return
     if since(holder.heard, state.now) >= state.settings.timeouts.silent:
-        state.ledger.changed.add(holder.node)
+        state.mark_dirty(holder.node)
     holder.heard = state.now
     if event.runs or event.runs_dropped_count:
         _tell_runs(state, holder, event)
@@ -212,7 +212,7 @@ def use(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
     entry.is_prefetch = entry.is_prefetch and held.inflight == 0 and held.uses_count == 0
     priority = types.Priority.BATCH if entry.is_prefetch else held.priority
     if (entry.inflight == 0, entry.priority) != (held.inflight == 0, priority):
-        state.ledger.changed.add(entry.node)  # it may be a victim now
+        state.mark_dirty(entry.node)  # it may be a victim now
     entry.inflight, entry.priority = held.inflight, priority
     entry.last_used = Instant(max(entry.last_used, state.now - held.idle))
     if held.uses_count > entry.uses_count:

@@ -34,7 +34,7 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
             _withdraw_device(state, device)
     state.nodes[event.node] = node
     state.estimates.version += 1  # what a learned size may be at most depends on the devices
-    state.ledger.changed.add(event.node)
+    state.mark_dirty(event.node)
     _budget(state, node)
 
 
@@ -123,12 +123,12 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
         not was_trusted
         or since(node.heard or state.now, state.now) >= state.settings.timeouts.reading
     ):
-        state.ledger.changed.add(node.node)
+        state.mark_dirty(node.node)
     node.heard, node.silent_told = state.now, False
     state.timers.set(("node", node.node), after(state.now, state.settings.timeouts.reading))
     node.readings = {r.device: r for r in event.devices if r.device in node.devices}
     if node.readings.keys() != were_read:
-        state.ledger.changed.add(node.node)
+        state.mark_dirty(node.node)
     seen_bytes = companions.shared_bytes(state, {e.ticket: _sizes(e) for e in event.engines})
     _weigh_all(state, node, seen_bytes)
     _learn_all(state, event.engines)

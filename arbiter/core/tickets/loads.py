@@ -168,7 +168,7 @@ def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
     if entry is None:
         if state.ledger.find(event.ticket) is None and event.ticket not in state.answers:
             state.remember(event.ticket, TicketClosed(event.ticket))  # it overtook its request
-            state.ledger.changed.update(state.queue.nodes)  # its gang may wait for it
+            state.mark_dirty(*state.queue.nodes)  # its gang may wait for it
         return
     if entry.state is State.QUEUED:
         state.log("ticket_closed", entry, reason=Reason.WITHDRAWN.value)

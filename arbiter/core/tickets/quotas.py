@@ -147,7 +147,7 @@ def requeue_relieved_tenants(state: CoreState) -> None:
     for client in state.ledger.holdings.unsettled:
         terms = limits_of(state, client.tenant)
         if terms and terms.most_bytes is not None:
-            state.ledger.changed.update(state.queue.where(client.tenant))
+            state.mark_dirty(*state.queue.where(client.tenant))
 
 
 def over_limit(state: CoreState, tenant: str, more: Bytes) -> Bytes:

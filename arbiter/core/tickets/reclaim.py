@@ -74,7 +74,7 @@ def on_timer(state: CoreState, entry: Ticket) -> None:
 
 def _quarantine(state: CoreState, entry: Ticket) -> None:
     entry.reclaim_late = True
-    state.ledger.changed.add(entry.node)  # its bytes are not counted on any more
+    state.mark_dirty(entry.node)  # its bytes are not counted on any more
     kept = charged(entry)
     state.log("quarantine", entry, size=kept, took=since(entry.since, state.now), node=entry.node)
     for other in state.ledger.held_by(entry.holder):
