@@ -139,7 +139,7 @@ class Arbiter:
 
     def restore_floors(self, rows: list[list[str]]) -> None:
         for capability, model, floor in rows:
-            self._state.floors[(capability, model)] = types.Floor(floor)
+            self._state.floors[types.ModelName(capability, model)] = types.Floor(floor)
 
     def restore_learned(self, rows: list[dict[str, Any]]) -> None:
         self._state.estimates.restore(rows)

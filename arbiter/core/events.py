@@ -14,6 +14,7 @@ from arbiter.core.types import (
     Floor,
     LeaseConditions,
     Level,
+    ModelName,
     Need,
     Phase,
     Priority,
@@ -185,6 +186,11 @@ class Requested:
         None  # of its gang: the one whose process its bytes are in
     )
 
+    @property
+    def model_name(self) -> ModelName:
+        """Names the model that the event is about."""
+        return ModelName(self.capability, self.model)
+
 
 @dataclass(frozen=True, slots=True)
 class GrowthAsked:
@@ -283,6 +289,11 @@ class FloorSet:
     model: str
     floor: Floor
 
+    @property
+    def model_name(self) -> ModelName:
+        """Names the model that the event is about."""
+        return ModelName(self.capability, self.model)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadAsked:
@@ -290,6 +301,11 @@ class LoadAsked:
 
     capability: str
     model: str
+
+    @property
+    def model_name(self) -> ModelName:
+        """Names the model that the event is about."""
+        return ModelName(self.capability, self.model)
 
 
 @dataclass(frozen=True, slots=True)

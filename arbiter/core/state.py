@@ -100,11 +100,7 @@ class EvictedFor:
 
 
 EvictedForKey = tuple[HolderId, str]  # for whom: holder and model
-Foresight = Callable[[str, str, Instant], Instant | None]  # capability and model
-
-
-def model_label(capability: str, model: str) -> str:
-    return f"{capability}/{model}"
+Foresight = Callable[[types.ModelName, Instant], Instant | None]  # when a model is next used
 
 
 class CoreState:
@@ -132,19 +128,18 @@ class CoreState:
         self.queue = RequestQueue(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
-        self.uses_this_event: list[
-            tuple[tuple[str, str], NodeId]
-        ] = []  # in this event; see preload
-        self.last_used: tuple[tuple[str, str], Instant] | None = None
-        self.transition_counts: dict[tuple[str, str], dict[tuple[str, str], int]] = {}
-        self.prefetched: dict[tuple[str, str], Instant] = {}  # brought in unasked, not used yet
-        self.floors: dict[tuple[str, str], types.Floor] = {}  # by capability and model
-        self.wanted: dict[tuple[str, str], None] = {}  # to be loaded by the first who can
-        self.removing: dict[tuple[str, str], None] = {}  # no longer in the table, still held
+        # Uses that this event told of; prefetch reads and empties the list.
+        self.uses_this_event: list[tuple[types.ModelName, NodeId]] = []
+        self.last_used: tuple[types.ModelName, Instant] | None = None
+        self.transition_counts: dict[types.ModelName, dict[types.ModelName, int]] = {}
+        self.prefetched: dict[types.ModelName, Instant] = {}  # brought in unasked, not used yet
+        self.floors: dict[types.ModelName, types.Floor] = {}  # by capability and model
+        self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first who can
+        self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
         self.pressure: dict[DeviceId, PressureState] = {}
-        self.failures: dict[tuple[str, str], Failure] = {}
-        self.last_home: dict[tuple[NodeId, str, str], DeviceId] = {}  # of capability and model
+        self.failures: dict[types.ModelName, Failure] = {}
+        self.last_home: dict[tuple[NodeId, types.ModelName], DeviceId] = {}
         self.evicted_for: dict[EvictedForKey, EvictedFor] = {}
         self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
@@ -251,10 +246,10 @@ class CoreState:
         self.timers.set(("ticket", entry.ticket), at)
 
     def move(self, entry: Ticket, to: State, granted: Sizes | None = None) -> None:
-        was, label = entry.state, model_label(entry.capability, entry.model)
+        was = entry.state
         self.ledger.move(entry, to, self.now, granted)
         if (was is State.LOADING) != (to is State.LOADING):
-            self.queue.loading(entry.node, label, 1 if to is State.LOADING else -1)
+            self.queue.loading(entry.node, entry.model_name, 1 if to is State.LOADING else -1)
         self.note_active(entry.capability)
         if entry.gang:
             for companion in self.companions_of(entry):
@@ -305,7 +300,7 @@ class CoreState:
             self.timers.set(("scale", capability), after(self.now, spec.downscale_to_zero))
 
     def note_uses(self, entry: Ticket, times_count: int) -> None:
-        name = (entry.capability, entry.model)
+        name = entry.model_name
         self.rates.used(name, times_count, self.now)
         self.lasting_rates.used(name, times_count, self.now)
         self.hours.used(name, times_count, self.now)

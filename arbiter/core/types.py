@@ -2,8 +2,19 @@
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 from arbiter.units import Bytes, DeviceId, Span
+
+
+class ModelName(NamedTuple):
+    """Names one model of one capability.
+
+    A named tuple, because every rule looks tables up by it: it is made and hashed in a fifth of
+    the time that a frozen dataclass takes, and plain rows of saved state compare equal to it."""
+
+    capability: str
+    model: str
 
 
 class DeviceKind(Enum):

@@ -114,9 +114,9 @@ class World:
         )
         return self._tally.score()
 
-    def next_use(self, capability: str, model: str, now: Instant) -> Instant | None:
+    def next_use(self, name: types.ModelName, now: Instant) -> Instant | None:
         """Foresight, for policies that are yardsticks: when it is asked for next; None: never."""
-        times = self._wanted.get((capability, model), EMPTY)
+        times = self._wanted.get(name, EMPTY)
         index = bisect_right(times, now)
         return Instant(times[index]) if index < len(times) else None
 

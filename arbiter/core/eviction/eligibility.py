@@ -115,4 +115,4 @@ def min_residency_ends(state: CoreState, entry: Ticket) -> Instant:
 
 
 def floor_of(state: CoreState, entry: Ticket) -> Floor:
-    return state.floors.get((entry.capability, entry.model), Floor.COLD)
+    return state.floors.get(entry.model_name, Floor.COLD)

@@ -120,7 +120,7 @@ def victims_no_more_urgent(
 def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> PricedVictim:
     urgent = effective_priority(state, entry)
     freed_bytes = companions.end_with_primary(state, entry, book.device)
-    name = (entry.capability, entry.model)
+    name = entry.model_name
     lasting = state.lasting_rates
     lasting_count = lasting.recent(name, state.now)
     price = state.policies.evict(
@@ -138,7 +138,7 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
             recent_count=state.rates.recent(name, state.now),
             lasting_count=lasting_count,
             usual_count=state.hours.ahead(name, state.now, lasting_count * AHEAD / lasting.window),
-            next_use=state.foresight(*name, state.now) if state.foresight else None,
+            next_use=state.foresight(name, state.now) if state.foresight else None,
         )
     )
     rank = (entry.ticket in state.queue, entry.inflight > 0, -urgent, *price.rank)

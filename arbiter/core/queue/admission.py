@@ -7,10 +7,11 @@ from arbiter.core.queue import wait_estimate
 from arbiter.core.queue.grants import age, foresee_need, grant_of
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.residency import floors, prefetch
-from arbiter.core.state import CoreState, Holder, model_label, reject_queued
+from arbiter.core.state import CoreState, Holder, reject_queued
 from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.loads import retried
 from arbiter.core.tickets.reclaim import kept_bytes
+from arbiter.core.types import ModelName
 from arbiter.errors import (
     ArbiterClosing,
     DeadlineUnmet,
@@ -49,7 +50,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
     if event.deadline is not None and load > event.deadline:
         state.answer_error_finally(event.ticket, wait_estimate.too_late(entry, 0.0, load))
         return
-    entry.is_prefetch = prefetch.is_awaited(state, (entry.capability, entry.model))
+    entry.is_prefetch = prefetch.is_awaited(state, entry.model_name)
     state.ledger.open(entry)
     if entry.pinned:
         state.pin(entry, True)  # who lives in its process may have asked before it
@@ -93,7 +94,7 @@ def reject_removed_models(state: CoreState) -> None:
         if entry.lease:
             continue
         try:
-            state.registry.find(entry.capability, entry.model)
+            state.registry.find(entry.model_name)
         except (UnknownCapability, UnknownModel) as unknown:
             reject_queued(state, entry, unknown)
 
@@ -110,7 +111,7 @@ def _why_no_wake(state: CoreState, entry: Ticket) -> RequestError | None:
         return ArbiterClosing()
     if kept := kept_bytes(state, entry.holder):
         return HolderQuarantined(entry.holder, kept)
-    return floors.refusal(state, entry.capability, entry.model)
+    return floors.refusal(state, entry.model_name)
 
 
 def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
@@ -126,14 +127,10 @@ def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
             or _queue_full(state, event)
         )
     try:
-        state.registry.find(event.capability, event.model)
+        state.registry.find(event.model_name)
     except (UnknownCapability, UnknownModel) as unknown:
         return unknown
-    if (
-        error := None
-        if event.shares_process_with
-        else floors.refusal(state, event.capability, event.model)
-    ):
+    if error := None if event.shares_process_with else floors.refusal(state, event.model_name):
         return error
     if event.holder not in state.holders:
         return StaleEpoch(NEVER_JOINED, state.epoch)
@@ -156,7 +153,7 @@ def _over_quota(state: CoreState, event: ev.Requested, tenant: str) -> RequestEr
 
 
 def _cooling_down(state: CoreState, event: ev.Requested) -> ModelCoolingDown | None:
-    failure = state.failures.get((event.capability, event.model))
+    failure = state.failures.get(event.model_name)
     if failure is None or state.now >= failure.until or event.attempt > 1:
         return None
     left = in_seconds(since(state.now, failure.until))
@@ -165,25 +162,24 @@ def _cooling_down(state: CoreState, event: ev.Requested) -> ModelCoolingDown | N
 
 def _queue_full(state: CoreState, event: ev.Requested) -> QueueFull | None:
     per_model, total = state.settings.queue_per_model_count, state.settings.queue_total_count
-    label = model_label(event.capability, event.model)
-    if state.queue.count(label) >= per_model:
-        again = retry_after_s(state, event.capability, event.model)
-        return QueueFull(event.model, state.queue.count(label), per_model, again)
+    if state.queue.count(event.model_name) >= per_model:
+        again = retry_after_s(state, event.model_name)
+        return QueueFull(event.model, state.queue.count(event.model_name), per_model, again)
     if len(state.queue) >= total:
-        again = retry_after_s(state, event.capability, event.model)
+        again = retry_after_s(state, event.model_name)
         return QueueFull("the arbiter", len(state.queue), total, again)
     return None
 
 
-def retry_after_s(state: CoreState, capability: str, model: str) -> float:
+def retry_after_s(state: CoreState, name: ModelName) -> float:
     """About one load of it, at least a second: a hint, not a promise."""
-    return max(1.0, in_seconds(state.estimates.slowest_load(capability, model)))
+    return max(1.0, in_seconds(state.estimates.slowest_load(name)))
 
 
 def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
     if event.lease:
         return leases.new_entry(state, holder, event, event.lease)
-    spec = state.registry.find(event.capability, event.model)
+    spec = state.registry.find(event.model_name)
     role = state.registry.specs[event.capability].role
     return Ticket(
         event.ticket,
@@ -216,18 +212,17 @@ def _is_pinned(state: CoreState, event: ev.Requested, spec: types.ModelSpec) -> 
     if event.shares_process_with:
         host = state.ledger.find(event.shares_process_with)
         return host is not None and host.pinned
-    floor = state.floors.get((event.capability, event.model))
+    floor = state.floors.get(event.model_name)
     return spec.pinned or floor is types.Floor.DEVICE
 
 
 def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
     deadline = None if event.deadline is None else after(state.now, event.deadline)
-    label = model_label(entry.capability, entry.model)
     entry.priority = types.Priority.BATCH if entry.is_prefetch else event.priority
     tenant, need = entry.client.tenant, entry.need.device_bytes
     state.queue.add(
         entry.ticket,
-        label,
+        entry.model_name,
         entry.node,
         state.now,
         deadline,
@@ -258,5 +253,5 @@ def reject_expired(state: CoreState, entry: Ticket) -> None:
         state.set_timer(entry, waiting.deadline)
         return
     waited = in_seconds(since(waiting.request.asked, state.now))
-    again = retry_after_s(state, entry.capability, entry.model)
+    again = retry_after_s(state, entry.model_name)
     reject_queued(state, entry, DeadlineUnmet(entry.ticket, waited, again))

@@ -358,5 +358,5 @@ def _awake_on(state: CoreState, entry: Ticket) -> list[Ticket]:
 
 def _excludes(one: Ticket, other: Ticket) -> bool:
     """Replicas of one model do not exclude each other."""
-    same_model = (one.capability, one.model) == (other.capability, other.model)
+    same_model = one.model_name == other.model_name
     return one.state in AWAKE and one.role == other.role and not same_model

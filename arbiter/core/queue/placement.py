@@ -15,14 +15,13 @@ def devices_for(
     state: CoreState, books: Iterable[DeviceAccount], entry: Ticket, need: Bytes
 ) -> list[PlacementOption]:
     """Devices that could ever hold it and let loads begin, best first by the policy."""
-    label = (entry.capability, entry.model)
-    last = state.last_home.get((entry.node, *label))
+    last = state.last_home.get((entry.node, entry.model_name))
     found = [
         PlacementOption(
             b.device,
             need,
             b.free_bytes,
-            copies_count=b.copies[label],
+            copies_count=b.copies[entry.model_name],
             tickets_count=len(b.entries),
             was_home=b.device == last,
         )

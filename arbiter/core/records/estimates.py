@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from arbiter.core.settings import Settings
-from arbiter.core.types import Need
+from arbiter.core.types import ModelName, Need
 from arbiter.units import SECOND, Bytes, Span
 
 # Percent of a file's size that its weights take once loaded (A17): a GGUF file is used as it
@@ -77,6 +77,10 @@ class ModelKey(NamedTuple):
     model: str
     settings_key: str
 
+    @property
+    def name(self) -> ModelName:
+        return ModelName(self.capability, self.model)
+
 
 # Loads and wakes of one model that say how long the next will take: their median. Some take many
 # times as long as the others, when the disk's pages had to be read again or a machine was busy; a
@@ -131,7 +135,7 @@ class Estimates:
         self._loads, self._wakes = Recent(), Recent()
         self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
         self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
-        self._slowest: dict[tuple[str, str], Span] = {}  # of a model under any settings
+        self._slowest: dict[ModelName, Span] = {}  # of a model under any settings
         self._predictor = Predictor()
         self._sleepless: set[ModelKey] = set()  # a sleep of it did not give its bytes back
 
@@ -149,9 +153,9 @@ class Estimates:
             said, source = corrected, "corrected"
         return Estimate(said, need.host_bytes, source)
 
-    def proven(self, capability: str, model: str) -> Bytes | None:
+    def proven(self, name: ModelName) -> Bytes | None:
         """The largest it was ever measured, with headroom; None when it never was."""
-        mine = [b for k, b in self._peak.items() if (k.capability, k.model) == (capability, model)]
+        mine = [b for k, b in self._peak.items() if k.name == name]
         return self._with_headroom(max(mine)) if mine else None
 
     def can_sleep(self, key: ModelKey) -> bool:
@@ -179,9 +183,9 @@ class Estimates:
         """0 when it was never woken."""
         return self._wakes.of(key)
 
-    def slowest_load(self, capability: str, model: str) -> Span:
+    def slowest_load(self, name: ModelName) -> Span:
         """Under any settings; 0 when it never loaded."""
-        return self._slowest.get((capability, model), Span(0))
+        return self._slowest.get(name, Span(0))
 
     def turnover(self, capability: str) -> Span:
         """From asking a model to leave until its bytes are seen back; 0 when never seen."""
@@ -211,7 +215,7 @@ class Estimates:
         self._note_slowest(key)
 
     def _note_slowest(self, key: ModelKey) -> None:
-        name = (key.capability, key.model)
+        name = key.name
         self._slowest[name] = max(self._loads.of(key), self._slowest.get(name, Span(0)))
 
     def woke(self, key: ModelKey, took: Span) -> None:
@@ -232,11 +236,11 @@ class Estimates:
             recent.forget(key)
         self._sleepless.discard(key)
 
-    def forget_model(self, capability: str, model: str) -> None:
+    def forget_model(self, name: ModelName) -> None:
         """Under any settings."""
         tables = (self._peak, self._corrected, self._loads, self._wakes, self._sleepless)
         known = {k for table in tables for k in table}
-        for key in [k for k in known if (k.capability, k.model) == (capability, model)]:
+        for key in [k for k in known if k.name == name]:
             self.forget(key)
 
     def export(self) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from arbiter.core.records.holdings import Holdings
 from arbiter.core.records.ticket import CHARGED, LEAVING, TRANSITIONS, Sizes, State, Ticket
-from arbiter.core.types import Client, DeviceKind
+from arbiter.core.types import Client, DeviceKind, ModelName
 from arbiter.errors import LedgerBroken
 from arbiter.units import (
     Bytes,
@@ -47,7 +47,7 @@ class DeviceAccount:
     entries: dict[TicketId, Ticket] = field(default_factory=dict)  # those it is charged for
     leaving: dict[TicketId, Ticket] = field(default_factory=dict)  # DRAINING and RECLAIMING
     loading: dict[TicketId, Ticket] = field(default_factory=dict)
-    copies: Counter[tuple[str, str]] = field(default_factory=Counter)  # by capability and model
+    copies: Counter[ModelName] = field(default_factory=Counter)  # by capability and model
     pinned_bytes: Bytes = Bytes(0)  # of those charged
     held: Counter[str] = field(default_factory=Counter)  # bytes by tenant
     stale: set[TicketId] | None = None  # changed since they were ranked; None: no order is kept
@@ -187,7 +187,7 @@ class Ledger:
             return
         book.charged_bytes = Bytes(book.charged_bytes + sign * charge)
         book.free_bytes = Bytes(book.free_bytes - sign * charge)
-        book.copies[entry.capability, entry.model] += sign
+        book.copies[entry.model_name] += sign
         if entry.pinned:
             book.pinned_bytes = Bytes(book.pinned_bytes + sign * charge)
         if book.kind is not DeviceKind.HOST:
@@ -202,8 +202,8 @@ class Ledger:
             del book.entries[entry.ticket]
             book.leaving.pop(entry.ticket, None)
             book.loading.pop(entry.ticket, None)
-            if not book.copies[entry.capability, entry.model]:
-                del book.copies[entry.capability, entry.model]
+            if not book.copies[entry.model_name]:
+                del book.copies[entry.model_name]
         book.note_stale(entry.ticket)
         self._note(book)
 

@@ -2,7 +2,7 @@
 
 from difflib import get_close_matches
 
-from arbiter.core.types import CapabilitySpec, ModelSpec
+from arbiter.core.types import CapabilitySpec, ModelName, ModelSpec
 from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownModel, UnknownRole
 
 NAMED_AT_MOST = 20  # names in one error message: a terminal's height, not 10,000 adapters
@@ -52,8 +52,9 @@ class Registry:
         if spec.role not in self._roles:
             raise UnknownRole(spec.role, spec.name, _near(spec.role, list(self._roles)))
 
-    def find(self, capability: str, model: str) -> ModelSpec:
+    def find(self, name: ModelName) -> ModelSpec:
         """Raises UnknownCapability or UnknownModel."""
+        capability, model = name
         spec = self.specs.get(capability)
         if spec is None:
             raise UnknownCapability(capability, _near(capability, sorted(self.specs)))

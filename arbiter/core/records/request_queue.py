@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from arbiter.core.types import Priority
+from arbiter.core.types import ModelName, Priority
 from arbiter.core.view import Key, QueuedRequest
 from arbiter.units import Bytes, HolderId, Instant, NodeId, TicketId
 
@@ -23,7 +23,7 @@ WAKE_URGENCY = (
 class QueueEntry:
     request: QueuedRequest
     key: Key  # its place
-    model: str  # capability and model: what the per-model bound counts
+    model: ModelName  # what the per-model bound counts
     node: NodeId
     deadline: Instant | None
     holder: HolderId = NO_HOLDER
@@ -80,9 +80,9 @@ class RequestQueue:
         self._order: dict[NodeId, list[tuple[Key, TicketId]]] = {}
         self._walked: set[NodeId] = set()  # see walk
         self._stats: dict[NodeId, QueueStats] = {}
-        self._of_model: dict[str, dict[TicketId, None]] = {}
+        self._of_model: dict[ModelName, dict[TicketId, None]] = {}
         self._where: dict[str, Counter[NodeId]] = {}  # by the quota_group of who waits there
-        self._loads: Counter[tuple[NodeId, str]] = Counter()  # in flight
+        self._loads: Counter[tuple[NodeId, ModelName]] = Counter()  # in flight
         self._sequence = 0
         self.dirty: set[NodeId] = set()
 
@@ -95,7 +95,7 @@ class RequestQueue:
     def add(
         self,
         ticket: TicketId,
-        model: str,
+        model: ModelName,
         node: NodeId,
         now: Instant,
         deadline: Instant | None = None,
@@ -173,7 +173,7 @@ class RequestQueue:
         if waiting.deadline is not None and (deadline is None or deadline > waiting.deadline):
             waiting.deadline = deadline
 
-    def loading(self, node: NodeId, model: str, more: int) -> None:
+    def loading(self, node: NodeId, model: ModelName, more: int) -> None:
         """A load of the model begins (1) or ends (-1): it is warm meanwhile (C6)."""
         was_warm = self._loads[node, model] > 0
         self._loads[node, model] += more
@@ -257,7 +257,7 @@ class RequestQueue:
     def is_empty(self, node: NodeId) -> bool:
         return node not in self._order
 
-    def of_model(self, model: str) -> list[TicketId]:
+    def of_model(self, model: ModelName) -> list[TicketId]:
         return list(self._of_model.get(model, ()))
 
     def tickets(self) -> list[TicketId]:
@@ -268,7 +268,7 @@ class RequestQueue:
     def nodes(self) -> list[NodeId]:
         return list(self._order)
 
-    def count(self, model: str) -> int:
+    def count(self, model: ModelName) -> int:
         return len(self._of_model.get(model, ()))
 
     def __len__(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from arbiter.core.decisions import Reason, Tier
-from arbiter.core.types import ANYBODY, Client, LeaseConditions, Need, Priority, Split
+from arbiter.core.types import ANYBODY, Client, LeaseConditions, ModelName, Need, Priority, Split
 from arbiter.units import (
     Bytes,
     DeviceId,
@@ -118,6 +118,11 @@ class Ticket:
     declined_until: Instant = Instant(0)
     kill_at: Instant = Instant(0)
     reclaim_late: bool = False  # reclaim took too long; its holder is quarantined
+
+    model_name: ModelName = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model_name = ModelName(self.capability, self.model)  # once: each rule asks for it
 
     def charge(self, device: DeviceId) -> Bytes:
         """Bytes on the books for it; 0 in states that hold none."""

@@ -7,9 +7,8 @@ the rate stayed (an exponentially weighted Poisson rate times the window).
 from dataclasses import dataclass, field
 from math import exp
 
+from arbiter.core.types import ModelName
 from arbiter.units import SECOND, Instant, Span
-
-ModelName = tuple[str, str]  # capability and model
 
 
 class UsageRates:

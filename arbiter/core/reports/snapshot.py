@@ -252,8 +252,7 @@ def _queue(state: CoreState, now: Instant) -> list[QueueView]:
         waited = since(waiting.request.asked, now)
         at = waiting.predicted_at
         predicted = None if at is None else Span(max(0, since(now, at)))
-        name = (entry.capability, entry.model)
-        rows.append(QueueView(position, ticket, *name, waited, left, predicted))
+        rows.append(QueueView(position, ticket, *entry.model_name, waited, left, predicted))
     return rows
 
 

@@ -13,10 +13,9 @@ from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets.device_limits import cap_pins
-from arbiter.core.types import Floor
+from arbiter.core.types import Floor, ModelName
 from arbiter.errors import NotResident, UnknownCapability, UnknownModel
 
-ModelName = tuple[str, str]  # capability and model
 HERE = (State.QUEUED, State.LOADING, State.RESIDENT)
 AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # one that drains may refuse to go
 
@@ -25,15 +24,15 @@ AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # one that drains may r
 
 
 def floor_of(state: CoreState, entry: Ticket) -> Floor:
-    return state.floors.get((entry.capability, entry.model), Floor.COLD)
+    return state.floors.get(entry.model_name, Floor.COLD)
 
 
 def on_set(state: CoreState, event: ev.FloorSet) -> None:
     """Raises UnknownCapability, UnknownModel, having changed nothing."""
-    spec = state.registry.find(event.capability, event.model)
-    name = (event.capability, event.model)
+    spec = state.registry.find(event.model_name)
+    name = event.model_name
     state.floors[name] = event.floor
-    state.log("floor_set", capability=name[0], model=name[1], floor=event.floor.value)
+    state.log("floor_set", capability=name.capability, model=name.model, floor=event.floor.value)
     entries = _entries(state, name)
     for entry in entries:
         state.pin(entry, spec.pinned or event.floor is Floor.DEVICE)
@@ -64,13 +63,13 @@ def apply_lowered_floor(state: CoreState, entry: Ticket) -> bool:
     return True
 
 
-def refusal(state: CoreState, capability: str, model: str) -> NotResident | None:
+def refusal(state: CoreState, name: ModelName) -> NotResident | None:
     """In a capability managed from outside only what has the device floor is loaded."""
-    spec = state.registry.specs.get(capability)
+    spec = state.registry.specs.get(name.capability)
     if spec is None or not spec.is_external:
         return None
-    floor = state.floors.get((capability, model), Floor.COLD)
-    return None if floor is Floor.DEVICE else NotResident(model, capability, floor.value)
+    floor = state.floors.get(name, Floor.COLD)
+    return None if floor is Floor.DEVICE else NotResident(name.model, name.capability, floor.value)
 
 
 # -- loading with nobody waiting ------------------------------------------------------------------
@@ -79,10 +78,10 @@ def refusal(state: CoreState, capability: str, model: str) -> NotResident | None
 def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
     """By hand, once; one that is here has just been wanted, and stays warm as long as after a use.
     Raises UnknownCapability, UnknownModel, NotResident."""
-    state.registry.find(event.capability, event.model)
-    if error := refusal(state, event.capability, event.model):
+    state.registry.find(event.model_name)
+    if error := refusal(state, event.model_name):
         raise error
-    name = event.capability, event.model
+    name = event.model_name
     for entry in _entries(state, name):
         if entry.state is State.RESIDENT:
             entry.last_used = state.now
@@ -94,13 +93,13 @@ def load(state: CoreState, name: ModelName) -> None:
     """By a holder of the capability, or, where there is none, by the first to join."""
     if any(e.state in HERE for e in _entries(state, name)):
         return
-    able = [h for h in state.holders.values() if h.capability == name[0]]
+    able = [h for h in state.holders.values() if h.capability == name.capability]
     if not able:
         state.wanted[name] = None
-        state.note_active(name[0])
+        state.note_active(name.capability)
         return
     asleep = [e.holder for e in _entries(state, name) if e.state is State.ASLEEP]
-    state.decide(LoadModel(asleep[0] if asleep else able[0].holder, name[1]))
+    state.decide(LoadModel(asleep[0] if asleep else able[0].holder, name.model))
 
 
 def enforce(state: CoreState) -> None:
@@ -119,14 +118,14 @@ def on_join(state: CoreState, capability: str) -> None:
     anyway."""
     names = [n for n, floor in state.floors.items() if floor is Floor.DEVICE]
     for name in dict.fromkeys([*state.wanted, *names]):
-        if name[0] == capability:
+        if name.capability == capability:
             state.wanted.pop(name, None)
             load(state, name)
 
 
 def wants_replica(state: CoreState, capability: str) -> bool:
     kept = (n for n, floor in state.floors.items() if floor is Floor.DEVICE)
-    return any(name[0] == capability for name in (*state.wanted, *kept))
+    return any(name.capability == capability for name in (*state.wanted, *kept))
 
 
 def _entries(state: CoreState, name: ModelName) -> list[Ticket]:
@@ -136,7 +135,7 @@ def _entries(state: CoreState, name: ModelName) -> list[Ticket]:
 def _is_of(entry: Ticket, name: ModelName) -> bool:
     """Whoever lives in the process of another model serves nobody who asks for it by name."""
     own = not entry.lease and entry.shares_process_with is None
-    return own and (entry.capability, entry.model) == name
+    return own and entry.model_name == name
 
 
 # -- removal --------------------------------------------------------------------------------------
@@ -147,17 +146,18 @@ def note_removed(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> 
     and then what was learned of it."""
     for spec in before:
         for model in spec.models:
-            if not _is_known(state, spec.name, model.name):
-                state.removing[(spec.name, model.name)] = None
-                state.floors.pop((spec.name, model.name), None)
+            name = ModelName(spec.name, model.name)
+            if not _is_known(state, name):
+                state.removing[name] = None
+                state.floors.pop(name, None)
     for name in list(state.removing):
-        if _is_known(state, *name):
+        if _is_known(state, name):
             del state.removing[name]  # it is back
 
 
-def _is_known(state: CoreState, capability: str, model: str) -> bool:
+def _is_known(state: CoreState, name: ModelName) -> bool:
     try:
-        state.registry.find(capability, model)
+        state.registry.find(name)
     except (UnknownCapability, UnknownModel):
         return False
     return True
@@ -171,9 +171,9 @@ def forget_removed(state: CoreState) -> None:
         del state.removing[name]
         state.wanted.pop(name, None)
         state.failures.pop(name, None)
-        state.estimates.forget_model(*name)
+        state.estimates.forget_model(name)
         _forget_uses(state, name)
-        state.log("model_removed", capability=name[0], model=name[1])
+        state.log("model_removed", capability=name.capability, model=name.model)
 
 
 def _forget_uses(state: CoreState, name: ModelName) -> None:
@@ -187,5 +187,5 @@ def _forget_uses(state: CoreState, name: ModelName) -> None:
         followers.pop(name, None)
     if state.last_used and state.last_used[0] == name:
         state.last_used = None
-    for home in [home for home in state.last_home if home[1:] == name]:
+    for home in [home for home in state.last_home if home[1] == name]:
         del state.last_home[home]

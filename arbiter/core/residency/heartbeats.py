@@ -12,7 +12,7 @@ from arbiter.core.eviction.sleep import on_slept
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.residency import growth
 from arbiter.core.residency.readings import claim_unclaimed
-from arbiter.core.state import CoreState, Holder, model_label
+from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.loads import forget_evicted_for, let_sleep, on_loaded
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, notify_holder, reclaim
@@ -266,7 +266,7 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         entry.pinned = host.pinned
     state.ledger.open(entry)
     if ticket_state is State.LOADING:
-        state.queue.loading(entry.node, model_label(entry.capability, entry.model), 1)
+        state.queue.loading(entry.node, entry.model_name, 1)
     claim_unclaimed(state, entry)
     state.set_timer(entry, state.now)
     state.log("ticket_rejoined", entry, size=charged(entry), phase=held.phase.value)
@@ -290,14 +290,14 @@ def apply_configuration(state: CoreState, entry: Ticket) -> None:
     if entry.lease:
         return
     try:
-        spec = state.registry.find(entry.capability, entry.model)
+        spec = state.registry.find(entry.model_name)
     except (UnknownCapability, UnknownModel):
         if state.registry.is_set:
             state.pin(entry, False)
             entry.keep_warm = Span(0)
         return
     role = state.registry.specs[entry.capability].role
-    floor = state.floors.get((entry.capability, entry.model))
+    floor = state.floors.get(entry.model_name)
     entry.role, entry.role_rank = role, state.policies.roles[role].rank
     state.ledger.touch(entry)
     entry.allow_oversize, entry.keep_warm = spec.allow_oversize, spec.keep_warm

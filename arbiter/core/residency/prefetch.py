@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from arbiter.core.eviction.pressure import is_nominal
 from arbiter.core.records.ticket import State, Ticket
-from arbiter.core.records.usage_rates import ModelName
 from arbiter.core.residency.floors import load, refusal
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.device_limits import readable_devices
+from arbiter.core.types import ModelName
 from arbiter.errors import TicketClosed
 from arbiter.units import Bytes, NodeId, after, since
 
@@ -45,7 +45,7 @@ def predict_next(state: CoreState) -> None:
                 "model_preload",
                 capability=capability,
                 model=model,
-                after=name[1],
+                after=name.model,
                 why=candidate.why,
             )
             load(state, candidate.name)
@@ -54,7 +54,7 @@ def predict_next(state: CoreState) -> None:
 def cancel_for(state: CoreState, entry: Ticket) -> TicketClosed | None:
     """Cancels a queued prefetch that would need an eviction. A request for the model asks under
     a ticket of its own."""
-    until = state.prefetched.pop((entry.capability, entry.model), None)
+    until = state.prefetched.pop(entry.model_name, None)
     return TicketClosed(entry.ticket) if until is not None and state.now < until else None
 
 
@@ -79,9 +79,9 @@ def _learn(state: CoreState, name: ModelName) -> None:
 
 def _declared(state: CoreState, name: ModelName) -> Prefetch | None:
     for pipeline in state.settings.pipelines:
-        if name[0] in pipeline[:-1]:
-            spec = state.registry.specs.get(pipeline[pipeline.index(name[0]) + 1])
-            models = [(spec.name, m.name) for m in spec.models] if spec else []
+        if name.capability in pipeline[:-1]:
+            spec = state.registry.specs.get(pipeline[pipeline.index(name.capability) + 1])
+            models = [ModelName(spec.name, m.name) for m in spec.models] if spec else []
             if models:
                 return Prefetch(max(models, key=lambda m: (state.rates.recent(m, state.now), m)))
     return None
@@ -104,7 +104,7 @@ def _habitual(state: CoreState, name: ModelName) -> Prefetch | None:
 def _is_free(state: CoreState, name: NodeId, wanted: ModelName) -> bool:
     """Nothing is lost by it."""
     node = state.nodes.get(name)
-    size = state.estimates.proven(*wanted)
+    size = state.estimates.proven(wanted)
     if node is None or size is None or state.settings.preload == "off":
         return False
     is_quiet = state.is_settled and state.closing_by is None and not len(state.queue)
@@ -112,8 +112,10 @@ def _is_free(state: CoreState, name: NodeId, wanted: ModelName) -> bool:
         is_quiet
         and is_nominal(state, name)
         and wanted not in state.failures
-        and refusal(state, *wanted) is None
-        and any(h.capability == wanted[0] and h.node == name for h in state.holders.values())
+        and refusal(state, wanted) is None
+        and any(
+            h.capability == wanted.capability and h.node == name for h in state.holders.values()
+        )
         and _has_room(state, node, size)
         and not _is_busy(state, wanted)
     )
@@ -125,7 +127,4 @@ def _has_room(state: CoreState, node: Node, size: Bytes) -> bool:
 
 def _is_busy(state: CoreState, wanted: ModelName) -> bool:
     """Something loads, or the model is here in some state already."""
-    return any(
-        e.state is State.LOADING or (e.capability, e.model) == wanted
-        for e in state.ledger.entries()
-    )
+    return any(e.state is State.LOADING or e.model_name == wanted for e in state.ledger.entries())

@@ -4,7 +4,7 @@ from arbiter.core import events as ev
 from arbiter.core.decisions import LoadModel, Reason
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
-from arbiter.core.state import CoreState, EvictedFor, EvictedForKey, Failure, model_label
+from arbiter.core.state import CoreState, EvictedFor, EvictedForKey, Failure
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.companions import end_with_primary
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, reclaim
@@ -27,10 +27,10 @@ def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = T
         state.estimates.woke(state.key_of(entry), took)
     else:
         state.log("wake_unverified", entry, took=took)
-    state.failures.pop((entry.capability, entry.model), None)
+    state.failures.pop(entry.model_name, None)
     state.evicted_for.pop((entry.holder, entry.model), None)
     if len(entry.home) == 1:
-        state.last_home[entry.node, entry.capability, entry.model] = next(iter(entry.home))
+        state.last_home[entry.node, entry.model_name] = next(iter(entry.home))
     kind = "model_wake" if entry.wakes_count else "model_load"
     state.log(kind, entry, size=charged(entry), took=took, predicted_ns=entry.predicted)
 
@@ -39,7 +39,7 @@ def _first_use(state: CoreState, entry: Ticket) -> None:
     """Grant and first use are one step: the model is in use until its holder says otherwise. A
     prefetched model has no use until its holder reports one."""
     if entry.is_prefetch:
-        state.prefetched.pop((entry.capability, entry.model), None)
+        state.prefetched.pop(entry.model_name, None)
         entry.inflight = 0
         return
     entry.inflight = 1
@@ -62,7 +62,7 @@ def learn_failure(state: CoreState, entry: Ticket, cause: str, out_of_memory: bo
         held = Bytes(max(entry.home_bytes, entry.at_home_bytes))
         state.estimates.ran_out(state.key_of(entry), held)
         if entry.attempt == 1:
-            state.failures.pop((entry.capability, entry.model), None)
+            state.failures.pop(entry.model_name, None)
     if entry.attempt == 1 and (out_of_memory or cause == ENGINE_DIED):
         _restore_later(state, (entry.holder, entry.model))
         return
@@ -82,9 +82,9 @@ def note_cause(state: CoreState, event: ev.LoadBroke) -> None:
         return
     if event.out_of_memory:
         state.estimates.ran_out(state.key_of(entry), entry.home_bytes)
-    failure = state.failures.get((entry.capability, entry.model))
+    failure = state.failures.get(entry.model_name)
     if failure and event.out_of_memory and entry.attempt == 1:
-        del state.failures[(entry.capability, entry.model)]
+        del state.failures[entry.model_name]
     elif failure:
         failure.cause = event.cause
     elif not event.out_of_memory and event.cause != ENGINE_DIED:  # it was not killed from outside
@@ -93,7 +93,7 @@ def note_cause(state: CoreState, event: ev.LoadBroke) -> None:
 
 
 def refuse_waiters(state: CoreState, failed: Ticket, error: LoadFailed) -> None:
-    for ticket in state.queue.of_model(model_label(failed.capability, failed.model)):
+    for ticket in state.queue.of_model(failed.model_name):
         waiting = state.ledger.find(ticket)
         assert waiting is not None
         if waiting.state is State.QUEUED:
@@ -103,12 +103,12 @@ def refuse_waiters(state: CoreState, failed: Ticket, error: LoadFailed) -> None:
 
 def _cool_down(state: CoreState, entry: Ticket, cause: str) -> None:
     terms = state.settings.timeouts
-    old = state.failures.get((entry.capability, entry.model))
+    old = state.failures.get(entry.model_name)
     times = old.times_count + 1 if old else 1
     # The exponent is bounded so that the number is: 2^20 first terms are beyond any cap.
     pause = Span(min(terms.cooldown_first << min(times - 1, 20), terms.cooldown_most))
     failure = Failure(cause, times, after(state.now, pause))
-    state.failures[(entry.capability, entry.model)] = failure
+    state.failures[entry.model_name] = failure
     state.timers.set(("floors", ""), failure.until)
     state.log("cool_down", entry, took=pause, cause=cause, times=times)
 
