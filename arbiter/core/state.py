@@ -245,9 +245,16 @@ class CoreState:
     def set_timer(self, entry: Ticket, at: Instant) -> None:
         self.timers.set(("ticket", entry.ticket), at)
 
-    def move(self, entry: Ticket, to: State, granted: Sizes | None = None) -> None:
+    def move(
+        self,
+        entry: Ticket,
+        to: State,
+        granted: Sizes | None = None,
+        home: Sizes | None = None,
+    ) -> None:
+        """Changes the state of a ticket and, with it, that of its companions. See Ledger.move."""
         was = entry.state
-        self.ledger.move(entry, to, self.now, granted)
+        self.ledger.move(entry, to, self.now, granted, home)
         if (was is State.LOADING) != (to is State.LOADING):
             self.queue.loading(entry.node, entry.model_name, 1 if to is State.LOADING else -1)
         self.note_active(entry.capability)
@@ -260,7 +267,7 @@ class CoreState:
         is on its way out for reasons of its own does not come back."""
         if companion.state is State.QUEUED or to in (State.LOADING, State.ASLEEP):
             return
-        companion.leaving = primary.leaving
+        companion.leave_with(primary)
         if to is State.CLOSED:
             if companion.state is not State.RECLAIMING:
                 self.move(companion, State.RECLAIMING)

@@ -64,8 +64,9 @@ def on_timer(state: CoreState, entry: Ticket) -> None:
 
 def _tend_loading(state: CoreState, entry: Ticket) -> None:
     """A load that hangs is ended."""
-    if state.now < entry.load_by:
-        state.set_timer(entry, entry.load_by)
+    load_by = entry.last_load.load_by
+    if state.now < load_by:
+        state.set_timer(entry, load_by)
         return
     limit = f"did not finish within {in_seconds(state.settings.timeouts.load):.0f} s"
     loads.on_load_failed(state, entry, limit, out_of_memory=False)

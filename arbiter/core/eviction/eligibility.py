@@ -35,7 +35,7 @@ def is_evictable(state: CoreState, entry: Ticket) -> bool:
         entry.state in (State.RESIDENT, State.ASLEEP)
         and not entry.pinned
         and entry.shares_process_with is None
-        and (entry.lease is None or entry.lease.preemptible)
+        and (entry.lease is None or entry.lease.terms.preemptible)
         and not (entry.state is State.ASLEEP and floor_of(state, entry) is Floor.HOST)
         and state.now >= entry.declined_until
     )
@@ -108,10 +108,10 @@ def may_leave(state: CoreState, entry: Ticket) -> bool:
 def min_residency_ends(state: CoreState, entry: Ticket) -> Instant:
     if entry.state is not State.RESIDENT or entry.is_prefetch:
         return entry.since
-    settings = state.settings
-    in_loads = Span(int(entry.load_took * settings.min_residency_loads))
+    settings, load = state.settings, entry.last_load
+    in_loads = Span(int(load.took * settings.min_residency_loads))
     at_least = max(settings.min_residency, min(in_loads, settings.min_residency_most))
-    return after(entry.resident_since, at_least)
+    return after(load.resident_since, at_least)
 
 
 def floor_of(state: CoreState, entry: Ticket) -> Floor:

@@ -182,24 +182,25 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | No
     size = charged(entry)
     for_whom = waiting.ticket if waiting else None
     state.log("eviction", entry, size=size, reason=reason.value, waiting=for_whom)
-    entry.revoked_at = state.now
+    entry.note_revoked(state.now)
     if entry.state is State.ASLEEP:
         kill_and_notify(state, entry, reason)
         return
     sleeps = reason in (Reason.SWAP, Reason.FIT) or floor_of(state, entry) is Floor.HOST
     granted = grant_with_host_copy(state, entry) if sleeps else None
-    entry.leaving, entry.to = reason, Tier.ASLEEP if granted else Tier.GONE
-    entry.unloading_since = entry.slept_at = None
-    notice = entry.lease.notice if entry.lease else state.settings.timeouts.barrier
-    entry.barrier_until = after(state.now, notice)
+    notice = entry.lease.terms.notice if entry.lease else state.settings.timeouts.barrier
+    barrier_until = after(state.now, notice)
+    entry.begin_revocation(reason, Tier.ASLEEP if granted else Tier.GONE, barrier_until)
     state.move(entry, State.DRAINING, granted)
-    state.set_timer(entry, after(entry.barrier_until, state.settings.timeouts.answer))
+    state.set_timer(entry, after(barrier_until, state.settings.timeouts.answer))
     send_revoke(state, entry)
 
 
 def send_revoke(state: CoreState, entry: Ticket) -> None:
-    reason = entry.leaving or Reason.SWAP
-    state.decide(Revoke(entry.ticket, entry.holder, reason, entry.to, entry.barrier_until))
+    """Sends, perhaps once more, what the holder of a draining ticket is asked."""
+    asked, reason = entry.revocation, entry.leaving or Reason.SWAP
+    assert asked is not None
+    state.decide(Revoke(entry.ticket, entry.holder, reason, asked.to, asked.barrier_until))
 
 
 # -- their answers --------------------------------------------------------------------------------
@@ -209,24 +210,25 @@ def victim_declined(state: CoreState, entry: Ticket, kind: str, inflight: int) -
     """DRAINING -> RESIDENT: work in flight outlived the barrier, or arrived before a revoke that
     only takes the idle. It is not asked again at once; the waiter keeps its place."""
     reason = entry.leaving or Reason.SWAP
-    entry.inflight, entry.last_used = inflight, state.now
-    entry.declined_until = after(state.now, state.settings.timeouts.refusal)
+    entry.note_busy(inflight, state.now, after(state.now, state.settings.timeouts.refusal))
     took = since(entry.since, state.now)
     state.move(entry, State.RESIDENT, granted=dict(entry.home))
-    entry.leaving = entry.revoked_at = None
+    entry.end_revocation()
+    entry.forget_revoked()
     state.set_timer(entry, entry.declined_until)
     state.log(kind, entry, took=took, reason=reason.value, inflight=inflight)
 
 
 def on_draining_timer(state: CoreState, entry: Ticket) -> None:
     """The time rules of DRAINING."""
-    terms = state.settings.timeouts
-    if entry.slept_at is not None:
-        _start_doubt(state, entry, after(entry.slept_at, terms.reclaim_alarm))
+    terms, asked = state.settings.timeouts, entry.revocation
+    assert asked is not None
+    if asked.sleep is not None:
+        _start_doubt(state, entry, after(asked.sleep.at, terms.reclaim_alarm))
         return
-    answer_by = after(entry.barrier_until, terms.answer)
-    if entry.unloading_since is not None:
-        unload_by = after(entry.unloading_since, terms.unload)
+    answer_by = after(asked.barrier_until, terms.answer)
+    if asked.unloading_since is not None:
+        unload_by = after(asked.unloading_since, terms.unload)
         if state.now >= unload_by:  # holds bytes with nothing in flight
             state.log("unload_overdue", entry, took=since(entry.since, state.now))
             kill_and_notify(state, entry, entry.leaving or Reason.SWAP)

@@ -30,23 +30,22 @@ def grant_with_host_copy(state: CoreState, entry: Ticket) -> Sizes | None:
 
 def on_slept(state: CoreState, entry: Ticket) -> None:
     """Its holder says so; a reading must agree (D1)."""
-    if entry.to is not Tier.ASLEEP:
-        kill_and_notify(
-            state, entry, entry.leaving or Reason.FAILED
-        )  # nobody reserved host RAM for it
+    if entry.revocation is None or entry.revocation.to is not Tier.ASLEEP:
+        # No host RAM is reserved for its weights.
+        kill_and_notify(state, entry, entry.leaving or Reason.FAILED)
         return
-    if entry.slept_at is None:
-        entry.slept_at = state.now
-        entry.slept_from_bytes = Bytes(max(entry.home_bytes, entry.at_home_bytes))
+    if entry.claimed_sleep is None:
+        entry.claim_sleep(state.now)
         state.decide(RequestReading(entry.node))
         state.set_timer(entry, after(state.now, state.settings.timeouts.reclaim_alarm))
 
 
 def confirm_sleep(state: CoreState, entry: Ticket) -> None:
     """A reading has come: DRAINING -> ASLEEP once the device bytes are seen to have fallen."""
-    if entry.state is not State.DRAINING or entry.slept_at is None:
+    claimed = entry.claimed_sleep
+    if entry.state is not State.DRAINING or claimed is None:
         return
-    fallen = entry.slept_from_bytes - entry.at_home_bytes
+    fallen = claimed.from_bytes - entry.at_home_bytes
     if fallen < share(entry.home_bytes, state.settings.slept_fraction):
         return
     reason = entry.leaving or Reason.SWAP
@@ -55,8 +54,9 @@ def confirm_sleep(state: CoreState, entry: Ticket) -> None:
     state.move(entry, State.ASLEEP, granted=host_reservation)
     if entry.revoked_at is not None:
         state.estimates.left(entry.capability, since(entry.revoked_at, state.now))
-    entry.leaving, entry.inflight = None, 0
-    entry.settles = entry.settles and floor_of(state, entry) is not Floor.HOST
+    entry.end_revocation()
+    entry.note_inflight(0)
+    entry.settle_when_idle(entry.settles and floor_of(state, entry) is not Floor.HOST)
     size = Bytes(fallen)
     state.log("model_unload", entry, size=size, took=took, reason=reason.value, to="asleep")
     state.set_timer(entry, state.now)

@@ -50,7 +50,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
     if event.deadline is not None and load > event.deadline:
         state.answer_error_finally(event.ticket, wait_estimate.too_late(entry, 0.0, load))
         return
-    entry.is_prefetch = prefetch.is_awaited(state, entry.model_name)
+    entry.note_prefetch(prefetch.is_awaited(state, entry.model_name))
     state.ledger.open(entry)
     if entry.pinned:
         state.pin(entry, True)  # who lives in its process may have asked before it
@@ -61,7 +61,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
 
 
 def _repeat_request(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
-    entry.is_prefetch = False
+    entry.note_prefetch(False)
     if entry.state in (State.LOADING, State.RESIDENT):
         state.decide(grant_of(entry))
     elif entry.state in (State.ASLEEP, State.DRAINING):
@@ -80,7 +80,7 @@ def _repeat_request(state: CoreState, entry: Ticket, event: ev.Requested) -> Non
 
 def _raise_priority(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
     if event.priority < entry.priority:
-        entry.priority = event.priority
+        entry.set_priority(event.priority)
         state.queue.raise_priority(entry.ticket, event.priority)
     until = None if event.deadline is None else after(state.now, event.deadline)
     state.queue.extend_deadline(entry.ticket, until)
@@ -218,7 +218,7 @@ def _is_pinned(state: CoreState, event: ev.Requested, spec: types.ModelSpec) -> 
 
 def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
     deadline = None if event.deadline is None else after(state.now, event.deadline)
-    entry.priority = types.Priority.BATCH if entry.is_prefetch else event.priority
+    entry.set_priority(types.Priority.BATCH if entry.is_prefetch else event.priority)
     tenant, need = entry.client.tenant, entry.need.device_bytes
     state.queue.add(
         entry.ticket,

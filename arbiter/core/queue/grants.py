@@ -258,7 +258,7 @@ def wake(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry)
     if pass_.reserved_devices & entry.home.keys() or is_excluded_by_role(state, entry, urgent):
         pass_.defer(waiting, home)
     elif all(pass_.fits(d, size, entry) for d, size in missing.items()):
-        entry.wakes_count += 1
+        entry.count_wake()
         _grant(state, pass_, entry, waiting, dict(entry.home))
     elif tight := [d for d in home if entry.home[d] > on_demand_of(pass_.books[d])]:
         most = on_demand_of(pass_.books[tight[0]])
@@ -289,16 +289,15 @@ def _grant(
 def charge_and_grant(state: CoreState, entry: Ticket, home: Sizes) -> None:
     """To LOADING. Whatever is granted already (the copy in host RAM of a sleeper) stays charged."""
     waited = since(entry.since, state.now)
-    entry.home = home
     key = state.key_of(entry)
     if entry.wakes_count:
-        entry.predicted = state.estimates.wake_time(key)
+        predicted = state.estimates.wake_time(key)
     else:
-        entry.predicted = state.estimates.load_time(key, entry.need.weights_bytes)
-    entry.load_by = after(state.now, state.settings.timeouts.load)
-    entry.peak_bytes, entry.readings_count = Bytes(0), 0
-    state.move(entry, State.LOADING, granted={**entry.granted, **home})
-    state.set_timer(entry, entry.load_by)
+        predicted = state.estimates.load_time(key, entry.need.weights_bytes)
+    load_by = after(state.now, state.settings.timeouts.load)
+    entry.begin_load(load_by, predicted)
+    state.move(entry, State.LOADING, granted={**entry.granted, **home}, home=home)
+    state.set_timer(entry, load_by)
     if entry.pinned:
         cap_pins(state, home)
     state.decide(grant_of(entry))
@@ -312,7 +311,8 @@ def charge_and_grant(state: CoreState, entry: Ticket, home: Sizes) -> None:
 
 def grant_of(entry: Ticket) -> Grant:
     devices = tuple(types.DeviceBytes(d, size) for d, size in sorted(entry.home.items()))
-    return Grant(entry.ticket, devices, entry.load_by, entry.predicted)
+    load = entry.last_load
+    return Grant(entry.ticket, devices, load.load_by, load.predicted)
 
 
 def age(state: CoreState, entry: Ticket) -> None:

@@ -102,7 +102,7 @@ def _room_at(state: CoreState, book: DeviceAccount, entry: Ticket, waiting: Queu
 def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
     """A load in flight ends first; one more urgent fades first."""
     if entry.state is State.LOADING:
-        return after(after(entry.since, entry.predicted), state.settings.min_residency)
+        return after(after(entry.since, entry.last_load.predicted), state.settings.min_residency)
     lawful_at = max(state.now, entry.declined_until)
     asker, its_own = waiting.request.priority, effective_priority(state, entry)
     if its_own < asker:

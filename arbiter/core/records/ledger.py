@@ -86,8 +86,17 @@ class Ledger:
         self.open_count[entry.capability] += 1
         self._count(entry, 1)
 
-    def move(self, entry: Ticket, to: State, now: Instant, granted: Sizes | None = None) -> None:
-        """The only way a ticket changes state. `granted` replaces what it was granted before."""
+    def move(
+        self,
+        entry: Ticket,
+        to: State,
+        now: Instant,
+        granted: Sizes | None = None,
+        home: Sizes | None = None,
+    ) -> None:
+        """Changes the state of a ticket, which nothing else does. `granted` replaces what it was
+        granted before, `home` the devices it is awake on. Raises LedgerBroken for a transition
+        that is not in TRANSITIONS."""
         if to not in TRANSITIONS[entry.state]:
             raise LedgerBroken(f"{entry.ticket}: {entry.state.value} -> {to.value}")
         if entry.state is State.QUEUED:
@@ -97,6 +106,8 @@ class Ledger:
         self.dirty.add(entry.node)
         if granted is not None:
             entry.granted = granted
+        if home is not None:
+            entry.home = home
         self._count(entry, 1)
         if to is State.CLOSED:
             self._forget(entry)
@@ -120,6 +131,9 @@ class Ledger:
 
     def bill_to(self, entry: Ticket, client: Client) -> None:
         """What it holds is on this client's account from now on."""
+        if entry.ticket not in self._entries:
+            entry.client = client
+            return
         self._count(entry, -1)
         entry.client = client
         self._count(entry, 1)
@@ -139,10 +153,11 @@ class Ledger:
             if book := self.books.get(device):
                 book.note_stale(entry.ticket)
 
-    def resize(self, entry: Ticket, granted: Sizes) -> None:
-        """A resident was granted more, or gave some back."""
+    def resize(self, entry: Ticket, granted: Sizes, home: Sizes) -> None:
+        """Charges a resident that was granted more, or gave some back, of which `home` is what it
+        has while it is awake."""
         self._count(entry, -1)
-        entry.granted = granted
+        entry.granted, entry.home = granted, home
         self._count(entry, 1)
 
     def mark_dirty(self, *nodes: NodeId) -> None:

@@ -36,7 +36,7 @@ def on_set(state: CoreState, event: ev.FloorSet) -> None:
     entries = _entries(state, name)
     for entry in entries:
         state.pin(entry, spec.pinned or event.floor is Floor.DEVICE)
-        entry.settles = event.floor is not Floor.DEVICE and entry.state in AWAKE
+        entry.settle_when_idle(event.floor is not Floor.DEVICE and entry.state in AWAKE)
         state.set_timer(entry, state.now)
         cap_pins(state, entry.home)
     if event.floor is Floor.DEVICE:
@@ -46,14 +46,14 @@ def on_set(state: CoreState, event: ev.FloorSet) -> None:
     elif event.floor is Floor.COLD:
         state.wanted.pop(name, None)
         for entry in entries:
-            entry.settles = entry.state in (*AWAKE, State.ASLEEP)
+            entry.settle_when_idle(entry.state in (*AWAKE, State.ASLEEP))
 
 
 def apply_lowered_floor(state: CoreState, entry: Ticket) -> bool:
     """It is idle, and its floor was lowered: it goes down to it. A holder that is busy after all
     refuses, and is asked again. False: it is where it may be."""
     if entry.settles and entry.state is State.ASLEEP and floor_of(state, entry) is Floor.HOST:
-        entry.settles = False
+        entry.settle_when_idle(False)
     if not entry.settles:
         return False
     if state.now < entry.declined_until:
@@ -84,7 +84,7 @@ def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
     name = event.model_name
     for entry in _entries(state, name):
         if entry.state is State.RESIDENT:
-            entry.last_used = state.now
+            entry.note_wanted(state.now)
             state.ledger.touch(entry)
     load(state, name)
 

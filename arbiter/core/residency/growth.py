@@ -29,7 +29,8 @@ def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
     if entry is None:
         return state.answer_error(event.ticket, TicketClosed(event.ticket))
     state.growing.pop(entry.ticket, None)
-    entry.grows_bytes = event.more_bytes
+    until = after(state.now, event.within)
+    entry.ask_growth(event.more_bytes, until)
     if event.more_bytes <= 0:  # it wants no more
         return
     if any(device not in state.ledger.books for device in entry.home):
@@ -40,9 +41,8 @@ def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
         return _reject(state, entry, _error(entry, "its tenant may not have as much"))
     if not all(_can_wait(state, e) for e in (*_growing(state), entry)):
         return _reject(state, entry, _error(entry, "it would wait on a holder that waits as well"))
-    entry.grows_by = after(state.now, event.within)
     state.growing[entry.ticket] = None
-    state.set_timer(entry, entry.grows_by)
+    state.set_timer(entry, until)
     state.log("growth_asked", entry, size=event.more_bytes)
 
 
@@ -52,7 +52,7 @@ def on_gave_back(state: CoreState, event: ev.GaveBack) -> None:
     entry = state.live(event.ticket, State.RESIDENT)
     if entry is None:
         return
-    if entry.shrinks_from is not None and state.now < entry.shrinks_from:
+    if entry.grown and state.now < entry.grown.shrinks_from:
         state.stale_count += 1
     else:
         _shrink(state, entry, event.devices)
@@ -67,9 +67,9 @@ def on_heartbeat(state: CoreState, entry: Ticket, devices: Devices) -> None:
     """A heartbeat says what it has. When it has been less for as long as a message may be under
     way, then a grant of more, or the word that it was given back, was lost."""
     if not is_less(entry, devices):
-        entry.less_since = None
+        entry.note_less_since(None)
     elif entry.less_since is None:
-        entry.less_since = state.now
+        entry.note_less_since(state.now)
     elif since(entry.less_since, state.now) >= state.settings.timeouts.unconfirmed:
         _shrink(state, entry, devices)
 
@@ -77,14 +77,15 @@ def on_heartbeat(state: CoreState, entry: Ticket, devices: Devices) -> None:
 def _shrink(state: CoreState, entry: Ticket, devices: Devices) -> None:
     """To what its holder says; what it is still measured to hold stays on the books."""
     said = {part.device: part.size_bytes for part in devices}
-    before, entry.less_since = entry.home_bytes, None
+    before = entry.home_bytes
+    entry.note_less_since(None)
     home = {d: min(size, said.get(d, size)) for d, size in entry.home.items()}
     if home == entry.home:
         return
     _resize(state, entry, home)
     less = Bytes(before - entry.home_bytes)
-    entry.grown_bytes = Bytes(max(0, entry.grown_bytes - less))
-    entry.peak_bytes, entry.readings_count = Bytes(0), 0  # as after a load
+    entry.note_shrunk(less)
+    entry.forget_peak()
     state.log("growth_given_back", entry, size=less)
 
 
@@ -97,7 +98,7 @@ def grant_waiting(state: CoreState) -> None:
             _reject(state, entry, _error(entry, "it is leaving"))
         elif may_be and _has_room(state, entry):
             _grow(state, entry)
-        elif state.now >= entry.grows_by:
+        elif entry.growth is None or state.now >= entry.growth.until:
             _reject(state, entry, _error(entry, "there was no room in time"))
         elif may_be:
             for device, part in _wanted(entry).items():
@@ -130,11 +131,10 @@ def _grow(state: CoreState, entry: Ticket) -> None:
     home = {d: Bytes(size + wanted.get(d, 0)) for d, size in entry.home.items()}
     _resize(state, entry, home)
     state.growing.pop(entry.ticket, None)
-    more, entry.grows_bytes = entry.grows_bytes, Bytes(0)
-    has_grown_before = entry.shrinks_from is not None
-    late = state.settings.timeouts.unconfirmed if has_grown_before else Span(0)
-    entry.shrinks_from, entry.less_since = after(state.now, late), None
-    entry.grown_bytes = Bytes(entry.grown_bytes + more)
+    more = entry.grows_bytes
+    entry.end_growth()
+    late = state.settings.timeouts.unconfirmed if entry.grown else Span(0)
+    entry.note_grown(more, shrinks_from=after(state.now, late))
     devices = tuple(types.DeviceBytes(d, size) for d, size in sorted(home.items()))
     load_by = after(state.now, state.settings.timeouts.load)
     time = state.estimates.load_time(state.key_of(entry))  # growing may be a restart of the engine
@@ -144,14 +144,13 @@ def _grow(state: CoreState, entry: Ticket) -> None:
 
 def _resize(state: CoreState, entry: Ticket, home: Sizes) -> None:
     others = {d: size for d, size in entry.granted.items() if d not in home}
-    entry.home = home
-    state.ledger.resize(entry, {**others, **home})
+    state.ledger.resize(entry, {**others, **home}, home)
 
 
 def _reject(state: CoreState, entry: Ticket, error: GrowthRefused | NeverFits) -> None:
     """Not remembered as the ticket's answer: the ticket goes on."""
     state.growing.pop(entry.ticket, None)
-    entry.grows_bytes = Bytes(0)
+    entry.end_growth()
     state.answer_error(entry.ticket, error)
 
 

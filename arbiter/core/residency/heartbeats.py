@@ -9,7 +9,7 @@ from arbiter.core import types
 from arbiter.core.decisions import LogEvent, Reason, Tier
 from arbiter.core.eviction.eviction import send_revoke, victim_declined
 from arbiter.core.eviction.sleep import on_slept
-from arbiter.core.records.ticket import Sizes, State, Ticket
+from arbiter.core.records.ticket import Grown, Load, Sizes, State, Ticket
 from arbiter.core.residency import growth
 from arbiter.core.residency.readings import claim_unclaimed
 from arbiter.core.state import CoreState, Holder
@@ -17,7 +17,7 @@ from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.loads import forget_evicted_for, let_sleep, on_loaded
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, notify_holder, reclaim
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
-from arbiter.units import HolderId, Instant, Span, TicketId, after, host_device, since
+from arbiter.units import Bytes, HolderId, Instant, TicketId, after, host_device, since
 
 HOLDING = (State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP)
 STATE_OF = {
@@ -53,7 +53,8 @@ def _ask_again(state: CoreState, event: ev.Joined) -> None:
     for entry in state.ledger.held_by(event.holder):
         if entry.state is not State.DRAINING or entry.ticket not in serving:
             continue
-        if state.now < entry.barrier_until:  # else its answer is awaited for a moment yet
+        asked = entry.revocation
+        if asked and state.now < asked.barrier_until:  # else its answer is awaited a moment yet
             send_revoke(state, entry)
 
 
@@ -134,7 +135,7 @@ def _is_nothing_new(entry: Ticket, held: ev.HeldTicket) -> bool:
         and held.phase is types.Phase.RESIDENT
         and entry.state is State.RESIDENT
         and not entry.is_prefetch
-        and (entry.shrinks_from is None or not _is_about_size(entry, held))
+        and (entry.grown is None or not _is_about_size(entry, held))
     )
 
 
@@ -170,9 +171,8 @@ def _end_unnamed(state: CoreState, holder: HolderId, ticket: TicketId) -> None:
 
 
 def _apply_loading(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
-    entry.is_prefetch = (
-        entry.is_prefetch and held.inflight == 0
-    )  # who waits for it counts as in flight
+    # A request that waits for the load counts as in flight.
+    entry.note_prefetch(entry.is_prefetch and held.inflight == 0)
     is_wake = entry.wakes_count > 0  # then an old heartbeat may still say resident
     if held.phase is types.Phase.RESIDENT and (not is_wake or _is_confirmed(state, entry)):
         on_loaded(state, entry, since(entry.since, state.now))
@@ -192,16 +192,17 @@ def _apply_resident(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> Non
 
 
 def _apply_draining(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
-    entry.inflight = held.inflight
-    barrier_is_over = state.now >= after(entry.barrier_until, state.settings.timeouts.answer)
+    entry.note_inflight(held.inflight)
+    asked = entry.revocation
+    assert asked is not None
+    barrier_is_over = state.now >= after(asked.barrier_until, state.settings.timeouts.answer)
     is_unloading = held.phase is types.Phase.UNLOADING or (
         held.phase is types.Phase.DRAINING and held.inflight == 0
     )
     if held.phase is types.Phase.ASLEEP:
         on_slept(state, entry)
     elif is_unloading:
-        if entry.unloading_since is None:
-            entry.unloading_since = state.now
+        entry.note_unloading(state.now)
     elif barrier_is_over:
         victim_declined(state, entry, "barrier_dropped", held.inflight)
         use(state, entry, held)
@@ -209,15 +210,13 @@ def _apply_draining(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> Non
 
 def use(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
     """Its holder's last word on use: a hint for ranking and the start of keep-warm."""
-    entry.is_prefetch = entry.is_prefetch and held.inflight == 0 and held.uses_count == 0
+    entry.note_prefetch(entry.is_prefetch and held.inflight == 0 and held.uses_count == 0)
     priority = types.Priority.BATCH if entry.is_prefetch else held.priority
     if (entry.inflight == 0, entry.priority) != (held.inflight == 0, priority):
         state.mark_dirty(entry.node)  # it may be a victim now
-    entry.inflight, entry.priority = held.inflight, priority
-    entry.last_used = Instant(max(entry.last_used, state.now - held.idle))
+    entry.note_use(held.inflight, priority, Instant(state.now - held.idle))
     if held.uses_count > entry.uses_count:
-        more, entry.uses_count = held.uses_count - entry.uses_count, held.uses_count
-        state.note_uses(entry, more)
+        state.note_uses(entry, entry.note_uses_count(held.uses_count))
         quotas.take_over(state, entry, held.client)
     state.ledger.touch(entry)
     if held.inflight == 0:
@@ -251,19 +250,18 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         uses_count=held.uses_count,
         client=held.client,
         shares_process_with=held.shares_process_with,
-        load_by=after(state.now, state.settings.timeouts.load),
-        resident_since=state.now,
-        shrinks_from=state.now,
+        load=Load(after(state.now, state.settings.timeouts.load), resident_since=state.now),
+        grown=Grown(Bytes(0), shrinks_from=state.now),  # an earlier epoch may have let it grow
     )
     if ticket_state is State.DRAINING:
-        entry.leaving, entry.to = Reason.SWAP, _tier_of(held)
-        entry.barrier_until = after(state.now, state.settings.timeouts.barrier)
+        barrier_until = after(state.now, state.settings.timeouts.barrier)
+        entry.begin_revocation(Reason.SWAP, _tier_of(held), barrier_until)
     if held.lease:
         leases.bind(state, entry, held.lease)
     apply_configuration(state, entry)
     if host := state.primary_of(entry):
-        host.gang = (*(host.gang or (host.ticket,)), entry.ticket)
-        entry.pinned = host.pinned
+        host.add_companion(entry.ticket)
+        state.ledger.pin(entry, host.pinned)
     state.ledger.open(entry)
     if ticket_state is State.LOADING:
         state.queue.loading(entry.node, entry.model_name, 1)
@@ -294,13 +292,13 @@ def apply_configuration(state: CoreState, entry: Ticket) -> None:
     except (UnknownCapability, UnknownModel):
         if state.registry.is_set:
             state.pin(entry, False)
-            entry.keep_warm = Span(0)
+            entry.expire_at_once()
         return
     role = state.registry.specs[entry.capability].role
     floor = state.floors.get(entry.model_name)
-    entry.role, entry.role_rank = role, state.policies.roles[role].rank
+    rank = state.policies.roles[role].rank
+    entry.configure(role, rank, allow_oversize=spec.allow_oversize, keep_warm=spec.keep_warm)
     state.ledger.touch(entry)
-    entry.allow_oversize, entry.keep_warm = spec.allow_oversize, spec.keep_warm
     if entry.shares_process_with is None:  # else it is pinned as its host is
         state.pin(entry, spec.pinned or floor is types.Floor.DEVICE)
     state.ledger.share_scratch(entry, spec.dispatch_lock, spec.shared_scratch_bytes)

@@ -165,26 +165,26 @@ def _learn_all(state: CoreState, readings: tuple[ev.EngineReading, ...]) -> None
 def _learn(state: CoreState, entry: Ticket) -> None:
     """The peak while it serves; how far off the estimate was is told once for each load, which a
     companion has none of. What it holds while it is grown says nothing of its next load."""
-    if entry.grown_bytes:
+    if entry.grown and entry.grown.beyond_load_bytes:
         return
     shared = sum(entry.scratch_in_use(device) for device in entry.home)
     held = Bytes(entry.at_home_bytes - shared)
-    entry.readings_count += 1
-    entry.peak_bytes = max(entry.peak_bytes, held)
-    if entry.readings_count < LEARNED_AFTER or held == 0:
+    entry.note_reading(held)
+    load, key = entry.last_load, state.key_of(entry)
+    if load.readings_count < LEARNED_AFTER or held == 0:
         return
-    state.estimates.saw_peak(state.key_of(entry), entry.peak_bytes)
+    state.estimates.saw_peak(key, load.peak_bytes)
     is_of_load = entry.wakes_count == 0 and entry.shares_process_with is None
-    if entry.readings_count == LEARNED_AFTER and is_of_load:
+    if load.readings_count == LEARNED_AFTER and is_of_load:
         if not entry.need_is_explicit:
-            state.estimates.saw_overhead(state.key_of(entry), entry.need, entry.peak_bytes)
+            state.estimates.saw_overhead(key, entry.need, load.peak_bytes)
         state.log(
             "estimate_error",
             entry,
-            size=entry.peak_bytes,
-            took=entry.load_took,
-            error_bytes=entry.peak_bytes - entry.home_bytes,
-            error_ns=entry.load_took - entry.predicted if entry.predicted else None,
+            size=load.peak_bytes,
+            took=load.took,
+            error_bytes=load.peak_bytes - entry.home_bytes,
+            error_ns=load.took - load.predicted if load.predicted else None,
         )
 
 

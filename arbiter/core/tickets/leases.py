@@ -77,7 +77,7 @@ def _of(state: CoreState, tenant: str) -> Iterator[Ticket]:
     for holder in state.holders.values():
         if holder.capability == LEASE:
             for entry in state.ledger.held_by(holder.holder):
-                if entry.lease and entry.lease.tenant == tenant:
+                if entry.lease and entry.lease.terms.tenant == tenant:
                     yield entry
 
 
@@ -103,7 +103,7 @@ def new_entry(
         since=state.now,
     )
     bind(state, entry, terms)
-    entry.priority = event.priority  # of its waiting
+    entry.set_priority(event.priority)  # of its waiting
     return entry
 
 
@@ -116,11 +116,9 @@ def bind(state: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
         term=min(terms.term, settings.lease_term_most),
         notice=max(Span(0), min(terms.notice, settings.lease_notice_most)),
     )
-    entry.lease, entry.keep_warm = terms, Span(-1)
-    entry.client = types.Client(terms.tenant)
-    entry.role_rank = state.policies.roles[LEASE].rank
-    entry.lease_ends = after(state.now, terms.term)
-    entry.priority = _worth(terms)
+    rank = state.policies.roles[LEASE].rank
+    entry.bind_lease(terms, after(state.now, terms.term), _worth(terms), rank)
+    state.ledger.bill_to(entry, types.Client(terms.tenant))
 
 
 # -- holding --------------------------------------------------------------------------------------
@@ -129,14 +127,14 @@ def bind(state: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
 def begin(state: CoreState, entry: Ticket) -> None:
     """LOADING -> RESIDENT in the same step: there is nothing to load. Its term begins."""
     assert entry.lease is not None
+    terms = entry.lease.terms
     state.move(entry, State.RESIDENT)
-    entry.resident_since = entry.last_used = state.now
-    entry.lease_ends = after(state.now, entry.lease.term)
-    entry.priority = _worth(entry.lease)
+    entry.end_load(Span(0), state.now)
+    entry.bind_lease(terms, after(state.now, terms.term), _worth(terms), entry.role_rank)
     state.evicted_for.pop((entry.holder, entry.model), None)
     state.set_timer(entry, notice_given_at(entry))
-    tenant = entry.lease.tenant
-    state.log("lease_granted", entry, size=entry.home_bytes, took=entry.lease.term, tenant=tenant)
+    size, tenant = entry.home_bytes, terms.tenant
+    state.log("lease_granted", entry, size=size, took=terms.term, tenant=tenant)
 
 
 def _worth(terms: types.LeaseConditions) -> types.Priority:
@@ -147,7 +145,8 @@ def _worth(terms: types.LeaseConditions) -> types.Priority:
 def notice_given_at(entry: Ticket) -> Instant:
     """When it is given notice that its term ends."""
     assert entry.lease is not None
-    return Instant(max(entry.resident_since, entry.lease_ends - entry.lease.notice))
+    told_at = entry.lease.ends - entry.lease.terms.notice
+    return Instant(max(entry.last_load.resident_since, told_at))
 
 
 def silence_limit(state: CoreState, holder: Holder) -> Span:

@@ -17,10 +17,8 @@ def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = T
     as it is measured. A wake that was not verified was a load as well, so its seconds teach
     nothing."""
     state.move(entry, State.RESIDENT, granted=dict(entry.home))
-    entry.resident_since = entry.last_used = state.now
-    entry.load_took = took
+    entry.end_load(took, state.now)
     _first_use(state, entry)
-    entry.readings_count = 0
     if entry.wakes_count == 0:
         state.estimates.loaded(state.key_of(entry), took, entry.need.weights_bytes)
     elif verified:
@@ -31,8 +29,9 @@ def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = T
     state.evicted_for.pop((entry.holder, entry.model), None)
     if len(entry.home) == 1:
         state.last_home[entry.node, entry.model_name] = next(iter(entry.home))
+    predicted = entry.last_load.predicted
     kind = "model_wake" if entry.wakes_count else "model_load"
-    state.log(kind, entry, size=charged(entry), took=took, predicted_ns=entry.predicted)
+    state.log(kind, entry, size=charged(entry), took=took, predicted_ns=predicted)
 
 
 def _first_use(state: CoreState, entry: Ticket) -> None:
@@ -40,10 +39,9 @@ def _first_use(state: CoreState, entry: Ticket) -> None:
     prefetched model has no use until its holder reports one."""
     if entry.is_prefetch:
         state.prefetched.pop(entry.model_name, None)
-        entry.inflight = 0
+        entry.note_inflight(0)
         return
-    entry.inflight = 1
-    entry.uses_count += 1
+    entry.begin_first_use()
     state.note_uses(entry, 1)
 
 
@@ -189,7 +187,7 @@ def let_sleep(state: CoreState, entry: Ticket) -> None:
     never began (A8)."""
     host_reservation = {d: size for d, size in entry.granted.items() if d not in entry.home}
     state.move(entry, State.ASLEEP, granted=host_reservation)
-    entry.inflight = 0
+    entry.note_inflight(0)
     state.evicted_for.pop((entry.holder, entry.model), None)
     state.log("wake_given_up", entry)
     state.set_timer(entry, state.now)
@@ -206,7 +204,6 @@ def _is_nearly_done(state: CoreState, entry: Ticket) -> bool:
     """A wake always is: it only copies memory."""
     if entry.wakes_count:
         return True
-    left = entry.predicted - since(entry.since, state.now)
-    return entry.predicted > 0 and left <= share(
-        Bytes(entry.predicted), state.settings.finish_fraction
-    )
+    predicted = entry.last_load.predicted
+    left = predicted - since(entry.since, state.now)
+    return predicted > 0 and left <= share(Bytes(predicted), state.settings.finish_fraction)

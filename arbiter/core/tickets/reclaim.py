@@ -19,7 +19,7 @@ def reclaim(state: CoreState, entry: Ticket, reason: Reason) -> None:
     """The engine behind this ticket must end. A reason given by an earlier revoke stands."""
     was_waiting = entry.ticket in state.queue
     state.queue.drop(entry.ticket)
-    entry.leaving = entry.leaving or reason
+    entry.note_leaving(reason)
     state.move(entry, State.RECLAIMING)
     if was_waiting:  # to be woken; it will not be
         state.answer_error_finally(entry.ticket, TicketClosed(entry.ticket))
@@ -53,9 +53,8 @@ def kill_and_notify(state: CoreState, entry: Ticket, reason: Reason) -> None:
 def _kill(state: CoreState, entry: Ticket) -> None:
     """Each 250 ms at first; a holder that is quarantined is no longer pressed as hard."""
     terms = state.settings.timeouts
-    entry.kill_at = after(
-        state.now, terms.reclaim_alarm if entry.reclaim_late else terms.reap_every
-    )
+    pause = terms.reclaim_alarm if entry.reclaim_late else terms.reap_every
+    entry.kill_again_at(after(state.now, pause))
     state.decide(KillEngine(entry.node, entry.ticket))
     state.set_timer(entry, entry.kill_at)
 
@@ -73,7 +72,7 @@ def on_timer(state: CoreState, entry: Ticket) -> None:
 
 
 def _quarantine(state: CoreState, entry: Ticket) -> None:
-    entry.reclaim_late = True
+    entry.note_late_reclaim()
     state.mark_dirty(entry.node)  # its bytes are not counted on any more
     kept = charged(entry)
     state.log("quarantine", entry, size=kept, took=since(entry.since, state.now), node=entry.node)
