@@ -91,7 +91,9 @@ def on_idle(state: CoreState, entry: Ticket) -> None:
     if state.closing_by is not None:
         eviction.revoke(state, entry, Reason.SHUTDOWN, None)
         return
-    if floors.apply_lowered_floor(state, entry):
+    floors.stop_settling_at_floor(state, entry)
+    if entry.settles:
+        floors.settle(state, entry)
         return
     if entry.state is State.ASLEEP and floors.floor_of(state, entry) is Floor.HOST:
         return

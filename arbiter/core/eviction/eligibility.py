@@ -108,7 +108,8 @@ def may_leave(state: CoreState, entry: Ticket) -> bool:
 def min_residency_ends(state: CoreState, entry: Ticket) -> Instant:
     if entry.state is not State.RESIDENT or entry.is_prefetch:
         return entry.since
-    settings, load = state.settings, entry.last_load
+    settings, load = state.settings, entry.load
+    assert load is not None  # not by `last_load`: asked of each candidate
     in_loads = Span(int(load.took * settings.min_residency_loads))
     at_least = max(settings.min_residency, min(in_loads, settings.min_residency_most))
     return after(load.resident_since, at_least)

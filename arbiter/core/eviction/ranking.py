@@ -41,8 +41,7 @@ class Ranking:
         self._swept = Instant(0)
 
     def refresh(self, state: CoreState, book: DeviceAccount) -> None:
-        assert book.stale is not None
-        changed, book.stale = book.stale, set()
+        changed = book.take_stale()
         if self._looked != state.now:
             changed.update(TicketId(name) for _, name in self._fading.due(state.now))
             changed.update(self._in_turn(state))
@@ -100,7 +99,7 @@ def ranking(state: CoreState, book: DeviceAccount) -> Ranking:
     kept: Ranking | None = state.rankings.get(book.device)
     if kept is None or book.stale is None or kept.evict is not state.policies.evict:
         kept = state.rankings[book.device] = Ranking(state.policies.evict)
-        book.stale = set(book.entries)
+        book.begin_order()
     kept.refresh(state, book)
     return kept
 

@@ -4,7 +4,8 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.eviction import pressure
 from arbiter.core.queue import wait_estimate
-from arbiter.core.queue.grants import age, foresee_need, grant_of
+from arbiter.core.queue.grants import age, grant_of
+from arbiter.core.queue.placement_memo import foresee_need
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.residency import floors, prefetch
 from arbiter.core.state import CoreState, Holder, reject_queued
@@ -124,13 +125,14 @@ def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
             short
             or unlawful
             or _over_quota(state, event, event.lease.tenant)
-            or _queue_full(state, event)
+            or _queue_full(state, event.model_name)
         )
+    name = event.model_name
     try:
-        state.registry.find(event.model_name)
+        state.registry.find(name)
     except (UnknownCapability, UnknownModel) as unknown:
         return unknown
-    if error := None if event.shares_process_with else floors.refusal(state, event.model_name):
+    if error := None if event.shares_process_with else floors.refusal(state, name):
         return error
     if event.holder not in state.holders:
         return StaleEpoch(NEVER_JOINED, state.epoch)
@@ -139,7 +141,7 @@ def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
     role = state.registry.specs[event.capability].role
     short = pressure.refusal_under_pressure(state, event.holder, role)
     quota = _over_quota(state, event, event.client.tenant)
-    return short or quota or _cooling_down(state, event) or _queue_full(state, event)
+    return short or quota or _cooling_down(state, event, name) or _queue_full(state, name)
 
 
 def _over_quota(state: CoreState, event: ev.Requested, tenant: str) -> RequestError | None:
@@ -152,22 +154,22 @@ def _over_quota(state: CoreState, event: ev.Requested, tenant: str) -> RequestEr
     return None
 
 
-def _cooling_down(state: CoreState, event: ev.Requested) -> ModelCoolingDown | None:
-    failure = state.failures.get(event.model_name)
+def _cooling_down(
+    state: CoreState, event: ev.Requested, name: ModelName
+) -> ModelCoolingDown | None:
+    failure = state.failures.get(name)
     if failure is None or state.now >= failure.until or event.attempt > 1:
         return None
     left = in_seconds(since(state.now, failure.until))
     return ModelCoolingDown(event.model, failure.cause, left)
 
 
-def _queue_full(state: CoreState, event: ev.Requested) -> QueueFull | None:
+def _queue_full(state: CoreState, name: ModelName) -> QueueFull | None:
     per_model, total = state.settings.queue_per_model_count, state.settings.queue_total_count
-    if state.queue.count(event.model_name) >= per_model:
-        again = retry_after_s(state, event.model_name)
-        return QueueFull(event.model, state.queue.count(event.model_name), per_model, again)
-    if len(state.queue) >= total:
-        again = retry_after_s(state, event.model_name)
-        return QueueFull("the arbiter", len(state.queue), total, again)
+    if (count := state.queue.count(name)) >= per_model:
+        return QueueFull(name.model, count, per_model, retry_after_s(state, name))
+    if (count := len(state.queue)) >= total:
+        return QueueFull("the arbiter", count, total, retry_after_s(state, name))
     return None
 
 
@@ -179,7 +181,8 @@ def retry_after_s(state: CoreState, name: ModelName) -> float:
 def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
     if event.lease:
         return leases.new_entry(state, holder, event, event.lease)
-    spec = state.registry.find(event.model_name)
+    name = event.model_name
+    spec = state.registry.find(name)
     role = state.registry.specs[event.capability].role
     return Ticket(
         event.ticket,
@@ -195,7 +198,7 @@ def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
         since=state.now,
         role=role,
         role_rank=state.policies.roles[role].rank,
-        pinned=_is_pinned(state, event, spec),
+        pinned=_is_pinned(state, event, spec, name),
         keep_warm=spec.keep_warm,
         allow_oversize=spec.allow_oversize,
         dispatch_lock=spec.dispatch_lock,
@@ -207,12 +210,14 @@ def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
     )
 
 
-def _is_pinned(state: CoreState, event: ev.Requested, spec: types.ModelSpec) -> bool:
+def _is_pinned(
+    state: CoreState, event: ev.Requested, spec: types.ModelSpec, name: ModelName
+) -> bool:
     """As its host, where it lives in the process of another."""
     if event.shares_process_with:
         host = state.ledger.find(event.shares_process_with)
         return host is not None and host.pinned
-    floor = state.floors.get(event.model_name)
+    floor = state.floors.get(name)
     return spec.pinned or floor is types.Floor.DEVICE
 
 

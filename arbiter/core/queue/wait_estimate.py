@@ -34,11 +34,12 @@ def estimate_new(state: CoreState) -> None:
         predicted = estimated_wait(state, entry, waiting)
         if predicted is None:
             continue
-        waiting.predicted_at = after(state.now, predicted)
+        predicted_at = after(state.now, predicted)
+        waiting.expect(predicted_at)
         state.log("ticket_waits", entry, took=predicted)
         if predicted:
             state.decide(Queued(ticket, entry.holder, predicted))
-        if waiting.deadline is not None and waiting.predicted_at > waiting.deadline:
+        if waiting.deadline is not None and predicted_at > waiting.deadline:
             reject_queued(state, entry, too_late(entry, 0.0, predicted))
 
 

@@ -69,6 +69,14 @@ class Accounts:
         """Until the average of a tenant that holds nothing any more is down to the bound."""
         return Span(int(self.window * log(max(1.0, average / max(1, bound)))))
 
+    def cool_down(self, tenant: str) -> None:
+        """Lets nothing more be loaded for a tenant until its average has fallen."""
+        self.cooling[tenant] = None
+
+    def end_cool_down(self, tenant: str) -> None:
+        """Lets a tenant load again; safe for a tenant that was not cooling down."""
+        self.cooling.pop(tenant, None)
+
     # -- fair share ----------------------------------------------------------------------------
 
     def turn_of(self, tenant: str, need: Bytes, share_fraction: float) -> Bytes:

@@ -139,6 +139,10 @@ class Estimates:
         self._predictor = Predictor()
         self._sleepless: set[ModelKey] = set()  # a sleep of it did not give its bytes back
 
+    def note_devices_changed(self) -> None:
+        """Has every size looked up again: what a learned one may be at most depends on devices."""
+        self.version += 1
+
     def size(self, key: ModelKey, need: Need, need_is_explicit: bool) -> Estimate:
         said, source = need.device_bytes, "explicit"
         if not need_is_explicit:

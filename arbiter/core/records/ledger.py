@@ -59,6 +59,16 @@ class DeviceAccount:
             if len(self.stale) > len(self.entries) + UNREAD_COUNT:
                 self.stale = None
 
+    def begin_order(self) -> None:
+        """Begins to note what changes, with every ticket there as changed: an order is kept."""
+        self.stale = set(self.entries)
+
+    def take_stale(self) -> set[TicketId]:
+        """Returns what has changed since the order was brought up to date, which it is now."""
+        assert self.stale is not None
+        taken, self.stale = self.stale, set()
+        return taken
+
 
 class Ledger:
     """Opened, moved, weighed and budgeted here and nowhere else."""

@@ -35,6 +35,14 @@ class QueueEntry:
     quota_group: str = ""  # of its tenant: see tenants.quota_group
     version: int = -1  # of the estimates that say so
 
+    def expect(self, serves_at: Instant) -> None:
+        """Notes when it should serve, as far as can be said when it joins."""
+        self.predicted_at = serves_at
+
+    def note_need(self, need: Bytes, version: int) -> None:
+        """Notes what it needs by this version of the estimates."""
+        self.need_bytes, self.version = need, version
+
 
 @dataclass(slots=True)
 class QueueStats:
@@ -58,7 +66,7 @@ class QueueStats:
             self.version, self.known_count, self.least_bytes = version, 0, need
         self.known_count += waiting.version != version
         self.least_bytes = min(self.least_bytes, need)
-        waiting.need_bytes, waiting.version = need, version
+        waiting.note_need(need, version)
 
     def needs_at_least(self, need: Bytes, version: int) -> bool:
         """Each of them, as far as all of them are known."""

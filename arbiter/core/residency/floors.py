@@ -49,18 +49,19 @@ def on_set(state: CoreState, event: ev.FloorSet) -> None:
             entry.settle_when_idle(entry.state in (*AWAKE, State.ASLEEP))
 
 
-def apply_lowered_floor(state: CoreState, entry: Ticket) -> bool:
-    """It is idle, and its floor was lowered: it goes down to it. A holder that is busy after all
-    refuses, and is asked again. False: it is where it may be."""
+def stop_settling_at_floor(state: CoreState, entry: Ticket) -> None:
+    """Forgets that the floor of a ticket was lowered once the ticket has come down to it."""
     if entry.settles and entry.state is State.ASLEEP and floor_of(state, entry) is Floor.HOST:
         entry.settle_when_idle(False)
-    if not entry.settles:
-        return False
+
+
+def settle(state: CoreState, entry: Ticket) -> None:
+    """Revokes an idle ticket that is above its floor. A holder that is busy after all declines,
+    and is asked again once it is no longer left alone."""
     if state.now < entry.declined_until:
         state.set_timer(entry, entry.declined_until)
     else:
         revoke(state, entry, Reason.MANUAL, None)
-    return True
 
 
 def refusal(state: CoreState, name: ModelName) -> NotResident | None:

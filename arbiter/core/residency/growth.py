@@ -17,7 +17,7 @@ from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.budget import on_demand
-from arbiter.core.tickets.device_limits import readable_devices
+from arbiter.core.tickets.device_limits import readable_devices, watch_claims
 from arbiter.errors import GrowthRefused, NeverFits, TicketClosed
 from arbiter.units import Bytes, DeviceId, HolderId, Span, after, since
 
@@ -111,6 +111,7 @@ def _may_be_lent(state: CoreState, entry: Ticket) -> bool:
     node = state.nodes.get(entry.node)
     if node is None or not state.is_settled or state.closing_by is not None:
         return False
+    watch_claims(state, node)
     open_to = {book.device for book in readable_devices(state, node)}
     return all(d in open_to and not pressure.is_closed_to(state, entry, d) for d in entry.home)
 

@@ -33,7 +33,7 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
         for device in old.devices.keys() - node.devices.keys():
             _withdraw_device(state, device)
     state.nodes[event.node] = node
-    state.estimates.version += 1  # what a learned size may be at most depends on the devices
+    state.estimates.note_devices_changed()
     state.mark_dirty(event.node)
     _budget(state, node)
 

@@ -70,10 +70,14 @@ def _unclaimed_until(state: CoreState, node: Node, device: DeviceId) -> Instant:
 
 
 def readable_devices(state: CoreState, node: Node) -> list[DeviceAccount]:
-    """Of those that compute. The line is looked at again when claims to another are over."""
+    """Returns the devices of a node that compute and may be lent from now."""
     books = compute_books(state, node)
-    for book in books:
+    return [b for b in books if is_readable(state, node, b.device, state.now)]
+
+
+def watch_claims(state: CoreState, node: Node) -> None:
+    """Has the node's queue looked at again once claims to engines on its devices are over."""
+    for book in compute_books(state, node) if node.unclaimed else ():
         over_at = _unclaimed_until(state, node, book.device)
         if state.now < over_at:
             state.timers.set(("queue", node.node), over_at)
-    return [b for b in books if is_readable(state, node, b.device, state.now)]

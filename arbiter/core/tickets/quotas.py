@@ -106,9 +106,9 @@ def _cooling(state: CoreState, tenant: str) -> TenantCoolingDown | None:
     average = accounts.average(state.ledger.holdings.by_client, tenant, state.now)
     cooled = share(terms.average_bytes, COOLED_FRACTION)
     if average <= (cooled if is_cooling else terms.average_bytes):
-        accounts.cooling.pop(tenant, None)
+        accounts.end_cool_down(tenant)
         return None
-    accounts.cooling[tenant] = None
+    accounts.cool_down(tenant)
     again_s = max(1.0, in_seconds(accounts.falls_in(average, cooled)))
     return TenantCoolingDown(tenant, average, terms.average_bytes, again_s)
 
