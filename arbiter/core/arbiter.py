@@ -18,7 +18,7 @@ from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import timeouts, types
-from arbiter.core.decisions import Decision, Reason, SetTimer
+from arbiter.core.decisions import Decision, EventKind, Reason, SetTimer
 from arbiter.core.eviction import eviction, pressure, sleep
 from arbiter.core.queue import admission, grant_pass, wait_estimate
 from arbiter.core.records.ticket import CHARGED, State
@@ -250,7 +250,7 @@ def _(event: ev.LoadBroke, state: CoreState) -> None:
 def _(event: ev.Busy, state: CoreState) -> None:
     if entry := state.live(event.ticket, State.DRAINING):
         reason = entry.leaving
-        eviction.victim_declined(state, entry, "victim_busy", event.inflight)
+        eviction.victim_declined(state, entry, EventKind.VICTIM_BUSY, event.inflight)
         if reason is Reason.PRESSURE:
             pressure.evict_next(state, entry)
 
@@ -258,7 +258,7 @@ def _(event: ev.Busy, state: CoreState) -> None:
 @_apply.register
 def _(event: ev.BarrierDropped, state: CoreState) -> None:
     if entry := state.live(event.ticket, State.DRAINING):
-        eviction.victim_declined(state, entry, "barrier_dropped", event.inflight)
+        eviction.victim_declined(state, entry, EventKind.BARRIER_DROPPED, event.inflight)
 
 
 @_apply.register

@@ -1,7 +1,7 @@
 """What must be done. The shell performs these and reports back with events."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from arbiter.core.types import DeviceBytes
 from arbiter.errors import RequestError
@@ -104,11 +104,79 @@ class LoadModel:
     model: str
 
 
+class EventKind(StrEnum):
+    """Names every kind of line in the event log (K1). The value is what readers of the log see."""
+
+    # The arbiter's process.
+    ARBITER_STARTED = "arbiter_started"
+    CLOSING = "closing"
+    NOT_RECORDED = "not_recorded"  # the recording could not be written
+    STATE_NOT_KEPT = "state_not_kept"  # nor the saved state
+
+    # Nodes, holders, devices.
+    NODE_SEEN = "node_seen"
+    NODE_SILENT = "node_silent"
+    NODE_LOST = "node_lost"
+    HOLDER_JOINED = "holder_joined"
+    HOLDER_LOST = "holder_lost"
+    QUARANTINE = "quarantine"
+    UNCLAIMED_ENGINE = "unclaimed_engine"
+    MEMORY_PRESSURE = "memory_pressure"
+    PRESSURE_NOTHING_LEFT = "pressure_nothing_left"
+    PINNED_OVERCOMMIT = "pinned_overcommit"
+    PIN_OVER_CAP = "pin_over_cap"
+
+    # Tickets.
+    TICKET_QUEUED = "ticket_queued"
+    TICKET_WAITS = "ticket_waits"
+    TICKET_GRANTED = "ticket_granted"
+    TICKET_REFUSED = "ticket_refused"
+    TICKET_CLOSED = "ticket_closed"
+    TICKET_REJOINED = "ticket_rejoined"
+    TICKET_FOLLOWS = "ticket_follows"
+    OVERSIZE = "oversize"
+    EXPLICIT_TOO_LOW = "explicit_too_low"
+
+    # Models: loads, sleep, leaving.
+    MODEL_LOAD = "model_load"
+    MODEL_WAKE = "model_wake"
+    MODEL_UNLOAD = "model_unload"
+    MODEL_PRELOAD = "model_preload"
+    MODEL_REMOVED = "model_removed"
+    LOAD_FAILED = "load_failed"
+    COOL_DOWN = "cool_down"
+    ESTIMATE_ERROR = "estimate_error"
+    WAKE_UNVERIFIED = "wake_unverified"
+    WAKE_GIVEN_UP = "wake_given_up"
+    NOT_ASLEEP = "not_asleep"
+    EVICTION = "eviction"
+    VICTIM_BUSY = "victim_busy"
+    BARRIER_DROPPED = "barrier_dropped"
+    REVOKE_UNANSWERED = "revoke_unanswered"
+    UNLOAD_OVERDUE = "unload_overdue"
+    UNLOAD_REFUSED = "unload_refused"
+    FLOOR_SET = "floor_set"
+    GROWTH_ASKED = "growth_asked"
+    GROWTH_GRANTED = "growth_granted"
+    GROWTH_GIVEN_BACK = "growth_given_back"
+
+    # Leases, and requests of users.
+    LEASE_GRANTED = "lease_granted"
+    LEASE_OVERDUE = "lease_overdue"
+    LEASE_ENDED = "lease_ended"
+    CAPABILITY_RUN = "capability_run"
+    RUNS_DROPPED = "runs_dropped"
+
+    def __repr__(self) -> str:
+        """Returns the quoted value, because recordings keep a hash of the decisions' text."""
+        return repr(self.value)
+
+
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """One line of the event log (K1). `data` holds plain values, never a prompt."""
+    """Writes one line of the event log (K1). `data` holds plain values, never a prompt."""
 
-    kind: str
+    kind: EventKind
     data: dict[str, str | int | float | bool | None] = field(hash=False)
     ticket: TicketId | None = None
     size_bytes: Bytes | None = None

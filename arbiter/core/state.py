@@ -11,7 +11,7 @@ from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Decision, LogEvent, Refuse
+from arbiter.core.decisions import Decision, EventKind, LogEvent, Refuse
 from arbiter.core.records.accounts import Accounts
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.records.eviction_history import EvictionHistory
@@ -160,7 +160,7 @@ class CoreState:
 
     def log(
         self,
-        kind: str,
+        kind: EventKind,
         entry: Ticket | None = None,
         *,
         size: Bytes | None = None,
@@ -186,7 +186,9 @@ class CoreState:
 
     def answer_error(self, ticket: TicketId, error: RequestError) -> None:
         self.decide(Refuse(ticket, error))
-        self.decide(LogEvent("ticket_refused", {"code": error.code, "cause": str(error)}, ticket))
+        self.decide(
+            LogEvent(EventKind.TICKET_REFUSED, {"code": error.code, "cause": str(error)}, ticket)
+        )
 
     def remember(self, ticket: TicketId, error: RequestError) -> None:
         self.answers[ticket] = error
@@ -276,7 +278,7 @@ class CoreState:
             self.move(companion, to)
         else:
             return
-        self.log("ticket_follows", companion, to=to.value, primary=primary.ticket)
+        self.log(EventKind.TICKET_FOLLOWS, companion, to=to.value, primary=primary.ticket)
 
     def companions_of(self, primary: Ticket) -> list[Ticket]:
         """Tickets whose bytes are in its process; see rules.companions."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from arbiter.core.decisions import Reason
+from arbiter.core.decisions import EventKind, Reason
 from arbiter.core.eviction import eviction, pressure
 from arbiter.core.queue import admission, grants
 from arbiter.core.records.ledger import audit as audit_books
@@ -116,7 +116,7 @@ def start_closing(state: CoreState) -> None:
         return
     state.closing_by = after(state.now, state.settings.timeouts.closing)
     state.timers.set(("closing", ""), state.closing_by)
-    state.log("closing", waiting=len(state.queue))
+    state.log(EventKind.CLOSING, waiting=len(state.queue))
     admission.refuse_all(state)
     for entry in state.ledger.entries(State.RESIDENT, State.ASLEEP):
         on_timer(state, entry)
@@ -136,7 +136,7 @@ def unload_asked(state: CoreState, ticket: TicketId) -> None:
     if entry is None:
         return
     if entry.shares_process_with or entry.inflight > 0 or entry.ticket in state.queue:
-        state.log("unload_refused", entry, inflight=entry.inflight)
+        state.log(EventKind.UNLOAD_REFUSED, entry, inflight=entry.inflight)
     else:
         eviction.revoke(state, entry, Reason.MANUAL, None)
 

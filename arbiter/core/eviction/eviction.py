@@ -6,7 +6,7 @@ suffices (records/victim_set.py), or none.
 
 from dataclasses import replace
 
-from arbiter.core.decisions import Reason, Revoke, Tier
+from arbiter.core.decisions import EventKind, Reason, Revoke, Tier
 from arbiter.core.eviction.eligibility import find_obstacle, floor_of, may_leave, may_swap
 from arbiter.core.eviction.ranking import ranked_victims, victims_no_more_urgent
 from arbiter.core.eviction.sleep import _start_doubt, grant_with_host_copy
@@ -181,7 +181,7 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | No
     """A resident is asked, a sleeper has nothing in flight and is taken."""
     size = charged(entry)
     for_whom = waiting.ticket if waiting else None
-    state.log("eviction", entry, size=size, reason=reason.value, waiting=for_whom)
+    state.log(EventKind.EVICTION, entry, size=size, reason=reason.value, waiting=for_whom)
     entry.note_revoked(state.now)
     if entry.state is State.ASLEEP:
         kill_and_notify(state, entry, reason)
@@ -206,7 +206,7 @@ def send_revoke(state: CoreState, entry: Ticket) -> None:
 # -- their answers --------------------------------------------------------------------------------
 
 
-def victim_declined(state: CoreState, entry: Ticket, kind: str, inflight: int) -> None:
+def victim_declined(state: CoreState, entry: Ticket, kind: EventKind, inflight: int) -> None:
     """DRAINING -> RESIDENT: work in flight outlived the barrier, or arrived before a revoke that
     only takes the idle. It is not asked again at once; the waiter keeps its place."""
     reason = entry.leaving or Reason.SWAP
@@ -230,16 +230,18 @@ def on_draining_timer(state: CoreState, entry: Ticket) -> None:
     if asked.unloading_since is not None:
         unload_by = after(asked.unloading_since, terms.unload)
         if state.now >= unload_by:  # holds bytes with nothing in flight
-            state.log("unload_overdue", entry, took=since(entry.since, state.now))
+            state.log(EventKind.UNLOAD_OVERDUE, entry, took=since(entry.since, state.now))
             kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
             return
         state.set_timer(entry, unload_by)
     elif state.now >= answer_by and entry.lease:  # it was given notice, and is not asked again
-        state.log("lease_overdue", entry, size=charged(entry), took=since(entry.since, state.now))
+        state.log(
+            EventKind.LEASE_OVERDUE, entry, size=charged(entry), took=since(entry.since, state.now)
+        )
         kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
         return
     elif state.now >= answer_by and state.is_silent(entry.holder):  # neither answers nor beats
-        state.log("revoke_unanswered", entry, took=since(entry.since, state.now))
+        state.log(EventKind.REVOKE_UNANSWERED, entry, took=since(entry.since, state.now))
         kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
         return
     state.set_timer(entry, answer_by if state.now < answer_by else after(state.now, terms.answer))

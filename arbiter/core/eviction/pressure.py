@@ -8,7 +8,7 @@ load begins there. Text is spared, and so is what is pinned or in use.
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Reason
+from arbiter.core.decisions import EventKind, Reason
 from arbiter.core.eviction.eligibility import may_leave
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.eviction.ranking import ranked_victims
@@ -86,7 +86,7 @@ def _update_level(state: CoreState, book: DeviceAccount, source: str) -> None:
     state.mark_dirty(book.node)  # loads may begin there that could not, or the reverse
     level = pressure_state.level.name.lower()
     state.log(
-        "memory_pressure",
+        EventKind.MEMORY_PRESSURE,
         size=pressure_state.free_bytes,
         device=book.device,
         level=level,
@@ -135,7 +135,7 @@ def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureStat
         pressure_state.nothing_left = True
         held = Bytes(sum(charged(e) for e in book.entries.values()))
         level = pressure_state.level.name.lower()
-        state.log("pressure_nothing_left", size=held, device=book.device, level=level)
+        state.log(EventKind.PRESSURE_NOTHING_LEFT, size=held, device=book.device, level=level)
 
 
 def candidates(state: CoreState, book: DeviceAccount) -> list[Ticket]:

@@ -1,6 +1,6 @@
 """Asleep only as measured: a holder's word is believed once the bytes have fallen (D1)."""
 
-from arbiter.core.decisions import Reason, RequestReading, Tier
+from arbiter.core.decisions import EventKind, Reason, RequestReading, Tier
 from arbiter.core.eviction.eligibility import floor_of
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
@@ -58,7 +58,7 @@ def confirm_sleep(state: CoreState, entry: Ticket) -> None:
     entry.note_inflight(0)
     entry.settle_when_idle(entry.settles and floor_of(state, entry) is not Floor.HOST)
     size = Bytes(fallen)
-    state.log("model_unload", entry, size=size, took=took, reason=reason.value, to="asleep")
+    state.log(EventKind.MODEL_UNLOAD, entry, size=size, took=took, reason=reason.value, to="asleep")
     state.set_timer(entry, state.now)
 
 
@@ -79,6 +79,6 @@ def _start_doubt(state: CoreState, entry: Ticket, believe_by: Instant) -> None:
 
 def _end_failed_sleep(state: CoreState, entry: Ticket, reason: Reason) -> None:
     wanted = state.settings.slept_fraction
-    state.log("not_asleep", entry, size=entry.at_home_bytes, wanted_fraction=wanted)
+    state.log(EventKind.NOT_ASLEEP, entry, size=entry.at_home_bytes, wanted_fraction=wanted)
     state.estimates.did_not_sleep(state.key_of(entry))
     kill_and_notify(state, entry, reason)

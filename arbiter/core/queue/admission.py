@@ -2,6 +2,7 @@
 
 from arbiter.core import events as ev
 from arbiter.core import types
+from arbiter.core.decisions import EventKind
 from arbiter.core.eviction import pressure
 from arbiter.core.queue import wait_estimate
 from arbiter.core.queue.grants import age, grant_of
@@ -246,7 +247,9 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
         state.set_timer(entry, deadline)
     priority = entry.priority.name.lower()
     waiting = len(state.queue)
-    state.log("ticket_queued", entry, position=waiting, attempt=entry.attempt, priority=priority)
+    state.log(
+        EventKind.TICKET_QUEUED, entry, position=waiting, attempt=entry.attempt, priority=priority
+    )
 
 
 def reject_expired(state: CoreState, entry: Ticket) -> None:

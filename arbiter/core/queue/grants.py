@@ -10,7 +10,7 @@ one ticket are not lent to another.
 from collections.abc import Iterable
 
 from arbiter.core import types
-from arbiter.core.decisions import Grant, Reason
+from arbiter.core.decisions import EventKind, Grant, Reason
 from arbiter.core.eviction import oversize, pressure
 from arbiter.core.eviction.eligibility import may_swap
 from arbiter.core.eviction.eviction import evict_own, make_room, revoke, victims_for
@@ -161,7 +161,7 @@ def _place_oversize(
         pass_.reserved_devices.update(book.device for book in room)
         return Outcome.DEFERRED
     _grant(state, pass_, entry, waiting, home)
-    state.log("oversize", entry, size=need, granted_bytes=entry.home_bytes)
+    state.log(EventKind.OVERSIZE, entry, size=need, granted_bytes=entry.home_bytes)
     return Outcome.GRANTED
 
 
@@ -322,10 +322,10 @@ def charge_and_grant(state: CoreState, entry: Ticket, home: Sizes) -> None:
     if entry.pinned:
         cap_pins(state, home)
     state.decide(grant_of(entry))
-    state.log("ticket_granted", entry, size=entry.home_bytes, took=waited)
+    state.log(EventKind.TICKET_GRANTED, entry, size=entry.home_bytes, took=waited)
     if entry.need_is_explicit and entry.home_bytes > entry.need.device_bytes:
         said = entry.need.device_bytes
-        state.log("explicit_too_low", entry, size=entry.home_bytes, explicit_bytes=said)
+        state.log(EventKind.EXPLICIT_TOO_LOW, entry, size=entry.home_bytes, explicit_bytes=said)
     if entry.lease:
         leases.begin(state, entry)
 

@@ -7,7 +7,7 @@ of those before it that need the same bytes.
 
 from itertools import islice
 
-from arbiter.core.decisions import Queued
+from arbiter.core.decisions import EventKind, Queued
 from arbiter.core.eviction.eligibility import min_residency_ends
 from arbiter.core.eviction.eviction import returning_bytes
 from arbiter.core.eviction.ranking import effective_priority, priority_fades_at, ranked_victims
@@ -36,7 +36,7 @@ def estimate_new(state: CoreState) -> None:
             continue
         predicted_at = after(state.now, predicted)
         waiting.expect(predicted_at)
-        state.log("ticket_waits", entry, took=predicted)
+        state.log(EventKind.TICKET_WAITS, entry, took=predicted)
         if predicted:
             state.decide(Queued(ticket, entry.holder, predicted))
         if waiting.deadline is not None and predicted_at > waiting.deadline:

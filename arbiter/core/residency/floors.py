@@ -8,7 +8,7 @@ floor releases the device as soon as the model is idle.
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import LoadModel, Reason
+from arbiter.core.decisions import EventKind, LoadModel, Reason
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
@@ -32,7 +32,9 @@ def on_set(state: CoreState, event: ev.FloorSet) -> None:
     spec = state.registry.find(event.model_name)
     name = event.model_name
     state.floors[name] = event.floor
-    state.log("floor_set", capability=name.capability, model=name.model, floor=event.floor.value)
+    state.log(
+        EventKind.FLOOR_SET, capability=name.capability, model=name.model, floor=event.floor.value
+    )
     entries = _entries(state, name)
     for entry in entries:
         state.pin(entry, spec.pinned or event.floor is Floor.DEVICE)
@@ -174,7 +176,7 @@ def forget_removed(state: CoreState) -> None:
         state.failures.pop(name, None)
         state.estimates.forget_model(name)
         _forget_uses(state, name)
-        state.log("model_removed", capability=name.capability, model=name.model)
+        state.log(EventKind.MODEL_REMOVED, capability=name.capability, model=name.model)
 
 
 def _forget_uses(state: CoreState, name: ModelName) -> None:

@@ -7,7 +7,7 @@ has. Every wait has an end in any case.
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Grant, Reason
+from arbiter.core.decisions import EventKind, Grant, Reason
 from arbiter.core.eviction import pressure
 from arbiter.core.eviction.eligibility import may_leave
 from arbiter.core.eviction.eviction import returning_bytes, revoke
@@ -43,7 +43,7 @@ def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
         return _reject(state, entry, _error(entry, "it would wait on a holder that waits as well"))
     state.growing[entry.ticket] = None
     state.set_timer(entry, until)
-    state.log("growth_asked", entry, size=event.more_bytes)
+    state.log(EventKind.GROWTH_ASKED, entry, size=event.more_bytes)
 
 
 def on_gave_back(state: CoreState, event: ev.GaveBack) -> None:
@@ -86,7 +86,7 @@ def _shrink(state: CoreState, entry: Ticket, devices: Devices) -> None:
     less = Bytes(before - entry.home_bytes)
     entry.note_shrunk(less)
     entry.forget_peak()
-    state.log("growth_given_back", entry, size=less)
+    state.log(EventKind.GROWTH_GIVEN_BACK, entry, size=less)
 
 
 def grant_waiting(state: CoreState) -> None:
@@ -140,7 +140,7 @@ def _grow(state: CoreState, entry: Ticket) -> None:
     load_by = after(state.now, state.settings.timeouts.load)
     time = state.estimates.load_time(state.key_of(entry))  # growing may be a restart of the engine
     state.decide(Grant(entry.ticket, devices, load_by, time))
-    state.log("growth_granted", entry, size=more)
+    state.log(EventKind.GROWTH_GRANTED, entry, size=more)
 
 
 def _resize(state: CoreState, entry: Ticket, home: Sizes) -> None:

@@ -6,7 +6,7 @@ is made good by it. What a holder no longer mentions, it has let go of.
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import LogEvent, Reason, Tier
+from arbiter.core.decisions import EventKind, LogEvent, Reason, Tier
 from arbiter.core.eviction.eviction import send_revoke, victim_declined
 from arbiter.core.eviction.sleep import on_slept
 from arbiter.core.records.ticket import Grown, Load, Sizes, State, Ticket
@@ -33,7 +33,12 @@ def on_joined(state: CoreState, event: ev.Joined) -> None:
     """Its tickets are put back on the books as they are, even where they do not fit: the memory
     is taken already."""
     if event.holder not in state.holders:
-        state.log("holder_joined", holder=event.holder, node=event.node, tickets=len(event.tickets))
+        state.log(
+            EventKind.HOLDER_JOINED,
+            holder=event.holder,
+            node=event.node,
+            tickets=len(event.tickets),
+        )
     state.mark_dirty(event.node)
     state.holders[event.holder] = Holder(event.holder, event.node, event.capability, state.now)
     state.awaited.discard(event.holder)
@@ -79,16 +84,18 @@ def _tell_runs(state: CoreState, holder: Holder, event: ev.Renewed) -> None:
     about = {"holder": holder.holder, "capability": holder.capability}
     for run in event.runs:
         what = {**about, "model": run.model, "outcome": run.outcome, "request_id": run.request}
-        state.decide(LogEvent("capability_run", {**what}, run.ticket, took=run.took))
+        state.decide(LogEvent(EventKind.CAPABILITY_RUN, {**what}, run.ticket, took=run.took))
     if event.runs_dropped_count:
-        state.decide(LogEvent("runs_dropped", {**about, "dropped": event.runs_dropped_count}))
+        state.decide(
+            LogEvent(EventKind.RUNS_DROPPED, {**about, "dropped": event.runs_dropped_count})
+        )
 
 
 def on_lost(state: CoreState, holder: HolderId) -> None:
     """Dead, or silent for so long that it counts as dead."""
     state.awaited.discard(holder)
     if state.holders.pop(holder, None):
-        state.log("holder_lost", holder=holder)
+        state.log(EventKind.HOLDER_LOST, holder=holder)
     forget_evicted_for(state, holder)
     for entry in state.ledger.held_by(holder):
         if entry.state is State.QUEUED:
@@ -204,7 +211,7 @@ def _apply_draining(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> Non
     elif is_unloading:
         entry.note_unloading(state.now)
     elif barrier_is_over:
-        victim_declined(state, entry, "barrier_dropped", held.inflight)
+        victim_declined(state, entry, EventKind.BARRIER_DROPPED, held.inflight)
         use(state, entry, held)
 
 
@@ -267,7 +274,7 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         state.queue.loading(entry.node, entry.model_name, 1)
     claim_unclaimed(state, entry)
     state.set_timer(entry, state.now)
-    state.log("ticket_rejoined", entry, size=charged(entry), phase=held.phase.value)
+    state.log(EventKind.TICKET_REJOINED, entry, size=charged(entry), phase=held.phase.value)
 
 
 def _tier_of(held: ev.HeldTicket) -> Tier:

@@ -10,6 +10,7 @@ somebody waits for its bytes (eviction.make_room).
 
 from dataclasses import dataclass
 
+from arbiter.core.decisions import EventKind
 from arbiter.core.eviction.pressure import is_nominal
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.residency.floors import load, refusal
@@ -42,7 +43,7 @@ def predict_next(state: CoreState) -> None:
             state.prefetched[candidate.name] = after(state.now, state.settings.guess_for)
             capability, model = candidate.name
             state.log(
-                "model_preload",
+                EventKind.MODEL_PRELOAD,
                 capability=capability,
                 model=model,
                 after=name.model,

@@ -5,7 +5,7 @@ taken: its agent sends the next one only when the last was received.
 """
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import KillEngine, Reason
+from arbiter.core.decisions import EventKind, KillEngine, Reason
 from arbiter.core.eviction import pressure
 from arbiter.core.eviction.sleep import confirm_sleep, doubt_asleep
 from arbiter.core.records.ledger import DeviceAccount
@@ -26,7 +26,7 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
     old = state.nodes.get(event.node)
     node = Node(event.node, {spec.device: spec for spec in event.devices})
     if old is None:
-        state.log("node_seen", node=event.node, devices=len(event.devices))
+        state.log(EventKind.NODE_SEEN, node=event.node, devices=len(event.devices))
     else:
         node.unclaimed = old.unclaimed
         node.readings = {d: r for d, r in old.readings.items() if d in node.devices}
@@ -69,7 +69,7 @@ def on_node_lost(state: CoreState, event: ev.NodeLost) -> None:
     if node is None:
         state.stale_count += 1
         return
-    state.log("node_lost", node=event.node)
+    state.log(EventKind.NODE_LOST, node=event.node)
     for entry in state.ledger.entries():
         if entry.node == event.node and entry.state is not State.QUEUED:
             _leave_with_device(state, entry)
@@ -179,7 +179,7 @@ def _learn(state: CoreState, entry: Ticket) -> None:
         if not entry.need_is_explicit:
             state.estimates.saw_overhead(key, entry.need, load.peak_bytes)
         state.log(
-            "estimate_error",
+            EventKind.ESTIMATE_ERROR,
             entry,
             size=load.peak_bytes,
             took=load.took,
@@ -202,7 +202,7 @@ def _note_unclaimed(state: CoreState, node: Node, seen_bytes: dict[TicketId, Siz
             continue
         if not engine.is_ending:
             engine.is_ending = True
-            state.log("unclaimed_engine", unclaimed=ticket, node=node.node)
+            state.log(EventKind.UNCLAIMED_ENGINE, unclaimed=ticket, node=node.node)
         state.decide(KillEngine(node.node, ticket))
 
 
@@ -240,6 +240,6 @@ def on_timer(state: CoreState, name: NodeId) -> None:
     trusted_until = after(node.heard, state.settings.timeouts.reading)
     if state.now >= trusted_until:
         node.silent_told = True
-        state.log("node_silent", node=name, took=since(node.heard, state.now))
+        state.log(EventKind.NODE_SILENT, node=name, took=since(node.heard, state.now))
     else:
         state.timers.set(("node", name), trusted_until)

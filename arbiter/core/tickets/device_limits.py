@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from arbiter.core.decisions import EventKind
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.budget import on_demand, pinned_overcommit, share
@@ -33,7 +34,9 @@ def flag_pinned_on(state: CoreState, book: DeviceAccount, more: Bytes) -> None:
     pinned = Bytes(book.pinned_bytes + more)
     if over := pinned_overcommit(book.budget_bytes, pinned):
         lent = book.budget_bytes
-        state.log("pinned_overcommit", size=over, device=book.device, pinned=pinned, budget=lent)
+        state.log(
+            EventKind.PINNED_OVERCOMMIT, size=over, device=book.device, pinned=pinned, budget=lent
+        )
 
 
 def cap_pins(state: CoreState, devices: Iterable[DeviceId]) -> None:
@@ -48,7 +51,7 @@ def cap_pins(state: CoreState, devices: Iterable[DeviceId]) -> None:
             size = end_with_primary(state, entry, device)
             if total + size > most:
                 state.pin(entry, False)
-                state.log("pin_over_cap", entry, size=size, device=device, cap=most)
+                state.log(EventKind.PIN_OVER_CAP, entry, size=size, device=device, cap=most)
             else:
                 total += size
 

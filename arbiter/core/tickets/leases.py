@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from arbiter.core import events as ev
 from arbiter.core import types
+from arbiter.core.decisions import EventKind
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets.budget import share
@@ -134,7 +135,7 @@ def begin(state: CoreState, entry: Ticket) -> None:
     state.evicted_for.pop((entry.holder, entry.model), None)
     state.set_timer(entry, notice_given_at(entry))
     size, tenant = entry.home_bytes, terms.tenant
-    state.log("lease_granted", entry, size=size, took=terms.term, tenant=tenant)
+    state.log(EventKind.LEASE_GRANTED, entry, size=size, took=terms.term, tenant=tenant)
 
 
 def _worth(terms: types.LeaseConditions) -> types.Priority:

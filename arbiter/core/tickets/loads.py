@@ -1,7 +1,7 @@
 """How a load ends: it serves, it breaks, or nobody wants it any more (A8, A12)."""
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import LoadModel, Reason
+from arbiter.core.decisions import EventKind, LoadModel, Reason
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, EvictedFor, EvictedForKey, Failure
@@ -24,13 +24,13 @@ def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = T
     elif verified:
         state.estimates.woke(state.key_of(entry), took)
     else:
-        state.log("wake_unverified", entry, took=took)
+        state.log(EventKind.WAKE_UNVERIFIED, entry, took=took)
     state.failures.pop(entry.model_name, None)
     state.evicted_for.pop((entry.holder, entry.model), None)
     if len(entry.home) == 1:
         state.last_home[entry.node, entry.model_name] = next(iter(entry.home))
     predicted = entry.last_load.predicted
-    kind = "model_wake" if entry.wakes_count else "model_load"
+    kind = EventKind.MODEL_WAKE if entry.wakes_count else EventKind.MODEL_LOAD
     state.log(kind, entry, size=charged(entry), took=took, predicted_ns=predicted)
 
 
@@ -55,7 +55,7 @@ def learn_failure(state: CoreState, entry: Ticket, cause: str, out_of_memory: bo
     """A first failure for memory may be tried again at once with a corrected estimate, and a first
     death without a word as it was: somebody may have killed it. Any other cools the model down and
     answers everybody who waits for it."""
-    state.log("load_failed", entry, cause=cause, out_of_memory=out_of_memory)
+    state.log(EventKind.LOAD_FAILED, entry, cause=cause, out_of_memory=out_of_memory)
     if out_of_memory:
         held = Bytes(max(entry.home_bytes, entry.at_home_bytes))
         state.estimates.ran_out(state.key_of(entry), held)
@@ -108,7 +108,7 @@ def _cool_down(state: CoreState, entry: Ticket, cause: str) -> None:
     failure = Failure(cause, times, after(state.now, pause))
     state.failures[entry.model_name] = failure
     state.timers.set(("floors", ""), failure.until)
-    state.log("cool_down", entry, took=pause, cause=cause, times=times)
+    state.log(EventKind.COOL_DOWN, entry, took=pause, cause=cause, times=times)
 
 
 # -- what made room for a load that failed comes back --------------------------------------------
@@ -169,7 +169,7 @@ def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
             state.mark_dirty(*state.queue.nodes)  # its gang may wait for it
         return
     if entry.state is State.QUEUED:
-        state.log("ticket_closed", entry, reason=Reason.WITHDRAWN.value)
+        state.log(EventKind.TICKET_CLOSED, entry, reason=Reason.WITHDRAWN.value)
         state.close(entry)
         state.evicted_for.pop((entry.holder, entry.model), None)
     elif entry.shares_process_with:
@@ -189,7 +189,7 @@ def let_sleep(state: CoreState, entry: Ticket) -> None:
     state.move(entry, State.ASLEEP, granted=host_reservation)
     entry.note_inflight(0)
     state.evicted_for.pop((entry.holder, entry.model), None)
-    state.log("wake_given_up", entry)
+    state.log(EventKind.WAKE_GIVEN_UP, entry)
     state.set_timer(entry, state.now)
 
 

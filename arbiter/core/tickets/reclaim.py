@@ -3,7 +3,7 @@
 Whatever ends a ticket comes through `reclaim`; whatever proves its bytes are back, through `gone`.
 """
 
-from arbiter.core.decisions import KillEngine, Reason, Revoke, Tier
+from arbiter.core.decisions import EventKind, KillEngine, Reason, Revoke, Tier
 from arbiter.core.events import Released
 from arbiter.core.records.ticket import CHARGED, State, Ticket
 from arbiter.core.state import CoreState
@@ -33,7 +33,7 @@ def on_released(state: CoreState, event: Released) -> None:
     if entry is None:
         return
     if entry.state is State.QUEUED:
-        state.log("ticket_closed", entry, reason=event.reason)
+        state.log(EventKind.TICKET_CLOSED, entry, reason=event.reason)
         state.close(entry)
     else:
         reclaim(state, entry, REASONS.get(event.reason, Reason.MANUAL))
@@ -75,7 +75,9 @@ def _quarantine(state: CoreState, entry: Ticket) -> None:
     entry.note_late_reclaim()
     state.mark_dirty(entry.node)  # its bytes are not counted on any more
     kept = charged(entry)
-    state.log("quarantine", entry, size=kept, took=since(entry.since, state.now), node=entry.node)
+    state.log(
+        EventKind.QUARANTINE, entry, size=kept, took=since(entry.since, state.now), node=entry.node
+    )
     for other in state.ledger.held_by(entry.holder):
         if other.state is State.QUEUED:
             state.answer_error_finally(other.ticket, HolderQuarantined(entry.holder, kept))
@@ -107,7 +109,7 @@ def mark_reclaimed(state: CoreState, entry: Ticket) -> None:
     took = since(entry.since, state.now)
     if entry.revoked_at is not None:
         state.estimates.left(entry.capability, since(entry.revoked_at, state.now))
-    kind = "lease_ended" if entry.lease else "model_unload"
+    kind = EventKind.LEASE_ENDED if entry.lease else EventKind.MODEL_UNLOAD
     state.log(kind, entry, size=charged(entry), took=took, reason=reason.value, to="gone")
     state.close(entry)
     if reason in UNASKED and state.floors:
