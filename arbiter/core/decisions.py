@@ -1,4 +1,4 @@
-"""What must be done. The shell performs these and reports back with events."""
+"""Names what must be done. The shell performs these decisions and reports back with events."""
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -9,7 +9,7 @@ from arbiter.units import Bytes, HolderId, Instant, NodeId, Span, TicketId
 
 
 class Reason(Enum):
-    """Why a model leaves. The first seven are K1's reasons of `model_unload`."""
+    """Says why a model leaves. The first seven are K1's reasons of `model_unload`."""
 
     SWAP = "swap"
     FIT = "fit"
@@ -36,7 +36,7 @@ ONLY_IF_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
 
 
 class Tier(Enum):
-    """Where a revoked model goes."""
+    """Says where a revoked model goes."""
 
     ASLEEP = "asleep"
     GONE = "gone"
@@ -44,7 +44,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The ticket's bytes are charged; load (or wake) on these devices, and finish by `load_by`."""
+    """Charges the ticket's bytes; the holder loads (or wakes) on these devices, by `load_by`."""
 
     ticket: TicketId
     devices: tuple[DeviceBytes, ...]
@@ -54,7 +54,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The ticket has joined the line, and is expected to serve after so long (A21)."""
+    """Tells a holder that its ticket has joined the queue, and after how long it should serve
+    (A21)."""
 
     ticket: TicketId
     holder: HolderId
@@ -63,6 +64,8 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
+    """Answers a request with an error: the cause, and when asking again makes sense, if ever."""
+
     ticket: TicketId
     error: RequestError
 
@@ -82,7 +85,7 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class KillEngine:
-    """The node agent kills what is left of this ticket's engine, lets none start, and reports
+    """Has the node agent kill what is left of this ticket's engine, let none start, and report
     EngineGone. Safe to repeat."""
 
     node: NodeId
@@ -91,14 +94,15 @@ class KillEngine:
 
 @dataclass(frozen=True, slots=True)
 class RequestReading:
-    """The node agent sends a reading now rather than at its next turn."""
+    """Has the node agent send a reading now rather than at its next turn."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """A switch failed: the holder brings back the model that made room for it (A12)."""
+    """Has a holder load a model that no request waits for: a floor asks for it, a prefetch does, or
+    it made room for a load that failed (A12)."""
 
     holder: HolderId
     model: str
@@ -185,6 +189,8 @@ class LogEvent:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
+    """Has the shell call `handle` with TimerFired at this time, unless an event comes sooner."""
+
     at: Instant
 
 

@@ -1,6 +1,6 @@
-"""What the arbiter knows between two events, and what it has decided during this one.
+"""Keeps what the arbiter knows between two events, and what it has decided during this one.
 
-The rules are functions over a Mind, one file per idea. They read it, move tickets through
+The rules are functions over a CoreState, one file per idea. They read it, move tickets through
 `state.ledger`, and say what must be done with `state.decide`. Plain data: it pickles half way.
 """
 
@@ -39,6 +39,8 @@ from arbiter.units import (
 
 @dataclass(slots=True)
 class Holder:
+    """Describes a holder that has joined, and when it was last heard."""
+
     holder: HolderId
     node: NodeId
     capability: str
@@ -47,7 +49,7 @@ class Holder:
 
 @dataclass(slots=True)
 class Unclaimed:
-    """An engine measured on a node whose ticket nobody has named."""
+    """Describes an engine measured on a node whose ticket no holder has named."""
 
     measured: Sizes
     first_seen: Instant
@@ -56,6 +58,8 @@ class Unclaimed:
 
 @dataclass(slots=True)
 class Node:
+    """Describes a node whose agent has introduced itself, with its agent's last reading."""
+
     node: NodeId
     devices: dict[DeviceId, types.DeviceSpec]
     heard: Instant | None = None  # last full reading in this epoch
@@ -84,7 +88,7 @@ class PressureState:
 
 @dataclass(slots=True)
 class Failure:
-    """A model that did not load: nobody tries again before `until`."""
+    """Describes a model that did not load: no request tries it again before `until`."""
 
     cause: str
     times_count: int
@@ -93,7 +97,7 @@ class Failure:
 
 @dataclass(slots=True)
 class EvictedFor:
-    """Models that made room for a load which has not succeeded yet (A12)."""
+    """Lists the models that made room for a load which has not succeeded yet (A12)."""
 
     models: dict[tuple[HolderId, str], TicketId] = field(default_factory=dict)
     restore_at: Instant | None = None  # the load failed for memory; unless it is tried again
@@ -104,6 +108,24 @@ Foresight = Callable[[types.ModelName, Instant], Instant | None]  # when a model
 
 
 class CoreState:
+    """Holds all that the rules read and change, by group:
+
+    - configuration: `settings`, `policies`, `registry`, `tenants`, and `floors`, which people set;
+    - the books: `ledger` (tickets and devices), `queue`, `holders`, `nodes`, `accounts` of clients;
+    - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `transition_counts`,
+      `last_home`;
+    - work under way: `growing` residents, `wanted` models without a holder, `removing` models,
+      `prefetched` models, `evicted_for` a load that has not succeeded, `pressure` by device,
+      `failures` that cool down, `broken_loads` whose cause may still come;
+    - memory of answers: `answers` by ticket, `evictions` for explain, `rankings` of victims by
+      device;
+    - time: `now`, `born`, `settled_at`, `closing_by`, `timers`, `active` capabilities, `awaited`
+      holders of the last epoch;
+    - this event: `out` (decisions), `fresh` (tickets that joined the queue), `uses_this_event`.
+
+    Everything else is derived from these. `epoch` names this life, `stale_count` counts ignored
+    messages, `foresight` is set in a replay only."""
+
     def __init__(
         self,
         settings: Settings,
@@ -120,7 +142,7 @@ class CoreState:
         self.lasting_rates = UsageRates(settings.lasting_window)
         self.hours = HourlyUsage(now)
         self.evictions = EvictionHistory()
-        self.rankings: dict[DeviceId, Any] = {}  # of large devices; see ranking.Ranking
+        self.rankings: dict[DeviceId, Any] = {}  # see ranking.Ranking
         self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
         self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
         self.tenants = {terms.tenant: terms for terms in settings.tenants}
@@ -134,7 +156,7 @@ class CoreState:
         self.transition_counts: dict[types.ModelName, dict[types.ModelName, int]] = {}
         self.prefetched: dict[types.ModelName, Instant] = {}  # brought in unasked, not used yet
         self.floors: dict[types.ModelName, types.Floor] = {}  # by capability and model
-        self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first who can
+        self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
         self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
         self.pressure: dict[DeviceId, PressureState] = {}
@@ -145,7 +167,7 @@ class CoreState:
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
         self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()
         self.awaited = set(known_holders)  # of the last epoch, not back yet
-        self.fresh: list[TicketId] = []  # joined the line in this step
+        self.fresh: list[TicketId] = []  # joined the queue in this step
         self.born = now
         self.settled_at = after(now, settings.timeouts.rejoin if known_holders else Span(0))
         self.closing_by: Instant | None = None
@@ -156,6 +178,7 @@ class CoreState:
     # -- saying --------------------------------------------------------------------------------
 
     def decide(self, decision: Decision) -> None:
+        """Adds a decision to those of this event."""
         self.out.append(decision)
 
     def log(
@@ -167,7 +190,7 @@ class CoreState:
         took: Span | None = None,
         **data: str | int | float | bool | None,
     ) -> None:
-        """One line of the event log."""
+        """Writes one line of the event log, with the holder and model of its ticket."""
         ticket = None
         if entry is not None:
             ticket = entry.ticket
@@ -180,17 +203,20 @@ class CoreState:
         self.decide(LogEvent(kind, data, ticket, size, took))
 
     def answer_error_finally(self, ticket: TicketId, error: RequestError) -> None:
-        """An answer for good: asking again under this ticket repeats it."""
+        """Answers a ticket with an error for good: asking again under this ticket repeats it."""
         self.remember(ticket, error)
         self.answer_error(ticket, error)
 
     def answer_error(self, ticket: TicketId, error: RequestError) -> None:
+        """Answers a ticket with an error; the ticket may ask again."""
         self.decide(Refuse(ticket, error))
         self.decide(
             LogEvent(EventKind.TICKET_REFUSED, {"code": error.code, "cause": str(error)}, ticket)
         )
 
     def remember(self, ticket: TicketId, error: RequestError) -> None:
+        """Keeps the final answer of a ticket, so that a repeated request gets it again. The oldest
+        answer beyond `remembered_count` is forgotten."""
         self.answers[ticket] = error
         if len(self.answers) > self.settings.remembered_count:
             self.answers.popitem(last=False)
@@ -198,8 +224,8 @@ class CoreState:
     # -- finding -------------------------------------------------------------------------------
 
     def live(self, ticket: TicketId, *states: State, by: HolderId | None = None) -> Ticket | None:
-        """The ticket if it is in one of these states, and of the holder that speaks of it, if that
-        is known; otherwise the message is stale: counted."""
+        """Returns the ticket if it is in one of these states and held by the holder that speaks of
+        it, if that is known. Counts the message as stale otherwise and returns None."""
         entry = self.ledger.find(ticket)
         if entry and entry.state in states and by in (None, entry.holder):
             return entry
@@ -208,21 +234,24 @@ class CoreState:
 
     @property
     def is_settled(self) -> bool:
-        """Grants may be made: every holder of the last epoch is back, or was waited for."""
+        """Says whether grants may be made: every holder of the last epoch is back, or was waited
+        for."""
         return not self.awaited or self.now >= self.settled_at
 
     @property
     def gave_up_waiting(self) -> bool:
-        """For holders of the last epoch that are not known to be dead: on a busy machine one comes
-        back later than grants wait for it, and finds its engines still there."""
+        """Says whether holders of the last epoch that are not back count as dead. Grants wait less
+        long: on a busy machine a holder comes back after them and finds its engines still there."""
         lost_at = after(self.born, self.settings.timeouts.lost)
         return self.now >= (lost_at if self.awaited else self.settled_at)
 
     def is_silent(self, holder: HolderId) -> bool:
+        """Says whether a holder was not heard for so long that a grant would only lie there."""
         known = self.holders.get(holder)
         return known is None or self.now - known.heard >= self.settings.timeouts.silent
 
     def key_of(self, entry: Ticket) -> ModelKey:
+        """Returns the key under which the learned values of a ticket are kept."""
         return ModelKey(entry.capability, entry.model, entry.settings_key)
 
     def mark_dirty(self, *nodes: NodeId) -> None:
@@ -245,6 +274,7 @@ class CoreState:
     # -- small moves that several rules share ---------------------------------------------------
 
     def set_timer(self, entry: Ticket, at: Instant) -> None:
+        """Has the time rule of a ticket run at this time."""
         self.timers.set(("ticket", entry.ticket), at)
 
     def move(
@@ -265,8 +295,9 @@ class CoreState:
                 self._follow(companion, to, entry)
 
     def _follow(self, companion: Ticket, to: State, primary: Ticket) -> None:
-        """It has been granted already: until then a gang is several tickets in the line. One that
-        is on its way out for reasons of its own does not come back."""
+        """Moves a companion with its primary, once it has been granted: until then a gang is
+        several tickets in the queue. A companion that is on its way out for reasons of its own does
+        not come back."""
         if companion.state is State.QUEUED or to in (State.LOADING, State.ASLEEP):
             return
         companion.leave_with(primary)
@@ -281,16 +312,18 @@ class CoreState:
         self.log(EventKind.TICKET_FOLLOWS, companion, to=to.value, primary=primary.ticket)
 
     def companions_of(self, primary: Ticket) -> list[Ticket]:
-        """Tickets whose bytes are in its process; see rules.companions."""
+        """Returns the tickets whose bytes are in this ticket's process; see
+        tickets/companions.py."""
         found = (self.ledger.find(t) for t in primary.gang if t != primary.ticket)
         return [e for e in found if e and e.shares_process_with == primary.ticket]
 
     def process_of(self, entry: Ticket) -> list[Ticket]:
-        """It and its companions."""
+        """Returns a ticket and its companions."""
         return [entry, *self.companions_of(entry)]
 
     def primary_of(self, companion: Ticket) -> Ticket | None:
-        """None as well once it is off the books."""
+        """Returns the primary of a companion; None for other tickets, and once the primary is off
+        the books."""
         return (
             self.ledger.find(companion.shares_process_with)
             if companion.shares_process_with
@@ -298,17 +331,19 @@ class CoreState:
         )
 
     def pin(self, entry: Ticket, is_pinned: bool) -> None:
-        """And whoever lives in its process: neither can leave without the other."""
+        """Pins a ticket and its companions, or no longer: neither can leave without the other."""
         for one in self.process_of(entry):
             self.ledger.pin(one, is_pinned)
 
     def note_active(self, capability: str) -> None:
-        """Its replicas are wanted for a while yet; the shell is woken when no longer."""
+        """Keeps the replicas of a capability wanted for a while; the shell is woken when that is
+        over."""
         self.active[capability] = self.now
         if spec := self.registry.specs.get(capability):
             self.timers.set(("scale", capability), after(self.now, spec.downscale_to_zero))
 
     def note_uses(self, entry: Ticket, times_count: int) -> None:
+        """Counts so many uses of a ticket's model, for rates, for habits, and for prefetches."""
         name = entry.model_name
         self.rates.used(name, times_count, self.now)
         self.lasting_rates.used(name, times_count, self.now)
@@ -317,13 +352,13 @@ class CoreState:
             self.uses_this_event.append((name, entry.node))
 
     def unqueue(self, entry: Ticket) -> None:
-        """Nobody waits for it any more."""
+        """Takes a ticket out of the queue: nothing waits for it any more."""
         self.queue.drop(entry.ticket)
         self.ledger.touch(entry)
         self.set_timer(entry, self.now)
 
     def close(self, entry: Ticket) -> None:
-        """Off the books and out of the line; its id is never used again."""
+        """Takes a ticket off the books and out of the queue; its id is never used again."""
         self.queue.drop(entry.ticket)
         self.move(entry, State.CLOSED)
         if entry.ticket not in self.answers:
@@ -331,11 +366,12 @@ class CoreState:
 
 
 # -------------------------------------------------------------------------------------------------
-# Out of the line with an answer (C7): a new ticket is closed, a sleeper sleeps on.
+# Out of the queue with an answer (C7): a new ticket is closed, an asleep one sleeps on.
 
 
 def reject_queued(state: CoreState, entry: Ticket, error: RequestError) -> None:
-    """A sleeper may ask again under the same ticket."""
+    """Takes a ticket out of the queue with an error. A new ticket is closed; an asleep ticket
+    sleeps on and may ask again."""
     state.evicted_for.pop((entry.holder, entry.model), None)
     if entry.state is State.QUEUED:
         state.answer_error_finally(entry.ticket, error)

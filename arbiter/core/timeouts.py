@@ -1,4 +1,4 @@
-"""What time alone brings about: each alarm that rings leads to the rule of its subject."""
+"""Leads each timer that is due to the rule of its subject, and runs the shutdown."""
 
 from collections.abc import Callable
 
@@ -17,24 +17,27 @@ from arbiter.units import HolderId, NodeId, TicketId, after, in_seconds
 
 
 def fire_due(state: CoreState) -> None:
-    """Looks at everything whose time has come. A subject not yet due sets its alarm again."""
+    """Runs the rule of every subject whose time has come. A subject that is not due after all sets
+    its timer again."""
     for kind, name in state.timers.due(state.now):
         RULES[kind](state, name)
 
 
 def on_ticket_timer(state: CoreState, name: str) -> None:
+    """Runs the time rule of a ticket that is still on the books."""
     if entry := state.ledger.find(TicketId(name)):
         on_timer(state, entry)
 
 
 def look_at_queue(state: CoreState, node: str) -> None:
-    """Something there has become lawful by time alone."""
+    """Has a node looked at again, because something there may have become lawful by time alone."""
     if node:
         state.mark_dirty(NodeId(node))
 
 
 def audit(state: CoreState, _: str) -> None:
-    """All the books, and every line: level-triggered, should a reason to look ever be missed."""
+    """Checks all the books, and has every queue looked at: level-triggered, should a reason to look
+    ever be missed. Raises LedgerBroken."""
     audit_books(state.ledger)
     for entry in state.ledger.entries(State.RESIDENT, State.ASLEEP):
         if ("ticket", entry.ticket) not in state.timers:
@@ -44,6 +47,7 @@ def audit(state: CoreState, _: str) -> None:
 
 
 def on_timer(state: CoreState, entry: Ticket) -> None:
+    """Runs the time rules of a ticket: of its place in the queue, then of its state."""
     if entry.ticket in state.queue:
         admission.reject_expired(state, entry)
         grants.age(state, entry)
@@ -63,7 +67,7 @@ def on_timer(state: CoreState, entry: Ticket) -> None:
 
 
 def _tend_loading(state: CoreState, entry: Ticket) -> None:
-    """A load that hangs is ended."""
+    """Ends a load that hangs."""
     load_by = entry.last_load.load_by
     if state.now < load_by:
         state.set_timer(entry, load_by)
@@ -74,7 +78,7 @@ def _tend_loading(state: CoreState, entry: Ticket) -> None:
 
 
 def _tend_lease(state: CoreState, entry: Ticket) -> None:
-    """It is told in time that its term ends, and at shutdown."""
+    """Gives a lease notice that its term ends, or that the arbiter shuts down."""
     if state.closing_by is not None:
         eviction.revoke(state, entry, Reason.SHUTDOWN, None)
     elif state.now >= (told_at := leases.notice_given_at(entry)):
@@ -84,8 +88,8 @@ def _tend_lease(state: CoreState, entry: Ticket) -> None:
 
 
 def on_idle(state: CoreState, entry: Ticket) -> None:
-    """Keep-warm (C8), and shutdown: an idle model goes with nobody asking. One that is in use
-    sets the alarm when a heartbeat says that it is no longer."""
+    """Lets an idle model leave after its keep-warm time (C8), at shutdown, or because its floor was
+    lowered. A model in use gets its timer when a heartbeat says that it is idle."""
     if entry.inflight > 0 or entry.ticket in state.queue:
         return
     if state.closing_by is not None:
@@ -111,7 +115,8 @@ def on_idle(state: CoreState, entry: Ticket) -> None:
 
 
 def start_closing(state: CoreState) -> None:
-    """Grants nothing more and refuses the line; idle models go, the rest as they fall idle."""
+    """Grants nothing more and refuses the queue (A20); idle models leave at once, the others as
+    they fall idle."""
     if state.closing_by is not None:
         return
     state.closing_by = after(state.now, state.settings.timeouts.closing)
@@ -123,7 +128,7 @@ def start_closing(state: CoreState) -> None:
 
 
 def end_closing(state: CoreState) -> None:
-    """The bound on waiting for what is in use."""
+    """Kills what is still in use when the wait for it is over (A20)."""
     assert state.closing_by is not None
     for entry in state.ledger.entries(State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP):
         if entry.shares_process_with is None:
@@ -131,7 +136,7 @@ def end_closing(state: CoreState) -> None:
 
 
 def unload_asked(state: CoreState, ticket: TicketId) -> None:
-    """By hand. In use it stays, and says so."""
+    """Unloads a model by hand. A model in use stays, and the event log says so."""
     entry = state.live(ticket, State.RESIDENT, State.ASLEEP)
     if entry is None:
         return

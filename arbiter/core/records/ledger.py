@@ -1,4 +1,5 @@
-"""The books: who holds how many bytes where, in which state. No policy, no time, no I/O.
+"""Keeps the books: how many bytes each ticket holds on which device, in which state. No policy, no
+time, no I/O.
 
 Identity, kept per device and checked for touched devices after every event:
 
@@ -29,12 +30,12 @@ from arbiter.units import (
 )
 
 SUMMED_COUNT = 64  # tickets on a device; their sum takes about 20 us
-UNREAD_COUNT = 64  # changes of a device beyond its tickets that are noted for nobody
+UNREAD_COUNT = 64  # changes of a device beyond its tickets that are noted without a reader
 
 
 @dataclass(slots=True)
 class DeviceAccount:
-    """One device."""
+    """Keeps the account of one device."""
 
     device: DeviceId
     node: NodeId
@@ -53,7 +54,8 @@ class DeviceAccount:
     stale: set[TicketId] | None = None  # changed since they were ranked; None: no order is kept
 
     def note_stale(self, ticket: TicketId) -> None:
-        """What ranks it has changed. Where nobody looks for long the order is given up."""
+        """Notes that what ranks a ticket has changed. The order is given up where no search has
+        used it for long."""
         if self.stale is not None:
             self.stale.add(ticket)
             if len(self.stale) > len(self.entries) + UNREAD_COUNT:
@@ -71,7 +73,7 @@ class DeviceAccount:
 
 
 class Ledger:
-    """Opened, moved, weighed and budgeted here and nowhere else."""
+    """Opens, moves, weighs and budgets tickets; nothing else changes the books."""
 
     def __init__(self) -> None:
         self.books: dict[DeviceId, DeviceAccount] = {}
@@ -79,7 +81,7 @@ class Ledger:
         self.holdings = Holdings()
         self._entries: dict[TicketId, Ticket] = {}
         self._held: dict[HolderId, dict[TicketId, Ticket]] = {}
-        self._holding: dict[HolderId, dict[TicketId, Ticket]] = {}  # of those, past the line
+        self._holding: dict[HolderId, dict[TicketId, Ticket]] = {}  # of those, past the queue
         self.dirty: set[NodeId] = set()  # changed since the last grant pass there
         self._touched: set[DeviceId] = set()
         self._short: dict[NodeId, set[DeviceId]] = {}
@@ -87,7 +89,7 @@ class Ledger:
     # -- tickets -------------------------------------------------------------------------------
 
     def open(self, entry: Ticket) -> None:
-        """A new ticket, QUEUED, or in the state its holder rejoined with."""
+        """Adds a new ticket, QUEUED, or in the state its holder rejoined with."""
         assert entry.ticket not in self._entries
         self._entries[entry.ticket] = entry
         self._held.setdefault(entry.holder, {})[entry.ticket] = entry
@@ -123,7 +125,7 @@ class Ledger:
             self._forget(entry)
 
     def weigh(self, entry: Ticket, measured: Sizes) -> None:
-        """What the node agent saw this ticket's processes hold."""
+        """Charges what the node agent saw this ticket's processes hold."""
         if measured == entry.measured:
             return
         self._count(entry, -1)
@@ -131,7 +133,7 @@ class Ledger:
         self._count(entry, 1)
 
     def pin(self, entry: Ticket, is_pinned: bool) -> None:
-        """The configuration has changed its state about it."""
+        """Makes a ticket pinned or not, as the configuration says now."""
         if entry.ticket not in self._entries:
             entry.pinned = is_pinned
         elif is_pinned is not entry.pinned:
@@ -140,7 +142,7 @@ class Ledger:
             self._count(entry, 1)
 
     def bill_to(self, entry: Ticket, client: Client) -> None:
-        """What it holds is on this client's account from now on."""
+        """Puts what a ticket holds on this client's account from now on."""
         if entry.ticket not in self._entries:
             entry.client = client
             return
@@ -149,7 +151,7 @@ class Ledger:
         self._count(entry, 1)
 
     def share_scratch(self, entry: Ticket, lock: str, size: Bytes) -> None:
-        """The configuration says under which dispatch lock it computes."""
+        """Notes under which dispatch lock a ticket computes, and its part of the shared reserve."""
         if entry.ticket not in self._entries:
             entry.dispatch_lock, entry.shared_scratch_bytes = lock, size
         elif (lock, size) != (entry.dispatch_lock, entry.shared_scratch_bytes):
@@ -158,7 +160,7 @@ class Ledger:
             self._count(entry, 1)
 
     def touch(self, entry: Ticket) -> None:
-        """Something that ranks it has changed, its bytes have not."""
+        """Notes that something which ranks a ticket has changed, though not its bytes."""
         for device in entry.devices:
             if book := self.books.get(device):
                 book.note_stale(entry.ticket)
@@ -179,17 +181,20 @@ class Ledger:
         self.dirty = set()
 
     def find(self, ticket: TicketId) -> Ticket | None:
+        """Returns the ticket of this id; None when it is not on the books."""
         return self._entries.get(ticket)
 
     def entries(self, *states: State) -> list[Ticket]:
-        """In the order they were opened, filtered by state when any is given."""
+        """Returns all tickets in the order they were opened, or those in the given states."""
         return [e for e in self._entries.values() if not states or e.state in states]
 
     def held_by(self, holder: HolderId) -> list[Ticket]:
+        """Returns all tickets of a holder, queued ones included."""
         return list(self._held.get(holder, {}).values())
 
     def holding(self, holder: HolderId) -> Mapping[TicketId, Ticket]:
-        """Those of its tickets that are charged: the rest waits in the line, perhaps very long."""
+        """Returns those of its tickets that are charged: the others wait in the queue, which may be
+        very long."""
         return self._holding.get(holder, {})
 
     def _forget(self, entry: Ticket) -> None:
@@ -201,7 +206,7 @@ class Ledger:
         self.open_count[entry.capability] -= 1
 
     def _count(self, entry: Ticket, sign: int) -> None:
-        """Put the ticket's charge on its devices' books, or take it off."""
+        """Puts the ticket's charge on its devices' books, or takes it off."""
         for device in entry.devices:
             if book := self.books.get(device):
                 self._post(book, entry, sign)
@@ -235,7 +240,7 @@ class Ledger:
     # -- devices -------------------------------------------------------------------------------
 
     def put_device(self, book: DeviceAccount) -> None:
-        """A device appears, with what is already held on it, or changes its budget."""
+        """Adds a device with what is already held on it, or changes its budget."""
         if old := self.books.get(book.device):
             grown = book.budget_bytes - old.budget_bytes
             old.kind, old.total_bytes = book.kind, book.total_bytes
@@ -249,12 +254,14 @@ class Ledger:
         self._note(self.books[book.device])
 
     def drop_device(self, device: DeviceId) -> None:
+        """Removes a device on which nothing is charged any more."""
         book = self.books.pop(device)
         assert not book.entries
         self._touched.discard(device)
         self._short.get(book.node, set()).discard(device)
 
     def set_foreign(self, device: DeviceId, foreign: Bytes) -> None:
+        """Sets how many bytes of a device's budget belong to no ticket."""
         book = self.books[device]
         if foreign == book.foreign_bytes:
             return
@@ -271,20 +278,22 @@ class Ledger:
             short.discard(book.device)
 
     def overcommitted(self, node: NodeId) -> list[DeviceAccount]:
+        """Returns the devices of a node whose free bytes are negative."""
         return [self.books[device] for device in sorted(self._short.get(node, ()))]
 
     # -- checks --------------------------------------------------------------------------------
 
     def check_touched(self) -> None:
-        """Devices whose books changed since the last call. Of one with very many tickets the sum
-        is left to the audit: it would cost each event as much as all of them."""
+        """Checks the devices whose books changed since the last call. Of a device with very many
+        tickets the sum is left to the audit: it would cost each event as much as all of them.
+        Raises LedgerBroken."""
         touched, self._touched = self._touched, set()
         self.check({d for d in touched if len(self.books[d].entries) <= SUMMED_COUNT})
         for device in touched:
             self._check_sum(self.books[device], self.books[device].charged_bytes)
 
     def check(self, devices: set[DeviceId]) -> None:
-        """Raises LedgerBroken where the identity does not hold."""
+        """Checks these devices. Raises LedgerBroken where the identity does not hold."""
         for device in devices:
             book = self.books[device]
             charged = sum(e.charge(device) for e in book.entries.values())
@@ -306,7 +315,8 @@ class Ledger:
 
 
 def audit(ledger: Ledger) -> None:
-    """Raises LedgerBroken where an index differs from the tickets."""
+    """Checks all the books from the tickets up. Raises LedgerBroken where an index differs from
+    them."""
     ledger.check(set(ledger.books))
     for book in ledger.books.values():
         _audit_book(ledger, book)

@@ -1,4 +1,4 @@
-"""A ticket: its states, the lawful transitions between them, and what is noted of it."""
+"""Defines a ticket: its states, the lawful transitions between them, and what is noted of it."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,6 +18,8 @@ from arbiter.units import (
 
 
 class State(Enum):
+    """Names the states of a ticket; TRANSITIONS says which may follow which."""
+
     QUEUED = "queued"
     LOADING = "loading"
     RESIDENT = "resident"
@@ -125,7 +127,7 @@ class Ticket:
     state: State = State.QUEUED
     granted: Sizes = field(default_factory=dict)
     measured: Sizes = field(default_factory=dict)
-    home: Sizes = field(default_factory=dict)  # granted while awake; where a sleeper must wake
+    home: Sizes = field(default_factory=dict)  # granted while awake; an asleep ticket wakes there
 
     # What the configuration says of its model.
     role: str = ""
@@ -195,7 +197,7 @@ class Ticket:
         self.priority = priority
 
     def note_prefetch(self, is_prefetch: bool) -> None:
-        """Notes whether nobody has asked for it yet."""
+        """Notes whether no request has asked for it yet."""
         self.is_prefetch = is_prefetch
 
     def begin_first_use(self) -> None:
@@ -348,7 +350,7 @@ class Ticket:
     # -- bytes ---------------------------------------------------------------------------------
 
     def charge(self, device: DeviceId) -> Bytes:
-        """Bytes on the books for it; 0 in states that hold none."""
+        """Returns its bytes on the books of a device; 0 in states that hold none."""
         if self.state in UNCHARGED:
             return Bytes(0)
         held, granted = self.measured.get(device, NONE), self.granted.get(device, NONE)
@@ -357,7 +359,7 @@ class Ticket:
         return held if held > granted else granted
 
     def scratch_in_use(self, device: DeviceId) -> Bytes:
-        """Of what it is measured to hold, the part that the shared reserve stands for."""
+        """Returns the part of its measured bytes that the shared reserve stands for."""
         if not self.dispatch_lock or device == host_device(self.node):
             return Bytes(0)
         beyond_grant = max(0, self.measured.get(device, 0) - self.granted.get(device, 0))
@@ -365,13 +367,15 @@ class Ticket:
 
     @property
     def devices(self) -> set[DeviceId]:
+        """Returns the devices on which it was granted or measured bytes."""
         return self.granted.keys() | self.measured.keys()
 
     @property
     def home_bytes(self) -> Bytes:
+        """Returns what it was granted while awake, over its devices."""
         return Bytes(sum(self.home.values()))
 
     @property
     def at_home_bytes(self) -> Bytes:
-        """Measured on the devices it was granted while awake."""
+        """Returns what it is measured to hold on the devices that it was granted while awake."""
         return Bytes(sum(self.measured.get(d, 0) for d in self.home))

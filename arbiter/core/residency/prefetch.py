@@ -40,7 +40,7 @@ def predict_next(state: CoreState) -> None:
             _learn(state, name)
         candidate = _declared(state, name) or _habitual(state, name)
         if candidate and _is_free(state, node, candidate.name):
-            state.prefetched[candidate.name] = after(state.now, state.settings.guess_for)
+            state.prefetched[candidate.name] = after(state.now, state.settings.prefetch_for)
             capability, model = candidate.name
             state.log(
                 EventKind.MODEL_PRELOAD,
