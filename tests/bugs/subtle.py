@@ -48,7 +48,7 @@ BUGS = [
     Bug("a guess prefetches on", "arbiter/core/tickets/loads.py", "    if entry.is_prefetch:\n", "    if False:\n",
         ("preload",)),
     Bug("what was guessed is not followed when it is used", "arbiter/core/residency/prefetch.py",
-        "        state.prefetched.pop(name, None)  # somebody asked for it, prefetched or not\n",
+        "        state.prefetched.pop(name, None)  # a request asked for it, prefetched or not\n",
         "        if state.prefetched.pop(name, None) is not None:\n            continue\n"),
     Bug("prefetches under pressure", "arbiter/core/residency/prefetch.py", "        and is_nominal(state, name)\n", ""),
     Bug("prefetches into room that is not free", "arbiter/core/residency/prefetch.py",

@@ -38,8 +38,9 @@ Victims = list[Ticket]
 def make_room(
     state: CoreState, waiting: Ticket, device: DeviceId, short: int, urgent: Priority
 ) -> bool:
-    """Asks for `short` bytes beyond what is on its way; `urgent`: how urgent it is to `waiting`.
-    All or nothing: nobody leaves for a ticket that still would not fit."""
+    """Revokes victims that free `short` bytes beyond what is on its way, for an asker of priority
+    `urgent`. Returns False, having revoked none, when all lawful victims would not suffice.
+    Prefetches that still load are abandoned first."""
     book = state.ledger.books[device]
     if prefetches := prefetches_that_make_room(state, book, short):  # as loads that were abandoned
         for prefetched in prefetches:
@@ -56,7 +57,8 @@ def make_room(
 
 
 def evict_own(state: CoreState, waiting: Ticket, short: Bytes, urgent: Priority) -> bool:
-    """Of its own tenant only, on whatever device, the cheapest that free `short` (C10)."""
+    """Revokes, among the asker's own tenant, on whatever device, the cheapest set that frees
+    `short` (C10). Returns False when there is none."""
     own = {e.ticket: e for e in quotas.tickets_of(state, waiting.client.tenant)}
     books = {d for e in own.values() for d in e.home if d in state.ledger.books}
     options: dict[TicketId, PricedVictim] = {}
@@ -75,7 +77,7 @@ def evict_own(state: CoreState, waiting: Ticket, short: Bytes, urgent: Priority)
 def victims_for(
     state: CoreState, waiting: Ticket, device: DeviceId, short: int, urgent: Priority
 ) -> Victims:
-    """Who would leave; nobody where all who may be asked would not do."""
+    """Returns the tickets that `make_room` would revoke; empty when they would not suffice."""
     book = state.ledger.books[device]
     if prefetches := prefetches_that_make_room(state, book, short):
         return prefetches
@@ -84,8 +86,9 @@ def victims_for(
 
 
 def evict_overcommitted(state: CoreState) -> None:
-    """Overcommitted devices: idle models leave until the rest fits. The one that took more than it
-    was granted goes first; what is in use stays, and is asked again when it falls idle."""
+    """Revokes idle models on overcommitted devices until the rest fits. The ticket that took more
+    than it was granted leaves first; a ticket in use stays, and is asked again when it falls
+    idle."""
     for node in state.dirty_nodes():
         for book in state.ledger.overcommitted(node):
             short = Bytes(-book.free_bytes - returning_bytes(book))
@@ -96,7 +99,8 @@ def evict_overcommitted(state: CoreState) -> None:
 
 
 def returning_bytes(book: DeviceAccount) -> Bytes:
-    """Asked for or being reclaimed already, so not to be asked for twice."""
+    """Returns the bytes that were asked for or are being reclaimed already, so that they are not
+    asked for twice."""
     if not book.leaving:
         return Bytes(0)
     returning = (
@@ -108,15 +112,16 @@ def returning_bytes(book: DeviceAccount) -> Bytes:
 
 
 def _stays_on(book: DeviceAccount, entry: Ticket) -> bool:
-    """Host bytes reserved for a model on its way to sleep are not coming back."""
+    """Says whether these are host bytes reserved for a model on its way to sleep, which do not come
+    back."""
     return entry.state is State.DRAINING and book.device not in entry.home
 
 
 def _weigh(
     state: CoreState, book: DeviceAccount, waiting: Ticket, short: Bytes, urgent: Priority
 ) -> tuple[list[PricedVictim], list[PricedVictim]]:
-    """Lawful options, and the cheapest set of them that suffices, or none. In an order that is long
-    nobody looks far behind those that would do."""
+    """Returns the lawful options, and the cheapest set of them that suffices, or none. In a long
+    order the search stops soon behind those that suffice."""
     options: list[PricedVictim] = []
     missing, spare_count = int(short), EXACT_COUNT
     spare = quotas.ReserveSlack(state, book, waiting.client.tenant)
@@ -142,7 +147,7 @@ def _remember(
     options: list[PricedVictim],
     chosen: list[PricedVictim],
 ) -> None:
-    """What was weighed, for whoever asks why (K3)."""
+    """Keeps what was weighed, for explain (K3)."""
     state.evictions.add(
         EvictionRecord(
             state.now,
@@ -159,7 +164,7 @@ def _remember(
 
 
 def _victims_as_far_as_possible(state: CoreState, book: DeviceAccount, short: Bytes) -> Victims:
-    """As many as help, even if not all is found: the memory is already taken."""
+    """Returns as many victims as help, even if they do not suffice: the memory is already taken."""
     chosen: Victims = []
     missing = int(short)
     ranked = ranked_victims(state, book)
@@ -178,7 +183,8 @@ def _took_more(entry: Ticket, device: DeviceId) -> bool:
 
 
 def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | None) -> None:
-    """A resident is asked, a sleeper has nothing in flight and is taken."""
+    """Asks the holder of a resident ticket for its bytes; an asleep ticket has nothing in flight
+    and is killed."""
     size = charged(entry)
     for_whom = waiting.ticket if waiting else None
     state.log(EventKind.EVICTION, entry, size=size, reason=reason.value, waiting=for_whom)
@@ -207,8 +213,8 @@ def send_revoke(state: CoreState, entry: Ticket) -> None:
 
 
 def victim_declined(state: CoreState, entry: Ticket, kind: EventKind, inflight: int) -> None:
-    """DRAINING -> RESIDENT: work in flight outlived the barrier, or arrived before a revoke that
-    only takes the idle. It is not asked again at once; the waiter keeps its place."""
+    """Moves DRAINING -> RESIDENT: work in flight outlived the barrier, or arrived before a revoke
+    that only takes idle models. The victim is left alone for a while; the asker keeps its place."""
     reason = entry.leaving or Reason.SWAP
     entry.note_busy(inflight, state.now, after(state.now, state.settings.timeouts.refusal))
     took = since(entry.since, state.now)
@@ -220,7 +226,8 @@ def victim_declined(state: CoreState, entry: Ticket, kind: EventKind, inflight: 
 
 
 def on_draining_timer(state: CoreState, entry: Ticket) -> None:
-    """The time rules of DRAINING."""
+    """Runs the time rules of DRAINING: a victim whose holder does not answer, unload or sleep in
+    time is killed."""
     terms, asked = state.settings.timeouts, entry.revocation
     assert asked is not None
     if asked.sleep is not None:
@@ -229,7 +236,7 @@ def on_draining_timer(state: CoreState, entry: Ticket) -> None:
     answer_by = after(asked.barrier_until, terms.answer)
     if asked.unloading_since is not None:
         unload_by = after(asked.unloading_since, terms.unload)
-        if state.now >= unload_by:  # holds bytes with nothing in flight
+        if state.now >= unload_by:  # it holds bytes with nothing in flight
             state.log(EventKind.UNLOAD_OVERDUE, entry, took=since(entry.since, state.now))
             kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
             return

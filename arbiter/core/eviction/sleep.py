@@ -1,4 +1,6 @@
-"""Asleep only as measured: a holder's word is believed once the bytes have fallen (D1)."""
+"""Believes that a model is asleep only as measured: a holder's word counts once the bytes have
+fallen (D1).
+"""
 
 from arbiter.core.decisions import EventKind, Reason, RequestReading, Tier
 from arbiter.core.eviction.eligibility import floor_of
@@ -17,7 +19,8 @@ from arbiter.units import (
 
 
 def grant_with_host_copy(state: CoreState, entry: Ticket) -> Sizes | None:
-    """What it is granted plus host RAM to sleep in; None when it cannot or there is no room."""
+    """Returns what a ticket is granted plus its host reservation to sleep in; None when it cannot
+    sleep or host RAM has no room."""
     host = state.ledger.books.get(host_device(entry.node))
     host_reservation = entry.need.host_bytes
     if host is None or host_reservation == 0 or not state.estimates.can_sleep(state.key_of(entry)):
@@ -29,7 +32,8 @@ def grant_with_host_copy(state: CoreState, entry: Ticket) -> Sizes | None:
 
 
 def on_slept(state: CoreState, entry: Ticket) -> None:
-    """Its holder says so; a reading must agree (D1)."""
+    """Notes the holder's word that a ticket sleeps; a reading must agree (D1). Kills the engine
+    when no host RAM is reserved for it."""
     if entry.revocation is None or entry.revocation.to is not Tier.ASLEEP:
         # No host RAM is reserved for its weights.
         kill_and_notify(state, entry, entry.leaving or Reason.FAILED)
@@ -41,7 +45,7 @@ def on_slept(state: CoreState, entry: Ticket) -> None:
 
 
 def confirm_sleep(state: CoreState, entry: Ticket) -> None:
-    """A reading has come: DRAINING -> ASLEEP once the device bytes are seen to have fallen."""
+    """Moves DRAINING -> ASLEEP once a reading has seen the device bytes fall."""
     claimed = entry.claimed_sleep
     if entry.state is not State.DRAINING or claimed is None:
         return
@@ -63,14 +67,16 @@ def confirm_sleep(state: CoreState, entry: Ticket) -> None:
 
 
 def doubt_asleep(state: CoreState, entry: Ticket) -> None:
-    """A reading has come of a sleeper that perhaps nobody saw fall asleep: its holder rejoined
-    with it. A sleeper may grow a little; one that never gave back half of its share is none."""
+    """Ends an asleep ticket whose bytes never fell: its holder rejoined with it, so perhaps no
+    reading saw it fall asleep. An asleep ticket may grow a little; a ticket that still holds more
+    than about half of its share does not sleep."""
     believed = entry.home_bytes - share(entry.home_bytes, state.settings.slept_fraction) // 2
     if entry.state is State.ASLEEP and entry.at_home_bytes > believed:
         _end_failed_sleep(state, entry, Reason.FAILED)
 
 
 def _start_doubt(state: CoreState, entry: Ticket, believe_by: Instant) -> None:
+    """Waits for the reading that confirms a sleep, and ends the ticket when none does in time."""
     if state.now < believe_by:
         state.set_timer(entry, believe_by)
         return

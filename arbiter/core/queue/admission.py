@@ -1,4 +1,4 @@
-"""Asking for a ticket (A2, A3, A21, C7): who may, who may not, and until when."""
+"""Decides whether a request may join the queue (A2, A3, A21, C7), and until when it may wait."""
 
 from arbiter.core import events as ev
 from arbiter.core import types
@@ -35,8 +35,9 @@ NEVER_JOINED = Epoch(0)
 
 
 def on_requested(state: CoreState, event: ev.Requested) -> None:
-    """The ticket id is an idempotency key: asking again repeats the answer. Raises TicketClosed,
-    to this asker alone, for a ticket that another holder has: to it, there is none."""
+    """Answers a request, or queues its ticket. The ticket id is an idempotency key: asking again
+    repeats the answer. Raises TicketClosed, to this asker alone, for a ticket that another holder
+    has."""
     if entry := state.ledger.find(event.ticket):
         if entry.holder != event.holder:
             state.stale_count += 1
@@ -55,7 +56,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
     entry.note_prefetch(prefetch.is_awaited(state, entry.model_name))
     state.ledger.open(entry)
     if entry.pinned:
-        state.pin(entry, True)  # who lives in its process may have asked before it
+        state.pin(entry, True)  # its companion may have asked before it
     state.note_active(entry.capability)
     _enqueue(state, entry, event)
     if event.attempt > 1:
@@ -89,7 +90,7 @@ def _raise_priority(state: CoreState, entry: Ticket, event: ev.Requested) -> Non
 
 
 def reject_removed_models(state: CoreState) -> None:
-    """The table has changed: who waits for a model that is no longer in it is refused."""
+    """Refuses queued tickets for models that are no longer in the table."""
     for ticket in state.queue.tickets():
         entry = state.ledger.find(ticket)
         assert entry is not None
@@ -102,6 +103,7 @@ def reject_removed_models(state: CoreState) -> None:
 
 
 def refuse_all(state: CoreState) -> None:
+    """Refuses every queued ticket, because the arbiter closes."""
     for ticket in state.queue.tickets():
         entry = state.ledger.find(ticket)
         assert entry is not None
@@ -146,7 +148,8 @@ def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
 
 
 def _over_quota(state: CoreState, event: ev.Requested, tenant: str) -> RequestError | None:
-    """A lease is not made room for among the tenant's own: they are seldom to be interrupted."""
+    """Returns the error for a request beyond its tenant's quota. A lease makes no room among the
+    tenant's own tickets, which are seldom to be interrupted."""
     need = event.need.device_bytes
     if error := quotas.refusal(state, event.holder, tenant, need, event.split):
         return error
@@ -175,7 +178,8 @@ def _queue_full(state: CoreState, name: ModelName) -> QueueFull | None:
 
 
 def retry_after_s(state: CoreState, name: ModelName) -> float:
-    """About one load of it, at least a second: a hint, not a promise."""
+    """Returns in how many seconds to ask again: about one load of the model, at least 1; a hint,
+    not a promise."""
     return max(1.0, in_seconds(state.estimates.slowest_load(name)))
 
 
@@ -214,10 +218,10 @@ def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
 def _is_pinned(
     state: CoreState, event: ev.Requested, spec: types.ModelSpec, name: ModelName
 ) -> bool:
-    """As its host, where it lives in the process of another."""
+    """Says whether a new ticket is pinned; a companion is as its primary."""
     if event.shares_process_with:
-        host = state.ledger.find(event.shares_process_with)
-        return host is not None and host.pinned
+        primary = state.ledger.find(event.shares_process_with)
+        return primary is not None and primary.pinned
     floor = state.floors.get(name)
     return spec.pinned or floor is types.Floor.DEVICE
 
@@ -253,7 +257,7 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
 
 
 def reject_expired(state: CoreState, entry: Ticket) -> None:
-    """The time rule of the line: refuse what was not granted by its deadline."""
+    """Runs the time rule of the queue: refuses what was not granted by its deadline."""
     waiting = state.queue.find(entry.ticket)
     if waiting is None or waiting.deadline is None:
         return

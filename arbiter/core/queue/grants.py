@@ -1,10 +1,10 @@
-"""From the line to a grant (A3, A4, B6, C6, C9): who is next, and where it goes.
+"""Leads from the queue to a grant (A3, A4, B6, C6, C9): which ticket is next, and where it goes.
 
-Only nodes on which something has changed are looked at, each in the order of its line. A ticket
-that cannot load now does not hold up one behind it that can, until it has been overtaken 8 times or
-has waited 30 s: from then on it is due, nobody who came later is granted on a device that it could
-use, and it asks with the urgency of the most urgent it holds up. Bytes that are on their way for
-one ticket are not lent to another.
+A pass looks only at nodes on which something has changed, each in the order of its queue. A ticket
+that cannot load now does not hold up a later ticket that can, until it has been bypassed 8 times or
+has waited 30 s: from then on it is aged, no later ticket is granted on a device that it could use,
+and it asks with the priority of the most urgent ticket that it holds up. Bytes that are on their
+way for one ticket are not lent to another.
 """
 
 from collections.abc import Iterable
@@ -262,7 +262,8 @@ def _make_room_on_each(
 
 
 def wake(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> Outcome:
-    """Wakes a sleeper on the devices where its process lives, or asks for the room it lacks."""
+    """Wakes an asleep ticket on the devices where its process lives, or asks for the room it
+    lacks."""
     home = list(entry.home)
     if any(d not in pass_.books or pressure.is_closed_to(state, entry, d) for d in home):
         return pass_.defer(waiting, home)
@@ -308,7 +309,8 @@ def _grant(
 
 
 def charge_and_grant(state: CoreState, entry: Ticket, home: Sizes) -> None:
-    """To LOADING. Whatever is granted already (the copy in host RAM of a sleeper) stays charged."""
+    """Moves a ticket to LOADING. What is granted already (the copy in host RAM of an asleep ticket)
+    stays charged."""
     waited = since(entry.since, state.now)
     key = state.key_of(entry)
     if entry.wakes_count:
@@ -331,13 +333,14 @@ def charge_and_grant(state: CoreState, entry: Ticket, home: Sizes) -> None:
 
 
 def grant_of(entry: Ticket) -> Grant:
+    """Returns the grant of a ticket that has one, as it was or is repeated."""
     devices = tuple(types.DeviceBytes(d, size) for d, size in sorted(entry.home.items()))
     load = entry.last_load
     return Grant(entry.ticket, devices, load.load_by, load.predicted)
 
 
 def age(state: CoreState, entry: Ticket) -> None:
-    """The time rule of overtaking: after so long nobody does."""
+    """Runs the time rule of bypassing: after so long a ticket is aged."""
     waiting = state.queue.find(entry.ticket)
     if waiting is None or waiting.is_aged:
         return
@@ -351,7 +354,7 @@ def age(state: CoreState, entry: Ticket) -> None:
 # -------------------------------------------------------------------------------------------------
 # Optional exclusion groups (A11): of a role that is named, one resident model on each node.
 #
-# The one that asks swaps with the one that is there, as lawfully as for want of bytes.
+# The asker swaps with the resident model, as lawfully as for want of bytes.
 
 
 AWAKE = frozenset({State.LOADING, State.RESIDENT, State.DRAINING})
@@ -379,6 +382,7 @@ def _awake_on(state: CoreState, entry: Ticket) -> list[Ticket]:
 
 
 def _excludes(one: Ticket, other: Ticket) -> bool:
-    """Replicas of one model do not exclude each other."""
+    """Says whether a ticket keeps another of its role away. Replicas of one model do not exclude
+    each other."""
     same_model = one.model_name == other.model_name
     return one.state in AWAKE and one.role == other.role and not same_model

@@ -1,4 +1,4 @@
-"""What came of one try at a queued ticket, and of one walk through a queue."""
+"""Says what came of one try at a queued ticket, and of one walk through a queue."""
 
 from enum import Enum, auto
 
@@ -8,7 +8,7 @@ class Outcome(Enum):
     that its caller never takes "it was dealt with" for "it may not"."""
 
     GRANTED = auto()
-    REJECTED = auto()  # answered with an error: a new ticket is closed, a sleeper sleeps on
+    REJECTED = auto()  # answered with an error: a new ticket is closed, an asleep one sleeps on
     DEFERRED = auto()  # it keeps its place; what can be done for it has been asked for
     NOT_APPLICABLE = auto()  # the step has nothing to say of it, the next one goes on
 

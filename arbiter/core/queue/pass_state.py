@@ -104,8 +104,8 @@ class GrantPass:
 
 
 def count_bypasses(state: CoreState, pass_: GrantPass, turn: int, home: Sizes) -> None:
-    """Those who had asked before and could have used these bytes: perhaps a long line, so what most
-    of them need not be asked is asked last."""
+    """Counts a bypass for tickets that asked before the granted one and could have used these
+    bytes. The queue may be long, so what most of them need not be asked is asked last."""
     most = max(on_demand_of(state.ledger.books[d]) for d in home)
     silent: dict[HolderId, bool] = {}  # each holder is asked for once
     for other in state.queue.at(pass_.node.node):
@@ -121,7 +121,7 @@ def count_bypasses(state: CoreState, pass_: GrantPass, turn: int, home: Sizes) -
 
 
 def _could_use(state: CoreState, ticket: TicketId, home: Sizes, most: Bytes) -> bool:
-    """A sleeper, or one of several that only make sense together."""
+    """Says whether an asleep ticket, or a member of a gang, could have used these bytes."""
     entry, waiting = state.ledger.find(ticket), state.queue.find(ticket)
     assert entry is not None and waiting is not None
     if entry.state is State.ASLEEP:

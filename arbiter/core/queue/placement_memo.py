@@ -1,4 +1,4 @@
-"""Which queued tickets a pass need not try, so that 10,000 of them cost as little as a few.
+"""Knows which queued tickets a pass need not try, so that 10,000 cost as little as a few.
 
 The bar is 200 us for one event with 10,000 tickets queued on a node (N2); a try costs about 10 us.
 """
@@ -18,7 +18,7 @@ class PlacementMemo:
 
     Invariant: a ticket that was tried and found no room, for want of bytes alone, proves the same
     of each later ticket that needs no less, is no more urgent and belongs to the same quota group,
-    because within a pass bytes are only taken: nothing is freed before the pass ends. Three
+    because within a pass bytes are only taken: those of victims are promised to their asker. Three
     shortcuts follow, each of which leaves the decisions as they would be without it:
 
     - `covers`: a ticket for which this is proved is not tried;
@@ -26,8 +26,8 @@ class PlacementMemo:
     - `can_stop`: nor walked to, if this is proved of the whole rest of the queue, by its least need
       and its urgencies, which `QueueStats` keeps across passes.
 
-    Aged tickets and sleepers that wake are always tried: an aged ticket reserves devices, and a
-    sleeper competes for the devices it is on.
+    Aged tickets and wakes are always tried: an aged ticket reserves devices, and an asleep ticket
+    competes only for the devices that it is on.
     """
 
     def __init__(self, stats: QueueStats) -> None:

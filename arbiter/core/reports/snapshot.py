@@ -1,5 +1,6 @@
-"""What people and the dashboard see (B7): a frozen picture with Spans, for Instants mean
-nothing outside the arbiter's process."""
+"""Shows what people and the dashboard see (B7): a frozen picture with Spans, because Instants mean
+nothing outside the arbiter's process.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,8 @@ from arbiter.units import (
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
+    """Shows one device and its account."""
+
     device: DeviceId
     node: NodeId
     kind: DeviceKind
@@ -43,6 +46,8 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class TicketView:
+    """Shows one ticket on the books."""
+
     ticket: TicketId
     holder: HolderId
     node: NodeId
@@ -60,13 +65,15 @@ class TicketView:
     leaving: str | None  # the reason of its revoke
     lease: LeaseConditions | None = None  # its holder is a process outside Serve
     left: Span | None = None  # of the lease's term
-    tenant: str = "default"  # whose account it is on: of whoever used it last
+    tenant: str = "default"  # of the client that used it last
     client: str = ""
     shares_process_with: TicketId | None = None  # the ticket whose process it shares
 
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
+    """Shows one queued ticket."""
+
     position: int
     ticket: TicketId
     capability: str
@@ -78,6 +85,8 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class CooldownView:
+    """Shows a model that failed to load and is not tried again yet."""
+
     capability: str
     model: str
     cause: str
@@ -87,6 +96,8 @@ class CooldownView:
 
 @dataclass(frozen=True, slots=True)
 class HolderView:
+    """Shows one holder."""
+
     holder: HolderId
     node: NodeId
     capability: str
@@ -96,6 +107,8 @@ class HolderView:
 
 @dataclass(frozen=True, slots=True)
 class FloorView:
+    """Shows the floor of one model."""
+
     capability: str
     model: str
     floor: str
@@ -103,7 +116,7 @@ class FloorView:
 
 @dataclass(frozen=True, slots=True)
 class ClientView:
-    """One account (C10)."""
+    """Shows one account (C10)."""
 
     tenant: str
     client: str  # as it calls itself
@@ -115,7 +128,7 @@ class ClientView:
 
 @dataclass(frozen=True, slots=True)
 class TenantView:
-    """What one tenant has of what it may have; of others nothing is limited."""
+    """Shows what one tenant has of what it may have; a tenant without limits is not shown."""
 
     tenant: str
     held_bytes: Bytes
@@ -129,6 +142,8 @@ class TenantView:
 
 @dataclass(frozen=True, slots=True)
 class StateView:
+    """Shows all that the arbiter knows."""
+
     epoch: Epoch
     is_settled: bool  # False: waiting for the holders of the last epoch
     is_closing: bool
@@ -144,6 +159,7 @@ class StateView:
 
 
 def view_of(state: CoreState, now: Instant) -> StateView:
+    """Returns the picture as of `now`."""
     return StateView(
         epoch=state.epoch,
         is_settled=not state.awaited or now >= state.settled_at,

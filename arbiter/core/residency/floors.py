@@ -1,9 +1,9 @@
-"""Where somebody wants a model to be (D1, D2, D8), and models that were removed (D9).
+"""Keeps floors (D1, D2, D8): where a person wants a model to be; and removes models (D9).
 
 A floor is how far a model may fall: `device`, loaded now and never a victim; `host`, asleep at
 least; `cold`, anywhere. In a capability that is managed from outside nothing else brings a model
-in: a request for one without the device floor is answered NotResident, at once. Leaving the device
-floor releases the device as soon as the model is idle.
+in: a request for a model without the device floor is answered NotResident, at once. Leaving the
+device floor releases the device as soon as the model is idle.
 """
 
 from arbiter.core import events as ev
@@ -17,18 +17,20 @@ from arbiter.core.types import Floor, ModelName
 from arbiter.errors import NotResident, UnknownCapability, UnknownModel
 
 HERE = (State.QUEUED, State.LOADING, State.RESIDENT)
-AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # one that drains may refuse to go
+AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # a draining ticket may yet decline
 
 
 # -- floors ---------------------------------------------------------------------------------------
 
 
 def floor_of(state: CoreState, entry: Ticket) -> Floor:
+    """Returns the floor of a ticket's model; cold when none was set."""
     return state.floors.get(entry.model_name, Floor.COLD)
 
 
 def on_set(state: CoreState, event: ev.FloorSet) -> None:
-    """Raises UnknownCapability, UnknownModel, having changed nothing."""
+    """Sets the floor of a model and acts on it. Raises UnknownCapability, UnknownModel, having
+    changed nothing."""
     spec = state.registry.find(event.model_name)
     name = event.model_name
     state.floors[name] = event.floor
@@ -67,7 +69,8 @@ def settle(state: CoreState, entry: Ticket) -> None:
 
 
 def refusal(state: CoreState, name: ModelName) -> NotResident | None:
-    """In a capability managed from outside only what has the device floor is loaded."""
+    """Returns the error for a request in a capability managed from outside, where only models with
+    the device floor are loaded; None when it may be loaded."""
     spec = state.registry.specs.get(name.capability)
     if spec is None or not spec.is_external:
         return None
@@ -75,12 +78,12 @@ def refusal(state: CoreState, name: ModelName) -> NotResident | None:
     return None if floor is Floor.DEVICE else NotResident(name.model, name.capability, floor.value)
 
 
-# -- loading with nobody waiting ------------------------------------------------------------------
+# -- loading without a request ---------------------------------------------------------------------
 
 
 def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
-    """By hand, once; one that is here has just been wanted, and stays warm as long as after a use.
-    Raises UnknownCapability, UnknownModel, NotResident."""
+    """Loads a model once, by hand; a model that is resident already stays warm as long as after a
+    use. Raises UnknownCapability, UnknownModel, NotResident."""
     state.registry.find(event.model_name)
     if error := refusal(state, event.model_name):
         raise error
@@ -93,7 +96,7 @@ def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
 
 
 def load(state: CoreState, name: ModelName) -> None:
-    """By a holder of the capability, or, where there is none, by the first to join."""
+    """Has a holder of the capability load a model, or, where there is none, the first to join."""
     if any(e.state in HERE for e in _entries(state, name)):
         return
     able = [h for h in state.holders.values() if h.capability == name.capability]
@@ -106,8 +109,8 @@ def load(state: CoreState, name: ModelName) -> None:
 
 
 def enforce(state: CoreState) -> None:
-    """An engine with the device floor has ended, or a cool-down has: what should be on the device
-    and is not is brought in again, as soon as it may be tried."""
+    """Loads again what has the device floor and is not on a device, because its engine has ended or
+    its cool-down has, as soon as it may be tried."""
     for name in [n for n, floor in state.floors.items() if floor is Floor.DEVICE]:
         failure = state.failures.get(name)
         if failure and state.now < failure.until:
@@ -117,8 +120,8 @@ def enforce(state: CoreState) -> None:
 
 
 def on_join(state: CoreState, capability: str) -> None:
-    """A holder has joined: what nobody could load before it may now. What is pinned it loads
-    anyway."""
+    """Has a new holder load the models that waited for a holder. Pinned models it loads by
+    itself."""
     names = [n for n, floor in state.floors.items() if floor is Floor.DEVICE]
     for name in dict.fromkeys([*state.wanted, *names]):
         if name.capability == capability:
@@ -127,6 +130,7 @@ def on_join(state: CoreState, capability: str) -> None:
 
 
 def wants_replica(state: CoreState, capability: str) -> bool:
+    """Says whether a capability needs a replica to load what is wanted or has the device floor."""
     kept = (n for n, floor in state.floors.items() if floor is Floor.DEVICE)
     return any(name.capability == capability for name in (*state.wanted, *kept))
 
@@ -136,7 +140,8 @@ def _entries(state: CoreState, name: ModelName) -> list[Ticket]:
 
 
 def _is_of(entry: Ticket, name: ModelName) -> bool:
-    """Whoever lives in the process of another model serves nobody who asks for it by name."""
+    """Says whether a ticket serves this model by name. A companion does not: it lives in the
+    process of another model."""
     own = not entry.lease and entry.shares_process_with is None
     return own and entry.model_name == name
 
@@ -145,8 +150,8 @@ def _is_of(entry: Ticket, name: ModelName) -> bool:
 
 
 def note_removed(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> None:
-    """The table has changed: what is no longer in it has no floor any more, goes once it is idle,
-    and then what was learned of it."""
+    """Notes models that are no longer in the table: they have no floor any more, leave once they
+    are idle, and are then forgotten."""
     for spec in before:
         for model in spec.models:
             name = ModelName(spec.name, model.name)
@@ -167,7 +172,7 @@ def _is_known(state: CoreState, name: ModelName) -> bool:
 
 
 def forget_removed(state: CoreState) -> None:
-    """Once its last ticket is off the books."""
+    """Forgets what was learned of removed models whose last ticket is off the books."""
     for name in list(state.removing):
         if _entries(state, name):
             continue
@@ -180,7 +185,7 @@ def forget_removed(state: CoreState) -> None:
 
 
 def _forget_uses(state: CoreState, name: ModelName) -> None:
-    """How often it was used, what followed it, and where it was."""
+    """Forgets how often a model was used, what followed it, and where it was."""
     state.rates.forget(name)
     state.lasting_rates.forget(name)
     state.hours.forget(name)

@@ -1,8 +1,8 @@
-"""A resident that wants more, or gives some back (A14).
+"""Lets a resident hold more, or give some back (A14).
 
-Idle models make room for it. It never waits on a holder that itself waits for growth: two of those
-could wait for each other for ever, so the later one is refused, at once, and goes on with what it
-has. Every wait has an end in any case.
+Idle models make room for growth. A growing ticket never waits on a holder that itself waits for
+growth: two of those could wait for each other for ever, so the later one is refused, at once, and
+goes on with what it has. Every wait has an end in any case.
 """
 
 from arbiter.core import events as ev
@@ -25,6 +25,7 @@ Devices = tuple[types.DeviceBytes, ...]
 
 
 def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
+    """Notes a wish to grow, or refuses it at once where it could never be granted."""
     entry = state.live(event.ticket, State.RESIDENT, by=event.holder)
     if entry is None:
         return state.answer_error(event.ticket, TicketClosed(event.ticket))
@@ -47,8 +48,8 @@ def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
 
 
 def on_gave_back(state: CoreState, event: ev.GaveBack) -> None:
-    """One that was under way when it grew again says nothing about that; if it holds all the same,
-    heartbeats will say so."""
+    """Takes what a resident gave back. A message that was under way when the ticket grew again says
+    nothing about that growth; if it holds all the same, heartbeats will say so."""
     entry = state.live(event.ticket, State.RESIDENT)
     if entry is None:
         return
@@ -59,13 +60,13 @@ def on_gave_back(state: CoreState, event: ev.GaveBack) -> None:
 
 
 def is_less(entry: Ticket, devices: Devices) -> bool:
-    """Its holder says that it has less than it was granted."""
+    """Says whether the holder reports less than the ticket was granted."""
     return any(said.size_bytes < entry.home.get(said.device, 0) for said in devices)
 
 
 def on_heartbeat(state: CoreState, entry: Ticket, devices: Devices) -> None:
-    """A heartbeat says what it has. When it has been less for as long as a message may be under
-    way, then a grant of more, or the word that it was given back, was lost."""
+    """Takes what a heartbeat says of its size. When that has been less for as long as a message may
+    be under way, then a grant of more, or the word that it was given back, was lost."""
     if not is_less(entry, devices):
         entry.note_less_since(None)
     elif entry.less_since is None:
@@ -75,7 +76,8 @@ def on_heartbeat(state: CoreState, entry: Ticket, devices: Devices) -> None:
 
 
 def _shrink(state: CoreState, entry: Ticket, devices: Devices) -> None:
-    """To what its holder says; what it is still measured to hold stays on the books."""
+    """Reduces a ticket to what its holder says; what it is still measured to hold stays on the
+    books."""
     said = {part.device: part.size_bytes for part in devices}
     before = entry.home_bytes
     entry.note_less_since(None)
@@ -90,7 +92,8 @@ def _shrink(state: CoreState, entry: Ticket, devices: Devices) -> None:
 
 
 def grant_waiting(state: CoreState) -> None:
-    """In the order they asked. Before the line: they are in service already."""
+    """Grants growth in the order it was asked for, before the queue: growing tickets are in service
+    already."""
     for entry in _growing(state):
         is_gone = any(device not in state.ledger.books for device in entry.home)
         may_be = not is_gone and _may_be_lent(state, entry)
@@ -106,8 +109,8 @@ def grant_waiting(state: CoreState) -> None:
 
 
 def _may_be_lent(state: CoreState, entry: Ticket) -> bool:
-    """As for a load: nothing is lent while holders of the last epoch are awaited, on a device that
-    was not read lately, or where real memory is short."""
+    """Says whether its devices may be lent from, as for a load: not while holders of the last epoch
+    are awaited, nor on a device that was not read lately or whose real memory is short."""
     node = state.nodes.get(entry.node)
     if node is None or not state.is_settled or state.closing_by is not None:
         return False
@@ -149,7 +152,7 @@ def _resize(state: CoreState, entry: Ticket, home: Sizes) -> None:
 
 
 def _reject(state: CoreState, entry: Ticket, error: GrowthRefused | NeverFits) -> None:
-    """Not remembered as the ticket's answer: the ticket goes on."""
+    """Answers a wish to grow with an error, which is not remembered: the ticket goes on."""
     state.growing.pop(entry.ticket, None)
     entry.end_growth()
     state.answer_error(entry.ticket, error)
@@ -167,7 +170,8 @@ def _wanted(entry: Ticket) -> Sizes:
 
 
 def _by_share(entry: Ticket, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes], Bytes]]:
-    """Of a total over its devices, in the proportion of what it has; the first takes the rest."""
+    """Divides a total over its devices, in the proportion of what it has; the first takes the
+    rest."""
     home = sorted(entry.home.items())
     parts = [total * size // max(1, entry.home_bytes) for _, size in home]
     parts[0] += total - sum(parts)
@@ -175,7 +179,8 @@ def _by_share(entry: Ticket, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes],
 
 
 def _has_room(state: CoreState, entry: Ticket) -> bool:
-    """What it took already beyond its grant is charged already."""
+    """Says whether the growth fits now. What the ticket took beyond its grant is charged
+    already."""
     return not quotas.over_limit(state, entry.client.tenant, entry.grows_bytes) and all(
         part
         <= _free(state, entry, state.ledger.books[d])
@@ -186,12 +191,13 @@ def _has_room(state: CoreState, entry: Ticket) -> bool:
 
 
 def _free(state: CoreState, entry: Ticket, book: DeviceAccount, has_left: bool = False) -> Bytes:
-    """Without what is kept for other tenants; `has_left`: see there."""
+    """Returns the free bytes without what is kept for other tenants; `has_left`: see
+    quotas.kept."""
     kept = quotas.kept(quotas.reserves(state), book, entry.client.tenant, has_left)
     return Bytes(book.free_bytes - kept)
 
 
-# -- who makes room -------------------------------------------------------------------------------
+# -- making room ----------------------------------------------------------------------------------
 
 
 def _never_fits(state: CoreState, entry: Ticket) -> NeverFits | None:
@@ -206,18 +212,19 @@ def _never_fits(state: CoreState, entry: Ticket) -> NeverFits | None:
 
 
 def _may_go(other: Ticket, entry: Ticket) -> bool:
-    """Some time, so that it may grow. What lives in its own process does not."""
+    """Says whether another ticket may leave some time, so that this one may grow. Its own companion
+    may not."""
     return not other.pinned and other.shares_process_with != entry.ticket
 
 
 def _waiting_holders(state: CoreState, entry: Ticket) -> set[HolderId]:
-    """Whom it must not wait for."""
+    """Returns the holders that it must not wait for."""
     return {e.holder for e in _growing(state) if e is not entry}
 
 
 def _can_wait(state: CoreState, entry: Ticket) -> bool:
-    """There would be room if everybody left who may, but those who wait for growth themselves.
-    Asked of all that wait each time another joins them."""
+    """Says whether there would be room if every ticket left that may, except those that wait for
+    growth themselves. Asked of all that wait each time another joins them."""
     waiting = _waiting_holders(state, entry)
     return all(
         part <= _reachable(state.ledger.books[d], entry, waiting)
@@ -235,7 +242,7 @@ def _reachable(book: DeviceAccount, entry: Ticket, waiting: set[HolderId]) -> By
 
 
 def _make_room(state: CoreState, entry: Ticket, book: DeviceAccount, part: Bytes) -> None:
-    """Idle ones no more urgent than it; all that is missing or nobody."""
+    """Revokes idle tickets no more urgent than it; all that is missing or none."""
     short = part - _free(state, entry, book, has_left=True) - returning_bytes(book)
     if short <= 0:
         return

@@ -1,7 +1,7 @@
-"""What holders say of themselves: they join, beat, and are lost (A18, A19).
+"""Handles what holders say of themselves: they join, renew, and are lost (A18, A19).
 
-Heartbeats are level-triggered: each repeats every ticket, so whatever message was lost before it
-is made good by it. What a holder no longer mentions, it has let go of.
+Heartbeats are level-triggered: each repeats every ticket, so it makes good whatever message was
+lost before it. What a holder no longer mentions, it has let go of.
 """
 
 from arbiter.core import events as ev
@@ -30,7 +30,7 @@ STATE_OF = {
 
 
 def on_joined(state: CoreState, event: ev.Joined) -> None:
-    """Its tickets are put back on the books as they are, even where they do not fit: the memory
+    """Puts a holder's tickets back on the books as they are, even where they do not fit: the memory
     is taken already."""
     if event.holder not in state.holders:
         state.log(
@@ -45,7 +45,7 @@ def on_joined(state: CoreState, event: ev.Joined) -> None:
     state.note_active(event.capability)
     for held in sorted(
         event.tickets, key=lambda h: h.shares_process_with is not None
-    ):  # hosts first
+    ):  # primaries first
         if state.ledger.find(held.ticket) is None and held.ticket not in state.answers:
             _rebuild(state, event, held)
     _compare(state, event.holder, event.tickets)
@@ -53,7 +53,8 @@ def on_joined(state: CoreState, event: ev.Joined) -> None:
 
 
 def _ask_again(state: CoreState, event: ev.Joined) -> None:
-    """Orders may have been lost with its old connection; what it drains already it ignores."""
+    """Repeats revokes that may have been lost with the old connection; a holder ignores what it
+    drains already."""
     serving = {held.ticket for held in event.tickets if held.phase is types.Phase.RESIDENT}
     for entry in state.ledger.held_by(event.holder):
         if entry.state is not State.DRAINING or entry.ticket not in serving:
@@ -64,6 +65,7 @@ def _ask_again(state: CoreState, event: ev.Joined) -> None:
 
 
 def on_renewed(state: CoreState, event: ev.Renewed) -> None:
+    """Takes a heartbeat: what the holder has loaded, uses, and has finished."""
     holder = state.holders.get(event.holder)
     if holder is None:
         state.stale_count += 1  # the shell has it rejoin
@@ -92,7 +94,7 @@ def _tell_runs(state: CoreState, holder: Holder, event: ev.Renewed) -> None:
 
 
 def on_lost(state: CoreState, holder: HolderId) -> None:
-    """Dead, or silent for so long that it counts as dead."""
+    """Ends the tickets of a holder that is dead, or silent for so long that it counts as dead."""
     state.awaited.discard(holder)
     if state.holders.pop(holder, None):
         state.log(EventKind.HOLDER_LOST, holder=holder)
@@ -106,7 +108,7 @@ def on_lost(state: CoreState, holder: HolderId) -> None:
 
 
 def on_timer(state: CoreState, holder: HolderId) -> None:
-    """The time rule of heartbeats."""
+    """Runs the time rule of heartbeats: a silent holder is lost."""
     known = state.holders.get(holder)
     if known is None:
         return
@@ -134,7 +136,7 @@ def _compare(state: CoreState, holder: HolderId, tickets: tuple[ev.HeldTicket, .
 
 
 def _is_nothing_new(entry: Ticket, held: ev.HeldTicket) -> bool:
-    """Idle as before and not used since: most of most heartbeats."""
+    """Says whether a ticket is idle as before and not used since: most of most heartbeats."""
     return (
         held.inflight == 0 == entry.inflight
         and held.uses_count == entry.uses_count
@@ -151,7 +153,8 @@ def _is_about_size(entry: Ticket, held: ev.HeldTicket) -> bool:
 
 
 def _is_confirmed(state: CoreState, entry: Ticket) -> bool:
-    """A heartbeat that was under way when the state changed says nothing about it."""
+    """Says whether a heartbeat can know of the present state: a heartbeat that was under way when
+    it changed says nothing about it."""
     return since(entry.since, state.now) >= state.settings.timeouts.unconfirmed
 
 
@@ -161,7 +164,7 @@ def _apply(state: CoreState, holder: HolderId, held: ev.HeldTicket) -> None:
         _end_unnamed(state, holder, held.ticket)
         return
     if entry.lease or entry.shares_process_with:
-        return  # it holds or it does not; what else there is to know the agent says, or its host
+        return  # it holds or it does not; the agent, or its primary, says the rest
     match entry.state:
         case State.LOADING:
             _apply_loading(state, entry, held)
@@ -172,7 +175,8 @@ def _apply(state: CoreState, holder: HolderId, held: ev.HeldTicket) -> None:
 
 
 def _end_unnamed(state: CoreState, holder: HolderId, ticket: TicketId) -> None:
-    """It holds on to what is not its own any more: it missed the news."""
+    """Tells a holder that it holds on to a ticket that is not its own any more: it missed the
+    news."""
     state.stale_count += 1
     notify_holder(state, ticket, holder, Reason.LOST)
 
@@ -216,7 +220,7 @@ def _apply_draining(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> Non
 
 
 def use(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
-    """Its holder's last word on use: a hint for ranking and the start of keep-warm."""
+    """Takes the holder's last word on use: a hint for ranking, and the start of keep-warm."""
     entry.note_prefetch(entry.is_prefetch and held.inflight == 0 and held.uses_count == 0)
     priority = types.Priority.BATCH if entry.is_prefetch else held.priority
     if (entry.inflight == 0, entry.priority) != (held.inflight == 0, priority):
@@ -266,9 +270,9 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
     if held.lease:
         leases.bind(state, entry, held.lease)
     apply_configuration(state, entry)
-    if host := state.primary_of(entry):
-        host.add_companion(entry.ticket)
-        state.ledger.pin(entry, host.pinned)
+    if primary := state.primary_of(entry):
+        primary.add_companion(entry.ticket)
+        state.ledger.pin(entry, primary.pinned)
     state.ledger.open(entry)
     if ticket_state is State.LOADING:
         state.queue.loading(entry.node, entry.model_name, 1)
@@ -278,20 +282,22 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
 
 
 def _tier_of(held: ev.HeldTicket) -> Tier:
-    """The revoke of an earlier epoch may have asked it to sleep, so host RAM is reserved for it."""
+    """Returns where a draining ticket goes. The revoke of an earlier epoch may have asked it to
+    sleep, so host RAM is reserved for it."""
     return Tier.ASLEEP if held.need.host_bytes else Tier.GONE
 
 
 def _granted_in(event: ev.Joined, held: ev.HeldTicket, ticket_state: State, home: Sizes) -> Sizes:
-    bed_bytes = held.need.host_bytes
-    host_reservation: Sizes = {host_device(event.node): bed_bytes} if bed_bytes else {}
+    host_bytes = held.need.host_bytes
+    host_reservation: Sizes = {host_device(event.node): host_bytes} if host_bytes else {}
     if ticket_state is State.ASLEEP:
         return host_reservation
     return {**home, **host_reservation} if ticket_state is State.DRAINING else home
 
 
 def apply_configuration(state: CoreState, entry: Ticket) -> None:
-    """What the configuration says of its model now. One that was removed goes once idle."""
+    """Applies what the configuration says of a model now. A model that was removed leaves once it
+    is idle."""
     if entry.lease:
         return
     try:
@@ -306,6 +312,6 @@ def apply_configuration(state: CoreState, entry: Ticket) -> None:
     rank = state.policies.roles[role].rank
     entry.configure(role, rank, allow_oversize=spec.allow_oversize, keep_warm=spec.keep_warm)
     state.ledger.touch(entry)
-    if entry.shares_process_with is None:  # else it is pinned as its host is
+    if entry.shares_process_with is None:  # else it is pinned as its primary is
         state.pin(entry, spec.pinned or floor is types.Floor.DEVICE)
     state.ledger.share_scratch(entry, spec.dispatch_lock, spec.shared_scratch_bytes)

@@ -1,11 +1,11 @@
-"""A model that is likely next is brought in before anybody asks (C11).
+"""Brings in a model that is likely next, before any request asks for it (C11).
 
-Two prefetches: the next in a declared pipeline (voice activity, speech, text, voice), and what most
-often followed before. A wrong prefetch must cost nobody anything, so it is made only while nothing
-waits or loads, at nominal pressure, for a model whose size was measured, into room that is free;
-and if the room has gone when its request comes, the request goes, not another model. Until it is
-used it is batch work without minimum residency, and while it still loads it ends as soon as
-somebody waits for its bytes (eviction.make_room).
+A model is likely next if it is the next in a declared pipeline (voice activity, speech, text,
+voice), or what most often followed before. A wrong prefetch must cost no request anything, so it is
+made only while nothing waits or loads, at nominal pressure, for a model whose size was measured,
+into room that is free; and if the room has gone when its request comes, the request goes, not
+another model. Until it is used it is batch work without minimum residency, and while it still loads
+it ends as soon as a ticket waits for its bytes (eviction.make_room).
 """
 
 from dataclasses import dataclass
@@ -25,17 +25,17 @@ NAMES_COUNT = 1_000  # models whose followers are remembered; some 100 bytes eac
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """What may come next, and why."""
+    """Names what may come next, and why."""
 
     name: ModelName
     why: str = "pipeline"
 
 
 def predict_next(state: CoreState) -> None:
-    """After each event: learn from the uses it told of, and prefetch what comes next."""
+    """Learns from the uses that this event told of, and prefetches what comes next."""
     used, state.uses_this_event = state.uses_this_event, []
     for name, node in used:
-        state.prefetched.pop(name, None)  # somebody asked for it, prefetched or not
+        state.prefetched.pop(name, None)  # a request asked for it, prefetched or not
         if state.settings.preload == "history":
             _learn(state, name)
         candidate = _declared(state, name) or _habitual(state, name)
@@ -60,12 +60,12 @@ def cancel_for(state: CoreState, entry: Ticket) -> TicketClosed | None:
 
 
 def is_awaited(state: CoreState, name: ModelName) -> bool:
-    """A load of it that is asked for now is the prefetch."""
+    """Says whether a load of the model that is asked for now is its prefetch."""
     until = state.prefetched.get(name)
     return until is not None and state.now < until
 
 
-# -- guessing -------------------------------------------------------------------------------------
+# -- predicting -----------------------------------------------------------------------------------
 
 
 def _learn(state: CoreState, name: ModelName) -> None:
@@ -103,7 +103,7 @@ def _habitual(state: CoreState, name: ModelName) -> Prefetch | None:
 
 
 def _is_free(state: CoreState, name: NodeId, wanted: ModelName) -> bool:
-    """Nothing is lost by it."""
+    """Says whether nothing is lost by a prefetch."""
     node = state.nodes.get(name)
     size = state.estimates.proven(wanted)
     if node is None or size is None or state.settings.preload == "off":
@@ -127,5 +127,5 @@ def _has_room(state: CoreState, node: Node, size: Bytes) -> bool:
 
 
 def _is_busy(state: CoreState, wanted: ModelName) -> bool:
-    """Something loads, or the model is here in some state already."""
+    """Says whether something loads, or the model is here in some state already."""
     return any(e.state is State.LOADING or e.model_name == wanted for e in state.ledger.entries())

@@ -1,4 +1,4 @@
-"""What node agents report: devices, readings, engines that ended (A10, A16, B1).
+"""Handles what node agents report: devices, readings, engines that ended (A10, A16, B1).
 
 Readings are the only source of measured bytes. Those of one node arrive in the order they were
 taken: its agent sends the next one only when the last was received.
@@ -22,7 +22,7 @@ LEARNED_AFTER = 2  # readings while resident; the first may have been taken duri
 
 
 def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
-    """Nothing is granted on its devices before their first reading."""
+    """Takes a node and its devices. Nothing is granted on a device before its first reading."""
     old = state.nodes.get(event.node)
     node = Node(event.node, {spec.device: spec for spec in event.devices})
     if old is None:
@@ -39,7 +39,7 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
 
 
 def rebudget(state: CoreState) -> None:
-    """The table has changed, and with it what engines share."""
+    """Computes every budget anew: the table has changed, and with it what engines share."""
     for node in state.nodes.values():
         _budget(state, node)
         _charge_foreign(state, node)
@@ -57,14 +57,14 @@ def _budget(state: CoreState, node: Node) -> None:
 
 
 def _withdraw_device(state: CoreState, device: DeviceId) -> None:
-    """The agent no longer sees it: what was on it went with it."""
+    """Removes a device that the agent no longer sees: what was on it went with it."""
     for entry in list(state.ledger.books[device].entries.values()):
         _leave_with_device(state, entry)
     state.ledger.drop_device(device)
 
 
 def on_node_lost(state: CoreState, event: ev.NodeLost) -> None:
-    """Its devices leave, and with them every byte on them. Its holders are gone as well."""
+    """Removes a node, its devices and every byte on them. Its holders are gone as well."""
     node = state.nodes.pop(event.node, None)
     if node is None:
         state.stale_count += 1
@@ -78,7 +78,7 @@ def on_node_lost(state: CoreState, event: ev.NodeLost) -> None:
 
 
 def _leave_with_device(state: CoreState, entry: Ticket) -> None:
-    if entry.state is State.CLOSED:  # it lived in the process of one that has left
+    if entry.state is State.CLOSED:  # a companion, whose primary has left
         return
     if entry.state is not State.RECLAIMING:
         reclaim(state, entry, Reason.LOST)
@@ -86,7 +86,8 @@ def _leave_with_device(state: CoreState, entry: Ticket) -> None:
 
 
 def on_engine_gone(state: CoreState, event: ev.EngineGone) -> None:
-    """No process of it is left and none will start. Its bytes stay until they are seen free."""
+    """Ends the ticket of an engine of which no process is left and none will start. Its bytes stay
+    on the books until they are seen free."""
     if event.bytes_back and (node := state.nodes.get(event.node)):
         if node.unclaimed.pop(event.ticket, None):
             _charge_foreign(state, node)
@@ -102,7 +103,7 @@ def on_engine_gone(state: CoreState, event: ev.EngineGone) -> None:
 
 
 def _died_loading(state: CoreState, entry: Ticket) -> None:
-    """Its holder's account of why may still come."""
+    """Ends a load whose engine died. Its holder's account of why may still come."""
     reclaim(state, entry, Reason.FAILED)
     learn_failure(state, entry, ENGINE_DIED, out_of_memory=False)
     state.broken_loads[entry.ticket] = entry
@@ -114,6 +115,7 @@ def _died_loading(state: CoreState, entry: Ticket) -> None:
 
 
 def on_measured(state: CoreState, event: ev.Measured) -> None:
+    """Takes a full reading: weighs tickets, learns from them, and counts what is foreign."""
     node = state.nodes.get(event.node)
     if node is None:
         state.stale_count += 1  # it introduces itself first
@@ -163,8 +165,9 @@ def _learn_all(state: CoreState, readings: tuple[ev.EngineReading, ...]) -> None
 
 
 def _learn(state: CoreState, entry: Ticket) -> None:
-    """The peak while it serves; how far off the estimate was is told once for each load, which a
-    companion has none of. What it holds while it is grown says nothing of its next load."""
+    """Learns the peak of a ticket while it serves; how far off the estimate was is logged once for
+    each load, which a companion has none of. What a ticket holds while it is grown says nothing of
+    its next load."""
     if entry.grown and entry.grown.beyond_load_bytes:
         return
     shared = sum(entry.scratch_in_use(device) for device in entry.home)
@@ -189,8 +192,9 @@ def _learn(state: CoreState, entry: Ticket) -> None:
 
 
 def _note_unclaimed(state: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
-    """Engines whose ticket nobody has named. They count as foreign; when whoever could has had the
-    time to rejoin they are ended, again with each reading until they are."""
+    """Notes engines whose ticket no holder has named. They count as foreign; once the holder that
+    could name them has had the time to rejoin they are killed, again with each reading until they
+    are gone."""
     before, node.unclaimed = node.unclaimed, {}
     for ticket, sizes in seen_bytes.items():
         entry = state.ledger.find(ticket)
@@ -207,7 +211,7 @@ def _note_unclaimed(state: CoreState, node: Node, seen_bytes: dict[TicketId, Siz
 
 
 def claim_unclaimed(state: CoreState, entry: Ticket) -> None:
-    """Its holder has rejoined: what was foreign is now charged to the ticket."""
+    """Charges to a ticket what was foreign until its holder rejoined."""
     node = state.nodes.get(entry.node)
     engine = node.unclaimed.pop(entry.ticket, None) if node else None
     if node and engine:
@@ -224,7 +228,8 @@ def _charge_foreign(state: CoreState, node: Node) -> None:
 
 
 def _scratch_kept(state: CoreState, device: DeviceId) -> Bytes:
-    """More scratch on the device than the reserves cover is nobody's ticket, and not free."""
+    """Returns the scratch on a device beyond what the reserves cover: it is on no ticket, and not
+    free."""
     entries = [e for e in state.ledger.books[device].entries.values() if e.dispatch_lock]
     if not entries:
         return Bytes(0)
@@ -233,7 +238,8 @@ def _scratch_kept(state: CoreState, device: DeviceId) -> Bytes:
 
 
 def on_timer(state: CoreState, name: NodeId) -> None:
-    """The time rule of readings: told once; nothing is granted there until one comes."""
+    """Runs the time rule of readings: logged once; nothing is granted there until a reading
+    comes."""
     node = state.nodes.get(name)
     if node is None or node.heard is None or node.silent_told:
         return

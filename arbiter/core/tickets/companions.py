@@ -1,9 +1,9 @@
-"""Tickets whose bytes lie in the process of another: a drafter in its target's engine (A13).
+"""Keeps tickets whose bytes lie in the process of another: a drafter in its target's engine (A13).
 
 The two are a gang and granted in one step, on one device. From then on the companion goes where its
-primary goes (Mind.move): it serves, drains and ends with it, and is nobody's victim by itself. Its
-holder says nothing of it but that it is there. What the kernel measures of their one process is
-shared between them as it was granted, for it cannot be told apart.
+primary goes (CoreState.move): it serves, drains and ends with it, and is never a victim by itself.
+Its holder says nothing of it but that it is there. What the kernel measures of their one process is
+shared between them as it was granted, because it cannot be told apart.
 """
 
 from arbiter.core.decisions import Reason
@@ -15,7 +15,7 @@ from arbiter.units import Bytes, DeviceId, TicketId
 
 
 def end_with_primary(state: CoreState, primary: Ticket, device: DeviceId) -> Bytes:
-    """What comes back on a device when it leaves, itself included."""
+    """Returns what comes back on a device when a ticket leaves, its companions included."""
     own = primary.charge(device)
     return (
         Bytes(own + sum(e.charge(device) for e in state.companions_of(primary)))
@@ -36,7 +36,7 @@ def on_timer(state: CoreState, companion: Ticket) -> None:
 
 
 def shared_bytes(state: CoreState, seen_bytes: dict[TicketId, Sizes]) -> dict[TicketId, Sizes]:
-    """What was measured of each process, with the companions' part on their own tickets."""
+    """Returns what was measured of each process, with the companions' part on their own tickets."""
     told = dict(seen_bytes)
     for ticket, sizes in seen_bytes.items():
         primary = state.ledger.find(ticket)

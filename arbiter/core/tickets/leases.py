@@ -1,8 +1,8 @@
-"""Device memory lent to processes outside Serve (A15): the rules of the ticket behind it.
+"""Applies the rules of leases: device memory lent to processes outside Serve (A15).
 
-A lease is a ticket whose holder is one outside process, and nothing else: it waits in the line, is
-charged, and is chosen as a victim when it said that it may be. It does not load: once granted it is
-resident. It is never in use: who may be asked for its bytes is asked at any time, with notice. It
+A lease is a ticket whose holder is one outside process, and nothing else: it waits in the queue, is
+charged, and is chosen as a victim when its terms allow that. It does not load: once granted it is
+resident. It is never in use: its holder may be asked for its bytes at any time, with notice. It
 ends when its holder says so, dies or is silent, when its term is over, or when notice ran out; and
 like any ticket it stays charged until the node agent has seen its bytes back.
 """
@@ -30,6 +30,7 @@ LEASE = "lease"  # the capability and the role every lease has
 def why_not(
     state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> RequestError | None:
+    """Returns the error for a lease that may not join the queue; None when it may."""
     if event.holder not in state.holders:
         return StaleEpoch(Epoch(0), state.epoch)
     if kept := _kept(state, terms.tenant):
@@ -61,12 +62,13 @@ def _over_cap(
 
 
 def _weight(entry: Ticket) -> Bytes:
-    """What waits counts as well, or a tenant could have the whole line."""
+    """Returns what counts against the tenant's cap. Queued leases count as well, or a tenant could
+    fill the whole queue."""
     return entry.need.device_bytes if entry.state is State.QUEUED else charged(entry)
 
 
 def tenant_cap(state: CoreState) -> Bytes:
-    """The most that one tenant may lease in all."""
+    """Returns the most that one tenant may lease in all."""
     if state.settings.lease_tenant_bytes is not None:
         return state.settings.lease_tenant_bytes
     lent = sum(b.budget_bytes for b in state.ledger.books.values() if b.kind in COMPUTE)
@@ -74,7 +76,8 @@ def tenant_cap(state: CoreState) -> Bytes:
 
 
 def _of(state: CoreState, tenant: str) -> Iterator[Ticket]:
-    """Found by their holders, so that the cost does not grow with the tickets of models."""
+    """Yields a tenant's leases, found by their holders, so that the cost does not grow with the
+    tickets of models."""
     for holder in state.holders.values():
         if holder.capability == LEASE:
             for entry in state.ledger.held_by(holder.holder):
@@ -83,13 +86,14 @@ def _of(state: CoreState, tenant: str) -> Iterator[Ticket]:
 
 
 def _kept(state: CoreState, tenant: str) -> Bytes:
-    """Of leases that are over and whose process has not given the bytes back."""
+    """Returns the bytes of leases that are over and whose process has not given them back."""
     return Bytes(sum(charged(e) for e in _of(state, tenant) if e.reclaim_late))
 
 
 def new_entry(
     state: CoreState, holder: Holder, event: ev.Requested, terms: types.LeaseConditions
 ) -> Ticket:
+    """Returns the ticket of a lease that was asked for."""
     entry = Ticket(
         event.ticket,
         event.holder,
@@ -109,8 +113,8 @@ def new_entry(
 
 
 def bind(state: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
-    """On these terms from now on, as far as they are lawful: after a restart they are the word of
-    whoever holds the lease."""
+    """Puts a lease on these terms from now on, as far as they are lawful: after a restart the
+    holder alone knows them."""
     settings = state.settings
     terms = replace(
         terms,
@@ -126,7 +130,7 @@ def bind(state: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
 
 
 def begin(state: CoreState, entry: Ticket) -> None:
-    """LOADING -> RESIDENT in the same step: there is nothing to load. Its term begins."""
+    """Moves LOADING -> RESIDENT in the same step: there is nothing to load. The term begins."""
     assert entry.lease is not None
     terms = entry.lease.terms
     state.move(entry, State.RESIDENT)
@@ -139,19 +143,19 @@ def begin(state: CoreState, entry: Ticket) -> None:
 
 
 def _worth(terms: types.LeaseConditions) -> types.Priority:
-    """Who said that it may be interrupted gives way to every request."""
+    """Returns the priority of a lease: a preemptible lease gives way to every request."""
     return types.Priority.BATCH if terms.preemptible else types.Priority.NORMAL
 
 
 def notice_given_at(entry: Ticket) -> Instant:
-    """When it is given notice that its term ends."""
+    """Returns when a lease is given notice that its term ends."""
     assert entry.lease is not None
     told_at = entry.lease.ends - entry.lease.terms.notice
     return Instant(max(entry.last_load.resident_since, told_at))
 
 
 def silence_limit(state: CoreState, holder: Holder) -> Span:
-    """Silence after which a holder counts as dead. Ray tells of the death of a replica; of an
-    outside process nobody does, unless its node agent knows its pid."""
+    """Returns after how much silence a holder counts as dead. Ray tells of the death of a replica;
+    of the death of an outside process its node agent does, if it knows its pid."""
     terms = state.settings.timeouts
     return terms.lease_lapse if holder.capability == LEASE else terms.lost

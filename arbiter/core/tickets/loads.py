@@ -1,4 +1,4 @@
-"""How a load ends: it serves, it breaks, or nobody wants it any more (A8, A12)."""
+"""Ends loads: the model serves, the load breaks, or no request wants it any more (A8, A12)."""
 
 from arbiter.core import events as ev
 from arbiter.core.decisions import EventKind, LoadModel, Reason
@@ -13,8 +13,8 @@ from arbiter.units import Bytes, HolderId, Span, after, since
 
 
 def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = True) -> None:
-    """LOADING -> RESIDENT, after a load or a wake. The copy in host RAM stays charged for as long
-    as it is measured. A wake that was not verified was a load as well, so its seconds teach
+    """Moves LOADING -> RESIDENT, after a load or a wake. The copy in host RAM stays charged for as
+    long as it is measured. A wake that was not verified was a load as well, so its seconds teach
     nothing."""
     state.move(entry, State.RESIDENT, granted=dict(entry.home))
     entry.end_load(took, state.now)
@@ -35,8 +35,8 @@ def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = T
 
 
 def _first_use(state: CoreState, entry: Ticket) -> None:
-    """Grant and first use are one step: the model is in use until its holder says otherwise. A
-    prefetched model has no use until its holder reports one."""
+    """Counts grant and first use as one step: the model is in use until its holder says otherwise.
+    A prefetched model has no use until its holder reports one."""
     if entry.is_prefetch:
         state.prefetched.pop(entry.model_name, None)
         entry.note_inflight(0)
@@ -46,15 +46,16 @@ def _first_use(state: CoreState, entry: Ticket) -> None:
 
 
 def on_load_failed(state: CoreState, entry: Ticket, cause: str, out_of_memory: bool) -> None:
-    """LOADING -> RECLAIMING, with what it teaches."""
+    """Moves LOADING -> RECLAIMING, and learns from the failure."""
     reclaim(state, entry, Reason.FAILED)
     learn_failure(state, entry, cause, out_of_memory)
 
 
 def learn_failure(state: CoreState, entry: Ticket, cause: str, out_of_memory: bool) -> None:
-    """A first failure for memory may be tried again at once with a corrected estimate, and a first
-    death without a word as it was: somebody may have killed it. Any other cools the model down and
-    answers everybody who waits for it."""
+    """Learns from a failed load. A first failure for memory may be tried again at once with a
+    corrected estimate, and a first death without a word as it was, because the engine may have been
+    killed from outside. Any other failure cools the model down and refuses every ticket that waits
+    for it."""
     state.log(EventKind.LOAD_FAILED, entry, cause=cause, out_of_memory=out_of_memory)
     if out_of_memory:
         held = Bytes(max(entry.home_bytes, entry.at_home_bytes))
@@ -74,7 +75,8 @@ def _give_up(state: CoreState, entry: Ticket, error: LoadFailed) -> None:
 
 
 def note_cause(state: CoreState, event: ev.LoadBroke) -> None:
-    """The engine's end was seen before its holder could say why; now it says."""
+    """Takes the holder's account of a load whose engine was seen to end before the holder could say
+    why."""
     entry = state.broken_loads.pop(event.ticket, None)
     if entry is None:
         return
@@ -91,6 +93,7 @@ def note_cause(state: CoreState, event: ev.LoadBroke) -> None:
 
 
 def refuse_waiters(state: CoreState, failed: Ticket, error: LoadFailed) -> None:
+    """Refuses every queued ticket for the model whose load failed."""
     for ticket in state.queue.of_model(failed.model_name):
         waiting = state.ledger.find(ticket)
         assert waiting is not None
@@ -115,7 +118,8 @@ def _cool_down(state: CoreState, entry: Ticket, cause: str) -> None:
 
 
 def note_evicted_for(state: CoreState, waiting: Ticket, victim: Ticket) -> None:
-    """A process outside Serve that was asked for its lease has no model to bring back."""
+    """Notes that a victim made room for a load. A process outside Serve that was asked for its
+    lease has no model to bring back."""
     if victim.lease:
         return
     made_room = state.evicted_for.setdefault((waiting.holder, waiting.model), EvictedFor())
@@ -123,6 +127,7 @@ def note_evicted_for(state: CoreState, waiting: Ticket, victim: Ticket) -> None:
 
 
 def retried(state: CoreState, key: EvictedForKey) -> None:
+    """Notes that a failed load is tried again, so what made room for it stays away."""
     if switch := state.evicted_for.get(key):
         switch.restore_at = None
 
@@ -134,6 +139,7 @@ def _restore_later(state: CoreState, key: EvictedForKey) -> None:
 
 
 def on_restore_timer(state: CoreState) -> None:
+    """Brings back what made room for loads that failed and were not tried again in time."""
     for key, switch in list(state.evicted_for.items()):
         if switch.restore_at is None:
             continue
@@ -144,6 +150,7 @@ def on_restore_timer(state: CoreState) -> None:
 
 
 def reload_evicted(state: CoreState, key: EvictedForKey) -> None:
+    """Has holders load again what made room for a load that failed."""
     switch = state.evicted_for.pop(key, None)
     for (holder, model), ticket in switch.models.items() if switch else ():
         entry = state.ledger.find(ticket)
@@ -152,20 +159,24 @@ def reload_evicted(state: CoreState, key: EvictedForKey) -> None:
 
 
 def forget_evicted_for(state: CoreState, holder: HolderId) -> None:
-    """It is gone, and what it displaced has no load to wait for."""
+    """Forgets what made room for a holder that is gone: there is no load left to wait for."""
     for key in [key for key in state.evicted_for if key[0] == holder]:
         del state.evicted_for[key]
 
 
-# -- a load nobody waits for ----------------------------------------------------------------------
+# -- a load without a request ---------------------------------------------------------------------
 
 
 def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
+    """Ends what no caller waits for any more: a queued ticket closes, an asleep ticket sleeps on, a
+    load that is not nearly done is killed."""
     states = State.QUEUED, State.ASLEEP, State.LOADING, State.DRAINING
     entry = state.live(event.ticket, *states, by=event.holder)
     if entry is None:
         if state.ledger.find(event.ticket) is None and event.ticket not in state.answers:
-            state.remember(event.ticket, TicketClosed(event.ticket))  # it overtook its request
+            state.remember(
+                event.ticket, TicketClosed(event.ticket)
+            )  # it arrived before its request
             state.mark_dirty(*state.queue.nodes)  # its gang may wait for it
         return
     if entry.state is State.QUEUED:
@@ -173,7 +184,7 @@ def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
         state.close(entry)
         state.evicted_for.pop((entry.holder, entry.model), None)
     elif entry.shares_process_with:
-        state.stale_count += 1  # what becomes of the load is said of its host
+        state.stale_count += 1  # what becomes of the load is said of its primary
     elif entry.state is not State.LOADING:
         state.unqueue(entry)  # it sleeps on
         state.evicted_for.pop((entry.holder, entry.model), None)
@@ -183,8 +194,8 @@ def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
 
 
 def let_sleep(state: CoreState, entry: Ticket) -> None:
-    """LOADING -> ASLEEP: who asked for the wake had gone before the grant arrived, and its holder
-    never began (A8)."""
+    """Moves LOADING -> ASLEEP: the caller that asked for the wake had gone before the grant
+    arrived, and the holder never began (A8)."""
     host_reservation = {d: size for d, size in entry.granted.items() if d not in entry.home}
     state.move(entry, State.ASLEEP, granted=host_reservation)
     entry.note_inflight(0)
@@ -194,14 +205,14 @@ def let_sleep(state: CoreState, entry: Ticket) -> None:
 
 
 def prefetches_that_make_room(state: CoreState, book: DeviceAccount, short: int) -> list[Ticket]:
-    """Those that were begun as prefetches there, where they are enough."""
+    """Returns the loads on a device that were begun as prefetches, where they are enough."""
     prefetches = [e for e in book.loading.values() if e.is_prefetch]
     returning = sum(end_with_primary(state, e, book.device) for e in prefetches)
     return prefetches if short <= returning else []
 
 
 def _is_nearly_done(state: CoreState, entry: Ticket) -> bool:
-    """A wake always is: it only copies memory."""
+    """Says whether a load is nearly done. A wake always is: it only copies memory."""
     if entry.wakes_count:
         return True
     predicted = entry.last_load.predicted

@@ -1,6 +1,7 @@
-"""Bytes on their way back (A10): charged until the node agent has seen them free.
+"""Brings bytes back (A10): they stay charged until the node agent has seen them free.
 
-Whatever ends a ticket comes through `reclaim`; whatever proves its bytes are back, through `gone`.
+Whatever ends a ticket comes through `reclaim`; whatever proves its bytes are back, through
+`mark_reclaimed`.
 """
 
 from arbiter.core.decisions import EventKind, KillEngine, Reason, Revoke, Tier
@@ -11,12 +12,12 @@ from arbiter.errors import HolderQuarantined, TicketClosed
 from arbiter.units import Bytes, HolderId, TicketId, after, since
 
 REASONS = {reason.value: reason for reason in Reason}
-# Nobody wanted these to end: a model whose floor is the device comes back (floors.keep).
+# No rule wanted these to end: a model whose floor is the device comes back (floors.enforce).
 UNASKED = frozenset({Reason.LOST, Reason.FAILED})
 
 
 def reclaim(state: CoreState, entry: Ticket, reason: Reason) -> None:
-    """The engine behind this ticket must end. A reason given by an earlier revoke stands."""
+    """Ends the engine behind a ticket. A reason given by an earlier revoke stands."""
     was_waiting = entry.ticket in state.queue
     state.queue.drop(entry.ticket)
     entry.note_leaving(reason)
@@ -27,7 +28,8 @@ def reclaim(state: CoreState, entry: Ticket, reason: Reason) -> None:
 
 
 def on_released(state: CoreState, event: Released) -> None:
-    """Its holder has let go; the agent makes sure of it and says when the bytes are back."""
+    """Reclaims a ticket whose holder has let go; the agent makes sure of it and says when the bytes
+    are back."""
     states = State.QUEUED, *(CHARGED - {State.RECLAIMING})
     entry = state.live(event.ticket, *states, by=event.holder)
     if entry is None:
@@ -40,18 +42,19 @@ def on_released(state: CoreState, event: Released) -> None:
 
 
 def notify_holder(state: CoreState, ticket: TicketId, holder: HolderId, reason: Reason) -> None:
-    """The holder need not answer: the engine is ended by the agent."""
+    """Tells a holder that its ticket ends. It need not answer: the agent ends the engine."""
     state.decide(Revoke(ticket, holder, reason, Tier.GONE, state.now))
 
 
 def kill_and_notify(state: CoreState, entry: Ticket, reason: Reason) -> None:
-    """End the engine without asking its holder, and tell it."""
+    """Ends the engine without asking its holder, and tells the holder."""
     reclaim(state, entry, reason)
     notify_holder(state, entry.ticket, entry.holder, reason)
 
 
 def _kill(state: CoreState, entry: Ticket) -> None:
-    """Each 250 ms at first; a holder that is quarantined is no longer pressed as hard."""
+    """Has the agent kill the engine, every 250 ms at first; a quarantined holder is no longer
+    pressed as hard."""
     terms = state.settings.timeouts
     pause = terms.reclaim_alarm if entry.reclaim_late else terms.reap_every
     entry.kill_again_at(after(state.now, pause))
@@ -60,7 +63,7 @@ def _kill(state: CoreState, entry: Ticket) -> None:
 
 
 def on_timer(state: CoreState, entry: Ticket) -> None:
-    """The time rule of RECLAIMING."""
+    """Runs the time rule of RECLAIMING."""
     if (
         not entry.reclaim_late
         and since(entry.since, state.now) >= state.settings.timeouts.reclaim_alarm
@@ -88,22 +91,24 @@ def _quarantine(state: CoreState, entry: Ticket) -> None:
 
 
 def is_counted_on(leaving: Ticket) -> bool:
-    """Its bytes will come back; those that a quarantined holder keeps may not."""
+    """Says whether the bytes of a leaving ticket will come back; those that a quarantined holder
+    keeps may not."""
     return leaving.state is State.DRAINING or not leaving.reclaim_late
 
 
 def kept_bytes(state: CoreState, holder: HolderId) -> Bytes:
-    """What a holder in quarantine has not given back; 0: it is not in quarantine."""
+    """Returns what a holder in quarantine has not given back; 0: it is not in quarantine."""
     stuck = [e for e in state.ledger.holding(holder).values() if e.reclaim_late]
     return Bytes(sum(charged(e) for e in stuck))
 
 
 def charged(entry: Ticket) -> Bytes:
+    """Returns what a ticket is charged on all its devices."""
     return Bytes(sum(entry.charge(d) for d in entry.devices))
 
 
 def mark_reclaimed(state: CoreState, entry: Ticket) -> None:
-    """Seen back: off the books."""
+    """Closes a ticket whose bytes were seen back."""
     assert entry.state is State.RECLAIMING
     reason = entry.leaving or Reason.LOST
     took = since(entry.since, state.now)
