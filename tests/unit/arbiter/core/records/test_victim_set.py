@@ -16,10 +16,9 @@ from arbiter.core.eviction.ranking import (
     victims_no_more_urgent,
 )
 from arbiter.core.records.ledger import UNREAD_COUNT
-from arbiter.core.records.usage_rates import UsageRates
 from arbiter.core.records.victim_set import PricedVictim, choose, freed
 from arbiter.core.types import Priority
-from arbiter.units import Bytes, Instant, Span, TicketId, seconds
+from arbiter.units import Bytes, TicketId, seconds
 from policies import EVICT
 from tests.support.core_driver import CPU, PLAIN, CoreDriver, capability, revoked
 
@@ -133,15 +132,6 @@ def test_victims_of_a_long_ranking_are_those_of_a_short_one() -> None:
     went = [name for name, _, _ in revoked(driver.ask(300, "a", 3, model="m0"))]
     batch = [f"{m}-t" for n, m in enumerate(MANY) if n % 5 == 4]
     assert went == sorted(batch)[:3]  # the least urgent; all were used at once
-
-
-@pytest.mark.spec("C3")
-def test_usage_rates_fade_to_a_third_within_a_window_and_add_up() -> None:
-    rates = UsageRates(Span(100))
-    rates.used(("c", "m"), 2, Instant(0))
-    rates.used(("c", "m"), 1, Instant(100))
-    assert rates.recent(("c", "m"), Instant(100)) == pytest.approx(1 + 2 * 0.3679, rel=1e-3)
-    assert rates.recent(("c", "other"), Instant(100)) == 0
 
 
 def test_heartbeat_without_news_reprices_no_candidate() -> None:
