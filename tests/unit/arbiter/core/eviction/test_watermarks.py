@@ -11,7 +11,7 @@ from arbiter.core.settings import DEFAULTS, Settings, Watermarks
 from arbiter.units import TicketId, seconds
 from deployments.config.arbiter_section import ArbiterConfig
 from tests.support.core_driver import CPU, HOST, PLAIN, CoreDriver, granted, killed, revoked
-from tests.unit.arbiter.core.queue.test_gangs import GpuDriver
+from tests.support.gpu_driver import GpuDriver
 
 pytestmark = pytest.mark.spec("C4")
 MARKED = replace(PLAIN, device_marks=Watermarks(0.90, 0.80))
