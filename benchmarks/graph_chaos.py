@@ -25,7 +25,7 @@ import aiohttp
 from benchmarks import report
 from benchmarks.tally import Tally, end
 from tests.graph.conftest import KEEP_WARM_S, Graph, command_of, started
-from tests.graph.test_kills import VICTIMS, books_are_true, victims
+from tests.support.graph_processes import VICTIMS, books_are_true, victims
 
 ANSWER_S = 120.0  # no request may take longer, whatever dies
 LOOK_EVERY = 10  # kills between full comparisons of books and measurement

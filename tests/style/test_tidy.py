@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("arbiter", "policies", "deployments", "models")
 CODE = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 PURE_MODULES = ("arbiter.core", "arbiter.errors", "arbiter.units", "policies")
 PURE = [ROOT / "arbiter" / "errors.py", ROOT / "arbiter" / "units.py"]
 PURE += sorted((ROOT / "arbiter" / "core").rglob("*.py"))
@@ -220,3 +221,15 @@ def test_states_diagram_is_up_to_date() -> None:
     assert states_diagram.PATH.read_text() == states_diagram.page()
     pairs = {(state, to) for state, targets in TRANSITIONS.items() for to in targets}
     assert pairs == states_diagram.WHY.keys()
+
+
+@pytest.mark.parametrize("path", [*TESTS, *BENCHMARKS], ids=name_of)
+def test_nothing_imports_from_a_test_module(path: Path) -> None:
+    """What several of them need lies in tests/support."""
+    nodes = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = {a.name for n in nodes for a in n.names}
+    names |= {
+        f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names
+    }
+    parts = {part for name in names if name.startswith("tests.") for part in name.split(".")[1:]}
+    assert not {part for part in parts if part.startswith("test_")}
