@@ -233,3 +233,24 @@ def test_nothing_imports_from_a_test_module(path: Path) -> None:
     }
     parts = {part for name in names if name.startswith("tests.") for part in name.split(".")[1:]}
     assert not {part for part in parts if part.startswith("test_")}
+
+
+def reads_of_the_core(path: Path) -> list[int]:
+    """Where a test looks through an arbiter's state instead of asking the driver."""
+    reads = [n.value for n in ast.walk(tree(path)) if isinstance(n, ast.Attribute)]
+    whole = [n for n in reads if isinstance(n, ast.Attribute) and n.attr == "state"]
+    private = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Attribute)]
+    drivers = ("driver", "d", "made", "again")
+    return [
+        *(n.lineno for n in whole if ast.unparse(n.value).split(".")[-1] in drivers),
+        *(n.lineno for n in private if n.attr == "_state" and "arbiter" in ast.unparse(n.value)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in TESTS if p.parts[-2] == "model" or "unit" in p.parts], ids=name_of
+)
+def test_tests_ask_the_driver_of_the_core(path: Path) -> None:
+    """A rule may be given the state; what a test wants to know of it has a name in
+    tests/support/core_queries.py, so that a rename in the core touches one file."""
+    assert not reads_of_the_core(path)

@@ -90,7 +90,7 @@ def test_a_model_in_use_at_shutdown_leaves_when_idle_and_at_the_latest_at_the_bo
     driver.gone(33, "b")
     assert driver.arbiter.snapshot(s(33)).tickets == ()
     assert driver.charged() == 0
-    assert gib(80) == driver.state.ledger.books["n/cpu:0"].free_bytes
+    assert gib(80) == driver.account("n/cpu:0").free_bytes
 
 
 def test_asleep_model_is_killed_at_shutdown() -> None:
@@ -104,7 +104,6 @@ def test_asleep_model_is_killed_at_shutdown() -> None:
 def test_missed_timer_is_set_again_by_the_audit() -> None:
     driver = CoreDriver(keep_warm_s=60, host=80)
     driver.resident(0, "a", 10, host=5)
-    driver.state.timers.due(s(1000))  # all of them, lost
-    driver.state.timers.set(("audit", ""), s(60))
+    driver.lose_timers(next_audit_s=60)  # all of them, lost
     driver.woke(60)
     assert revoked(driver.woke(61)) == [("a", "idle", "gone")]

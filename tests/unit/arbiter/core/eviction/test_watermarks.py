@@ -125,7 +125,7 @@ def test_device_watermarks_evict_no_model_more_urgent_than_the_growing_one() -> 
     driver.resident(0, "a", 68, priority=types.Priority.HIGH)
     driver.resident(1, "text", 9)
     grow = ev.GrowthAsked(TicketId("text"), units.Bytes(6 << 30), seconds(30))
-    assert revoked(driver.at(100, grow)) == [] and "text" in driver.state.growing
+    assert revoked(driver.at(100, grow)) == [] and "text" in driver.growing()
     assert revoked(driver.ask(101, "b", 1)) == []  # something has changed there
 
 
@@ -142,7 +142,7 @@ def test_device_watermarks_do_not_act_for_growth_on_another_device() -> None:
         {"1": 45},
     )
     grow = ev.GrowthAsked(TicketId("b"), units.Bytes(20 << 30), seconds(30))
-    assert revoked(driver.at(100, grow)) == [] and "b" in driver.state.growing
+    assert revoked(driver.at(100, grow)) == [] and "b" in driver.growing()
     assert revoked(driver.want(101, "d", 1)) == []  # something has changed there
 
 

@@ -102,10 +102,10 @@ def test_gang_that_would_still_not_fit_evicts_nothing() -> None:
     for name, size in (("c", 60), ("d", 60)):
         d.want(0, name, size)
         d.done(0, name)
-    d.state.ledger.pin(d.state.ledger.find(TicketId("d")), True)
+    d.pin("d")
     d.want(20, "a", 70, "ab")
     assert revoked(d.want(20, "b", 70, "ab")) == []
-    assert isinstance(d.state.answers[TicketId("a")], NeverFits)
+    assert isinstance(d.answer("a"), NeverFits)
 
 
 @pytest.mark.spec("A13")
@@ -138,7 +138,7 @@ def test_a_model_larger_than_any_device_is_split_and_the_parts_are_on_its_ticket
     d = GpuDriver(80, 80, 60)
     assert granted(d.want(0, "a", 120, how=Split.EQUAL)) == ["a"]
     assert d.home("a") == {"0": 60, "1": 60}
-    charged = [b.charged_bytes for b in d.state.ledger.books.values() if b.charged_bytes]
+    charged = [b.charged_bytes for b in d.accounts().values() if b.charged_bytes]
     assert charged == [gib(60), gib(60)]
 
 
@@ -185,9 +185,9 @@ def asleep_over_two(settings: Settings = PLAIN) -> GpuDriver:
     d = GpuDriver(80, 80, settings=settings)
     assert granted(d.want(0, "a", 100, how=Split.EQUAL)) == ["a"]
     d.done(0, "a")
-    entry = d.state.ledger.find(TicketId("a"))
-    d.state.ledger.move(entry, State.DRAINING, d.state.now)
-    d.state.ledger.move(entry, State.ASLEEP, d.state.now, granted={})
+    entry = d.ticket("a")
+    d.move(entry, State.DRAINING, d.now)
+    d.move(entry, State.ASLEEP, d.now, granted={})
     return d
 
 

@@ -36,7 +36,7 @@ def test_tenants_are_served_by_bytes_requested_and_not_by_count() -> None:
     for name in "abcd":
         driver.ask(2, name, 20, tenant="x")
     driver.ask(3, "e", 20, tenant="y")
-    assert driver.state.queue.tickets() == list("abecd")  # y has had as much as one of them
+    assert driver.queue() == list("abecd")  # y has had as much as one of them
 
 
 def test_tickets_of_a_single_tenant_are_served_in_order_of_arrival() -> None:
@@ -45,7 +45,7 @@ def test_tickets_of_a_single_tenant_are_served_in_order_of_arrival() -> None:
     driver.beat(1, "vad", inflight=1)
     for size, name in zip((20, 1, 7, 3), "abcd", strict=True):
         driver.ask(2, name, size)
-    assert driver.state.queue.tickets() == list("abcd")
+    assert driver.queue() == list("abcd")
 
 
 def test_clients_beyond_the_bound_become_one_row_of_their_tenant() -> None:
@@ -53,7 +53,7 @@ def test_clients_beyond_the_bound_become_one_row_of_their_tenant() -> None:
     driver = CoreDriver()
     for number in range(6):
         accounts.used(ev.Usage(types.Client("x", f"c{number}"), 2), Instant(number))
-        accounts.settle(driver.state.ledger.holdings, Instant(number))
+        accounts.settle(driver.holdings, Instant(number))
     assert len(accounts.rows) <= 4
     assert accounts.rows[types.Client("x")].requests_count >= 4
     assert sum(a.requests_count for a in accounts.rows.values()) == 12
@@ -69,6 +69,4 @@ def test_accounts_survive_a_restart() -> None:
     again = CoreDriver(device=80)
     again.arbiter.restore_accounts(rows)
     assert again.arbiter.export_accounts() == rows
-    assert byte_seconds(again.state.accounts.rows[types.Client("y")].byte_ns) == Bytes(
-        102 * 20 * GIB
-    )
+    assert byte_seconds(again.client_account("y").byte_ns) == Bytes(102 * 20 * GIB)

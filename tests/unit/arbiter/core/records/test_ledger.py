@@ -2,7 +2,6 @@
 
 import pytest
 
-from arbiter.core.records.ledger import audit as audit_books
 from arbiter.core.records.ticket import TRANSITIONS, State
 from arbiter.errors import LedgerBroken
 from arbiter.units import (
@@ -17,9 +16,9 @@ from tests.support.core_driver import CPU, CoreDriver
 def test_an_illegal_move_is_a_bug() -> None:
     driver = CoreDriver()
     driver.ask(0, "a", 1)
-    entry = driver.state.ledger.find(TicketId("a"))
+    entry = driver.ticket("a")
     with pytest.raises(LedgerBroken, match="loading -> queued"):
-        driver.state.ledger.move(entry, State.QUEUED, Instant(0))
+        driver.move(entry, State.QUEUED, Instant(0))
 
 
 def test_every_state_can_be_left_towards_closed() -> None:
@@ -33,7 +32,7 @@ def test_every_state_can_be_left_towards_closed() -> None:
 def test_books_that_do_not_add_up_crash_the_next_event_that_touches_them(field: str) -> None:
     driver = CoreDriver()
     driver.ask(0, "a", 1)
-    book = driver.state.ledger.books[CPU]
+    book = driver.account()
     setattr(book, field, getattr(book, field) + 1)
     with pytest.raises(LedgerBroken):
         driver.ask(1, "b", 1)
@@ -41,7 +40,7 @@ def test_books_that_do_not_add_up_crash_the_next_event_that_touches_them(field: 
 
 def test_untouched_books_are_checked_on_the_timer() -> None:
     driver = CoreDriver()
-    driver.state.ledger.books[CPU].free_bytes += 1
+    driver.account().free_bytes += 1
     driver.woke(9.9)
     with pytest.raises(LedgerBroken):
         driver.woke(10)
@@ -50,12 +49,12 @@ def test_untouched_books_are_checked_on_the_timer() -> None:
 def test_an_index_that_lost_a_ticket_is_found_by_the_audit() -> None:
     driver = CoreDriver()
     driver.ask(0, "a", 1)
-    entry = driver.state.ledger.books[CPU].entries.pop(TicketId("a"))
-    book = driver.state.ledger.books[CPU]
+    entry = driver.account().entries.pop(TicketId("a"))
+    book = driver.account()
     book.charged_bytes -= entry.charge(CPU)
     book.free_bytes += entry.charge(CPU)
     with pytest.raises(LedgerBroken, match="index"):
-        audit_books(driver.state.ledger)
+        driver.audit()
 
 
 # -- budget (B2, B3) -------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def test_snapshot_gives_capacity_charged_measured_foreign_and_largest_fit() -> N
     driver.foreign[CPU] = 10
     driver.read(1)
     driver.ask(2, "b", 60, deadline_s=10)
-    view = driver.arbiter.snapshot(driver.state.now)
+    view = driver.snapshot()
     [device] = [d for d in view.devices if d.device == CPU]
     sizes = (
         device.capacity_bytes, device.budget_bytes, device.charged_bytes, device.measured_bytes,
@@ -37,10 +37,10 @@ def test_snapshot_lists_cooldowns_and_quarantined_holders() -> None:
     driver.ask(0, "a", 30)
     driver.at(1, ev.LoadBroke(TicketId("a"), "bad weights", False))
     driver.woke(1.5)
-    [cooldown] = driver.arbiter.snapshot(driver.state.now).cooldowns
+    [cooldown] = driver.snapshot().cooldowns
     assert (cooldown.model, cooldown.cause, cooldown.left) == ("a", "bad weights", seconds(1.5))
     driver.woke(6)
-    view = driver.arbiter.snapshot(driver.state.now)
+    view = driver.snapshot()
     assert view.cooldowns == ()
     assert [h.kept_bytes for h in view.holders] == [gib(30)]
 
@@ -49,5 +49,5 @@ def test_overcommitted_device_has_no_largest_fit() -> None:
     driver = CoreDriver(device=80)
     driver.foreign[CPU] = 90
     driver.read(1)
-    [device] = [d for d in driver.arbiter.snapshot(driver.state.now).devices if d.device == CPU]
+    [device] = [d for d in driver.snapshot().devices if d.device == CPU]
     assert (device.free_bytes, device.largest_fit_bytes) == (-gib(10), Bytes(0))

@@ -57,10 +57,10 @@ def test_a_dead_nodes_devices_leave_with_it_and_its_tickets_are_closed() -> None
     driver.ask(1, "b", 30)
     driver.ask(1, "c", 80)
     driver.at(2, ev.NodeLost(NODE))
-    assert driver.state.ledger.books == {}
-    assert driver.state.ledger.entries() == []
-    assert len(driver.state.queue) == 0
-    assert driver.state.holders == {}
+    assert driver.accounts() == {}
+    assert driver.tickets() == []
+    assert len(driver.queue()) == 0
+    assert driver.holders() == set()
     assert "node_lost" in driver.kinds()
 
 
@@ -115,7 +115,7 @@ def test_a_device_its_agent_no_longer_sees_takes_its_tickets_along() -> None:
     host_only = (types.DeviceSpec(HOST, types.DeviceKind.HOST, gib(80)),)
     driver.at(1, ev.NodeSeen(NODE, host_only))
     assert driver.state_of("a") == "closed"
-    assert list(driver.state.ledger.books) == [HOST]
+    assert list(driver.accounts()) == [HOST]
 
 
 def test_readings_of_an_unknown_node_count_for_nothing() -> None:

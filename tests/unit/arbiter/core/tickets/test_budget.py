@@ -16,7 +16,6 @@ from arbiter.units import (
     GIB,
     MIB,
     Bytes,
-    TicketId,
     seconds,
 )
 from tests.support.core_driver import CPU, HOST, PLAIN, CoreDriver, gib, is_granted
@@ -86,10 +85,10 @@ def test_scratch_kept_when_the_lock_was_given_back_is_not_free() -> None:
     serve(made, 0, "b", 20, seen=30)
     made.read(1)  # 6 and 10 of scratch at once, where 10 are reserved
     assert made.charged() == 40
-    assert made.state.ledger.books[CPU].foreign_bytes == 6 * GIB
+    assert made.account().foreign_bytes == 6 * GIB
     made.engines["a"] = {CPU: 20}
     made.read(2)
-    assert made.state.ledger.books[CPU].foreign_bytes == 0
+    assert made.account().foreign_bytes == 0
 
 
 @pytest.mark.spec("B2")
@@ -110,7 +109,7 @@ def test_shared_scratch_is_not_learned_as_the_tickets_own() -> None:
     serve(made, 0, "a", 20, seen=26)
     made.read(1)
     made.read(2)
-    entry = made.state.ledger.find(TicketId("a"))
+    entry = made.ticket("a")
     assert entry.peak_bytes == 20 * GIB
 
 
@@ -128,7 +127,7 @@ def test_reserve_charge_and_foreign_cover_every_byte_that_is_seen(
     for name, (size, seen) in zip("abc", tickets, strict=False):
         serve(made, 0, name, size, seen)
     made.read(1)
-    book = made.state.ledger.books[CPU]
+    book = made.account()
     lent = book.charged_bytes + book.foreign_bytes + max(scratch) * GIB
     assert lent >= sum(max(size, seen) for size, seen in tickets) * GIB
     assert book.free_bytes + book.charged_bytes + book.foreign_bytes == book.budget_bytes

@@ -283,9 +283,9 @@ def test_record_of_the_evicted_model_ends_with_the_load(end: Any) -> None:
     driver.ask(20, "b", 60)
     driver.at(21, ev.Released(TicketId("a"), "swap"))
     assert granted(driver.gone(21.5, "a")) == ["b"]
-    assert driver.state.evicted_for
+    assert driver.evicted_for()
     end(driver)
-    assert driver.state.evicted_for == {}
+    assert driver.evicted_for() == {}
 
 
 @pytest.mark.spec("A12", "A21")
@@ -293,9 +293,9 @@ def test_record_of_the_evicted_model_ends_with_the_deadline_of_its_asker() -> No
     driver = CoreDriver(device=80)
     driver.resident(0, "a", 80)
     driver.ask(20, "b", 60, deadline_s=1)
-    assert driver.state.evicted_for
+    assert driver.evicted_for()
     driver.woke(21)
-    assert driver.state.evicted_for == {}
+    assert driver.evicted_for() == {}
 
 
 @pytest.mark.spec("A12")

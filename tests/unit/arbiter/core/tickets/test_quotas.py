@@ -39,7 +39,7 @@ def settings(*tenants: TenantLimits) -> Settings:
 
 
 def holds(driver: CoreDriver, tenant: str) -> float:
-    return float(driver.state.ledger.holdings.by_tenant[tenant] / GIB)
+    return float(driver.holdings.by_tenant[tenant] / GIB)
 
 
 def test_tenant_at_its_maximum_evicts_among_its_own_tickets_only() -> None:
@@ -212,7 +212,7 @@ def test_ticket_is_billed_to_its_last_user_unless_that_breaks_a_limit() -> None:
 
 
 def used(driver: CoreDriver, t: float, name: str, client: types.Client) -> list[Decision]:
-    entry = driver.state.ledger.find(TicketId(name))
+    entry = driver.ticket(name)
     held = replace(driver.held(name, t=t), client=client, uses_count=entry.uses_count + 1)
     return driver.at(t, ev.Renewed(HolderId("h"), (held,)))
 
