@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -36,7 +37,7 @@ DOOR_S = 5.0
 PAUSE_S = 4.0  # between tries while nobody opens
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
 CHAT = {"messages": HELLO, "max_tokens": 24, "stream": True, "ignore_eos": True}
-CALLS = {
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-chat": ("/v1/chat/completions", CHAT),
     "small-chat": ("/v1/chat/completions", CHAT),
     "all-minilm-l6-v2": ("/v1/embeddings", {"input": "a ticket"}),

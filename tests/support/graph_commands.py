@@ -32,7 +32,7 @@ def send(graph: Graph, method: str, path: str, body: object = None) -> Any:
 
 def run_command(graph: Graph, *words: str) -> str:
     """What `arbiter` prints."""
-    command = [BIN / "arbiter", *words]
+    command = [str(BIN / "arbiter"), *words]
     done = subprocess.run(
         command, env=environment(graph), capture_output=True, text=True, timeout=60, check=True
     )

@@ -38,4 +38,5 @@ def books_are_true(graph: Graph) -> bool:
     kernel_bytes = sum(device_bytes(root) for root in roots)
     cpu = next(d for d in state["devices"] if d["kind"] == "cpu")
     close = abs(cpu["measured_bytes"] - kernel_bytes) <= 0.05 * kernel_bytes  # B1
-    return close and cpu["free_bytes"] >= 0 and cpu["charged_bytes"] >= cpu["measured_bytes"]
+    is_charged = cpu["charged_bytes"] >= cpu["measured_bytes"]
+    return bool(close and is_charged and cpu["free_bytes"] >= 0)
