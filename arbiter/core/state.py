@@ -75,7 +75,7 @@ class Node:
 
 @dataclass(slots=True)
 class PressureState:
-    """How short of real memory a device is, and what was done about it (C5)."""
+    """Says how short of real memory a device is, and what was done about it (C5)."""
 
     level: types.Level = types.Level.NOMINAL  # the worst of these two
     measured: types.Level = types.Level.NOMINAL

@@ -187,7 +187,7 @@ BUGS = [
     Bug("a reserve overlooks who changes hands with a model", "arbiter/core/tickets/quotas.py",
         "    sizes = [end_with_primary(state, entry, book.device) for book in books]", "    sizes = [entry.charge(book.device) for book in books]"),
     Bug("who leaves several devices is counted on one", "arbiter/core/queue/grants.py",
-        "        if (lacking := size - pass_.room(device, entry)) > 0:", "        if (lacking := lacks[device]) > 0:"),
+        "        if (lacking := Bytes(size - pass_.room(device, entry))) > 0:", "        if (lacking := lacks[device]) > 0:"),
     Bug("nobody need find room on all devices", "arbiter/core/queue/grants.py",
         "    if not all(n <= 0 or victims_for", "    if not any(n <= 0 or victims_for"),
 ]  # fmt: skip

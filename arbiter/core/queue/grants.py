@@ -249,11 +249,11 @@ def _make_room_on_each(
 ) -> None:
     """Revokes victims on every device, or on none while one device would still lack room. A victim
     on several devices leaves all of them, so what each lacks is computed anew."""
-    lacks = {d: size - pass_.room(d, entry) for d, size in needs.items()}
+    lacks = {d: Bytes(size - pass_.room(d, entry)) for d, size in needs.items()}
     if not all(n <= 0 or victims_for(state, entry, d, n, urgent) for d, n in lacks.items()):
         return
     for device, size in sorted(needs.items()):
-        if (lacking := size - pass_.room(device, entry)) > 0:
+        if (lacking := Bytes(size - pass_.room(device, entry))) > 0:
             make_room(state, entry, device, lacking, urgent)
         pass_.promised[device] += size
 

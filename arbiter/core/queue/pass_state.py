@@ -1,5 +1,6 @@
-"""What one pass over a node's queue knows: what is free, promised, reserved, and held for aged
-tickets (C6, C10)."""
+"""Keeps what one pass over a node's queue knows: what is free, promised, reserved, and held for
+aged tickets (C6, C10).
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -22,12 +23,12 @@ from arbiter.units import Bytes, DeviceId, HolderId, TicketId
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one ticket may have on the devices of its node: numbers, computed once for a try.
+    """Says what one ticket may have on the devices of its node: numbers, computed once for a try.
 
     `most_by_device` covers every device that computes, the others only devices that may be lent
     from now. `free_by_device` is free and usable now; `room_by_device` counts what is on its way
-    back as well. Both leave out what the pass has promised and what is reserved for other tenants.
-    """
+    back as well. Both leave out what the pass has promised and what is reserved for other
+    tenants."""
 
     need_bytes: Bytes
     most_by_device: Sizes  # what waiting can ever bring
@@ -43,14 +44,14 @@ class Limits:
         """Says whether so much may be granted on a device now."""
         return self.free_by_device[device] >= size
 
-    def missing(self, device: DeviceId) -> int:
+    def missing(self, device: DeviceId) -> Bytes:
         """Returns what the need lacks on a device beyond what is on its way back."""
-        return self.need_bytes - self.room_by_device[device]
+        return Bytes(self.need_bytes - self.room_by_device[device])
 
 
 @dataclass(slots=True)
 class GrantPass:
-    """One pass over one node's queue."""
+    """Keeps what one pass over one node's queue knows."""
 
     node: Node
     books: dict[DeviceId, DeviceAccount]  # of its trusted devices that compute

@@ -25,8 +25,8 @@ def end_with_primary(state: CoreState, primary: Ticket, device: DeviceId) -> Byt
 
 
 def on_timer(state: CoreState, companion: Ticket) -> None:
-    """A companion follows its primary's timers. A companion whose primary is off the books is
-    reclaimed: its agent knows no process of it, and says so."""
+    """Follows the primary's timers. A companion whose primary is off the books is reclaimed: its
+    agent knows no process of it, and says so."""
     if companion.state is State.RECLAIMING and not state.primary_of(companion):
         tend_reclaiming(state, companion)
     elif companion.state not in (State.QUEUED, State.RECLAIMING) and not state.primary_of(
