@@ -266,9 +266,9 @@ class CoreState:
 
     def take_dirty_nodes(self) -> list[NodeId]:
         """Returns the dirty nodes, which count as clean from now on."""
-        taken = self.dirty_nodes()
-        self.ledger.clean()
-        self.queue.clean()
+        if taken := self.dirty_nodes():
+            self.ledger.clean()
+            self.queue.clean()
         return taken
 
     # -- small moves that several rules share ---------------------------------------------------

@@ -153,7 +153,7 @@ BUGS = [
     Bug("a part is larger than a reserve leaves", "arbiter/core/queue/gangs.py",
         "[max(0, min(b.free_bytes, m)) for b, m in", "[max(0, b.free_bytes) for b, m in"),
     Bug("a gang is placed where a reserve is", "arbiter/core/queue/grants.py",
-        "    most = limits.most_by_device\n    at_best", "    most = {b.device: on_demand_of(b) for b in books}\n    at_best"),
+        "    most = pass_.most_for(state, entry.client.tenant)\n    at_best", "    most = {b.device: on_demand_of(b) for b in books}\n    at_best"),
     Bug("what is not read for now is gone for good", "arbiter/core/queue/pass_state.py",
         "quotas.at_most(state, tenant, compute_books(state, self.node))", "quotas.at_most(state, tenant, self.books.values())"),
     Bug("a device that is read again is not looked at", "arbiter/core/residency/readings.py",

@@ -25,9 +25,10 @@ from arbiter.units import Bytes, DeviceId, HolderId, TicketId
 class Limits:
     """Says what one ticket may have on the devices of its node: numbers, computed once for a try.
 
-    `most_by_device` covers every device that computes, the others only devices that may be lent
-    from now. `free_by_device` is free and usable now; `room_by_device` counts what is on its way
-    back as well. Both leave out what the pass has promised and what is reserved for other
+    `most_by_device` covers every device that computes; it is empty where nothing bounds the need,
+    because no tenant has limits and any ticket may have as much. The others cover only devices that
+    may be lent from now: `free_by_device` is free and usable, `room_by_device` counts what is on
+    its way back as well. Both leave out what the pass has promised and what is reserved for other
     tenants."""
 
     need_bytes: Bytes
@@ -37,7 +38,8 @@ class Limits:
 
     @property
     def most_bytes(self) -> Bytes:
-        """Returns the most on any one device; the need itself while no device is known."""
+        """Returns the most on any one device; the need itself where nothing bounds it, or no
+        device is known."""
         return max(self.most_by_device.values(), default=self.need_bytes)
 
     def fits(self, device: DeviceId, size: int) -> bool:
@@ -80,8 +82,14 @@ class GrantPass:
             room[device] = self.room(device, entry)
             kept = quotas.kept(self.reserves, book, tenant)
             free[device] = min(book.free_bytes - kept, room[device])
-        most = quotas.at_most(state, tenant, compute_books(state, self.node))
+        most: Sizes = {}
+        if state.tenants or need > self.open_bytes:
+            most = self.most_for(state, tenant)
         return Limits(need, most, free, room)
+
+    def most_for(self, state: CoreState, tenant: str) -> Sizes:
+        """Returns what waiting can ever bring this tenant on each device that computes."""
+        return quotas.at_most(state, tenant, compute_books(state, self.node))
 
     def open_to(self, state: CoreState, entry: Ticket) -> list[DeviceAccount]:
         """Returns where a load of it may begin, once there is room."""
