@@ -14,7 +14,6 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
 import asyncio
 import gc
 import importlib
-import json
 import os
 import socket
 import sys
@@ -24,7 +23,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
-from deployments.engines import linux
+from deployments.engines import asgi, linux
 from deployments.engines.protocol import (
     Config,
     Engine,
@@ -201,14 +200,14 @@ class EngineHost:
         if route:
             await route(receive, send)
         elif scope["path"].startswith("/control/"):
-            await respond(send, 404, _error("NotFound", f"no control route {scope['path']}"))
+            await asgi.refuse(send, 404, f"no control route {scope['path']}", kind="NotFound")
         else:
             await self._data(scope, receive, send)
 
     async def _data(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.engine is None or not self.loaded.is_set() or self.failure or self.asleep:
             state = "asleep" if self.asleep else "not loaded"
-            return await respond(send, 503, _error("NotAwake", f"the engine is {state}"))
+            return await asgi.refuse(send, 503, f"the engine is {state}", kind="NotAwake")
         await self.engine.app(scope, receive, send)
 
     async def _ready(self, receive: Receive, send: Send) -> None:
@@ -216,10 +215,13 @@ class EngineHost:
         if not self.failure:
             assert self.engine is not None
             facts = {"load_seconds": self.load_seconds, "can_sleep": self.engine.can_sleep}
-            return await respond(send, 200, facts)
-        cause = _error(self.failure.kind, self.failure.message)
-        cause["error"]["out_of_memory"] = self.failure.out_of_memory
-        await respond(send, 500, cause)
+            return await asgi.respond(send, 200, facts)
+        cause = {
+            "type": self.failure.kind,
+            "message": self.failure.message,
+            "out_of_memory": self.failure.out_of_memory,
+        }
+        await asgi.respond(send, 500, {"error": cause})
         # The answer is written by now; the loop runs once more so that it leaves the buffer.
         asyncio.get_running_loop().call_later(0.05, linux.end, 1)
 
@@ -234,13 +236,13 @@ class EngineHost:
 
     async def _health(self, receive: Receive, send: Send) -> None:
         if self.engine is None or not self.loaded.is_set() or self.failure:
-            return await respond(send, 503, _error("NotAwake", "the engine is not loaded"))
+            return await asgi.refuse(send, 503, "the engine is not loaded", kind="NotAwake")
         task = asyncio.ensure_future(self.engine.health())
         await asyncio.wait({task})
         if error := task.exception():
             cause = load_failure(error)
-            return await respond(send, 503, _error(cause.kind, cause.message))
-        await respond(send, 200, {"asleep": self.asleep})
+            return await asgi.refuse(send, 503, cause.message, kind=cause.kind)
+        await asgi.respond(send, 200, {"asleep": self.asleep})
 
     async def _sleep(self, receive: Receive, send: Send) -> None:
         await self._turned(send, self._fall_asleep())
@@ -255,11 +257,11 @@ class EngineHost:
             task = asyncio.ensure_future(act)
             await asyncio.wait({task})
         if not (error := task.exception()):
-            return await respond(send, 200, task.result())
+            return await asgi.respond(send, 200, task.result())
         cause = load_failure(error)
         sys.excepthook(type(error), error, error.__traceback__)
         status = 409 if isinstance(error, CannotSleep) else 500
-        await respond(send, status, _error(cause.kind, cause.message))
+        await asgi.refuse(send, status, cause.message, kind=cause.kind)
         if status == 500:
             self.failure = cause
             asyncio.get_running_loop().call_later(0.05, linux.end, 1)
@@ -292,15 +294,3 @@ class EngineHost:
 
 class CannotSleep(Exception):
     """Asked of an engine that does not."""
-
-
-def _error(kind: str, message: str) -> dict[str, dict[str, Any]]:
-    return {"error": {"type": kind, "message": message, "param": None, "code": None}}
-
-
-async def respond(send: Send, status: int, body: object) -> None:
-    """One JSON answer."""
-    data = json.dumps(body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data})

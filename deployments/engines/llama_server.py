@@ -14,12 +14,11 @@ import asyncio
 import os
 import shutil
 import subprocess
-from typing import Any
 
 import aiohttp
 
-from deployments.engines import linux
-from deployments.engines.host import CannotSleep, respond
+from deployments.engines import asgi, command_line, linux
+from deployments.engines.host import CannotSleep
 from deployments.engines.protocol import (
     MAX_SOCKET_PATH,
     Config,
@@ -61,15 +60,9 @@ def command(config: Config, path: str) -> list[str]:
     if "threads" in config:
         words += ["--threads", str(config["threads"])]
     for name, value in config.get("engine_args", {}).items():
-        words += _words("--" + name.replace("_", "-"), value)
+        if value is not False:  # few of its flags have a `--no-` form; those are named `no_...`
+            words += command_line.words(name, value)
     return words
-
-
-def _words(flag: str, value: Any) -> list[str]:
-    """`true` is a bare flag; `false` and nothing leave the program's default."""
-    if value is None or value is False:
-        return []
-    return [flag] if value is True else [flag, str(value)]
 
 
 class LlamaServer:
@@ -106,19 +99,9 @@ class LlamaServer:
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes on until the answer has ended or the client has left, which ends it there too."""
         if scope["path"] not in ROUTES:
-            error = {"message": f"no route {scope['path']}", "type": "invalid_request_error"}
-            return await respond(send, 404, {"error": {**error, "param": None, "code": None}})
-        body = await _whole(receive)
-        answering = asyncio.ensure_future(self._pass_on(scope, body, send))
-        leaving = asyncio.ensure_future(_left(receive))
-        try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            answering.cancel()  # does nothing to one that is done
-            await asyncio.wait({answering, leaving})
-        if not answering.cancelled():
-            answering.result()
+            return await asgi.refuse(send, 404, f"no route {scope['path']}")
+        if (body := await asgi.read_body(receive)) is not None:
+            await asgi.until_disconnected(self._pass_on(scope, body, send), receive)
 
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
         assert self.session is not None
@@ -146,18 +129,3 @@ class LlamaServer:
         async with asyncio.timeout(HEALTH_S):
             if not await self._is_healthy():
                 raise RuntimeError(f"{PROGRAM} is not healthy")
-
-
-async def _whole(receive: Receive) -> bytes:
-    """The front bounds its size."""
-    parts = []
-    while True:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 
-from deployments.engines import dispatch_lock, host_copy
-from deployments.engines.host import respond
+from deployments.engines import asgi, dispatch_lock, host_copy
 from deployments.engines.protocol import Config, Receive, Scope, Send
 
 MAX_BODY_BYTES = 32 << 20  # 2,048 texts of 16 KB; longer texts exceed any model's window
@@ -130,14 +129,7 @@ class EmbeddingEngine:
 
     async def _embed_for(self, receive: Receive, texts: list[str]) -> np.ndarray | None:
         """None: the client has gone, and what was still queued for it is dropped."""
-        answer = asyncio.ensure_future(self._embed(texts))
-        gone = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-            return answer.result() if answer.done() else None
-        finally:
-            answer.cancel()
-            gone.cancel()
+        return await asgi.until_disconnected(self._embed(texts), receive)
 
     async def _batch_for_ever(self) -> None:
         while True:
@@ -167,18 +159,23 @@ class EmbeddingEngine:
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/v1/models":
             card = {"id": self.name, "object": "model", "owned_by": "serve-arbiter", "created": 0}
-            return await respond(send, 200, {"object": "list", "data": [card]})
+            return await asgi.respond(send, 200, {"object": "list", "data": [card]})
         if scope["path"] != "/v1/embeddings" or scope["method"] != "POST":
-            return await _refuse(send, 404, None, f"no route {scope['method']} {scope['path']}")
+            return await asgi.refuse(send, 404, f"no route {scope['method']} {scope['path']}")
         try:
-            asked = parse(await _body(receive), self.width, matryoshka=self.matryoshka)
+            body = await asgi.read_body(receive, MAX_BODY_BYTES)
+            if body is None:
+                return
+            asked = parse(body, self.width, matryoshka=self.matryoshka)
             tokens = self._count(asked.texts)
+        except asgi.BodyTooLarge as error:
+            return await asgi.refuse(send, 413, str(error), param="body")
         except BadInput as bad:
-            return await _refuse(send, 400, bad.param, bad.message)
+            return await asgi.refuse(send, 400, bad.message, param=bad.param)
         vectors = await self._embed_for(receive, asked.texts)
         if vectors is not None:
             short = shorten(vectors, asked.dimensions)
-            await respond(send, 200, self._answer(short, asked, tokens))
+            await asgi.respond(send, 200, self._answer(short, asked, tokens))
 
     def _count(self, texts: list[str]) -> int:
         """Tokens of all texts. Raises BadInput for one longer than the model's window: a vector of
@@ -271,25 +268,3 @@ def _base64(vector: np.ndarray) -> Any:
 
 def _on_cpu(model: SentenceTransformer) -> bool:
     return bool(model.device.type == "cpu")
-
-
-async def _body(receive: Receive) -> bytes:
-    parts, size, more = [], 0, True
-    while more:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > MAX_BODY_BYTES:
-            raise BadInput("body", f"larger than {MAX_BODY_BYTES} bytes")
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
-
-
-async def _refuse(send: Send, status: int, param: str | None, message: str) -> None:
-    error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
-    await respond(send, status, {"error": error})

@@ -13,7 +13,7 @@ import os
 import signal
 import tempfile
 
-from deployments.engines.host import respond
+from deployments.engines.asgi import respond
 from deployments.engines.protocol import Config, Receive, Scope, Send
 
 

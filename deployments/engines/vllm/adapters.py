@@ -21,12 +21,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from arbiter.errors import RequestError
-from deployments import messages
 from deployments.adapters.catalogue import Entry
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
 from deployments.adapters.validate import Rules
 from deployments.config.safetensors_header import linear_shapes
+from deployments.engines import asgi
 from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.engines.vllm.admission import BASE
 from deployments.engines.vllm.batch_gate import AdaptersBusy, BatchGate
@@ -180,18 +180,18 @@ class AdapterService:
     # -- in front of vLLM's application --------------------------------------------------------
 
     async def serve(self, api: Any, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _whole(receive)
+        body = await asgi.read_body(receive)
         if body is None:
             return
         tenant = dict(scope["headers"]).get(_TENANT, b"").decode("latin-1")
         try:
             asked = await self.asked(body, tenant)
         except RequestError as error:
-            return await _refuse(send, error)
+            return await asgi.refuse_request(send, error)
         if asked is not None:
             send = _HeldHead(asked, send)
         _ASKED.set(asked)
-        await api(scope, _Replayed(body, receive), send)
+        await api(scope, asgi.replay(body, receive), send)
 
     def adopt(self, llm: AsyncLLM, state: Any) -> None:
         """Let vLLM's routes resolve names through the request that asks."""
@@ -254,42 +254,8 @@ class _HeldHead:
         elif refused := self._asked.refused:
             if self._head is not None:
                 self._head = None
-                await _refuse(self._send, refused)
+                await asgi.refuse_request(self._send, refused)
         elif self._head is not None:
             self._passes = True
             await self._send(self._head)
             await self._send(message)
-
-
-class _Replayed:
-    """A body that was read, then what comes after it."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
-
-    async def __call__(self) -> Any:
-        if self._body is None:
-            return await self._receive()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
-
-
-async def _whole(receive: Receive) -> bytes | None:
-    """The body, or None when the client has left. The front bounds its size."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-async def _refuse(send: Send, error: RequestError) -> None:
-    head, body = messages.refusal(error)
-    headers = [(k.encode(), v.encode()) for k, v in head.headers.items()]
-    headers.append((b"content-length", b"%d" % len(body)))
-    await send({"type": "http.response.start", "status": head.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

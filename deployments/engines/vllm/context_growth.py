@@ -3,7 +3,6 @@
 start anew with a request that would be refused again.
 """
 
-import asyncio
 import json
 import re
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
+from deployments.engines import asgi
 from deployments.engines.protocol import COULD_GROW, Asgi, Receive, Scope, Send
 
 # What decides how many tokens a prompt has, of the routes whose prompts vLLM's `/tokenize` counts.
@@ -48,7 +48,9 @@ class ContextGrowth:
         """As `app` would, with a refusal marked that would be none if the model had grown."""
         if scope["path"] not in _MOST:
             return await app(scope, receive, send)
-        said = await _whole(receive)
+        said = await asgi.read_body(receive)
+        if said is None:
+            return
         start: Any = None
         refusal = b""
 
@@ -63,7 +65,7 @@ class ContextGrowth:
                 if not message.get("more_body"):
                     await self._refuse(scope["path"], said, start, refusal, send)
 
-        await app(scope, _again(said, receive), judging)
+        await app(scope, asgi.replay(said, receive), judging)
 
     async def _refuse(self, path: str, said: bytes, start: Any, refusal: bytes, send: Send) -> None:
         headers = list(start["headers"])
@@ -123,7 +125,7 @@ class ContextGrowth:
             answer.append(message.get("body", b""))
 
         said = json.dumps({"model": self.model, **asked}).encode()
-        await self.api(scope, _again(said, None), heard)
+        await self.api(scope, asgi.replay(said, asgi.never), heard)
         if statuses != [200]:
             raise Uncounted(statuses)
         return int(json.loads(b"".join(answer))["count"])
@@ -170,28 +172,3 @@ def _with_most(refusal: bytes, needed: int, most_tokens: int) -> bytes:
         f" The model may grow to {most_tokens} tokens; the request needs {needed}."
     )
     return json.dumps(said).encode()
-
-
-async def _whole(receive: Receive) -> bytes:
-    """A request's body; what came of it when its client leaves."""
-    parts: list[bytes] = []
-    while (message := await receive())["type"] == "http.request":
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            break
-    return b"".join(parts)
-
-
-def _again(said: bytes, receive: Receive | None) -> Receive:
-    """The body once more, then whatever comes."""
-    messages = [{"type": "http.request", "body": said, "more_body": False}]
-
-    async def replayed() -> Any:
-        if messages:
-            return messages.pop()
-        if receive is None:  # nobody leaves: a route that hears of it would give no answer
-            await asyncio.Event().wait()
-            raise AssertionError("an event that nobody sets")
-        return await receive()
-
-    return replayed

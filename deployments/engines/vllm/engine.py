@@ -6,7 +6,6 @@ on a GPU `device_ids: [2]`, `gpu_memory_utilization: 0.4`).
 """
 
 import asyncio
-import json
 import os
 from argparse import Namespace
 from functools import cache
@@ -27,8 +26,7 @@ from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from deployments.engines import linux
-from deployments.engines.host import respond
+from deployments.engines import asgi, command_line, linux
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
 from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
 from deployments.engines.vllm.context_growth import ContextGrowth
@@ -86,7 +84,9 @@ def arguments(config: Config) -> Namespace:
         raise LoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)
     if ways := len(config.get("parts", [])):  # vLLM counts KV bytes by GPU, a ticket in all
         given["kv_cache_memory_bytes"] = int(given["kv_cache_memory_bytes"]) // ways
-    words = [word for name, value in given.items() for word in _words(name, value)]
+    if isinstance(modules := given.get("lora_modules"), dict):
+        given["lora_modules"] = [f"{adapter}={folder}" for adapter, folder in modules.items()]
+    words = [word for item in given.items() for word in command_line.words(*item)]
     return parser().parse_args(words)
 
 
@@ -154,19 +154,6 @@ def _drafter_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def _words(name: str, value: Any) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    if value is None or value in ({}, []):
-        return []  # as if it were not written: vLLM's default
-    if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    if name == "lora_modules" and isinstance(value, dict):
-        return [flag, *(f"{adapter}={folder}" for adapter, folder in value.items())]
-    if isinstance(value, list):
-        return [flag, *map(str, value)]
-    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-
-
 class VllmEngine:
     """The frontend: tokenizer, templates, OpenAI semantics, and the core's only client."""
 
@@ -215,8 +202,7 @@ class VllmEngine:
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
         if scope["path"] not in ROUTES:
-            error = {"message": f"no route {scope['path']}", "type": "invalid_request_error"}
-            return await respond(send, 404, {"error": {**error, "param": None, "code": None}})
+            return await asgi.refuse(send, 404, f"no route {scope['path']}")
         if self.room is not None:
             return await self.room.serve(self._answer, scope, receive, send)
         await self._answer(scope, receive, send)
@@ -227,7 +213,7 @@ class VllmEngine:
             return await self.api(scope, receive, send)
         if scope["path"] == "/adapters":
             trace = await self.llm.engine_core.call_utility_async("step_trace")
-            return await respond(send, 200, {**self.desk.facts(), "trace": trace})
+            return await asgi.respond(send, 200, {**self.desk.facts(), "trace": trace})
         await self.desk.serve(self.api, scope, receive, send)
 
     async def sleep(self) -> None:
