@@ -136,7 +136,7 @@ def _adapter_arguments(config: Config) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": given["slots"],
-        "max_cpu_loras": 2 * given["slots"],  # deployments.plan charges as much for it
+        "max_cpu_loras": 2 * given["slots"],  # deployments.config.engine_kinds charges as much
         "max_lora_rank": given["max_rank"],
     }
 
