@@ -1,6 +1,7 @@
 """The example of an engine in one file, against a program that speaks llama-server's HTTP."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from tests.support.engine_host import (
 pytestmark = pytest.mark.spec("H9")
 ENTRY = "deployments.engines.llama_server:build"
 CHAT = "/v1/chat/completions"
+NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def light() -> Iterator[ZygoteUnderTest]:
 def spawned(light: ZygoteUnderTest, folder: Path, **told: Any) -> tuple[Child, Path]:
     model = folder / "model.gguf"
     model.write_text(json.dumps(told))
-    ticket = f"llama-{folder.name}"[:24]
+    ticket = f"llama-{next(NUMBERS)}"
     config = {"model": str(model), "served_name": "llama", "engine_args": {"ctx_size": 512}}
     return light.spawn(ticket, ENTRY, config).hold(), model
 
