@@ -34,7 +34,7 @@ def spawned(engines: ZygoteUnderTest, ticket: str, model: Path, **more: Any) -> 
         "runner": "pooling",
         "dtype": "float32",
         "kv_cache_memory_bytes": 64 * MIB,
-        "max_model_len": 512,
+        "max_model_len": 256,  # what the encoder was trained with
         **more,
     }
     config = {"model": str(model), "served_name": ticket, "engine_args": args}
