@@ -1,10 +1,10 @@
 """The example of an engine in one file, against a program that speaks llama-server's HTTP."""
 
 import contextlib
-import itertools
 import json
 import os
 import signal
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from tests.support.engine_host import (
 pytestmark = pytest.mark.spec("H9")
 ENTRY = "deployments.engines.llama_server:build"
 CHAT = "/v1/chat/completions"
-NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def light() -> Iterator[ZygoteUnderTest]:
 def spawned(light: ZygoteUnderTest, folder: Path, **told: Any) -> tuple[Child, Path]:
     model = folder / "model.gguf"
     model.write_text(json.dumps(told))
-    ticket = f"llama-{next(NUMBERS)}"
+    ticket = f"llama-{uuid.uuid4().hex[:8]}"  # short: it is part of a socket's path
     config = {"model": str(model), "served_name": "llama", "engine_args": {"ctx_size": 512}}
     return light.spawn(ticket, ENTRY, config).hold(), model
 
