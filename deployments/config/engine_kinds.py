@@ -28,7 +28,7 @@ def no_cache(arguments: Arguments) -> Bytes:
 
 def kv_cache(arguments: Arguments) -> Bytes:
     """vLLM's `kv_cache_memory_bytes`, which it allocates when it loads."""
-    return parse_size(arguments.get("kv_cache_memory_bytes", 0))
+    return Bytes(parse_size(arguments.get("kv_cache_memory_bytes", 0)))
 
 
 def weights_and_cache(kind: "EngineKind", path: str, model: ModelConfig) -> Need:

@@ -35,10 +35,10 @@ from deployments.engines.protocol import (
     load_failure,
 )
 
-# A child nobody holds must not stay: the holder connects its lifeline right after the spawn, and a
-# busy replica's event loop stalls for far less than this.
+# An engine process without a holder must not stay: the holder connects its lifeline right after the
+# spawn, and a busy replica's event loop stalls for far less than this.
 UNHELD_S = 60.0
-# A failed load keeps its cause this long for a holder that asks late, then ends anyway.
+# A failed load keeps its cause this long for a holder that asks late; then the process ends.
 UNASKED_S = 30.0
 _PRELOAD = (
     "uvicorn",
@@ -51,7 +51,7 @@ _PRELOAD = (
 
 
 def preload() -> None:
-    """The server's own imports; uvicorn finds its parts by name, late, unless they are here."""
+    """Imports the server; uvicorn would import its parts by name when the first engine starts."""
     for module in _PRELOAD:
         importlib.import_module(module)
 
@@ -68,7 +68,7 @@ def run(spawn: Spawn, listener: socket.socket) -> NoReturn:
 
 
 def _become(spawn: Spawn, listener: socket.socket) -> None:
-    """Leave the zygote behind: its session, descriptors, environment, dice and output."""
+    """Leaves the zygote's session, descriptors, environment, random seeds and output."""
     os.setsid()
     linux.close_all_but(listener.fileno())
     _redirect(spawn)
@@ -96,7 +96,9 @@ def _reset_signals() -> None:
 
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the holder; this one is killed
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the holder, whose end ends this process
 
 
 def _serve(spawn: Spawn, listener: socket.socket) -> None:
@@ -127,7 +129,7 @@ def _serve(spawn: Spawn, listener: socket.socket) -> None:
 
 
 class _Catch(AbstractContextManager["_Catch", bool]):
-    """The border between a library and its host: whatever it raises becomes the load's cause."""
+    """The border between a library and its host: what the library raises is the load's cause."""
 
     def __init__(self, host: "EngineHost") -> None:
         self.host = host
@@ -137,13 +139,14 @@ class _Catch(AbstractContextManager["_Catch", bool]):
     ) -> bool:
         if not isinstance(error, Exception | SystemExit):
             return False
-        sys.excepthook(type(error), error, error.__traceback__)  # the log keeps the whole story
+        sys.excepthook(type(error), error, error.__traceback__)  # the log keeps the traceback
         self.host.failure = load_failure(error)
         return True
 
 
 class EngineHost:
-    """The ASGI application of a child: control routes, and the engine's once it is awake."""
+    """The ASGI application of an engine process: control routes, and the engine's own while it is
+    awake."""
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
@@ -166,7 +169,7 @@ class EngineHost:
         return _Catch(self)
 
     async def life(self, serving: Awaitable[None]) -> None:
-        """Serve from the first moment, so that lifeline and ready are answered during the load."""
+        """Serves from the first moment, so that lifeline and ready are answered during the load."""
         loading = asyncio.ensure_future(self._load())
         watching = asyncio.ensure_future(self._end_when_unheld())
         await serving
@@ -251,8 +254,8 @@ class EngineHost:
         await self._turned(send, self._wake_up())
 
     async def _turned(self, send: Send, act: Awaitable[dict[str, Any]]) -> None:
-        """Answer what the act returns. An act that fails half way leaves an engine nobody may
-        trust, so the process ends and its bytes come back."""
+        """Answers what the act returns. After an act that failed half way the engine's state is
+        unknown, so the process ends and frees its bytes."""
         async with self.turn:
             task = asyncio.ensure_future(act)
             await asyncio.wait({task})
@@ -293,4 +296,4 @@ class EngineHost:
 
 
 class CannotSleep(Exception):
-    """Asked of an engine that does not."""
+    """The engine has no sleep, or is not loaded."""
