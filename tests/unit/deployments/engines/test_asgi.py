@@ -81,7 +81,8 @@ async def test_work_is_cancelled_and_ended_when_its_client_leaves() -> None:
         finally:
             ended.append(True)
 
-    assert await asgi.until_disconnected(work(), client(LEAVES)) is None
+    async with asyncio.timeout(5):
+        assert await asgi.until_disconnected(work(), client(LEAVES)) is None
     assert ended == [True]
 
 
