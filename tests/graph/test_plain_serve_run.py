@@ -14,7 +14,8 @@ import yaml
 from models.make_models import DEFAULT, default_folder, make
 from tests.graph.conftest import BIN, ROOT, Graph, free_port, stop, until
 
-CHAT = {"model": "tiny-chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+HELLO = [{"role": "user", "content": "hi"}]
+CHAT = {"model": "tiny-chat", "messages": HELLO, "max_tokens": 2, "temperature": 0}
 EMBED = {"model": "all-minilm-l6-v2", "input": "hi"}
 
 
@@ -65,6 +66,7 @@ def is_up(graph: Graph) -> bool:
 def test_plain_serve_run_without_a_variable_answers_chat_and_embeddings() -> None:
     with plain_serve_run() as graph:
         until(lambda: is_up(graph), 120, "the front answers")
+        until(lambda: graph.state()["devices"], 60, "the node has introduced itself")
         status, said = graph.post("/v1/chat/completions", CHAT)
         assert status == 200, said
         assert said["usage"]["completion_tokens"] == 2
