@@ -150,7 +150,7 @@ def adapters(path: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def adapter_store() -> Path:
-    """Where engines keep the adapters they have checked."""
+    """Where engines keep adapters that they have checked."""
     default = Path.home() / ".cache" / "serve-arbiter" / "adapters"
     return Path(os.environ.get("ARBITER_ADAPTERS", default))
 
@@ -186,14 +186,14 @@ def _package_folder(source: str, name: str) -> str:
 
 
 # -------------------------------------------------------------------------------------------------
-# What a holder knows of its capability's models: the table as the arbiter last handed it over.
+# A holder's knowledge of its capability's models: the table that the arbiter sent last.
 
 
 logger = logging.getLogger("arbiter.residency")
 
 
 class Plans:
-    """Plans of one capability's models, made when first needed."""
+    """Plans of one capability's models, each made at its first use."""
 
     def __init__(self, capability: str) -> None:
         self._capability = capability
@@ -205,7 +205,7 @@ class Plans:
         return self._table is not None
 
     def take(self, raw: Plain) -> tuple[str, ...]:
-        """Follow a new table from the next load on. Returns the models it pins."""
+        """Follows a new table from the next load on. Returns the models that it pins."""
         try:
             self._table = parse_table(raw, "the arbiter's table")
         except ConfigError as error:
@@ -216,11 +216,12 @@ class Plans:
         return tuple(m for m, config in mine.models.items() if config.pin) if mine else ()
 
     def forget(self, model: str) -> None:
-        """Its files have changed: what was read of them no longer holds."""
+        """Makes the model's plan anew, because its files have changed."""
         self._made.pop(model, None)
 
     async def of(self, model: str) -> ModelPlan:
-        """Reads file headers, so in a thread. Raises UnknownModel and other RequestErrors."""
+        """The plan of one model; reads file headers, so in a thread. Raises UnknownModel,
+        UnknownCapability, LoadFailed, ArbiterUnavailable."""
         while model not in self._made:  # again when the table changed meanwhile
             table, config = self._table, self._config()
             if model not in config.models:

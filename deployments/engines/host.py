@@ -96,9 +96,8 @@ def _reset_signals() -> None:
 
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the holder, whose end ends this process
+    # Ctrl-C is for the holder, whose end ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _serve(spawn: Spawn, listener: socket.socket) -> None:
@@ -269,13 +268,13 @@ class EngineHost:
             self.failure = cause
             asyncio.get_running_loop().call_later(0.05, linux.end, 1)
 
-    def _sleeper(self) -> Engine:
+    def _engine_that_sleeps(self) -> Engine:
         if self.engine is None or not self.loaded.is_set() or not self.engine.can_sleep:
             raise CannotSleep("this engine cannot sleep, or is not loaded")
         return self.engine
 
     async def _fall_asleep(self) -> dict[str, Any]:
-        engine, began_s = self._sleeper(), time.perf_counter()
+        engine, began_s = self._engine_that_sleeps(), time.perf_counter()
         if not self.asleep:
             self.asleep = True  # from here on requests are refused, not lost
             await engine.sleep()
@@ -284,7 +283,7 @@ class EngineHost:
         return {"seconds": time.perf_counter() - began_s}
 
     async def _wake_up(self) -> dict[str, Any]:
-        engine, began_s, verified = self._sleeper(), time.perf_counter(), True
+        engine, began_s, verified = self._engine_that_sleeps(), time.perf_counter(), True
         if self.asleep:
             await engine.wake()
             verified = await engine.probe() == self.known_probe

@@ -1,6 +1,6 @@
 """What an engine author writes, and what the zygote is told.
 
-An engine is one file, the only one that imports its library, with one function `build(config) ->
+An engine is one file, which alone imports its library and has one function `build(config) ->
 Engine`. The function runs in a process of its own, forked a moment ago from the zygote, single
 threaded, with no event loop: the place to fork helpers or set thread counts. The host
 (deployments.engines.host) then calls `load` in an event loop and serves `app` on a unix socket.

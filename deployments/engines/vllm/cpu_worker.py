@@ -181,7 +181,7 @@ def version(path: Path) -> tuple[int, ...]:
 
 def copy_to_memory(path: Path, expected: tuple[int, ...]) -> int:
     """A memfd with the file's bytes, never mapped here. Raises RuntimeError when the file is not
-    the one that was loaded: what sleeps must be what was awake."""
+    the loaded one: what sleeps must be what was awake."""
     with path.open("rb") as source:
         copy = os.memfd_create(f"host-copy-{path.name}", os.MFD_CLOEXEC)
         at, size = 0, path.stat().st_size
