@@ -51,6 +51,10 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+# What is imported is declared: by the product without the dev extra, by the rest with it.
+	$(BIN)/deptry . --extend-exclude benchmarks --extend-exclude notebooks \
+		--optional-dependencies-dev-groups dev
+	$(BIN)/deptry . --exclude '\.venv' --ignore DEP002
 	$(BIN)/pytest tests/style
 
 test: install models

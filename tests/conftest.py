@@ -1,11 +1,12 @@
-"""One Ray cluster for the whole session, made when the first test asks for it; each test that does
-starts and stops its own arbiter on it.
+"""What is started once for the whole session, when the first test asks for it: one Ray cluster, on
+which each test starts and stops its own arbiter, and one zygote with the imports of every engine.
 """
 
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,7 +15,11 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
+if TYPE_CHECKING:
+    from tests.support.engine_host import ZygoteUnderTest
+
 ROOT = Path(__file__).parents[1]
+ENGINES = "deployments.engines.vllm.preload,deployments.engines.sentence_transformers"
 
 # Read by Serve when it is imported. Each test has an event loop of its own, and the router of a
 # handle must outlive it; the graph's own processes have one loop, and are told so by its fixture.
@@ -40,3 +45,26 @@ def cluster() -> Iterator[None]:
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
         yield
         ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    from models.make_models import TINY, default_folder, make
+
+    return make(default_folder(), TINY)
+
+
+@pytest.fixture(scope="session")
+def small() -> Path:
+    from models.make_models import SMALL, default_folder, make
+
+    return make(default_folder(), SMALL)
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator["ZygoteUnderTest"]:
+    """A zygote with every real engine's imports done, which take it 5 s and more."""
+    from tests.support.engine_host import zygote
+
+    with zygote(ENGINES) as running:
+        yield running

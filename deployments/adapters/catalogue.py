@@ -1,33 +1,32 @@
 """Adapters by name: what lies in a folder per base model, as it is now.
 
-    <folder>/<name>/adapter_config.json            for everybody
+    <folder>/<name>/adapter_config.json            for all tenants
     <folder>/<name>/adapter_model.safetensors
     <folder>/@<tenant>/<name>/...                  for one tenant; hides a common one of that name
     <folder>/<name>/serve.json                     optional: {"priority": "high", "pin": true}
     <folder>/remote.json, <folder>/@<tenant>/remote.json     names of adapters behind a URL:
         {"med": "s3://our-loras/med-v3/", "law": {"url": "hf://our-org/law/", "pin": true}}
 
-A folder dropped into place is found by the next call, a removed one no longer: nothing is
-registered and nothing restarts. How to use it, in the front and in an engine alike:
+The next call finds a folder that was dropped into place, and no longer finds a removed one: nothing
+is registered and nothing restarts. The front and the engines use it alike:
 
     catalogue = Catalogue(table.adapter_folders, frozenset(table.homes))
     found = catalogue.find("legal-v2", tenant="acme")       # or "small-chat:legal-v2"
     found.base                                              # the model whose engine serves it
     catalogue.names("acme")                                 # for GET /v1/models and near misses
 
-`find` looks at the disk (two or three stats; a changed entry is read again) and `names` lists only
-folders whose time has changed, so both may be called for each request at 10,000 entries. Neither
-opens the weights: an engine copies, hashes and checks them before it uses them
-(deployments.text.adapters), because what is named here may still change.
+`find` makes two or three stats and reads a changed entry again; `names` lists only folders whose
+time has changed. So both may be called for each request at 10,000 entries. Neither opens the
+weights: an engine copies, hashes and checks them before it uses them (deployments.adapters.store),
+because what is named here may still change.
 
-A URL has to begin as one in the allow-list of its model, and its content is taken to be the same
-for ever: what is new gets a URL of its own. The replica fetches it before the engine is asked
-(deployments.text.remote).
+A URL must begin with a prefix of its model's allow-list, and its content must never change: new
+content gets a new URL. The replica fetches it before it asks the engine
+(deployments.adapters.fetch).
 
-Tenants write their own folders, so nothing in one is followed anywhere else: a link in place of a
-tenant's folder or an adapter is no adapter, and a file that is a link, a pipe or a device makes its
-adapter invalid.
-"""
+Tenants write their own folders, so no link leads out of one: a link in place of a tenant's folder
+or an adapter is no adapter, and a file that is a link, a pipe or a device makes its adapter
+invalid."""
 
 import contextlib
 import hashlib
@@ -37,24 +36,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from arbiter.errors import RequestError
 from deployments.adapters.safe_files import AdapterInvalid, is_folder, open_plain, read_json
 from deployments.config.url_allowlist import is_allowed
 
-if TYPE_CHECKING:
-    pass
-
-
 CONFIG, WEIGHTS, EXTRAS = "adapter_config.json", "adapter_model.safetensors", "serve.json"
 MANIFEST = "remote.json"
 MAX_MANIFEST_BYTES = 32 << 20  # of MAX_NAMES rows, 300 bytes each
 PRIORITIES = ("urgent", "high", "normal", "low", "batch")  # C2
-# One component of a path: no separator, no leading dot, so a name cannot leave its folder. `:` and
-# `@` are ours.
+# One component of a path: without separator and leading dot a name cannot leave its folder. `:` and
+# `@` have a meaning here.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-# Names listed of one folder; F2 asks for 10,000 and more, and a listing is held in memory.
+# Names listed of one folder. F2 asks for 10,000 and more, and memory holds the listing.
 MAX_NAMES = 100_000
 
 
@@ -74,7 +69,7 @@ class AdapterAmbiguous(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One adapter as its owner put it there."""
+    """One adapter in the state in which its owner left it."""
 
     name: str
     base: str  # the model it is for, by the name it is served under
@@ -82,10 +77,10 @@ class Entry:
     rank: int
     size_bytes: int
     stamp: tuple[int, ...] = ()  # times and inodes of its files: equal as long as nothing changed
-    tenant: str = ""  # empty: everybody's
+    tenant: str = ""  # empty: of all tenants
     priority: str = "normal"
     pin: bool = False
-    url: str = ""  # where it is fetched from; then `rank` and `size_bytes` are 0, not known before
+    url: str = ""  # its source; then `rank` and `size_bytes` are 0, because they are not known yet
 
     @property
     def full_name(self) -> str:
@@ -94,7 +89,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an adapter lies and whose it is: a folder, or a row of a manifest."""
+    """Where an adapter lies, a folder or a row of a manifest, and its tenant."""
 
     path: Path
     owner: str
@@ -110,7 +105,7 @@ class _Listing:
 
 
 class Catalogue:
-    """One per process; not for use from several threads at once."""
+    """The adapters of some base models. Not for several threads at once."""
 
     def __init__(
         self,
@@ -130,8 +125,8 @@ class Catalogue:
         self._read: dict[Path, tuple[tuple[int, ...], Entry]] = {}
 
     def find(self, name: str, tenant: str = "") -> Entry | None:
-        """The adapter a client means, or None when there is none of that name that this tenant may
-        see. Raises AdapterAmbiguous, AdapterInvalid."""
+        """The adapter that a client names, or None when this tenant may see none of that name.
+        Raises AdapterAmbiguous, AdapterInvalid."""
         base, colon, bare = name.partition(":")
         if not colon:
             base, bare = "", name
@@ -157,12 +152,12 @@ class Catalogue:
         found: set[str] = set()
         for home, _ in _homes(folder, tenant):
             found |= self._listed(home)
-            with contextlib.suppress(AdapterInvalid):  # who asks for one of them hears why
+            with contextlib.suppress(AdapterInvalid):  # a request for one of them gets the reason
                 found |= {n for n in self._rows(home) if _NAME.fullmatch(n)} - self._reserved
         return found
 
     def _place(self, base: str, name: str, tenant: str) -> _Place | None:
-        """The tenant's own before everybody's. Raises AdapterInvalid for a bad manifest."""
+        """A tenant's own adapter hides the common one. Raises AdapterInvalid for a bad manifest."""
         folder = self._folders.get(base)
         if folder is None:
             return None
@@ -175,7 +170,7 @@ class Catalogue:
         return None
 
     def _rows(self, home: Path) -> dict[str, Any]:
-        """Of the manifest in a folder, read again when it changed. Raises AdapterInvalid."""
+        """Rows of the manifest in a folder, read again when it changed. Raises AdapterInvalid."""
         file = home / MANIFEST
         try:
             found = file.lstat()
@@ -195,7 +190,7 @@ class Catalogue:
         row = found.row if isinstance(found.row, dict) else {"url": found.row}
         url = row.get("url")
         if not isinstance(url, str) or not is_allowed(url, self._urls.get(base, ())):
-            reason = f"its URL in {MANIFEST} does not begin as one that `adapters.urls` allows"
+            reason = f"its URL in {MANIFEST} begins with no prefix that `adapters.urls` lists"
             raise AdapterInvalid(name, reason)
         priority, pin = _extras(name, MANIFEST, row)
         path = self._fetched / place(url)
@@ -234,13 +229,13 @@ class Catalogue:
 
 
 def _homes(folder: Path, tenant: str) -> list[tuple[Path, str]]:
-    """Where this tenant's adapters may be, and whose they are there."""
+    """The folders that may hold an adapter for this tenant, each with the tenant it belongs to."""
     own = [(folder / f"@{tenant}", tenant)] if _NAME.fullmatch(tenant) else []
     return [*own, (folder, "")]
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """What changes when an adapter is replaced. Raises OSError."""
+    """Times, inodes and sizes, which change when an adapter is replaced. Raises OSError."""
     config, weights = (path / CONFIG).lstat(), (path / WEIGHTS).lstat()
     extras = (path / EXTRAS).lstat().st_mtime_ns if os.path.lexists(path / EXTRAS) else 0
     return (
@@ -276,5 +271,5 @@ def _extras(name: str, file: str, row: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def place(url: str) -> str:
-    """Name of the folder for what lies behind `url`, which is taken to be the same for ever."""
+    """Name of the folder for the content behind `url`, which never changes."""
     return hashlib.sha256(url.encode()).hexdigest()[:32]

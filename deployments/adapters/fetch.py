@@ -1,9 +1,9 @@
 """Adapters behind a URL: from an allow-list to a folder of this node, by fsspec.
 
-Whoever serves the model decides where from: `adapters.urls` of its configuration lists prefixes
-(`s3://our-loras/`, `hf://our-org/`, `https://models.example.com/loras/`), none by default. What is
-fetched is no more trusted than a folder somebody dropped: an engine copies, hashes and checks it in
-the same way (deployments.text.adapters).
+The model's configuration says from where: `adapters.urls` lists prefixes (`s3://our-loras/`,
+`hf://our-org/`, `https://models.example.com/loras/`), none by default. Fetched files are trusted no
+more than a folder that a tenant dropped: an engine copies, hashes and checks them in the same way
+(deployments.adapters.store).
 
     fetcher = Fetcher(folder, max_bytes)
     await fetcher.bring(entry)      # entry.path is there now
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 _CHUNK_BYTES = 1 << 20
-# Kept on a node beside the copies that engines serve; the oldest go.
+# Kept on a node beside the copies that engines serve; the folders longest unused are removed.
 MAX_FETCHED_BYTES = 16 << 30
-# A gigabyte at 2 MB/s; who waits for the adapter has a deadline of its own.
+# A gigabyte at 2 MB/s; the request that waits for the adapter has a deadline of its own.
 FETCH_S = 600.0
 CONNECT_S = 10.0
 
 
 class FetchFailed(RequestError):
-    """The other side did not give it; later it may."""
+    """The source did not deliver the adapter; a later try may succeed."""
 
     status_code, code, retry_after_s = 502, "adapter_not_fetched", 10.0
 
@@ -47,16 +47,16 @@ class FetchFailed(RequestError):
 
 
 class Fetcher:
-    """One per model and process; several processes of a node may share the folder."""
+    """Fetches the adapters of one model. Several processes of a node may share the folder."""
 
     def __init__(self, folder: Path, bounds: dict[str, int]) -> None:
         """`bounds`: the files of an adapter to their most bytes."""
         self._folder, self._bounds = folder, bounds
-        # So that a crowd asking for a new one has it fetched once.
+        # So that many requests for a new adapter have it fetched once.
         self._fetching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def bring(self, entry: "Entry") -> None:
-        """Returns when the entry's path is there. Raises FetchFailed."""
+        """Returns once the entry's path exists. Raises FetchFailed."""
         if entry.path.is_dir():
             return
         async with self._fetching[entry.url]:
@@ -114,7 +114,7 @@ def _http_options() -> dict[str, Any]:
 
 async def _client(**how: Any) -> Any:
     """A session that connects to public addresses only, whatever a name resolves to at that moment
-    and however the address is written."""
+    and however an address is written."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(socket_factory=_public_socket)

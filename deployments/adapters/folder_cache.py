@@ -1,5 +1,5 @@
-"""Room in a folder of folders that several processes of a node fill: one at a time, the longest
-unused folders go first.
+"""A bound on a folder of folders that several processes of a node fill: they change it in turn, and
+remove the longest unused folders first.
 """
 
 import fcntl
@@ -12,7 +12,8 @@ from pathlib import Path
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """No other thread or process is in here for this folder. Blocks, for renames and removals."""
+    """Excludes every other thread and process that calls this for the folder. Blocks, so only
+    around renames and removals."""
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of this open file, so threads exclude each other too
@@ -22,7 +23,8 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def make_room(folder: Path, size_bytes: int, max_bytes: int) -> None:
-    """Remove the folders with the oldest times until `size_bytes` more fit. Only inside `alone`."""
+    """Removes the folders with the oldest times until `size_bytes` more fit. Only inside
+    `alone`."""
     rows = [(p.stat().st_mtime_ns, p) for p in folder.iterdir() if p.name[0] != "."]
     sizes = {path: sum(f.stat().st_size for f in path.iterdir()) for _, path in rows}
     excess = sum(sizes.values()) + size_bytes - max_bytes

@@ -1,4 +1,4 @@
-"""Reading the files of an adapter, which are somebody else's: plain ones only, and bounded."""
+"""Reads the files of an adapter, which a tenant controls: only plain files, and bounded."""
 
 import json
 import os
@@ -13,7 +13,7 @@ MAX_CONFIG_BYTES = 1 << 18
 
 
 class AdapterInvalid(RequestError):
-    """There is such an adapter and it cannot be served; says why. Waiting does not help."""
+    """The adapter exists and cannot be served; `reason` says why. Waiting does not help."""
 
     status_code, code = 400, "adapter_invalid"
 
@@ -26,7 +26,7 @@ class AdapterInvalid(RequestError):
 
 
 def is_folder(path: Path) -> bool:
-    """And no link to one."""
+    """Whether the path is a folder, and not a link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -34,9 +34,9 @@ def is_folder(path: Path) -> bool:
 
 
 def open_plain(name: str, file: Path) -> BinaryIO:
-    """To read a file of an adapter: a plain one, in a folder and a parent folder that are no links,
-    whatever takes their places meanwhile. Never blocks for a writer. Raises AdapterInvalid,
-    OSError."""
+    """Opens a file of an adapter to read: a plain file, in a folder and a parent folder that are no
+    links, even if links take their places meanwhile. Never blocks for a writer. Raises
+    AdapterInvalid, OSError."""
     inside: int | None = None
     for folder in (file.parent.parent, file.parent.name):
         inside = _opened(folder, os.O_DIRECTORY, inside)
@@ -48,8 +48,8 @@ def open_plain(name: str, file: Path) -> BinaryIO:
 
 
 def _opened(path: Path | str, flags: int, inside: int | None) -> int:
-    """Descriptor of `path` in the folder `inside`, which is closed. Raises OSError, for a link
-    too."""
+    """Descriptor of `path` in the folder `inside`, whose descriptor this closes. Raises OSError,
+    also for a link."""
     try:
         flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(path, flags, dir_fd=inside)
@@ -59,7 +59,7 @@ def _opened(path: Path | str, flags: int, inside: int | None) -> int:
 
 
 def read_json(name: str, file: Path, most_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """An object, small if not said otherwise. Raises AdapterInvalid, OSError."""
+    """Reads a JSON object of at most `most_bytes`. Raises AdapterInvalid, OSError."""
     with open_plain(name, file) as stream:
         raw = stream.read(most_bytes + 1)
     if len(raw) > most_bytes:

@@ -1,8 +1,8 @@
-"""What an engine may use of an adapter: a copy under its content's name that nobody changes.
+"""The copy of an adapter that an engine may load, in a folder named by its content.
 
-An adapter in the catalogue belongs to whoever put it there and may change or vanish at any moment,
-and vLLM's prefix cache knows adapters by path. So an engine serves `<store>/<digest>/`, copied with
-bounds, hashed while copying, and checked after that: what was checked is what is loaded.
+A tenant may change or remove an adapter in the catalogue at any moment, and vLLM's prefix cache
+knows adapters by path. So an engine serves `<store>/<digest>/`, which is copied with bounds, hashed
+during the copy, and checked after it: the engine loads what was checked.
 """
 
 import asyncio
@@ -22,14 +22,15 @@ from deployments.adapters.safe_files import AdapterInvalid, open_plain
 from deployments.adapters.validate import Rules, check
 
 _CHUNK_BYTES = 1 << 20
-# The store's bound: 2,000 adapters of an 8 B model at rank 16. Beyond it the longest unused go.
+# The store's bound: 2,000 adapters of an 8 B model at rank 16. Beyond it the longest unused are
+# removed.
 MAX_STORE_BYTES = 160 << 30
-FETCHED = ".fetched"  # folder in a store for what lay behind URLs; see deployments.text.remote
+FETCHED = ".fetched"  # folder in a store for what came from URLs (deployments.adapters.fetch)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """An adapter an engine may load."""
+    """An adapter that an engine may load."""
 
     digest: str
     path: Path
@@ -37,15 +38,15 @@ class Published:
 
 
 class Store:
-    """Content-addressed copies of one node; several engines and threads may share it."""
+    """Copies of one node, named by content. Several engines and threads may share the folder."""
 
     def __init__(self, folder: Path, max_bytes: int = MAX_STORE_BYTES) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._max_bytes = folder.resolve(), max_bytes
 
     def publish(self, entry: Entry, rules: Rules) -> Published:
-        """Copy, hash, check, and only then give it its name. Blocks for the copy. Raises
-        AdapterInvalid."""
+        """Copies, hashes and checks the adapter, and only then names the copy. Blocks for the copy.
+        Raises AdapterInvalid."""
         if entry.rank > rules.max_rank:
             reason = f"rank {entry.rank} is above the {rules.max_rank} its model serves"
             raise AdapterInvalid(entry.name, reason)
@@ -67,7 +68,7 @@ class Store:
         size_bytes = (scratch / WEIGHTS).stat().st_size
         with alone(self._folder):
             if target.is_dir():
-                os.utime(target)  # the longest unused go first
+                os.utime(target)  # used now: the longest unused are removed first
             else:
                 # An engine that has one of them loaded keeps its pages, and publishes it again
                 # before it loads it again.
@@ -77,17 +78,17 @@ class Store:
 
 
 class CheckedAdapters:
-    """The store as one engine uses it: what was published and has not changed is there at once,
-    whatever else is being copied."""
+    """The store as one engine uses it: an adapter that was published and has not changed is there
+    at once, also while others are copied."""
 
     def __init__(self, store: Store, rules: Rules) -> None:
         self._store, self._rules = store, rules
         self._known: dict[tuple[str, str], tuple[Entry, Published]] = {}
-        # One per adapter, so that a crowd asking for a new one has it copied once.
+        # One per adapter, so that many requests for a new adapter have it copied once.
         self._copying: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def take(self, entry: Entry) -> Published:
-        """The checked copy, made again when the entry changed or its copy is gone. Raises
+        """The checked copy, which is made again when the entry changed or the copy is gone. Raises
         AdapterInvalid."""
         if known := self._current(entry):
             return known
@@ -107,7 +108,7 @@ class CheckedAdapters:
 
 
 def catalogue_of(config: Mapping[str, Any]) -> Catalogue:
-    """What an engine and its replica see, from the engine's configuration."""
+    """The catalogue that an engine and its replica share, from the engine's configuration."""
     given, base = config["adapters"], str(config.get("served_name", config["model"]))
     fetched = Path(given["store"]) / FETCHED
     urls = {base: given.get("urls", ())}
@@ -115,7 +116,8 @@ def catalogue_of(config: Mapping[str, Any]) -> Catalogue:
 
 
 def _copy(entry: Entry, name: str, target: Path, bound: int, hashed: Any) -> None:
-    """Raises AdapterInvalid for a file that is not plain or beyond the bound, OSError for links."""
+    """Copies and hashes one file. Raises AdapterInvalid for a file that is not plain or larger than
+    the bound, OSError for links."""
     with open_plain(entry.name, entry.path / name) as reader, target.open("xb") as writer:
         target.chmod(0o400)
         left = bound

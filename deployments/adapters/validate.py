@@ -13,7 +13,8 @@ from deployments.config.safetensors_header import slot_bytes
 
 _PREFIX = "base_model.model."  # PEFT's, before the module's name in the base
 _TYPES = ("F32", "F16", "BF16")
-# Each of these changes what the two matrices mean, so an adapter with one would answer wrongly.
+# Each of these features changes what the two matrices mean, so an adapter with it would answer
+# wrongly.
 _UNSERVED = (
     "use_dora",
     "lora_bias",
@@ -37,8 +38,8 @@ class Rules:
 
     @property
     def bounds(self) -> dict[str, int]:
-        """File to its most bytes: an adapter that can be right has at most every module, at the
-        largest rank, in float32."""
+        """Each file and its most bytes: a valid adapter has at most every module, at the largest
+        rank, in float32."""
         weights_bytes = slot_bytes(self.shapes, self.max_rank, item_bytes=4) + HEADER_ROOM_BYTES
         return {CONFIG: MAX_CONFIG_BYTES, WEIGHTS: weights_bytes}
 
@@ -81,7 +82,8 @@ def _check_config(name: str, config: dict[str, Any], max_rank: int) -> None:
 
 
 def _parted(name: str, tensor: str) -> tuple[str, str]:
-    """`base_model.model.<module>.lora_A.weight` in its module and its matrix."""
+    """Splits `base_model.model.<module>.lora_A.weight` into module and matrix. Raises
+    AdapterInvalid."""
     for matrix in ("lora_A", "lora_B"):
         ending = f".{matrix}.weight"
         if tensor.startswith(_PREFIX) and tensor.endswith(ending):
@@ -92,7 +94,7 @@ def _parted(name: str, tensor: str) -> tuple[str, str]:
 def _mismatch(
     found: Mapping[str, tuple[int, ...]], base: tuple[int, int] | None, max_rank: int
 ) -> str:
-    """Why the two matrices do not fit their module, or nothing."""
+    """Why the two matrices do not fit their module; empty when they do."""
     if base is None:
         return "its base model has no such module"
     a, b = found.get("lora_A", ()), found.get("lora_B", ())

@@ -3,7 +3,7 @@
 from typing import Any
 
 from arbiter.protocol.messages import AgentSettings, Configuration, StartConfig
-from deployments.config.load_plan import engine_kind
+from deployments.config.engine_kinds import engine_kind
 from deployments.config.schema import Table, parse_table
 from policies import bundle
 

@@ -1,4 +1,4 @@
-"""What a safetensors file says of itself: names, types, shapes and places, without its data.
+"""The header of a safetensors file: names, types, shapes and places of tensors, without the data.
 
 The format: 8 bytes of length, little endian, a JSON header, then the tensors without gaps.
 Source: github.com/huggingface/safetensors, README, "Format".
@@ -22,7 +22,7 @@ ITEM_BYTES = {
 
 
 class BadHeader(ValueError):
-    """Not a safetensors file, or one that lies about itself."""
+    """Not a safetensors file, or its header contradicts its data."""
 
 
 class _Row(BaseModel):
@@ -56,8 +56,8 @@ def read(file: Path) -> dict[str, Tensor]:
 
 
 def check(file: Path) -> dict[str, Tensor]:
-    """As `read`, and the tensors have the sizes their shapes say and fill the file without gap or
-    overlap. Raises BadHeader, OSError."""
+    """As `read`, and checks that the tensors have the sizes of their shapes and fill the file
+    without gap or overlap. Raises BadHeader, OSError."""
     found, data_bytes = _read(file)
     at = 0
     for name, one in sorted(found.items(), key=lambda item: item[1].start):

@@ -133,7 +133,7 @@ class ModelConfig(Strict):
 
 class CapabilityConfig(Strict):
     role: str
-    engine: str  # a name in deployments.plan.ENGINES, or `module:function`
+    engine: str  # a name in deployments.config.engine_kinds.ENGINES, or `module:function`
     models: dict[str, ModelConfig] = Field(min_length=1)
     keep_warm_s: float | None = Field(None, ge=-1, le=LONGEST_S)
     downscale_to_zero_s: float = Field(300.0, ge=0, le=LONGEST_S)  # H0

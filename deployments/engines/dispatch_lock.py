@@ -1,9 +1,9 @@
-"""Dispatch locks: engines of a node that take turns to compute, so that they need room for one
-scratch and not for one each (B2).
+"""Dispatch locks: engines of a node compute in turn, so that they share one reserve of scratch and
+do not each need their own (B2).
 
-The lock is a file that the kernel lets one process hold; it is given back when its holder dies,
-however that happens. Scratch goes back before the lock does: a reading that sees more of it than
-the reserve covers charges the rest as foreign.
+The lock is a file that the kernel lets one process lock, and unlocks when that process dies. An
+engine frees its scratch before it unlocks: the node agent charges scratch beyond the reserve as
+foreign.
 """
 
 import ctypes
@@ -19,21 +19,21 @@ _libc = ctypes.CDLL(None)
 
 
 def lock_path(name: str) -> Path:
-    """In memory or on a local disk: one lock for each node, not for each home directory."""
+    """A file on the node's own disk: home directories may be shared between nodes."""
     folder = Path(f"/tmp/arbiter-{os.getuid()}") / "dispatch"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder / f"{name}.lock"
 
 
 class DispatchLock:
-    """Without a name everybody computes at once."""
+    """The lock of one name; without a name it excludes no engine."""
 
     def __init__(self, name: str | None) -> None:
         self._path = lock_path(name) if name else None
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Waits for this process's turn. Blocks: for the thread that computes."""
+        """Waits for this process's turn. Blocks, so only in the thread that computes."""
         if self._path is None:
             yield
             return
@@ -46,7 +46,7 @@ class DispatchLock:
 
 
 def give_back() -> None:
-    """What the allocators keep for the next time, to the device and the kernel."""
+    """Returns memory that the allocators keep to the device and the kernel."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     _libc.malloc_trim(0)

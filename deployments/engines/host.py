@@ -14,7 +14,6 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
 import asyncio
 import gc
 import importlib
-import json
 import os
 import socket
 import sys
@@ -24,7 +23,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
-from deployments.engines import linux
+from deployments.engines import asgi, linux
 from deployments.engines.protocol import (
     Config,
     Engine,
@@ -36,10 +35,10 @@ from deployments.engines.protocol import (
     load_failure,
 )
 
-# A child nobody holds must not stay: the holder connects its lifeline right after the spawn, and a
-# busy replica's event loop stalls for far less than this.
+# An engine process without a holder must not stay: the holder connects its lifeline right after the
+# spawn, and a busy replica's event loop stalls for far less than this.
 UNHELD_S = 60.0
-# A failed load keeps its cause this long for a holder that asks late, then ends anyway.
+# A failed load keeps its cause this long for a holder that asks late; then the process ends.
 UNASKED_S = 30.0
 _PRELOAD = (
     "uvicorn",
@@ -52,7 +51,7 @@ _PRELOAD = (
 
 
 def preload() -> None:
-    """The server's own imports; uvicorn finds its parts by name, late, unless they are here."""
+    """Imports the server; uvicorn would import its parts by name when the first engine starts."""
     for module in _PRELOAD:
         importlib.import_module(module)
 
@@ -69,7 +68,7 @@ def run(spawn: Spawn, listener: socket.socket) -> NoReturn:
 
 
 def _become(spawn: Spawn, listener: socket.socket) -> None:
-    """Leave the zygote behind: its session, descriptors, environment, dice and output."""
+    """Leaves the zygote's session, descriptors, environment, random seeds and output."""
     os.setsid()
     linux.close_all_but(listener.fileno())
     _redirect(spawn)
@@ -97,7 +96,8 @@ def _reset_signals() -> None:
 
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the holder; this one is killed
+    # Ctrl-C is for the holder, whose end ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _serve(spawn: Spawn, listener: socket.socket) -> None:
@@ -128,7 +128,7 @@ def _serve(spawn: Spawn, listener: socket.socket) -> None:
 
 
 class _Catch(AbstractContextManager["_Catch", bool]):
-    """The border between a library and its host: whatever it raises becomes the load's cause."""
+    """The border between a library and its host: what the library raises is the load's cause."""
 
     def __init__(self, host: "EngineHost") -> None:
         self.host = host
@@ -138,13 +138,14 @@ class _Catch(AbstractContextManager["_Catch", bool]):
     ) -> bool:
         if not isinstance(error, Exception | SystemExit):
             return False
-        sys.excepthook(type(error), error, error.__traceback__)  # the log keeps the whole story
+        sys.excepthook(type(error), error, error.__traceback__)  # the log keeps the traceback
         self.host.failure = load_failure(error)
         return True
 
 
 class EngineHost:
-    """The ASGI application of a child: control routes, and the engine's once it is awake."""
+    """The ASGI application of an engine process: control routes, and the engine's own while it is
+    awake."""
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
@@ -167,7 +168,7 @@ class EngineHost:
         return _Catch(self)
 
     async def life(self, serving: Awaitable[None]) -> None:
-        """Serve from the first moment, so that lifeline and ready are answered during the load."""
+        """Serves from the first moment, so that lifeline and ready are answered during the load."""
         loading = asyncio.ensure_future(self._load())
         watching = asyncio.ensure_future(self._end_when_unheld())
         await serving
@@ -201,14 +202,14 @@ class EngineHost:
         if route:
             await route(receive, send)
         elif scope["path"].startswith("/control/"):
-            await respond(send, 404, _error("NotFound", f"no control route {scope['path']}"))
+            await asgi.refuse(send, 404, f"no control route {scope['path']}", kind="NotFound")
         else:
             await self._data(scope, receive, send)
 
     async def _data(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.engine is None or not self.loaded.is_set() or self.failure or self.asleep:
             state = "asleep" if self.asleep else "not loaded"
-            return await respond(send, 503, _error("NotAwake", f"the engine is {state}"))
+            return await asgi.refuse(send, 503, f"the engine is {state}", kind="NotAwake")
         await self.engine.app(scope, receive, send)
 
     async def _ready(self, receive: Receive, send: Send) -> None:
@@ -216,10 +217,13 @@ class EngineHost:
         if not self.failure:
             assert self.engine is not None
             facts = {"load_seconds": self.load_seconds, "can_sleep": self.engine.can_sleep}
-            return await respond(send, 200, facts)
-        cause = _error(self.failure.kind, self.failure.message)
-        cause["error"]["out_of_memory"] = self.failure.out_of_memory
-        await respond(send, 500, cause)
+            return await asgi.respond(send, 200, facts)
+        cause = {
+            "type": self.failure.kind,
+            "message": self.failure.message,
+            "out_of_memory": self.failure.out_of_memory,
+        }
+        await asgi.respond(send, 500, {"error": cause})
         # The answer is written by now; the loop runs once more so that it leaves the buffer.
         asyncio.get_running_loop().call_later(0.05, linux.end, 1)
 
@@ -234,13 +238,13 @@ class EngineHost:
 
     async def _health(self, receive: Receive, send: Send) -> None:
         if self.engine is None or not self.loaded.is_set() or self.failure:
-            return await respond(send, 503, _error("NotAwake", "the engine is not loaded"))
+            return await asgi.refuse(send, 503, "the engine is not loaded", kind="NotAwake")
         task = asyncio.ensure_future(self.engine.health())
         await asyncio.wait({task})
         if error := task.exception():
             cause = load_failure(error)
-            return await respond(send, 503, _error(cause.kind, cause.message))
-        await respond(send, 200, {"asleep": self.asleep})
+            return await asgi.refuse(send, 503, cause.message, kind=cause.kind)
+        await asgi.respond(send, 200, {"asleep": self.asleep})
 
     async def _sleep(self, receive: Receive, send: Send) -> None:
         await self._turned(send, self._fall_asleep())
@@ -249,28 +253,28 @@ class EngineHost:
         await self._turned(send, self._wake_up())
 
     async def _turned(self, send: Send, act: Awaitable[dict[str, Any]]) -> None:
-        """Answer what the act returns. An act that fails half way leaves an engine nobody may
-        trust, so the process ends and its bytes come back."""
+        """Answers what the act returns. After an act that failed half way the engine's state is
+        unknown, so the process ends and frees its bytes."""
         async with self.turn:
             task = asyncio.ensure_future(act)
             await asyncio.wait({task})
         if not (error := task.exception()):
-            return await respond(send, 200, task.result())
+            return await asgi.respond(send, 200, task.result())
         cause = load_failure(error)
         sys.excepthook(type(error), error, error.__traceback__)
         status = 409 if isinstance(error, CannotSleep) else 500
-        await respond(send, status, _error(cause.kind, cause.message))
+        await asgi.refuse(send, status, cause.message, kind=cause.kind)
         if status == 500:
             self.failure = cause
             asyncio.get_running_loop().call_later(0.05, linux.end, 1)
 
-    def _sleeper(self) -> Engine:
+    def _engine_that_sleeps(self) -> Engine:
         if self.engine is None or not self.loaded.is_set() or not self.engine.can_sleep:
             raise CannotSleep("this engine cannot sleep, or is not loaded")
         return self.engine
 
     async def _fall_asleep(self) -> dict[str, Any]:
-        engine, began_s = self._sleeper(), time.perf_counter()
+        engine, began_s = self._engine_that_sleeps(), time.perf_counter()
         if not self.asleep:
             self.asleep = True  # from here on requests are refused, not lost
             await engine.sleep()
@@ -279,7 +283,7 @@ class EngineHost:
         return {"seconds": time.perf_counter() - began_s}
 
     async def _wake_up(self) -> dict[str, Any]:
-        engine, began_s, verified = self._sleeper(), time.perf_counter(), True
+        engine, began_s, verified = self._engine_that_sleeps(), time.perf_counter(), True
         if self.asleep:
             await engine.wake()
             verified = await engine.probe() == self.known_probe
@@ -291,16 +295,4 @@ class EngineHost:
 
 
 class CannotSleep(Exception):
-    """Asked of an engine that does not."""
-
-
-def _error(kind: str, message: str) -> dict[str, dict[str, Any]]:
-    return {"error": {"type": kind, "message": message, "param": None, "code": None}}
-
-
-async def respond(send: Send, status: int, body: object) -> None:
-    """One JSON answer."""
-    data = json.dumps(body).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data})
+    """The engine has no sleep, or is not loaded."""

@@ -1,7 +1,7 @@
 """Weights of a torch module in host RAM: out to a memfd, and back into the same tensors.
 
-The memfd's name starts with `host-copy`, by which the node agent charges it to the host; it is
-written through a mapping that is gone when this returns, so the process's own bytes fall.
+The memfd's name starts with `host-copy`, by which the node agent charges it to the host. `offload`
+writes it through a mapping that is gone when it returns, so that the process's own bytes fall.
 """
 
 import mmap
@@ -45,14 +45,14 @@ class HostCopy:
 
 
 def own(module: torch.nn.Module) -> None:
-    """Private copies of weights that are still a view of their file: a file that is rewritten must
-    not change a model that is loaded."""
+    """Copies weights that are still views of their file: a rewritten file must not change a loaded
+    model."""
     for tensor in _tensors(module):
         tensor.data = tensor.data.clone()
 
 
 def offload(module: torch.nn.Module, name: str) -> HostCopy:
-    """Copy every parameter and buffer to the host and empty it."""
+    """Copies every parameter and buffer to the host and empties it. Raises OSError."""
     places, total = _lay_out(module)
     fd = os.memfd_create(f"host-copy-{name}", os.MFD_CLOEXEC)
     os.truncate(fd, max(1, total))
@@ -66,7 +66,7 @@ def offload(module: torch.nn.Module, name: str) -> HostCopy:
 
 
 def restore(parked: HostCopy) -> None:
-    """Fill the same tensors again, sharing as before, and drop the copy."""
+    """Fills the same tensors again, with storages shared as before, and drops the copy."""
     with _mapped(parked.fd, parked.total) as copy:
         for place in parked.places:
             filled = torch.empty(place.size, dtype=torch.uint8, device=place.device)
@@ -104,7 +104,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 @contextmanager
 def _mapped(fd: int, size: int) -> Iterator[torch.Tensor]:
-    """The memfd as a tensor; valid only inside."""
+    """The memfd as a tensor of bytes, valid only within the context."""
     mapping = mmap.mmap(fd, max(1, size))
     view = torch.frombuffer(mapping, dtype=torch.uint8)
     try:

@@ -48,7 +48,7 @@ DEFAULTS = {
     # it, their page faults cost a quarter of a 214 M model's tokens. A sleep trims the heap.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the largest older versions of glibc take
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
-    # oneDNN keeps 1,024 compiled primitives, one per batch shape: 80 MB that no sleep gives back.
+    # oneDNN keeps 1,024 compiled primitives, one per batch shape: 80 MB that no sleep frees.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "OMP_NUM_THREADS": "1",  # until an engine sets what its model is to compute with
     "OPENBLAS_NUM_THREADS": "1",  # its pool would start at import, and a fork needs one thread
@@ -67,14 +67,14 @@ def is_allowed(name: str) -> bool:
 
 
 def allowed_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of an environment that an engine may see, over our defaults."""
+    """The variables of an environment that an engine may see, on top of our defaults."""
     return DEFAULTS | {k: v for k, v in environment.items() if is_allowed(k)}
 
 
 def refuse_environment(environment: Mapping[str, str]) -> None:
     """Raises BadSpawn for a name outside the allow-list."""
     if bad := sorted(name for name in environment if not is_allowed(name)):
-        raise BadSpawn(f"env: {bad[0]} is not on the allow-list of deployments.engines.process")
+        raise BadSpawn(f"env: {bad[0]} is not on the allow-list of deployments.engines.linux")
 
 
 def require_private(folder: Path) -> None:
@@ -93,22 +93,22 @@ def prctl(option: int, value: int | bytes) -> None:
 
 
 def drop_privileges() -> None:
-    """No program this process starts gains more than it has (setuid bits are ignored)."""
+    """No program that this process starts gets more privileges than it has (no setuid)."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL when the parent thread ends; at once when it already has."""
+    """Has the kernel kill this process when the parent thread ends; ends at once when it has."""
     prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
 
 
 def claim_priority() -> None:
-    """Back to the ordinary priority, where the system lets us (root, or RLIMIT_NICE). Ray runs its
-    workers at nice 15, and whoever is started from one inherits it: an engine would come after all
-    else on its node. Proxy and replicas stay where they are, which costs a first token 40 ms less
-    on two cores than having them at the engine's side."""
+    """Returns to the ordinary priority, where the system lets us (root, or RLIMIT_NICE). Ray runs
+    its workers at nice 15, and their children inherit it: an engine would come after all else on
+    its node. Proxy and replicas stay at 15: on two cores a first token takes 40 ms less so than
+    with them at the engine's priority."""
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
 
@@ -119,7 +119,7 @@ def set_name(name: str) -> None:
 
 
 def reseed() -> None:
-    """Forks of one zygote must not share their dice."""
+    """Seeds every random generator anew: forks of one zygote must not draw the same numbers."""
     seed = int.from_bytes(os.urandom(8), "little")
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
@@ -129,8 +129,8 @@ def reseed() -> None:
 
 
 def take_environment(own: Mapping[str, str]) -> None:
-    """Variables of this engine alone. Its temporary files go where they say, and end with it; what
-    torch compiles stays where the next engine finds it."""
+    """Sets the variables of this engine alone. Its temporary files go where TMPDIR says and are
+    removed with it; what torch compiles stays where the next engine finds it."""
     kept = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
     os.environ.update(own)
@@ -155,7 +155,7 @@ def thread_count() -> int:
 
 
 def end(status: int) -> NoReturn:
-    """End this process now, and everything it started: its process group when it leads one."""
+    """Ends this process now, and its process group when it leads one."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.getpgid(0) == os.getpid():
@@ -164,8 +164,8 @@ def end(status: int) -> NoReturn:
 
 
 def share_code() -> None:
-    """Map the code engines run now, so that children find the pages mapped by another process
-    and do not count them as their own: 20 MB less per engine."""
+    """Maps the code that engines run, so that its pages count as shared with the zygote and not as
+    an engine's own: 20 MB less per engine."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, mode, *_, path = line.split(maxsplit=5)
         if mode in ("r-xp", "r--p") and _HOT_CODE.search(path):
@@ -174,7 +174,8 @@ def share_code() -> None:
 
 
 def _whole_pages(address: int, size: int) -> tuple[int, int]:
-    """Where those within a span begin and end; none of them, the end is not after the start."""
+    """Begin and end of the whole pages within a span; without any, the end is not after the
+    begin."""
     page = mmap.PAGESIZE
     return -(-address // page) * page, (address + size) // page * page
 
@@ -193,10 +194,10 @@ def blank(address: int, size: int) -> None:
 
 
 class Filling:
-    """Gives untouched memory its pages, behind everything else this process does.
+    """Gives untouched memory its pages, at a lower priority than the rest of this process.
 
-    A large cache is zeroed page by page when it is made; whoever waits for a first token need not
-    wait for that, and what the process will hold is seen soon all the same."""
+    A large cache would be zeroed page by page when it is made. So no first token waits for that,
+    and still the kernel soon sees what the process will hold."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
@@ -208,7 +209,7 @@ class Filling:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when no page will be filled any more. Harmless when it never started."""
+        """Returns when no further page will be filled. Harmless without a start."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
@@ -226,5 +227,5 @@ class Filling:
 
 
 def trim() -> None:
-    """Hand freed heap back to the kernel; without it a sleep shows only in part."""
+    """Returns freed heap to the kernel; without it the kernel sees a sleep only in part."""
     _libc.malloc_trim(0)

@@ -1,10 +1,10 @@
 """GGUF models through llama.cpp's own server: the example of an engine in one file.
 
 A program instead of a library: `build` starts it as a child of the engine's process, `app` passes
-requests on to it over a unix socket of its own, and it ends with the engine's process whatever ends
-that. `engine_args` are its own long options, by name (`ctx_size: 4096`, `n_gpu_layers: 99`,
-`embedding: true`). The model is one .gguf file and needs a `need`, since only the files of
-safetensors say how large their tensors are.
+requests on to it over a unix socket of its own, and the program ends with the engine's process,
+however that ends. `engine_args` are the program's long options, by name (`ctx_size: 4096`,
+`n_gpu_layers: 99`, `embedding: true`). The model is one .gguf file. Give it a `need`, because the
+estimate is its size and a tenth, which leaves no bytes for a long context.
 
 Needs `llama-server` on the PATH, of a version that listens on a unix socket (`--host x.sock`, since
 March 2025). Source: github.com/ggml-org/llama.cpp, tools/server/README.md.
@@ -14,12 +14,11 @@ import asyncio
 import os
 import shutil
 import subprocess
-from typing import Any
 
 import aiohttp
 
-from deployments.engines import linux
-from deployments.engines.host import CannotSleep, respond
+from deployments.engines import asgi, command_line, linux
+from deployments.engines.host import CannotSleep
 from deployments.engines.protocol import (
     MAX_SOCKET_PATH,
     Config,
@@ -30,14 +29,14 @@ from deployments.engines.protocol import (
 )
 
 PROGRAM = "llama-server"
-# What a replica may ask for; the server's routes that change it stay out of reach.
+# What a replica may call; the routes that change the server stay out of reach.
 ROUTES = frozenset("/v1/chat/completions /v1/completions /v1/embeddings /v1/models".split())
-LOOK_S = 0.1  # between two looks whether it has loaded, which takes it seconds
-HEALTH_S = 10.0  # it answers from a thread of its own, also while it computes
+LOOK_S = 0.1  # between two calls that ask whether it has loaded, which takes it seconds
+HEALTH_S = 10.0  # it answers from a thread of its own, even while it computes
 
 
 def build(config: Config) -> "LlamaServer":
-    """Starts the program, so that it reads its file while the event loop is made. Raises
+    """Starts the program, which reads its file while this process makes its event loop. Raises
     LoadFailed."""
     path = os.environ["ARBITER_ENGINE"] + ".l.sock"  # in a folder only this user may enter
     if shutil.which(PROGRAM) is None:
@@ -61,19 +60,13 @@ def command(config: Config, path: str) -> list[str]:
     if "threads" in config:
         words += ["--threads", str(config["threads"])]
     for name, value in config.get("engine_args", {}).items():
-        words += _words("--" + name.replace("_", "-"), value)
+        if value is not False:  # few of its flags have a `--no-` form; those are named `no_...`
+            words += command_line.words(name, value)
     return words
 
 
-def _words(flag: str, value: Any) -> list[str]:
-    """`true` is a bare flag; `false` and nothing leave the program's default."""
-    if value is None or value is False:
-        return []
-    return [flag] if value is True else [flag, str(value)]
-
-
 class LlamaServer:
-    """The program's only client. It has no sleep, so a model that must make room leaves."""
+    """The program's only client. The program cannot sleep, so a victim is unloaded."""
 
     can_sleep = False
 
@@ -82,15 +75,17 @@ class LlamaServer:
         self.session: aiohttp.ClientSession | None = None
 
     async def load(self) -> None:
-        """Until it says that it is healthy. Raises LoadFailed when it ends before that; one that
-        hangs is ended with this process, by whoever waits for it."""
-        connector = aiohttp.UnixConnector(path=self.path, limit=0)  # its queue is where they wait
+        """Waits until the program is healthy. Raises LoadFailed when it ends before that. When it
+        hangs, its holder's bound on loads ends it with this process."""
+        connector = aiohttp.UnixConnector(path=self.path, limit=0)  # requests wait in its queue
         timeout = aiohttp.ClientTimeout(total=None)
         self.session = aiohttp.ClientSession("http://llama", connector=connector, timeout=timeout)
         while not await self._is_healthy():
             if (status := self.program.poll()) is not None:
                 text = f"{PROGRAM} ended with {status}; the engine's log has the rest"
-                raise LoadFailed("ProgramEnded", text, status == -9)  # so the kernel, for memory
+                raise LoadFailed(
+                    "ProgramEnded", text, status == -9
+                )  # as the kernel ends it for memory
             await asyncio.sleep(LOOK_S)
         pidfd = os.pidfd_open(self.program.pid)
         asyncio.get_running_loop().add_reader(pidfd, linux.end, 1)  # nothing serves without it
@@ -104,21 +99,11 @@ class LlamaServer:
             return False
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on until the answer has ended or the client has left, which ends it there too."""
+        """Passes a request on; a client that leaves ends it in the program too."""
         if scope["path"] not in ROUTES:
-            error = {"message": f"no route {scope['path']}", "type": "invalid_request_error"}
-            return await respond(send, 404, {"error": {**error, "param": None, "code": None}})
-        body = await _whole(receive)
-        answering = asyncio.ensure_future(self._pass_on(scope, body, send))
-        leaving = asyncio.ensure_future(_left(receive))
-        try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            answering.cancel()  # does nothing to one that is done
-            await asyncio.wait({answering, leaving})
-        if not answering.cancelled():
-            answering.result()
+            return await asgi.refuse(send, 404, f"no route {scope['path']}")
+        if (body := await asgi.read_body(receive)) is not None:
+            await asgi.until_disconnected(self._pass_on(scope, body, send), receive)
 
     async def _pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
         assert self.session is not None
@@ -142,22 +127,7 @@ class LlamaServer:
         raise CannotSleep(f"{PROGRAM} cannot sleep, so nothing is compared")
 
     async def health(self) -> None:
-        """Raises when it does not say in time that it is well."""
+        """Raises when the program does not answer in time, or not with 200."""
         async with asyncio.timeout(HEALTH_S):
             if not await self._is_healthy():
                 raise RuntimeError(f"{PROGRAM} is not healthy")
-
-
-async def _whole(receive: Receive) -> bytes:
-    """The front bounds its size."""
-    parts = []
-    while True:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue

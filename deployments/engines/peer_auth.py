@@ -1,4 +1,4 @@
-"""Who may speak to an engine: processes of this user, by the kernel's word."""
+"""Only processes of this user may connect to an engine; the kernel tells the user of a peer."""
 
 import asyncio
 import os
@@ -10,8 +10,8 @@ from arbiter.protocol.peer_credentials import peer_uid
 
 
 class SameUserOnly(HttpToolsProtocol):
-    """uvicorn's protocol; a connection from another user ends before a byte of it is read. Asked
-    once for each connection, and a replica keeps its own open."""
+    """uvicorn's protocol, which ends a connection from another user before it reads a byte. It
+    checks each connection once, and a replica keeps its connections open."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)

@@ -1,10 +1,10 @@
 """What an engine author writes, and what the zygote is told.
 
-An engine is one file, the only one that imports its library, with one function
-`build(config) -> Engine`. The function runs in a process of its own, forked a moment ago from the
-zygote, single threaded, with no event loop: the place to fork helpers or set thread counts. The
-host (child.py) then calls `load` in an event loop and serves `app` on a unix socket. Killing the
-process is the unload, so there is none here and no state can outlive it.
+An engine is one file, which alone imports its library and has one function `build(config) ->
+Engine`. The function runs in a process of its own, forked a moment ago from the zygote, single
+threaded, with no event loop: the place to fork helpers or set thread counts. The host
+(deployments.engines.host) then calls `load` in an event loop and serves `app` on a unix socket.
+Killing the process is the unload, so there is none here and no state can outlive it.
 
     class Echo:
         can_sleep = False
@@ -80,7 +80,7 @@ class LoadFailed(Exception):
         return f"{self.kind}: {self.message}"
 
 
-# What libraries say when memory was the cause; torch and vLLM raise RuntimeError or ValueError.
+# Words of libraries when memory is the cause; torch and vLLM raise RuntimeError or ValueError.
 _MEMORY_WORDS = (
     "out of memory",
     "can't allocate memory",
@@ -93,7 +93,7 @@ _MEMORY_WORDS = (
 
 
 def load_failure(error: BaseException) -> LoadFailed:
-    """Any error as the cause of a failed load."""
+    """The cause of a failed load, from any error."""
     if isinstance(error, LoadFailed):
         return error
     text = str(error) or repr(error)
@@ -103,12 +103,13 @@ def load_failure(error: BaseException) -> LoadFailed:
 
 
 class BadSpawn(ValueError):
-    """A spawn message that must not be obeyed."""
+    """A spawn message that the zygote refuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
-    """Everything a child needs. `socket` lies in a directory only its owner may enter."""
+    """Everything that an engine process needs. `socket` lies in a directory that only its owner may
+    enter."""
 
     ticket: str
     entry: str  # `module:function`, called with `config` in the child

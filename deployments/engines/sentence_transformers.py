@@ -4,8 +4,8 @@
 forward pass, 32), `threads` (CPU threads of torch; default: the model's, else 1), `matryoshka` (the
 model was trained so that a prefix of its vector is a vector: `dimensions` is honoured, false).
 
-Requests that wait while a batch runs become the next batch: no timer, so a lone request is never
-held back, and a crowd fills the batch by itself.
+Requests that wait while a batch runs become the next batch. There is no timer: a lone request never
+waits for others, and many requests fill the batch by themselves.
 """
 
 import asyncio
@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 
-from deployments.engines import dispatch_lock, host_copy
-from deployments.engines.host import respond
+from deployments.engines import asgi, dispatch_lock, host_copy
 from deployments.engines.protocol import Config, Receive, Scope, Send
 
 MAX_BODY_BYTES = 32 << 20  # 2,048 texts of 16 KB; longer texts exceed any model's window
 MAX_TEXTS = 2048  # OpenAI's own bound on one request
-_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON may carry one alone; no tokenizer takes it
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON may carry half of a pair; no tokenizer takes it
 _PROBE = "The probe of an embedding model."
 
 
@@ -40,7 +39,7 @@ class BadInput(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, checked."""
+    """One checked request."""
 
     texts: list[str]
     dimensions: int | None
@@ -49,7 +48,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One request's texts in the queue, and who waits for their vectors."""
+    """One request's texts in the queue, and the future that gets their vectors."""
 
     texts: list[str]
     answer: asyncio.Future[np.ndarray]
@@ -83,8 +82,8 @@ class EmbeddingEngine:
         self.batching: asyncio.Task[None] | None = None
 
     async def load(self) -> None:
-        """Again after a wake that was not verified: with the same worker and batching task, for two
-        would run the model side by side."""
+        """Loads the model. A second call, after a wake that did not verify, keeps worker and
+        batching task, because two of each would run the model side by side."""
         if self.worker is None:
             self.worker = ThreadPoolExecutor(1, "embed")
         await self._work(self._load)
@@ -92,7 +91,7 @@ class EmbeddingEngine:
             self.batching = asyncio.create_task(self._batch_for_ever())
 
     def _load(self) -> None:
-        self.model = None  # one that is replaced leaves first: the ticket is for one
+        self.model = None  # a model that is replaced leaves first: the ticket is for one model
         torch.set_num_threads(self.threads)
         self.model = SentenceTransformer(
             self.path, device=self.device, local_files_only=True, model_kwargs=spread(self.parts)
@@ -129,15 +128,9 @@ class EmbeddingEngine:
         return await answer
 
     async def _embed_for(self, receive: Receive, texts: list[str]) -> np.ndarray | None:
-        """None: the client has gone, and what was still queued for it is dropped."""
-        answer = asyncio.ensure_future(self._embed(texts))
-        gone = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-            return answer.result() if answer.done() else None
-        finally:
-            answer.cancel()
-            gone.cancel()
+        """The vectors, or None when the client leaves first, which takes its texts off the
+        queue."""
+        return await asgi.until_disconnected(self._embed(texts), receive)
 
     async def _batch_for_ever(self) -> None:
         while True:
@@ -147,7 +140,7 @@ class EmbeddingEngine:
                 _hand_out(batch, work)
 
     async def _next_batch(self) -> list[Waiting]:
-        """The first that waits, and all others that fit beside it."""
+        """Waits for a request, and takes all others that fit into its batch."""
         batch = [await self.queue.get()]
         size = len(batch[0].texts)
         while not self.queue.empty() and size < self.max_batch:
@@ -167,22 +160,27 @@ class EmbeddingEngine:
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/v1/models":
             card = {"id": self.name, "object": "model", "owned_by": "serve-arbiter", "created": 0}
-            return await respond(send, 200, {"object": "list", "data": [card]})
+            return await asgi.respond(send, 200, {"object": "list", "data": [card]})
         if scope["path"] != "/v1/embeddings" or scope["method"] != "POST":
-            return await _refuse(send, 404, None, f"no route {scope['method']} {scope['path']}")
+            return await asgi.refuse(send, 404, f"no route {scope['method']} {scope['path']}")
         try:
-            asked = parse(await _body(receive), self.width, matryoshka=self.matryoshka)
+            body = await asgi.read_body(receive, MAX_BODY_BYTES)
+            if body is None:
+                return
+            asked = parse(body, self.width, matryoshka=self.matryoshka)
             tokens = self._count(asked.texts)
+        except asgi.BodyTooLarge as error:
+            return await asgi.refuse(send, 413, str(error), param="body")
         except BadInput as bad:
-            return await _refuse(send, 400, bad.param, bad.message)
+            return await asgi.refuse(send, 400, bad.message, param=bad.param)
         vectors = await self._embed_for(receive, asked.texts)
         if vectors is not None:
             short = shorten(vectors, asked.dimensions)
-            await respond(send, 200, self._answer(short, asked, tokens))
+            await asgi.respond(send, 200, self._answer(short, asked, tokens))
 
     def _count(self, texts: list[str]) -> int:
         """Tokens of all texts. Raises BadInput for one longer than the model's window: a vector of
-        its beginning would be a silent lie about the rest."""
+        its beginning would say nothing of the rest."""
         counts = [len(ids) for ids in self.model.tokenizer(texts, truncation=False)["input_ids"]]
         for number, count in enumerate(counts):
             if count > self.window:
@@ -201,7 +199,7 @@ class EmbeddingEngine:
 
 
 def _hand_out(batch: list[Waiting], work: asyncio.Future[list[np.ndarray]]) -> None:
-    """To each its own, whoever else has gone meanwhile."""
+    """Gives each request its vectors; requests whose client has left are skipped."""
     if error := work.exception():
         for waiting in batch:
             if not waiting.answer.done():
@@ -271,25 +269,3 @@ def _base64(vector: np.ndarray) -> Any:
 
 def _on_cpu(model: SentenceTransformer) -> bool:
     return bool(model.device.type == "cpu")
-
-
-async def _body(receive: Receive) -> bytes:
-    parts, size, more = [], 0, True
-    while more:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > MAX_BODY_BYTES:
-            raise BadInput("body", f"larger than {MAX_BODY_BYTES} bytes")
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
-
-
-async def _refuse(send: Send, status: int, param: str | None, message: str) -> None:
-    error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
-    await respond(send, status, {"error": error})

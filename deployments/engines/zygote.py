@@ -34,10 +34,10 @@ from arbiter.protocol.peer_credentials import peer_uid
 from deployments.engines import host, linux
 from deployments.engines.protocol import MAX_LINE_BYTES, BadSpawn, Spawn, parse_spawn
 
-# Unconnected for this long, a zygote asks itself whether anybody can still find it. An agent
+# After this long without a connection, a zygote checks whether an agent can still find it. An agent
 # restarts in 1-2 s, so this is far beyond any restart.
 LINGER_S = 30.0
-TICK_S = 1.0  # how often that is asked
+TICK_S = 1.0  # between two such checks
 SEND_S = 1.0  # a reply is a few hundred bytes; a reader slower than this is gone
 _MARK = "ARBITER_ZYGOTE"  # set once the environment is the allowed one
 
@@ -58,7 +58,7 @@ class Zygote:
         self.poll.register(self.wake_read, selectors.EVENT_READ)
 
     def run(self) -> None:
-        self.seen_s = time.monotonic()  # the imports took seconds in which nobody was heard
+        self.seen_s = time.monotonic()  # the imports took seconds in which it could not accept
         signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the pipe is written
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         while not self._is_lost():
@@ -148,8 +148,8 @@ class Zygote:
                 spawn.socket.unlink(missing_ok=True)
 
     def _is_lost(self) -> bool:
-        """Nobody is connected, for long, and nobody can come back: the socket's path is gone or
-        another's. With no children there is nothing to wait for either."""
+        """No agent is connected, for long, and none can connect again, because the socket's path is
+        gone or another zygote's. A zygote without children waits for none."""
         if self.buffers or time.monotonic() - self.seen_s < self.linger_s:
             return False
         try:
@@ -168,8 +168,8 @@ class Zygote:
 
 
 def bind(path: Path) -> socket.socket:
-    """A listening unix socket only this user may open, made before the fork so that whoever asked
-    for the child can connect the moment the answer arrives."""
+    """A listening unix socket that only this user may open. It is made before the fork, so that the
+    holder can connect as soon as the answer arrives."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
@@ -193,7 +193,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _clean_environment() -> None:
-    """Start over with nothing but the allowed variables, before any library reads them."""
+    """Restarts this program with the allowed variables only, before any library reads them."""
     if os.environ.get(_MARK) == "1":
         return
     environment = linux.allowed_environment(os.environ) | {_MARK: "1"}

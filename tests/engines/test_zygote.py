@@ -169,6 +169,21 @@ def test_a_child_ends_with_its_holders_connection(light: ZygoteUnderTest) -> Non
     until(lambda: is_gone(child.pid), 2)
 
 
+@pytest.mark.spec("A10")
+def test_fake_engine_that_stays_ends_neither_with_its_lifeline_nor_on_sigterm(
+    light: ZygoteUnderTest,
+) -> None:
+    """What tests/faults/test_bad_engines.py has the node agent kill does resist."""
+    child = fake(light, "stays", stays=True).hold()
+    assert child.ready()[0] == 200
+    child.let_go()
+    os.kill(child.pid, signal.SIGTERM)
+    until(lambda: {"lifeline: stays", "SIGTERM: stays"} <= set(child.log.splitlines()), 5)
+    assert child.call("GET", "/control/health")[0] == 200
+    os.killpg(child.pid, signal.SIGKILL)
+    until(lambda: is_gone(child.pid), 5)
+
+
 def test_a_lifeline_works_while_the_load_hangs(light: ZygoteUnderTest) -> None:
     child = fake(light, "hangs", fail="hang").hold()
     assert child.call("POST", "/v1/chat/completions", {})[0] == 503

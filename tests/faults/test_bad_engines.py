@@ -21,7 +21,7 @@ async def test_a_load_that_hangs_is_ended_in_time_and_says_so() -> None:
     async with live_arbiter(
         {"chat": capability(a=model(50, fail="hang"))}, load_timeout_s=1.5
     ) as d:
-        with pytest.raises(LoadFailed):
+        with pytest.raises(LoadFailed, match=r"not loaded after \d s"):
             await asyncio.wait_for(d.holder().ask.remote("a"), 15)
         await d.until(lambda s: not s["tickets"])
         assert await d.engines() == {}
@@ -51,8 +51,10 @@ async def test_a_model_that_only_says_it_sleeps_is_not_believed_and_is_ended() -
     async with live_arbiter({"chat": hoarder, "other": capability(b=model(200))}) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.ask.remote("a")
+        [(pid, *_)] = (await d.engines()).values()
         assert await asyncio.wait_for(other.ask.remote("b"), 60) == 200
         assert len(await d.events("not_asleep")) == 1
+        await gone(pid)
         assert await asyncio.wait_for(chat.ask.remote("a"), 60) == 200
         await d.books_are_true()
 
@@ -86,12 +88,33 @@ async def test_a_client_that_leaves_while_streaming_ends_its_work() -> None:
 
 
 @pytest.mark.spec("A10")
-async def test_an_engine_that_ignores_being_asked_to_end_is_killed() -> None:
-    stubborn = model(50, ignore_sigterm=True, keep_warm_s=0.3)
-    async with live_arbiter({"chat": capability(a=stubborn)}) as d:
-        await d.holder().ask.remote("a")
+async def test_engine_that_does_not_end_when_it_is_told_to_is_killed() -> None:
+    stays = model(50, stays=True)
+    async with live_arbiter({"chat": capability(a=stays)}) as d:
+        h = d.holder()
+        await h.ask.remote("a")
+        [(pid, *_)] = (await d.engines()).values()
+        os.kill(pid, signal.SIGTERM)
+        assert await h.ask.remote("a") == 200
+        assert (await d.engines()).popitem()[1][0] == pid
+        await h.end.remote("a")  # its lifeline is closed too
         await d.until(lambda s: not s["tickets"])
+        await gone(pid)
         assert await d.engines() == {}
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A10", "A19")
+async def test_engine_that_does_not_end_with_its_dead_holder_is_killed() -> None:
+    async with live_arbiter({"chat": capability(a=model(50, stays=True))}) as d:
+        h = d.holder()
+        await h.ask.remote("a")
+        [(pid, *_)] = (await d.engines()).values()
+        d.holders.remove(h)
+        ray.kill(h)
+        await d.until(lambda s: not s["tickets"])
+        await gone(pid)
+        await d.books_are_true()
 
 
 @pytest.mark.spec("H9", "A10")

@@ -15,9 +15,8 @@ from peft import PeftModel
 from transformers import LlamaForCausalLM
 
 from deployments.config.safetensors_header import linear_shapes
-from models.make_models import TINY, default_folder, make
 from tests.support.adapters import write
-from tests.support.engine_host import ROOT, Child, ZygoteUnderTest, zygote
+from tests.support.engine_host import ROOT, Child, ZygoteUnderTest, is_gone, until
 
 VLLM = "deployments.engines.vllm.engine:build"
 COUNT = 32
@@ -27,46 +26,38 @@ ADAPTERS = ("a0", "a1", "r32", "r64")  # ranks 8, 16, 32, 64
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    return make(default_folder(), TINY)
-
-
-@pytest.fixture(scope="module")
-def catalogue(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def catalogue(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     for name in ADAPTERS[:2]:
-        shutil.copytree(model.parent / f"{model.name}-adapters" / name, folder / name)
-    shapes = {name: shape for name, shape in linear_shapes(model).items() if "_proj" in name}
+        shutil.copytree(tiny.parent / f"{tiny.name}-adapters" / name, folder / name)
+    shapes = {name: shape for name, shape in linear_shapes(tiny).items() if "_proj" in name}
     for rank in (32, 64):
         write(folder / f"r{rank}", shapes, rank)
     return folder
 
 
-@pytest.fixture(scope="module")
-def light() -> Iterator[ZygoteUnderTest]:
-    with zygote("deployments.engines.vllm.preload") as running:
-        yield running
-
-
-def loaded(light: ZygoteUnderTest, model: Path, catalogue: Path, dtype: str) -> Child:
+def loaded(engines: ZygoteUnderTest, model: Path, catalogue: Path, dtype: str) -> Child:
     """As many slots as adapters: the stock CPU kernel gives a base request the last slot's."""
     args = {"dtype": dtype, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
-    adapters = {"folder": str(catalogue), "store": str(light.folder / "store"), "max_rank": 64}
+    adapters = {"folder": str(catalogue), "store": str(engines.folder / "store"), "max_rank": 64}
     config = {
         "model": str(model),
         "served_name": "base",
         "engine_args": args,
         "adapters": {**adapters, "slots": len(ADAPTERS), "wait_s": 30.0},
     }
-    child = light.spawn(f"golden-{dtype}", VLLM, config).hold()
+    child = engines.spawn(f"golden-{dtype}", VLLM, config).hold()
     status, body = child.ready()
     assert status == 200, body
     return child
 
 
 @pytest.fixture(scope="module")
-def ours(light: ZygoteUnderTest, model: Path, catalogue: Path) -> Child:
-    return loaded(light, model, catalogue, "float32")
+def ours(engines: ZygoteUnderTest, tiny: Path, catalogue: Path) -> Iterator[Child]:
+    child = loaded(engines, tiny, catalogue, "float32")
+    yield child
+    child.let_go()
+    until(lambda: is_gone(child.pid), 5)
 
 
 def tokens(child: Child, name: str, prompt: list[int]) -> list[int]:
@@ -89,16 +80,16 @@ def greedy(network: Any, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.spec("F10")
-def test_tokens_equal_transformers(ours: Child, model: Path) -> None:
-    network = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+def test_tokens_equal_transformers(ours: Child, tiny: Path) -> None:
+    network = LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     network.generation_config.eos_token_id = None
     for prompt in PROMPTS:
         assert tokens(ours, "base", prompt) == greedy(network, prompt)
 
 
 @pytest.mark.spec("F10")
-def test_tokens_equal_plain_vllm(ours: Child, model: Path) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("plain_vllm.py")), str(model)]
+def test_tokens_equal_plain_vllm(ours: Child, tiny: Path) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("plain_vllm.py")), str(tiny)]
     command += [json.dumps(PROMPTS), str(COUNT)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
@@ -110,8 +101,8 @@ def test_tokens_equal_plain_vllm(ours: Child, model: Path) -> None:
 
 @pytest.mark.spec("F10")
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_an_adapter_equals_peft(ours: Child, model: Path, catalogue: Path, adapter: str) -> None:
-    network = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+def test_an_adapter_equals_peft(ours: Child, tiny: Path, catalogue: Path, adapter: str) -> None:
+    network = LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     wrapped = PeftModel.from_pretrained(network, str(catalogue / adapter)).float()
     wrapped.generation_config.eos_token_id = None
     for prompt in PROMPTS:
@@ -146,9 +137,9 @@ def ranked(child: Child, name: str, prompt: list[int]) -> list[dict[str, float]]
 
 @pytest.mark.spec("F10")
 def test_mixed_batch_in_bf16_equals_each_alone_to_the_first_near_tie(
-    light: ZygoteUnderTest, model: Path, catalogue: Path
+    engines: ZygoteUnderTest, tiny: Path, catalogue: Path
 ) -> None:
-    child = loaded(light, model, catalogue, "bfloat16")
+    child = loaded(engines, tiny, catalogue, "bfloat16")
     asks = [(name, prompt) for prompt in PROMPTS for name in ("base", *ADAPTERS)]
     alone = [ranked(child, *ask) for ask in asks]
     with ThreadPoolExecutor(len(asks)) as pool:

@@ -230,7 +230,7 @@ def started(
         assert running.node  # read once, while there is an arbiter to say it
         yield running
     finally:
-        _stop(process)
+        stop(process)
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def _answers(graph: Graph) -> bool:
         return False
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     for sign in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)

@@ -16,7 +16,7 @@ from arbiter.core.types import Split
 from arbiter.errors import EngineLost, NeverFits
 from arbiter.server.recording import read, replay
 from arbiter.units import MIB, Bytes
-from deployments.config.load_plan import ENGINES, EngineKind
+from deployments.config.engine_kinds import ENGINES, EngineKind
 from deployments.replica.residency import Residency
 from deployments.replica.use import Use
 from deployments.replica.use_all import use_all

@@ -2,8 +2,8 @@
 
 It holds real, touched, private bytes, so the kernel measures it. In `engine_args`: bytes and
 kv_cache_memory_bytes, load_seconds, fail (memory, error, hang), chunks and chunk_seconds of a
-streamed answer, ignore_sigterm, litter (leaves a temporary file), forget (its probe changes after a
-wake), sick (its health).
+streamed answer, stays (ends neither with its lifeline nor on SIGTERM, and says so), litter (leaves
+a temporary file), forget (its probe changes after a wake), sick (its health).
 """
 
 import asyncio
@@ -13,7 +13,8 @@ import os
 import signal
 import tempfile
 
-from deployments.engines.host import respond
+from deployments.engines import linux
+from deployments.engines.asgi import respond
 from deployments.engines.protocol import Config, Receive, Scope, Send
 
 
@@ -26,8 +27,9 @@ class FakeEngine:
         self.wakes = 0
 
     async def load(self) -> None:
-        if self.args.get("ignore_sigterm"):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.args.get("stays"):
+            signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM: stays", flush=True))
+            linux.end = _stay  # type: ignore[assignment]
         if self.args.get("litter"):
             os.close(tempfile.mkstemp()[0])
         await asyncio.sleep(float(self.args.get("load_seconds", 0)))
@@ -79,6 +81,10 @@ class FakeEngine:
         choice = {"index": 0, part: {"role": "assistant", "content": "x " * words}}
         kind = "chat.completion" + ".chunk" * (part == "delta")
         return {"id": "fake", "object": kind, "created": 0, "model": self.name, "choices": [choice]}
+
+
+def _stay(status: int) -> None:
+    print("lifeline: stays", flush=True)
 
 
 build = FakeEngine

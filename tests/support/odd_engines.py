@@ -4,7 +4,7 @@ import random
 
 import numpy
 
-from deployments.engines.host import respond
+from deployments.engines.asgi import respond
 from deployments.engines.protocol import Config, Receive, Scope, Send
 
 

@@ -1,10 +1,11 @@
 """Adapters in a vLLM child: from the name in a request to a slot in the batch.
 
-Each request passes three doors, and fails alone at any of them, with the reason: its adapter is
-found in the catalogue, copied and checked, before vLLM sees the request; it waits its turn for a
-slot (deployments.text.turns); vLLM loads the adapter by `add_lora`, whose failure harms nobody.
-Only then does it reach vLLM's `generate`, where a bad adapter would end the engine for everybody
-(`EngineDeadError` for every request, seen with vLLM 0.32).
+Each request takes three steps, and fails alone at any of them, with the reason: the service finds
+its adapter in the catalogue, copies and checks it, before vLLM sees the request; the request waits
+for a place in the batch (deployments.engines.vllm.batch_gate); vLLM loads the adapter by
+`add_lora`, whose failure harms no other request. Only then does the request reach vLLM's
+`generate`, where a bad adapter would end the engine for all (`EngineDeadError` for every request,
+seen with vLLM 0.32).
 """
 
 import asyncio
@@ -27,16 +28,15 @@ from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
 from deployments.adapters.validate import Rules
 from deployments.config.safetensors_header import linear_shapes
+from deployments.engines import asgi
 from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.engines.vllm.admission import BASE
 from deployments.engines.vllm.batch_gate import AdaptersBusy, BatchGate
 
-# Requests let in beyond a full batch, so that the next step has one when a place comes free.
+# Requests that enter beyond a full batch, so that the next step has a request for each place that
+# gets free.
 AHEAD = 4
-
-
-# Set by the front on every call, whatever the client wrote.
-_TENANT = b"x-arbiter-tenant"
+_TENANT = messages.TENANT_HEADER.encode()
 
 
 @dataclass(slots=True)
@@ -46,21 +46,22 @@ class Asked:
     model: str  # as the client wrote it
     lora: LoRARequest
     entry: Entry
-    refused: RequestError | None = None  # at the second or third door
+    refused: RequestError | None = None  # in `generate`, by the gate or by vLLM
 
 
 _ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
 
 
 class AdmittingLLM(AsyncLLM):
-    """vLLM's frontend with the second and third door in `generate`, where every route ends."""
+    """vLLM's frontend, whose `generate`, where every route ends, first waits for a place in the
+    batch and for the adapter's load."""
 
-    desk: "AdapterService"
+    adapters: "AdapterService"
 
     async def generate(
         self, *args: Any, lora_request: LoRARequest | None = None, **more: Any
     ) -> AsyncGenerator[Any, None]:
-        async with self.desk.turn(lora_request):
+        async with self.adapters.turn(lora_request):
             found = super().generate(*args, lora_request=lora_request, **more)
             async with aclosing(found) as outputs:
                 async for output in outputs:
@@ -68,7 +69,7 @@ class AdmittingLLM(AsyncLLM):
 
 
 class AdapterService:
-    """One per engine."""
+    """The adapters of one engine: which request uses which, and when it may enter the batch."""
 
     def __init__(self, config: Config, window: int) -> None:
         """`config["adapters"]`: what the load plan made. Raises OSError, BadHeader."""
@@ -83,11 +84,11 @@ class AdapterService:
         self._loads: dict[str, asyncio.Task[None]] = {}  # of adapters that run
         self._pins: dict[str, Entry] = {}  # by digest
 
-    # -- the first door ------------------------------------------------------------------------
+    # -- the catalogue -------------------------------------------------------------------------
 
     async def asked(self, body: bytes, tenant: str) -> Asked | None:
-        """The adapter a request names; None when it means the base, or nothing we know, which is
-        vLLM's to say. Raises AdapterInvalid."""
+        """The adapter that a request names, or None when it means the base or an unknown model,
+        which vLLM refuses itself. Raises AdapterInvalid, AdapterAmbiguous."""
         try:
             model = json.loads(body).get("model")
         except (ValueError, RecursionError, AttributeError):
@@ -101,11 +102,12 @@ class AdapterService:
         number = self._numbers.setdefault(published.digest, len(self._numbers) + 1)
         return Asked(model, LoRARequest(published.digest, number, str(published.path)), entry)
 
-    # -- the second and the third --------------------------------------------------------------
+    # -- a place in the batch, and a slot ------------------------------------------------------
 
     @asynccontextmanager
     async def turn(self, lora: LoRARequest | None) -> AsyncIterator[None]:
-        """One request's time in the engine."""
+        """One request's time in the engine. Raises AdaptersBusy, AdapterInvalid,
+        EngineDeadError."""
         adapter = lora.lora_name if lora else BASE
         asked = _ASKED.get()
         name = asked.model if asked else self.served_name
@@ -126,8 +128,9 @@ class AdapterService:
                 self._loads.pop(adapter, None)
 
     async def _loaded(self, lora: LoRARequest, name: str) -> None:
-        """In vLLM's host cache and in a slot. Asked once for all requests that run at a time: while
-        one runs, its slot is its own; after the last, vLLM may have dropped it."""
+        """Returns once vLLM has the adapter in its host cache and in a slot. All requests that run
+        at a time share one load: while any of them runs, the adapter keeps its slot; after the
+        last, vLLM may drop it."""
         task = self._loads.get(lora.lora_name)
         if task is None:
             task = self._loads[lora.lora_name] = asyncio.ensure_future(self._load(lora))
@@ -142,8 +145,8 @@ class AdapterService:
         await self.llm.add_lora(lora)
 
     async def _pin(self, asked: Asked | None) -> None:
-        """An adapter to be pinned keeps its slot from its first use on, while its entry says so. At
-        least one slot stays for all others: what finds no room is served like any other."""
+        """A pinned adapter keeps its slot from its first use on, while its entry says so. At least
+        one slot stays for the adapters that are not pinned; a pin beyond that has no effect."""
         assert self.llm is not None
         for digest, entry in list(self._pins.items()):
             if not self._is_current(entry) and digest not in self.gate.running:
@@ -162,15 +165,15 @@ class AdapterService:
             return False
 
     async def _unpin(self, digest: str) -> None:
-        """vLLM has no other way than to drop it."""
+        """Drops the adapter from vLLM, which has no other way to unpin it."""
         assert self.llm is not None
         del self._pins[digest]
         self.gate.pinned = frozenset(self._pins)
         await self.llm.remove_lora(self._numbers[digest])
 
     async def forget_loaded(self) -> None:
-        """Before a sleep: what vLLM keeps of adapters on the host is private memory too, and they
-        are loaded again from their copies when they are asked for."""
+        """Drops all adapters before a sleep, because what vLLM keeps of them on the host is private
+        memory too. The next request for an adapter loads it again from its copy."""
         assert self.llm is not None
         self._pins.clear()
         self.gate.pinned = frozenset()
@@ -180,21 +183,21 @@ class AdapterService:
     # -- in front of vLLM's application --------------------------------------------------------
 
     async def serve(self, api: Any, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _whole(receive)
+        body = await asgi.read_body(receive)
         if body is None:
             return
         tenant = dict(scope["headers"]).get(_TENANT, b"").decode("latin-1")
         try:
             asked = await self.asked(body, tenant)
         except RequestError as error:
-            return await _refuse(send, error)
+            return await asgi.refuse_request(send, error)
         if asked is not None:
             send = _HeldHead(asked, send)
         _ASKED.set(asked)
-        await api(scope, _Replayed(body, receive), send)
+        await api(scope, asgi.replay(body, receive), send)
 
     def adopt(self, llm: AsyncLLM, state: Any) -> None:
-        """Let vLLM's routes resolve names through the request that asks."""
+        """Lets vLLM's routes resolve a model's name through the request that has it."""
         self.llm = llm
         models = state.openai_serving_models
         models.lora_requests = _AskedAdapters()
@@ -224,7 +227,7 @@ def _noted(asked: Asked | None, error: RequestError) -> RequestError:
 
 
 class _AskedAdapters(dict[str, LoRARequest]):
-    """Stands where vLLM keeps all adapters by name: knows the one this request has asked for."""
+    """Stands where vLLM keeps all adapters by name, and knows only the adapter of this request."""
 
     def __contains__(self, name: object) -> bool:
         asked = _ASKED.get()
@@ -238,8 +241,8 @@ class _AskedAdapters(dict[str, LoRARequest]):
 
 
 class _HeldHead:
-    """Sends the head with the first bytes, so that a request refused in `generate` is answered with
-    its own status though vLLM has begun a stream."""
+    """Keeps the head back until the first bytes, so that a request that `generate` refuses gets its
+    own status although vLLM has begun a stream."""
 
     def __init__(self, asked: Asked, send: Send) -> None:
         self._asked, self._send = asked, send
@@ -254,42 +257,8 @@ class _HeldHead:
         elif refused := self._asked.refused:
             if self._head is not None:
                 self._head = None
-                await _refuse(self._send, refused)
+                await asgi.refuse_request(self._send, refused)
         elif self._head is not None:
             self._passes = True
             await self._send(self._head)
             await self._send(message)
-
-
-class _Replayed:
-    """A body that was read, then what comes after it."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
-
-    async def __call__(self) -> Any:
-        if self._body is None:
-            return await self._receive()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
-
-
-async def _whole(receive: Receive) -> bytes | None:
-    """The body, or None when the client has left. The front bounds its size."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-async def _refuse(send: Send, error: RequestError) -> None:
-    head, body = messages.refusal(error)
-    headers = [(k.encode(), v.encode()) for k, v in head.headers.items()]
-    headers.append((b"content-length", b"%d" % len(body)))
-    await send({"type": "http.response.start", "status": head.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

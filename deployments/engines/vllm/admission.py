@@ -1,13 +1,13 @@
 """Which waiting requests enter the engine next, so that the adapters in a batch fit its slots.
 
-Pure: `plan` sees who runs and who waits and names whom to let in. While all adapters there are fit
-the slots it is first come, first served, for ordering could only skew the waits: 32 adapters in as
-many slots made 2,309 tokens/s so, and 2,115 in the order below (4 M parameters, 32 requests at a
-time). Beyond that, requests of adapters that already run go first, which fills the batch; then a
-free slot goes to the longest queue. A request older than `ageing_s` overtakes all of that, and
-while it finds no slot the least busy adapter is let run dry for it: without this a cold adapter
-waited 7.9 s under a flood on hot ones, with it 2.0 s.
-"""
+Pure: `plan` sees which requests run and which wait, and names those that enter. While the slots
+hold all adapters, requests enter in the order of arrival, because any other order only skews the
+waits: 32 adapters in as many slots made 2,309 tokens/s so, and 2,115 in the order below (4 M
+parameters, 32 requests at a time). Beyond that, requests of adapters that already run enter first,
+which fills the batch; then the adapter with the longest queue gets a free slot. A request older
+than `ageing_s` enters before all of these, and while it finds no slot, the least busy adapter is
+fed no more, until its slot is free: without this rule a cold adapter waited 7.9 s under a flood on
+hot ones, with it 2.0 s."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ AGEING_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request that wants to enter."""
+    """A request that waits to enter the batch."""
 
     key: int
     adapter: str
@@ -30,7 +30,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the engine is doing. `waiting` is in order of arrival."""
+    """What runs in the engine and what waits. `waiting` is in the order of arrival."""
 
     slots: int
     window: int  # the most requests in the engine at once
@@ -38,20 +38,20 @@ class View:
     waiting: Sequence[Waiting]
     now_s: float
     ageing_s: float = AGEING_S
-    pinned: frozenset[str] = frozenset()  # adapters that keep their slot when none of theirs runs
+    pinned: frozenset[str] = frozenset()  # adapters that keep their slot without a request
 
 
 def plan(view: View) -> list[int]:
-    """Keys to let in now, in this order."""
+    """Keys of the requests that enter now, in this order."""
     running = Counter(dict.fromkeys(view.pinned, 0) | dict(view.running))
-    desk = _Batch(view.slots, view.window, running, list(view.waiting), view.pinned)
+    batch = _Batch(view.slots, view.window, running, list(view.waiting), view.pinned)
     if len(_adapters(view)) <= view.slots:
-        return [desk.admit(one).key for one in view.waiting[: desk.room]]
+        return [batch.admit(one).key for one in view.waiting[: batch.room]]
     aged = [one for one in view.waiting if view.now_s - one.since_s > view.ageing_s]
-    entered = [desk.admit(one).key for one in aged if desk.can_enter(one.adapter)]
-    starved = {one.adapter for one in aged if desk.needs_slot(one.adapter)}
-    for one in _favoured(desk, desk.run_dry(len(starved))):
-        entered.append(desk.admit(one).key)
+    entered = [batch.admit(one).key for one in aged if batch.can_enter(one.adapter)]
+    starved = {one.adapter for one in aged if batch.needs_slot(one.adapter)}
+    for one in _favoured(batch, batch.run_dry(len(starved))):
+        entered.append(batch.admit(one).key)
     return entered
 
 
@@ -61,7 +61,7 @@ def _adapters(view: View) -> set[str]:
 
 @dataclass(slots=True)
 class _Batch:
-    """The view as it changes while requests are let in."""
+    """The view as it changes while requests enter."""
 
     slots: int
     window: int
@@ -93,22 +93,24 @@ class _Batch:
         return [one for one in self.waiting if one.key not in self.entered]
 
     def run_dry(self, count: int) -> frozenset[str]:
-        """The `count` adapters nearest to freeing their slot; they get no more requests. The least
-        busy is never fed, so its number only falls, and a slot comes free."""
+        """The `count` adapters nearest to freeing their slot; none of their requests enters. The
+        number of running requests of the least busy adapter then only falls, and its slot gets
+        free."""
         queued = Counter(one.adapter for one in self.left())
         slotted = self.running.keys() - {BASE} - self.pinned
         busy = sorted(slotted, key=lambda a: (self.running[a], queued[a], a))
         return frozenset(busy[:count])
 
 
-def _favoured(desk: _Batch, dry: frozenset[str]) -> Iterator[Waiting]:
-    """Those that run already, in order of arrival; then whole queues, the longest first."""
-    for one in desk.left():
-        if desk.room and not desk.needs_slot(one.adapter) and one.adapter not in dry:
+def _favoured(batch: _Batch, dry: frozenset[str]) -> Iterator[Waiting]:
+    """Requests of adapters that run already, in the order of arrival; then whole queues, the
+    longest first."""
+    for one in batch.left():
+        if batch.room and not batch.needs_slot(one.adapter) and one.adapter not in dry:
             yield one
     queues: dict[str, list[Waiting]] = {}
-    for one in desk.left():
-        if desk.needs_slot(one.adapter):
+    for one in batch.left():
+        if batch.needs_slot(one.adapter):
             queues.setdefault(one.adapter, []).append(one)
     for queue in sorted(queues.values(), key=lambda q: (-len(q), q[0].since_s)):
-        yield from (one for one in queue if desk.can_enter(one.adapter))
+        yield from (one for one in queue if batch.can_enter(one.adapter))

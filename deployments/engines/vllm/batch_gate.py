@@ -1,7 +1,7 @@
 """The wait for a place in one engine's batch: what `admission.plan` decides, done with futures.
 
-A request may be cancelled at every moment: before its turn, when it is no longer counted among
-those who wait; or after its turn was given and before it took it, when it gives the place back.
+A request may be cancelled at any moment. Before its turn it just leaves the queue; when `plan` has
+given it a place that its task has not taken yet, it gives the place back.
 """
 
 import asyncio
@@ -13,12 +13,12 @@ from arbiter.errors import RequestError
 from deployments.engines.vllm.admission import View, Waiting, plan
 
 # Requests that wait for their turn in one engine. The front bounds what comes in; this bounds what
-# one engine remembers, at 1 ms of planning per step (measured with 2,000 waiting).
+# one engine keeps, because with 2,000 waiting a step takes 1 ms of planning (measured).
 MAX_WAITING = 2_000
 
 
 class AdaptersBusy(RequestError):
-    """All slots, or all places to wait for one, are taken."""
+    """All slots are in use, or the queue for them is full."""
 
     status_code, code = 503, "adapters_busy"
 
@@ -35,7 +35,7 @@ class AdaptersBusy(RequestError):
 
 
 class BatchGate:
-    """Who is in the engine, who waits; `plan` decides, this obeys."""
+    """The requests in the engine and those that wait for it; `plan` decides which enter."""
 
     def __init__(self, slots: int, window: int, wait_s: float) -> None:
         self.slots, self.window, self.wait_s = slots, window, wait_s
@@ -49,7 +49,8 @@ class BatchGate:
         return len(self._waiting)
 
     async def enter(self, adapter: str, name: str) -> None:
-        """Returns with the adapter's place taken. Raises AdaptersBusy after `wait_s`."""
+        """Returns once the request has a place. Raises AdaptersBusy after `wait_s`, or at once when
+        MAX_WAITING requests wait."""
         if len(self._waiting) >= MAX_WAITING:
             raise AdaptersBusy(name, self.slots, 0.0, self.wait_s)
         one = Waiting(next(self._numbers), adapter, time.monotonic())
@@ -81,7 +82,7 @@ class BatchGate:
     def _admit(self) -> None:
         if not self._waiting:
             return
-        # A cancelled one is still here until its task has run, and takes no turn any more.
+        # A cancelled request stays here until its task has run, and must get no place.
         waiting = [one for one, turn in self._waiting.values() if not turn.done()]
         now_s = time.monotonic()
         view = View(self.slots, self.window, self.running, waiting, now_s, pinned=self.pinned)

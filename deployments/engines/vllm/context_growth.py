@@ -1,9 +1,8 @@
 """Whether a request that vLLM refused would fit the longer context that its model may grow to
-(A14). Only requests whose length is known to fit are marked, so that nobody makes an engine
-start anew with a request that would be refused again.
+(A14). A refusal is marked only when the request's length is known to fit, so that no client can
+restart an engine with a request that the grown engine refuses again.
 """
 
-import asyncio
 import json
 import re
 from typing import Any
@@ -11,9 +10,11 @@ from typing import Any
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import construct_input_messages, construct_tool_dicts
 
+from deployments.engines import asgi
 from deployments.engines.protocol import COULD_GROW, Asgi, Receive, Scope, Send
 
-# What decides how many tokens a prompt has, of the routes whose prompts vLLM's `/tokenize` counts.
+# The fields of a chat that decide how many tokens its prompt has, as vLLM's `/tokenize` counts
+# them.
 _CHAT = (
     "messages",
     "tools",
@@ -22,33 +23,35 @@ _CHAT = (
     "continue_final_message",
     "add_special_tokens",
 )
-# Those routes, and what names the most that may be answered there.
+# The routes that may grow a model, each with the fields that bound the length of its answer.
 _MOST = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/completions": ("max_tokens",),
     "/v1/responses": ("max_output_tokens",),
 }
-# vLLM's words for "too long", in each of its refusals of one; any other stands whatever the context
+# vLLM's words for "too long". A longer context would not change any other refusal.
 _TOO_LONG = re.compile(r"context length|max_model_len", re.IGNORECASE)
 
 Body = dict[str, Any]
 
 
 class Uncounted(Exception):
-    """vLLM cannot say how long the prompt is; its refusal says what is wrong with it."""
+    """vLLM cannot count the prompt's tokens; its refusal says what is wrong with the request."""
 
 
 class ContextGrowth:
-    """Stands between the host and vLLM's own app. `most_tokens`: context once grown."""
+    """Stands between the host and vLLM's own application. `most_tokens`: the context once grown."""
 
     def __init__(self, api: Asgi, model: str, most_tokens: int) -> None:
         self.api, self.model, self.most_tokens = api, model, most_tokens
 
     async def serve(self, app: Asgi, scope: Scope, receive: Receive, send: Send) -> None:
-        """As `app` would, with a refusal marked that would be none if the model had grown."""
+        """Answers as `app` does, and marks a refusal that growth would avoid."""
         if scope["path"] not in _MOST:
             return await app(scope, receive, send)
-        said = await _whole(receive)
+        said = await asgi.read_body(receive)
+        if said is None:
+            return
         start: Any = None
         refusal = b""
 
@@ -63,7 +66,7 @@ class ContextGrowth:
                 if not message.get("more_body"):
                     await self._refuse(scope["path"], said, start, refusal, send)
 
-        await app(scope, _again(said, receive), judging)
+        await app(scope, asgi.replay(said, receive), judging)
 
     async def _refuse(self, path: str, said: bytes, start: Any, refusal: bytes, send: Send) -> None:
         headers = list(start["headers"])
@@ -71,7 +74,7 @@ class ContextGrowth:
             try:
                 needed = await self._needed(path, json.loads(said))
             except (Uncounted, LookupError, ValueError, TypeError, AttributeError, OverflowError):
-                needed = None  # the refusal says what is wrong with it
+                needed = None  # the refusal says what is wrong with the request
             if needed is not None and needed <= self.most_tokens:
                 headers.append((COULD_GROW.encode(), b"context"))
             elif needed is not None:
@@ -82,9 +85,10 @@ class ContextGrowth:
         await send({"type": "http.response.body", "body": refusal})
 
     async def _needed(self, path: str, body: Body) -> int:
-        """The context in which vLLM would answer: its longest prompt and a token more, and as many
-        as it may answer with at most; where both together exceed it, vLLM answers with less.
-        Raises Uncounted, and whatever a body of another shape raises."""
+        """The context in tokens in which vLLM would answer: the longest prompt and one token, or
+        the longest answer that the request allows, whichever is more; where both together exceed
+        the context, vLLM shortens the answer. Raises Uncounted, and whatever a body of another
+        shape raises."""
         most_answered = max(int(body.get(name) or 1) for name in _MOST[path])
         return max(most_answered, 1 + await self._length(path, body))
 
@@ -123,7 +127,7 @@ class ContextGrowth:
             answer.append(message.get("body", b""))
 
         said = json.dumps({"model": self.model, **asked}).encode()
-        await self.api(scope, _again(said, None), heard)
+        await self.api(scope, asgi.replay(said, asgi.never), heard)
         if statuses != [200]:
             raise Uncounted(statuses)
         return int(json.loads(b"".join(answer))["count"])
@@ -143,7 +147,7 @@ def _as_chat(body: Body) -> Body:
 
 
 def _as_message(message: Any) -> Body:
-    """Its texts under the name that `/tokenize` takes for them."""
+    """A message whose texts have the type that `/tokenize` knows."""
     plain: Body = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
     parts = plain.get("content")
     if isinstance(parts, list):
@@ -154,7 +158,8 @@ def _as_message(message: Any) -> Body:
 
 
 def _prompts(prompt: Any) -> list[str] | list[list[int]]:
-    """Of a completion: text or tokens, one or several. Raises ValueError on anything else."""
+    """The prompts of a completion: text or tokens, one or several. Raises ValueError on anything
+    else."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -164,34 +169,9 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
 
 
 def _with_most(refusal: bytes, needed: int, most_tokens: int) -> bytes:
-    """vLLM names the context it has now, which is not what the request had to fit."""
+    """Adds the context that the model may grow to, because vLLM's refusal names the present one."""
     said = json.loads(refusal)
     said["error"]["message"] += (
         f" The model may grow to {most_tokens} tokens; the request needs {needed}."
     )
     return json.dumps(said).encode()
-
-
-async def _whole(receive: Receive) -> bytes:
-    """A request's body; what came of it when its client leaves."""
-    parts: list[bytes] = []
-    while (message := await receive())["type"] == "http.request":
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            break
-    return b"".join(parts)
-
-
-def _again(said: bytes, receive: Receive | None) -> Receive:
-    """The body once more, then whatever comes."""
-    messages = [{"type": "http.request", "body": said, "more_body": False}]
-
-    async def replayed() -> Any:
-        if messages:
-            return messages.pop()
-        if receive is None:  # nobody leaves: a route that hears of it would give no answer
-            await asyncio.Event().wait()
-            raise AssertionError("an event that nobody sets")
-        return await receive()
-
-    return replayed

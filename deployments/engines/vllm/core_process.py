@@ -172,7 +172,7 @@ def await_core(core: Core) -> None:
     """Blocks until the core is up. Raises LoadFailed with its cause."""
     with os.fdopen(core.report, "rb") as pipe:
         line = pipe.readline()
-    if not line:  # it died without a word; SIGKILL unasked is what the kernel does out of memory
+    if not line:  # it died without a report; the kernel sends SIGKILL when memory runs out
         _, status = os.waitpid(core.pid, 0)
         how = os.waitstatus_to_exitcode(status)
         text = f"the engine core ended with {how} while loading; its log has the rest"

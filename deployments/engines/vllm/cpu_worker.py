@@ -41,8 +41,8 @@ class SleepingCpuWorker(CPUWorker):
         self.filling = linux.Filling()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
-        """Where vLLM asks which memory the KV cache comes from: here from pages nobody has
-        zeroed yet. They are filled once the model is loaded: no first token waits for them."""
+        """vLLM asks here which memory the KV cache comes from: from pages that are not zeroed yet.
+        They are filled once the model is loaded, so that no first token waits for them."""
         return untouched() if tag == "kv_cache" else super()._maybe_get_memory_pool_context(tag)
 
     def compile_or_warm_up_model(self) -> Any:
@@ -101,7 +101,8 @@ class SleepingCpuWorker(CPUWorker):
 
     @contextmanager
     def _adapters_kept(self) -> Iterator[None]:
-        """vLLM drops every adapter on a reload, for the base may have changed; ours has not."""
+        """vLLM drops every adapter on a reload, because the base may have changed; here it has
+        not."""
         runner = self.model_runner
         runner.reset_lora_state = lambda: None
         try:
@@ -110,7 +111,7 @@ class SleepingCpuWorker(CPUWorker):
             del runner.reset_lora_state
 
     def _drop_adapters(self) -> None:
-        """Out of their slots; they stay in vLLM's own host cache and return on use."""
+        """Takes adapters out of their slots; they stay in vLLM's host cache and return on use."""
         manager = getattr(self.model_runner, "lora_manager", None)
         if manager is not None:
             adapters = manager._adapter_manager
@@ -118,7 +119,8 @@ class SleepingCpuWorker(CPUWorker):
                 adapters.deactivate_adapter(number)
 
     def _rebuilt(self) -> list[torch.UntypedStorage]:
-        """What a sleep loses and use brings back: adapters in their slots, and the KV cache."""
+        """Storages whose content a sleep loses and use brings back: adapter slots and the KV
+        cache."""
         tensors = (*self._slots(), *self.model_runner.kv_caches)
         found = (tensor.untyped_storage() for tensor in tensors)
         return list({storage.data_ptr(): storage for storage in found}.values())
@@ -142,7 +144,8 @@ class SleepingCpuWorker(CPUWorker):
 
 @contextmanager
 def every_core() -> Iterator[None]:
-    """Packing weights takes all cores this process may use: while it does nobody is served."""
+    """Packs weights on all cores that this process may use, because it serves no request
+    meanwhile."""
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
@@ -153,8 +156,8 @@ def every_core() -> Iterator[None]:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Zeros that hold no pages until they are written, from `torch.zeros`. For vLLM's allocation of
-    the KV cache, which calls nothing else in here."""
+    """Makes `torch.zeros` return zeros that hold no pages until they are written. Only around
+    vLLM's allocation of the KV cache, which calls nothing else."""
     kept: Any = torch.zeros
     blank: Any = _blank
     torch.zeros = blank
@@ -178,7 +181,7 @@ def version(path: Path) -> tuple[int, ...]:
 
 def copy_to_memory(path: Path, expected: tuple[int, ...]) -> int:
     """A memfd with the file's bytes, never mapped here. Raises RuntimeError when the file is not
-    the one that was loaded: what sleeps must be what was awake."""
+    the loaded one: what sleeps must be what was awake."""
     with path.open("rb") as source:
         copy = os.memfd_create(f"host-copy-{path.name}", os.MFD_CLOEXEC)
         at, size = 0, path.stat().st_size

@@ -2,11 +2,10 @@
 
 `engine_args` are vLLM's own, by name (`max_model_len: 1024`, `enable_lora: true`,
 on a GPU `device_ids: [2]`, `gpu_memory_utilization: 0.4`).
-`kv_cache_memory_bytes` is required: vLLM's own guess is a share of what happens to be free.
+`kv_cache_memory_bytes` is required, because vLLM's default is a share of what happens to be free.
 """
 
 import asyncio
-import json
 import os
 from argparse import Namespace
 from functools import cache
@@ -27,27 +26,27 @@ from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from deployments.engines import linux
-from deployments.engines.host import respond
+from deployments.engines import asgi, command_line, linux
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
 from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
 
-# What a replica may ask for. vLLM also registers routes that pause, scale or reload an engine, or
-# run any of its calls by name; those stay out of reach.
+# What a replica may call. vLLM also registers routes that pause, scale or reload an engine, or run
+# any of its calls by name; those stay out of reach.
 ROUTES = frozenset(
     "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages /v1/models "
     "/tokenize /detokenize /pooling /classify /score /v1/score /rerank /v1/rerank /metrics "
     "/adapters".split()
 )
 _PROBE = "The answer is"
-_DEAD_S = 0.5  # how long a frontend without a core stays to tell its requests
+_DEAD_S = 0.5  # for so long a frontend whose core is dead still answers its requests
 _CPU_WORKER = "deployments.engines.vllm.cpu_worker.SleepingCpuWorker"
 
 
 def build(config: Config) -> "VllmEngine":
-    """Runs single threaded, right after the fork: the core is forked from here."""
+    """Runs single threaded, right after the fork, because it forks the core in turn. Raises
+    LoadFailed, and whatever vLLM raises."""
     os.environ.update(VLLM_SERVER_DEV_MODE="0", VLLM_ALLOW_RUNTIME_LORA_UPDATING="0")
     args = arguments(config)
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
@@ -63,13 +62,13 @@ def build(config: Config) -> "VllmEngine":
     engine.most_tokens = int(config.get("grows_to", {}).get("max_model_len", 0))
     if "adapters" in config:
         window = vllm_config.scheduler_config.max_num_seqs
-        engine.desk = AdapterService(config, window)
+        engine.adapters = AdapterService(config, window)
     return engine
 
 
 def compute_threads(config: Config) -> int | None:
-    """As configured; else, without a GPU, as many as `vllm serve` would bind on this node: one for
-    each core of the first memory node but one, which is the scheduler's."""
+    """The configured number; else, without a GPU, as many as `vllm serve` would bind on this node:
+    one for each core of the first memory node except the scheduler's."""
     if "threads" in config:
         return int(config["threads"])
     if not current_platform.is_cpu():
@@ -80,13 +79,15 @@ def compute_threads(config: Config) -> int | None:
 
 
 def arguments(config: Config) -> Namespace:
-    """The namespace `vllm serve` would have. Raises LoadFailed that names a bad argument."""
+    """The namespace that `vllm serve` would have. Raises LoadFailed that names a bad argument."""
     given = {**_defaults(config), **config.get("engine_args", {})}
     if "kv_cache_memory_bytes" not in given:
         raise LoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)
-    if ways := len(config.get("parts", [])):  # vLLM counts KV bytes by GPU, a ticket in all
+    if ways := len(config.get("parts", [])):  # vLLM counts KV bytes per GPU, a ticket in total
         given["kv_cache_memory_bytes"] = int(given["kv_cache_memory_bytes"]) // ways
-    words = [word for name, value in given.items() for word in _words(name, value)]
+    if isinstance(modules := given.get("lora_modules"), dict):
+        given["lora_modules"] = [f"{adapter}={folder}" for adapter, folder in modules.items()]
+    words = [word for item in given.items() for word in command_line.words(*item)]
     return parser().parse_args(words)
 
 
@@ -136,7 +137,7 @@ def _adapter_arguments(config: Config) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": given["slots"],
-        "max_cpu_loras": 2 * given["slots"],  # deployments.plan charges as much for it
+        "max_cpu_loras": 2 * given["slots"],  # deployments.config.engine_kinds charges as much
         "max_lora_rank": given["max_rank"],
     }
 
@@ -154,37 +155,24 @@ def _drafter_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def _words(name: str, value: Any) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    if value is None or value in ({}, []):
-        return []  # as if it were not written: vLLM's default
-    if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    if name == "lora_modules" and isinstance(value, dict):
-        return [flag, *(f"{adapter}={folder}" for adapter, folder in value.items())]
-    if isinstance(value, list):
-        return [flag, *map(str, value)]
-    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-
-
 class VllmEngine:
-    """The frontend: tokenizer, templates, OpenAI semantics, and the core's only client."""
+    """The frontend: tokenizer, templates, OpenAI's semantics. It is the core's only client."""
 
     def __init__(self, args: Namespace, config: VllmConfig, core: Core, *, can_sleep: bool) -> None:
         self.args, self.config, self.core, self.can_sleep = args, config, core, can_sleep
         self.llm: AsyncLLM | None = None
         self.api: FastAPI | None = None
         self.probes = 0
-        self.desk: AdapterService | None = None
-        self.most_tokens = 0  # of the context it may grow to; 0: it does not
-        self.room: ContextGrowth | None = None
+        self.adapters: AdapterService | None = None
+        self.most_tokens = 0  # of the context that it may grow to; 0: it does not grow
+        self.growth: ContextGrowth | None = None
 
     async def load(self) -> None:
         if self.llm is not None:
             await self.llm.collective_rpc("load_from_disk" if _on_cpu() else "reload_weights")
             return
         await asyncio.to_thread(await_core, self.core)
-        kind = AsyncLLM if self.desk is None else AdmittingLLM
+        kind = AsyncLLM if self.adapters is None else AdmittingLLM
         self.llm = kind.from_vllm_config(
             self.config,
             client_addresses=self.core.client_addresses,
@@ -196,15 +184,18 @@ class VllmEngine:
         self.api = build_app(self.args, tasks, self.llm.model_config) if self.pools else text_api()
         self.args.fingerprint_value, self.args.fingerprint_mode = fingerprint(self), "custom"
         self.api.state.args = self.args
+        # vLLM's error handler tells a server to exit when the core is dead: `_core_died` does that.
+        self.api.state.server = SimpleNamespace(should_exit=False)
         await init_app_state(self.llm, self.api.state, self.args, tasks)
         if self.most_tokens:
-            self.room = ContextGrowth(self.api, self.args.served_model_name[0], self.most_tokens)
-        if self.desk is not None:
-            self.llm.desk = self.desk
-            self.desk.adopt(self.llm, self.api.state)
+            self.growth = ContextGrowth(self.api, self.args.served_model_name[0], self.most_tokens)
+        if self.adapters is not None:
+            self.llm.adapters = self.adapters
+            self.adapters.adopt(self.llm, self.api.state)
 
     def _core_died(self) -> None:
-        """Tell every request, then go: a frontend alone serves nobody."""
+        """Answers every request with an error and ends the process: a frontend serves nothing
+        alone."""
         assert self.llm is not None
         loop = asyncio.get_running_loop()
         loop.remove_reader(self.core.pidfd)
@@ -215,25 +206,24 @@ class VllmEngine:
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
         if scope["path"] not in ROUTES:
-            error = {"message": f"no route {scope['path']}", "type": "invalid_request_error"}
-            return await respond(send, 404, {"error": {**error, "param": None, "code": None}})
-        if self.room is not None:
-            return await self.room.serve(self._answer, scope, receive, send)
+            return await asgi.refuse(send, 404, f"no route {scope['path']}")
+        if self.growth is not None:
+            return await self.growth.serve(self._answer, scope, receive, send)
         await self._answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
-        if self.desk is None:
+        if self.adapters is None:
             return await self.api(scope, receive, send)
         if scope["path"] == "/adapters":
             trace = await self.llm.engine_core.call_utility_async("step_trace")
-            return await respond(send, 200, {**self.desk.facts(), "trace": trace})
-        await self.desk.serve(self.api, scope, receive, send)
+            return await asgi.respond(send, 200, {**self.adapters.facts(), "trace": trace})
+        await self.adapters.serve(self.api, scope, receive, send)
 
     async def sleep(self) -> None:
         assert self.llm is not None
-        if self.desk is not None:
-            await self.desk.forget_loaded()
+        if self.adapters is not None:
+            await self.adapters.forget_loaded()
         await self.llm.sleep(level=1)
 
     async def wake(self) -> None:
@@ -241,7 +231,8 @@ class VllmEngine:
         await self.llm.wake_up()
 
     async def probe(self) -> str:
-        """The next token and how sure the model is of it and its rivals."""
+        """The next token with its log-probability and those of its rivals; of a pooling model, the
+        first eight numbers of a vector."""
         assert self.llm is not None
         self.probes += 1
         number = f"probe-{self.probes}"
@@ -261,7 +252,7 @@ class VllmEngine:
 
 
 def fingerprint(engine: VllmEngine) -> str | None:
-    """What vLLM would compute for each of its six serving objects, hashing all its settings."""
+    """What vLLM would compute anew for each of its six serving objects, by hashing all settings."""
     args = engine.args
     return build_system_fingerprint(engine.config, args.fingerprint_mode, args.fingerprint_value)
 

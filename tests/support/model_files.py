@@ -1,11 +1,11 @@
-"""Files of weights that are headers only."""
+"""Model files without their data."""
 
 import json
 import struct
 from pathlib import Path
 
 
-def write_safetensors(folder: Path, name: str, *sizes: int) -> None:
+def safetensors(folder: Path, name: str, *sizes: int) -> None:
     """A file with a real header and no data behind it: the estimate reads the header only."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     header = {

@@ -1,0 +1,121 @@
+"""What is known of each engine library without importing it, and what each needs before any load.
+
+A new engine of this repository is one row of ENGINES. Where the arguments of an engine decide how
+much memory it takes, its row names an estimate of its own.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from arbiter.core.types import Need, Split
+from arbiter.units import MIB, Bytes
+from deployments.config.fields import parse_size
+from deployments.config.model_files import adapter_slots, slot_size, weights_bytes
+from deployments.config.schema import ConfigError, ModelConfig
+
+Arguments = Mapping[str, Any]  # `engine_args`
+# From the kind, the folder of the model and its configuration; raises ConfigError.
+Estimate = Callable[["EngineKind", str, ModelConfig], Need]
+
+
+def no_cache(arguments: Arguments) -> Bytes:
+    """Of an engine that allocates no cache of a configured size."""
+    return Bytes(0)
+
+
+def kv_cache(arguments: Arguments) -> Bytes:
+    """vLLM's `kv_cache_memory_bytes`, which it allocates when it loads."""
+    return Bytes(parse_size(arguments.get("kv_cache_memory_bytes", 0)))
+
+
+def weights_and_cache(kind: "EngineKind", path: str, model: ModelConfig) -> Need:
+    """Weights, the engine's overhead, and its cache where it has one."""
+    weights = weights_bytes(Path(path))
+    cache = kind.cache_bytes(model.engine_args)
+    return Need(
+        weights_bytes=weights,
+        working_bytes=Bytes(kind.working_bytes + cache),
+        context_bytes=kind.context_bytes,
+        host_bytes=weights if model.can_sleep else Bytes(0),
+        least_bytes=Bytes(weights + cache) if cache else Bytes(0),
+    )
+
+
+def weights_cache_and_slots(kind: "EngineKind", path: str, model: ModelConfig) -> Need:
+    """And slots of adapters, with as many adapters again in vLLM's own cache on the host, which
+    without a GPU is the same RAM; with one it is slack."""
+    need = weights_and_cache(kind, path, model)
+    if model.adapters is None:
+        return need
+    slots_bytes = adapter_slots(path, model) * slot_size(path, model.adapters.max_rank)
+    return replace(need, working_bytes=Bytes(need.working_bytes + 2 * slots_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """One engine library. Bytes are what the node agent measured of the embedded models on the CPU
+    build (docs/benchmarks.md), where no comment says otherwise."""
+
+    entry: str  # `module:function`, called in the engine's process
+    preload: tuple[str, ...]  # modules the zygote imports so that a start is short
+    context_bytes: Bytes  # what a live but empty engine process holds
+    working_bytes: Bytes  # activations and buffers under traffic, caches apart
+    takes_turns: bool = False  # computes under a dispatch lock where the model names one
+    program: str = ""  # has to be on the PATH
+    split: Split = Split.NONE  # over several devices, where one is too small (B5)
+    drafts: bool = False  # loads a drafter beside its model
+    cache_bytes: Callable[[Arguments], Bytes] = no_cache
+    estimate: Estimate = weights_and_cache
+
+
+ENGINES: dict[str, EngineKind] = {
+    "vllm": EngineKind(
+        "deployments.engines.vllm.engine:build",
+        ("deployments.engines.vllm.preload",),
+        context_bytes=Bytes(100 * MIB),
+        working_bytes=Bytes(96 * MIB),
+        split=Split.EQUAL,  # tensor parallel
+        drafts=True,
+        cache_bytes=kv_cache,
+        estimate=weights_cache_and_slots,
+    ),
+    "sentence_transformers": EngineKind(
+        "deployments.engines.sentence_transformers:build",
+        ("deployments.engines.sentence_transformers",),
+        context_bytes=Bytes(56 * MIB),
+        working_bytes=Bytes(32 * MIB),
+        takes_turns=True,
+        split=Split.PROPORTIONAL,  # transformers' device_map
+    ),
+    "llama_server": EngineKind(
+        "deployments.engines.llama_server:build",
+        ("aiohttp",),
+        context_bytes=Bytes(64 * MIB),  # not measured, like those of any engine outside this table
+        working_bytes=Bytes(64 * MIB),
+        program="llama-server",
+    ),
+}
+
+
+def engine_kind(engine: str) -> EngineKind:
+    """`engine`: a name in ENGINES, or `module:function`, of which only those arguments are known
+    that vLLM names alike. Raises ConfigError."""
+    if kind := ENGINES.get(engine):
+        if kind.program and shutil.which(kind.program) is None:
+            raise ConfigError(f"engine {engine!r} needs {kind.program!r} on the PATH")
+        return kind
+    if ":" in engine:
+        overhead = Bytes(64 * MIB)
+        return EngineKind(
+            engine,
+            (),
+            overhead,
+            overhead,
+            cache_bytes=kv_cache,
+            estimate=weights_cache_and_slots,
+        )
+    known = ", ".join(sorted(ENGINES))
+    raise ConfigError(f"no engine {engine!r}; there is: {known}, or write `module:function`")

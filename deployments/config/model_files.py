@@ -1,0 +1,93 @@
+"""What a model's files say of its bytes before any load (A17): weights, and slots for adapters."""
+
+import json
+import re
+from pathlib import Path
+
+from arbiter.core.records import estimates
+from arbiter.units import Bytes
+from deployments.config import safetensors_header
+from deployments.config.schema import ConfigError, ModelConfig
+
+# vLLM's default number of sequences in a batch; more slots than sequences serve no request.
+DEFAULT_SEQUENCES = 128
+# `model.fp16.safetensors` beside `model.safetensors`: the same tensors in another precision, of
+# which a library loads one (diffusers, "variants").
+_VARIANT = re.compile(r"\.(fp16|bf16|fp32)(?=[.-])")
+
+
+def weights_bytes(source: Path) -> Bytes:
+    """Sum of all tensors in the folder's safetensors headers, those of nested folders included;
+    without any, an estimate from the sizes of other files, or from the name. Raises ConfigError
+    when neither says anything, or a header is broken."""
+    try:
+        sizes: dict[str, int] = {}
+        for file in _tensor_files(source):
+            size = sum(tensor.size_bytes for tensor in safetensors_header.read(file).values())
+            name = _VARIANT.sub("", str(file))
+            sizes[name] = max(size, sizes.get(name, 0))
+    except safetensors_header.BadHeader as error:
+        raise ConfigError(str(error)) from error
+    if sizes:
+        return Bytes(sum(sizes.values()))
+    found = estimates.of_files(_file_sizes(source)) or estimates.of_name(str(source))
+    if found is None:
+        raise ConfigError(f"{source}: no .safetensors here; give the model a `need`")
+    return found
+
+
+def _tensor_files(source: Path) -> list[Path]:
+    """Of a model in one file, or in a folder."""
+    if source.is_file():
+        return [source] if source.suffix == ".safetensors" else []
+    return _tensor_files_in(source)
+
+
+def _tensor_files_in(folder: Path) -> list[Path]:
+    """A pipeline of diffusers lists the folders of its parts (`unet`, `vae`, ...) in its index, and
+    a file beside the index is the whole pipeline once more. In any other folder the files at its
+    top are the model, and nested folders (`original`, `onnx`) are other forms of it; they count
+    only where the top has none."""
+    if parts := _parts_of_pipeline(folder):
+        return [file for part in parts for file in sorted((folder / part).glob("*.safetensors"))]
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.rglob("*.safetensors"))
+
+
+def _parts_of_pipeline(folder: Path) -> list[str]:
+    """Raises ConfigError."""
+    index = folder / "model_index.json"
+    if not index.is_file():
+        return []
+    try:
+        parts = json.loads(index.read_text())
+        return [name for name, kind in parts.items() if isinstance(kind, list)]
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{index}: not the index of a pipeline: {error}") from error
+
+
+def _file_sizes(source: Path) -> dict[str, int]:
+    """Of a model in one file, or in folders of a folder; empty for a hub id."""
+    if source.is_file():
+        return {source.name: source.stat().st_size}
+    found = (path for path in source.rglob("*") if path.is_file())
+    return {str(path.relative_to(source)): path.stat().st_size for path in found}
+
+
+def slot_size(path: str, max_rank: int) -> int:
+    """Bytes of one adapter slot. Raises ConfigError."""
+    try:
+        return safetensors_header.slot_bytes(safetensors_header.linear_shapes(Path(path)), max_rank)
+    except (safetensors_header.BadHeader, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def adapter_slots(path: str, model: ModelConfig) -> int:
+    """As many as configured; else as many as their share of the weights' bytes pays for. Raises
+    ConfigError."""
+    given = model.adapters
+    assert given is not None
+    if given.slots:
+        return given.slots
+    most = int(model.engine_args.get("max_num_seqs", DEFAULT_SEQUENCES))
+    share_bytes = int(weights_bytes(Path(path)) * given.slot_share)
+    return max(1, min(most, share_bytes // slot_size(path, given.max_rank)))

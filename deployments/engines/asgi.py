@@ -1,0 +1,113 @@
+"""What every engine's `app` does with ASGI: read a body, notice that the client leaves, answer.
+
+    body = await asgi.read_body(receive)  # None: the client has left
+    found = await asgi.until_disconnected(compute(body), receive)  # None: it left meanwhile
+    await asgi.respond(send, 200, found)
+    await asgi.refuse(send, 404, f"no route {scope['path']}")
+
+Source: asgi.readthedocs.io, "HTTP & WebSocket ASGI Message Format".
+"""
+
+import asyncio
+import json
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+from arbiter.errors import RequestError
+from deployments import messages
+from deployments.engines.protocol import Receive, Send
+
+T = TypeVar("T")
+
+
+class BodyTooLarge(ValueError):
+    """A request's body exceeds what the engine reads."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(most_bytes)
+        self.most_bytes = most_bytes
+
+    def __str__(self) -> str:
+        return f"larger than {self.most_bytes} bytes"
+
+
+async def read_body(receive: Receive, most_bytes: int | None = None) -> bytes | None:
+    """The whole body, or None when the client leaves before it has sent all of it. Without
+    `most_bytes` the front's bound holds. Raises BodyTooLarge."""
+    parts: list[bytes] = []
+    size = 0
+    while (message := await receive())["type"] == "http.request":
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if most_bytes is not None and size > most_bytes:
+            raise BodyTooLarge(most_bytes)
+        if not message.get("more_body"):
+            return b"".join(parts)
+    return None
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives a body that was read once more, and then what `receive` gives."""
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Any:
+        return unread.pop() if unread else await receive()
+
+    return replayed
+
+
+async def never() -> Any:
+    """A `receive` for calls that an engine makes to itself: it has no client that could leave, and
+    an application that hears of one would not answer."""
+    await asyncio.Event().wait()
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left. Only after the body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def until_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """The result of `work`, or None when the client leaves first, which cancels `work`. Raises what
+    `work` raises. Returns only when `work` has ended."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        working.cancel()  # has no effect on work that is done
+        await asyncio.wait({working, leaving})
+    return None if working.cancelled() else working.result()
+
+
+async def respond(send: Send, status: int, body: object) -> None:
+    """Answers with `body` as JSON."""
+    await _respond(send, status, json.dumps(body).encode())
+
+
+async def refuse(
+    send: Send, status: int, message: str, *, kind: str | None = None, param: str | None = None
+) -> None:
+    """Answers with OpenAI's error object. `kind`: its type, by default the status's own; `param`:
+    the field at fault."""
+    body = messages.error_body(message, kind=kind or messages.kind_of(status), param=param)
+    await _respond(send, status, body)
+
+
+async def refuse_request(send: Send, error: RequestError) -> None:
+    """Answers with the status, the headers and the text of one of our own errors."""
+    head, body = messages.refusal(error)
+    await _respond(send, head.status, body, head.headers)
+
+
+async def _respond(
+    send: Send, status: int, body: bytes, given: Mapping[str, str] | None = None
+) -> None:
+    """Whole, with the length that the body has."""
+    fields = {"content-type": "application/json"} | dict(given or {})
+    headers = [(name.encode(), value.encode()) for name, value in fields.items()]
+    headers.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

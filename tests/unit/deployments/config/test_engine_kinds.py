@@ -1,0 +1,75 @@
+"""What is known of an engine without importing it, and what it needs before its first load."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arbiter.core.types import Need
+from arbiter.units import MIB, Bytes
+from deployments.config import engine_kinds
+from deployments.config.engine_kinds import EngineKind
+from deployments.config.load_plan import plan
+from deployments.config.schema import CapabilityConfig, ConfigError, ModelConfig
+from tests.support.adapters import write
+from tests.support.model_files import safetensors
+
+
+def test_an_unknown_engine_is_named() -> None:
+    with pytest.raises(ConfigError, match="no engine 'abacus'"):
+        engine_kinds.engine_kind("abacus")
+
+
+@pytest.mark.spec("H9")
+def test_an_engine_that_is_a_program_is_there_when_its_program_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="needs 'llama-server' on the PATH"):
+        engine_kinds.engine_kind("llama_server")
+    monkeypatch.setenv("PATH", str(Path(__file__).parents[3] / "support" / "bin"))
+    assert engine_kinds.engine_kind("llama_server").entry.endswith("llama_server:build")
+
+
+def configured(source: Path, **more: object) -> ModelConfig:
+    return ModelConfig.model_validate({"source": str(source), **more})
+
+
+@pytest.mark.spec("A17")
+def test_each_engine_estimates_by_the_arguments_that_it_knows(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", {"layers.0.up_proj": (64, 16)})
+    given = {"folder": str(tmp_path / "in"), "max_rank": 8, "slots": 3}
+    args = {"kv_cache_memory_bytes": "2 MiB"}
+    config = configured(model, engine_args=args, adapters=given)
+    plain = configured(model)
+    more = {}
+    for name in ("vllm", "sentence_transformers", "my.engine:build"):
+        kind = engine_kinds.engine_kind(name)
+        need, base = (kind.estimate(kind, str(model), one) for one in (config, plain))
+        assert base.working_bytes == kind.working_bytes
+        assert need.weights_bytes == need.host_bytes == base.weights_bytes
+        assert need.least_bytes == (need.weights_bytes + 2 * MIB if kind.cache_bytes(args) else 0)
+        more[name] = need.working_bytes - base.working_bytes
+    slots_bytes = 2 * 3 * 8 * 2 * (64 + 8 + 8 + 16)  # twice 3 slots of rank 8, of 2 bytes each
+    expected = 2 * MIB + slots_bytes
+    assert more == {"vllm": expected, "sentence_transformers": 0, "my.engine:build": expected}
+
+
+@pytest.mark.spec("A17", "H9")
+def test_engine_may_bring_an_estimate_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an image engine would, whose workspace depends on the size of its images."""
+
+    def by_size(kind: EngineKind, path: str, model: ModelConfig) -> Need:
+        side = int(model.engine_args["image_size"])
+        need = engine_kinds.weights_and_cache(kind, path, model)
+        return replace(need, working_bytes=Bytes(side * side * 12))
+
+    kind = EngineKind("my.images:build", (), Bytes(0), Bytes(0), estimate=by_size)
+    monkeypatch.setitem(engine_kinds.ENGINES, "images", kind)
+    safetensors(tmp_path, "a.safetensors", 100)
+    models = {"m": {"source": str(tmp_path), "engine_args": {"image_size": 512}}}
+    table = {"role": "image", "engine": "images", "models": models}
+    need = plan("m", CapabilityConfig.model_validate(table)).need
+    assert (need.weights_bytes, need.working_bytes) == (100, 512 * 512 * 12)
