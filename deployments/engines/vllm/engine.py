@@ -9,6 +9,7 @@ import asyncio
 import os
 from argparse import Namespace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from fastapi import FastAPI
