@@ -25,6 +25,7 @@ ArbiterError
     ArbiterClosing        503  shutdown has begun
     ArbiterUnavailable    503  the arbiter cannot be reached, so nothing may be loaded
     TicketClosed          409  use after release
+    TicketNotGranted      409  an engine was to be spawned under a ticket without a grant
     StaleEpoch            409  message of an earlier life of the arbiter
   LedgerBroken            a bug in this package; the actor must crash, never repair
 """
@@ -378,6 +379,22 @@ class TicketClosed(RequestError):
 
     def __str__(self) -> str:
         return f"{self.ticket} was released; acquire the model again to use it"
+
+
+class TicketNotGranted(RequestError):
+    """A node agent refuses to spawn an engine under this ticket (A3)."""
+
+    status_code, code = 409, "ticket_not_granted"
+
+    def __init__(self, ticket: TicketId, node: NodeId) -> None:
+        super().__init__(ticket, node)
+        self.ticket, self.node = ticket, node
+
+    def __str__(self) -> str:
+        return (
+            f"no engine is spawned under {self.ticket!r}: the arbiter granted no such ticket on"
+            f" {self.node}; request the model, and spawn under the ticket of its grant"
+        )
 
 
 class StaleEpoch(RequestError):

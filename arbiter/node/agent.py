@@ -90,18 +90,25 @@ class NodeAgent:
 
     async def spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
         """Socket path of the ticket's engine process, started when there is none. Raises
-        TicketClosed after a reap, ZygoteError when no process could be started."""
-        if self._children.is_buried(ticket) or self._closing:
-            raise TicketClosed(ticket)
+        TicketNotGranted unless the arbiter granted the ticket, TicketClosed after a reap,
+        ZygoteError when no process could be started, ArbiterUnavailable."""
+        self._check_open(ticket)
         if ticket in self._children.by_ticket:
             return str(self._children.socket(ticket))
         if ticket not in self._spawning:
             self._spawning[ticket] = asyncio.ensure_future(self._spawn(ticket, spec))
         return await asyncio.shield(self._spawning[ticket])
 
+    def _check_open(self, ticket: TicketId) -> None:
+        if self._children.is_buried(ticket) or self._closing:
+            raise TicketClosed(ticket)
+
     async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
         """As `spawn`, in the place of the process that the ticket has (A14). Who asks again
-        has another one. Raises TicketClosed when the ticket was reaped meanwhile, ZygoteError."""
+        has another one. Raises what `spawn` raises; TicketClosed also when the ticket was reaped
+        meanwhile."""
+        self._check_open(ticket)
+        await self._reports.confirm(ticket)
         if child := self._children.by_ticket.get(ticket):
             end = self._replacing.begin(ticket)
             self._reaping.add(ticket)
@@ -181,6 +188,7 @@ class NodeAgent:
 
     async def _spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
         try:
+            await self._confirm(ticket)
             path = self._children.socket(ticket)
             equipped = zygote_client.equipped(spec, self._children.scratch(ticket))
             child = await self._fork(ticket, equipped, path)
@@ -198,13 +206,25 @@ class NodeAgent:
             raise TicketClosed(ticket)
         return str(path)
 
+    async def _confirm(self, ticket: TicketId) -> None:
+        """Raises what `Reports.confirm` raises, or TicketClosed when the ticket was reaped
+        meanwhile."""
+        try:
+            await self._reports.confirm(ticket)
+        finally:
+            self._end_if_reaped(ticket)
+
+    def _end_if_reaped(self, ticket: TicketId) -> None:
+        """`reap` leaves the report to a spawn under way. Raises TicketClosed."""
+        if self._children.is_buried(ticket):
+            self._reports.note_ended(ticket)
+            raise TicketClosed(ticket)
+
     async def _fork(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> children.Child | None:
         """By the next zygote when this one dies over it; whoever waits bounds the wait. None: it
         died at once. Raises ZygoteError when no zygote will start."""
         while True:
-            if self._children.is_buried(ticket):
-                self._reports.note_ended(ticket)
-                raise TicketClosed(ticket)
+            self._end_if_reaped(ticket)
             if not self._keeper.is_up:
                 if self._keeper.trouble:
                     raise zygote_client.ZygoteError(self._keeper.trouble)

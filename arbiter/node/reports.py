@@ -1,6 +1,7 @@
 """What a node agent says to the arbiter, whichever life of it, and what it still has to say."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import ray
@@ -8,12 +9,14 @@ from ray.exceptions import RayError
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.errors import ArbiterError
+from arbiter.errors import ArbiterError, ArbiterUnavailable, TicketClosed, TicketNotGranted
 from arbiter.protocol import rpc
 from arbiter.protocol.messages import NAME, NAMESPACE
 from arbiter.units import Epoch, NodeId, TicketId
 
 REPORT_S = 5.0  # an arbiter slower than its own reading bound is as good as away
+CONFIRM_S = 10.0  # a restart takes 1.0-2.0 s measured; as long as a holder waits for the arbiter
+CONFIRM_AGAIN_S = 0.05  # until the arbiter is back, and with it the holder of the ticket
 
 
 class Reports:
@@ -77,6 +80,35 @@ class Reports:
             self.close()
             return False  # away; the next turn says it again
         return True
+
+    async def confirm(self, ticket: TicketId) -> None:
+        """Returns once the arbiter has said that it granted this ticket on this node (A3), also
+        across a restart of it. Raises TicketNotGranted, TicketClosed, ArbiterUnavailable."""
+        began = time.monotonic()
+        while True:
+            check = await self._check(ticket)
+            if check is types.GrantCheck.GRANTED:
+                return
+            waited_s = time.monotonic() - began
+            is_late = waited_s > CONFIRM_S
+            if check is types.GrantCheck.ENDED:
+                raise TicketClosed(ticket)
+            if check is types.GrantCheck.NOT_GRANTED or (check is not None and is_late):
+                raise TicketNotGranted(ticket, self._node)
+            if is_late:
+                raise ArbiterUnavailable(waited_s)
+            await asyncio.sleep(CONFIRM_AGAIN_S)
+
+    async def _check(self, ticket: TicketId) -> types.GrantCheck | None:
+        """None: the arbiter is away."""
+        try:
+            async with asyncio.timeout(REPORT_S):
+                arbiter = await self._found()
+                check: types.GrantCheck = await arbiter.call("check_grant", self._node, ticket)
+        except (RayError, ArbiterError, ValueError, TimeoutError):
+            self.close()
+            return None
+        return check
 
     def close(self) -> None:
         if self._arbiter is not None:

@@ -104,8 +104,9 @@ class ArbiterActor:
     def _open_door(self) -> rpc.RpcServer:
         """For holders and the agent of this node."""
         node = ray_internals.own_node()
-        ours = self.acquire, self.grow, self.tell, self.renew, self.listen, self.report
-        offers: rpc.Offers = {f.__name__: f for f in ours}
+        ours = self.acquire, self.grow, self.tell, self.renew, self.listen
+        agents = self.report, self.check_grant
+        offers: rpc.Offers = {f.__name__: f for f in (*ours, *agents)}
         return rpc.RpcServer(
             node, zygote_client.folder(self._boot.agent, node) / "arbiter.sock", offers
         )
@@ -232,6 +233,11 @@ class ArbiterActor:
             for event in said:
                 self._shell.feed(event)
         return self._shell.epoch
+
+    async def check_grant(self, node: NodeId, ticket: TicketId) -> types.GrantCheck:
+        """From a node agent, before it spawns an engine under this ticket (A3)."""
+        self._shell.calls_count += 1
+        return self._shell.core.check_grant(ticket, node)
 
     async def _look(self) -> None:
         from arbiter.server.node_agents import LOOK_S

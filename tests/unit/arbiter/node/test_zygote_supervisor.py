@@ -49,6 +49,13 @@ def no_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports.ray, "get_actor", nobody)
 
 
+@pytest.fixture(autouse=True)
+def granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def confirm(*_: object) -> None: ...
+
+    monkeypatch.setattr(reports.Reports, "confirm", confirm)
+
+
 def agent(folder: Path, module_name: str) -> NodeAgent:
     settings = AgentSettings(module_name, folder=str(folder / "n"))
     return NodeAgent(NodeId("n"), settings, str(folder))
