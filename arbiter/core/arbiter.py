@@ -145,6 +145,13 @@ class Arbiter:
         """Capability, model, floor."""
         return [[*name, floor.value] for name, floor in sorted(self._state.floors.items())]
 
+    def export_usage(self) -> dict[str, Any]:
+        """How often, at which hours and after which others models are used (C11)."""
+        return self._state.export_usage()
+
+    def restore_usage(self, exported: dict[str, Any]) -> None:
+        self._state.restore_usage(exported)
+
     def export_accounts(self) -> list[list[Any]]:
         """What clients have used (C10)."""
         return self._state.accounts.export()

@@ -103,6 +103,9 @@ EvictedForKey = tuple[HolderId, str]  # for whom: holder and model
 Foresight = Callable[[str, str, Instant], Instant | None]  # capability and model
 
 
+USAGE_VERSION = 1  # of what `export_usage` returns
+
+
 def model_label(capability: str, model: str) -> str:
     return f"{capability}/{model}"
 
@@ -157,6 +160,32 @@ class CoreState:
         self.stale_count = 0
         self.now = now
         self.out: list[Decision] = []
+
+    # -- across restarts -----------------------------------------------------------------------
+
+    def export_usage(self) -> dict[str, Any]:
+        """What uses of models have taught, as plain values: rates, hours of the day, and what
+        follows what (C11). Instants are of the machine's clock, which outlives this process."""
+        followed = self.transition_counts.items()
+        return {
+            "version": USAGE_VERSION,
+            "exported_ns": self.now,
+            "rates": self.rates.export(),
+            "lasting_rates": self.lasting_rates.export(),
+            "hours": self.hours.export(),
+            "followers": [[*n, [[*f, count] for f, count in of.items()]] for n, of in followed],
+        }
+
+    def restore_usage(self, exported: dict[str, Any]) -> None:
+        """Values of another version, or from a clock that was ahead of this one, are left out."""
+        if exported.get("version") != USAGE_VERSION or exported["exported_ns"] > self.now:
+            return
+        self.rates.restore(exported["rates"])
+        self.lasting_rates.restore(exported["lasting_rates"])
+        self.hours.restore(exported["hours"])
+        for capability, model, followers in exported["followers"]:
+            counts = {(c, m): count for c, m, count in followers}
+            self.transition_counts[capability, model] = counts
 
     # -- saying --------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ class ArbiterActor:
             monotonic(),
             self._store.floors(),
             self._store.accounts(),
+            self._store.usage(),
         )
         core = heading.core(chosen.policies)
         return Shell(core, epoch, self._agents, log, recorder=self._recorder(heading, log))
@@ -272,6 +273,7 @@ class ArbiterActor:
 
     def _save_accounts(self) -> None:
         self._store.save_accounts(self._shell.core.export_accounts())
+        self._store.save_usage(self._shell.core.export_usage())
 
     def _save_learned(self) -> None:
         learned = self._shell.core.export_learned()

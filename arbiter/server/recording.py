@@ -54,6 +54,7 @@ class RecordingHeader:
     began: Instant
     floors: Any = None  # as the core is given them; None: none set
     accounts: Any = None  # as the core exported them; None: nobody has used anything
+    usage: Any = None  # as the core exported it; None: no model was used
 
     def core(self, policies: Policies) -> Arbiter:
         known = frozenset(self.known_holders)
@@ -64,6 +65,8 @@ class RecordingHeader:
             core.restore_floors(self.floors)
         if self.accounts:
             core.restore_accounts(self.accounts)
+        if self.usage:
+            core.restore_usage(self.usage)
         return core
 
 

@@ -144,6 +144,13 @@ class Store:
     def save_accounts(self, rows: Any) -> None:
         self._save_fact("accounts", json.dumps(rows).encode())
 
+    def usage(self) -> Any:
+        """How the models of this session were used, as last saved."""
+        return json.loads(self._fact("usage") or b"null")
+
+    def save_usage(self, exported: Any) -> None:
+        self._save_fact("usage", json.dumps(exported).encode())
+
     def configuration(self) -> Configuration | None:
         """None when none was saved, or by other code: a pickle has its fields by place, so one of
         other classes would be read without an error, and wrong."""
