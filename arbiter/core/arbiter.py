@@ -54,8 +54,8 @@ class Arbiter:
         state.timers.set(("audit", ""), after(now, settings.timeouts.audit))
 
     def handle(self, event: ev.Event, now: Instant) -> list[Decision]:
-        """Raises CapabilityConflict, having changed nothing, for a CapabilityRegistered that
-        differs from what is known."""
+        """Raises RequestError, having changed nothing, for an event that cannot be: a capability
+        that differs from the known one of its name, or an unknown name."""
         state = self._state
         assert now >= state.now, "time went back"
         state.now, state.out = now, []
@@ -123,6 +123,10 @@ class Arbiter:
         return types.GrantCheck.ENDED if is_ending else types.GrantCheck.GRANTED
 
     @property
+    def open_tickets_count(self) -> int:
+        return self._state.ledger.tickets_count
+
+    @property
     def nodes(self) -> tuple[NodeId, ...]:
         return tuple(sorted(self._state.nodes))
 
@@ -140,6 +144,11 @@ class Arbiter:
     def export_learned(self) -> list[dict[str, Any]]:
         """What was learned, as plain rows."""
         return self._state.estimates.export()
+
+    @property
+    def registered(self) -> tuple[types.CapabilitySpec, ...]:
+        """Capabilities registered from Python, in that order (A2)."""
+        return tuple(self._state.registry.registered.values())
 
     def export_floors(self) -> list[list[str]]:
         """Capability, model, floor."""
@@ -179,6 +188,11 @@ def _apply(event: ev.Event, _: CoreState) -> None:
 def _(event: ev.CapabilitiesSet, state: CoreState) -> None:
     before = tuple(state.registry.specs.values())
     state.registry.replace(event.capabilities)
+    _follow_registry(state, before)
+
+
+def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> None:
+    """Everything that depends on which capabilities and models there are."""
     floors.note_removed(state, before)
     admission.reject_removed_models(state)
     for entry in state.ledger.entries(*CHARGED):
@@ -194,6 +208,13 @@ def _(event: ev.CapabilitiesSet, state: CoreState) -> None:
 def _(event: ev.CapabilityRegistered, state: CoreState) -> None:
     state.registry.register(event.capability)
     readings.rebudget(state)
+
+
+@_apply.register
+def _(event: ev.CapabilityUnregistered, state: CoreState) -> None:
+    before = tuple(state.registry.specs.values())
+    state.registry.unregister(event.capability)
+    _follow_registry(state, before)
 
 
 @_apply.register

@@ -24,17 +24,27 @@ from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, TicketId
 
 @dataclass(frozen=True, slots=True)
 class CapabilitiesSet:
-    """The configuration's whole table; replaces what was there, tickets held stay."""
+    """The configuration's whole table. Replaces the last one; held tickets and capabilities that
+    were registered from Python stay. One that differs from a registered one of its name is an
+    error that the core raises as CapabilityConflict."""
 
     capabilities: tuple[CapabilitySpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CapabilityRegistered:
-    """From Python: adds one, or repeats one; a different one of the same name is an error that
-    the core raises as CapabilityConflict."""
+    """From Python: adds a capability until it is unregistered, or repeats a known one. A different
+    one of the same name is an error that the core raises as CapabilityConflict."""
 
     capability: CapabilitySpec
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityUnregistered:
+    """Removes a capability that was registered from Python. Any other name is an error that the
+    core raises as UnknownCapability."""
+
+    capability: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +325,7 @@ class TimerFired:
 Event = (
     CapabilitiesSet
     | CapabilityRegistered
+    | CapabilityUnregistered
     | NodeSeen
     | NodeLost
     | Measured

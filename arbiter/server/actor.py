@@ -17,7 +17,7 @@ import ray
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import LogEvent
-from arbiter.errors import SettingsConflict, StaleEpoch
+from arbiter.errors import RequestError, SettingsConflict, StaleEpoch
 from arbiter.node import zygote_client
 from arbiter.protocol import messages, ray_internals, rpc
 from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId
@@ -61,6 +61,7 @@ class ArbiterActor:
         self._learned_saved = self._shell.core.export_learned()
         self._shell.feed(self._configuration.capabilities)
         self._tell_start()
+        self._restore_registered()
         self._tasks: set[asyncio.Future[None]] = set()
         self._door = self._open_door()
         self._start(self._look())
@@ -119,6 +120,15 @@ class ArbiterActor:
         aside = str(self._store.moved_aside) if self._store.moved_aside else None
         known = len(self._store.members())
         self._shell.log.tell(LogEvent("arbiter_started", {"holders": known, "broken_state": aside}))
+
+    def _restore_registered(self) -> None:
+        """A capability that the table names differently by now gives way to the table."""
+        for capability in self._store.registered():
+            try:
+                self._shell.feed(ev.CapabilityRegistered(capability))
+            except RequestError as error:
+                data = {"capability": capability.name, "cause": str(error)}
+                self._shell.log.tell(LogEvent("registration_lost", data))
 
     def _tell_trouble(self, why: str) -> None:
         self._shell.log.tell(LogEvent("state_not_kept", {"cause": why}))
@@ -316,10 +326,11 @@ class ArbiterActor:
 
     def _choose(self, configuration: messages.Configuration) -> None:
         """Takes effect at once; other settings or policies begin a new epoch, in which holders
-        rejoin with everything they hold."""
+        rejoin with everything they hold. Raises CapabilityConflict or UnknownRole, having changed
+        nothing."""
+        self._shell.feed(configuration.capabilities)  # first, because it may be refused
         old, self._configuration = self._configuration, configuration
         self._store.save_configuration(configuration)
-        self._shell.feed(configuration.capabilities)
         self._store.save_floors(self._shell.core.export_floors())  # what was removed has none
         self._shell.order_all(messages.ConfigChanged(configuration.table))
         if (old.settings, old.policies) != (configuration.settings, configuration.policies):
@@ -335,13 +346,23 @@ class ArbiterActor:
         from arbiter.server.shell import crash
 
         logger.info("a new epoch begins: %s", why)
+        self._save_learned()
         self._save_accounts()
         reply_is_out_s = 0.05  # the answer to the call that led here is a local send
         asyncio.get_running_loop().call_later(reply_is_out_s, crash, InterruptedError(why))
 
     async def register(self, capability: types.CapabilitySpec) -> None:
-        """Adds a capability from Python. Raises CapabilityConflict."""
+        """Adds a capability from Python, which lasts until `unregister`, over changes of the table
+        and restarts (A2). Raises CapabilityConflict, UnknownRole."""
         self._shell.feed(ev.CapabilityRegistered(capability))
+        self._store.save_registered(self._shell.core.registered)
+
+    async def unregister(self, capability: str) -> None:
+        """Its models leave once they are idle. Raises UnknownCapability for a name that was not
+        registered from Python."""
+        self._shell.feed(ev.CapabilityUnregistered(capability))
+        self._store.save_registered(self._shell.core.registered)
+        self._store.save_floors(self._shell.core.export_floors())  # what was removed has none
 
     async def unload(self, ticket: TicketId) -> None:
         """By hand; one in use stays."""

@@ -319,4 +319,4 @@ class Shell:
 
     @property
     def open_tickets(self) -> int:
-        return len(self.core.snapshot(self._clock()).tickets)
+        return self.core.open_tickets_count

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arbiter.core.types import CapabilitySpec
+from arbiter.protocol.json_codec import from_json, to_json
 from arbiter.protocol.messages import Configuration, Plain, protocol_hash
 from arbiter.units import Epoch, HolderId, NodeId
 
@@ -128,6 +130,19 @@ class Store:
 
     def save_floors(self, rows: Any) -> None:
         self._save_fact("floors", json.dumps(rows).encode())
+
+    def registered(self) -> tuple[CapabilitySpec, ...]:
+        """Capabilities that `save_registered` was given last in this session; none when they were
+        written by code that described them otherwise."""
+        try:
+            rows = json.loads(self._fact("registered") or b"[]")
+            return tuple(from_json(CapabilitySpec, row) for row in rows)
+        except (TypeError, ValueError, KeyError) as error:
+            self._failed(error)
+            return ()
+
+    def save_registered(self, capabilities: tuple[CapabilitySpec, ...]) -> None:
+        self._save_fact("registered", json.dumps(to_json(capabilities)).encode())
 
     def lease_ends(self) -> dict[str, float]:
         """By ticket, in seconds of the wall clock: a monotonic one ends with its machine."""

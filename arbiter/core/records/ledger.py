@@ -148,6 +148,11 @@ class Ledger:
     def find(self, ticket: TicketId) -> Ticket | None:
         return self._entries.get(ticket)
 
+    @property
+    def tickets_count(self) -> int:
+        """Tickets on the books, in any state."""
+        return len(self._entries)
+
     def entries(self, *states: State) -> list[Ticket]:
         """In the order they were opened, filtered by state when any is given."""
         return [e for e in self._entries.values() if not states or e.state in states]
