@@ -3,7 +3,6 @@
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
