@@ -129,19 +129,17 @@ class RayTransport:
     def _call(self, method: str, *arguments: Any) -> Any:
         import ray
 
-        from arbiter.client.admin import cause_of, find_arbiter
+        from arbiter.client.admin import find_arbiter
+        from arbiter.protocol.ray_internals import raised_there
 
         try:
             handle = find_arbiter()
             if handle is None:
                 raise ConnectionError("no arbiter")
             return ray.get(getattr(handle, method).remote(*arguments), timeout=HTTP_S + WAIT_S)
-        except ray.exceptions.RayTaskError as error:
-            cause = cause_of(error)
-            if isinstance(cause, RequestError):
-                raise cause from None
-            raise ConnectionError(str(cause)) from error
         except ray.exceptions.RayError as error:
+            if refusal := raised_there(error, RequestError):
+                raise refusal from None
             raise ConnectionError(str(error)) from error
 
 

@@ -44,8 +44,8 @@ async def call_arbiter(method: str, *args: Any, within_s: float = CALL_S) -> Any
     try:
         async with asyncio.timeout(within_s):
             return await _call(method, args)
-    except RayTaskError as error:
-        raise cause_of(error) from None
+    except RayTaskError as error:  # a bug over there is raised as it is
+        raise ray_internals.raised_there(error, RequestError) or error from None
     except (RayError, TimeoutError, LookupError) as error:
         raise ArbiterUnavailable(time.monotonic() - began) from error
 
@@ -165,8 +165,3 @@ def _kill(handle: Any | None) -> None:
         ray.get(handle.__ray_ready__.remote(), timeout=START_S)
     except (RayActorError, GetTimeoutError):
         return
-
-
-def cause_of(error: RayTaskError) -> Exception:
-    """What was raised over there, as itself."""
-    return error.cause if isinstance(error.cause, RequestError) else error

@@ -2,13 +2,24 @@
 
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from arbiter.protocol.messages import node_of
 from arbiter.units import NodeId
+
+
+Raised = TypeVar("Raised", bound=Exception)
+
+
+def raised_there(error: RayError, kind: type[Raised]) -> Raised | None:
+    """What the other process raised, as itself, if it is of this kind. None for anything else that
+    it raised, which is a bug over there, and for what Ray says of the call."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, kind) else None
 
 
 def session_name() -> str:

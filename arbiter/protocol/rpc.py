@@ -22,6 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from arbiter.errors import ArbiterError
 from arbiter.protocol.peer_credentials import peer_uid
+from arbiter.protocol.ray_internals import raised_there
 from arbiter.units import NodeId
 
 _SIZE_BYTES = 4
@@ -78,11 +79,11 @@ class RayPeer:
     async def call(self, name: str, *args: Any) -> Any:
         try:
             return await getattr(self._handle, name).remote(*args)
-        except RayTaskError as error:
-            if isinstance(error.cause, ArbiterError):
-                raise error.cause from None
-            raise RemoteError(name, str(error)) from error
         except RayError as error:
+            if refusal := raised_there(error, ArbiterError):
+                raise refusal from None
+            if isinstance(error, RayTaskError):
+                raise RemoteError(name, str(error)) from error
             raise ConnectionLost(name) from error
 
     def close(self) -> None:

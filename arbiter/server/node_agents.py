@@ -52,12 +52,12 @@ class RayAgents:
         try:
             async with asyncio.timeout(ADOPT_S):
                 await handle.adopt.remote(ticket, pid, granted)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, LeaseRefused):
-                raise error.cause from None
+        except ray.exceptions.RayError as error:
+            if refusal := ray_internals.raised_there(error, LeaseRefused):
+                raise refusal from None
             raise AgentAway(f"the agent of {node} failed: {error}") from error
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            raise AgentAway(f"the agent of {node}: {error!r}") from error
+        except TimeoutError as error:
+            raise AgentAway(f"the agent of {node} did not answer within {ADOPT_S} s") from error
 
     async def look(self, feed: Callable[[ev.Event], None]) -> None:
         """Start agents of new nodes; tell of nodes that are gone."""

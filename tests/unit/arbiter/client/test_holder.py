@@ -45,6 +45,33 @@ async def test_request_behind_unsent_messages_fails_when_the_arbiter_stays_unrea
     await client.close()
 
 
+@pytest.mark.spec("A18")
+async def test_full_outbox_is_emptied_and_its_holder_rejoins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "OUTBOX_MOST_COUNT", 3)
+    heard: list[ev.Event] = []
+
+    async def tell(epoch: object, holder: object, event: ev.Event) -> None:
+        heard.append(event)
+
+    client = joined_client(FakeArbiter(tell=tell), PassiveClient)
+    for number in range(5):
+        client.tell(ev.Slept(TicketId(str(number))))
+    assert len(client._outbox) <= 3
+    async with asyncio.timeout(5):
+        await client._lost.wait()  # that epoch is over, and the next join says everything
+    assert client.epoch is None and not heard
+    client._forget_said()
+    client._arbiter, client.epoch = RayPeer(FakeArbiter(tell=tell)), Epoch(6)
+    client._joined.set()
+    client.tell(ev.Slept(TicketId("new")))
+    await client.quiet(5)
+    assert heard == [ev.Slept(TicketId("new"))]
+    client.epoch = None
+    await client.close()
+
+
 async def test_connection_ended_by_a_bug_is_raised_by_check() -> None:
     class Broken(PassiveClient):
         async def _renew(self) -> None:
