@@ -16,7 +16,7 @@ class TicketClient(Protocol):
     async def acquire(self, requested: Requested) -> messages.Granted:
         """Across any number of the arbiter's lives. Raises RequestError."""
 
-    async def comes_first(self, event: asyncio.Event) -> bool:
+    async def wait_unless_disconnected(self, event: asyncio.Event) -> bool:
         """Waits for it. False: the arbiter went before."""
 
 
@@ -61,5 +61,5 @@ async def _acquire(asker: TicketClient, requested: Requested, gang: Gang) -> mes
         gang.got[requested.ticket] = granted.epoch
         if all(gang.got.get(ticket) == granted.epoch for ticket in gang.tickets):
             gang.whole.set()
-        if await asker.comes_first(gang.whole):
+        if await asker.wait_unless_disconnected(gang.whole):
             return granted

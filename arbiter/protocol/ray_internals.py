@@ -11,7 +11,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from arbiter.protocol.messages import node_of
 from arbiter.units import NodeId
 
-
 Raised = TypeVar("Raised", bound=Exception)
 
 

@@ -127,8 +127,11 @@ class ArbiterActor:
             try:
                 self._shell.feed(ev.CapabilityRegistered(capability))
             except RequestError as error:
-                data = {"capability": capability.name, "cause": str(error)}
-                self._shell.log.tell(LogEvent("registration_lost", data))
+                self._shell.log.tell(
+                    LogEvent(
+                        "registration_lost", {"capability": capability.name, "cause": str(error)}
+                    )
+                )
 
     def _tell_trouble(self, why: str) -> None:
         self._shell.log.tell(LogEvent("state_not_kept", {"cause": why}))

@@ -130,7 +130,7 @@ BUGS = [
     Bug("growth asked for while it gives back is forgotten", "deployments/replica/resize.py",
         "    for _ in range(2):", "    for _ in range(1):", ("growing",)),
     Bug("growth is asked for before what was given back is heard", "arbiter/client/holder.py",
-        " or not await self._all_is_said():", ":", ("client", "lease_client")),
+        " or not await self._flushed():", ":", ("client", "lease_client")),
     Bug("a line changes while it is walked", "arbiter/core/records/request_queue.py",
         "            order = self._order[node] = list(order)\n", ""),
     Bug("what one tenant lacks no other may have", "arbiter/core/records/request_queue.py",

@@ -69,14 +69,14 @@ class Engine:
 class Arbiter:
     """Stands where HolderClient does: grants at once, notes what is told."""
 
-    away_s = 0.0
+    unreachable_s = 0.0
 
     def __init__(self, path: str) -> None:
         self.path, self.asked, self.told = path, [], []  # type: ignore[var-annotated]
         self.runs = RequestLog()
 
     async def joined(self) -> None: ...
-    async def quiet(self, within_s: float) -> None: ...
+    async def flush(self, within_s: float) -> None: ...
     async def close(self) -> None: ...
 
     async def acquire(self, requested: ev.Requested) -> messages.Granted:

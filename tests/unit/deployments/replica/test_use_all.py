@@ -45,7 +45,7 @@ class Arbiter(base.Arbiter):
             raise error
         return messages.Granted(requested.ticket, base.ON, seconds(5), Span(0), Epoch(1))
 
-    async def comes_first(self, event: asyncio.Event) -> bool:
+    async def wait_unless_disconnected(self, event: asyncio.Event) -> bool:
         return await event.wait()
 
 
