@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("arbiter")
 
-ACCOUNTS_SAVED_LOOKS = 10  # that much of the accounts a crash costs; 100 kB are written each time
 HANDLE_S = 10.0  # a holder's actor answers its first call within its own start
 
 
@@ -43,6 +42,7 @@ class ArbiterActor:
         from arbiter.server.event_log import EventLog
         from arbiter.server.lease_service import LeaseService
         from arbiter.server.node_agents import RayAgents
+        from arbiter.server.node_watch import NodeWatch
         from arbiter.server.store import Store, default_path
 
         self._boot = boot
@@ -54,17 +54,16 @@ class ArbiterActor:
         self._agents = RayAgents(boot.agent)
         log = EventLog(epoch, Path(boot.event_file) if boot.event_file else None)
         self._shell = self._new_shell(epoch, log)
-        self._looks_count = 0
-        self._stays: dict[HolderId, str] = {}  # the joining that counts, of each holder
-        self._ends: dict[str, asyncio.Event] = {}  # of a stay
+        self._sessions: dict[HolderId, str] = {}  # the last one of each holder
+        self._session_ends: dict[str, asyncio.Event] = {}  # set when the session is over
         self._leases = LeaseService(self._shell, self._agents, self._store)
-        self._learned_saved = self._shell.core.export_learned()
         self._shell.feed(self._configuration.capabilities)
         self._tell_start()
         self._restore_registered()
         self._tasks: set[asyncio.Future[None]] = set()
         self._door = self._open_door()
-        self._start(self._look())
+        self._watch = NodeWatch(self._shell, self._agents, self._store, self._leases.sweep)
+        self._start(self._watch.run())
 
     def __repr__(self) -> str:
         return f"Arbiter({self._boot.configuration.settings.evict})"
@@ -148,35 +147,41 @@ class ArbiterActor:
         }
 
     async def join(
-        self, epoch: Epoch | None, joined: ev.Joined, stay: str, handles: list[Any], refs: list[Any]
+        self,
+        epoch: Epoch | None,
+        joined: ev.Joined,
+        session_id: str,
+        handles: list[Any],
+        refs: list[Any],
     ) -> messages.JoinReply:
         """`handles`: the holder's own actor, if it is one. `refs`: its pending call of
-        `keepalive(stay)`; both in lists, so that Ray passes them on instead of waiting for them."""
+        `keepalive(session_id)`. Both are in lists, so that Ray passes them on instead of waiting
+        for them."""
         from arbiter.server.store import Member
 
         self._shell.calls_count += 1
         holder = joined.holder
         self._store.add_member(Member(holder, joined.node, joined.pid, joined.start_ticks))
         self._shell.open_mail(holder)
-        before, self._stays[holder] = self._stays.get(holder), stay
+        before, self._sessions[holder] = self._sessions.get(holder), session_id
         if before:
-            self._end_of(before).set()
-        self._start(self._watch(holder, stay, handles, refs))
+            self._session_end(before).set()
+        self._start(self._watch_holder(holder, session_id, handles, refs))
         self._shell.feed(joined)
         return messages.JoinReply(
             self._shell.epoch, messages.package_version(), self._configuration.table
         )
 
-    async def keepalive(self, stay: str) -> None:
+    async def keepalive(self, session_id: str) -> None:
         """The caller owns its result, so that losing the result is its death. Returns when that
         joining is over, whichever of the two calls came first."""
         try:
-            await self._end_of(stay).wait()
+            await self._session_end(session_id).wait()
         finally:
-            self._ends.pop(stay, None)
+            self._session_ends.pop(session_id, None)
 
-    def _end_of(self, stay: str) -> asyncio.Event:
-        return self._ends.setdefault(stay, asyncio.Event())
+    def _session_end(self, session_id: str) -> asyncio.Event:
+        return self._session_ends.setdefault(session_id, asyncio.Event())
 
     async def acquire(self, epoch: Epoch, requested: ev.Requested) -> messages.Granted:
         """Waits for a grant. Raises RequestError; cancelled: the ticket is withdrawn."""
@@ -219,8 +224,8 @@ class ArbiterActor:
         if epoch != self._shell.epoch or not self._shell.has_mail(holder):
             raise StaleEpoch(epoch, self._shell.epoch)
 
-    async def _watch(
-        self, holder: HolderId, stay: str, handles: list[Any], refs: list[Any]
+    async def _watch_holder(
+        self, holder: HolderId, session_id: str, handles: list[Any], refs: list[Any]
     ) -> None:
         """Ends when the holder's process does: in 10-25 ms if its actor was called once, because
         that subscribes us to the actor's state, else in 2 s."""
@@ -228,12 +233,12 @@ class ArbiterActor:
             async with asyncio.timeout(HANDLE_S):
                 for handle in handles:
                     await handle.__ray_ready__.remote()
-        if await ray_internals.owner_died(refs[0]) and self._stays.get(holder) == stay:
+        if await ray_internals.owner_died(refs[0]) and self._sessions.get(holder) == session_id:
             self._lost(holder)
 
     def _lost(self, holder: HolderId) -> None:
-        if stay := self._stays.pop(holder, None):
-            self._end_of(stay).set()
+        if session_id := self._sessions.pop(holder, None):
+            self._session_end(session_id).set()
         self._store.drop_holder(holder)
         self._shell.close_mail(holder)
         self._shell.feed(ev.HolderLost(holder))
@@ -252,47 +257,6 @@ class ArbiterActor:
         """From a node agent, before it spawns an engine under this ticket (A3)."""
         self._shell.calls_count += 1
         return self._shell.core.check_grant(ticket, node)
-
-    async def _look(self) -> None:
-        from arbiter.server.node_agents import LOOK_S
-
-        while True:
-            try:
-                await self._agents.look(self._shell.feed)
-                await self._bury_awaited()
-            except ray.exceptions.RayError as error:
-                logger.warning("cannot see the nodes: %r", error)
-            self._save_learned()
-            self._looks_count += 1
-            if self._looks_count % ACCOUNTS_SAVED_LOOKS == 0:
-                self._save_accounts()
-            self._leases.sweep()
-            self._shell.refresh_targets()
-            await asyncio.sleep(LOOK_S)
-
-    async def _bury_awaited(self) -> None:
-        """Who died while there was no arbiter to see it is not waited for. Who lives and is only
-        slow keeps its engines, and its place in the file."""
-        awaited = self._shell.core.awaited
-        members = [m for m in self._store.members() if m.holder in awaited] if awaited else []
-        if self._shell.core.gave_up_waiting:
-            dead = [m.holder for m in members]  # waited for in vain: the next life need not
-        else:
-            dead = await self._agents.dead(members)
-        for holder in dead:
-            if holder in self._shell.core.awaited:  # not back meanwhile, under the same name
-                self._store.drop_holder(holder)
-                self._shell.feed(ev.HolderLost(holder))
-
-    def _save_accounts(self) -> None:
-        self._store.save_accounts(self._shell.core.export_accounts())
-        self._store.save_usage(self._shell.core.export_usage())
-
-    def _save_learned(self) -> None:
-        learned = self._shell.core.export_learned()
-        if learned != self._learned_saved:
-            self._store.save_learned(learned)
-            self._learned_saved = learned
 
     # -- outside processes ---------------------------------------------------------------------
 
@@ -349,8 +313,7 @@ class ArbiterActor:
         from arbiter.server.shell import crash
 
         logger.info("a new epoch begins: %s", why)
-        self._save_learned()
-        self._save_accounts()
+        self._watch.save_all()
         reply_is_out_s = 0.05  # the answer to the call that led here is a local send
         asyncio.get_running_loop().call_later(reply_is_out_s, crash, InterruptedError(why))
 
@@ -423,8 +386,7 @@ class ArbiterActor:
         for task in self._tasks:
             task.cancel()
         await self._agents.close()
-        self._save_learned()
-        self._save_accounts()
+        self._watch.save_all()
         self._door.close()
         self._store.end_session()
         self._store.close()

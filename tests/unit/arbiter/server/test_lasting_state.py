@@ -111,8 +111,7 @@ async def test_usage_and_estimates_are_known_to_the_next_epoch(running: Running)
         state.rates.used(name, 5, state.now)
         state.transition_counts[name] = {("c", "b"): 3}
         state.estimates.left("c", seconds(4))
-        first._save_accounts()
-        first._save_learned()
+        first._watch.save_all()
         async with running() as second:
             later = second._shell.core._state
             assert later.rates.recent(name, Instant(state.now)) == 5
