@@ -77,7 +77,7 @@ async def test_ticket_without_a_grant_spawns_nothing(
     with pytest.raises(error, match=T):
         await getattr(agent, how)(T, SPEC)
     assert arbiter.checked == [(N, T)]
-    assert not agent._spawning and not await agent.engines()
+    assert not agent._engines._spawning and not await agent.engines()
 
 
 async def test_check_is_repeated_until_the_restarted_arbiter_knows_the_ticket(

@@ -96,13 +96,16 @@ async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_l
         await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))
         reading = ev.EngineReading(T, ())
         assert running._judged(reading).exact
-        dead = running._keeper.known
+        dead = running._engines.supervisor.known
         assert dead is not None
         os.kill(dead[0], 9)
-        await eventually(lambda: not running._keeper.is_alive())
+        await eventually(lambda: not running._engines.supervisor.is_alive())
         assert not running._judged(reading).exact
         await eventually(
-            lambda: running._keeper.known not in (dead, None) and running._keeper.is_up
+            lambda: (
+                running._engines.supervisor.known not in (dead, None)
+                and running._engines.supervisor.is_up
+            )
         )
         assert not running._judged(reading).exact
         await running.close()
@@ -137,7 +140,7 @@ async def test_end_of_an_engine_is_reported_during_a_slow_reading(
 
 async def test_temporary_folder_of_an_engine_is_removed_with_it(folder: Path) -> None:
     running = agent(folder, "deployments.engines.zygote")
-    scratch = running._children.scratch(T)
+    scratch = running._engines.children.scratch(T)
     spec_that_litters = SpawnSpec(FAKE, {"served_name": "m", "engine_args": {"litter": True}})
     async with asyncio.timeout(WITHIN_S):
         await running.spawn(T, spec_that_litters)
