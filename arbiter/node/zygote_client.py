@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from arbiter.errors import ArbiterError
+from arbiter.errors import ArbiterError, error_fields
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
 from arbiter.protocol.peer_credentials import peer_uid
 from arbiter.units import NodeId, TicketId
@@ -28,12 +28,12 @@ MAX_LINE_BYTES = 1 << 20  # `list` with thousands of children; the zygote has th
 MARK = "ARBITER_ZYGOTE=1"  # in the environment of a zygote, and of all it forked
 
 
+@error_fields
 class ZygoteError(ArbiterError):
     """The zygote is away, so that asking again may help, or said no."""
 
-    def __init__(self, said: str, is_away: bool = False) -> None:
-        super().__init__(said, is_away)
-        self.said, self.is_away = said, is_away
+    said: str
+    is_away: bool = False
 
     def __str__(self) -> str:
         return f"zygote: {self.said}"

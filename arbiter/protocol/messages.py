@@ -16,7 +16,7 @@ from arbiter.core.events import CapabilitiesSet
 from arbiter.core.settings import Settings
 from arbiter.core.types import DeviceBytes
 from arbiter.core.view import Policies
-from arbiter.errors import ArbiterError
+from arbiter.errors import ArbiterError, error_fields
 from arbiter.units import Bytes, Epoch, Generation, NodeId, Span, TicketId
 
 NAME, NAMESPACE = "arbiter", "arbiter"
@@ -24,12 +24,13 @@ NAME, NAMESPACE = "arbiter", "arbiter"
 Plain = dict[str, Any]  # JSON-able
 
 
+@error_fields
 class VersionMismatch(ArbiterError):
     """An arbiter of other code runs, and holders of that code live."""
 
-    def __init__(self, running: str, ours: str, holders: int) -> None:
-        super().__init__(running, ours, holders)
-        self.running, self.ours, self.holders = running, ours, holders
+    running: str
+    ours: str
+    holders: int
 
     def __str__(self) -> str:
         return (

@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 
 from ray.exceptions import RayError, RayTaskError
 
-from arbiter.errors import ArbiterError
+from arbiter.errors import ArbiterError, error_fields
 from arbiter.protocol.peer_credentials import peer_uid
 from arbiter.protocol.ray_internals import raised_there
 from arbiter.units import NodeId
@@ -34,23 +34,22 @@ UNREAD_MOST_BYTES = 2 * MESSAGE_MOST_BYTES
 Offers = Mapping[str, Callable[..., Awaitable[Any]]]
 
 
+@error_fields
 class ConnectionLost(ArbiterError):
-    """The process at the other end is gone, or not to be reached."""
+    """The process at the other end is gone, or cannot be reached."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
+    name: str  # of the call
 
     def __str__(self) -> str:
-        return f"no answer to {self.name!r}: the line broke"
+        return f"no answer to {self.name!r}: the connection broke; whether it arrived is not known"
 
 
+@error_fields
 class RemoteError(ArbiterError):
-    """A bug over there."""
+    """A bug in the process at the other end."""
 
-    def __init__(self, name: str, cause: str) -> None:
-        super().__init__(name, cause)
-        self.name, self.cause = name, cause
+    name: str  # of the call
+    cause: str
 
     def __str__(self) -> str:
         return f"{self.name!r} failed: {self.cause}"
@@ -244,8 +243,8 @@ class _ServerConnection(_Frames):
 
     def _answer(self, number: int, name: str, asked: asyncio.Future[Any]) -> None:
         self._running.discard(asked)
-        error = ConnectionLost(name) if asked.cancelled() else asked.exception()
-        if error is not None and not isinstance(error, ArbiterError):
-            error = RemoteError(name, repr(error))
+        failure = ConnectionLost(name) if asked.cancelled() else asked.exception()
+        if failure is not None and not isinstance(failure, ArbiterError):
+            failure = RemoteError(name, repr(failure))
         if self.is_open:
-            self.write((number, None if error else asked.result(), error))
+            self.write((number, None if failure else asked.result(), failure))

@@ -20,7 +20,7 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import Decision
 from arbiter.core.settings import Settings
 from arbiter.core.view import Policies
-from arbiter.errors import ArbiterError, RequestError
+from arbiter.errors import ArbiterError, RequestError, error_fields
 from arbiter.protocol.json_codec import from_json, to_json
 from arbiter.protocol.messages import protocol_hash
 from arbiter.units import Epoch, HolderId, Instant
@@ -31,12 +31,13 @@ FILE_MOST_BYTES = 256 << 20  # about a million events, a day of ten busy replica
 EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
 
 
+@error_fields
 class RecordingUnreadable(ArbiterError):
     """The file is not a recording, or of other code."""
 
-    def __init__(self, path: str, line_count: int, why: str) -> None:
-        super().__init__(path, line_count, why)
-        self.path, self.line_count, self.why = path, line_count, why
+    path: str
+    line_count: int
+    why: str
 
     def __str__(self) -> str:
         return f"{self.path}, line {self.line_count}: {self.why}"
