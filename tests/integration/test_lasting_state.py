@@ -88,6 +88,7 @@ async def size_is_learned(d: LiveArbiter, name: str) -> bool:
 
 
 async def unload_all(d: LiveArbiter) -> None:
-    for ticket in await d.engines():
-        await call_arbiter("unload", ticket)
+    state = await d.until(lambda s: all(t["idle_s"] is not None for t in s["tickets"]))
+    for ticket in state["tickets"]:
+        await call_arbiter("unload", ticket["ticket"])
     await d.until(lambda s: not s["tickets"])
