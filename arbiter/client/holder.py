@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from arbiter.client import gang_request
 from arbiter.client.agent_client import AgentClient
 from arbiter.client.request_log import RequestLog
 from arbiter.client.session import ANSWER_S, Session
@@ -111,12 +110,6 @@ class HolderClient:
             self.session.lose(epoch)
             return None
         return granted if granted.epoch == self.epoch else None
-
-    async def acquire_all(
-        self, requested: tuple[ev.Requested, ...]
-    ) -> tuple[messages.Granted, ...]:
-        """A gang: all of them or none (A13). Raises what the first refused one does."""
-        return await gang_request.acquire_all(self, requested)
 
     async def grow(self, ticket: TicketId, more: Bytes, within: Span) -> messages.Granted:
         """More for a resident (A14); the grant says what it has now. Raises GrowthRefused,

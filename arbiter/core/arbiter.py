@@ -109,15 +109,15 @@ class Arbiter:
 
     def check_grant(self, ticket: TicketId, node: NodeId) -> types.GrantCheck:
         """Whether an engine may be spawned under this ticket on this node (A3). A lease has no
-        engine, and a companion lies in the engine of its primary."""
+        engine."""
         state, entry = self._state, self._state.ledger.find(ticket)
         if entry is None:
             if ticket in state.answers:
                 return types.GrantCheck.ENDED
             is_settling = state.awaited and not state.gave_up_waiting
             return types.GrantCheck.SETTLING if is_settling else types.GrantCheck.NOT_GRANTED
-        has_engine = entry.lease is None and entry.shares_process_with is None
-        if entry.state is State.QUEUED or entry.node != node or not has_engine:
+        is_lease = entry.lease is not None
+        if entry.state is State.QUEUED or entry.node != node or is_lease:
             return types.GrantCheck.NOT_GRANTED
         is_ending = entry.state is State.RECLAIMING
         return types.GrantCheck.ENDED if is_ending else types.GrantCheck.GRANTED

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from ray.exceptions import ActorDiedError
 
-from arbiter.client import agent_client, session
+from arbiter.client import agent_client, gang_request, session
 from arbiter.client import holder as module
+from arbiter.client.gang_request import Gang
 from arbiter.client.holder import HolderClient
 from arbiter.client.session import Session
 from arbiter.core import events as ev
@@ -129,7 +130,8 @@ async def test_a_gang_that_was_answered_in_part_is_asked_for_again_as_a_whole() 
 
     client = joined_client(FakeArbiter(acquire=acquire), PassiveSession)
     both = replace(ASKED, ticket=TicketId("a")), replace(ASKED, ticket=TicketId("b"))
-    gang = asyncio.ensure_future(client.acquire_all(both))
+    whole = Gang(tuple(asked.ticket for asked in both))
+    gang = asyncio.gather(*(gang_request.acquire(client, asked, whole) for asked in both))
     async with asyncio.timeout(5):
         await came.wait()
         arbiter = client.session.arbiter
