@@ -152,7 +152,7 @@ class HolderClient:
 
     async def spawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> str:
         """Socket path of the ticket's engine. Waits for a node agent that restarts; bound it.
-        Raises TicketNotGranted, TicketClosed when the arbiter has had the ticket reaped,
+        Raises TicketNotGranted, TicketClosed when the arbiter has had the ticket killed,
         ArbiterUnavailable, ZygoteError."""
         path: str = await self._agent.call("spawn", ticket, spec)
         return path

@@ -1,7 +1,7 @@
-"""One actor per node: keeps the zygote alive, opens engines, measures them, reaps them.
+"""One actor per node: keeps the zygote alive, opens engines, measures them, kills them.
 
 It speaks of bytes only, and decides nothing: what to open comes from holders with a granted ticket,
-what to reap from the arbiter. It kills only what it opened.
+what to kill from the arbiter. It kills only what it opened.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from arbiter.units import NodeId, TicketId
 logger = logging.getLogger("arbiter.agent")
 
 TURN_S = 1.0  # B1: within 2 s on the books
-REAP_TURN_S = 0.25  # A10
+KILL_TURN_S = 0.25  # A10
 
 
 class NodeAgent:
@@ -57,7 +57,7 @@ class NodeAgent:
         keep_spares = spare_workers.keep(settings.spares_count)
         for work in (self._turns(), self._see_ends(), self._engines.supervisor.keep(), keep_spares):
             self._start(work)
-        offers = {f.__name__: f for f in (self.spawn, self.respawn, self.reap, self.probe)}
+        offers = {f.__name__: f for f in (self.spawn, self.respawn, self.kill, self.probe)}
         self._door = rpc.RpcServer(node, self._folder / "agent.sock", offers)
 
     def __repr__(self) -> str:
@@ -73,24 +73,24 @@ class NodeAgent:
 
     async def spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
         """Socket path of the ticket's engine process, started when there is none. Raises
-        TicketNotGranted unless the arbiter granted the ticket, TicketClosed after a reap,
+        TicketNotGranted unless the arbiter granted the ticket, TicketClosed after a kill,
         ZygoteError when no process could be started, ArbiterUnavailable."""
         return await self._engines.spawn(ticket, spec)
 
     async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
         """As `spawn`, in the place of the process that the ticket has (A14). A repeated call has
-        another one. Raises what `spawn` raises; TicketClosed also when the ticket was reaped
+        another one. Raises what `spawn` raises; TicketClosed also when the ticket was killed
         meanwhile."""
         return await self._engines.respawn(ticket, spec)
 
-    async def reap(self, ticket: TicketId) -> None:
+    async def kill(self, ticket: TicketId) -> None:
         """Kill what there is of the ticket's engine, let none start, report EngineGone. What runs
         under a lease is not killed, but watched until its bytes are back."""
         if leased := self._leased.by_ticket.get(ticket):
             leased.leaving = True
         elif self._engines.kill(ticket):
             # Its death is news by itself; a reading now would hold its memory map while it dies.
-            asyncio.get_running_loop().call_later(REAP_TURN_S, self._wakeup.set)
+            asyncio.get_running_loop().call_later(KILL_TURN_S, self._wakeup.set)
             return
         self._wakeup.set()
 
@@ -179,7 +179,7 @@ class NodeAgent:
             await self._report()
             busy = self._engines.are_ending or self._reports.are_open or not self._heard
             try:
-                async with asyncio.timeout(REAP_TURN_S if busy else TURN_S):
+                async with asyncio.timeout(KILL_TURN_S if busy else TURN_S):
                     await self._wakeup.wait()
             except TimeoutError:
                 continue
@@ -190,13 +190,13 @@ class NodeAgent:
         while True:
             await died.wait()
             died.clear()
-            turn_ends_s = time.monotonic() + REAP_TURN_S
+            turn_ends_s = time.monotonic() + KILL_TURN_S
             await self._see_killed()
             while self._engines.are_ending and time.monotonic() < turn_ends_s:
                 await asyncio.sleep(LOOK_AGAIN_S)
                 await self._see_killed()
             # A reading can wait: the next engine may be starting on what this one gave back.
-            asyncio.get_running_loop().call_later(REAP_TURN_S, self._wakeup.set)
+            asyncio.get_running_loop().call_later(KILL_TURN_S, self._wakeup.set)
 
     async def _see_killed(self) -> None:
         if self._leased.by_ticket or not self._engines.see_killed():

@@ -262,7 +262,7 @@ class ArbiterActor:
 
     async def lease(self, call: messages.LeaseCall) -> messages.LeaseState:
         """Asks for a lease, beats for it, and waits for news of it. Raises RequestError."""
-        return await self._leases.hear(call)
+        return await self._leases.update(call)
 
     async def end_lease(self, lease: str, tenant: str) -> None:
         """Its holder has let go. Repeated: nothing. Raises UnknownLease."""

@@ -36,8 +36,8 @@ class RayAgents:
         self._peers: dict[NodeId, rpc.Peer] = {}  # the shortest way to each
         self._pending: set[asyncio.Future[Any]] = set()
 
-    def reap(self, node: NodeId, ticket: TicketId) -> None:
-        self._say(node, "reap", ticket)
+    def kill(self, node: NodeId, ticket: TicketId) -> None:
+        self._say(node, "kill", ticket)
 
     def probe(self, node: NodeId) -> None:
         self._say(node, "probe")

@@ -49,7 +49,7 @@ def monotonic() -> Instant:
 class Agents(Protocol):
     """How node agents are reached; a lost message is repeated by the core."""
 
-    def reap(self, node: NodeId, ticket: TicketId) -> None: ...
+    def kill(self, node: NodeId, ticket: TicketId) -> None: ...
     def probe(self, node: NodeId) -> None: ...
 
 
@@ -178,7 +178,7 @@ class Shell:
             case Revoke():
                 self._revoke(decision)
             case KillEngine(node, ticket):
-                self._agents.reap(node, ticket)
+                self._agents.kill(node, ticket)
             case RequestReading(node):
                 self._agents.probe(node)
             case LoadModel(holder, model):

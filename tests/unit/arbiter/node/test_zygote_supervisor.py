@@ -79,7 +79,7 @@ async def test_kill_ends_a_spawn_that_waits_for_a_zygote(
     spawning = asyncio.ensure_future(running.spawn(T, SPEC))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    await running.reap(T)
+    await running.kill(T)
     async with asyncio.timeout(5):
         with pytest.raises(TicketClosed):
             await spawning
@@ -132,7 +132,7 @@ async def test_end_of_an_engine_is_reported_during_a_slow_reading(
     monkeypatch.setattr(running._probe, "read", read)
     async with asyncio.timeout(WITHIN_S / 2):
         await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))
-        await running.reap(T)
+        await running.kill(T)
         assert await said.get() == ev.EngineGone(NodeId("n"), T, bytes_back=True)
     is_over.set()
     await running.close()
@@ -146,7 +146,7 @@ async def test_temporary_folder_of_an_engine_is_removed_with_it(folder: Path) ->
         await running.spawn(T, spec_that_litters)
         await eventually(lambda: scratch.exists() and [p.name for p in scratch.iterdir()])
         assert scratch.stat().st_mode & 0o077 == 0
-        await running.reap(T)
+        await running.kill(T)
         await eventually(lambda: not scratch.exists())
         await running.close()
 
@@ -163,7 +163,7 @@ async def test_respawn_replaces_the_process_of_a_ticket_without_a_report(
         assert await asyncio.gather(*both) == [path, path]
     [after] = (await running.engines())[T]
     assert after != before and not running._reports.gone and Path(path).exists()
-    await running.reap(T)
+    await running.kill(T)
     with pytest.raises(TicketClosed):
         await running.respawn(T, SPEC)
     await running.close()

@@ -121,7 +121,7 @@ async def test_ticket_reaped_during_its_check_spawns_nothing_and_is_reported(
     spawning = asyncio.ensure_future(agent.spawn(T, SPEC))
     async with asyncio.timeout(WITHIN_S):
         await asked.wait()
-        await agent.reap(T)
+        await agent.kill(T)
         assert not agent._reports.gone  # the spawn says it, once it has ended
         answered.set()
         with pytest.raises(TicketClosed):
