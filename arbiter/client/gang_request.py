@@ -11,7 +11,7 @@ from arbiter.units import Epoch, TicketId
 
 
 class TicketClient(Protocol):
-    """A holder's line to the arbiter."""
+    """A holder's connection to the arbiter."""
 
     async def acquire(self, requested: Requested) -> messages.Granted:
         """Across any number of the arbiter's lives. Raises RequestError."""
@@ -30,7 +30,7 @@ class Gang:
 
 
 async def acquire(asker: TicketClient, requested: Requested, gang: Gang) -> messages.Granted:
-    """One of a gang; somebody asks for each of the others as well. Raises RequestError."""
+    """One ticket of a gang; the caller asks for each of the others as well. Raises RequestError."""
     asks = replace(requested, gang=gang.tickets)
     try:
         return await _acquire(asker, asks, gang)

@@ -48,7 +48,9 @@ class NodeAgent:
             settings, self._folder, zygote_log, self._logs, self._reports, self._start
         )
         self._leased = LeasedProcesses()
-        self._returned: list[TicketId] = []  # leases given back; said once what is left is foreign
+        self._returned: list[
+            TicketId
+        ] = []  # leases given back; reported once what is left is foreign
         self._heard = False  # whether the arbiter got the last reading
         self._wakeup = asyncio.Event()
         if not settings.folder:  # else what lies beside is not ours to judge
@@ -113,7 +115,7 @@ class NodeAgent:
         return {p.pid: p.start_ticks for p in found if p is not None and p.alive}
 
     async def door(self) -> dict[str, str] | None:
-        """Where the same calls are heard sooner, by whoever is on this node."""
+        """Where callers on this node reach the same methods sooner: a unix socket."""
         return await self._door.where()
 
     async def pids(self) -> dict[str, int]:
@@ -204,7 +206,8 @@ class NodeAgent:
         await self._reports.say_all_gone()
 
     async def _report(self) -> None:
-        """Engines that went, at once, for somebody may wait for their bytes; then a reading."""
+        """Sends the ends of engines at once, because a request may wait for their bytes; then a
+        reading."""
         await self._reports.say_all_gone()
         trees, returned = self._engines.children.trees() + self._leased.trees(), self._returned
         readings = await asyncio.to_thread(self._probe.read, trees)
@@ -218,8 +221,8 @@ class NodeAgent:
     def _release_leased(
         self, engines: tuple[ev.EngineReading, ...], returned: list[TicketId]
     ) -> None:
-        """Who gave its lease back is watched no more; and when a reading has counted as foreign
-        what it keeps, its bytes are said to be back."""
+        """A process that gave its lease back is watched no more. Once a reading has counted what it
+        keeps as foreign, its bytes are reported to be back."""
         for ticket in returned:
             self._reports.note_gone(ticket, bytes_back=True)
         back = self._leased.given_back(engines)
@@ -230,8 +233,8 @@ class NodeAgent:
             self._wakeup.set()
 
     def _judged(self, reading: ev.EngineReading) -> ev.EngineReading:
-        """Pages shared with a zygote count as an engine's own once that zygote died. Asked after
-        the reading, because it may have died during it."""
+        """Tells whether the reading is exact: pages shared with a zygote count as an engine's own
+        once that zygote died. Asked after the reading, because it may have died during it."""
         is_exact = self._engines.was_forked_by_living_zygote(reading.ticket)
         return replace(reading, exact=is_exact)
 

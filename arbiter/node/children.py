@@ -75,7 +75,7 @@ class Children:
         start_ticks: int = 0,
         zygote: procfs.Name | None = None,
     ) -> Child | None:
-        """Take charge of a process; None when it is gone, or is not the one that was meant."""
+        """Take charge of a process; None when it is gone, or its pid belongs to another process."""
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -227,7 +227,7 @@ def _kill(pid: int, ticks: int) -> None:
 
 def _kill_session(leader: int, ticks: int) -> None:
     """What is left of a session whose leader died. While any of it lives the kernel gives the
-    leader's number to nobody else; if somebody has it, nothing is left."""
+    leader's number to no other process; if another has it, nothing is left."""
     holder = procfs.process(leader)
     if holder is not None and holder.start_ticks != ticks:
         return
@@ -261,7 +261,7 @@ class Restarts:
         return ticket in self._ends
 
     def begin(self, ticket: TicketId) -> asyncio.Future[None]:
-        """Done once nothing is left of its process; who asks again waits for the same end."""
+        """Done once nothing is left of its process; a repeated call waits for the same end."""
         if ticket not in self._ends:
             self._ends[ticket] = asyncio.get_running_loop().create_future()
         return self._ends[ticket]

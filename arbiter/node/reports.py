@@ -1,4 +1,4 @@
-"""What a node agent says to the arbiter, whichever life of it, and what it still has to say."""
+"""Reports of a node agent to the arbiter of any epoch, and those that are still to be sent."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ class Reports:
         inventory: Callable[[], tuple[types.DeviceSpec, ...]],
         gpu_pids: Callable[[], set[int]],
     ) -> None:
-        self.gone: dict[TicketId, ev.EngineGone] = {}  # not yet said
+        self.gone: dict[TicketId, ev.EngineGone] = {}  # not yet sent
         self._returning: dict[TicketId, set[int]] = {}  # dead, but NVML still lists these pids
         self._node, self._inventory, self._gpu_pids = node, inventory, gpu_pids
         self._arbiter: rpc.Peer | None = None
@@ -38,7 +38,7 @@ class Reports:
 
     @property
     def are_open(self) -> bool:
-        """Something is still to be said."""
+        """Something is still to be reported."""
         return bool(self.gone or self._returning)
 
     def note_ended(self, ticket: TicketId, *pids: int) -> None:
@@ -59,7 +59,7 @@ class Reports:
         self.gone[ticket] = ev.EngineGone(self._node, ticket, bytes_back)
 
     async def say_all_gone(self) -> None:
-        """Kept for the next turn if nobody hears it."""
+        """Reports that the arbiter does not hear are kept for the next turn."""
         gone = dict(self.gone)
         if gone and await self.say(tuple(gone.values())):
             for ticket, event in gone.items():
@@ -78,7 +78,7 @@ class Reports:
                     await arbiter.call("report", self._node, epoch, (seen, *said))
         except (RayError, ArbiterError, ValueError, TimeoutError):
             self.close()
-            return False  # away; the next turn says it again
+            return False  # away; the next turn repeats it
         return True
 
     async def confirm(self, ticket: TicketId) -> None:

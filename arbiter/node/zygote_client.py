@@ -30,7 +30,7 @@ MARK = "ARBITER_ZYGOTE=1"  # in the environment of a zygote, and of all it forke
 
 @error_fields
 class ZygoteError(ArbiterError):
-    """The zygote is away, so that asking again may help, or said no."""
+    """The zygote is away, so that asking again may help, or it refused."""
 
     said: str
     is_away: bool = False
@@ -130,7 +130,7 @@ def equipped(spec: SpawnSpec, scratch: Path) -> SpawnSpec:
 
 
 def start(settings: AgentSettings, path: Path, log: Path) -> int:
-    """Exec a zygote that serves `path`; its pid. It is nobody's child and has a session of its
+    """Exec a zygote that serves `path`; its pid. It is no child of ours and has a session of its
     own, so that neither Ray, which ends the children of a dying worker, nor the agent's death takes
     it along: its children are engines with requests in flight."""
     command = [sys.executable, "-m", settings.zygote_module]

@@ -1,4 +1,4 @@
-"""Keeps the node's zygote alive: finds the one that runs, starts the next, says why none will."""
+"""Keeps the node's zygote alive: finds it, starts the next, tells why none will start."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ class ZygoteSupervisor:
         self._found, self._orphans = found, orphans
 
     def announce(self) -> None:
-        """Let everybody who waits look again."""
+        """Wakes every task that waits for news of the zygote."""
         self.news.set()
         self.news = asyncio.Event()
 
@@ -48,7 +48,7 @@ class ZygoteSupervisor:
         return self.known is not None and children.lives(*self.known)
 
     async def keep(self) -> None:
-        """A zygote that answers, always; one that died or hangs is replaced."""
+        """Replaces a zygote that died or hangs, for ever."""
         backoff_s, failed_count = BACKOFF_FIRST_S, 0
         while True:
             try:

@@ -143,7 +143,7 @@ class RevokeOrder:
 
 @dataclass(frozen=True, slots=True)
 class WaitEstimate:
-    """News of a ticket in the line: how long until it serves, as expected when it joined."""
+    """News of a queued ticket: how long until it serves, as expected when it joined the queue."""
 
     ticket: TicketId
     predicted: Span
@@ -163,7 +163,7 @@ class ModelSize(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """By hand: whoever has the model resident changes its size."""
+    """By hand: the holder that has the model resident changes its size."""
 
     model: str
     size: ModelSize
@@ -181,7 +181,7 @@ Command = RevokeOrder | WaitEstimate | ReloadOrder | Resize | ConfigChanged
 
 @dataclass(frozen=True, slots=True)
 class SequencedCommand:
-    """A command with its place in the holder's line; sent again until acknowledged."""
+    """A command with its number in the holder's mailbox; sent again until acknowledged."""
 
     sequence: int
     command: Command

@@ -62,13 +62,13 @@ class Peer(Protocol):
     def is_open(self) -> bool: ...
 
     async def call(self, name: str, *args: Any) -> Any:
-        """Raises LineBroken, CallFailed, or the ArbiterError it was answered with."""
+        """Raises ConnectionLost, RemoteError, or the ArbiterError of the answer."""
 
     def close(self) -> None: ...
 
 
 class RayPeer:
-    """An actor, wherever it is."""
+    """An actor on any node, called by Ray."""
 
     is_open = True  # as far as we know: its calls say when it is not
 
@@ -86,11 +86,12 @@ class RayPeer:
             raise ConnectionLost(name) from error
 
     def close(self) -> None:
-        """The line is Ray's."""
+        """The connection is Ray's."""
 
 
 async def connect_to_socket(handle: Any, door: dict[str, str] | None, own_node: NodeId) -> Peer:
-    """`door`: as its Door says it; by Ray where that is on another node or does not open."""
+    """`door`: as `RpcServer.where` gives it. By Ray where that is on another node or does not
+    open."""
     if door is not None and door["node"] == own_node:
         with contextlib.suppress(OSError):
             return await connect(Path(door["path"]))
@@ -173,7 +174,7 @@ class SocketPeer(_Frames):
         number, value, error = message
         _, answer = self._waiting.get(number, ("", None))
         if answer is None or answer.done():
-            return  # whoever asked has gone
+            return  # the caller has gone
         if error is None:
             answer.set_result(value)
         else:
@@ -195,7 +196,7 @@ class RpcServer:
         self._opening = asyncio.ensure_future(self._listen())
 
     async def where(self) -> dict[str, str] | None:
-        """For `reach`; None when it could not be opened, and Ray carries everything."""
+        """For `connect_to_socket`; None when it could not be opened, and Ray carries everything."""
         await asyncio.wait({self._opening})
         is_open = not self._opening.cancelled() and self._opening.exception() is None
         return {"node": self._node, "path": str(self._path)} if is_open else None

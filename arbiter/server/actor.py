@@ -1,7 +1,7 @@
 """The arbiter as a Ray actor: named, detached, one per cluster. Wire and watches; no rules.
 
-Its calls carry the dataclasses of arbiter.events; whoever holds tickets says in which epoch it
-believes, and hears StaleEpoch when that is over.
+Its calls carry the dataclasses of arbiter.core.events. A holder names the epoch that it believes
+in, and gets StaleEpoch when that epoch is over.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from arbiter.node import zygote_client
 from arbiter.protocol import messages, ray_internals, rpc
 from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId
 
-# Whoever gets a handle of this actor imports this module: Ray wants its class. A replica that
-# starts does so while somebody waits for its first token, so what only the arbiter's own process
+# A process that gets a handle of this actor imports this module: Ray wants its class. A starting
+# replica does so while a request waits for its first token, so what only the arbiter's own process
 # needs is imported where it is used; that is a tenth of a second.
 if TYPE_CHECKING:
     from arbiter.server.event_log import EventLog
@@ -36,7 +36,7 @@ HANDLE_S = 10.0  # a holder's actor answers its first call within its own start
 
 
 class ArbiterActor:
-    """Everything public here is the wire; see arbiter.client.holder for who calls what."""
+    """Everything public here is called over the wire, by arbiter.client and by node agents."""
 
     def __init__(self, boot: messages.StartConfig) -> None:
         from arbiter.server.event_log import EventLog
@@ -246,8 +246,8 @@ class ArbiterActor:
     # -- nodes ---------------------------------------------------------------------------------
 
     async def report(self, node: NodeId, epoch: Epoch | None, said: tuple[ev.Event, ...]) -> Epoch:
-        """From a node agent. Nothing is heard of one that believes in another epoch: it
-        introduces itself first."""
+        """From a node agent. The events of an agent that believes in another epoch are dropped: it
+        introduces its node first."""
         if epoch == self._shell.epoch:
             for event in said:
                 self._shell.feed(event)
@@ -265,24 +265,24 @@ class ArbiterActor:
         return await self._leases.update(call)
 
     async def end_lease(self, lease: str, tenant: str) -> None:
-        """Its holder has let go. Repeated: nothing. Raises UnknownLease."""
+        """The holder has given the memory back. Repeated: nothing. Raises UnknownLease."""
         self._leases.give_back(lease, tenant)
 
     async def clean_leases(self) -> list[TicketId]:
-        """End those whose holder has missed its heartbeats, without waiting any longer."""
+        """Ends leases with missed heartbeats now, before they lapse."""
         return self._leases.clean()
 
     # -- people --------------------------------------------------------------------------------
 
     async def configure(self, configuration: messages.Configuration) -> None:
-        """As the front reads it from its file. A file that says what it said before takes back no
+        """As the front reads it from its file. An unchanged file takes back no
         change made at runtime since (C12)."""
         if configuration.table != self._configuration.written:
             self._choose(configuration.numbered(self._configuration.generation + 1))
 
     async def change_settings(self, wanted: messages.Configuration, of: Generation) -> Generation:
         """At runtime, if the settings are still of that generation; kept across restarts. Returns
-        the new one. Raises SettingsConflict. Said twice, it is done once."""
+        the new one. Raises SettingsConflict. Repeated, it is done once."""
         now = self._configuration
         if now.table == wanted.table and now.generation == of + 1:
             return now.generation
@@ -340,15 +340,16 @@ class ArbiterActor:
         self._store.save_floors(self._shell.core.export_floors())
 
     async def load(self, capability: str, model: str) -> None:
-        """By hand, with nobody waiting. Raises UnknownCapability, UnknownModel, NotResident."""
+        """By hand, without a request. Raises UnknownCapability, UnknownModel, NotResident."""
         self._shell.feed(ev.LoadAsked(capability, model))
 
     async def resize(self, order: messages.Resize) -> None:
-        """By hand; one that cannot goes on as it is, which the events say (A14)."""
+        """By hand; a resident that cannot change its size goes on as it is, and the event log tells
+        why (A14)."""
         self._shell.order_all(order)
 
     async def push_pressure(self, pushed: ev.PressurePushed) -> None:
-        """Somebody knows that memory is short (C5)."""
+        """A person or program tells that memory is short (C5)."""
         self._shell.feed(pushed)
 
     async def state(self) -> messages.Plain:

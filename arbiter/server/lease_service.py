@@ -1,8 +1,8 @@
-"""The arbiter's counter for processes outside Serve: their calls become the events a holder sends.
+"""Turns the calls of processes outside Serve into the events that a holder sends.
 
 Each lease is a holder of its own with one ticket. Its calls repeat everything (level-triggered), so
 a front or an arbiter may restart between any two of them. A claim to hold bytes already is believed
-only of whom the last life of the arbiter knew.
+only of a holder that the last epoch knew.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ logger = logging.getLogger("arbiter")
 # Longest wait of one call. A third of the lapse, so that two calls may be lost.
 WAIT_MOST_S = 3.0
 LATE_S = 4.0  # without a call for this long a holder has missed at least one: `clean` ends it
-ENDED_KEPT = 1_000  # ends remembered for whoever asks late, ~200 B each
+ENDED_KEPT = 1_000  # ends remembered for clients that ask late, ~200 B each
 CLIENT_STATES = {
     State.QUEUED.value: "queued",
     State.LOADING.value: "held",
@@ -144,8 +144,8 @@ class LeaseService:
         return late
 
     def sweep(self) -> None:
-        """Forget those that ended while nobody asked, and after a restart those whose term was over
-        when all who would come back had."""
+        """Forgets leases that ended while no client asked, and after a restart those whose term was
+        over when all holders that would return had."""
         if self._shell.core.gave_up_waiting:
             self._forget_lapsed()
         for session in list(self._sessions.values()):
@@ -156,7 +156,7 @@ class LeaseService:
                 self._close(session, _why(session))
 
     def _forget_lapsed(self) -> None:
-        """One that comes all the same is a stranger: else its term would begin anew."""
+        """A lease that returns all the same counts as unknown; else its term would begin anew."""
         now_s = time.time()
         lapsed = [t for t, at_s in self._ends.items() if t not in self._sessions and at_s <= now_s]
         for ticket in lapsed:

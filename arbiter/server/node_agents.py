@@ -1,6 +1,5 @@
-"""The arbiter's arms: one agent actor per living node, started when a node appears, dropped with
-it.
-"""
+"""Handles of the node agents: one actor per living node, started when the node appears and dropped
+with it."""
 
 import asyncio
 import logging
@@ -45,7 +44,7 @@ class RayAgents:
     async def adopt(
         self, node: NodeId, ticket: TicketId, pid: int, granted: tuple[types.DeviceBytes, ...]
     ) -> None:
-        """Raises LeaseRefused, the agent's own word, or AgentAway: it said nothing."""
+        """Raises LeaseRefused, the agent's own answer, or AgentAway when it did not answer."""
         handle = self._handles.get(node)
         if handle is None:
             raise AgentAway(f"{node} has no agent")
@@ -74,7 +73,7 @@ class RayAgents:
             self._send(node, self._look_at(node, self._handles[node]))
 
     async def dead(self, members: list[Member]) -> list[HolderId]:
-        """Those of whom it is known: their node is gone, or its agent sees no such process."""
+        """Holders known to be dead: their node is gone, or its agent sees no such process."""
         asked = [m for m in members if m.node in self._handles and m.pid]
         gone = [m.holder for m in members if m.node not in self._nodes]
         for node in {m.node for m in asked}:
@@ -114,7 +113,7 @@ class RayAgents:
             self._send(node, nearest.call(name, *args))
 
     async def _look_at(self, node: NodeId, handle: Any) -> None:
-        """Ray's word on whether it lives, and the way to it."""
+        """Asks by Ray whether the agent lives, and connects to its socket on this node."""
         door = await handle.door.remote()
         peer = self._peers.get(node)
         if peer is None or not peer.is_open:
@@ -129,9 +128,9 @@ class RayAgents:
         try:
             await said
         except rpc.ConnectionLost:
-            return  # the next look tells why; what was said is said again
+            return  # the next look tells why; the core repeats the message
         except ray.exceptions.ActorUnavailableError:
-            return  # restarting; what was said is said again
+            return  # restarting; the core repeats the message
         except ray.exceptions.RayActorError:
             self._forget_way(node)
             self._handles.pop(node, None)  # dead for good: the next look starts another

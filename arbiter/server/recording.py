@@ -54,7 +54,7 @@ class RecordingHeader:
     learned: Any  # as the core exported it; None: nothing yet
     began: Instant
     floors: Any = None  # as the core is given them; None: none set
-    accounts: Any = None  # as the core exported them; None: nobody has used anything
+    accounts: Any = None  # as the core exported them; None: no client has used anything
     usage: Any = None  # as the core exported it; None: no model was used
 
     def core(self, policies: Policies) -> Arbiter:
@@ -142,7 +142,7 @@ class Recorder:
 
 
 def read(path: Path) -> list[RecordedEpoch]:
-    """Every life in the file, oldest first; a last line cut off by a kill is left out. Raises
+    """Every epoch in the file, oldest first; a last line cut off by a kill is left out. Raises
     RecordingUnreadable."""
     lives: list[tuple[RecordingHeader, list[Recorded]]] = []
     count = 0

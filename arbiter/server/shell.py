@@ -126,7 +126,7 @@ class Shell:
         crash: Callable[[BaseException], NoReturn] = crash,
     ) -> None:
         self.core, self.epoch, self.log = core, epoch, log
-        self.calls_count = 0  # messages received, for the protocol's own measurements
+        self.calls_count = 0  # messages received, which the benchmarks of the protocol count
         self._agents, self._clock, self._crash = agents, clock, crash
         self._recorder = recorder
         self._waiting: dict[TicketId, asyncio.Future[messages.Granted]] = {}
@@ -245,12 +245,12 @@ class Shell:
         waiter = self._waiting.pop(ticket, None)
         if waiter and not waiter.done():
             waiter.set_exception(error)
-            waiter.exception()  # seen: nobody may be left to await it
+            waiter.exception()  # seen, because its caller may be gone
 
     # -- orders --------------------------------------------------------------------------------
 
     def open_mail(self, holder: HolderId) -> None:
-        """A fresh line of orders; what an earlier joining of this holder had is void."""
+        """Opens an empty mailbox; the commands of an earlier session of this holder are void."""
         most_count = self.core.settings.queue_total_count + ORDERS_BESIDE_QUEUE_COUNT
         self._mail[holder] = Mailbox(most_count)
 

@@ -1,5 +1,5 @@
-"""What must outlive the arbiter, in one SQLite file of mode 0600: the epoch counter, who held
-tickets and the configuration, each of one life of a cluster; and learned estimates, of all.
+"""What must outlive the arbiter, in one SQLite file of mode 0600. Of each cluster's life: the epoch
+counter, the holders, the configuration, registrations and usage; of all of them: learned estimates.
 
 The books are not in it: holders and measurement are their truth. Losing the file loses comfort,
 never bytes, so a broken one is moved aside and a new one begun, and where none can be written the
@@ -52,7 +52,7 @@ def default_path() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A holder that is expected back, and the process it is. 0: not said."""
+    """A holder that is expected back, and its process. 0: not known."""
 
     holder: HolderId
     node: NodeId
@@ -62,7 +62,7 @@ class Member:
 
 class Store:
     """One session's view. Every write is durable against a killed process (WAL, synchronous
-    NORMAL: 0.016 ms); one that fails is logged and told to `on_trouble`, once until one works."""
+    NORMAL: 0.016 ms); a failed one is logged and told to `on_trouble`, once until one works."""
 
     def __init__(self, path: Path, session: str) -> None:
         self.path, self._session = path, session
@@ -83,11 +83,12 @@ class Store:
         return Epoch(epoch)
 
     def end_session(self) -> None:
-        """Nobody is expected back. The epoch stays: who missed the end must hear of the next."""
+        """No holder is expected back. The epoch stays, because a holder that missed the end must
+        hear of the next."""
         self._run("DELETE FROM session_members WHERE session = ?", self._session)
         self._run("DELETE FROM session_facts WHERE session = ? AND name != 'epoch'", self._session)
 
-    # -- who is expected back ----------------------------------------------------------------
+    # -- holders that are expected back --------------------------------------------------------
 
     def members(self) -> tuple[Member, ...]:
         mine = "SELECT holder, node, pid, start_ticks FROM session_members WHERE session = ?"
@@ -173,7 +174,7 @@ class Store:
         if code != protocol_hash().encode():
             return None
         try:
-            # Our own file, 0600: whoever can write it runs as us already.
+            # Our own file, 0600: a process that can write it runs as us already.
             found: Configuration = pickle.loads(blob)
             return found
         except _STALE:

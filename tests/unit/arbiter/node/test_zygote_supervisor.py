@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.errors import TicketClosed
+from arbiter.errors import TicketClosed, TicketNotGranted
 from arbiter.node import cleanup, procfs, reports, zygote_client
 from arbiter.node import zygote_supervisor as module
 from arbiter.node.agent import NodeAgent
@@ -167,6 +167,27 @@ async def test_respawn_replaces_the_process_of_a_ticket_without_a_report(
     with pytest.raises(TicketClosed):
         await running.respawn(T, SPEC)
     await running.close()
+
+
+@pytest.mark.spec("A3", "A14")
+async def test_respawn_without_a_grant_leaves_the_process_alive(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = agent(folder, "deployments.engines.zygote")
+    async with asyncio.timeout(WITHIN_S):
+        await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))
+        before = await running.engines()
+
+        async def refuse(_: object, ticket: TicketId) -> None:
+            raise TicketNotGranted(ticket, NodeId("n"))
+
+        monkeypatch.setattr(reports.Reports, "confirm", refuse)
+        with pytest.raises(TicketNotGranted):
+            await running.respawn(T, SPEC)
+        assert await running.engines() == before
+        found = procfs.process(before[T][0])
+        assert found is not None and found.alive
+        await running.close()
 
 
 @pytest.mark.spec("B5")
