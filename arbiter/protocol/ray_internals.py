@@ -98,8 +98,8 @@ OTHER_CALLS = 50_000
 
 def detached(ray_node_id: str, name: str, namespace: str, waiting_count: int = 0) -> dict[str, Any]:
     """Options of the only actor of its name, which outlives the process that started it. Ray never
-    repeats its calls: the protocol's own messages may be repeated, safely. `waiting_count`: calls that may
-    wait in a bounded queue; what exceeds it must still get in, to be refused."""
+    repeats its calls: the protocol's own messages may be repeated, safely. `waiting_count`: calls
+    that may wait in a bounded queue; what exceeds it must still get in, to be refused."""
     return {
         "name": name,
         "namespace": namespace,
