@@ -41,16 +41,14 @@ class NodeAgent:
         log_folder = Path(logs) if logs else ray_internals.logs_folder()
         self._logs = cleanup.EngineLogs(log_folder)
         self._probe = NodeProbe(node, pkgutil.resolve_name(settings.gpus)())
-        self._reports = Reports(node, self._probe.inventory, self._probe.gpu_pids)
+        self._reports = Reports(node, self._probe.introduction, self._probe.gpu_pids)
         self._tasks: set[asyncio.Future[None]] = set()
         zygote_log = log_folder / f"zygote-{node}.log"
         self._engines = EngineProcesses(
             settings, self._folder, zygote_log, self._logs, self._reports, self._start
         )
         self._leased = LeasedProcesses()
-        self._returned: list[
-            TicketId
-        ] = []  # leases given back; reported once what is left is foreign
+        self._returned: list[TicketId] = []  # leases given back, until what is left is foreign
         self._heard = False  # whether the arbiter got the last reading
         self._wakeup = asyncio.Event()
         if not settings.folder:  # else what lies beside is not ours to judge
@@ -165,7 +163,7 @@ class NodeAgent:
         self._engines.collect_dead(looked_ns, everything)
         for leased in self._leased.note(looked_ns, everything, self._not_theirs()):
             self._forget_leased(leased)
-            self._reports.note_ended(leased.ticket, leased.pid)
+            self._reports.note_ended(leased.ticket, leased.pid, *leased.last_members)
 
     def _forget_leased(self, leased: LeasedProcess) -> None:
         asyncio.get_running_loop().remove_reader(leased.fd)
@@ -209,12 +207,13 @@ class NodeAgent:
         """Sends the ends of engines at once, because a request may wait for their bytes; then a
         reading."""
         await self._reports.say_all_gone()
-        trees, returned = self._engines.children.trees() + self._leased.trees(), self._returned
+        trees = self._engines.children.trees() + self._leased.trees() + self._reports.trees()
+        returned = self._returned
         readings = await asyncio.to_thread(self._probe.read, trees)
         engines = tuple(self._judged(e) for e in readings.engines)
         stalls = procfs.stalled_fraction()
-        said = (ev.Measured(self._node, readings.devices, engines, stalls),)
-        self._heard = await self._reports.say(said)
+        said = ev.Measured(self._node, readings.devices, engines, stalls, readings.unreadable)
+        self._heard = await self._reports.say((said,))
         if self._heard:
             self._release_leased(readings.engines, returned)
 

@@ -227,7 +227,7 @@ class EngineProcesses:
             return self._restarts.ended(child.ticket)
         self.children.forbid_start(child.ticket)
         self._restarts.ended(child.ticket)
-        self._reports.note_ended(child.ticket, child.pid)
+        self._reports.note_ended(child.ticket, child.pid, *child.last_members, *child.killed)
         self._start(self._reports.say_all_gone())
         loop.call_soon(self._tidy, child.ticket)
 

@@ -1,8 +1,8 @@
-"""Which capabilities and models exist (A2). Typed errors name what does."""
+"""Keeps which capabilities and models exist (A2). Its typed errors name those that do."""
 
 from difflib import get_close_matches
 
-from arbiter.core.types import CapabilitySpec, ModelSpec
+from arbiter.core.types import CapabilitySpec, ModelName, ModelSpec
 from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownModel, UnknownRole
 
 NAMED_AT_MOST = 20  # names in one error message: a terminal's height, not 10,000 adapters
@@ -23,6 +23,8 @@ def _check_same(old: CapabilitySpec, new: CapabilitySpec) -> None:
 
 
 class Registry:
+    """Looks up capabilities and models of the table, and of Python."""
+
     def __init__(self, roles: tuple[str, ...]) -> None:
         self._roles = roles
         self.specs: dict[str, CapabilitySpec] = {}  # of the table and of Python
@@ -76,8 +78,9 @@ class Registry:
         if spec.role not in self._roles:
             raise UnknownRole(spec.role, spec.name, _near(spec.role, list(self._roles)))
 
-    def find(self, capability: str, model: str) -> ModelSpec:
-        """Raises UnknownCapability or UnknownModel."""
+    def find(self, name: ModelName) -> ModelSpec:
+        """Returns a model as configured. Raises UnknownCapability or UnknownModel."""
+        capability, model = name
         spec = self.specs.get(capability)
         if spec is None:
             raise UnknownCapability(capability, _near(capability, sorted(self.specs)))

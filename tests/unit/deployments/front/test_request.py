@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from fastapi import Request
@@ -16,7 +15,6 @@ from deployments import messages
 from deployments.config.schema import Table, parse_table
 from deployments.front.model_names import ModelNames
 from deployments.front.request import BadRequest, ParsedRequest, call_of, read
-from deployments.front.routes import leases, residency
 from deployments.front.schemas import PRIVATE
 
 CHAT = "/v1/chat/completions"
@@ -38,27 +36,6 @@ def request(body: bytes, headers: dict[str, str] | None = None, path: str = CHAT
 
     scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "query_string": b""}
     return Request(scope | {"server": ("localhost", 8000), "scheme": "http"}, receive)
-
-
-async def test_a_body_without_end_is_read_no_further_than_its_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read_bytes = 0
-
-    async def receive() -> dict[str, Any]:
-        nonlocal read_bytes
-        read_bytes += 4096
-        assert read_bytes < 1 << 20, "it is read without end"
-        return {"type": "http.request", "body": b" " * 4096, "more_body": True}
-
-    endless = Request({"type": "http", "method": "PUT", "path": "/", "headers": []}, receive)
-    monkeypatch.setattr(leases, "the_gate", Mock)
-    answer = await leases.hear(endless, "mine")
-    assert answer.status_code == 413
-    endless = Request({"type": "http", "method": "PUT", "path": "/", "headers": []}, receive)
-    with pytest.raises(BadRequest):
-        await residency.read_body(endless, residency.PressureBody)
-    assert read_bytes <= 2 * (leases.MOST_BYTES + 4096)
 
 
 async def asked(

@@ -12,7 +12,7 @@ from arbiter.core.decisions import Grant
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.settings import DEFAULTS
 from arbiter.core.state import CoreState
-from arbiter.core.types import Need
+from arbiter.core.types import ModelName, Need
 from arbiter.units import Bytes, Epoch, Instant, NodeId, Span, TicketId
 from policies import bundle
 from tests.support.core_driver import CPU, CoreDriver
@@ -27,7 +27,7 @@ CALLS = st.one_of(
     st.tuples(st.just("ran_out"), st.sampled_from(KEYS), BYTES),
     st.tuples(st.just("left"), st.sampled_from(["text", "voice"]), SPANS),
     st.tuples(st.just("saw_overhead"), st.sampled_from(KEYS), BYTES.map(Need), BYTES),
-    st.tuples(st.just("forget_model"), st.sampled_from(["text"]), st.sampled_from(["a", "b"])),
+    st.tuples(st.just("forget_model"), st.sampled_from([ModelName("text", m) for m in "ab"])),
 )
 
 
@@ -42,8 +42,8 @@ def answers(known: Estimates) -> list[object]:
         *(known.size(k, need, explicit) for k in KEYS for explicit in (True, False)),
         *(known.load_time(k, Bytes(weights)) for k in KEYS for weights in (0, 10**9, 10**11)),
         *(known.wake_time(k) for k in KEYS),
-        *(known.slowest_load(k.capability, k.model) for k in KEYS),
-        *(known.proven(k.capability, k.model) for k in KEYS),
+        *(known.slowest_load(k.name) for k in KEYS),
+        *(known.proven(k.name) for k in KEYS),
         *(known.turnover(c) for c in ("text", "voice")),
     ]
 
@@ -71,7 +71,7 @@ def test_rows_without_a_version_give_their_medians() -> None:
     known.restore([first | {"load_ns": 5, "wake_ns": 3}])
     known.restore([first | {"model": "b", "load_ns": 5}])  # older still
     assert (known.load_time(KEYS[0]), known.wake_time(KEYS[0])) == (5, 3)
-    assert known.slowest_load("text", "b") == 5
+    assert known.slowest_load(ModelName("text", "b")) == 5
 
 
 def test_rows_of_an_unknown_version_are_left_out() -> None:
@@ -82,7 +82,7 @@ def test_rows_of_an_unknown_version_are_left_out() -> None:
 
 # -- rates, hours, followers ----------------------------------------------------------------------
 
-NAMES = [("text", "a"), ("text", "b"), ("voice", "a")]
+NAMES = [ModelName("text", "a"), ModelName("text", "b"), ModelName("voice", "a")]
 USES = st.lists(
     st.tuples(st.sampled_from(NAMES), st.integers(1, 50), st.integers(0, 4 * 10**14)), max_size=25
 )

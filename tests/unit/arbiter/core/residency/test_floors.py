@@ -84,7 +84,7 @@ def test_floor_of_an_unknown_model_is_refused() -> None:
     d = CoreDriver()
     with pytest.raises(UnknownModel):
         floor(d, 0, "nope", Floor.DEVICE)
-    assert not d.state.floors
+    assert not d.floors()
 
 
 @pytest.mark.spec("D8")
@@ -172,8 +172,7 @@ def test_a_model_that_is_back_in_time_keeps_what_was_learned() -> None:
 
     def known() -> list[object]:
         """What was learned, and how often it was used."""
-        rates = (d.state.rates, d.state.lasting_rates)
-        return [learned_models(d), *(r.recent(("text", "a"), s(9)) for r in rates)]
+        return [learned_models(d), *d.usage_rates("a", s(9))]
 
     before = known()
     assert all(before)
@@ -240,14 +239,12 @@ def test_usage_rates_and_transitions_of_a_removed_model_are_forgotten() -> None:
         d.at(t, ev.Released(TicketId(name), "x"))
         d.gone(t, name)
     a, b = ("text", "a"), ("text", "b")
-    state = d.state
-    assert state.rates.recent(a, state.now) and set(state.transition_counts) == {a, b}
+    assert all(d.usage_rates("a")) and set(d.transition_counts) == {a, b}
     text = replace(d.table[0], models=tuple(m for m in d.table[0].models if m.name != "a"))
     d.at(10, ev.CapabilitiesSet((text, d.table[1])))
     d.woke(11)
-    assert state.rates.recent(a, state.now) == state.lasting_rates.recent(a, state.now) == 0
-    assert state.transition_counts == {b: {}} and state.last_used is None
-    assert state.rates.recent(b, state.now) > 0
+    assert d.usage_rates("a") == (0, 0) and all(d.usage_rates("b"))
+    assert d.transition_counts == {b: {}} and d.last_used() is None
 
 
 @pytest.mark.spec("B7")
@@ -257,9 +254,9 @@ def test_a_status_read_changes_nothing() -> None:
     )
     d.engines["stranger"] = {CPU: 1}
     d.read(20)
-    d.state.timers.due(units.Span(10**15))
+    d.lose_timers()
     d.arbiter.snapshot(units.Span(21 * 10**9))  # type: ignore[arg-type]
-    assert d.state.timers.next() is None
+    assert d.next_timer() is None
 
 
 @pytest.mark.spec("C8")
