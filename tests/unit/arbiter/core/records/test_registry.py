@@ -8,7 +8,7 @@ from arbiter.core import events as ev
 from arbiter.core.types import CapabilitySpec
 from arbiter.errors import CapabilityConflict, UnknownCapability
 from arbiter.units import TicketId
-from tests.support.core_driver import CoreDriver, capability, granted, refusal, revoked
+from tests.support.core_driver import CoreDriver, capability, granted, refusal, revoked, s
 
 pytestmark = pytest.mark.spec("A2")
 VAD = capability("vad", "vad", ("silero",))
@@ -21,7 +21,7 @@ def registered() -> CoreDriver:
 
 
 def known(driver: CoreDriver) -> set[str]:
-    return set(driver.arbiter.replica_targets(driver.state.now))
+    return set(driver.arbiter.replica_targets(s(9)))
 
 
 def test_registration_outlives_a_change_of_the_table() -> None:
