@@ -25,34 +25,59 @@ ArbiterError
     ArbiterClosing        503  shutdown has begun
     ArbiterUnavailable    503  the arbiter cannot be reached, so nothing may be loaded
     TicketClosed          409  use after release
+    TicketNotGranted      409  an engine was to be spawned under a ticket without a grant
     StaleEpoch            409  message of an earlier life of the arbiter
   LedgerBroken            a bug in this package; the actor must crash, never repair
 """
 
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from typing import Any, TypeVar, dataclass_transform
 
 from arbiter.units import Bytes, Epoch, Generation, HolderId, NodeId, TicketId, human
 
 NAMES_TOLD = 20  # of what there is, in a message; more is for GET /v1/models
 
+E = TypeVar("E", bound=Exception)
+
+
+@dataclass_transform(eq_default=False)
+def error_fields(kind: type[E]) -> type[E]:
+    """Errors are dataclasses for their fields only: they compare as ArbiterError says, and print as
+    exceptions do, because the hash of a recording is made of that."""
+    return dataclass(eq=False, repr=False)(kind)
+
 
 class ArbiterError(Exception):
-    """Base of everything raised here. Subclasses pass every field to `super().__init__`, so that
-    `args` survives pickling: Ray rebuilds the exception in the caller's process from it."""
+    """Base of everything raised here. Compares by value, so that a decision carrying one can be
+    replayed and compared. Pickles by its fields, from which Ray rebuilds it in the caller's
+    process."""
+
+    def values(self) -> tuple[Any, ...]:
+        """Its fields; the arguments where it is no dataclass."""
+        return (
+            tuple(getattr(self, f.name) for f in fields(self)) if is_dataclass(self) else self.args
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.values()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ArbiterError) and (
+            (type(self), self.values()) == (type(other), other.values())
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.values()))
 
 
 class RequestError(ArbiterError):
-    """Compares by value, so that a decision carrying one can be replayed and compared."""
+    """An answer that the caller can act on; it maps to one HTTP status."""
 
     status_code = 503
     code = "request_refused"  # the `code` of OpenAI's error object
     retry_after_s: float | None = None
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.args == getattr(other, "args", None)
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.args))
+    param: str | None = None  # the field of the request that is at fault, where one is
 
 
 def _names(names: tuple[str, ...]) -> str:
@@ -60,23 +85,24 @@ def _names(names: tuple[str, ...]) -> str:
     return f"{some}, ..." if len(names) > NAMES_TOLD else some
 
 
+@error_fields
 class UnknownCapability(RequestError):
-    status_code, code = 404, "capability_not_found"
+    status_code, code, param = 404, "capability_not_found", "model"
 
-    def __init__(self, capability: str, known: tuple[str, ...]) -> None:
-        super().__init__(capability, known)
-        self.capability, self.known = capability, known
+    capability: str
+    known: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"no capability {self.capability!r} is registered; there is: {_names(self.known)}"
 
 
+@error_fields
 class UnknownModel(RequestError):
-    status_code, code = 404, "model_not_found"
+    status_code, code, param = 404, "model_not_found", "model"
 
-    def __init__(self, model: str, capability: str, known: tuple[str, ...]) -> None:
-        super().__init__(model, capability, known)
-        self.model, self.capability, self.known = model, capability, known
+    model: str
+    capability: str
+    known: tuple[str, ...]
 
     def __str__(self) -> str:
         where = f"{self.capability} serves" if self.capability else "this system serves"
@@ -85,34 +111,37 @@ class UnknownModel(RequestError):
         return f"no model {self.model!r};{hint} {where}: {_names(self.known)}"
 
 
+@error_fields
 class UnknownTicket(RequestError):
     status_code, code = 404, "ticket_not_found"
 
-    def __init__(self, ticket: TicketId) -> None:
-        super().__init__(ticket)
-        self.ticket = ticket
+    ticket: TicketId
 
     def __str__(self) -> str:
         return f"no ticket {self.ticket!r} is on the books or remembered; see `arbiter status`"
 
 
+@error_fields
 class UnknownRole(RequestError):
     status_code, code = 400, "role_not_found"
 
-    def __init__(self, role: str, capability: str, known: tuple[str, ...]) -> None:
-        super().__init__(role, capability, known)
-        self.role, self.capability, self.known = role, capability, known
+    role: str
+    capability: str
+    known: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.capability} names no role {self.role!r}; there is: {_names(self.known)}"
+        return (
+            f"capability {self.capability!r} names role {self.role!r}, which no policy ranks;"
+            f" there is: {_names(self.known)}"
+        )
 
 
+@error_fields
 class CapabilityConflict(RequestError):
     status_code, code = 409, "capability_conflict"
 
-    def __init__(self, capability: str, difference: str) -> None:
-        super().__init__(capability, difference)
-        self.capability, self.difference = capability, difference
+    capability: str
+    difference: str  # names of the fields that differ
 
     def __str__(self) -> str:
         return (
@@ -121,38 +150,34 @@ class CapabilityConflict(RequestError):
         )
 
 
+@error_fields
 class NeverFits(RequestError):
     """The request exceeds the whole budget, so waiting cannot help."""
 
     status_code, code = 507, "never_fits"
 
-    def __init__(self, ticket: TicketId, need_bytes: Bytes, budget_bytes: Bytes) -> None:
-        super().__init__(ticket, need_bytes, budget_bytes)
-        self.ticket, self.need_bytes, self.budget_bytes = ticket, need_bytes, budget_bytes
+    ticket: TicketId
+    need_bytes: Bytes
+    budget_bytes: Bytes
 
     def __str__(self) -> str:
         need, budget = human(self.need_bytes), human(self.budget_bytes)
         return f"{self.ticket} needs {need} of a {budget} budget; lower its footprint or raise it"
 
 
+@error_fields
 class DeadlineUnmet(RequestError):
     status_code, code = 503, "deadline_unmet"
 
-    def __init__(
-        self,
-        ticket: TicketId,
-        waited_s: float,
-        retry_after_s: float,
-        predicted_s: float | None = None,
-    ) -> None:
-        super().__init__(ticket, waited_s, retry_after_s, predicted_s)
-        self.ticket, self.waited_s, self.retry_after_s = ticket, waited_s, retry_after_s
-        self.predicted_s = predicted_s  # wait and load; then it was refused before it was too late
+    ticket: TicketId
+    waited_s: float
+    retry_after_s: float = field()
+    predicted_s: float | None = None  # wait and load, of a ticket refused before it was too late
 
     def __str__(self) -> str:
         if self.predicted_s is not None:
             return (
-                f"{self.ticket} would take {self.predicted_s:.1f} s, longer than it may;"
+                f"{self.ticket} needs about {self.predicted_s:.1f} s, more than its deadline;"
                 f" ask again in {self.retry_after_s:.0f} s or allow a later deadline"
             )
         return (
@@ -161,13 +186,14 @@ class DeadlineUnmet(RequestError):
         )
 
 
+@error_fields
 class QueueFull(RequestError):
     status_code, code = 429, "queue_full"
 
-    def __init__(self, what: str, waiting: int, bound: int, retry_after_s: float) -> None:
-        super().__init__(what, waiting, bound, retry_after_s)
-        self.what, self.waiting, self.bound = what, waiting, bound
-        self.retry_after_s = retry_after_s
+    what: str  # a model, or the arbiter
+    waiting: int
+    bound: int
+    retry_after_s: float = field()
 
     def __str__(self) -> str:
         return (
@@ -176,12 +202,13 @@ class QueueFull(RequestError):
         )
 
 
+@error_fields
 class ModelCoolingDown(RequestError):
     status_code, code = 503, "model_cooling_down"
 
-    def __init__(self, model: str, cause: str, retry_after_s: float) -> None:
-        super().__init__(model, cause, retry_after_s)
-        self.model, self.cause, self.retry_after_s = model, cause, retry_after_s
+    model: str
+    cause: str
+    retry_after_s: float = field()
 
     def __str__(self) -> str:
         return f"{self.model} failed to load ({self.cause}); next try in {self.retry_after_s:.0f} s"
@@ -190,96 +217,101 @@ class ModelCoolingDown(RequestError):
 ENGINE_DIED = "the engine died while loading"  # the cause of a load that ended without a word
 
 
+@error_fields
 class LoadFailed(RequestError):
     status_code, code = 503, "load_failed"
-    retry_after_s = 2.0  # the first cool-down; a longer one is told to who comes too early
+    retry_after_s = 2.0  # the first cool-down; ModelCoolingDown tells of a longer one
 
-    def __init__(self, model: str, cause: str, out_of_memory: bool) -> None:
-        super().__init__(model, cause, out_of_memory)
-        self.model, self.cause, self.out_of_memory = model, cause, out_of_memory
+    model: str
+    cause: str
+    out_of_memory: bool
 
     def __str__(self) -> str:
         return f"{self.model} did not load: {self.cause}"
 
 
+@error_fields
 class EngineLost(RequestError):
     status_code, code = 503, "engine_lost"
     retry_after_s = 1.0
 
-    def __init__(self, model: str, ticket: TicketId) -> None:
-        super().__init__(model, ticket)
-        self.model, self.ticket = model, ticket
+    model: str
+    ticket: TicketId
 
     def __str__(self) -> str:
         return f"the engine of {self.model} ({self.ticket}) died under this request; send it again"
 
 
+@error_fields
 class CapabilityFailed(RequestError):
     status_code, code = 503, "capability_failed"
-    retry_after_s = 30.0  # somebody has to mend it; probes commonly ask twice a minute
+    retry_after_s = 30.0  # a person has to mend it; probes commonly ask twice a minute
 
-    def __init__(self, model: str, cause: str) -> None:
-        super().__init__(model, cause)
-        self.model, self.cause = model, cause
+    model: str
+    cause: str
 
     def __str__(self) -> str:
         return f"the capability that serves {self.model} failed ({self.cause}); see `serve status`"
 
 
+@error_fields
 class LeaseRefused(RequestError):
     status_code, code = 400, "lease_refused"
 
-    def __init__(self, field: str, cause: str) -> None:
-        super().__init__(field, cause)
-        self.field, self.cause = field, cause
+    field: str
+    cause: str
 
     def __str__(self) -> str:
         return f"no lease: `{self.field}` {self.cause}"
 
 
+@error_fields
 class UnknownLease(RequestError):
-    """Never heard of under this tenant, whoever else may have one of that name."""
+    """This tenant never had a lease of that name, whether or not another tenant has."""
 
     status_code, code = 404, "lease_not_found"
 
-    def __init__(self, lease: str) -> None:
-        super().__init__(lease)
-        self.lease = lease
+    lease: str
 
     def __str__(self) -> str:
         return f"no lease {self.lease!r}; `arbiter leases` shows those there are"
 
 
+@error_fields
 class GrowthRefused(RequestError):
-    """It goes on with what it has."""
+    """The resident goes on with what it has."""
 
     status_code, code = 409, "growth_refused"
 
-    def __init__(self, ticket: TicketId, more_bytes: Bytes, cause: str) -> None:
-        super().__init__(ticket, more_bytes, cause)
-        self.ticket, self.more_bytes, self.cause = ticket, more_bytes, cause
+    ticket: TicketId
+    more_bytes: Bytes
+    cause: str
 
     def __str__(self) -> str:
         return f"{self.ticket} gets no {human(self.more_bytes)} more: {self.cause}"
 
 
+@error_fields
 class SettingsConflict(RequestError):
     status_code, code = 409, "settings_conflict"
 
-    def __init__(self, given: Generation, current: Generation) -> None:
-        super().__init__(given, current)
-        self.given, self.current = given, current
+    given: Generation
+    current: Generation
 
     def __str__(self) -> str:
-        return f"the settings are of generation {self.current} by now, not {self.given}; read again"
+        return (
+            f"the settings are of generation {self.current} by now, not {self.given};"
+            " read them again and repeat the change"
+        )
 
 
+@error_fields
 class NotResident(RequestError):
     status_code, code = 409, "not_resident"
 
-    def __init__(self, model: str, capability: str, floor: str) -> None:
-        super().__init__(model, capability, floor)
-        self.model, self.capability, self.floor = model, capability, floor
+    model: str
+    capability: str
+    floor: str
 
     def __str__(self) -> str:
         return (
@@ -288,13 +320,13 @@ class NotResident(RequestError):
         )
 
 
+@error_fields
 class UnderPressure(RequestError):
     status_code, code = 503, "under_pressure"
     retry_after_s = 5.0  # a tick of the rule that makes room
 
-    def __init__(self, node: NodeId, free_bytes: Bytes) -> None:
-        super().__init__(node, free_bytes)
-        self.node, self.free_bytes = node, free_bytes
+    node: NodeId
+    free_bytes: Bytes
 
     def __str__(self) -> str:
         return (
@@ -303,44 +335,48 @@ class UnderPressure(RequestError):
         )
 
 
+@error_fields
 class QuotaExceeded(RequestError):
     status_code, code = 429, "quota_exceeded"
-    retry_after_s = 10.0  # when its own leases end is its own to know; a lapse takes this long
+    retry_after_s = 10.0  # we cannot know when the tenant's leases end; a lapse takes 10 s
 
-    def __init__(self, tenant: str, has: int, wants: int, bound: int, unit: str) -> None:
-        super().__init__(tenant, has, wants, bound, unit)
-        self.tenant, self.has, self.wants, self.bound, self.unit = tenant, has, wants, bound, unit
+    tenant: str
+    has: int
+    wants: int
+    bound: int
+    unit: str
 
     def __str__(self) -> str:
-        def said(count: int) -> str:
+        def amount(count: int) -> str:
             return human(Bytes(count)) if self.unit == "bytes" else f"{count} {self.unit}"
 
         return (
-            f"{self.tenant} has {said(self.has)} and asks for {said(self.wants)} more;"
-            f" it may have {said(self.bound)}"
+            f"{self.tenant} has {amount(self.has)} and asks for {amount(self.wants)} more;"
+            f" it may have {amount(self.bound)}"
         )
 
 
+@error_fields
 class TenantCoolingDown(RequestError):
     status_code, code = 429, "tenant_cooling_down"
 
-    def __init__(self, tenant: str, average: Bytes, bound: Bytes, retry_after_s: float) -> None:
-        super().__init__(tenant, average, bound, retry_after_s)
-        self.tenant, self.average_bytes, self.bound_bytes = tenant, average, bound
-        self.retry_after_s = retry_after_s
+    tenant: str
+    average_bytes: Bytes
+    bound_bytes: Bytes
+    retry_after_s: float = field()
 
     def __str__(self) -> str:
         has, may, for_s = human(self.average_bytes), human(self.bound_bytes), self.retry_after_s
         return f"{self.tenant} held {has} on average, of {may}; it loads no more for {for_s:.0f} s"
 
 
+@error_fields
 class HolderQuarantined(RequestError):
     status_code, code = 503, "holder_quarantined"
     retry_after_s = 5.0  # what it keeps is asked for again this often
 
-    def __init__(self, holder: HolderId, kept_bytes: Bytes) -> None:
-        super().__init__(holder, kept_bytes)
-        self.holder, self.kept_bytes = holder, kept_bytes
+    holder: HolderId
+    kept_bytes: Bytes
 
     def __str__(self) -> str:
         kept = human(self.kept_bytes)
@@ -355,12 +391,12 @@ class ArbiterClosing(RequestError):
         return "the arbiter is shutting down and grants nothing; start it again to load models"
 
 
+@error_fields
 class ArbiterUnavailable(RequestError):
     code = "arbiter_unavailable"
 
-    def __init__(self, waited_s: float, retry_after_s: float = 2.0) -> None:
-        super().__init__(waited_s, retry_after_s)
-        self.waited_s, self.retry_after_s = waited_s, retry_after_s
+    waited_s: float
+    retry_after_s: float = 2.0
 
     def __str__(self) -> str:
         return (
@@ -369,23 +405,38 @@ class ArbiterUnavailable(RequestError):
         )
 
 
+@error_fields
 class TicketClosed(RequestError):
     status_code, code = 409, "ticket_closed"
 
-    def __init__(self, ticket: TicketId) -> None:
-        super().__init__(ticket)
-        self.ticket = ticket
+    ticket: TicketId
 
     def __str__(self) -> str:
         return f"{self.ticket} was released; acquire the model again to use it"
 
 
+@error_fields
+class TicketNotGranted(RequestError):
+    """A node agent refuses to spawn an engine under this ticket (A3)."""
+
+    status_code, code = 409, "ticket_not_granted"
+
+    ticket: TicketId
+    node: NodeId
+
+    def __str__(self) -> str:
+        return (
+            f"no engine is spawned under {self.ticket!r}: the arbiter granted no such ticket on"
+            f" {self.node}; request the model, and spawn under the ticket of its grant"
+        )
+
+
+@error_fields
 class StaleEpoch(RequestError):
     status_code, code = 409, "stale_epoch"
 
-    def __init__(self, sent: Epoch, current: Epoch) -> None:
-        super().__init__(sent, current)
-        self.sent, self.current = sent, current
+    sent: Epoch
+    current: Epoch
 
     def __str__(self) -> str:
         return f"message of epoch {self.sent}, but the arbiter is in epoch {self.current}; rejoin"

@@ -1,7 +1,7 @@
 """Lease device memory from outside Serve: a training job, a notebook, any program (A15).
 
     with lease(gb=2, name="training") as held:
-        while not held.notice.is_set():   # somebody needs the memory: save, and leave
+        while not held.notice.is_set():   # the memory is needed: save, and leave
             train_one_step()
 
 Blocks until the memory is there; a thread beats for it and listens for notice. Inside the Ray
@@ -38,7 +38,7 @@ Plain = dict[str, Any]
 
 class LeaseLost(Exception):
     """The lease has ended: its term is over, its notice ran out, or its heartbeats did not come
-    through for too long. The memory may be somebody else's by now."""
+    through for too long. The memory may belong to another ticket by now."""
 
     def __init__(self, lease: str, reason: str) -> None:
         super().__init__(lease, reason)
@@ -129,19 +129,17 @@ class RayTransport:
     def _call(self, method: str, *arguments: Any) -> Any:
         import ray
 
-        from arbiter.client.admin import cause_of, find_arbiter
+        from arbiter.client.admin import find_arbiter
+        from arbiter.protocol.ray_internals import raised_there
 
         try:
             handle = find_arbiter()
             if handle is None:
                 raise ConnectionError("no arbiter")
             return ray.get(getattr(handle, method).remote(*arguments), timeout=HTTP_S + WAIT_S)
-        except ray.exceptions.RayTaskError as error:
-            cause = cause_of(error)
-            if isinstance(cause, RequestError):
-                raise cause from None
-            raise ConnectionError(str(cause)) from error
         except ray.exceptions.RayError as error:
+            if refusal := raised_there(error, RequestError):
+                raise refusal from None
             raise ConnectionError(str(error)) from error
 
 

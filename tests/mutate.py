@@ -33,6 +33,7 @@ BUGS_FIT = "tests/style/test_bugs.py"  # fails with each bug, because that one f
 CORE_FOLDERS = ("arbiter/core", "policies")
 # Where the nearest test is not called as the file is: the subject has a test of its own.
 NEAR = {
+    "arbiter/client/session.py": "arbiter/client/test_holder.py",
     "arbiter/core/arbiter.py": "arbiter/core/queue/test_admission.py",
     "arbiter/core/eviction/eligibility.py": "arbiter/core/eviction/test_eviction.py",
     "arbiter/core/eviction/oversize.py": "arbiter/core/queue/test_grants.py",

@@ -33,25 +33,25 @@ def find_arbiter() -> Any | None:
 
 async def start_arbiter(boot: messages.StartConfig) -> Any:
     """The handle of the one arbiter, started when there is none. One of other code is replaced
-    when nobody holds anything of it; raises VersionMismatch otherwise."""
+    when it has no holders; raises VersionMismatch otherwise."""
     return await asyncio.to_thread(_start_or_replace, boot)
 
 
 async def call_arbiter(method: str, *args: Any, within_s: float = CALL_S) -> Any:
-    """Call one of the actor's methods, for the front and the command line; waits for one that
+    """Call one of the actor's methods, for the front and the command line; waits while it
     restarts. Raises ArbiterUnavailable, or the RequestError the arbiter answered with."""
     began = time.monotonic()
     try:
         async with asyncio.timeout(within_s):
             return await _call(method, args)
-    except RayTaskError as error:
-        raise cause_of(error) from None
+    except RayTaskError as error:  # a bug over there is raised as it is
+        raise ray_internals.raised_there(error, RequestError) or error from None
     except (RayError, TimeoutError, LookupError) as error:
         raise ArbiterUnavailable(time.monotonic() - began) from error
 
 
 async def subscribe(after: int = 0) -> AsyncIterator[messages.Plain]:
-    """Events behind sequence number `after`, as they happen; for as long as somebody listens.
+    """Events behind sequence number `after`, as they happen; until the caller stops.
     Raises ArbiterUnavailable."""
     while True:
         for event in await call_arbiter("events", after, POLL_S):
@@ -165,8 +165,3 @@ def _kill(handle: Any | None) -> None:
         ray.get(handle.__ray_ready__.remote(), timeout=START_S)
     except (RayActorError, GetTimeoutError):
         return
-
-
-def cause_of(error: RayTaskError) -> Exception:
-    """What was raised over there, as itself."""
-    return error.cause if isinstance(error.cause, RequestError) else error

@@ -11,12 +11,12 @@ from arbiter.units import Epoch, TicketId
 
 
 class TicketClient(Protocol):
-    """A holder's line to the arbiter."""
+    """A holder's connection to the arbiter."""
 
     async def acquire(self, requested: Requested) -> messages.Granted:
         """Across any number of the arbiter's lives. Raises RequestError."""
 
-    async def comes_first(self, event: asyncio.Event) -> bool:
+    async def wait_unless_disconnected(self, event: asyncio.Event) -> bool:
         """Waits for it. False: the arbiter went before."""
 
 
@@ -30,7 +30,7 @@ class Gang:
 
 
 async def acquire(asker: TicketClient, requested: Requested, gang: Gang) -> messages.Granted:
-    """One of a gang; somebody asks for each of the others as well. Raises RequestError."""
+    """One ticket of a gang; the caller asks for each of the others as well. Raises RequestError."""
     asks = replace(requested, gang=gang.tickets)
     try:
         return await _acquire(asker, asks, gang)
@@ -47,5 +47,5 @@ async def _acquire(asker: TicketClient, requested: Requested, gang: Gang) -> mes
         gang.got[requested.ticket] = granted.epoch
         if all(gang.got.get(ticket) == granted.epoch for ticket in gang.tickets):
             gang.whole.set()
-        if await asker.comes_first(gang.whole):
+        if await asker.wait_unless_disconnected(gang.whole):
             return granted

@@ -50,7 +50,7 @@ class RequestLog:
     def said(
         self, runs: tuple[FinishedRequest, ...], dropped: int, usage: tuple[Usage, ...] = ()
     ) -> None:
-        """A heartbeat with these has arrived; what it said is not said again."""
+        """A heartbeat with these has arrived, so the next one does not repeat them."""
         for _ in runs:
             self._kept.popleft()
         self._dropped -= dropped

@@ -56,9 +56,9 @@ class Arbiter:
         state.timers.set(("audit", ""), after(now, settings.timeouts.audit))
 
     def handle(self, event: ev.Event, now: Instant) -> list[Decision]:
-        """Applies one event and returns the decisions that follow from it. Raises
-        CapabilityConflict, having changed nothing, for a CapabilityRegistered that differs from
-        what is known, and the errors that events.py names for events from people. `now` never goes
+        """Applies one event and returns the decisions that follow from it. Raises RequestError,
+        having changed nothing, for an event that cannot be: a capability that differs from the
+        known one of its name, and what events.py names for events from people. `now` never goes
         back."""
         state = self._state
         assert now >= state.now, "time went back"
@@ -114,6 +114,25 @@ class Arbiter:
         entry = self._state.ledger.find(ticket)
         return entry.holder if entry else None
 
+    def check_grant(self, ticket: TicketId, node: NodeId) -> types.GrantCheck:
+        """Whether an engine may be spawned under this ticket on this node (A3). A lease has no
+        engine."""
+        state, entry = self._state, self._state.ledger.find(ticket)
+        if entry is None:
+            if ticket in state.answers:
+                return types.GrantCheck.ENDED
+            is_settling = state.awaited and not state.gave_up_waiting
+            return types.GrantCheck.SETTLING if is_settling else types.GrantCheck.NOT_GRANTED
+        is_lease = entry.lease is not None
+        if entry.state is State.QUEUED or entry.node != node or is_lease:
+            return types.GrantCheck.NOT_GRANTED
+        is_ending = entry.state is State.RECLAIMING
+        return types.GrantCheck.ENDED if is_ending else types.GrantCheck.GRANTED
+
+    @property
+    def open_tickets_count(self) -> int:
+        return self._state.ledger.tickets_count
+
     @property
     def nodes(self) -> tuple[NodeId, ...]:
         """Returns the nodes whose agents have introduced themselves, sorted."""
@@ -136,9 +155,21 @@ class Arbiter:
         """Returns what was learned of models as plain rows; `restore_learned` reads them back."""
         return self._state.estimates.export()
 
+    @property
+    def registered(self) -> tuple[types.CapabilitySpec, ...]:
+        """Capabilities registered from Python, in that order (A2)."""
+        return tuple(self._state.registry.registered.values())
+
     def export_floors(self) -> list[list[str]]:
         """Returns rows of capability, model and floor; `restore_floors` reads them back."""
         return [[*name, floor.value] for name, floor in sorted(self._state.floors.items())]
+
+    def export_usage(self) -> dict[str, Any]:
+        """How often, at which hours and after which others models are used (C11)."""
+        return self._state.export_usage()
+
+    def restore_usage(self, exported: dict[str, Any]) -> None:
+        self._state.restore_usage(exported)
 
     def export_accounts(self) -> list[list[Any]]:
         """Returns what clients have used (C10) as plain rows; `restore_accounts` reads them
@@ -171,6 +202,11 @@ def _apply(event: ev.Event, _: CoreState) -> None:
 def _(event: ev.CapabilitiesSet, state: CoreState) -> None:
     before = tuple(state.registry.specs.values())
     state.registry.replace(event.capabilities)
+    _follow_registry(state, before)
+
+
+def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> None:
+    """Everything that depends on which capabilities and models there are."""
     floors.note_removed(state, before)
     admission.reject_removed_models(state)
     for entry in state.ledger.entries(*CHARGED):
@@ -186,6 +222,13 @@ def _(event: ev.CapabilitiesSet, state: CoreState) -> None:
 def _(event: ev.CapabilityRegistered, state: CoreState) -> None:
     state.registry.register(event.capability)
     readings.rebudget(state)
+
+
+@_apply.register
+def _(event: ev.CapabilityUnregistered, state: CoreState) -> None:
+    before = tuple(state.registry.specs.values())
+    state.registry.unregister(event.capability)
+    _follow_registry(state, before)
 
 
 @_apply.register

@@ -116,6 +116,7 @@ class EventKind(StrEnum):
     CLOSING = "closing"
     NOT_RECORDED = "not_recorded"  # the recording could not be written
     STATE_NOT_KEPT = "state_not_kept"  # nor the saved state
+    REGISTRATION_LOST = "registration_lost"  # the table contradicts what Python registered
 
     # Nodes, holders, devices.
     NODE_SEEN = "node_seen"

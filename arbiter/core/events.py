@@ -26,18 +26,27 @@ from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, TicketId
 
 @dataclass(frozen=True, slots=True)
 class CapabilitiesSet:
-    """Brings the configuration's whole table; it replaces the table before, and tickets that are
-    held stay."""
+    """Brings the configuration's whole table; it replaces the table before. Held tickets and
+    capabilities that were registered from Python stay. The core raises CapabilityConflict for a
+    table that differs from a registered capability."""
 
     capabilities: tuple[CapabilitySpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CapabilityRegistered:
-    """Adds one capability from Python, or repeats one. The core raises CapabilityConflict for a
-    different one of the same name."""
+    """Adds one capability from Python until it is unregistered, or repeats one. The core raises
+    CapabilityConflict for a different one of the same name."""
 
     capability: CapabilitySpec
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityUnregistered:
+    """Removes a capability that was registered from Python. The core raises UnknownCapability for
+    any other name."""
+
+    capability: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +373,7 @@ class TimerFired:
 Event = (
     CapabilitiesSet
     | CapabilityRegistered
+    | CapabilityUnregistered
     | NodeSeen
     | NodeLost
     | Measured

@@ -107,6 +107,7 @@ class EvictedFor:
 
 EvictedForKey = tuple[HolderId, str]  # for whom: holder and model
 Foresight = Callable[[types.ModelName, Instant], Instant | None]  # when a model is next used
+USAGE_VERSION = 1  # of what `export_usage` returns
 
 
 class CoreState:
@@ -176,6 +177,32 @@ class CoreState:
         self.stale_count = 0
         self.now = now
         self.out: list[Decision] = []
+
+    # -- across restarts -----------------------------------------------------------------------
+
+    def export_usage(self) -> dict[str, Any]:
+        """What uses of models have taught, as plain values: rates, hours of the day, and what
+        follows what (C11). Instants are of the machine's clock, which outlives this process."""
+        followed = self.transition_counts.items()
+        return {
+            "version": USAGE_VERSION,
+            "exported_ns": self.now,
+            "rates": self.rates.export(),
+            "lasting_rates": self.lasting_rates.export(),
+            "hours": self.hours.export(),
+            "followers": [[*n, [[*f, count] for f, count in of.items()]] for n, of in followed],
+        }
+
+    def restore_usage(self, exported: dict[str, Any]) -> None:
+        """Values of another version, or from a clock that was ahead of this one, are left out."""
+        if exported.get("version") != USAGE_VERSION or exported["exported_ns"] > self.now:
+            return
+        self.rates.restore(exported["rates"])
+        self.lasting_rates.restore(exported["lasting_rates"])
+        self.hours.restore(exported["hours"])
+        for capability, model, followers in exported["followers"]:
+            counts = {types.ModelName(c, m): count for c, m, count in followers}
+            self.transition_counts[types.ModelName(capability, model)] = counts
 
     # -- saying --------------------------------------------------------------------------------
 

@@ -52,6 +52,15 @@ class Floor(Enum):
     DEVICE = "device"
 
 
+class GrantCheck(Enum):
+    """Whether an engine may be spawned under a ticket (A3)."""
+
+    GRANTED = "granted"
+    NOT_GRANTED = "not_granted"
+    ENDED = "ended"  # it was granted, and has been given back or taken away since
+    SETTLING = "settling"  # a holder of the last epoch is not back; the ticket may be its own
+
+
 class Split(Enum):
     """Says how a model larger than one device may lie on several (B5)."""
 

@@ -1,1 +1,1 @@
-"""What runs on each node: keeps the zygote alive, opens engines, measures them, reaps them."""
+"""What runs on each node: keeps the zygote alive, opens engines, measures them, kills them."""

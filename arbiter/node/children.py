@@ -24,7 +24,7 @@ from arbiter.node.device_probe import Tree
 from arbiter.units import Bytes, DeviceId, TicketId
 
 # Reaped tickets remembered, so that a late spawn cannot start one: a day of a swap every 10 s.
-TOMBSTONES = 10_000
+ENDED_KEPT = 10_000
 _NAME_BYTES = 6  # of a scratch folder's name: ten thousand tickets share one at odds of 2e-7
 
 
@@ -44,10 +44,9 @@ class Child:
     leads: bool = True  # its pid still names its session and group, even if it is dead
     killed: dict[int, int] = field(default_factory=dict)  # those of `members` that were
     killed_ns: int | None = None  # when the last of them was
-    is_whole: bool = False  # `killed` is all there ever will be of it
-    last_members: set[int] = field(
-        default_factory=set
-    )  # before the end; a driver may list them yet
+    tree_is_final: bool = False  # `killed` is all there ever will be of it
+    # Before the end; a driver may list them yet.
+    last_members: set[int] = field(default_factory=set)
 
     def tree(self) -> Tree:
         return Tree(self.ticket, frozenset(self.members), self.granted)
@@ -58,7 +57,7 @@ class Children:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._tombs: OrderedDict[TicketId, None] = OrderedDict()
+        self._ended: OrderedDict[TicketId, None] = OrderedDict()
         self.by_ticket: dict[TicketId, Child] = {}
 
     def socket(self, ticket: TicketId) -> Path:
@@ -78,7 +77,7 @@ class Children:
         start_ticks: int = 0,
         zygote: procfs.Name | None = None,
     ) -> Child | None:
-        """Take charge of a process; None when it is gone, or is not the one that was meant."""
+        """Take charge of a process; None when it is gone, or its pid belongs to another process."""
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -110,7 +109,7 @@ class Children:
                 _kill_session(raw["pid"], raw["start_ticks"])
                 keep_log(ticket, self.socket(ticket).with_suffix(".log"))
                 self.unlink(ticket)
-                self.bury(ticket)
+                self.forbid_start(ticket)
                 lost.append(ticket)
         return tuple(lost)
 
@@ -131,7 +130,7 @@ class Children:
             # last that is needed.
             was_killed = child.killed_ns is not None and child.killed_ns < looked_ns
             is_known = child.members.items() <= child.killed.items()
-            child.is_whole = child.is_whole or (was_killed and is_known)
+            child.tree_is_final = child.tree_is_final or (was_killed and is_known)
         return noted
 
     def kill(self, child: Child) -> None:
@@ -144,17 +143,17 @@ class Children:
 
     def see_dead(self, child: Child) -> None:
         """Look again at the known members of a whole one, and at nothing else."""
-        assert child.is_whole
+        assert child.tree_is_final
         child.members = {p: ticks for p, ticks in child.members.items() if lives(p, ticks)}
 
-    def bury(self, ticket: TicketId) -> None:
+    def forbid_start(self, ticket: TicketId) -> None:
         """No engine may start under this ticket any more."""
-        self._tombs[ticket] = None
-        while len(self._tombs) > TOMBSTONES:
-            self._tombs.popitem(last=False)
+        self._ended[ticket] = None
+        while len(self._ended) > ENDED_KEPT:
+            self._ended.popitem(last=False)
 
-    def is_buried(self, ticket: TicketId) -> bool:
-        return ticket in self._tombs
+    def may_not_start(self, ticket: TicketId) -> bool:
+        return ticket in self._ended
 
     def forget(self, child: Child) -> None:
         """It is gone: drop its descriptor."""
@@ -232,7 +231,7 @@ def _kill(pid: int, ticks: int) -> None:
 
 def _kill_session(leader: int, ticks: int) -> None:
     """What is left of a session whose leader died. While any of it lives the kernel gives the
-    leader's number to nobody else; if somebody has it, nothing is left."""
+    leader's number to no other process; if another has it, nothing is left."""
     holder = procfs.process(leader)
     if holder is not None and holder.start_ticks != ticks:
         return
@@ -266,7 +265,7 @@ class Restarts:
         return ticket in self._ends
 
     def begin(self, ticket: TicketId) -> asyncio.Future[None]:
-        """Done once nothing is left of its process; who asks again waits for the same end."""
+        """Done once nothing is left of its process; a repeated call waits for the same end."""
         if ticket not in self._ends:
             self._ends[ticket] = asyncio.get_running_loop().create_future()
         return self._ends[ticket]

@@ -1,4 +1,4 @@
-"""What engines and agents leave on disk: logs that people read, folders that nobody does."""
+"""What engines and agents leave on disk: logs that people read, and folders of no further use."""
 
 import fcntl
 import os

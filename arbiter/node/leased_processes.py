@@ -64,7 +64,7 @@ class LeasedProcesses:
         self, ticket: TicketId, pid: int, granted: tuple[DeviceBytes, ...], not_these: set[int]
     ) -> LeasedProcess | None:
         """Watch a process; None when it is watched for this ticket already. Raises LeaseRefused
-        for one that is dead, is not this user's, or is somebody else's already: its bytes would be
+        for one that is dead, is not this user's, or belongs to another ticket: its bytes would be
         counted twice."""
         known = self.by_ticket.get(ticket)
         if known and known.pid == pid:

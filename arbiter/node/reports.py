@@ -1,6 +1,7 @@
-"""What a node agent says to the arbiter, whichever life of it, and what it still has to say."""
+"""Reports of a node agent to the arbiter of any epoch, and those that are still to be sent."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import ray
@@ -8,13 +9,15 @@ from ray.exceptions import RayError
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.errors import ArbiterError
+from arbiter.errors import ArbiterError, ArbiterUnavailable, TicketClosed, TicketNotGranted
 from arbiter.node.device_probe import Tree
 from arbiter.protocol import rpc
 from arbiter.protocol.messages import NAME, NAMESPACE
 from arbiter.units import Epoch, NodeId, TicketId
 
 REPORT_S = 5.0  # an arbiter slower than its own reading bound is as good as away
+CONFIRM_S = 10.0  # a restart takes 1.0-2.0 s measured; as long as a holder waits for the arbiter
+CONFIRM_AGAIN_S = 0.05  # until the arbiter is back, and with it the holder of the ticket
 
 
 class Reports:
@@ -27,7 +30,7 @@ class Reports:
         introduction: Callable[[], ev.NodeSeen],
         gpu_pids: Callable[[], set[int]],
     ) -> None:
-        self.gone: dict[TicketId, ev.EngineGone] = {}  # not yet said
+        self.gone: dict[TicketId, ev.EngineGone] = {}  # not yet sent
         self._returning: dict[TicketId, set[int]] = {}  # dead, but NVML still lists these pids
         self._node, self._introduction, self._gpu_pids = node, introduction, gpu_pids
         self._told: tuple[types.DeviceSpec, ...] | None = None  # devices the arbiter heard of last
@@ -37,7 +40,7 @@ class Reports:
 
     @property
     def are_open(self) -> bool:
-        """Something is still to be said."""
+        """Something is still to be reported."""
         return bool(self.gone or self._returning)
 
     def note_ended(self, ticket: TicketId, *pids: int) -> None:
@@ -63,7 +66,7 @@ class Reports:
         self.gone[ticket] = ev.EngineGone(self._node, ticket, bytes_back)
 
     async def say_all_gone(self) -> None:
-        """Kept for the next turn if nobody hears it."""
+        """Reports that the arbiter does not hear are kept for the next turn."""
         gone = dict(self.gone)
         if gone and await self.say(tuple(gone.values())):
             for ticket, event in gone.items():
@@ -84,8 +87,37 @@ class Reports:
                 self._told = seen.devices
         except (RayError, ArbiterError, ValueError, TimeoutError):
             self.close()
-            return False  # away; the next turn says it again
+            return False  # away; the next turn repeats it
         return True
+
+    async def confirm(self, ticket: TicketId) -> None:
+        """Returns once the arbiter has said that it granted this ticket on this node (A3), also
+        across a restart of it. Raises TicketNotGranted, TicketClosed, ArbiterUnavailable."""
+        began = time.monotonic()
+        while True:
+            check = await self._check(ticket)
+            if check is types.GrantCheck.GRANTED:
+                return
+            waited_s = time.monotonic() - began
+            is_late = waited_s > CONFIRM_S
+            if check is types.GrantCheck.ENDED:
+                raise TicketClosed(ticket)
+            if check is types.GrantCheck.NOT_GRANTED or (check is not None and is_late):
+                raise TicketNotGranted(ticket, self._node)
+            if is_late:
+                raise ArbiterUnavailable(waited_s)
+            await asyncio.sleep(CONFIRM_AGAIN_S)
+
+    async def _check(self, ticket: TicketId) -> types.GrantCheck | None:
+        """None: the arbiter is away."""
+        try:
+            async with asyncio.timeout(REPORT_S):
+                arbiter = await self._found()
+                check: types.GrantCheck = await arbiter.call("check_grant", self._node, ticket)
+        except (RayError, ArbiterError, ValueError, TimeoutError):
+            self.close()
+            return None
+        return check
 
     def close(self) -> None:
         if self._arbiter is not None:

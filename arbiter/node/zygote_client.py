@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from arbiter.errors import ArbiterError
+from arbiter.errors import ArbiterError, error_fields
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
 from arbiter.protocol.peer_credentials import peer_uid
 from arbiter.units import NodeId, TicketId
@@ -28,12 +28,12 @@ MAX_LINE_BYTES = 1 << 20  # `list` with thousands of children; the zygote has th
 MARK = "ARBITER_ZYGOTE=1"  # in the environment of a zygote, and of all it forked
 
 
+@error_fields
 class ZygoteError(ArbiterError):
-    """The zygote is away, so that asking again may help, or said no."""
+    """The zygote is away, so that asking again may help, or it refused."""
 
-    def __init__(self, said: str, is_away: bool = False) -> None:
-        super().__init__(said, is_away)
-        self.said, self.is_away = said, is_away
+    said: str
+    is_away: bool = False
 
     def __str__(self) -> str:
         return f"zygote: {self.said}"
@@ -130,7 +130,7 @@ def equipped(spec: SpawnSpec, scratch: Path) -> SpawnSpec:
 
 
 def start(settings: AgentSettings, path: Path, log: Path) -> int:
-    """Exec a zygote that serves `path`; its pid. It is nobody's child and has a session of its
+    """Exec a zygote that serves `path`; its pid. It is no child of ours and has a session of its
     own, so that neither Ray, which ends the children of a dying worker, nor the agent's death takes
     it along: its children are engines with requests in flight."""
     command = [sys.executable, "-m", settings.zygote_module]

@@ -1,4 +1,4 @@
-"""Keeps the node's zygote alive: finds the one that runs, starts the next, says why none will."""
+"""Keeps the node's zygote alive: finds it, starts the next, tells why none will start."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ STARTS_FAILED = 3  # in a row: not a machine short of memory for a moment, but a
 
 
 class ZygoteSupervisor:
-    """`found` is called with each zygote that answers, before it counts as up; `strays` before a
+    """`found` is called with each zygote that answers, before it counts as up; `orphans` before a
     start, for what a dead one may have left."""
 
     def __init__(
@@ -28,7 +28,7 @@ class ZygoteSupervisor:
         socket: Path,
         log: Path,
         found: Callable[[], Awaitable[None]],
-        strays: Callable[[], None],
+        orphans: Callable[[], None],
     ) -> None:
         self.zygote = zygote_client.Zygote(socket)
         self.known: procfs.Name | None = None  # the one that is up
@@ -36,10 +36,10 @@ class ZygoteSupervisor:
         self.trouble: str | None = None  # why the last starts failed
         self.news = asyncio.Event()  # set, and replaced, when any of this changes
         self._settings, self._socket, self._log = settings, socket, log
-        self._found, self._strays = found, strays
+        self._found, self._orphans = found, orphans
 
     def announce(self) -> None:
-        """Let everybody who waits look again."""
+        """Wakes every task that waits for news of the zygote."""
         self.news.set()
         self.news = asyncio.Event()
 
@@ -48,7 +48,7 @@ class ZygoteSupervisor:
         return self.known is not None and children.lives(*self.known)
 
     async def keep(self) -> None:
-        """A zygote that answers, always; one that died or hangs is replaced."""
+        """Replaces a zygote that died or hangs, for ever."""
         backoff_s, failed_count = BACKOFF_FIRST_S, 0
         while True:
             try:
@@ -77,7 +77,7 @@ class ZygoteSupervisor:
         try:
             pid = await self.zygote.ping(zygote_client.IMPORTS_S)  # found while it still imports
         except zygote_client.ZygoteError:
-            self._strays()
+            self._orphans()
             wrote_bytes = self._log.stat().st_size if self._log.exists() else 0
             started = await asyncio.to_thread(
                 zygote_client.start, self._settings, self._socket, self._log

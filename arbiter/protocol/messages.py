@@ -16,7 +16,7 @@ from arbiter.core.events import CapabilitiesSet
 from arbiter.core.settings import Settings
 from arbiter.core.types import DeviceBytes
 from arbiter.core.view import Policies
-from arbiter.errors import ArbiterError
+from arbiter.errors import ArbiterError, error_fields
 from arbiter.units import Bytes, Epoch, Generation, NodeId, Span, TicketId
 
 NAME, NAMESPACE = "arbiter", "arbiter"
@@ -24,12 +24,13 @@ NAME, NAMESPACE = "arbiter", "arbiter"
 Plain = dict[str, Any]  # JSON-able
 
 
+@error_fields
 class VersionMismatch(ArbiterError):
     """An arbiter of other code runs, and holders of that code live."""
 
-    def __init__(self, running: str, ours: str, holders: int) -> None:
-        super().__init__(running, ours, holders)
-        self.running, self.ours, self.holders = running, ours, holders
+    running: str
+    ours: str
+    holders: int
 
     def __str__(self) -> str:
         return (
@@ -142,7 +143,7 @@ class RevokeOrder:
 
 @dataclass(frozen=True, slots=True)
 class WaitEstimate:
-    """News of a ticket in the line: how long until it serves, as expected when it joined."""
+    """News of a queued ticket: how long until it serves, as expected when it joined the queue."""
 
     ticket: TicketId
     predicted: Span
@@ -162,7 +163,7 @@ class ModelSize(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """By hand: whoever has the model resident changes its size."""
+    """By hand: the holder that has the model resident changes its size."""
 
     model: str
     size: ModelSize
@@ -180,7 +181,7 @@ Command = RevokeOrder | WaitEstimate | ReloadOrder | Resize | ConfigChanged
 
 @dataclass(frozen=True, slots=True)
 class SequencedCommand:
-    """A command with its place in the holder's line; sent again until acknowledged."""
+    """A command with its number in the holder's mailbox; sent again until acknowledged."""
 
     sequence: int
     command: Command

@@ -2,13 +2,23 @@
 
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from arbiter.protocol.messages import node_of
 from arbiter.units import NodeId
+
+Raised = TypeVar("Raised", bound=Exception)
+
+
+def raised_there(error: RayError, kind: type[Raised]) -> Raised | None:
+    """What the other process raised, as itself, if it is of this kind. None for anything else that
+    it raised, which is a bug over there, and for what Ray says of the call."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, kind) else None
 
 
 def session_name() -> str:
@@ -81,15 +91,15 @@ async def owner_died(call: Awaitable[Any]) -> bool:
     return False
 
 
-# Calls in flight beside the line: three of each holder (keepalive, listen, renew), event streams,
-# long polls. Thousands of holders fit; a slot that nobody uses costs nothing.
+# Calls in flight beside the queue: three of each holder (keepalive, listen, renew), event streams,
+# long polls. Thousands of holders fit; an unused place costs nothing.
 OTHER_CALLS = 50_000
 
 
 def detached(ray_node_id: str, name: str, namespace: str, waiting_count: int = 0) -> dict[str, Any]:
-    """Options of an actor there is one of, which outlives whoever started it. Its calls are never
-    repeated by Ray: the protocol's own messages may be, safely. `waiting_count`: calls that may
-    wait in a bounded line; what exceeds it must still get in, to be refused."""
+    """Options of the only actor of its name, which outlives the process that started it. Ray never
+    repeats its calls: the protocol's own messages may be repeated, safely. `waiting_count`: calls
+    that may wait in a bounded queue; what exceeds it must still get in, to be refused."""
     return {
         "name": name,
         "namespace": namespace,

@@ -20,8 +20,9 @@ from typing import Any, Protocol, cast
 
 from ray.exceptions import RayError, RayTaskError
 
-from arbiter.errors import ArbiterError
+from arbiter.errors import ArbiterError, error_fields
 from arbiter.protocol.peer_credentials import peer_uid
+from arbiter.protocol.ray_internals import raised_there
 from arbiter.units import NodeId
 
 _SIZE_BYTES = 4
@@ -33,23 +34,22 @@ UNREAD_MOST_BYTES = 2 * MESSAGE_MOST_BYTES
 Offers = Mapping[str, Callable[..., Awaitable[Any]]]
 
 
+@error_fields
 class ConnectionLost(ArbiterError):
-    """The process at the other end is gone, or not to be reached."""
+    """The process at the other end is gone, or cannot be reached."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
+    name: str  # of the call
 
     def __str__(self) -> str:
-        return f"no answer to {self.name!r}: the line broke"
+        return f"no answer to {self.name!r}: the connection broke; whether it arrived is not known"
 
 
+@error_fields
 class RemoteError(ArbiterError):
-    """A bug over there."""
+    """A bug in the process at the other end."""
 
-    def __init__(self, name: str, cause: str) -> None:
-        super().__init__(name, cause)
-        self.name, self.cause = name, cause
+    name: str  # of the call
+    cause: str
 
     def __str__(self) -> str:
         return f"{self.name!r} failed: {self.cause}"
@@ -62,13 +62,13 @@ class Peer(Protocol):
     def is_open(self) -> bool: ...
 
     async def call(self, name: str, *args: Any) -> Any:
-        """Raises LineBroken, CallFailed, or the ArbiterError it was answered with."""
+        """Raises ConnectionLost, RemoteError, or the ArbiterError of the answer."""
 
     def close(self) -> None: ...
 
 
 class RayPeer:
-    """An actor, wherever it is."""
+    """An actor on any node, called by Ray."""
 
     is_open = True  # as far as we know: its calls say when it is not
 
@@ -78,19 +78,20 @@ class RayPeer:
     async def call(self, name: str, *args: Any) -> Any:
         try:
             return await getattr(self._handle, name).remote(*args)
-        except RayTaskError as error:
-            if isinstance(error.cause, ArbiterError):
-                raise error.cause from None
-            raise RemoteError(name, str(error)) from error
         except RayError as error:
+            if refusal := raised_there(error, ArbiterError):
+                raise refusal from None
+            if isinstance(error, RayTaskError):
+                raise RemoteError(name, str(error)) from error
             raise ConnectionLost(name) from error
 
     def close(self) -> None:
-        """The line is Ray's."""
+        """The connection is Ray's."""
 
 
 async def connect_to_socket(handle: Any, door: dict[str, str] | None, own_node: NodeId) -> Peer:
-    """`door`: as its Door says it; by Ray where that is on another node or does not open."""
+    """`door`: as `RpcServer.where` gives it. By Ray where that is on another node or does not
+    open."""
     if door is not None and door["node"] == own_node:
         with contextlib.suppress(OSError):
             return await connect(Path(door["path"]))
@@ -173,7 +174,7 @@ class SocketPeer(_Frames):
         number, value, error = message
         _, answer = self._waiting.get(number, ("", None))
         if answer is None or answer.done():
-            return  # whoever asked has gone
+            return  # the caller has gone
         if error is None:
             answer.set_result(value)
         else:
@@ -195,7 +196,7 @@ class RpcServer:
         self._opening = asyncio.ensure_future(self._listen())
 
     async def where(self) -> dict[str, str] | None:
-        """For `reach`; None when it could not be opened, and Ray carries everything."""
+        """For `connect_to_socket`; None when it could not be opened, and Ray carries everything."""
         await asyncio.wait({self._opening})
         is_open = not self._opening.cancelled() and self._opening.exception() is None
         return {"node": self._node, "path": str(self._path)} if is_open else None
@@ -243,8 +244,8 @@ class _ServerConnection(_Frames):
 
     def _answer(self, number: int, name: str, asked: asyncio.Future[Any]) -> None:
         self._running.discard(asked)
-        error = ConnectionLost(name) if asked.cancelled() else asked.exception()
-        if error is not None and not isinstance(error, ArbiterError):
-            error = RemoteError(name, repr(error))
+        failure = ConnectionLost(name) if asked.cancelled() else asked.exception()
+        if failure is not None and not isinstance(failure, ArbiterError):
+            failure = RemoteError(name, repr(failure))
         if self.is_open:
-            self.write((number, None if error else asked.result(), error))
+            self.write((number, None if failure else asked.result(), failure))

@@ -52,6 +52,7 @@ class _Reader:
     def __init__(self) -> None:
         self._nodes: dict[NodeId, ev.NodeSeen] = {}
         self._table: dict[str, types.CapabilitySpec] = {}
+        self._registered: dict[str, types.CapabilitySpec] = {}  # from Python
         self._homes: dict[HolderId, tuple[NodeId, str]] = {}
         self._keys: dict[TicketId, Key] = {}
         self._seen: dict[Key, _Seen] = {}
@@ -62,8 +63,10 @@ class _Reader:
 
     def read(self, step: Step) -> None:
         match step.event:
-            case ev.NodeSeen() | ev.CapabilitiesSet() | ev.CapabilityRegistered():
-                self._introduced(step.event)
+            case ev.NodeSeen(node):
+                self._nodes[node] = step.event
+            case ev.CapabilitiesSet() | ev.CapabilityRegistered() | ev.CapabilityUnregistered():
+                self._set_capabilities(step.event)
             case ev.Joined() | ev.Renewed():
                 self._heard(step.event, step.at)
             case ev.Requested():
@@ -81,16 +84,18 @@ class _Reader:
             if isinstance(decision, Revoke):
                 self._revoked_at.setdefault(decision.ticket, step.at)
 
-    def _introduced(
-        self, event: ev.NodeSeen | ev.CapabilitiesSet | ev.CapabilityRegistered
+    def _set_capabilities(
+        self, event: ev.CapabilitiesSet | ev.CapabilityRegistered | ev.CapabilityUnregistered
     ) -> None:
         match event:
-            case ev.NodeSeen(node):
-                self._nodes[node] = event
             case ev.CapabilitiesSet(capabilities):
-                self._table = {spec.name: spec for spec in capabilities}
+                self._table = {spec.name: spec for spec in capabilities} | self._registered
             case ev.CapabilityRegistered(spec):
-                self._table[spec.name] = spec
+                if spec.name not in self._table:
+                    self._table[spec.name] = self._registered[spec.name] = spec
+            case ev.CapabilityUnregistered(name):
+                if self._registered.pop(name, None):
+                    del self._table[name]
 
     def _asked(self, event: ev.Requested, at: Instant) -> None:
         home = self._homes.get(event.holder)

@@ -1,7 +1,7 @@
 """The arbiter as a Ray actor: named, detached, one per cluster. Wire and watches; no rules.
 
-Its calls carry the dataclasses of arbiter.events; whoever holds tickets says in which epoch it
-believes, and hears StaleEpoch when that is over.
+Its calls carry the dataclasses of arbiter.core.events. A holder names the epoch that it believes
+in, and gets StaleEpoch when that epoch is over.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ import ray
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import EventKind, LogEvent
-from arbiter.errors import SettingsConflict, StaleEpoch
+from arbiter.errors import RequestError, SettingsConflict, StaleEpoch
 from arbiter.node import zygote_client
 from arbiter.protocol import messages, ray_internals, rpc
 from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId
 
-# Whoever gets a handle of this actor imports this module: Ray wants its class. A replica that
-# starts does so while somebody waits for its first token, so what only the arbiter's own process
+# A process that gets a handle of this actor imports this module: Ray wants its class. A starting
+# replica does so while a request waits for its first token, so what only the arbiter's own process
 # needs is imported where it is used; that is a tenth of a second.
 if TYPE_CHECKING:
     from arbiter.server.event_log import EventLog
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("arbiter")
 
-ACCOUNTS_SAVED_LOOKS = 10  # that much of the accounts a crash costs; 100 kB are written each time
 HANDLE_S = 10.0  # a holder's actor answers its first call within its own start
 
 
 class ArbiterActor:
-    """Everything public here is the wire; see arbiter.client.holder for who calls what."""
+    """Everything public here is called over the wire, by arbiter.client and by node agents."""
 
     def __init__(self, boot: messages.StartConfig) -> None:
         from arbiter.server.event_log import EventLog
         from arbiter.server.lease_service import LeaseService
         from arbiter.server.node_agents import RayAgents
+        from arbiter.server.node_watch import NodeWatch
         from arbiter.server.store import Store, default_path
 
         self._boot = boot
@@ -54,16 +54,16 @@ class ArbiterActor:
         self._agents = RayAgents(boot.agent)
         log = EventLog(epoch, Path(boot.event_file) if boot.event_file else None)
         self._shell = self._new_shell(epoch, log)
-        self._looks_count = 0
-        self._stays: dict[HolderId, str] = {}  # the joining that counts, of each holder
-        self._ends: dict[str, asyncio.Event] = {}  # of a stay
+        self._sessions: dict[HolderId, str] = {}  # the last one of each holder
+        self._session_ends: dict[str, asyncio.Event] = {}  # set when the session is over
         self._leases = LeaseService(self._shell, self._agents, self._store)
-        self._learned_saved = self._shell.core.export_learned()
         self._shell.feed(self._configuration.capabilities)
         self._tell_start()
+        self._restore_registered()
         self._tasks: set[asyncio.Future[None]] = set()
         self._door = self._open_door()
-        self._start(self._look())
+        self._watch = NodeWatch(self._shell, self._agents, self._store, self._leases.sweep)
+        self._start(self._watch.run())
 
     def __repr__(self) -> str:
         return f"Arbiter({self._boot.configuration.settings.evict})"
@@ -84,6 +84,7 @@ class ArbiterActor:
             monotonic(),
             self._store.floors(),
             self._store.accounts(),
+            self._store.usage(),
         )
         core = heading.core(chosen.policies)
         return Shell(core, epoch, self._agents, log, recorder=self._recorder(heading, log))
@@ -104,8 +105,9 @@ class ArbiterActor:
     def _open_door(self) -> rpc.RpcServer:
         """For holders and the agent of this node."""
         node = ray_internals.own_node()
-        ours = self.acquire, self.grow, self.tell, self.renew, self.listen, self.report
-        offers: rpc.Offers = {f.__name__: f for f in ours}
+        ours = self.acquire, self.grow, self.tell, self.renew, self.listen
+        agents = self.report, self.check_grant
+        offers: rpc.Offers = {f.__name__: f for f in (*ours, *agents)}
         return rpc.RpcServer(
             node, zygote_client.folder(self._boot.agent, node) / "arbiter.sock", offers
         )
@@ -120,6 +122,19 @@ class ArbiterActor:
         self._shell.log.tell(
             LogEvent(EventKind.ARBITER_STARTED, {"holders": known, "broken_state": aside})
         )
+
+    def _restore_registered(self) -> None:
+        """A capability that the table names differently by now gives way to the table."""
+        for capability in self._store.registered():
+            try:
+                self._shell.feed(ev.CapabilityRegistered(capability))
+            except RequestError as error:
+                self._shell.log.tell(
+                    LogEvent(
+                        EventKind.REGISTRATION_LOST,
+                        {"capability": capability.name, "cause": str(error)},
+                    )
+                )
 
     def _tell_trouble(self, why: str) -> None:
         self._shell.log.tell(LogEvent(EventKind.STATE_NOT_KEPT, {"cause": why}))
@@ -139,35 +154,41 @@ class ArbiterActor:
         }
 
     async def join(
-        self, epoch: Epoch | None, joined: ev.Joined, stay: str, handles: list[Any], refs: list[Any]
+        self,
+        epoch: Epoch | None,
+        joined: ev.Joined,
+        session_id: str,
+        handles: list[Any],
+        refs: list[Any],
     ) -> messages.JoinReply:
         """`handles`: the holder's own actor, if it is one. `refs`: its pending call of
-        `keepalive(stay)`; both in lists, so that Ray passes them on instead of waiting for them."""
+        `keepalive(session_id)`. Both are in lists, so that Ray passes them on instead of waiting
+        for them."""
         from arbiter.server.store import Member
 
         self._shell.calls_count += 1
         holder = joined.holder
         self._store.add_member(Member(holder, joined.node, joined.pid, joined.start_ticks))
         self._shell.open_mail(holder)
-        before, self._stays[holder] = self._stays.get(holder), stay
+        before, self._sessions[holder] = self._sessions.get(holder), session_id
         if before:
-            self._end_of(before).set()
-        self._start(self._watch(holder, stay, handles, refs))
+            self._session_end(before).set()
+        self._start(self._watch_holder(holder, session_id, handles, refs))
         self._shell.feed(joined)
         return messages.JoinReply(
             self._shell.epoch, messages.package_version(), self._configuration.table
         )
 
-    async def keepalive(self, stay: str) -> None:
+    async def keepalive(self, session_id: str) -> None:
         """The caller owns its result, so that losing the result is its death. Returns when that
         joining is over, whichever of the two calls came first."""
         try:
-            await self._end_of(stay).wait()
+            await self._session_end(session_id).wait()
         finally:
-            self._ends.pop(stay, None)
+            self._session_ends.pop(session_id, None)
 
-    def _end_of(self, stay: str) -> asyncio.Event:
-        return self._ends.setdefault(stay, asyncio.Event())
+    def _session_end(self, session_id: str) -> asyncio.Event:
+        return self._session_ends.setdefault(session_id, asyncio.Event())
 
     async def acquire(self, epoch: Epoch, requested: ev.Requested) -> messages.Granted:
         """Waits for a grant. Raises RequestError; cancelled: the ticket is withdrawn."""
@@ -210,8 +231,8 @@ class ArbiterActor:
         if epoch != self._shell.epoch or not self._shell.has_mail(holder):
             raise StaleEpoch(epoch, self._shell.epoch)
 
-    async def _watch(
-        self, holder: HolderId, stay: str, handles: list[Any], refs: list[Any]
+    async def _watch_holder(
+        self, holder: HolderId, session_id: str, handles: list[Any], refs: list[Any]
     ) -> None:
         """Ends when the holder's process does: in 10-25 ms if its actor was called once, because
         that subscribes us to the actor's state, else in 2 s."""
@@ -219,12 +240,12 @@ class ArbiterActor:
             async with asyncio.timeout(HANDLE_S):
                 for handle in handles:
                     await handle.__ray_ready__.remote()
-        if await ray_internals.owner_died(refs[0]) and self._stays.get(holder) == stay:
+        if await ray_internals.owner_died(refs[0]) and self._sessions.get(holder) == session_id:
             self._lost(holder)
 
     def _lost(self, holder: HolderId) -> None:
-        if stay := self._stays.pop(holder, None):
-            self._end_of(stay).set()
+        if session_id := self._sessions.pop(holder, None):
+            self._session_end(session_id).set()
         self._store.drop_holder(holder)
         self._shell.close_mail(holder)
         self._shell.feed(ev.HolderLost(holder))
@@ -232,78 +253,43 @@ class ArbiterActor:
     # -- nodes ---------------------------------------------------------------------------------
 
     async def report(self, node: NodeId, epoch: Epoch | None, said: tuple[ev.Event, ...]) -> Epoch:
-        """From a node agent. Nothing is heard of one that believes in another epoch: it
-        introduces itself first."""
+        """From a node agent. The events of an agent that believes in another epoch are dropped: it
+        introduces its node first."""
         if epoch == self._shell.epoch:
             for event in said:
                 self._shell.feed(event)
         return self._shell.epoch
 
-    async def _look(self) -> None:
-        from arbiter.server.node_agents import LOOK_S
-
-        while True:
-            try:
-                await self._agents.look(self._shell.feed)
-                await self._bury_awaited()
-            except ray.exceptions.RayError as error:
-                logger.warning("cannot see the nodes: %r", error)
-            self._save_learned()
-            self._looks_count += 1
-            if self._looks_count % ACCOUNTS_SAVED_LOOKS == 0:
-                self._save_accounts()
-            self._leases.sweep()
-            self._shell.refresh_targets()
-            await asyncio.sleep(LOOK_S)
-
-    async def _bury_awaited(self) -> None:
-        """Who died while there was no arbiter to see it is not waited for. Who lives and is only
-        slow keeps its engines, and its place in the file."""
-        awaited = self._shell.core.awaited
-        members = [m for m in self._store.members() if m.holder in awaited] if awaited else []
-        if self._shell.core.gave_up_waiting:
-            dead = [m.holder for m in members]  # waited for in vain: the next life need not
-        else:
-            dead = await self._agents.dead(members)
-        for holder in dead:
-            if holder in self._shell.core.awaited:  # not back meanwhile, under the same name
-                self._store.drop_holder(holder)
-                self._shell.feed(ev.HolderLost(holder))
-
-    def _save_accounts(self) -> None:
-        self._store.save_accounts(self._shell.core.export_accounts())
-
-    def _save_learned(self) -> None:
-        learned = self._shell.core.export_learned()
-        if learned != self._learned_saved:
-            self._store.save_learned(learned)
-            self._learned_saved = learned
+    async def check_grant(self, node: NodeId, ticket: TicketId) -> types.GrantCheck:
+        """From a node agent, before it spawns an engine under this ticket (A3)."""
+        self._shell.calls_count += 1
+        return self._shell.core.check_grant(ticket, node)
 
     # -- outside processes ---------------------------------------------------------------------
 
     async def lease(self, call: messages.LeaseCall) -> messages.LeaseState:
         """Asks for a lease, beats for it, and waits for news of it. Raises RequestError."""
-        return await self._leases.hear(call)
+        return await self._leases.update(call)
 
     async def end_lease(self, lease: str, tenant: str) -> None:
-        """Its holder has let go. Repeated: nothing. Raises UnknownLease."""
+        """The holder has given the memory back. Repeated: nothing. Raises UnknownLease."""
         self._leases.give_back(lease, tenant)
 
     async def clean_leases(self) -> list[TicketId]:
-        """End those whose holder has missed its heartbeats, without waiting any longer."""
+        """Ends leases with missed heartbeats now, before they lapse."""
         return self._leases.clean()
 
     # -- people --------------------------------------------------------------------------------
 
     async def configure(self, configuration: messages.Configuration) -> None:
-        """As the front reads it from its file. A file that says what it said before takes back no
+        """As the front reads it from its file. An unchanged file takes back no
         change made at runtime since (C12)."""
         if configuration.table != self._configuration.written:
             self._choose(configuration.numbered(self._configuration.generation + 1))
 
     async def change_settings(self, wanted: messages.Configuration, of: Generation) -> Generation:
         """At runtime, if the settings are still of that generation; kept across restarts. Returns
-        the new one. Raises SettingsConflict. Said twice, it is done once."""
+        the new one. Raises SettingsConflict. Repeated, it is done once."""
         now = self._configuration
         if now.table == wanted.table and now.generation == of + 1:
             return now.generation
@@ -314,10 +300,11 @@ class ArbiterActor:
 
     def _choose(self, configuration: messages.Configuration) -> None:
         """Takes effect at once; other settings or policies begin a new epoch, in which holders
-        rejoin with everything they hold."""
+        rejoin with everything they hold. Raises CapabilityConflict or UnknownRole, having changed
+        nothing."""
+        self._shell.feed(configuration.capabilities)  # first, because it may be refused
         old, self._configuration = self._configuration, configuration
         self._store.save_configuration(configuration)
-        self._shell.feed(configuration.capabilities)
         self._store.save_floors(self._shell.core.export_floors())  # what was removed has none
         self._shell.order_all(messages.ConfigChanged(configuration.table))
         if (old.settings, old.policies) != (configuration.settings, configuration.policies):
@@ -333,13 +320,22 @@ class ArbiterActor:
         from arbiter.server.shell import crash
 
         logger.info("a new epoch begins: %s", why)
-        self._save_accounts()
+        self._watch.save_all()
         reply_is_out_s = 0.05  # the answer to the call that led here is a local send
         asyncio.get_running_loop().call_later(reply_is_out_s, crash, InterruptedError(why))
 
     async def register(self, capability: types.CapabilitySpec) -> None:
-        """Adds a capability from Python. Raises CapabilityConflict."""
+        """Adds a capability from Python, which lasts until `unregister`, over changes of the table
+        and restarts (A2). Raises CapabilityConflict, UnknownRole."""
         self._shell.feed(ev.CapabilityRegistered(capability))
+        self._store.save_registered(self._shell.core.registered)
+
+    async def unregister(self, capability: str) -> None:
+        """Its models leave once they are idle. Raises UnknownCapability for a name that was not
+        registered from Python."""
+        self._shell.feed(ev.CapabilityUnregistered(capability))
+        self._store.save_registered(self._shell.core.registered)
+        self._store.save_floors(self._shell.core.export_floors())  # what was removed has none
 
     async def unload(self, ticket: TicketId) -> None:
         """By hand; one in use stays."""
@@ -351,15 +347,16 @@ class ArbiterActor:
         self._store.save_floors(self._shell.core.export_floors())
 
     async def load(self, capability: str, model: str) -> None:
-        """By hand, with nobody waiting. Raises UnknownCapability, UnknownModel, NotResident."""
+        """By hand, without a request. Raises UnknownCapability, UnknownModel, NotResident."""
         self._shell.feed(ev.LoadAsked(capability, model))
 
     async def resize(self, order: messages.Resize) -> None:
-        """By hand; one that cannot goes on as it is, which the events say (A14)."""
+        """By hand; a resident that cannot change its size goes on as it is, and the event log tells
+        why (A14)."""
         self._shell.order_all(order)
 
     async def push_pressure(self, pushed: ev.PressurePushed) -> None:
-        """Somebody knows that memory is short (C5)."""
+        """A person or program tells that memory is short (C5)."""
         self._shell.feed(pushed)
 
     async def state(self) -> messages.Plain:
@@ -397,8 +394,7 @@ class ArbiterActor:
         for task in self._tasks:
             task.cancel()
         await self._agents.close()
-        self._save_learned()
-        self._save_accounts()
+        self._watch.save_all()
         self._door.close()
         self._store.end_session()
         self._store.close()

@@ -1,5 +1,5 @@
-"""The event log: a ring of the newest lines, each with a sequence number, and those who wait for
-the next (K1). Optionally also a file of JSON lines.
+"""The event log: a ring of the newest lines, each with a sequence number, and the
+subscribers that wait for the next (K1). Optionally also a file of JSON lines.
 """
 
 import asyncio
@@ -73,10 +73,10 @@ class EventLog:
             self._file = None  # with what it could not write
 
     def _opened(self, path: Path) -> TextIO:
-        """Opened once, and again when somebody has moved it away. Raises OSError."""
+        """Opened once, and again when it was moved away. Raises OSError."""
         if self._file is not None:
             if path.exists() and os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
                 return self._file
             self._file.close()
-        self._file = path.open("a", buffering=1)  # a line at a time, for who follows it
+        self._file = path.open("a", buffering=1)  # a line at a time, so that it can be followed
         return self._file

@@ -1,8 +1,8 @@
-"""The arbiter's counter for processes outside Serve: their calls become the events a holder sends.
+"""Turns the calls of processes outside Serve into the events that a holder sends.
 
 Each lease is a holder of its own with one ticket. Its calls repeat everything (level-triggered), so
 a front or an arbiter may restart between any two of them. A claim to hold bytes already is believed
-only of whom the last life of the arbiter knew.
+only of a holder that the last epoch knew.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ logger = logging.getLogger("arbiter")
 # Longest wait of one call. A third of the lapse, so that two calls may be lost.
 WAIT_MOST_S = 3.0
 LATE_S = 4.0  # without a call for this long a holder has missed at least one: `clean` ends it
-ENDED_KEPT = 1_000  # ends remembered for whoever asks late, ~200 B each
-WORDS = {
+ENDED_KEPT = 1_000  # ends remembered for clients that ask late, ~200 B each
+CLIENT_STATES = {
     State.QUEUED.value: "queued",
     State.LOADING.value: "held",
     State.RESIDENT.value: "held",
@@ -80,11 +80,11 @@ class LeaseSession:
     work: asyncio.Task[None] | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         self.news.set()
         self.news = asyncio.Event()
 
-    def account(self) -> tuple[ev.HeldTicket, ...]:
+    def held_tickets(self) -> tuple[ev.HeldTicket, ...]:
         if not self.devices:
             return ()
         call, phase = self.call, types.Phase.RESIDENT
@@ -108,54 +108,57 @@ class LeaseService:
         self._shell, self._agents, self._known = shell, agents, known
         self._expected = {member.holder for member in known.members()}  # of the last life
         self._ends = known.lease_ends()
-        self._seats: dict[TicketId, LeaseSession] = {}
+        self._sessions: dict[TicketId, LeaseSession] = {}
         self._ended: OrderedDict[TicketId, str] = OrderedDict()  # why
 
-    async def hear(self, call: messages.LeaseCall) -> messages.LeaseState:
+    async def update(self, call: messages.LeaseCall) -> messages.LeaseState:
         """Raises RequestError when it is refused, or its process is not there."""
         if call.ticket in self._ended:
             return messages.LeaseState(call.ticket, "ended", reason=self._ended[call.ticket])
-        seat = self._seats.get(call.ticket) or self._open(call)
-        seat.call, seat.heard_s = call, time.monotonic()
-        self._shell.feed(ev.Renewed(seat.holder, seat.account()))
-        await self._wait(seat, call)
-        await self._adopt(seat, call)
-        return self._said(seat)
+        session = self._sessions.get(call.ticket) or self._open(call)
+        session.call, session.heard_s = call, time.monotonic()
+        self._shell.feed(ev.Renewed(session.holder, session.held_tickets()))
+        await self._wait(session, call)
+        await self._adopt(session, call)
+        return self._reply(session)
 
     def give_back(self, lease: str, tenant: str) -> None:
         """Repeated: nothing. Raises UnknownLease."""
         ticket = messages.lease_ticket(tenant, lease)
-        if not NAME.fullmatch(lease) or not (ticket in self._seats or ticket in self._ended):
+        if not NAME.fullmatch(lease) or not (ticket in self._sessions or ticket in self._ended):
             raise UnknownLease(lease)
-        if seat := self._seats.get(ticket):
-            self._end(seat, "released")
+        if session := self._sessions.get(ticket):
+            self._end(session, "released")
 
-    def _end(self, seat: LeaseSession, reason: str) -> None:
-        if self._word(seat) == "queued":
-            self._shell.withdrawn(ev.Withdrawn(seat.call.ticket, seat.holder))
+    def _end(self, session: LeaseSession, reason: str) -> None:
+        if self._client_state(session) == "queued":
+            self._shell.withdrawn(ev.Withdrawn(session.call.ticket, session.holder))
         else:
-            self._shell.feed(ev.Released(seat.call.ticket, reason, seat.holder))
-        self._close(seat, reason)
+            self._shell.feed(ev.Released(session.call.ticket, reason, session.holder))
+        self._close(session, reason)
 
     def clean(self) -> list[TicketId]:
-        late = [t for t, s in self._seats.items() if time.monotonic() - s.heard_s > LATE_S]
+        late = [t for t, s in self._sessions.items() if time.monotonic() - s.heard_s > LATE_S]
         for ticket in late:
-            self._end(self._seats[ticket], "lost")
+            self._end(self._sessions[ticket], "lost")
         return late
 
     def sweep(self) -> None:
-        """Forget those that ended while nobody asked, and after a restart those whose term was over
-        when all who would come back had."""
+        """Forgets leases that ended while no client asked, and after a restart those whose term was
+        over when all holders that would return had."""
         if self._shell.core.gave_up_waiting:
             self._forget_lapsed()
-        for seat in list(self._seats.values()):
-            if self._word(seat) == "ended" and time.monotonic() - seat.heard_s > LATE_S:
-                self._close(seat, _why(seat))
+        for session in list(self._sessions.values()):
+            if (
+                self._client_state(session) == "ended"
+                and time.monotonic() - session.heard_s > LATE_S
+            ):
+                self._close(session, _why(session))
 
     def _forget_lapsed(self) -> None:
-        """One that comes all the same is a stranger: else its term would begin anew."""
+        """A lease that returns all the same counts as unknown; else its term would begin anew."""
         now_s = time.time()
-        lapsed = [t for t, at_s in self._ends.items() if t not in self._seats and at_s <= now_s]
+        lapsed = [t for t, at_s in self._ends.items() if t not in self._sessions and at_s <= now_s]
         for ticket in lapsed:
             del self._ends[ticket]
             self._expected.discard(HolderId(ticket))
@@ -168,15 +171,15 @@ class LeaseService:
         if not NAME.fullmatch(call.lease):
             raise LeaseRefused("id", "has letters, digits and . _ - inside, 64 at most")
         node = call.node or self._only_node()
-        seat = LeaseSession(call, HolderId(call.ticket), node)
-        if seat.holder in self._expected:
-            seat.devices, seat.ends_unix_s = call.devices, self._ends.get(call.ticket)
-        self._seats[call.ticket] = seat
-        self._known.add_member(Member(seat.holder, node))
-        self._shell.open_mail(seat.holder)
-        self._shell.feed(ev.Joined(seat.holder, node, LEASE, seat.account()))
-        seat.work = asyncio.ensure_future(self._live(seat))
-        return seat
+        session = LeaseSession(call, HolderId(call.ticket), node)
+        if session.holder in self._expected:
+            session.devices, session.ends_unix_s = call.devices, self._ends.get(call.ticket)
+        self._sessions[call.ticket] = session
+        self._known.add_member(Member(session.holder, node))
+        self._shell.open_mail(session.holder)
+        self._shell.feed(ev.Joined(session.holder, node, LEASE, session.held_tickets()))
+        session.work = asyncio.ensure_future(self._run(session))
+        return session
 
     def _only_node(self) -> NodeId:
         match self._shell.core.nodes:
@@ -187,99 +190,103 @@ class LeaseService:
             case many:
                 raise LeaseRefused("node", f"must be one of {', '.join(many)}")
 
-    async def _live(self, seat: LeaseSession) -> None:
-        """Waits for the grant, then for orders. Ends by being cancelled with its seat."""
-        if not seat.devices:
+    async def _run(self, session: LeaseSession) -> None:
+        """Waits for the grant, then for orders. Ends by being cancelled with its session."""
+        if not session.devices:
             try:
-                granted = await self._shell.acquire(_asks(seat))
+                granted = await self._shell.acquire(_request(session))
             except RequestError as error:
-                seat.error = error
-                return seat.tell()
-            seat.devices = granted.devices
-            self._ends[seat.call.ticket] = time.time() + in_seconds(seat.call.terms.term)
+                session.error = error
+                return session.notify()
+            session.devices = granted.devices
+            self._ends[session.call.ticket] = time.time() + in_seconds(session.call.terms.term)
             self._known.save_lease_ends(self._ends)
-            seat.tell()
+            session.notify()
         ack = 0
         while True:
-            for order in await self._shell.listen(seat.holder, ack):
+            for order in await self._shell.listen(session.holder, ack):
                 ack = order.sequence
-                self._obey(seat, order.command)
+                self._on_command(session, order.command)
 
-    def _obey(self, seat: LeaseSession, command: messages.Command) -> None:
-        if isinstance(command, messages.RevokeOrder) and command.ticket == seat.call.ticket:
-            seat.reason = command.reason.value
-            seat.gone_by_s = time.monotonic() + in_seconds(command.barrier)
-            seat.tell()
+    def _on_command(self, session: LeaseSession, command: messages.Command) -> None:
+        if isinstance(command, messages.RevokeOrder) and command.ticket == session.call.ticket:
+            session.reason = command.reason.value
+            session.gone_by_s = time.monotonic() + in_seconds(command.barrier)
+            session.notify()
 
-    async def _adopt(self, seat: LeaseSession, call: messages.LeaseCall) -> None:
+    async def _adopt(self, session: LeaseSession, call: messages.LeaseCall) -> None:
         """With each call: an agent that restarted has forgotten."""
-        if call.pid is None or self._word(seat) not in ("held", "leaving"):
+        if call.pid is None or self._client_state(session) not in ("held", "leaving"):
             return
         try:
-            await self._agents.adopt(seat.node, call.ticket, call.pid, seat.devices)
+            await self._agents.adopt(session.node, call.ticket, call.pid, session.devices)
         except AgentAway as away:
             logger.warning("%s is not measured yet: %s", call.ticket, away)
             return  # restarting: the next call says it again
         except LeaseRefused as refused:
-            if seat.pid == call.pid:  # it died since, and the agent says so by itself
+            if session.pid == call.pid:  # it died since, and the agent says so by itself
                 return
-            self._end(seat, str(refused))
+            self._end(session, str(refused))
             raise
-        seat.pid = call.pid
+        session.pid = call.pid
 
     # -- news ----------------------------------------------------------------------------------
 
-    async def _wait(self, seat: LeaseSession, call: messages.LeaseCall) -> None:
+    async def _wait(self, session: LeaseSession, call: messages.LeaseCall) -> None:
         within_s = min(WAIT_MOST_S, in_seconds(call.wait))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while seat.error is None and self._word(seat) == call.seen:
-                    await seat.news.wait()
+                while session.error is None and self._client_state(session) == call.seen:
+                    await session.news.wait()
 
-    def _word(self, seat: LeaseSession) -> str:
-        if seat.error:
+    def _client_state(self, session: LeaseSession) -> str:
+        if session.error:
             return "ended"
-        if not seat.devices:
+        if not session.devices:
             return "queued"  # or about to be
-        return WORDS.get(self._shell.core.state_of(seat.call.ticket), "ended")
+        return CLIENT_STATES.get(self._shell.core.state_of(session.call.ticket), "ended")
 
-    def _said(self, seat: LeaseSession) -> messages.LeaseState:
-        word = self._word(seat)
-        ticket = seat.call.ticket
-        if word == "ended":
-            self._close(seat, _why(seat))
-            if seat.error and not isinstance(seat.error, TicketClosed):
-                raise seat.error
-        left_s = None if seat.gone_by_s is None else max(0.0, seat.gone_by_s - time.monotonic())
-        left = None if left_s is None or word != "leaving" else seconds(left_s)
-        return messages.LeaseState(ticket, word, seat.devices, left, seat.reason, seat.node)
+    def _reply(self, session: LeaseSession) -> messages.LeaseState:
+        state = self._client_state(session)
+        ticket = session.call.ticket
+        if state == "ended":
+            self._close(session, _why(session))
+            if session.error and not isinstance(session.error, TicketClosed):
+                raise session.error
+        left_s = (
+            None if session.gone_by_s is None else max(0.0, session.gone_by_s - time.monotonic())
+        )
+        left = None if left_s is None or state != "leaving" else seconds(left_s)
+        return messages.LeaseState(
+            ticket, state, session.devices, left, session.reason, session.node
+        )
 
-    def _close(self, seat: LeaseSession, reason: str) -> None:
+    def _close(self, session: LeaseSession, reason: str) -> None:
         """The ticket may go on without it, until its bytes are seen back."""
-        if self._seats.pop(seat.call.ticket, None) is None:
+        if self._sessions.pop(session.call.ticket, None) is None:
             return
-        self._ended[seat.call.ticket] = reason
+        self._ended[session.call.ticket] = reason
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
-        if seat.work:
-            seat.work.cancel()
-        seat.tell()
-        self._shell.close_mail(seat.holder)
-        self._known.drop_holder(seat.holder)
-        if self._ends.pop(seat.call.ticket, None) is not None:
+        if session.work:
+            session.work.cancel()
+        session.notify()
+        self._shell.close_mail(session.holder)
+        self._known.drop_holder(session.holder)
+        if self._ends.pop(session.call.ticket, None) is not None:
             self._known.save_lease_ends(self._ends)
-        self._shell.feed(ev.HolderLost(seat.holder))
+        self._shell.feed(ev.HolderLost(session.holder))
 
 
-def _why(seat: LeaseSession) -> str:
-    return str(seat.error) if seat.error else seat.reason or "lost"
+def _why(session: LeaseSession) -> str:
+    return str(session.error) if session.error else session.reason or "lost"
 
 
-def _asks(seat: LeaseSession) -> ev.Requested:
-    call = seat.call
+def _request(session: LeaseSession) -> ev.Requested:
+    call = session.call
     return ev.Requested(
         call.ticket,
-        seat.holder,
+        session.holder,
         LEASE,
         call.label,
         types.Need(call.size_bytes),

@@ -1,6 +1,5 @@
-"""The arbiter's arms: one agent actor per living node, started when a node appears, dropped with
-it.
-"""
+"""Handles of the node agents: one actor per living node, started when the node appears and dropped
+with it."""
 
 import asyncio
 import logging
@@ -38,8 +37,8 @@ class RayAgents:
         self._causes: dict[NodeId, str] = {}  # why each agent ended last, until one answers
         self.on_end: Callable[[NodeId, str], None] = _log_end  # why an agent has ended for good
 
-    def reap(self, node: NodeId, ticket: TicketId) -> None:
-        self._say(node, "reap", ticket)
+    def kill(self, node: NodeId, ticket: TicketId) -> None:
+        self._say(node, "kill", ticket)
 
     def probe(self, node: NodeId) -> None:
         self._say(node, "probe")
@@ -47,19 +46,19 @@ class RayAgents:
     async def adopt(
         self, node: NodeId, ticket: TicketId, pid: int, granted: tuple[types.DeviceBytes, ...]
     ) -> None:
-        """Raises LeaseRefused, the agent's own word, or AgentAway: it said nothing."""
+        """Raises LeaseRefused, the agent's own answer, or AgentAway when it did not answer."""
         handle = self._handles.get(node)
         if handle is None:
             raise AgentAway(f"{node} has no agent")
         try:
             async with asyncio.timeout(ADOPT_S):
                 await handle.adopt.remote(ticket, pid, granted)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, LeaseRefused):
-                raise error.cause from None
+        except ray.exceptions.RayError as error:
+            if refusal := ray_internals.raised_there(error, LeaseRefused):
+                raise refusal from None
             raise AgentAway(f"the agent of {node} failed: {error}") from error
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            raise AgentAway(f"the agent of {node}: {error!r}") from error
+        except TimeoutError as error:
+            raise AgentAway(f"the agent of {node} did not answer within {ADOPT_S} s") from error
 
     async def look(self, feed: Callable[[ev.Event], None]) -> None:
         """Start agents of new nodes; tell of nodes that are gone."""
@@ -76,7 +75,7 @@ class RayAgents:
             self._send(node, self._look_at(node, self._handles[node]))
 
     async def dead(self, members: list[Member]) -> list[HolderId]:
-        """Those of whom it is known: their node is gone, or its agent sees no such process."""
+        """Holders known to be dead: their node is gone, or its agent sees no such process."""
         asked = [m for m in members if m.node in self._handles and m.pid]
         gone = [m.holder for m in members if m.node not in self._nodes]
         for node in {m.node for m in asked}:
@@ -116,7 +115,7 @@ class RayAgents:
             self._send(node, nearest.call(name, *args))
 
     async def _look_at(self, node: NodeId, handle: Any) -> None:
-        """Ray's word on whether it lives, and the way to it."""
+        """Asks by Ray whether the agent lives, and connects to its socket on this node."""
         door = await handle.door.remote()
         self._causes.pop(node, None)
         peer = self._peers.get(node)
@@ -132,9 +131,9 @@ class RayAgents:
         try:
             await said
         except rpc.ConnectionLost:
-            return  # the next look tells why; what was said is said again
+            return  # the next look tells why; the core repeats the message
         except ray.exceptions.ActorUnavailableError:
-            return  # restarting; what was said is said again
+            return  # restarting; the core repeats the message
         except ray.exceptions.RayActorError as error:
             self._forget_way(node)
             self._handles.pop(node, None)  # dead for good: the next look starts another

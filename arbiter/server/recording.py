@@ -20,7 +20,7 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import Decision
 from arbiter.core.settings import Settings
 from arbiter.core.view import Policies
-from arbiter.errors import ArbiterError, RequestError
+from arbiter.errors import ArbiterError, RequestError, error_fields
 from arbiter.protocol.json_codec import from_json, to_json
 from arbiter.protocol.messages import protocol_hash
 from arbiter.units import Epoch, HolderId, Instant
@@ -31,12 +31,13 @@ FILE_MOST_BYTES = 256 << 20  # about a million events, a day of ten busy replica
 EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(ev.Event)}
 
 
+@error_fields
 class RecordingUnreadable(ArbiterError):
     """The file is not a recording, or of other code."""
 
-    def __init__(self, path: str, line_count: int, why: str) -> None:
-        super().__init__(path, line_count, why)
-        self.path, self.line_count, self.why = path, line_count, why
+    path: str
+    line_count: int
+    why: str
 
     def __str__(self) -> str:
         return f"{self.path}, line {self.line_count}: {self.why}"
@@ -53,7 +54,8 @@ class RecordingHeader:
     learned: Any  # as the core exported it; None: nothing yet
     began: Instant
     floors: Any = None  # as the core is given them; None: none set
-    accounts: Any = None  # as the core exported them; None: nobody has used anything
+    accounts: Any = None  # as the core exported them; None: no client has used anything
+    usage: Any = None  # as the core exported it; None: no model was used
 
     def core(self, policies: Policies) -> Arbiter:
         known = frozenset(self.known_holders)
@@ -64,6 +66,8 @@ class RecordingHeader:
             core.restore_floors(self.floors)
         if self.accounts:
             core.restore_accounts(self.accounts)
+        if self.usage:
+            core.restore_usage(self.usage)
         return core
 
 
@@ -138,7 +142,7 @@ class Recorder:
 
 
 def read(path: Path) -> list[RecordedEpoch]:
-    """Every life in the file, oldest first; a last line cut off by a kill is left out. Raises
+    """Every epoch in the file, oldest first; a last line cut off by a kill is left out. Raises
     RecordingUnreadable."""
     lives: list[tuple[RecordingHeader, list[Recorded]]] = []
     count = 0

@@ -49,14 +49,21 @@ def monotonic() -> Instant:
 class Agents(Protocol):
     """How node agents are reached; a lost message is repeated by the core."""
 
-    def reap(self, node: NodeId, ticket: TicketId) -> None: ...
+    def kill(self, node: NodeId, ticket: TicketId) -> None: ...
     def probe(self, node: NodeId) -> None: ...
 
 
-class Mailbox:
-    """A holder's orders, kept until acknowledged."""
+# A queued ticket brings its holder one estimate of the wait and a held model one revoke at a time,
+# and a holder acknowledges within one round trip. So what exceeds the whole queue by this many was
+# left unread.
+ORDERS_BESIDE_QUEUE_COUNT = 1_000
 
-    def __init__(self) -> None:
+
+class Mailbox:
+    """A holder's orders, kept until acknowledged; at most `most_count`."""
+
+    def __init__(self, most_count: int) -> None:
+        self._most_count = most_count
         self._orders: deque[messages.SequencedCommand] = deque()
         self._sequence = 0
         self._came = asyncio.Event()
@@ -65,6 +72,10 @@ class Mailbox:
         self._sequence += 1
         self._orders.append(messages.SequencedCommand(self._sequence, command))
         self._came.set()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._orders) >= self._most_count
 
     async def after(self, ack: int, wait_s: float) -> tuple[messages.SequencedCommand, ...]:
         while self._orders and self._orders[0].sequence <= ack:
@@ -115,7 +126,7 @@ class Shell:
         crash: Callable[[BaseException], NoReturn] = crash,
     ) -> None:
         self.core, self.epoch, self.log = core, epoch, log
-        self.calls_count = 0  # messages received, for the protocol's own measurements
+        self.calls_count = 0  # messages received, which the benchmarks of the protocol count
         self._agents, self._clock, self._crash = agents, clock, crash
         self._recorder = recorder
         self._waiting: dict[TicketId, asyncio.Future[messages.Granted]] = {}
@@ -167,7 +178,7 @@ class Shell:
             case Revoke():
                 self._revoke(decision)
             case KillEngine(node, ticket):
-                self._agents.reap(node, ticket)
+                self._agents.kill(node, ticket)
             case RequestReading(node):
                 self._agents.probe(node)
             case LoadModel(holder, model):
@@ -234,13 +245,14 @@ class Shell:
         waiter = self._waiting.pop(ticket, None)
         if waiter and not waiter.done():
             waiter.set_exception(error)
-            waiter.exception()  # seen: nobody may be left to await it
+            waiter.exception()  # seen, because its caller may be gone
 
     # -- orders --------------------------------------------------------------------------------
 
     def open_mail(self, holder: HolderId) -> None:
-        """A fresh line of orders; what an earlier joining of this holder had is void."""
-        self._mail[holder] = Mailbox()
+        """Opens an empty mailbox; the commands of an earlier session of this holder are void."""
+        most_count = self.core.settings.queue_total_count + ORDERS_BESIDE_QUEUE_COUNT
+        self._mail[holder] = Mailbox(most_count)
 
     def close_mail(self, holder: HolderId) -> None:
         self._mail.pop(holder, None)
@@ -256,11 +268,16 @@ class Shell:
         return await self._mail[holder].after(ack, LISTEN_S)
 
     def order_all(self, command: messages.Command) -> None:
-        for box in self._mail.values():
-            box.put(command)
+        for holder in self.holders:
+            self._order(holder, command)
 
     def _order(self, holder: HolderId, command: messages.Command) -> None:
-        if box := self._mail.get(holder):
+        """A holder that has left too many unread must rejoin, which tells it everything anew."""
+        box = self._mail.get(holder)
+        if box is not None and box.is_full:
+            logger.warning("%s reads no orders and must rejoin; %r is dropped", holder, command)
+            self.close_mail(holder)
+        elif box is not None:
             box.put(command)
 
     def _revoke(self, revoke: Revoke) -> None:
@@ -319,4 +336,4 @@ class Shell:
 
     @property
     def open_tickets(self) -> int:
-        return len(self.core.snapshot(self._clock()).tickets)
+        return self.core.open_tickets_count

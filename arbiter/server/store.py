@@ -1,5 +1,5 @@
-"""What must outlive the arbiter, in one SQLite file of mode 0600: the epoch counter, who held
-tickets and the configuration, each of one life of a cluster; and learned estimates, of all.
+"""What must outlive the arbiter, in one SQLite file of mode 0600. Of each cluster's life: the epoch
+counter, the holders, the configuration, registrations and usage; of all of them: learned estimates.
 
 The books are not in it: holders and measurement are their truth. Losing the file loses comfort,
 never bytes, so a broken one is moved aside and a new one begun, and where none can be written the
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arbiter.core.types import CapabilitySpec
+from arbiter.protocol.json_codec import from_json, to_json
 from arbiter.protocol.messages import Configuration, Plain, protocol_hash
 from arbiter.units import Epoch, HolderId, NodeId
 
@@ -50,7 +52,7 @@ def default_path() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A holder that is expected back, and the process it is. 0: not said."""
+    """A holder that is expected back, and its process. 0: not known."""
 
     holder: HolderId
     node: NodeId
@@ -60,7 +62,7 @@ class Member:
 
 class Store:
     """One session's view. Every write is durable against a killed process (WAL, synchronous
-    NORMAL: 0.016 ms); one that fails is logged and told to `on_trouble`, once until one works."""
+    NORMAL: 0.016 ms); a failed one is logged and told to `on_trouble`, once until one works."""
 
     def __init__(self, path: Path, session: str) -> None:
         self.path, self._session = path, session
@@ -81,11 +83,12 @@ class Store:
         return Epoch(epoch)
 
     def end_session(self) -> None:
-        """Nobody is expected back. The epoch stays: who missed the end must hear of the next."""
+        """No holder is expected back. The epoch stays, because a holder that missed the end must
+        hear of the next."""
         self._run("DELETE FROM session_members WHERE session = ?", self._session)
         self._run("DELETE FROM session_facts WHERE session = ? AND name != 'epoch'", self._session)
 
-    # -- who is expected back ----------------------------------------------------------------
+    # -- holders that are expected back --------------------------------------------------------
 
     def members(self) -> tuple[Member, ...]:
         mine = "SELECT holder, node, pid, start_ticks FROM session_members WHERE session = ?"
@@ -129,6 +132,19 @@ class Store:
     def save_floors(self, rows: Any) -> None:
         self._save_fact("floors", json.dumps(rows).encode())
 
+    def registered(self) -> tuple[CapabilitySpec, ...]:
+        """Capabilities that `save_registered` was given last in this session; none when they were
+        written by code that described them otherwise."""
+        try:
+            rows = json.loads(self._fact("registered") or b"[]")
+            return tuple(from_json(CapabilitySpec, row) for row in rows)
+        except (TypeError, ValueError, KeyError) as error:
+            self._failed(error)
+            return ()
+
+    def save_registered(self, capabilities: tuple[CapabilitySpec, ...]) -> None:
+        self._save_fact("registered", json.dumps(to_json(capabilities)).encode())
+
     def lease_ends(self) -> dict[str, float]:
         """By ticket, in seconds of the wall clock: a monotonic one ends with its machine."""
         found: dict[str, float] = json.loads(self._fact("lease_ends") or b"{}")
@@ -144,6 +160,13 @@ class Store:
     def save_accounts(self, rows: Any) -> None:
         self._save_fact("accounts", json.dumps(rows).encode())
 
+    def usage(self) -> Any:
+        """How the models of this session were used, as last saved."""
+        return json.loads(self._fact("usage") or b"null")
+
+    def save_usage(self, exported: Any) -> None:
+        self._save_fact("usage", json.dumps(exported).encode())
+
     def configuration(self) -> Configuration | None:
         """None when none was saved, or by other code: a pickle has its fields by place, so one of
         other classes would be read without an error, and wrong."""
@@ -151,7 +174,7 @@ class Store:
         if code != protocol_hash().encode():
             return None
         try:
-            # Our own file, 0600: whoever can write it runs as us already.
+            # Our own file, 0600: a process that can write it runs as us already.
             found: Configuration = pickle.loads(blob)
             return found
         except _STALE:

@@ -261,7 +261,7 @@ class Residency:
         """Say why, and only then let go of the engine: its end alone says less."""
         cause, out_of_memory = why(error, (time.monotonic_ns() - slot.granted_ns) / 1e9)
         self.client().tell(ev.LoadBroke(slot.ticket, cause, out_of_memory))
-        await self.client().quiet(SAY_S)
+        await self.client().flush(SAY_S)
         self._let_go(slot)
         return LoadFailed(slot.model, cause, out_of_memory)
 

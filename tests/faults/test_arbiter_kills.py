@@ -61,11 +61,11 @@ async def test_warm_requests_in_an_outage_neither_fail_nor_wait() -> None:
         epoch, pid = (await d.state())["epoch"], await d.arbiter_pid()
         kill(pid)
         await gone(pid)
-        await eventually(h.away_s.remote)
+        await eventually(h.unreachable_s.remote)
         served_meanwhile = 0
-        while away_s := await h.away_s.remote():
+        while away_s := await h.unreachable_s.remote():
             assert await h.ask.remote("a") == 200
-            served_meanwhile += await h.away_s.remote() > away_s  # of the same outage
+            served_meanwhile += await h.unreachable_s.remote() > away_s  # of the same outage
         assert served_meanwhile
         await d.until(lambda s: s["epoch"] > epoch)
         await d.books_are_true()

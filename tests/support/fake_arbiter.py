@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from arbiter.client.holder import HolderClient
+from arbiter.client.session import Session
 from arbiter.protocol.rpc import RayPeer
 from arbiter.units import Epoch, HolderId
 
@@ -28,9 +29,9 @@ async def never(*_: object) -> None:
     await asyncio.Event().wait()
 
 
-def joined_client(arbiter: FakeArbiter, kind: type[HolderClient] = HolderClient) -> HolderClient:
+def joined_client(arbiter: FakeArbiter, session_type: type[Session] = Session) -> HolderClient:
     """A client in the middle of an epoch, whose own joining is over."""
-    client = kind("chat", HolderId("h"), lambda: (), lambda command: None)
-    client._arbiter, client.epoch = RayPeer(arbiter), Epoch(5)
-    client._joined.set()
+    client = HolderClient("chat", HolderId("h"), lambda: (), lambda command: None, session_type)
+    client.session.arbiter, client.session.epoch = RayPeer(arbiter), Epoch(5)
+    client.session.joined.set()
     return client

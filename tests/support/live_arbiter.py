@@ -102,8 +102,8 @@ class Holder:
     async def calls(self) -> int:
         return self.residency.client().calls_count
 
-    async def away_s(self) -> float:
-        return self.residency.client().away_s
+    async def unreachable_s(self) -> float:
+        return self.residency.client().unreachable_s
 
     async def warm_ns(self, name: str, times: int) -> float:
         """Of one use of a resident model."""

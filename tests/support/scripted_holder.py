@@ -52,7 +52,7 @@ class ScriptedEngine:
 class ScriptedClient:
     """Stands where HolderClient does: notes what is told, and grants at once, or when told to."""
 
-    away_s = 0.0
+    unreachable_s = 0.0
 
     def __init__(self, path: str, grants_at_once: bool = True) -> None:
         self.path, self.grants_at_once = path, grants_at_once
@@ -62,10 +62,10 @@ class ScriptedClient:
         self.runs = RequestLog()
 
     async def joined(self) -> None: ...
-    async def quiet(self, within_s: float) -> None: ...
+    async def flush(self, within_s: float) -> None: ...
     async def close(self) -> None: ...
 
-    async def comes_first(self, event: asyncio.Event) -> bool:
+    async def wait_unless_disconnected(self, event: asyncio.Event) -> bool:
         return await event.wait()
 
     async def acquire(self, requested: ev.Requested) -> messages.Granted:

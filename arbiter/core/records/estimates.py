@@ -119,6 +119,10 @@ class Recent:
         """Returns the median of a model's newest loads; 0 when there was none."""
         return self._middle.get(key, Span(0))
 
+    def spans(self, key: ModelKey) -> tuple[Span, ...]:
+        """Oldest first; empty when there was none."""
+        return self._spans.get(key, ())
+
     def forget(self, key: ModelKey) -> None:
         """Forgets the loads of a model."""
         self._spans.pop(key, None)
@@ -132,6 +136,9 @@ class Estimate:
     device_bytes: Bytes
     host_bytes: Bytes  # asleep; 0: cannot sleep
     source: str  # explicit, learned, computed, corrected
+
+
+ROW_VERSION = 1  # of exported rows; those before had no version, one load and one wake
 
 
 class Estimates:
@@ -270,33 +277,88 @@ class Estimates:
         known = {k for table in tables for k in table}
         for key in [k for k in known if k.name == name]:
             self.forget(key)
+        self._slowest.pop(name, None)
+
+    # -- across restarts -----------------------------------------------------------------------
 
     def export(self) -> list[dict[str, Any]]:
-        """Returns plain rows for the state file; `restore` reads them back."""
-        keys = sorted({*self._peak, *self._loads, *self._wakes}, key=repr)
+        """Returns plain rows for the state file, which `restore` reads back: one for each model under its
+        settings, and one without a model for what holds for a whole capability."""
+        return [*self._model_rows(), *self._capability_rows()]
+
+    def _model_rows(self) -> list[dict[str, Any]]:
+        keys = sorted({*self._peak, *self._corrected, *self._loads, *self._wakes}, key=repr)
         return [
             {
+                "version": ROW_VERSION,
                 "capability": k.capability,
                 "model": k.model,
                 "settings_key": k.settings_key,
                 "peak_bytes": self._peak.get(k, 0),
-                "load_ns": self._loads.of(k),
-                "wake_ns": self._wakes.of(k),
+                "corrected_bytes": self._corrected.get(k, 0),
+                "loads_ns": list(self._loads.spans(k)),
+                "wakes_ns": list(self._wakes.spans(k)),
             }
             for k in keys
         ]
 
+    def _capability_rows(self) -> list[dict[str, Any]]:
+        fits = self._predictor.fits
+        slowest = {capability for capability, _ in self._slowest}
+        return [
+            {
+                "version": ROW_VERSION,
+                "capability": name,
+                "model": "",
+                "settings_key": "",
+                "overhead_bytes": self._overhead.get(name),
+                "turnover_ns": self._turnover.get(name),
+                "slowest_ns": {m: took for (c, m), took in self._slowest.items() if c == name},
+                "fit": fits[name].export() if name in fits else None,
+            }
+            for name in sorted({*self._overhead, *self._turnover, *slowest, *fits})
+        ]
+
     def restore(self, rows: list[dict[str, Any]]) -> None:
-        """Takes back the rows of `export`."""
+        """Takes back the rows of `export`; rows of a version that this code does not know are left
+        out."""
         for row in rows:
-            key = ModelKey(row["capability"], row["model"], row["settings_key"])
-            if row["peak_bytes"]:
-                self._peak[key] = Bytes(row["peak_bytes"])
-            if row["load_ns"]:
-                self._loads.note(key, Span(row["load_ns"]))
-                self._note_slowest(key)
-            if row.get("wake_ns"):  # rows of older versions lack it
-                self._wakes.note(key, Span(row["wake_ns"]))
+            version = row.get("version", 0)
+            if version == 0:
+                self._restore_first(row)
+            elif version == ROW_VERSION and row["model"]:
+                self._restore_model(row)
+            elif version == ROW_VERSION:
+                self._restore_capability(row)
+
+    def _restore_first(self, row: dict[str, Any]) -> None:
+        """A row of the first version: one load and one wake, their medians."""
+        wakes = [row["wake_ns"]] if row.get("wake_ns") else []
+        loads = [row["load_ns"]] if row["load_ns"] else []
+        self._restore_model(row | {"corrected_bytes": 0, "loads_ns": loads, "wakes_ns": wakes})
+
+    def _restore_model(self, row: dict[str, Any]) -> None:
+        key = ModelKey(row["capability"], row["model"], row["settings_key"])
+        if row["peak_bytes"]:
+            self._peak[key] = Bytes(row["peak_bytes"])
+        if row["corrected_bytes"]:
+            self._corrected[key] = Bytes(row["corrected_bytes"])
+        for took_ns in row["loads_ns"]:
+            self._loads.note(key, Span(took_ns))
+            self._note_slowest(key)
+        for took_ns in row["wakes_ns"]:
+            self._wakes.note(key, Span(took_ns))
+
+    def _restore_capability(self, row: dict[str, Any]) -> None:
+        name = row["capability"]
+        if row["overhead_bytes"] is not None:
+            self._overhead[name] = row["overhead_bytes"]
+        if row["turnover_ns"] is not None:
+            self._turnover[name] = Span(row["turnover_ns"])
+        for model, took_ns in row["slowest_ns"].items():
+            self._slowest[ModelName(name, model)] = Span(took_ns)
+        if row["fit"] is not None:
+            self._predictor.fits[name] = Fit(*row["fit"])
 
 
 # -------------------------------------------------------------------------------------------------
@@ -315,8 +377,10 @@ APART_FRACTION = 0.05  # sizes that spread less than this of their mean show no 
 class Fit:
     """Keeps weighted sums of x = GB and y = seconds."""
 
-    def __init__(self) -> None:
-        self.weight = self.x = self.y = self.xx = self.xy = 0.0
+    def __init__(
+        self, weight: float = 0, x: float = 0, y: float = 0, xx: float = 0, xy: float = 0
+    ) -> None:
+        self.weight, self.x, self.y, self.xx, self.xy = weight, x, y, xx, xy
 
     def add(self, x: float, y: float) -> None:
         """Adds one load; every older load loses FADE_FRACTION of its weight."""
@@ -324,6 +388,10 @@ class Fit:
         self.weight = keep * self.weight + 1
         self.x, self.y = keep * self.x + x, keep * self.y + y
         self.xx, self.xy = keep * self.xx + x * x, keep * self.xy + x * y
+
+    def export(self) -> list[float]:
+        """The arguments that make an equal one."""
+        return [self.weight, self.x, self.y, self.xx, self.xy]
 
     def at(self, x: float) -> float:
         """Returns the seconds for `x` GB, never below a tenth of the mean, nor falling with size:
@@ -340,13 +408,13 @@ class Predictor:
     """Predicts the seconds of a first load from other loads of its capability."""
 
     def __init__(self) -> None:
-        self._fits: dict[str, Fit] = {}  # by capability
+        self.fits: dict[str, Fit] = {}  # by capability
 
     def loaded(self, capability: str, size: Bytes, took: Span) -> None:
         """Learns one load of a capability."""
-        self._fits.setdefault(capability, Fit()).add(size / 1e9, took / SECOND)
+        self.fits.setdefault(capability, Fit()).add(size / 1e9, took / SECOND)
 
     def seconds(self, capability: str, size: Bytes) -> Span:
         """Returns the seconds for so many bytes; 0 when no load of the capability was seen."""
-        fit = self._fits.get(capability)
+        fit = self.fits.get(capability)
         return Span(round(fit.at(size / 1e9) * SECOND)) if fit else Span(0)

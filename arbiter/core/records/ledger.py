@@ -191,6 +191,11 @@ class Ledger:
         """Returns the ticket of this id; None when it is not on the books."""
         return self._entries.get(ticket)
 
+    @property
+    def tickets_count(self) -> int:
+        """Tickets on the books, in any state."""
+        return len(self._entries)
+
     def entries(self, *states: State) -> list[Ticket]:
         """Returns all tickets in the order they were opened, or those in the given states."""
         return [e for e in self._entries.values() if not states or e.state in states]

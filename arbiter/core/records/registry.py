@@ -14,36 +14,59 @@ def _near(wanted: str, known: list[str]) -> tuple[str, ...]:
     return tuple((near + [name for name in known if name not in near])[:NAMED_AT_MOST])
 
 
+def _check_same(old: CapabilitySpec, new: CapabilitySpec) -> None:
+    """Raises CapabilityConflict, naming what differs."""
+    fields = ("role", "engine", "models", "downscale_to_zero", "is_external")
+    different = [f for f in fields if getattr(old, f) != getattr(new, f)]
+    if different:
+        raise CapabilityConflict(new.name, ", ".join(different))
+
+
 class Registry:
     """Looks up capabilities and models of the table, and of Python."""
 
     def __init__(self, roles: tuple[str, ...]) -> None:
         self._roles = roles
-        self.specs: dict[str, CapabilitySpec] = {}
+        self.specs: dict[str, CapabilitySpec] = {}  # of the table and of Python
+        self._table: dict[str, CapabilitySpec] = {}
+        self.registered: dict[str, CapabilitySpec] = {}  # from Python
         self.pinning: set[str] = set()  # capabilities with a pinned model
         self._models: dict[str, dict[str, ModelSpec]] = {}
         self.is_set = False  # False: the configuration has not come yet, so nothing is removed
 
     def replace(self, specs: tuple[CapabilitySpec, ...]) -> None:
-        """Replaces the whole table. Raises UnknownRole, having changed nothing."""
+        """Takes the table; what Python registered stays beside it. Raises UnknownRole, or
+        CapabilityConflict where the two differ, having changed nothing."""
         for spec in specs:
             self._check_role(spec)
-        self.specs, self._models, self.pinning = {}, {}, set()
-        for spec in specs:
-            self._put(spec)
+            if spec.name in self.registered:
+                _check_same(self.registered[spec.name], spec)
+        self._table = {spec.name: spec for spec in specs}
+        self._index()
         self.is_set = True
 
     def register(self, spec: CapabilitySpec) -> None:
-        """Adds a capability, or accepts it again unchanged. Raises UnknownRole, or
-        CapabilityConflict, naming what differs."""
+        """From Python; lasts until `unregister`, unless the table has the same capability already:
+        then the table says how long. Raises UnknownRole, or CapabilityConflict, naming what
+        differs."""
         self._check_role(spec)
-        if spec.name not in self.specs:
+        if spec.name in self.specs:
+            return _check_same(self.specs[spec.name], spec)
+        self.registered[spec.name] = spec
+        self._index()
+
+    def unregister(self, capability: str) -> None:
+        """A capability of the table stays in it. Raises UnknownCapability, naming what Python
+        registered."""
+        if capability not in self.registered:
+            raise UnknownCapability(capability, _near(capability, sorted(self.registered)))
+        del self.registered[capability]
+        self._index()
+
+    def _index(self) -> None:
+        self.specs, self._models, self.pinning = {}, {}, set()
+        for spec in (*self._table.values(), *self.registered.values()):
             self._put(spec)
-        old = self.specs[spec.name]
-        fields = ("role", "engine", "models", "downscale_to_zero", "is_external")
-        different = [f for f in fields if getattr(old, f) != getattr(spec, f)]
-        if different:
-            raise CapabilityConflict(spec.name, ", ".join(different))
 
     def _put(self, spec: CapabilitySpec) -> None:
         self.specs[spec.name] = spec

@@ -7,6 +7,7 @@ the rate stayed (an exponentially weighted Poisson rate times the window).
 
 from dataclasses import dataclass, field
 from math import exp
+from typing import Any
 
 from arbiter.core.types import ModelName
 from arbiter.units import SECOND, Instant, Span
@@ -31,6 +32,13 @@ class UsageRates:
     def forget(self, name: ModelName) -> None:
         """Forgets the uses of a model."""
         self._seen.pop(name, None)
+
+    def export(self) -> list[list[Any]]:
+        """Capability, model, uses, and the instant up to which those have faded."""
+        return [[*name, count, at] for name, (count, at) in self._seen.items()]
+
+    def restore(self, rows: list[list[Any]]) -> None:
+        self._seen |= {ModelName(c, m): (count, Instant(at)) for c, m, count, at in rows}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -105,6 +113,20 @@ class HourlyUsage:
     def forget(self, name: ModelName) -> None:
         """Forgets the uses of a model."""
         self._days.pop(name, None)
+
+    def export(self) -> dict[str, Any]:
+        """The hour it began in, and of each model: capability, model, hour, uses in that hour,
+        uses by hour of the day."""
+        days = [[*n, d.hours_count, d.open_count, list(d.counts)] for n, d in self._days.items()]
+        return {"began_hours": self._began, "days": days}
+
+    def restore(self, exported: dict[str, Any]) -> None:
+        self._began = exported["began_hours"]
+        self._known = (self._began, 0.0)
+        for capability, model, hours_count, open_count, counts in exported["days"]:
+            self._days[ModelName(capability, model)] = DailyCounts(
+                hours_count, list(counts), open_count
+            )
 
     def _days_known(self, hour: int) -> float:
         """Returns on how many days the hours ahead were there to be seen, on average, fading like

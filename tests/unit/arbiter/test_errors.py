@@ -42,6 +42,7 @@ ERRORS = [
     errors.ArbiterClosing(),
     errors.ArbiterUnavailable(3.0),
     errors.TicketClosed(TicketId("t")),
+    errors.TicketNotGranted(TicketId("t"), NodeId("n")),
     errors.StaleEpoch(Epoch(1), Epoch(2)),
 ]
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from ray.exceptions import ActorDiedError
 
-from arbiter.client import gang_request
+from arbiter.client import agent_client, gang_request, session
 from arbiter.client import holder as module
 from arbiter.client.gang_request import Gang
 from arbiter.client.holder import HolderClient
+from arbiter.client.session import Session
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.errors import ArbiterUnavailable, StaleEpoch, TicketClosed
@@ -22,10 +23,10 @@ from tests.support.fake_arbiter import FakeArbiter, joined_client, never
 ASKED = ev.Requested(TicketId("t"), HolderId("h"), "chat", "m", types.Need(Bytes(1)))
 
 
-class PassiveClient(HolderClient):
+class PassiveSession(Session):
     """Never joins again."""
 
-    async def _life(self) -> None:
+    async def _live(self) -> None:
         await asyncio.Event().wait()
 
 
@@ -39,7 +40,7 @@ async def test_request_behind_unsent_messages_fails_when_the_arbiter_stays_unrea
 ) -> None:
     monkeypatch.setattr(module, "UNREACHABLE_S", 0.2)
     monkeypatch.setattr(HolderClient.joined, "__defaults__", (0.2,))
-    client = joined_client(FakeArbiter(tell=died), PassiveClient)
+    client = joined_client(FakeArbiter(tell=died), PassiveSession)
     client.tell(ev.Slept(TicketId("x")))
     async with asyncio.timeout(5):
         with pytest.raises(ArbiterUnavailable):
@@ -47,25 +48,52 @@ async def test_request_behind_unsent_messages_fails_when_the_arbiter_stays_unrea
     await client.close()
 
 
+@pytest.mark.spec("A18")
+async def test_full_outbox_is_emptied_and_its_holder_rejoins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session, "OUTBOX_MOST_COUNT", 3)
+    heard: list[ev.Event] = []
+
+    async def tell(epoch: object, holder: object, event: ev.Event) -> None:
+        heard.append(event)
+
+    client = joined_client(FakeArbiter(tell=tell), PassiveSession)
+    for number in range(5):
+        client.tell(ev.Slept(TicketId(str(number))))
+    assert len(client.session._outbox) <= 3
+    async with asyncio.timeout(5):
+        await client.session.lost.wait()  # that epoch is over, and the next join says everything
+    assert client.epoch is None and not heard
+    client.session._clear_outbox()
+    client.session.arbiter, client.session.epoch = RayPeer(FakeArbiter(tell=tell)), Epoch(6)
+    client.session.joined.set()
+    client.tell(ev.Slept(TicketId("new")))
+    await client.flush(5)
+    assert heard == [ev.Slept(TicketId("new"))]
+    client.session.epoch = None
+    await client.close()
+
+
 async def test_connection_ended_by_a_bug_is_raised_by_check() -> None:
-    class Broken(PassiveClient):
+    class Broken(PassiveSession):
         async def _renew(self) -> None:
             raise KeyError("a bug")
 
     client = joined_client(FakeArbiter(), Broken)
     client.check()
     with contextlib.suppress(KeyError):
-        await client._tasks[1]
+        await client.session._tasks[1]
     await asyncio.sleep(0)
     with pytest.raises(KeyError, match="a bug"):
         client.check()
-    client.epoch = None
+    client.session.epoch = None
     await client.close()
 
 
 async def test_closing_a_client_is_no_failure() -> None:
-    client = joined_client(FakeArbiter(), PassiveClient)
-    client.epoch = None
+    client = joined_client(FakeArbiter(), PassiveSession)
+    client.session.epoch = None
     await client.close()
     client.check()
 
@@ -77,13 +105,13 @@ async def test_a_growth_whose_caller_has_gone_is_withdrawn() -> None:
     async def tell(epoch: object, holder: object, event: ev.Event) -> None:
         heard.put_nowait(event)
 
-    client = joined_client(FakeArbiter(tell=tell), PassiveClient)
+    client = joined_client(FakeArbiter(tell=tell), PassiveSession)
     growing = asyncio.ensure_future(client.grow(TicketId("t"), Bytes(5), Span(7)))
     await asyncio.sleep(0)
     growing.cancel()
     async with asyncio.timeout(5):
         assert await heard.get() == ev.GrowthAsked(TicketId("t"), Bytes(0), Span(7))
-    client.epoch = None
+    client.session.epoch = None
     await client.close()
 
 
@@ -100,27 +128,27 @@ async def test_a_gang_that_was_answered_in_part_is_asked_for_again_as_a_whole() 
             raise ActorDiedError()
         return messages.Granted(requested.ticket, (), Span(0), Span(0), epoch)
 
-    client = joined_client(FakeArbiter(acquire=acquire), PassiveClient)
+    client = joined_client(FakeArbiter(acquire=acquire), PassiveSession)
     both = replace(ASKED, ticket=TicketId("a")), replace(ASKED, ticket=TicketId("b"))
     whole = Gang(tuple(asked.ticket for asked in both))
     gang = asyncio.gather(*(gang_request.acquire(client, asked, whole) for asked in both))
     async with asyncio.timeout(5):
         await came.wait()
-        arbiter = client._arbiter
+        arbiter = client.session.arbiter
         over.set()
-        await client._lost.wait()
-        client._arbiter, client.epoch = arbiter, Epoch(6)
-        client._lost.clear()
-        client._joined.set()
+        await client.session.lost.wait()
+        client.session.arbiter, client.session.epoch = arbiter, Epoch(6)
+        client.session.lost.clear()
+        client.session.joined.set()
         assert [g.epoch for g in await gang] == [6, 6]
     assert asked.count((Epoch(6), "a")) == 1
-    client.epoch = None
+    client.session.epoch = None
     await client.close()
 
 
 async def test_cancelled_listening_leaves_no_pending_call() -> None:
-    client = joined_client(FakeArbiter(), PassiveClient)
-    listening = asyncio.ensure_future(client._listen())
+    client = joined_client(FakeArbiter(), PassiveSession)
+    listening = asyncio.ensure_future(client.session._listen())
     await asyncio.sleep(0)
     hears = [t for t in asyncio.all_tasks() if "_hear" in str(t.get_coro())]
     await asyncio.sleep(0)
@@ -139,14 +167,14 @@ def given(requested: ev.Requested, epoch: int) -> messages.Granted:
 
 async def let_go(client: HolderClient) -> None:
     """Without the last words that nobody here would hear."""
-    client.epoch = None
+    client.session.epoch = None
     await client.close()
 
 
 def rejoin(client: HolderClient, arbiter: FakeArbiter, epoch: int = 6) -> None:
-    client._arbiter, client.epoch = RayPeer(arbiter), Epoch(epoch)
-    client._lost.clear()
-    client._joined.set()
+    client.session.arbiter, client.session.epoch = RayPeer(arbiter), Epoch(epoch)
+    client.session.lost.clear()
+    client.session.joined.set()
 
 
 @pytest.mark.spec("A18")
@@ -155,10 +183,10 @@ async def test_grant_of_an_ended_epoch_is_requested_again() -> None:
 
     async def acquire(epoch: Epoch, requested: ev.Requested) -> messages.Granted:
         asked.append(epoch)
-        client.epoch = Epoch(6)  # it died as it answered, and the next is joined already
+        client.session.epoch = Epoch(6)  # it died as it answered, and the next is joined already
         return given(requested, epoch)
 
-    client = joined_client(FakeArbiter(acquire=acquire), PassiveClient)
+    client = joined_client(FakeArbiter(acquire=acquire), PassiveSession)
     async with asyncio.timeout(5):
         assert (await client.acquire(ASKED)).epoch == 6
     assert asked == [5, 6]
@@ -171,10 +199,10 @@ async def test_deadline_runs_from_the_first_request_in_whichever_epoch() -> None
 
     async def acquire(epoch: Epoch, requested: ev.Requested) -> messages.Granted:
         heard.append(requested.deadline)
-        client.epoch = Epoch(6)
+        client.session.epoch = Epoch(6)
         return given(requested, epoch)
 
-    client = joined_client(FakeArbiter(acquire=acquire), PassiveClient)
+    client = joined_client(FakeArbiter(acquire=acquire), PassiveSession)
     async with asyncio.timeout(5):
         await client.acquire(replace(ASKED, deadline=seconds(10)))
     first, second = heard
@@ -195,7 +223,7 @@ async def test_cancelled_request_is_withdrawn() -> None:
     async def tell(epoch: object, holder: object, event: ev.Event) -> None:
         heard.put_nowait(event)
 
-    client = joined_client(FakeArbiter(acquire=acquire, tell=tell), PassiveClient)
+    client = joined_client(FakeArbiter(acquire=acquire, tell=tell), PassiveSession)
     asking = asyncio.ensure_future(client.acquire(ASKED))
     async with asyncio.timeout(5):
         await waits.wait()
@@ -209,7 +237,7 @@ async def test_holder_counted_as_dead_gets_ticket_closed() -> None:
     async def acquire(epoch: Epoch, requested: ev.Requested) -> messages.Granted:
         raise StaleEpoch(epoch, epoch)  # this life knows the epoch, and nobody of that name
 
-    client = joined_client(FakeArbiter(acquire=acquire), PassiveClient)
+    client = joined_client(FakeArbiter(acquire=acquire), PassiveSession)
     async with asyncio.timeout(5):
         with pytest.raises(TicketClosed):
             await client.acquire(ASKED)
@@ -230,7 +258,7 @@ async def test_request_is_sent_after_all_earlier_messages_are_received() -> None
         order.append("asked")
         return given(requested, epoch)
 
-    client = joined_client(FakeArbiter(tell=tell, acquire=acquire), PassiveClient)
+    client = joined_client(FakeArbiter(tell=tell, acquire=acquire), PassiveSession)
     client.tell(ev.Slept(TicketId("t")))
     asking = asyncio.ensure_future(client.acquire(ASKED))
     for _ in range(10):
@@ -255,7 +283,7 @@ async def test_growth_request_is_sent_after_all_earlier_messages_are_received() 
         order.append("grew")
         return messages.Granted(asked.ticket, (), Span(0), Span(0), epoch)
 
-    client = joined_client(FakeArbiter(tell=tell, grow=grow), PassiveClient)
+    client = joined_client(FakeArbiter(tell=tell, grow=grow), PassiveSession)
     client.tell(ev.GaveBack(TicketId("t"), ()))
     growing = asyncio.ensure_future(client.grow(TicketId("t"), Bytes(5), Span(7)))
     for _ in range(10):
@@ -278,15 +306,15 @@ async def test_failure_of_an_old_epoch_does_not_end_the_new_one() -> None:
             raise ActorDiedError()
 
     arbiter = FakeArbiter(tell=tell)
-    client = joined_client(arbiter, PassiveClient)
+    client = joined_client(arbiter, PassiveSession)
     client.tell(ev.Slept(TicketId("t")))
     async with asyncio.timeout(5):
         await heard.wait()
-        client._leave()
+        client.session._leave()
         rejoin(client, arbiter)
         fails.set()
-        await client.quiet(5)
-    assert client.epoch == 6 and not client._outbox  # and the new one has heard it
+        await client.flush(5)
+    assert client.epoch == 6 and not client.session._outbox  # and the new one has heard it
     await let_go(client)
 
 
@@ -304,10 +332,10 @@ async def test_received_command_is_acknowledged_with_the_next_listen() -> None:
         return tuple(orders[:2]) if ack == 0 else tuple(orders[ack:])
 
     taken: list[messages.Command] = []
-    client = joined_client(FakeArbiter(listen=listen), PassiveClient)
-    client._obey = taken.append
+    client = joined_client(FakeArbiter(listen=listen), PassiveSession)
+    client.session._on_command = taken.append
     with pytest.raises(StaleEpoch):
-        await client._listen()
+        await client.session._listen()
     assert acks == [0, 2, 3] and taken == [order.command for order in orders]
     await let_go(client)
 
@@ -322,8 +350,8 @@ async def test_a_rejoin_names_all_that_is_held_and_repeats_no_message(
     async def hello() -> dict[str, object]:
         return {"identity": messages.identity(), "holders": 0}
 
-    async def join(before: Epoch | None, account: ev.Joined, *_: object) -> messages.JoinReply:
-        joined.append(account)
+    async def join(before: Epoch | None, introduction: ev.Joined, *_: object) -> messages.JoinReply:
+        joined.append(introduction)
         return messages.JoinReply(Epoch(6), "v", {"capabilities": {}})
 
     async def tell(epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
@@ -331,16 +359,16 @@ async def test_a_rejoin_names_all_that_is_held_and_repeats_no_message(
 
     monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
     monkeypatch.setattr(ray_internals, "own_handle", lambda: None)
-    monkeypatch.setattr(module, "find_actor", lambda name: None)
-    client = joined_client(FakeArbiter(), PassiveClient)
-    client._leave()
-    client.tell(ev.Slept(TicketId("t")))  # said by the account that follows
+    monkeypatch.setattr(agent_client, "find_actor", lambda name: None)
+    client = joined_client(FakeArbiter(), PassiveSession)
+    client.session._leave()
+    client.tell(ev.Slept(TicketId("t")))  # said by the introduction that follows
     held = ev.HeldTicket(TicketId("t"), "m", types.Phase.ASLEEP, 0, Span(0), (), ASKED.need, "")
-    client._account = lambda: (held,)
-    client._handle = FakeArbiter(hello=hello, join=join, tell=tell, keepalive=never)
-    await client._join()
+    client.session._held_tickets = lambda: (held,)
+    client.session._handle = FakeArbiter(hello=hello, join=join, tell=tell, keepalive=never)
+    await client.session._join()
     client.tell(ev.Withdrawn(TicketId("u")))
-    await client.quiet(5)
-    assert client.epoch == 6 and [account.tickets for account in joined] == [(held,)]
+    await client.flush(5)
+    assert client.epoch == 6 and [said.tickets for said in joined] == [(held,)]
     assert told == [ev.Withdrawn(TicketId("u"))]
     await let_go(client)

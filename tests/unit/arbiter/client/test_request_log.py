@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
+from ray.exceptions import RayError
 
-from arbiter.client import holder as module
-from arbiter.client.holder import HolderClient
+from arbiter.client import session as module
 from arbiter.client.request_log import RequestLog
 from arbiter.core import events as ev
 from arbiter.core import types
@@ -58,24 +58,24 @@ async def test_runs_go_with_the_heartbeat_and_again_when_it_was_lost(
     async def renew(epoch: Epoch, renewed: ev.Renewed) -> Epoch:
         heard.append(renewed)
         if len(heard) == 1:
-            raise module.RayError("lost on its way")
+            raise RayError("lost on its way")
         twice.set()
-        client._tasks[1].cancel()
+        client.session._tasks[1].cancel()
         return epoch
 
-    class StayingClient(HolderClient):
-        async def _life(self) -> None:
+    class StayingSession(module.Session):
+        async def _live(self) -> None:
             await asyncio.Event().wait()
 
-        def _lose(self, epoch: Epoch) -> None:
+        def lose(self, epoch: Epoch) -> None:
             """Stays in the epoch."""
 
-    client = joined_client(FakeArbiter(renew=renew), StayingClient)
+    client = joined_client(FakeArbiter(renew=renew), StayingSession)
     noted(client.runs, "r")
     async with asyncio.timeout(5):
         await twice.wait()
     assert [[run.request for run in each.runs] for each in heard] == [["r"], ["r"]]
-    client.epoch = None
+    client.session.epoch = None
     await client.close()
 
 

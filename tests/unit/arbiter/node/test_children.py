@@ -128,7 +128,7 @@ def test_note_of_a_dead_process_forbids_a_new_start_of_its_ticket(tmp_path: Path
         Children(tmp_path).open(T, pid, GRANTED)
     again = Children(tmp_path)
     assert again.recover(ignore) == (T,)
-    assert again.is_buried(T) and not list(tmp_path.glob("*.child"))
+    assert again.may_not_start(T) and not list(tmp_path.glob("*.child"))
 
 
 @pytest.mark.spec("A18", "A19")
@@ -211,13 +211,13 @@ def test_process_tree_is_final_once_a_scan_after_its_kill_finds_nothing_new(tmp_
         before = find_processes()
         opened.kill(child)  # knows of the root alone
         opened.note(*before)
-        assert not child.is_whole  # that look began before the kill
+        assert not child.tree_is_final  # that look began before the kill
         opened.refresh()
-        assert not child.is_whole  # it found the helper
+        assert not child.tree_is_final  # it found the helper
         assert len(set(child.members) - {pid}) == 1
         opened.kill(child)
         opened.refresh()
-        assert child.is_whole
+        assert child.tree_is_final
         while child.members:
             opened.see_dead(child)
 

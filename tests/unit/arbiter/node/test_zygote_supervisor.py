@@ -14,8 +14,8 @@ from ray.exceptions import RayError
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.errors import TicketClosed
-from arbiter.node import reports, zygote_client
+from arbiter.errors import TicketClosed, TicketNotGranted
+from arbiter.node import procfs, reports, zygote_client
 from arbiter.node import zygote_supervisor as module
 from arbiter.node.agent import NodeAgent
 from arbiter.node.device_probe import Readings, Tree
@@ -45,6 +45,13 @@ def no_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports.ray, "get_actor", nobody)
 
 
+@pytest.fixture(autouse=True)
+def granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def confirm(*_: object) -> None: ...
+
+    monkeypatch.setattr(reports.Reports, "confirm", confirm)
+
+
 def agent(folder: Path, module_name: str) -> NodeAgent:
     settings = AgentSettings(module_name, folder=str(folder / "n"))
     return NodeAgent(NodeId("n"), settings, str(folder))
@@ -68,7 +75,7 @@ async def test_kill_ends_a_spawn_that_waits_for_a_zygote(
     spawning = asyncio.ensure_future(running.spawn(T, SPEC))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    await running.reap(T)
+    await running.kill(T)
     async with asyncio.timeout(5):
         with pytest.raises(TicketClosed):
             await spawning
@@ -85,13 +92,16 @@ async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_l
         await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))
         reading = ev.EngineReading(T, ())
         assert running._judged(reading).exact
-        dead = running._keeper.known
+        dead = running._engines.supervisor.known
         assert dead is not None
         os.kill(dead[0], 9)
-        await eventually(lambda: not running._keeper.is_alive())
+        await eventually(lambda: not running._engines.supervisor.is_alive())
         assert not running._judged(reading).exact
         await eventually(
-            lambda: running._keeper.known not in (dead, None) and running._keeper.is_up
+            lambda: (
+                running._engines.supervisor.known not in (dead, None)
+                and running._engines.supervisor.is_up
+            )
         )
         assert not running._judged(reading).exact
         await running.close()
@@ -118,7 +128,7 @@ async def test_end_of_an_engine_is_reported_during_a_slow_reading(
     monkeypatch.setattr(running._probe, "read", read)
     async with asyncio.timeout(WITHIN_S / 2):
         await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))
-        await running.reap(T)
+        await running.kill(T)
         assert await said.get() == ev.EngineGone(NodeId("n"), T, bytes_back=True)
     is_over.set()
     await running.close()
@@ -126,13 +136,13 @@ async def test_end_of_an_engine_is_reported_during_a_slow_reading(
 
 async def test_temporary_folder_of_an_engine_is_removed_with_it(folder: Path) -> None:
     running = agent(folder, "deployments.engines.zygote")
-    scratch = running._children.scratch(T)
+    scratch = running._engines.children.scratch(T)
     spec_that_litters = SpawnSpec(FAKE, {"served_name": "m", "engine_args": {"litter": True}})
     async with asyncio.timeout(WITHIN_S):
         await running.spawn(T, spec_that_litters)
         await eventually(lambda: scratch.exists() and [p.name for p in scratch.iterdir()])
         assert scratch.stat().st_mode & 0o077 == 0
-        await running.reap(T)
+        await running.kill(T)
         await eventually(lambda: not scratch.exists())
         await running.close()
 
@@ -149,10 +159,31 @@ async def test_respawn_replaces_the_process_of_a_ticket_without_a_report(
         assert await asyncio.gather(*both) == [path, path]
     [after] = (await running.engines())[T]
     assert after != before and not running._reports.gone and Path(path).exists()
-    await running.reap(T)
+    await running.kill(T)
     with pytest.raises(TicketClosed):
         await running.respawn(T, SPEC)
     await running.close()
+
+
+@pytest.mark.spec("A3", "A14")
+async def test_respawn_without_a_grant_leaves_the_process_alive(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = agent(folder, "deployments.engines.zygote")
+    async with asyncio.timeout(WITHIN_S):
+        await running.spawn(T, SpawnSpec(FAKE, {"served_name": "m", "engine_args": {}}))
+        before = await running.engines()
+
+        async def refuse(_: object, ticket: TicketId) -> None:
+            raise TicketNotGranted(ticket, NodeId("n"))
+
+        monkeypatch.setattr(reports.Reports, "confirm", refuse)
+        with pytest.raises(TicketNotGranted):
+            await running.respawn(T, SPEC)
+        assert await running.engines() == before
+        found = procfs.process(before[T][0])
+        assert found is not None and found.alive
+        await running.close()
 
 
 @pytest.mark.spec("B5")

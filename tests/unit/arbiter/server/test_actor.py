@@ -66,7 +66,7 @@ async def test_ended_session_leaves_no_pending_keepalive(running: Running) -> No
         assert not second.done() and actor._shell.has_mail(H)
         await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
         await ended(second)
-        assert not actor._ends
+        assert not actor._session_ends
 
 
 @pytest.mark.spec("C12")
@@ -132,7 +132,7 @@ async def test_arbiter_that_is_being_killed_does_not_count_its_holders_as_lost(
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         joined = ev.Joined(H, NodeId("n"), "c", ())
         await actor.join(None, joined, "1", [], [broken])
-        [watch] = [t for t in asyncio.all_tasks() if "_watch" in repr(t)]
+        [watch] = [t for t in asyncio.all_tasks() if "_watch_holder" in repr(t)]
         broken.set_exception(RayActorError())
         async with asyncio.timeout(5):
             await watch

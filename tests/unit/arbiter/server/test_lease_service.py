@@ -63,7 +63,7 @@ class LeaseServiceHarness:
         readings = tuple(ev.DeviceReading(d, gib(80), gib(0)) for d in (CPU, HOST))
         self.shell.feed(ev.Measured(NODE, readings, ()))
 
-    def reap(self, node: NodeId, ticket: TicketId) -> None: ...
+    def kill(self, node: NodeId, ticket: TicketId) -> None: ...
     def probe(self, node: NodeId) -> None: ...
 
     async def adopt(self, node: NodeId, ticket: TicketId, pid: int, granted: Any) -> None:
@@ -89,7 +89,7 @@ class LeaseServiceHarness:
     async def call(self, size: float = 30, **more: Any) -> messages.LeaseState:
         asked = messages.LeaseCall("job", gib(size), TERMS, "job", **more)
         async with asyncio.timeout(10):
-            return await self.service.hear(asked)
+            return await self.service.update(asked)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ async def test_a_lease_named_like_an_engines_ticket_touches_no_engine(
     assert harness.shell.core.state_of(engine) == "resident"
     bad = messages.LeaseCall("t:job", gib(1), TERMS, "job")
     with pytest.raises(LeaseRefused, match="`id`"):
-        await harness.service.hear(bad)
+        await harness.service.update(bad)
 
 
 async def test_another_tenants_lease_is_not_found_and_goes_on(harness: LeaseServiceHarness) -> None:

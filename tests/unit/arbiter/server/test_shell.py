@@ -8,11 +8,14 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import SetTimer
+from arbiter.core.settings import DEFAULTS
 from arbiter.errors import CapabilityConflict, LedgerBroken
 from arbiter.protocol import messages
+from arbiter.server import shell as module
 from arbiter.server.event_log import EventLog
 from arbiter.server.shell import Mailbox, Shell
-from arbiter.units import Epoch, Instant, NodeId, TicketId, seconds
+from arbiter.units import Epoch, HolderId, Instant, NodeId, TicketId, seconds
+from policies import bundle
 
 
 class Ended(BaseException):
@@ -34,12 +37,15 @@ class Failing:
 
 
 class NoAgents:
-    def reap(self, node: NodeId, ticket: TicketId) -> None: ...
+    def kill(self, node: NodeId, ticket: TicketId) -> None: ...
     def probe(self, node: NodeId) -> None: ...
 
 
 def shell(error: BaseException) -> Shell:
-    core = cast(Arbiter, Failing(error))
+    return shell_of(cast(Arbiter, Failing(error)))
+
+
+def shell_of(core: Arbiter) -> Shell:
     return Shell(core, Epoch(1), NoAgents(), EventLog(Epoch(1)), crash=end)
 
 
@@ -58,13 +64,33 @@ def test_refusal_is_raised_to_its_caller() -> None:
 
 @pytest.mark.spec("A3")
 async def test_commands_are_repeated_until_they_are_acknowledged() -> None:
-    box = Mailbox()
+    box = Mailbox(10)
     for model in "abc":
         box.put(messages.ReloadOrder(model))
     assert [order.sequence for order in await box.after(0, 0)] == [1, 2, 3]
     assert [order.sequence for order in await box.after(1, 0)] == [2, 3]
     assert [order.sequence for order in await box.after(1, 0)] == [2, 3]
     assert await box.after(3, 0) == ()
+
+
+@pytest.mark.spec("A18")
+async def test_holder_that_reads_no_commands_must_rejoin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "ORDERS_BESIDE_QUEUE_COUNT", 3 - DEFAULTS.queue_total_count)
+    core = Arbiter(DEFAULTS, bundle(DEFAULTS), Epoch(1), frozenset(), Instant(0))
+    made, reads, silent = shell_of(core), HolderId("reads"), HolderId("silent")
+    for holder in (reads, silent):
+        made.open_mail(holder)
+    ack = 0
+    for number in range(4):
+        made.order_all(messages.ReloadOrder(str(number)))
+        [order] = await made.listen(reads, ack)
+        ack = order.sequence
+    assert made.has_mail(reads) and not made.has_mail(silent)
+    made.open_mail(silent)  # it has joined again
+    made.order_all(messages.ReloadOrder("new"))
+    assert [o.sequence for o in await made.listen(silent, 0)] == [1]
 
 
 @pytest.mark.spec("A3")

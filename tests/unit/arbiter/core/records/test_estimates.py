@@ -122,7 +122,8 @@ def test_exported_estimates_restore_the_expected_times() -> None:
     later.restore(known.export())
     assert (later.load_time(KEY), later.wake_time(KEY)) == (seconds(2), seconds(0.2))
     later.forget_model(ModelName("text", "a"))
-    assert (later.load_time(KEY), later.wake_time(KEY)) == (0, 0) and later.export() == []
+    assert (later.load_time(KEY), later.wake_time(KEY)) == (0, 0)
+    assert [row for row in later.export() if row["model"]] == []
 
 
 @pytest.mark.spec("A17", "A17")
@@ -133,16 +134,18 @@ def test_learned_values_survive_as_plain_rows() -> None:
     estimates.woke(KEY, seconds(1))
     again = Estimates(DEFAULTS)
     again.restore(estimates.export())
-    assert again.export() == estimates.export() == [
-        {"capability": "text", "model": "a", "settings_key": "settings", "peak_bytes": 1000,
-         "load_ns": seconds(3), "wake_ns": seconds(1)}
-    ]  # fmt: skip
+    assert again.export() == estimates.export()
+    assert again.export()[0] == {
+        "version": 1, "capability": "text", "model": "a", "settings_key": "settings",
+        "peak_bytes": 1000, "corrected_bytes": 0, "loads_ns": [seconds(3)],
+        "wakes_ns": [seconds(1)],
+    }  # fmt: skip
     assert again.size(KEY, Need(Bytes(10)), False).device_bytes == 1050
     again.did_not_sleep(KEY)
     assert not again.can_sleep(KEY)
     again.forget(KEY)
     assert again.can_sleep(KEY)
-    assert again.export() == []
+    assert [row["model"] for row in again.export()] == [""]  # what holds for the capability
 
 
 @pytest.mark.spec("A17", "A17")

@@ -1,0 +1,59 @@
+"""A holder's calls to the node agent beside it, which spawns engines."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+from ray.exceptions import RayError
+
+from arbiter.client.admin import find_actor
+from arbiter.protocol import messages, ray_internals, rpc
+from arbiter.units import TicketId
+
+AGAIN_S = 0.05  # between tries while the agent restarts
+PREPARE_S = 10.0  # an agent answers at once, or restarts
+
+
+class AgentClient:
+    """The connection is made when it is first needed, and again after it broke."""
+
+    def __init__(self) -> None:
+        self._agent: rpc.Peer | None = None
+        self._finding = asyncio.Lock()
+        self._preparing: asyncio.Future[None] | None = None
+
+    async def call(self, method: str, ticket: TicketId, spec: messages.SpawnSpec) -> Any:
+        """Waits for an agent that restarts; bound it."""
+        while True:
+            try:
+                agent = await self._find()
+                return await agent.call(method, ticket, spec)
+            except (rpc.ConnectionLost, LookupError, RayError):
+                self._agent = None
+            await asyncio.sleep(AGAIN_S)
+
+    def prepare(self) -> None:
+        """Looks for the agent before the first grant, which then need not wait for it."""
+        self._preparing = asyncio.ensure_future(self._prepare())
+
+    async def _prepare(self) -> None:
+        with contextlib.suppress(LookupError, RayError, TimeoutError):
+            async with asyncio.timeout(PREPARE_S):
+                await self._find()
+
+    async def _find(self) -> rpc.Peer:
+        """Of this node. Raises LookupError when there is none yet, RayError while it restarts."""
+        async with self._finding:
+            if self._agent is None:
+                node = ray_internals.own_node()
+                handle = await asyncio.to_thread(find_actor, messages.agent_name(node))
+                if handle is None:
+                    raise LookupError("no agent")
+                self._agent = await rpc.connect_to_socket(handle, await handle.door.remote(), node)
+            return self._agent
+
+    def close(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+        if self._agent is not None:
+            self._agent.close()

@@ -1,0 +1,281 @@
+"""A holder's connection to the arbiter, one epoch after the other.
+
+A session joins with everything its holder has, listens for commands, renews, and sends the outbox
+in order. When the epoch ends, or the connection to it, it joins the next one by itself.
+"""
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+
+from arbiter.client.admin import find_arbiter
+from arbiter.client.request_log import RequestLog
+from arbiter.core import events as ev
+from arbiter.errors import RequestError, StaleEpoch
+from arbiter.node import procfs
+from arbiter.protocol import messages, ray_internals, rpc
+from arbiter.units import Epoch, HolderId
+
+logger = logging.getLogger("arbiter.client")
+
+RENEW_S = 1.0  # A5
+REJOIN_FIRST_S, REJOIN_MOST_S = 0.05, 1.0  # between tries; the first finds a restart at once
+ANSWER_S = 10.0  # for calls that the arbiter answers without waiting for anything
+# A holder has a few events for each model that it loads or gives back, and sending one takes
+# 0.2 ms, so thousands wait only while there is no arbiter. They are 200 B each.
+OUTBOX_MOST_COUNT = 10_000
+
+
+class Session:
+    """One per holder, on its event loop. `held_tickets` tells what is held, in full, at any moment;
+    `on_command` performs a command and must not wait; `on_joined` is called in each new epoch."""
+
+    def __init__(
+        self,
+        capability: str,
+        holder: HolderId,
+        held_tickets: Callable[[], tuple[ev.HeldTicket, ...]],
+        on_command: Callable[[messages.Command], None],
+        on_joined: Callable[[], None],
+    ) -> None:
+        self.capability, self.holder = capability, holder
+        self.table: messages.Plain = {}  # the configuration, once joined
+        self.epoch: Epoch | None = None  # None: not joined
+        self.arbiter: rpc.Peer | None = None
+        self.joined = asyncio.Event()
+        self.lost = asyncio.Event()
+        self.outbox_empty = asyncio.Event()
+        self.outbox_empty.set()
+        self.runs = RequestLog()
+        self._held_tickets, self._on_command, self._on_joined = held_tickets, on_command, on_joined
+        self._handle: Any = None  # of the arbiter's actor
+        self._keepalive: Any = None  # our pending call; the arbiter watches that we own it
+        self._outbox: deque[ev.Event] = deque()
+        self._outbox_ready = asyncio.Event()  # something is in it
+        self._must_rejoin = False  # the outbox overflowed; what a join tells says the rest
+        self._unreachable_since = time.monotonic()
+        self._failed: BaseException | None = None  # a bug ended one of the tasks below
+        self._tasks = [asyncio.ensure_future(t()) for t in (self._live, self._renew, self._send)]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """These end only by being cancelled; anything else is a bug, and must be seen."""
+        if not task.cancelled() and (error := task.exception()):
+            self._failed = self._failed or error
+            logger.critical("%s lost its session to a bug: %r", self.holder, error, exc_info=error)
+
+    def check(self) -> None:
+        """Raises what ended this session: without it no heartbeat goes out and no command comes
+        in, so its holder must be replaced."""
+        if self._failed is not None:
+            raise self._failed
+
+    @property
+    def unreachable_s(self) -> float:
+        """How long the arbiter has not been reached; 0 when joined."""
+        return 0.0 if self.epoch is not None else time.monotonic() - self._unreachable_since
+
+    @property
+    def has_failed(self) -> bool:
+        """At least one try of joining has found no arbiter."""
+        return self._handle is None and self.unreachable_s > REJOIN_MOST_S
+
+    async def wait_unless_lost(self, event: asyncio.Event) -> bool:
+        """Waits for the event. False: the epoch ended before."""
+        if event.is_set():
+            return True
+        waits = [asyncio.ensure_future(e.wait()) for e in (event, self.lost)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return event.is_set()
+
+    def lose(self, epoch: Epoch) -> None:
+        """A call failed: that epoch is over, or this holder is not in it."""
+        if self.epoch == epoch:
+            self._leave()
+
+    async def close(self) -> None:
+        """Ends the connection; the arbiter sees its pending call end."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.arbiter is not None:
+            self.arbiter.close()
+        self._keepalive = None
+
+    # -- joining ---------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        pause_s = REJOIN_FIRST_S
+        while True:
+            try:
+                await self._join()
+                pause_s = REJOIN_FIRST_S
+                await self._listen()
+            except messages.VersionMismatch as error:
+                logger.error("%s", error)
+            except StaleEpoch as stale:
+                logger.info("%s rejoins: %s", self.holder, stale)
+            except (rpc.RemoteError, RayTaskError) as error:
+                logger.error("the arbiter failed on %s: %r", self.holder, error)
+            except (RayError, rpc.ConnectionLost, TimeoutError, LookupError):
+                self._handle = None
+            self._leave()
+            await asyncio.sleep(pause_s)
+            pause_s = min(REJOIN_MOST_S, 2 * pause_s)
+
+    async def _join(self) -> None:
+        """Raises LookupError when there is no arbiter."""
+        if self._handle is None:
+            self._handle = await asyncio.to_thread(find_arbiter)
+        if self._handle is None:
+            raise LookupError("no arbiter")
+        async with asyncio.timeout(ANSWER_S):
+            said = await self._handle.hello.remote()
+            if said["identity"] != messages.identity():
+                raise messages.VersionMismatch(
+                    said["identity"], messages.identity(), said["holders"]
+                )
+            node, own = ray_internals.own_node(), ray_internals.own_handle()
+            self.arbiter = await rpc.connect_to_socket(self._handle, said.get("door"), node)
+            session_id = uuid.uuid4().hex
+            self._keepalive = self._handle.keepalive.remote(session_id)
+            self._clear_outbox()  # the introduction that follows says it
+            introduction = self._introduction()
+            welcome = await self._handle.join.remote(
+                self.epoch,
+                introduction,
+                session_id,
+                [own] if own is not None else [],
+                [self._keepalive],
+            )
+        self.epoch = welcome.epoch
+        self._perform(messages.ConfigChanged(welcome.table))
+        self.lost.clear()
+        self.joined.set()
+        self._wake_sender()
+        self._on_joined()
+
+    def _introduction(self) -> ev.Joined:
+        own = procfs.process(os.getpid())
+        assert own is not None
+        name = own.pid, own.start_ticks
+        return ev.Joined(
+            self.holder, ray_internals.own_node(), self.capability, self._held_tickets(), *name
+        )
+
+    def _leave(self) -> None:
+        if self.epoch is not None:
+            self._unreachable_since = time.monotonic()
+        self.epoch = None
+        if self.arbiter is not None:
+            self.arbiter.close()
+            self.arbiter = None
+        self.joined.clear()
+        self.lost.set()
+
+    # -- commands and heartbeats -----------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        """Returns when another call found the epoch over; raises what listening raises."""
+        ack, lost = 0, asyncio.ensure_future(self.lost.wait())
+        try:
+            while self.epoch is not None:
+                heard = asyncio.ensure_future(self._hear(self.epoch, ack))
+                try:
+                    await asyncio.wait({heard, lost}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    heard.cancel()  # unless it is done; nothing else would see how it ends
+                if not heard.done():
+                    return
+                for command in heard.result():
+                    ack = command.sequence
+                    self._perform(command.command)
+        finally:
+            lost.cancel()
+
+    async def _hear(self, epoch: Epoch, ack: int) -> tuple[messages.SequencedCommand, ...]:
+        assert self.arbiter is not None
+        commands: tuple[messages.SequencedCommand, ...] = await self.arbiter.call(
+            "listen", self.holder, epoch, ack
+        )
+        return commands
+
+    def _perform(self, command: messages.Command) -> None:
+        if isinstance(command, messages.ConfigChanged):
+            self.table = command.table
+        self._on_command(command)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            epoch, arbiter = self.epoch, self.arbiter
+            if epoch is None or arbiter is None:
+                continue
+            runs, dropped = self.runs.waiting()
+            usage = self.runs.usage()
+            renewed = ev.Renewed(self.holder, self._held_tickets(), runs, dropped, usage)
+            try:
+                await arbiter.call("renew", epoch, renewed)
+            except (StaleEpoch, rpc.ConnectionLost, rpc.RemoteError):
+                self.lose(epoch)
+            else:
+                self.runs.said(runs, dropped, usage)
+
+    # -- the outbox ------------------------------------------------------------------------------
+
+    def tell(self, event: ev.Event) -> None:
+        """Sends it, in order, once joined. What a rejoin says anyway is not sent twice; so a full
+        outbox is emptied, and this holder rejoins."""
+        if len(self._outbox) >= OUTBOX_MOST_COUNT:
+            self._outbox.clear()
+            self._must_rejoin = True
+        self._outbox.append(event)
+        self.outbox_empty.clear()
+        self._outbox_ready.set()
+
+    def _clear_outbox(self) -> None:
+        self._outbox.clear()
+        self._must_rejoin = False
+        self._wake_sender()
+
+    def _wake_sender(self) -> None:
+        if self._outbox:
+            self._outbox_ready.set()
+        else:
+            self.outbox_empty.set()
+
+    async def _send(self) -> None:
+        while True:
+            await self._outbox_ready.wait()
+            await self.joined.wait()
+            epoch, arbiter = self.epoch, self.arbiter
+            if not self._outbox or epoch is None or arbiter is None:
+                self._outbox_ready.clear()
+                self._wake_sender()
+            elif self._must_rejoin:
+                self.lose(epoch)
+            else:
+                await self._send_first(epoch, arbiter)
+
+    async def _send_first(self, epoch: Epoch, arbiter: rpc.Peer) -> None:
+        event = self._outbox[0]
+        try:
+            await arbiter.call("tell", epoch, self.holder, event)
+        except (StaleEpoch, rpc.ConnectionLost):
+            return self.lose(epoch)
+        except (rpc.RemoteError, RequestError) as error:
+            logger.error("the arbiter failed on %r: %r", event, error)
+        if self._outbox and self._outbox[0] is event:
+            self._outbox.popleft()

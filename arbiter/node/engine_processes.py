@@ -1,0 +1,267 @@
+"""The engine processes of a node: spawned under granted tickets, replaced, killed, and seen to end.
+
+A node agent kills only what it spawned. What it says of an end goes to the arbiter by `Reports`.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from arbiter.errors import TicketClosed
+from arbiter.node import children, procfs, zygote_client
+from arbiter.node.children import Restarts
+from arbiter.node.cleanup import EngineLogs
+from arbiter.node.reports import Reports
+from arbiter.node.zygote_supervisor import ZygoteSupervisor
+from arbiter.protocol.messages import AgentSettings, SpawnSpec
+from arbiter.units import TicketId
+
+LOOK_AGAIN_S = 0.005  # while helpers of a killed engine end: a look takes about as long
+RETRY_S = 0.02  # until the zygote's death is noticed, which takes a turn of the event loop
+
+
+class EngineProcesses:
+    """`start` runs a coroutine as a task of the agent."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        folder: Path,
+        zygote_log: Path,
+        logs: EngineLogs,
+        reports: Reports,
+        start: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self.children = children.Children(folder)
+        self.supervisor = ZygoteSupervisor(
+            settings,
+            folder / "zygote.sock",
+            zygote_log,
+            found=self._adopt,
+            orphans=self._kill_orphans,
+        )
+        self.died = asyncio.Event()  # the root of an engine did, or was killed
+        self.is_closing = False
+        self._folder, self._logs, self._reports, self._start = folder, logs, reports, start
+        self._spawning: dict[TicketId, asyncio.Task[str]] = {}
+        self._killed: set[TicketId] = set()  # something of them may still live
+        self._restarts = Restarts()
+        self._forking = asyncio.Lock()  # from asking for a fork until its child is known
+
+    def recover(self) -> None:
+        """Finds the engines of an earlier life of the agent, and reports those that ended."""
+        for ticket in self.children.recover(self._logs.keep):
+            self._reports.note_ended(ticket)
+        for child in self.children.by_ticket.values():
+            self._watch(child)
+
+    @property
+    def are_ending(self) -> bool:
+        """Something that was killed has not been seen to end."""
+        return bool(self._killed)
+
+    def own_pids(self) -> set[int]:
+        """The zygote and all processes of engines."""
+        found = {pid for child in self.children.by_ticket.values() for pid in child.members}
+        return found | ({self.supervisor.known[0]} if self.supervisor.known else set())
+
+    # -- spawning --------------------------------------------------------------------------------
+
+    async def spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
+        """As `NodeAgent.spawn`."""
+        self._check_open(ticket)
+        if ticket in self.children.by_ticket:
+            return str(self.children.socket(ticket))
+        if ticket not in self._spawning:
+            self._spawning[ticket] = asyncio.ensure_future(self._spawn(ticket, spec))
+        return await asyncio.shield(self._spawning[ticket])
+
+    async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
+        """As `NodeAgent.respawn`."""
+        self._check_open(ticket)
+        await self._reports.confirm(ticket)
+        if child := self.children.by_ticket.get(ticket):
+            end = self._restarts.begin(ticket)
+            self._kill(child)
+            self.died.set()
+            await asyncio.shield(end)
+        return await self.spawn(ticket, spec)
+
+    def _check_open(self, ticket: TicketId) -> None:
+        if self.children.may_not_start(ticket) or self.is_closing:
+            raise TicketClosed(ticket)
+
+    async def _spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
+        try:
+            await self._confirm(ticket)
+            path = self.children.socket(ticket)
+            equipped = zygote_client.equipped(spec, self.children.scratch(ticket))
+            child = await self._fork(ticket, equipped, path)
+        finally:
+            del self._spawning[ticket]
+        if child is None:
+            self.children.forbid_start(ticket)
+            self._reports.note_ended(ticket)
+            raise TicketClosed(ticket)
+        self._watch(child)
+        self._logs.link(ticket, path.with_suffix(".log"))
+        if self.children.may_not_start(ticket):
+            self._kill(child)
+            raise TicketClosed(ticket)
+        return str(path)
+
+    async def _confirm(self, ticket: TicketId) -> None:
+        """Raises what `Reports.confirm` raises, or TicketClosed when the ticket was killed
+        meanwhile."""
+        try:
+            await self._reports.confirm(ticket)
+        finally:
+            self._end_if_killed(ticket)
+
+    def _end_if_killed(self, ticket: TicketId) -> None:
+        """`kill` leaves the report to a spawn under way. Raises TicketClosed."""
+        if self.children.may_not_start(ticket):
+            self._reports.note_ended(ticket)
+            raise TicketClosed(ticket)
+
+    async def _fork(self, ticket: TicketId, spec: SpawnSpec, path: Path) -> children.Child | None:
+        """By the next zygote when this one dies over it; the caller bounds the wait. None: the
+        child died at once. Raises ZygoteError when no zygote will start."""
+        while True:
+            self._end_if_killed(ticket)
+            if not self.supervisor.is_up:
+                if self.supervisor.trouble:
+                    raise zygote_client.ZygoteError(self.supervisor.trouble)
+                await self.supervisor.news.wait()
+                continue
+            try:
+                async with self._forking:
+                    pid = await self.supervisor.zygote.spawn(ticket, spec, path)
+                    return self._adopt_child(ticket, pid, spec)
+            except zygote_client.ZygoteError as error:
+                if not error.is_away:
+                    raise
+                await asyncio.sleep(RETRY_S)
+
+    def _adopt_child(self, ticket: TicketId, pid: int, spec: SpawnSpec) -> children.Child | None:
+        """A child that died and was collected may have left its pid to another process. But that is
+        no child of the zygote, which has forked nothing since: only we ask it, one at a time."""
+        zygote = self.supervisor.known
+        child = self.children.open(ticket, pid, spec.devices, zygote=zygote)
+        found = procfs.process(pid) if child else None
+        if child and found and zygote and found.parent == zygote[0]:
+            return child
+        if child:
+            self.children.forget(child)  # not ours to kill
+        self._tidy(ticket)
+        return None
+
+    # -- ending ----------------------------------------------------------------------------------
+
+    def kill(self, ticket: TicketId) -> bool:
+        """Lets no engine start under the ticket, and kills what there is of it. True: its death
+        will be seen; False: there was no process."""
+        self.children.forbid_start(ticket)
+        if child := self.children.by_ticket.get(ticket):
+            self._kill(child)
+            self.died.set()  # look for what else is of it while it dies
+            return True
+        if ticket not in self._spawning:  # else the spawn finds that it may not start
+            self._reports.note_ended(ticket)
+        self.supervisor.announce()  # a spawn that waits for a zygote looks again
+        return False
+
+    def _kill(self, child: children.Child) -> None:
+        self._killed.add(child.ticket)
+        self.children.kill(child)
+
+    def _watch(self, child: children.Child) -> None:
+        loop, fd = asyncio.get_running_loop(), child.fd
+
+        def on_death() -> None:
+            loop.remove_reader(fd)
+            if child.ticket not in self._restarts:
+                self.children.forbid_start(child.ticket)
+            self._killed.add(child.ticket)
+            self._see_dead(child)
+            self.died.set()
+
+        loop.add_reader(fd, on_death)
+
+    def collect_dead(
+        self, looked_ns: int, everything: dict[int, procfs.Process], *, kill_all: bool = False
+    ) -> None:
+        """Kills what is left of dead and killed engines; reports those with nothing left."""
+        for child in self.children.note(looked_ns, everything):
+            if not child.members:
+                self._end(child)
+            elif kill_all or child.ticket in self._killed:
+                self.children.kill(child)
+
+    def see_killed(self) -> bool:
+        """Looks again at the processes of killed engines. False: some of them may have others that
+        only a look at all processes finds."""
+        killed = [c for t in self._killed if (c := self.children.by_ticket.get(t))]
+        if any(not child.tree_is_final for child in killed):
+            return False
+        for child in killed:
+            self._see_dead(child)
+        return True
+
+    def _see_dead(self, child: children.Child) -> None:
+        """Nothing can be added to a final tree, so no look at all processes is needed."""
+        if child.tree_is_final:
+            self.children.see_dead(child)
+            if not child.members:
+                self._end(child)
+
+    def _end(self, child: children.Child) -> None:
+        """Nothing of it is left. That is said first, because a request may wait for its bytes."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(child.fd)
+        self.children.forget(child)
+        self._killed.discard(child.ticket)
+        if child.ticket in self._restarts and not self.children.may_not_start(child.ticket):
+            self._tidy(child.ticket)  # before the next process has its socket there
+            return self._restarts.ended(child.ticket)
+        self.children.forbid_start(child.ticket)
+        self._restarts.ended(child.ticket)
+        self._reports.note_ended(child.ticket, child.pid, *child.last_members, *child.killed)
+        self._start(self._reports.say_all_gone())
+        loop.call_soon(self._tidy, child.ticket)
+
+    def _tidy(self, ticket: TicketId) -> None:
+        self._logs.keep(ticket, self.children.socket(ticket).with_suffix(".log"))
+        self.children.unlink(ticket)
+
+    async def close(self) -> None:
+        """Kills every engine and the zygote."""
+        while self.children.by_ticket:
+            self.collect_dead(*await asyncio.to_thread(children.find_processes), kill_all=True)
+            await asyncio.sleep(LOOK_AGAIN_S)
+        self.supervisor.end()
+
+    # -- the zygote ------------------------------------------------------------------------------
+
+    def was_forked_by_living_zygote(self, ticket: TicketId) -> bool:
+        child = self.children.by_ticket.get(ticket)
+        forked_by = child.zygote if child else None
+        return self.supervisor.is_alive() and forked_by == self.supervisor.known
+
+    async def _adopt(self) -> None:
+        """Children forked just before an earlier agent died, which left no note of them."""
+        for row in await self.supervisor.zygote.list():
+            known = row.ticket in self.children.by_ticket or row.ticket in self._spawning
+            if known:
+                continue
+            if child := self.children.open(row.ticket, row.pid, (), zygote=self.supervisor.known):
+                self._watch(child)
+
+    def _kill_orphans(self) -> None:
+        """Forked by a zygote that died before it could say so: no ticket names them."""
+        self.children.refresh()
+        known = {pid for c in self.children.by_ticket.values() for pid in c.members}
+        children.kill_all(
+            procfs.started_with(str(self._folder / "zygote.sock"), zygote_client.MARK) - known
+        )

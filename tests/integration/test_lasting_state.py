@@ -1,0 +1,94 @@
+"""What outlives the arbiter on a real cluster: registrations from Python, and what was learned."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from arbiter.client.admin import call_arbiter, record_arbiter
+from arbiter.core.types import CapabilitySpec, Floor, ModelSpec
+from arbiter.errors import CapabilityConflict, UnknownCapability
+from arbiter.protocol import messages
+from arbiter.units import seconds
+from deployments.config import boot
+from deployments.config.schema import parse_table
+from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
+from tests.support.waits import eventually
+
+pytestmark = pytest.mark.usefixtures("cluster")
+VAD = CapabilitySpec("vad", "vad", "m:f", (ModelSpec("silero", seconds(60)),), seconds(300))
+
+
+async def new_epoch(d: LiveArbiter) -> None:
+    first = (await d.state())["epoch"]
+    await asyncio.to_thread(record_arbiter, None)
+    await d.until(lambda s: s["epoch"] > first)
+
+
+def changed(d: LiveArbiter, **capabilities: Any) -> messages.Configuration:
+    """The table with other capabilities."""
+    return boot.configuration(parse_table(boot.as_plain(d.table) | {"capabilities": capabilities}))
+
+
+async def registered_is_known() -> None:
+    """Raises UnknownCapability when it is not."""
+    await call_arbiter("set_floor", "vad", "silero", Floor.COLD)
+
+
+@pytest.mark.spec("A2", "A18")
+async def test_registration_outlives_a_kill_of_the_arbiter_and_a_change_of_the_table() -> None:
+    async with live_arbiter() as d:
+        await call_arbiter("register", VAD)
+        before = await d.arbiter_pid()
+        kill(before)
+        await gone(before)
+        await registered_is_known()
+        await call_arbiter("configure", changed(d, chat=capability(b=model(10))))
+        await registered_is_known()
+        with pytest.raises(CapabilityConflict):
+            await call_arbiter("configure", changed(d, vad=capability(c=model(10))))
+        assert await d.holder().ask.remote("b") == 200
+        await call_arbiter("unregister", "vad")
+        with pytest.raises(UnknownCapability):
+            await registered_is_known()
+
+
+@pytest.mark.spec("A17")
+async def test_load_time_line_outlives_a_restart() -> None:
+    """The first load of another model of the capability is predicted from it."""
+    models = {name: model(50, load_seconds=0.5) for name in "ab"}
+    async with live_arbiter({"chat": capability(**models)}) as d:
+        h = d.holder()
+        assert await h.ask.remote("a") == 200
+        await new_epoch(d)
+        assert await h.ask.remote("b") == 200
+        [load] = [e for e in await d.events("model_load") if e["model"] == "b"]
+        assert load["predicted_ns"] >= 0.4e9
+
+
+@pytest.mark.spec("C11")
+async def test_habit_outlives_a_restart() -> None:
+    """Three times `b` followed `a`; in the next epoch the use of `a` brings `b` in."""
+    async with live_arbiter({"chat": capability(a=model(50), b=model(50))}, preload="history") as d:
+        h = d.holder()
+        for name in "ababab":
+            assert await h.ask.remote(name) == 200
+            if name == "b":
+                await eventually(lambda: size_is_learned(d, "b"))
+            await unload_all(d)
+        await new_epoch(d)
+        assert await h.ask.remote("a") == 200
+        await d.until(lambda s: {t["model"] for t in s["tickets"]} == {"a", "b"})
+        [told] = await d.events("model_preload")
+        assert (told["model"], told["after"], told["why"]) == ("b", "a", "history")
+
+
+async def size_is_learned(d: LiveArbiter, name: str) -> bool:
+    return any(line["model"] == name for line in await d.events("estimate_error"))
+
+
+async def unload_all(d: LiveArbiter) -> None:
+    state = await d.until(lambda s: all(t["idle_s"] is not None for t in s["tickets"]))
+    for ticket in state["tickets"]:
+        await call_arbiter("unload", ticket["ticket"])
+    await d.until(lambda s: not s["tickets"])

@@ -1,0 +1,146 @@
+"""What was learned is the same after it was written as JSON and read by the next epoch."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arbiter.core import events as ev
+from arbiter.core.decisions import Grant
+from arbiter.core.records.estimates import Estimates, ModelKey
+from arbiter.core.settings import DEFAULTS
+from arbiter.core.state import CoreState
+from arbiter.core.types import ModelName, Need
+from arbiter.units import Bytes, Epoch, Instant, NodeId, Span, TicketId
+from policies import bundle
+from tests.support.core_driver import CPU, CoreDriver
+
+KEYS = [ModelKey(c, m, k) for c in ("text", "voice") for m in ("a", "b") for k in ("", "other")]
+BYTES = st.integers(1, 1 << 40).map(Bytes)
+SPANS = st.integers(1, 10**13).map(Span)
+CALLS = st.one_of(
+    st.tuples(st.just("saw_peak"), st.sampled_from(KEYS), BYTES),
+    st.tuples(st.just("loaded"), st.sampled_from(KEYS), SPANS, BYTES),
+    st.tuples(st.just("woke"), st.sampled_from(KEYS), SPANS),
+    st.tuples(st.just("ran_out"), st.sampled_from(KEYS), BYTES),
+    st.tuples(st.just("left"), st.sampled_from(["text", "voice"]), SPANS),
+    st.tuples(st.just("saw_overhead"), st.sampled_from(KEYS), BYTES.map(Need), BYTES),
+    st.tuples(st.just("forget_model"), st.sampled_from([ModelName("text", m) for m in "ab"])),
+)
+
+
+def through_json(exported: Any) -> Any:
+    return json.loads(json.dumps(exported))
+
+
+def answers(known: Estimates) -> list[object]:
+    """Everything that rules ask of it."""
+    need = Need(Bytes(10**9))
+    return [
+        *(known.size(k, need, explicit) for k in KEYS for explicit in (True, False)),
+        *(known.load_time(k, Bytes(weights)) for k in KEYS for weights in (0, 10**9, 10**11)),
+        *(known.wake_time(k) for k in KEYS),
+        *(known.slowest_load(k.name) for k in KEYS),
+        *(known.proven(k.name) for k in KEYS),
+        *(known.turnover(c) for c in ("text", "voice")),
+    ]
+
+
+@pytest.mark.spec("A17")
+@given(st.lists(CALLS, max_size=30), CALLS)
+def test_restored_estimates_answer_as_the_exported_ones(
+    calls: list[tuple[Any, ...]], later: tuple[Any, ...]
+) -> None:
+    known, restored = Estimates(DEFAULTS), Estimates(DEFAULTS)
+    for name, *arguments in calls:
+        getattr(known, name)(*arguments)
+    restored.restore(through_json(known.export()))
+    assert restored.export() == known.export()
+    assert answers(restored) == answers(known)
+    for one in (known, restored):  # and they go on learning alike
+        getattr(one, later[0])(*later[1:])
+    assert answers(restored) == answers(known)
+
+
+@pytest.mark.spec("A17")
+def test_rows_without_a_version_give_their_medians() -> None:
+    first = {"capability": "text", "model": "a", "settings_key": "", "peak_bytes": 7}
+    known = Estimates(DEFAULTS)
+    known.restore([first | {"load_ns": 5, "wake_ns": 3}])
+    known.restore([first | {"model": "b", "load_ns": 5}])  # older still
+    assert (known.load_time(KEYS[0]), known.wake_time(KEYS[0])) == (5, 3)
+    assert known.slowest_load(ModelName("text", "b")) == 5
+
+
+def test_rows_of_an_unknown_version_are_left_out() -> None:
+    known = Estimates(DEFAULTS)
+    known.restore([{"version": 99, "capability": "text", "model": "a", "settings_key": ""}])
+    assert known.export() == []
+
+
+# -- rates, hours, followers ----------------------------------------------------------------------
+
+NAMES = [ModelName("text", "a"), ModelName("text", "b"), ModelName("voice", "a")]
+USES = st.lists(
+    st.tuples(st.sampled_from(NAMES), st.integers(1, 50), st.integers(0, 4 * 10**14)), max_size=25
+)
+
+
+def state_at(now: int) -> CoreState:
+    return CoreState(DEFAULTS, bundle(DEFAULTS), Epoch(1), frozenset(), Instant(now))
+
+
+@pytest.mark.spec("C3", "C11")
+@given(USES, st.integers(0, 10**15))
+def test_restored_usage_answers_as_the_exported_one(
+    uses: list[tuple[tuple[str, str], int, int]], away_ns: int
+) -> None:
+    known = state_at(10**15)
+    for name, times_count, later_ns in sorted(uses, key=lambda use: use[2]):
+        known.now = Instant(10**15 + later_ns)
+        for rates in (known.rates, known.lasting_rates, known.hours):
+            rates.used(name, times_count, known.now)
+        known.transition_counts.setdefault(name, {})[NAMES[0]] = times_count
+    restored = state_at(known.now + away_ns)
+    restored.restore_usage(through_json(known.export_usage()))
+    now = Instant(known.now + away_ns)
+    assert restored.transition_counts == known.transition_counts
+    for name in NAMES:
+        assert restored.rates.recent(name, now) == known.rates.recent(name, now)
+        assert restored.lasting_rates.recent(name, now) == known.lasting_rates.recent(name, now)
+        assert restored.hours.ahead(name, now, 3.0) == known.hours.ahead(name, now, 3.0)
+
+
+def test_usage_from_a_clock_ahead_of_this_one_is_left_out() -> None:
+    known, restored = state_at(10**15), state_at(10**14)
+    known.rates.used(NAMES[0], 5, known.now)
+    restored.restore_usage(through_json(known.export_usage()))
+    assert restored.rates.recent(NAMES[0], restored.now) == 0
+    restored.restore_usage({"version": 99})
+
+
+@pytest.mark.spec("A17")
+def test_next_epoch_adds_the_overhead_that_the_last_one_measured() -> None:
+    driver, later = CoreDriver(), CoreDriver()
+    driver.resident(0, "a", 30, explicit=False)
+    driver.engines["a"] = {CPU: 36}
+    for t in (1, 2):
+        driver.read(t)
+    driver.at(3, ev.EngineGone(NodeId("n"), TicketId("a"), True))
+    later.arbiter.restore_learned(through_json(driver.arbiter.export_learned()))
+    [grant] = later.ask(3, "b", 20, explicit=False)
+    assert isinstance(grant, Grant) and grant.devices[0].size_bytes == 26 << 30
+
+
+@pytest.mark.spec("A17")
+def test_next_epoch_corrects_after_a_failure_for_memory_in_the_last_one() -> None:
+    driver, later = CoreDriver(), CoreDriver()
+    driver.ask(0, "a", 20)
+    driver.at(1, ev.LoadBroke(TicketId("a"), "out of memory", True))
+    later.arbiter.restore_learned(through_json(driver.arbiter.export_learned()))
+    for one in (driver, later):
+        one.gone(2, "a")
+        [grant] = [d for d in one.ask(3, "a2", 20, model="a") if isinstance(d, Grant)]
+        assert grant.devices[0].size_bytes > 20 << 30

@@ -1,0 +1,129 @@
+"""A node agent spawns an engine only under a ticket that the arbiter granted."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from ray.exceptions import ActorDiedError, RayError
+
+from arbiter.core.types import GrantCheck
+from arbiter.errors import ArbiterError, ArbiterUnavailable, TicketClosed, TicketNotGranted
+from arbiter.node import reports
+from arbiter.node.agent import NodeAgent
+from arbiter.protocol.messages import AgentSettings, SpawnSpec
+from arbiter.protocol.rpc import RayPeer
+from arbiter.units import NodeId, TicketId
+from tests.support.fake_arbiter import FakeArbiter
+
+N, T = NodeId("n"), TicketId("t")
+SPEC = SpawnSpec("a:b", {})
+WITHIN_S = 10
+
+pytestmark = pytest.mark.spec("A3")
+
+
+class Arbiter:
+    """Answers each check with the next of `answers`, and with the last for ever."""
+
+    def __init__(self, *answers: GrantCheck | Exception) -> None:
+        self.answers, self.checked = list(answers), list[tuple[NodeId, TicketId]]()
+
+    async def check_grant(self, node: NodeId, ticket: TicketId) -> GrantCheck:
+        self.checked.append((node, ticket))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest_asyncio.fixture
+async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[NodeAgent]:
+    """Its zygote cannot start, so a spawn that is let through waits."""
+
+    def no_actor(*_: object, **__: object) -> None:
+        raise RayError("no cluster")
+
+    monkeypatch.setattr(reports.ray, "get_actor", no_actor)
+    with tempfile.TemporaryDirectory(prefix="cs-") as folder:
+        settings = AgentSettings("tests.support.failing_zygote", folder=f"{folder}/n")
+        running = NodeAgent(N, settings, folder)
+        yield running
+        await running.close()
+
+
+def use(agent: NodeAgent, arbiter: Arbiter, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def found(_: object) -> RayPeer:
+        return RayPeer(FakeArbiter(check_grant=arbiter.check_grant))
+
+    monkeypatch.setattr(reports.Reports, "_found", found)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(GrantCheck.NOT_GRANTED, TicketNotGranted), (GrantCheck.ENDED, TicketClosed)],
+)
+@pytest.mark.parametrize("how", ["spawn", "respawn"])
+async def test_ticket_without_a_grant_spawns_nothing(
+    agent: NodeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: GrantCheck,
+    error: type[ArbiterError],
+    how: str,
+) -> None:
+    arbiter = Arbiter(answer)
+    use(agent, arbiter, monkeypatch)
+    with pytest.raises(error, match=T):
+        await getattr(agent, how)(T, SPEC)
+    assert arbiter.checked == [(N, T)]
+    assert not agent._engines._spawning and not await agent.engines()
+
+
+async def test_check_is_repeated_until_the_restarted_arbiter_knows_the_ticket(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arbiter = Arbiter(ActorDiedError(), GrantCheck.SETTLING, GrantCheck.GRANTED)
+    use(agent, arbiter, monkeypatch)
+    async with asyncio.timeout(WITHIN_S):
+        await agent._reports.confirm(T)
+    assert len(arbiter.checked) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(ActorDiedError(), ArbiterUnavailable), (GrantCheck.SETTLING, TicketNotGranted)],
+)
+async def test_check_is_given_up_after_its_bound(
+    agent: NodeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: GrantCheck | Exception,
+    error: type[ArbiterError],
+) -> None:
+    monkeypatch.setattr(reports, "CONFIRM_S", 0.0)
+    use(agent, Arbiter(answer), monkeypatch)
+    async with asyncio.timeout(WITHIN_S):
+        with pytest.raises(error):
+            await agent.spawn(T, SPEC)
+
+
+@pytest.mark.spec("A10")
+async def test_ticket_reaped_during_its_check_spawns_nothing_and_is_reported(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def confirm(_: object, ticket: TicketId) -> None:
+        asked.set()
+        await answered.wait()
+
+    monkeypatch.setattr(reports.Reports, "confirm", confirm)
+    spawning = asyncio.ensure_future(agent.spawn(T, SPEC))
+    async with asyncio.timeout(WITHIN_S):
+        await asked.wait()
+        await agent.kill(T)
+        assert not agent._reports.gone  # the spawn says it, once it has ended
+        answered.set()
+        with pytest.raises(TicketClosed):
+            await spawning
+    assert list(agent._reports.gone) == [T]

@@ -1,0 +1,137 @@
+"""What an arbiter hands to the next one through the state file, without Ray."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.core.types import CapabilitySpec, GrantCheck, ModelSpec
+from arbiter.errors import CapabilityConflict, UnknownCapability
+from arbiter.protocol import ray_internals
+from arbiter.protocol.messages import AgentSettings, StartConfig
+from arbiter.server.actor import ArbiterActor
+from arbiter.server.node_agents import RayAgents
+from arbiter.server.store import Store
+from arbiter.units import Instant, NodeId, TicketId, seconds
+from deployments.config.boot import configuration
+from deployments.config.schema import parse_table
+
+TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
+VAD = CapabilitySpec("vad", "vad", "m:f", (ModelSpec("silero", seconds(60)),), seconds(300))
+Running = Callable[..., Any]
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """Each is the next epoch of the same session until it is closed."""
+
+    async def look(self: RayAgents, feed: Callable[[ev.Event], None]) -> None: ...
+
+    monkeypatch.setattr(RayAgents, "look", look)
+    monkeypatch.setattr(ray_internals, "session_name", lambda: "session")
+    monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
+
+    @asynccontextmanager
+    async def run(table: dict[str, Any] = TABLE) -> AsyncIterator[ArbiterActor]:
+        agent = AgentSettings("no.zygote", folder=str(tmp_path / "n"))
+        chosen = configuration(parse_table(table))
+        actor = ArbiterActor(StartConfig(chosen, agent, state_file=str(tmp_path / "state")))
+        yield actor
+        await actor.close(0)
+
+    return run
+
+
+def names(actor: ArbiterActor) -> set[str]:
+    return set(actor._shell.core.replica_targets(actor._shell.core._state.now))
+
+
+async def kinds(actor: ArbiterActor) -> list[str]:
+    return [line["kind"] for line in await actor.events(0, 0)]
+
+
+@pytest.mark.spec("A2", "A18")
+async def test_registered_capability_is_known_to_the_next_epoch_until_it_is_removed(
+    running: Running,
+) -> None:
+    async with running() as first:
+        await first.register(VAD)
+        await first.register(VAD)  # repeated: nothing
+        async with running() as second:
+            assert names(second) == {"c", "vad"}
+            await second.unregister("vad")
+            with pytest.raises(UnknownCapability):
+                await second.unregister("vad")
+            async with running() as third:
+                assert names(third) == {"c"}
+
+
+@pytest.mark.spec("A2", "C12")
+async def test_table_that_conflicts_with_a_registration_is_refused_and_not_kept(
+    running: Running,
+) -> None:
+    own = {"role": "text", "engine": "m:f", "models": {"b": {"source": "x"}}}
+    wanted = configuration(parse_table({"capabilities": {"vad": own}}))
+    async with running() as first:
+        await first.register(VAD)
+        with pytest.raises(CapabilityConflict, match="other role"):
+            await first.configure(wanted)
+        async with running() as second:
+            assert names(first) == names(second) == {"c", "vad"}
+
+
+@pytest.mark.spec("A2")
+async def test_stored_registration_that_the_table_contradicts_is_reported(
+    running: Running, tmp_path: Path
+) -> None:
+    Store(tmp_path / "state", "session").save_registered((replace(VAD, name="c"),))
+    async with running() as actor:
+        assert names(actor) == {"c"} and "registration_lost" in await kinds(actor)
+
+
+@pytest.mark.spec("A2")
+def test_stored_registrations_of_other_code_are_left_out(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state", "session")
+    store.save_registered((VAD,))
+    assert store.registered() == (VAD,)
+    store._save_fact("registered", b'[{"name": "vad", "colour": "blue"}]')
+    assert store.registered() == () and "role" in str(store.trouble)
+
+
+@pytest.mark.spec("C11", "A17")
+async def test_usage_and_estimates_are_known_to_the_next_epoch(running: Running) -> None:
+    name = ("c", "a")
+    async with running() as first:
+        state = first._shell.core._state
+        state.rates.used(name, 5, state.now)
+        state.transition_counts[name] = {("c", "b"): 3}
+        state.estimates.left("c", seconds(4))
+        first._watch.save_all()
+        async with running() as second:
+            later = second._shell.core._state
+            assert later.rates.recent(name, Instant(state.now)) == 5
+            assert later.transition_counts == state.transition_counts
+            assert later.estimates.turnover("c") == seconds(4)
+
+
+@pytest.mark.spec("A3")
+async def test_check_of_a_ticket_counts_as_a_message(running: Running) -> None:
+    async with running() as actor:
+        before = actor._shell.calls_count
+        check = await actor.check_grant(NodeId("n"), TicketId("t"))
+        assert check is GrantCheck.NOT_GRANTED and actor._shell.calls_count == before + 1
+
+
+async def test_shutdown_waits_for_open_tickets_without_a_snapshot(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running() as actor:
+        core = actor._shell.core
+        monkeypatch.setattr(core, "snapshot", lambda now: pytest.fail("a snapshot to count"))
+        async with asyncio.timeout(5):
+            assert await actor.close(0.1) == 0
