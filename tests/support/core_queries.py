@@ -125,20 +125,20 @@ class CoreQueries:
     def client_account(self, tenant: str) -> Account:
         return self.state.accounts.rows[types.Client(tenant)]
 
-    def floors(self) -> dict[tuple[str, str], types.Floor]:
+    def floors(self) -> dict[types.ModelName, types.Floor]:
         return {**self.state.floors}
 
     def usage_rates(self, model: str, at: Instant | None = None) -> tuple[float, float]:
         """Of a text model: within the last window, and within the last days."""
-        at, name = self.now if at is None else at, ("text", model)
+        at, name = self.now if at is None else at, types.ModelName("text", model)
         return self.state.rates.recent(name, at), self.state.lasting_rates.recent(name, at)
 
     @property
-    def transition_counts(self) -> dict[tuple[str, str], dict[tuple[str, str], int]]:
+    def transition_counts(self) -> dict[types.ModelName, dict[types.ModelName, int]]:
         """How often each model was used after which; a test may write it."""
         return self.state.transition_counts
 
-    def last_used(self) -> tuple[tuple[str, str], Instant] | None:
+    def last_used(self) -> tuple[types.ModelName, Instant] | None:
         return self.state.last_used
 
     def forget_prefetches(self) -> None:

@@ -1,5 +1,6 @@
-"""What people and the dashboard see (B7): a frozen picture with Spans, for Instants mean
-nothing outside the arbiter's process."""
+"""Shows what people and the dashboard see (B7): a frozen picture with Spans, because Instants mean
+nothing outside the arbiter's process.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,8 @@ from arbiter.units import (
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
+    """Shows one device and its account."""
+
     device: DeviceId
     node: NodeId
     kind: DeviceKind
@@ -48,6 +51,8 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True)
 class TicketView:
+    """Shows one ticket on the books."""
+
     ticket: TicketId
     holder: HolderId
     node: NodeId
@@ -65,7 +70,7 @@ class TicketView:
     leaving: str | None  # the reason of its revoke
     lease: LeaseConditions | None = None  # its holder is a process outside Serve
     left: Span | None = None  # of the lease's term
-    tenant: str = "default"  # whose account it is on: of whoever used it last
+    tenant: str = "default"  # of the client that used it last
     client: str = ""
     drafter_bytes: Bytes = Bytes(0)  # the part of its need that a drafter takes (F9)
     ram_bytes: Bytes = Bytes(0)  # of what it is charged on the host, its process beside a GPU
@@ -73,6 +78,8 @@ class TicketView:
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
+    """Shows one queued ticket."""
+
     position: int
     ticket: TicketId
     capability: str
@@ -84,6 +91,8 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class CooldownView:
+    """Shows a model that failed to load and is not tried again yet."""
+
     capability: str
     model: str
     cause: str
@@ -93,6 +102,8 @@ class CooldownView:
 
 @dataclass(frozen=True, slots=True)
 class HolderView:
+    """Shows one holder."""
+
     holder: HolderId
     node: NodeId
     capability: str
@@ -102,6 +113,8 @@ class HolderView:
 
 @dataclass(frozen=True, slots=True)
 class FloorView:
+    """Shows the floor of one model."""
+
     capability: str
     model: str
     floor: str
@@ -109,7 +122,7 @@ class FloorView:
 
 @dataclass(frozen=True, slots=True)
 class ClientView:
-    """One account (C10)."""
+    """Shows one account (C10)."""
 
     tenant: str
     client: str  # as it calls itself
@@ -121,7 +134,7 @@ class ClientView:
 
 @dataclass(frozen=True, slots=True)
 class TenantView:
-    """What one tenant has of what it may have; of others nothing is limited."""
+    """Shows what one tenant has of what it may have; a tenant without limits is not shown."""
 
     tenant: str
     held_bytes: Bytes
@@ -135,6 +148,8 @@ class TenantView:
 
 @dataclass(frozen=True, slots=True)
 class StateView:
+    """Shows all that the arbiter knows."""
+
     epoch: Epoch
     is_settled: bool  # False: waiting for the holders of the last epoch
     is_closing: bool
@@ -150,6 +165,7 @@ class StateView:
 
 
 def view_of(state: CoreState, now: Instant) -> StateView:
+    """Returns the picture as of `now`."""
     return StateView(
         epoch=state.epoch,
         is_settled=not state.awaited or now >= state.settled_at,
@@ -241,8 +257,8 @@ def _ticket(entry: Ticket, now: Instant) -> TicketView:
         charged=_listed({d: entry.charge(d) for d in entry.devices}),
         measured=_listed(entry.measured),
         leaving=entry.leaving.value if entry.leaving else None,
-        lease=entry.lease,
-        left=since(now, entry.lease_ends) if entry.lease else None,
+        lease=entry.lease.terms if entry.lease else None,
+        left=since(now, entry.lease.ends) if entry.lease else None,
         tenant=entry.client.tenant,
         client=entry.client.name,
         drafter_bytes=entry.need.drafter_bytes,
@@ -263,8 +279,7 @@ def _queue(state: CoreState, now: Instant) -> list[QueueView]:
         waited = since(waiting.request.asked, now)
         at = waiting.predicted_at
         predicted = None if at is None else Span(max(0, since(now, at)))
-        name = (entry.capability, entry.model)
-        rows.append(QueueView(position, ticket, *name, waited, left, predicted))
+        rows.append(QueueView(position, ticket, *entry.model_name, waited, left, predicted))
     return rows
 
 

@@ -18,7 +18,7 @@ def note(state: CoreState, entry: Ticket) -> None:
     held = entry.measured.get(host_device(entry.node), Bytes(0))
     has_slept = entry.wakes_count > 0 or entry.state not in (State.LOADING, State.RESIDENT)
     if held != entry.ram_bytes and not has_slept and _is_beside_gpus(state, entry):
-        entry.ram_bytes = held
+        entry.note_ram(held)
 
 
 def is_all_it_holds(book: DeviceAccount, entry: Ticket) -> bool:

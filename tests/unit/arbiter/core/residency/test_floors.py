@@ -244,7 +244,9 @@ def test_usage_rates_and_transitions_of_a_removed_model_are_forgotten() -> None:
 @pytest.mark.spec("B7")
 def test_a_status_read_changes_nothing() -> None:
     d = CoreDriver(
-        settings=replace(PLAIN, timeouts=replace(PLAIN.timeouts, reclaim_alarm=units.Span(10**12)))
+        settings=replace(
+            PLAIN, timeouts=replace(PLAIN.timeouts, reclaim_overdue=units.Span(10**12))
+        )
     )
     d.engines["stranger"] = {CPU: 1}
     d.read(20)
