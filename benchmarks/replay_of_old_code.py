@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# Old name: new name, of the commits d1fa280 and cd976e1.
+# Old name: new name, of d1fa280 and the commit that added this file. Later renames need rows too.
 CLASSES = {
     "Woke": "TimerFired", "Reap": "KillEngine", "Tell": "LogEvent", "Reload": "LoadModel",
     "WakeAt": "SetTimer", "Waits": "Queued", "Probe": "RequestReading",

@@ -5,7 +5,6 @@ names are, and no other piece of the function fits: a rename breaks no planted b
 """
 
 import ast
-import contextlib
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -61,13 +60,26 @@ def mutated(bug: Bug, text: str) -> str:
     else:
         old = [value]
         setattr(node, name, new[0])
-    wanted = ast.dump(ast.parse(ast.unparse(module)))
-    outer = [([n], [n]) for n in reversed(_path(module, node)) if hasattr(n, "lineno")]
+    path = _path(module, node)
+    outer = [([n], [n]) for n in reversed(path) if hasattr(n, "lineno")]
     for pieces in ((old, new), *outer):
-        with contextlib.suppress(SyntaxError):
-            if ast.dump(ast.parse(written := _spliced(text, *pieces))) == wanted:
-                return written
+        written = _spliced(text, *pieces)
+        if _is_as(path[:2][-1], text, written):
+            return written
     raise DoesNotApply(f"{bug.name}: no statement around it can be written anew in {bug.path}")
+
+
+def _is_as(top: Any, text: str, written: str) -> bool:
+    """Whether the text reads as the changed tree, at its outermost statement."""
+    more = written.count("\n") - text.count("\n")
+    if not isinstance(top, ast.Module):
+        first = min(n.lineno for n in (top, *getattr(top, "decorator_list", ())))
+        written = "\n".join(written.splitlines()[first - 1 : top.end_lineno + more])
+    try:
+        found = ast.parse(written)
+    except SyntaxError:
+        return False
+    return ast.dump(found) == ast.dump(ast.parse(ast.unparse(top)))
 
 
 def _found(bug: Bug, scope: ast.AST) -> tuple[Place, list[Any]]:
