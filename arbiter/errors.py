@@ -47,6 +47,7 @@ class RequestError(ArbiterError):
     status_code = 503
     code = "request_refused"  # the `code` of OpenAI's error object
     retry_after_s: float | None = None
+    param: str | None = None  # the field of the request that is at fault, where one is
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.args == getattr(other, "args", None)
@@ -61,7 +62,7 @@ def _names(names: tuple[str, ...]) -> str:
 
 
 class UnknownCapability(RequestError):
-    status_code, code = 404, "capability_not_found"
+    status_code, code, param = 404, "capability_not_found", "model"
 
     def __init__(self, capability: str, known: tuple[str, ...]) -> None:
         super().__init__(capability, known)
@@ -72,7 +73,7 @@ class UnknownCapability(RequestError):
 
 
 class UnknownModel(RequestError):
-    status_code, code = 404, "model_not_found"
+    status_code, code, param = 404, "model_not_found", "model"
 
     def __init__(self, model: str, capability: str, known: tuple[str, ...]) -> None:
         super().__init__(model, capability, known)

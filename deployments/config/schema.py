@@ -19,6 +19,10 @@ from deployments.config.fields import LONGEST_S, Size, Strict, parse_size
 from deployments.config.url_allowlist import is_prefix
 from policies import ROLES
 
+# HTTP paths that a capability may add: no placeholders, nothing of the front's own.
+_PATH = re.compile(r"(/[a-z0-9][a-z0-9._-]*){1,8}")
+_RESERVED = re.compile(r"/(arbiter|health|ready|docs|openapi\.json|v1/models)(/.*)?")
+
 # Names end up in URLs, file names and metric labels; `:` separates a base from its adapter.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
@@ -139,12 +143,24 @@ class CapabilityConfig(Strict):
     downscale_to_zero_s: float = Field(300.0, ge=0, le=LONGEST_S)  # H0
     # D2: `external`: requests load nothing, a control plane sets what is resident
     managed: Literal["self", "external"] = "self"
+    # Paths that the front routes to its models, as `/v1/rerank`; empty: those of its class
+    paths: tuple[str, ...] = ()
 
     @field_validator("role")
     @classmethod
     def _known_role(cls, value: str) -> str:
         if value not in ROLES:
             raise ValueError(f"no role {value!r}; there is: {', '.join(sorted(ROLES))}")
+        return value
+
+    @field_validator("paths")
+    @classmethod
+    def _free_paths(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for path in value:
+            if not _PATH.fullmatch(path) or ".." in path:
+                raise ValueError(f"path {path!r}: write it as `/v1/rerank`")
+            if _RESERVED.fullmatch(path):
+                raise ValueError(f"path {path!r} is one of the front's own")
         return value
 
     @field_validator("models")
@@ -267,7 +283,9 @@ class FrontArgs(Strict):
 class CapabilityArgs(Strict):
     """`args` of a capability application."""
 
-    capability: str
+    capability: str  # a name in the table
+    # `module:Class`, a subclass of Capability; absent: Capability itself
+    class_: str | None = Field(None, alias="class", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
 class ConfigError(ValueError):
