@@ -32,7 +32,6 @@ class TicketRow:
     in_state_s: float
     host_bytes: int  # charged for its host copies, over all nodes
     lease_tenant: str | None  # None: no lease
-    is_companion: bool  # lies in the process of another ticket, and goes with that
     plain: Mapping[str, Any]  # as JSON
 
     @property
@@ -54,13 +53,11 @@ class ArbiterState:
         return (row for row in self.tickets if row.is_lease)
 
     def of_model(self, capability: str, model: str) -> list[TicketRow]:
-        """Its own tickets, without leases and companions."""
+        """The tickets of one model, without leases."""
         return [
             row
             for row in self.tickets
-            if (row.capability, row.model) == (capability, model)
-            and not row.is_lease
-            and not row.is_companion
+            if (row.capability, row.model) == (capability, model) and not row.is_lease
         ]
 
 
@@ -81,7 +78,6 @@ def _row(row: Mapping[str, Any]) -> TicketRow:
         row["in_state_s"],
         sum(size for device, size in charged.items() if device.endswith("/host")),
         lease["tenant"] if lease else None,
-        bool(row["shares_process_with"]),
         row,
     )
 

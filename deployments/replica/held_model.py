@@ -105,21 +105,10 @@ class HeldModel:
     gives_back: asyncio.TimerHandle | None = None  # when it is looked at whether it may
     restarts: bool = False  # its process is being replaced: in use, to everybody else
     gang: Gang | None = None  # until it is granted: what it is granted with
-    companion: TicketId | None = None  # its drafter's ticket, in the same process: see pairs
-    lodger_devices: tuple[DeviceBytes, ...] = ()
-
-    def __post_init__(self) -> None:
-        self._lodge()
-
-    def _lodge(self) -> None:
-        drafter = self.plan.drafter
-        self.companion = None if drafter is None else new_ticket(drafter.model)
-        self.lodger_devices = ()
 
     def try_again(self) -> None:
-        """In the line once more; the tickets of the first try are over."""
+        """Queued once more, under a new ticket: that of the first try is closed."""
         self.ticket, self.attempt, self.life = new_ticket(self.model), 2, HolderState.QUEUED
-        self._lodge()
 
     @property
     def model(self) -> str:

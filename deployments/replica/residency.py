@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any
 
+from arbiter.client import gang_request
 from arbiter.client.holder import HolderClient
 from arbiter.core import events as ev
 from arbiter.core import types
@@ -34,7 +35,7 @@ from arbiter.protocol import messages
 from arbiter.units import HolderId, TicketId, in_seconds, seconds
 from deployments.config.load_plan import ModelPlan, Plans, parts
 from deployments.messages import ResponseHead
-from deployments.replica import drafter, resize, unloading, watchdog
+from deployments.replica import resize, unloading, watchdog
 from deployments.replica.background import BackgroundTasks, detached_task
 from deployments.replica.engine_client import EngineLink, LoadRefused, why
 from deployments.replica.held_model import UNDER_WAY, HeldModel, HolderState, Opens, new_ticket
@@ -99,7 +100,7 @@ class Residency:
         await resize.grow(self, model)
 
     def account(self) -> tuple[ev.HeldTicket, ...]:
-        return tuple(held for slot in self._held.values() for held in drafter.account(slot))
+        return tuple(slot.account() for slot in self._held.values())
 
     async def close(self) -> None:
         """Releases everything; requests in flight hear EngineLost."""
@@ -127,8 +128,7 @@ class Residency:
                         slot.enter(priority, client)
                         return slot
                     if slot.note(priority, client, until_s):
-                        for asked in drafter.asks(slot, self.holder, self.capability):
-                            self.client().tell(asked)
+                        self.client().tell(slot.asks(self.holder, self.capability))
                     if slot.life is HolderState.ASLEEP:
                         self._begin(slot, self._wake(slot))
                     if await self._wait(slot, until_s):
@@ -221,8 +221,20 @@ class Residency:
             logger.warning("%s: %s", slot.ticket, error)
             self.end(slot, Reason.FAILED, error)
 
+    async def _acquire(self, slot: HeldModel) -> messages.Granted:
+        """The grant of the model's ticket, with those of its gang. Raises RequestError."""
+        asked, gang = slot.asks(self.holder, self.capability), slot.gang
+        if gang is None:
+            return await self.client().acquire(asked)
+        try:
+            return await gang_request.acquire(self.client(), asked, gang)
+        except (RequestError, asyncio.CancelledError):
+            # The ticket may have been granted while another of the gang was refused.
+            self.client().tell(ev.Withdrawn(slot.ticket))
+            raise
+
     async def _load(self, slot: HeldModel) -> None:
-        granted = await drafter.acquire(self.client(), slot, self.holder, self.capability)
+        granted = await self._acquire(slot)
         self._hold(slot, granted)
         try:
             async with asyncio.timeout(in_seconds(granted.load_within)):

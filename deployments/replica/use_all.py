@@ -5,7 +5,7 @@ process of its own.
 
 Those that are not here are asked for as a gang: granted in one step, or none of them. What is here
 is not held while something is waited for, or two of these could wait for each other for ever; it
-may have to go meanwhile, and is brought back. A model with a drafter is a gang by itself.
+may have to go meanwhile, and is brought back.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ async def _bring(
 ) -> None:
     """Each has served once."""
     plans = [await residency.plan(model) for model in dict.fromkeys(models)]
-    away = [p for p in plans if p.model not in residency.slots and p.drafter is None]
+    away = [p for p in plans if p.model not in residency.slots]
     slots = [HeldModel(plan, new_ticket(plan.model)) for plan in away]
     gang = Gang(tuple(slot.ticket for slot in slots)) if len(slots) > 1 else None
     for slot in slots:

@@ -14,7 +14,6 @@ COLD = [{"capability": "chat", "model": "a", "cause": "no such file"}]
 
 
 ROW = {"ticket": "t", "in_state_s": 1.0, "charged_bytes": {}, "lease": None}
-ROW["shares_process_with"] = ""
 
 
 def state(failed: bool = False, **models: str) -> dict[str, Any]:
