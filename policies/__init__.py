@@ -1,6 +1,10 @@
-"""Every policy by the name used in serve_config.yaml. To add one: write the file, add the line."""
+"""Every policy by the name used in serve_config.yaml. A policy of another package is named there as
+`module:function`.
+"""
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from arbiter.core.settings import DEFAULTS, Settings
 from arbiter.core.types import Level
@@ -51,16 +55,39 @@ KEEP_WARM: dict[str, Callable[[IdleModel], Instant | None]] = {"since_last_use":
 PRESSURE: dict[str, Callable[[MemoryReading], Level]] = {"physical": pressure.level}
 
 
+P = TypeVar("P")
+
+
+def find(table: Mapping[str, P], name: str) -> P:
+    """A policy of the table, or `module:function` of any package. Raises KeyError for a name that
+    is not in the table, ImportError and AttributeError for a path to nothing."""
+    module, colon, function = name.partition(":")
+    if not colon:
+        return table[name]
+    found: P = getattr(importlib.import_module(module), function)
+    return found
+
+
 def bundle(settings: Settings = DEFAULTS) -> Policies:
-    """The policies the settings name. Raises KeyError for a name that is not in the tables."""
+    """The policies that the settings name. Raises what `find` does."""
     return Policies(
-        evict=EVICT[settings.evict],
-        admit=ADMIT[settings.admit],
-        place=PLACE[settings.place],
-        keep_warm=KEEP_WARM[settings.keep_warm],
+        evict=find(EVICT, settings.evict),
+        admit=find(ADMIT, settings.admit),
+        place=find(PLACE, settings.place),
+        keep_warm=find(KEEP_WARM, settings.keep_warm),
         roles=ROLES,
-        pressure=PRESSURE[settings.pressure],
+        pressure=find(PRESSURE, settings.pressure),
     )
 
 
-__all__ = ["ADMIT", "EVICT", "KEEP_WARM", "PLACE", "PRESSURE", "REPLAY_ONLY", "ROLES", "bundle"]
+__all__ = [
+    "ADMIT",
+    "EVICT",
+    "KEEP_WARM",
+    "PLACE",
+    "PRESSURE",
+    "REPLAY_ONLY",
+    "ROLES",
+    "bundle",
+    "find",
+]

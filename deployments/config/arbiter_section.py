@@ -1,5 +1,6 @@
 """The `arbiter` section of the table: what a person may set of its rules."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -7,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from arbiter.core import settings as core
 from arbiter.units import Bytes, seconds
 from deployments.config.fields import LONGEST_S, Size, Strict
-from policies import ADMIT, EVICT, REPLAY_ONLY, ROLES
+from policies import ADMIT, EVICT, REPLAY_ONLY, ROLES, find
 
 
 class Arenas(Strict):
@@ -64,6 +65,19 @@ class MarksConfig(Strict):
         return core.Watermarks(self.high, self.low)
 
 
+def _policy(what: str, table: Mapping[str, object], name: str, usable: list[str]) -> str:
+    """Raises ValueError unless the name is usable, or the path to a function."""
+    if ":" not in name and name not in usable:
+        raise ValueError(f"no {what} {name!r}; there is: {', '.join(usable)}, or `module:function`")
+    try:
+        found = find(table, name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"no {what} {name!r}: {error}") from None
+    if not callable(found):
+        raise ValueError(f"{what} {name!r} is no function")
+    return name
+
+
 class ArbiterConfig(Strict):
     evict: str = "time_of_day"
     admit: str = "fair_share"
@@ -94,16 +108,12 @@ class ArbiterConfig(Strict):
     @classmethod
     def _known_policy(cls, value: str) -> str:
         usable = sorted(EVICT.keys() - REPLAY_ONLY)
-        if value not in usable:
-            raise ValueError(f"no eviction policy {value!r}; there is: {', '.join(usable)}")
-        return value
+        return _policy("eviction policy", EVICT, value, usable)
 
     @field_validator("admit")
     @classmethod
     def _known_order(cls, value: str) -> str:
-        if value not in ADMIT:
-            raise ValueError(f"no order of admission {value!r}; there is: {', '.join(ADMIT)}")
-        return value
+        return _policy("order of admission", ADMIT, value, sorted(ADMIT))
 
     @field_validator("one_resident_roles")
     @classmethod

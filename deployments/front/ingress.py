@@ -19,6 +19,7 @@ from deployments.front.keys import Keyring, ensure_first, keys_path
     num_replicas=1,
     max_ongoing_requests=1_200,  # above the most of `front.in_flight`: room to say that it is full
     max_queued_requests=1_000,  # in the proxy, which then answers 503 by itself
+    backpressure_config={"retry_after_s": 1.0},  # a short response takes about this long
     ray_actor_options={"num_cpus": 0},
     graceful_shutdown_timeout_s=600,  # above the longest generation, or clients see broken streams
 )
