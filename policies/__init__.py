@@ -2,9 +2,8 @@
 `module:function`.
 """
 
-import importlib
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any
 
 from arbiter.core.settings import DEFAULTS, Settings
 from arbiter.core.types import Level
@@ -55,28 +54,18 @@ KEEP_WARM: dict[str, Callable[[IdleModel], Instant | None]] = {"since_last_use":
 PRESSURE: dict[str, Callable[[MemoryReading], Level]] = {"physical": pressure.level}
 
 
-P = TypeVar("P")
-
-
-def find(table: Mapping[str, P], name: str) -> P:
-    """A policy of the table, or `module:function` of any package. Raises KeyError for a name that
-    is not in the table, ImportError and AttributeError for a path to nothing."""
-    module, colon, function = name.partition(":")
-    if not colon:
-        return table[name]
-    found: P = getattr(importlib.import_module(module), function)
-    return found
-
-
-def bundle(settings: Settings = DEFAULTS) -> Policies:
-    """The policies that the settings name. Raises what `find` does."""
+def bundle(
+    settings: Settings = DEFAULTS, outside: Mapping[str, Callable[..., Any]] | None = None
+) -> Policies:
+    """The policies that the settings name. `outside`: by name those of no table here, as
+    deployments.config.outside_policies imports them. Raises KeyError for a name that is nowhere."""
     return Policies(
-        evict=find(EVICT, settings.evict),
-        admit=find(ADMIT, settings.admit),
-        place=find(PLACE, settings.place),
-        keep_warm=find(KEEP_WARM, settings.keep_warm),
+        evict={**EVICT, **(outside or {})}[settings.evict],
+        admit={**ADMIT, **(outside or {})}[settings.admit],
+        place=PLACE[settings.place],
+        keep_warm=KEEP_WARM[settings.keep_warm],
         roles=ROLES,
-        pressure=find(PRESSURE, settings.pressure),
+        pressure=PRESSURE[settings.pressure],
     )
 
 
@@ -89,5 +78,4 @@ __all__ = [
     "REPLAY_ONLY",
     "ROLES",
     "bundle",
-    "find",
 ]

@@ -1,6 +1,5 @@
 """The `arbiter` section of the table: what a person may set of its rules."""
 
-from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -8,7 +7,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from arbiter.core import settings as core
 from arbiter.units import Bytes, seconds
 from deployments.config.fields import LONGEST_S, Size, Strict
-from policies import ADMIT, EVICT, REPLAY_ONLY, ROLES, find
+from deployments.config.outside_policies import imported
+from policies import ADMIT, EVICT, REPLAY_ONLY, ROLES
 
 
 class Arenas(Strict):
@@ -65,16 +65,12 @@ class MarksConfig(Strict):
         return core.Watermarks(self.high, self.low)
 
 
-def _policy(what: str, table: Mapping[str, object], name: str, usable: list[str]) -> str:
+def _policy(what: str, name: str, usable: list[str]) -> str:
     """Raises ValueError unless the name is usable, or the path to a function."""
-    if ":" not in name and name not in usable:
+    if ":" in name:
+        imported(name)
+    elif name not in usable:
         raise ValueError(f"no {what} {name!r}; there is: {', '.join(usable)}, or `module:function`")
-    try:
-        found = find(table, name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"no {what} {name!r}: {error}") from None
-    if not callable(found):
-        raise ValueError(f"{what} {name!r} is no function")
     return name
 
 
@@ -107,13 +103,12 @@ class ArbiterConfig(Strict):
     @field_validator("evict")
     @classmethod
     def _known_policy(cls, value: str) -> str:
-        usable = sorted(EVICT.keys() - REPLAY_ONLY)
-        return _policy("eviction policy", EVICT, value, usable)
+        return _policy("eviction policy", value, sorted(EVICT.keys() - REPLAY_ONLY))
 
     @field_validator("admit")
     @classmethod
     def _known_order(cls, value: str) -> str:
-        return _policy("order of admission", ADMIT, value, sorted(ADMIT))
+        return _policy("order of admission", value, sorted(ADMIT))
 
     @field_validator("one_resident_roles")
     @classmethod
