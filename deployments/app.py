@@ -15,8 +15,8 @@ EMBEDDING = "deployments.capabilities.embedding:EmbeddingServer"
 # second; with Serve's defaults (10 s, 30 s) it takes seven to ten.
 METRICS_INTERVAL_S, LOOK_BACK_PERIOD_S = 0.1, 0.5
 
-# Above the longest generation: a replica told to stop finishes its streams first, and one that is
-# cut off earlier breaks them.
+# Above the longest generation: a replica told to stop finishes its streams first, and a replica
+# that Serve ends earlier breaks them.
 GRACEFUL_SHUTDOWN_TIMEOUT_S = 600.0
 
 # Each replica is asked each second what it has: with Serve's 10 s a model is long gone by then.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from arbiter.core.types import Priority
 from arbiter.errors import EngineLost, RequestError
 
-# In the headers of every call, set by the front whatever the client wrote: whose adapters are seen.
+# In the headers of every call: the tenant, whose adapters the engine may serve. The front sets it
+# and drops what the client wrote.
 TENANT_HEADER = "x-arbiter-tenant"
-
 
 # In the headers of a multipart call, whose body the front leaves as it is: the name that the engine
 # serves (an alias of a profile, or a bare adapter name, may stand in the form).

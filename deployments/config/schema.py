@@ -87,8 +87,8 @@ class ModelConfig(Strict):
     # A14: arguments that take the place of these while it is grown, which it is when a request
     # needs more than it has. Its engine is started anew for that, and idle models make room.
     grow_to: dict[str, Any] = Field({})
-    # Gives back what it grew by when nobody has asked it anything for so long; a restart takes
-    # a second or more, in which it answers nobody
+    # Gives back what it grew by after so long without a request; the restart takes a second or
+    # more, in which the model serves no request
     stays_grown_s: float = Field(60.0, gt=0, le=LONGEST_S)
     chat_template: str | None = None  # a Jinja file or the template itself; default: the model's
     thinking: bool | None = None  # `enable_thinking` of its template where a request says nothing
@@ -211,7 +211,7 @@ class CapabilityConfig(Strict):
 
 
 class Profile(Strict):
-    """What is meant by clients that name it in `x_client_id` and say nothing else."""
+    """Defaults for clients that name the profile in `x_client_id`."""
 
     aliases: dict[str, str] = Field({})  # names they use to names that are served
     defaults: dict[str, Any] = Field({})  # request fields, before those of the model
@@ -222,11 +222,11 @@ class Profile(Strict):
 
 class FrontConfig(Strict):
     profiles: dict[str, Profile] = Field({})
-    # To who streams and waits for a load: silence before the first comment, and between two. What
-    # is refused after a comment has the status 200.
+    # For a client that streams and waits for a load: seconds before the first progress comment,
+    # and between two. A refusal after a comment has the status 200.
     progress_s: float = Field(1.0, gt=0, le=60)
-    # Requests it works on at once, over all models; each costs it some 50 kB, and beyond them a
-    # client does better to come back. A capability's replica takes 256 and lets 512 wait.
+    # Requests in flight over all models; each costs the front some 50 kB, and beyond them a client
+    # does better to retry. A capability's replica takes 256 and lets 512 wait.
     in_flight: int = Field(1_000, ge=1, le=1_000)
     keys_file: str | None = None  # API keys, mode 0600; default: beside the arbiter's state
     hosts: tuple[str, ...] = ()  # names this front is called by, besides addresses and localhost
