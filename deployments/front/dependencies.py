@@ -28,7 +28,7 @@ class FrontState:
         return self.service.table
 
 
-def front_state(request: Request) -> FrontState:
+async def front_state(request: Request) -> FrontState:  # FastAPI calls plain ones in a thread
     state: FrontState = request.app.state.front
     return state
 

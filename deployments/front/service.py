@@ -101,9 +101,10 @@ class InferenceService:
             raise messages.NotServedHere(target.model, asked.path, capability.paths)
         return call_of(asked, target, capability.models[target.model], tenant)
 
-    async def run(self, call: messages.InferenceCall) -> Parts:
+    def run(self, call: messages.InferenceCall) -> Parts:
         """The response: Progress where the call wants it, then a FullResponse, or a ResponseHead
-        and bytes. Raises RequestError."""
+        and bytes. Raises CapabilityFailed where the model's capability has no application, and the
+        generator any RequestError."""
         capability = self._table.homes.get(call.model, "")
         logger.info("request %s: %s %s -> %s", call.request_id, call.path, call.served, capability)
         if capability not in self._sends:
@@ -111,9 +112,7 @@ class InferenceService:
                 self._sends[capability] = self._send_of(capability)
             except (KeyError, RayServeException) as error:
                 raise CapabilityFailed(call.model, "it has no application") from error
-        async with aclosing(answer(call, self._sends[capability])) as parts:
-            async for part in parts:
-                yield part
+        return answer(call, self._sends[capability])
 
 
 def handle_of(capability: str) -> Send:
