@@ -35,9 +35,16 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         capabilities["echo"]["models"]["parrot"]["source"] = str(outside / "parrot")
         models = {"none": {"source": str(outside), "need": {"weights": "1 MiB"}}}
         capabilities["broken"] = {**capabilities["echo"], "models": models}
+        fails = {"source": str(outside), "need": {"weights": "1 MiB"}}
+        fails["engine_args"] = {"fail": "error"}
+        engine = "tests.support.fake_engine:FakeEngine"
+        sick = {"role": "text", "engine": engine, "paths": ["/v1/sick"], "models": {"sick": fails}}
+        capabilities["sick"] = sick
         front, [echo] = config["applications"][0], added["applications"]
         broken = {"name": "broken", "route_prefix": None, "import_path": "my_package.broken:build"}
-        config["applications"] = [front, echo, broken | {"args": {"capability": "broken"}}]
+        plain = json.loads(json.dumps(echo).replace("echo", "sick"))
+        del plain["args"]["class"]
+        config["applications"] = [front, echo, plain, broken | {"args": {"capability": "broken"}}]
         table = front["deployments"][0]["user_config"]
         table["capabilities"] = capabilities
         table["arbiter"]["evict"] = POLICY
@@ -90,21 +97,23 @@ def test_class_of_an_outside_capability_refuses_with_its_own_error(extended: Gra
 def test_outside_path_and_policy_are_described(extended: Graph) -> None:
     assert "/v1/echo" in extended.get("/openapi.json")["paths"]
     assert extended.state()["table"]["arbiter"]["evict"] == POLICY
-    assert {card["id"] for card in extended.get("/v1/models")["data"]} == {"parrot", "none"}
+    assert {card["id"] for card in extended.get("/v1/models")["data"]} == {"parrot", "none", "sick"}
 
 
 @pytest.mark.spec("J9")
-def test_failed_application_is_failed_with_its_cause(extended: Graph) -> None:
-    def report() -> dict[str, Any]:
-        found: dict[str, Any] = extended.get("/ready")["capabilities"]["broken"]
-        return found if found["state"] == "failed" else {}
+def test_failed_application_and_failed_load_read_failed_with_their_cause(extended: Graph) -> None:
+    def failed(capability: str) -> str:
+        found = extended.get("/ready")["capabilities"][capability]
+        return str(found["cause"]) if found["state"] == "failed" else ""
 
-    found = until(report, 60, "the application that cannot be built reads `failed`")
-    assert "a_library_that_is_not_installed" in found["cause"]
-    assert extended.get("/ready")["capabilities"]["echo"]["state"] != "failed"
+    cause = until(lambda: failed("broken"), 60, "the application that cannot be built has failed")
+    assert "a_library_that_is_not_installed" in cause
+    assert not failed("echo") and not failed("sick")
     answer = post(extended, "/v1/echo", b'{"model": "none"}', "application/json")
-    assert answer.status == 503
-    assert json.load(answer)["error"]["code"] == "capability_failed"
+    assert (answer.status, json.load(answer)["error"]["code"]) == (503, "capability_failed")
+    answer = post(extended, "/v1/sick", b'{"model": "sick"}', "application/json")
+    assert (answer.status, json.load(answer)["error"]["code"]) == (503, "load_failed")
+    assert "told to fail" in failed("sick")
 
 
 @pytest.mark.spec("J1", "L3")
@@ -134,7 +143,7 @@ def test_request_id_that_is_not_ascii_is_no_server_error(extended: Graph) -> Non
 
 
 @pytest.mark.spec("J8")
-def test_requests_in_a_front_that_dies_are_503_with_when_to_come_back(extended: Graph) -> None:
+def test_requests_in_a_front_that_dies_are_503(extended: Graph) -> None:
     """The front waits for bodies that have not come whole; it has begun no response."""
     waiting = [begun(extended) for _ in range(IN_FLIGHT)]
     body = b'{"model": "parrot"}'
