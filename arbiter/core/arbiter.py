@@ -1,12 +1,14 @@
-"""The arbiter's rules behind one door: `handle(event, now)` returns what must be done.
+"""Keeps the arbiter's rules behind one door: `handle(event, now)` returns what must be done.
 
 Deterministic, and pure in time: the clock, the wire and the dice are outside. Every call runs the
-same steps in this order: apply the event, look at what is overdue, bring overcommitted devices
-back within their budget, admit from the line, check the books of what was touched.
+same ten steps in this order: apply the event, fire the timers that are due, evict on overcommitted
+devices, grant growth, run the grant pass over dirty nodes, estimate the wait of new tickets, forget
+removed models, prefetch what comes next, settle the clients' accounts, check the books of the
+devices that were touched. Then it says when it wants to be called next.
 
-A message about a ticket that has moved on is normal (holders race with revokes, wires repeat), so
-it is counted in `stale_count` and otherwise ignored; an identity that does not hold is a bug and
-raises LedgerBroken, after which the actor must crash.
+A message about a ticket that has moved on is normal, because holders race with revokes and wires
+repeat messages; the core counts it in `stale_count` and ignores it otherwise. An identity that does
+not hold is a bug and raises LedgerBroken, after which the actor must crash.
 
 The rules stand in folders by subject: `queue/` (admission, grants, placement), `eviction/`
 (victims, sleep, pressure), `residency/` (heartbeats, readings, floors, growth, prefetch),
@@ -18,7 +20,7 @@ from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import timeouts, types
-from arbiter.core.decisions import Decision, Reason, SetTimer
+from arbiter.core.decisions import Decision, EventKind, Reason, SetTimer
 from arbiter.core.eviction import eviction, pressure, sleep
 from arbiter.core.queue import admission, grant_pass, wait_estimate
 from arbiter.core.records.ticket import CHARGED, State
@@ -36,8 +38,8 @@ NEXT = Span(1)  # what admission left to be looked at is looked at in a step of 
 
 
 class Arbiter:
-    """One life of the arbiter. `known_holders`: those of the last epoch, still expected back.
-    `foresight`: when a model is next used, in a replay that knows."""
+    """Runs one life of the arbiter. `known_holders` are the holders of the last epoch, which are
+    expected back; `foresight` says when a model is next used, in a replay that knows."""
 
     def __init__(
         self,
@@ -54,8 +56,10 @@ class Arbiter:
         state.timers.set(("audit", ""), after(now, settings.timeouts.audit))
 
     def handle(self, event: ev.Event, now: Instant) -> list[Decision]:
-        """Raises CapabilityConflict, having changed nothing, for a CapabilityRegistered that
-        differs from what is known."""
+        """Applies one event and returns the decisions that follow from it. Raises
+        CapabilityConflict, having changed nothing, for a CapabilityRegistered that differs from
+        what is known, and the errors that events.py names for events from people. `now` never goes
+        back."""
         state = self._state
         assert now >= state.now, "time went back"
         state.now, state.out = now, []
@@ -77,71 +81,81 @@ class Arbiter:
 
     @property
     def epoch(self) -> Epoch:
+        """Returns the number of this life of the arbiter."""
         return self._state.epoch
 
     @property
     def settings(self) -> Settings:
+        """Returns the settings that this life began with."""
         return self._state.settings
 
     @property
     def stale_count(self) -> int:
+        """Returns how many messages were ignored because their ticket had moved on."""
         return self._state.stale_count
 
     @property
     def awaited(self) -> frozenset[HolderId]:
-        """Holders of the last epoch that are not back."""
+        """Returns the holders of the last epoch that are not back."""
         return frozenset(self._state.awaited)
 
     @property
     def gave_up_waiting(self) -> bool:
-        """Those who are not back are as good as dead."""
+        """Says whether holders that are not back by now count as dead."""
         return self._state.gave_up_waiting
 
     def state_of(self, ticket: TicketId) -> str:
-        """`closed` for one that is not on the books."""
+        """Returns the state of a ticket; `closed` for a ticket that is not on the books."""
         entry = self._state.ledger.find(ticket)
         return entry.state.value if entry else State.CLOSED.value
 
     def holder_of(self, ticket: TicketId) -> HolderId | None:
-        """None: it is not on the books."""
+        """Returns the holder of a ticket; None for a ticket that is not on the books."""
         entry = self._state.ledger.find(ticket)
         return entry.holder if entry else None
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:
+        """Returns the nodes whose agents have introduced themselves, sorted."""
         return tuple(sorted(self._state.nodes))
 
     def snapshot(self, now: Instant) -> StateView:
+        """Returns what people and the dashboard see, as of `now`."""
         return view_of(self._state, now)
 
     def explain(self, ticket: TicketId, now: Instant) -> Explanation:
-        """Why it waits, or why it went. Raises UnknownTicket."""
+        """Returns why a ticket waits, or why it went. Raises UnknownTicket."""
         return explain(self._state, ticket, now)
 
     def replica_targets(self, now: Instant) -> dict[str, int]:
-        """Replicas wanted of each capability; WakeAt also comes when one of these changes."""
+        """Returns the replicas wanted of each capability. SetTimer also comes when a target
+        changes."""
         return replica_targets.targets(self._state, now)
 
     def export_learned(self) -> list[dict[str, Any]]:
-        """What was learned, as plain rows."""
+        """Returns what was learned of models as plain rows; `restore_learned` reads them back."""
         return self._state.estimates.export()
 
     def export_floors(self) -> list[list[str]]:
-        """Capability, model, floor."""
+        """Returns rows of capability, model and floor; `restore_floors` reads them back."""
         return [[*name, floor.value] for name, floor in sorted(self._state.floors.items())]
 
     def export_accounts(self) -> list[list[Any]]:
-        """What clients have used (C10)."""
+        """Returns what clients have used (C10) as plain rows; `restore_accounts` reads them
+        back."""
         return self._state.accounts.export()
 
     def restore_accounts(self, rows: list[list[Any]]) -> None:
+        """Takes back the rows of `export_accounts`."""
         self._state.accounts.restore(rows, self._state.now)
 
     def restore_floors(self, rows: list[list[str]]) -> None:
+        """Takes back the rows of `export_floors`. Raises ValueError for an unknown floor."""
         for capability, model, floor in rows:
-            self._state.floors[(capability, model)] = types.Floor(floor)
+            self._state.floors[types.ModelName(capability, model)] = types.Floor(floor)
 
     def restore_learned(self, rows: list[dict[str, Any]]) -> None:
+        """Takes back the rows of `export_learned`."""
         self._state.estimates.restore(rows)
 
 
@@ -164,7 +178,7 @@ def _(event: ev.CapabilitiesSet, state: CoreState) -> None:
         state.set_timer(entry, state.now)
     readings.rebudget(state)
     device_limits.cap_pins(state, state.ledger.books)
-    state.ledger.changed.update(state.nodes)
+    state.mark_dirty(*state.nodes)
     device_limits.flag_pinned(state, state.ledger.books)
 
 
@@ -250,7 +264,7 @@ def _(event: ev.LoadBroke, state: CoreState) -> None:
 def _(event: ev.Busy, state: CoreState) -> None:
     if entry := state.live(event.ticket, State.DRAINING):
         reason = entry.leaving
-        eviction.victim_declined(state, entry, "victim_busy", event.inflight)
+        eviction.victim_declined(state, entry, EventKind.VICTIM_BUSY, event.inflight)
         if reason is Reason.PRESSURE:
             pressure.evict_next(state, entry)
 
@@ -258,7 +272,7 @@ def _(event: ev.Busy, state: CoreState) -> None:
 @_apply.register
 def _(event: ev.BarrierDropped, state: CoreState) -> None:
     if entry := state.live(event.ticket, State.DRAINING):
-        eviction.victim_declined(state, entry, "barrier_dropped", event.inflight)
+        eviction.victim_declined(state, entry, EventKind.BARRIER_DROPPED, event.inflight)
 
 
 @_apply.register
@@ -280,7 +294,7 @@ def _(event: ev.UnloadAsked, state: CoreState) -> None:
 @_apply.register
 def _(event: ev.FloorSet, state: CoreState) -> None:
     floors.on_set(state, event)
-    state.ledger.changed.update(state.nodes)  # who may be a victim has changed
+    state.mark_dirty(*state.nodes)  # other tickets may be victims now
 
 
 @_apply.register

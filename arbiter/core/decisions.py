@@ -1,7 +1,7 @@
-"""What must be done. The shell performs these and reports back with events."""
+"""Names what must be done. The shell performs these decisions and reports back with events."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from arbiter.core.types import DeviceBytes
 from arbiter.errors import RequestError
@@ -9,7 +9,7 @@ from arbiter.units import Bytes, HolderId, Instant, NodeId, Span, TicketId
 
 
 class Reason(Enum):
-    """Why a model leaves. The first seven are K1's reasons of `model_unload`."""
+    """Says why a model leaves. The first seven are K1's reasons of `model_unload`."""
 
     SWAP = "swap"
     FIT = "fit"
@@ -22,9 +22,21 @@ class Reason(Enum):
     WITHDRAWN = "withdrawn"
     TERM = "term"  # a lease has lasted as long as it may
 
+    @property
+    def only_if_idle(self) -> bool:
+        """Tells a holder that has requests in flight to refuse the revoke at once (A9).
+
+        For every other reason the holder puts the barrier up and drains. Holders, the replay and
+        the simulation all ask this property, so none of them can disagree with the others.
+        """
+        return self in ONLY_IF_IDLE
+
+
+ONLY_IF_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
+
 
 class Tier(Enum):
-    """Where a revoked model goes."""
+    """Says where a revoked model goes."""
 
     ASLEEP = "asleep"
     GONE = "gone"
@@ -32,7 +44,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The ticket's bytes are charged; load (or wake) on these devices, and finish by `load_by`."""
+    """Charges the ticket's bytes; the holder loads (or wakes) on these devices, by `load_by`."""
 
     ticket: TicketId
     devices: tuple[DeviceBytes, ...]
@@ -42,7 +54,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The ticket has joined the line, and is expected to serve after so long (A21)."""
+    """Tells a holder that its ticket has joined the queue, and after how long it should serve
+    (A21)."""
 
     ticket: TicketId
     holder: HolderId
@@ -51,14 +64,17 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
+    """Answers a request with an error: the cause, and when asking again makes sense, if ever."""
+
     ticket: TicketId
     error: RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Ask the holder for the bytes. SWAP and FIT: barrier up until `barrier_until`. PRESSURE and
-    IDLE: refuse when busy. `to` says where the weights go."""
+    """Asks the holder for the bytes of a ticket. A busy holder refuses at once if
+    `reason.only_if_idle`; otherwise its barrier is up until `barrier_until`. `to` says where the
+    weights go."""
 
     ticket: TicketId
     holder: HolderId
@@ -69,7 +85,7 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class KillEngine:
-    """The node agent kills what is left of this ticket's engine, lets none start, and reports
+    """Has the node agent kill what is left of this ticket's engine, let none start, and report
     EngineGone. Safe to repeat."""
 
     node: NodeId
@@ -78,24 +94,97 @@ class KillEngine:
 
 @dataclass(frozen=True, slots=True)
 class RequestReading:
-    """The node agent sends a reading now rather than at its next turn."""
+    """Has the node agent send a reading now rather than at its next turn."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """A switch failed: the holder brings back the model that made room for it (A12)."""
+    """Has a holder load a model that no request waits for: a floor asks for it, a prefetch does, or
+    it made room for a load that failed (A12)."""
 
     holder: HolderId
     model: str
 
 
+class EventKind(StrEnum):
+    """Names every kind of line in the event log (K1). The value is what readers of the log see."""
+
+    # The arbiter's process.
+    ARBITER_STARTED = "arbiter_started"
+    CLOSING = "closing"
+    NOT_RECORDED = "not_recorded"  # the recording could not be written
+    STATE_NOT_KEPT = "state_not_kept"  # nor the saved state
+
+    # Nodes, holders, devices.
+    NODE_SEEN = "node_seen"
+    NODE_SILENT = "node_silent"
+    AGENT_ENDED = "agent_ended"  # and why it could not start
+    DEVICE_FOUND = "device_found"
+    DEVICE_LOST = "device_lost"
+    DEVICE_UNREADABLE = "device_unreadable"
+    DEVICE_READABLE = "device_readable"
+    NODE_LOST = "node_lost"
+    HOLDER_JOINED = "holder_joined"
+    HOLDER_LOST = "holder_lost"
+    QUARANTINE = "quarantine"
+    UNCLAIMED_ENGINE = "unclaimed_engine"
+    MEMORY_PRESSURE = "memory_pressure"
+    PRESSURE_NOTHING_LEFT = "pressure_nothing_left"
+    PINNED_OVERCOMMIT = "pinned_overcommit"
+    PIN_OVER_CAP = "pin_over_cap"
+
+    # Tickets.
+    TICKET_QUEUED = "ticket_queued"
+    TICKET_WAITS = "ticket_waits"
+    TICKET_GRANTED = "ticket_granted"
+    TICKET_REFUSED = "ticket_refused"
+    TICKET_CLOSED = "ticket_closed"
+    TICKET_REJOINED = "ticket_rejoined"
+    OVERSIZE = "oversize"
+    EXPLICIT_TOO_LOW = "explicit_too_low"
+
+    # Models: loads, sleep, leaving.
+    MODEL_LOAD = "model_load"
+    MODEL_WAKE = "model_wake"
+    MODEL_UNLOAD = "model_unload"
+    MODEL_PRELOAD = "model_preload"
+    MODEL_REMOVED = "model_removed"
+    LOAD_FAILED = "load_failed"
+    COOL_DOWN = "cool_down"
+    ESTIMATE_ERROR = "estimate_error"
+    WAKE_UNVERIFIED = "wake_unverified"
+    WAKE_GIVEN_UP = "wake_given_up"
+    NOT_ASLEEP = "not_asleep"
+    EVICTION = "eviction"
+    VICTIM_BUSY = "victim_busy"
+    BARRIER_DROPPED = "barrier_dropped"
+    REVOKE_UNANSWERED = "revoke_unanswered"
+    UNLOAD_OVERDUE = "unload_overdue"
+    UNLOAD_REFUSED = "unload_refused"
+    FLOOR_SET = "floor_set"
+    GROWTH_ASKED = "growth_asked"
+    GROWTH_GRANTED = "growth_granted"
+    GROWTH_GIVEN_BACK = "growth_given_back"
+
+    # Leases, and requests of users.
+    LEASE_GRANTED = "lease_granted"
+    LEASE_OVERDUE = "lease_overdue"
+    LEASE_ENDED = "lease_ended"
+    CAPABILITY_RUN = "capability_run"
+    RUNS_DROPPED = "runs_dropped"
+
+    def __repr__(self) -> str:
+        """Returns the quoted value, because recordings keep a hash of the decisions' text."""
+        return repr(self.value)
+
+
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """One line of the event log (K1). `data` holds plain values, never a prompt."""
+    """Writes one line of the event log (K1). `data` holds plain values, never a prompt."""
 
-    kind: str
+    kind: EventKind
     data: dict[str, str | int | float | bool | None] = field(hash=False)
     ticket: TicketId | None = None
     size_bytes: Bytes | None = None
@@ -104,6 +193,8 @@ class LogEvent:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
+    """Has the shell call `handle` with TimerFired at this time, unless an event comes sooner."""
+
     at: Instant
 
 

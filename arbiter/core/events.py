@@ -1,6 +1,7 @@
-"""What happened. The shell turns calls, timers and node readings into these; the core reads them.
+"""Names what happened. The shell turns calls, timers and node readings into these events; the core
+reads them.
 
-Who says what: holders speak of *use*, node agents of *bytes*, nobody else of either.
+Holders speak of *use*, node agents of *bytes*, and neither speaks of the other.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from arbiter.core.types import (
     Floor,
     LeaseConditions,
     Level,
+    ModelName,
     Need,
     Phase,
     Priority,
@@ -24,45 +26,69 @@ from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, TicketId
 
 @dataclass(frozen=True, slots=True)
 class CapabilitiesSet:
-    """The configuration's whole table; replaces what was there, tickets held stay."""
+    """Brings the configuration's whole table; it replaces the table before, and tickets that are
+    held stay."""
 
     capabilities: tuple[CapabilitySpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CapabilityRegistered:
-    """From Python: adds one, or repeats one; a different one of the same name is an error that
-    the core raises as CapabilityConflict."""
+    """Adds one capability from Python, or repeats one. The core raises CapabilityConflict for a
+    different one of the same name."""
 
     capability: CapabilitySpec
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceUnreadable:
+    """The node has this device, and the driver gives no answer for it at the moment."""
+
+    device: DeviceId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeSeen:
-    """A node agent introduces itself and its devices. Repeated after each agent restart."""
+    """Introduces a node and its devices. The node agent repeats it after each restart of its own,
+    and when a device comes or goes. An `unreadable` device has not gone, even if `devices` lacks
+    it."""
 
     node: NodeId
     devices: tuple[DeviceSpec, ...]
+    unreadable: tuple[DeviceUnreadable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLost:
-    """The node is gone, with its devices and every engine on it."""
+    """Says that a node is gone, with its devices and every engine on it."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignProcess:
+    """A process that holds memory of a GPU and belongs to no ticket."""
+
+    pid: int
+    name: str  # empty if the agent cannot see the process
+    size_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceReading:
+    """Describes the memory of one device as the kernel or NVML reports it."""
+
     device: DeviceId
     free_bytes: Bytes  # physically free, as the kernel or NVML says
     foreign_bytes: Bytes  # used by processes that are not engines opened by this agent
     exact: bool = True  # False: foreign bytes inferred from the device total, not per process
+    foreign_processes: tuple[ForeignProcess, ...] = ()  # those NVML names, the largest
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """Measured bytes of the process tree opened under one ticket."""
+    """Gives the measured bytes of the process tree that runs under one ticket."""
 
     ticket: TicketId
     measured: tuple[DeviceBytes, ...]
@@ -71,12 +97,14 @@ class EngineReading:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A full reading of one node: every device, every engine alive on it."""
+    """Brings a full reading of one node: every device, every engine alive on it. The reading leaves
+    out unreadable devices: the last figures of those stand."""
 
     node: NodeId
     devices: tuple[DeviceReading, ...]
     engines: tuple[EngineReading, ...]
     stalled_fraction: float = 0.0  # of the last 10 s, in which some task waited for RAM (PSI)
+    unreadable: tuple[DeviceUnreadable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +123,8 @@ class EngineGone:
 
 @dataclass(frozen=True, slots=True)
 class HeldTicket:
-    """A holder's own account of one ticket: rejoin and heartbeat carry these, in full."""
+    """Gives a holder's own account of one ticket; rejoin and heartbeat carry one for each, in
+    full."""
 
     ticket: TicketId
     model: str
@@ -126,7 +155,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """One request that has ended (K1). Never what was asked or answered."""
+    """Describes one request that has ended (K1), never what was asked or answered."""
 
     ticket: TicketId | None  # None: it was refused before there was one
     model: str
@@ -137,7 +166,7 @@ class FinishedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many requests of a client have ended (C10)."""
+    """Counts the requests of one client that have ended (C10)."""
 
     client: Client
     requests_count: int
@@ -158,13 +187,15 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class HolderLost:
+    """Says that a holder is dead, as Ray or its node agent has seen."""
+
     holder: HolderId
 
 
 @dataclass(frozen=True, slots=True)
 class Requested:
     """The holder wants the model on a device of its node. A known ASLEEP ticket: wants it awake.
-    One that waits already: says that it has become more urgent."""
+    A ticket that waits already has become more urgent."""
 
     ticket: TicketId
     holder: HolderId
@@ -179,7 +210,12 @@ class Requested:
     gang: tuple[TicketId, ...] = ()  # of its holder, itself included: granted all or none
     split: Split = Split.NONE
     lease: LeaseConditions | None = None  # of a process outside Serve; `model` is what it is called
-    client: Client = ANYBODY  # who waits for it
+    client: Client = ANYBODY  # the client that waits for it
+
+    @property
+    def model_name(self) -> ModelName:
+        """Names the model that the event is about."""
+        return ModelName(self.capability, self.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +226,9 @@ class GrowthAsked:
     ticket: TicketId
     more_bytes: Bytes  # 0: no longer
     within: Span  # it goes on as it is when there is no room by then
-    holder: HolderId | None = None  # who says it: it must be the ticket's own; None: not said
+    holder: HolderId | None = (
+        None  # the sender, which must be the ticket's own holder; None: not said
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +243,17 @@ class GaveBack:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The last caller stopped waiting. A grant may already be on its way."""
+    """Says that the last caller stopped waiting. A grant may already be on its way."""
 
     ticket: TicketId
-    holder: HolderId | None = None  # who says it: it must be the ticket's own; None: not said
+    holder: HolderId | None = (
+        None  # the sender, which must be the ticket's own holder; None: not said
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Load or wake finished; the model serves."""
+    """Says that a load or wake has finished and the model serves."""
 
     ticket: TicketId
     took: Span
@@ -222,7 +262,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadBroke:
-    """The load failed; the holder has let go of the engine."""
+    """Says that a load failed and that the holder has let go of the engine."""
 
     ticket: TicketId
     cause: str
@@ -231,7 +271,7 @@ class LoadBroke:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Answer to a pressure revoke: requests are in flight, the model stays."""
+    """Declines a revoke that takes idle models only: requests are in flight, the model stays."""
 
     ticket: TicketId
     inflight: int
@@ -239,7 +279,7 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class BarrierDropped:
-    """Answer to a swap revoke: in-flight work outlived the barrier, the model goes on."""
+    """Declines a revoke after its barrier: work in flight outlived it, the model goes on."""
 
     ticket: TicketId
     inflight: int
@@ -247,18 +287,21 @@ class BarrierDropped:
 
 @dataclass(frozen=True, slots=True)
 class Slept:
-    """The engine says its weights are in host RAM; true only once measured (D1)."""
+    """Reports that the weights are in host RAM, which is true only once measured (D1)."""
 
     ticket: TicketId
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The holder has let go of the engine for good. Bytes stay charged until EngineGone."""
+    """Says that the holder has let go of the engine for good. Bytes stay charged until
+    EngineGone."""
 
     ticket: TicketId
     reason: str
-    holder: HolderId | None = None  # who says it: it must be the ticket's own; None: not said
+    holder: HolderId | None = (
+        None  # the sender, which must be the ticket's own holder; None: not said
+    )
 
 
 # -- from the shell and people ----------------------------------------------------------------
@@ -266,31 +309,41 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class UnloadAsked:
-    """By hand: unload an idle model (K1, reason `manual`)."""
+    """Unloads an idle model by hand (K1, reason `manual`)."""
 
     ticket: TicketId
 
 
 @dataclass(frozen=True, slots=True)
 class FloorSet:
-    """Somebody says where a model is to be (D8). Raises UnknownCapability, UnknownModel."""
+    """Sets how far a model may fall (D8). Raises UnknownCapability, UnknownModel."""
 
     capability: str
     model: str
     floor: Floor
 
+    @property
+    def model_name(self) -> ModelName:
+        """Names the model that the event is about."""
+        return ModelName(self.capability, self.model)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadAsked:
-    """By hand: load it once, with nobody waiting. Raises as FloorSet, and NotResident."""
+    """Loads a model once by hand, with no request waiting. Raises as FloorSet, and NotResident."""
 
     capability: str
     model: str
 
+    @property
+    def model_name(self) -> ModelName:
+        """Names the model that the event is about."""
+        return ModelName(self.capability, self.model)
+
 
 @dataclass(frozen=True, slots=True)
 class PressurePushed:
-    """Somebody knows of memory that is short, and says so for a while (C5)."""
+    """Reports from outside that memory is short, for a term (C5)."""
 
     where: str  # a device, or a node: all its devices
     level: Level
@@ -300,12 +353,12 @@ class PressurePushed:
 
 @dataclass(frozen=True, slots=True)
 class ClosingDown:
-    """Grant nothing more, refuse the queue, unload what is idle."""
+    """Stops all grants, refuses the queue and unloads what is idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """A `WakeAt` came due."""
+    """Says that the time of the last SetTimer has come."""
 
 
 Event = (

@@ -12,13 +12,14 @@ from arbiter.units import MIB, MILLISECOND, SECOND, Bytes, Span, seconds
 
 @dataclass(frozen=True, slots=True)
 class Arenas:
-    """The most of each kind of device that may be lent. None: `Settings.arena_fraction` of it."""
+    """Caps how much of each kind of device may be lent. None: `Settings.arena_fraction` of it."""
 
     gpu_bytes: Bytes | None = None
     cpu_bytes: Bytes | None = None
     host_bytes: Bytes | None = None
 
     def cap(self, kind: DeviceKind) -> Bytes | None:
+        """Returns the cap for a kind of device, if it has one."""
         caps = {
             DeviceKind.GPU: self.gpu_bytes,
             DeviceKind.CPU: self.cpu_bytes,
@@ -29,7 +30,7 @@ class Arenas:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Time limits. Every wait in the core ends by one of these."""
+    """Limits every wait in the core."""
 
     # What holders do.
     barrier: Span = seconds(10)  # A9: then the old model goes on and the next is tried
@@ -43,13 +44,13 @@ class Timeouts:
     unconfirmed: Span = seconds(5)  # a heartbeat sent before a grant arrived cannot deny it
 
     # What nodes do.
-    rejoin: Span = seconds(5)  # A18: grants nothing before, unless everybody is back
+    rejoin: Span = seconds(5)  # A18: grants nothing before, unless every holder is back
     reap_every: Span = Span(250 * MILLISECOND)  # A10
     reclaim_alarm: Span = seconds(5)  # A10: then an event, and the holder is quarantined
     reading: Span = seconds(5)  # agents send a reading each second; five missed: not trusted
 
     # What the arbiter does.
-    bypass: Span = seconds(30)  # C6: a ticket is overtaken no longer than this
+    bypass: Span = seconds(30)  # C6: a ticket is bypassed no longer than this
     cooldown_first: Span = seconds(2)  # doubles with each failure in a row
     cooldown_most: Span = seconds(300)  # Kubernetes caps CrashLoopBackOff at five minutes
     retry: Span = seconds(5)  # a holder asks again at once after a failure for memory
@@ -60,18 +61,19 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What one tenant may have of the devices that compute, and what is kept for it (C10)."""
+    """Says what one tenant may have of the devices that compute, and what is kept for it (C10)."""
 
     tenant: str
     most_bytes: Bytes | None = None  # at once, over all of them
-    reserved_bytes: Bytes = Bytes(0)  # on each of them, for nobody else
+    reserved_bytes: Bytes = Bytes(0)  # on each of them, for no other tenant
     average_bytes: Bytes | None = None  # over `quota_window`; beyond it, it cools down
-    share_fraction: float = 1.0  # of its turns in the line, beside others' (C10: fair share)
+    share_fraction: float = 1.0  # of its turns in the queue, beside others' (C10: fair share)
 
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """Of a budget: above the high one what can go goes, until the low one (C4)."""
+    """Gives the fractions of a budget between which a rule switches: above the high one idle models
+    leave, down to the low one (C4)."""
 
     high_fraction: float = 0.90
     low_fraction: float = 0.80
@@ -79,7 +81,7 @@ class Watermarks:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a person may set, and what follows from the specification."""
+    """Holds what a person may set, and what follows from the specification."""
 
     evict: str = "time_of_day"  # names in policies.EVICT, ADMIT, PLACE, KEEP_WARM, PRESSURE
     admit: str = "fair_share"
@@ -104,7 +106,7 @@ class Settings:
     remembered_count: int = 4_096  # answers kept to repeat: a minute at 60 refusals a second
 
     host_marks: Watermarks = Watermarks()
-    device_marks: Watermarks | None = None  # off: an idle model costs nothing until somebody waits
+    device_marks: Watermarks | None = None  # off: an idle model costs nothing until a ticket waits
     min_residency_loads: float = 1.0  # C4: at least as long as bringing it in took
     min_residency: Span = seconds(1)  # where nothing is known of its load: one heartbeat
     # Both tuned on half of the public traces (docs/adr/0007): half an hour is noise at a request
@@ -123,12 +125,12 @@ class Settings:
     quota_window: Span = seconds(3600)  # their averages: clouds bill by the hour
     accounts_most_count: int = 1_024  # clients told apart; 100 kB, saved in a millisecond
 
-    pinned_most_fraction: float = 1.0  # C8: of a budget; all of it unless somebody says less
+    pinned_most_fraction: float = 1.0  # C8: of a budget; all of it unless the table says less
 
     follow_within: Span = seconds(60)  # C11: a use after that long follows nothing
     habit_least_count: int = 3  # seen as often as this before it is a habit, not a coincidence
     habit_fraction: float = 0.5  # and at least every second time
-    guess_for: Span = seconds(60)  # a load that nobody asked for has ended by then
+    prefetch_for: Span = seconds(60)  # a load without a request has ended by then
 
     slept_fraction: float = 0.9  # D1: of the ticket's device bytes must be seen to fall
     finish_fraction: float = 0.2  # A8: an abandoned load with at most this left goes on

@@ -1,6 +1,6 @@
-"""What the arbiter knows between two events, and what it has decided during this one.
+"""Keeps what the arbiter knows between two events, and what it has decided during this one.
 
-The rules are functions over a Mind, one file per idea. They read it, move tickets through
+The rules are functions over a CoreState, one file per idea. They read it, move tickets through
 `state.ledger`, and say what must be done with `state.decide`. Plain data: it pickles half way.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Decision, LogEvent, Refuse
+from arbiter.core.decisions import Decision, EventKind, LogEvent, Refuse
 from arbiter.core.records.accounts import Accounts
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.records.eviction_history import EvictionHistory
@@ -39,6 +39,8 @@ from arbiter.units import (
 
 @dataclass(slots=True)
 class Holder:
+    """Describes a holder that has joined, and when it was last heard."""
+
     holder: HolderId
     node: NodeId
     capability: str
@@ -47,7 +49,7 @@ class Holder:
 
 @dataclass(slots=True)
 class Unclaimed:
-    """An engine measured on a node whose ticket nobody has named."""
+    """Describes an engine measured on a node whose ticket no holder has named."""
 
     measured: Sizes
     first_seen: Instant
@@ -56,12 +58,16 @@ class Unclaimed:
 
 @dataclass(slots=True)
 class Node:
+    """Describes a node whose agent has introduced itself, with its agent's last reading."""
+
     node: NodeId
     devices: dict[DeviceId, types.DeviceSpec]
     heard: Instant | None = None  # last full reading in this epoch
     silent_told: bool = False
     readings: dict[DeviceId, ev.DeviceReading] = field(default_factory=dict)
     unclaimed: dict[TicketId, Unclaimed] = field(default_factory=dict)
+    unreadable: dict[DeviceId, str] = field(default_factory=dict)  # its devices, and the cause
+    inexact: frozenset[DeviceId] = frozenset()  # of its devices, see rules.inexact
     computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
 
     def __post_init__(self) -> None:
@@ -84,7 +90,7 @@ class PressureState:
 
 @dataclass(slots=True)
 class Failure:
-    """A model that did not load: nobody tries again before `until`."""
+    """Describes a model that did not load: no request tries it again before `until`."""
 
     cause: str
     times_count: int
@@ -93,21 +99,35 @@ class Failure:
 
 @dataclass(slots=True)
 class EvictedFor:
-    """Models that made room for a load which has not succeeded yet (A12)."""
+    """Lists the models that made room for a load which has not succeeded yet (A12)."""
 
     models: dict[tuple[HolderId, str], TicketId] = field(default_factory=dict)
     restore_at: Instant | None = None  # the load failed for memory; unless it is tried again
 
 
 EvictedForKey = tuple[HolderId, str]  # for whom: holder and model
-Foresight = Callable[[str, str, Instant], Instant | None]  # capability and model
-
-
-def model_label(capability: str, model: str) -> str:
-    return f"{capability}/{model}"
+Foresight = Callable[[types.ModelName, Instant], Instant | None]  # when a model is next used
 
 
 class CoreState:
+    """Holds all that the rules read and change, by group:
+
+    - configuration: `settings`, `policies`, `registry`, `tenants`, and `floors`, which people set;
+    - the books: `ledger` (tickets and devices), `queue`, `holders`, `nodes`, `accounts` of clients;
+    - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `transition_counts`,
+      `last_home`;
+    - work under way: `growing` residents, `wanted` models without a holder, `removing` models,
+      `prefetched` models, `evicted_for` a load that has not succeeded, `pressure` by device,
+      `failures` that cool down, `broken_loads` whose cause may still come;
+    - memory of answers: `answers` by ticket, `evictions` for explain, `rankings` of victims by
+      device;
+    - time: `now`, `born`, `settled_at`, `closing_by`, `timers`, `active` capabilities, `awaited`
+      holders of the last epoch;
+    - this event: `out` (decisions), `fresh` (tickets that joined the queue), `uses_this_event`.
+
+    Everything else is derived from these. `epoch` names this life, `stale_count` counts ignored
+    messages, `foresight` is set in a replay only."""
+
     def __init__(
         self,
         settings: Settings,
@@ -124,7 +144,7 @@ class CoreState:
         self.lasting_rates = UsageRates(settings.lasting_window)
         self.hours = HourlyUsage(now)
         self.evictions = EvictionHistory()
-        self.rankings: dict[DeviceId, Any] = {}  # of large devices; see ranking.Ranking
+        self.rankings: dict[DeviceId, Any] = {}  # see ranking.Ranking
         self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
         self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
         self.tenants = {terms.tenant: terms for terms in settings.tenants}
@@ -132,25 +152,24 @@ class CoreState:
         self.queue = RequestQueue(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
-        self.uses_this_event: list[
-            tuple[tuple[str, str], NodeId]
-        ] = []  # in this event; see preload
-        self.last_used: tuple[tuple[str, str], Instant] | None = None
-        self.transition_counts: dict[tuple[str, str], dict[tuple[str, str], int]] = {}
-        self.prefetched: dict[tuple[str, str], Instant] = {}  # brought in unasked, not used yet
-        self.floors: dict[tuple[str, str], types.Floor] = {}  # by capability and model
-        self.wanted: dict[tuple[str, str], None] = {}  # to be loaded by the first who can
-        self.removing: dict[tuple[str, str], None] = {}  # no longer in the table, still held
+        # Uses that this event told of; prefetch reads and empties the list.
+        self.uses_this_event: list[tuple[types.ModelName, NodeId]] = []
+        self.last_used: tuple[types.ModelName, Instant] | None = None
+        self.transition_counts: dict[types.ModelName, dict[types.ModelName, int]] = {}
+        self.prefetched: dict[types.ModelName, Instant] = {}  # brought in unasked, not used yet
+        self.floors: dict[types.ModelName, types.Floor] = {}  # by capability and model
+        self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
+        self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
         self.pressure: dict[DeviceId, PressureState] = {}
-        self.failures: dict[tuple[str, str], Failure] = {}
-        self.last_home: dict[tuple[NodeId, str, str], DeviceId] = {}  # of capability and model
+        self.failures: dict[types.ModelName, Failure] = {}
+        self.last_home: dict[tuple[NodeId, types.ModelName], DeviceId] = {}
         self.evicted_for: dict[EvictedForKey, EvictedFor] = {}
         self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
         self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()
         self.awaited = set(known_holders)  # of the last epoch, not back yet
-        self.fresh: list[TicketId] = []  # joined the line in this step
+        self.fresh: list[TicketId] = []  # joined the queue in this step
         self.born = now
         self.settled_at = after(now, settings.timeouts.rejoin if known_holders else Span(0))
         self.closing_by: Instant | None = None
@@ -161,18 +180,19 @@ class CoreState:
     # -- saying --------------------------------------------------------------------------------
 
     def decide(self, decision: Decision) -> None:
+        """Adds a decision to those of this event."""
         self.out.append(decision)
 
     def log(
         self,
-        kind: str,
+        kind: EventKind,
         entry: Ticket | None = None,
         *,
         size: Bytes | None = None,
         took: Span | None = None,
         **data: str | int | float | bool | None,
     ) -> None:
-        """One line of the event log."""
+        """Writes one line of the event log, with the holder and model of its ticket."""
         ticket = None
         if entry is not None:
             ticket = entry.ticket
@@ -185,15 +205,20 @@ class CoreState:
         self.decide(LogEvent(kind, data, ticket, size, took))
 
     def answer_error_finally(self, ticket: TicketId, error: RequestError) -> None:
-        """An answer for good: asking again under this ticket repeats it."""
+        """Answers a ticket with an error for good: asking again under this ticket repeats it."""
         self.remember(ticket, error)
         self.answer_error(ticket, error)
 
     def answer_error(self, ticket: TicketId, error: RequestError) -> None:
+        """Answers a ticket with an error; the ticket may ask again."""
         self.decide(Refuse(ticket, error))
-        self.decide(LogEvent("ticket_refused", {"code": error.code, "cause": str(error)}, ticket))
+        self.decide(
+            LogEvent(EventKind.TICKET_REFUSED, {"code": error.code, "cause": str(error)}, ticket)
+        )
 
     def remember(self, ticket: TicketId, error: RequestError) -> None:
+        """Keeps the final answer of a ticket, so that a repeated request gets it again. The oldest
+        answer beyond `remembered_count` is forgotten."""
         self.answers[ticket] = error
         if len(self.answers) > self.settings.remembered_count:
             self.answers.popitem(last=False)
@@ -201,8 +226,8 @@ class CoreState:
     # -- finding -------------------------------------------------------------------------------
 
     def live(self, ticket: TicketId, *states: State, by: HolderId | None = None) -> Ticket | None:
-        """The ticket if it is in one of these states, and of the holder that speaks of it, if that
-        is known; otherwise the message is stale: counted."""
+        """Returns the ticket if it is in one of these states and held by the holder that speaks of
+        it, if that is known. Counts the message as stale otherwise and returns None."""
         entry = self.ledger.find(ticket)
         if entry and entry.state in states and by in (None, entry.holder):
             return entry
@@ -211,53 +236,73 @@ class CoreState:
 
     @property
     def is_settled(self) -> bool:
-        """Grants may be made: every holder of the last epoch is back, or was waited for."""
+        """Says whether grants may be made: every holder of the last epoch is back, or was waited
+        for."""
         return not self.awaited or self.now >= self.settled_at
 
     @property
     def gave_up_waiting(self) -> bool:
-        """For holders of the last epoch that are not known to be dead: on a busy machine one comes
-        back later than grants wait for it, and finds its engines still there."""
+        """Says whether holders of the last epoch that are not back count as dead. Grants wait less
+        long: on a busy machine a holder comes back after them and finds its engines still there."""
         lost_at = after(self.born, self.settings.timeouts.lost)
         return self.now >= (lost_at if self.awaited else self.settled_at)
 
     def is_silent(self, holder: HolderId) -> bool:
+        """Says whether a holder was not heard for so long that a grant would only lie there."""
         known = self.holders.get(holder)
         return known is None or self.now - known.heard >= self.settings.timeouts.silent
 
     def key_of(self, entry: Ticket) -> ModelKey:
+        """Returns the key under which the learned values of a ticket are kept."""
         return ModelKey(entry.capability, entry.model, entry.settings_key)
 
-    def changed(self) -> list[NodeId]:
-        """Where something may be decided now that could not be before."""
-        changed = self.ledger.changed | self.queue.changed
-        return sorted(changed) if changed else []
+    def mark_dirty(self, *nodes: NodeId) -> None:
+        """Has these nodes looked at in this step's grant pass, because something that no book
+        shows has changed there. What changes the ledger or the queue marks its node by itself."""
+        self.ledger.mark_dirty(*nodes)
 
-    def take_changed(self) -> list[NodeId]:
-        changed = self.changed()
-        self.ledger.changed, self.queue.changed = set(), set()
-        return changed
+    def dirty_nodes(self) -> list[NodeId]:
+        """Returns, sorted, where something may be decided now that could not be before."""
+        dirty = self.ledger.dirty | self.queue.dirty
+        return sorted(dirty) if dirty else []
+
+    def take_dirty_nodes(self) -> list[NodeId]:
+        """Returns the dirty nodes, which count as clean from now on."""
+        taken = self.dirty_nodes()
+        self.ledger.clean()
+        self.queue.clean()
+        return taken
 
     # -- small moves that several rules share ---------------------------------------------------
 
     def set_timer(self, entry: Ticket, at: Instant) -> None:
+        """Has the time rule of a ticket run at this time."""
         self.timers.set(("ticket", entry.ticket), at)
 
-    def move(self, entry: Ticket, to: State, granted: Sizes | None = None) -> None:
-        was, label = entry.state, model_label(entry.capability, entry.model)
-        self.ledger.move(entry, to, self.now, granted)
+    def move(
+        self,
+        entry: Ticket,
+        to: State,
+        granted: Sizes | None = None,
+        home: Sizes | None = None,
+    ) -> None:
+        """Changes the state of a ticket. See Ledger.move."""
+        was = entry.state
+        self.ledger.move(entry, to, self.now, granted, home)
         if (was is State.LOADING) != (to is State.LOADING):
-            self.queue.loading(entry.node, label, 1 if to is State.LOADING else -1)
+            self.queue.loading(entry.node, entry.model_name, 1 if to is State.LOADING else -1)
         self.note_active(entry.capability)
 
     def note_active(self, capability: str) -> None:
-        """Its replicas are wanted for a while yet; the shell is woken when no longer."""
+        """Keeps the replicas of a capability wanted for a while; the shell is woken when that is
+        over."""
         self.active[capability] = self.now
         if spec := self.registry.specs.get(capability):
             self.timers.set(("scale", capability), after(self.now, spec.downscale_to_zero))
 
     def note_uses(self, entry: Ticket, times_count: int) -> None:
-        name = (entry.capability, entry.model)
+        """Counts so many uses of a ticket's model, for rates, for habits, and for prefetches."""
+        name = entry.model_name
         self.rates.used(name, times_count, self.now)
         self.lasting_rates.used(name, times_count, self.now)
         self.hours.used(name, times_count, self.now)
@@ -265,13 +310,13 @@ class CoreState:
             self.uses_this_event.append((name, entry.node))
 
     def unqueue(self, entry: Ticket) -> None:
-        """Nobody waits for it any more."""
+        """Takes a ticket out of the queue: nothing waits for it any more."""
         self.queue.drop(entry.ticket)
         self.ledger.touch(entry)
         self.set_timer(entry, self.now)
 
     def close(self, entry: Ticket) -> None:
-        """Off the books and out of the line; its id is never used again."""
+        """Takes a ticket off the books and out of the queue; its id is never used again."""
         self.queue.drop(entry.ticket)
         self.move(entry, State.CLOSED)
         if entry.ticket not in self.answers:
@@ -279,11 +324,12 @@ class CoreState:
 
 
 # -------------------------------------------------------------------------------------------------
-# Out of the line with an answer (C7): a new ticket is closed, a sleeper sleeps on.
+# Out of the queue with an answer (C7): a new ticket is closed, an asleep one sleeps on.
 
 
 def reject_queued(state: CoreState, entry: Ticket, error: RequestError) -> None:
-    """A sleeper may ask again under the same ticket."""
+    """Takes a ticket out of the queue with an error. A new ticket is closed; an asleep ticket
+    sleeps on and may ask again."""
     state.evicted_for.pop((entry.holder, entry.model), None)
     if entry.state is State.QUEUED:
         state.answer_error_finally(entry.ticket, error)

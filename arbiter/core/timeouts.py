@@ -1,8 +1,8 @@
-"""What time alone brings about: each alarm that rings leads to the rule of its subject."""
+"""Leads each timer that is due to the rule of its subject, and runs the shutdown."""
 
 from collections.abc import Callable
 
-from arbiter.core.decisions import Reason
+from arbiter.core.decisions import EventKind, Reason
 from arbiter.core.eviction import eviction, pressure
 from arbiter.core.queue import admission, grants
 from arbiter.core.records.ledger import audit as audit_books
@@ -17,33 +17,37 @@ from arbiter.units import HolderId, NodeId, TicketId, after, in_seconds
 
 
 def fire_due(state: CoreState) -> None:
-    """Looks at everything whose time has come. A subject not yet due sets its alarm again."""
+    """Runs the rule of every subject whose time has come. A subject that is not due after all sets
+    its timer again."""
     for kind, name in state.timers.due(state.now):
         RULES[kind](state, name)
 
 
 def on_ticket_timer(state: CoreState, name: str) -> None:
+    """Runs the time rule of a ticket that is still on the books."""
     if entry := state.ledger.find(TicketId(name)):
         on_timer(state, entry)
 
 
 def look_at_queue(state: CoreState, node: str) -> None:
-    """Something there has become lawful by time alone."""
+    """Has a node looked at again, because something there may have become lawful by time alone."""
     if node:
-        state.ledger.changed.add(NodeId(node))
+        state.mark_dirty(NodeId(node))
 
 
 def audit(state: CoreState, _: str) -> None:
-    """All the books, and every line: level-triggered, should a reason to look ever be missed."""
+    """Checks all the books, and has every queue looked at: level-triggered, should a reason to look
+    ever be missed. Raises LedgerBroken."""
     audit_books(state.ledger)
     for entry in state.ledger.entries(State.RESIDENT, State.ASLEEP):
         if ("ticket", entry.ticket) not in state.timers:
             state.set_timer(entry, state.now)
-    state.ledger.changed.update(state.queue.nodes)
+    state.mark_dirty(*state.queue.nodes)
     state.timers.set(("audit", ""), after(state.now, state.settings.timeouts.audit))
 
 
 def on_timer(state: CoreState, entry: Ticket) -> None:
+    """Runs the time rules of a ticket: of its place in the queue, then of its state."""
     if entry.ticket in state.queue:
         admission.reject_expired(state, entry)
         grants.age(state, entry)
@@ -61,9 +65,10 @@ def on_timer(state: CoreState, entry: Ticket) -> None:
 
 
 def _tend_loading(state: CoreState, entry: Ticket) -> None:
-    """A load that hangs is ended."""
-    if state.now < entry.load_by:
-        state.set_timer(entry, entry.load_by)
+    """Ends a load that hangs."""
+    load_by = entry.last_load.load_by
+    if state.now < load_by:
+        state.set_timer(entry, load_by)
         return
     limit = f"did not finish within {in_seconds(state.settings.timeouts.load):.0f} s"
     loads.on_load_failed(state, entry, limit, out_of_memory=False)
@@ -71,7 +76,7 @@ def _tend_loading(state: CoreState, entry: Ticket) -> None:
 
 
 def _tend_lease(state: CoreState, entry: Ticket) -> None:
-    """It is told in time that its term ends, and at shutdown."""
+    """Gives a lease notice that its term ends, or that the arbiter shuts down."""
     if state.closing_by is not None:
         eviction.revoke(state, entry, Reason.SHUTDOWN, None)
     elif state.now >= (told_at := leases.notice_given_at(entry)):
@@ -81,14 +86,16 @@ def _tend_lease(state: CoreState, entry: Ticket) -> None:
 
 
 def on_idle(state: CoreState, entry: Ticket) -> None:
-    """Keep-warm (C8), and shutdown: an idle model goes with nobody asking. One that is in use
-    sets the alarm when a heartbeat says that it is no longer."""
+    """Lets an idle model leave after its keep-warm time (C8), at shutdown, or because its floor was
+    lowered. A model in use gets its timer when a heartbeat says that it is idle."""
     if entry.inflight > 0 or entry.ticket in state.queue:
         return
     if state.closing_by is not None:
         eviction.revoke(state, entry, Reason.SHUTDOWN, None)
         return
-    if floors.apply_lowered_floor(state, entry):
+    floors.stop_settling_at_floor(state, entry)
+    if entry.settles:
+        floors.settle(state, entry)
         return
     if entry.state is State.ASLEEP and floors.floor_of(state, entry) is Floor.HOST:
         return
@@ -106,31 +113,32 @@ def on_idle(state: CoreState, entry: Ticket) -> None:
 
 
 def start_closing(state: CoreState) -> None:
-    """Grants nothing more and refuses the line; idle models go, the rest as they fall idle."""
+    """Grants nothing more and refuses the queue (A20); idle models leave at once, the others as
+    they fall idle."""
     if state.closing_by is not None:
         return
     state.closing_by = after(state.now, state.settings.timeouts.closing)
     state.timers.set(("closing", ""), state.closing_by)
-    state.log("closing", waiting=len(state.queue))
+    state.log(EventKind.CLOSING, waiting=len(state.queue))
     admission.refuse_all(state)
     for entry in state.ledger.entries(State.RESIDENT, State.ASLEEP):
         on_timer(state, entry)
 
 
 def end_closing(state: CoreState) -> None:
-    """The bound on waiting for what is in use."""
+    """Kills what is still in use when the wait for it is over (A20)."""
     assert state.closing_by is not None
     for entry in state.ledger.entries(State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP):
         reclaim.kill_and_notify(state, entry, Reason.SHUTDOWN)
 
 
 def unload_asked(state: CoreState, ticket: TicketId) -> None:
-    """By hand. In use it stays, and says so."""
+    """Unloads a model by hand. A model in use stays, and the event log says so."""
     entry = state.live(ticket, State.RESIDENT, State.ASLEEP)
     if entry is None:
         return
     if entry.inflight > 0 or entry.ticket in state.queue:
-        state.log("unload_refused", entry, inflight=entry.inflight)
+        state.log(EventKind.UNLOAD_REFUSED, entry, inflight=entry.inflight)
     else:
         eviction.revoke(state, entry, Reason.MANUAL, None)
 

@@ -1,12 +1,25 @@
-"""Words that events and rules share: what may be said of a device, a model, a request."""
+"""Defines the nouns that events and rules share: devices, models, priorities, needs, clients."""
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 from arbiter.units import Bytes, DeviceId, Span
 
 
+class ModelName(NamedTuple):
+    """Names one model of one capability.
+
+    A named tuple, because every rule looks tables up by it: it is made and hashed in a fifth of
+    the time that a frozen dataclass takes, and plain rows of saved state compare equal to it."""
+
+    capability: str
+    model: str
+
+
 class DeviceKind(Enum):
+    """Names what kind of memory a device is."""
+
     GPU = "gpu"
     CPU = "cpu"  # a budget of host RAM that stands in for a device on a node without one
     HOST = "host"  # host RAM for sleeping weights, caches and page pools
@@ -59,17 +72,19 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """On whose account something happens (C10)."""
+    """Names on whose account something happens (C10)."""
 
-    tenant: str = "default"  # of the API key, so nobody can choose it
+    tenant: str = "default"  # of the API key, so no caller can choose it
     name: str = ""  # as the client calls itself (`x_client_id`), which it can
 
 
-ANYBODY = Client()  # of whom nothing is known
+ANYBODY = Client()  # nothing is known of the client
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
+    """Gives an amount of bytes on one device."""
+
     device: DeviceId
     size_bytes: Bytes
 
@@ -90,6 +105,7 @@ class Need:
 
     @property
     def device_bytes(self) -> Bytes:
+        """Returns the sum of the parts that a device holds."""
         return Bytes(
             self.weights_bytes
             + self.working_bytes
@@ -101,7 +117,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class LeaseConditions:
-    """On what terms a process outside Serve holds device memory (A15)."""
+    """Gives the terms on which a process outside Serve holds device memory (A15)."""
 
     tenant: str
     term: Span  # until it ends whatever the heartbeats say; what is left of it when repeated
@@ -111,10 +127,10 @@ class LeaseConditions:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model of a capability, as configured."""
+    """Describes one model of a capability, as configured."""
 
     name: str
-    keep_warm: Span  # idle time after which it goes with nobody asking; negative: never
+    keep_warm: Span  # idle, it leaves after so long by itself; negative: never
     pinned: bool = False  # never a victim
     allow_oversize: bool = False  # loads even where it is larger than the whole budget (B6)
     dispatch_lock: str = ""  # its engine computes only while it holds this lock of its node
@@ -123,12 +139,14 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class CapabilitySpec:
+    """Describes one capability, as configured."""
+
     name: str
     role: str  # a key of policies.ROLES
     engine: str
     models: tuple[ModelSpec, ...]
     downscale_to_zero: Span
-    is_external: bool = False  # somebody else says what is resident; requests load nothing
+    is_external: bool = False  # floors alone say what is resident; requests load nothing
 
 
 # -- from node agents -------------------------------------------------------------------------
@@ -136,6 +154,10 @@ class CapabilitySpec:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
+    """Describes one device, as its node agent introduces it."""
+
     device: DeviceId
     kind: DeviceKind
     total_bytes: Bytes
+    name: str = ""  # of a GPU: its kind, as NVML names it
+    uuid: str = ""  # of a GPU: this very card; `device` is where it is counted

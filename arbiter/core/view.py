@@ -15,8 +15,8 @@ Key = tuple[Any, ...]  # compared with other keys of the same function only; low
 
 
 class Candidate(NamedTuple):
-    """A ticket whose bytes somebody may want. A tuple, because one is made for each price asked:
-    of so many fields a frozen dataclass takes four times as long to make."""
+    """Describes a ticket that may be chosen as a victim. A named tuple, because each price needs a
+    new one: of so many fields a frozen dataclass takes four times as long to make."""
 
     ticket: TicketId
     holder: HolderId
@@ -36,8 +36,8 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What losing a candidate costs. Ranks come first and are compared one by one; within one rank
-    costs add up over the victims of one eviction."""
+    """Says what losing a candidate costs. Ranks come first and are compared one by one; within one
+    rank costs add up over the victims of one eviction."""
 
     rank: Key = ()
     cost_s: float = 1.0
@@ -45,7 +45,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """A ticket in the line."""
+    """Describes a ticket in the queue."""
 
     ticket: TicketId
     asked: Instant
@@ -58,7 +58,7 @@ class QueuedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlacementOption:
-    """A device a ticket could go to: its budget holds it."""
+    """Describes a device that a ticket could go to, because its budget holds it."""
 
     device: DeviceId
     need_bytes: Bytes
@@ -70,7 +70,7 @@ class PlacementOption:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """What is known of a device's real memory."""
+    """Describes what is known of a device's real memory."""
 
     kind: DeviceKind
     free_bytes: Bytes  # physically
@@ -81,7 +81,7 @@ class MemoryReading:
 
 @dataclass(frozen=True, slots=True)
 class IdleModel:
-    """A resident or sleeping model that nobody uses."""
+    """Describes a resident or asleep model that is not in use."""
 
     last_used: Instant
     keep_warm: Span  # negative: never goes by itself
@@ -90,7 +90,7 @@ class IdleModel:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """C1: what kind of work a capability does, hence how dear it is."""
+    """Says what kind of work a capability does, and so how dear its models are (C1)."""
 
     rank: int  # lowest is evicted first
     act: str  # what evicting it costs, in words
@@ -100,11 +100,11 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One choice of each kind. Built by name in policies.bundle."""
+    """Holds one choice of each kind. Built by name in policies.bundle."""
 
     evict: Callable[[Candidate], Price]
     admit: Callable[[QueuedRequest], Key]
     place: Callable[[PlacementOption], Key]
-    keep_warm: Callable[[IdleModel], Instant | None]  # when it goes with nobody asking; None: never
+    keep_warm: Callable[[IdleModel], Instant | None]  # when it leaves by itself; None: never
     roles: Mapping[str, Role]
     pressure: Callable[[MemoryReading], Level]

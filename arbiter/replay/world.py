@@ -20,7 +20,6 @@ from arbiter.core.decisions import (
     Decision,
     Grant,
     KillEngine,
-    Reason,
     Refuse,
     RequestReading,
     Revoke,
@@ -48,7 +47,6 @@ NEVER = Instant(1 << 62)
 EMPTY = array("q")
 NO_TICKET = TicketId("")
 PATIENCE = Span(NEVER // 4)  # nobody here falls silent, so nobody needs to say that they live
-UNASKED = (Reason.IDLE, Reason.PRESSURE)  # a busy holder refuses these
 
 
 class HolderState(Enum):
@@ -116,9 +114,9 @@ class World:
         )
         return self._tally.score()
 
-    def next_use(self, capability: str, model: str, now: Instant) -> Instant | None:
+    def next_use(self, name: types.ModelName, now: Instant) -> Instant | None:
         """Foresight, for policies that are yardsticks: when it is asked for next; None: never."""
-        times = self._wanted.get((capability, model), EMPTY)
+        times = self._wanted.get(name, EMPTY)
         index = bisect_right(times, now)
         return Instant(times[index]) if index < len(times) else None
 
@@ -282,8 +280,8 @@ class World:
         if desk.life is not HolderState.RESIDENT:  # taken: its engine is being ended
             self._leave(desk)
             return
-        self._tally.evictions_count += self._counts(self.now) and order.reason not in UNASKED
-        if order.reason in UNASKED and desk.busy_until > self.now:
+        self._tally.evictions_count += self._counts(self.now) and not order.reason.only_if_idle
+        if order.reason.only_if_idle and desk.busy_until > self.now:
             self._tell(ev.Busy(desk.ticket, 1))
         elif desk.busy_until > order.barrier_until:
             desk.life = HolderState.DRAINING

@@ -16,7 +16,7 @@ import ray
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import LogEvent
+from arbiter.core.decisions import EventKind, LogEvent
 from arbiter.errors import SettingsConflict, StaleEpoch
 from arbiter.node import zygote_client
 from arbiter.protocol import messages, ray_internals, rpc
@@ -98,7 +98,7 @@ class ArbiterActor:
         try:
             return Recorder(Path(path), heading)
         except OSError as error:
-            log.tell(LogEvent("not_recorded", {"cause": str(error)}))
+            log.tell(LogEvent(EventKind.NOT_RECORDED, {"cause": str(error)}))
             return None
 
     def _open_door(self) -> rpc.RpcServer:
@@ -114,12 +114,18 @@ class ArbiterActor:
         if self._store.trouble:
             self._tell_trouble(self._store.trouble)
         self._store.on_trouble = self._tell_trouble
+        self._agents.on_end = self._tell_agent_ended
         aside = str(self._store.moved_aside) if self._store.moved_aside else None
         known = len(self._store.members())
-        self._shell.log.tell(LogEvent("arbiter_started", {"holders": known, "broken_state": aside}))
+        self._shell.log.tell(
+            LogEvent(EventKind.ARBITER_STARTED, {"holders": known, "broken_state": aside})
+        )
 
     def _tell_trouble(self, why: str) -> None:
-        self._shell.log.tell(LogEvent("state_not_kept", {"cause": why}))
+        self._shell.log.tell(LogEvent(EventKind.STATE_NOT_KEPT, {"cause": why}))
+
+    def _tell_agent_ended(self, node: NodeId, cause: str) -> None:
+        self._shell.log.tell(LogEvent(EventKind.AGENT_ENDED, {"node": node, "cause": cause}))
 
     # -- holders -------------------------------------------------------------------------------
 

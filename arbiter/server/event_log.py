@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
-from arbiter.core.decisions import LogEvent
+from arbiter.core.decisions import EventKind, LogEvent
 from arbiter.protocol.messages import Plain
 from arbiter.units import Epoch, in_seconds
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("arbiter")
 # Newest lines kept: an hour at one a second, about 2 MB. Those of single requests are kept apart,
 # so that no flood of them pushes out why a model left.
 KEPT = 4_096
-REQUESTS = frozenset({"capability_run"})
+REQUESTS = frozenset({EventKind.CAPABILITY_RUN})
 FILE_MOST_BYTES = 64 << 20  # then the file starts over, its predecessor kept as `.1`
 
 
@@ -40,7 +40,7 @@ class EventLog:
     def tell(self, said: LogEvent) -> None:
         self.sequence += 1
         line: Plain = {"seq": self.sequence, "epoch": int(self._epoch), "unix_s": time.time()}
-        line |= {"kind": said.kind, "ticket": said.ticket, "size_bytes": said.size_bytes}
+        line |= {"kind": str(said.kind), "ticket": said.ticket, "size_bytes": said.size_bytes}
         line |= {"took_s": None if said.took is None else in_seconds(said.took)}
         line |= said.data
         (self._requests if said.kind in REQUESTS else self._lines).append(line)

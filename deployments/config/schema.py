@@ -143,8 +143,8 @@ class CapabilityConfig(Strict):
     downscale_to_zero_s: float = Field(300.0, ge=0, le=LONGEST_S)  # H0
     # D2: `external`: requests load nothing, a control plane sets what is resident
     managed: Literal["self", "external"] = "self"
-    # Paths that the front routes to its models, as `/v1/rerank`; empty: those of its class. They are
-    # here, because the front knows nothing else of an application with zero replicas
+    # Paths that the front routes to its models, as `/v1/rerank`; empty: those of its class. The
+    # table has them because the front knows nothing else of an application with zero replicas
     paths: tuple[str, ...] = ()
 
     @field_validator("role")

@@ -70,13 +70,18 @@ def typed(plain: Mapping[str, Any]) -> ArbiterState:
 def _row(row: Mapping[str, Any]) -> TicketRow:
     charged: Mapping[str, int] = row["charged_bytes"]
     lease = row["lease"]
+    copies = (  # a node's host device carries its engine's private RAM as well
+        max(0, size - row["ram_bytes"])
+        for device, size in charged.items()
+        if device.endswith("/host")
+    )
     return TicketRow(
         row["ticket"],
         row["capability"],
         row["model"],
         row["state"],
         row["in_state_s"],
-        sum(size for device, size in charged.items() if device.endswith("/host")),
+        sum(copies),
         lease["tenant"] if lease else None,
         row,
     )

@@ -327,7 +327,7 @@ class Residency:
             self.end(slot, order.reason, ended if order.reason is Reason.FAILED else None)
         elif slot.life is not HolderState.RESIDENT:
             return  # an order sent twice, or overtaken by what happened here
-        elif slot.inflight and order.reason in unloading.ONLY_IDLE:
+        elif slot.inflight and order.reason.only_if_idle:
             self.client().tell(ev.Busy(slot.ticket, slot.inflight))
         else:
             slot.life = HolderState.DRAINING

@@ -5,7 +5,6 @@ import logging
 
 from arbiter.client.holder import HolderClient
 from arbiter.core import events as ev
-from arbiter.core.decisions import Reason
 from arbiter.errors import EngineLost
 from arbiter.units import Span, in_seconds
 from deployments.replica.engine_client import LoadRefused
@@ -13,8 +12,6 @@ from deployments.replica.held_model import HeldModel, HolderState
 
 logger = logging.getLogger("arbiter.residency")
 
-# A revoke for these reasons takes only what is idle (A9).
-ONLY_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
 UNLOAD_S = 30.0  # the core's term for an unload; an engine that sleeps slower is ended
 
 

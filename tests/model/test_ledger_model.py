@@ -42,7 +42,9 @@ SETTINGS = replace(
     timeouts=replace(Timeouts(), reading=seconds(60), silent=seconds(40), lost=seconds(200)),
 )
 SIZES = st.integers(1, 12)
-ONLY_IDLE = (Reason.PRESSURE, Reason.IDLE, Reason.FIT, Reason.MANUAL, Reason.SHUTDOWN)
+# The core picks an idle ticket for these; what the holder does when it is busy after all is
+# `Reason.only_if_idle`.
+PICKED_IDLE = (Reason.PRESSURE, Reason.IDLE, Reason.FIT, Reason.MANUAL, Reason.SHUTDOWN)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -151,7 +153,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return  # repeated to a holder that joined again
         assert before.state in (State.RESIDENT, State.LOADING)  # loaded by this very heartbeat
         assert not entry.pinned or revoke.reason in (Reason.MANUAL, Reason.SHUTDOWN)
-        if revoke.reason in ONLY_IDLE:
+        if revoke.reason in PICKED_IDLE:
             assert entry.inflight == 0
         if revoke.reason is Reason.SWAP:
             resident = copy.copy(entry)

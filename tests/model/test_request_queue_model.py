@@ -189,7 +189,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
             state.out = []
             grant_pass.run(state)
         state.out = []
-        state.ledger.changed.update(state.nodes)
+        state.mark_dirty(*state.nodes)
         grant_pass.run(state)
         assert not [d for d in state.out if isinstance(d, Grant | Revoke)]
 

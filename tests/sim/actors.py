@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from arbiter import errors
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Grant, LoadModel, Reason, Refuse, Revoke, Tier
+from arbiter.core.decisions import Grant, LoadModel, Refuse, Revoke, Tier
 from arbiter.units import (
     GIB,
     Bytes,
@@ -459,7 +459,7 @@ class Holder:
             return
         if ticket.phase is not types.Phase.RESIDENT:
             return
-        if ticket.inflight and revoke.reason not in (Reason.SWAP, Reason.FIT):
+        if ticket.inflight and revoke.reason.only_if_idle:
             self.send(ev.Busy(ticket.ticket, ticket.inflight))
             return
         ticket.is_barred, ticket.phase = True, types.Phase.DRAINING

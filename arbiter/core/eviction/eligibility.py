@@ -1,6 +1,7 @@
-"""Which tickets may be revoked for a queued one, and the reason why not (A6, C2, C4).
+"""Says which tickets may be revoked for an asker, and the reason why not (A6, C2, C4).
 
-Lawful here means: awake and not loading, not pinned, past its minimum residency, not just refused.
+Lawful here means: awake and not loading, or asleep; not pinned; past its minimum residency; not
+just declined.
 """
 
 from enum import Enum, auto
@@ -20,7 +21,7 @@ from arbiter.units import (
 
 
 class Obstacle(Enum):
-    """Why somebody may not be revoked for one that waits."""
+    """Names why a ticket may not be revoked for an asker."""
 
     ITSELF = auto()
     UNLAWFUL = auto()
@@ -31,10 +32,11 @@ class Obstacle(Enum):
 
 
 def is_evictable(state: CoreState, entry: Ticket) -> bool:
+    """Says whether a ticket may be revoked at all now, whatever for."""
     return (
         entry.state in (State.RESIDENT, State.ASLEEP)
         and not entry.pinned
-        and (entry.lease is None or entry.lease.preemptible)
+        and (entry.lease is None or entry.lease.terms.preemptible)
         and not (entry.state is State.ASLEEP and floor_of(state, entry) is Floor.HOST)
         and state.now >= entry.declined_until
     )
@@ -43,10 +45,11 @@ def is_evictable(state: CoreState, entry: Ticket) -> bool:
 def find_obstacle(
     state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority
 ) -> Obstacle | None:
-    """None: it may be revoked for `waiting`. Never one more urgent than who asks; an equal only
-    after its minimum residency (C2, C4). A sleeper that waits to be woken gives way to those
-    before it in the line, never to those behind: what it still holds on the device could keep the
-    first in line waiting for ever."""
+    """Returns why a ticket may not be revoked for `waiting`, which asks with priority `urgent`;
+    None when it may. A victim is never more urgent than the asker, and an equal leaves only after
+    its minimum residency (C2, C4). An asleep ticket that waits to be woken gives way to tickets
+    before it in the queue, never to those behind: what it still holds on the device could keep the
+    head of the queue waiting for ever."""
     if entry is waiting:
         return Obstacle.ITSELF
     if not is_evictable(state, entry):
@@ -65,20 +68,21 @@ def find_obstacle(
 
 
 def may_swap(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority) -> bool:
+    """Says whether a ticket may be revoked for `waiting`."""
     return find_obstacle(state, entry, waiting, urgent) is None
 
 
 def obstacle_text(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority) -> str | None:
-    """The same in words; None: it may."""
+    """Returns the obstacle in words; None when the ticket may be revoked."""
     match find_obstacle(state, entry, waiting, urgent):
         case Obstacle.ITSELF:
-            return "it is the one that waits"
+            return "it is the asker itself"
         case Obstacle.UNLAWFUL:
             return _why_never(state, entry)
         case Obstacle.RESERVED:
             return f"it is of what is reserved for {entry.client.tenant}"
         case Obstacle.AHEAD:
-            return "it waits itself, further ahead"
+            return "it waits in the queue itself, before the asker"
         case Obstacle.URGENT:
             its_own = effective_priority(state, entry).name.lower()
             return f"it is more urgent ({its_own} before {urgent.name.lower()})"
@@ -98,18 +102,23 @@ def _why_never(state: CoreState, entry: Ticket) -> str:
 
 
 def may_leave(state: CoreState, entry: Ticket) -> bool:
-    """For want of real memory minimum residency does not count; being in use does."""
+    """Says whether an idle ticket may be revoked for want of memory, where minimum residency does
+    not count."""
     return is_evictable(state, entry) and entry.inflight == 0 and entry.ticket not in state.queue
 
 
 def min_residency_ends(state: CoreState, entry: Ticket) -> Instant:
+    """Returns when the minimum residency of a ticket is over: as long as its load took, within
+    bounds (C4). A prefetched ticket has none."""
     if entry.state is not State.RESIDENT or entry.is_prefetch:
         return entry.since
-    settings = state.settings
-    in_loads = Span(int(entry.load_took * settings.min_residency_loads))
+    settings, load = state.settings, entry.load
+    assert load is not None  # not by `last_load`: asked of each candidate
+    in_loads = Span(int(load.took * settings.min_residency_loads))
     at_least = max(settings.min_residency, min(in_loads, settings.min_residency_most))
-    return after(entry.resident_since, at_least)
+    return after(load.resident_since, at_least)
 
 
 def floor_of(state: CoreState, entry: Ticket) -> Floor:
-    return state.floors.get((entry.capability, entry.model), Floor.COLD)
+    """Returns the floor of a ticket's model; cold when none was set."""
+    return state.floors.get(entry.model_name, Floor.COLD)

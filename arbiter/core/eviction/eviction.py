@@ -6,7 +6,7 @@ suffices (records/victim_set.py), or none.
 
 from dataclasses import replace
 
-from arbiter.core.decisions import Reason, Revoke, Tier
+from arbiter.core.decisions import EventKind, Reason, Revoke, Tier
 from arbiter.core.eviction.eligibility import find_obstacle, floor_of, may_leave, may_swap
 from arbiter.core.eviction.ranking import ranked_victims, victims_no_more_urgent
 from arbiter.core.eviction.sleep import _start_doubt, grant_with_host_copy
@@ -15,7 +15,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.records.victim_set import EXACT_COUNT, PricedVictim, choose
 from arbiter.core.state import CoreState
-from arbiter.core.tickets import quotas
+from arbiter.core.tickets import inexact, process_ram, quotas
 from arbiter.core.tickets.loads import note_evicted_for, prefetches_that_make_room
 from arbiter.core.tickets.reclaim import charged, is_counted_on, kill_and_notify
 from arbiter.core.types import Floor, Priority
@@ -38,8 +38,9 @@ Victims = list[Ticket]
 def make_room(
     state: CoreState, waiting: Ticket, device: DeviceId, short: int, urgent: Priority
 ) -> bool:
-    """Asks for `short` bytes beyond what is on its way; `urgent`: how urgent it is to `waiting`.
-    All or nothing: nobody leaves for a ticket that still would not fit."""
+    """Revokes victims that free `short` bytes beyond what is on its way, for an asker of priority
+    `urgent`. Returns False, having revoked none, when all lawful victims would not suffice.
+    Prefetches that still load are abandoned first."""
     book = state.ledger.books[device]
     if prefetches := prefetches_that_make_room(state, book, short):  # as loads that were abandoned
         for prefetched in prefetches:
@@ -56,7 +57,8 @@ def make_room(
 
 
 def evict_own(state: CoreState, waiting: Ticket, short: Bytes, urgent: Priority) -> bool:
-    """Of its own tenant only, on whatever device, the cheapest that free `short` (C10)."""
+    """Revokes, among the asker's own tenant, on whatever device, the cheapest set that frees
+    `short` (C10). Returns False when there is none."""
     own = {e.ticket: e for e in quotas.tickets_of(state, waiting.client.tenant)}
     books = {d for e in own.values() for d in e.home if d in state.ledger.books}
     options: dict[TicketId, PricedVictim] = {}
@@ -75,7 +77,7 @@ def evict_own(state: CoreState, waiting: Ticket, short: Bytes, urgent: Priority)
 def victims_for(
     state: CoreState, waiting: Ticket, device: DeviceId, short: int, urgent: Priority
 ) -> Victims:
-    """Who would leave; nobody where all who may be asked would not do."""
+    """Returns the tickets that `make_room` would revoke; empty when they would not suffice."""
     book = state.ledger.books[device]
     if prefetches := prefetches_that_make_room(state, book, short):
         return prefetches
@@ -84,9 +86,10 @@ def victims_for(
 
 
 def evict_overcommitted(state: CoreState) -> None:
-    """Overcommitted devices: idle models leave until the rest fits. The one that took more than it
-    was granted goes first; what is in use stays, and is asked again when it falls idle."""
-    for node in state.changed():
+    """Revokes idle models on overcommitted devices until the rest fits. The ticket that took more
+    than it was granted leaves first; a ticket in use stays, and is asked again when it falls
+    idle."""
+    for node in state.dirty_nodes():
         for book in state.ledger.overcommitted(node):
             short = Bytes(-book.free_bytes - returning_bytes(book))
             if short > 0:
@@ -96,7 +99,8 @@ def evict_overcommitted(state: CoreState) -> None:
 
 
 def returning_bytes(book: DeviceAccount) -> Bytes:
-    """Asked for or being reclaimed already, so not to be asked for twice."""
+    """Returns the bytes that were asked for or are being reclaimed already, so that they are not
+    asked for twice."""
     if not book.leaving:
         return Bytes(0)
     returning = (
@@ -108,15 +112,16 @@ def returning_bytes(book: DeviceAccount) -> Bytes:
 
 
 def _stays_on(book: DeviceAccount, entry: Ticket) -> bool:
-    """Host bytes reserved for a model on its way to sleep are not coming back."""
+    """Says whether these are host bytes reserved for a model on its way to sleep, which do not come
+    back."""
     return entry.state is State.DRAINING and book.device not in entry.home
 
 
 def _weigh(
     state: CoreState, book: DeviceAccount, waiting: Ticket, short: Bytes, urgent: Priority
 ) -> tuple[list[PricedVictim], list[PricedVictim]]:
-    """Lawful options, and the cheapest set of them that suffices, or none. In an order that is long
-    nobody looks far behind those that would do."""
+    """Returns the lawful options, and the cheapest set of them that suffices, or none. In a long
+    order the search stops soon behind those that suffice."""
     options: list[PricedVictim] = []
     missing, spare_count = int(short), EXACT_COUNT
     spare = quotas.ReserveSlack(state, book, waiting.client.tenant)
@@ -142,7 +147,7 @@ def _remember(
     options: list[PricedVictim],
     chosen: list[PricedVictim],
 ) -> None:
-    """What was weighed, for whoever asks why (K3)."""
+    """Keeps what was weighed, for explain (K3)."""
     state.evictions.add(
         EvictionRecord(
             state.now,
@@ -159,11 +164,13 @@ def _remember(
 
 
 def _victims_as_far_as_possible(state: CoreState, book: DeviceAccount, short: Bytes) -> Victims:
-    """As many as help, even if not all is found: the memory is already taken."""
+    """Returns as many victims as help, even if they do not suffice: the memory is already taken."""
     chosen: Victims = []
     missing = int(short)
     ranked = ranked_victims(state, book)
     for entry, option in sorted(ranked, key=lambda pair: not _took_more(pair[0], book.device)):
+        if process_ram.is_all_it_holds(book, entry):
+            continue
         if missing > 0 and may_leave(state, entry) and not entry.allow_oversize:
             chosen.append(entry)
             missing -= option.freed_bytes
@@ -178,66 +185,74 @@ def _took_more(entry: Ticket, device: DeviceId) -> bool:
 
 
 def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | None) -> None:
-    """A resident is asked, a sleeper has nothing in flight and is taken."""
+    """Asks the holder of a resident ticket for its bytes; an asleep ticket has nothing in flight
+    and is killed."""
     size = charged(entry)
     for_whom = waiting.ticket if waiting else None
-    state.log("eviction", entry, size=size, reason=reason.value, waiting=for_whom)
-    entry.revoked_at = state.now
+    state.log(EventKind.EVICTION, entry, size=size, reason=reason.value, waiting=for_whom)
+    entry.note_revoked(state.now)
     if entry.state is State.ASLEEP:
         kill_and_notify(state, entry, reason)
         return
     sleeps = reason in (Reason.SWAP, Reason.FIT) or floor_of(state, entry) is Floor.HOST
     granted = grant_with_host_copy(state, entry) if sleeps else None
-    entry.leaving, entry.to = reason, Tier.ASLEEP if granted else Tier.GONE
-    entry.unloading_since = entry.slept_at = None
-    notice = entry.lease.notice if entry.lease else state.settings.timeouts.barrier
-    entry.barrier_until = after(state.now, notice)
+    notice = entry.lease.terms.notice if entry.lease else state.settings.timeouts.barrier
+    barrier_until = after(state.now, notice)
+    entry.begin_revocation(reason, Tier.ASLEEP if granted else Tier.GONE, barrier_until)
+    if inexact.is_at_home(state, entry):
+        entry.note_held_before_sleep(inexact.held_at_home(state, entry))
     state.move(entry, State.DRAINING, granted)
-    state.set_timer(entry, after(entry.barrier_until, state.settings.timeouts.answer))
+    state.set_timer(entry, after(barrier_until, state.settings.timeouts.answer))
     send_revoke(state, entry)
 
 
 def send_revoke(state: CoreState, entry: Ticket) -> None:
-    reason = entry.leaving or Reason.SWAP
-    state.decide(Revoke(entry.ticket, entry.holder, reason, entry.to, entry.barrier_until))
+    """Sends, perhaps once more, what the holder of a draining ticket is asked."""
+    asked, reason = entry.revocation, entry.leaving or Reason.SWAP
+    assert asked is not None
+    state.decide(Revoke(entry.ticket, entry.holder, reason, asked.to, asked.barrier_until))
 
 
 # -- their answers --------------------------------------------------------------------------------
 
 
-def victim_declined(state: CoreState, entry: Ticket, kind: str, inflight: int) -> None:
-    """DRAINING -> RESIDENT: work in flight outlived the barrier, or arrived before a revoke that
-    only takes the idle. It is not asked again at once; the waiter keeps its place."""
+def victim_declined(state: CoreState, entry: Ticket, kind: EventKind, inflight: int) -> None:
+    """Moves DRAINING -> RESIDENT: work in flight outlived the barrier, or arrived before a revoke
+    that only takes idle models. The victim is left alone for a while; the asker keeps its place."""
     reason = entry.leaving or Reason.SWAP
-    entry.inflight, entry.last_used = inflight, state.now
-    entry.declined_until = after(state.now, state.settings.timeouts.refusal)
+    entry.note_busy(inflight, state.now, after(state.now, state.settings.timeouts.refusal))
     took = since(entry.since, state.now)
     state.move(entry, State.RESIDENT, granted=dict(entry.home))
-    entry.leaving = entry.revoked_at = None
+    entry.end_revocation()
+    entry.forget_revoked()
     state.set_timer(entry, entry.declined_until)
     state.log(kind, entry, took=took, reason=reason.value, inflight=inflight)
 
 
 def on_draining_timer(state: CoreState, entry: Ticket) -> None:
-    """The time rules of DRAINING."""
-    terms = state.settings.timeouts
-    if entry.slept_at is not None:
-        _start_doubt(state, entry, after(entry.slept_at, terms.reclaim_alarm))
+    """Runs the time rules of DRAINING: a victim whose holder does not answer, unload or sleep in
+    time is killed."""
+    terms, asked = state.settings.timeouts, entry.revocation
+    assert asked is not None
+    if asked.sleep is not None:
+        _start_doubt(state, entry, after(asked.sleep.at, terms.reclaim_alarm))
         return
-    answer_by = after(entry.barrier_until, terms.answer)
-    if entry.unloading_since is not None:
-        unload_by = after(entry.unloading_since, terms.unload)
-        if state.now >= unload_by:  # holds bytes with nothing in flight
-            state.log("unload_overdue", entry, took=since(entry.since, state.now))
+    answer_by = after(asked.barrier_until, terms.answer)
+    if asked.unloading_since is not None:
+        unload_by = after(asked.unloading_since, terms.unload)
+        if state.now >= unload_by:  # it holds bytes with nothing in flight
+            state.log(EventKind.UNLOAD_OVERDUE, entry, took=since(entry.since, state.now))
             kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
             return
         state.set_timer(entry, unload_by)
     elif state.now >= answer_by and entry.lease:  # it was given notice, and is not asked again
-        state.log("lease_overdue", entry, size=charged(entry), took=since(entry.since, state.now))
+        state.log(
+            EventKind.LEASE_OVERDUE, entry, size=charged(entry), took=since(entry.since, state.now)
+        )
         kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
         return
     elif state.now >= answer_by and state.is_silent(entry.holder):  # neither answers nor beats
-        state.log("revoke_unanswered", entry, took=since(entry.since, state.now))
+        state.log(EventKind.REVOKE_UNANSWERED, entry, took=since(entry.since, state.now))
         kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
         return
     state.set_timer(entry, answer_by if state.now < answer_by else after(state.now, terms.answer))

@@ -1,7 +1,7 @@
-"""A model larger than a whole budget, where its configuration allows that (B6).
+"""Loads a model larger than a whole budget, where its configuration allows that (B6).
 
-Everything idle and unpinned leaves the device with the most to lend; then it loads with what there
-is, is charged that, and what it takes beyond is measured. Nothing else fits beside it.
+Everything idle and unpinned leaves the device with the most to lend; then the model loads with what
+there is, is charged that, and what it takes beyond is measured. Nothing else fits beside it.
 """
 
 from collections.abc import Iterable
@@ -21,13 +21,14 @@ ON_THE_MOVE = frozenset({State.LOADING, State.DRAINING})
 
 
 def may_exceed_budget(entry: Ticket) -> bool:
-    """It may find room where one that needs less and must lie on one device does not: so what is
-    said of all who need as much (line.Crowd) is never said of it."""
+    """Says whether a ticket may be larger than any one device. Such a ticket may find room where a
+    smaller ticket that must lie on one device does not, so a PlacementMemo proves nothing by it."""
     return entry.split is not Split.NONE or entry.allow_oversize
 
 
 def evict_all_idle(state: CoreState, books: Iterable[DeviceAccount], entry: Ticket) -> Sizes | None:
-    """What it is granted once nobody idle is left there; None: they have been asked to leave."""
+    """Returns what the ticket is granted once no idle ticket is left on the device with the most to
+    lend; None while idle tickets still leave."""
     book = max(books, key=lambda b: (on_demand_of(b), b.device), default=None)
     if book is None:
         return None
@@ -40,7 +41,7 @@ def evict_all_idle(state: CoreState, books: Iterable[DeviceAccount], entry: Tick
 
 
 def _returning_bytes(entry: Ticket) -> bool:
-    """Its bytes are awaited, or will be."""
+    """Says whether the bytes of a ticket are awaited, or will be."""
     if entry.state is State.RECLAIMING:
         return not entry.reclaim_late
     is_idle = entry.inflight == 0 and not entry.pinned

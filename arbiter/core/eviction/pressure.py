@@ -1,14 +1,14 @@
-"""Pressure (C5): real memory is short on a device or node, whatever the books say.
+"""Acts on pressure (C5): real memory is short on a device or node, whatever the books say.
 
-Three sources, the worst wins: readings of free bytes, the kernel's stalls (PSI), and levels that
-somebody pushed, which last for a term. It acts only on the device that feels it: low takes the
-lowest idle resident, again with each tick that stays low; critical takes every idle one, and no new
-load begins there. Text is spared, and so is what is pinned or in use.
+There are three sources, and the worst wins: readings of free bytes, the kernel's stalls (PSI), and
+levels pushed from outside, which last for a term. Pressure acts only on the device that has it: low
+takes the lowest idle resident, again with each tick that stays low; critical takes every idle
+resident, and no new load begins there. Text is spared, and so is what is pinned or in use.
 """
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Reason
+from arbiter.core.decisions import EventKind, Reason
 from arbiter.core.eviction.eligibility import may_leave
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.eviction.ranking import ranked_victims
@@ -26,7 +26,7 @@ from arbiter.units import Bytes, DeviceId, HolderId, NodeId, after, host_device
 
 
 def on_reading(state: CoreState, node: Node, stalled_fraction: float) -> None:
-    """A reading has come."""
+    """Takes a device's level from its new reading."""
     for device, reading in node.readings.items():
         book = state.ledger.books[device]
         reserve = Bytes(book.total_bytes - int(book.total_bytes * state.settings.arena_fraction))
@@ -42,7 +42,7 @@ def on_reading(state: CoreState, node: Node, stalled_fraction: float) -> None:
 
 
 def on_pushed(state: CoreState, event: ev.PressurePushed) -> None:
-    """By the API: somebody knows better. It ends by itself."""
+    """Takes a level pushed from outside, which ends by itself."""
     found = [b for b in state.ledger.books.values() if event.where in (b.device, b.node)]
     if not found:
         state.stale_count += 1
@@ -63,12 +63,13 @@ def _state_of(state: CoreState, device: DeviceId) -> PressureState:
 
 
 def level_of(state: CoreState, device: DeviceId) -> Level:
+    """Returns the pressure level of a device."""
     pressure_state = state.pressure.get(device)
     return pressure_state.level if pressure_state else Level.NOMINAL
 
 
 def is_nominal(state: CoreState, node: NodeId) -> bool:
-    """Everywhere on the node."""
+    """Says whether no device of the node has pressure."""
     found = state.nodes.get(node)
     return found is not None and all(level_of(state, d) is Level.NOMINAL for d in found.devices)
 
@@ -77,16 +78,16 @@ def is_nominal(state: CoreState, node: NodeId) -> bool:
 
 
 def _update_level(state: CoreState, book: DeviceAccount, source: str) -> None:
-    """Told when it changes; acted on when it rises, and then at each tick."""
+    """Logs a change of level, and acts when the level rises; later ticks act again."""
     pressure_state = _state_of(state, book.device)
     before, pressure_state.level = pressure_state.level, worst(state, pressure_state)
     if pressure_state.level is before:
         return
     pressure_state.nothing_left = False
-    state.ledger.changed.add(book.node)  # loads may begin there that could not, or the reverse
+    state.mark_dirty(book.node)  # loads may begin there that could not, or the reverse
     level = pressure_state.level.name.lower()
     state.log(
-        "memory_pressure",
+        EventKind.MEMORY_PRESSURE,
         size=pressure_state.free_bytes,
         device=book.device,
         level=level,
@@ -97,6 +98,7 @@ def _update_level(state: CoreState, book: DeviceAccount, source: str) -> None:
 
 
 def worst(state: CoreState, pressure_state: PressureState) -> Level:
+    """Returns the worse of the measured level and a pushed level that is still in force."""
     is_current = pressure_state.pushed_until is not None and state.now < pressure_state.pushed_until
     return (
         max(pressure_state.measured, pressure_state.pushed)
@@ -106,7 +108,7 @@ def worst(state: CoreState, pressure_state: PressureState) -> Level:
 
 
 def on_timer(state: CoreState, name: str) -> None:
-    """The tick, and the end of a pushed level."""
+    """Runs the tick of a device under pressure, and ends a pushed level."""
     book, pressure_state = (
         state.ledger.books.get(DeviceId(name)),
         state.pressure.get(DeviceId(name)),
@@ -135,11 +137,12 @@ def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureStat
         pressure_state.nothing_left = True
         held = Bytes(sum(charged(e) for e in book.entries.values()))
         level = pressure_state.level.name.lower()
-        state.log("pressure_nothing_left", size=held, device=book.device, level=level)
+        state.log(EventKind.PRESSURE_NOTHING_LEFT, size=held, device=book.device, level=level)
 
 
 def candidates(state: CoreState, book: DeviceAccount) -> list[Ticket]:
-    """Idle, unpinned, and not text; the lowest first: by urgency, role, and the policy's price."""
+    """Returns idle, unpinned tickets of capabilities that are not spared, the lowest first: by
+    priority, role, and the policy's price."""
     priced = [pair for b in _one_memory(state, book) for pair in ranked_victims(state, b)]
     priced.sort(key=lambda pair: (pair[1].rank[:3], pair[0].role_rank, pair[1].place))
     found = {entry.ticket: entry for entry, _ in priced}
@@ -147,7 +150,7 @@ def candidates(state: CoreState, book: DeviceAccount) -> list[Ticket]:
 
 
 def _one_memory(state: CoreState, book: DeviceAccount) -> list[DeviceAccount]:
-    """A CPU device and the host are two budgets of one RAM: the device acts for both."""
+    """Returns the budgets that share a RAM: a CPU device acts for the host as well."""
     host = state.ledger.books.get(host_device(book.node))
     if book.kind is types.DeviceKind.CPU and host:
         return [book, host]
@@ -161,6 +164,7 @@ def _acts_elsewhere(state: CoreState, book: DeviceAccount) -> bool:
 
 
 def is_spared(state: CoreState, entry: Ticket) -> bool:
+    """Says whether pressure never takes a ticket, because its role is spared."""
     if entry.lease:
         return False
     spec = state.registry.specs.get(entry.capability)
@@ -168,7 +172,7 @@ def is_spared(state: CoreState, entry: Ticket) -> bool:
 
 
 def evict_next(state: CoreState, busy: Ticket) -> None:
-    """A victim was in use after all: another in its place, at once."""
+    """Takes another ticket at once in place of a victim that was in use after all."""
     for device in sorted(busy.devices):
         book, pressure_state = state.ledger.books.get(device), state.pressure.get(device)
         if book and pressure_state and pressure_state.level is not Level.NOMINAL:
@@ -179,12 +183,12 @@ def evict_next(state: CoreState, busy: Ticket) -> None:
 
 
 def is_closed_to(state: CoreState, entry: Ticket, device: DeviceId) -> bool:
-    """No load of it may begin there now."""
+    """Says whether no load of a ticket may begin on a device now."""
     return level_of(state, device) is Level.CRITICAL and not is_spared(state, entry)
 
 
 def refusal_under_pressure(state: CoreState, holder: HolderId, role: str) -> UnderPressure | None:
-    """Refused while every device it could go to is critical."""
+    """Returns the error for a request while every device that it could go to is critical."""
     known = state.holders.get(holder)
     found = state.nodes.get(known.node) if known else None
     if found is None or state.policies.roles[role].is_spared:

@@ -1,8 +1,9 @@
-"""The order in which the holders of a device's bytes would leave, cheapest first (C2, C3).
+"""Orders the tickets charged on a device as they would leave, cheapest first (C2, C3).
 
-In front of every policy stands what none may turn round: nobody waits for it, it is idle, it is the
-least urgent. The order is kept from one look to the next: what has changed is priced again at once,
-what is less urgent by now as well, and the rest in turn, because prices drift.
+In front of every policy stands what none may turn round: that no request waits for the ticket, that
+it is idle, that it is the least urgent. The order is kept from one search to the next: a ticket
+that has changed is priced again at once, a ticket whose priority has faded as well, and the rest in
+turn, because prices drift.
 """
 
 from bisect import bisect_left, insort
@@ -28,7 +29,7 @@ PRICED_FOR = Span(60 * SECOND)
 
 
 class Ranking:
-    """One device's order."""
+    """Keeps the order of one device."""
 
     def __init__(self, evict: Callable[[Candidate], Price]) -> None:
         self.evict = evict  # whose order it is
@@ -40,8 +41,9 @@ class Ranking:
         self._swept = Instant(0)
 
     def refresh(self, state: CoreState, book: DeviceAccount) -> None:
-        assert book.stale is not None
-        changed, book.stale = book.stale, set()
+        """Brings the order up to date: prices what has changed or faded, and the next few in
+        turn."""
+        changed = book.take_stale()
         if self._looked != state.now:
             changed.update(TicketId(name) for _, name in self._fading.due(state.now))
             changed.update(self._in_turn(state))
@@ -78,11 +80,12 @@ class Ranking:
             self._fading.set(("ticket", ticket), fades_at)
 
     def all(self) -> Iterator[PricedVictim]:
+        """Yields all victims, cheapest first."""
         return (self._options[place[-1]] for place in self._order)
 
     def no_more_urgent(self, urgent: Priority) -> Iterator[PricedVictim]:
-        """Without those that are more urgent: of the idle, of those in use, and then all for which
-        somebody waits, because there the line decides."""
+        """Yields victims without those that are more urgent than `urgent`: the idle, those in use,
+        and then all for which a request waits, because there the queue decides."""
         return chain(
             self._between((False, False), (False, False, 1 - urgent)),
             self._between((False, True), (False, True, 1 - urgent)),
@@ -95,31 +98,33 @@ class Ranking:
 
 
 def ranking(state: CoreState, book: DeviceAccount) -> Ranking:
-    """As of now."""
+    """Returns the order of a device as of now."""
     kept: Ranking | None = state.rankings.get(book.device)
     if kept is None or book.stale is None or kept.evict is not state.policies.evict:
         kept = state.rankings[book.device] = Ranking(state.policies.evict)
-        book.stale = set(book.entries)
+        book.begin_order()
     kept.refresh(state, book)
     return kept
 
 
 def ranked_victims(state: CoreState, book: DeviceAccount) -> Iterator[tuple[Ticket, PricedVictim]]:
-    """All who are charged on it, lawful or not."""
+    """Yields all tickets charged on a device, lawful or not, with their prices."""
     return ((book.entries[o.ticket], o) for o in ranking(state, book).all())
 
 
 def victims_no_more_urgent(
     state: CoreState, book: DeviceAccount, urgent: Priority
 ) -> Iterator[PricedVictim]:
-    """Those who may have to yield to one so urgent, lawful or not."""
+    """Yields the priced tickets of a device that may have to yield to a request so urgent, lawful
+    or not."""
     return ranking(state, book).no_more_urgent(urgent)
 
 
 def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> PricedVictim:
+    """Returns what losing a ticket costs, by the policy."""
     urgent = effective_priority(state, entry)
     freed_bytes = entry.charge(book.device)
-    name = (entry.capability, entry.model)
+    name = entry.model_name
     lasting = state.lasting_rates
     lasting_count = lasting.recent(name, state.now)
     price = state.policies.evict(
@@ -137,7 +142,7 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
             recent_count=state.rates.recent(name, state.now),
             lasting_count=lasting_count,
             usual_count=state.hours.ahead(name, state.now, lasting_count * AHEAD / lasting.window),
-            next_use=state.foresight(*name, state.now) if state.foresight else None,
+            next_use=state.foresight(name, state.now) if state.foresight else None,
         )
     )
     rank = (entry.ticket in state.queue, entry.inflight > 0, -urgent, *price.rank)
@@ -145,7 +150,8 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
 
 
 def _reload_span(state: CoreState, entry: Ticket) -> Span:
-    """To have it back: a wake if it would fall asleep, else a load; 0 when never measured."""
+    """Returns how long it takes to have a ticket back: a wake if it would fall asleep, else a load;
+    0 when never measured."""
     key = state.key_of(entry)
     if entry.state is State.RESIDENT and entry.need.host_bytes and state.estimates.can_sleep(key):
         if woken := state.estimates.wake_time(key):
@@ -158,13 +164,15 @@ def _reload_span(state: CoreState, entry: Ticket) -> Span:
 
 
 def effective_priority(state: CoreState, entry: Ticket) -> Priority:
+    """Returns the priority that counts now: that of the last request, or BATCH once it has
+    faded."""
     fades_at = priority_fades_at(state, entry)
     return entry.priority if fades_at is None or state.now < fades_at else Priority.BATCH
 
 
 def priority_fades_at(state: CoreState, entry: Ticket) -> Instant | None:
-    """When it begins to count as batch; None while it is in use. Kept warm for ever does not mean
-    urgent for ever: it would never make room for anything."""
+    """Returns when a ticket begins to count as batch; None while it is in use. Kept warm for ever
+    does not mean urgent for ever: it would never make room for anything."""
     if entry.inflight > 0:
         return None
     most = state.settings.carry_most

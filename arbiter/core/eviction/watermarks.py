@@ -1,9 +1,9 @@
-"""Watermarks (C4): above the high one of a budget, what can go goes, down to the low one; in
-between nothing happens, so that each sleeper or load does not cost another one.
+"""Keeps watermarks (C4): above the high one of a budget idle tickets leave, down to the low one; in
+between nothing happens, so that each sleep or load does not cost another one.
 
-Host RAM: the cheapest sleepers let go of their copies, but never the one that fell asleep last: it
-was let in for its own sake. A device, where they are switched on: only while somebody waits for its
-bytes or wants to grow, and only those that may leave for the first of these.
+Host RAM: the cheapest asleep tickets let go of their copies, but never the last to fall asleep,
+which was let in for its own sake. A device, where watermarks are switched on: only while a ticket
+waits for its bytes or wants to grow, and only victims that may leave for the first of these.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,8 @@ from arbiter.core.types import DeviceKind
 
 
 def enforce(state: CoreState, node: Node) -> None:
-    """Something has changed there, and who could be granted was granted."""
+    """Enforces the watermarks of a node's devices, after everything that could be granted there
+    was."""
     on_host, on_device = state.settings.host_marks, state.settings.device_marks
     for device, spec in node.devices.items():
         if spec.kind is DeviceKind.HOST:
@@ -64,7 +65,7 @@ def _keep_host(state: CoreState, book: DeviceAccount, marks: Watermarks) -> None
 
 
 def _keep_device(state: CoreState, book: DeviceAccount, marks: Watermarks) -> None:
-    """Beyond what the first who waits was promised, which is coming back."""
+    """Leaves out what the first asker was promised, which is on its way back."""
     asking = _first_asking(state, book)
     if asking is None or not _is_above(book.budget_bytes - book.free_bytes, book, marks):
         return
@@ -79,7 +80,8 @@ def _keep_device(state: CoreState, book: DeviceAccount, marks: Watermarks) -> No
 
 
 def _first_asking(state: CoreState, book: DeviceAccount) -> Ticket | None:
-    """For bytes of this device. Who wants to grow is in service already, so before the line."""
+    """Returns the first ticket that asks for bytes of a device. Tickets that want to grow are in
+    service already, so they come before the queue."""
     tickets = [*state.growing, *(w.request.ticket for w in state.queue.first(book.node, 1))]
     found = (state.ledger.find(ticket) for ticket in tickets)
     here = (e for e in found if e and e.node == book.node)
@@ -96,7 +98,7 @@ def _could_use(state: CoreState, entry: Ticket, book: DeviceAccount) -> bool:
 def _evictable(
     state: CoreState, book: DeviceAccount, asking: Ticket
 ) -> Iterator[tuple[Ticket, PricedVictim]]:
-    """Cheapest first; nobody more urgent than who asks."""
+    """Yields victims, cheapest first, none more urgent than the asker."""
     for entry, option in ranked_victims(state, book):
         if entry is asking or not may_leave(state, entry):
             continue

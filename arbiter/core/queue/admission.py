@@ -1,16 +1,19 @@
-"""Asking for a ticket (A2, A3, A21, C7): who may, who may not, and until when."""
+"""Decides whether a request may join the queue (A2, A3, A21, C7), and until when it may wait."""
 
 from arbiter.core import events as ev
 from arbiter.core import types
+from arbiter.core.decisions import EventKind
 from arbiter.core.eviction import pressure
 from arbiter.core.queue import wait_estimate
-from arbiter.core.queue.grants import age, foresee_need, grant_of
+from arbiter.core.queue.grants import age, grant_of
+from arbiter.core.queue.placement_memo import foresee_need
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.residency import floors, prefetch
-from arbiter.core.state import CoreState, Holder, model_label, reject_queued
+from arbiter.core.state import CoreState, Holder, reject_queued
 from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.loads import retried
 from arbiter.core.tickets.reclaim import kept_bytes
+from arbiter.core.types import ModelName
 from arbiter.errors import (
     ArbiterClosing,
     DeadlineUnmet,
@@ -32,8 +35,9 @@ NEVER_JOINED = Epoch(0)
 
 
 def on_requested(state: CoreState, event: ev.Requested) -> None:
-    """The ticket id is an idempotency key: asking again repeats the answer. Raises TicketClosed,
-    to this asker alone, for a ticket that another holder has: to it, there is none."""
+    """Answers a request, or queues its ticket. The ticket id is an idempotency key: asking again
+    repeats the answer. Raises TicketClosed, to this asker alone, for a ticket that another holder
+    has."""
     if entry := state.ledger.find(event.ticket):
         if entry.holder != event.holder:
             state.stale_count += 1
@@ -49,7 +53,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
     if event.deadline is not None and load > event.deadline:
         state.answer_error_finally(event.ticket, wait_estimate.too_late(entry, 0.0, load))
         return
-    entry.is_prefetch = prefetch.is_awaited(state, (entry.capability, entry.model))
+    entry.note_prefetch(prefetch.is_awaited(state, entry.model_name))
     state.ledger.open(entry)
     state.note_active(entry.capability)
     _enqueue(state, entry, event)
@@ -58,7 +62,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
 
 
 def _repeat_request(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
-    entry.is_prefetch = False
+    entry.note_prefetch(False)
     if entry.state in (State.LOADING, State.RESIDENT):
         state.decide(grant_of(entry))
     elif entry.state in (State.ASLEEP, State.DRAINING):
@@ -77,26 +81,27 @@ def _repeat_request(state: CoreState, entry: Ticket, event: ev.Requested) -> Non
 
 def _raise_priority(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
     if event.priority < entry.priority:
-        entry.priority = event.priority
+        entry.set_priority(event.priority)
         state.queue.raise_priority(entry.ticket, event.priority)
     until = None if event.deadline is None else after(state.now, event.deadline)
     state.queue.extend_deadline(entry.ticket, until)
 
 
 def reject_removed_models(state: CoreState) -> None:
-    """The table has changed: who waits for a model that is no longer in it is refused."""
+    """Refuses queued tickets for models that are no longer in the table."""
     for ticket in state.queue.tickets():
         entry = state.ledger.find(ticket)
         assert entry is not None
         if entry.lease:
             continue
         try:
-            state.registry.find(entry.capability, entry.model)
+            state.registry.find(entry.model_name)
         except (UnknownCapability, UnknownModel) as unknown:
             reject_queued(state, entry, unknown)
 
 
 def refuse_all(state: CoreState) -> None:
+    """Refuses every queued ticket, because the arbiter closes."""
     for ticket in state.queue.tickets():
         entry = state.ledger.find(ticket)
         assert entry is not None
@@ -108,7 +113,7 @@ def _why_no_wake(state: CoreState, entry: Ticket) -> RequestError | None:
         return ArbiterClosing()
     if kept := kept_bytes(state, entry.holder):
         return HolderQuarantined(entry.holder, kept)
-    return floors.refusal(state, entry.capability, entry.model)
+    return floors.refusal(state, entry.model_name)
 
 
 def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
@@ -121,13 +126,14 @@ def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
             short
             or unlawful
             or _over_quota(state, event, event.lease.tenant)
-            or _queue_full(state, event)
+            or _queue_full(state, event.model_name)
         )
+    name = event.model_name
     try:
-        state.registry.find(event.capability, event.model)
+        state.registry.find(name)
     except (UnknownCapability, UnknownModel) as unknown:
         return unknown
-    if error := floors.refusal(state, event.capability, event.model):
+    if error := floors.refusal(state, name):
         return error
     if event.holder not in state.holders:
         return StaleEpoch(NEVER_JOINED, state.epoch)
@@ -136,11 +142,12 @@ def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
     role = state.registry.specs[event.capability].role
     short = pressure.refusal_under_pressure(state, event.holder, role)
     quota = _over_quota(state, event, event.client.tenant)
-    return short or quota or _cooling_down(state, event) or _queue_full(state, event)
+    return short or quota or _cooling_down(state, event, name) or _queue_full(state, name)
 
 
 def _over_quota(state: CoreState, event: ev.Requested, tenant: str) -> RequestError | None:
-    """A lease is not made room for among the tenant's own: they are seldom to be interrupted."""
+    """Returns the error for a request beyond its tenant's quota. A lease makes no room among the
+    tenant's own tickets, which are seldom to be interrupted."""
     need = event.need.device_bytes
     if error := quotas.refusal(state, event.holder, tenant, need, event.split):
         return error
@@ -149,35 +156,36 @@ def _over_quota(state: CoreState, event: ev.Requested, tenant: str) -> RequestEr
     return None
 
 
-def _cooling_down(state: CoreState, event: ev.Requested) -> ModelCoolingDown | None:
-    failure = state.failures.get((event.capability, event.model))
+def _cooling_down(
+    state: CoreState, event: ev.Requested, name: ModelName
+) -> ModelCoolingDown | None:
+    failure = state.failures.get(name)
     if failure is None or state.now >= failure.until or event.attempt > 1:
         return None
     left = in_seconds(since(state.now, failure.until))
     return ModelCoolingDown(event.model, failure.cause, left)
 
 
-def _queue_full(state: CoreState, event: ev.Requested) -> QueueFull | None:
+def _queue_full(state: CoreState, name: ModelName) -> QueueFull | None:
     per_model, total = state.settings.queue_per_model_count, state.settings.queue_total_count
-    label = model_label(event.capability, event.model)
-    if state.queue.count(label) >= per_model:
-        again = retry_after_s(state, event.capability, event.model)
-        return QueueFull(event.model, state.queue.count(label), per_model, again)
-    if len(state.queue) >= total:
-        again = retry_after_s(state, event.capability, event.model)
-        return QueueFull("the arbiter", len(state.queue), total, again)
+    if (count := state.queue.count(name)) >= per_model:
+        return QueueFull(name.model, count, per_model, retry_after_s(state, name))
+    if (count := len(state.queue)) >= total:
+        return QueueFull("the arbiter", count, total, retry_after_s(state, name))
     return None
 
 
-def retry_after_s(state: CoreState, capability: str, model: str) -> float:
-    """About one load of it, at least a second: a hint, not a promise."""
-    return max(1.0, in_seconds(state.estimates.slowest_load(capability, model)))
+def retry_after_s(state: CoreState, name: ModelName) -> float:
+    """Returns in how many seconds to ask again: about one load of the model, at least 1; a hint,
+    not a promise."""
+    return max(1.0, in_seconds(state.estimates.slowest_load(name)))
 
 
 def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
     if event.lease:
         return leases.new_entry(state, holder, event, event.lease)
-    spec = state.registry.find(event.capability, event.model)
+    name = event.model_name
+    spec = state.registry.find(name)
     role = state.registry.specs[event.capability].role
     return Ticket(
         event.ticket,
@@ -193,7 +201,7 @@ def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
         since=state.now,
         role=role,
         role_rank=state.policies.roles[role].rank,
-        pinned=_is_pinned(state, event, spec),
+        pinned=_is_pinned(state, spec, name),
         keep_warm=spec.keep_warm,
         allow_oversize=spec.allow_oversize,
         dispatch_lock=spec.dispatch_lock,
@@ -204,19 +212,19 @@ def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
     )
 
 
-def _is_pinned(state: CoreState, event: ev.Requested, spec: types.ModelSpec) -> bool:
-    floor = state.floors.get((event.capability, event.model))
+def _is_pinned(state: CoreState, spec: types.ModelSpec, name: ModelName) -> bool:
+    """Says whether a new ticket is pinned, by the table or by its floor."""
+    floor = state.floors.get(name)
     return spec.pinned or floor is types.Floor.DEVICE
 
 
 def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
     deadline = None if event.deadline is None else after(state.now, event.deadline)
-    label = model_label(entry.capability, entry.model)
-    entry.priority = types.Priority.BATCH if entry.is_prefetch else event.priority
+    entry.set_priority(types.Priority.BATCH if entry.is_prefetch else event.priority)
     tenant, need = entry.client.tenant, entry.need.device_bytes
     state.queue.add(
         entry.ticket,
-        label,
+        entry.model_name,
         entry.node,
         state.now,
         deadline,
@@ -235,11 +243,13 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
         state.set_timer(entry, deadline)
     priority = entry.priority.name.lower()
     waiting = len(state.queue)
-    state.log("ticket_queued", entry, position=waiting, attempt=entry.attempt, priority=priority)
+    state.log(
+        EventKind.TICKET_QUEUED, entry, position=waiting, attempt=entry.attempt, priority=priority
+    )
 
 
 def reject_expired(state: CoreState, entry: Ticket) -> None:
-    """The time rule of the line: refuse what was not granted by its deadline."""
+    """Runs the time rule of the queue: refuses what was not granted by its deadline."""
     waiting = state.queue.find(entry.ticket)
     if waiting is None or waiting.deadline is None:
         return
@@ -247,5 +257,5 @@ def reject_expired(state: CoreState, entry: Ticket) -> None:
         state.set_timer(entry, waiting.deadline)
         return
     waited = in_seconds(since(waiting.request.asked, state.now))
-    again = retry_after_s(state, entry.capability, entry.model)
+    again = retry_after_s(state, entry.model_name)
     reject_queued(state, entry, DeadlineUnmet(entry.ticket, waited, again))

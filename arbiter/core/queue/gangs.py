@@ -1,10 +1,10 @@
-"""Tickets that only make sense together, and tickets over several devices (A13, B5).
+"""Places tickets that only make sense together, and tickets over several devices (A13, B5).
 
 A gang is a set of tickets of one holder (a target and its drafter, a vision model and its
 projector): none is granted before all of them can be, in the same step. A model larger than any one
 device is split over several of its node, which is one ticket with several parts. Both are the same
-question: is there room for all of these parts at once? All or none: nobody is asked to leave for a
-part while another part would still find no room.
+question: is there room for all of these parts at once? All or none: no victim leaves for a part
+while another part would still find no room.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ EQUAL_WAYS = (2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """So many bytes for this ticket on that device."""
+    """Puts so many bytes of a ticket on a device."""
 
     entry: Ticket
     device: DeviceId
@@ -33,8 +33,8 @@ class Part:
 
 
 def split(books: list[DeviceAccount], need: Bytes, how: Split, at_most: Sizes) -> Sizes | None:
-    """One ticket over several devices; None when all of them together are too small. `at_most`:
-    what waiting can ever bring on each."""
+    """Returns one ticket over several devices; None when all of them together are too small.
+    `at_most`: what waiting can ever bring on each."""
     roomy = sorted(books, key=lambda b: (-at_most[b.device], b.device))
     if how is Split.EQUAL:
         return _equally(roomy, need, at_most)
@@ -44,7 +44,7 @@ def split(books: list[DeviceAccount], need: Bytes, how: Split, at_most: Sizes) -
 
 
 def _equally(roomy: list[DeviceAccount], need: Bytes, at_most: Sizes) -> Sizes | None:
-    """Over the fewest devices that hold an equal share each, those with the most free."""
+    """Splits over the fewest devices that hold an equal share each, those with the most free."""
     for ways in (w for w in EQUAL_WAYS if w <= len(roomy)):
         part = Bytes(-(-need // ways))
         fit = [b for b in roomy if at_most[b.device] >= part]
@@ -55,8 +55,8 @@ def _equally(roomy: list[DeviceAccount], need: Bytes, at_most: Sizes) -> Sizes |
 
 
 def _in_proportion(roomy: list[DeviceAccount], need: Bytes, at_most: Sizes) -> Sizes | None:
-    """Over the fewest devices, by what is free there now if that is enough, else by what waiting
-    can bring."""
+    """Splits over the fewest devices, by what is free there now if that is enough, else by what
+    waiting can bring."""
     for count in range(2, len(roomy) + 1):
         chosen = roomy[:count]
         most = [int(at_most[b.device]) for b in chosen]
@@ -77,7 +77,8 @@ def _in_proportion(roomy: list[DeviceAccount], need: Bytes, at_most: Sizes) -> S
 
 
 def members(state: CoreState, entry: Ticket) -> list[Ticket] | None:
-    """All of them, in the line; None while one has not asked yet, or is gone."""
+    """Returns all members of a gang, which are queued; None while one has not asked yet, or is
+    gone."""
     found = [state.ledger.find(ticket) for ticket in entry.gang]
     there = [e for e in found if e and e.state is State.QUEUED and e.holder == entry.holder]
     return there if len(there) == len(entry.gang) else None
@@ -86,8 +87,8 @@ def members(state: CoreState, entry: Ticket) -> list[Ticket] | None:
 def assign(
     sizes: list[tuple[Ticket, Bytes]], books: list[DeviceAccount], at_most: Sizes
 ) -> list[Part]:
-    """A device for each process, the largest first, where it leaves the smallest hole; empty when
-    one finds none. `at_most`: what each device could hold."""
+    """Returns a device for each process, the largest first, where it leaves the smallest hole;
+    empty when a process finds none. `at_most`: what each device could hold."""
     left, parts = dict(at_most), []
     for entry, size in sorted(sizes, key=lambda pair: (-pair[1], pair[0].ticket)):
         fit = [b.device for b in books if left[b.device] >= size]
@@ -103,6 +104,7 @@ def assign(
 
 
 def totals(parts: list[Part]) -> Sizes:
+    """Returns the bytes of these parts by device."""
     sums: Sizes = {}
     for part in parts:
         sums[part.device] = Bytes(sums.get(part.device, 0) + part.size_bytes)

@@ -4,77 +4,90 @@ from arbiter.core.eviction import watermarks
 from arbiter.core.eviction.eligibility import min_residency_ends
 from arbiter.core.eviction.ranking import priority_fades_at
 from arbiter.core.queue.grants import place, place_gang, return_to_service, wake
+from arbiter.core.queue.outcome import Outcome, PassEnd
 from arbiter.core.queue.pass_state import GrantPass
-from arbiter.core.records.request_queue import QueueEntry, urgency_of
-from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.queue.placement_memo import PlacementMemo
+from arbiter.core.records.request_queue import QueueEntry
+from arbiter.core.records.ticket import State
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.device_limits import compute_books, on_demand_of, readable_devices
+from arbiter.core.tickets.device_limits import (
+    compute_books,
+    on_demand_of,
+    readable_devices,
+    watch_claims,
+)
 from arbiter.units import SECOND, Bytes, Instant, Span, after
 
 SCANNED_COUNT = 32  # tickets on a device, looked through for the next moment at 1 us each
 
 
 def run(state: CoreState) -> None:
+    """Grants what can be granted on each dirty node, then enforces its watermarks."""
     if not state.is_settled or state.closing_by is not None:
         return
     quotas.requeue_relieved_tenants(state)
-    for name in state.take_changed():
+    for name in state.take_dirty_nodes():
         node = state.nodes.get(name)
         if node is not None:  # else its agent has not introduced itself yet
-            while not state.queue.is_empty(name) and not _run_node(state, node):
-                pass  # somebody became due by a grant: each turn grants one more
+            # Each further walk follows a grant, so the tickets in the queue bound their number.
+            while not state.queue.is_empty(name):
+                if _run_node(state, node) is PassEnd.DONE:
+                    break
             watermarks.enforce(state, node)
 
 
-def _run_node(state: CoreState, node: Node) -> bool:
-    """Once through the line; False: look again, from the front."""
+def _run_node(state: CoreState, node: Node) -> PassEnd:
+    """Walks once through the queue of a node."""
+    watch_claims(state, node)
+    pass_ = _new_pass(state, node)
+    for waiting in state.queue.walk(node.node):
+        pass_.memo.walk_past(waiting)
+        if not pass_.memo.can_skip(waiting, state.estimates.version):
+            _try_entry(state, pass_, waiting)
+        if pass_.order_changed:
+            return PassEnd.ORDER_CHANGED
+        if pass_.memo.can_stop(state, waiting):
+            break
+    else:
+        state.queue.weigh(node.node)  # the least of them may have gone
+    if pass_.has_waiting:
+        _set_next_pass(state, pass_)
+    return PassEnd.DONE
+
+
+def _new_pass(state: CoreState, node: Node) -> GrantPass:
     books, reserves = compute_books(state, node), quotas.reserves(state)
     most = max((on_demand_of(b) for b in books), default=Bytes(0))
-    pass_ = GrantPass(
+    return GrantPass(
         node,
         {b.device: b for b in readable_devices(state, node)},
         max((b.budget_bytes for b in books), default=Bytes(0)),
         most,
         Bytes(most - sum(reserves.values())),
         reserves,
-        unwalked=dict(state.queue.stats(node.node).urgencies),
+        PlacementMemo(state.queue.stats(node.node)),
     )
-    for waiting in state.queue.walk(node.node):
-        pass_.unwalked[urgency_of(waiting.request)] -= 1
-        if not pass_.can_skip(waiting, state.estimates.version):
-            _try_entry(state, pass_, waiting)
-        if pass_.restart_needed:
-            return False
-        if pass_.can_stop(waiting, state):
-            break
-    else:
-        state.queue.weigh(node.node)  # the least of them may have gone
-    if pass_.is_waiting:
-        _set_next_pass(state, pass_)
-    return True
 
 
-def _try_entry(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> None:
+def _try_entry(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> Outcome:
     entry = state.ledger.find(waiting.request.ticket)
     if entry is None or entry.ticket not in state.queue:
-        return  # turned away or granted with its gang
-    if not state.is_silent(entry.holder):  # else it keeps its place; a grant would only lie there
-        _try_ticket(state, pass_, entry, waiting)
-
-
-def _try_ticket(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> None:
-    if entry.state is State.QUEUED:
-        if pass_.books and pass_.reserved_devices.issuperset(pass_.books):
-            pass_.is_waiting = True
-        elif entry.gang:
-            place_gang(state, pass_, entry, waiting)
-        else:
-            place(state, pass_, entry, waiting)
-    elif entry.state is State.ASLEEP:
-        wake(state, pass_, entry, waiting)
-    elif entry.state is State.RESIDENT:
-        return_to_service(state, entry)
+        return Outcome.NOT_APPLICABLE  # rejected or granted with its gang
+    if state.is_silent(entry.holder):  # it keeps its place; a grant would only lie there
+        return Outcome.DEFERRED
+    match entry.state:
+        case State.QUEUED if pass_.books and pass_.reserved_devices.issuperset(pass_.books):
+            return pass_.defer(waiting, ())
+        case State.QUEUED if entry.gang:
+            return place_gang(state, pass_, entry, waiting)
+        case State.QUEUED:
+            return place(state, pass_, entry, waiting)
+        case State.ASLEEP:
+            return wake(state, pass_, entry, waiting)
+        case State.RESIDENT:
+            return return_to_service(state, entry)
+    return Outcome.NOT_APPLICABLE  # it drains, and says how that ends
 
 
 # -- later ----------------------------------------------------------------------------------------

@@ -1,21 +1,24 @@
-"""From the line to a grant (A3, A4, B6, C6, C9): who is next, and where it goes.
+"""Leads from the queue to a grant (A3, A4, B6, C6, C9): which ticket is next, and where it goes.
 
-Only nodes on which something has changed are looked at, each in the order of its line. A ticket
-that cannot load now does not hold up one behind it that can, until it has been overtaken 8 times or
-has waited 30 s: from then on it is due, nobody who came later is granted on a device that it could
-use, and it asks with the urgency of the most urgent it holds up. Bytes that are on their way for
-one ticket are not lent to another.
+A pass looks only at nodes on which something has changed, each in the order of its queue. A ticket
+that cannot load now does not hold up a later ticket that can, until it has been bypassed 8 times or
+has waited 30 s: from then on it is aged, no later ticket is granted on a device that it could use,
+and it asks with the priority of the most urgent ticket that it holds up. Bytes that are on their
+way for one ticket are not lent to another.
 """
 
 from collections.abc import Iterable
 
 from arbiter.core import types
-from arbiter.core.decisions import Grant, Reason
+from arbiter.core.decisions import EventKind, Grant, Reason
 from arbiter.core.eviction import oversize, pressure
 from arbiter.core.eviction.eligibility import may_swap
 from arbiter.core.eviction.eviction import evict_own, make_room, revoke, victims_for
 from arbiter.core.queue import gangs, placement
-from arbiter.core.queue.pass_state import GrantPass, count_bypasses
+from arbiter.core.queue.outcome import Outcome
+from arbiter.core.queue.pass_state import GrantPass, Limits, count_bypasses
+from arbiter.core.queue.placement_memo import need_of
+from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.residency import prefetch
@@ -35,139 +38,136 @@ from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
 # -- a new load -----------------------------------------------------------------------------------
 
 
-def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> None:
-    need = _need(state, pass_, entry, waiting)
-    if need > pass_.open_bytes and not _may_exceed(state, pass_, entry, waiting, need):
-        return
+def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> Outcome:
+    """Grants a new load, or asks for the room it lacks."""
+    need = need_of(state, entry, waiting, pass_.largest_bytes)
+    limits = pass_.limits(state, entry, need)
+    if need > pass_.open_bytes:
+        outcome = _place_beyond_one_device(state, pass_, entry, waiting, limits)
+        if outcome is not Outcome.NOT_APPLICABLE:
+            return outcome
+    if not waiting.is_aged and pass_.memo.covers(need, entry.priority, waiting.quota_group):
+        return pass_.defer(waiting, ())
     urgent = _urgency(state, pass_, waiting)
-    if _is_known_unplaceable(pass_, entry, waiting, need) or _waits_for_own_quota(
-        state, pass_, entry, need, urgent
-    ):
-        return
-    sites = [s.device for s in placement.devices_for(state, pass_.books.values(), entry, need)]
-    found = [d for d in sites if d not in pass_.reserved_devices]
-    if is_excluded_by_role(state, entry, urgent):
-        pass_.defer(waiting, sites)
-        return
-    if device := next((d for d in found if pass_.fits(d, need, entry)), None):
-        _grant(state, pass_, entry, waiting, {device: need})
-        return
-    if found and (late := prefetch.cancel_for(state, entry)):
-        reject_queued(state, entry, late)
-        return
-    promised = next((d for d in found if pass_.room(d, entry) >= need), None) or next(
-        (d for d in found if make_room(state, entry, d, need - pass_.room(d, entry), urgent)), None
-    )
-    if promised:
-        pass_.promised[promised] += need
-    elif found == sites and not _is_closed_to_it_only(state, pass_, entry):
-        pass_.unplaceable.append((need, entry.priority, waiting.quota_group))  # for want of bytes
-    pass_.defer(waiting, sites)
+    outcome = _hold_to_quota(state, pass_, entry, limits, urgent)
+    if outcome is not Outcome.NOT_APPLICABLE:
+        return outcome
+    options = placement.devices_for(state, pass_.books.values(), entry, need)
+    devices = [option.device for option in options]
+    if swap_within_role(state, entry, urgent) is Outcome.DEFERRED:
+        return pass_.defer(waiting, devices)
+    return _place_on_one(state, pass_, entry, waiting, limits, devices)
 
 
-def _is_closed_to_it_only(state: CoreState, pass_: GrantPass, entry: Ticket) -> bool:
-    """Of a device that others may use: they are not unplaceable for its sake."""
-    return any(pressure.is_closed_to(state, entry, device) for device in pass_.books)
-
-
-def _is_known_unplaceable(
-    pass_: GrantPass, entry: Ticket, waiting: QueueEntry, need: Bytes
-) -> bool:
-    if waiting.is_aged or not pass_.is_unplaceable(need, entry.priority, waiting.quota_group):
-        return False
-    pass_.is_waiting = True
-    return True
-
-
-def _waits_for_own_quota(
+def _place_on_one(
     state: CoreState,
     pass_: GrantPass,
     entry: Ticket,
-    need: Bytes,
+    waiting: QueueEntry,
+    limits: Limits,
+    devices: list[DeviceId],
+) -> Outcome:
+    """Takes the first of the devices, best first, on which it fits, then on which it will fit, then
+    on which victims can be found."""
+    need, urgent = limits.need_bytes, _urgency(state, pass_, waiting)
+    usable = [d for d in devices if d not in pass_.reserved_devices]
+    if device := next((d for d in usable if limits.fits(d, need)), None):
+        return _grant(state, pass_, entry, waiting, {device: need})
+    if usable and (late := prefetch.cancel_for(state, entry)):
+        reject_queued(state, entry, late)
+        return Outcome.REJECTED
+    promised = next((d for d in usable if limits.missing(d) <= 0), None) or next(
+        (d for d in usable if make_room(state, entry, d, limits.missing(d), urgent)), None
+    )
+    if promised:
+        pass_.promised[promised] += need
+    elif usable == devices and not _is_closed_to_it_only(state, pass_, entry):
+        pass_.memo.note(need, entry.priority, waiting.quota_group)
+    return pass_.defer(waiting, devices)
+
+
+def _is_closed_to_it_only(state: CoreState, pass_: GrantPass, entry: Ticket) -> bool:
+    """Says whether pressure keeps it from a device that others may use: that it found no room
+    proves nothing of these."""
+    return any(pressure.is_closed_to(state, entry, device) for device in pass_.books)
+
+
+def _hold_to_quota(
+    state: CoreState,
+    pass_: GrantPass,
+    entry: Ticket,
+    limits: Limits,
     urgent: types.Priority,
-    over: Iterable[DeviceId] = (),
-) -> bool:
-    """Its tenant has too much already (C10): some of that goes first, or it is refused for
-    good. True: it is not its turn, and it holds up nobody. `over`: the devices that it needs
-    together; where none is named, any one of the node will do."""
-    tenant = entry.client.tenant
+    together: Iterable[DeviceId] = (),
+) -> Outcome:
+    """Rejects what its tenant can never have (C10); defers what the tenant has too much for now,
+    and revokes some of the tenant's own for it. A ticket deferred here holds up no other.
+    `together`: the devices that it needs all of; without them any one of the node will do."""
+    tenant, need = entry.client.tenant, limits.need_bytes
     if tenant not in state.tenants and not pass_.reserves:
-        return False
-    bounds = quotas.at_most(state, tenant, compute_books(state, pass_.node))
-    bound = sum(bounds[d] for d in over) if over else max(bounds.values(), default=need)
-    if never := quotas.never(state, tenant, need, bound):
+        return Outcome.NOT_APPLICABLE
+    most = sum(limits.most_by_device[d] for d in together) if together else limits.most_bytes
+    if never := quotas.never(state, tenant, need, most):
         reject_queued(state, entry, never)
-        return True
+        return Outcome.REJECTED
     if not quotas.over_limit(state, tenant, need):
-        return False
-    pass_.is_waiting = True
+        return Outcome.NOT_APPLICABLE
+    pass_.has_waiting = True
     if short := quotas.over_limit_after_drain(state, tenant, need):
         evict_own(state, entry, short, urgent)
     state.timers.set(("queue", pass_.node.node), after(state.now, Span(SECOND)))
-    return True
+    return Outcome.DEFERRED
 
 
-def _need(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> Bytes:
-    """Asked of the estimates anew only when these have changed."""
-    if waiting.version != state.estimates.version:
-        waiting.need_bytes = placement.estimated_bytes(state, entry, pass_.largest_bytes)
-        if not oversize.may_exceed_budget(entry):
-            stats = state.queue.stats(entry.node)
-            stats.know(waiting, waiting.need_bytes, state.estimates.version)
-    return waiting.need_bytes
-
-
-def foresee_need(state: CoreState, entry: Ticket) -> None:
-    """As it joins, so that nobody need walk to its place in a long line. About whom there is more
-    to say than how much it needs, that is found out when its turn comes."""
-    waiting, node = state.queue.find(entry.ticket), state.nodes.get(entry.node)
-    is_special = entry.gang or entry.is_prefetch or entry.role in state.settings.one_resident_roles
-    is_special = is_special or oversize.may_exceed_budget(entry)
-    if waiting is None or node is None or is_special or entry.state is not State.QUEUED:
-        return
-    books = compute_books(state, node)
-    need = placement.estimated_bytes(
-        state, entry, max((b.budget_bytes for b in books), default=Bytes(0))
-    )
-    if any(need <= on_demand_of(b) for b in books):
-        state.queue.stats(entry.node).know(waiting, need, state.estimates.version)
-
-
-def _may_exceed(
-    state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, need: Bytes
-) -> bool:
-    """It is larger than anything waiting can bring (B6), perhaps for what others have reserved
-    (C10). False: it is dealt with."""
-    books = compute_books(state, pass_.node)
-    bounds = quotas.at_most(state, entry.client.tenant, books)
-    if not books or need <= max(bounds.values()):
-        return True  # no device is known yet, or the reserve is its own
-    room = pass_.open_to(state, entry)
-    several = gangs.split(room, need, entry.split, bounds)
-    if several := several or gangs.split(books, need, entry.split, bounds):
-        _place_parts(state, pass_, waiting, [gangs.Part(entry, d, s) for d, s in several.items()])
-        return False
+def _place_beyond_one_device(
+    state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, limits: Limits
+) -> Outcome:
+    """Deals with a ticket that is larger than anything waiting can bring on one device (B6),
+    perhaps for what other tenants have reserved (C10): over several devices, oversize, or never."""
+    need, most = limits.need_bytes, limits.most_by_device
+    if need <= limits.most_bytes:
+        return Outcome.NOT_APPLICABLE  # no device is known yet, or the reserve is its own
+    books, room = compute_books(state, pass_.node), pass_.open_to(state, entry)
+    several = gangs.split(room, need, entry.split, most)
+    if several := several or gangs.split(books, need, entry.split, most):
+        parts = [gangs.Part(entry, device, size) for device, size in several.items()]
+        return _place_parts(state, pass_, waiting, parts)
     if need <= pass_.most_bytes:
-        return True  # it is told what they leave
+        return Outcome.NOT_APPLICABLE  # the quota says what the other tenants leave
     if entry.allow_oversize:
-        if never := quotas.never(state, entry.client.tenant, need, max(bounds.values())):
-            reject_queued(state, entry, never)
-            return False
-        pass_.defer(waiting, list(pass_.books))
-        if home := oversize.evict_all_idle(state, room, entry):
-            _grant(state, pass_, entry, waiting, home)
-            state.log("oversize", entry, size=need, granted_bytes=entry.home_bytes)
-        else:
-            pass_.reserved_devices.update(book.device for book in room)
-        return False
+        return _place_oversize(state, pass_, entry, waiting, limits, room)
     if entry.pinned:
         flag_pinned_on(state, max(books, key=on_demand_of), need)
     reject_queued(state, entry, NeverFits(entry.ticket, need, pass_.most_bytes))
-    return False
+    return Outcome.REJECTED
+
+
+def _place_oversize(
+    state: CoreState,
+    pass_: GrantPass,
+    entry: Ticket,
+    waiting: QueueEntry,
+    limits: Limits,
+    room: list[DeviceAccount],
+) -> Outcome:
+    """Grants all that a device can lend once everything idle has left it."""
+    need = limits.need_bytes
+    if never := quotas.never(state, entry.client.tenant, need, limits.most_bytes):
+        reject_queued(state, entry, never)
+        return Outcome.REJECTED
+    pass_.defer(waiting, list(pass_.books))
+    home = oversize.evict_all_idle(state, room, entry)
+    if home is None:
+        pass_.reserved_devices.update(book.device for book in room)
+        return Outcome.DEFERRED
+    _grant(state, pass_, entry, waiting, home)
+    state.log(EventKind.OVERSIZE, entry, size=need, granted_bytes=entry.home_bytes)
+    return Outcome.GRANTED
 
 
 def _urgency(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> types.Priority:
-    """One that is due holds others up, and asks for the most urgent of them."""
+    """Returns with which priority a ticket asks. An aged ticket holds others up, and asks with the
+    priority of the most urgent of them."""
     if not waiting.is_aged:
         return waiting.request.priority
     if pass_.most_urgent is None:
@@ -178,60 +178,77 @@ def _urgency(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> types.P
 # -- several parts at once ------------------------------------------------------------------------
 
 
-def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> None:
-    """The first of its members to come up in the line asks for all of them (A13)."""
+def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> Outcome:
+    """Places all members of a gang when the first of them comes up in the queue (A13)."""
     if gone := [t for t in entry.gang if t in state.answers]:
         reject_queued(state, entry, TicketClosed(gone[0]))
-        return
+        return Outcome.REJECTED
     there = gangs.members(state, entry)
     if there is None and waiting.is_aged:  # the other has not asked in all that time
         reject_queued(state, entry, TicketClosed(entry.ticket))
-        return
+        return Outcome.REJECTED
     if there is None or any(state.queue.is_ahead(e.ticket, entry.ticket) for e in there):
-        return
-    books, tenant = compute_books(state, pass_.node), entry.client.tenant
+        return Outcome.NOT_APPLICABLE
+    books = compute_books(state, pass_.node)
     sizes = [(e, placement.estimated_bytes(state, e, pass_.largest_bytes)) for e in there]
-    most = quotas.at_most(state, tenant, books)
-    if not gangs.assign(sizes, books, most):
-        need, whole = Bytes(sum(s for _, s in sizes)), Bytes(sum(most.values()))
-        fits_alone = gangs.assign(sizes, books, {b.device: on_demand_of(b) for b in books})
-        reserved = QuotaExceeded(tenant, Bytes(0), need, whole, "bytes") if fits_alone else None
-        for member in there:
-            reject_queued(state, member, reserved or NeverFits(member.ticket, need, whole))
-        return
+    limits = pass_.limits(state, entry, Bytes(sum(size for _, size in sizes)))
+    most = limits.most_by_device
+    at_best = gangs.assign(sizes, books, most)
+    if not at_best:
+        return _reject_gang(state, entry.client.tenant, books, sizes, limits)
     room = pass_.open_to(state, entry)
-    free = {b.device: Bytes(min(b.free_bytes, pass_.room(b.device, entry))) for b in room}
+    free = {b.device: Bytes(min(b.free_bytes, limits.room_by_device[b.device])) for b in room}
     now = gangs.assign(sizes, room, free) or gangs.assign(sizes, room, most)
-    _place_parts(state, pass_, waiting, now or gangs.assign(sizes, books, most))
+    return _place_parts(state, pass_, waiting, now or at_best)
+
+
+def _reject_gang(
+    state: CoreState,
+    tenant: str,
+    books: list[DeviceAccount],
+    sizes: list[tuple[Ticket, Bytes]],
+    limits: Limits,
+) -> Outcome:
+    """Rejects every member of a gang that can never be placed: for other tenants' reserves, or for
+    its size."""
+    need, whole = limits.need_bytes, Bytes(sum(limits.most_by_device.values()))
+    fits_alone = gangs.assign(sizes, books, {b.device: on_demand_of(b) for b in books})
+    reserved = QuotaExceeded(tenant, Bytes(0), need, whole, "bytes") if fits_alone else None
+    for member, _ in sizes:
+        reject_queued(state, member, reserved or NeverFits(member.ticket, need, whole))
+    return Outcome.REJECTED
 
 
 def _place_parts(
     state: CoreState, pass_: GrantPass, waiting: QueueEntry, parts: list[gangs.Part]
-) -> None:
-    """All of them in this step, or none: nobody leaves for a part while another finds no room."""
+) -> Outcome:
+    """Grants all parts in this step, or none: no victim leaves for a part while another part finds
+    no room."""
     needs, first = gangs.totals(parts), parts[0].entry
     urgent = _urgency(state, pass_, waiting)
-    if _waits_for_own_quota(state, pass_, first, Bytes(sum(needs.values())), urgent, needs):
-        return
+    limits = pass_.limits(state, first, Bytes(sum(needs.values())))
+    outcome = _hold_to_quota(state, pass_, first, limits, urgent, needs)
+    if outcome is not Outcome.NOT_APPLICABLE:
+        return outcome
     shut = any(pressure.is_closed_to(state, p.entry, p.device) for p in parts)
     if shut or needs.keys() & pass_.reserved_devices or not needs.keys() <= pass_.books.keys():
-        pass_.defer(waiting, list(pass_.books))
-    elif all(pass_.fits(device, size, first) for device, size in needs.items()):
-        for ticket in {p.entry.ticket: None for p in parts}:
-            mine = [p for p in parts if p.entry.ticket == ticket]
-            in_line = state.queue.find(ticket)
-            assert in_line is not None
-            _grant(state, pass_, mine[0].entry, in_line, {p.device: p.size_bytes for p in mine})
-    else:
+        return pass_.defer(waiting, pass_.books)
+    if not all(limits.fits(device, size) for device, size in needs.items()):
         _make_room_on_each(state, pass_, first, needs, urgent)
-        pass_.defer(waiting, list(pass_.books))
+        return pass_.defer(waiting, pass_.books)
+    for ticket in {p.entry.ticket: None for p in parts}:
+        mine = [p for p in parts if p.entry.ticket == ticket]
+        queued = state.queue.find(ticket)
+        assert queued is not None
+        _grant(state, pass_, mine[0].entry, queued, {p.device: p.size_bytes for p in mine})
+    return Outcome.GRANTED
 
 
 def _make_room_on_each(
     state: CoreState, pass_: GrantPass, entry: Ticket, needs: Sizes, urgent: types.Priority
 ) -> None:
-    """Nobody leaves on one device while another would still lack room. Who was on several has left
-    all of them, so how much is missing on each is asked anew."""
+    """Revokes victims on every device, or on none while one device would still lack room. A victim
+    on several devices leaves all of them, so what each lacks is computed anew."""
     lacks = {d: size - pass_.room(d, entry) for d, size in needs.items()}
     if not all(n <= 0 or victims_for(state, entry, d, n, urgent) for d, n in lacks.items()):
         return
@@ -244,34 +261,38 @@ def _make_room_on_each(
 # -- a wake ---------------------------------------------------------------------------------------
 
 
-def wake(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> None:
-    """A sleeper wakes where its process lives."""
+def wake(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> Outcome:
+    """Wakes an asleep ticket on the devices where its process lives, or asks for the room it
+    lacks."""
     home = list(entry.home)
     if any(d not in pass_.books or pressure.is_closed_to(state, entry, d) for d in home):
-        pass_.defer(waiting, home)
-        return
+        return pass_.defer(waiting, home)
     urgent = _urgency(state, pass_, waiting)
     missing = {d: Bytes(size - entry.charge(d)) for d, size in entry.home.items()}
-    more = Bytes(sum(missing.values()))
-    if _waits_for_own_quota(state, pass_, entry, more, urgent, home):
-        return
-    if pass_.reserved_devices & entry.home.keys() or is_excluded_by_role(state, entry, urgent):
-        pass_.defer(waiting, home)
-    elif all(pass_.fits(d, size, entry) for d, size in missing.items()):
-        entry.wakes_count += 1
-        _grant(state, pass_, entry, waiting, dict(entry.home))
-    elif tight := [d for d in home if entry.home[d] > on_demand_of(pass_.books[d])]:
+    limits = pass_.limits(state, entry, Bytes(sum(missing.values())))
+    outcome = _hold_to_quota(state, pass_, entry, limits, urgent, home)
+    if outcome is not Outcome.NOT_APPLICABLE:
+        return outcome
+    if pass_.reserved_devices & entry.home.keys():
+        return pass_.defer(waiting, home)
+    if swap_within_role(state, entry, urgent) is Outcome.DEFERRED:
+        return pass_.defer(waiting, home)
+    if all(limits.fits(d, size) for d, size in missing.items()):
+        entry.count_wake()
+        return _grant(state, pass_, entry, waiting, dict(entry.home))
+    if tight := [d for d in home if entry.home[d] > on_demand_of(pass_.books[d])]:
         most = on_demand_of(pass_.books[tight[0]])
         reject_queued(state, entry, NeverFits(entry.ticket, entry.home[tight[0]], most))
-    else:
-        _make_room_on_each(state, pass_, entry, missing, urgent)
-        pass_.defer(waiting, home)
+        return Outcome.REJECTED
+    _make_room_on_each(state, pass_, entry, missing, urgent)
+    return pass_.defer(waiting, home)
 
 
-def return_to_service(state: CoreState, entry: Ticket) -> None:
-    """It was to be woken, but never went to sleep."""
+def return_to_service(state: CoreState, entry: Ticket) -> Outcome:
+    """Grants again a ticket that was to be woken, but never went to sleep."""
     state.unqueue(entry)
     state.decide(grant_of(entry))
+    return Outcome.GRANTED
 
 
 # -- the grant ------------------------------------------------------------------------------------
@@ -279,44 +300,47 @@ def return_to_service(state: CoreState, entry: Ticket) -> None:
 
 def _grant(
     state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, home: Sizes
-) -> None:
+) -> Outcome:
     state.queue.drop(entry.ticket)
     state.accounts.served(waiting.request.virtual_start_bytes)
     count_bypasses(state, pass_, waiting.request.sequence, home)
     charge_and_grant(state, entry, home)
+    return Outcome.GRANTED
 
 
 def charge_and_grant(state: CoreState, entry: Ticket, home: Sizes) -> None:
-    """To LOADING. Whatever is granted already (the copy in host RAM of a sleeper) stays charged."""
+    """Moves a ticket to LOADING. What is granted already (the copy in host RAM of an asleep ticket)
+    stays charged."""
     waited = since(entry.since, state.now)
-    entry.home = home
     key = state.key_of(entry)
     if entry.wakes_count:
-        entry.predicted = state.estimates.wake_time(key)
+        predicted = state.estimates.wake_time(key)
     else:
-        entry.predicted = state.estimates.load_time(key, entry.need.weights_bytes)
-    entry.load_by = after(state.now, state.settings.timeouts.load)
-    entry.peak_bytes, entry.readings_count = Bytes(0), 0
-    state.move(entry, State.LOADING, granted={**entry.granted, **home})
-    state.set_timer(entry, entry.load_by)
+        predicted = state.estimates.load_time(key, entry.need.weights_bytes)
+    load_by = after(state.now, state.settings.timeouts.load)
+    entry.begin_load(load_by, predicted)
+    state.move(entry, State.LOADING, granted={**entry.granted, **home}, home=home)
+    state.set_timer(entry, load_by)
     if entry.pinned:
         cap_pins(state, home)
     state.decide(grant_of(entry))
-    state.log("ticket_granted", entry, size=entry.home_bytes, took=waited)
+    state.log(EventKind.TICKET_GRANTED, entry, size=entry.home_bytes, took=waited)
     if entry.need_is_explicit and entry.home_bytes > entry.need.device_bytes:
         said = entry.need.device_bytes
-        state.log("explicit_too_low", entry, size=entry.home_bytes, explicit_bytes=said)
+        state.log(EventKind.EXPLICIT_TOO_LOW, entry, size=entry.home_bytes, explicit_bytes=said)
     if entry.lease:
         leases.begin(state, entry)
 
 
 def grant_of(entry: Ticket) -> Grant:
+    """Returns the grant of a ticket that has one, as it was or is repeated."""
     devices = tuple(types.DeviceBytes(d, size) for d, size in sorted(entry.home.items()))
-    return Grant(entry.ticket, devices, entry.load_by, entry.predicted)
+    load = entry.last_load
+    return Grant(entry.ticket, devices, load.load_by, load.predicted)
 
 
 def age(state: CoreState, entry: Ticket) -> None:
-    """The time rule of overtaking: after so long nobody does."""
+    """Runs the time rule of bypassing: after so long a ticket is aged."""
     waiting = state.queue.find(entry.ticket)
     if waiting is None or waiting.is_aged:
         return
@@ -330,23 +354,24 @@ def age(state: CoreState, entry: Ticket) -> None:
 # -------------------------------------------------------------------------------------------------
 # Optional exclusion groups (A11): of a role that is named, one resident model on each node.
 #
-# The one that asks swaps with the one that is there, as lawfully as for want of bytes.
+# The asker swaps with the resident model, as lawfully as for want of bytes.
 
 
 AWAKE = frozenset({State.LOADING, State.RESIDENT, State.DRAINING})
 
 
-def is_excluded_by_role(state: CoreState, entry: Ticket, urgent: Priority) -> bool:
-    """Another model of its role is awake on its node; if it lawfully may, it is asked to leave."""
+def swap_within_role(state: CoreState, entry: Ticket, urgent: Priority) -> Outcome:
+    """Defers a ticket while another model of its role is awake on its node, and revokes that model
+    if it lawfully may leave."""
     if entry.role not in state.settings.one_resident_roles:
-        return False
+        return Outcome.NOT_APPLICABLE
     others = [e for e in _awake_on(state, entry) if _excludes(e, entry)]
     residents = [e for e in others if e.state is State.RESIDENT]
     if residents and all(may_swap(state, e, entry, urgent) for e in residents):
         for victim in residents:
             note_evicted_for(state, entry, victim)
             revoke(state, victim, Reason.SWAP, entry)
-    return bool(others)
+    return Outcome.DEFERRED if others else Outcome.NOT_APPLICABLE
 
 
 def _awake_on(state: CoreState, entry: Ticket) -> list[Ticket]:
@@ -357,6 +382,7 @@ def _awake_on(state: CoreState, entry: Ticket) -> list[Ticket]:
 
 
 def _excludes(one: Ticket, other: Ticket) -> bool:
-    """Replicas of one model do not exclude each other."""
-    same_model = (one.capability, one.model) == (other.capability, other.model)
+    """Says whether a ticket keeps another of its role away. Replicas of one model do not exclude
+    each other."""
+    same_model = one.model_name == other.model_name
     return one.state in AWAKE and one.role == other.role and not same_model

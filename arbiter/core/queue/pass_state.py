@@ -1,54 +1,89 @@
-"""What one pass_ at a node's line knows: what is free, promised, reserved, and held for one that is
-due (C6, C10)."""
+"""What one pass over a node's queue knows: what is free, promised, reserved, and held for aged
+tickets (C6, C10)."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from arbiter.core.eviction import pressure
 from arbiter.core.eviction.eviction import returning_bytes
 from arbiter.core.queue import gangs
+from arbiter.core.queue.outcome import Outcome
+from arbiter.core.queue.placement_memo import PlacementMemo
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets import quotas
-from arbiter.core.tickets.device_limits import on_demand_of
+from arbiter.core.tickets.device_limits import compute_books, on_demand_of
 from arbiter.core.types import Priority
 from arbiter.units import Bytes, DeviceId, HolderId, TicketId
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one ticket may have on the devices of its node: numbers, computed once for a try.
+
+    `most_by_device` covers every device that computes, the others only devices that may be lent
+    from now. `free_by_device` is free and usable now; `room_by_device` counts what is on its way
+    back as well. Both leave out what the pass has promised and what is reserved for other tenants.
+    """
+
+    need_bytes: Bytes
+    most_by_device: Sizes  # what waiting can ever bring
+    free_by_device: dict[DeviceId, int]
+    room_by_device: dict[DeviceId, int]
+
+    @property
+    def most_bytes(self) -> Bytes:
+        """Returns the most on any one device; the need itself while no device is known."""
+        return max(self.most_by_device.values(), default=self.need_bytes)
+
+    def fits(self, device: DeviceId, size: int) -> bool:
+        """Says whether so much may be granted on a device now."""
+        return self.free_by_device[device] >= size
+
+    def missing(self, device: DeviceId) -> int:
+        """Returns what the need lacks on a device beyond what is on its way back."""
+        return self.need_bytes - self.room_by_device[device]
+
+
 @dataclass(slots=True)
 class GrantPass:
-    """One pass_ at one node's line."""
+    """One pass over one node's queue."""
 
     node: Node
     books: dict[DeviceId, DeviceAccount]  # of its trusted devices that compute
     largest_bytes: Bytes  # budget
     most_bytes: Bytes  # that waiting can ever bring on one device
-    open_bytes: Bytes  # the same for whom nothing is reserved, or less
+    open_bytes: Bytes  # the same for a tenant that has no reserve, or less
     reserves: dict[str, Bytes]  # of each device, by tenant
+    memo: PlacementMemo
     promised: defaultdict[DeviceId, int] = field(default_factory=lambda: defaultdict(int))
-    reserved_devices: set[DeviceId] = field(default_factory=set)  # for one that is due
-    unplaceable: list[tuple[Bytes, Priority, str]] = field(default_factory=list)
-    most_urgent: Priority | None = None  # of all in the line, once somebody asked
-    is_waiting: bool = False  # somebody is left in the line
-    restart_needed: bool = False  # somebody has become due: the order has changed
-    judged_count: int = 0  # of the unplaceable, when the rest was last judged
-    unwalked: dict[int, int] = field(default_factory=dict)  # how urgent those are, see line.Crowd
+    reserved_devices: set[DeviceId] = field(default_factory=set)  # for an aged ticket
+    most_urgent: Priority | None = None  # of all in the queue, once an aged ticket asked
+    has_waiting: bool = False  # a ticket is left in the queue
+    order_changed: bool = False  # a ticket has aged by a grant
 
     def room(self, device: DeviceId, entry: Ticket) -> int:
-        """What is free there or coming, promised to nobody and reserved for no other tenant."""
+        """Returns what is free there or on its way back, promised to no ticket and reserved for no
+        other tenant."""
         book = self.books[device]
         kept = quotas.kept(self.reserves, book, entry.client.tenant, has_left=True)
         return book.free_bytes + returning_bytes(book) - self.promised[device] - kept
 
-    def fits(self, device: DeviceId, need: int, entry: Ticket) -> bool:
-        book = self.books[device]
-        kept = quotas.kept(self.reserves, book, entry.client.tenant)
-        return min(book.free_bytes - kept, self.room(device, entry)) >= need
+    def limits(self, state: CoreState, entry: Ticket, need: Bytes) -> Limits:
+        """Returns what this ticket may have as things are; stale once something was revoked."""
+        tenant, free, room = entry.client.tenant, {}, {}
+        for device, book in self.books.items():
+            room[device] = self.room(device, entry)
+            kept = quotas.kept(self.reserves, book, tenant)
+            free[device] = min(book.free_bytes - kept, room[device])
+        most = quotas.at_most(state, tenant, compute_books(state, self.node))
+        return Limits(need, most, free, room)
 
     def open_to(self, state: CoreState, entry: Ticket) -> list[DeviceAccount]:
-        """Where a load of it may begin, once there is room."""
+        """Returns where a load of it may begin, once there is room."""
         return [
             book
             for device, book in self.books.items()
@@ -56,49 +91,21 @@ class GrantPass:
             and not pressure.is_closed_to(state, entry, device)
         ]
 
-    def is_unplaceable(self, need: Bytes, priority: Priority, quota_group: str) -> bool:
-        """One before it that asked for no more, and was no less urgent, could not load."""
-        for least, most_urgent, whose in self.unplaceable:
-            if need >= least and priority >= most_urgent and quota_group == whose:
-                return True
-        return False
-
-    def can_stop(self, walked: QueueEntry, state: CoreState) -> bool:
-        """So is everybody behind: none is more urgent, none asks for less. Asked anew only when
-        one more could not load; those that are due stand in front and are looked at. Where tenants
-        differ, what one of them lacks another may have."""
-        if walked.is_aged or len(self.unplaceable) == self.judged_count:
-            return False
-        self.judged_count = len(self.unplaceable)
-        stats = state.queue.stats(self.node.node)
-        if state.tenants and not stats.is_of_one_quota_group():
-            return False
-        need, priority, _ = self.unplaceable[-1]
-        if any(count > 0 and urgent < priority for urgent, count in self.unwalked.items()):
-            return False
-        return stats.needs_at_least(need, state.estimates.version)
-
-    def can_skip(self, waiting: QueueEntry, version: int) -> bool:
-        """Most of a long line: what such a one needs is known, and unplaceable."""
-        request = waiting.request
-        if waiting.version != version or waiting.is_aged or request.is_asleep:
-            return False
-        return self.is_unplaceable(waiting.need_bytes, request.priority, waiting.quota_group)
-
-    def defer(self, waiting: QueueEntry, devices: list[DeviceId]) -> None:
-        """One that is due holds every device it could use."""
-        self.is_waiting = True
+    def defer(self, waiting: QueueEntry, devices: Iterable[DeviceId]) -> Outcome:
+        """Leaves a ticket in its place. An aged ticket holds every device that it could use."""
+        self.has_waiting = True
         if waiting.is_aged:
             self.reserved_devices.update(devices)
+        return Outcome.DEFERRED
 
 
 # -------------------------------------------------------------------------------------------------
-# Who is overtaken by a grant (C6): so often, and then it is due and overtaken no more.
+# Which tickets a grant bypasses (C6): so often, and then a ticket is aged and bypassed no more.
 
 
 def count_bypasses(state: CoreState, pass_: GrantPass, turn: int, home: Sizes) -> None:
-    """Those who had asked before and could have used these bytes: perhaps a long line, so what most
-    of them need not be asked is asked last."""
+    """Counts a bypass for tickets that asked before the granted one and could have used these
+    bytes. The queue may be long, so what most of them need not be asked is asked last."""
     most = max(on_demand_of(state.ledger.books[d]) for d in home)
     silent: dict[HolderId, bool] = {}  # each holder is asked for once
     for other in state.queue.at(pass_.node.node):
@@ -110,11 +117,11 @@ def count_bypasses(state: CoreState, pass_: GrantPass, turn: int, home: Sizes) -
         is_plain = not (request.is_asleep or other.is_of_gang)
         if other.need_bytes <= most if is_plain else _could_use(state, request.ticket, home, most):
             state.queue.count_bypass(other, state.settings.bypass_count)
-            pass_.restart_needed = pass_.restart_needed or other.is_aged
+            pass_.order_changed = pass_.order_changed or other.is_aged
 
 
 def _could_use(state: CoreState, ticket: TicketId, home: Sizes, most: Bytes) -> bool:
-    """A sleeper, or one of several that only make sense together."""
+    """Says whether an asleep ticket, or a member of a gang, could have used these bytes."""
     entry, waiting = state.ledger.find(ticket), state.queue.find(ticket)
     assert entry is not None and waiting is not None
     if entry.state is State.ASLEEP:

@@ -1,4 +1,4 @@
-"""Where on its node a ticket could go, best first, and how much it would be granted (C9)."""
+"""Says where on its node a ticket could go, best first, and how much it would be granted (C9)."""
 
 from collections.abc import Iterable
 
@@ -14,15 +14,15 @@ from arbiter.units import Bytes
 def devices_for(
     state: CoreState, books: Iterable[DeviceAccount], entry: Ticket, need: Bytes
 ) -> list[PlacementOption]:
-    """Devices that could ever hold it and let loads begin, best first by the policy."""
-    label = (entry.capability, entry.model)
-    last = state.last_home.get((entry.node, *label))
+    """Returns the devices that could ever hold a ticket and let loads begin, best first by the
+    policy."""
+    last = state.last_home.get((entry.node, entry.model_name))
     found = [
         PlacementOption(
             b.device,
             need,
             b.free_bytes,
-            copies_count=b.copies[label],
+            copies_count=b.copies[entry.model_name],
             tickets_count=len(b.entries),
             was_home=b.device == last,
         )
@@ -33,9 +33,9 @@ def devices_for(
 
 
 def estimated_bytes(state: CoreState, entry: Ticket, largest: Bytes) -> Bytes:
-    """What it will be granted. What was learned, of a failure for memory or of a peak with its
-    headroom, never exceeds the largest device: there is nothing beyond it to try, and the model
-    has run there before."""
+    """Returns what a ticket will be granted. What was learned, of a failure for memory or of a peak
+    with its headroom, never exceeds the largest device: there is nothing beyond it to try, and the
+    model has run there before."""
     estimate = state.estimates.size(state.key_of(entry), entry.need, entry.need_is_explicit)
     if estimate.source in ("corrected", "learned") and largest >= entry.need.device_bytes:
         return min(estimate.device_bytes, largest)

@@ -1,13 +1,13 @@
-"""When a ticket that waits will serve (A21): what stands before it, and its own load.
+"""Estimates when a ticket that waits will serve (A21): what stands before it, and its own load.
 
-An estimate for people and for deadlines; no grant depends on it. The wait has three parts: until
-the bytes it lacks may lawfully be asked for, the time such bytes take to come back, and the loads
-of those before it that need the same bytes.
+The estimate is for people and for deadlines; no grant depends on it. The wait has three parts:
+until the bytes it lacks may lawfully be asked for, the time such bytes take to come back, and the
+loads of tickets before it that need the same bytes.
 """
 
 from itertools import islice
 
-from arbiter.core.decisions import Queued
+from arbiter.core.decisions import EventKind, Queued
 from arbiter.core.eviction.eligibility import min_residency_ends
 from arbiter.core.eviction.eviction import returning_bytes
 from arbiter.core.eviction.ranking import effective_priority, priority_fades_at, ranked_victims
@@ -20,12 +20,12 @@ from arbiter.errors import DeadlineUnmet
 from arbiter.units import Instant, Span, after, in_seconds, since
 
 SAMPLED_COUNT = 8  # of those before it: what they need and their loads take, on average
-LOOKED_AT_COUNT = 32  # of those who may leave, the cheapest first; a device seldom holds more
+LOOKED_AT_COUNT = 32  # of tickets that may leave, the cheapest first; a device seldom holds more
 
 
 def estimate_new(state: CoreState) -> None:
-    """Those that joined the line in this step and were not granted at once: they hear how long,
-    and are refused when that is too long for them."""
+    """Tells the holders of tickets that joined the queue in this step and were not granted at once
+    how long they wait, and refuses tickets for which that is too long."""
     fresh, state.fresh = state.fresh, []
     for ticket in fresh:
         entry, waiting = state.ledger.find(ticket), state.queue.find(ticket)
@@ -34,28 +34,30 @@ def estimate_new(state: CoreState) -> None:
         predicted = estimated_wait(state, entry, waiting)
         if predicted is None:
             continue
-        waiting.predicted_at = after(state.now, predicted)
-        state.log("ticket_waits", entry, took=predicted)
+        predicted_at = after(state.now, predicted)
+        waiting.expect(predicted_at)
+        state.log(EventKind.TICKET_WAITS, entry, took=predicted)
         if predicted:
             state.decide(Queued(ticket, entry.holder, predicted))
-        if waiting.deadline is not None and waiting.predicted_at > waiting.deadline:
+        if waiting.deadline is not None and predicted_at > waiting.deadline:
             reject_queued(state, entry, too_late(entry, 0.0, predicted))
 
 
 def too_late(entry: Ticket, waited_s: float, predicted: Span) -> DeadlineUnmet:
+    """Returns the error for a ticket that would serve only after its deadline."""
     again_s = max(1.0, in_seconds(predicted))
     return DeadlineUnmet(entry.ticket, waited_s, again_s, in_seconds(predicted))
 
 
 def load_span(state: CoreState, entry: Ticket) -> Span:
-    """Its wake or load; 0 when nothing is known."""
+    """Returns how long a ticket's wake or load takes; 0 when nothing is known."""
     key = state.key_of(entry)
     woken = state.estimates.wake_time(key) if entry.state is not State.QUEUED else Span(0)
     return woken or state.estimates.load_time(key, entry.need.weights_bytes)
 
 
 def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span | None:
-    """None where nothing can be said: no node, nothing read yet."""
+    """Returns until a ticket serves; None where nothing can be said: no node, nothing read yet."""
     node = state.nodes.get(entry.node)
     if node is None or not state.is_settled:
         return None
@@ -80,7 +82,7 @@ def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span
 
 
 def _room_at(state: CoreState, book: DeviceAccount, entry: Ticket, waiting: QueueEntry) -> Instant:
-    """When enough of what is there may have left: the soonest lawful first."""
+    """Returns when enough of what is there may have left: the soonest lawful first."""
     missing = waiting.need_bytes - max(0, book.free_bytes)
     if missing <= 0:
         return state.now
@@ -100,9 +102,10 @@ def _room_at(state: CoreState, book: DeviceAccount, entry: Ticket, waiting: Queu
 
 
 def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
-    """A load in flight ends first; one more urgent fades first."""
+    """Returns when a ticket may lawfully be asked to leave: a load in flight ends first, a more
+    urgent priority fades first."""
     if entry.state is State.LOADING:
-        return after(after(entry.since, entry.predicted), state.settings.min_residency)
+        return after(after(entry.since, entry.last_load.predicted), state.settings.min_residency)
     lawful_at = max(state.now, entry.declined_until)
     asker, its_own = waiting.request.priority, effective_priority(state, entry)
     if its_own < asker:

@@ -1,6 +1,7 @@
-"""Who has caused what (C10): requests, and device bytes times the time they were held.
+"""Keeps what each client has caused (C10): requests, and device bytes times the time they were
+held.
 
-A ticket is on the account of the client that used it last. Holders count requests and tell them
+A ticket is on the account of the client that used it last. Holders count requests and report them
 with their heartbeats; bytes are those of the books, of devices that compute. An account is settled
 when its bytes change, so an account that changes nothing costs nothing.
 """
@@ -18,7 +19,7 @@ from arbiter.units import SECOND, Bytes, Instant, Span, since
 
 @dataclass(slots=True)
 class Account:
-    """One client's, as of `settled`."""
+    """Holds what one client has used, as of `settled`."""
 
     settled: Instant
     requests_count: int = 0
@@ -26,7 +27,8 @@ class Account:
     average_bytes: float = 0.0  # held lately, older time fading
 
     def settle(self, held: Bytes, now: Instant, window: Span) -> None:
-        """`held` all the time since it was settled."""
+        """Brings the account up to `now`, for a client that held `held` all the time since
+        `settled`. The average fades over `window`."""
         span = since(self.settled, now)
         keeps = exp(-span / window)
         self.byte_ns += held * span
@@ -36,8 +38,8 @@ class Account:
 
 @dataclass(slots=True)
 class Accounts:
-    """Of all clients; a bounded number, beyond which the oldest that hold nothing become one row of
-    their tenant."""
+    """Keeps the accounts of all clients, in a bounded number: beyond `most_count` the oldest that
+    hold nothing become one row of their tenant."""
 
     window: Span
     most_count: int
@@ -47,17 +49,19 @@ class Accounts:
     virtual_bytes: float = 0.0
 
     def used(self, usage: Usage, now: Instant) -> None:
+        """Counts requests of a client that have ended."""
         self._touch(usage.client, now).requests_count += usage.requests_count
 
     def settle(self, holdings: Holdings, now: Instant) -> None:
-        """Whose bytes changed in this step held until now what they held before."""
+        """Settles every client whose bytes changed in this step: until now it held what it held
+        before."""
         unsettled, holdings.unsettled = holdings.unsettled, {}
         for client, before in unsettled.items():
             self._touch(client, now).settle(before, now, self.window)
         self._fold(holdings.by_client, now)
 
     def average(self, held: Counter[Client], tenant: str, now: Instant) -> Bytes:
-        """What a tenant held on average over the last window, up to now."""
+        """Returns what a tenant held on average over the last window, up to `now`."""
         total = 0.0
         for client, account in self.rows.items():
             if client.tenant == tenant:
@@ -66,20 +70,30 @@ class Accounts:
         return Bytes(int(total))
 
     def falls_in(self, average: Bytes, bound: Bytes) -> Span:
-        """Until the average of a tenant that holds nothing any more is down to the bound."""
+        """Returns how long the average of a tenant that holds nothing any more takes to fall to
+        `bound`."""
         return Span(int(self.window * log(max(1.0, average / max(1, bound)))))
+
+    def cool_down(self, tenant: str) -> None:
+        """Lets nothing more be loaded for a tenant until its average has fallen."""
+        self.cooling[tenant] = None
+
+    def end_cool_down(self, tenant: str) -> None:
+        """Lets a tenant load again; safe for a tenant that was not cooling down."""
+        self.cooling.pop(tenant, None)
 
     # -- fair share ----------------------------------------------------------------------------
 
     def turn_of(self, tenant: str, need: Bytes, share_fraction: float) -> Bytes:
-        """Where a ticket that joins the line stands by what its tenant has asked for already:
-        start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996), with bytes as the work."""
+        """Returns where a ticket that joins the queue stands by what its tenant has asked for
+        already: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996), with bytes as the
+        work."""
         start = max(self.virtual_bytes, self.finish_bytes.get(tenant, 0.0))
         self.finish_bytes[tenant] = start + need / share_fraction
         return Bytes(int(start))
 
     def served(self, turn: Bytes) -> None:
-        """Whoever comes now starts no earlier than what was granted last."""
+        """Has tickets that join from now on start no earlier than what was granted last."""
         self.virtual_bytes = max(self.virtual_bytes, float(turn))
         late = [t for t, finish in self.finish_bytes.items() if finish <= self.virtual_bytes]
         for tenant in late:
@@ -88,13 +102,14 @@ class Accounts:
     # -- across restarts -----------------------------------------------------------------------
 
     def export(self) -> list[list[Any]]:
-        """Tenant, name, requests, byte-nanoseconds, average."""
+        """Returns rows of tenant, name, requests, byte-nanoseconds and average bytes."""
         return [
             [c.tenant, c.name, a.requests_count, a.byte_ns, a.average_bytes]
             for c, a in self.rows.items()
         ]
 
     def restore(self, rows: list[list[Any]], now: Instant) -> None:
+        """Takes back the rows of `export`."""
         for tenant, name, requests, byte_ns, average in rows:
             self.rows[Client(tenant, name)] = Account(now, requests, byte_ns, average)
 
@@ -118,4 +133,5 @@ class Accounts:
 
 
 def byte_seconds(byte_ns: int) -> int:
+    """Turns byte-nanoseconds into whole byte-seconds."""
     return byte_ns // SECOND

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from arbiter.core.settings import Settings
-from arbiter.core.types import Need
+from arbiter.core.types import ModelName, Need
 from arbiter.units import SECOND, Bytes, Span
 
 # Percent of a file's size that its weights take once loaded (A17): a GGUF file is used as it
@@ -44,7 +44,8 @@ _SCALES_PERCENT = 112  # of 4 and 8 bits: scales and zero points, a half for eac
 
 
 def of_files(sizes: Mapping[str, int]) -> Bytes | None:
-    """Bytes of weights on a device, from names and sizes of files; None when none is known."""
+    """Returns a model's bytes on a device, from names and sizes of its files; None when none is
+    known."""
     known = [
         size * percent
         for name, size in sizes.items()
@@ -55,8 +56,9 @@ def of_files(sizes: Mapping[str, int]) -> Bytes | None:
 
 
 def of_name(name: str) -> Bytes | None:
-    """From the number of parameters in a model's name, as in `org/Qwen3-0.6B-FP8`; None when it has
-    none. Of several the largest: a draft of 1B for 70B is no model of 1B."""
+    """Returns a model's bytes from the number of parameters in its name, as in
+    `org/Qwen3-0.6B-FP8`; None when the name has none. Of several numbers the largest counts: a
+    draft of 1B for 70B is no model of 1B."""
     found = [
         int(many or 1) * float(number) * (1e9 if unit in "bB" else 1e6)
         for many, number, unit in _PARAMETERS.findall(name)
@@ -70,12 +72,18 @@ def of_name(name: str) -> Bytes | None:
 
 
 class ModelKey(NamedTuple):
-    """Learned values hold for one model under one set of engine settings. A named tuple, because
-    each price asks four tables by it: it is made and hashed in a fifth of the time."""
+    """Names one model under one set of engine settings, for which learned values hold. A named
+    tuple, because each price asks four tables by it: it is made and hashed in a fifth of the
+    time."""
 
     capability: str
     model: str
     settings_key: str
+
+    @property
+    def name(self) -> ModelName:
+        """Returns the model, whatever its settings."""
+        return ModelName(self.capability, self.model)
 
 
 # Loads and wakes of one model that say how long the next will take: their median. Some take many
@@ -90,13 +98,14 @@ def _median(spans: tuple[Span, ...]) -> Span:
 
 
 class Recent:
-    """Of each model, how long the newest loads took."""
+    """Keeps, for each model, how long its newest loads took."""
 
     def __init__(self) -> None:
         self._spans: dict[ModelKey, tuple[Span, ...]] = {}
         self._middle: dict[ModelKey, Span] = {}  # of these; asked for with each price
 
     def note(self, key: ModelKey, took: Span) -> None:
+        """Notes one more load; the oldest beyond RECENT_COUNT is forgotten."""
         self._spans[key] = spans = (*self._spans.get(key, ()), took)[-RECENT_COUNT:]
         self._middle[key] = _median(spans)
 
@@ -107,22 +116,27 @@ class Recent:
         return iter(self._middle)
 
     def of(self, key: ModelKey) -> Span:
-        """0 when there was none."""
+        """Returns the median of a model's newest loads; 0 when there was none."""
         return self._middle.get(key, Span(0))
 
     def forget(self, key: ModelKey) -> None:
+        """Forgets the loads of a model."""
         self._spans.pop(key, None)
         self._middle.pop(key, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
+    """Says how many bytes a load will take, and where the number comes from."""
+
     device_bytes: Bytes
     host_bytes: Bytes  # asleep; 0: cannot sleep
     source: str  # explicit, learned, computed, corrected
 
 
 class Estimates:
+    """Learns bytes and seconds from loads, and predicts those of the next (A17)."""
+
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.version = 0  # rises whenever a size may have become another
@@ -131,11 +145,16 @@ class Estimates:
         self._loads, self._wakes = Recent(), Recent()
         self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
         self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
-        self._slowest: dict[tuple[str, str], Span] = {}  # of a model under any settings
+        self._slowest: dict[ModelName, Span] = {}  # of a model under any settings
         self._predictor = Predictor()
         self._sleepless: set[ModelKey] = set()  # a sleep of it did not give its bytes back
 
+    def note_devices_changed(self) -> None:
+        """Has every size looked up again: what a learned one may be at most depends on devices."""
+        self.version += 1
+
     def size(self, key: ModelKey, need: Need, need_is_explicit: bool) -> Estimate:
+        """Returns what a load under this key will take, in the order of the module docstring."""
         said, source = need.device_bytes, "explicit"
         if not need_is_explicit:
             beyond = self._overhead.get(key.capability, 0)
@@ -149,17 +168,20 @@ class Estimates:
             said, source = corrected, "corrected"
         return Estimate(said, need.host_bytes, source)
 
-    def proven(self, capability: str, model: str) -> Bytes | None:
-        """The largest it was ever measured, with headroom; None when it never was."""
-        mine = [b for k, b in self._peak.items() if (k.capability, k.model) == (capability, model)]
+    def proven(self, name: ModelName) -> Bytes | None:
+        """Returns the largest that a model was ever measured, with headroom; None when it never
+        was."""
+        mine = [b for k, b in self._peak.items() if k.name == name]
         return self._with_headroom(max(mine)) if mine else None
 
     def can_sleep(self, key: ModelKey) -> bool:
+        """Says whether a sleep of this model may be tried."""
         return key not in self._sleepless
 
     def did_not_sleep(self, key: ModelKey) -> None:
-        """Seen once is enough for this epoch: what stays behind is mostly the engine's own. Not
-        kept beyond it, for a zygote that died can be the cause too."""
+        """Notes a sleep that did not give the bytes back. Once is enough for this epoch, because
+        what stays behind is mostly the engine's own. It is not kept beyond it, because a zygote
+        that died can be the cause too."""
         self._sleepless.add(key)
 
     def _with_headroom(self, peak: Bytes) -> Bytes:
@@ -170,28 +192,32 @@ class Estimates:
         return learned if need_is_explicit else Bytes(max(learned, need.least_bytes))
 
     def load_time(self, key: ModelKey, weights: Bytes = Bytes(0)) -> Span:
-        """As it took so far; else as others of its capability took for as many bytes; else 0."""
+        """Returns how long a load takes: as it took so far, else as others of its capability took
+        for as many bytes, else 0."""
         if weights == 0 or key in self._loads:
             return self._loads.of(key)
         return self._predictor.seconds(key.capability, weights)
 
     def wake_time(self, key: ModelKey) -> Span:
-        """0 when it was never woken."""
+        """Returns how long a wake takes; 0 when the model was never woken."""
         return self._wakes.of(key)
 
-    def slowest_load(self, capability: str, model: str) -> Span:
-        """Under any settings; 0 when it never loaded."""
-        return self._slowest.get((capability, model), Span(0))
+    def slowest_load(self, name: ModelName) -> Span:
+        """Returns the slowest load of a model under any settings; 0 when it never loaded."""
+        return self._slowest.get(name, Span(0))
 
     def turnover(self, capability: str) -> Span:
-        """From asking a model to leave until its bytes are seen back; 0 when never seen."""
+        """Returns the time from asking a model of this capability to leave until its bytes are seen
+        back; 0 when that was never seen."""
         return self._turnover.get(capability, Span(0))
 
     def left(self, capability: str, took: Span) -> None:
+        """Learns how long a model took from its revoke until its bytes were seen back."""
         self._turnover[capability] = self._smoothed(self._turnover.get(capability, took), took)
 
     def saw_overhead(self, key: ModelKey, need: Need, peak: Bytes) -> None:
-        """Once for each load whose need was computed, not said."""
+        """Learns how far a model's peak lies beyond its computed need. Once for each load whose
+        need was computed, not explicit."""
         beyond = max(peak, need.least_bytes) - need.device_bytes
         old = self._overhead.get(key.capability, beyond)
         share = self._settings.load_ewma_fraction
@@ -199,11 +225,14 @@ class Estimates:
         self.version += 1
 
     def saw_peak(self, key: ModelKey, peak: Bytes) -> None:
+        """Learns a measured peak, if it is the highest yet."""
         if peak > self._peak.get(key, Bytes(0)):
             self._peak[key] = peak
             self.version += 1
 
     def loaded(self, key: ModelKey, took: Span, weights: Bytes = Bytes(0)) -> None:
+        """Learns how long a load took, which also ends the correction after a failure for
+        memory."""
         self._predictor.loaded(key.capability, weights, took)
         if self._corrected.pop(key, None):
             self.version += 1
@@ -211,32 +240,35 @@ class Estimates:
         self._note_slowest(key)
 
     def _note_slowest(self, key: ModelKey) -> None:
-        name = (key.capability, key.model)
+        name = key.name
         self._slowest[name] = max(self._loads.of(key), self._slowest.get(name, Span(0)))
 
     def woke(self, key: ModelKey, took: Span) -> None:
+        """Learns how long a wake took."""
         self._wakes.note(key, took)
 
     def _smoothed(self, old: Span, took: Span) -> Span:
         return Span(old + int((took - old) * self._settings.load_ewma_fraction))
 
     def ran_out(self, key: ModelKey, held: Bytes) -> None:
-        """A load failed for memory while it was charged `held`."""
+        """Learns that a load failed for memory while it was charged `held`: the next asks for
+        more."""
         self._corrected[key] = Bytes(held + int(held * self._settings.oom_growth_fraction))
         self.version += 1
 
     def forget(self, key: ModelKey) -> None:
+        """Forgets what was learned under one key."""
         for table in (self._peak, self._corrected):
             table.pop(key, None)
         for recent in (self._loads, self._wakes):
             recent.forget(key)
         self._sleepless.discard(key)
 
-    def forget_model(self, capability: str, model: str) -> None:
-        """Under any settings."""
+    def forget_model(self, name: ModelName) -> None:
+        """Forgets what was learned of a model under any settings."""
         tables = (self._peak, self._corrected, self._loads, self._wakes, self._sleepless)
         known = {k for table in tables for k in table}
-        for key in [k for k in known if (k.capability, k.model) == (capability, model)]:
+        for key in [k for k in known if k.name == name]:
             self.forget(key)
 
     def export(self) -> list[dict[str, Any]]:
@@ -255,6 +287,7 @@ class Estimates:
         ]
 
     def restore(self, rows: list[dict[str, Any]]) -> None:
+        """Takes back the rows of `export`."""
         for row in rows:
             key = ModelKey(row["capability"], row["model"], row["settings_key"])
             if row["peak_bytes"]:
@@ -267,7 +300,7 @@ class Estimates:
 
 
 # -------------------------------------------------------------------------------------------------
-# Seconds of a load nobody has seen yet (A17, A21): a line through the loads that were seen.
+# Seconds of a load that was never seen (A17, A21): a line through the loads that were.
 #
 #     seconds = start + bytes / bandwidth
 #
@@ -280,19 +313,21 @@ APART_FRACTION = 0.05  # sizes that spread less than this of their mean show no 
 
 
 class Fit:
-    """Weighted sums of x = GB and y = seconds."""
+    """Keeps weighted sums of x = GB and y = seconds."""
 
     def __init__(self) -> None:
         self.weight = self.x = self.y = self.xx = self.xy = 0.0
 
     def add(self, x: float, y: float) -> None:
+        """Adds one load; every older load loses FADE_FRACTION of its weight."""
         keep = 1 - FADE_FRACTION
         self.weight = keep * self.weight + 1
         self.x, self.y = keep * self.x + x, keep * self.y + y
         self.xx, self.xy = keep * self.xx + x * x, keep * self.xy + x * y
 
     def at(self, x: float) -> float:
-        """Never below a tenth of the mean, nor falling with size: then it is no bandwidth."""
+        """Returns the seconds for `x` GB, never below a tenth of the mean, nor falling with size:
+        that would be no bandwidth."""
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         spread = self.xx / self.weight - mean_x**2
         slope = 0.0
@@ -302,13 +337,16 @@ class Fit:
 
 
 class Predictor:
+    """Predicts the seconds of a first load from other loads of its capability."""
+
     def __init__(self) -> None:
         self._fits: dict[str, Fit] = {}  # by capability
 
     def loaded(self, capability: str, size: Bytes, took: Span) -> None:
+        """Learns one load of a capability."""
         self._fits.setdefault(capability, Fit()).add(size / 1e9, took / SECOND)
 
     def seconds(self, capability: str, size: Bytes) -> Span:
-        """0 when no load of the capability was seen."""
+        """Returns the seconds for so many bytes; 0 when no load of the capability was seen."""
         fit = self._fits.get(capability)
         return Span(round(fit.at(size / 1e9) * SECOND)) if fit else Span(0)

@@ -1,4 +1,4 @@
-"""What was weighed when somebody was sent away: kept for a while, so that one can ask why."""
+"""Keeps what was weighed when victims were chosen, for a while, so that explain can say why."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ WEIGHED_COUNT = 32  # candidates of one kept, cheapest first; a device seldom ho
 
 @dataclass(frozen=True, slots=True)
 class ScoredVictim:
-    """A lawful candidate at the time, and its price."""
+    """Describes a lawful candidate at the time, and its price."""
 
     ticket: TicketId
     model: str
@@ -26,8 +26,10 @@ class ScoredVictim:
 
 @dataclass(frozen=True, slots=True)
 class EvictionRecord:
+    """Describes one choice: the asker, what it lacked, the lawful options and the chosen."""
+
     at: Instant
-    waiting: TicketId  # for whom
+    waiting: TicketId  # the asker
     waiting_model: str
     device: DeviceId
     short_bytes: Bytes  # what was missing
@@ -38,7 +40,7 @@ class EvictionRecord:
 
     @property
     def weighed(self) -> tuple[ScoredVictim, ...]:
-        """The chosen are shown however many there were."""
+        """Returns the options with their prices; the chosen are shown however many there were."""
         rows = [
             ScoredVictim(o.ticket, model, o.freed_bytes, o.rank, o.cost_s, o.ticket in self.chosen)
             for o, model in zip(self.options, self.models, strict=True)
@@ -46,18 +48,20 @@ class EvictionRecord:
         return tuple(row for n, row in enumerate(rows) if n < WEIGHED_COUNT or row.is_chosen)
 
     def concerns(self, ticket: TicketId) -> bool:
+        """Says whether a ticket asked, left or was spared in this choice."""
         return ticket == self.waiting or any(o.ticket == ticket for o in self.options)
 
 
 class EvictionHistory:
-    """The newest, oldest first."""
+    """Keeps the newest choices, oldest first."""
 
     def __init__(self) -> None:
         self._kept: deque[EvictionRecord] = deque(maxlen=KEPT_COUNT)
 
     def add(self, choice: EvictionRecord) -> None:
+        """Keeps one more choice; the oldest beyond KEPT_COUNT is forgotten."""
         self._kept.append(choice)
 
     def about(self, ticket: TicketId) -> Iterator[EvictionRecord]:
-        """Those in which it asked, went or was spared."""
+        """Returns the choices in which a ticket asked, left or was spared."""
         return (choice for choice in self._kept if choice.concerns(ticket))

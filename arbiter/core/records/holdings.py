@@ -1,6 +1,7 @@
-"""Whose the bytes on the books are: by client, by tenant, and by tenant on each device (C10).
+"""Counts whose the bytes on the books are: by client, by tenant, and by tenant on each device
+(C10).
 
-Only devices that compute count: what sleeps in host RAM can always go.
+Only devices that compute count, because what sleeps in host RAM can always go.
 """
 
 from collections import Counter
@@ -13,7 +14,7 @@ from arbiter.units import Bytes, TicketId
 
 @dataclass(slots=True)
 class Holdings:
-    """Kept by the ledger; zero is not listed."""
+    """Counts held bytes. The ledger keeps it; zero is not listed."""
 
     by_client: Counter[Client] = field(default_factory=Counter)
     by_tenant: Counter[str] = field(default_factory=Counter)
@@ -21,7 +22,8 @@ class Holdings:
     unsettled: dict[Client, Bytes] = field(default_factory=dict)  # held before it changed
 
     def post(self, client: Client, ticket: TicketId, more: int, on_device: Counter[str]) -> None:
-        """So many more of this ticket, or fewer, on a device whose own count is given."""
+        """Adds so many bytes of a ticket, or takes them off, on a device whose own count is
+        given."""
         tenant, held = client.tenant, self.by_client[client]
         self.unsettled.setdefault(client, Bytes(held))
         if held + more:

@@ -1,4 +1,5 @@
-"""The books: who holds how many bytes where, in which state. No policy, no time, no I/O.
+"""Keeps the books: how many bytes each ticket holds on which device, in which state. No policy, no
+time, no I/O.
 
 Identity, kept per device and checked for touched devices after every event:
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 from arbiter.core.records.holdings import Holdings
 from arbiter.core.records.ticket import CHARGED, LEAVING, TRANSITIONS, Sizes, State, Ticket
-from arbiter.core.types import Client, DeviceKind
+from arbiter.core.types import Client, DeviceKind, ModelName
 from arbiter.errors import LedgerBroken
 from arbiter.units import (
     Bytes,
@@ -29,12 +30,12 @@ from arbiter.units import (
 )
 
 SUMMED_COUNT = 64  # tickets on a device; their sum takes about 20 us
-UNREAD_COUNT = 64  # changes of a device beyond its tickets that are noted for nobody
+UNREAD_COUNT = 64  # changes of a device beyond its tickets that are noted without a reader
 
 
 @dataclass(slots=True)
 class DeviceAccount:
-    """One device."""
+    """Keeps the account of one device."""
 
     device: DeviceId
     node: NodeId
@@ -47,21 +48,32 @@ class DeviceAccount:
     entries: dict[TicketId, Ticket] = field(default_factory=dict)  # those it is charged for
     leaving: dict[TicketId, Ticket] = field(default_factory=dict)  # DRAINING and RECLAIMING
     loading: dict[TicketId, Ticket] = field(default_factory=dict)
-    copies: Counter[tuple[str, str]] = field(default_factory=Counter)  # by capability and model
+    copies: Counter[ModelName] = field(default_factory=Counter)  # by capability and model
     pinned_bytes: Bytes = Bytes(0)  # of those charged
     held: Counter[str] = field(default_factory=Counter)  # bytes by tenant
     stale: set[TicketId] | None = None  # changed since they were ranked; None: no order is kept
 
     def note_stale(self, ticket: TicketId) -> None:
-        """What ranks it has changed. Where nobody looks for long the order is given up."""
+        """Notes that what ranks a ticket has changed. The order is given up where no search has
+        used it for long."""
         if self.stale is not None:
             self.stale.add(ticket)
             if len(self.stale) > len(self.entries) + UNREAD_COUNT:
                 self.stale = None
 
+    def begin_order(self) -> None:
+        """Begins to note what changes, with every ticket there as changed: an order is kept."""
+        self.stale = set(self.entries)
+
+    def take_stale(self) -> set[TicketId]:
+        """Returns what has changed since the order was brought up to date, which it is now."""
+        assert self.stale is not None
+        taken, self.stale = self.stale, set()
+        return taken
+
 
 class Ledger:
-    """Opened, moved, weighed and budgeted here and nowhere else."""
+    """Opens, moves, weighs and budgets tickets; nothing else changes the books."""
 
     def __init__(self) -> None:
         self.books: dict[DeviceId, DeviceAccount] = {}
@@ -69,15 +81,15 @@ class Ledger:
         self.holdings = Holdings()
         self._entries: dict[TicketId, Ticket] = {}
         self._held: dict[HolderId, dict[TicketId, Ticket]] = {}
-        self._holding: dict[HolderId, dict[TicketId, Ticket]] = {}  # of those, past the line
-        self.changed: set[NodeId] = set()  # since somebody last looked for what to decide
+        self._holding: dict[HolderId, dict[TicketId, Ticket]] = {}  # of those, past the queue
+        self.dirty: set[NodeId] = set()  # changed since the last grant pass there
         self._touched: set[DeviceId] = set()
         self._short: dict[NodeId, set[DeviceId]] = {}
 
     # -- tickets -------------------------------------------------------------------------------
 
     def open(self, entry: Ticket) -> None:
-        """A new ticket, QUEUED, or in the state its holder rejoined with."""
+        """Adds a new ticket, QUEUED, or in the state its holder rejoined with."""
         assert entry.ticket not in self._entries
         self._entries[entry.ticket] = entry
         self._held.setdefault(entry.holder, {})[entry.ticket] = entry
@@ -86,23 +98,34 @@ class Ledger:
         self.open_count[entry.capability] += 1
         self._count(entry, 1)
 
-    def move(self, entry: Ticket, to: State, now: Instant, granted: Sizes | None = None) -> None:
-        """The only way a ticket changes state. `granted` replaces what it was granted before."""
+    def move(
+        self,
+        entry: Ticket,
+        to: State,
+        now: Instant,
+        granted: Sizes | None = None,
+        home: Sizes | None = None,
+    ) -> None:
+        """Changes the state of a ticket, which nothing else does. `granted` replaces what it was
+        granted before, `home` the devices it is awake on. Raises LedgerBroken for a transition
+        that is not in TRANSITIONS."""
         if to not in TRANSITIONS[entry.state]:
             raise LedgerBroken(f"{entry.ticket}: {entry.state.value} -> {to.value}")
         if entry.state is State.QUEUED:
             self._holding.setdefault(entry.holder, {})[entry.ticket] = entry
         self._count(entry, -1)
         entry.state, entry.since = to, now
-        self.changed.add(entry.node)
+        self.dirty.add(entry.node)
         if granted is not None:
             entry.granted = granted
+        if home is not None:
+            entry.home = home
         self._count(entry, 1)
         if to is State.CLOSED:
             self._forget(entry)
 
     def weigh(self, entry: Ticket, measured: Sizes) -> None:
-        """What the node agent saw this ticket's processes hold."""
+        """Charges what the node agent saw this ticket's processes hold."""
         if measured == entry.measured:
             return
         self._count(entry, -1)
@@ -110,7 +133,7 @@ class Ledger:
         self._count(entry, 1)
 
     def pin(self, entry: Ticket, is_pinned: bool) -> None:
-        """The configuration has changed its state about it."""
+        """Makes a ticket pinned or not, as the configuration says now."""
         if entry.ticket not in self._entries:
             entry.pinned = is_pinned
         elif is_pinned is not entry.pinned:
@@ -119,13 +142,16 @@ class Ledger:
             self._count(entry, 1)
 
     def bill_to(self, entry: Ticket, client: Client) -> None:
-        """What it holds is on this client's account from now on."""
+        """Puts what a ticket holds on this client's account from now on."""
+        if entry.ticket not in self._entries:
+            entry.client = client
+            return
         self._count(entry, -1)
         entry.client = client
         self._count(entry, 1)
 
     def share_scratch(self, entry: Ticket, lock: str, size: Bytes) -> None:
-        """The configuration says under which dispatch lock it computes."""
+        """Notes under which dispatch lock a ticket computes, and its part of the shared reserve."""
         if entry.ticket not in self._entries:
             entry.dispatch_lock, entry.shared_scratch_bytes = lock, size
         elif (lock, size) != (entry.dispatch_lock, entry.shared_scratch_bytes):
@@ -134,29 +160,48 @@ class Ledger:
             self._count(entry, 1)
 
     def touch(self, entry: Ticket) -> None:
-        """Something that ranks it has changed, its bytes have not."""
+        """Notes that something which ranks a ticket has changed, though not its bytes."""
         for device in entry.devices:
             if book := self.books.get(device):
                 book.note_stale(entry.ticket)
 
-    def resize(self, entry: Ticket, granted: Sizes) -> None:
-        """A resident was granted more, or gave some back."""
+    def resize(self, entry: Ticket, granted: Sizes, home: Sizes) -> None:
+        """Charges a resident that was granted more, or gave some back, of which `home` is what it
+        has while it is awake."""
         self._count(entry, -1)
-        entry.granted = granted
+        entry.granted, entry.home = granted, home
         self._count(entry, 1)
 
+    def leave(self, entry: Ticket, device: DeviceId) -> None:
+        """The device is gone, and with it the ticket's bytes there."""
+        self._count(entry, -1)
+        entry.granted = {d: size for d, size in entry.granted.items() if d != device}
+        entry.measured = {d: size for d, size in entry.measured.items() if d != device}
+        self._count(entry, 1)
+
+    def mark_dirty(self, *nodes: NodeId) -> None:
+        """Has the next grant pass look at these nodes."""
+        self.dirty.update(nodes)
+
+    def clean(self) -> None:
+        """Forgets which nodes were dirty: a grant pass looks at all of them now."""
+        self.dirty = set()
+
     def find(self, ticket: TicketId) -> Ticket | None:
+        """Returns the ticket of this id; None when it is not on the books."""
         return self._entries.get(ticket)
 
     def entries(self, *states: State) -> list[Ticket]:
-        """In the order they were opened, filtered by state when any is given."""
+        """Returns all tickets in the order they were opened, or those in the given states."""
         return [e for e in self._entries.values() if not states or e.state in states]
 
     def held_by(self, holder: HolderId) -> list[Ticket]:
+        """Returns all tickets of a holder, queued ones included."""
         return list(self._held.get(holder, {}).values())
 
     def holding(self, holder: HolderId) -> Mapping[TicketId, Ticket]:
-        """Those of its tickets that are charged: the rest waits in the line, perhaps very long."""
+        """Returns those of its tickets that are charged: the others wait in the queue, which may be
+        very long."""
         return self._holding.get(holder, {})
 
     def _forget(self, entry: Ticket) -> None:
@@ -168,7 +213,7 @@ class Ledger:
         self.open_count[entry.capability] -= 1
 
     def _count(self, entry: Ticket, sign: int) -> None:
-        """Put the ticket's charge on its devices' books, or take it off."""
+        """Puts the ticket's charge on its devices' books, or takes it off."""
         for device in entry.devices:
             if book := self.books.get(device):
                 self._post(book, entry, sign)
@@ -179,7 +224,7 @@ class Ledger:
             return
         book.charged_bytes = Bytes(book.charged_bytes + sign * charge)
         book.free_bytes = Bytes(book.free_bytes - sign * charge)
-        book.copies[entry.capability, entry.model] += sign
+        book.copies[entry.model_name] += sign
         if entry.pinned:
             book.pinned_bytes = Bytes(book.pinned_bytes + sign * charge)
         if book.kind is not DeviceKind.HOST:
@@ -194,15 +239,15 @@ class Ledger:
             del book.entries[entry.ticket]
             book.leaving.pop(entry.ticket, None)
             book.loading.pop(entry.ticket, None)
-            if not book.copies[entry.capability, entry.model]:
-                del book.copies[entry.capability, entry.model]
+            if not book.copies[entry.model_name]:
+                del book.copies[entry.model_name]
         book.note_stale(entry.ticket)
         self._note(book)
 
     # -- devices -------------------------------------------------------------------------------
 
     def put_device(self, book: DeviceAccount) -> None:
-        """A device appears, with what is already held on it, or changes its budget."""
+        """Adds a device with what is already held on it, or changes its budget."""
         if old := self.books.get(book.device):
             grown = book.budget_bytes - old.budget_bytes
             old.kind, old.total_bytes = book.kind, book.total_bytes
@@ -216,12 +261,14 @@ class Ledger:
         self._note(self.books[book.device])
 
     def drop_device(self, device: DeviceId) -> None:
+        """Removes a device on which nothing is charged any more."""
         book = self.books.pop(device)
         assert not book.entries
         self._touched.discard(device)
         self._short.get(book.node, set()).discard(device)
 
     def set_foreign(self, device: DeviceId, foreign: Bytes) -> None:
+        """Sets how many bytes of a device's budget belong to no ticket."""
         book = self.books[device]
         if foreign == book.foreign_bytes:
             return
@@ -231,27 +278,29 @@ class Ledger:
 
     def _note(self, book: DeviceAccount) -> None:
         self._touched.add(book.device)
-        self.changed.add(book.node)
+        self.dirty.add(book.node)
         if book.free_bytes < 0:
             self._short.setdefault(book.node, set()).add(book.device)
         elif short := self._short.get(book.node):
             short.discard(book.device)
 
     def overcommitted(self, node: NodeId) -> list[DeviceAccount]:
+        """Returns the devices of a node whose free bytes are negative."""
         return [self.books[device] for device in sorted(self._short.get(node, ()))]
 
     # -- checks --------------------------------------------------------------------------------
 
     def check_touched(self) -> None:
-        """Devices whose books changed since the last call. Of one with very many tickets the sum
-        is left to the audit: it would cost each event as much as all of them."""
+        """Checks the devices whose books changed since the last call. Of a device with very many
+        tickets the sum is left to the audit: it would cost each event as much as all of them.
+        Raises LedgerBroken."""
         touched, self._touched = self._touched, set()
         self.check({d for d in touched if len(self.books[d].entries) <= SUMMED_COUNT})
         for device in touched:
             self._check_sum(self.books[device], self.books[device].charged_bytes)
 
     def check(self, devices: set[DeviceId]) -> None:
-        """Raises LedgerBroken where the identity does not hold."""
+        """Checks these devices. Raises LedgerBroken where the identity does not hold."""
         for device in devices:
             book = self.books[device]
             charged = sum(e.charge(device) for e in book.entries.values())
@@ -273,7 +322,8 @@ class Ledger:
 
 
 def audit(ledger: Ledger) -> None:
-    """Raises LedgerBroken where an index differs from the tickets."""
+    """Checks all the books from the tickets up. Raises LedgerBroken where an index differs from
+    them."""
     ledger.check(set(ledger.books))
     for book in ledger.books.values():
         _audit_book(ledger, book)

@@ -1,8 +1,8 @@
-"""Which capabilities and models exist (A2). Typed errors name what does."""
+"""Keeps which capabilities and models exist (A2). Its typed errors name those that do."""
 
 from difflib import get_close_matches
 
-from arbiter.core.types import CapabilitySpec, ModelSpec
+from arbiter.core.types import CapabilitySpec, ModelName, ModelSpec
 from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownModel, UnknownRole
 
 NAMED_AT_MOST = 20  # names in one error message: a terminal's height, not 10,000 adapters
@@ -15,6 +15,8 @@ def _near(wanted: str, known: list[str]) -> tuple[str, ...]:
 
 
 class Registry:
+    """Looks up capabilities and models of the table, and of Python."""
+
     def __init__(self, roles: tuple[str, ...]) -> None:
         self._roles = roles
         self.specs: dict[str, CapabilitySpec] = {}
@@ -23,7 +25,7 @@ class Registry:
         self.is_set = False  # False: the configuration has not come yet, so nothing is removed
 
     def replace(self, specs: tuple[CapabilitySpec, ...]) -> None:
-        """Raises UnknownRole, having changed nothing."""
+        """Replaces the whole table. Raises UnknownRole, having changed nothing."""
         for spec in specs:
             self._check_role(spec)
         self.specs, self._models, self.pinning = {}, {}, set()
@@ -32,7 +34,8 @@ class Registry:
         self.is_set = True
 
     def register(self, spec: CapabilitySpec) -> None:
-        """Raises UnknownRole, or CapabilityConflict, naming what differs."""
+        """Adds a capability, or accepts it again unchanged. Raises UnknownRole, or
+        CapabilityConflict, naming what differs."""
         self._check_role(spec)
         if spec.name not in self.specs:
             self._put(spec)
@@ -52,8 +55,9 @@ class Registry:
         if spec.role not in self._roles:
             raise UnknownRole(spec.role, spec.name, _near(spec.role, list(self._roles)))
 
-    def find(self, capability: str, model: str) -> ModelSpec:
-        """Raises UnknownCapability or UnknownModel."""
+    def find(self, name: ModelName) -> ModelSpec:
+        """Returns a model as configured. Raises UnknownCapability or UnknownModel."""
+        capability, model = name
         spec = self.specs.get(capability)
         if spec is None:
             raise UnknownCapability(capability, _near(capability, sorted(self.specs)))

@@ -1,7 +1,7 @@
-"""The line of waiting tickets: per node, in the order of the admission policy (C6).
+"""Keeps queued tickets: per node, in the order of the admission policy (C6).
 
-A ticket competes only with those of its own node, for its holder loads there. It may be overtaken
-by later ones, so often and for so long; then it is *due*, and stands before all that are not.
+A ticket competes only with those of its own node, because its holder loads there. Later tickets may
+bypass it so often and for so long; then it is *aged*, and stands before all that are not.
 """
 
 from bisect import bisect_left, insort
@@ -9,21 +9,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from arbiter.core.types import Priority
+from arbiter.core.types import ModelName, Priority
 from arbiter.core.view import Key, QueuedRequest
 from arbiter.units import Bytes, HolderId, Instant, NodeId, TicketId
 
 NO_HOLDER = HolderId("")
-WAKE_URGENCY = (
-    0  # before every priority: a sleeper is looked at by itself, for it wakes where it is
-)
+# Before every priority: an asleep ticket is tried by itself, because it wakes where it is.
+WAKE_URGENCY = 0
 
 
 @dataclass(slots=True)
 class QueueEntry:
+    """Describes one queued ticket and its place."""
+
     request: QueuedRequest
-    key: Key  # its place
-    model: str  # capability and model: what the per-model bound counts
+    key: Key  # its place in the order
+    model: ModelName  # what the per-model bound counts
     node: NodeId
     deadline: Instant | None
     holder: HolderId = NO_HOLDER
@@ -32,21 +33,31 @@ class QueueEntry:
     bypassed_count: int = 0
     is_aged: bool = False
     need_bytes: Bytes = Bytes(0)
-    quota_group: str = ""  # of its tenant: see tenants.quota_group
+    quota_group: str = ""  # of its tenant: see quotas.quota_group
     version: int = -1  # of the estimates that say so
+
+    def expect(self, serves_at: Instant) -> None:
+        """Notes when it should serve, as far as can be said when it joins."""
+        self.predicted_at = serves_at
+
+    def note_need(self, need: Bytes, version: int) -> None:
+        """Notes what it needs by this version of the estimates."""
+        self.need_bytes, self.version = need, version
 
 
 @dataclass(slots=True)
 class QueueStats:
-    """What is known of all who wait on one node, so that a long line need not be walked."""
+    """Keeps what is known of all queued tickets of one node, so that a long queue need not be
+    walked."""
 
-    urgencies: Counter[int] = field(default_factory=Counter)  # a sleeper that wakes: as WAKES
+    urgencies: Counter[int] = field(default_factory=Counter)  # a wake: WAKE_URGENCY
     version: int = -1  # of the estimates
     known_count: int = 0  # whose need is known by that version
     least_bytes: Bytes = Bytes(0)  # none of those needs less
     quota_groups: Counter[str] = field(default_factory=Counter)
 
     def count(self, waiting: QueueEntry, more: int) -> None:
+        """Counts a ticket that joins (1) or leaves (-1)."""
         self.urgencies[urgency_of(waiting.request)] += more
         self.quota_groups[waiting.quota_group] += more
         if waiting.version == self.version:
@@ -54,44 +65,54 @@ class QueueStats:
             self.least_bytes = min(self.least_bytes, waiting.need_bytes)
 
     def know(self, waiting: QueueEntry, need: Bytes, version: int) -> None:
+        """Notes what a ticket needs by this version of the estimates; a newer version makes all
+        other needs unknown."""
         if version != self.version:
             self.version, self.known_count, self.least_bytes = version, 0, need
         self.known_count += waiting.version != version
         self.least_bytes = min(self.least_bytes, need)
-        waiting.need_bytes, waiting.version = need, version
+        waiting.note_need(need, version)
 
     def needs_at_least(self, need: Bytes, version: int) -> bool:
-        """Each of them, as far as all of them are known."""
+        """Says whether every ticket needs so much; False while the need of one is unknown."""
         is_known = self.version == version and self.known_count == self.urgencies.total()
         return is_known and self.least_bytes >= need
 
     def is_of_one_quota_group(self) -> bool:
+        """Says whether all tickets are of one tenant with a quota, or all of tenants without."""
         return sum(1 for count in self.quota_groups.values() if count) == 1
 
 
 def urgency_of(request: QueuedRequest) -> int:
+    """Returns the priority as a number; a wake comes before every priority."""
     return WAKE_URGENCY if request.is_asleep else int(request.priority)  # an enum hashes slowly
 
 
 class RequestQueue:
+    """Orders queued tickets per node and keeps the indexes that rules ask for."""
+
     def __init__(self, place_of: Callable[[QueuedRequest], Key]) -> None:
         self._place_of = place_of
         self._waiting: dict[TicketId, QueueEntry] = {}
         self._order: dict[NodeId, list[tuple[Key, TicketId]]] = {}
         self._walked: set[NodeId] = set()  # see walk
         self._stats: dict[NodeId, QueueStats] = {}
-        self._of_model: dict[str, dict[TicketId, None]] = {}
-        self._where: dict[str, Counter[NodeId]] = {}  # by the quota_group of who waits there
-        self._loads: Counter[tuple[NodeId, str]] = Counter()  # in flight
+        self._of_model: dict[ModelName, dict[TicketId, None]] = {}
+        self._where: dict[str, Counter[NodeId]] = {}  # by quota group
+        self._loads: Counter[tuple[NodeId, ModelName]] = Counter()  # in flight
         self._sequence = 0
-        self.changed: set[NodeId] = set()
+        self.dirty: set[NodeId] = set()
+
+    def clean(self) -> None:
+        """Forgets which nodes were dirty: a grant pass looks at all of them now."""
+        self.dirty = set()
 
     # -- coming and going ----------------------------------------------------------------------
 
     def add(
         self,
         ticket: TicketId,
-        model: str,
+        model: ModelName,
         node: NodeId,
         now: Instant,
         deadline: Instant | None = None,
@@ -103,6 +124,7 @@ class RequestQueue:
         virtual_start_bytes: Bytes = Bytes(0),
         quota_group: str = "",
     ) -> QueueEntry:
+        """Queues a ticket and returns its entry. `is_asleep`: it waits to be woken."""
         self._sequence += 1
         is_warm = is_asleep or self._loads[node, model] > 0
         request = QueuedRequest(
@@ -120,6 +142,7 @@ class RequestQueue:
         return waiting
 
     def drop(self, ticket: TicketId) -> None:
+        """Takes a ticket out; safe for a ticket that is not queued."""
         if waiting := self._waiting.pop(ticket, None):
             self._remove(waiting)
             del self._of_model[waiting.model][ticket]
@@ -138,7 +161,7 @@ class RequestQueue:
         if waiting.node not in self._stats:
             self._stats[waiting.node] = QueueStats()
         self._stats[waiting.node].count(waiting, 1)
-        self.changed.add(waiting.node)
+        self.dirty.add(waiting.node)
 
     def _remove(self, waiting: QueueEntry) -> None:
         order = self._own_order(waiting.node)
@@ -146,10 +169,10 @@ class RequestQueue:
         self._stats[waiting.node].count(waiting, -1)
         if not order:
             del self._order[waiting.node], self._stats[waiting.node]
-        self.changed.add(waiting.node)
+        self.dirty.add(waiting.node)
 
     def _own_order(self, node: NodeId) -> list[tuple[Key, TicketId]]:
-        """To be changed: a copy while somebody walks it."""
+        """Returns a node's order to be changed: a copy while it is being walked."""
         order = self._order.setdefault(node, [])
         if node in self._walked:
             self._walked.discard(node)
@@ -159,18 +182,20 @@ class RequestQueue:
     # -- moving up -----------------------------------------------------------------------------
 
     def raise_priority(self, ticket: TicketId, priority: Priority) -> None:
-        """Somebody more urgent waits for it too."""
+        """Moves a ticket up, because a more urgent request waits for it too."""
         waiting = self._waiting[ticket]
         self._change(waiting, replace(waiting.request, priority=priority))
 
     def extend_deadline(self, ticket: TicketId, deadline: Instant | None) -> None:
-        """Somebody waits for it as well who can wait until then; None: as long as it takes."""
+        """Lets a ticket wait until this deadline if that is later, because another request waits
+        for it as well; None: as long as it takes."""
         waiting = self._waiting[ticket]
         if waiting.deadline is not None and (deadline is None or deadline > waiting.deadline):
             waiting.deadline = deadline
 
-    def loading(self, node: NodeId, model: str, more: int) -> None:
-        """A load of the model begins (1) or ends (-1): it is warm meanwhile (C6)."""
+    def loading(self, node: NodeId, model: ModelName, more: int) -> None:
+        """Notes that a load of a model begins (1) or ends (-1): tickets for it are warm meanwhile
+        (C6)."""
         was_warm = self._loads[node, model] > 0
         self._loads[node, model] += more
         is_warm = self._loads[node, model] > 0
@@ -183,12 +208,13 @@ class RequestQueue:
                     self._change(waiting, replace(waiting.request, is_warm=is_warm))
 
     def count_bypass(self, waiting: QueueEntry, most_count: int) -> None:
+        """Counts that a later ticket was granted first; at `most_count` the ticket is aged."""
         waiting.bypassed_count += 1
         if waiting.bypassed_count >= most_count:
             self.age(waiting)
 
     def age(self, waiting: QueueEntry) -> None:
-        """Nobody overtakes it any more."""
+        """Puts a ticket before all that are not aged: no later ticket bypasses it any more."""
         if not waiting.is_aged:
             self._remove(waiting)
             waiting.is_aged = True
@@ -200,7 +226,7 @@ class RequestQueue:
         self._insert(waiting)
 
     def reorder(self, place_of: Callable[[QueuedRequest], Key]) -> None:
-        """Another policy."""
+        """Orders all tickets anew, by another policy."""
         self._place_of = place_of
         for waiting in self._waiting.values():
             self._change(waiting, waiting.request)
@@ -208,19 +234,21 @@ class RequestQueue:
     # -- looking -------------------------------------------------------------------------------
 
     def is_ahead(self, ticket: TicketId, other: TicketId) -> bool:
-        """Both wait on one node; `ticket` comes first."""
+        """Says whether `ticket` comes before `other`; both wait on one node."""
         return (self._waiting[ticket].key, ticket) < (self._waiting[other].key, other)
 
     def find(self, ticket: TicketId) -> QueueEntry | None:
+        """Returns the entry of a ticket; None when it is not queued."""
         return self._waiting.get(ticket)
 
     def at(self, node: NodeId) -> list[QueueEntry]:
-        """Who waits there, first to last."""
+        """Returns the entries of a node, first to last."""
         return [self._waiting[ticket] for _, ticket in self._order.get(node, ())]
 
     def walk(self, node: NodeId) -> Iterator[QueueEntry]:
-        """The same one by one, as they stand when it begins; who has left meanwhile is left out.
-        Most walks end soon, so the order is copied only when it changes under one."""
+        """Yields the entries of a node as they stand when the walk begins; an entry that has left
+        meanwhile is left out. Most walks end soon, so the order is copied only when it changes
+        under a walk."""
         is_first = node not in self._walked
         self._walked.add(node)
         try:
@@ -232,39 +260,46 @@ class RequestQueue:
                 self._walked.discard(node)
 
     def where(self, quota_group: str) -> list[NodeId]:
-        """On which nodes somebody of this tenant waits."""
+        """Returns the nodes on which a ticket of this quota group waits."""
         return list(self._where.get(quota_group, ()))
 
     def first(self, node: NodeId, count: int) -> list[QueueEntry]:
+        """Returns the first entries of a node, at most `count`."""
         return [self._waiting[ticket] for _, ticket in self._order.get(node, [])[:count]]
 
     def ahead_count(self, waiting: QueueEntry) -> int:
+        """Returns how many tickets stand before this entry on its node."""
         return bisect_left(self._order[waiting.node], (waiting.key, waiting.request.ticket))
 
     def weigh(self, node: NodeId) -> None:
-        """What the least of them needs, from all of them."""
+        """Computes anew the least need on a node, from all entries."""
         stats = self.stats(node)
         known = [w.need_bytes for w in self.at(node) if w.version == stats.version]
         stats.least_bytes = min(known, default=Bytes(0))
 
     def stats(self, node: NodeId) -> QueueStats:
+        """Returns the statistics of a node."""
         return self._stats.get(node) or QueueStats()
 
     def is_empty(self, node: NodeId) -> bool:
+        """Says whether no ticket waits on a node."""
         return node not in self._order
 
-    def of_model(self, model: str) -> list[TicketId]:
+    def of_model(self, model: ModelName) -> list[TicketId]:
+        """Returns the queued tickets of a model."""
         return list(self._of_model.get(model, ()))
 
     def tickets(self) -> list[TicketId]:
-        """All of them, first to last as if they stood in one line."""
+        """Returns all queued tickets, first to last as if they stood in one queue."""
         return [t for _, t in sorted(row for order in self._order.values() for row in order)]
 
     @property
     def nodes(self) -> list[NodeId]:
+        """Returns the nodes on which a ticket waits."""
         return list(self._order)
 
-    def count(self, model: str) -> int:
+    def count(self, model: ModelName) -> int:
+        """Returns how many tickets wait for a model."""
         return len(self._of_model.get(model, ()))
 
     def __len__(self) -> int:

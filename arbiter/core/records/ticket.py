@@ -1,10 +1,10 @@
-"""A ticket: its states, the lawful transitions between them, and what is noted of it."""
+"""Defines a ticket: its states, the lawful transitions between them, and what is noted of it."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 from arbiter.core.decisions import Reason, Tier
-from arbiter.core.types import ANYBODY, Client, LeaseConditions, Need, Priority, Split
+from arbiter.core.types import ANYBODY, Client, LeaseConditions, ModelName, Need, Priority, Split
 from arbiter.units import (
     Bytes,
     DeviceId,
@@ -18,6 +18,8 @@ from arbiter.units import (
 
 
 class State(Enum):
+    """Names the states of a ticket; TRANSITIONS says which may follow which."""
+
     QUEUED = "queued"
     LOADING = "loading"
     RESIDENT = "resident"
@@ -48,8 +50,69 @@ NONE = Bytes(0)
 
 
 @dataclass(slots=True)
+class Load:
+    """Describes the present or last load or wake of a ticket, from its grant on."""
+
+    load_by: Instant  # the holder reports its end by then
+    predicted: Span = Span(0)  # 0 when nothing was known
+    took: Span = Span(0)  # 0 until it is over, and for a lease, which loads nothing
+    resident_since: Instant = Instant(0)
+    readings_count: int = 0  # while resident; the first may have been taken before it was
+    peak_bytes: Bytes = Bytes(0)
+
+
+@dataclass(slots=True)
+class ClaimedSleep:
+    """Describes a sleep that the holder reports and that no reading has confirmed yet (D1)."""
+
+    at: Instant
+    from_bytes: Bytes  # on the devices that it was awake on
+
+
+@dataclass(slots=True)
+class Revocation:
+    """Describes what the holder of a DRAINING ticket was asked, and how far it has come."""
+
+    to: Tier
+    barrier_until: Instant
+    unloading_since: Instant | None = None  # nothing has been in flight since
+    held_before_bytes: Bytes = Bytes(0)  # noted where a driver names no sizes per process
+    sleep: ClaimedSleep | None = None
+
+
+@dataclass(slots=True)
+class PendingGrowth:
+    """Describes bytes that a resident wants on top of what it has, and waits for (A14)."""
+
+    more_bytes: Bytes
+    until: Instant  # it goes on without them when there is no room by then
+
+
+@dataclass(slots=True)
+class Grown:
+    """Describes a ticket that may hold more than it was loaded with."""
+
+    beyond_load_bytes: Bytes
+    shrinks_from: Instant  # word of less that arrives sooner was sent before the last growth
+
+
+@dataclass(slots=True)
+class Lease:
+    """Describes the terms on which a process outside Serve holds the ticket (A15)."""
+
+    terms: LeaseConditions
+    ends: Instant
+
+
+@dataclass(slots=True)
 class Ticket:
-    """One ticket. Whatever changes bytes goes through the Ledger; the rest is notes for rules."""
+    """Describes one ticket: the books' part of it, its configuration, and what happens to it.
+
+    Rules read these fields and never write them. What the books depend on changes through the
+    Ledger (`state`, `granted`, `measured`, `home`, `pinned`, `client`, the scratch of a dispatch
+    lock), the rest through the methods below. What only means something together is one optional
+    record, so that beginning or ending it sets or drops all of it.
+    """
 
     ticket: TicketId
     holder: HolderId
@@ -65,7 +128,8 @@ class Ticket:
     state: State = State.QUEUED
     granted: Sizes = field(default_factory=dict)
     measured: Sizes = field(default_factory=dict)
-    home: Sizes = field(default_factory=dict)  # granted while awake; where a sleeper must wake
+    home: Sizes = field(default_factory=dict)  # granted while awake; an asleep ticket wakes there
+    ram_bytes: Bytes = Bytes(0)  # of its process beside a GPU: see tickets/process_ram.py
 
     # What the configuration says of its model.
     role: str = ""
@@ -75,49 +139,221 @@ class Ticket:
     keep_warm: Span = Span(-1)
     dispatch_lock: str = ""
     shared_scratch_bytes: Bytes = Bytes(0)  # of the reserve of its lock, on each of its devices
+
+    # What its holder asked for.
     gang: tuple[TicketId, ...] = ()
     split: Split = Split.NONE
-    settles: bool = False  # its floor was lowered: it goes down to it once it is idle
-    grows_bytes: Bytes = Bytes(0)  # wanted on top of what it has; waits for room
-    grows_by: Instant = Instant(0)
-    grown_bytes: Bytes = Bytes(0)  # granted beyond what it was loaded with
-    shrinks_from: Instant | None = None  # a word of less counts from then on; None: never grew
-    less_since: Instant | None = None  # its holder says that it has less than it was granted
-
-    client: Client = ANYBODY  # on whose account it is: see bill_to
-    lease: LeaseConditions | None = None  # its holder is a process outside Serve
-    lease_ends: Instant = Instant(0)
+    client: Client = ANYBODY  # on whose account it is: see Ledger.bill_to
+    lease: Lease | None = None  # None: its holder is a replica
 
     # What its holder said last.
     is_prefetch: bool = False  # brought in unasked, and not used yet (C11)
-    priority: Priority = Priority.NORMAL  # of its last request; see urgency.of for what counts
+    priority: Priority = Priority.NORMAL  # of its last request; see ranking.effective_priority
     inflight: int = 0
     uses_count: int = 0  # so far, under this ticket
     last_used: Instant = Instant(0)
+    less_since: Instant | None = None  # its holder says that it has less than it was granted
 
-    # Notes of the present or last load.
-    load_by: Instant = Instant(0)
-    predicted: Span = Span(0)
-    load_took: Span = Span(0)
-    resident_since: Instant = Instant(0)
-    readings_count: int = 0  # while resident; the first may have been taken before it was
-    peak_bytes: Bytes = Bytes(0)
-    wakes_count: int = 0
-
-    # Notes of the present revoke.
-    leaving: Reason | None = None
-    revoked_at: Instant | None = None
-    to: Tier = Tier.GONE
-    barrier_until: Instant = Instant(0)
-    unloading_since: Instant | None = None
-    slept_at: Instant | None = None
-    slept_from_bytes: Bytes = Bytes(0)
-    declined_until: Instant = Instant(0)
-    kill_at: Instant = Instant(0)
+    # What happens to it.
+    load: Load | None = None  # None: nothing was granted yet
+    wakes_count: int = 0  # granted so far; above zero the present load is a wake
+    growth: PendingGrowth | None = None
+    grown: Grown | None = None  # None: it never grew
+    settles: bool = False  # its floor was lowered: it goes down to it once it is idle
+    leaving: Reason | None = None  # why it drains or is reclaimed
+    revoked_at: Instant | None = None  # when it was last asked to leave, unless it declined
+    revocation: Revocation | None = None  # None unless it drains
+    declined_until: Instant = Instant(0)  # it was busy when asked, and is left alone until then
+    kill_at: Instant = Instant(0)  # in RECLAIMING: its engine is killed again then
     reclaim_late: bool = False  # reclaim took too long; its holder is quarantined
 
+    model_name: ModelName = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model_name = ModelName(self.capability, self.model)  # once: each rule asks for it
+
+    # -- configuration -------------------------------------------------------------------------
+
+    def configure(self, role: str, rank: int, *, allow_oversize: bool, keep_warm: Span) -> None:
+        """Takes over what the table says of its model now."""
+        self.role, self.role_rank = role, rank
+        self.allow_oversize, self.keep_warm = allow_oversize, keep_warm
+
+    def expire_at_once(self) -> None:
+        """Lets it go as soon as it is idle: its model is no longer in the table."""
+        self.keep_warm = Span(0)
+
+    def settle_when_idle(self, settles: bool) -> None:
+        """Has it go down to its floor once it is idle, or no longer so."""
+        self.settles = settles
+
+    # -- use -----------------------------------------------------------------------------------
+
+    def set_priority(self, priority: Priority) -> None:
+        """Takes the priority of its last request."""
+        self.priority = priority
+
+    def note_prefetch(self, is_prefetch: bool) -> None:
+        """Notes whether no request has asked for it yet."""
+        self.is_prefetch = is_prefetch
+
+    def begin_first_use(self) -> None:
+        """Counts the use that a load was for: it is in use until its holder says otherwise."""
+        self.inflight = 1
+        self.uses_count += 1
+
+    def note_inflight(self, count: int) -> None:
+        """Takes the holder's word on its requests in flight."""
+        self.inflight = count
+
+    def note_wanted(self, now: Instant) -> None:
+        """Keeps it warm from now on, as after a use."""
+        self.last_used = now
+
+    def note_use(self, inflight: int, priority: Priority, last_used: Instant) -> None:
+        """Takes the holder's word on use; a later use that is known already stands."""
+        self.inflight, self.priority = inflight, priority
+        self.last_used = Instant(max(self.last_used, last_used))
+
+    def note_uses_count(self, count: int) -> int:
+        """Takes how often it was used so far, and returns how many of these uses are new."""
+        more, self.uses_count = count - self.uses_count, count
+        return more
+
+    # -- loads and leases ----------------------------------------------------------------------
+
+    @property
+    def last_load(self) -> Load:
+        """Returns its present or last load, which every ticket past the queue has."""
+        assert self.load is not None, f"{self.ticket} was never granted"
+        return self.load
+
+    def begin_load(self, load_by: Instant, predicted: Span) -> None:
+        """Forgets the load before: the grant of another one, or of a wake, has been made."""
+        self.load = Load(load_by, predicted)
+
+    def count_wake(self) -> None:
+        """Makes the load that begins now a wake."""
+        self.wakes_count += 1
+
+    def end_load(self, took: Span, now: Instant) -> None:
+        """Notes that it serves."""
+        load = self.last_load
+        load.took, load.resident_since, load.readings_count = took, now, 0
+        self.last_used = now
+
+    def note_reading(self, held: Bytes) -> None:
+        """Counts a reading of what it holds while it serves."""
+        load = self.last_load
+        load.readings_count += 1
+        load.peak_bytes = max(load.peak_bytes, held)
+
+    def forget_peak(self) -> None:
+        """Has its peak measured anew, as after a load."""
+        load = self.last_load
+        load.peak_bytes, load.readings_count = Bytes(0), 0
+
+    def bind_lease(
+        self, terms: LeaseConditions, ends: Instant, priority: Priority, rank: int
+    ) -> None:
+        """Makes it the ticket of a lease, which no idle time ends."""
+        self.lease, self.priority, self.role_rank = Lease(terms, ends), priority, rank
+        self.keep_warm = Span(-1)
+
+    # -- growth --------------------------------------------------------------------------------
+
+    @property
+    def grows_bytes(self) -> Bytes:
+        """Returns what it waits for on top of what it has; 0 when it waits for nothing."""
+        return self.growth.more_bytes if self.growth else Bytes(0)
+
+    def ask_growth(self, more: Bytes, until: Instant) -> None:
+        """Notes what its holder wants, instead of anything it wanted before."""
+        self.growth = PendingGrowth(more, until) if more > 0 else None
+
+    def end_growth(self) -> None:
+        """Notes that it waits for nothing more: it was granted, refused, or not wanted."""
+        self.growth = None
+
+    def note_grown(self, more: Bytes, shrinks_from: Instant) -> None:
+        """Counts what it was granted beyond its load; word of less counts from `shrinks_from`."""
+        before = self.grown.beyond_load_bytes if self.grown else 0
+        self.grown = Grown(Bytes(before + more), shrinks_from)
+        self.less_since = None
+
+    def note_shrunk(self, less: Bytes) -> None:
+        """Counts what it gave back of what it had grown by."""
+        if self.grown:
+            self.grown.beyond_load_bytes = Bytes(max(0, self.grown.beyond_load_bytes - less))
+
+    def note_less_since(self, since: Instant | None) -> None:
+        """Notes from when on its holder says that it has less; None: it has all of it."""
+        self.less_since = since
+
+    def note_ram(self, held: Bytes) -> None:
+        """Notes the RAM that its process holds beside a GPU."""
+        self.ram_bytes = held
+
+    # -- leaving -------------------------------------------------------------------------------
+
+    def note_revoked(self, now: Instant) -> None:
+        """Begins to time how long its bytes take to come back."""
+        self.revoked_at = now
+
+    def begin_revocation(self, reason: Reason, to: Tier, barrier_until: Instant) -> None:
+        """Notes what its holder is asked as it begins to drain."""
+        self.leaving, self.revocation = reason, Revocation(to, barrier_until)
+
+    def end_revocation(self) -> None:
+        """Forgets the revoke: the ticket sleeps, or serves on."""
+        self.leaving = self.revocation = None
+
+    def note_busy(self, inflight: int, now: Instant, left_alone_until: Instant) -> None:
+        """Notes that its holder was busy and declined the revoke."""
+        self.inflight, self.last_used, self.declined_until = inflight, now, left_alone_until
+
+    def forget_revoked(self) -> None:
+        """Stops the clock of `note_revoked`: its bytes stay."""
+        self.revoked_at = None
+
+    def note_leaving(self, reason: Reason) -> None:
+        """Notes why it is reclaimed; the reason of an earlier revoke stands."""
+        self.leaving = self.leaving or reason
+
+    def note_unloading(self, now: Instant) -> None:
+        """Notes that nothing is in flight any more and its engine lets go."""
+        if self.revocation and self.revocation.unloading_since is None:
+            self.revocation.unloading_since = now
+
+    def note_held_before_sleep(self, held: Bytes) -> None:
+        """Notes what its devices held when it was asked to leave."""
+        assert self.revocation is not None
+        self.revocation.held_before_bytes = held
+
+    def claim_sleep(self, now: Instant, held: Bytes) -> None:
+        """Notes the holder's word that it sleeps, and the bytes that must now be seen to fall.
+        `held`: measured on its devices now."""
+        assert self.revocation is not None
+        before = Bytes(max(self.home_bytes, self.revocation.held_before_bytes, held))
+        self.revocation.sleep = ClaimedSleep(now, before)
+
+    @property
+    def claimed_sleep(self) -> ClaimedSleep | None:
+        """Returns the sleep that waits for its confirmation, if there is one."""
+        return self.revocation.sleep if self.revocation else None
+
+    def kill_again_at(self, at: Instant) -> None:
+        """Sets when its engine is killed again, unless its bytes are back by then."""
+        self.kill_at = at
+
+    def note_late_reclaim(self) -> None:
+        """Puts its holder in quarantine: its bytes are not counted on any more."""
+        self.reclaim_late = True
+
+    # -- bytes ---------------------------------------------------------------------------------
+
     def charge(self, device: DeviceId) -> Bytes:
-        """Bytes on the books for it; 0 in states that hold none."""
+        """Returns its bytes on the books of a device; 0 in states that hold none."""
         if self.state in UNCHARGED:
             return Bytes(0)
         held, granted = self.measured.get(device, NONE), self.granted.get(device, NONE)
@@ -126,7 +362,7 @@ class Ticket:
         return held if held > granted else granted
 
     def scratch_in_use(self, device: DeviceId) -> Bytes:
-        """Of what it is measured to hold, the part that the shared reserve stands for."""
+        """Returns the part of its measured bytes that the shared reserve stands for."""
         if not self.dispatch_lock or device == host_device(self.node):
             return Bytes(0)
         beyond_grant = max(0, self.measured.get(device, 0) - self.granted.get(device, 0))
@@ -134,13 +370,15 @@ class Ticket:
 
     @property
     def devices(self) -> set[DeviceId]:
+        """Returns the devices on which it was granted or measured bytes."""
         return self.granted.keys() | self.measured.keys()
 
     @property
     def home_bytes(self) -> Bytes:
+        """Returns what it was granted while awake, over its devices."""
         return Bytes(sum(self.home.values()))
 
     @property
     def at_home_bytes(self) -> Bytes:
-        """Measured on the devices it was granted while awake."""
+        """Returns what it is measured to hold on the devices that it was granted while awake."""
         return Bytes(sum(self.measured.get(d, 0) for d in self.home))

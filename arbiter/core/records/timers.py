@@ -1,4 +1,6 @@
-"""When to look again, and at what: one time per subject, in a heap. Pure; the clock is outside."""
+"""Keeps when to look again, and at what: one time per subject, in a heap. Pure; the clock is
+outside.
+"""
 
 import heapq
 
@@ -8,14 +10,16 @@ Subject = tuple[str, str]  # kind and id: ("ticket", id), ("holder", id), ("node
 
 
 class Timers:
-    """An alarm may ring early, never late: a subject whose time moved away is looked at once for
-    nothing and sets its alarm again. So each subject has about one place in the heap."""
+    """Holds one time per subject. A timer may be due early, never late: a subject whose time moved
+    away is looked at once for nothing and sets its timer again. So each subject has about one place
+    in the heap."""
 
     def __init__(self) -> None:
         self._at: dict[Subject, Instant] = {}
         self._heap: list[tuple[Instant, Subject]] = []
 
     def set(self, subject: Subject, at: Instant) -> None:
+        """Sets the time of a subject, if that is sooner than the time it has."""
         armed = self._at.get(subject)
         if armed is None or at < armed:
             self._at[subject] = at
@@ -25,16 +29,17 @@ class Timers:
         return subject in self._at
 
     def due(self, now: Instant) -> list[Subject]:
-        """Takes out and returns what has rung by now, earliest first."""
-        rung: list[Subject] = []
+        """Takes out and returns the subjects that are due, earliest first."""
+        fired: list[Subject] = []
         while self._heap and self._heap[0][0] <= now:
             at, subject = heapq.heappop(self._heap)
             if self._at.get(subject) == at:
                 del self._at[subject]
-                rung.append(subject)
-        return rung
+                fired.append(subject)
+        return fired
 
     def next(self) -> Instant | None:
+        """Returns the earliest time of any subject; None without one."""
         while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -1,4 +1,5 @@
-"""How often each model is used: one number a model that halves with time, so no history is kept.
+"""Counts how often each model is used: one number a model that fades with time, so no history is
+kept.
 
 A use counts 1 and fades as exp(-age / window); the sum is what would be counted in one window if
 the rate stayed (an exponentially weighted Poisson rate times the window).
@@ -7,25 +8,28 @@ the rate stayed (an exponentially weighted Poisson rate times the window).
 from dataclasses import dataclass, field
 from math import exp
 
+from arbiter.core.types import ModelName
 from arbiter.units import SECOND, Instant, Span
-
-ModelName = tuple[str, str]  # capability and model
 
 
 class UsageRates:
+    """Keeps the rate of each model over one window."""
+
     def __init__(self, window: Span) -> None:
         self.window = window
         self._seen: dict[ModelName, tuple[float, Instant]] = {}
 
     def used(self, name: ModelName, times_count: int, now: Instant) -> None:
+        """Counts uses of a model."""
         self._seen[name] = (self.recent(name, now) + times_count, now)
 
     def recent(self, name: ModelName, now: Instant) -> float:
-        """Uses in one window up to now; 0 for a model never used."""
+        """Returns the uses in one window up to now; 0 for a model never used."""
         count, at = self._seen.get(name, (0.0, now))
         return count * exp((at - now) / self.window) if count else 0.0
 
     def forget(self, name: ModelName) -> None:
+        """Forgets the uses of a model."""
         self._seen.pop(name, None)
 
 
@@ -33,7 +37,7 @@ class UsageRates:
 # What the hours of the day usually bring: 24 numbers a model, so a habit shows without a history.
 #
 # A use counts 1 in its hour and fades by the hour over a week. Hours are counted on the arbiter's
-# own clock, so which of them is noon nobody knows, nor needs to.
+# own clock, so the core does not know which of them is noon, nor needs to.
 
 
 HOUR = Span(3600 * SECOND)
@@ -47,14 +51,15 @@ AHEAD = Span(AHEAD_COUNT * HOUR)
 
 @dataclass(slots=True)
 class DailyCounts:
-    """One model's uses by hour of the day, as of its hour number `hours_count`. Those in that hour
-    are apart until it is over: they are no habit yet."""
+    """Keeps one model's uses by hour of the day, as of its hour number `hours_count`. Those in that
+    hour are apart until it is over: they are no habit yet."""
 
     hours_count: int
     counts: list[float] = field(default_factory=lambda: [0.0] * HOURS_COUNT)
     open_count: float = 0.0
 
     def used(self, hour: int, times_count: int) -> None:
+        """Counts uses in an hour; a new hour makes those of the last one part of the habit."""
         if hour > self.hours_count:
             faded = self._faded(hour)
             self.counts[self.hours_count % HOURS_COUNT] += self.open_count
@@ -63,7 +68,7 @@ class DailyCounts:
         self.open_count += times_count
 
     def seen(self, hour: int) -> float:
-        """On earlier days, in the hours ahead of `hour`."""
+        """Returns the uses on earlier days in the hours ahead of `hour`."""
         found = 0.0
         for ahead in range(hour, hour + AHEAD_COUNT):
             found += self.counts[ahead % HOURS_COUNT]
@@ -76,18 +81,21 @@ class DailyCounts:
 
 
 class HourlyUsage:
+    """Keeps the daily counts of all models."""
+
     def __init__(self, began: Instant) -> None:
         self._began = began // HOUR
         self._days: dict[ModelName, DailyCounts] = {}
         self._known = (self._began, 0.0)  # _days_known of an hour
 
     def used(self, name: ModelName, times_count: int, now: Instant) -> None:
+        """Counts uses of a model."""
         hour = now // HOUR
         self._days.setdefault(name, DailyCounts(hour)).used(hour, times_count)
 
     def ahead(self, name: ModelName, now: Instant, otherwise_count: float) -> float:
-        """Uses in the coming hours as on earlier days; where few of those are known it leans to
-        `otherwise_count`."""
+        """Returns the uses to expect in the coming hours, as on earlier days; where few of those
+        are known it leans to `otherwise_count`."""
         hour, day = now // HOUR, self._days.get(name)
         if self._known[0] != hour:
             self._known = (hour, self._days_known(hour))
@@ -95,10 +103,12 @@ class HourlyUsage:
         return (seen + LEAN_DAYS * otherwise_count) / (self._known[1] + LEAN_DAYS)
 
     def forget(self, name: ModelName) -> None:
+        """Forgets the uses of a model."""
         self._days.pop(name, None)
 
     def _days_known(self, hour: int) -> float:
-        """On how many days the hours ahead were there to be seen, on average, fading like uses."""
+        """Returns on how many days the hours ahead were there to be seen, on average, fading like
+        uses."""
         passed = 0.0
         for ahead in range(AHEAD_COUNT):
             last = hour + ahead - HOURS_COUNT

@@ -1,9 +1,9 @@
-"""Which victims: an irreducible set that frees enough at least cost (C3). Arithmetic only.
+"""Chooses an irreducible set of victims that frees enough at least cost (C3). Arithmetic only.
 
 Ranks come before costs. A set is dear by its dearest rank: the sum of costs there decides, then the
-sum in the next cheaper rank, and so on; so no number of victims of a low rank is worth one of a
-higher. A policy whose ranks all differ (priority_lru) thereby names an order, one whose ranks are
-all alike (cost_aware) a sum.
+sum in the next cheaper rank, and so on; so no number of victims of a low rank is worth a victim of
+a higher. A policy whose ranks all differ (priority_lru) thereby names an order, a policy whose
+ranks are all alike (cost_aware) a sum.
 """
 
 from collections.abc import Iterable
@@ -14,12 +14,14 @@ from arbiter.core.view import Key
 from arbiter.units import Bytes, TicketId
 
 EXACT_COUNT = 12  # C3: at most this many of one rank are solved exactly, at most 2^12 sets
-COST_LEAST = 1e-9  # what nobody will miss still costs something, so that none leaves for nothing
+COST_LEAST = (
+    1e-9  # what no request will miss still costs something, so that none leaves for nothing
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PricedVictim:
-    """A lawful victim and its price."""
+    """Describes a lawful victim and its price."""
 
     ticket: TicketId
     freed_bytes: Bytes
@@ -34,7 +36,8 @@ class PricedVictim:
 
 
 def choose(options: Iterable[PricedVictim], short: Bytes) -> list[PricedVictim]:
-    """The cheapest set that frees `short`, cheapest first; empty when all of them do not."""
+    """Returns the cheapest set that frees `short` bytes, cheapest first; empty when all of them
+    together do not."""
     ranked = sorted(options, key=lambda o: o.place)
     cheaper, missing = freed(ranked), int(short)
     if cheaper < missing:
@@ -51,11 +54,12 @@ def choose(options: Iterable[PricedVictim], short: Bytes) -> list[PricedVictim]:
 
 
 def freed(options: Iterable[PricedVictim]) -> int:
+    """Returns the bytes that all of these free."""
     return sum(o.freed_bytes for o in options)
 
 
 def _cheapest_cover(group: list[PricedVictim], short: int) -> list[PricedVictim]:
-    """Of one rank, cheapest per byte first."""
+    """Covers `short` from options of one rank, which come cheapest per byte first."""
     if len(group) == 1:
         return group
     greedy = _minimal_greedy(group, short)
@@ -68,7 +72,8 @@ def _cheapest_cover(group: list[PricedVictim], short: int) -> list[PricedVictim]
 
 
 def _minimal_greedy(group: list[PricedVictim], short: int) -> list[PricedVictim]:
-    """The first that suffice, without any that turns out not to be needed: the dearest first."""
+    """Takes the first options that suffice, and drops any that turns out not to be needed, the
+    dearest first."""
     chosen: list[PricedVictim] = []
     missing = short
     for option in group:
@@ -84,7 +89,8 @@ def _minimal_greedy(group: list[PricedVictim], short: int) -> list[PricedVictim]
 
 
 def _cost(options: list[PricedVictim]) -> tuple[float, int]:
-    """Of equals the one that frees more: those of cheaper ranks then give less."""
+    """Orders sets by cost; of equals the set that frees more comes first, because cheaper ranks
+    then give less."""
     return sum(o.cost_s for o in options), -freed(options)
 
 

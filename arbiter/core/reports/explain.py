@@ -1,7 +1,7 @@
-"""Why a ticket waits, and why a victim was chosen, with the numbers (K3).
+"""Explains why a ticket waits, and why a victim was chosen, with the numbers (K3).
 
-Reads the state and changes nothing. Every reason comes from the rule itself: `eviction.obstacle`
-says why nobody may be revoked, `ranking.option` at what price, `choices` what was weighed then.
+Reads the state and changes nothing. Every reason comes from the rule itself: `eligibility` says why
+a ticket may not be revoked, `ranking` at what price, `eviction_history` what was weighed then.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ WAITS = (State.QUEUED, State.ASLEEP, State.DRAINING)
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """Who is charged on a device that is short, cheapest to lose first."""
+    """Describes a ticket charged on a device that is short, cheapest to lose first."""
 
     ticket: TicketId
     model: str
@@ -40,7 +40,7 @@ class QueuePosition:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """One device the ticket could go to."""
+    """Describes one device that the ticket could go to."""
 
     device: DeviceId
     need_bytes: Bytes
@@ -54,7 +54,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """An eviction this ticket had to do with."""
+    """Describes an eviction that the ticket had to do with."""
 
     ago: Span
     part: str  # asked, went or spared
@@ -68,18 +68,21 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
+    """Says why a ticket waits or why it left, in numbers and in sentences."""
+
     ticket: TicketId
     model: str
     state: str
     in_state: Span
-    ahead: tuple[TicketId, ...]  # in the line, before it; empty when it does not wait
+    ahead: tuple[TicketId, ...]  # before it in the queue; empty when it does not wait
     shortages: tuple[Shortage, ...]
     past: tuple[Past, ...]  # newest first
     said: tuple[str, ...]  # the same for a person, a sentence each
 
 
 def explain(state: CoreState, ticket: TicketId, now: Instant) -> Explanation:
-    """Raises UnknownTicket for one that is neither on the books nor remembered."""
+    """Returns the explanation of a ticket. Raises UnknownTicket for a ticket that is neither on the
+    books nor remembered."""
     entry = state.ledger.find(ticket)
     past = tuple(_past(choice, ticket, now) for choice in state.evictions.about(ticket))[::-1]
     if entry is None:
@@ -117,7 +120,7 @@ def _waiting(state: CoreState, entry: Ticket) -> tuple[tuple[TicketId, ...], tup
 
 def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
     need = placement.estimated_bytes(state, entry, book.budget_bytes)
-    need = Bytes(need - entry.charge(book.device))  # a sleeper keeps a part
+    need = Bytes(need - entry.charge(book.device))  # an asleep ticket keeps a part
     coming = returning_bytes(book)
     urgent = _urgency(state, entry)
     kept = quotas.kept(quotas.reserves(state), book, entry.client.tenant)
@@ -146,11 +149,12 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
 
 
 def _urgency(state: CoreState, entry: Ticket) -> Priority:
-    """One that is due asks with the urgency of the most urgent it holds up (granting)."""
+    """Returns the priority with which a ticket asks: an aged ticket asks with that of the most
+    urgent it holds up."""
     waiting = state.queue.find(entry.ticket)
     assert waiting is not None
-    everybody = state.queue.at(entry.node) if waiting.is_aged else [waiting]
-    return min(w.request.priority for w in everybody)
+    competing = state.queue.at(entry.node) if waiting.is_aged else [waiting]
+    return min(w.request.priority for w in competing)
 
 
 def _now_said(
@@ -189,7 +193,9 @@ def _shortage_said(s: Shortage) -> list[str]:
     lawful = [x for x in s.standings if x.obstacle is None]
     if lawful:
         could = human(Bytes(sum(x.charged_bytes for x in lawful)))
-        said.append(f"Those who may leave hold only {could}: {', '.join(x.model for x in lawful)}.")
+        said.append(
+            f"Tickets that may leave hold only {could}: {', '.join(x.model for x in lawful)}."
+        )
     said += [
         f"{x.model} ({x.ticket}) holds {human(x.charged_bytes)} and stays: {x.obstacle}."
         for x in s.standings
@@ -220,7 +226,7 @@ def _past(choice: EvictionRecord, ticket: TicketId, now: Instant) -> Past:
 def _past_said(past: Past, ticket: TicketId) -> str:
     ago = f"{in_seconds(past.ago):.1f} s ago"
     went = ", ".join(_priced(w) for w in past.weighed if w.is_chosen)
-    spared = ", ".join(_priced(w) for w in past.weighed if not w.is_chosen) or "nobody"
+    spared = ", ".join(_priced(w) for w in past.weighed if not w.is_chosen) or "none"
     lacked = f"{human(past.short_bytes)} were missing on {past.device}"
     if past.part == "asked":
         return f"{ago} {lacked} for it; by {past.policy} these went: {went}; spared: {spared}."

@@ -1,7 +1,7 @@
-"""How many replicas of each capability should exist (H0). Serve executes it.
+"""Says how many replicas of each capability should exist (H0). Serve executes it.
 
 One while a ticket of it is open, a model of it is pinned, or it was active lately; then none. More
-than one is a request-driven matter that Serve adds by itself.
+than one is a matter of request load, and Serve adds them by itself.
 """
 
 from arbiter.core.residency.floors import wants_replica
@@ -11,6 +11,7 @@ from arbiter.units import Instant, after
 
 
 def targets(state: CoreState, now: Instant) -> dict[str, int]:
+    """Returns the replicas wanted of each capability, as of `now`."""
     return {name: _target(state, spec, now) for name, spec in state.registry.specs.items()}
 
 
@@ -26,7 +27,8 @@ def _target(state: CoreState, spec: CapabilitySpec, now: Instant) -> int:
 
 
 def on_timer(state: CoreState, capability: str) -> None:
-    """The alarm may have rung early; set it for the moment the target may fall."""
+    """Sets the timer of a capability for the moment its target may fall; it may have been due
+    early."""
     spec, last = state.registry.specs.get(capability), state.active.get(capability)
     if spec and last is not None:
         falls_at = after(last, spec.downscale_to_zero)

@@ -1,8 +1,10 @@
-"""What people and the dashboard see (B7): a frozen picture with Spans, for Instants mean
-nothing outside the arbiter's process."""
+"""Shows what people and the dashboard see (B7): a frozen picture with Spans, because Instants mean
+nothing outside the arbiter's process.
+"""
 
 from dataclasses import dataclass, replace
 
+from arbiter.core.events import ForeignProcess
 from arbiter.core.eviction.pressure import level_of
 from arbiter.core.records.accounts import byte_seconds
 from arbiter.core.records.ledger import DeviceAccount
@@ -26,6 +28,8 @@ from arbiter.units import (
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
+    """Shows one device and its account."""
+
     device: DeviceId
     node: NodeId
     kind: DeviceKind
@@ -39,10 +43,16 @@ class DeviceView:
     physical_free_bytes: Bytes | None  # None before the first reading
     pressure: str  # nominal, low, critical: of real memory (C5)
     is_exact: bool  # False: foreign bytes inferred from the device total
+    name: str = ""  # of a GPU: its kind
+    uuid: str = ""  # of a GPU: the card itself
+    unreadable: str | None = None  # why the driver does not answer; the figures are older
+    foreign_processes: tuple[ForeignProcess, ...] = ()  # on a GPU, where NVML names them
 
 
 @dataclass(frozen=True, slots=True)
 class TicketView:
+    """Shows one ticket on the books."""
+
     ticket: TicketId
     holder: HolderId
     node: NodeId
@@ -60,13 +70,16 @@ class TicketView:
     leaving: str | None  # the reason of its revoke
     lease: LeaseConditions | None = None  # its holder is a process outside Serve
     left: Span | None = None  # of the lease's term
-    tenant: str = "default"  # whose account it is on: of whoever used it last
+    tenant: str = "default"  # of the client that used it last
     client: str = ""
     drafter_bytes: Bytes = Bytes(0)  # the part of its need that a drafter takes (F9)
+    ram_bytes: Bytes = Bytes(0)  # of what it is charged on the host, its process beside a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
+    """Shows one queued ticket."""
+
     position: int
     ticket: TicketId
     capability: str
@@ -78,6 +91,8 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class CooldownView:
+    """Shows a model that failed to load and is not tried again yet."""
+
     capability: str
     model: str
     cause: str
@@ -87,6 +102,8 @@ class CooldownView:
 
 @dataclass(frozen=True, slots=True)
 class HolderView:
+    """Shows one holder."""
+
     holder: HolderId
     node: NodeId
     capability: str
@@ -96,6 +113,8 @@ class HolderView:
 
 @dataclass(frozen=True, slots=True)
 class FloorView:
+    """Shows the floor of one model."""
+
     capability: str
     model: str
     floor: str
@@ -103,7 +122,7 @@ class FloorView:
 
 @dataclass(frozen=True, slots=True)
 class ClientView:
-    """One account (C10)."""
+    """Shows one account (C10)."""
 
     tenant: str
     client: str  # as it calls itself
@@ -115,7 +134,7 @@ class ClientView:
 
 @dataclass(frozen=True, slots=True)
 class TenantView:
-    """What one tenant has of what it may have; of others nothing is limited."""
+    """Shows what one tenant has of what it may have; a tenant without limits is not shown."""
 
     tenant: str
     held_bytes: Bytes
@@ -129,6 +148,8 @@ class TenantView:
 
 @dataclass(frozen=True, slots=True)
 class StateView:
+    """Shows all that the arbiter knows."""
+
     epoch: Epoch
     is_settled: bool  # False: waiting for the holders of the last epoch
     is_closing: bool
@@ -144,6 +165,7 @@ class StateView:
 
 
 def view_of(state: CoreState, now: Instant) -> StateView:
+    """Returns the picture as of `now`."""
     return StateView(
         epoch=state.epoch,
         is_settled=not state.awaited or now >= state.settled_at,
@@ -193,7 +215,7 @@ def _clients(state: CoreState, now: Instant) -> list[ClientView]:
 
 def _device(state: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
     node = state.nodes[book.node]
-    reading = node.readings.get(book.device)
+    reading, spec = node.readings.get(book.device), node.devices[book.device]
     measured = sum(e.measured.get(book.device, 0) for e in book.entries.values())
     fits = max(0, book.free_bytes) if is_readable(state, node, book.device, now) else 0
     return DeviceView(
@@ -210,6 +232,10 @@ def _device(state: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
         physical_free_bytes=reading.free_bytes if reading else None,
         pressure=level_of(state, book.device).name.lower(),
         is_exact=reading.exact if reading else False,
+        name=spec.name,
+        uuid=spec.uuid,
+        unreadable=node.unreadable.get(book.device),
+        foreign_processes=reading.foreign_processes if reading else (),
     )
 
 
@@ -231,11 +257,12 @@ def _ticket(entry: Ticket, now: Instant) -> TicketView:
         charged=_listed({d: entry.charge(d) for d in entry.devices}),
         measured=_listed(entry.measured),
         leaving=entry.leaving.value if entry.leaving else None,
-        lease=entry.lease,
-        left=since(now, entry.lease_ends) if entry.lease else None,
+        lease=entry.lease.terms if entry.lease else None,
+        left=since(now, entry.lease.ends) if entry.lease else None,
         tenant=entry.client.tenant,
         client=entry.client.name,
         drafter_bytes=entry.need.drafter_bytes,
+        ram_bytes=entry.ram_bytes,
     )
 
 
@@ -252,8 +279,7 @@ def _queue(state: CoreState, now: Instant) -> list[QueueView]:
         waited = since(waiting.request.asked, now)
         at = waiting.predicted_at
         predicted = None if at is None else Span(max(0, since(now, at)))
-        name = (entry.capability, entry.model)
-        rows.append(QueueView(position, ticket, *name, waited, left, predicted))
+        rows.append(QueueView(position, ticket, *entry.model_name, waited, left, predicted))
     return rows
 
 

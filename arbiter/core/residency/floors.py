@@ -1,43 +1,46 @@
-"""Where somebody wants a model to be (D1, D2, D8), and models that were removed (D9).
+"""Keeps floors (D1, D2, D8): where a person wants a model to be; and removes models (D9).
 
 A floor is how far a model may fall: `device`, loaded now and never a victim; `host`, asleep at
 least; `cold`, anywhere. In a capability that is managed from outside nothing else brings a model
-in: a request for one without the device floor is answered NotResident, at once. Leaving the device
-floor releases the device as soon as the model is idle.
+in: a request for a model without the device floor is answered NotResident, at once. Leaving the
+device floor releases the device as soon as the model is idle.
 """
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import LoadModel, Reason
+from arbiter.core.decisions import EventKind, LoadModel, Reason
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets.device_limits import cap_pins
-from arbiter.core.types import Floor
+from arbiter.core.types import Floor, ModelName
 from arbiter.errors import NotResident, UnknownCapability, UnknownModel
 
-ModelName = tuple[str, str]  # capability and model
 HERE = (State.QUEUED, State.LOADING, State.RESIDENT)
-AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # one that drains may refuse to go
+AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # a draining ticket may yet decline
 
 
 # -- floors ---------------------------------------------------------------------------------------
 
 
 def floor_of(state: CoreState, entry: Ticket) -> Floor:
-    return state.floors.get((entry.capability, entry.model), Floor.COLD)
+    """Returns the floor of a ticket's model; cold when none was set."""
+    return state.floors.get(entry.model_name, Floor.COLD)
 
 
 def on_set(state: CoreState, event: ev.FloorSet) -> None:
-    """Raises UnknownCapability, UnknownModel, having changed nothing."""
-    spec = state.registry.find(event.capability, event.model)
-    name = (event.capability, event.model)
+    """Sets the floor of a model and acts on it. Raises UnknownCapability, UnknownModel, having
+    changed nothing."""
+    spec = state.registry.find(event.model_name)
+    name = event.model_name
     state.floors[name] = event.floor
-    state.log("floor_set", capability=name[0], model=name[1], floor=event.floor.value)
+    state.log(
+        EventKind.FLOOR_SET, capability=name.capability, model=name.model, floor=event.floor.value
+    )
     entries = _entries(state, name)
     for entry in entries:
         state.ledger.pin(entry, spec.pinned or event.floor is Floor.DEVICE)
-        entry.settles = event.floor is not Floor.DEVICE and entry.state in AWAKE
+        entry.settle_when_idle(event.floor is not Floor.DEVICE and entry.state in AWAKE)
         state.set_timer(entry, state.now)
         cap_pins(state, entry.home)
     if event.floor is Floor.DEVICE:
@@ -47,65 +50,67 @@ def on_set(state: CoreState, event: ev.FloorSet) -> None:
     elif event.floor is Floor.COLD:
         state.wanted.pop(name, None)
         for entry in entries:
-            entry.settles = entry.state in (*AWAKE, State.ASLEEP)
+            entry.settle_when_idle(entry.state in (*AWAKE, State.ASLEEP))
 
 
-def apply_lowered_floor(state: CoreState, entry: Ticket) -> bool:
-    """It is idle, and its floor was lowered: it goes down to it. A holder that is busy after all
-    refuses, and is asked again. False: it is where it may be."""
+def stop_settling_at_floor(state: CoreState, entry: Ticket) -> None:
+    """Forgets that the floor of a ticket was lowered once the ticket has come down to it."""
     if entry.settles and entry.state is State.ASLEEP and floor_of(state, entry) is Floor.HOST:
-        entry.settles = False
-    if not entry.settles:
-        return False
+        entry.settle_when_idle(False)
+
+
+def settle(state: CoreState, entry: Ticket) -> None:
+    """Revokes an idle ticket that is above its floor. A holder that is busy after all declines,
+    and is asked again once it is no longer left alone."""
     if state.now < entry.declined_until:
         state.set_timer(entry, entry.declined_until)
     else:
         revoke(state, entry, Reason.MANUAL, None)
-    return True
 
 
-def refusal(state: CoreState, capability: str, model: str) -> NotResident | None:
-    """In a capability managed from outside only what has the device floor is loaded."""
-    spec = state.registry.specs.get(capability)
+def refusal(state: CoreState, name: ModelName) -> NotResident | None:
+    """Returns the error for a request in a capability managed from outside, where only models with
+    the device floor are loaded; None when it may be loaded."""
+    spec = state.registry.specs.get(name.capability)
     if spec is None or not spec.is_external:
         return None
-    floor = state.floors.get((capability, model), Floor.COLD)
-    return None if floor is Floor.DEVICE else NotResident(model, capability, floor.value)
+    floor = state.floors.get(name, Floor.COLD)
+    return None if floor is Floor.DEVICE else NotResident(name.model, name.capability, floor.value)
 
 
-# -- loading with nobody waiting ------------------------------------------------------------------
+# -- loading without a request ---------------------------------------------------------------------
 
 
 def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
-    """By hand, once; one that is here has just been wanted, and stays warm as long as after a use.
-    Raises UnknownCapability, UnknownModel, NotResident."""
-    state.registry.find(event.capability, event.model)
-    if error := refusal(state, event.capability, event.model):
+    """Loads a model once, by hand; a model that is resident already stays warm as long as after a
+    use. Raises UnknownCapability, UnknownModel, NotResident."""
+    state.registry.find(event.model_name)
+    if error := refusal(state, event.model_name):
         raise error
-    name = event.capability, event.model
+    name = event.model_name
     for entry in _entries(state, name):
         if entry.state is State.RESIDENT:
-            entry.last_used = state.now
+            entry.note_wanted(state.now)
             state.ledger.touch(entry)
     load(state, name)
 
 
 def load(state: CoreState, name: ModelName) -> None:
-    """By a holder of the capability, or, where there is none, by the first to join."""
+    """Has a holder of the capability load a model, or, where there is none, the first to join."""
     if any(e.state in HERE for e in _entries(state, name)):
         return
-    able = [h for h in state.holders.values() if h.capability == name[0]]
+    able = [h for h in state.holders.values() if h.capability == name.capability]
     if not able:
         state.wanted[name] = None
-        state.note_active(name[0])
+        state.note_active(name.capability)
         return
     asleep = [e.holder for e in _entries(state, name) if e.state is State.ASLEEP]
-    state.decide(LoadModel(asleep[0] if asleep else able[0].holder, name[1]))
+    state.decide(LoadModel(asleep[0] if asleep else able[0].holder, name.model))
 
 
 def enforce(state: CoreState) -> None:
-    """An engine with the device floor has ended, or a cool-down has: what should be on the device
-    and is not is brought in again, as soon as it may be tried."""
+    """Loads again what has the device floor and is not on a device, because its engine has ended or
+    its cool-down has, as soon as it may be tried."""
     for name in [n for n, floor in state.floors.items() if floor is Floor.DEVICE]:
         failure = state.failures.get(name)
         if failure and state.now < failure.until:
@@ -115,18 +120,19 @@ def enforce(state: CoreState) -> None:
 
 
 def on_join(state: CoreState, capability: str) -> None:
-    """A holder has joined: what nobody could load before it may now. What is pinned it loads
-    anyway."""
+    """Has a new holder load the models that waited for a holder. Pinned models it loads by
+    itself."""
     names = [n for n, floor in state.floors.items() if floor is Floor.DEVICE]
     for name in dict.fromkeys([*state.wanted, *names]):
-        if name[0] == capability:
+        if name.capability == capability:
             state.wanted.pop(name, None)
             load(state, name)
 
 
 def wants_replica(state: CoreState, capability: str) -> bool:
+    """Says whether a capability needs a replica to load what is wanted or has the device floor."""
     kept = (n for n, floor in state.floors.items() if floor is Floor.DEVICE)
-    return any(name[0] == capability for name in (*state.wanted, *kept))
+    return any(name.capability == capability for name in (*state.wanted, *kept))
 
 
 def _entries(state: CoreState, name: ModelName) -> list[Ticket]:
@@ -134,50 +140,50 @@ def _entries(state: CoreState, name: ModelName) -> list[Ticket]:
 
 
 def _is_of(entry: Ticket, name: ModelName) -> bool:
-    """Whoever lives in the process of another model serves nobody who asks for it by name."""
-    own = not entry.lease
-    return own and (entry.capability, entry.model) == name
+    """Says whether a ticket serves this model by name."""
+    return not entry.lease and entry.model_name == name
 
 
 # -- removal --------------------------------------------------------------------------------------
 
 
 def note_removed(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> None:
-    """The table has changed: what is no longer in it has no floor any more, goes once it is idle,
-    and then what was learned of it."""
+    """Notes models that are no longer in the table: they have no floor any more, leave once they
+    are idle, and are then forgotten."""
     for spec in before:
         for model in spec.models:
-            if not _is_known(state, spec.name, model.name):
-                state.removing[(spec.name, model.name)] = None
-                state.floors.pop((spec.name, model.name), None)
+            name = ModelName(spec.name, model.name)
+            if not _is_known(state, name):
+                state.removing[name] = None
+                state.floors.pop(name, None)
     for name in list(state.removing):
-        if _is_known(state, *name):
+        if _is_known(state, name):
             del state.removing[name]  # it is back
 
 
-def _is_known(state: CoreState, capability: str, model: str) -> bool:
+def _is_known(state: CoreState, name: ModelName) -> bool:
     try:
-        state.registry.find(capability, model)
+        state.registry.find(name)
     except (UnknownCapability, UnknownModel):
         return False
     return True
 
 
 def forget_removed(state: CoreState) -> None:
-    """Once its last ticket is off the books."""
+    """Forgets what was learned of removed models whose last ticket is off the books."""
     for name in list(state.removing):
         if _entries(state, name):
             continue
         del state.removing[name]
         state.wanted.pop(name, None)
         state.failures.pop(name, None)
-        state.estimates.forget_model(*name)
+        state.estimates.forget_model(name)
         _forget_uses(state, name)
-        state.log("model_removed", capability=name[0], model=name[1])
+        state.log(EventKind.MODEL_REMOVED, capability=name.capability, model=name.model)
 
 
 def _forget_uses(state: CoreState, name: ModelName) -> None:
-    """How often it was used, what followed it, and where it was."""
+    """Forgets how often a model was used, what followed it, and where it was."""
     state.rates.forget(name)
     state.lasting_rates.forget(name)
     state.hours.forget(name)
@@ -187,5 +193,5 @@ def _forget_uses(state: CoreState, name: ModelName) -> None:
         followers.pop(name, None)
     if state.last_used and state.last_used[0] == name:
         state.last_used = None
-    for home in [home for home in state.last_home if home[1:] == name]:
+    for home in [home for home in state.last_home if home[1] == name]:
         del state.last_home[home]

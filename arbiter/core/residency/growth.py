@@ -1,13 +1,13 @@
-"""A resident that wants more, or gives some back (A14).
+"""Lets a resident hold more, or give some back (A14).
 
-Idle models make room for it. It never waits on a holder that itself waits for growth: two of those
-could wait for each other for ever, so the later one is refused, at once, and goes on with what it
-has. Every wait has an end in any case.
+Idle models make room for growth. A growing ticket never waits on a holder that itself waits for
+growth: two of those could wait for each other for ever, so the later one is refused, at once, and
+goes on with what it has. Every wait has an end in any case.
 """
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Grant, Reason
+from arbiter.core.decisions import EventKind, Grant, Reason
 from arbiter.core.eviction import pressure
 from arbiter.core.eviction.eligibility import may_leave
 from arbiter.core.eviction.eviction import returning_bytes, revoke
@@ -17,7 +17,7 @@ from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import quotas
 from arbiter.core.tickets.budget import on_demand
-from arbiter.core.tickets.device_limits import readable_devices
+from arbiter.core.tickets.device_limits import readable_devices, watch_claims
 from arbiter.errors import GrowthRefused, NeverFits, TicketClosed
 from arbiter.units import Bytes, DeviceId, HolderId, Span, after, since
 
@@ -25,11 +25,13 @@ Devices = tuple[types.DeviceBytes, ...]
 
 
 def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
+    """Notes a wish to grow, or refuses it at once where it could never be granted."""
     entry = state.live(event.ticket, State.RESIDENT, by=event.holder)
     if entry is None:
         return state.answer_error(event.ticket, TicketClosed(event.ticket))
     state.growing.pop(entry.ticket, None)
-    entry.grows_bytes = event.more_bytes
+    until = after(state.now, event.within)
+    entry.ask_growth(event.more_bytes, until)
     if event.more_bytes <= 0:  # it wants no more
         return
     if any(device not in state.ledger.books for device in entry.home):
@@ -40,56 +42,58 @@ def on_growth_asked(state: CoreState, event: ev.GrowthAsked) -> None:
         return _reject(state, entry, _error(entry, "its tenant may not have as much"))
     if not all(_can_wait(state, e) for e in (*_growing(state), entry)):
         return _reject(state, entry, _error(entry, "it would wait on a holder that waits as well"))
-    entry.grows_by = after(state.now, event.within)
     state.growing[entry.ticket] = None
-    state.set_timer(entry, entry.grows_by)
-    state.log("growth_asked", entry, size=event.more_bytes)
+    state.set_timer(entry, until)
+    state.log(EventKind.GROWTH_ASKED, entry, size=event.more_bytes)
 
 
 def on_gave_back(state: CoreState, event: ev.GaveBack) -> None:
-    """One that was under way when it grew again says nothing about that; if it holds all the same,
-    heartbeats will say so."""
+    """Takes what a resident gave back. A message that was under way when the ticket grew again says
+    nothing about that growth; if it holds all the same, heartbeats will say so."""
     entry = state.live(event.ticket, State.RESIDENT)
     if entry is None:
         return
-    if entry.shrinks_from is not None and state.now < entry.shrinks_from:
+    if entry.grown and state.now < entry.grown.shrinks_from:
         state.stale_count += 1
     else:
         _shrink(state, entry, event.devices)
 
 
 def is_less(entry: Ticket, devices: Devices) -> bool:
-    """Its holder says that it has less than it was granted."""
+    """Says whether the holder reports less than the ticket was granted."""
     return any(said.size_bytes < entry.home.get(said.device, 0) for said in devices)
 
 
 def on_heartbeat(state: CoreState, entry: Ticket, devices: Devices) -> None:
-    """A heartbeat says what it has. When it has been less for as long as a message may be under
-    way, then a grant of more, or the word that it was given back, was lost."""
+    """Takes what a heartbeat says of its size. When that has been less for as long as a message may
+    be under way, then a grant of more, or the word that it was given back, was lost."""
     if not is_less(entry, devices):
-        entry.less_since = None
+        entry.note_less_since(None)
     elif entry.less_since is None:
-        entry.less_since = state.now
+        entry.note_less_since(state.now)
     elif since(entry.less_since, state.now) >= state.settings.timeouts.unconfirmed:
         _shrink(state, entry, devices)
 
 
 def _shrink(state: CoreState, entry: Ticket, devices: Devices) -> None:
-    """To what its holder says; what it is still measured to hold stays on the books."""
+    """Reduces a ticket to what its holder says; what it is still measured to hold stays on the
+    books."""
     said = {part.device: part.size_bytes for part in devices}
-    before, entry.less_since = entry.home_bytes, None
+    before = entry.home_bytes
+    entry.note_less_since(None)
     home = {d: min(size, said.get(d, size)) for d, size in entry.home.items()}
     if home == entry.home:
         return
     _resize(state, entry, home)
     less = Bytes(before - entry.home_bytes)
-    entry.grown_bytes = Bytes(max(0, entry.grown_bytes - less))
-    entry.peak_bytes, entry.readings_count = Bytes(0), 0  # as after a load
-    state.log("growth_given_back", entry, size=less)
+    entry.note_shrunk(less)
+    entry.forget_peak()
+    state.log(EventKind.GROWTH_GIVEN_BACK, entry, size=less)
 
 
 def grant_waiting(state: CoreState) -> None:
-    """In the order they asked. Before the line: they are in service already."""
+    """Grants growth in the order it was asked for, before the queue: growing tickets are in service
+    already."""
     for entry in _growing(state):
         is_gone = any(device not in state.ledger.books for device in entry.home)
         may_be = not is_gone and _may_be_lent(state, entry)
@@ -97,7 +101,7 @@ def grant_waiting(state: CoreState) -> None:
             _reject(state, entry, _error(entry, "it is leaving"))
         elif may_be and _has_room(state, entry):
             _grow(state, entry)
-        elif state.now >= entry.grows_by:
+        elif entry.growth is None or state.now >= entry.growth.until:
             _reject(state, entry, _error(entry, "there was no room in time"))
         elif may_be:
             for device, part in _wanted(entry).items():
@@ -105,11 +109,12 @@ def grant_waiting(state: CoreState) -> None:
 
 
 def _may_be_lent(state: CoreState, entry: Ticket) -> bool:
-    """As for a load: nothing is lent while holders of the last epoch are awaited, on a device that
-    was not read lately, or where real memory is short."""
+    """Says whether its devices may be lent from, as for a load: not while holders of the last epoch
+    are awaited, nor on a device that was not read lately or whose real memory is short."""
     node = state.nodes.get(entry.node)
     if node is None or not state.is_settled or state.closing_by is not None:
         return False
+    watch_claims(state, node)
     open_to = {book.device for book in readable_devices(state, node)}
     return all(d in open_to and not pressure.is_closed_to(state, entry, d) for d in entry.home)
 
@@ -130,28 +135,26 @@ def _grow(state: CoreState, entry: Ticket) -> None:
     home = {d: Bytes(size + wanted.get(d, 0)) for d, size in entry.home.items()}
     _resize(state, entry, home)
     state.growing.pop(entry.ticket, None)
-    more, entry.grows_bytes = entry.grows_bytes, Bytes(0)
-    has_grown_before = entry.shrinks_from is not None
-    late = state.settings.timeouts.unconfirmed if has_grown_before else Span(0)
-    entry.shrinks_from, entry.less_since = after(state.now, late), None
-    entry.grown_bytes = Bytes(entry.grown_bytes + more)
+    more = entry.grows_bytes
+    entry.end_growth()
+    late = state.settings.timeouts.unconfirmed if entry.grown else Span(0)
+    entry.note_grown(more, shrinks_from=after(state.now, late))
     devices = tuple(types.DeviceBytes(d, size) for d, size in sorted(home.items()))
     load_by = after(state.now, state.settings.timeouts.load)
     time = state.estimates.load_time(state.key_of(entry))  # growing may be a restart of the engine
     state.decide(Grant(entry.ticket, devices, load_by, time))
-    state.log("growth_granted", entry, size=more)
+    state.log(EventKind.GROWTH_GRANTED, entry, size=more)
 
 
 def _resize(state: CoreState, entry: Ticket, home: Sizes) -> None:
     others = {d: size for d, size in entry.granted.items() if d not in home}
-    entry.home = home
-    state.ledger.resize(entry, {**others, **home})
+    state.ledger.resize(entry, {**others, **home}, home)
 
 
 def _reject(state: CoreState, entry: Ticket, error: GrowthRefused | NeverFits) -> None:
-    """Not remembered as the ticket's answer: the ticket goes on."""
+    """Answers a wish to grow with an error, which is not remembered: the ticket goes on."""
     state.growing.pop(entry.ticket, None)
-    entry.grows_bytes = Bytes(0)
+    entry.end_growth()
     state.answer_error(entry.ticket, error)
 
 
@@ -167,7 +170,8 @@ def _wanted(entry: Ticket) -> Sizes:
 
 
 def _by_share(entry: Ticket, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes], Bytes]]:
-    """Of a total over its devices, in the proportion of what it has; the first takes the rest."""
+    """Divides a total over its devices, in the proportion of what it has; the first takes the
+    rest."""
     home = sorted(entry.home.items())
     parts = [total * size // max(1, entry.home_bytes) for _, size in home]
     parts[0] += total - sum(parts)
@@ -175,7 +179,8 @@ def _by_share(entry: Ticket, total: Bytes) -> list[tuple[tuple[DeviceId, Bytes],
 
 
 def _has_room(state: CoreState, entry: Ticket) -> bool:
-    """What it took already beyond its grant is charged already."""
+    """Says whether the growth fits now. What the ticket took beyond its grant is charged
+    already."""
     return not quotas.over_limit(state, entry.client.tenant, entry.grows_bytes) and all(
         part
         <= _free(state, entry, state.ledger.books[d])
@@ -186,12 +191,13 @@ def _has_room(state: CoreState, entry: Ticket) -> bool:
 
 
 def _free(state: CoreState, entry: Ticket, book: DeviceAccount, has_left: bool = False) -> Bytes:
-    """Without what is kept for other tenants; `has_left`: see there."""
+    """Returns the free bytes without what is kept for other tenants; `has_left`: see
+    quotas.kept."""
     kept = quotas.kept(quotas.reserves(state), book, entry.client.tenant, has_left)
     return Bytes(book.free_bytes - kept)
 
 
-# -- who makes room -------------------------------------------------------------------------------
+# -- making room ----------------------------------------------------------------------------------
 
 
 def _never_fits(state: CoreState, entry: Ticket) -> NeverFits | None:
@@ -206,18 +212,18 @@ def _never_fits(state: CoreState, entry: Ticket) -> NeverFits | None:
 
 
 def _may_go(other: Ticket) -> bool:
-    """Some time, so that it may grow. What lives in its own process does not."""
+    """Says whether another ticket may leave some time, so that this one may grow."""
     return not other.pinned
 
 
 def _waiting_holders(state: CoreState, entry: Ticket) -> set[HolderId]:
-    """Whom it must not wait for."""
+    """Returns the holders that it must not wait for."""
     return {e.holder for e in _growing(state) if e is not entry}
 
 
 def _can_wait(state: CoreState, entry: Ticket) -> bool:
-    """There would be room if everybody left who may, but those who wait for growth themselves.
-    Asked of all that wait each time another joins them."""
+    """Says whether there would be room if every ticket left that may, except those that wait for
+    growth themselves. Asked of all that wait each time another joins them."""
     waiting = _waiting_holders(state, entry)
     return all(
         part <= _reachable(state.ledger.books[d], entry, waiting)
@@ -235,7 +241,7 @@ def _reachable(book: DeviceAccount, entry: Ticket, waiting: set[HolderId]) -> By
 
 
 def _make_room(state: CoreState, entry: Ticket, book: DeviceAccount, part: Bytes) -> None:
-    """Idle ones no more urgent than it; all that is missing or nobody."""
+    """Revokes idle tickets no more urgent than it; all that is missing or none."""
     short = part - _free(state, entry, book, has_left=True) - returning_bytes(book)
     if short <= 0:
         return

@@ -1,23 +1,23 @@
-"""What holders say of themselves: they join, beat, and are lost (A18, A19).
+"""Handles what holders say of themselves: they join, renew, and are lost (A18, A19).
 
-Heartbeats are level-triggered: each repeats every ticket, so whatever message was lost before it
-is made good by it. What a holder no longer mentions, it has let go of.
+Heartbeats are level-triggered: each repeats every ticket, so it makes good whatever message was
+lost before it. What a holder no longer mentions, it has let go of.
 """
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import LogEvent, Reason, Tier
+from arbiter.core.decisions import EventKind, LogEvent, Reason, Tier
 from arbiter.core.eviction.eviction import send_revoke, victim_declined
 from arbiter.core.eviction.sleep import on_slept
-from arbiter.core.records.ticket import Sizes, State, Ticket
+from arbiter.core.records.ticket import Grown, Load, Sizes, State, Ticket
 from arbiter.core.residency import growth
 from arbiter.core.residency.readings import claim_unclaimed
-from arbiter.core.state import CoreState, Holder, model_label
+from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.loads import forget_evicted_for, let_sleep, on_loaded
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, notify_holder, reclaim
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
-from arbiter.units import HolderId, Instant, Span, TicketId, after, host_device, since
+from arbiter.units import Bytes, HolderId, Instant, TicketId, after, host_device, since
 
 HOLDING = (State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP)
 STATE_OF = {
@@ -30,11 +30,16 @@ STATE_OF = {
 
 
 def on_joined(state: CoreState, event: ev.Joined) -> None:
-    """Its tickets are put back on the books as they are, even where they do not fit: the memory
+    """Puts a holder's tickets back on the books as they are, even where they do not fit: the memory
     is taken already."""
     if event.holder not in state.holders:
-        state.log("holder_joined", holder=event.holder, node=event.node, tickets=len(event.tickets))
-    state.ledger.changed.add(event.node)
+        state.log(
+            EventKind.HOLDER_JOINED,
+            holder=event.holder,
+            node=event.node,
+            tickets=len(event.tickets),
+        )
+    state.mark_dirty(event.node)
     state.holders[event.holder] = Holder(event.holder, event.node, event.capability, state.now)
     state.awaited.discard(event.holder)
     state.note_active(event.capability)
@@ -46,22 +51,25 @@ def on_joined(state: CoreState, event: ev.Joined) -> None:
 
 
 def _ask_again(state: CoreState, event: ev.Joined) -> None:
-    """Orders may have been lost with its old connection; what it drains already it ignores."""
+    """Repeats revokes that may have been lost with the old connection; a holder ignores what it
+    drains already."""
     serving = {held.ticket for held in event.tickets if held.phase is types.Phase.RESIDENT}
     for entry in state.ledger.held_by(event.holder):
         if entry.state is not State.DRAINING or entry.ticket not in serving:
             continue
-        if state.now < entry.barrier_until:  # else its answer is awaited for a moment yet
+        asked = entry.revocation
+        if asked and state.now < asked.barrier_until:  # else its answer is awaited a moment yet
             send_revoke(state, entry)
 
 
 def on_renewed(state: CoreState, event: ev.Renewed) -> None:
+    """Takes a heartbeat: what the holder has loaded, uses, and has finished."""
     holder = state.holders.get(event.holder)
     if holder is None:
         state.stale_count += 1  # the shell has it rejoin
         return
     if since(holder.heard, state.now) >= state.settings.timeouts.silent:
-        state.ledger.changed.add(holder.node)
+        state.mark_dirty(holder.node)
     holder.heard = state.now
     if event.runs or event.runs_dropped_count:
         _tell_runs(state, holder, event)
@@ -76,16 +84,18 @@ def _tell_runs(state: CoreState, holder: Holder, event: ev.Renewed) -> None:
     about = {"holder": holder.holder, "capability": holder.capability}
     for run in event.runs:
         what = {**about, "model": run.model, "outcome": run.outcome, "request_id": run.request}
-        state.decide(LogEvent("capability_run", {**what}, run.ticket, took=run.took))
+        state.decide(LogEvent(EventKind.CAPABILITY_RUN, {**what}, run.ticket, took=run.took))
     if event.runs_dropped_count:
-        state.decide(LogEvent("runs_dropped", {**about, "dropped": event.runs_dropped_count}))
+        state.decide(
+            LogEvent(EventKind.RUNS_DROPPED, {**about, "dropped": event.runs_dropped_count})
+        )
 
 
 def on_lost(state: CoreState, holder: HolderId) -> None:
-    """Dead, or silent for so long that it counts as dead."""
+    """Ends the tickets of a holder that is dead, or silent for so long that it counts as dead."""
     state.awaited.discard(holder)
     if state.holders.pop(holder, None):
-        state.log("holder_lost", holder=holder)
+        state.log(EventKind.HOLDER_LOST, holder=holder)
     forget_evicted_for(state, holder)
     for entry in state.ledger.held_by(holder):
         if entry.state is State.QUEUED:
@@ -96,7 +106,7 @@ def on_lost(state: CoreState, holder: HolderId) -> None:
 
 
 def on_timer(state: CoreState, holder: HolderId) -> None:
-    """The time rule of heartbeats."""
+    """Runs the time rule of heartbeats: a silent holder is lost."""
     known = state.holders.get(holder)
     if known is None:
         return
@@ -124,7 +134,7 @@ def _compare(state: CoreState, holder: HolderId, tickets: tuple[ev.HeldTicket, .
 
 
 def _is_nothing_new(entry: Ticket, held: ev.HeldTicket) -> bool:
-    """Idle as before and not used since: most of most heartbeats."""
+    """Says whether a ticket is idle as before and not used since: most of most heartbeats."""
     return (
         held.inflight == 0 == entry.inflight
         and held.uses_count == entry.uses_count
@@ -132,7 +142,7 @@ def _is_nothing_new(entry: Ticket, held: ev.HeldTicket) -> bool:
         and held.phase is types.Phase.RESIDENT
         and entry.state is State.RESIDENT
         and not entry.is_prefetch
-        and (entry.shrinks_from is None or not _is_about_size(entry, held))
+        and (entry.grown is None or not _is_about_size(entry, held))
     )
 
 
@@ -141,7 +151,8 @@ def _is_about_size(entry: Ticket, held: ev.HeldTicket) -> bool:
 
 
 def _is_confirmed(state: CoreState, entry: Ticket) -> bool:
-    """A heartbeat that was under way when the state changed says nothing about it."""
+    """Says whether a heartbeat can know of the present state: a heartbeat that was under way when
+    it changed says nothing about it."""
     return since(entry.since, state.now) >= state.settings.timeouts.unconfirmed
 
 
@@ -162,15 +173,15 @@ def _apply(state: CoreState, holder: HolderId, held: ev.HeldTicket) -> None:
 
 
 def _end_unnamed(state: CoreState, holder: HolderId, ticket: TicketId) -> None:
-    """It holds on to what is not its own any more: it missed the news."""
+    """Tells a holder that it holds on to a ticket that is not its own any more: it missed the
+    news."""
     state.stale_count += 1
     notify_holder(state, ticket, holder, Reason.LOST)
 
 
 def _apply_loading(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
-    entry.is_prefetch = (
-        entry.is_prefetch and held.inflight == 0
-    )  # who waits for it counts as in flight
+    # A request that waits for the load counts as in flight.
+    entry.note_prefetch(entry.is_prefetch and held.inflight == 0)
     is_wake = entry.wakes_count > 0  # then an old heartbeat may still say resident
     if held.phase is types.Phase.RESIDENT and (not is_wake or _is_confirmed(state, entry)):
         on_loaded(state, entry, since(entry.since, state.now))
@@ -190,32 +201,31 @@ def _apply_resident(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> Non
 
 
 def _apply_draining(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
-    entry.inflight = held.inflight
-    barrier_is_over = state.now >= after(entry.barrier_until, state.settings.timeouts.answer)
+    entry.note_inflight(held.inflight)
+    asked = entry.revocation
+    assert asked is not None
+    barrier_is_over = state.now >= after(asked.barrier_until, state.settings.timeouts.answer)
     is_unloading = held.phase is types.Phase.UNLOADING or (
         held.phase is types.Phase.DRAINING and held.inflight == 0
     )
     if held.phase is types.Phase.ASLEEP:
         on_slept(state, entry)
     elif is_unloading:
-        if entry.unloading_since is None:
-            entry.unloading_since = state.now
+        entry.note_unloading(state.now)
     elif barrier_is_over:
-        victim_declined(state, entry, "barrier_dropped", held.inflight)
+        victim_declined(state, entry, EventKind.BARRIER_DROPPED, held.inflight)
         use(state, entry, held)
 
 
 def use(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
-    """Its holder's last word on use: a hint for ranking and the start of keep-warm."""
-    entry.is_prefetch = entry.is_prefetch and held.inflight == 0 and held.uses_count == 0
+    """Takes the holder's last word on use: a hint for ranking, and the start of keep-warm."""
+    entry.note_prefetch(entry.is_prefetch and held.inflight == 0 and held.uses_count == 0)
     priority = types.Priority.BATCH if entry.is_prefetch else held.priority
     if (entry.inflight == 0, entry.priority) != (held.inflight == 0, priority):
-        state.ledger.changed.add(entry.node)  # it may be a victim now
-    entry.inflight, entry.priority = held.inflight, priority
-    entry.last_used = Instant(max(entry.last_used, state.now - held.idle))
+        state.mark_dirty(entry.node)  # it may be a victim now
+    entry.note_use(held.inflight, priority, Instant(state.now - held.idle))
     if held.uses_count > entry.uses_count:
-        more, entry.uses_count = held.uses_count - entry.uses_count, held.uses_count
-        state.note_uses(entry, more)
+        state.note_uses(entry, entry.note_uses_count(held.uses_count))
         quotas.take_over(state, entry, held.client)
     state.ledger.touch(entry)
     if held.inflight == 0:
@@ -248,52 +258,53 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         priority=held.priority,
         uses_count=held.uses_count,
         client=held.client,
-        load_by=after(state.now, state.settings.timeouts.load),
-        resident_since=state.now,
-        shrinks_from=state.now,
+        load=Load(after(state.now, state.settings.timeouts.load), resident_since=state.now),
+        grown=Grown(Bytes(0), shrinks_from=state.now),  # an earlier epoch may have let it grow
     )
     if ticket_state is State.DRAINING:
-        entry.leaving, entry.to = Reason.SWAP, _tier_of(held)
-        entry.barrier_until = after(state.now, state.settings.timeouts.barrier)
+        barrier_until = after(state.now, state.settings.timeouts.barrier)
+        entry.begin_revocation(Reason.SWAP, _tier_of(held), barrier_until)
     if held.lease:
         leases.bind(state, entry, held.lease)
     apply_configuration(state, entry)
     state.ledger.open(entry)
     if ticket_state is State.LOADING:
-        state.queue.loading(entry.node, model_label(entry.capability, entry.model), 1)
+        state.queue.loading(entry.node, entry.model_name, 1)
     claim_unclaimed(state, entry)
     state.set_timer(entry, state.now)
-    state.log("ticket_rejoined", entry, size=charged(entry), phase=held.phase.value)
+    state.log(EventKind.TICKET_REJOINED, entry, size=charged(entry), phase=held.phase.value)
 
 
 def _tier_of(held: ev.HeldTicket) -> Tier:
-    """The revoke of an earlier epoch may have asked it to sleep, so host RAM is reserved for it."""
+    """Returns where a draining ticket goes. The revoke of an earlier epoch may have asked it to
+    sleep, so host RAM is reserved for it."""
     return Tier.ASLEEP if held.need.host_bytes else Tier.GONE
 
 
 def _granted_in(event: ev.Joined, held: ev.HeldTicket, ticket_state: State, home: Sizes) -> Sizes:
-    bed_bytes = held.need.host_bytes
-    host_reservation: Sizes = {host_device(event.node): bed_bytes} if bed_bytes else {}
+    host_bytes = held.need.host_bytes
+    host_reservation: Sizes = {host_device(event.node): host_bytes} if host_bytes else {}
     if ticket_state is State.ASLEEP:
         return host_reservation
     return {**home, **host_reservation} if ticket_state is State.DRAINING else home
 
 
 def apply_configuration(state: CoreState, entry: Ticket) -> None:
-    """What the configuration says of its model now. One that was removed goes once idle."""
+    """Applies what the configuration says of a model now. A model that was removed leaves once it
+    is idle."""
     if entry.lease:
         return
     try:
-        spec = state.registry.find(entry.capability, entry.model)
+        spec = state.registry.find(entry.model_name)
     except (UnknownCapability, UnknownModel):
         if state.registry.is_set:
             state.ledger.pin(entry, False)
-            entry.keep_warm = Span(0)
+            entry.expire_at_once()
         return
     role = state.registry.specs[entry.capability].role
-    floor = state.floors.get((entry.capability, entry.model))
-    entry.role, entry.role_rank = role, state.policies.roles[role].rank
+    floor = state.floors.get(entry.model_name)
+    rank = state.policies.roles[role].rank
+    entry.configure(role, rank, allow_oversize=spec.allow_oversize, keep_warm=spec.keep_warm)
     state.ledger.touch(entry)
-    entry.allow_oversize, entry.keep_warm = spec.allow_oversize, spec.keep_warm
     state.ledger.pin(entry, spec.pinned or floor is types.Floor.DEVICE)
     state.ledger.share_scratch(entry, spec.dispatch_lock, spec.shared_scratch_bytes)

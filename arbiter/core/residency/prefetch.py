@@ -1,21 +1,22 @@
-"""A model that is likely next is brought in before anybody asks (C11).
+"""Brings in a model that is likely next, before any request asks for it (C11).
 
-Two prefetches: the next in a declared pipeline (voice activity, speech, text, voice), and what most
-often followed before. A wrong prefetch must cost nobody anything, so it is made only while nothing
-waits or loads, at nominal pressure, for a model whose size was measured, into room that is free;
-and if the room has gone when its request comes, the request goes, not another model. Until it is
-used it is batch work without minimum residency, and while it still loads it ends as soon as
-somebody waits for its bytes (eviction.make_room).
+A model is likely next if it is the next in a declared pipeline (voice activity, speech, text,
+voice), or what most often followed before. A wrong prefetch must cost no request anything, so it is
+made only while nothing waits or loads, at nominal pressure, for a model whose size was measured,
+into room that is free; and if the room has gone when its request comes, the request goes, not
+another model. Until it is used it is batch work without minimum residency, and while it still loads
+it ends as soon as a ticket waits for its bytes (eviction.make_room).
 """
 
 from dataclasses import dataclass
 
+from arbiter.core.decisions import EventKind
 from arbiter.core.eviction.pressure import is_nominal
 from arbiter.core.records.ticket import State, Ticket
-from arbiter.core.records.usage_rates import ModelName
 from arbiter.core.residency.floors import load, refusal
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.device_limits import readable_devices
+from arbiter.core.types import ModelName
 from arbiter.errors import TicketClosed
 from arbiter.units import Bytes, NodeId, after, since
 
@@ -24,28 +25,28 @@ NAMES_COUNT = 1_000  # models whose followers are remembered; some 100 bytes eac
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """What may come next, and why."""
+    """Names what may come next, and why."""
 
     name: ModelName
     why: str = "pipeline"
 
 
 def predict_next(state: CoreState) -> None:
-    """After each event: learn from the uses it told of, and prefetch what comes next."""
+    """Learns from the uses that this event told of, and prefetches what comes next."""
     used, state.uses_this_event = state.uses_this_event, []
     for name, node in used:
-        state.prefetched.pop(name, None)  # somebody asked for it, prefetched or not
+        state.prefetched.pop(name, None)  # a request asked for it, prefetched or not
         if state.settings.preload == "history":
             _learn(state, name)
         candidate = _declared(state, name) or _habitual(state, name)
         if candidate and _is_free(state, node, candidate.name):
-            state.prefetched[candidate.name] = after(state.now, state.settings.guess_for)
+            state.prefetched[candidate.name] = after(state.now, state.settings.prefetch_for)
             capability, model = candidate.name
             state.log(
-                "model_preload",
+                EventKind.MODEL_PRELOAD,
                 capability=capability,
                 model=model,
-                after=name[1],
+                after=name.model,
                 why=candidate.why,
             )
             load(state, candidate.name)
@@ -54,17 +55,17 @@ def predict_next(state: CoreState) -> None:
 def cancel_for(state: CoreState, entry: Ticket) -> TicketClosed | None:
     """Cancels a queued prefetch that would need an eviction. A request for the model asks under
     a ticket of its own."""
-    until = state.prefetched.pop((entry.capability, entry.model), None)
+    until = state.prefetched.pop(entry.model_name, None)
     return TicketClosed(entry.ticket) if until is not None and state.now < until else None
 
 
 def is_awaited(state: CoreState, name: ModelName) -> bool:
-    """A load of it that is asked for now is the prefetch."""
+    """Says whether a load of the model that is asked for now is its prefetch."""
     until = state.prefetched.get(name)
     return until is not None and state.now < until
 
 
-# -- guessing -------------------------------------------------------------------------------------
+# -- predicting -----------------------------------------------------------------------------------
 
 
 def _learn(state: CoreState, name: ModelName) -> None:
@@ -79,9 +80,9 @@ def _learn(state: CoreState, name: ModelName) -> None:
 
 def _declared(state: CoreState, name: ModelName) -> Prefetch | None:
     for pipeline in state.settings.pipelines:
-        if name[0] in pipeline[:-1]:
-            spec = state.registry.specs.get(pipeline[pipeline.index(name[0]) + 1])
-            models = [(spec.name, m.name) for m in spec.models] if spec else []
+        if name.capability in pipeline[:-1]:
+            spec = state.registry.specs.get(pipeline[pipeline.index(name.capability) + 1])
+            models = [ModelName(spec.name, m.name) for m in spec.models] if spec else []
             if models:
                 return Prefetch(max(models, key=lambda m: (state.rates.recent(m, state.now), m)))
     return None
@@ -102,9 +103,9 @@ def _habitual(state: CoreState, name: ModelName) -> Prefetch | None:
 
 
 def _is_free(state: CoreState, name: NodeId, wanted: ModelName) -> bool:
-    """Nothing is lost by it."""
+    """Says whether nothing is lost by a prefetch."""
     node = state.nodes.get(name)
-    size = state.estimates.proven(*wanted)
+    size = state.estimates.proven(wanted)
     if node is None or size is None or state.settings.preload == "off":
         return False
     is_quiet = state.is_settled and state.closing_by is None and not len(state.queue)
@@ -112,8 +113,10 @@ def _is_free(state: CoreState, name: NodeId, wanted: ModelName) -> bool:
         is_quiet
         and is_nominal(state, name)
         and wanted not in state.failures
-        and refusal(state, *wanted) is None
-        and any(h.capability == wanted[0] and h.node == name for h in state.holders.values())
+        and refusal(state, wanted) is None
+        and any(
+            h.capability == wanted.capability and h.node == name for h in state.holders.values()
+        )
         and _has_room(state, node, size)
         and not _is_busy(state, wanted)
     )
@@ -124,8 +127,5 @@ def _has_room(state: CoreState, node: Node, size: Bytes) -> bool:
 
 
 def _is_busy(state: CoreState, wanted: ModelName) -> bool:
-    """Something loads, or the model is here in some state already."""
-    return any(
-        e.state is State.LOADING or (e.capability, e.model) == wanted
-        for e in state.ledger.entries()
-    )
+    """Says whether something loads, or the model is here in some state already."""
+    return any(e.state is State.LOADING or e.model_name == wanted for e in state.ledger.entries())

@@ -1,16 +1,18 @@
-"""What node agents report: devices, readings, engines that ended (A10, A16, B1).
+"""Handles what node agents report: devices, readings, engines that ended (A10, A16, B1).
 
 Readings are the only source of measured bytes. Those of one node arrive in the order they were
 taken: its agent sends the next one only when the last was received.
 """
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import KillEngine, Reason
+from arbiter.core import types
+from arbiter.core.decisions import EventKind, KillEngine, Reason
 from arbiter.core.eviction import pressure
 from arbiter.core.eviction.sleep import confirm_sleep, doubt_asleep
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import CHARGED, Sizes, State, Ticket
 from arbiter.core.state import CoreState, Node, Unclaimed
+from arbiter.core.tickets import inexact, process_ram
 from arbiter.core.tickets.budget import beyond, foreign_in_budget, lendable, shared_scratch
 from arbiter.core.tickets.loads import learn_failure
 from arbiter.core.tickets.reclaim import mark_reclaimed, reclaim
@@ -21,24 +23,45 @@ LEARNED_AFTER = 2  # readings while resident; the first may have been taken duri
 
 
 def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
-    """Nothing is granted on its devices before their first reading."""
+    """Takes a node and its devices. Nothing is granted on a device before its first reading."""
     old = state.nodes.get(event.node)
-    node = Node(event.node, {spec.device: spec for spec in event.devices})
+    node = Node(event.node, _still_there(old, event) | {d.device: d for d in event.devices})
     if old is None:
-        state.log("node_seen", node=event.node, devices=len(event.devices))
+        state.log(EventKind.NODE_SEEN, node=event.node, devices=len(event.devices))
     else:
-        node.unclaimed = old.unclaimed
+        node.unclaimed, node.unreadable = old.unclaimed, old.unreadable
+        node.inexact = old.inexact
         node.readings = {d: r for d, r in old.readings.items() if d in node.devices}
-        for device in old.devices.keys() - node.devices.keys():
-            _withdraw_device(state, device)
+        for spec in old.devices.values():
+            if not _is_same(spec, node.devices.get(spec.device)):
+                state.log(
+                    EventKind.DEVICE_LOST, node=event.node, device=spec.device, uuid=spec.uuid
+                )
+                _withdraw_device(state, spec.device)
+        for spec in node.devices.values():
+            if not _is_same(spec, old.devices.get(spec.device)):
+                state.log(
+                    EventKind.DEVICE_FOUND, node=event.node, device=spec.device, uuid=spec.uuid
+                )
     state.nodes[event.node] = node
-    state.estimates.version += 1  # what a learned size may be at most depends on the devices
-    state.ledger.changed.add(event.node)
+    state.estimates.note_devices_changed()
+    state.mark_dirty(event.node)
     _budget(state, node)
 
 
+def _still_there(old: Node | None, event: ev.NodeSeen) -> dict[DeviceId, types.DeviceSpec]:
+    """Known devices that a newly started agent cannot read: these have not gone."""
+    known = old.devices if old else {}
+    return {u.device: known[u.device] for u in event.unreadable if u.device in known}
+
+
+def _is_same(spec: types.DeviceSpec, other: types.DeviceSpec | None) -> bool:
+    """False if another card has taken the index."""
+    return other is not None and spec.uuid == other.uuid
+
+
 def rebudget(state: CoreState) -> None:
-    """The table has changed, and with it what engines share."""
+    """Computes every budget anew: the table has changed, and with it what engines share."""
     for node in state.nodes.values():
         _budget(state, node)
         _charge_foreign(state, node)
@@ -56,19 +79,30 @@ def _budget(state: CoreState, node: Node) -> None:
 
 
 def _withdraw_device(state: CoreState, device: DeviceId) -> None:
-    """The agent no longer sees it: what was on it went with it."""
-    for entry in list(state.ledger.books[device].entries.values()):
-        _leave_with_device(state, entry)
+    """Removes a device that the agent no longer sees: its tickets end, and so do asleep tickets
+    that can wake only there. Their bytes on other devices stay charged until the agent sees them
+    back."""
+    for entry in state.ledger.entries(*CHARGED):
+        if device in entry.devices or device in entry.home:
+            _lose(state, entry, device)
     state.ledger.drop_device(device)
 
 
+def _lose(state: CoreState, entry: Ticket, device: DeviceId) -> None:
+    if entry.state is not State.RECLAIMING:
+        reclaim(state, entry, Reason.LOST)
+    state.ledger.leave(entry, device)
+    if not any(entry.charge(other) for other in entry.devices):
+        mark_reclaimed(state, entry)
+
+
 def on_node_lost(state: CoreState, event: ev.NodeLost) -> None:
-    """Its devices leave, and with them every byte on them. Its holders are gone as well."""
+    """Removes a node, its devices and every byte on them. Its holders are gone as well."""
     node = state.nodes.pop(event.node, None)
     if node is None:
         state.stale_count += 1
         return
-    state.log("node_lost", node=event.node)
+    state.log(EventKind.NODE_LOST, node=event.node)
     for entry in state.ledger.entries():
         if entry.node == event.node and entry.state is not State.QUEUED:
             _leave_with_device(state, entry)
@@ -77,15 +111,14 @@ def on_node_lost(state: CoreState, event: ev.NodeLost) -> None:
 
 
 def _leave_with_device(state: CoreState, entry: Ticket) -> None:
-    if entry.state is State.CLOSED:  # it lived in the process of one that has left
-        return
     if entry.state is not State.RECLAIMING:
         reclaim(state, entry, Reason.LOST)
     mark_reclaimed(state, entry)
 
 
 def on_engine_gone(state: CoreState, event: ev.EngineGone) -> None:
-    """No process of it is left and none will start. Its bytes stay until they are seen free."""
+    """Ends the ticket of an engine of which no process is left and none will start. Its bytes stay
+    on the books until they are seen free."""
     if event.bytes_back and (node := state.nodes.get(event.node)):
         if node.unclaimed.pop(event.ticket, None):
             _charge_foreign(state, node)
@@ -101,7 +134,7 @@ def on_engine_gone(state: CoreState, event: ev.EngineGone) -> None:
 
 
 def _died_loading(state: CoreState, entry: Ticket) -> None:
-    """Its holder's account of why may still come."""
+    """Ends a load whose engine died. Its holder's account of why may still come."""
     reclaim(state, entry, Reason.FAILED)
     learn_failure(state, entry, ENGINE_DIED, out_of_memory=False)
     state.broken_loads[entry.ticket] = entry
@@ -113,6 +146,7 @@ def _died_loading(state: CoreState, entry: Ticket) -> None:
 
 
 def on_measured(state: CoreState, event: ev.Measured) -> None:
+    """Takes a full reading: weighs tickets, learns from them, and counts what is foreign."""
     node = state.nodes.get(event.node)
     if node is None:
         state.stale_count += 1  # it introduces itself first
@@ -122,18 +156,48 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
         not was_trusted
         or since(node.heard or state.now, state.now) >= state.settings.timeouts.reading
     ):
-        state.ledger.changed.add(node.node)
+        state.mark_dirty(node.node)
     node.heard, node.silent_told = state.now, False
     state.timers.set(("node", node.node), after(state.now, state.settings.timeouts.reading))
     node.readings = {r.device: r for r in event.devices if r.device in node.devices}
+    node.inexact = frozenset(d for d, reading in node.readings.items() if not reading.exact)
     if node.readings.keys() != were_read:
-        state.ledger.changed.add(node.node)
-    seen_bytes = {e.ticket: _sizes(e) for e in event.engines}
+        state.mark_dirty(node.node)
+    _note_unreadable(state, node, event.unreadable)
+    seen_bytes = _seen(state, node, event)
     _weigh_all(state, node, seen_bytes)
+    if node.inexact:
+        seen_bytes = _seen(state, node, event)  # tickets just seen asleep have no share any more
+        _weigh_all(state, node, seen_bytes)
     _learn_all(state, event.engines)
     _note_unclaimed(state, node, seen_bytes)
     _charge_foreign(state, node)
     pressure.on_reading(state, node, event.stalled_fraction)
+
+
+def _seen(state: CoreState, node: Node, event: ev.Measured) -> dict[TicketId, Sizes]:
+    by_engine = {e.ticket: _sizes(e) for e in event.engines}
+    return inexact.shared(state, node, by_engine)
+
+
+def _note_unreadable(
+    state: CoreState, node: Node, unreadable: tuple[ev.DeviceUnreadable, ...]
+) -> None:
+    """Tells when a device becomes unreadable, when the cause changes, and when it is over. The
+    arbiter grants nothing there meanwhile, because the reading lacks the device."""
+    before = node.unreadable
+    node.unreadable = {u.device: u.cause for u in unreadable if u.device in node.devices}
+    for device, cause in node.unreadable.items():
+        if before.get(device) != cause:
+            state.log(EventKind.DEVICE_UNREADABLE, node=node.node, device=device, cause=cause)
+    for device in before:
+        if device not in node.unreadable and device in node.devices:
+            state.log(EventKind.DEVICE_READABLE, node=node.node, device=device)
+
+
+def _as_known(node: Node, entry: Ticket) -> Sizes:
+    """The ticket's last measured bytes on unreadable devices."""
+    return {d: size for d, size in entry.measured.items() if d in node.unreadable}
 
 
 def _sizes(reading: ev.EngineReading) -> Sizes:
@@ -146,7 +210,9 @@ def _weigh_all(state: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]) 
         if (entry := state.ledger.find(ticket)) and entry.state in CHARGED:
             charged[ticket] = entry
     for entry in charged.values():
-        state.ledger.weigh(entry, seen_bytes.get(entry.ticket, {}))
+        sizes = seen_bytes.get(entry.ticket, {})
+        state.ledger.weigh(entry, _as_known(node, entry) | sizes if node.unreadable else sizes)
+        process_ram.note(state, entry)
         confirm_sleep(state, entry)
         doubt_asleep(state, entry)
 
@@ -161,33 +227,34 @@ def _learn_all(state: CoreState, readings: tuple[ev.EngineReading, ...]) -> None
 
 
 def _learn(state: CoreState, entry: Ticket) -> None:
-    """Learns the peak while the model serves, and logs the estimate's error once for each load.
-    What a ticket holds while it is grown says nothing of its next load."""
-    if entry.grown_bytes:
+    """Learns the peak of a ticket while it serves, and logs once for each load how far off the
+    estimate was. What a ticket holds while it is grown says nothing of its next load."""
+    if (entry.grown and entry.grown.beyond_load_bytes) or not inexact.teaches(state, entry):
         return
     shared = sum(entry.scratch_in_use(device) for device in entry.home)
     held = Bytes(entry.at_home_bytes - shared)
-    entry.readings_count += 1
-    entry.peak_bytes = max(entry.peak_bytes, held)
-    if entry.readings_count < LEARNED_AFTER or held == 0:
+    entry.note_reading(held)
+    load, key = entry.last_load, state.key_of(entry)
+    if load.readings_count < LEARNED_AFTER or held == 0:
         return
-    state.estimates.saw_peak(state.key_of(entry), entry.peak_bytes)
-    if entry.readings_count == LEARNED_AFTER and entry.wakes_count == 0:
+    state.estimates.saw_peak(key, load.peak_bytes)
+    if load.readings_count == LEARNED_AFTER and entry.wakes_count == 0:
         if not entry.need_is_explicit:
-            state.estimates.saw_overhead(state.key_of(entry), entry.need, entry.peak_bytes)
+            state.estimates.saw_overhead(key, entry.need, load.peak_bytes)
         state.log(
-            "estimate_error",
+            EventKind.ESTIMATE_ERROR,
             entry,
-            size=entry.peak_bytes,
-            took=entry.load_took,
-            error_bytes=entry.peak_bytes - entry.home_bytes,
-            error_ns=entry.load_took - entry.predicted if entry.predicted else None,
+            size=load.peak_bytes,
+            took=load.took,
+            error_bytes=load.peak_bytes - entry.home_bytes,
+            error_ns=load.took - load.predicted if load.predicted else None,
         )
 
 
 def _note_unclaimed(state: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]) -> None:
-    """Engines whose ticket nobody has named. They count as foreign; when whoever could has had the
-    time to rejoin they are ended, again with each reading until they are."""
+    """Notes engines whose ticket no holder has named. They count as foreign; once the holder that
+    could name them has had the time to rejoin they are killed, again with each reading until they
+    are gone."""
     before, node.unclaimed = node.unclaimed, {}
     for ticket, sizes in seen_bytes.items():
         entry = state.ledger.find(ticket)
@@ -199,12 +266,12 @@ def _note_unclaimed(state: CoreState, node: Node, seen_bytes: dict[TicketId, Siz
             continue
         if not engine.is_ending:
             engine.is_ending = True
-            state.log("unclaimed_engine", unclaimed=ticket, node=node.node)
+            state.log(EventKind.UNCLAIMED_ENGINE, unclaimed=ticket, node=node.node)
         state.decide(KillEngine(node.node, ticket))
 
 
 def claim_unclaimed(state: CoreState, entry: Ticket) -> None:
-    """Its holder has rejoined: what was foreign is now charged to the ticket."""
+    """Charges to a ticket what was foreign until its holder rejoined."""
     node = state.nodes.get(entry.node)
     engine = node.unclaimed.pop(entry.ticket, None) if node else None
     if node and engine:
@@ -221,7 +288,8 @@ def _charge_foreign(state: CoreState, node: Node) -> None:
 
 
 def _scratch_kept(state: CoreState, device: DeviceId) -> Bytes:
-    """More scratch on the device than the reserves cover is nobody's ticket, and not free."""
+    """Returns the scratch on a device beyond what the reserves cover: it is on no ticket, and not
+    free."""
     entries = [e for e in state.ledger.books[device].entries.values() if e.dispatch_lock]
     if not entries:
         return Bytes(0)
@@ -230,13 +298,14 @@ def _scratch_kept(state: CoreState, device: DeviceId) -> Bytes:
 
 
 def on_timer(state: CoreState, name: NodeId) -> None:
-    """The time rule of readings: told once; nothing is granted there until one comes."""
+    """Runs the time rule of readings: logged once; nothing is granted there until a reading
+    comes."""
     node = state.nodes.get(name)
     if node is None or node.heard is None or node.silent_told:
         return
     trusted_until = after(node.heard, state.settings.timeouts.reading)
     if state.now >= trusted_until:
         node.silent_told = True
-        state.log("node_silent", node=name, took=since(node.heard, state.now))
+        state.log(EventKind.NODE_SILENT, node=name, took=since(node.heard, state.now))
     else:
         state.timers.set(("node", name), trusted_until)

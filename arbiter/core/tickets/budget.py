@@ -15,11 +15,12 @@ from arbiter.units import Bytes
 
 
 def share(size: Bytes, fraction: float) -> Bytes:
+    """Returns a fraction of a size, rounded down."""
     return Bytes(int(size * fraction))
 
 
 def arena(total: Bytes, kind: DeviceKind, settings: Settings) -> Bytes:
-    """The part of the device that is ours to plan with."""
+    """Returns the part of a device that is ours to plan with."""
     cap = settings.arenas.cap(kind)
     ours = share(total, settings.arena_fraction)
     return ours if cap is None else min(ours, cap)
@@ -28,8 +29,8 @@ def arena(total: Bytes, kind: DeviceKind, settings: Settings) -> Bytes:
 def lendable(
     total: Bytes, kind: DeviceKind, settings: Settings, scratch: Bytes = Bytes(0)
 ) -> Bytes:
-    """The budget: what free + charged + foreign must always sum to. `scratch`: what engines share
-    under their dispatch locks; nothing computes on host RAM that stands for sleepers."""
+    """Returns the budget: what free + charged + foreign must always sum to. `scratch`: what engines
+    share under their dispatch locks; nothing computes on host RAM that holds sleeping weights."""
     ours = arena(total, kind, settings)
     ceiling = ours - share(ours, settings.wiggle_fraction)
     shared = 0 if kind is DeviceKind.HOST else scratch
@@ -39,8 +40,8 @@ def lendable(
 
 
 def shared_scratch(specs: Iterable[CapabilitySpec]) -> dict[str, Bytes]:
-    """By dispatch lock, the largest scratch of the models that compute under it. Reserved on every
-    device, since any of them may be placed there."""
+    """Returns, by dispatch lock, the largest scratch of the models that compute under it. It is
+    reserved on every device, since any of them may be placed there."""
     most: dict[str, Bytes] = {}
     for model in (m for spec in specs for m in spec.models if m.dispatch_lock):
         known = most.get(model.dispatch_lock, Bytes(0))
@@ -49,8 +50,8 @@ def shared_scratch(specs: Iterable[CapabilitySpec]) -> dict[str, Bytes]:
 
 
 def beyond(reserve: dict[str, Bytes], in_use: Iterable[tuple[str, Bytes]]) -> Bytes:
-    """Scratch seen in use (lock, bytes) that the reserve of its lock does not cover: engines that
-    kept theirs when they gave the lock back."""
+    """Returns the scratch seen in use (lock, bytes) that the reserve of its lock does not cover:
+    engines that kept theirs when they gave the lock back."""
     held: dict[str, int] = {}
     for lock, size in in_use:
         held[lock] = held.get(lock, 0) + size
@@ -58,16 +59,17 @@ def beyond(reserve: dict[str, Bytes], in_use: Iterable[tuple[str, Bytes]]) -> By
 
 
 def foreign_in_budget(foreign: Bytes, total: Bytes, kind: DeviceKind, settings: Settings) -> Bytes:
-    """Foreign bytes that eat into the budget. A cap below the arena leaves the rest of the device
-    to others, so they fill that first; without a cap every foreign byte counts."""
+    """Returns the foreign bytes that eat into the budget. A cap below the arena leaves the rest of
+    the device to others, so they fill that first; without a cap every foreign byte counts."""
     left_to_others = share(total, settings.arena_fraction) - arena(total, kind, settings)
     return Bytes(max(0, foreign - left_to_others))
 
 
 def on_demand(pool: Bytes, pinned: Bytes) -> Bytes:
+    """Returns what of a budget is not pinned."""
     return Bytes(max(0, pool - pinned))
 
 
 def pinned_overcommit(pool: Bytes, pinned: Bytes) -> Bytes:
-    """Above zero the configuration pins more than can ever be resident."""
+    """Returns by how much the configuration pins more than can ever be resident."""
     return Bytes(max(0, pinned - pool))

@@ -1,7 +1,10 @@
-"""Where a ticket could go: devices that may be lent from, and how much waiting could ever bring."""
+"""Says where a ticket could go: devices that may be lent from, and how much waiting could ever
+bring.
+"""
 
 from collections.abc import Iterable
 
+from arbiter.core.decisions import EventKind
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.budget import on_demand, pinned_overcommit, share
@@ -12,32 +15,37 @@ COMPUTE = frozenset({DeviceKind.GPU, DeviceKind.CPU})
 
 
 def compute_books(state: CoreState, node: Node) -> list[DeviceAccount]:
+    """Returns the accounts of the devices of a node that compute."""
     books = state.ledger.books
     return [books[d] for d in node.computing if d in books]
 
 
 def on_demand_of(book: DeviceAccount) -> Bytes:
-    """The most that waiting can ever bring: pinned models are never victims (B2)."""
+    """Returns the most that waiting can ever bring on a device: pinned models are never victims
+    (B2)."""
     return on_demand(book.budget_bytes, book.pinned_bytes)
 
 
 def flag_pinned(state: CoreState, devices: Iterable[DeviceId]) -> None:
-    """The table or a node has changed: more may be pinned now than a device can lend."""
+    """Logs devices on which more is pinned than they can lend: the table or a node has changed."""
     for device in devices:
         flag_pinned_on(state, state.ledger.books[device], Bytes(0))
 
 
 def flag_pinned_on(state: CoreState, book: DeviceAccount, more: Bytes) -> None:
-    """What a pinned model needs is known once it asks, which it does at start (B2)."""
+    """Logs a device on which more is pinned than it can lend, with `more` about to be. What a
+    pinned model needs is known once it asks, which it does at start (B2)."""
     pinned = Bytes(book.pinned_bytes + more)
     if over := pinned_overcommit(book.budget_bytes, pinned):
         lent = book.budget_bytes
-        state.log("pinned_overcommit", size=over, device=book.device, pinned=pinned, budget=lent)
+        state.log(
+            EventKind.PINNED_OVERCOMMIT, size=over, device=book.device, pinned=pinned, budget=lent
+        )
 
 
 def cap_pins(state: CoreState, devices: Iterable[DeviceId]) -> None:
-    """At most a share of a device is pinned (C8). What was pinned first stays so; what comes
-    on top of that is a victim like any other."""
+    """Unpins what is pinned beyond a share of a device (C8). What was pinned first stays so; what
+    comes on top of that is a victim like any other."""
     for device in devices:
         if (book := state.ledger.books.get(device)) is None:
             continue
@@ -47,14 +55,14 @@ def cap_pins(state: CoreState, devices: Iterable[DeviceId]) -> None:
             size = entry.charge(device)
             if total + size > most:
                 state.ledger.pin(entry, False)
-                state.log("pin_over_cap", entry, size=size, device=device, cap=most)
+                state.log(EventKind.PIN_OVER_CAP, entry, size=size, device=device, cap=most)
             else:
                 total += size
 
 
 def is_readable(state: CoreState, node: Node, device: DeviceId, now: Instant) -> bool:
-    """Its memory was read in this epoch and lately, and no engine that nobody claimed may still be
-    growing on it."""
+    """Says whether the memory of a device was read in this epoch and lately, and no engine that no
+    holder has claimed may still be growing on it."""
     if node.heard is None or since(node.heard, now) >= state.settings.timeouts.reading:
         return False
     return device in node.readings and now >= _unclaimed_until(state, node, device)
@@ -69,10 +77,14 @@ def _unclaimed_until(state: CoreState, node: Node, device: DeviceId) -> Instant:
 
 
 def readable_devices(state: CoreState, node: Node) -> list[DeviceAccount]:
-    """Of those that compute. The line is looked at again when claims to another are over."""
+    """Returns the devices of a node that compute and may be lent from now."""
     books = compute_books(state, node)
-    for book in books:
+    return [b for b in books if is_readable(state, node, b.device, state.now)]
+
+
+def watch_claims(state: CoreState, node: Node) -> None:
+    """Has the node's queue looked at again once claims to engines on its devices are over."""
+    for book in compute_books(state, node) if node.unclaimed else ():
         over_at = _unclaimed_until(state, node, book.device)
         if state.now < over_at:
             state.timers.set(("queue", node.node), over_at)
-    return [b for b in books if is_readable(state, node, b.device, state.now)]

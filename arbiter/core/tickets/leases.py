@@ -1,8 +1,8 @@
-"""Device memory lent to processes outside Serve (A15): the rules of the ticket behind it.
+"""Applies the rules of leases: device memory lent to processes outside Serve (A15).
 
-A lease is a ticket whose holder is one outside process, and nothing else: it waits in the line, is
-charged, and is chosen as a victim when it said that it may be. It does not load: once granted it is
-resident. It is never in use: who may be asked for its bytes is asked at any time, with notice. It
+A lease is a ticket whose holder is one outside process, and nothing else: it waits in the queue, is
+charged, and is chosen as a victim when its terms allow that. It does not load: once granted it is
+resident. It is never in use: its holder may be asked for its bytes at any time, with notice. It
 ends when its holder says so, dies or is silent, when its term is over, or when notice ran out; and
 like any ticket it stays charged until the node agent has seen its bytes back.
 """
@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from arbiter.core import events as ev
 from arbiter.core import types
+from arbiter.core.decisions import EventKind
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.device_limits import COMPUTE
-from arbiter.core.tickets.reclaim import charged
+from arbiter.core.tickets.quotas import device_bytes
 from arbiter.errors import HolderQuarantined, LeaseRefused, QuotaExceeded, RequestError, StaleEpoch
 from arbiter.units import Bytes, Epoch, Instant, Span, after, in_seconds
 
@@ -29,6 +30,7 @@ LEASE = "lease"  # the capability and the role every lease has
 def why_not(
     state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> RequestError | None:
+    """Returns the error for a lease that may not join the queue; None when it may."""
     if event.holder not in state.holders:
         return StaleEpoch(Epoch(0), state.epoch)
     if kept := _kept(state, terms.tenant):
@@ -52,20 +54,21 @@ def _unlawful(
 def _over_cap(
     state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> QuotaExceeded | None:
-    has = Bytes(sum(_weight(e) for e in _of(state, terms.tenant)))
+    has = Bytes(sum(_weight(state, e) for e in _of(state, terms.tenant)))
     wants, bound = event.need.device_bytes, tenant_cap(state)
     if has + wants <= bound:
         return None
     return QuotaExceeded(terms.tenant, has, wants, bound, "bytes")
 
 
-def _weight(entry: Ticket) -> Bytes:
-    """What waits counts as well, or a tenant could have the whole line."""
-    return entry.need.device_bytes if entry.state is State.QUEUED else charged(entry)
+def _weight(state: CoreState, entry: Ticket) -> Bytes:
+    """Returns what counts against the tenant's cap. Queued leases count as well, or a tenant could
+    fill the whole queue; the RAM of a process beside a GPU does not count."""
+    return entry.need.device_bytes if entry.state is State.QUEUED else device_bytes(state, entry)
 
 
 def tenant_cap(state: CoreState) -> Bytes:
-    """The most that one tenant may lease in all."""
+    """Returns the most that one tenant may lease in all."""
     if state.settings.lease_tenant_bytes is not None:
         return state.settings.lease_tenant_bytes
     lent = sum(b.budget_bytes for b in state.ledger.books.values() if b.kind in COMPUTE)
@@ -73,22 +76,24 @@ def tenant_cap(state: CoreState) -> Bytes:
 
 
 def _of(state: CoreState, tenant: str) -> Iterator[Ticket]:
-    """Found by their holders, so that the cost does not grow with the tickets of models."""
+    """Yields a tenant's leases, found by their holders, so that the cost does not grow with the
+    tickets of models."""
     for holder in state.holders.values():
         if holder.capability == LEASE:
             for entry in state.ledger.held_by(holder.holder):
-                if entry.lease and entry.lease.tenant == tenant:
+                if entry.lease and entry.lease.terms.tenant == tenant:
                     yield entry
 
 
 def _kept(state: CoreState, tenant: str) -> Bytes:
-    """Of leases that are over and whose process has not given the bytes back."""
-    return Bytes(sum(charged(e) for e in _of(state, tenant) if e.reclaim_late))
+    """Returns the bytes of leases that are over and whose process has not given them back."""
+    return Bytes(sum(device_bytes(state, e) for e in _of(state, tenant) if e.reclaim_late))
 
 
 def new_entry(
     state: CoreState, holder: Holder, event: ev.Requested, terms: types.LeaseConditions
 ) -> Ticket:
+    """Returns the ticket of a lease that was asked for."""
     entry = Ticket(
         event.ticket,
         event.holder,
@@ -103,55 +108,54 @@ def new_entry(
         since=state.now,
     )
     bind(state, entry, terms)
-    entry.priority = event.priority  # of its waiting
+    entry.set_priority(event.priority)  # of its waiting
     return entry
 
 
 def bind(state: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
-    """On these terms from now on, as far as they are lawful: after a restart they are the word of
-    whoever holds the lease."""
+    """Puts a lease on these terms from now on, as far as they are lawful: after a restart the
+    holder alone knows them."""
     settings = state.settings
     terms = replace(
         terms,
         term=min(terms.term, settings.lease_term_most),
         notice=max(Span(0), min(terms.notice, settings.lease_notice_most)),
     )
-    entry.lease, entry.keep_warm = terms, Span(-1)
-    entry.client = types.Client(terms.tenant)
-    entry.role_rank = state.policies.roles[LEASE].rank
-    entry.lease_ends = after(state.now, terms.term)
-    entry.priority = _worth(terms)
+    rank = state.policies.roles[LEASE].rank
+    entry.bind_lease(terms, after(state.now, terms.term), _worth(terms), rank)
+    state.ledger.bill_to(entry, types.Client(terms.tenant))
 
 
 # -- holding --------------------------------------------------------------------------------------
 
 
 def begin(state: CoreState, entry: Ticket) -> None:
-    """LOADING -> RESIDENT in the same step: there is nothing to load. Its term begins."""
+    """Moves LOADING -> RESIDENT in the same step: there is nothing to load. The term begins."""
     assert entry.lease is not None
+    terms = entry.lease.terms
     state.move(entry, State.RESIDENT)
-    entry.resident_since = entry.last_used = state.now
-    entry.lease_ends = after(state.now, entry.lease.term)
-    entry.priority = _worth(entry.lease)
+    entry.end_load(Span(0), state.now)
+    entry.bind_lease(terms, after(state.now, terms.term), _worth(terms), entry.role_rank)
     state.evicted_for.pop((entry.holder, entry.model), None)
     state.set_timer(entry, notice_given_at(entry))
-    tenant = entry.lease.tenant
-    state.log("lease_granted", entry, size=entry.home_bytes, took=entry.lease.term, tenant=tenant)
+    size, tenant = entry.home_bytes, terms.tenant
+    state.log(EventKind.LEASE_GRANTED, entry, size=size, took=terms.term, tenant=tenant)
 
 
 def _worth(terms: types.LeaseConditions) -> types.Priority:
-    """Who said that it may be interrupted gives way to every request."""
+    """Returns the priority of a lease: a preemptible lease gives way to every request."""
     return types.Priority.BATCH if terms.preemptible else types.Priority.NORMAL
 
 
 def notice_given_at(entry: Ticket) -> Instant:
-    """When it is given notice that its term ends."""
+    """Returns when a lease is given notice that its term ends."""
     assert entry.lease is not None
-    return Instant(max(entry.resident_since, entry.lease_ends - entry.lease.notice))
+    told_at = entry.lease.ends - entry.lease.terms.notice
+    return Instant(max(entry.last_load.resident_since, told_at))
 
 
 def silence_limit(state: CoreState, holder: Holder) -> Span:
-    """Silence after which a holder counts as dead. Ray tells of the death of a replica; of an
-    outside process nobody does, unless its node agent knows its pid."""
+    """Returns after how much silence a holder counts as dead. Ray tells of the death of a replica;
+    of the death of an outside process its node agent does, if it knows its pid."""
     terms = state.settings.timeouts
     return terms.lease_lapse if holder.capability == LEASE else terms.lost

@@ -1,10 +1,10 @@
-"""How a load ends: it serves, it breaks, or nobody wants it any more (A8, A12)."""
+"""Ends loads: the model serves, the load breaks, or no request wants it any more (A8, A12)."""
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import LoadModel, Reason
+from arbiter.core.decisions import EventKind, LoadModel, Reason
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
-from arbiter.core.state import CoreState, EvictedFor, EvictedForKey, Failure, model_label
+from arbiter.core.state import CoreState, EvictedFor, EvictedForKey, Failure
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, reclaim
 from arbiter.errors import ENGINE_DIED, LoadFailed, TicketClosed
@@ -12,56 +12,55 @@ from arbiter.units import Bytes, HolderId, Span, after, since
 
 
 def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = True) -> None:
-    """LOADING -> RESIDENT, after a load or a wake. The copy in host RAM stays charged for as long
-    as it is measured. A wake that was not verified was a load as well, so its seconds teach
+    """Moves LOADING -> RESIDENT, after a load or a wake. The copy in host RAM stays charged for as
+    long as it is measured. A wake that was not verified was a load as well, so its seconds teach
     nothing."""
     state.move(entry, State.RESIDENT, granted=dict(entry.home))
-    entry.resident_since = entry.last_used = state.now
-    entry.load_took = took
+    entry.end_load(took, state.now)
     _first_use(state, entry)
-    entry.readings_count = 0
     if entry.wakes_count == 0:
         state.estimates.loaded(state.key_of(entry), took, entry.need.weights_bytes)
     elif verified:
         state.estimates.woke(state.key_of(entry), took)
     else:
-        state.log("wake_unverified", entry, took=took)
-    state.failures.pop((entry.capability, entry.model), None)
+        state.log(EventKind.WAKE_UNVERIFIED, entry, took=took)
+    state.failures.pop(entry.model_name, None)
     state.evicted_for.pop((entry.holder, entry.model), None)
     if len(entry.home) == 1:
-        state.last_home[entry.node, entry.capability, entry.model] = next(iter(entry.home))
-    kind = "model_wake" if entry.wakes_count else "model_load"
-    state.log(kind, entry, size=charged(entry), took=took, predicted_ns=entry.predicted)
+        state.last_home[entry.node, entry.model_name] = next(iter(entry.home))
+    predicted = entry.last_load.predicted
+    kind = EventKind.MODEL_WAKE if entry.wakes_count else EventKind.MODEL_LOAD
+    state.log(kind, entry, size=charged(entry), took=took, predicted_ns=predicted)
 
 
 def _first_use(state: CoreState, entry: Ticket) -> None:
-    """Grant and first use are one step: the model is in use until its holder says otherwise. A
-    prefetched model has no use until its holder reports one."""
+    """Counts grant and first use as one step: the model is in use until its holder says otherwise.
+    A prefetched model has no use until its holder reports one."""
     if entry.is_prefetch:
-        state.prefetched.pop((entry.capability, entry.model), None)
-        entry.inflight = 0
+        state.prefetched.pop(entry.model_name, None)
+        entry.note_inflight(0)
         return
-    entry.inflight = 1
-    entry.uses_count += 1
+    entry.begin_first_use()
     state.note_uses(entry, 1)
 
 
 def on_load_failed(state: CoreState, entry: Ticket, cause: str, out_of_memory: bool) -> None:
-    """LOADING -> RECLAIMING, with what it teaches."""
+    """Moves LOADING -> RECLAIMING, and learns from the failure."""
     reclaim(state, entry, Reason.FAILED)
     learn_failure(state, entry, cause, out_of_memory)
 
 
 def learn_failure(state: CoreState, entry: Ticket, cause: str, out_of_memory: bool) -> None:
-    """A first failure for memory may be tried again at once with a corrected estimate, and a first
-    death without a word as it was: somebody may have killed it. Any other cools the model down and
-    answers everybody who waits for it."""
-    state.log("load_failed", entry, cause=cause, out_of_memory=out_of_memory)
+    """Learns from a failed load. A first failure for memory may be tried again at once with a
+    corrected estimate, and a first death without a word as it was, because the engine may have been
+    killed from outside. Any other failure cools the model down and refuses every ticket that waits
+    for it."""
+    state.log(EventKind.LOAD_FAILED, entry, cause=cause, out_of_memory=out_of_memory)
     if out_of_memory:
         held = Bytes(max(entry.home_bytes, entry.at_home_bytes))
         state.estimates.ran_out(state.key_of(entry), held)
         if entry.attempt == 1:
-            state.failures.pop((entry.capability, entry.model), None)
+            state.failures.pop(entry.model_name, None)
     if entry.attempt == 1 and (out_of_memory or cause == ENGINE_DIED):
         _restore_later(state, (entry.holder, entry.model))
         return
@@ -75,15 +74,16 @@ def _give_up(state: CoreState, entry: Ticket, error: LoadFailed) -> None:
 
 
 def note_cause(state: CoreState, event: ev.LoadBroke) -> None:
-    """The engine's end was seen before its holder could say why; now it says."""
+    """Takes the holder's account of a load whose engine was seen to end before the holder could say
+    why."""
     entry = state.broken_loads.pop(event.ticket, None)
     if entry is None:
         return
     if event.out_of_memory:
         state.estimates.ran_out(state.key_of(entry), entry.home_bytes)
-    failure = state.failures.get((entry.capability, entry.model))
+    failure = state.failures.get(entry.model_name)
     if failure and event.out_of_memory and entry.attempt == 1:
-        del state.failures[(entry.capability, entry.model)]
+        del state.failures[entry.model_name]
     elif failure:
         failure.cause = event.cause
     elif not event.out_of_memory and event.cause != ENGINE_DIED:  # it was not killed from outside
@@ -92,7 +92,8 @@ def note_cause(state: CoreState, event: ev.LoadBroke) -> None:
 
 
 def refuse_waiters(state: CoreState, failed: Ticket, error: LoadFailed) -> None:
-    for ticket in state.queue.of_model(model_label(failed.capability, failed.model)):
+    """Refuses every queued ticket for the model whose load failed."""
+    for ticket in state.queue.of_model(failed.model_name):
         waiting = state.ledger.find(ticket)
         assert waiting is not None
         if waiting.state is State.QUEUED:
@@ -102,21 +103,22 @@ def refuse_waiters(state: CoreState, failed: Ticket, error: LoadFailed) -> None:
 
 def _cool_down(state: CoreState, entry: Ticket, cause: str) -> None:
     terms = state.settings.timeouts
-    old = state.failures.get((entry.capability, entry.model))
+    old = state.failures.get(entry.model_name)
     times = old.times_count + 1 if old else 1
     # The exponent is bounded so that the number is: 2^20 first terms are beyond any cap.
     pause = Span(min(terms.cooldown_first << min(times - 1, 20), terms.cooldown_most))
     failure = Failure(cause, times, after(state.now, pause))
-    state.failures[(entry.capability, entry.model)] = failure
+    state.failures[entry.model_name] = failure
     state.timers.set(("floors", ""), failure.until)
-    state.log("cool_down", entry, took=pause, cause=cause, times=times)
+    state.log(EventKind.COOL_DOWN, entry, took=pause, cause=cause, times=times)
 
 
 # -- what made room for a load that failed comes back --------------------------------------------
 
 
 def note_evicted_for(state: CoreState, waiting: Ticket, victim: Ticket) -> None:
-    """A process outside Serve that was asked for its lease has no model to bring back."""
+    """Notes that a victim made room for a load. A process outside Serve that was asked for its
+    lease has no model to bring back."""
     if victim.lease:
         return
     made_room = state.evicted_for.setdefault((waiting.holder, waiting.model), EvictedFor())
@@ -124,6 +126,7 @@ def note_evicted_for(state: CoreState, waiting: Ticket, victim: Ticket) -> None:
 
 
 def retried(state: CoreState, key: EvictedForKey) -> None:
+    """Notes that a failed load is tried again, so what made room for it stays away."""
     if switch := state.evicted_for.get(key):
         switch.restore_at = None
 
@@ -135,6 +138,7 @@ def _restore_later(state: CoreState, key: EvictedForKey) -> None:
 
 
 def on_restore_timer(state: CoreState) -> None:
+    """Brings back what made room for loads that failed and were not tried again in time."""
     for key, switch in list(state.evicted_for.items()):
         if switch.restore_at is None:
             continue
@@ -145,6 +149,7 @@ def on_restore_timer(state: CoreState) -> None:
 
 
 def reload_evicted(state: CoreState, key: EvictedForKey) -> None:
+    """Has holders load again what made room for a load that failed."""
     switch = state.evicted_for.pop(key, None)
     for (holder, model), ticket in switch.models.items() if switch else ():
         entry = state.ledger.find(ticket)
@@ -153,24 +158,28 @@ def reload_evicted(state: CoreState, key: EvictedForKey) -> None:
 
 
 def forget_evicted_for(state: CoreState, holder: HolderId) -> None:
-    """It is gone, and what it displaced has no load to wait for."""
+    """Forgets what made room for a holder that is gone: there is no load left to wait for."""
     for key in [key for key in state.evicted_for if key[0] == holder]:
         del state.evicted_for[key]
 
 
-# -- a load nobody waits for ----------------------------------------------------------------------
+# -- a load without a request ---------------------------------------------------------------------
 
 
 def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
+    """Ends what no caller waits for any more: a queued ticket closes, an asleep ticket sleeps on, a
+    load that is not nearly done is killed."""
     states = State.QUEUED, State.ASLEEP, State.LOADING, State.DRAINING
     entry = state.live(event.ticket, *states, by=event.holder)
     if entry is None:
         if state.ledger.find(event.ticket) is None and event.ticket not in state.answers:
-            state.remember(event.ticket, TicketClosed(event.ticket))  # it overtook its request
-            state.ledger.changed.update(state.queue.nodes)  # its gang may wait for it
+            state.remember(
+                event.ticket, TicketClosed(event.ticket)
+            )  # it arrived before its request
+            state.mark_dirty(*state.queue.nodes)  # its gang may wait for it
         return
     if entry.state is State.QUEUED:
-        state.log("ticket_closed", entry, reason=Reason.WITHDRAWN.value)
+        state.log(EventKind.TICKET_CLOSED, entry, reason=Reason.WITHDRAWN.value)
         state.close(entry)
         state.evicted_for.pop((entry.holder, entry.model), None)
     elif entry.state is not State.LOADING:
@@ -182,28 +191,27 @@ def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
 
 
 def let_sleep(state: CoreState, entry: Ticket) -> None:
-    """LOADING -> ASLEEP: who asked for the wake had gone before the grant arrived, and its holder
-    never began (A8)."""
+    """Moves LOADING -> ASLEEP: the caller that asked for the wake had gone before the grant
+    arrived, and the holder never began (A8)."""
     host_reservation = {d: size for d, size in entry.granted.items() if d not in entry.home}
     state.move(entry, State.ASLEEP, granted=host_reservation)
-    entry.inflight = 0
+    entry.note_inflight(0)
     state.evicted_for.pop((entry.holder, entry.model), None)
-    state.log("wake_given_up", entry)
+    state.log(EventKind.WAKE_GIVEN_UP, entry)
     state.set_timer(entry, state.now)
 
 
 def prefetches_that_make_room(state: CoreState, book: DeviceAccount, short: int) -> list[Ticket]:
-    """Those that were begun as prefetches there, where they are enough."""
+    """Returns the loads on a device that were begun as prefetches, where they are enough."""
     prefetches = [e for e in book.loading.values() if e.is_prefetch]
     returning = sum(e.charge(book.device) for e in prefetches)
     return prefetches if short <= returning else []
 
 
 def _is_nearly_done(state: CoreState, entry: Ticket) -> bool:
-    """A wake always is: it only copies memory."""
+    """Says whether a load is nearly done. A wake always is: it only copies memory."""
     if entry.wakes_count:
         return True
-    left = entry.predicted - since(entry.since, state.now)
-    return entry.predicted > 0 and left <= share(
-        Bytes(entry.predicted), state.settings.finish_fraction
-    )
+    predicted = entry.last_load.predicted
+    left = predicted - since(entry.since, state.now)
+    return predicted > 0 and left <= share(Bytes(predicted), state.settings.finish_fraction)

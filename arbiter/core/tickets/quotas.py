@@ -1,13 +1,14 @@
-"""What a tenant may have, and what is kept for it (C10).
+"""Says what a tenant may have, and what is kept for it (C10).
 
-`most`: held at once, over all devices that compute. Who would exceed it makes room among its own
-first, and waits for that; nobody else leaves for it, and it holds up nobody.
-`reserved`: of each device that computes, held by this tenant or free for it. Others get what is
-free beyond it, and what leaves for them is usable_bytes to them only what exceeds it.
+`most`: held at once, over all devices that compute. A ticket that would exceed it makes room among
+its tenant's own first, and waits for that; no other tenant's ticket leaves for it, and it holds up
+none. `reserved`: of each device that computes, held by this tenant or free for it. Others get what
+is free beyond it, and what leaves for them is usable to them only where it exceeds the reserve.
 `average`: held over the last hour. Beyond it nothing new is loaded for the tenant until its average
 has fallen to nine tenths; what it has stays.
 
-The books say what is held: a ticket is its last user's, unless that would break one of the above.
+The books say what is held: a ticket is on its last user's account, unless that would break one of
+the above.
 """
 
 from collections.abc import Iterable
@@ -27,11 +28,13 @@ COOLED_FRACTION = 0.9  # of its average; so that a tenant at its limit is not le
 
 
 def limits_of(state: CoreState, tenant: str) -> TenantLimits | None:
+    """Returns the configured limits of a tenant, if there are any."""
     return state.tenants.get(tenant)
 
 
 def quota_group(state: CoreState, tenant: str) -> str:
-    """Tenants of whom nothing is configured are all alike to the rules."""
+    """Returns the group within which tickets compete alike: tenants of which nothing is configured
+    are one."""
     return tenant if tenant in state.tenants else ""
 
 
@@ -41,7 +44,8 @@ def quota_group(state: CoreState, tenant: str) -> str:
 def refusal(
     state: CoreState, holder: HolderId, tenant: str, need: Bytes, how: Split = Split.NONE
 ) -> QuotaExceeded | TenantCoolingDown | None:
-    """Refused at once: waiting on its holder's node would not help, or not soon."""
+    """Returns the error for a request that is refused at once, because waiting on its node would
+    not help, or not soon."""
     known = state.holders.get(holder)
     node = state.nodes.get(known.node) if known else None
     if not state.tenants or node is None:
@@ -52,7 +56,8 @@ def refusal(
 
 
 def never(state: CoreState, tenant: str, need: Bytes, bound: int) -> QuotaExceeded | None:
-    """However long it waits. `bound`: of `at_most`, what it could have where it may go."""
+    """Returns the error for what a tenant can never have, however long it waits. `bound`: of
+    `at_most`, what it could have where it may go."""
     terms = limits_of(state, tenant)
     if terms and terms.most_bytes is not None and need > terms.most_bytes - pinned(state, tenant):
         return QuotaExceeded(tenant, pinned(state, tenant), need, terms.most_bytes, "bytes")
@@ -62,7 +67,8 @@ def never(state: CoreState, tenant: str, need: Bytes, bound: int) -> QuotaExceed
 
 
 def at_most(state: CoreState, tenant: str, books: Iterable[DeviceAccount]) -> Sizes:
-    """What waiting can ever bring on each, beside what is pinned and what others have reserved."""
+    """Returns what waiting can ever bring on each device, beside what is pinned and what others
+    have reserved."""
     return {book.device: _most_on(state, book, tenant) for book in books}
 
 
@@ -80,11 +86,13 @@ def _most_on(state: CoreState, book: DeviceAccount, tenant: str) -> Bytes:
 
 
 def pinned(state: CoreState, tenant: str) -> Bytes:
+    """Returns the pinned bytes of a tenant on devices that compute."""
     own = tickets_of(state, tenant)
     return Bytes(sum(device_bytes(state, e) for e in own if e.pinned))
 
 
 def too_much(state: CoreState, tenant: str, need: Bytes) -> QuotaExceeded:
+    """Returns the error for a lease beyond the most that its tenant may hold."""
     terms = limits_of(state, tenant)
     assert terms is not None and terms.most_bytes is not None
     return QuotaExceeded(
@@ -93,6 +101,7 @@ def too_much(state: CoreState, tenant: str, need: Bytes) -> QuotaExceeded:
 
 
 def share_of(state: CoreState, tenant: str) -> float:
+    """Returns a tenant's share of its turns in the queue."""
     terms = limits_of(state, tenant)
     return terms.share_fraction if terms else 1.0
 
@@ -105,9 +114,9 @@ def _cooling(state: CoreState, tenant: str) -> TenantCoolingDown | None:
     average = accounts.average(state.ledger.holdings.by_client, tenant, state.now)
     cooled = share(terms.average_bytes, COOLED_FRACTION)
     if average <= (cooled if is_cooling else terms.average_bytes):
-        accounts.cooling.pop(tenant, None)
+        accounts.end_cool_down(tenant)
         return None
-    accounts.cooling[tenant] = None
+    accounts.cool_down(tenant)
     again_s = max(1.0, in_seconds(accounts.falls_in(average, cooled)))
     return TenantCoolingDown(tenant, average, terms.average_bytes, again_s)
 
@@ -116,15 +125,15 @@ def _cooling(state: CoreState, tenant: str) -> TenantCoolingDown | None:
 
 
 def reserves(state: CoreState) -> dict[str, Bytes]:
-    """Of each device, by tenant."""
+    """Returns what is reserved on each device, by tenant."""
     return {name: t.reserved_bytes for name, t in state.tenants.items() if t.reserved_bytes}
 
 
 def kept(
     reserved: dict[str, Bytes], book: DeviceAccount, tenant: str, has_left: bool = False
 ) -> Bytes:
-    """Of what is free there, for others than this tenant; `has_left`: once those asked to leave
-    have left."""
+    """Returns what of the free bytes of a device is kept for other tenants; `has_left`: once those
+    asked to leave have left."""
     if not reserved:
         return Bytes(0)
     others = ((name, size) for name, size in reserved.items() if name != tenant)
@@ -139,18 +148,18 @@ def _held(book: DeviceAccount, tenant: str, has_left: bool) -> int:
 
 
 def requeue_relieved_tenants(state: CoreState) -> None:
-    """Who waits for its tenant's own bytes is looked at wherever it waits. A reserve is of one
-    device, where any change is looked at."""
+    """Has the nodes looked at on which tickets wait for their own tenant's bytes. A reserve is of
+    one device, where any change is looked at."""
     if not state.tenants:
         return
     for client in state.ledger.holdings.unsettled:
         terms = limits_of(state, client.tenant)
         if terms and terms.most_bytes is not None:
-            state.ledger.changed.update(state.queue.where(client.tenant))
+            state.mark_dirty(*state.queue.where(client.tenant))
 
 
 def over_limit(state: CoreState, tenant: str, more: Bytes) -> Bytes:
-    """How much it would exceed its maximum by; 0: not at all."""
+    """Returns by how much a tenant would exceed its maximum; 0: not at all."""
     terms = limits_of(state, tenant)
     if terms is None or terms.most_bytes is None:
         return Bytes(0)
@@ -158,7 +167,8 @@ def over_limit(state: CoreState, tenant: str, more: Bytes) -> Bytes:
 
 
 def over_limit_after_drain(state: CoreState, tenant: str, more: Bytes) -> Bytes:
-    """The same once all that was asked to leave has left; what is kept in quarantine stays."""
+    """Returns the same once all that was asked to leave has left; what is kept in quarantine
+    stays."""
     own = tickets_of(state, tenant)
     going = (e for e in own if e.state in LEAVING and is_counted_on(e))
     return Bytes(
@@ -167,13 +177,13 @@ def over_limit_after_drain(state: CoreState, tenant: str, more: Bytes) -> Bytes:
 
 
 def tickets_of(state: CoreState, tenant: str) -> list[Ticket]:
-    """Those with bytes on a device that computes."""
+    """Returns the tickets of a tenant with bytes on a device that computes."""
     found = (state.ledger.find(ticket) for ticket in state.ledger.holdings.tickets.get(tenant, ()))
     return [entry for entry in found if entry]
 
 
 def device_bytes(state: CoreState, entry: Ticket) -> Bytes:
-    """Charged on devices that compute."""
+    """Returns what a ticket is charged on devices that compute."""
     books = (state.ledger.books.get(d) for d in entry.devices)
     return Bytes(sum(entry.charge(b.device) for b in books if b and b.kind in COMPUTE))
 
@@ -182,15 +192,15 @@ def device_bytes(state: CoreState, entry: Ticket) -> Bytes:
 
 
 class ReserveSlack:
-    """What others get of a tenant's bytes on one device, as victims are picked: what it holds
-    beyond its reserve. The rest is free for it, and for nobody else."""
+    """Counts, as victims are picked, what others get of a tenant's bytes on one device: what it
+    holds beyond its reserve. The rest is free for that tenant alone."""
 
     def __init__(self, state: CoreState, book: DeviceAccount, tenant: str) -> None:
         self._state, self._book, self._tenant = state, book, tenant
         self._left: dict[str, int] = {}
 
     def take(self, entry: Ticket, freed: Bytes) -> Bytes:
-        """Of what it would free, what counts beside those taken so far."""
+        """Returns what a victim would free beside those taken so far."""
         if not self._state.tenants:
             return freed
         own = entry.client.tenant
@@ -206,19 +216,20 @@ class ReserveSlack:
 
 
 def is_reserved(state: CoreState, entry: Ticket, tenant: str) -> bool:
-    """Its leaving would give this tenant nothing, wherever it is."""
+    """Says whether the leaving of a ticket would give this tenant nothing, wherever it is."""
     return all(not usable_bytes for usable_bytes in _worth(state, entry, tenant))
 
 
 def _is_partly_reserved(state: CoreState, entry: Ticket, tenant: str) -> bool:
-    """Without it its tenant would hold less than its reserve, and nothing free makes up for it."""
+    """Says whether without a ticket its tenant would hold less than its reserve, and nothing free
+    makes up for it."""
     books = [b for d in entry.home if (b := state.ledger.books.get(d))]
     sizes = [entry.charge(book.device) for book in books]
     return sizes != _worth(state, entry, tenant)
 
 
 def _worth(state: CoreState, entry: Ticket, tenant: str) -> list[Bytes]:
-    """To this tenant, on each of its devices."""
+    """Returns what a ticket's leaving is worth to this tenant, on each of its devices."""
     books = (state.ledger.books.get(d) for d in entry.home)
     return [ReserveSlack(state, b, tenant).take(entry, entry.charge(b.device)) for b in books if b]
 
@@ -227,7 +238,7 @@ def _worth(state: CoreState, entry: Ticket, tenant: str) -> list[Bytes]:
 
 
 def take_over(state: CoreState, entry: Ticket, client: Client) -> None:
-    """It was used by this client, and is on its account from now on, as far as that is lawful."""
+    """Puts a ticket on the account of the client that used it, as far as that is lawful."""
     if client == entry.client or entry.lease:
         return
     if client.tenant == entry.client.tenant or _may_change_hands(state, entry, client.tenant):

@@ -1,9 +1,10 @@
-"""Bytes on their way back (A10): charged until the node agent has seen them free.
+"""Brings bytes back (A10): they stay charged until the node agent has seen them free.
 
-Whatever ends a ticket comes through `reclaim`; whatever proves its bytes are back, through `gone`.
+Whatever ends a ticket comes through `reclaim`; whatever proves its bytes are back, through
+`mark_reclaimed`.
 """
 
-from arbiter.core.decisions import KillEngine, Reason, Revoke, Tier
+from arbiter.core.decisions import EventKind, KillEngine, Reason, Revoke, Tier
 from arbiter.core.events import Released
 from arbiter.core.records.ticket import CHARGED, State, Ticket
 from arbiter.core.state import CoreState
@@ -11,15 +12,15 @@ from arbiter.errors import HolderQuarantined, TicketClosed
 from arbiter.units import Bytes, HolderId, TicketId, after, since
 
 REASONS = {reason.value: reason for reason in Reason}
-# Nobody wanted these to end: a model whose floor is the device comes back (floors.keep).
+# No rule wanted these to end: a model whose floor is the device comes back (floors.enforce).
 UNASKED = frozenset({Reason.LOST, Reason.FAILED})
 
 
 def reclaim(state: CoreState, entry: Ticket, reason: Reason) -> None:
-    """The engine behind this ticket must end. A reason given by an earlier revoke stands."""
+    """Ends the engine behind a ticket. A reason given by an earlier revoke stands."""
     was_waiting = entry.ticket in state.queue
     state.queue.drop(entry.ticket)
-    entry.leaving = entry.leaving or reason
+    entry.note_leaving(reason)
     state.move(entry, State.RECLAIMING)
     if was_waiting:  # to be woken; it will not be
         state.answer_error_finally(entry.ticket, TicketClosed(entry.ticket))
@@ -27,41 +28,42 @@ def reclaim(state: CoreState, entry: Ticket, reason: Reason) -> None:
 
 
 def on_released(state: CoreState, event: Released) -> None:
-    """Its holder has let go; the agent makes sure of it and says when the bytes are back."""
+    """Reclaims a ticket whose holder has let go; the agent makes sure of it and says when the bytes
+    are back."""
     states = State.QUEUED, *(CHARGED - {State.RECLAIMING})
     entry = state.live(event.ticket, *states, by=event.holder)
     if entry is None:
         return
     if entry.state is State.QUEUED:
-        state.log("ticket_closed", entry, reason=event.reason)
+        state.log(EventKind.TICKET_CLOSED, entry, reason=event.reason)
         state.close(entry)
     else:
         reclaim(state, entry, REASONS.get(event.reason, Reason.MANUAL))
 
 
 def notify_holder(state: CoreState, ticket: TicketId, holder: HolderId, reason: Reason) -> None:
-    """The holder need not answer: the engine is ended by the agent."""
+    """Tells a holder that its ticket ends. It need not answer: the agent ends the engine."""
     state.decide(Revoke(ticket, holder, reason, Tier.GONE, state.now))
 
 
 def kill_and_notify(state: CoreState, entry: Ticket, reason: Reason) -> None:
-    """End the engine without asking its holder, and tell it."""
+    """Ends the engine without asking its holder, and tells the holder."""
     reclaim(state, entry, reason)
     notify_holder(state, entry.ticket, entry.holder, reason)
 
 
 def _kill(state: CoreState, entry: Ticket) -> None:
-    """Each 250 ms at first; a holder that is quarantined is no longer pressed as hard."""
+    """Has the agent kill the engine, every 250 ms at first; a quarantined holder is no longer
+    pressed as hard."""
     terms = state.settings.timeouts
-    entry.kill_at = after(
-        state.now, terms.reclaim_alarm if entry.reclaim_late else terms.reap_every
-    )
+    pause = terms.reclaim_alarm if entry.reclaim_late else terms.reap_every
+    entry.kill_again_at(after(state.now, pause))
     state.decide(KillEngine(entry.node, entry.ticket))
     state.set_timer(entry, entry.kill_at)
 
 
 def on_timer(state: CoreState, entry: Ticket) -> None:
-    """The time rule of RECLAIMING."""
+    """Runs the time rule of RECLAIMING."""
     if (
         not entry.reclaim_late
         and since(entry.since, state.now) >= state.settings.timeouts.reclaim_alarm
@@ -73,10 +75,12 @@ def on_timer(state: CoreState, entry: Ticket) -> None:
 
 
 def _quarantine(state: CoreState, entry: Ticket) -> None:
-    entry.reclaim_late = True
-    state.ledger.changed.add(entry.node)  # its bytes are not counted on any more
+    entry.note_late_reclaim()
+    state.mark_dirty(entry.node)  # its bytes are not counted on any more
     kept = charged(entry)
-    state.log("quarantine", entry, size=kept, took=since(entry.since, state.now), node=entry.node)
+    state.log(
+        EventKind.QUARANTINE, entry, size=kept, took=since(entry.since, state.now), node=entry.node
+    )
     for other in state.ledger.held_by(entry.holder):
         if other.state is State.QUEUED:
             state.answer_error_finally(other.ticket, HolderQuarantined(entry.holder, kept))
@@ -87,28 +91,30 @@ def _quarantine(state: CoreState, entry: Ticket) -> None:
 
 
 def is_counted_on(leaving: Ticket) -> bool:
-    """Its bytes will come back; those that a quarantined holder keeps may not."""
+    """Says whether the bytes of a leaving ticket will come back; those that a quarantined holder
+    keeps may not."""
     return leaving.state is State.DRAINING or not leaving.reclaim_late
 
 
 def kept_bytes(state: CoreState, holder: HolderId) -> Bytes:
-    """What a holder in quarantine has not given back; 0: it is not in quarantine."""
+    """Returns what a holder in quarantine has not given back; 0: it is not in quarantine."""
     stuck = [e for e in state.ledger.holding(holder).values() if e.reclaim_late]
     return Bytes(sum(charged(e) for e in stuck))
 
 
 def charged(entry: Ticket) -> Bytes:
+    """Returns what a ticket is charged on all its devices."""
     return Bytes(sum(entry.charge(d) for d in entry.devices))
 
 
 def mark_reclaimed(state: CoreState, entry: Ticket) -> None:
-    """Seen back: off the books."""
+    """Closes a ticket whose bytes were seen back."""
     assert entry.state is State.RECLAIMING
     reason = entry.leaving or Reason.LOST
     took = since(entry.since, state.now)
     if entry.revoked_at is not None:
         state.estimates.left(entry.capability, since(entry.revoked_at, state.now))
-    kind = "lease_ended" if entry.lease else "model_unload"
+    kind = EventKind.LEASE_ENDED if entry.lease else EventKind.MODEL_UNLOAD
     state.log(kind, entry, size=charged(entry), took=took, reason=reason.value, to="gone")
     state.close(entry)
     if reason in UNASKED and state.floors:

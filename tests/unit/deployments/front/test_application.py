@@ -25,7 +25,7 @@ STATE: dict[str, Any] = {"tickets": [], "cooldowns": [], "floors": [], "table": 
 FIXED = b'{"generation": 1, "settings": {"state_file": 1}}'  # read at start only
 LEASE = {
     "ticket": "mine", "capability": "", "model": "", "state": "resident", "in_state_s": 1.0,
-    "charged_bytes": {}, "lease": {"tenant": "acme"},
+    "charged_bytes": {}, "ram_bytes": 0, "lease": {"tenant": "acme"},
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ TABLE = parse_table({"capabilities": {"chat": {"role": "text", "engine": "m:f", 
 COLD = [{"capability": "chat", "model": "a", "cause": "no such file"}]
 
 
-ROW = {"ticket": "t", "in_state_s": 1.0, "charged_bytes": {}, "lease": None}
+ROW = {"ticket": "t", "in_state_s": 1.0, "charged_bytes": {}, "ram_bytes": 0, "lease": None}
 
 
 def state(failed: bool = False, **models: str) -> dict[str, Any]:

@@ -301,7 +301,7 @@ def test_repeated_wake_request_is_queued_once() -> None:
     driver.ask(30, "a", 80, host=40)
     driver.ask(31, "a", 80, host=40)
     assert driver.state.queue.tickets() == ["a"]
-    assert driver.state.queue.count("text/a") == 1
+    assert driver.state.queue.count(types.ModelName("text", "a")) == 1
 
 
 @pytest.mark.spec("B4")

@@ -6,7 +6,7 @@ from arbiter.core.decisions import Grant
 from arbiter.core.records import estimates
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.settings import DEFAULTS
-from arbiter.core.types import Need
+from arbiter.core.types import ModelName, Need
 from arbiter.units import Bytes, in_seconds, seconds
 from tests.support.core_driver import CPU, CoreDriver, gib
 
@@ -112,5 +112,5 @@ def test_exported_estimates_restore_the_expected_times() -> None:
         known.woke(KEY, seconds(s / 10))
     later.restore(known.export())
     assert (later.load_time(KEY), later.wake_time(KEY)) == (seconds(2), seconds(0.2))
-    later.forget_model("text", "a")
+    later.forget_model(ModelName("text", "a"))
     assert (later.load_time(KEY), later.wake_time(KEY)) == (0, 0) and later.export() == []

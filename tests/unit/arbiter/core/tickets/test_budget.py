@@ -105,7 +105,7 @@ def test_shared_scratch_is_not_learned_as_the_tickets_own() -> None:
     made.read(1)
     made.read(2)
     entry = made.state.ledger.find(TicketId("a"))
-    assert entry.peak_bytes == 20 * GIB
+    assert entry.last_load.peak_bytes == 20 * GIB
 
 
 @pytest.mark.spec("B2")

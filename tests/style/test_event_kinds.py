@@ -1,0 +1,57 @@
+"""Every line of the event log has a kind that EventKind names, and every kind is used."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from arbiter.core.decisions import EventKind
+
+ROOT = Path(__file__).parents[2]
+CODE = [p for package in ("arbiter", "deployments") for p in (ROOT / package).rglob("*.py")]
+
+
+def _is_log_line(call: ast.Call) -> bool:
+    """`LogEvent(kind, ...)`, or `state.log(kind, ...)` of the core."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id == "LogEvent"
+    return (
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == "log"
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id in ("state", "self")
+    )
+
+
+def free_kinds(text: str) -> list[str]:
+    """Kinds given as a string, as `line: kind`."""
+    calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and _is_log_line(n)]
+    firsts = [call.args[0] for call in calls if call.args]
+    return [f"{a.lineno}: {a.value}" for a in firsts if isinstance(a, ast.Constant)]
+
+
+@pytest.mark.spec("K1")
+def test_no_line_of_the_event_log_has_a_kind_of_its_own() -> None:
+    found = {str(p.relative_to(ROOT)): free_kinds(p.read_text()) for p in CODE}
+    assert not {path: kinds for path, kinds in found.items() if kinds}
+    assert free_kinds('state.log("misspelt", entry)\nlog.tell(LogEvent("odd", {}))')
+
+
+def test_every_kind_of_event_is_used() -> None:
+    outside = [p for p in CODE if p.name != "decisions.py"]
+    used = {
+        node.attr
+        for path in outside
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "EventKind"
+    }
+    assert used == {kind.name for kind in EventKind}
+
+
+def test_kind_of_event_reads_as_its_value() -> None:
+    """Readers of the log and hashes of recordings see what they saw when kinds were strings."""
+    kind = EventKind.MODEL_LOAD
+    assert kind == "model_load" and str(kind) == "model_load" and repr(kind) == "'model_load'"
+    assert "model_load" in {kind}

@@ -1,0 +1,88 @@
+"""Rules read the records and change them through named methods only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "arbiter" / "core" / "records"
+RULES = sorted(
+    path for path in (ROOT / "arbiter" / "core").rglob("*.py") if RECORDS not in path.parents
+)
+
+
+def _is_record(node: ast.AST) -> bool:
+    """A dataclass that can be written: a frozen one refuses by itself."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    decorators = [ast.unparse(d) for d in node.decorator_list]
+    return any(d.startswith("dataclass") and "frozen=True" not in d for d in decorators)
+
+
+def fields_of_records() -> set[str]:
+    """Names of all fields of the writable records, and what the other records keep."""
+    found: set[str] = set()
+    for path in RECORDS.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if _is_record(node):
+                assert isinstance(node, ast.ClassDef)
+                found |= {ast.unparse(f.target) for f in node.body if isinstance(f, ast.AnnAssign)}
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                found |= {attr for attr, _ in writes(node) if not attr.startswith("_")}
+    return found
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Assign | ast.Delete):
+        return list(node.targets)
+    return [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+
+
+def _parts(target: ast.expr) -> list[ast.expr]:
+    """A target, or each part of a tuple; of `a.b[c] = d` the field is `a.b`."""
+    if isinstance(target, ast.Tuple | ast.List):
+        return [part for each in target.elts for part in _parts(each)]
+    return _parts(target.value) if isinstance(target, ast.Subscript) else [target]
+
+
+def writes(tree: ast.AST) -> list[tuple[str, ast.Attribute]]:
+    """Every attribute that is assigned, counted up or deleted."""
+    parts = [p for node in ast.walk(tree) for t in _targets(node) for p in _parts(t)]
+    return [(p.attr, p) for p in parts if isinstance(p, ast.Attribute)]
+
+
+# The state of a rule itself, and state that no book depends on (arbiter/core/state.py).
+OWN = {"self", "pass_", "state", "holder", "node", "pressure_state", "engine", "failure", "switch"}
+
+
+def direct_writes(text: str, fields: set[str]) -> list[str]:
+    """Writes to a field of a record from outside, as `line: target`."""
+    return [
+        f"{target.lineno}: {ast.unparse(target)}"
+        for attr, target in writes(ast.parse(text))
+        if attr in fields and not (isinstance(target.value, ast.Name) and target.value.id in OWN)
+    ]
+
+
+@pytest.mark.parametrize("path", RULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_rules_change_records_through_named_methods(path: Path) -> None:
+    assert not direct_writes(path.read_text(), fields_of_records())
+
+
+PLANTED = (
+    "entry.granted = {}",
+    "entry.inflight, entry.last_used = 0, now",
+    "victim.measured[device] = Bytes(0)",
+    "state.ledger.books[device].free_bytes -= size",
+    "entry.revocation.unloading_since = None",
+    "del book.entries[ticket]",
+    "self._state.ledger.dirty = set()",
+)
+
+
+@pytest.mark.parametrize("line", PLANTED)
+def test_direct_write_that_is_planted_in_a_rule_is_found(line: str) -> None:
+    path = ROOT / "arbiter" / "core" / "eviction" / "eviction.py"
+    planted = f"{path.read_text()}\n\ndef planted(state, entry):\n    {line}\n"
+    assert direct_writes(planted, fields_of_records())
