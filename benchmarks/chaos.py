@@ -124,7 +124,7 @@ async def look(d: LiveArbiter, tally: Kills) -> None:
 
 async def chaos(kills: int, seed: int) -> Kills:
     dice, tally = random.Random(seed), Kills()
-    table = {name: capability(**{name: model(mib)}) for name, mib in MODELS.items()}
+    table = {name: capability("text", **{name: model(mib)}) for name, mib in MODELS.items()}
     async with live_arbiter(table, mib=BUDGET_MIB, barrier_s=2.0) as d:
         load = Load(d, tally, dice)
         clients = [asyncio.ensure_future(load.run(name)) for name in MODELS for _ in range(2)]

@@ -96,7 +96,8 @@ async def one(d: LiveArbiter, holder: Any, agent: Any, name: str) -> Load:
 
 async def run(count: int, seed: int, for_s: float) -> list[Load]:
     """As many as fit into the time."""
-    dice, loads = random.Random(seed), []
+    dice = random.Random(seed)
+    loads: list[Load] = []
     until_s = time.monotonic() + for_s
     async with live_arbiter(table(), mib=3_000) as d:
         holder, agent = d.holder("chat"), await d.agent()

@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from benchmarks import report
 from benchmarks.tally import Tally, end
 from tests.graph.conftest import KEEP_WARM_S, Graph, command_of, started
-from tests.graph.test_kills import VICTIMS, books_are_true, victims
+from tests.support.graph_processes import VICTIMS, books_are_true, victims
 
 ANSWER_S = 120.0  # no request may take longer, whatever dies
 LOOK_EVERY = 10  # kills between full comparisons of books and measurement
@@ -36,7 +37,7 @@ DOOR_S = 5.0
 PAUSE_S = 4.0  # between tries while nobody opens
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
 CHAT = {"messages": HELLO, "max_tokens": 24, "stream": True, "ignore_eos": True}
-CALLS = {
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-chat": ("/v1/chat/completions", CHAT),
     "small-chat": ("/v1/chat/completions", CHAT),
     "all-minilm-l6-v2": ("/v1/embeddings", {"input": "a ticket"}),

@@ -13,7 +13,7 @@ import json
 import os
 import time
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,12 @@ class Watch:
         self._graph, self._before = graph, look(*graph)
 
     def per(self, count: float) -> dict[str, float]:
-        spent: Counter[str] = Counter()
+        spent: defaultdict[str, float] = defaultdict(float)
         for pid, (name, now_s) in look(*self._graph).items():
             spent[name] += now_s - self._before.get(pid, (name, 0.0))[1]
-        rows = {name: round(1000 * spent_s / count, 2) for name, spent_s in spent.most_common()}
-        return {name: ms for name, ms in rows.items() if ms}
+        rows = {name: round(1000 * spent_s / count, 2) for name, spent_s in spent.items()}
+        by_cost = sorted(rows, key=lambda name: -rows[name])
+        return {name: rows[name] for name in by_cost if rows[name]}
 
 
 def measure(url: str, model: str, streams: int, session: str) -> dict[str, Any]:

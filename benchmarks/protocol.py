@@ -89,7 +89,7 @@ async def loads(pairs: int) -> Loads:
     async with live_arbiter(table, mib=130) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await asyncio.gather(chat.pid.remote(), other.pid.remote())
-        bare = Bare.remote()
+        bare = Bare.remote()  # type: ignore[attr-defined]
         for number in range(pairs + WARM_UP):
             start_ms, _ = await bare.start.remote(zygote_socket(), number)
             found.bare_ms.append(start_ms)
@@ -97,7 +97,8 @@ async def loads(pairs: int) -> Loads:
             await unload_all(d)
         ray.kill(bare)
     async with live_arbiter(table, mib=100) as d:  # now only one of them fits
-        chat, other, bare = d.holder("chat"), d.holder("other"), Bare.remote()
+        chat, other = d.holder("chat"), d.holder("other")
+        bare = Bare.remote()  # type: ignore[attr-defined]
         await chat.load_ms.remote("a")
         for number in range(pairs + WARM_UP):
             holder, name = ((other, "b"), (chat, "a"))[number % 2]

@@ -30,7 +30,7 @@ from benchmarks import report
 from benchmarks.graph_chaos import CALLS, ask, find
 from deployments.config import load_plan
 from tests.graph.conftest import Graph, command_of, started
-from tests.graph.test_kills import victims
+from tests.support.graph_processes import victims
 
 # Never killed here, so that what they hold before and after can be compared.
 KEPT = {

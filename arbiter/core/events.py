@@ -109,9 +109,9 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class EngineGone:
-    """No process of the ticket's engine exists any more (and, by the agent's tombstone, none will
-    start). `bytes_back` says whether its bytes were also seen free: at once for host RAM, after
-    NVML agrees for a GPU. Sent again with True once they are."""
+    """Says that no process of the ticket's engine exists any more (and, by the agent's tombstone,
+    none will start). `bytes_back` says whether its bytes were also seen free: at once for host RAM,
+    after NVML agrees for a GPU. Sent again with True once they are."""
 
     node: NodeId
     ticket: TicketId
@@ -142,7 +142,7 @@ class HeldTicket:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A holder introduces itself, at its start and after each arbiter restart. Its process, by pid
+    """Introduces a holder, at its start and after each restart of the arbiter. Its process, by pid
     and start time, is known to its node's agent after it died, even while there is no arbiter."""
 
     holder: HolderId
@@ -174,9 +174,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """Heartbeat. Level-triggered: it repeats every ticket, so any one may be lost; a ticket the
-    arbiter has charged to this holder that is missing here was released. `runs` ended since the
-    last one; so many more were dropped. `usage` counts all of them."""
+    """Brings a heartbeat. Level-triggered: it repeats every ticket, so any heartbeat may be lost; a
+    ticket charged to this holder that is missing here was released. `runs` ended since the last
+    heartbeat; `runs_dropped_count` more were dropped. `usage` counts all of them."""
 
     holder: HolderId
     tickets: tuple[HeldTicket, ...]
@@ -194,8 +194,8 @@ class HolderLost:
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The holder wants the model on a device of its node. A known ASLEEP ticket: wants it awake.
-    A ticket that waits already has become more urgent."""
+    """Asks for the model on a device of the holder's node. For a known ASLEEP ticket it asks to be
+    woken; for a ticket that waits already it says that it has become more urgent."""
 
     ticket: TicketId
     holder: HolderId
@@ -220,7 +220,7 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class GrowthAsked:
-    """A resident wants to hold more: longer context, more KV (A14). Answered like a request,
+    """Asks that a resident may hold more: longer context, more KV (A14). Answered like a request,
     under the same ticket."""
 
     ticket: TicketId
@@ -233,9 +233,9 @@ class GrowthAsked:
 
 @dataclass(frozen=True, slots=True)
 class GaveBack:
-    """A resident holds less from now on. Says how much it holds, not how much less, so it may be
-    repeated; and the next heartbeats say the same, so it may be lost. What is still measured stays
-    charged."""
+    """Says that a resident holds less from now on. It says how much is held, not how much less, so
+    it may be repeated; and the next heartbeats say the same, so it may be lost. What is still
+    measured stays charged."""
 
     ticket: TicketId
     devices: tuple[DeviceBytes, ...]  # what it has now of what it was granted

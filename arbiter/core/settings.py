@@ -46,7 +46,7 @@ class Timeouts:
     # What nodes do.
     rejoin: Span = seconds(5)  # A18: grants nothing before, unless every holder is back
     reap_every: Span = Span(250 * MILLISECOND)  # A10
-    reclaim_alarm: Span = seconds(5)  # A10: then an event, and the holder is quarantined
+    reclaim_overdue: Span = seconds(5)  # A10: then an event, and the holder is quarantined
     reading: Span = seconds(5)  # agents send a reading each second; five missed: not trusted
 
     # What the arbiter does.

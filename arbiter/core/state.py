@@ -77,7 +77,7 @@ class Node:
 
 @dataclass(slots=True)
 class PressureState:
-    """How short of real memory a device is, and what was done about it (C5)."""
+    """Says how short of real memory a device is, and what was done about it (C5)."""
 
     level: types.Level = types.Level.NOMINAL  # the worst of these two
     measured: types.Level = types.Level.NOMINAL
@@ -268,9 +268,9 @@ class CoreState:
 
     def take_dirty_nodes(self) -> list[NodeId]:
         """Returns the dirty nodes, which count as clean from now on."""
-        taken = self.dirty_nodes()
-        self.ledger.clean()
-        self.queue.clean()
+        if taken := self.dirty_nodes():
+            self.ledger.clean()
+            self.queue.clean()
         return taken
 
     # -- small moves that several rules share ---------------------------------------------------

@@ -26,7 +26,7 @@ class DeviceKind(Enum):
 
 
 class Priority(IntEnum):
-    """How urgent a request is (C2): the lowest number goes first. A model carries that of its
+    """Says how urgent a request is (C2): the lowest number goes first. A model carries that of its
     last request."""
 
     URGENT = 1
@@ -37,7 +37,7 @@ class Priority(IntEnum):
 
 
 class Level(IntEnum):
-    """How short of real memory a device is (C5)."""
+    """Says how short of real memory a device is (C5)."""
 
     NOMINAL = 0
     LOW = 1
@@ -45,7 +45,7 @@ class Level(IntEnum):
 
 
 class Floor(Enum):
-    """How far a model may fall (D1)."""
+    """Says how far a model may fall (D1)."""
 
     COLD = "cold"
     HOST = "host"  # asleep at least
@@ -53,7 +53,7 @@ class Floor(Enum):
 
 
 class Split(Enum):
-    """How a model larger than one device may lie on several (B5)."""
+    """Says how a model larger than one device may lie on several (B5)."""
 
     NONE = "none"
     EQUAL = "equal"  # tensor parallel
@@ -61,7 +61,8 @@ class Split(Enum):
 
 
 class Phase(Enum):
-    """What a holder says of one of its tickets. The arbiter's own states are in ledger.State."""
+    """Names what a holder says of a ticket. The arbiter's own states are in
+    records/ticket.State."""
 
     LOADING = "loading"
     RESIDENT = "resident"
@@ -91,7 +92,7 @@ class DeviceBytes:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Peak bytes of one model on one device, by part (A3)."""
+    """Gives the peak bytes of one model on one device, by part (A3)."""
 
     weights_bytes: Bytes
     working_bytes: Bytes = Bytes(0)  # KV cache and activations

@@ -141,7 +141,7 @@ class Graph:
         """Change the configuration while it runs."""
         file = self.folder / "changed.yaml"
         file.write_text(yaml.safe_dump(config))
-        command = [BIN / "serve", "deploy", file, "-a", self.dashboard]
+        command = [str(BIN / "serve"), "deploy", str(file), "-a", self.dashboard]
         env = os.environ | {"RAY_AUTH_MODE": "token"}
         subprocess.run(command, check=True, env=env, timeout=60, capture_output=True)
 

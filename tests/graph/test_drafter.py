@@ -11,8 +11,7 @@ import pytest
 from openai import OpenAI
 
 from tests.graph.conftest import BIN, ROOT, Graph, until
-from tests.graph.test_leases import environment
-from tests.graph.test_residency import emptied, said
+from tests.support.graph_commands import environment, read_command, unload_all
 
 TARGET, DRAFTER, ALONE = "drafted-chat", "small-chat", "plain-chat"
 MIB = 1 << 20
@@ -56,7 +55,7 @@ def test_target_waits_for_room_for_its_drafter_too_and_answers_as_the_target_alo
     graph: Graph, client: OpenAI
 ) -> None:
     alone = answer(client, ALONE)
-    until(lambda: emptied(graph), 60, "nothing is loaded")
+    until(lambda: unload_all(graph), 60, "nothing is loaded")
     with ThreadPoolExecutor(1) as asking:
         with all_but(graph, LEFT):
             together = asking.submit(answer, client, TARGET)
@@ -70,5 +69,7 @@ def test_target_waits_for_room_for_its_drafter_too_and_answers_as_the_target_alo
     assert held["drafter_bytes"] > 100 * MIB
     assert sum(held["granted_bytes"].values()) >= 700 * MIB + held["drafter_bytes"]
     assert len(graph.engines()) == 2  # of one engine: the frontend and its core
-    until(lambda: said(graph, "unload", TARGET) and not target(graph), 30, "the pair is gone")
+    until(
+        lambda: read_command(graph, "unload", TARGET) and not target(graph), 30, "the pair is gone"
+    )
     assert not graph.engines()

@@ -7,7 +7,7 @@ import pytest
 from openai import OpenAI
 
 from tests.graph.conftest import GROWN_TOKENS, Graph, until
-from tests.graph.test_residency import said
+from tests.support.graph_commands import read_command
 
 MODEL, NEIGHBOUR = "growing-chat", "wide-chat"
 WORDS = "the lease of a ticket is what counts "  # some nine tokens
@@ -56,8 +56,8 @@ def test_request_longer_than_the_context_grows_its_model_and_evicts_an_idle_one(
     assert ticket(graph)["ticket"] == before["ticket"]
     until(lambda: charged(graph) == is_small, 30, "idle, it gives back what it grew by")
     assert tokens(HELLO) < 256 and ticket(graph)["ticket"] == before["ticket"]
-    said(graph, "grow", MODEL)
+    read_command(graph, "grow", MODEL)
     until(lambda: charged(graph) > is_small + (400 << 20), 30, "it grows by hand")
-    assert said(graph, "shrink", MODEL) == {"model": MODEL, "size": "first"}
+    assert read_command(graph, "shrink", MODEL) == {"model": MODEL, "size": "first"}
     until(lambda: charged(graph) == is_small, 30, "and gives back")
-    said(graph, "unload", MODEL)
+    read_command(graph, "unload", MODEL)

@@ -13,30 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from openai import APIError, OpenAI
 
-from tests.graph.conftest import Graph, command_of, name_of, pids, until
-from tests.support.engine_host import device_bytes
+from tests.graph.conftest import Graph, until
+from tests.support.graph_processes import VICTIMS, books_are_true, victims
 
 CHAT = "tiny-chat"
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
-
-# Part of the command line of each victim. Ray names its workers after their actor.
-VICTIMS = {
-    "replica": "ray::ServeReplica:chat:chat",
-    "engine": "engine",
-    "arbiter": "ray::ArbiterActor",
-    "node agent": "ray::NodeAgent",
-    "zygote": "deployments.engines.zygote",
-    "controller": "ray::ServeController",
-}
-
-
-def victims(graph: Graph, kind: str) -> list[int]:
-    """Pids of that kind in this graph and no other."""
-    if kind == "engine":
-        return graph.engines()
-    if kind == "zygote":  # its forks keep its command line, but not its name
-        return [p for p in pids() if name_of(p) == "zygote" and graph.node in command_of(p)]
-    return [p for p in graph.workers() if VICTIMS[kind] in command_of(p)]
 
 
 def stream_once(client: OpenAI) -> str:
@@ -81,19 +62,3 @@ def test_a_killed_process_loses_nothing(graph: Graph, client: OpenAI, kind: str)
     assert set(outcomes) <= {"answered", "engine_lost", "arbiter_unavailable"}
     until(lambda: books_are_true(graph), 20, "the books equal the measured bytes")
     assert stream_once(client) == "answered"
-
-
-def books_are_true(graph: Graph) -> bool:
-    """The books equal what the kernel says now, nothing is overcommitted, and there is an engine
-    for each ticket that holds bytes and none besides."""
-    state = graph.state()
-    holding = [t for t in state["tickets"] if t["state"] not in ("queued", "closed")]
-    if not state["devices"] or any(t["state"] == "reclaiming" for t in holding):
-        return False  # a new epoch has not heard of its node, or bytes are on their way back
-    roots = {os.getpgid(pid) for pid in graph.engines()}
-    if len(roots) != len(holding):
-        return False
-    kernel_bytes = sum(device_bytes(root) for root in roots)
-    cpu = next(d for d in state["devices"] if d["kind"] == "cpu")
-    close = abs(cpu["measured_bytes"] - kernel_bytes) <= 0.05 * kernel_bytes  # B1
-    return close and cpu["free_bytes"] >= 0 and cpu["charged_bytes"] >= cpu["measured_bytes"]

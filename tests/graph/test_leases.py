@@ -1,6 +1,5 @@
 """`arbiter lease` around a command, on the running system."""
 
-import os
 import subprocess
 import sys
 import urllib.error
@@ -9,24 +8,10 @@ from typing import Any
 
 import pytest
 
-from deployments.front import keys
 from tests.graph.conftest import BIN, ROOT, Graph, until
+from tests.support.graph_commands import environment, run_command
 
 TRAINER = [sys.executable, "-m", "tests.support.trainer", "100"]
-
-
-def environment(graph: Graph) -> dict[str, str]:
-    path = keys.keys_path(None, graph.table["arbiter"]["state_file"])
-    token = keys.first_key_path(path).read_text().strip()
-    return os.environ | {"ARBITER_KEY": token, "ARBITER_URL": graph.url}
-
-
-def said(graph: Graph, *words: str) -> str:
-    command = [BIN / "arbiter", *words]
-    done = subprocess.run(
-        command, env=environment(graph), capture_output=True, text=True, timeout=60, check=True
-    )
-    return done.stdout
 
 
 def leased(graph: Graph) -> list[dict[str, Any]]:
@@ -43,14 +28,14 @@ def test_a_command_runs_while_its_memory_is_leased_and_ends_when_it_is_drained(
     job = subprocess.Popen(command, cwd=ROOT, env=environment(graph), stdout=subprocess.PIPE)
     try:
         [lease] = until(lambda: leased(graph), 60, "the job runs and is measured")
-        assert "job" in said(graph, "leases")
-        said(graph, "drain", lease["ticket"])
+        assert "job" in run_command(graph, "leases")
+        run_command(graph, "drain", lease["ticket"])
         assert job.wait(20) == 0  # the trainer obeys SIGTERM
     finally:
         job.kill()
         job.communicate()
     until(lambda: not leased(graph), 20, "its bytes are back")
-    assert said(graph, "cleanup").strip() == "ended: []"
+    assert run_command(graph, "cleanup").strip() == "ended: []"
 
 
 @pytest.mark.spec("A15", "L1")

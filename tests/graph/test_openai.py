@@ -7,7 +7,7 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.graph.conftest import Graph, until
-from tests.graph.test_residency import emptied
+from tests.support.graph_commands import unload_all
 
 CHAT, SMALL, EMBED = "tiny-chat", "small-chat", "all-minilm-l6-v2"
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
@@ -24,7 +24,7 @@ def test_models_are_listed_with_their_capability(graph: Graph, client: OpenAI) -
 
 @pytest.mark.spec("J1", "H0")
 def test_chat_answers_from_nothing_loaded(graph: Graph, client: OpenAI) -> None:
-    until(lambda: emptied(graph) and not graph.engines(), 60, "nothing is loaded")
+    until(lambda: unload_all(graph) and not graph.engines(), 60, "nothing is loaded")
     answer = client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=8)
     assert answer.choices[0].finish_reason in ("length", "stop")
     assert answer.usage is not None
@@ -69,7 +69,7 @@ def test_many_clients_at_once_cause_one_load(graph: Graph, client: OpenAI) -> No
         )
         return len(answer.choices)
 
-    until(lambda: emptied(graph), 60, "nothing is loaded")
+    until(lambda: unload_all(graph), 60, "nothing is loaded")
     last = graph.state()["sequence"]
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(ask, range(32))) == [1] * 32

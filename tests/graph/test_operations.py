@@ -17,7 +17,7 @@ import pytest
 from openai import OpenAI
 
 from tests.graph.conftest import BIN, DOWNSCALE_S, KEEP_WARM_S, Graph, until
-from tests.graph.test_kills import victims
+from tests.support.graph_processes import victims
 
 CHAT = "tiny-chat"
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]

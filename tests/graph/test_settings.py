@@ -10,7 +10,7 @@ from openai import APIStatusError, OpenAI
 
 from deployments.front import keys
 from tests.graph.conftest import Graph, until
-from tests.graph.test_residency import CHAT, level, said
+from tests.support.graph_commands import CHAT, level, read_command
 
 
 def put(graph: Graph, body: object, key: str) -> tuple[int, Any]:
@@ -28,8 +28,8 @@ def put(graph: Graph, body: object, key: str) -> tuple[int, Any]:
 def test_settings_change_by_command_and_over_http_for_one_generation(graph: Graph) -> None:
     path = keys.keys_path(None, graph.table["arbiter"]["state_file"])
     owner = keys.first_key_path(path).read_text().strip()
-    before = said(graph, "settings")
-    after = said(graph, "settings", "bypass_count=9")
+    before = read_command(graph, "settings")
+    after = read_command(graph, "settings", "bypass_count=9")
     assert (before["bypass_count"], after["bypass_count"]) == (8, 9)
     assert after["generation"] == before["generation"] + 1
     wanted = {"generation": before["generation"], "settings": {"bypass_count": 5}}
@@ -40,18 +40,18 @@ def test_settings_change_by_command_and_over_http_for_one_generation(graph: Grap
     wrong = {"generation": after["generation"], "settings": {"bypass_count": -1}}
     status, error = put(graph, wrong, owner)
     assert status == 400 and "bypass_count" in error["message"]
-    assert said(graph, "settings") == after
-    assert said(graph, "settings", "bypass_count=")["bypass_count"] == 8
-    assert "clients" in said(graph, "clients")
+    assert read_command(graph, "settings") == after
+    assert read_command(graph, "settings", "bypass_count=")["bypass_count"] == 8
+    assert "clients" in read_command(graph, "clients")
 
 
 @pytest.mark.spec("A21")
 def test_a_deadline_its_load_cannot_meet_is_refused_at_once_with_the_estimate(
     graph: Graph, client: OpenAI
 ) -> None:
-    said(graph, "load", CHAT)
+    read_command(graph, "load", CHAT)
     until(lambda: level(graph) == "device", 60, "it is resident")
-    until(lambda: said(graph, "unload", CHAT) and level(graph) == "cold", 30, "it is gone")
+    until(lambda: read_command(graph, "unload", CHAT) and level(graph) == "cold", 30, "it is gone")
     loads = [e for e in graph.events() if e["kind"] == "model_load" and e["model"] == CHAT]
     hello: Any = [{"role": "user", "content": "Quick!"}]
     with pytest.raises(APIStatusError) as caught:

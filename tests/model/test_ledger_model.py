@@ -14,7 +14,6 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import Decision, Grant, KillEngine, Reason, Refuse, Revoke, SetTimer
 from arbiter.core.eviction.eligibility import min_residency_ends
 from arbiter.core.eviction.ranking import effective_priority
-from arbiter.core.records.ledger import audit as audit_books
 from arbiter.core.records.ticket import CHARGED, State, Ticket
 from arbiter.core.settings import DEFAULTS, Timeouts
 from arbiter.units import (
@@ -29,6 +28,7 @@ from arbiter.units import (
     seconds,
 )
 from policies import bundle
+from tests.support.core_queries import CoreQueries
 
 NODE, CPU, HOST = NodeId("n"), DeviceId("n/cpu:0"), DeviceId("n/host")
 TICKETS = st.sampled_from([TicketId(c) for c in "abcdef"])
@@ -52,6 +52,7 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = Instant(0)
         self.arbiter = Arbiter(SETTINGS, bundle(SETTINGS), Epoch(1), frozenset({"h2"}), self.now)
+        self.core = CoreQueries(self.arbiter)
         self.born = pickle.dumps(self.arbiter)
         self.log: list[tuple[ev.Event, Instant, bytes]] = []
         # The model: granted (or rejoined) and not yet seen back, on which devices how much.
@@ -72,12 +73,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.feed(ev.Joined(HolderId("h1"), NODE, "text", ()))
         self.reading({}, 0, 0)
 
-    @property
-    def ledger(self):  # type: ignore[no-untyped-def]
-        return self.arbiter._state.ledger
-
     def feed(self, event: ev.Event) -> None:
-        before = {e.ticket: copy.copy(e) for e in self.ledger.entries()}
+        before = {e.ticket: copy.copy(e) for e in self.core.tickets()}
         decisions = self.arbiter.handle(event, self.now)
         self.log.append((event, self.now, pickle.dumps(decisions)))
         for decision in decisions:
@@ -86,7 +83,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def forget_ended(self, event: ev.Event) -> None:
         """Bytes leave the books only when they are seen back, or with their node."""
-        for ticket in [t for t in self.held if self.ledger.find(t) is None]:
+        for ticket in [t for t in self.held if self.core.find(t) is None]:
             seen_back = event == ev.EngineGone(NODE, ticket, True)
             assert seen_back or isinstance(event, ev.NodeLost), f"{ticket} freed by {event}"
             del self.held[ticket]
@@ -114,7 +111,7 @@ class LedgerMachine(RuleBasedStateMachine):
         ticket = grant.ticket
         if ticket in self.growing and not isinstance(event, ev.Requested):
             self.growing.discard(ticket)
-            assert all(self.ledger.books[p.device].free_bytes >= 0 for p in grant.devices)
+            assert all(self.core.account(p.device).free_bytes >= 0 for p in grant.devices)
             self.held[ticket] = {p.device: int(p.size_bytes) for p in grant.devices}
             return
         if ticket in self.held and before[ticket].state is not State.ASLEEP:
@@ -126,7 +123,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert ticket in self.asked, f"{ticket} was granted without asking"
         assert grant.load_by > self.now
         for part in grant.devices:
-            assert self.ledger.books[part.device].free_bytes >= 0
+            assert self.core.account(part.device).free_bytes >= 0
         self.asked.discard(ticket)
         self.answers[ticket] = grant
         self.held[ticket] = {p.device: int(p.size_bytes) for p in grant.devices}
@@ -144,11 +141,11 @@ class LedgerMachine(RuleBasedStateMachine):
         if ticket not in before and isinstance(first, Refuse):
             assert first == refusal, "a repeated question got another answer"
         self.asked.discard(ticket)
-        if self.ledger.find(ticket) is None:
+        if self.core.find(ticket) is None:
             self.answers[ticket] = refusal
 
     def judge_revoke(self, revoke: Revoke, before: Ticket) -> None:
-        entry = self.ledger.find(revoke.ticket)
+        entry = self.core.find(revoke.ticket)
         if before.state is State.DRAINING:
             return  # repeated to a holder that joined again
         assert before.state in (State.RESIDENT, State.LOADING)  # loaded by this very heartbeat
@@ -158,14 +155,14 @@ class LedgerMachine(RuleBasedStateMachine):
         if revoke.reason is Reason.SWAP:
             resident = copy.copy(entry)
             resident.state = State.RESIDENT
-            most_urgent = min(e.priority for e in self.ledger.entries() if e is not entry)
-            assert most_urgent <= effective_priority(self.arbiter._state, resident)
-            if most_urgent == effective_priority(self.arbiter._state, resident):
-                assert self.now >= min_residency_ends(self.arbiter._state, resident)
+            most_urgent = min(e.priority for e in self.core.tickets() if e is not entry)
+            assert most_urgent <= effective_priority(self.core.state, resident)
+            if most_urgent == effective_priority(self.core.state, resident):
+                assert self.now >= min_residency_ends(self.core.state, resident)
             assert self.now >= entry.declined_until
 
     def state_of(self, ticket: TicketId) -> State | None:
-        entry = self.ledger.find(ticket)
+        entry = self.core.find(ticket)
         return entry.state if entry else None
 
     # -- anything that may happen ----------------------------------------------------------------
@@ -184,7 +181,7 @@ class LedgerMachine(RuleBasedStateMachine):
             ticket, HOLDER_OF[ticket], "text", ticket, need, "", True, deadline, attempt,
             priority,
         ))  # fmt: skip
-        if self.ledger.find(ticket) is None or self.state_of(ticket) in (
+        if self.core.find(ticket) is None or self.state_of(ticket) in (
             State.LOADING, State.RESIDENT, State.RECLAIMING
         ):  # fmt: skip
             self.asked.discard(ticket)
@@ -208,12 +205,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(ticket=TICKETS, less=st.integers(1, 6))
     def give_back(self, ticket: TicketId, less: int) -> None:
         if self.state_of(ticket) is State.RESIDENT:
-            home = self.ledger.find(ticket).home
+            home = self.core.find(ticket).home
             assert len(home) <= 1
             self.held[ticket] = {d: max(0, b - less) for d, b in home.items()}
         has = tuple(types.DeviceBytes(d, Bytes(b)) for d, b in self.held.get(ticket, {}).items())
         self.feed(ev.GaveBack(ticket, has))
-        once = dict(entry.home) if (entry := self.ledger.find(ticket)) else {}
+        once = dict(entry.home) if (entry := self.core.find(ticket)) else {}
         self.feed(ev.GaveBack(ticket, has))
         assert once == (entry.home if entry else {}), "repeated, it gave back twice"
 
@@ -233,7 +230,7 @@ class LedgerMachine(RuleBasedStateMachine):
             ev.HeldTicket(
                 t, t, phase, inflight, seconds(0 if inflight else 1),
                 tuple(types.DeviceBytes(d, Bytes(b)) for d, b in sorted(self.held[t].items())),
-                e.need if (e := self.ledger.find(t)) else types.Need(Bytes(3)),
+                e.need if (e := self.core.find(t)) else types.Need(Bytes(3)),
             )
             for t in sorted(self.held) if HOLDER_OF[t] == holder
         ]  # fmt: skip
@@ -252,14 +249,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def join(self, holder: HolderId, ticket: TicketId, phase: types.Phase, size: int) -> None:
         """With one ticket the arbiter may not know: bytes from before a restart."""
         held = self.account(holder, types.Phase.RESIDENT, 0)
-        fresh = ticket not in self.arbiter._state.answers and self.ledger.find(ticket) is None
+        fresh = not self.core.has_answer(ticket) and self.core.find(ticket) is None
         if fresh and HOLDER_OF[ticket] == holder:
             part = (types.DeviceBytes(CPU, Bytes(size)),)
             need = types.Need(Bytes(size), host_bytes=Bytes(2))
             held.append(ev.HeldTicket(ticket, ticket, phase, 0, seconds(0), part, need))
             self.held[ticket] = {CPU: size}
         self.feed(ev.Joined(holder, NODE, "text", tuple(held)))
-        self.asked -= {t for t in self.asked if self.ledger.find(t) is None}
+        self.asked -= {t for t in self.asked if self.core.find(t) is None}
 
     @rule(holder=HOLDERS)
     def holder_dies(self, holder: HolderId) -> None:
@@ -279,7 +276,7 @@ class LedgerMachine(RuleBasedStateMachine):
         cpu=st.integers(0, 5), host=st.integers(0, 3),
     )  # fmt: skip
     def reading(self, engines: dict[TicketId, tuple[int, int]], cpu: int, host: int) -> None:
-        if NODE not in self.arbiter._state.nodes:
+        if NODE not in self.core.nodes():
             return
         self.foreign = {CPU: cpu, HOST: host}
         self.measured = {t: {CPU: c, HOST: h} for t, (c, h) in engines.items()}
@@ -297,7 +294,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def see_node(self, cpu: int = 10) -> None:
         """The agent starts (again), and the device may have changed."""
         self.budget[CPU] = cpu
-        if NODE not in self.arbiter._state.nodes:
+        if NODE not in self.core.nodes():
             self.foreign = {CPU: 0, HOST: 0}
         self.feed(ev.NodeSeen(NODE, (
             types.DeviceSpec(CPU, types.DeviceKind.CPU, Bytes(cpu)),
@@ -329,22 +326,22 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_match_the_model(self) -> None:
-        charged = {e.ticket: e for e in self.ledger.entries(*CHARGED)}
+        charged = {e.ticket: e for e in self.core.tickets(*CHARGED)}
         assert charged.keys() == self.held.keys()
-        for device, book in self.ledger.books.items():
+        for device, book in self.core.accounts().items():
             assert book.budget_bytes == self.budget[device]
             total = sum(e.charge(device) for e in charged.values())
             assert book.charged_bytes == total
             assert book.free_bytes + total + book.foreign_bytes == book.budget_bytes
-            unclaimed = self.arbiter._state.nodes[NODE].unclaimed.keys()
+            unclaimed = self.core.unclaimed(NODE)
             assert self.measured.keys() - self.held.keys() <= unclaimed
             orphans = sum(m[device] for t, m in self.measured.items() if t in unclaimed)
             assert book.foreign_bytes == self.foreign[device] + orphans
-        audit_books(self.ledger)
+        self.core.audit()
 
     @invariant()
     def each_ticket_is_charged_the_larger_of_grant_and_measure(self) -> None:
-        for entry in self.ledger.entries(*CHARGED):
+        for entry in self.core.tickets(*CHARGED):
             granted = self.held[entry.ticket]
             if entry.state in (State.LOADING, State.RESIDENT, State.DRAINING):
                 for device, size in granted.items():
@@ -354,9 +351,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def queued_tickets_are_in_the_queue_once(self) -> None:
-        line = self.arbiter._state.queue.tickets()
-        queued = {e.ticket for e in self.ledger.entries(State.QUEUED)}
-        assert len(line) == len(set(line)) == len(self.arbiter._state.queue)
+        line = self.core.queue()
+        queued = {e.ticket for e in self.core.tickets(State.QUEUED)}
+        assert len(line) == len(set(line)) == len(self.core.request_queue)
         assert queued <= set(line) <= self.asked
 
     def teardown(self) -> None:

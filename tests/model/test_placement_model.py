@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Grant, Revoke
-from arbiter.core.records.ledger import audit as audit_books
 from arbiter.core.records.ticket import State
 from arbiter.units import Bytes, DeviceId, HolderId, NodeId, TicketId, seconds
 from tests.support.core_driver import CoreDriver, gib
@@ -122,12 +121,12 @@ class Node:
                     e.ticket, e.model, types.Phase(e.state.value), 0, seconds(1),
                     tuple(types.DeviceBytes(d, b) for d, b in e.home.items()), e.need,
                 )
-                for e in self.driver.state.ledger.holding(holder).values()
+                for e in self.driver.charged_tickets_of(holder)
             )  # fmt: skip
             self.feed(ev.Renewed(holder, held))
 
     def tickets(self, state: State) -> list[TicketId]:
-        return [e.ticket for e in self.driver.state.ledger.entries(state)]
+        return [e.ticket for e in self.driver.tickets(state)]
 
     # -- what may happen -------------------------------------------------------------------------
 
@@ -156,7 +155,7 @@ class Node:
     def wake(self, _: str, pick: int) -> None:
         if found := self.tickets(State.ASLEEP):
             ticket = found[pick % len(found)]
-            entry = self.driver.state.ledger.find(ticket)
+            entry = self.driver.find(ticket)
             [slept_on] = entry.home
             there = next(row for row in self.seen(ticket[0]) if row.device == slept_on)
             fits = there.free_gib >= self.sizes[ticket[0]]
@@ -172,4 +171,4 @@ def test_load_goes_where_an_exhaustive_search_places_it(
     node = Node(sizes)
     for what, model, pick in steps:
         getattr(node, what)(model, pick)
-    audit_books(node.driver.state.ledger)
+    node.driver.audit()

@@ -38,7 +38,7 @@ class Tenants(RuleBasedStateMachine):
     def feed(self, event: ev.Event) -> None:
         told = len(self.driver.told)
         before = {t: self.staying(t) for t in TENANTS}
-        owners = {e.ticket: e.client.tenant for e in self.driver.state.ledger.entries()}
+        owners = {e.ticket: e.client.tenant for e in self.driver.tickets()}
         self.driver.at(self.now, event)
         # One event can grow a ticket and then evict it: what counts is held at the eviction.
         for tell in self.driver.told[told:]:
@@ -55,11 +55,11 @@ class Tenants(RuleBasedStateMachine):
             assert before["keeper"] > gib(RESERVED)
 
     def held(self, tenant: str) -> int:
-        books = self.driver.state.ledger.books
+        books = self.driver.accounts()
         return sum(e.charge(CPU) for e in books[CPU].entries.values() if e.client.tenant == tenant)
 
     def staying(self, tenant: str) -> int:
-        entries = self.driver.state.ledger.books[CPU].entries.values()
+        entries = self.driver.account().entries.values()
         mine = [e for e in entries if e.client.tenant == tenant and e.state not in LEAVING]
         return sum(e.charge(CPU) for e in mine)
 
@@ -100,7 +100,7 @@ class Tenants(RuleBasedStateMachine):
         ))  # fmt: skip
 
     def one(self, state: State, pick: int) -> TicketId | None:
-        found = [e.ticket for e in self.driver.state.ledger.entries(state)]
+        found = [e.ticket for e in self.driver.tickets(state)]
         return found[pick % len(found)] if found else None
 
     @rule(pick=st.integers(0, 20), ends=st.sampled_from(["loaded", "loaded", "broke"]))
@@ -113,7 +113,7 @@ class Tenants(RuleBasedStateMachine):
     def is_used(self, pick: int, inflight: int, tenant: str) -> None:
         """By anybody, which may change whose it is."""
         ticket = self.one(State.RESIDENT, pick)
-        entry = self.driver.state.ledger.find(ticket) if ticket else None
+        entry = self.driver.find(ticket) if ticket else None
         if entry is None or entry.lease:
             return
         held = tuple(
@@ -122,7 +122,7 @@ class Tenants(RuleBasedStateMachine):
                 client=types.Client(tenant) if e is entry else e.client,
                 uses_count=e.uses_count + (e is entry),
             )
-            for e in self.driver.state.ledger.held_by(entry.holder)
+            for e in self.driver.tickets_of(entry.holder)
             if e.state.value in ("loading", "resident", "draining", "asleep")
         )
         self.feed(ev.Renewed(entry.holder, held, usage=(ev.Usage(types.Client(tenant), 1),)))
@@ -142,7 +142,7 @@ class Tenants(RuleBasedStateMachine):
     @rule()
     def read(self) -> None:
         devices = tuple(
-            ev.DeviceReading(d, Bytes(0), Bytes(0)) for d in self.driver.state.nodes["n"].devices
+            ev.DeviceReading(d, Bytes(0), Bytes(0)) for d in self.driver.devices_of("n")
         )
         self.feed(ev.Measured("n", devices, ()))  # type: ignore[arg-type]
 
@@ -154,7 +154,7 @@ class Tenants(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 20), tenant=st.sampled_from(TENANTS))
     def wake(self, pick: int, tenant: str) -> None:
         if ticket := self.one(State.ASLEEP, pick):
-            entry = self.driver.state.ledger.find(ticket)
+            entry = self.driver.find(ticket)
             self.waiting[ticket] = tenant
             self.feed(ev.Requested(
                 ticket, entry.holder, "text", entry.model, entry.need, "", True,
@@ -164,7 +164,7 @@ class Tenants(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 20), more=st.integers(1, 6))
     def grow(self, pick: int, more: int) -> None:
         if ticket := self.one(State.RESIDENT, pick):
-            self.waiting[ticket] = self.driver.state.ledger.find(ticket).client.tenant
+            self.waiting[ticket] = self.driver.find(ticket).client.tenant
             self.feed(ev.GrowthAsked(ticket, gib(more), seconds(5)))
 
     @rule(tenths=st.integers(1, 120))
@@ -182,18 +182,18 @@ class Tenants(RuleBasedStateMachine):
     @invariant()
     def reserved_bytes_not_held_are_free(self) -> None:
         lacking = max(0, gib(RESERVED) - self.held("keeper"))
-        assert self.driver.state.ledger.books[CPU].free_bytes >= lacking
+        assert self.driver.account().free_bytes >= lacking
 
     @invariant()
     def holdings_add_up(self) -> None:
-        holdings = self.driver.state.ledger.holdings
-        assert sum(holdings.by_client.values()) == self.driver.state.ledger.books[CPU].charged_bytes
+        holdings = self.driver.holdings
+        assert sum(holdings.by_client.values()) == self.driver.account().charged_bytes
         for tenant in TENANTS:
             assert holdings.by_tenant[tenant] == self.held(tenant)
 
     def teardown(self) -> None:
         self.feed(ev.TimerFired())
-        seen = self.driver.arbiter.snapshot(self.driver.state.now).clients
+        seen = self.driver.snapshot().clients
         total = sum(row.byte_seconds_count for row in seen) / GIB
         assert abs(total - self.integral) < 1e-3 * max(1.0, self.integral)
 

@@ -13,11 +13,10 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, Grant, Refuse, Revoke
 from arbiter.core.queue import grant_pass
-from arbiter.core.records.ledger import audit as audit_books
 from arbiter.core.records.ticket import State
 from arbiter.core.settings import Timeouts
 from arbiter.units import SECOND, HolderId, Instant, TicketId, seconds
-from tests.support.core_driver import CPU, PATIENT, PLAIN, CoreDriver, s
+from tests.support.core_driver import NODE, PATIENT, PLAIN, CoreDriver, s
 
 MOST_COUNT, MOST_S = 3, 30
 DEVICE = 40
@@ -41,7 +40,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
         self.bypassed: dict[str, int] = {}
 
     def feed(self, event: ev.Event) -> list[Decision]:
-        states = {e.ticket: e.state for e in self.driver.state.ledger.entries()}
+        states = {e.ticket: e.state for e in self.driver.tickets()}
         decisions = self.driver.at(self.now, event)
         for decision in decisions:
             match decision:
@@ -85,7 +84,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
         ))  # fmt: skip
 
     def one(self, state: State, pick: int) -> TicketId | None:
-        found = [e.ticket for e in self.driver.state.ledger.entries(state)]
+        found = [e.ticket for e in self.driver.tickets(state)]
         return found[pick % len(found)] if found else None
 
     @rule(pick=st.integers(0, 20), what=st.sampled_from(["loaded", "loaded", "broke", "left"]))
@@ -100,10 +99,10 @@ class RequestQueueMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 20), inflight=st.integers(0, 1))
     def beats(self, pick: int, inflight: int) -> None:
         if ticket := self.one(State.RESIDENT, pick):
-            holder = self.driver.state.ledger.find(ticket).holder
+            holder = self.driver.find(ticket).holder
             held = tuple(
                 self.driver.held(e.ticket, inflight=inflight, t=self.now)
-                for e in self.driver.state.ledger.held_by(holder)
+                for e in self.driver.tickets_of(holder)
                 if e.state.value in ("loading", "resident", "draining", "asleep")
             )
             self.feed(ev.Renewed(holder, held))
@@ -125,7 +124,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
     def read(self) -> None:
         devices = tuple(
             ev.DeviceReading(d, 0, 0)
-            for d in self.driver.state.nodes["n"].devices  # type: ignore[arg-type]
+            for d in self.driver.devices_of("n")  # type: ignore[arg-type]
         )
         self.feed(ev.Measured("n", devices, ()))  # type: ignore[arg-type]
 
@@ -140,7 +139,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
             self.number += 1
             self.asked[ticket], self.bypassed[ticket] = self.now, 0
             self.order[ticket] = self.number
-            entry = self.driver.state.ledger.find(ticket)
+            entry = self.driver.find(ticket)
             self.feed(ev.Requested(
                 ticket, entry.holder, "text", entry.model, entry.need, "", True, priority=priority
             ))  # fmt: skip
@@ -148,7 +147,7 @@ class RequestQueueMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 20), priority=st.sampled_from(types.Priority))
     def raise_priority(self, pick: int, priority: types.Priority) -> None:
         if ticket := self.one(State.QUEUED, pick):
-            entry = self.driver.state.ledger.find(ticket)
+            entry = self.driver.find(ticket)
             self.feed(ev.Requested(
                 ticket, entry.holder, "text", entry.model, entry.need, "", True, priority=priority
             ))  # fmt: skip
@@ -170,11 +169,11 @@ class RequestQueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def queued_tickets_are_in_the_queue(self) -> None:
-        assert set(self.driver.state.queue.tickets()) <= set(self.asked)
+        assert set(self.driver.queue()) <= set(self.asked)
 
     @invariant()
     def policy_order_holds_behind_aged_tickets(self) -> None:
-        rows = self.driver.state.queue.at("n")  # type: ignore[arg-type]
+        rows = self.driver.request_queue.at(NODE)
         assert [w.key for w in rows] == sorted(w.key for w in rows)
         dues = [w.is_aged for w in rows]
         assert dues == sorted(dues, reverse=True)
@@ -195,8 +194,8 @@ class RequestQueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_byte_is_lent_twice(self) -> None:
-        assert self.driver.state.ledger.books[CPU].free_bytes >= 0
-        audit_books(self.driver.state.ledger)
+        assert self.driver.account().free_bytes >= 0
+        self.driver.audit()
 
 
 TestRequestQueue = RequestQueueMachine.TestCase

@@ -33,12 +33,12 @@ class Host:
 
     def feed(self, event: ev.Event) -> None:
         self.now += 1
-        before = {e.ticket for e in self.driver.state.ledger.entries(State.RECLAIMING)}
+        before = {e.ticket for e in self.driver.tickets(State.RECLAIMING)}
         out = self.driver.at(self.now, event)
         self.judge([d.ticket for d in out if isinstance(d, KillEngine) and d.ticket not in before])
 
     def judge(self, killed: list[TicketId]) -> None:
-        book = self.driver.state.ledger.books[HOST]
+        book = self.driver.account(HOST)
         going = [e for e in book.entries.values() if e.state in LEAVING and not e.reclaim_late]
         stays = book.budget_bytes - book.free_bytes - sum(e.charge(HOST) for e in going)
         fell = [e for e in going if e.ticket in killed and e.leaving is Reason.FIT]
@@ -50,15 +50,15 @@ class Host:
             assert not any(self.must_stay(e) for e in fell)
         is_over = before > book.budget_bytes  # then it is made to fit first: between the marks
         if stays > (LOW if fell and not is_over else HIGH):
-            sleepers = self.driver.state.ledger.entries(State.ASLEEP)
+            sleepers = self.driver.tickets(State.ASLEEP)
             newest = max(sleepers, key=lambda e: (e.since, e.ticket), default=None)
             assert all(e is newest or self.must_stay(e) for e in sleepers)
 
     def must_stay(self, entry: Ticket) -> bool:
-        return entry.model == FLOORED or entry.ticket in self.driver.state.queue
+        return entry.model == FLOORED or entry.ticket in self.driver.queue()
 
     def one(self, state: State, pick: int) -> Ticket | None:
-        found = self.driver.state.ledger.entries(state)
+        found = self.driver.tickets(state)
         return found[pick % len(found)] if found else None
 
     # -- what may happen -------------------------------------------------------------------------

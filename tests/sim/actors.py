@@ -5,6 +5,7 @@ with the arbiter but messages.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from arbiter import errors
@@ -208,7 +209,7 @@ class Holder:
                 ticket.priority, ticket.tenant = caller.priority, caller.tenant
                 ticket.uses_count += 1
                 takes_s = 15.0 if self.world.chance("long") else 2.0
-                self.world.later(takes_s, lambda t=ticket: self.done(t))
+                self.world.later(takes_s, partial(self.done, ticket))
             elif not any(self.raise_priority(r, caller) for r in self.asked.values()):
                 self.want(caller.model, ticket, priority=caller.priority, tenant=caller.tenant)
         self.callers = [c for c in self.callers if c.answered is None]
@@ -503,4 +504,4 @@ class Holder:
         self.alive = False
         for engine in [e for e in self.agent.engines.values() if e.holder == self.holder]:
             if not self.world.chance("hang"):
-                self.world.later(1, lambda e=engine: self.agent.end(e))
+                self.world.later(1, partial(self.agent.end, engine))

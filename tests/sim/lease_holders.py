@@ -4,6 +4,7 @@ Their engine is a process nobody else ends: a reap only makes the agent say when
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from arbiter import errors
 from arbiter.core import events as ev
@@ -96,7 +97,7 @@ class LeaseHolder(Holder):
     def die(self) -> None:
         self.alive = False
         for engine in [e for e in self.agent.engines.values() if e.holder == self.holder]:
-            self.world.later(1, lambda e=engine: self.agent.end(e))
+            self.world.later(1, partial(self.agent.end, engine))
 
 
 SIZES_GIB = (5, 15, 40)

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from operator import methodcaller
 
 from arbiter.core import events as ev
 from arbiter.core import types
@@ -232,9 +233,9 @@ class World:
                 case Revoke(_, holder) | LoadModel(holder, _):
                     self.to_holder(holder, decision)
                 case KillEngine(node, ticket):
-                    self.to_agent(node, lambda a, t=ticket: a.reap(t))
+                    self.to_agent(node, methodcaller("reap", ticket))
                 case RequestReading(node):
-                    self.to_agent(node, lambda a: a.read())
+                    self.to_agent(node, methodcaller("read"))
                 case LogEvent(kind):
                     self.told[kind] += 1
                 case SetTimer(at):

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("arbiter", "policies", "deployments", "models")
 CODE = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 PURE_MODULES = ("arbiter.core", "arbiter.errors", "arbiter.units", "policies")
 PURE = [ROOT / "arbiter" / "errors.py", ROOT / "arbiter" / "units.py"]
 PURE += sorted((ROOT / "arbiter" / "core").rglob("*.py"))
@@ -220,3 +221,36 @@ def test_states_diagram_is_up_to_date() -> None:
     assert states_diagram.PATH.read_text() == states_diagram.page()
     pairs = {(state, to) for state, targets in TRANSITIONS.items() for to in targets}
     assert pairs == states_diagram.WHY.keys()
+
+
+@pytest.mark.parametrize("path", [*TESTS, *BENCHMARKS], ids=name_of)
+def test_nothing_imports_from_a_test_module(path: Path) -> None:
+    """What several of them need lies in tests/support."""
+    nodes = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = {a.name for n in nodes for a in n.names}
+    names |= {
+        f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names
+    }
+    parts = {part for name in names if name.startswith("tests.") for part in name.split(".")[1:]}
+    assert not {part for part in parts if part.startswith("test_")}
+
+
+def reads_of_the_core(path: Path) -> list[int]:
+    """Where a test looks through an arbiter's state instead of asking the driver."""
+    reads = [n.value for n in ast.walk(tree(path)) if isinstance(n, ast.Attribute)]
+    whole = [n for n in reads if isinstance(n, ast.Attribute) and n.attr == "state"]
+    private = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Attribute)]
+    drivers = ("driver", "d", "made", "again")
+    return [
+        *(n.lineno for n in whole if ast.unparse(n.value).split(".")[-1] in drivers),
+        *(n.lineno for n in private if n.attr == "_state" and "arbiter" in ast.unparse(n.value)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in TESTS if p.parts[-2] == "model" or "unit" in p.parts], ids=name_of
+)
+def test_tests_ask_the_driver_of_the_core(path: Path) -> None:
+    """A rule may be given the state; what a test wants to know of it has a name in
+    tests/support/core_queries.py, so that a rename in the core touches one file."""
+    assert not reads_of_the_core(path)

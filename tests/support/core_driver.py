@@ -35,9 +35,10 @@ from arbiter.units import (
     seconds,
 )
 from policies import bundle
+from tests.support.core_queries import CPU, CoreQueries
 
 NODE = NodeId("n")
-CPU, HOST = DeviceId("n/cpu:0"), DeviceId("n/host")
+HOST = DeviceId("n/host")
 PATIENT = replace(
     Timeouts(),
     silent=seconds(3600),
@@ -75,7 +76,7 @@ def capability(
     return types.CapabilitySpec(name, role, "fake", specs, seconds(300))
 
 
-class CoreDriver:
+class CoreDriver(CoreQueries):
     def __init__(
         self,
         device: float = 80,
@@ -88,8 +89,10 @@ class CoreDriver:
         holders: tuple[str, ...] = ("h",),
         read: bool = True,
     ) -> None:
-        self.arbiter = Arbiter(
-            settings, bundle(settings), Epoch(1), frozenset(map(HolderId, known)), Instant(0)
+        super().__init__(
+            Arbiter(
+                settings, bundle(settings), Epoch(1), frozenset(map(HolderId, known)), Instant(0)
+            )
         )
         self.told: list[LogEvent] = []
         self.wakes: list[Instant] = []
@@ -188,7 +191,7 @@ class CoreDriver:
         """A heartbeat that repeats every ticket of the holder; `names` have `inflight`."""
         held = tuple(
             self.held(e.ticket, inflight=inflight if e.ticket in names else e.inflight, t=t)
-            for e in self.state.ledger.held_by(HolderId(holder))
+            for e in self.tickets_of(holder)
             if e.state.value in ("loading", "resident", "draining", "asleep")
         )
         return self.at(t, ev.Renewed(HolderId(holder), held))
@@ -198,7 +201,7 @@ class CoreDriver:
         model: str = "", size: float | None = None, idle_s: float | None = None,
     ) -> ev.HeldTicket:  # fmt: skip
         """What a holder says of a ticket: by default what the arbiter believes."""
-        entry = self.state.ledger.find(TicketId(name))
+        entry = self.find(name)
         phase = phase or (types.Phase(entry.state.value) if entry else types.Phase.RESIDENT)
         idle = Span(s(t) - entry.last_used if entry and not entry.inflight else 0)
         idle = idle if idle_s is None else seconds(idle_s)
@@ -218,20 +221,6 @@ class CoreDriver:
         return self.at(t, ev.EngineGone(NODE, TicketId(name), bytes_back))
 
     # -- looking -------------------------------------------------------------------------------
-
-    @property
-    def state(self):  # type: ignore[no-untyped-def]
-        return self.arbiter._state
-
-    def state_of(self, name: str) -> str:
-        entry = self.state.ledger.find(TicketId(name))
-        return entry.state.value if entry else "closed"
-
-    def free(self, device: DeviceId = CPU) -> float:
-        return self.state.ledger.books[device].free_bytes / GIB
-
-    def charged(self, device: DeviceId = CPU) -> float:
-        return self.state.ledger.books[device].charged_bytes / GIB
 
     def kinds(self) -> list[str]:
         return [t.kind for t in self.told]

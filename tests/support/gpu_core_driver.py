@@ -56,10 +56,10 @@ class GpuDesk(CoreDriver):
         return tuple(ev.DeviceUnreadable(d, cause) for d, cause in self.unreadable.items())
 
     def measured(self, name: str) -> dict[DeviceId, int]:
-        entry = self.state.ledger.find(TicketId(name))
+        entry = self.ticket(name)
         return dict(entry.measured)
 
     def device_of(self, name: str) -> DeviceId:
-        entry = self.state.ledger.find(TicketId(name))
+        entry = self.ticket(name)
         [device] = entry.home
         return DeviceId(device)

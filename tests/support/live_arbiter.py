@@ -64,7 +64,7 @@ class Holder:
         """HTTP status of one call."""
         async with self.residency.use(name, deadline_s=deadline_s, client=client) as engine:
             parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, b"{}")]
-        return int(parts[0].status)
+        return int(parts[0].status)  # type: ignore[union-attr]  # the head comes first
 
     async def stream(self, name: str) -> int:
         """How many chunks came."""
@@ -137,9 +137,12 @@ class LiveArbiter:
     async def start(
         self, capabilities: dict[str, Any], mib: int, gpus: str = "", **arbiter: Any
     ) -> None:
-        arenas = {"cpu": round(mib * MIB / 0.9), "host": 512 * MIB}  # the wiggle room on top
+        arenas: dict[str, int] = {
+            "cpu": round(mib * MIB / 0.9),
+            "host": 512 * MIB,
+        }  # the wiggle room on top
         arenas["gpu"] = round((mib + 512) * MIB / 0.9)  # and the margin
-        own = {"arenas": arenas, "state_file": str(self.folder / "arbiter.sqlite")}
+        own: dict[str, Any] = {"arenas": arenas, "state_file": str(self.folder / "arbiter.sqlite")}
         own |= {"spare_workers": 0, **arbiter}  # whose start would take a core for a second
         self.table = parse_table({"arbiter": own, "capabilities": capabilities})
         made = boot.boot(self.table)
@@ -149,7 +152,7 @@ class LiveArbiter:
         await self.until(lambda s: s["devices"] and s["devices"][0]["physical_free_bytes"])
 
     def holder(self, name: str = "chat") -> Any:
-        made = Holder.remote(name)
+        made = Holder.remote(name)  # type: ignore[attr-defined]
         self.holders.append(made)
         return made
 

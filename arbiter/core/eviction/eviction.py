@@ -36,7 +36,7 @@ Victims = list[Ticket]
 
 
 def make_room(
-    state: CoreState, waiting: Ticket, device: DeviceId, short: int, urgent: Priority
+    state: CoreState, waiting: Ticket, device: DeviceId, short: Bytes, urgent: Priority
 ) -> bool:
     """Revokes victims that free `short` bytes beyond what is on its way, for an asker of priority
     `urgent`. Returns False, having revoked none, when all lawful victims would not suffice.
@@ -46,9 +46,9 @@ def make_room(
         for prefetched in prefetches:
             kill_and_notify(state, prefetched, Reason.WITHDRAWN)
         return True
-    options, chosen = _weigh(state, book, waiting, Bytes(short), urgent)
+    options, chosen = _weigh(state, book, waiting, short, urgent)
     if chosen:
-        _remember(state, book, waiting, Bytes(short), options, chosen)
+        _remember(state, book, waiting, short, options, chosen)
     victims = [book.entries[option.ticket] for option in chosen]
     for victim in victims:
         note_evicted_for(state, waiting, victim)
@@ -75,13 +75,13 @@ def evict_own(state: CoreState, waiting: Ticket, short: Bytes, urgent: Priority)
 
 
 def victims_for(
-    state: CoreState, waiting: Ticket, device: DeviceId, short: int, urgent: Priority
+    state: CoreState, waiting: Ticket, device: DeviceId, short: Bytes, urgent: Priority
 ) -> Victims:
     """Returns the tickets that `make_room` would revoke; empty when they would not suffice."""
     book = state.ledger.books[device]
     if prefetches := prefetches_that_make_room(state, book, short):
         return prefetches
-    _, chosen = _weigh(state, book, waiting, Bytes(short), urgent)
+    _, chosen = _weigh(state, book, waiting, short, urgent)
     return [book.entries[option.ticket] for option in chosen]
 
 
@@ -235,7 +235,7 @@ def on_draining_timer(state: CoreState, entry: Ticket) -> None:
     terms, asked = state.settings.timeouts, entry.revocation
     assert asked is not None
     if asked.sleep is not None:
-        _start_doubt(state, entry, after(asked.sleep.at, terms.reclaim_alarm))
+        _start_doubt(state, entry, after(asked.sleep.at, terms.reclaim_overdue))
         return
     answer_by = after(asked.barrier_until, terms.answer)
     if asked.unloading_since is not None:

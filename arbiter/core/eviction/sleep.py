@@ -43,7 +43,7 @@ def on_slept(state: CoreState, entry: Ticket) -> None:
     if entry.claimed_sleep is None:
         entry.claim_sleep(state.now, inexact.held_at_home(state, entry))
         state.decide(RequestReading(entry.node))
-        state.set_timer(entry, after(state.now, state.settings.timeouts.reclaim_alarm))
+        state.set_timer(entry, after(state.now, state.settings.timeouts.reclaim_overdue))
 
 
 def confirm_sleep(state: CoreState, entry: Ticket) -> None:

@@ -1,4 +1,4 @@
-"""One pass over a node's queue: which tickets are tried, in order, and when to stop (C6)."""
+"""Makes one pass over a node's queue: which tickets are tried, in order, and when to stop (C6)."""
 
 from arbiter.core.eviction import watermarks
 from arbiter.core.eviction.eligibility import min_residency_ends
@@ -94,8 +94,8 @@ def _try_entry(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> Outco
 
 
 def _set_next_pass(state: CoreState, pass_: GrantPass) -> None:
-    """Minimum residency, refusals and urgency end by themselves. Of a device with very many tickets
-    one does surely soon."""
+    """Sets when the node is looked at again, because minimum residency, refusals and urgency end by
+    themselves. Of a device with very many tickets one of these surely ends soon."""
     moments: list[Instant] = []
     for book in pass_.books.values():
         if len(book.entries) > SCANNED_COUNT:

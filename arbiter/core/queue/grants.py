@@ -191,13 +191,12 @@ def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: Queue
         return Outcome.NOT_APPLICABLE
     books = compute_books(state, pass_.node)
     sizes = [(e, placement.estimated_bytes(state, e, pass_.largest_bytes)) for e in there]
-    limits = pass_.limits(state, entry, Bytes(sum(size for _, size in sizes)))
-    most = limits.most_by_device
+    most = pass_.most_for(state, entry.client.tenant)
     at_best = gangs.assign(sizes, books, most)
     if not at_best:
-        return _reject_gang(state, entry.client.tenant, books, sizes, limits)
+        return _reject_gang(state, entry.client.tenant, books, sizes, most)
     room = pass_.open_to(state, entry)
-    free = {b.device: Bytes(min(b.free_bytes, limits.room_by_device[b.device])) for b in room}
+    free = {b.device: Bytes(min(b.free_bytes, pass_.room(b.device, entry))) for b in room}
     now = gangs.assign(sizes, room, free) or gangs.assign(sizes, room, most)
     return _place_parts(state, pass_, waiting, now or at_best)
 
@@ -207,11 +206,11 @@ def _reject_gang(
     tenant: str,
     books: list[DeviceAccount],
     sizes: list[tuple[Ticket, Bytes]],
-    limits: Limits,
+    most: Sizes,
 ) -> Outcome:
     """Rejects every member of a gang that can never be placed: for other tenants' reserves, or for
     its size."""
-    need, whole = limits.need_bytes, Bytes(sum(limits.most_by_device.values()))
+    need, whole = Bytes(sum(size for _, size in sizes)), Bytes(sum(most.values()))
     fits_alone = gangs.assign(sizes, books, {b.device: on_demand_of(b) for b in books})
     reserved = QuotaExceeded(tenant, Bytes(0), need, whole, "bytes") if fits_alone else None
     for member, _ in sizes:
@@ -249,11 +248,11 @@ def _make_room_on_each(
 ) -> None:
     """Revokes victims on every device, or on none while one device would still lack room. A victim
     on several devices leaves all of them, so what each lacks is computed anew."""
-    lacks = {d: size - pass_.room(d, entry) for d, size in needs.items()}
+    lacks = {d: Bytes(size - pass_.room(d, entry)) for d, size in needs.items()}
     if not all(n <= 0 or victims_for(state, entry, d, n, urgent) for d, n in lacks.items()):
         return
     for device, size in sorted(needs.items()):
-        if (lacking := size - pass_.room(device, entry)) > 0:
+        if (lacking := Bytes(size - pass_.room(device, entry))) > 0:
             make_room(state, entry, device, lacking, urgent)
         pass_.promised[device] += size
 

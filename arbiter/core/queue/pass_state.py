@@ -1,5 +1,6 @@
-"""What one pass over a node's queue knows: what is free, promised, reserved, and held for aged
-tickets (C6, C10)."""
+"""Keeps what one pass over a node's queue knows: what is free, promised, reserved, and held for
+aged tickets (C6, C10).
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -22,12 +23,13 @@ from arbiter.units import Bytes, DeviceId, HolderId, TicketId
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one ticket may have on the devices of its node: numbers, computed once for a try.
+    """Says what one ticket may have on the devices of its node: numbers, computed once for a try.
 
-    `most_by_device` covers every device that computes, the others only devices that may be lent
-    from now. `free_by_device` is free and usable now; `room_by_device` counts what is on its way
-    back as well. Both leave out what the pass has promised and what is reserved for other tenants.
-    """
+    `most_by_device` covers every device that computes; it is empty where nothing bounds the need,
+    because no tenant has limits and any ticket may have as much. The others cover only devices that
+    may be lent from now: `free_by_device` is free and usable, `room_by_device` counts what is on
+    its way back as well. Both leave out what the pass has promised and what is reserved for other
+    tenants."""
 
     need_bytes: Bytes
     most_by_device: Sizes  # what waiting can ever bring
@@ -36,21 +38,22 @@ class Limits:
 
     @property
     def most_bytes(self) -> Bytes:
-        """Returns the most on any one device; the need itself while no device is known."""
+        """Returns the most on any one device; the need itself where nothing bounds it, or no
+        device is known."""
         return max(self.most_by_device.values(), default=self.need_bytes)
 
     def fits(self, device: DeviceId, size: int) -> bool:
         """Says whether so much may be granted on a device now."""
         return self.free_by_device[device] >= size
 
-    def missing(self, device: DeviceId) -> int:
+    def missing(self, device: DeviceId) -> Bytes:
         """Returns what the need lacks on a device beyond what is on its way back."""
-        return self.need_bytes - self.room_by_device[device]
+        return Bytes(self.need_bytes - self.room_by_device[device])
 
 
 @dataclass(slots=True)
 class GrantPass:
-    """One pass over one node's queue."""
+    """Keeps what one pass over one node's queue knows."""
 
     node: Node
     books: dict[DeviceId, DeviceAccount]  # of its trusted devices that compute
@@ -79,8 +82,14 @@ class GrantPass:
             room[device] = self.room(device, entry)
             kept = quotas.kept(self.reserves, book, tenant)
             free[device] = min(book.free_bytes - kept, room[device])
-        most = quotas.at_most(state, tenant, compute_books(state, self.node))
+        most: Sizes = {}
+        if state.tenants or need > self.open_bytes:
+            most = self.most_for(state, tenant)
         return Limits(need, most, free, room)
+
+    def most_for(self, state: CoreState, tenant: str) -> Sizes:
+        """Returns what waiting can ever bring this tenant on each device that computes."""
+        return quotas.at_most(state, tenant, compute_books(state, self.node))
 
     def open_to(self, state: CoreState, entry: Ticket) -> list[DeviceAccount]:
         """Returns where a load of it may begin, once there is room."""

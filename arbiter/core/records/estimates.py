@@ -272,7 +272,7 @@ class Estimates:
             self.forget(key)
 
     def export(self) -> list[dict[str, Any]]:
-        """Plain rows for the state file; `restore` reads them back."""
+        """Returns plain rows for the state file; `restore` reads them back."""
         keys = sorted({*self._peak, *self._loads, *self._wakes}, key=repr)
         return [
             {

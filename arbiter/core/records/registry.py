@@ -9,7 +9,7 @@ NAMED_AT_MOST = 20  # names in one error message: a terminal's height, not 10,00
 
 
 def _near(wanted: str, known: list[str]) -> tuple[str, ...]:
-    """The closest names first, then the rest."""
+    """Returns the closest names first, then the rest."""
     near = get_close_matches(wanted, known, n=NAMED_AT_MOST, cutoff=0.5)
     return tuple((near + [name for name in known if name not in near])[:NAMED_AT_MOST])
 

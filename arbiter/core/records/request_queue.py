@@ -71,7 +71,7 @@ class QueueStats:
             self.version, self.known_count, self.least_bytes = version, 0, need
         self.known_count += waiting.version != version
         self.least_bytes = min(self.least_bytes, need)
-        waiting.note_need(need, version)
+        waiting.need_bytes, waiting.version = need, version
 
     def needs_at_least(self, need: Bytes, version: int) -> bool:
         """Says whether every ticket needs so much; False while the need of one is unknown."""

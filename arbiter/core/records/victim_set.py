@@ -95,8 +95,8 @@ def _cost(options: list[PricedVictim]) -> tuple[float, int]:
 
 
 class _Search:
-    """Branch and bound over the subsets of one rank (Martello and Toth, Knapsack Problems, ch. 2):
-    what is missing costs at least the price per byte of the next option."""
+    """Searches the subsets of one rank by branch and bound (Martello and Toth, Knapsack Problems,
+    ch. 2): what is missing costs at least the price per byte of the next option."""
 
     def __init__(self, group: list[PricedVictim], known: list[PricedVictim]) -> None:
         self._group = group

@@ -219,7 +219,8 @@ def _apply_draining(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> Non
 
 def use(state: CoreState, entry: Ticket, held: ev.HeldTicket) -> None:
     """Takes the holder's last word on use: a hint for ranking, and the start of keep-warm."""
-    entry.note_prefetch(entry.is_prefetch and held.inflight == 0 and held.uses_count == 0)
+    if entry.is_prefetch:
+        entry.note_prefetch(held.inflight == 0 and held.uses_count == 0)
     priority = types.Priority.BATCH if entry.is_prefetch else held.priority
     if (entry.inflight == 0, entry.priority) != (held.inflight == 0, priority):
         state.mark_dirty(entry.node)  # it may be a victim now

@@ -71,9 +71,9 @@ def is_readable(state: CoreState, node: Node, device: DeviceId, now: Instant) ->
 def _unclaimed_until(state: CoreState, node: Node, device: DeviceId) -> Instant:
     if not node.unclaimed:
         return Instant(0)
-    alarm = state.settings.timeouts.reclaim_alarm
+    patience = state.settings.timeouts.reclaim_overdue
     seen = [e.first_seen for e in node.unclaimed.values() if device in e.measured]
-    return after(max([state.settled_at, *seen]), alarm) if seen else Instant(0)
+    return after(max([state.settled_at, *seen]), patience) if seen else Instant(0)
 
 
 def readable_devices(state: CoreState, node: Node) -> list[DeviceAccount]:

@@ -201,7 +201,7 @@ def let_sleep(state: CoreState, entry: Ticket) -> None:
     state.set_timer(entry, state.now)
 
 
-def prefetches_that_make_room(state: CoreState, book: DeviceAccount, short: int) -> list[Ticket]:
+def prefetches_that_make_room(state: CoreState, book: DeviceAccount, short: Bytes) -> list[Ticket]:
     """Returns the loads on a device that were begun as prefetches, where they are enough."""
     prefetches = [e for e in book.loading.values() if e.is_prefetch]
     returning = sum(e.charge(book.device) for e in prefetches)

@@ -56,7 +56,7 @@ def _kill(state: CoreState, entry: Ticket) -> None:
     """Has the agent kill the engine, every 250 ms at first; a quarantined holder is no longer
     pressed as hard."""
     terms = state.settings.timeouts
-    pause = terms.reclaim_alarm if entry.reclaim_late else terms.reap_every
+    pause = terms.reclaim_overdue if entry.reclaim_late else terms.reap_every
     entry.kill_again_at(after(state.now, pause))
     state.decide(KillEngine(entry.node, entry.ticket))
     state.set_timer(entry, entry.kill_at)
@@ -66,7 +66,7 @@ def on_timer(state: CoreState, entry: Ticket) -> None:
     """Runs the time rule of RECLAIMING."""
     if (
         not entry.reclaim_late
-        and since(entry.since, state.now) >= state.settings.timeouts.reclaim_alarm
+        and since(entry.since, state.now) >= state.settings.timeouts.reclaim_overdue
     ):
         _quarantine(state, entry)
     if state.now >= entry.kill_at:

@@ -73,7 +73,7 @@ def test_every_policy_evicts_only_lawful_victims_and_an_irreducible_set(
         driver.resident(number, model, size, priority=priority)
         driver.beat(number, model, inflight=data.draw(st.integers(0, 1)))
     now = data.draw(st.sampled_from([5, 30]))
-    before = {e.ticket: e for e in driver.state.ledger.entries()}
+    before = {e.ticket: e for e in driver.tickets()}
     urgent = {t: effective_priority(driver.state, e) for t, e in before.items()}
     asker, need = data.draw(st.sampled_from(Priority)), data.draw(st.integers(5, 60))
     free = driver.free()

@@ -1,9 +1,6 @@
 """What became of each request, told without a message of its own."""
 
 import asyncio
-import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,11 +9,7 @@ from arbiter.client.holder import HolderClient
 from arbiter.client.request_log import RequestLog
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import LogEvent
-from arbiter.errors import LoadFailed
-from arbiter.server.event_log import KEPT, EventLog
 from arbiter.units import Epoch, HolderId, TicketId, seconds
-from deployments.replica.use import outcome_of
 from tests.support.core_driver import CoreDriver
 from tests.support.fake_arbiter import FakeArbiter, joined_client
 
@@ -101,30 +94,3 @@ def test_runs_in_a_heartbeat_become_events_without_request_text() -> None:
         "holder": "h", "capability": "text", "model": "a", "outcome": "left", "request_id": "r",
     }  # fmt: skip
     assert dropped.data["dropped"] == 7
-
-
-@pytest.mark.spec("K1")
-async def test_a_flood_of_runs_pushes_no_other_event_out(tmp_path: Path) -> None:
-    log = EventLog(Epoch(1), tmp_path / "e")
-    log.tell(LogEvent("model_load", {}))
-    for _ in range(KEPT + 1):
-        log.tell(LogEvent("capability_run", {}))
-    log.tell(LogEvent("model_unload", {}))
-    kinds = [line["kind"] for line in await log.after(0, 0)]
-    assert (kinds[0], kinds[-1], len(kinds)) == ("model_load", "model_unload", KEPT + 2)
-    numbers = [json.loads(line)["seq"] for line in (tmp_path / "e").read_text().splitlines()]
-    assert numbers == sorted(numbers) and len(numbers) == KEPT + 3
-
-
-@pytest.mark.parametrize(
-    ("error", "outcome"),
-    [
-        (None, "answered"),
-        (asyncio.CancelledError(), "left"),
-        (GeneratorExit(), "left"),
-        (LoadFailed("m", "broken", False), "load_failed"),
-        (KeyError("a bug"), "failed"),
-    ],
-)
-def test_an_outcome_is_a_word(error: Any, outcome: str) -> None:
-    assert outcome_of(error) == outcome

@@ -59,34 +59,6 @@ def test_changed_keep_warm_applies_to_an_idle_model() -> None:
     assert revoked(driver.at(101, ev.CapabilitiesSet((text,)))) == [("a", "idle", "gone")]
 
 
-@pytest.mark.spec("H0")
-def test_a_replica_is_wanted_while_a_ticket_is_open_and_for_a_while_after() -> None:
-    driver = CoreDriver(holders=())
-    assert driver.arbiter.replica_targets(s(0)) == {"text": 0, "embedding": 0}
-    driver.join(0, "h")
-    driver.ask(10, "a", 10)
-    assert driver.arbiter.replica_targets(s(9_000)) == {"text": 1, "embedding": 0}
-    driver.at(20, ev.Released(TicketId("a"), "idle"))
-    driver.gone(33, "a")
-    assert driver.arbiter.replica_targets(s(332))["text"] == 1
-    assert driver.arbiter.replica_targets(s(333))["text"] == 0
-    driver.sleep_until(333)
-    assert driver.wakes == [s(333)]
-
-
-@pytest.mark.spec("H0")
-def test_timer_is_set_for_when_a_replica_is_no_longer_wanted() -> None:
-    driver = CoreDriver(holders=())
-    driver.join(0, "h")
-    rung = [t for t in range(1, 400) if driver.woke(t) == [] and s(300) in driver.wakes]
-    assert max(rung) >= 290
-
-
-@pytest.mark.spec("C8")
-def test_a_pinned_model_wants_a_replica_from_the_start() -> None:
-    assert CoreDriver(pinned="vad", holders=()).arbiter.replica_targets(s(0))["text"] == 1
-
-
 @pytest.mark.spec("A20")
 def test_shutdown_refuses_the_queue_and_unloads_each_model_once_idle() -> None:
     driver = CoreDriver(device=80, pinned="a")
@@ -118,7 +90,7 @@ def test_a_model_in_use_at_shutdown_leaves_when_idle_and_at_the_latest_at_the_bo
     driver.gone(33, "b")
     assert driver.arbiter.snapshot(s(33)).tickets == ()
     assert driver.charged() == 0
-    assert gib(80) == driver.state.ledger.books["n/cpu:0"].free_bytes
+    assert gib(80) == driver.account("n/cpu:0").free_bytes
 
 
 def test_asleep_model_is_killed_at_shutdown() -> None:
@@ -132,7 +104,6 @@ def test_asleep_model_is_killed_at_shutdown() -> None:
 def test_missed_timer_is_set_again_by_the_audit() -> None:
     driver = CoreDriver(keep_warm_s=60, host=80)
     driver.resident(0, "a", 10, host=5)
-    driver.state.timers.due(s(1000))  # all of them, lost
-    driver.state.timers.set(("audit", ""), s(60))
+    driver.lose_timers(next_audit_s=60)  # all of them, lost
     driver.woke(60)
     assert revoked(driver.woke(61)) == [("a", "idle", "gone")]

@@ -4,12 +4,14 @@ import contextlib
 import mmap
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from arbiter.node import procfs
+from arbiter.node import procfs, zygote_client
 from arbiter.units import MIB
 
 SLACK = 16 * MIB  # of a child forked from a whole test run; the files here are 10 MiB or more
@@ -145,3 +147,41 @@ def test_a_process_that_is_gone_is_none() -> None:
     os.waitpid(pid, 0)
     assert procfs.process(pid) is None
     assert procfs.memory([pid]) == procfs.NOTHING
+
+
+@pytest.mark.spec("L4")
+def test_only_processes_with_the_zygote_mark_are_orphans() -> None:
+    def start(**env: str) -> subprocess.Popen[bytes]:
+        code = "import signal; print(flush=True); signal.pause()"
+        began = subprocess.Popen(
+            [sys.executable, "-c", code, "/the/path"], stdout=subprocess.PIPE, env=env
+        )
+        assert began.stdout is not None
+        began.stdout.readline()
+        return began
+
+    marked, plain = start(ARBITER_ZYGOTE="1"), start()
+    try:
+        assert procfs.started_with("/the/path", zygote_client.MARK) == {marked.pid}
+    finally:
+        for process in (marked, plain):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.spec("L4")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start another user's process")
+def test_process_of_another_user_is_no_orphan() -> None:
+    code = "import os, signal; os.setuid(65534); print(flush=True); signal.pause()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, "/the/path"],
+        stdout=subprocess.PIPE,
+        env={"ARBITER_ZYGOTE": "1"},
+    )
+    assert other.stdout is not None
+    other.stdout.readline()
+    try:
+        assert procfs.started_with("/the/path", zygote_client.MARK) == set()
+    finally:
+        other.kill()
+        other.communicate()

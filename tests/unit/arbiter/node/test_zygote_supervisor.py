@@ -4,11 +4,8 @@ without Ray.
 
 import asyncio
 import os
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +15,9 @@ from ray.exceptions import RayError
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.errors import TicketClosed
-from arbiter.node import cleanup, procfs, reports, zygote_client
+from arbiter.node import reports, zygote_client
 from arbiter.node import zygote_supervisor as module
 from arbiter.node.agent import NodeAgent
-from arbiter.node.cleanup import EngineLogs, sweep
 from arbiter.node.device_probe import Readings, Tree
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
 from arbiter.units import Bytes, DeviceId, NodeId, TicketId
@@ -170,76 +166,4 @@ def test_an_engine_sees_the_gpus_of_its_ticket_as_nvml_counts_them_and_no_others
     assert zygote_client.equipped(SPEC, Path("/s")).env == scratch
 
 
-@pytest.mark.spec("L4")
-def test_only_processes_with_the_zygote_mark_are_orphans() -> None:
-    def start(**env: str) -> subprocess.Popen[bytes]:
-        code = "import signal; print(flush=True); signal.pause()"
-        began = subprocess.Popen(
-            [sys.executable, "-c", code, "/the/path"], stdout=subprocess.PIPE, env=env
-        )
-        assert began.stdout is not None
-        began.stdout.readline()
-        return began
-
-    marked, plain = start(ARBITER_ZYGOTE="1"), start()
-    try:
-        assert procfs.started_with("/the/path", zygote_client.MARK) == {marked.pid}
-    finally:
-        for process in (marked, plain):
-            process.kill()
-            process.communicate()
-
-
-@pytest.mark.spec("L4")
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can start another user's process")
-def test_process_of_another_user_is_no_orphan() -> None:
-    code = "import os, signal; os.setuid(65534); print(flush=True); signal.pause()"
-    other = subprocess.Popen(
-        [sys.executable, "-c", code, "/the/path"],
-        stdout=subprocess.PIPE,
-        env={"ARBITER_ZYGOTE": "1"},
-    )
-    assert other.stdout is not None
-    other.stdout.readline()
-    try:
-        assert procfs.started_with("/the/path", zygote_client.MARK) == set()
-    finally:
-        other.kill()
-        other.communicate()
-
-
 # -- what is left on disk -----------------------------------------------------------------------
-
-
-def test_folders_of_nodes_that_are_gone_are_removed_and_others_are_not(tmp_path: Path) -> None:
-    import fcntl
-
-    own, gone, held, young = (tmp_path / n for n in ("own", "gone", "held", "young"))
-    for path in (own, gone, held, young):
-        path.mkdir()
-        (path / "zygote.lock").touch()
-    long_ago_s = time.time() - cleanup.ABANDONED_AFTER_S - 60
-    for path in (own, gone, held):
-        os.utime(path, (long_ago_s, long_ago_s))
-    with (held / "zygote.lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        sweep(own)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["held", "own", "young"]
-
-
-def test_only_the_newest_logs_of_ended_engines_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cleanup, "LOGS_KEPT", 2)
-    logs = EngineLogs(tmp_path)
-    living = tmp_path / "living.log"
-    living.touch()
-    logs.link("living", living)
-    for age_s, ticket in ((30, "old"), (20, "newer"), (10, "newest")):
-        written = tmp_path / f"{ticket}.log"
-        written.write_text(ticket)
-        os.utime(written, (1e9 - age_s, 1e9 - age_s))
-        logs.keep(ticket, written)
-    left = {p.name for p in tmp_path.glob("engine-*.log")}
-    assert left == {"engine-living.log", "engine-newer.log", "engine-newest.log"}
-    assert (tmp_path / "engine-newest.log").read_text() == "newest"

@@ -6,13 +6,12 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.settings import DEFAULTS
 from arbiter.replay.demand import Demand, Seat, Use, Uses
-from arbiter.replay.score import Score, closed
+from arbiter.replay.score import Score
 from arbiter.replay.world import World
-from arbiter.units import GIB, Bytes, DeviceId, Instant, NodeId, Span, seconds
+from arbiter.units import GIB, DeviceId, NodeId, seconds
 from benchmarks.replay import mixes, traces
-from benchmarks.replay.table import SETTINGS, Case, mean_closed, run
+from benchmarks.replay.table import SETTINGS
 from policies import EVICT, bundle
 from tests.support.core_driver import capability, gib, s
 
@@ -114,50 +113,4 @@ def test_every_policy_serves_every_request_of_a_synthetic_trace(evict: str) -> N
     assert found == score(asked, evict)  # the same question, the same answer
 
 
-@pytest.mark.spec("N4")
-def test_default_policy_beats_lru_on_clients_with_a_daily_swing() -> None:
-    """The public traces say by how much (docs/benchmarks.md); drawn ones must agree in kind."""
-    arrivals = traces.synthetic(2000, seed=5)
-    case = Case("synthetic", mixes.SERVER, 0.3)
-    means = mean_closed(list(run(case, arrivals, arrivals[-1][0] / 2, [DEFAULTS.evict], seed=5)))
-    assert means[DEFAULTS.evict]["waited_fraction"] > 0.2
-    assert means["belady"]["waited_fraction"] == 1.0
-
-
-def test_closed_gap_is_a_fraction_of_the_distance_to_the_best() -> None:
-    worse, best = Score(9, 9, 0, 9, 0, 9, Bytes(100), Span(50), Span(0)), None
-    best = replace(worse, missed_count=5, moved_bytes=Bytes(100), waited=Span(10))
-    half = closed(worse, best, replace(worse, missed_count=7, waited=Span(20)))
-    assert (half.missed_fraction, half.moved_fraction, half.waited_fraction) == (0.5, None, 0.75)
-
-
 # -- traces ---------------------------------------------------------------------------------------
-
-
-def test_thinning_keeps_each_clients_share_and_a_seed_gives_the_same_arrivals() -> None:
-    windows = {0: [(t * 600.0, 9.0, 5.0) for t in range(99)], 1: [(0.0, 99.0, 1.0)]}
-    drawn = traces.thinned(windows, 0.02, seed=1)
-    assert drawn == traces.thinned(windows, 0.02, seed=1) == sorted(drawn)
-    counts = [sum(client == c for _, client in drawn) for c in (0, 1)]
-    assert counts[0] == pytest.approx(99 * 600 * 9 * 0.02, rel=0.1)
-    assert counts[1] == pytest.approx(600 * 99 * 0.02, rel=0.15)
-    assert all(at < 600 for at, client in drawn if client == 1)
-
-
-def test_trace_skew_is_that_of_the_service_it_is_named_for() -> None:
-    weights = traces.skew()
-    assert sum(weights[:5]) / sum(weights) == pytest.approx(0.7, abs=1e-6)
-    assert len(weights) == 87
-
-
-def test_missing_traces_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ARBITER_TRACES", raising=False)
-    with pytest.raises(traces.TracesAbsent, match="--synthetic"):
-        traces.folder(None)
-
-
-def test_a_budget_holds_the_largest_model_however_small_its_share() -> None:
-    asked = mixes.demand([(0.0, 1), (5.0, 2)], mixes.SERVER, 0.0001, seed=1)
-    largest = max(seat.need.device_bytes for seat in asked.seats)
-    assert asked.nodes[0].devices[0].total_bytes >= largest
-    assert asked.uses.end == Instant(5_000_000_000)

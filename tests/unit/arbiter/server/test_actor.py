@@ -11,19 +11,15 @@ import pytest
 from ray.exceptions import OwnerDiedError, RayActorError
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import LogEvent
 from arbiter.errors import SettingsConflict
 from arbiter.protocol import ray_internals
 from arbiter.protocol.messages import AgentSettings, StartConfig
-from arbiter.server import event_log
 from arbiter.server.actor import ArbiterActor
-from arbiter.server.event_log import EventLog
 from arbiter.server.node_agents import RayAgents
 from arbiter.server.store import Member, Store
-from arbiter.units import Epoch, HolderId, NodeId
+from arbiter.units import HolderId, NodeId
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
-from tests.support.fake_arbiter import FakeArbiter
 
 TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
 H = HolderId("h")
@@ -165,33 +161,6 @@ async def test_holder_that_died_without_an_arbiter_is_not_awaited(
         assert [m.holder for m in before.members()] == ["living"]
 
 
-@pytest.mark.spec("A18")
-async def test_agent_identifies_dead_holders_by_pid_and_start_time() -> None:
-    async def living(pids: list[int]) -> dict[int, int]:
-        return {7: 9, 8: 9}
-
-    agents = RayAgents(AgentSettings("no.zygote"))
-    agents._nodes = frozenset({NodeId("n"), NodeId("agentless")})
-    agents._handles[NodeId("n")] = FakeArbiter(living=living)
-    asked = [
-        Member(HolderId("lives"), NodeId("n"), 7, 9),
-        Member(HolderId("replaced"), NodeId("n"), 8, 1),
-        Member(HolderId("gone"), NodeId("n"), 6, 9),
-        Member(HolderId("elsewhere"), NodeId("lost"), 7, 9),
-        Member(HolderId("unsaid"), NodeId("n")),
-        Member(HolderId("unasked"), NodeId("agentless"), 7, 9),
-    ]
-    assert sorted(await agents.dead(asked)) == ["elsewhere", "gone", "replaced"]
-
-
-@pytest.mark.spec("C7")
-def test_full_queue_leaves_actor_concurrency_for_requests_to_be_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ray_internals, "on_node", lambda node: node)
-    assert ray_internals.detached("n", "a", "s", 60_000)["max_concurrency"] >= 60_000 + 10_000
-
-
 @pytest.mark.spec("K1")
 async def test_the_event_file_has_the_events_as_lines(running: Running, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
@@ -200,23 +169,6 @@ async def test_the_event_file_has_the_events_as_lines(running: Running, tmp_path
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["kind"] for line in lines][: len(told)] == [line["kind"] for line in told]
     assert lines[0]["kind"] == "arbiter_started"
-
-
-@pytest.mark.spec("K1")
-def test_a_long_event_file_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "FILE_MOST_BYTES", 10)
-    log = EventLog(Epoch(1), tmp_path / "e")
-    log.tell(LogEvent("first", {}))
-    log.tell(LogEvent("second", {}))
-    assert "first" in (tmp_path / "e.1").read_text()
-    assert "second" in (tmp_path / "e").read_text()
-
-
-@pytest.mark.spec("K1")
-async def test_an_event_file_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
-    log = EventLog(Epoch(1), tmp_path / "no such folder" / "e")
-    log.tell(LogEvent("first", {}))
-    assert [line["kind"] for line in await log.after(0, 0)] == ["first"]
 
 
 @pytest.mark.spec("A20")

@@ -10,12 +10,13 @@ from arbiter.core import types
 from arbiter.errors import AgentAway, LeaseRefused
 from arbiter.protocol.messages import AgentSettings
 from arbiter.server import node_agents
-from arbiter.units import Bytes, DeviceId, NodeId, TicketId
+from arbiter.server.node_agents import RayAgents
+from arbiter.server.store import Member
+from arbiter.units import Bytes, DeviceId, HolderId, NodeId, TicketId
 from tests.support.fake_arbiter import FakeArbiter, never
 
 N, JOB = NodeId("n"), TicketId("lease:t:job")
 GRANTED = (types.DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
-pytestmark = pytest.mark.spec("A15")
 
 
 async def adopted(adopt: Callable[..., Coroutine[Any, Any, Any]]) -> None:
@@ -24,6 +25,7 @@ async def adopted(adopt: Callable[..., Coroutine[Any, Any, Any]]) -> None:
     await made.adopt(N, JOB, 77, GRANTED)
 
 
+@pytest.mark.spec("A15")
 async def test_agent_is_told_the_process_and_devices_of_a_lease() -> None:
     heard: list[object] = []
 
@@ -34,6 +36,7 @@ async def test_agent_is_told_the_process_and_devices_of_a_lease() -> None:
     assert heard == [JOB, 77, GRANTED]
 
 
+@pytest.mark.spec("A15")
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
@@ -54,15 +57,36 @@ async def test_lease_ends_only_by_a_refusal_of_the_agent(
         await adopted(adopt)
 
 
+@pytest.mark.spec("A15")
 async def test_agent_that_does_not_answer_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_agents, "ADOPT_S", 0.0)
     with pytest.raises(AgentAway):
         await adopted(never)
 
 
+@pytest.mark.spec("A15")
 async def test_a_node_without_an_agent_is_away() -> None:
     with pytest.raises(AgentAway):
         await node_agents.RayAgents(AgentSettings("no.zygote")).adopt(N, JOB, 77, GRANTED)
+
+
+@pytest.mark.spec("A18")
+async def test_agent_identifies_dead_holders_by_pid_and_start_time() -> None:
+    async def living(pids: list[int]) -> dict[int, int]:
+        return {7: 9, 8: 9}
+
+    agents = RayAgents(AgentSettings("no.zygote"))
+    agents._nodes = frozenset({NodeId("n"), NodeId("agentless")})
+    agents._handles[NodeId("n")] = FakeArbiter(living=living)
+    asked = [
+        Member(HolderId("lives"), NodeId("n"), 7, 9),
+        Member(HolderId("replaced"), NodeId("n"), 8, 1),
+        Member(HolderId("gone"), NodeId("n"), 6, 9),
+        Member(HolderId("elsewhere"), NodeId("lost"), 7, 9),
+        Member(HolderId("unsaid"), NodeId("n")),
+        Member(HolderId("unasked"), NodeId("agentless"), 7, 9),
+    ]
+    assert sorted(await agents.dead(asked)) == ["elsewhere", "gone", "replaced"]
 
 
 @pytest.mark.spec("B1")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,15 +11,14 @@ from typing import Any
 import fsspec
 import pytest
 
-from deployments.adapters import fetch, folder_cache
+from deployments.adapters import fetch
 from deployments.adapters.catalogue import Catalogue, Entry
 from deployments.adapters.fetch import Fetcher, FetchFailed
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import CheckedAdapters, Store
 from deployments.adapters.validate import Rules
-from deployments.config.url_allowlist import is_allowed, is_prefix, is_public
+from deployments.config.url_allowlist import is_allowed
 from tests.support.adapters import write
-from tests.support.engine_host import until, waits_for_a_lock
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (16, 8)}
 RULES = Rules(SHAPES, max_rank=8)
@@ -135,19 +133,6 @@ def test_a_url_outside_the_allow_list_is_refused_before_anything_is_opened(
             found(tmp_path, url)
 
 
-@pytest.mark.spec("L2")
-def test_an_allow_list_holds_whole_folders() -> None:
-    assert all(is_prefix(text) for text in ("s3://ours/", "hf://org/name@main/", "file:///srv/"))
-    assert not any(is_prefix(text) for text in ("s3://ours", "ours/", "s3://ours/../", "*", ""))
-
-
-@pytest.mark.spec("L2")
-def test_only_public_addresses_are_public() -> None:
-    private = "127.0.0.1 10.1.2.3 192.168.0.1 169.254.169.254 ::1 fe80::1%eth0 ::ffff:10.0.0.1"
-    assert not any(is_public(address) for address in (*private.split(), "0.0.0.0", "224.0.0.1"))
-    assert is_public("9.9.9.9") and is_public("2620:fe::fe")
-
-
 class Site(BaseHTTPRequestHandler):
     """Has an adapter, and a page that sends one somewhere else."""
 
@@ -236,21 +221,3 @@ def test_a_tenants_manifest_is_its_own(tmp_path: Path) -> None:
     common, theirs = made.find("law"), made.find("law", "acme")
     assert common is not None and theirs is not None
     assert (common.url, theirs.url) == ("memory://ours/law/", "memory://ours/acme/")
-
-
-@pytest.mark.spec("F2")
-def test_concurrent_cleanups_of_the_store_run_one_after_the_other(tmp_path: Path) -> None:
-    """Each sees the store as the other left it; a lock of a file, so processes too."""
-    entered = threading.Event()
-
-    def enter() -> None:
-        with folder_cache.alone(tmp_path):
-            entered.set()
-
-    other = threading.Thread(target=enter)
-    with folder_cache.alone(tmp_path):
-        other.start()
-        until(lambda: waits_for_a_lock(os.getpid()) or entered.is_set(), 10)
-        assert not entered.is_set()
-    other.join(10)
-    assert entered.is_set()

@@ -8,13 +8,13 @@ import pytest
 from arbiter.units import MIB, Bytes
 from deployments.config.load_plan import DRAFTER_WORKING_BYTES, plan
 from deployments.config.schema import CapabilityConfig, ConfigError, Table
-from tests.unit.deployments.config.test_load_plan import safetensors
+from tests.support.safetensors_files import write_safetensors
 
 pytestmark = pytest.mark.spec("A13", "F9")
 
 
 def models(folder: Path, **more: Any) -> dict[str, Any]:
-    safetensors(folder, "a.safetensors", 100)
+    write_safetensors(folder, "a.safetensors", 100)
     return {
         "a": {"source": "x", "need": {"weights": 5}, "drafter": {"model": "b"}, **more},
         "b": {"source": str(folder), "need": {"weights": 3}},

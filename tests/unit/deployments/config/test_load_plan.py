@@ -1,6 +1,5 @@
 """What is known of a model before its first load."""
 
-import json
 import struct
 from pathlib import Path
 
@@ -11,17 +10,7 @@ from arbiter.units import MIB, Bytes, DeviceId
 from deployments.config import load_plan
 from deployments.config.schema import CapabilityConfig, ConfigError
 from tests.support.adapters import write
-
-
-def safetensors(folder: Path, name: str, *sizes: int) -> None:
-    """A file with a real header and no data behind it: the estimate reads the header only."""
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    header = {
-        f"t{i}": {"dtype": "U8", "shape": [size], "data_offsets": [end - size, end]}
-        for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
-    }
-    blob = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    (folder / name).write_bytes(struct.pack("<Q", len(blob)) + blob)
+from tests.support.safetensors_files import write_safetensors
 
 
 def capability(source: str, **model: object) -> CapabilityConfig:
@@ -31,8 +20,8 @@ def capability(source: str, **model: object) -> CapabilityConfig:
 
 @pytest.mark.spec("A17")
 def test_weights_are_the_sum_over_all_headers(tmp_path: Path) -> None:
-    safetensors(tmp_path, "a.safetensors", 100, 200)
-    safetensors(tmp_path, "b.safetensors", 50)
+    write_safetensors(tmp_path, "a.safetensors", 100, 200)
+    write_safetensors(tmp_path, "b.safetensors", 50)
     assert load_plan.weights_bytes(tmp_path) == 350
 
 
@@ -86,7 +75,7 @@ def test_an_explicit_need_wins_over_the_files(tmp_path: Path) -> None:
 
 
 def test_kv_cache_in_the_engine_arguments_is_part_of_the_working_set(tmp_path: Path) -> None:
-    safetensors(tmp_path, "a.safetensors", 100)
+    write_safetensors(tmp_path, "a.safetensors", 100)
     got = load_plan.plan(
         "m", capability(str(tmp_path), engine_args={"kv_cache_memory_bytes": "2 MiB"})
     )
@@ -95,7 +84,7 @@ def test_kv_cache_in_the_engine_arguments_is_part_of_the_working_set(tmp_path: P
 
 
 def test_other_engine_settings_are_another_key(tmp_path: Path) -> None:
-    safetensors(tmp_path, "a.safetensors", 100)
+    write_safetensors(tmp_path, "a.safetensors", 100)
     keys = {
         load_plan.plan("m", capability(str(tmp_path), engine_args=args)).settings_key
         for args in ({}, {"max_num_seqs": 1}, {"max_num_seqs": 2}, {"max_num_seqs": 2})
@@ -104,7 +93,7 @@ def test_other_engine_settings_are_another_key(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_sleep_claims_no_host_memory(tmp_path: Path) -> None:
-    safetensors(tmp_path, "a.safetensors", 100)
+    write_safetensors(tmp_path, "a.safetensors", 100)
     assert load_plan.plan("m", capability(str(tmp_path), can_sleep=False)).need.host_bytes == 0
 
 
@@ -141,7 +130,7 @@ def test_adapter_slots_are_what_their_share_of_the_weights_pays_for(tmp_path: Pa
 
 @pytest.mark.spec("B2")
 def test_dispatch_lock_reaches_only_an_engine_that_uses_one(tmp_path: Path) -> None:
-    safetensors(tmp_path, "a.safetensors", 100)
+    write_safetensors(tmp_path, "a.safetensors", 100)
     given = {"source": str(tmp_path), "dispatch": {"lock": "torch", "scratch": "64 MiB"}}
     table = {"role": "embedding", "engine": "sentence_transformers", "models": {"m": given}}
     config = CapabilityConfig.model_validate(table)

@@ -2,19 +2,13 @@
 
 import asyncio
 import contextvars
-import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from arbiter.client.request_log import RequestLog
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason, Tier
@@ -27,111 +21,12 @@ from arbiter.errors import (
     TicketClosed,
 )
 from arbiter.protocol import messages
-from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Span, TicketId, seconds
+from arbiter.units import Bytes, Span, TicketId, seconds
 from deployments.config import load_plan
 from deployments.config.load_plan import ModelPlan, Plans, plan
 from deployments.replica.engine_client import EngineLink, LoadRefused
 from deployments.replica.held_model import HolderState
-from deployments.replica.residency import Residency
-
-MODEL = {"source": "x", "need": {"weights": 5, "host": 5}}
-TABLE: Any = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": MODEL}}}}
-ON = (types.DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
-
-
-class Engine:
-    """The child's side: control routes and one slow answer."""
-
-    def __init__(self) -> None:
-        self.loaded, self.answer, self.dead = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.acts: list[str] = []
-        self.verified, self.asked_if_ready = True, False
-
-    async def serve(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/control/lifeline":
-            response, dead = web.StreamResponse(), self.dead
-            await response.prepare(request)
-            await dead.wait()
-            assert request.transport is not None
-            request.transport.close()
-            return response
-        if request.path == "/control/ready":
-            self.asked_if_ready = True
-            await self.loaded.wait()
-            return web.json_response({"load_seconds": 0.0})
-        self.acts.append(request.path)
-        if request.path.startswith("/control/"):
-            return web.json_response({"seconds": 0.0, "verified": self.verified})
-        await self.answer.wait()
-        return web.Response(body=b"answer")
-
-
-class Arbiter:
-    """Stands where HolderClient does: grants at once, notes what is told."""
-
-    away_s = 0.0
-
-    def __init__(self, path: str) -> None:
-        self.path, self.asked, self.told = path, [], []  # type: ignore[var-annotated]
-        self.runs = RequestLog()
-
-    async def joined(self) -> None: ...
-    async def quiet(self, within_s: float) -> None: ...
-    async def close(self) -> None: ...
-
-    async def acquire(self, requested: ev.Requested) -> messages.Granted:
-        self.asked.append(requested.ticket)
-        return messages.Granted(requested.ticket, ON, seconds(5), Span(0), Epoch(1))
-
-    async def spawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> str:
-        return self.path
-
-    def tell(self, event: ev.Event) -> None:
-        self.told.append(event)
-
-    def kinds(self) -> list[str]:
-        return [type(event).__name__ for event in self.told]
-
-
-@asynccontextmanager
-async def holder(loaded: bool = True) -> AsyncIterator[tuple[Any, Arbiter, Engine]]:
-    engine = Engine()
-    if loaded:
-        engine.loaded.set()
-    application = web.Application()
-    application.router.add_route("*", "/{rest:.*}", engine.serve)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "s")
-        await web.UnixSite(runner, path).start()
-        arbiter = Arbiter(path)
-        residency: Any = Residency("c", HolderId("h"))
-        residency._client = arbiter
-        residency._obey(messages.ConfigChanged(TABLE))
-        try:
-            yield residency, arbiter, engine
-        finally:
-            await residency.close()
-            engine.dead.set()
-            engine.answer.set()
-            await runner.cleanup()
-
-
-def revoke(residency: Any, reason: Reason, to: Tier = Tier.GONE, barrier_s: float = 5) -> None:
-    ticket = residency.slots["a"].ticket
-    residency._obey(messages.RevokeOrder(ticket, reason, to, seconds(barrier_s)))
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0)
-
-
-async def use(residency: Any) -> TicketId:
-    async with residency.use("a") as engine:
-        return TicketId(engine.ticket)
+from tests.support.scripted_holder import MODEL, TABLE, ScriptedClient, holder, revoke, until, use
 
 
 @pytest.mark.spec("A4")
@@ -529,18 +424,7 @@ async def test_load_does_not_run_in_the_context_of_the_request_that_began_it() -
         assert seen == ["none"]
 
 
-def granting(arbiter: Arbiter, asked: list[ev.Requested]) -> None:
-    """Also keeps what was asked, in full."""
-    grant = arbiter.acquire
-
-    async def acquire(requested: ev.Requested) -> messages.Granted:
-        asked.append(requested)
-        return await grant(requested)
-
-    arbiter.acquire = acquire  # type: ignore[method-assign]
-
-
-def breaking(arbiter: Arbiter, *errors: Exception) -> None:
+def breaking(arbiter: ScriptedClient, *errors: Exception) -> None:
     """The first spawns fail, one by one; those after them do not."""
     spawn, left = arbiter.spawn, list(errors)
 
@@ -555,13 +439,11 @@ def breaking(arbiter: Arbiter, *errors: Exception) -> None:
 @pytest.mark.spec("A12")
 async def test_a_load_that_failed_for_memory_is_tried_once_more_under_a_ticket_of_its_own() -> None:
     async with holder() as (residency, arbiter, _):
-        asked: list[ev.Requested] = []
-        granting(arbiter, asked)
         breaking(arbiter, LoadRefused("no room", out_of_memory=True))
-        assert await use(residency) == asked[1].ticket != asked[0].ticket
-        assert [requested.attempt for requested in asked] == [1, 2]
+        assert await use(residency) == arbiter.asked[1] != arbiter.asked[0]
+        assert [requested.attempt for requested in arbiter.requests] == [1, 2]
         broke = [event for event in arbiter.told if isinstance(event, ev.LoadBroke)]
-        assert [(b.ticket, b.out_of_memory) for b in broke] == [(asked[0].ticket, True)]
+        assert [(b.ticket, b.out_of_memory) for b in broke] == [(arbiter.asked[0], True)]
 
 
 @pytest.mark.spec("A12")

@@ -17,10 +17,11 @@ from deployments.config.load_plan import plan
 from deployments.config.schema import ConfigError, parse_table
 from deployments.replica import resize
 from deployments.replica.held_model import HolderState
-from tests.unit.deployments.replica import test_residency as base
+from tests.support import scripted_holder
+from tests.support.scripted_holder import ON, revoke, until, use
 
 pytestmark = pytest.mark.spec("A14")
-MODEL = {**base.MODEL, "grow_to": {"kv_cache_memory_bytes": 7}}
+MODEL = {**scripted_holder.MODEL, "grow_to": {"kv_cache_memory_bytes": 7}}
 
 
 def table(model: dict[str, Any]) -> Any:
@@ -55,9 +56,9 @@ class ScriptedGrowth:
 
 @asynccontextmanager
 async def resident(model: dict[str, Any] = MODEL) -> AsyncIterator[tuple[Any, ScriptedGrowth, Any]]:
-    async with base.holder() as (residency, arbiter, engine):
+    async with scripted_holder.holder() as (residency, arbiter, engine):
         residency._obey(messages.ConfigChanged(table(model)))
-        await base.use(residency)
+        await use(residency)
         yield residency, ScriptedGrowth(arbiter), engine
 
 
@@ -67,12 +68,12 @@ async def test_growing_model_serves_until_granted_then_requests_await_the_new_pr
         growth.may_start.clear()
         async with residency.use("a"):
             growings = [asyncio.ensure_future(resize.grow(residency, "a")) for _ in range(2)]
-            await base.until(lambda: slot.life is HolderState.DRAINING)
-            waiting = asyncio.ensure_future(base.use(residency))
-        await base.until(lambda: growth.spawned)
+            await until(lambda: slot.life is HolderState.DRAINING)
+            waiting = asyncio.ensure_future(use(residency))
+        await until(lambda: growth.spawned)
         [held] = residency.account()
         assert (held.phase, held.inflight, held.devices) == (types.Phase.RESIDENT, 1, GROWN)
-        base.revoke(residency, Reason.SWAP)
+        revoke(residency, Reason.SWAP)
         assert growth.arbiter.kinds()[-1] == "Busy" and not waiting.done()
         growth.may_start.set()
         await asyncio.gather(*growings)
@@ -87,8 +88,8 @@ async def test_shrunk_model_reports_its_bytes_once_the_smaller_process_runs() ->
         await resize.grow(residency, "a")
         await resize.give_back(residency, "a")
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
-        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, base.ON)
-        assert residency.account()[0].devices == base.ON
+        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, ON)
+        assert residency.account()[0].devices == ON
         await resize.give_back(residency, "a")
         assert len(growth.spawned) == 2
 
@@ -96,15 +97,15 @@ async def test_shrunk_model_reports_its_bytes_once_the_smaller_process_runs() ->
 async def test_model_grows_and_shrinks_by_hand_and_goes_on_when_refused() -> None:
     async with resident() as (residency, growth, _):
         residency._obey(messages.Resize("a", messages.ModelSize.GROWN))
-        await base.until(lambda: residency.slots["a"].before)
+        await until(lambda: residency.slots["a"].before)
         residency._obey(messages.Resize("a", messages.ModelSize.FIRST))
-        await base.until(lambda: residency.slots["a"].before is None)
+        await until(lambda: residency.slots["a"].before is None)
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
         growth.error = GrowthRefused(residency.slots["a"].ticket, Bytes(7), "full")
         residency._obey(messages.Resize("a", messages.ModelSize.GROWN))
         residency._obey(messages.Resize("nobody", messages.ModelSize.GROWN))
-        await base.until(lambda: len(growth.asked) == 2 and not residency._chores.running)
-        assert await base.use(residency) and len(growth.spawned) == 2
+        await until(lambda: len(growth.asked) == 2 and not residency._chores.running)
+        assert await use(residency) and len(growth.spawned) == 2
 
 
 async def test_grown_model_gives_back_after_a_long_idle_time() -> None:
@@ -112,12 +113,12 @@ async def test_grown_model_gives_back_after_a_long_idle_time() -> None:
         slot = residency.slots["a"]
         async with residency.use("a"):
             growings = asyncio.ensure_future(resize.grow(residency, "a"))
-            await base.until(lambda: slot.life is HolderState.DRAINING)
+            await until(lambda: slot.life is HolderState.DRAINING)
         await growings
-        await base.until(lambda: len(growth.spawned) == 2)
-        await base.until(lambda: ev.GaveBack(slot.ticket, base.ON) in growth.arbiter.told)
+        await until(lambda: len(growth.spawned) == 2)
+        await until(lambda: ev.GaveBack(slot.ticket, ON) in growth.arbiter.told)
         assert growth.spawned[-1] == {} and slot.life is HolderState.RESIDENT
-        assert await base.use(residency) == slot.ticket
+        assert await use(residency) == slot.ticket
 
 
 async def test_grown_model_in_use_stays_grown() -> None:
@@ -127,7 +128,7 @@ async def test_grown_model_in_use_stays_grown() -> None:
         async with residency.use("a"):
             resize._give_back_once_idle(residency, slot, seconds(0.01))
             assert slot.growth is None and len(growth.spawned) == 1
-        await base.until(lambda: len(growth.spawned) == 2)
+        await until(lambda: len(growth.spawned) == 2)
 
 
 async def test_growth_requested_while_giving_back_follows_it() -> None:
@@ -135,7 +136,7 @@ async def test_growth_requested_while_giving_back_follows_it() -> None:
         await resize.grow(residency, "a")
         growth.may_start.clear()
         giving = asyncio.ensure_future(resize.give_back(residency, "a"))
-        await base.until(lambda: len(growth.spawned) == 2)
+        await until(lambda: len(growth.spawned) == 2)
         again = asyncio.ensure_future(resize.grow(residency, "a"))
         await asyncio.sleep(0)
         growth.may_start.set()
@@ -150,7 +151,7 @@ async def test_model_refused_growth_goes_on_with_its_bytes() -> None:
         growth.error = GrowthRefused(residency.slots["a"].ticket, Bytes(7), "full")
         with pytest.raises(GrowthRefused):
             await resize.grow(residency, "a")
-        assert not growth.spawned and await base.use(residency)
+        assert not growth.spawned and await use(residency)
 
 
 async def test_growth_is_refused_rather_than_cutting_off_long_requests(
@@ -161,9 +162,9 @@ async def test_growth_is_refused_rather_than_cutting_off_long_requests(
         async with residency.use("a"):
             with pytest.raises(GrowthRefused, match="in flight"):
                 await resize.grow(residency, "a")
-            assert await base.use(residency)  # the barrier is down again
-        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, base.ON)
-        assert not growth.spawned and residency.account()[0].devices == base.ON
+            assert await use(residency)  # the barrier is down again
+        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, ON)
+        assert not growth.spawned and residency.account()[0].devices == ON
 
 
 async def test_model_revoked_as_its_growth_is_granted_gives_it_back_and_goes_on() -> None:
@@ -172,16 +173,16 @@ async def test_model_revoked_as_its_growth_is_granted_gives_it_back_and_goes_on(
 
         async def and_revoke(ticket: TicketId, more: Bytes, within: Span) -> messages.Granted:
             granted = await grant(ticket, more, within)
-            base.revoke(residency, Reason.SWAP, barrier_s=0.01)
+            revoke(residency, Reason.SWAP, barrier_s=0.01)
             return granted
 
         growth.arbiter.grow = and_revoke
         async with residency.use("a"):  # which outlives the barrier
             with pytest.raises(TicketClosed):
                 await resize.grow(residency, "a")
-            assert await base.use(residency) == slot.ticket
-        assert ev.GaveBack(slot.ticket, base.ON) in growth.arbiter.told
-        assert not growth.spawned and residency.account()[0].devices == base.ON
+            assert await use(residency) == slot.ticket
+        assert ev.GaveBack(slot.ticket, ON) in growth.arbiter.told
+        assert not growth.spawned and residency.account()[0].devices == ON
 
 
 async def test_model_grown_again_has_one_timer_for_giving_back() -> None:
@@ -205,7 +206,7 @@ async def test_a_restart_that_fails_ends_the_ticket_and_the_next_load_is_as_the_
         growth.arbiter.respawn = broken
         with pytest.raises(LoadFailed):
             await resize.grow(residency, "a")
-        assert await base.use(residency) != first
+        assert await use(residency) != first
         assert residency.slots["a"].plan.grown is not None
 
 
@@ -218,7 +219,7 @@ async def test_an_engine_that_ends_while_its_growth_waits_ends_the_growth() -> N
 
         growth.arbiter.grow = grow
         task = asyncio.ensure_future(resize.grow(residency, "a"))
-        await base.until(lambda: residency.slots["a"].growth)
+        await until(lambda: residency.slots["a"].growth)
         engine.dead.set()
         with pytest.raises(TicketClosed):
             await task

@@ -12,47 +12,21 @@ from arbiter.core import types
 from arbiter.core.decisions import Reason
 from arbiter.errors import ENGINE_DIED, DeadlineUnmet, NeverFits
 from arbiter.protocol import messages
-from arbiter.units import Bytes, Epoch, Span, TicketId, seconds
+from arbiter.units import Bytes, TicketId, seconds
 from deployments.replica.engine_client import LoadRefused
 from deployments.replica.use_all import use_all
-from tests.unit.deployments.replica import test_residency as base
+from tests.support import scripted_holder
+from tests.support.scripted_holder import ScriptedClient, revoke, until, use
 
 pytestmark = pytest.mark.spec("A13")
 MODELS = {name: {"source": "x", "need": {"weights": 5, "host": 5}} for name in "abd"}
 TABLE: Any = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": MODELS}}}
 
 
-class Arbiter(base.Arbiter):
-    """Grants when it is told to, each member of a gang by itself."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.requests: list[ev.Requested] = []
-        self.answers: dict[str, asyncio.Future[Exception | None]] = {}
-
-    def says(self, model: str, error: Exception | None = None) -> None:
-        self.answers[model].set_result(error)
-
-    async def acquire(self, requested: ev.Requested) -> messages.Granted:
-        self.requests.append(requested)
-        answer = self.answers[requested.model] = asyncio.get_running_loop().create_future()
-        try:
-            error = await answer
-        except asyncio.CancelledError:
-            self.tell(ev.Withdrawn(requested.ticket))
-            raise
-        if error:
-            raise error
-        return messages.Granted(requested.ticket, base.ON, seconds(5), Span(0), Epoch(1))
-
-    async def comes_first(self, event: asyncio.Event) -> bool:
-        return await event.wait()
-
-
 @asynccontextmanager
-async def holder() -> AsyncIterator[tuple[Any, Arbiter]]:
-    async with base.holder() as (residency, plain, _):
-        residency._client = arbiter = Arbiter(plain.path)
+async def holder() -> AsyncIterator[tuple[Any, ScriptedClient]]:
+    async with scripted_holder.holder() as (residency, plain, _):
+        residency._client = arbiter = ScriptedClient(plain.path, grants_at_once=False)
         residency._obey(messages.ConfigChanged(TABLE))
         yield residency, arbiter
 
@@ -63,11 +37,11 @@ async def see(residency: Any, **how: Any) -> list[TicketId]:
         return [use.ticket for use in uses]
 
 
-async def asked(arbiter: Arbiter, *models: str) -> None:
-    await base.until(lambda: [r.model for r in arbiter.requests] == list(models))
+async def asked(arbiter: ScriptedClient, *models: str) -> None:
+    await until(lambda: [r.model for r in arbiter.requests] == list(models))
 
 
-def withdrawn(arbiter: Arbiter) -> set[TicketId]:
+def withdrawn(arbiter: ScriptedClient) -> set[TicketId]:
     return {event.ticket for event in arbiter.told if isinstance(event, ev.Withdrawn)}
 
 
@@ -92,7 +66,7 @@ async def test_refused_gang_member_takes_the_others_out_of_the_queue() -> None:
         arbiter.says("b", NeverFits(TicketId("b"), Bytes(9), Bytes(5)))
         with pytest.raises(NeverFits):
             await asyncio.wait_for(seen, 5)
-        await base.until(lambda: ev.Withdrawn(arbiter.requests[0].ticket) in arbiter.told)
+        await until(lambda: ev.Withdrawn(arbiter.requests[0].ticket) in arbiter.told)
         assert not residency.slots and residency.account() == ()
 
 
@@ -101,25 +75,25 @@ async def test_cancelled_or_late_gang_request_withdraws_all_members() -> None:
         seen = asyncio.ensure_future(see(residency))
         await asked(arbiter, "a", "b")
         seen.cancel()
-        await base.until(lambda: len(withdrawn(arbiter)) == 2)
+        await until(lambda: len(withdrawn(arbiter)) == 2)
         assert not residency.slots
         with pytest.raises(DeadlineUnmet):
             await see(residency, deadline_s=0.05)
-        await base.until(lambda: len(withdrawn(arbiter)) == 4)
+        await until(lambda: len(withdrawn(arbiter)) == 4)
         assert not residency.slots
 
 
 async def test_resident_gang_member_is_not_held_while_another_is_queued() -> None:
     async with holder() as (residency, arbiter):
-        alone = asyncio.ensure_future(base.use(residency))
+        alone = asyncio.ensure_future(use(residency))
         await asked(arbiter, "a")
         arbiter.says("a")
         await alone
         seen = asyncio.ensure_future(see(residency))
         await asked(arbiter, "a", "b")
         assert residency.slots["a"].inflight == 0 and arbiter.requests[1].gang == ()
-        base.revoke(residency, Reason.SWAP)
-        await base.until(lambda: "a" not in residency.slots)
+        revoke(residency, Reason.SWAP)
+        await until(lambda: "a" not in residency.slots)
         arbiter.says("b")
         await asked(arbiter, "a", "b", "a")  # it had to go meanwhile
         assert residency.slots["b"].inflight == 0
@@ -137,11 +111,11 @@ async def test_other_user_of_a_gang_member_gets_it_when_the_gang_is_given_up() -
                 return TicketId(engine.ticket)
 
         alone = asyncio.ensure_future(urgent())
-        await base.until(lambda: len(residency.slots["a"].waiters) == 2)
+        await until(lambda: len(residency.slots["a"].waiters) == 2)
         [told] = arbiter.told  # that it is more urgent; it is still of the gang
         assert (told.priority, told.gang) == (types.Priority.URGENT, arbiter.requests[0].gang)
         arbiter.says("a")
-        await base.until(lambda: residency.slots["a"].gang.got)
+        await until(lambda: residency.slots["a"].gang.got)
         seen.cancel()
         assert await asyncio.wait_for(alone, 5) == arbiter.requests[0].ticket
         assert "b" not in residency.slots

@@ -8,7 +8,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason, Revoke, Tier
 from arbiter.errors import NeverFits
-from arbiter.units import DeviceId, HolderId, NodeId, TicketId, seconds
+from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
     PATIENT,
@@ -119,7 +119,7 @@ def test_refusing_victim_stays_and_the_next_is_tried_for_the_same_queued_ticket(
     driver.ask(20, "c", 30)
     assert revoked(driver.at(30, answer(TicketId("a"), 2))) == [("b", "swap", "gone")]
     assert driver.state_of("a") == "resident"
-    assert driver.state.ledger.find(TicketId("a")).inflight == 2
+    assert driver.ticket("a").inflight == 2
     told = driver.last("barrier_dropped" if answer is ev.BarrierDropped else "victim_busy")
     assert told.data["holder"] == "h"
     driver.at(31, ev.Released(TicketId("b"), "swap"))
@@ -285,4 +285,4 @@ def test_eviction_considers_each_device_alone() -> None:
     driver.ask(0, "b", 50, holder="hm")
     driver.at(1, ev.Loaded(TicketId("b"), seconds(1)))
     assert revoked(driver.ask(20, "c", 60, holder="hm")) == [("b", "swap", "gone")]
-    assert driver.state.ledger.books[DeviceId("m/cpu:0")].node == NodeId("m")
+    assert driver.account("m/cpu:0").node == NodeId("m")

@@ -7,10 +7,8 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, Grant
-from arbiter.core.view import MemoryReading
 from arbiter.errors import UnderPressure
 from arbiter.units import GIB, Bytes, DeviceId, HolderId, NodeId, TicketId, seconds
-from policies.pressure import level
 from tests.support.core_driver import (
     CPU,
     HOST,
@@ -54,26 +52,6 @@ def push(
     made: CoreDriver, t: float, how: types.Level, where: str = CPU, term_s: float = 60
 ) -> list[tuple[str, str, str]]:
     return revoked(made.at(t, ev.PressurePushed(where, how, Bytes(GIB), seconds(term_s))))
-
-
-@pytest.mark.parametrize(
-    ("kind", "free", "stalls", "expected"),
-    [
-        (types.DeviceKind.HOST, 15, 0, types.Level.NOMINAL),
-        (types.DeviceKind.HOST, 14, 0, types.Level.LOW),
-        (types.DeviceKind.CPU, 5, 0, types.Level.LOW),
-        (types.DeviceKind.CPU, 4, 0, types.Level.CRITICAL),
-        (types.DeviceKind.HOST, 90, 0.1, types.Level.LOW),
-        (types.DeviceKind.HOST, 14, 0.7, types.Level.CRITICAL),
-        (types.DeviceKind.GPU, 5, 0, types.Level.NOMINAL),  # of a reserve of 10
-        (types.DeviceKind.GPU, 4, 0, types.Level.LOW),
-        (types.DeviceKind.GPU, 1, 0, types.Level.CRITICAL),
-    ],
-)
-def test_worst_pressure_source_wins(
-    kind: types.DeviceKind, free: int, stalls: float, expected: types.Level
-) -> None:
-    assert level(MemoryReading(kind, Bytes(free), Bytes(100), Bytes(10), stalls)) is expected
 
 
 def test_low_pressure_evicts_one_idle_model_with_each_tick_lowest_first() -> None:

@@ -49,9 +49,9 @@ def test_minimum_residency_holds_for_equal_askers_and_not_for_more_urgent_ones()
 def test_a_model_counts_as_batch_when_its_keep_warm_seconds_have_passed() -> None:
     driver = CoreDriver(device=80, keep_warm_s=30)
     driver.resident(0, "a", 80, priority=URGENT)
-    driver.state.ledger.find(TicketId("a")).declined_until = 10**12  # so that it stays when unused
+    driver.ticket("a").declined_until = 10**12  # so that it stays when unused
     assert driver.ask(20, "b", 80, priority=LOW) == []
-    driver.state.ledger.find(TicketId("a")).declined_until = 0
+    driver.ticket("a").declined_until = 0
     assert min(driver.wakes) <= 30 * 10**9
     assert [name for name, _, _ in revoked(driver.woke(30))] == ["a"]
 

@@ -149,7 +149,7 @@ def test_a_refused_sleep_gives_the_reserved_host_ram_back() -> None:
 def test_wake_waits_in_the_queue_and_is_granted_beside_its_residue() -> None:
     driver = asleep()
     assert driver.ask(30, "a", 80, host=40) == []
-    assert len(driver.state.queue) == 1
+    assert len(driver.queue()) == 1
     driver.at(31, ev.LoadBroke(TicketId("b"), "x", False))
     [grant] = [d for d in driver.gone(32, "b") if isinstance(d, Grant)]
     assert (grant.ticket, grant.devices) == ("a", (types.DeviceBytes(CPU, gib(80)),))
@@ -187,7 +187,7 @@ def test_withdrawn_wake_leaves_its_ticket_asleep_and_one_under_way_finishes() ->
     driver = asleep()
     driver.ask(30, "a", 80, host=40)
     assert driver.at(31, ev.Withdrawn(TicketId("a"))) == []
-    assert (driver.state_of("a"), len(driver.state.queue)) == ("asleep", 0)
+    assert (driver.state_of("a"), len(driver.queue())) == ("asleep", 0)
     driver.at(32, ev.LoadBroke(TicketId("b"), "x", False))
     driver.gone(33, "b")
     assert granted(driver.ask(34, "a", 80, host=40)) == ["a"]
@@ -230,10 +230,10 @@ def test_a_wake_past_its_deadline_is_refused_and_may_be_asked_again() -> None:
 @pytest.mark.spec("C8")
 def test_asleep_ticket_past_its_keep_warm_is_killed_at_once() -> None:
     driver = asleep()
-    driver.state.ledger.find(TicketId("a")).keep_warm = seconds(100)
-    driver.state.set_timer(driver.state.ledger.find(TicketId("a")), s(22))
+    driver.ticket("a").keep_warm = seconds(100)
+    driver.set_timer("a", s(22))
     driver.woke(23)
-    last_used = driver.state.ledger.find(TicketId("a")).last_used
+    last_used = driver.ticket("a").last_used
     assert driver.woke(99.9) == []
     decisions = driver.woke(100)
     assert last_used == s(0)
@@ -248,7 +248,7 @@ def test_queued_wake_gets_ticket_closed_when_its_engine_is_gone() -> None:
     driver = asleep()
     driver.ask(30, "a", 80, host=40)
     assert refusal(driver.gone(31, "a")) == errors.TicketClosed(TicketId("a"))
-    assert len(driver.state.queue) == 0
+    assert len(driver.queue()) == 0
 
 
 @pytest.mark.spec("A18")
@@ -276,7 +276,7 @@ def test_overcommitted_host_ram_kills_asleep_engines() -> None:
 def test_a_wake_that_pinned_models_leave_no_room_for_is_refused() -> None:
     driver = asleep()
     driver.at(23, ev.Loaded(TicketId("b"), seconds(1)))
-    driver.state.ledger.pin(driver.state.ledger.find(TicketId("b")), True)
+    driver.pin("b")
     assert refusal(driver.ask(30, "a", 80, host=40)) == errors.NeverFits(
         TicketId("a"), gib(80), gib(20)
     )
@@ -300,8 +300,8 @@ def test_repeated_wake_request_is_queued_once() -> None:
     driver = asleep()
     driver.ask(30, "a", 80, host=40)
     driver.ask(31, "a", 80, host=40)
-    assert driver.state.queue.tickets() == ["a"]
-    assert driver.state.queue.count(types.ModelName("text", "a")) == 1
+    assert driver.queue() == ["a"]
+    assert driver.request_queue.count(types.ModelName("text", "a")) == 1
 
 
 @pytest.mark.spec("B4")
@@ -346,16 +346,16 @@ def test_a_wake_that_was_not_verified_is_an_event_and_teaches_no_seconds() -> No
     driver = being_woken()
     driver.at(35, ev.Loaded(TicketId("a"), seconds(2), verified=False))
     assert driver.last("wake_unverified").ticket == "a"
-    assert driver.state.estimates.wake_time(KEY) == 0
+    assert driver.estimates.wake_time(KEY) == 0
 
 
 @pytest.mark.spec("A17")
 def test_the_seconds_of_a_wake_are_predicted_from_wakes() -> None:
     driver = being_woken()
-    driver.state.estimates.loaded(KEY, seconds(30))
+    driver.estimates.loaded(KEY, seconds(30))
     driver.at(35, ev.Loaded(TicketId("a"), seconds(2)))
-    assert driver.state.estimates.wake_time(KEY) == seconds(2)
-    assert driver.state.estimates.load_time(KEY) > seconds(2)
+    assert driver.estimates.wake_time(KEY) == seconds(2)
+    assert driver.estimates.load_time(KEY) > seconds(2)
     driver.engines["a"] = {CPU: 80}
     driver.read(36)
     driver.beat(37, "a")

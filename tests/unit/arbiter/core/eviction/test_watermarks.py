@@ -10,9 +10,8 @@ from arbiter.core import types
 from arbiter.core.settings import DEFAULTS, Settings, Watermarks
 from arbiter.units import TicketId, seconds
 from deployments.config.arbiter_section import ArbiterConfig
-from deployments.config.schema import ConfigError, parse_table
 from tests.support.core_driver import CPU, HOST, PLAIN, CoreDriver, granted, killed, revoked
-from tests.unit.arbiter.core.queue.test_gangs import GpuDriver
+from tests.support.gpu_driver import GpuDriver
 
 pytestmark = pytest.mark.spec("C4")
 MARKED = replace(PLAIN, device_marks=Watermarks(0.90, 0.80))
@@ -126,7 +125,7 @@ def test_device_watermarks_evict_no_model_more_urgent_than_the_growing_one() -> 
     driver.resident(0, "a", 68, priority=types.Priority.HIGH)
     driver.resident(1, "text", 9)
     grow = ev.GrowthAsked(TicketId("text"), units.Bytes(6 << 30), seconds(30))
-    assert revoked(driver.at(100, grow)) == [] and "text" in driver.state.growing
+    assert revoked(driver.at(100, grow)) == [] and "text" in driver.growing()
     assert revoked(driver.ask(101, "b", 1)) == []  # something has changed there
 
 
@@ -143,7 +142,7 @@ def test_device_watermarks_do_not_act_for_growth_on_another_device() -> None:
         {"1": 45},
     )
     grow = ev.GrowthAsked(TicketId("b"), units.Bytes(20 << 30), seconds(30))
-    assert revoked(driver.at(100, grow)) == [] and "b" in driver.state.growing
+    assert revoked(driver.at(100, grow)) == [] and "b" in driver.growing()
     assert revoked(driver.want(101, "d", 1)) == []  # something has changed there
 
 
@@ -156,28 +155,3 @@ def test_device_watermarks_do_not_act_for_a_ticket_too_large_for_the_device() ->
 
 
 # -- configuration --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("which", ["host_marks", "device_marks"])
-@pytest.mark.parametrize(
-    ("marks", "wrong"),
-    [
-        ({"high": 0.7, "low": 0.8}, "low: Value error, low, 0.8, is above high, 0.7"),
-        ({"low": 0.95}, "low: Value error, low, 0.95, is above high, 0.9"),
-        ({"high": 90}, "high: Input should be less than or equal to 1"),
-        ({"low": -0.1}, "low: Input should be greater than or equal to 0"),
-        ({"middle": 0.5}, "middle: Extra inputs are not permitted"),
-    ],
-)
-def test_invalid_watermarks_are_refused_when_the_configuration_is_read(
-    which: str, marks: dict[str, float], wrong: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"user_config.arbiter.{which}.{wrong}"):
-        parse_table({"arbiter": {which: marks}, "capabilities": {}})
-
-
-def test_watermarks_are_settings_like_others() -> None:
-    marks = {"host_marks": {"high": 1.0, "low": 1.0}, "device_marks": {"high": 0.95}}
-    settings = parse_table({"arbiter": marks, "capabilities": {}}).arbiter.as_settings()
-    assert settings.host_marks == Watermarks(1.0, 1.0)
-    assert settings.device_marks == Watermarks(0.95, 0.80)

@@ -66,7 +66,7 @@ def test_repeated_request_while_queued_keeps_one_place() -> None:
     driver.ask(0, "a", 80)
     driver.ask(1, "b", 80)
     assert driver.ask(2, "b", 80) == []
-    assert len(driver.state.queue) == 1
+    assert len(driver.queue()) == 1
 
 
 def test_a_refusal_is_repeated_not_reconsidered() -> None:
@@ -103,7 +103,7 @@ def test_registration_conflict_is_an_error_that_names_the_difference() -> None:
     with pytest.raises(errors.CapabilityConflict, match="other role"):
         driver.at(0, ev.CapabilityRegistered(other))
     assert driver.arbiter.replica_targets(s(0))["text"] == 1
-    assert driver.state.registry.specs["text"].role == "text"
+    assert driver.capabilities()["text"].role == "text"
 
 
 @pytest.mark.spec("A2")
@@ -117,7 +117,7 @@ def test_unknown_role_is_refused_at_registration() -> None:
     driver = CoreDriver()
     with pytest.raises(errors.UnknownRole, match="poet"):
         driver.at(0, ev.CapabilityRegistered(capability("odes", "poet", ("keats",))))
-    assert "odes" not in driver.state.registry.specs
+    assert "odes" not in driver.capabilities()
 
 
 def test_removed_model_refuses_its_queued_tickets_and_leaves_the_device_when_idle() -> None:
@@ -220,7 +220,7 @@ def test_a_request_not_granted_by_its_deadline_is_refused_and_may_come_back() ->
     driver.ask(0, "a", 80)
     driver.ask(1, "b", 80, deadline_s=5)
     driver.sleep_until(6)
-    assert driver.wakes == [s(6)] and "b" in driver.state.queue
+    assert driver.wakes == [s(6)] and "b" in driver.queue()
     error = refusal(driver.woke(6))
     assert error == errors.DeadlineUnmet(TicketId("b"), 5.0, 1.0)
     assert driver.state_of("b") == "closed"
@@ -244,7 +244,7 @@ def test_queued_ticket_that_no_longer_fits_a_shrunk_device_is_refused() -> None:
     driver = CoreDriver(device=80)
     driver.ask(0, "a", 80)
     driver.ask(1, "b", 60)
-    driver.state.ledger.find(TicketId("a"))
+    driver.ticket("a")
     specs = (types.DeviceSpec(CPU, types.DeviceKind.CPU, gib(50)),)
     assert isinstance(refusal(driver.at(2, ev.NodeSeen(NodeId("n"), specs))), errors.NeverFits)
 

@@ -16,11 +16,11 @@ from arbiter.core.records.ticket import Sizes, State
 from arbiter.core.settings import Settings, TenantLimits
 from arbiter.core.types import Split
 from arbiter.errors import NeverFits, QuotaExceeded, TicketClosed
-from arbiter.units import Bytes, DeviceId, HolderId, NodeId, TicketId
-from tests.support.core_driver import PLAIN, CoreDriver, gib, granted, refusal, revoked
+from arbiter.units import Bytes, HolderId, NodeId, TicketId
+from tests.support.core_driver import PLAIN, gib, granted, refusal, revoked
+from tests.support.gpu_driver import GPUS, GpuDriver
 
 NORMAL, HIGH = types.Priority.NORMAL, types.Priority.HIGH
-GPUS = [DeviceId(f"g/gpu:{i}") for i in range(4)]
 
 
 def books(*free: int, budget: int = 100) -> list[DeviceAccount]:
@@ -32,44 +32,6 @@ def books(*free: int, budget: int = 100) -> list[DeviceAccount]:
 
 def parted(where: list[DeviceAccount], need: int, how: Split) -> Sizes | None:
     return split(where, Bytes(need), how, {book.device: book.budget_bytes for book in where})
-
-
-class GpuDriver(CoreDriver):
-    """A node of GPUs of the given GiB."""
-
-    def __init__(self, *sizes: float, settings: Settings = PLAIN) -> None:
-        super().__init__(settings=settings)
-        self.gpus = [
-            types.DeviceSpec(d, types.DeviceKind.GPU, gib(size))
-            for d, size in zip(GPUS, sizes, strict=False)
-        ]
-        self.at(0, ev.NodeSeen(NodeId("g"), tuple(self.gpus)))
-        readings = tuple(ev.DeviceReading(s.device, s.total_bytes, gib(0)) for s in self.gpus)
-        self.at(0, ev.Measured(NodeId("g"), readings, ()))
-        self.join(0, "k", node="g")
-
-    def see_only(self, t: float, *numbers: int) -> list[object]:
-        """A reading of these devices; of the others the agent could read nothing."""
-        readings = tuple(
-            ev.DeviceReading(self.gpus[n].device, self.gpus[n].total_bytes, gib(0)) for n in numbers
-        )
-        return list(self.at(t, ev.Measured(NodeId("g"), readings, ())))
-
-    def want(
-        self, t: float, name: str, size: float, gang: str = "", how: Split = Split.NONE
-    ) -> list[object]:
-        return list(self.at(t, ev.Requested(
-            TicketId(name), HolderId("k"), "text", name, types.Need(gib(size)), "", True,
-            gang=tuple(map(TicketId, gang)), split=how,
-        )))  # fmt: skip
-
-    def done(self, t: float, name: str) -> None:
-        self.at(t, ev.Loaded(TicketId(name), units.Span(0)))
-        self.beat(t, name, holder="k")
-
-    def home(self, name: str) -> dict[str, float]:
-        entry = self.state.ledger.find(TicketId(name))
-        return {d[-1]: size / gib(1) for d, size in entry.home.items()}
 
 
 @pytest.mark.spec("A13", "C6")
@@ -140,10 +102,10 @@ def test_gang_that_would_still_not_fit_evicts_nothing() -> None:
     for name, size in (("c", 60), ("d", 60)):
         d.want(0, name, size)
         d.done(0, name)
-    d.state.ledger.pin(d.state.ledger.find(TicketId("d")), True)
+    d.pin("d")
     d.want(20, "a", 70, "ab")
     assert revoked(d.want(20, "b", 70, "ab")) == []
-    assert isinstance(d.state.answers[TicketId("a")], NeverFits)
+    assert isinstance(d.answer("a"), NeverFits)
 
 
 @pytest.mark.spec("A13")
@@ -176,7 +138,7 @@ def test_a_model_larger_than_any_device_is_split_and_the_parts_are_on_its_ticket
     d = GpuDriver(80, 80, 60)
     assert granted(d.want(0, "a", 120, how=Split.EQUAL)) == ["a"]
     assert d.home("a") == {"0": 60, "1": 60}
-    charged = [b.charged_bytes for b in d.state.ledger.books.values() if b.charged_bytes]
+    charged = [b.charged_bytes for b in d.accounts().values() if b.charged_bytes]
     assert charged == [gib(60), gib(60)]
 
 
@@ -223,9 +185,9 @@ def asleep_over_two(settings: Settings = PLAIN) -> GpuDriver:
     d = GpuDriver(80, 80, settings=settings)
     assert granted(d.want(0, "a", 100, how=Split.EQUAL)) == ["a"]
     d.done(0, "a")
-    entry = d.state.ledger.find(TicketId("a"))
-    d.state.ledger.move(entry, State.DRAINING, d.state.now)
-    d.state.ledger.move(entry, State.ASLEEP, d.state.now, granted={})
+    entry = d.ticket("a")
+    d.move(entry, State.DRAINING, d.now)
+    d.move(entry, State.ASLEEP, d.now, granted={})
     return d
 
 

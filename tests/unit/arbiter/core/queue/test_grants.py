@@ -112,9 +112,9 @@ def test_warm_ticket_goes_first_among_equals() -> None:
     loading(driver, 50)
     driver.ask(1, "b", 40)
     driver.ask(2, "a2", 40, holder="g")  # `a` is being loaded by the other holder
-    assert driver.state.queue.tickets() == ["a2", "b"]
+    assert driver.queue() == ["a2", "b"]
     driver.at(3, ev.Loaded(TicketId("a"), seconds(3)))
-    assert driver.state.queue.tickets() == ["b", "a2"]
+    assert driver.queue() == ["b", "a2"]
 
 
 @pytest.mark.spec("C6", "C4")
@@ -274,7 +274,7 @@ def test_asleep_ticket_wakes_on_its_device_though_its_model_was_elsewhere_last()
     driver.at(20, ev.FloorSet("text", "a", types.Floor.HOST))
     driver.at(21, ev.Slept(TicketId("a1")))
     asleep = ev.EngineReading(TicketId("a1"), (types.DeviceBytes(DeviceId("g/host"), gib(50)),))
-    devices = driver.state.nodes[NodeId("g")].devices
+    devices = driver.devices_of("g")
     readings = tuple(ev.DeviceReading(device, gib(0), gib(0)) for device in devices)
     driver.at(22, ev.Measured(NodeId("g"), readings, (asleep,)))
     assert driver.state_of("a1") == "asleep"
@@ -347,14 +347,14 @@ def test_grant_pass_skips_tickets_no_smaller_than_one_that_cannot_be_placed(
     for n in range(20):
         driver.ask(1, f"b{n}", 10)
     walked: list[str] = []
-    walk = driver.state.queue.walk
+    walk = driver.request_queue.walk
 
     def spied(node: NodeId) -> Iterator[QueueEntry]:
         for waiting in walk(node):
             walked.append(waiting.request.ticket)
             yield waiting
 
-    monkeypatch.setattr(driver.state.queue, "walk", spied)
+    monkeypatch.setattr(driver.request_queue, "walk", spied)
     assert driver.ask(2, "c", 10) == []
     assert walked == ["b0"]
     assert granted(driver.ask(3, "small", 5)) == ["small"]

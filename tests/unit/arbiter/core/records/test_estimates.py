@@ -2,17 +2,17 @@
 
 import pytest
 
+from arbiter.core import events as ev
 from arbiter.core.decisions import Grant
 from arbiter.core.records import estimates
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.settings import DEFAULTS
 from arbiter.core.types import ModelName, Need
-from arbiter.units import Bytes, in_seconds, seconds
+from arbiter.units import Bytes, TicketId, in_seconds, seconds
 from tests.support.core_driver import CPU, CoreDriver, gib
 
-pytestmark = pytest.mark.spec("A17")
 
-
+@pytest.mark.spec("A17")
 @pytest.mark.parametrize(
     ("name", "gigabytes"),
     [
@@ -31,17 +31,20 @@ def test_parameter_count_and_precision_in_a_model_name_give_bytes(
     assert estimates.of_name(name) == pytest.approx(gigabytes * 1e9)
 
 
+@pytest.mark.spec("A17")
 @pytest.mark.parametrize("name", ["small-chat", "all-MiniLM-L6-v2", "gpt-4b2x", "v1.5", "A3B"])
 def test_model_name_without_a_parameter_count_gives_no_estimate(name: str) -> None:
     assert estimates.of_name(name) is None
 
 
+@pytest.mark.spec("A17")
 def test_files_count_by_their_kind_and_unknown_kinds_not_at_all() -> None:
     sizes = {"a.gguf": 1000, "deep/B.SAFETENSORS": 1000, "README.md": 5000}
     assert estimates.of_files(sizes) == 2400
     assert estimates.of_files({"README.md": 5000}) is None
 
 
+@pytest.mark.spec("A17")
 def test_measured_overhead_of_a_capability_is_added_to_its_next_computed_need() -> None:
     driver = CoreDriver()
     driver.resident(0, "a", 30, explicit=False)
@@ -54,6 +57,7 @@ def test_measured_overhead_of_a_capability_is_added_to_its_next_computed_need() 
     assert isinstance(said, Grant) and said.devices[0].size_bytes == gib(5)
 
 
+@pytest.mark.spec("A17")
 def test_least_bytes_of_an_engine_are_not_learned_away_before_it_fills_them() -> None:
     driver = CoreDriver()
     driver.resident(0, "a", 30, explicit=False, least=22)
@@ -64,6 +68,7 @@ def test_least_bytes_of_an_engine_are_not_learned_away_before_it_fills_them() ->
     assert isinstance(same, Grant) and same.devices[0].size_bytes == gib(22)
 
 
+@pytest.mark.spec("A17")
 def test_unfilled_engine_does_not_make_other_models_look_smaller() -> None:
     known = estimates.Estimates(DEFAULTS)
     one, other = (estimates.ModelKey("text", name, "") for name in "ab")
@@ -74,6 +79,7 @@ def test_unfilled_engine_does_not_make_other_models_look_smaller() -> None:
     assert known.size(other, small, need_is_explicit=False).device_bytes == 13
 
 
+@pytest.mark.spec("A17")
 def test_learned_overhead_may_be_negative_but_not_below_the_weights() -> None:
     driver = CoreDriver()
     driver.resident(0, "a", 30, explicit=False)
@@ -95,16 +101,19 @@ def expected_s(*took_s: float) -> float:
     return in_seconds(known.load_time(KEY))
 
 
+@pytest.mark.spec("A17")
 def test_two_loads_in_five_that_took_ten_times_as_long_do_not_count() -> None:
     assert expected_s(2.0) == 2.0
     assert expected_s(2.0, 1.9, 20.0, 2.1, 20.0) == 2.1
 
 
+@pytest.mark.spec("A17")
 def test_slower_load_time_is_expected_after_three_loads() -> None:
     assert expected_s(2.0, 2.0, 2.0, 2.0, 2.0, 9.0, 9.0) == 2.0
     assert expected_s(2.0, 2.0, 2.0, 2.0, 2.0, 9.0, 9.0, 9.0) == 9.0
 
 
+@pytest.mark.spec("A17")
 def test_exported_estimates_restore_the_expected_times() -> None:
     known, later = Estimates(DEFAULTS), Estimates(DEFAULTS)
     for s in (1.0, 3.0, 2.0):
@@ -114,3 +123,51 @@ def test_exported_estimates_restore_the_expected_times() -> None:
     assert (later.load_time(KEY), later.wake_time(KEY)) == (seconds(2), seconds(0.2))
     later.forget_model(ModelName("text", "a"))
     assert (later.load_time(KEY), later.wake_time(KEY)) == (0, 0) and later.export() == []
+
+
+@pytest.mark.spec("A17", "A17")
+def test_learned_values_survive_as_plain_rows() -> None:
+    estimates = Estimates(DEFAULTS)
+    estimates.saw_peak(KEY, Bytes(1000))
+    estimates.loaded(KEY, seconds(3))
+    estimates.woke(KEY, seconds(1))
+    again = Estimates(DEFAULTS)
+    again.restore(estimates.export())
+    assert again.export() == estimates.export() == [
+        {"capability": "text", "model": "a", "settings_key": "settings", "peak_bytes": 1000,
+         "load_ns": seconds(3), "wake_ns": seconds(1)}
+    ]  # fmt: skip
+    assert again.size(KEY, Need(Bytes(10)), False).device_bytes == 1050
+    again.did_not_sleep(KEY)
+    assert not again.can_sleep(KEY)
+    again.forget(KEY)
+    assert again.can_sleep(KEY)
+    assert again.export() == []
+
+
+@pytest.mark.spec("A17", "A17")
+def test_a_lower_reading_does_not_lower_a_peak_and_other_settings_learn_apart() -> None:
+    estimates = Estimates(DEFAULTS)
+    estimates.saw_peak(KEY, Bytes(1000))
+    estimates.saw_peak(KEY, Bytes(500))
+    assert estimates.size(KEY, Need(Bytes(10)), False).source == "learned"
+    assert estimates.size(KEY, Need(Bytes(10)), False).device_bytes == 1050
+    other = ModelKey("text", "a", "fp8")
+    assert estimates.size(other, Need(Bytes(10)), False).source == "computed"
+
+
+@pytest.mark.spec("A12")
+def test_a_correction_lasts_until_a_load_succeeds() -> None:
+    estimates = Estimates(DEFAULTS)
+    estimates.ran_out(KEY, Bytes(1000))
+    assert estimates.size(KEY, Need(Bytes(10)), True).device_bytes == 1250
+    estimates.loaded(KEY, seconds(1))
+    assert estimates.size(KEY, Need(Bytes(10)), True).device_bytes == 10
+
+
+def test_an_arbiter_hands_its_learning_to_the_next() -> None:
+    driver, successor = CoreDriver(), CoreDriver()
+    driver.ask(0, "a", 1)
+    driver.at(3, ev.Loaded(TicketId("a"), seconds(3)))
+    successor.arbiter.restore_learned(driver.arbiter.export_learned())
+    assert successor.arbiter.export_learned() == driver.arbiter.export_learned()

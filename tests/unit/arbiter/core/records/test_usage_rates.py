@@ -11,8 +11,9 @@ from arbiter.core.records.usage_rates import (
     HOURS_COUNT,
     LEAN_DAYS,
     HourlyUsage,
+    UsageRates,
 )
-from arbiter.units import Instant
+from arbiter.units import Instant, Span
 
 BEGAN = Instant(1000 * HOUR + 5)
 MORNING, OTHER = ("text", "morning"), ("text", "other")
@@ -80,3 +81,12 @@ def test_removed_model_has_no_hourly_usage() -> None:
     hours = after_days(3)
     hours.forget(MORNING)
     assert hours.ahead(MORNING, at(3, 9), 0) == 0
+
+
+@pytest.mark.spec("C3")
+def test_usage_rates_fade_to_a_third_within_a_window_and_add_up() -> None:
+    rates = UsageRates(Span(100))
+    rates.used(("c", "m"), 2, Instant(0))
+    rates.used(("c", "m"), 1, Instant(100))
+    assert rates.recent(("c", "m"), Instant(100)) == pytest.approx(1 + 2 * 0.3679, rel=1e-3)
+    assert rates.recent(("c", "other"), Instant(100)) == 0

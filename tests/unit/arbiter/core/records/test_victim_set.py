@@ -16,12 +16,11 @@ from arbiter.core.eviction.ranking import (
     victims_no_more_urgent,
 )
 from arbiter.core.records.ledger import UNREAD_COUNT
-from arbiter.core.records.usage_rates import UsageRates
 from arbiter.core.records.victim_set import PricedVictim, choose, freed
 from arbiter.core.types import Priority
-from arbiter.units import Bytes, Instant, Span, TicketId, seconds
+from arbiter.units import Bytes, TicketId, seconds
 from policies import EVICT
-from tests.support.core_driver import CPU, PLAIN, CoreDriver, capability, revoked
+from tests.support.core_driver import PLAIN, CoreDriver, capability, revoked
 
 # Few ranks, costs and sizes, so that ties and exact sums are common.
 OPTIONS = st.lists(
@@ -112,7 +111,7 @@ def many(driver: CoreDriver) -> ev.CapabilitiesSet:
 def test_kept_ranking_equals_a_fresh_ranking(policy: str) -> None:
     """Ranked once, then only what changed: the same as if everything were priced anew."""
     driver = filled_driver(policy)
-    book = driver.state.ledger.books[CPU]
+    book = driver.account()
     assert len(book.entries) > SWEPT_COUNT
     list(ranked_victims(driver.state, book))
     for t, model in enumerate(MANY[::3], start=200):
@@ -135,18 +134,9 @@ def test_victims_of_a_long_ranking_are_those_of_a_short_one() -> None:
     assert went == sorted(batch)[:3]  # the least urgent; all were used at once
 
 
-@pytest.mark.spec("C3")
-def test_usage_rates_fade_to_a_third_within_a_window_and_add_up() -> None:
-    rates = UsageRates(Span(100))
-    rates.used(("c", "m"), 2, Instant(0))
-    rates.used(("c", "m"), 1, Instant(100))
-    assert rates.recent(("c", "m"), Instant(100)) == pytest.approx(1 + 2 * 0.3679, rel=1e-3)
-    assert rates.recent(("c", "other"), Instant(100)) == 0
-
-
 def test_heartbeat_without_news_reprices_no_candidate() -> None:
     driver = filled_driver("two_rates")
-    book = driver.state.ledger.books[CPU]
+    book = driver.account()
     driver.beat(200)
     list(ranked_victims(driver.state, book))
     driver.beat(201)
@@ -157,7 +147,7 @@ def test_heartbeat_without_news_reprices_no_candidate() -> None:
 
 def test_unread_ranking_is_dropped() -> None:
     driver = filled_driver("two_rates")
-    book = driver.state.ledger.books[CPU]
+    book = driver.account()
     list(ranked_victims(driver.state, book))
     for n in range(len(book.entries) + UNREAD_COUNT + 1):
         book.note_stale(TicketId(f"gone{n}"))
@@ -176,7 +166,7 @@ def old_urgent_ones() -> CoreDriver:
 @pytest.mark.spec("C2")
 def test_all_tickets_whose_priority_has_decayed_become_candidates_at_once() -> None:
     driver = old_urgent_ones()
-    book = driver.state.ledger.books[CPU]
+    book = driver.account()
     driver.woke(899)
     assert not list(victims_no_more_urgent(driver.state, book, Priority.NORMAL))
     driver.woke(901)
@@ -186,7 +176,7 @@ def test_all_tickets_whose_priority_has_decayed_become_candidates_at_once() -> N
 @pytest.mark.spec("C3")
 def test_no_price_is_older_than_a_minute() -> None:
     driver = old_urgent_ones()
-    book = driver.state.ledger.books[CPU]
+    book = driver.account()
     for t in (901, 961):
         driver.woke(t)
         priced = list(ranked_victims(driver.state, book))

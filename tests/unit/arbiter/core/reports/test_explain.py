@@ -72,7 +72,7 @@ def test_explain_of_a_victim_gives_asker_price_and_spared_candidates() -> None:
     driver = CoreDriver(device=80, settings=replace(PLAIN, evict="cost_aware"))
     driver.resident(0, "a", 40)
     driver.resident(0, "b", 40)
-    driver.state.note_uses(driver.state.ledger.find(TicketId("b")), 5)
+    driver.note_uses("b", 5)
     assert revoked(driver.ask(120, "c", 30)) == [("a", "swap", "gone")]
     [past] = why(driver, 125, "a").past
     assert (past.part, past.waiting_model, past.policy) == ("went", "c", "cost_aware")
@@ -111,9 +111,7 @@ def test_explain_changes_nothing_and_its_history_is_bounded() -> None:
         driver.beat(t + 2, f"a{n + 1}")
     end = 10 * (KEPT_COUNT + 30)
     before = driver.arbiter.snapshot(s(end))
-    kept = [
-        n for n in range(KEPT_COUNT + 20) if list(driver.state.evictions.about(TicketId(f"a{n}")))
-    ]
+    kept = [n for n in range(KEPT_COUNT + 20) if driver.evictions_of(f"a{n}")]
     assert len(kept) == KEPT_COUNT  # of those who went, the newest
     assert plain(why(driver, end, f"a{kept[-1]}"))["state"] == "closed"
     assert driver.arbiter.snapshot(s(end)) == before

@@ -83,7 +83,7 @@ def test_floor_of_an_unknown_model_is_refused() -> None:
     d = CoreDriver()
     with pytest.raises(UnknownModel):
         floor(d, 0, "nope", Floor.DEVICE)
-    assert not d.state.floors
+    assert not d.floors()
 
 
 @pytest.mark.spec("D8")
@@ -166,8 +166,7 @@ def test_a_model_that_is_back_in_time_keeps_what_was_learned() -> None:
 
     def known() -> list[object]:
         """What was learned, and how often it was used."""
-        rates = (d.state.rates, d.state.lasting_rates)
-        return [d.arbiter.export_learned(), *(r.recent(("text", "a"), s(9)) for r in rates)]
+        return [d.arbiter.export_learned(), *d.usage_rates("a", s(9))]
 
     before = known()
     assert all(before)
@@ -234,26 +233,26 @@ def test_usage_rates_and_transitions_of_a_removed_model_are_forgotten() -> None:
         d.at(t, ev.Released(TicketId(name), "x"))
         d.gone(t, name)
     a, b = ("text", "a"), ("text", "b")
-    state = d.state
-    assert state.rates.recent(a, state.now) and set(state.transition_counts) == {a, b}
+    assert all(d.usage_rates("a")) and set(d.transition_counts) == {a, b}
     text = replace(d.table[0], models=tuple(m for m in d.table[0].models if m.name != "a"))
     d.at(10, ev.CapabilitiesSet((text, d.table[1])))
     d.woke(11)
-    assert state.rates.recent(a, state.now) == state.lasting_rates.recent(a, state.now) == 0
-    assert state.transition_counts == {b: {}} and state.last_used is None
-    assert state.rates.recent(b, state.now) > 0
+    assert d.usage_rates("a") == (0, 0) and all(d.usage_rates("b"))
+    assert d.transition_counts == {b: {}} and d.last_used() is None
 
 
 @pytest.mark.spec("B7")
 def test_a_status_read_changes_nothing() -> None:
     d = CoreDriver(
-        settings=replace(PLAIN, timeouts=replace(PLAIN.timeouts, reclaim_alarm=units.Span(10**12)))
+        settings=replace(
+            PLAIN, timeouts=replace(PLAIN.timeouts, reclaim_overdue=units.Span(10**12))
+        )
     )
     d.engines["stranger"] = {CPU: 1}
     d.read(20)
-    d.state.timers.due(units.Span(10**15))
+    d.lose_timers()
     d.arbiter.snapshot(units.Span(21 * 10**9))  # type: ignore[arg-type]
-    assert d.state.timers.next() is None
+    assert d.next_timer() is None
 
 
 @pytest.mark.spec("C8")

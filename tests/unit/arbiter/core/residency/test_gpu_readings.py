@@ -152,7 +152,7 @@ def test_the_state_names_the_card_why_it_cannot_be_read_and_who_else_is_on_it() 
     driver.strangers[GPU] = (ev.ForeignProcess(7, "python", Bytes(3)),)
     driver.unreadable = {OTHER: LOST}
     driver.read(2)
-    state = plain(driver.arbiter.snapshot(driver.state.now))
+    state = plain(driver.snapshot())
     first, second, host = state["devices"]
     assert (first["name"], first["uuid"], first["unreadable"]) == ("NVIDIA A10G", "GPU-aaaa", None)
     assert first["foreign_processes"] == [{"pid": 7, "name": "python", "size_bytes": 3}]

@@ -91,7 +91,7 @@ def test_revoked_resident_grows_no_more() -> None:
     d.beat(4, "a")
     d.at(5, ev.UnloadAsked(TicketId("a")))
     assert d.state_of("a") == "draining"
-    assert not d.state.growing
+    assert not d.growing()
 
 
 @pytest.mark.spec("A17")
@@ -106,7 +106,7 @@ def test_bytes_held_while_grown_are_not_expected_of_the_next_load() -> None:
     d.engines["a"] = {CPU: 29}
     for t in (6, 7):
         d.read(t)
-    assert d.state.estimates.proven(types.ModelName("text", "a")) == gib(29)
+    assert d.estimates.proven(types.ModelName("text", "a")) == gib(29)
     d.at(8, ev.Released(TicketId("a"), "x"))
     d.gone(8, "a")
     [grant] = d.ask(9, "a2", 30, explicit=False, model="a")

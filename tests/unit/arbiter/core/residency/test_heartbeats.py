@@ -8,7 +8,6 @@ from arbiter import errors
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import KillEngine, Revoke, Tier
-from arbiter.core.records.ledger import audit as audit_books
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
@@ -82,8 +81,8 @@ def test_a_holder_that_rejoins_before_its_node_is_charged_when_the_node_comes() 
     )  # fmt: skip
     driver.at(1, ev.Joined(HolderId("h"), NodeId("m"), "text", (held,)))
     driver.see_node(2, 80, 0, node="m")
-    assert driver.state.ledger.books["m/cpu:0"].charged_bytes == 7
-    audit_books(driver.state.ledger)
+    assert driver.account("m/cpu:0").charged_bytes == 7
+    driver.audit()
 
 
 @pytest.mark.spec("A18", "A16")
@@ -139,7 +138,7 @@ def test_a_claimed_engine_is_no_longer_foreign() -> None:
     driver.engines["a"] = {CPU: 30}
     driver.read(1)
     driver.join(2, "h", driver.held("a", types.Phase.RESIDENT, size=25))
-    assert driver.state.ledger.books[CPU].foreign_bytes == 0
+    assert driver.account().foreign_bytes == 0
     assert driver.charged() == 30
 
 
@@ -159,7 +158,7 @@ def test_lost_loaded_heals_by_heartbeat() -> None:
     driver.ask(0, "a", 10)
     driver.at(3, ev.Renewed(HolderId("h"), (driver.held("a", types.Phase.RESIDENT, inflight=2),)))
     assert driver.state_of("a") == "resident"
-    assert driver.state.ledger.find(TicketId("a")).inflight == 2
+    assert driver.ticket("a").inflight == 2
 
 
 @pytest.mark.spec("A18", "A19")
@@ -193,7 +192,7 @@ def test_a_heartbeat_cannot_touch_another_holders_ticket() -> None:
     driver = CoreDriver(holders=("h", "g"))
     driver.resident(0, "a", 10)
     driver.at(6, ev.Renewed(HolderId("g"), (driver.held("a", types.Phase.RESIDENT, inflight=5),)))
-    assert driver.state.ledger.find(TicketId("a")).inflight == 0
+    assert driver.ticket("a").inflight == 0
 
 
 @pytest.mark.spec("A5")
@@ -231,7 +230,7 @@ def test_holder_silent_beyond_the_lost_time_counts_as_dead() -> None:
     driver.beat(30, "a")
     assert driver.woke(89.9) == []
     assert killed(driver.woke(90)) == ["a"]
-    assert driver.state.holders == {}
+    assert driver.holders() == set()
 
 
 def test_a_lost_holder_may_join_again() -> None:
@@ -245,9 +244,9 @@ def test_a_lost_holder_may_join_again() -> None:
 @pytest.mark.spec("A18")
 def test_holder_known_to_be_dead_is_no_longer_awaited() -> None:
     driver = CoreDriver(known=("old",), holders=("h",))
-    assert (driver.state.awaited, driver.state.is_settled) == ({"old"}, False)
+    assert (driver.awaited(), driver.is_settled()) == ({"old"}, False)
     driver.at(1, ev.HolderLost(HolderId("old")))
-    assert (driver.state.awaited, driver.state.is_settled) == (set(), True)
+    assert (driver.awaited(), driver.is_settled()) == (set(), True)
 
 
 def test_heartbeats_before_joining_count_for_nothing() -> None:

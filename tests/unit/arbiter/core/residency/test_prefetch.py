@@ -224,10 +224,9 @@ def test_model_that_follows_less_than_every_second_time_is_not_prefetched(
         assert use(d, t, f"e1{number}") == [] or number > 3
         d.at(t + 1, ev.Released(TicketId(f"e1{number}"), "x"))
         d.gone(t + 1, f"e1{number}")
-        d.state.prefetched.clear()
-        d.state.wanted.clear()  # nobody brings it in here
+        d.forget_prefetches()  # nobody brings it in here
         come_and_go(d, t + 2, f"{model}{number + 2}", 30, model)
-    d.state.transition_counts[("embedding", "e1")][("text", "c")] = others_count
+    d.transition_counts[("embedding", "e1")][("text", "c")] = others_count
     assert [r.model for r in use(d, 400, "e1y") if isinstance(r, LoadModel)] == prefetched
 
 

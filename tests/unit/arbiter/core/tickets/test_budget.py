@@ -9,10 +9,15 @@ from hypothesis import strategies as st
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.settings import DEFAULTS
+from arbiter.core.settings import DEFAULTS, Arenas
 from arbiter.core.tickets import budget
 from arbiter.core.types import DeviceKind
-from arbiter.units import GIB, Bytes, TicketId, seconds
+from arbiter.units import (
+    GIB,
+    MIB,
+    Bytes,
+    seconds,
+)
 from tests.support.core_driver import CPU, HOST, PLAIN, CoreDriver, gib, is_granted
 
 LOCKED = {"a": 6.0, "b": 10.0, "c": 2.0}  # GiB of scratch under one lock
@@ -80,10 +85,10 @@ def test_scratch_kept_when_the_lock_was_given_back_is_not_free() -> None:
     serve(made, 0, "b", 20, seen=30)
     made.read(1)  # 6 and 10 of scratch at once, where 10 are reserved
     assert made.charged() == 40
-    assert made.state.ledger.books[CPU].foreign_bytes == 6 * GIB
+    assert made.account().foreign_bytes == 6 * GIB
     made.engines["a"] = {CPU: 20}
     made.read(2)
-    assert made.state.ledger.books[CPU].foreign_bytes == 0
+    assert made.account().foreign_bytes == 0
 
 
 @pytest.mark.spec("B2")
@@ -104,7 +109,7 @@ def test_shared_scratch_is_not_learned_as_the_tickets_own() -> None:
     serve(made, 0, "a", 20, seen=26)
     made.read(1)
     made.read(2)
-    entry = made.state.ledger.find(TicketId("a"))
+    entry = made.ticket("a")
     assert entry.last_load.peak_bytes == 20 * GIB
 
 
@@ -122,7 +127,47 @@ def test_reserve_charge_and_foreign_cover_every_byte_that_is_seen(
     for name, (size, seen) in zip("abc", tickets, strict=False):
         serve(made, 0, name, size, seen)
     made.read(1)
-    book = made.state.ledger.books[CPU]
+    book = made.account()
     lent = book.charged_bytes + book.foreign_bytes + max(scratch) * GIB
     assert lent >= sum(max(size, seen) for size, seen in tickets) * GIB
     assert book.free_bytes + book.charged_bytes + book.foreign_bytes == book.budget_bytes
+
+
+@pytest.mark.spec("B2", "B3")
+def test_lendable_takes_arena_then_wiggle_then_on_gpus_the_margin() -> None:
+    total = Bytes(80 * GIB)
+    arena = int(total * 0.9)
+    assert budget.lendable(total, DeviceKind.CPU, DEFAULTS) == arena - int(arena * 0.1)
+    gpu = budget.lendable(total, DeviceKind.GPU, DEFAULTS)
+    assert gpu == arena - int(arena * 0.1) - 512 * MIB
+
+
+@pytest.mark.spec("B2")
+def test_a_cap_lowers_the_arena_and_never_raises_it() -> None:
+    capped = replace(DEFAULTS, arenas=Arenas(gpu_bytes=Bytes(1000), cpu_bytes=Bytes(500)))
+    assert budget.arena(Bytes(2000), DeviceKind.GPU, capped) == 1000
+    assert budget.arena(Bytes(1000), DeviceKind.GPU, capped) == 900
+    assert budget.arena(Bytes(1000), DeviceKind.CPU, capped) == 500
+    assert budget.arena(Bytes(1000), DeviceKind.HOST, capped) == 900
+
+
+def test_a_tiny_device_lends_nothing_rather_than_less_than_nothing() -> None:
+    assert budget.lendable(Bytes(100 * MIB), DeviceKind.GPU, DEFAULTS) == 0
+
+
+@pytest.mark.spec("B2")
+def test_pinned_bytes_are_not_lent_on_demand() -> None:
+    assert budget.on_demand(Bytes(800), Bytes(300)) == 500
+    assert budget.on_demand(Bytes(800), Bytes(900)) == 0
+    assert budget.pinned_overcommit(Bytes(800), Bytes(900)) == 100
+    assert budget.pinned_overcommit(Bytes(800), Bytes(300)) == 0
+
+
+@pytest.mark.spec("A16")
+@given(foreign=st.integers(0, 2000), cap=st.integers(0, 2000))
+def test_foreign_bytes_count_once_they_exceed_what_a_cap_leaves_to_others(
+    foreign: int, cap: int
+) -> None:
+    settings = replace(DEFAULTS, arenas=Arenas(cpu_bytes=Bytes(cap)))
+    eats = budget.foreign_in_budget(Bytes(foreign), Bytes(1000), DeviceKind.CPU, settings)
+    assert eats == max(0, foreign - max(0, 900 - cap))

@@ -45,7 +45,7 @@ def wake(driver: GpuDesk, t: float, name: str, kept: float = 0) -> None:
 def test_a_resident_on_a_gpu_is_charged_what_its_process_holds_in_ram() -> None:
     driver = desk_with("a", host=100)
     assert (driver.charged(GPU), driver.charged(HOST), driver.free(HOST)) == (60, 2, 98)
-    view = driver.arbiter.snapshot(driver.state.now)
+    view = driver.snapshot()
     [host] = [d for d in view.devices if d.device == HOST]
     assert (host.charged_bytes, host.measured_bytes) == (gib(2), gib(2))
 
@@ -57,7 +57,7 @@ def test_it_is_no_part_of_what_is_learned_of_its_model() -> None:
     driver.read(2)
     driver.read(3)
     key = ModelKey("text", "a", "")
-    estimate = driver.state.estimates.size(key, types.Need(gib(50)), False)
+    estimate = driver.estimates.size(key, types.Need(gib(50)), False)
     assert (estimate.source, estimate.device_bytes) == ("learned", gib(60))
 
 
@@ -160,7 +160,7 @@ def test_the_state_tells_a_copy_from_the_ram_of_its_process() -> None:
     driver = desk_with("a", "b")
     driver.ask(20, "c", 60)
     put_to_sleep(driver, 21, "a")
-    seen = {t.ticket: t for t in driver.arbiter.snapshot(driver.state.now).tickets}
+    seen = {t.ticket: t for t in driver.snapshot().tickets}
     assert (seen[TicketId("a")].ram_bytes, seen[TicketId("b")].ram_bytes) == (gib(2), gib(2))
 
 

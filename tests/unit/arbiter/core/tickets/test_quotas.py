@@ -8,11 +8,10 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision
 from arbiter.core.queue import grant_pass
-from arbiter.core.records.accounts import Accounts, byte_seconds
 from arbiter.core.settings import Settings, TenantLimits
 from arbiter.core.state import CoreState, Node
 from arbiter.errors import QuotaExceeded, TenantCoolingDown
-from arbiter.units import GIB, Bytes, HolderId, Instant, TicketId, seconds
+from arbiter.units import GIB, HolderId, TicketId
 from tests.support.core_driver import (
     CPU,
     HOST,
@@ -40,7 +39,7 @@ def settings(*tenants: TenantLimits) -> Settings:
 
 
 def holds(driver: CoreDriver, tenant: str) -> float:
-    return float(driver.state.ledger.holdings.by_tenant[tenant] / GIB)
+    return float(driver.holdings.by_tenant[tenant] / GIB)
 
 
 def test_tenant_at_its_maximum_evicts_among_its_own_tickets_only() -> None:
@@ -213,21 +212,9 @@ def test_ticket_is_billed_to_its_last_user_unless_that_breaks_a_limit() -> None:
 
 
 def used(driver: CoreDriver, t: float, name: str, client: types.Client) -> list[Decision]:
-    entry = driver.state.ledger.find(TicketId(name))
+    entry = driver.ticket(name)
     held = replace(driver.held(name, t=t), client=client, uses_count=entry.uses_count + 1)
     return driver.at(t, ev.Renewed(HolderId("h"), (held,)))
-
-
-def test_accounts_hold_requests_and_bytes_times_seconds() -> None:
-    driver = CoreDriver(device=80)
-    driver.resident(0, "a", 20, tenant="y", client="phone")
-    usage = (ev.Usage(types.Client("y", "phone"), 3), ev.Usage(types.Client("w"), 1))
-    held = replace(driver.held("a", t=5), client=types.Client("y", "phone"))
-    driver.at(5, ev.Renewed(HolderId("h"), (held,), usage=usage))
-    [w, phone] = driver.arbiter.snapshot(s(10)).clients
-    assert (phone.tenant, phone.client, phone.requests_count) == ("y", "phone", 3)
-    assert phone.held_bytes == gib(20) and phone.byte_seconds_count == 200 * GIB
-    assert (w.tenant, w.requests_count, w.byte_seconds_count) == ("w", 1, 0)
 
 
 def test_tenant_over_its_average_cools_down_until_well_below_it() -> None:
@@ -243,48 +230,3 @@ def test_tenant_over_its_average_cools_down_until_well_below_it() -> None:
     still = refusal(driver.ask(soon, "e", 1, tenant="x"))
     assert isinstance(still, TenantCoolingDown) and gib(9) < still.average_bytes < gib(10)
     assert granted(driver.ask(later, "large", 1, tenant="x")) == ["large"]
-
-
-def test_tenants_are_served_by_bytes_requested_and_not_by_count() -> None:
-    driver = CoreDriver(device=20)
-    driver.resident(0, "vad", 20, tenant="y")
-    driver.beat(1, "vad", inflight=1)
-    for name in "abcd":
-        driver.ask(2, name, 20, tenant="x")
-    driver.ask(3, "e", 20, tenant="y")
-    assert driver.state.queue.tickets() == list("abecd")  # y has had as much as one of them
-
-
-def test_tickets_of_a_single_tenant_are_served_in_order_of_arrival() -> None:
-    driver = CoreDriver(device=20)
-    driver.resident(0, "vad", 20)
-    driver.beat(1, "vad", inflight=1)
-    for size, name in zip((20, 1, 7, 3), "abcd", strict=True):
-        driver.ask(2, name, size)
-    assert driver.state.queue.tickets() == list("abcd")
-
-
-def test_clients_beyond_the_bound_become_one_row_of_their_tenant() -> None:
-    accounts = Accounts(seconds(3600), most_count=3)
-    driver = CoreDriver()
-    for number in range(6):
-        accounts.used(ev.Usage(types.Client("x", f"c{number}"), 2), Instant(number))
-        accounts.settle(driver.state.ledger.holdings, Instant(number))
-    assert len(accounts.rows) <= 4
-    assert accounts.rows[types.Client("x")].requests_count >= 4
-    assert sum(a.requests_count for a in accounts.rows.values()) == 12
-
-
-def test_accounts_survive_a_restart() -> None:
-    driver = CoreDriver(device=80)
-    driver.resident(0, "a", 20, tenant="y")
-    driver.woke(100)
-    driver.at(101, ev.Released(TicketId("a"), "idle"))
-    driver.gone(102, "a")
-    rows = driver.arbiter.export_accounts()
-    again = CoreDriver(device=80)
-    again.arbiter.restore_accounts(rows)
-    assert again.arbiter.export_accounts() == rows
-    assert byte_seconds(again.state.accounts.rows[types.Client("y")].byte_ns) == Bytes(
-        102 * 20 * GIB
-    )

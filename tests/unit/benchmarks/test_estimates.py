@@ -1,13 +1,11 @@
-"""What the benchmarks compute and what they look at, without running one."""
+"""The best constant, and figures computed anew from a report's rows."""
 
 import json
 import statistics
-import sys
-from pathlib import Path
 
 import pytest
 
-from benchmarks import estimates, processor_time, throughput
+from benchmarks import estimates
 
 
 def missed(constant: float, seen: list[float]) -> float:
@@ -34,22 +32,3 @@ def test_figures_are_computed_anew_from_the_rows_of_a_report() -> None:
     report = json.loads(json.dumps(found))
     again = estimates.figures([estimates.Load(**row) for row in report["rows"]])
     assert json.loads(json.dumps(again)) == report
-
-
-def test_unreadable_process_is_not_counted_for_the_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def closed(folder: Path, session: str, node: str) -> str | None:
-        raise PermissionError(folder)
-
-    monkeypatch.setattr(processor_time, "name_of", closed)
-    assert processor_time.look("/tmp/r", "n") == {}
-
-
-def test_an_engine_without_a_graph_has_no_adapters_to_compare(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["throughput", "--transport", "alone", "--adapters", "8"])
-    with pytest.raises(SystemExit):
-        throughput.main()
-    assert "--adapters" in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""Commands and requests of its owner to a running graph."""
+
+import json
+import os
+import subprocess
+import urllib.request
+from typing import Any
+
+from deployments.front import keys
+from tests.graph.conftest import BIN, Graph
+
+CHAT, EMBEDDING = "tiny-chat", "all-minilm-l6-v2"
+
+
+def environment(graph: Graph) -> dict[str, str]:
+    """With the key that was made at the first start."""
+    path = keys.keys_path(None, graph.table["arbiter"]["state_file"])
+    token = keys.first_key_path(path).read_text().strip()
+    return os.environ | {"ARBITER_KEY": token, "ARBITER_URL": graph.url}
+
+
+def send(graph: Graph, method: str, path: str, body: object = None) -> Any:
+    headers = {
+        "content-type": "application/json",
+        "authorization": f"Bearer {environment(graph)['ARBITER_KEY']}",
+    }
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(graph.url + path, data, headers, method=method)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def run_command(graph: Graph, *words: str) -> str:
+    """What `arbiter` prints."""
+    command = [str(BIN / "arbiter"), *words]
+    done = subprocess.run(
+        command, env=environment(graph), capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout
+
+
+def read_command(graph: Graph, *words: str) -> Any:
+    """What `arbiter --json` prints."""
+    return json.loads(run_command(graph, *words, "--json"))
+
+
+def level(graph: Graph, model: str = CHAT) -> str:
+    return str(send(graph, "GET", "/arbiter/residency")["models"][model]["level"])
+
+
+def unload_all(graph: Graph) -> bool:
+    """Asks every idle model to go; whether none is loaded any more."""
+    loaded = {t["model"] for t in graph.state()["tickets"]}
+    for model in loaded:
+        send(graph, "POST", f"/arbiter/models/unload/{model}")
+    return not loaded

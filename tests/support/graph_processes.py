@@ -1,0 +1,42 @@
+"""The processes of a running graph, and whether its books are true."""
+
+import os
+
+from tests.graph.conftest import Graph, command_of, name_of, pids
+from tests.support.engine_host import device_bytes
+
+# Part of the command line of each victim. Ray names its workers after their actor.
+VICTIMS = {
+    "replica": "ray::ServeReplica:chat:chat",
+    "engine": "engine",
+    "arbiter": "ray::ArbiterActor",
+    "node agent": "ray::NodeAgent",
+    "zygote": "deployments.engines.zygote",
+    "controller": "ray::ServeController",
+}
+
+
+def victims(graph: Graph, kind: str) -> list[int]:
+    """Pids of that kind in this graph and no other."""
+    if kind == "engine":
+        return graph.engines()
+    if kind == "zygote":  # its forks keep its command line, but not its name
+        return [p for p in pids() if name_of(p) == "zygote" and graph.node in command_of(p)]
+    return [p for p in graph.workers() if VICTIMS[kind] in command_of(p)]
+
+
+def books_are_true(graph: Graph) -> bool:
+    """The books equal what the kernel says now, nothing is overcommitted, and there is an engine
+    for each ticket that holds bytes and none besides."""
+    state = graph.state()
+    holding = [t for t in state["tickets"] if t["state"] not in ("queued", "closed")]
+    if not state["devices"] or any(t["state"] == "reclaiming" for t in holding):
+        return False  # a new epoch has not heard of its node, or bytes are on their way back
+    roots = {os.getpgid(pid) for pid in graph.engines()}
+    if len(roots) != len(holding):
+        return False
+    kernel_bytes = sum(device_bytes(root) for root in roots)
+    cpu = next(d for d in state["devices"] if d["kind"] == "cpu")
+    close = abs(cpu["measured_bytes"] - kernel_bytes) <= 0.05 * kernel_bytes  # B1
+    is_charged = cpu["charged_bytes"] >= cpu["measured_bytes"]
+    return bool(close and is_charged and cpu["free_bytes"] >= 0)

@@ -1,0 +1,41 @@
+"""The event log and its file are bounded."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from arbiter.core.decisions import LogEvent
+from arbiter.server import event_log
+from arbiter.server.event_log import KEPT, EventLog
+from arbiter.units import Epoch
+
+
+@pytest.mark.spec("K1")
+def test_a_long_event_file_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "FILE_MOST_BYTES", 10)
+    log = EventLog(Epoch(1), tmp_path / "e")
+    log.tell(LogEvent("first", {}))
+    log.tell(LogEvent("second", {}))
+    assert "first" in (tmp_path / "e.1").read_text()
+    assert "second" in (tmp_path / "e").read_text()
+
+
+@pytest.mark.spec("K1")
+async def test_an_event_file_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    log = EventLog(Epoch(1), tmp_path / "no such folder" / "e")
+    log.tell(LogEvent("first", {}))
+    assert [line["kind"] for line in await log.after(0, 0)] == ["first"]
+
+
+@pytest.mark.spec("K1")
+async def test_a_flood_of_runs_pushes_no_other_event_out(tmp_path: Path) -> None:
+    log = EventLog(Epoch(1), tmp_path / "e")
+    log.tell(LogEvent("model_load", {}))
+    for _ in range(KEPT + 1):
+        log.tell(LogEvent("capability_run", {}))
+    log.tell(LogEvent("model_unload", {}))
+    kinds = [line["kind"] for line in await log.after(0, 0)]
+    assert (kinds[0], kinds[-1], len(kinds)) == ("model_load", "model_unload", KEPT + 2)
+    numbers = [json.loads(line)["seq"] for line in (tmp_path / "e").read_text().splitlines()]
+    assert numbers == sorted(numbers) and len(numbers) == KEPT + 3

@@ -1,0 +1,70 @@
+"""Errors survive a process border and compare by value."""
+
+import inspect
+import pickle
+
+import pytest
+
+from arbiter import errors
+from arbiter.errors import RequestError
+from arbiter.units import (
+    GIB,
+    Bytes,
+    Epoch,
+    Generation,
+    HolderId,
+    NodeId,
+    TicketId,
+)
+
+ERRORS = [
+    errors.UnknownCapability("x", ("a",)),
+    errors.UnknownModel("x", "text", ("a", "b")),
+    errors.UnknownRole("poet", "odes", ("text",)),
+    errors.UnknownTicket(TicketId("t")),
+    errors.CapabilityConflict("text", "role"),
+    errors.NeverFits(TicketId("a"), Bytes(90 * GIB), Bytes(80 * GIB)),
+    errors.DeadlineUnmet(TicketId("a"), 5.0, 2.0),
+    errors.QueueFull("a", 3, 3, 1.0),
+    errors.ModelCoolingDown("a", "bad weights", 2.0),
+    errors.LoadFailed("a", "bad weights", False),
+    errors.EngineLost("a", TicketId("t")),
+    errors.CapabilityFailed("a", "it has no application"),
+    errors.HolderQuarantined(HolderId("h"), Bytes(5)),
+    errors.LeaseRefused("pid", "1 is no process"),
+    errors.UnknownLease("job"),
+    errors.GrowthRefused(TicketId("a"), Bytes(5), "it is leaving"),
+    errors.NotResident("a", "text", "cold"),
+    errors.UnderPressure(NodeId("n"), Bytes(5)),
+    errors.QuotaExceeded("t", 5, 6, 7, "bytes"),
+    errors.SettingsConflict(Generation(3), Generation(4)),
+    errors.TenantCoolingDown("t", Bytes(5), Bytes(4), 60.0),
+    errors.ArbiterClosing(),
+    errors.ArbiterUnavailable(3.0),
+    errors.TicketClosed(TicketId("t")),
+    errors.StaleEpoch(Epoch(1), Epoch(2)),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_errors_survive_a_process_border(error: RequestError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert copy == error
+    assert hash(copy) == hash(error)
+    assert (str(copy), copy.__dict__) == (str(error), error.__dict__)
+    assert copy.status_code in (400, 404, 409, 429, 503, 507)
+    assert (copy.retry_after_s is not None) == (copy.status_code in (429, 503))
+    assert copy.code != RequestError.code
+
+
+def test_every_request_error_is_tested_here_and_listed_in_the_tree() -> None:
+    classes = [c for _, c in inspect.getmembers(errors, inspect.isclass)]
+    request = {c for c in classes if issubclass(c, RequestError)} - {RequestError}
+    assert {type(e) for e in ERRORS} == request
+    for cls in request:
+        assert f"{cls.__name__:<22}{cls.status_code}" in str(errors.__doc__)
+
+
+def test_errors_of_different_kinds_or_values_differ() -> None:
+    assert errors.TicketClosed(TicketId("a")) != errors.TicketClosed(TicketId("b"))
+    assert errors.ArbiterClosing() != errors.TicketClosed(TicketId("a"))
