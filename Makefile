@@ -17,6 +17,8 @@ MINUTES ?= 6
 #   RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH: of that, in bytes; Serve's 4 MB is less than a body may have
 #   RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP: fronts and
 #     replicas compute nothing, so they need no thread beside Serve's, and no hop to it with each piece
+#   RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: the proxy answers 503 with Retry-After where the front
+#     died under a request, which is a bare 500 otherwise
 #   RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO: replicas reserve no GPU with Ray; the arbiter chooses for them
 #   HF_HUB_OFFLINE: models are local; an engine never waits for a hub that cannot be reached
 #   RAY_USAGE_STATS_ENABLED: no report to outside
@@ -26,6 +28,7 @@ export RAY_SERVE_USE_GRPC_BY_DEFAULT ?= 1
 export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH ?= 268435456
 export RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD ?= 0
 export RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP ?= 0
+export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH ?= deployments.front.proxy:middlewares
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0

@@ -1,17 +1,22 @@
-"""Builders named by `import_path` in serve_config.yaml: the front, and one per capability."""
+"""Builders that `import_path` in serve_config.yaml names: the front, and a capability."""
+
+import importlib
 
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from deployments.config.schema import CapabilityArgs, FrontArgs
+from deployments.config.schema import CapabilityArgs, ConfigError, FrontArgs
+
+TEXT = "deployments.capabilities.text:TextServer"
+EMBEDDING = "deployments.capabilities.embedding:EmbeddingServer"
 
 # A handle reports its queue this often, so that a waiting request starts a replica in about a
 # second; with Serve's defaults (10 s, 30 s) it takes seven to ten.
 METRICS_INTERVAL_S, LOOK_BACK_PERIOD_S = 0.1, 0.5
 
-# Above the longest generation: a replica told to stop finishes its streams first, and one that is
-# cut off earlier breaks them.
+# Above the longest generation: a replica told to stop finishes its streams first, and a replica
+# that Serve ends earlier breaks them.
 GRACEFUL_SHUTDOWN_TIMEOUT_S = 600.0
 
 # Each replica is asked each second what it has: with Serve's 10 s a model is long gone by then.
@@ -33,17 +38,35 @@ def front(args: FrontArgs) -> Application:
     return application
 
 
-def text(args: CapabilityArgs) -> Application:
-    """Chat and completions."""
-    from deployments.capabilities.text import TextServer
+def capability(args: CapabilityArgs) -> Application:
+    """Any capability: `class` in `args` names its class, from any package. Raises ConfigError."""
+    return _capability(_class_of(args.class_), args.capability)
 
-    return _capability(TextServer, args.capability)
+
+def text(args: CapabilityArgs) -> Application:
+    """Chat, completions and responses."""
+    return _capability(_class_of(args.class_ or TEXT), args.capability)
 
 
 def embedding(args: CapabilityArgs) -> Application:
-    from deployments.capabilities.embedding import EmbeddingServer
+    """Embeddings."""
+    return _capability(_class_of(args.class_ or EMBEDDING), args.capability)
 
-    return _capability(EmbeddingServer, args.capability)
+
+def _class_of(path: str | None) -> type:
+    """Raises ConfigError."""
+    from deployments.replica.capability import Capability
+
+    if path is None:
+        return Capability
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"args.class {path!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Capability)):
+        raise ConfigError(f"args.class {path!r} is no subclass of {Capability.__name__}")
+    return found
 
 
 def _capability(server: type, name: str) -> Application:

@@ -1,7 +1,8 @@
-"""What travels between the front and a capability: a call, then a whole answer, or the head of a
+"""What travels between the front and a capability: a call, then a whole response, or the head of a
 stream and its bytes.
 
-Raw JSON in, raw bytes out: neither side parses what the engine will parse again.
+Raw bytes in, raw bytes out, of whatever content type: neither side parses what the engine will
+parse again.
 """
 
 import json
@@ -10,36 +11,41 @@ from dataclasses import dataclass
 from arbiter.core.types import Priority
 from arbiter.errors import EngineLost, RequestError
 
-# In the headers of every call, set by the front whatever the client wrote: whose adapters are seen.
+# In the headers of every call: the tenant, whose adapters the engine may serve. The front sets it
+# and drops what the client wrote.
 TENANT_HEADER = "x-arbiter-tenant"
+
+# In the headers of a multipart call, whose body the front leaves as it is: the name that the engine
+# serves (an alias of a profile, or a bare adapter name, may stand in the form).
+SERVED_HEADER = "x-arbiter-served-model"
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceCall:
-    """One HTTP request, forwarded."""
+    """One request for one model, as the front sends it to a capability."""
 
     path: str
     body: bytes
     headers: dict[str, str]
     request_id: str
     model: str  # the one to make resident
-    deadline_s: float | None = None
+    deadline_s: float | None = None  # from when the replica sees the call
     priority: Priority = Priority.NORMAL
     tenant: str = "default"
     client_id: str = ""  # as the client calls itself
     conversation_id: str | None = None
-    stay_warm_s: float = 0.0  # after it ends, before the model's keep-warm begins to count
-    wants_progress: bool = False  # while the model is brought, say how far it is
-    served: str = ""  # what the engine is asked for: the model (also if empty), or an adapter of it
+    stay_warm_s: float = 0.0  # after the call, before the model's keep-warm begins to count
+    wants_progress: bool = False  # the client reads progress comments while the model loads
+    served: str = ""  # the name the engine serves: an adapter, or the model (also where empty)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the model of a waiting call is; may come before the head, for those that want it."""
+    """How far the model of a waiting call is. Precedes the head, only in calls that want it."""
 
     phase: str  # starting (no replica yet), queued, loading
-    position: int  # in its holder's line; 0 when it is this model's turn
-    estimate_s: float | None  # until the model serves, where anything is known of it
+    position: int  # in the queue of the replica; 0 when it is this model's turn
+    estimate_s: float | None  # until the model serves; None where nothing is known
 
     def line(self, waited_s: float) -> bytes:
         """A comment of the event stream, which clients skip."""
@@ -50,27 +56,46 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """Begins every answer; where it is a stream, bytes follow."""
+    """Begins every response; where it is a stream, bytes follow."""
 
     status: int
     headers: dict[str, str]
+    is_chunked: bool = False  # the engine declared no length: bytes come as they are made
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Server-sent events: comments and a last event may be added to it."""
+        return self.headers.get("content-type", "").startswith("text/event-stream")
 
     @property
     def is_stream(self) -> bool:
-        """Server-sent events: each piece is of use to the client as it comes."""
-        return self.headers.get("content-type", "").startswith("text/event-stream")
+        """Each piece is of use to the client as it comes."""
+        return self.is_chunked or self.is_event_stream
 
 
 @dataclass(frozen=True, slots=True)
 class FullResponse:
-    """An answer that is no stream. One message, whatever its size: each costs proxy, front and
-    replica about a millisecond, and its client can use none of it before the last byte."""
+    """A response that is no stream. It is one message, whatever its size: each message costs proxy,
+    front and replica about a millisecond, and the client can use none before the last byte."""
 
     head: ResponseHead
     body: bytes
 
 
-Part = Progress | ResponseHead | FullResponse | bytes  # of an answer; progress only before all else
+Part = Progress | ResponseHead | FullResponse | bytes  # Progress only before all others
+
+
+class NotServedHere(RequestError):
+    """The model exists, and its capability serves other paths."""
+
+    status_code, code, param = 404, "model_not_supported", "model"
+
+    def __init__(self, model: str, path: str, paths: tuple[str, ...]) -> None:
+        super().__init__(model, path, paths)
+        self.model, self.path, self.paths = model, path, paths
+
+    def __str__(self) -> str:
+        return f"{self.model} is served at {', '.join(self.paths)}, not at {self.path}"
 
 
 def error_body(
@@ -82,8 +107,8 @@ def error_body(
 
 
 def is_transient(error: RequestError) -> bool:
-    """Whether sending the same call again at once may help: its process died, and another takes
-    its place."""
+    """True if the same call, sent again at once, may succeed: an engine died, and another process
+    takes its place."""
     return isinstance(error, EngineLost)
 
 
@@ -95,12 +120,15 @@ def kind_of(status: int) -> str:
 
 
 def refusal(error: RequestError) -> tuple[ResponseHead, bytes]:
-    """The one seam where our errors become HTTP."""
+    """Turns an error into OpenAI's form; the one place where errors become HTTP."""
     headers = {"content-type": "application/json"}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-    param = "model" if error.code in ("model_not_found", "capability_not_found") else None
-    body = error_body(str(error), kind=kind_of(error.status_code), code=error.code, param=param)
+    if error.status_code == 401:
+        headers["www-authenticate"] = "Bearer"
+    body = error_body(
+        str(error), kind=kind_of(error.status_code), code=error.code, param=error.param
+    )
     return ResponseHead(error.status_code, headers), body
 
 

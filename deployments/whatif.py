@@ -14,6 +14,7 @@ from arbiter.replay.score import Score, as_plain
 from arbiter.replay.world import World
 from arbiter.server.recording import read, replay
 from arbiter.units import GIB
+from deployments.config.outside_policies import outside
 from policies import EVICT, bundle
 
 BEST = "belady"
@@ -25,7 +26,7 @@ def whatif(path: Path, policies: list[str]) -> dict[str, Any]:
     NothingLoaded."""
     life = max(read(path), key=lambda life: len(life.events))
     settings = life.heading.settings
-    steps = list(replay(life, bundle(settings)))
+    steps = list(replay(life, bundle(settings, outside(settings))))
     same_count = next((n for n, step in enumerate(steps) if not step.is_same), len(steps))
     demand = demand_of(steps)
     names = dict.fromkeys([settings.evict, *policies, BEST])
@@ -40,7 +41,7 @@ def whatif(path: Path, policies: list[str]) -> dict[str, Any]:
 
 def _score(demand: Demand, settings: Settings, evict: str) -> Score:
     chosen = replace(settings, evict=evict)
-    return World(demand, chosen, bundle(chosen)).run()
+    return World(demand, chosen, bundle(chosen, outside(chosen))).run()
 
 
 def _row(score: Score, best: Score) -> dict[str, float]:

@@ -1,6 +1,9 @@
-"""Every policy by the name used in serve_config.yaml. To add one: write the file, add the line."""
+"""Every policy by the name used in serve_config.yaml. A policy of another package is named there as
+`module:function`.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from arbiter.core.settings import DEFAULTS, Settings
 from arbiter.core.types import Level
@@ -51,11 +54,14 @@ KEEP_WARM: dict[str, Callable[[IdleModel], Instant | None]] = {"since_last_use":
 PRESSURE: dict[str, Callable[[MemoryReading], Level]] = {"physical": pressure.level}
 
 
-def bundle(settings: Settings = DEFAULTS) -> Policies:
-    """The policies the settings name. Raises KeyError for a name that is not in the tables."""
+def bundle(
+    settings: Settings = DEFAULTS, outside: Mapping[str, Callable[..., Any]] | None = None
+) -> Policies:
+    """The policies that the settings name. `outside`: by name those of no table here, as
+    deployments.config.outside_policies imports them. Raises KeyError for a name that is nowhere."""
     return Policies(
-        evict=EVICT[settings.evict],
-        admit=ADMIT[settings.admit],
+        evict={**EVICT, **(outside or {})}[settings.evict],
+        admit={**ADMIT, **(outside or {})}[settings.admit],
         place=PLACE[settings.place],
         keep_warm=KEEP_WARM[settings.keep_warm],
         roles=ROLES,
@@ -63,4 +69,13 @@ def bundle(settings: Settings = DEFAULTS) -> Policies:
     )
 
 
-__all__ = ["ADMIT", "EVICT", "KEEP_WARM", "PLACE", "PRESSURE", "REPLAY_ONLY", "ROLES", "bundle"]
+__all__ = [
+    "ADMIT",
+    "EVICT",
+    "KEEP_WARM",
+    "PLACE",
+    "PRESSURE",
+    "REPLAY_ONLY",
+    "ROLES",
+    "bundle",
+]

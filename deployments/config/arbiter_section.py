@@ -7,6 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from arbiter.core import settings as core
 from arbiter.units import Bytes, seconds
 from deployments.config.fields import LONGEST_S, Size, Strict
+from deployments.config.outside_policies import imported
 from policies import ADMIT, EVICT, REPLAY_ONLY, ROLES
 
 
@@ -64,6 +65,15 @@ class MarksConfig(Strict):
         return core.Watermarks(self.high, self.low)
 
 
+def _policy(what: str, name: str, usable: list[str]) -> str:
+    """Raises ValueError unless the name is usable, or the path to a function."""
+    if ":" in name:
+        imported(name)
+    elif name not in usable:
+        raise ValueError(f"no {what} {name!r}; there is: {', '.join(usable)}, or `module:function`")
+    return name
+
+
 class ArbiterConfig(Strict):
     evict: str = "time_of_day"
     admit: str = "fair_share"
@@ -93,17 +103,12 @@ class ArbiterConfig(Strict):
     @field_validator("evict")
     @classmethod
     def _known_policy(cls, value: str) -> str:
-        usable = sorted(EVICT.keys() - REPLAY_ONLY)
-        if value not in usable:
-            raise ValueError(f"no eviction policy {value!r}; there is: {', '.join(usable)}")
-        return value
+        return _policy("eviction policy", value, sorted(EVICT.keys() - REPLAY_ONLY))
 
     @field_validator("admit")
     @classmethod
     def _known_order(cls, value: str) -> str:
-        if value not in ADMIT:
-            raise ValueError(f"no order of admission {value!r}; there is: {', '.join(ADMIT)}")
-        return value
+        return _policy("order of admission", value, sorted(ADMIT))
 
     @field_validator("one_resident_roles")
     @classmethod

@@ -4,6 +4,7 @@ from typing import Any
 
 from arbiter.protocol.messages import AgentSettings, Configuration, StartConfig
 from deployments.config.engine_kinds import engine_kind
+from deployments.config.outside_policies import outside
 from deployments.config.schema import Table, parse_table
 from policies import bundle
 
@@ -12,7 +13,9 @@ ZYGOTE = "deployments.engines.zygote"
 
 def configuration(table: Table) -> Configuration:
     settings = table.arbiter.as_settings()
-    return Configuration(settings, bundle(settings), table.as_event(), as_plain(table))
+    return Configuration(
+        settings, bundle(settings, outside(settings)), table.as_event(), as_plain(table)
+    )
 
 
 def boot(table: Table) -> StartConfig:

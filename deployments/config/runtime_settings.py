@@ -14,6 +14,7 @@ from deployments.config.schema import ConfigError, parse_table
 
 Plain = dict[str, Any]
 AT_START_ONLY = frozenset({"state_file", "event_file", "spare_workers"})  # read once
+POLICIES = frozenset({"evict", "admit"})
 
 
 async def read() -> Plain:
@@ -26,6 +27,9 @@ async def change(generation: int, wanted: Plain) -> Plain:
     does. Raises ConfigError naming each wrong key, SettingsConflict, ArbiterUnavailable."""
     if fixed := sorted(AT_START_ONLY & wanted.keys()):
         raise ConfigError(f"settings.{fixed[0]}: only read when the arbiter starts")
+    for name in sorted(POLICIES & wanted.keys()):
+        if ":" in str(wanted[name]):  # an API key must not choose what is imported
+            raise ConfigError(f"settings.{name}: only serve_config.yaml may name a module")
     state = await call_arbiter("state")
     mine = state["table"].get("arbiter", {}) | wanted
     arbiter = {key: value for key, value in mine.items() if value is not None}

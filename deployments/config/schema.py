@@ -19,6 +19,10 @@ from deployments.config.fields import LONGEST_S, Size, Strict, parse_size
 from deployments.config.url_allowlist import is_prefix
 from policies import ROLES
 
+# HTTP paths that a capability may add: no placeholders, nothing of the front's own.
+_PATH = re.compile(r"(/[a-z0-9][a-z0-9._-]*){1,8}")
+_RESERVED = re.compile(r"/(arbiter|health|ready|docs|openapi\.json|v1/models)(/.*)?")
+
 # Names end up in URLs, file names and metric labels; `:` separates a base from its adapter.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
@@ -83,8 +87,8 @@ class ModelConfig(Strict):
     # A14: arguments that take the place of these while it is grown, which it is when a request
     # needs more than it has. Its engine is started anew for that, and idle models make room.
     grow_to: dict[str, Any] = Field({})
-    # Gives back what it grew by when nobody has asked it anything for so long; a restart takes
-    # a second or more, in which it answers nobody
+    # Gives back what it grew by after so long without a request; the restart takes a second or
+    # more, in which the model serves no request
     stays_grown_s: float = Field(60.0, gt=0, le=LONGEST_S)
     chat_template: str | None = None  # a Jinja file or the template itself; default: the model's
     thinking: bool | None = None  # `enable_thinking` of its template where a request says nothing
@@ -139,12 +143,25 @@ class CapabilityConfig(Strict):
     downscale_to_zero_s: float = Field(300.0, ge=0, le=LONGEST_S)  # H0
     # D2: `external`: requests load nothing, a control plane sets what is resident
     managed: Literal["self", "external"] = "self"
+    # Paths that the front routes to its models, as `/v1/rerank`; empty: those of its class. The
+    # table has them because the front knows nothing else of an application with zero replicas
+    paths: tuple[str, ...] = ()
 
     @field_validator("role")
     @classmethod
     def _known_role(cls, value: str) -> str:
         if value not in ROLES:
             raise ValueError(f"no role {value!r}; there is: {', '.join(sorted(ROLES))}")
+        return value
+
+    @field_validator("paths")
+    @classmethod
+    def _free_paths(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for path in value:
+            if not _PATH.fullmatch(path) or ".." in path:
+                raise ValueError(f"path {path!r}: write it as `/v1/rerank`")
+            if _RESERVED.fullmatch(path):
+                raise ValueError(f"path {path!r} is one of the front's own")
         return value
 
     @field_validator("models")
@@ -195,7 +212,7 @@ class CapabilityConfig(Strict):
 
 
 class Profile(Strict):
-    """What is meant by clients that name it in `x_client_id` and say nothing else."""
+    """Defaults for clients that name the profile in `x_client_id`."""
 
     aliases: dict[str, str] = Field({})  # names they use to names that are served
     defaults: dict[str, Any] = Field({})  # request fields, before those of the model
@@ -206,11 +223,11 @@ class Profile(Strict):
 
 class FrontConfig(Strict):
     profiles: dict[str, Profile] = Field({})
-    # To who streams and waits for a load: silence before the first comment, and between two. What
-    # is refused after a comment has the status 200.
+    # For a client that streams and waits for a load: seconds before the first progress comment,
+    # and between two. A refusal after a comment has the status 200.
     progress_s: float = Field(1.0, gt=0, le=60)
-    # Requests it works on at once, over all models; each costs it some 50 kB, and beyond them a
-    # client does better to come back. A capability's replica takes 256 and lets 512 wait.
+    # Requests in flight over all models; each costs the front some 50 kB, and beyond them a client
+    # does better to retry. A capability's replica takes 256 and lets 512 wait.
     in_flight: int = Field(1_000, ge=1, le=1_000)
     keys_file: str | None = None  # API keys, mode 0600; default: beside the arbiter's state
     hosts: tuple[str, ...] = ()  # names this front is called by, besides addresses and localhost
@@ -267,7 +284,9 @@ class FrontArgs(Strict):
 class CapabilityArgs(Strict):
     """`args` of a capability application."""
 
-    capability: str
+    capability: str  # a name in the table
+    # `module:Class`, a subclass of Capability; absent: Capability itself
+    class_: str | None = Field(None, alias="class", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 
 class ConfigError(ValueError):

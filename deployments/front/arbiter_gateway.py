@@ -1,9 +1,14 @@
-"""The front's window on the arbiter: hand over the table, read state, follow events."""
+"""The front's access to the arbiter: hand over the table, read the state, follow events.
+
+The only module of the front that knows the form of the arbiter's state; the routes use the typed
+rows below.
+"""
 
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from arbiter.client.admin import call_arbiter, start_arbiter
@@ -16,57 +21,126 @@ EVENT_NUMBER = re.compile(r"[0-9]{1,18}")  # a million events a second for 30,00
 STATE_WAIT_S = 5.0  # a restart of the arbiter takes 1-2 s; a probe must not hang for longer
 
 
+@dataclass(frozen=True, slots=True)
+class TicketRow:
+    """One ticket or lease."""
+
+    ticket: str
+    capability: str
+    model: str
+    state: str
+    in_state_s: float
+    host_bytes: int  # charged for its host copies, over all nodes
+    lease_tenant: str | None  # None: no lease
+    plain: Mapping[str, Any]  # as JSON
+
+    @property
+    def is_lease(self) -> bool:
+        return self.lease_tenant is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ArbiterState:
+    """What the routes read of the arbiter's state; `plain` is all of it, as JSON."""
+
+    tickets: tuple[TicketRow, ...]
+    load_failures: Mapping[str, str]  # capability to the cause of a load that failed lately
+    floors: Mapping[tuple[str, str], str]  # of (capability, model)
+    plain: Mapping[str, Any]
+
+    @property
+    def leases(self) -> Iterator[TicketRow]:
+        return (row for row in self.tickets if row.is_lease)
+
+    def of_model(self, capability: str, model: str) -> list[TicketRow]:
+        """The tickets of one model, without leases."""
+        return [
+            row
+            for row in self.tickets
+            if (row.capability, row.model) == (capability, model) and not row.is_lease
+        ]
+
+
+def typed(plain: Mapping[str, Any]) -> ArbiterState:
+    failures = {row["capability"]: row["cause"] for row in reversed(plain["cooldowns"])}
+    floors = {(row["capability"], row["model"]): row["floor"] for row in plain["floors"]}
+    return ArbiterState(tuple(_row(row) for row in plain["tickets"]), failures, floors, plain)
+
+
+def _row(row: Mapping[str, Any]) -> TicketRow:
+    charged: Mapping[str, int] = row["charged_bytes"]
+    lease = row["lease"]
+    copies = (  # a node's host device carries its engine's private RAM as well
+        max(0, size - row["ram_bytes"])
+        for device, size in charged.items()
+        if device.endswith("/host")
+    )
+    return TicketRow(
+        row["ticket"],
+        row["capability"],
+        row["model"],
+        row["state"],
+        row["in_state_s"],
+        sum(copies),
+        lease["tenant"] if lease else None,
+        row,
+    )
+
+
 async def configure(table: Table) -> None:
-    """Starts the arbiter if there is none; all or nothing."""
+    """Starts the arbiter if there is none. Takes all of the table or nothing."""
     await start_arbiter(boot.boot(table))
     await call_arbiter("configure", boot.configuration(table))
 
 
-async def state() -> dict[str, Any]:
+async def state() -> ArbiterState:
     """Raises ArbiterUnavailable."""
-    answer: dict[str, Any] = await call_arbiter("state", within_s=STATE_WAIT_S)
-    return answer
+    return typed(await call_arbiter("state", within_s=STATE_WAIT_S))
 
 
-async def readiness(table: Table) -> dict[str, Any]:
-    """Per capability: ready, loading, scaled_to_zero, or failed with the cause (J9)."""
+async def readiness(table: Table, failures: Mapping[str, str]) -> dict[str, Any]:
+    """Per capability: ready, loading, scaled_to_zero, or failed with the cause (J9). `failures`:
+    capability to what Serve says of its application. Raises ArbiterUnavailable."""
     now = await state()
-    return {name: _readiness(name, now) for name in sorted(table.capabilities)}
+    return {
+        name: _readiness(name, now, failures.get(name, "")) for name in sorted(table.capabilities)
+    }
 
 
-def _readiness(capability: str, now: dict[str, Any]) -> dict[str, Any]:
-    tickets = [t for t in now["tickets"] if t["capability"] == capability]
-    states = {t["model"]: t["state"] for t in tickets}
-    failures = [c for c in now["cooldowns"] if c["capability"] == capability]
-    return {"state": _word(set(states.values()), failures), "models": states} | (
-        {"cause": failures[0]["cause"]} if failures else {}
-    )
+def _readiness(capability: str, now: ArbiterState, serve_failure: str) -> dict[str, Any]:
+    states = {row.model: row.state for row in now.tickets if row.capability == capability}
+    load_failure = now.load_failures.get(capability, "")
+    cause = serve_failure or load_failure
+    word = _word(set(states.values()), has_failed=bool(load_failure))
+    if serve_failure and word != "ready":
+        word = "failed"
+    return {"state": word, "models": states} | ({"cause": cause} if cause else {})
 
 
-def _word(states: set[str], failures: list[dict[str, Any]]) -> str:
+def _word(states: set[str], *, has_failed: bool) -> str:
     if states & {"resident", "draining"}:
         return "ready"
     if states & {"queued", "loading"}:
         return "loading"
     if "asleep" in states:
         return "ready"
-    return "failed" if failures else "scaled_to_zero"
+    return "failed" if has_failed else "scaled_to_zero"
 
 
 async def explain(ticket: str) -> dict[str, Any]:
-    """Raises UnknownTicket."""
+    """Raises UnknownTicket, ArbiterUnavailable."""
     answer: dict[str, Any] = await call_arbiter("explain", ticket, within_s=STATE_WAIT_S)
     return answer
 
 
 async def recent_events(after: int) -> list[dict[str, Any]]:
-    """What the ring holds behind `after`, oldest first; does not wait."""
+    """The ring's events with a number above `after`, oldest first; does not wait."""
     found: list[dict[str, Any]] = await call_arbiter("events", after, 0.0)
     return found
 
 
 def event_number(text: str, otherwise: int) -> int:
-    """From a `Last-Event-ID`, which a client may fill with anything."""
+    """Reads a `Last-Event-ID`, which a client may fill with anything."""
     return int(text) if EVENT_NUMBER.fullmatch(text) else otherwise
 
 

@@ -1,19 +1,19 @@
-"""The gate every request of the front passes: may this browser ask at all, and what may this key?
+"""Authenticator: may this browser send requests at all, and what may this key do?
 
-What a client may write as it likes decides nothing: neither its address nor X-Forwarded-For. `Host`
-and `Origin` are checked because a browser sets them itself: a web page that points a name of its
-own at this machine, or posts across sites, is not what the user meant. An address as `Host` is
-good, for nobody can point a name at it that is not there.
+What a client can write freely decides nothing: neither its address nor X-Forwarded-For. `Host` and
+`Origin` are checked because a browser sets them itself: a web page that points a name of its own at
+this machine, or posts across sites, does not act for the user. An address as `Host` is allowed,
+because no attacker can point a name at an address that is not in the request.
 
-A route asks `gate.require(request, Scope.LEASE)`, which returns who asks, or raises Denied.
+A route declares what it needs: `caller: Annotated[Caller, Depends(require(Scope.LEASE))]`
+(deployments.front.dependencies).
 """
 
 import ipaddress
 
 from fastapi import Request
-from fastapi.responses import Response
 
-from deployments import messages
+from arbiter.errors import RequestError
 from deployments.front.keys import (
     DEFAULT_TENANT,
     OPEN_SCOPES,
@@ -24,21 +24,19 @@ from deployments.front.keys import (
 )
 
 
-class Denied(Exception):
-    """A request that goes no further; carries its 401, 403 or 503."""
+class Denied(RequestError):
+    """A request that its key, Host or Origin does not allow: 401, 403 or 503."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(status, code, message)
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        body = messages.error_body(message, kind=kind, code=code)
-        headers = {"content-type": "application/json"}
-        if status == 401:
-            headers["www-authenticate"] = "Bearer"
-        self.response = Response(body, status, headers)
+        self.status_code, self.code, self.message = status, code, message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class Authenticator:
-    """What it knows is replaced as a whole when the configuration changes."""
+    """Replaced as a whole when the configuration changes."""
 
     def __init__(
         self,
@@ -61,7 +59,7 @@ class Authenticator:
             raise Denied(403, "origin_not_allowed", f"Origin {origin!r} is not in `front.origins`")
 
     def require(self, request: Request, scope: Scope) -> Caller:
-        """Raises Denied: 401 without a key that is known, 403 with one that lacks the scope."""
+        """Raises Denied: 401 without a known key, 403 with a key that lacks the scope."""
         token = _token(request)
         try:
             caller = self._keyring.caller(token) if token else None

@@ -1,8 +1,9 @@
-"""API keys: who may ask for what, and in whose name (L1).
+"""API keys: what a request may do, and for which tenant (L1).
 
-Keys live in one JSON file of mode 0600 beside the arbiter's state; of each only a hash. The front
-reads the file again when it changes, so a key is good, or no longer, from the next request on. The
-first start writes one key with every scope beside it, for the owner of the machine.
+Keys live in one JSON file of mode 0600 beside the arbiter's state, which has only a hash of each.
+The front reads the file again when it changes, so that a new key works, and a removed key fails,
+from the next request on. The first start writes a key with every scope beside it, for the owner of
+the machine.
 
 A key is `arb-<id>-<secret>`. The id is public and finds the entry; the secret has 256 random bits,
 so that one round of SHA-256 keeps it: there is no dictionary of such secrets to try.
@@ -30,7 +31,7 @@ from arbiter.server.store import default_path
 logger = logging.getLogger("ray.serve")
 
 DEFAULT_TENANT = "default"
-# As of model names, without the separators: a tenant is part of folder names and metric labels.
+# A model's name without the separators: a tenant is part of folder names and metric labels.
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"arb-([0-9a-f]{12})-([A-Za-z0-9_-]{43})")
 
@@ -45,12 +46,12 @@ class Scope(StrEnum):
     ADMIN = "admin"  # load, unload, pin, drain, settings
 
 
-OPEN_SCOPES = frozenset({Scope.INFER, Scope.VIEW})  # of everybody, until the first key is added
+OPEN_SCOPES = frozenset({Scope.INFER, Scope.VIEW})  # need no key until the first key is added
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as far as the system knows."""
+    """The tenant and scopes of a request's key."""
 
     tenant: str
     scopes: frozenset[Scope]
@@ -59,8 +60,8 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One entry of the file. What is removed stays, so that its id is not given out again and the
-    file never looks as if no key had been added."""
+    """One entry of the file. A removed key stays, so that no other key gets its id and the file
+    never looks as if no key had been added."""
 
     id: str
     name: str
@@ -69,15 +70,15 @@ class Key:
     sha256: str
     created_unix_s: int
     removed: bool = False
-    first: bool = False  # written at first start; does not close what is open without keys
+    first: bool = False  # written at first start; OPEN_SCOPES stay open beside it
 
 
 class KeyTrouble(Exception):
-    """What is wrong with a key or with their file; its text is for a person."""
+    """A key, or the file of keys, is wrong; the text is for a person."""
 
 
 class KeysBroken(KeyTrouble):
-    """The file is there and cannot be used; nobody gets in until it is put right."""
+    """The file exists and cannot be used; every request is refused until it is repaired."""
 
 
 def keys_path(configured: str | None = None, state_file: str | None = None) -> Path:
@@ -97,7 +98,7 @@ def digest(secret: str) -> str:
 
 
 class Keyring:
-    """The file as last read. Asking it costs a stat of the file."""
+    """The file as last read. A lookup costs a stat of the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,11 +108,11 @@ class Keyring:
 
     @property
     def is_open(self) -> bool:
-        """No key was ever added: inference and state ask for none. Raises KeysBroken."""
+        """True until a key is added: OPEN_SCOPES need no key. Raises KeysBroken."""
         return all(key.first for key in self._current().values())
 
     def caller(self, token: str) -> Caller | None:
-        """None: not a key of ours. Takes equally long for a wrong secret and an unknown id. Raises
+        """None for an unknown key. A wrong secret takes as long as an unknown id. Raises
         KeysBroken."""
         keys = self._current()
         match = _KEY.fullmatch(token)
@@ -175,16 +176,16 @@ def add(path: Path, name: str, tenant: str, scopes: frozenset[Scope]) -> str:
 
 
 def remove(path: Path, key_id: str) -> None:
-    """Good from the next request on. Raises KeyTrouble."""
+    """The key fails from the next request on. Raises KeyTrouble."""
     with _changing(path) as keys:
         if key_id not in keys or keys[key_id].removed:
-            raise KeyTrouble(f"no key {key_id!r} in {path}; `arbiter key list`")
+            raise KeyTrouble(f"no key {key_id!r} in {path}; `arbiter key list` shows all")
         keys[key_id] = replace(keys[key_id], removed=True)
 
 
 def ensure_first(path: Path) -> None:
-    """At the first start: a key with every scope, in a file only the owner reads. Where nothing
-    can be written there is none, and what needs a key stays off."""
+    """Writes a key with every scope at the first start, into a file that only the owner can read.
+    Where the folder is not writable there is no key, and routes that need a key stay off."""
     try:
         with _changing(path) as keys:
             if keys:
@@ -192,7 +193,7 @@ def ensure_first(path: Path) -> None:
             token = _put(keys, "first start", DEFAULT_TENANT, frozenset(Scope), first=True)
             _write(first_key_path(path), token.encode() + b"\n")
     except KeysBroken as error:
-        logger.error("no key for admin and lease routes: %s", error)
+        logger.error("admin and lease routes stay off, no first key was written: %s", error)
         return
     logger.info("the key for admin and lease routes is in %s", first_key_path(path))
 
@@ -209,8 +210,8 @@ def _put(
 
 @contextmanager
 def _changing(path: Path) -> Iterator[dict[str, Key]]:
-    """Read, change, and replace in one step: front and command line may both be at it. Raises
-    KeysBroken, also when the folder cannot be written to."""
+    """Reads, lets the caller change, and replaces the file under a lock, because front and command
+    line may both change it. Raises KeysBroken, also for a folder that is not writable."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:

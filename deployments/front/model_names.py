@@ -1,4 +1,5 @@
-"""Which engine a name means, for this tenant: a model, `base:adapter`, or a bare adapter name."""
+"""ModelNames: which engine a name means for a tenant: a model, `base:adapter`, or a bare adapter
+name."""
 
 import bisect
 from dataclasses import dataclass
@@ -8,8 +9,8 @@ from arbiter.errors import UnknownModel
 from deployments.adapters.catalogue import Catalogue
 from deployments.config.schema import Table
 
-# Of thousands of names, those beside the wrong one in the alphabet are looked at for a near miss:
-# comparing all of 10,000 would hold up everybody for a tenth of a second.
+# Names on either side of a wrong name in the alphabet that are compared with it for a near miss.
+# Comparing all of 10,000 would block the front for a tenth of a second.
 NEIGHBOURS = 50
 
 
@@ -24,7 +25,7 @@ class Target:
 
 
 class ModelNames:
-    """Of one table; adapters come and go on disk."""
+    """The names of one table; adapters come and go on disk."""
 
     def __init__(self, table: Table) -> None:
         self._homes = table.homes
@@ -43,7 +44,7 @@ class ModelNames:
         return Target(self._homes[entry.base], entry.base, entry.full_name, priority)
 
     def home(self, name: str) -> str:
-        """The capability of a name that `visible` gave; looks at no disk."""
+        """The capability of a name that `visible` returned; reads no disk."""
         return self._homes[name.partition(":")[0]]
 
     def visible(self, tenant: str) -> list[str]:

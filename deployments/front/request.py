@@ -1,97 +1,107 @@
-"""From an HTTP request to a call, and from a refusal to a response. Every 4xx names its field."""
+"""From the bytes and headers of a request to an InferenceCall. Knows no HTTP server, so that
+routes, jobs and a Python client can share it. Every 4xx names the field at fault.
+"""
 
 import json
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request
-from fastapi.responses import Response
 from pydantic import ValidationError
 
 from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from deployments import messages
 from deployments.config.schema import ModelConfig, Profile
+from deployments.front.forms import BadForm, text_fields
 from deployments.front.keys import DEFAULT_TENANT
 from deployments.front.model_names import Target
-from deployments.front.schemas import PRIVATE, SHAPES, Body, Generates
+from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Generates, Kind
 
-# One request body; larger ones are refused before they are read. OpenAI's own limit for JSON
-# bodies is of this order, and image and audio uploads get their own routes.
-MAX_BODY_BYTES = 32 << 20
-
-# Headers that travel on to the engine: what its OpenAI layer reads, and nothing else.
+# Headers that go on to the engine: those that its HTTP layer reads.
 FORWARDED = ("content-type", "accept")
+FORM = "multipart/form-data"
 
 _EXTENSIONS = sorted(name for name in Body.model_fields if name.startswith("x_"))
 _NO_PROFILE = Profile()
 
 
-class BadRequest(Exception):
-    """A request that goes no further; carries its 4xx."""
+class BadRequest(RequestError):
+    """A request that the front refuses itself: 400, unless `status` says otherwise."""
+
+    code = "invalid_request"
 
     def __init__(self, message: str, param: str | None, status: int = 400) -> None:
         super().__init__(message, param, status)
-        body = messages.error_body(
-            message, kind=messages.kind_of(status), code="invalid_request", param=param
-        )
-        self.response = Response(body, status, {"content-type": "application/json"})
+        self.message, self.param, self.status_code = message, param, status
+
+    def __str__(self) -> str:
+        return self.message
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request as it was understood."""
+    """A request as the front understood it."""
 
     path: str
     request_id: str
-    headers: dict[str, str]
+    headers: dict[str, str]  # those that go on to the engine
     raw: bytes
-    fields: dict[str, Any]  # the body as it came
+    fields: dict[str, Any] | None  # of a JSON body; None: a form, which the engine gets as it came
     checked: Body
     profile: Profile
+    kind: Kind
 
     @property
     def model(self) -> str:
-        """By the name the profile gives it, if any."""
+        """The name asked for, after the aliases of the client's profile."""
         return self.profile.aliases.get(self.checked.model, self.checked.model)
 
     @property
     def priority(self) -> Priority | None:
-        """As asked for by the client or its profile."""
+        """As the client or its profile asks."""
         word = self.checked.x_priority or self.profile.priority
         return Priority[word.upper()] if word else None
 
     @property
     def is_stream(self) -> bool:
+        """True if the client asked for an event stream of text."""
         return isinstance(self.checked, Generates) and self.checked.stream is True
 
 
-async def read(request: Request, profiles: dict[str, Profile]) -> ParsedRequest:
-    """Raises BadRequest naming the field."""
-    raw = await bounded_body(request)
-    fields = _object(raw)
-    path = request.url.path
+async def parse(
+    path: str, raw: bytes, headers: Mapping[str, str], profiles: Mapping[str, Profile]
+) -> ParsedRequest:
+    """`headers` has lower-case names or ignores case. Raises BadRequest naming the field."""
+    schema = SCHEMAS.get(path, OF_THE_TABLE)
+    is_form = _is_form(headers, schema.kind)
+    fields: dict[str, Any] = await _form(raw, headers) if is_form else _object(raw)
     if private := sorted(PRIVATE & fields.keys()):
-        raise BadRequest(f"`{private[0]}` is not for clients", private[0])
+        raise BadRequest(f"`{private[0]}` is reserved and cannot be set by clients", private[0])
     said = {
         name: value
         for name in _EXTENSIONS
-        if (value := request.headers.get(name.replace("_", "-"))) is not None
+        if (value := headers.get(name.replace("_", "-"))) is not None
     }
-    checked = _checked(path, said | fields)
-    headers = {k: request.headers[k] for k in FORWARDED if k in request.headers}
+    checked = _checked(schema.body, said | fields)
+    kept = {name: headers[name] for name in FORWARDED if name in headers}
     profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
-    return ParsedRequest(path, _request_id(request), headers, raw, fields, checked, profile)
+    own = None if is_form else fields
+    request_id = _request_id(headers)
+    return ParsedRequest(path, request_id, kept, raw, own, checked, profile, schema.kind)
 
 
 def call_of(
     asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
 ) -> messages.InferenceCall:
-    """What goes to the capability: extension fields are out of the body, defaults are in it."""
+    """What goes to the capability. Extension fields are taken out of a JSON body and defaults put
+    in; a form goes as it came, with the served name in a header."""
     checked, profile = asked.checked, asked.profile
     stay = checked.x_stay_warm if checked.x_stay_warm is not None else profile.stay_warm_s
     said = {"x-request-id": asked.request_id, messages.TENANT_HEADER: tenant}
+    if asked.fields is None:
+        said[messages.SERVED_HEADER] = target.served
     return messages.InferenceCall(
         asked.path,
         _body(asked, target, model, tenant),
@@ -110,17 +120,35 @@ def call_of(
 
 
 def _body(asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str) -> bytes:
-    """The client's own bytes wherever nothing had to change."""
+    """The client's own bytes where nothing had to change."""
+    if asked.fields is None:
+        return asked.raw
     defaults = {**model.defaults, **asked.profile.defaults}
     fields = defaults | {k: v for k, v in asked.fields.items() if not k.startswith("x_")}
     fields["model"] = target.served
-    if isinstance(asked.checked, Generates):
+    if asked.kind is Kind.TEXT:
         if model.thinking is not None:
             given = fields.get("chat_template_kwargs") or {}
             fields["chat_template_kwargs"] = {"enable_thinking": model.thinking} | given
         if tenant != DEFAULT_TENANT:
-            fields["cache_salt"] = tenant  # what one tenant's prompts left is no other's to find
+            fields["cache_salt"] = tenant  # so that no other tenant hits these cached prompts
     return asked.raw if fields == asked.fields else json.dumps(fields).encode()
+
+
+def _is_form(headers: Mapping[str, str], kind: Kind) -> bool:
+    """A JSON route reads JSON whatever the type says: `curl -d` sends that of a form. Raises
+    BadRequest where only a form will do."""
+    is_form = headers.get("content-type", "").lower().startswith(FORM)
+    if kind is Kind.FORM and not is_form:
+        raise BadRequest(f"this route takes {FORM}", None)
+    return is_form and kind in (Kind.FORM, Kind.ANY)
+
+
+async def _form(raw: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        return {**await text_fields(raw, headers["content-type"])}
+    except BadForm as error:
+        raise BadRequest(str(error), None) from error
 
 
 def _object(raw: bytes) -> dict[str, Any]:
@@ -133,9 +161,9 @@ def _object(raw: bytes) -> dict[str, Any]:
     return fields
 
 
-def _checked(path: str, fields: dict[str, Any]) -> Body:
+def _checked(body: type[Body], fields: dict[str, Any]) -> Body:
     try:
-        return SHAPES[path].model_validate(fields)
+        return body.model_validate(fields)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         # A union names its branches in the path; the field itself comes first.
@@ -144,28 +172,8 @@ def _checked(path: str, fields: dict[str, Any]) -> Body:
         raise BadRequest(f"`{field}`: {problem['msg']}{hint}", field) from error
 
 
-def _request_id(request: Request) -> str:
-    given = request.headers.get("x-request-id", "")
+def _request_id(headers: Mapping[str, str]) -> str:
+    given = headers.get("x-request-id", "")
     if 0 < len(given) <= 128 and given.isascii() and given.isprintable():
         return given
     return f"req-{uuid.uuid4().hex[:16]}"
-
-
-async def bounded_body(request: Request, most_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """Raises BadRequest as soon as it is larger, having kept no more than that."""
-    too_large = BadRequest(f"the body is larger than {most_bytes} bytes", None, 413)
-    declared = request.headers.get("content-length", "0")
-    if declared.isascii() and declared.isdecimal() and int(declared) > most_bytes:
-        raise too_large
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > most_bytes:
-            raise too_large
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def refused(error: RequestError) -> Response:
-    head, body = messages.refusal(error)
-    return Response(body, head.status, head.headers)

@@ -1,25 +1,28 @@
-"""What a body must look like before anything is loaded for it; also what /openapi.json says.
+"""Bodies of the generating routes: what the front checks before a model is loaded for a request,
+and what /openapi.json says. SCHEMAS has one row for each path; a new JSON route is a row.
 
-Only what is bounded or read here is listed; the rest is the engine's to check and passes on as it
-is. Extension fields may come as headers as well (`x-priority` for `x_priority`).
+A body lists the fields that the front bounds or reads. The engine checks all others, which pass
+unchanged. Extension fields may come as headers as well (`x-priority` for `x_priority`).
 """
 
+from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 
-# OpenAI's own bounds where it states one: 128 choices, 128 tools, 4 stop texts (vLLM takes more, as
-# do we), 20 alternatives per token, 2048 inputs. Others: far above any use seen.
-MAX_CHOICES, MAX_TOOLS, MAX_STOPS, MAX_LOGPROBS, MAX_INPUTS = 128, 128, 16, 20, 2048
+# OpenAI's own bounds where it states one: 128 choices, 128 tools, 4 stop texts (vLLM takes 16, as
+# does the front), 20 alternatives per token. MAX_MESSAGES is far above any use seen.
+MAX_CHOICES, MAX_TOOLS, MAX_STOPS, MAX_LOGPROBS = 128, 128, 16, 20
 MAX_MESSAGES = 10_000
-MAX_NAME = 300  # of a model: two names of 128 and what stands between them
+MAX_NAME = 300  # of a model: two names of 128 and the separators between them
 DAY_S = 86_400.0
-STAY_WARM_MOST_S = 3_600.0  # a client may hold memory no longer than this with nothing to do
+STAY_WARM_MOST_S = 3_600.0  # the longest a client may keep an idle model resident
 STAY_WARM_S = 600.0  # `x_stay_warm: true`; ten times the default keep-warm of the example
 
 _ID = r"^[\x21-\x7e]{1,128}$"  # goes to logs and metric labels
 
-# Of vLLM's extra fields those that act on the engine or on other requests, and not on the answer.
+# Those of vLLM's extra fields that act on the engine or on other requests, not on the response.
 PRIVATE = frozenset(
     "cache_salt data_parallel_rank ec_transfer_params kv_transfer_params mm_payload "
     "mm_processor_kwargs media_io_kwargs priority request_id return_mm_kwargs session_id "
@@ -27,7 +30,7 @@ PRIVATE = frozenset(
 )
 
 
-# What the engine reads of a message; told, not checked here, for it knows more kinds of them.
+# What the engine reads of a message: described, not checked, because the engine knows more kinds.
 _ROLES = ["system", "developer", "user", "assistant", "tool"]
 Message = Annotated[
     dict[str, Any],
@@ -42,7 +45,7 @@ Message = Annotated[
 
 
 class Body(BaseModel):
-    """Of every route."""
+    """Fields of every generating route."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -62,14 +65,14 @@ class Body(BaseModel):
     @field_validator("x_stay_warm", mode="before")
     @classmethod
     def _or_a_word(cls, value: object) -> object:
-        """A header knows no types: `1` is a second, `true` is what it is in a body."""
+        """A header has no types: `1` is one second, `true` means what it means in a body."""
         if value is True or value == "true":
             return STAY_WARM_S
         return 0.0 if value is False or value == "false" else value
 
 
 class Generates(Body):
-    """Of the routes that generate text."""
+    """Fields of the routes that generate text."""
 
     stream: bool | None = None
     temperature: float | None = None
@@ -126,14 +129,38 @@ class Embeddings(Body):
     encoding_format: Literal["float", "base64"] | None = None
 
 
-SHAPES: dict[str, type[Body]] = {
-    "/v1/chat/completions": Chat,
-    "/v1/completions": Completion,
-    "/v1/responses": Responses,
-    "/v1/embeddings": Embeddings,
-}
+class Kind(Enum):
+    """What a path takes and returns, as far as the front treats it differently."""
 
-_ERROR = {
+    TEXT = "text"  # JSON in, text out: thinking, prompt cache and progress comments apply
+    JSON = "json"  # JSON in
+    FORM = "form"  # multipart/form-data in, as for uploads
+    ANY = "any"  # by its content type: the paths that the table lists
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """One row: how the front reads a request for a path."""
+
+    body: type[Body]
+    kind: Kind
+
+
+SCHEMAS: dict[str, Schema] = {
+    "/v1/chat/completions": Schema(Chat, Kind.TEXT),
+    "/v1/completions": Schema(Completion, Kind.TEXT),
+    "/v1/responses": Schema(Responses, Kind.TEXT),
+    "/v1/embeddings": Schema(Embeddings, Kind.JSON),
+}
+OF_THE_TABLE = Schema(Body, Kind.ANY)
+
+_TAKES = {
+    Kind.TEXT: ("application/json",),
+    Kind.JSON: ("application/json",),
+    Kind.FORM: ("multipart/form-data",),
+    Kind.ANY: ("application/json", "multipart/form-data"),
+}
+ERROR = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -150,22 +177,26 @@ _ERROR = {
     },
 }
 _REFUSALS = {
-    400: "a field is wrong; it is named",
-    401: "a key is needed",
-    403: "the key lacks a scope, or the site may not ask",
+    400: "a field is wrong; `param` names it",
+    401: "this needs an API key",
+    403: "the key lacks a scope, or the Host or Origin is not allowed",
     404: "no such model",
+    409: "in conflict with the present state; the message says which",
     413: "the body is too large",
-    429: "too many wait; see Retry-After",
+    429: "a queue is full; see Retry-After",
     503: "cannot be served now; see Retry-After",
+    507: "larger than the whole budget",
 }
 
 
-def described(path: str) -> dict[str, Any]:
-    """Arguments of a route that serves `path`, so that its description says what it takes."""
-    error = {"content": {"application/json": {"schema": _ERROR}}}
-    schema = SHAPES[path].model_json_schema()
-    body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {
-        "openapi_extra": {"requestBody": body},
-        "responses": {status: {"description": why, **error} for status, why in _REFUSALS.items()},
-    }
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route: OpenAI's error object for each status."""
+    error = {"content": {"application/json": {"schema": ERROR}}}
+    return {status: {"description": _REFUSALS[status], **error} for status in statuses}
+
+
+def described(schema: Schema) -> dict[str, Any]:
+    """Arguments of a FastAPI route that takes such a body."""
+    fields = {"schema": schema.body.model_json_schema()}
+    body = {"required": True, "content": dict.fromkeys(_TAKES[schema.kind], fields)}
+    return {"openapi_extra": {"requestBody": body}, "responses": refusals(*_REFUSALS)}

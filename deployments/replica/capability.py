@@ -1,5 +1,5 @@
-"""What every capability deployment is: a call comes in, its model is made resident, the engine's
-answer goes out. Subclasses say which paths they serve.
+"""Capability: a Serve deployment that makes the model of a call resident and passes the engine's
+response on. A subclass may say which paths it serves and what a call needs besides its model.
 """
 
 import asyncio
@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from ray import serve
@@ -47,6 +48,7 @@ class Capability:
     """One Serve replica. Its constructor takes no ticket and loads nothing: three failures there
     before the first success would end the deployment for good (Serve's rule)."""
 
+    # Served HTTP paths; empty: those that the table lists for it, which the front checks
     paths: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, capability: str) -> None:
@@ -57,13 +59,14 @@ class Capability:
         self._residency = Residency.start(capability, holder=f"{capability}#{replica}")
 
     async def handle(self, call: messages.InferenceCall) -> AsyncIterator[messages.Part]:
-        """Closing this generator cancels the work down to the engine. A refusal is an answer;
+        """Closing this generator cancels the work down to the engine. A refusal is a response;
         within a stream of events it is the last event. Raises EngineLost where the client has seen
-        nothing yet, so that the front tries again."""
-        if call.path not in self.paths:
+        nothing yet, so that the front tries again, and any RequestError within another kind of
+        stream, so that the front breaks the connection."""
+        if self.paths and call.path not in self.paths:
             yield _wrong_route(call, self.paths)
             return
-        is_streaming = False
+        begun: messages.ResponseHead | None = None
         try:
             async with aclosing(self._served(call)) as parts:
                 async for part in parts:
@@ -71,13 +74,13 @@ class Capability:
                         if not part.is_stream:
                             yield messages.FullResponse(part, await _rest(parts))
                             return
-                        is_streaming = True
+                        begun = part
                     yield part
         except RequestError as error:
             logger.warning("request %s: %s", call.request_id, error)
-            if is_streaming:
+            if begun is not None and begun.is_event_stream:
                 yield messages.stream_error(error)
-            elif messages.is_transient(error):
+            elif begun is not None or messages.is_transient(error):
                 raise
             else:
                 yield messages.FullResponse(*messages.refusal(error))
@@ -184,15 +187,10 @@ def _with_wait(
     told = {WAITED: f"{waited_s:.2f}"}
     if use.predicted_s:
         told[ESTIMATE] = f"{use.predicted_s:.2f}"
-    return messages.ResponseHead(part.status, part.headers | told)
+    return replace(part, headers=part.headers | told)
 
 
 def _wrong_route(call: messages.InferenceCall, paths: frozenset[str]) -> messages.FullResponse:
-    """404, as OpenAI answers a chat request for a model that is none."""
-    message = f"{call.model} is served at {', '.join(sorted(paths))}, not at {call.path}"
-    body = messages.error_body(
-        message, kind=messages.kind_of(404), code="model_not_supported", param="model"
-    )
-    return messages.FullResponse(
-        messages.ResponseHead(404, {"content-type": "application/json"}), body
-    )
+    """404, as OpenAI answers a chat request for a model that is no chat model."""
+    error = messages.NotServedHere(call.model, call.path, tuple(sorted(paths)))
+    return messages.FullResponse(*messages.refusal(error))

@@ -93,7 +93,8 @@ class EngineLink:
         with self._typed():
             async with self._session.request(method, path, headers=headers, data=body) as answer:
                 kept = {k.lower(): v for k, v in answer.headers.items() if k.lower() not in _HOP}
-                yield ResponseHead(answer.status, kept)
+                is_chunked = answer.content_length is None
+                yield ResponseHead(answer.status, kept, is_chunked)
                 async for chunk in answer.content.iter_any():
                     yield chunk
 

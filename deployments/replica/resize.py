@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, Protocol
 
 from arbiter.client.holder import HolderClient
@@ -56,7 +57,7 @@ def unmarked(part: Progress | ResponseHead | bytes) -> Progress | ResponseHead |
     if not isinstance(part, ResponseHead) or COULD_GROW not in part.headers:
         return part
     kept = {name: value for name, value in part.headers.items() if name != COULD_GROW}
-    return ResponseHead(part.status, kept)
+    return replace(part, headers=kept)
 
 
 async def grow(keeper: ResidencyApi, model: str) -> None:

@@ -282,8 +282,8 @@ class Estimates:
     # -- across restarts -----------------------------------------------------------------------
 
     def export(self) -> list[dict[str, Any]]:
-        """Returns plain rows for the state file, which `restore` reads back: one for each model under
-        its settings, and one without a model for what holds for a whole capability."""
+        """Returns plain rows for the state file, which `restore` reads back: one for each model
+        under its settings, and one without a model for what holds for a whole capability."""
         return [*self._model_rows(), *self._capability_rows()]
 
     def _model_rows(self) -> list[dict[str, Any]]:

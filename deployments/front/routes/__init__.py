@@ -1,1 +1,1 @@
-"""The front's routes beside OpenAI's, one subject a module."""
+"""The front's routes, one subject a module."""

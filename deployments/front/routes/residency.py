@@ -1,30 +1,30 @@
 """Where models are and where they are to be, and memory that is short, over HTTP (D8, C5)."""
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
-from pydantic import Field, ValidationError
+from fastapi import APIRouter
+from pydantic import Field
 
 from arbiter.client.admin import call_arbiter
 from arbiter.core.events import PressurePushed
 from arbiter.core.types import Floor, Level
-from arbiter.errors import RequestError, UnknownModel
+from arbiter.errors import UnknownModel
 from arbiter.protocol.messages import ModelSize, Resize
 from arbiter.units import Bytes, TicketId, seconds
 from deployments.config.fields import Strict
-from deployments.config.schema import parse_table
+from deployments.config.schema import Table
 from deployments.front import arbiter_gateway
-from deployments.front.keys import Scope
-from deployments.front.request import BadRequest, bounded_body, refused
-from deployments.front.routes.leases import MOST_BYTES, the_gate
+from deployments.front.arbiter_gateway import ArbiterState
+from deployments.front.dependencies import Admin, State, Viewer
+from deployments.front.request import BadRequest
+from deployments.front.routes.json_route import JsonRoute
+from deployments.front.schemas import refusals
 
-router = APIRouter(prefix="/arbiter")
+router = APIRouter(
+    prefix="/arbiter", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 503)
+)
 ORDER = ("resident", "draining", "loading", "asleep", "queued", "reclaiming")  # best first
 LEVELS = {"resident": "device", "draining": "device", "loading": "loading", "asleep": "host"}
-
-
-T = TypeVar("T", bound=Strict)
 
 
 class FloorBody(Strict):
@@ -42,153 +42,88 @@ class PressureBody(Strict):
     term_s: float = Field(60.0, gt=0, le=3600)  # C5
 
 
-def picture(state: dict[str, Any]) -> dict[str, Any]:
-    """Of each model: where it is, its floor, its host copy, and a load in flight."""
-    homes = parse_table(state["table"], "the arbiter's table").homes
-    floors = {(f["capability"], f["model"]): f["floor"] for f in state["floors"]}
+def picture(table: Table, state: ArbiterState) -> dict[str, Any]:
+    """Each model's level, floor, tickets, host copy, and the load in flight."""
     return {
-        model: _model(model, capability, state, floors.get((capability, model), "cold"))
-        for model, capability in sorted(homes.items())
+        model: _model(model, capability, state) for model, capability in sorted(table.homes.items())
     }
 
 
-def _model(model: str, capability: str, state: dict[str, Any], floor: str) -> dict[str, Any]:
-    mine = _own(model, capability, state)
-    mine.sort(key=lambda t: ORDER.index(t["state"]))
-    best = mine[0] if mine else None
-    loading = [t["in_state_s"] for t in mine if t["state"] == "loading"]
-    host = (
-        max(0, size - t["ram_bytes"])
-        for t in mine
-        for device, size in t["charged_bytes"].items()
-        if device.endswith("/host")
-    )
+def _model(model: str, capability: str, state: ArbiterState) -> dict[str, Any]:
+    mine = sorted(state.of_model(capability, model), key=lambda row: ORDER.index(row.state))
+    loading = [row.in_state_s for row in mine if row.state == "loading"]
     return {
         "capability": capability,
-        "floor": floor,
-        "level": LEVELS.get(best["state"], "cold") if best else "cold",
-        "tickets": {t["ticket"]: t["state"] for t in mine},
-        "host_copy_bytes": sum(host),
+        "floor": state.floors.get((capability, model), "cold"),
+        "level": LEVELS.get(mine[0].state, "cold") if mine else "cold",
+        "tickets": {row.ticket: row.state for row in mine},
+        "host_copy_bytes": sum(row.host_bytes for row in mine),
         "loading_s": loading[0] if loading else None,
     }
 
 
-def _own(model: str, capability: str, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tickets of one model, leases left out."""
-    return [
-        t
-        for t in state["tickets"]
-        if (t["capability"], t["model"]) == (capability, model) and not t["lease"]
-    ]
-
-
 @router.get("/residency")
-async def residency(request: Request) -> Response:
-    the_gate().require(request, Scope.VIEW)
-    try:
-        return JSONResponse({"models": picture(await arbiter_gateway.state())})
-    except RequestError as error:
-        return refused(error)
+async def residency(front: State, _: Viewer) -> dict[str, Any]:
+    """Of each model its level, floor, tickets, host copy, and the seconds of a load in flight."""
+    return {"models": picture(front.table, await arbiter_gateway.state())}
 
 
 @router.put("/residency/{model:path}")
-async def set_floor(request: Request, model: str) -> Response:
+async def set_floor(model: str, body: FloorBody, front: State, _: Admin) -> dict[str, str]:
     """`device`: load it now and keep it. `host`: asleep at least. `cold`: anywhere."""
-    the_gate().require(request, Scope.ADMIN)
-    try:
-        said = await read_body(request, FloorBody)
-        await call_arbiter("set_floor", await _home(model), model, Floor(said.floor))
-        return JSONResponse({"model": model, "floor": said.floor})
-    except BadRequest as error:
-        return error.response
-    except RequestError as error:
-        return refused(error)
+    await call_arbiter("set_floor", _home(front.table, model), model, Floor(body.floor))
+    return {"model": model, "floor": body.floor}
 
 
 @router.post("/models/load/{model:path}")
-async def load(request: Request, model: str) -> Response:
-    """Once, with nobody waiting; keep-warm and eviction are as after a request."""
-    the_gate().require(request, Scope.ADMIN)
-    try:
-        await call_arbiter("load", await _home(model), model)
-    except RequestError as error:
-        return refused(error)
-    return JSONResponse({"model": model})
+async def load(model: str, front: State, _: Admin) -> dict[str, str]:
+    """Loads it once without a request; keep-warm and eviction are as after a request."""
+    await call_arbiter("load", _home(front.table, model), model)
+    return {"model": model}
 
 
 @router.post("/models/unload/{model:path}")
-async def unload(request: Request, model: str) -> Response:
-    """Whatever of it is idle; what is in use stays."""
-    the_gate().require(request, Scope.ADMIN)
-    try:
-        capability = await _home(model)
-        state = await arbiter_gateway.state()
-        mine = [t["ticket"] for t in _own(model, capability, state)]
-        for ticket in mine:
-            await call_arbiter("unload", TicketId(ticket))
-    except RequestError as error:
-        return refused(error)
-    return JSONResponse({"model": model, "tickets": mine})
+async def unload(model: str, front: State, _: Admin) -> dict[str, Any]:
+    """Unloads its idle tickets; tickets in use stay."""
+    capability = _home(front.table, model)
+    mine = [row.ticket for row in (await arbiter_gateway.state()).of_model(capability, model)]
+    for ticket in mine:
+        await call_arbiter("unload", TicketId(ticket))
+    return {"model": model, "tickets": mine}
 
 
 @router.post("/models/grow/{model:path}")
-async def grow(request: Request, model: str) -> Response:
-    """To its `grow_to`, wherever it is resident; it says in the events what came of it."""
-    return await _resize(request, model, ModelSize.GROWN)
+async def grow(model: str, front: State, _: Admin) -> dict[str, str]:
+    """Grows it to its `grow_to`, wherever it is resident; the events tell the result."""
+    return await _resize(front.table, model, ModelSize.GROWN)
 
 
 @router.post("/models/shrink/{model:path}")
-async def shrink(request: Request, model: str) -> Response:
-    """It gives back what it grew by."""
-    return await _resize(request, model, ModelSize.FIRST)
+async def shrink(model: str, front: State, _: Admin) -> dict[str, str]:
+    """Gives back what it grew by."""
+    return await _resize(front.table, model, ModelSize.FIRST)
 
 
-async def _resize(request: Request, model: str, size: ModelSize) -> Response:
-    the_gate().require(request, Scope.ADMIN)
-    try:
-        table = parse_table((await arbiter_gateway.state())["table"], "the arbiter's table")
-        found = {m: config for c in table.capabilities.values() for m, config in c.models.items()}
-        if model not in found:
-            raise UnknownModel(model, "", tuple(sorted(found)))
-        if not found[model].grow_to:
-            raise BadRequest(f"{model} has no `grow_to`", "model")
-        await call_arbiter("resize", Resize(model, size))
-    except BadRequest as error:
-        return error.response
-    except RequestError as error:
-        return refused(error)
-    return JSONResponse({"model": model, "size": size.value})
+async def _resize(table: Table, model: str, size: ModelSize) -> dict[str, str]:
+    home = table.homes.get(model)
+    if home is None:
+        raise UnknownModel(model, "", tuple(sorted(table.homes)))
+    if not table.capabilities[home].models[model].grow_to:
+        raise BadRequest(f"{model} has no `grow_to`", "model")
+    await call_arbiter("resize", Resize(model, size))
+    return {"model": model, "size": size.value}
 
 
 @router.post("/pressure")
-async def pressure(request: Request) -> Response:
-    """Somebody knows that memory is short, for a while."""
-    the_gate().require(request, Scope.ADMIN)
-    try:
-        said = await read_body(request, PressureBody)
-        free = None if said.free_bytes is None else Bytes(said.free_bytes)
-        level = Level[said.level.upper()]
-        event = PressurePushed(said.where, level, free, seconds(said.term_s))
-        await call_arbiter("push_pressure", event)
-        return JSONResponse(said.model_dump())
-    except BadRequest as error:
-        return error.response
-    except RequestError as error:
-        return refused(error)
+async def pressure(body: PressureBody, _: Admin) -> dict[str, Any]:
+    """An outside monitor reports that memory is short, for a term."""
+    free = None if body.free_bytes is None else Bytes(body.free_bytes)
+    level = Level[body.level.upper()]
+    event = PressurePushed(body.where, level, free, seconds(body.term_s))
+    await call_arbiter("push_pressure", event)
+    return body.model_dump()
 
 
-async def _home(model: str) -> str:
-    """Its capability, by the arbiter's table; unknown models it refuses itself."""
-    state = await arbiter_gateway.state()
-    return parse_table(state["table"], "the arbiter's table").homes.get(model, "")
-
-
-async def read_body(request: Request, shape: type[T]) -> T:
-    """Raises BadRequest naming the field."""
-    raw = await bounded_body(request, MOST_BYTES)
-    try:
-        return shape.model_validate_json(raw)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in problem["loc"])
-        raise BadRequest(f"`{field}`: {problem['msg']}", field or None) from error
+def _home(table: Table, model: str) -> str:
+    """Its capability; empty for an unknown model, which the arbiter refuses by name."""
+    return table.homes.get(model, "")

@@ -2,48 +2,32 @@
 
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import APIRouter
 from pydantic import Field
 
-from arbiter.errors import RequestError
 from deployments.config import runtime_settings
 from deployments.config.fields import Strict
-from deployments.config.schema import ConfigError
-from deployments.front.keys import Scope
-from deployments.front.request import BadRequest, refused
-from deployments.front.routes.leases import the_gate
-from deployments.front.routes.residency import read_body
+from deployments.front.dependencies import Admin, Viewer
+from deployments.front.routes.json_route import JsonRoute
+from deployments.front.schemas import refusals
 
-router = APIRouter(prefix="/arbiter")
+router = APIRouter(prefix="/arbiter", route_class=JsonRoute, responses=refusals(400, 401, 403, 503))
 
 
 class SettingsBody(Strict):
-    """Of these settings, so many others; null: as by default."""
+    """New values for some settings; null: the default."""
 
-    generation: int = Field(ge=0)  # that was read; 409 when it is not the current one any more
+    generation: int = Field(ge=0)  # as read before; 409 where another change came in between
     settings: dict[str, Any] = Field(min_length=1)
 
 
 @router.get("/settings")
-async def settings(request: Request) -> Response:
-    the_gate().require(request, Scope.VIEW)
-    try:
-        return JSONResponse(await runtime_settings.read())
-    except RequestError as error:
-        return refused(error)
+async def settings(_: Viewer) -> dict[str, Any]:
+    """The generation, and every setting with its value."""
+    return await runtime_settings.read()
 
 
-@router.put("/settings")
-async def change(request: Request) -> Response:
-    """All of them or none."""
-    the_gate().require(request, Scope.ADMIN)
-    try:
-        said = await read_body(request, SettingsBody)
-        return JSONResponse(await runtime_settings.change(said.generation, said.settings))
-    except BadRequest as error:
-        return error.response
-    except ConfigError as error:
-        return BadRequest(str(error), "settings").response
-    except RequestError as error:
-        return refused(error)
+@router.put("/settings", responses=refusals(409))
+async def change(body: SettingsBody, _: Admin) -> dict[str, Any]:
+    """Changes all of them or none. Raises ConfigError, SettingsConflict."""
+    return await runtime_settings.change(body.generation, body.settings)

@@ -13,10 +13,13 @@ TABLE = parse_table({"capabilities": {"chat": {"role": "text", "engine": "m:f", 
 COLD = [{"capability": "chat", "model": "a", "cause": "no such file"}]
 
 
+ROW = {"ticket": "t", "in_state_s": 1.0, "charged_bytes": {}, "ram_bytes": 0, "lease": None}
+
+
 def state(failed: bool = False, **models: str) -> dict[str, Any]:
-    tickets = [{"capability": "chat", "model": m, "state": s} for m, s in models.items()]
-    tickets.append({"capability": "other", "model": "c", "state": "resident"})
-    return {"tickets": tickets, "cooldowns": COLD if failed else []}
+    tickets = [ROW | {"capability": "chat", "model": m, "state": s} for m, s in models.items()]
+    tickets.append(ROW | {"capability": "other", "model": "c", "state": "resident"})
+    return {"tickets": tickets, "cooldowns": COLD if failed else [], "floors": []}
 
 
 @pytest.mark.spec("J9")
@@ -42,7 +45,7 @@ async def test_readiness_gives_one_state_per_capability(
         return now
 
     monkeypatch.setattr(arbiter_gateway, "call_arbiter", answers)
-    report = (await arbiter_gateway.readiness(TABLE))["chat"]
+    report = (await arbiter_gateway.readiness(TABLE, {}))["chat"]
     assert report["state"] == word
     assert report.get("cause") == ("no such file" if now["cooldowns"] else None)
 
@@ -54,4 +57,25 @@ async def test_readiness_without_an_arbiter_is_unavailable(monkeypatch: pytest.M
 
     monkeypatch.setattr(arbiter_gateway, "call_arbiter", away)
     with pytest.raises(ArbiterUnavailable):
-        await arbiter_gateway.readiness(TABLE)
+        await arbiter_gateway.readiness(TABLE, {})
+
+
+@pytest.mark.spec("J9")
+@pytest.mark.parametrize(
+    ("now", "word", "cause"),
+    [
+        (state(), "failed", "no builder"),
+        (state(a="queued"), "failed", "no builder"),
+        (state(failed=True), "failed", "no builder"),
+        (state(a="resident"), "ready", "no builder"),  # of the version before
+    ],
+)
+async def test_readiness_is_failed_where_serve_reports_a_failed_application(
+    now: dict[str, Any], word: str, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(method: str, *args: object, within_s: float = 0) -> dict[str, Any]:
+        return now
+
+    monkeypatch.setattr(arbiter_gateway, "call_arbiter", answers)
+    report = (await arbiter_gateway.readiness(TABLE, {"chat": "no builder"}))["chat"]
+    assert (report["state"], report["cause"]) == (word, cause)

@@ -1,4 +1,5 @@
-"""Whatever breaks behind the front becomes an answer; what answered nothing is sent again."""
+"""Parts of a response become an HTTP response; errors behind the front become OpenAI's; a call that
+the client saw nothing of is sent again."""
 
 import asyncio
 import json
@@ -12,10 +13,13 @@ from grpc.aio import AioRpcError, Metadata
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
-from arbiter.errors import CapabilityFailed, EngineLost
+from arbiter.errors import CapabilityFailed, EngineLost, RequestError
 from arbiter.units import TicketId
 from deployments import messages
-from deployments.front.relay import TRIES, relay
+from deployments.front.http_errors import refused
+from deployments.front.relay import PROGRESS_S
+from deployments.front.relay import relay as relayed
+from deployments.front.service import TRIES, answer
 
 CALL = messages.InferenceCall("/v1/chat/completions", b"{}", {}, "req-1", "tiny")
 JSON = messages.FullResponse(
@@ -55,6 +59,17 @@ class Capability:
     def __call__(self, call: messages.InferenceCall) -> Answer:
         self.calls += 1
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+async def relay(
+    call: messages.InferenceCall, capability: Capability, beat_s: float = PROGRESS_S
+) -> Response:
+    """As the routes and their exception handler do it."""
+    parts = answer(call, capability)
+    try:
+        return await relayed(parts, wants_progress=call.wants_progress, progress_s=beat_s)
+    except RequestError as error:
+        return refused(error)
 
 
 async def body_of(response: Response) -> bytes:
@@ -226,3 +241,46 @@ async def test_an_answer_taken_to_its_end_is_not_cancelled() -> None:
     answer = Answer(JSON)
     await relay(CALL, Capability(answer))
     assert not answer.cancelled
+
+
+AUDIO = messages.ResponseHead(200, {"content-type": "audio/wav"}, is_chunked=True)
+
+
+async def test_stream_of_bytes_keeps_its_type_and_its_bytes() -> None:
+    response = await relay(CALL, Capability(Answer(AUDIO, b"RIFF", b"\x00\xff")))
+    assert isinstance(response, StreamingResponse)
+    assert response.headers["content-type"] == "audio/wav"
+    assert "content-length" not in response.headers
+    assert await body_of(response) == b"RIFF\x00\xff"
+
+
+async def test_stream_of_bytes_that_breaks_is_cut_without_an_event() -> None:
+    response = await relay(CALL, Capability(Answer(AUDIO, b"RIFF", ActorDiedError())))
+    got = []
+    with pytest.raises(EngineLost):
+        async for part in response.body_iterator:  # type: ignore[attr-defined]
+            got.append(part)
+    assert got == [b"RIFF"]
+
+
+async def test_response_that_is_no_event_stream_ends_the_comments_with_an_error() -> None:
+    answer = Slow(LOADING, AUDIO)
+    response = await relay(WANTS, Capability(answer), beat_s=0.01)
+    for gate in answer.gates:
+        gate.set()
+    *_, event = (await body_of(response)).strip().split(b"\n\n")
+    assert "audio/wav" in json.loads(event.removeprefix(b"data: "))["error"]["message"]
+
+
+@pytest.mark.spec("A21")
+async def test_second_try_has_the_rest_of_the_deadline() -> None:
+    seen: list[float | None] = []
+    answers = [Answer(ActorDiedError()), Answer(JSON)]
+
+    def send(call: messages.InferenceCall) -> Answer:
+        seen.append(call.deadline_s)
+        return answers.pop(0)
+
+    await relayed(answer(replace(CALL, deadline_s=30.0), send), wants_progress=False)
+    first_s, second_s = seen
+    assert first_s == 30.0 and second_s is not None and 20 < second_s < 30

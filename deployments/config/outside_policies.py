@@ -1,0 +1,24 @@
+"""Policies of other packages: `module:function` in place of a name of `policies`."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from arbiter.core.settings import Settings
+
+
+def imported(path: str) -> Callable[..., Any]:
+    """The function at `module:function`. Raises ValueError that says what is not there."""
+    module, _, function = path.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path!r}: {error}") from None
+    if not callable(found):
+        raise ValueError(f"{path!r} is no function")
+    return found
+
+
+def outside(settings: Settings) -> dict[str, Callable[..., Any]]:
+    """Those that the settings name, by the name they have there. Raises ValueError."""
+    return {path: imported(path) for path in (settings.evict, settings.admit) if ":" in path}

@@ -1,0 +1,59 @@
+"""The front as a FastAPI application: routes, exception handlers, and the bound on bodies."""
+
+from typing import Any
+
+from fastapi import Depends, FastAPI
+from starlette.middleware import Middleware
+
+from deployments.front.body_limit import BodyLimit
+from deployments.front.dependencies import FrontState, check_site
+from deployments.front.http_errors import HANDLERS
+from deployments.front.routes import arbiter, health, leases, openai, residency, settings
+from deployments.front.schemas import SCHEMAS
+
+
+class Application(FastAPI):
+    """FastAPI, but for the 422 that it describes and HANDLERS turn into a 400."""
+
+    def openapi(self) -> dict[str, Any]:
+        described = super().openapi()
+        for methods in described["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+        return described
+
+
+def build(front: FrontState) -> FastAPI:
+    """Serves the paths of SCHEMAS and of the front's table."""
+    app = Application(
+        title="serve-arbiter",
+        docs_url="/docs",
+        redoc_url=None,
+        dependencies=[Depends(check_site)],
+        exception_handlers=HANDLERS,
+        middleware=[Middleware(BodyLimit)],
+    )
+    app.state.front = front
+    app.state.offered = []
+    for module in (openai, health, arbiter, leases, residency, settings):
+        app.include_router(module.router)
+    _add(app, tuple(SCHEMAS))
+    offer(app)
+    return app
+
+
+def offer(app: FastAPI) -> None:
+    """A route for each path that the table lists and SCHEMAS does not; the routes of the table
+    before it go."""
+    app.router.routes[:] = [one for one in app.router.routes if one not in app.state.offered]
+    front: FrontState = app.state.front
+    listed = {path for c in front.table.capabilities.values() for path in c.paths}
+    app.state.offered = _add(app, tuple(sorted(listed - SCHEMAS.keys())))
+    app.openapi_schema = None  # FastAPI describes the routes anew
+
+
+def _add(app: FastAPI, paths: tuple[str, ...]) -> list[object]:
+    before = len(app.router.routes)
+    for path, arguments in openai.generating(paths):
+        app.add_api_route(path, openai.infer, methods=["POST"], **arguments)
+    return list(app.router.routes[before:])

@@ -1,0 +1,48 @@
+"""BodyLimit: an ASGI middleware that bounds a request's body while it arrives."""
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.front.http_errors import on_http_exception
+
+# One body of a generating route. OpenAI's own limits are of this order: 25 MB for audio, and less
+# for JSON and images.
+MAX_BODY_BYTES = 32 << 20
+MAX_STEERING_BYTES = 16 << 10  # a lease, a floor, some settings: a few words and numbers
+STEERING = "/arbiter/"
+
+
+class BodyLimit:
+    """Answers 413 to a declared length beyond the bound, and raises it (as HTTPException, which
+    FastAPI lets pass) where more arrives than was declared. Keeps nothing itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        most_bytes = bound_of(scope["path"])
+        too_large = HTTPException(413, f"the body is larger than {most_bytes} bytes")
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > most_bytes:
+            answer = await on_http_exception(Request(scope), too_large)
+            await answer(scope, receive, send)
+            return
+        size = 0
+
+        async def bounded() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > most_bytes:
+                raise too_large
+            return message
+
+        await self._app(scope, bounded, send)
+
+
+def bound_of(path: str) -> int:
+    return MAX_STEERING_BYTES if path.startswith(STEERING) else MAX_BODY_BYTES

@@ -1,0 +1,62 @@
+"""What routes ask FastAPI for: the front's state, and a caller whose key has a scope."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPBearer
+
+from deployments.config.schema import Table
+from deployments.front.auth import Authenticator
+from deployments.front.keys import Caller, Keyring, Scope, keys_path
+from deployments.front.serve_status import Applications
+from deployments.front.service import InferenceService
+
+
+@dataclass(slots=True)
+class FrontState:
+    """The `app.state.front` of one front; `Front.reconfigure` changes it in place."""
+
+    started_unix_s: int
+    auth: Authenticator = field(default_factory=lambda: Authenticator(Keyring(keys_path())))
+    service: InferenceService = field(default_factory=InferenceService)
+    applications: Applications = field(default_factory=Applications)
+
+    @property
+    def table(self) -> Table:
+        return self.service.table
+
+
+async def front_state(request: Request) -> FrontState:  # FastAPI calls plain ones in a thread
+    state: FrontState = request.app.state.front
+    return state
+
+
+State = Annotated[FrontState, Depends(front_state)]
+
+
+async def check_site(request: Request, front: State) -> None:
+    """Of every route. Raises Denied: see Authenticator.check_site."""
+    front.auth.check_site(request)
+
+
+# Only described here, so that /openapi.json says which routes take a key; `require` judges it.
+_bearer = HTTPBearer(auto_error=False, description="`arbiter key add` makes an API key")
+
+
+def require(scope: Scope) -> Callable[..., Awaitable[Caller]]:
+    """A dependency that gives the Caller. It raises Denied without a key of that scope."""
+
+    async def caller(
+        request: Request, front: State, _: Annotated[object, Depends(_bearer)]
+    ) -> Caller:
+        return front.auth.require(request, scope)
+
+    return caller
+
+
+Viewer = Annotated[Caller, Depends(require(Scope.VIEW))]
+Lessee = Annotated[Caller, Depends(require(Scope.LEASE))]
+Admin = Annotated[Caller, Depends(require(Scope.ADMIN))]
+Inferrer = Annotated[Caller, Depends(require(Scope.INFER))]

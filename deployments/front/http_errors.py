@@ -1,0 +1,64 @@
+"""Exception handlers: every error of the front, FastAPI's own included, in OpenAI's form."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from arbiter.errors import RequestError
+from deployments import messages
+from deployments.config.schema import ConfigError
+from deployments.front.request import BadRequest
+
+CODES = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
+
+
+def refused(error: RequestError) -> Response:
+    head, body = messages.refusal(error)
+    return Response(body, head.status, head.headers)
+
+
+async def on_request_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return refused(error)
+
+
+async def on_config_error(_: Request, error: Exception) -> Response:
+    """Settings that are read from a request."""
+    return refused(BadRequest(str(error), "settings"))
+
+
+async def on_invalid(_: Request, error: Exception) -> Response:
+    """A body, path or query that its type refuses: 400, naming the field, as OpenAI has it."""
+    assert isinstance(error, RequestValidationError)
+    problem = error.errors()[0]
+    place, *path = problem["loc"]
+    if problem["type"] == "json_invalid":
+        return refused(BadRequest("the body is not JSON", None))
+    field = ".".join(str(part) for part in path) or str(place)
+    return refused(BadRequest(f"`{field}`: {problem['msg']}", field))
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """An unknown path, a wrong method, a body beyond its bound."""
+    assert isinstance(error, HTTPException)
+    status, path = error.status_code, request.url.path
+    said = {
+        404: f"no route {request.method} {path}; GET /openapi.json lists all",
+        405: f"{path} does not take {request.method}",
+    }.get(status, error.detail)
+    code = CODES.get(status, "invalid_request")
+    body = messages.error_body(said, kind=messages.kind_of(status), code=code)
+    headers = {"content-type": "application/json", **(error.headers or {})}
+    return Response(body, status, headers)
+
+
+HANDLERS: dict[int | type[Exception], Callable[[Request, Exception], Any]] = {
+    RequestError: on_request_error,
+    ConfigError: on_config_error,
+    RequestValidationError: on_invalid,
+    HTTPException: on_http_exception,
+}

@@ -1,0 +1,45 @@
+"""The arbiter's state, explanations and events, read with the scope `view`."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from deployments.front import arbiter_gateway
+from deployments.front.dependencies import require
+from deployments.front.keys import Scope
+from deployments.front.schemas import refusals
+
+router = APIRouter(prefix="/arbiter", dependencies=[Depends(require(Scope.VIEW))])
+EVENT_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+
+
+@router.get("/state", responses=refusals(401, 403, 503))
+async def state() -> JSONResponse:
+    """Devices, tickets, leases, queue, floors, cool-downs and the table."""
+    return JSONResponse((await arbiter_gateway.state()).plain)
+
+
+@router.get("/explain/{ticket}", responses=refusals(401, 403, 404, 503))
+async def explain(ticket: str) -> JSONResponse:
+    """Why this ticket waits, or why it was evicted, with the numbers."""
+    return JSONResponse(await arbiter_gateway.explain(ticket))
+
+
+@router.get("/events/recent", responses=refusals(401, 403, 503))
+async def recent_events(after: int = 0) -> JSONResponse:
+    """The event log from sequence number `after` on, as far as the ring keeps it."""
+    return JSONResponse({"events": await arbiter_gateway.recent_events(after)})
+
+
+@router.get(
+    "/events",
+    response_class=StreamingResponse,
+    responses=EVENT_STREAM | refusals(401, 403),
+)
+async def events(after: int = 0, last_event_id: Annotated[str, Header()] = "") -> StreamingResponse:
+    """The event log as SSE, from sequence number `after` on; `Last-Event-ID` resumes."""
+    number = arbiter_gateway.event_number(last_event_id, after)
+    return StreamingResponse(arbiter_gateway.event_stream(number), media_type="text/event-stream")

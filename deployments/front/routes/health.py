@@ -1,0 +1,27 @@
+"""Liveness, and readiness of each capability (J9); no key is needed."""
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from deployments.front import arbiter_gateway
+from deployments.front.dependencies import State
+from deployments.front.schemas import refusals
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """Liveness: this process answers."""
+    return {"status": "ok"}
+
+
+@router.get("/ready", responses=refusals(503))
+async def ready(front: State) -> JSONResponse:
+    """Readiness of each capability: ready, loading, scaled_to_zero or failed with its cause. 503
+    only where all have failed, or the arbiter does not answer."""
+    table = front.table
+    failures = await front.applications.failures(sorted(table.capabilities))
+    report = await arbiter_gateway.readiness(table, failures)
+    states = {row["state"] for row in report.values()}
+    return JSONResponse({"capabilities": report}, 503 if states == {"failed"} else 200)

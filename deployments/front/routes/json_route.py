@@ -1,0 +1,25 @@
+"""JsonRoute: a route whose body is JSON whatever its content type says."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+
+
+class JsonRoute(APIRoute):
+    """`curl -d` and urllib declare a form where they send JSON. The check of Origin, not the
+    content type, keeps other sites out (deployments.front.auth)."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle: Callable[[Request], Any] = super().get_route_handler()
+
+        async def as_json(request: Request) -> Response:
+            kept = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+            headers = [*kept, (b"content-type", b"application/json")]
+            scope = {**request.scope, "headers": headers}
+            response: Response = await handle(Request(scope, request.receive))
+            return response
+
+        return as_json

@@ -1,0 +1,78 @@
+"""OpenAI's routes: models, and one route for each row of SCHEMAS and each path of the table."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response, StreamingResponse
+
+from arbiter.core.types import Priority
+from deployments.front.dependencies import FrontState, Inferrer, State
+from deployments.front.keys import Scope
+from deployments.front.relay import relay
+from deployments.front.request import parse
+from deployments.front.schemas import OF_THE_TABLE, SCHEMAS, described, refusals
+
+router = APIRouter(prefix="/v1")
+
+
+async def infer(request: Request, caller: Inferrer, front: State) -> Response:
+    """Carries the request to the capability of its model and the response back. Raises
+    RequestError."""
+    service = front.service
+    with service.admitted():
+        raw = await request.body()
+        asked = await parse(request.url.path, raw, request.headers, service.profiles)
+        if asked.priority is not None and asked.priority < Priority.NORMAL:
+            front.auth.require(request, Scope.PRIORITY)
+        call = service.call(asked, caller.tenant)
+        response = await relay(
+            service.run(call),
+            wants_progress=call.wants_progress,
+            progress_s=service.table.front.progress_s,
+        )
+    if isinstance(response, StreamingResponse):
+        response.body_iterator = _counted(front, response.body_iterator)
+    return response
+
+
+async def _counted(front: FrontState, body: Any) -> AsyncGenerator[Any, None]:
+    """A stream is in flight until its end."""
+    with front.service.counted():
+        async with aclosing(body):
+            async for part in body:
+                yield part
+
+
+def generating(paths: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
+    """Each path with the arguments of its POST route."""
+    return [
+        (path, {"name": _name(path), **described(SCHEMAS.get(path, OF_THE_TABLE))})
+        for path in paths
+    ]
+
+
+def _name(path: str) -> str:
+    """`chat_completions` of `/v1/chat/completions`."""
+    return path.removeprefix("/v1").strip("/").replace("/", "_").replace("-", "_")
+
+
+@router.get("/models", responses=refusals(401, 403))
+async def models(caller: Inferrer, front: State) -> dict[str, Any]:
+    """Models, and the adapters that this caller may name."""
+    names = front.service.names
+    cards = [_card(front, name, names.home(name)) for name in names.visible(caller.tenant)]
+    return {"object": "list", "data": cards}
+
+
+@router.get("/models/{model:path}", responses=refusals(401, 403, 404))
+async def model(model: str, caller: Inferrer, front: State) -> dict[str, Any]:
+    """Raises UnknownModel, AdapterAmbiguous, AdapterInvalid."""
+    target = front.service.names.find(model, caller.tenant)
+    return _card(front, target.served, target.capability)
+
+
+def _card(front: FrontState, name: str, owner: str) -> dict[str, Any]:
+    created = front.started_unix_s
+    return {"id": name, "object": "model", "created": created, "owned_by": owner}

@@ -1,0 +1,192 @@
+"""InferenceService: runs a call on the capability that serves its model, and knows no HTTP.
+
+    with service.admitted():                                  # QueueFull beyond front.in_flight
+        asked = await parse(path, raw, headers, service.profiles)
+        async with aclosing(service.run(service.call(asked, tenant))) as parts:
+            async for part in parts: ...                      # Progress, ResponseHead, bytes
+
+The HTTP routes add keys and the form of the response (deployments.front.relay). Closing the
+generator cancels the work down to the engine, so a response is always a stream inside, also where
+it is one message. All that breaks is raised as a RequestError.
+"""
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, aclosing, contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from grpc.aio import AioRpcError
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+)
+
+from arbiter.errors import CapabilityFailed, EngineLost, QueueFull, RequestError
+from arbiter.units import TicketId
+from deployments import messages
+from deployments.config.schema import Profile, Table
+from deployments.front.model_names import ModelNames
+from deployments.front.request import ParsedRequest, call_of
+
+logger = logging.getLogger("ray.serve")
+
+Parts = AsyncGenerator[messages.Part, None]
+Send = Callable[[messages.InferenceCall], Any]
+
+# A call whose replica or engine died before the client saw anything is sent again, at most three
+# times in all: replica, engine and arbiter killed together are three causes.
+TRIES = 3
+
+# When a full queue may have room again: a short response takes about this long.
+RETRY_AFTER_S = 1.0
+
+
+class InferenceService:
+    """One per front. The count of calls in flight and the handles outlive a change of the table."""
+
+    def __init__(self, send_of: Callable[[str], Send] | None = None) -> None:
+        """`send_of`: capability to a function that starts a call and returns its parts."""
+        self._send_of = send_of or handle_of
+        self._sends: dict[str, Send] = {}
+        self._in_flight = 0
+        self.configure(Table(capabilities={}))
+
+    def configure(self, table: Table) -> None:
+        """From the next call on."""
+        self._table, self.names = table, ModelNames(table)
+
+    @property
+    def table(self) -> Table:
+        return self._table
+
+    @property
+    def profiles(self) -> Mapping[str, Profile]:
+        return self._table.front.profiles
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Enter before the body is awaited, so that a burst meets the bound as well. Raises
+        QueueFull."""
+        bound = self._table.front.in_flight
+        if self._in_flight >= bound:
+            raise QueueFull("the front", self._in_flight, bound, RETRY_AFTER_S)
+        with self.counted():
+            yield
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """One call in flight, whatever the bound: the rest of a stream that was admitted."""
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+
+    def call(self, asked: ParsedRequest, tenant: str) -> messages.InferenceCall:
+        """Raises UnknownModel, AdapterAmbiguous, AdapterInvalid; NotServedHere where the table
+        lists other paths for the model's capability."""
+        target = self.names.find(asked.model, tenant)
+        capability = self._table.capabilities[target.capability]
+        if capability.paths and asked.path not in capability.paths:
+            raise messages.NotServedHere(target.model, asked.path, capability.paths)
+        return call_of(asked, target, capability.models[target.model], tenant)
+
+    def run(self, call: messages.InferenceCall) -> Parts:
+        """The response: Progress where the call wants it, then a FullResponse, or a ResponseHead
+        and bytes. Raises CapabilityFailed where the model's capability has no application, and the
+        generator any RequestError."""
+        capability = self._table.homes.get(call.model, "")
+        logger.info("request %s: %s %s -> %s", call.request_id, call.path, call.served, capability)
+        if capability not in self._sends:
+            try:
+                self._sends[capability] = self._send_of(capability)
+            except (KeyError, RayServeException) as error:
+                raise CapabilityFailed(call.model, "it has no application") from error
+        return answer(call, self._sends[capability])
+
+
+def handle_of(capability: str) -> Send:
+    """The capability's deployment. Raises RayServeException where there is no such application."""
+    handle = serve.get_deployment_handle(capability, app_name=capability)
+    send: Send = handle.options(stream=True).handle.remote
+    return send
+
+
+async def answer(call: messages.InferenceCall, send: Send) -> Parts:
+    """The parts of the first try that gives a response; after its head there is no other try. A
+    later try has what the earlier ones left of the deadline. Raises RequestError."""
+    began_s = time.monotonic()
+    for number in range(1, TRIES + 1):
+        has_begun = False
+        try:
+            async with aclosing(_translated(send(call), call)) as parts:
+                async for part in parts:
+                    has_begun = has_begun or not isinstance(part, messages.Progress)
+                    yield part
+            return
+        except RequestError as error:
+            if has_begun or not messages.is_transient(error) or number == TRIES:
+                raise
+        if call.deadline_s is not None:
+            now_s = time.monotonic()
+            call = replace(call, deadline_s=call.deadline_s - (now_s - began_s))
+            began_s = now_s
+
+
+async def _translated(response: Any, call: messages.InferenceCall) -> Parts:
+    """Cancels the work behind the response unless all of it was taken. Raises RequestError."""
+    ended = False
+    try:
+        with _Border(call):
+            async for part in response:
+                ended = isinstance(part, messages.FullResponse)  # nothing follows
+                yield part
+        ended = True
+    except RequestError:
+        ended = True
+        raise
+    finally:
+        if not ended:
+            response.cancel()
+
+
+class _Border(AbstractContextManager["_Border", None]):
+    """Between Serve and this package. A call may fail with an error of Serve, of Ray, of gRPC and,
+    through gRPC, with whatever the replica raised: each becomes a RequestError here."""
+
+    def __init__(self, call: messages.InferenceCall) -> None:
+        self._call = call
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        # Ray makes a class of its own of task error and cause: that, too, is unwrapped
+        if isinstance(error, RayTaskError) or (
+            isinstance(error, Exception) and not isinstance(error, RequestError)
+        ):
+            raise translated_error(error, self._call) from error
+
+
+def translated_error(error: Exception, call: messages.InferenceCall) -> RequestError:
+    """The error as the client gets it."""
+    match error:
+        case BackPressureError(args=(int(queued), int(bound), *_)):
+            return QueueFull(call.model, queued, bound, RETRY_AFTER_S)
+        case DeploymentUnavailableError():
+            return CapabilityFailed(call.model, "its deployment failed")
+        case RayActorError() | AioRpcError():
+            return EngineLost(call.model, TicketId(call.request_id))
+        case RayTaskError(cause=RequestError() as cause):
+            return cause
+    logger.error("request %s: %r", call.request_id, error)
+    return CapabilityFailed(call.model, type(error).__name__)

@@ -1,0 +1,175 @@
+"""A capability, an engine and a policy from files outside the repository, by configuration alone;
+and what the front says of applications, paths and processes that are not there.
+"""
+
+import http.client
+import json
+import os
+import signal
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.graph.conftest import IN_FLIGHT, ROOT, Graph, command_of, started, until
+from tests.support.contributing import addition, package
+
+POLICY = "my_package.evict_largest:price"
+BROKEN = '''"""A builder that fails as one does whose library is not installed."""
+
+import a_library_that_is_not_installed
+'''
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
+    outside = package(tmp_path_factory.mktemp("outside"))
+    (outside / "my_package" / "broken.py").write_text(BROKEN)
+    (outside / "parrot").mkdir()
+
+    def change(config: dict[str, Any]) -> None:
+        added = addition()
+        capabilities = added["capabilities"]
+        capabilities["echo"]["models"]["parrot"]["source"] = str(outside / "parrot")
+        models = {"none": {"source": str(outside), "need": {"weights": "1 MiB"}}}
+        capabilities["broken"] = {**capabilities["echo"], "models": models}
+        fails = {"source": str(outside), "need": {"weights": "1 MiB"}}
+        fails["engine_args"] = {"fail": "error"}
+        engine = "tests.support.fake_engine:FakeEngine"
+        sick = {"role": "text", "engine": engine, "paths": ["/v1/sick"], "models": {"sick": fails}}
+        capabilities["sick"] = sick
+        front, [echo] = config["applications"][0], added["applications"]
+        broken = {"name": "broken", "route_prefix": None, "import_path": "my_package.broken:build"}
+        plain = json.loads(json.dumps(echo).replace("echo", "sick"))
+        del plain["args"]["class"]
+        config["applications"] = [front, echo, plain, broken | {"args": {"capability": "broken"}}]
+        table = front["deployments"][0]["user_config"]
+        table["capabilities"] = capabilities
+        table["arbiter"]["evict"] = POLICY
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(outside), str(ROOT)]))
+        with started(tmp_path_factory.mktemp("graph"), change) as running:
+            yield running
+
+
+def post(graph: Graph, path: str, body: bytes, kind: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(graph.url).netloc, timeout=120)
+    connection.request("POST", path, body, {"content-type": kind})
+    return connection.getresponse()
+
+
+@pytest.mark.spec("H9")
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("application/json", b'{"model": "parrot", "text": "Hello"}'),
+        (
+            "multipart/form-data; boundary=b",
+            b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nparrot\r\n'
+            b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+            b"\x00\xff\r\n--b--\r\n",
+        ),
+    ],
+    ids=["json", "multipart"],
+)
+def test_capability_and_engine_from_outside_files_answer_on_their_own_path(
+    extended: Graph, kind: str, body: bytes
+) -> None:
+    answer = post(extended, "/v1/echo", body, kind)
+    assert answer.status == 200
+    assert answer.headers["content-type"] == kind
+    assert answer.headers["transfer-encoding"] == "chunked"
+    assert answer.read() == b"You said: " + body + b"!"
+
+
+@pytest.mark.spec("H9")
+def test_class_of_an_outside_capability_refuses_with_its_own_error(extended: Graph) -> None:
+    long = json.dumps({"model": "parrot", "text": "x" * 2_000}).encode()
+    answer = post(extended, "/v1/echo", long, "application/json")
+    assert answer.status == 413
+    assert json.load(answer)["error"]["code"] == "too_long"
+
+
+@pytest.mark.spec("H9")
+def test_outside_path_and_policy_are_described(extended: Graph) -> None:
+    assert "/v1/echo" in extended.get("/openapi.json")["paths"]
+    assert extended.state()["table"]["arbiter"]["evict"] == POLICY
+    assert {card["id"] for card in extended.get("/v1/models")["data"]} == {"parrot", "none", "sick"}
+
+
+@pytest.mark.spec("J9")
+def test_failed_application_and_failed_load_read_failed_with_their_cause(extended: Graph) -> None:
+    def failed(capability: str) -> str:
+        found = extended.get("/ready")["capabilities"][capability]
+        return str(found["cause"]) if found["state"] == "failed" else ""
+
+    cause = until(lambda: failed("broken"), 60, "the application that cannot be built has failed")
+    assert "a_library_that_is_not_installed" in cause
+    assert not failed("echo") and not failed("sick")
+    answer = post(extended, "/v1/echo", b'{"model": "none"}', "application/json")
+    assert (answer.status, json.load(answer)["error"]["code"]) == (503, "capability_failed")
+    answer = post(extended, "/v1/sick", b'{"model": "sick"}', "application/json")
+    assert (answer.status, json.load(answer)["error"]["code"]) == (503, "load_failed")
+    assert "told to fail" in failed("sick")
+
+
+@pytest.mark.spec("J1", "L3")
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/none", 404), ("POST", "/none", 404), ("GET", "/v1/echo", 405)],
+)
+def test_unknown_paths_answer_in_openais_form_with_the_requests_id(
+    extended: Graph, method: str, path: str, status: int
+) -> None:
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(extended.url).netloc, timeout=60)
+    connection.request(method, path, headers={"x-request-id": "mine-1"})
+    answer = connection.getresponse()
+    assert (answer.status, answer.headers["x-request-id"]) == (status, "mine-1")
+    assert json.load(answer)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.spec("L3")
+def test_request_id_that_is_not_ascii_is_no_server_error(extended: Graph) -> None:
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(extended.url).netloc, timeout=60)
+    connection.putrequest("GET", "/health")
+    connection.putheader("x-request-id", b"\xff\xfe")
+    connection.endheaders()
+    answer = connection.getresponse()
+    assert answer.status == 200
+    assert answer.headers["x-request-id"].isascii()
+
+
+@pytest.mark.spec("J8")
+def test_requests_in_a_front_that_dies_are_503(extended: Graph) -> None:
+    """The front waits for bodies that have not come whole; it has begun no response."""
+    waiting = [begun(extended) for _ in range(IN_FLIGHT)]
+    body = b'{"model": "parrot"}'
+    until(
+        lambda: post(extended, "/v1/echo", body, "application/json").status == 429,
+        30,
+        "all of them are in the front",
+    )
+    [front] = [p for p in extended.workers() if command_of(p).startswith("ray::ServeReplica:front")]
+    os.kill(front, signal.SIGKILL)
+    for connection in waiting:
+        answer = connection.getresponse()
+        assert answer.status == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert json.load(answer)["error"]["code"] == "front_lost"
+    until(
+        lambda: post(extended, "/v1/echo", body, "application/json").status == 200,
+        60,
+        "another front takes its place",
+    )
+
+
+def begun(graph: Graph) -> http.client.HTTPConnection:
+    """A request whose body stays unfinished."""
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(graph.url).netloc, timeout=60)
+    connection.putrequest("POST", "/v1/echo")
+    connection.putheader("content-length", "100")
+    connection.endheaders(b"{")
+    return connection

@@ -1,0 +1,301 @@
+"""The front's application over ASGI: keys, bodies, errors and routes, with no Ray beneath."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from httpx import ASGITransport, AsyncClient, Response
+
+from arbiter.errors import ArbiterUnavailable, UnknownTicket
+from arbiter.units import TicketId
+from deployments.config.schema import parse_table
+from deployments.front import application, arbiter_gateway, keys
+from deployments.front.auth import Authenticator
+from deployments.front.body_limit import MAX_BODY_BYTES, MAX_STEERING_BYTES
+from deployments.front.dependencies import FrontState
+from deployments.front.keys import Keyring, Scope
+from deployments.front.routes import leases, residency
+from deployments.front.serve_status import Applications
+from deployments.front.service import InferenceService
+from tests.support.speaker import BODY, FORM, SPEAK, Speaker, table
+
+STATE: dict[str, Any] = {"tickets": [], "cooldowns": [], "floors": [], "table": {}}
+FIXED = b'{"generation": 1, "settings": {"state_file": 1}}'  # read at start only
+LEASE = {
+    "ticket": "mine", "capability": "", "model": "", "state": "resident", "in_state_s": 1.0,
+    "charged_bytes": {}, "ram_bytes": 0, "lease": {"tenant": "acme"},
+}  # fmt: skip
+
+
+class Arbiter:
+    """Answers each method with what the test gave it, and keeps the calls."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Any] = {"state": STATE}
+        self.calls: list[tuple[Any, ...]] = []
+
+    async def __call__(self, method: str, *args: Any, within_s: float = 0) -> Any:
+        self.calls.append((method, *args))
+        answer = self.answers.get(method)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def arbiter(monkeypatch: pytest.MonkeyPatch) -> Arbiter:
+    fake = Arbiter()
+    for module in (arbiter_gateway, leases, residency):
+        monkeypatch.setattr(module, "call_arbiter", fake)
+    return fake
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.json"
+    keys.ensure_first(path)
+    return path
+
+
+@pytest.fixture
+def front(keys_file: Path) -> FrontState:
+    service = InferenceService(Speaker().send_of)
+    service.configure(table())
+    auth = Authenticator(Keyring(keys_file))
+    return FrontState(7, auth, service, Applications(dict))
+
+
+@pytest.fixture
+async def client(front: FrontState) -> AsyncIterator[AsyncClient]:
+    transport = ASGITransport(application.build(front))
+    async with AsyncClient(transport=transport, base_url="http://localhost") as made:
+        yield made
+
+
+@pytest.fixture
+def owner(keys_file: Path) -> dict[str, str]:
+    """Headers of the owner's key."""
+    return {"authorization": f"Bearer {keys.first_key_path(keys_file).read_text().strip()}"}
+
+
+def error(answer: Response) -> dict[str, Any]:
+    found: dict[str, Any] = answer.json()["error"]
+    assert found.keys() == {"message", "type", "param", "code"}
+    return found
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("POST", "/v1/nothing", 404, "not_found"),
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/arbiter/settings", 405, "method_not_allowed"),
+        ("GET", "/v1/models/none", 404, "model_not_found"),
+    ],
+)
+async def test_unknown_paths_and_methods_are_answered_in_openais_form(
+    client: AsyncClient, method: str, path: str, status: int, code: str
+) -> None:
+    answer = await client.request(method, path)
+    assert (answer.status_code, error(answer)["code"]) == (status, code)
+    assert error(answer)["type"] == "invalid_request_error"
+    assert ("allow" in answer.headers) == (status == 405)
+
+
+async def test_form_and_binary_stream_pass_over_http(client: AsyncClient) -> None:
+    answer = await client.post(SPEAK, content=BODY, headers=FORM)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "audio/wav"
+    assert "content-length" not in answer.headers
+    assert answer.content == b"RIFF\x00\xff"
+
+
+async def test_paths_of_the_table_are_offered_and_described_until_it_changes(
+    front: FrontState,
+) -> None:
+    app = application.build(front)
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://localhost") as client:
+        assert SPEAK in (await client.get("/openapi.json")).json()["paths"]
+        assert (await client.get(SPEAK)).status_code == 405
+        front.service.configure(parse_table({"capabilities": {}}))
+        application.offer(app)
+        assert SPEAK not in (await client.get("/openapi.json")).json()["paths"]
+        assert (await client.post(SPEAK, content=BODY, headers=FORM)).status_code == 404
+        assert "/v1/embeddings" in (await client.get("/openapi.json")).json()["paths"]
+
+
+@pytest.mark.spec("L1")
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/arbiter/leases", None),
+        ("PUT", "/arbiter/leases/a", {"bytes": 1}),
+        ("DELETE", "/arbiter/leases/a", None),
+        ("POST", "/arbiter/leases/a/drain", None),
+        ("POST", "/arbiter/leases/cleanup", None),
+        ("PUT", "/arbiter/residency/m", {"floor": "host"}),
+        ("POST", "/arbiter/models/load/m", None),
+        ("POST", "/arbiter/models/unload/m", None),
+        ("POST", "/arbiter/models/grow/m", None),
+        ("POST", "/arbiter/models/shrink/m", None),
+        ("POST", "/arbiter/pressure", {"where": "n", "level": "low"}),
+        ("PUT", "/arbiter/settings", {"generation": 1, "settings": {"evict": None}}),
+    ],
+)
+async def test_routes_that_need_a_key_are_refused_without_one_and_reach_nothing(
+    client: AsyncClient, arbiter: Arbiter, keys_file: Path, method: str, path: str, body: object
+) -> None:
+    answer = await client.request(method, path, json=body)
+    assert (answer.status_code, error(answer)["code"]) == (401, "invalid_api_key")
+    assert answer.headers["www-authenticate"] == "Bearer"
+    token = keys.add(keys_file, "ann", "acme", frozenset({Scope.INFER}))
+    ann = {"authorization": f"Bearer {token}"}
+    answer = await client.request(method, path, json=body, headers=ann)
+    assert (answer.status_code, error(answer)["code"]) == (403, "scope_missing")
+    assert not arbiter.calls
+
+
+@pytest.mark.spec("L1")
+async def test_every_route_refuses_a_foreign_host(client: AsyncClient) -> None:
+    for path in ("/health", "/ready", "/v1/models", "/arbiter/state"):
+        answer = await client.get(path, headers={"host": "evil.example"})
+        assert (answer.status_code, error(answer)["code"]) == (403, "host_not_allowed")
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize(
+    ("method", "path", "raw", "param"),
+    [
+        ("PUT", "/arbiter/leases/a", b'{"bytes": 0}', "bytes"),
+        ("PUT", "/arbiter/leases/a", b'{"bytes": 1, "tenants": "x"}', "tenants"),
+        ("PUT", "/arbiter/leases/.a", b'{"bytes": 1}', "id"),
+        ("PUT", "/arbiter/leases/a", b"{", None),
+        ("PUT", "/arbiter/leases/a", b"\xff\xfe", None),
+        ("PUT", "/arbiter/leases/a", b"[" * 9_000, None),
+        ("PUT", "/arbiter/leases/a", b"[]", "body"),
+        ("PUT", "/arbiter/leases/a", b"", "body"),
+        ("PUT", "/arbiter/residency/voice", b'{"floor": "sky"}', "floor"),
+        ("POST", "/arbiter/pressure", b'{"where": "n", "level": "low", "term_s": 0}', "term_s"),
+        ("POST", "/arbiter/models/grow/voice", b"", "model"),
+        ("PUT", "/arbiter/settings", b'{"generation": 1, "settings": {}}', "settings"),
+        ("PUT", "/arbiter/settings", FIXED, "settings"),
+        ("GET", "/arbiter/events/recent?after=x", b"", "after"),
+    ],
+)  # fmt: skip
+async def test_wrong_body_is_400_and_names_its_field(
+    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str],
+    method: str, path: str, raw: bytes, param: str | None,
+) -> None:  # fmt: skip
+    answer = await client.request(method, path, content=raw, headers=owner)
+    assert answer.status_code == 400
+    assert error(answer)["param"] == param
+    assert not [call for call in arbiter.calls if call[0] != "state"]
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize(
+    ("path", "bound"),
+    [("/arbiter/leases/a", MAX_STEERING_BYTES), ("/v1/embeddings", MAX_BODY_BYTES)],
+)
+@pytest.mark.parametrize("is_declared", [True, False])
+async def test_body_beyond_its_bound_is_413_having_been_read_no_further(
+    client: AsyncClient, owner: dict[str, str], path: str, bound: int, is_declared: bool
+) -> None:
+    sent_bytes = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal sent_bytes
+        while True:
+            sent_bytes += 4096
+            assert sent_bytes <= bound + 4096, "it is read without end"
+            yield b" " * 4096
+
+    async def body() -> AsyncIterator[bytes]:
+        for piece in endless():
+            yield piece
+
+    declared = {"content-length": str(bound + 1)} if is_declared else {}
+    method = "PUT" if path.startswith("/arbiter") else "POST"
+    answer = await client.request(method, path, content=body(), headers=owner | declared)
+    assert (answer.status_code, error(answer)["code"]) == (413, "too_large")
+    assert (sent_bytes == 0) == is_declared
+
+
+async def test_typed_body_is_json_whatever_its_content_type_says(
+    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
+) -> None:
+    kind = {"content-type": "application/x-www-form-urlencoded"}
+    address = "/arbiter/residency/voice"
+    answer = await client.put(address, content=b'{"floor": "host"}', headers=owner | kind)
+    assert answer.json() == {"model": "voice", "floor": "host"}
+    assert arbiter.calls[-1][:3] == ("set_floor", "speak", "voice")
+
+
+@pytest.mark.spec("L1")
+async def test_lease_is_of_the_keys_tenant_whatever_the_body_says(
+    client: AsyncClient, arbiter: Arbiter, keys_file: Path
+) -> None:
+    token = keys.add(keys_file, "ann", "acme", frozenset({Scope.LEASE}))
+    ann = {"authorization": f"Bearer {token}"}
+    await client.put("/arbiter/leases/a", json={"bytes": 1, "tenant": "victim"}, headers=ann)
+    [(_, call)] = arbiter.calls
+    assert call.terms.tenant == "acme"
+    other = LEASE | {"ticket": "theirs", "lease": {"tenant": "other"}}
+    arbiter.answers["state"] = STATE | {"tickets": [LEASE, other]}
+    answer = await client.get("/arbiter/leases", headers=ann)
+    assert [row["ticket"] for row in answer.json()["leases"]] == ["mine"]
+
+
+async def test_drain_of_an_unknown_lease_is_404(
+    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
+) -> None:
+    answer = await client.post("/arbiter/leases/none/drain", headers=owner)
+    assert (answer.status_code, error(answer)["code"]) == (404, "lease_not_found")
+    arbiter.answers["state"] = STATE | {"tickets": [LEASE]}
+    answer = await client.post("/arbiter/leases/mine/drain", headers=owner)
+    assert answer.json() == {"lease": "mine"}
+    assert arbiter.calls[-1] == ("unload", "mine")
+
+
+async def test_errors_of_the_arbiter_have_their_status(
+    client: AsyncClient, arbiter: Arbiter
+) -> None:
+    arbiter.answers |= {"state": ArbiterUnavailable(5.0), "explain": UnknownTicket(TicketId("x"))}
+    for path in ("/arbiter/state", "/ready"):
+        answer = await client.get(path)
+        assert (answer.status_code, error(answer)["code"]) == (503, "arbiter_unavailable")
+    answer = await client.get("/arbiter/explain/x")
+    assert (answer.status_code, error(answer)["code"]) == (404, "ticket_not_found")
+
+
+async def test_description_names_each_body_and_no_status_that_is_never_sent(
+    client: AsyncClient,
+) -> None:
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    operations = [(p, m, one) for p, methods in paths.items() for m, one in methods.items()]
+    assert not [path for path, _, one in operations if "422" in one["responses"]]
+    for path in ("/arbiter/leases/{lease}", "/arbiter/settings", "/arbiter/residency/{model}"):
+        assert "application/json" in paths[path]["put"]["requestBody"]["content"]
+    unkeyed = {path for path, _, one in operations if "security" not in one}
+    assert unkeyed == {"/health", "/ready"}
+    assert json.dumps(paths).count("multipart/form-data") == 1  # of the table's path
+
+
+@pytest.mark.spec("J8")
+async def test_full_front_is_429_before_the_body_is_read(
+    client: AsyncClient, front: FrontState
+) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        raise AssertionError("the body is read")
+        yield b""
+
+    with front.service.admitted(), front.service.admitted():
+        answer = await client.post("/v1/embeddings", content=body())
+    assert (answer.status_code, error(answer)["code"]) == (429, "queue_full")
+    assert answer.headers["retry-after"] == "1"
+    assert front.service.in_flight == 0

@@ -1,0 +1,60 @@
+"""The front's deployment class, without a cluster: what Serve does with it in a replica."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from httpx import ASGITransport, AsyncClient
+
+from arbiter.errors import QueueFull
+from deployments.config.schema import ConfigError, Table
+from deployments.front import arbiter_gateway
+from deployments.front.ingress import Front
+
+CHAT = {"role": "text", "engine": "m:f", "models": {"tiny": {"source": "x"}}}
+
+
+@pytest.fixture
+async def front(monkeypatch: pytest.MonkeyPatch) -> Any:
+    async def configured(table: Table) -> None:
+        """There is no arbiter here."""
+
+    monkeypatch.setattr(arbiter_gateway, "configure", configured)
+    kind = Front.func_or_class  # type: ignore[attr-defined]
+    made = object.__new__(kind)
+    await kind.__init__(made)
+    made._set_asgi_app(made.__serve_build_asgi_app__())
+    return made
+
+
+def config(tmp_path: Path, **capabilities: Any) -> dict[str, Any]:
+    front = {"in_flight": 1, "keys_file": str(tmp_path / "keys.json")}
+    return {"front": front, "capabilities": capabilities}
+
+
+@pytest.mark.spec("J8")
+async def test_table_change_brings_models_and_paths_and_keeps_calls_in_flight(
+    front: Any, tmp_path: Path
+) -> None:
+    transport = ASGITransport(front.app)
+    async with AsyncClient(transport=transport, base_url="http://localhost") as client:
+        await front.reconfigure(config(tmp_path, chat=CHAT))
+        service = front.app.state.front.service
+        with service.admitted():
+            rank = {**CHAT, "models": {"ranker": {"source": "x"}}, "paths": ["/v1/rerank"]}
+            await front.reconfigure(config(tmp_path, chat=CHAT, rank=rank))
+            assert front.app.state.front.service is service
+            with pytest.raises(QueueFull), service.admitted():
+                pass
+        models = (await client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in models] == ["ranker", "tiny"]
+        answer = await client.post("/v1/rerank", json={"model": "none"})
+        assert answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_table_that_is_wrong_changes_nothing(front: Any, tmp_path: Path) -> None:
+    await front.reconfigure(config(tmp_path, chat=CHAT))
+    before = front.app.state.front.table
+    with pytest.raises(ConfigError, match=r"chat\.role"):
+        await front.reconfigure(config(tmp_path, chat={**CHAT, "role": "none"}))
+    assert front.app.state.front.table is before
