@@ -143,14 +143,16 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         config,
         need,
         model.need is not None,
-        _key(kind, config),
+        _key(capability.engine, config),
         kind.split,
         drafter=drafter,
     )
 
 
-def _key(kind: EngineKind, config: dict[str, Any]) -> str:
-    text = json.dumps([kind.entry, config], sort_keys=True)
+def _key(engine: str, config: dict[str, Any]) -> str:
+    """Hashes the engine's name as the table has it, not where its code lies: learned peaks outlive
+    a move of the engine's module."""
+    text = json.dumps([engine, config], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -165,7 +167,7 @@ def _drafter(name: str, model: ModelConfig, capability: CapabilityConfig) -> Mod
     path = resolve(capability.models[model.drafter.model].source)
     config = {"model": path, "tokens": model.drafter.tokens, "drafts_for": name}
     need = Need(weights_bytes(Path(path)), working_bytes=DRAFTER_WORKING_BYTES)
-    return ModelPlan(model.drafter.model, kind.entry, config, need, True, _key(kind, config))
+    return ModelPlan(model.drafter.model, kind.entry, config, need, True, _key(capability.engine, config))
 
 
 def parts(devices: tuple[DeviceBytes, ...]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,21 @@ def test_weights_are_the_sum_over_all_headers(tmp_path: Path) -> None:
     safetensors(tmp_path, "a.safetensors", 100, 200)
     safetensors(tmp_path, "b.safetensors", 50)
     assert load_plan.weights_bytes(tmp_path) == 350
+
+
+@pytest.mark.spec("A17")
+def test_settings_key_outlives_a_move_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    safetensors(tmp_path, "a.safetensors", 100)
+    table = capability(str(tmp_path)).model_copy(update={"engine": "vllm"})
+    before = load_plan.plan("m", table)
+    moved = replace(load_plan.ENGINES["vllm"], entry="elsewhere.vllm:build")
+    monkeypatch.setitem(load_plan.ENGINES, "vllm", moved)
+    after = load_plan.plan("m", table)
+    assert after.entry != before.entry and after.settings_key == before.settings_key
+    other = table.model_copy(update={"engine": "sentence_transformers"})
+    assert load_plan.plan("m", other).settings_key != before.settings_key
 
 
 def test_a_folder_without_tensors_asks_for_a_need(tmp_path: Path) -> None:
