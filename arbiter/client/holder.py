@@ -25,6 +25,7 @@ from arbiter.client.admin import (
 )
 from arbiter.client.request_log import RequestLog
 from arbiter.core import events as ev
+from arbiter.core.settings import Timeouts
 from arbiter.errors import ArbiterUnavailable, RequestError, StaleEpoch, TicketClosed
 from arbiter.node import procfs
 from arbiter.protocol import messages, ray_internals, rpc
@@ -51,6 +52,7 @@ class HolderClient:
     ) -> None:
         self.capability, self.holder = capability, holder
         self.table: messages.Plain = {}  # the configuration, once joined
+        self.timeouts = Timeouts()  # the arbiter's, once joined
         self.epoch: Epoch | None = None  # None: not joined
         self.calls_count, self.runs = 0, RequestLog()
         self._account, self._obey = account, obey
@@ -270,7 +272,7 @@ class HolderClient:
             welcome = await self._handle.join.remote(
                 self.epoch, account, stay, [own] if own is not None else [], [self._watched]
             )
-        self.epoch = welcome.epoch
+        self.epoch, self.timeouts = welcome.epoch, welcome.timeouts
         self._take(messages.ConfigChanged(welcome.table))
         self._lost.clear()
         self._joined.set()

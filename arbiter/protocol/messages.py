@@ -13,7 +13,7 @@ from arbiter.core import events as ev
 from arbiter.core import settings, types, view
 from arbiter.core.decisions import Reason, Tier
 from arbiter.core.events import CapabilitiesSet
-from arbiter.core.settings import Settings
+from arbiter.core.settings import Settings, Timeouts
 from arbiter.core.types import DeviceBytes
 from arbiter.core.view import Policies
 from arbiter.errors import ArbiterError
@@ -77,11 +77,12 @@ class StartConfig:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """Answer to Joined."""
+    """Answer to Joined. `timeouts`: those in force, some of which end the holder's own waits."""
 
     epoch: Epoch
     version: str
     table: Plain
+    timeouts: Timeouts
 
 
 @dataclass(frozen=True, slots=True)

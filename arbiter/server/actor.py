@@ -149,7 +149,10 @@ class ArbiterActor:
         self._start(self._watch(holder, stay, handles, refs))
         self._shell.feed(joined)
         return messages.JoinReply(
-            self._shell.epoch, messages.package_version(), self._configuration.table
+            self._shell.epoch,
+            messages.package_version(),
+            self._configuration.table,
+            self._configuration.settings.timeouts,
         )
 
     async def keepalive(self, stay: str) -> None:

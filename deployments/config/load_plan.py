@@ -167,7 +167,9 @@ def _drafter(name: str, model: ModelConfig, capability: CapabilityConfig) -> Mod
     path = resolve(capability.models[model.drafter.model].source)
     config = {"model": path, "tokens": model.drafter.tokens, "drafts_for": name}
     need = Need(weights_bytes(Path(path)), working_bytes=DRAFTER_WORKING_BYTES)
-    return ModelPlan(model.drafter.model, kind.entry, config, need, True, _key(capability.engine, config))
+    return ModelPlan(
+        model.drafter.model, kind.entry, config, need, True, _key(capability.engine, config)
+    )
 
 
 def parts(devices: tuple[DeviceBytes, ...]) -> dict[str, Any]:

@@ -122,8 +122,8 @@ class Capability:
             client=Client(call.tenant, call.client_id),
         )
         async with AsyncExitStack() as stack:
-            if call.wants_progress and not is_at_hand(self._residency.slots, call.model):
-                steps = with_progress(use, self._residency.slots, call.model)
+            if call.wants_progress and not is_at_hand(self._residency.models, call.model):
+                steps = with_progress(use, self._residency.models, call.model)
                 async for step in await stack.enter_async_context(aclosing(steps)):
                     yield step
             else:
@@ -151,11 +151,11 @@ class Capability:
     def record_routing_stats(self) -> dict[str, Any]:
         """What this replica has, for deployments.router; Serve asks and passes it on when it has
         changed."""
-        slots = self._residency.slots
-        warmth = {name: WARMTH.get(slot.life, ModelPresence.COLD) for name, slot in slots.items()}
+        models = self._residency.models
+        warmth = {name: WARMTH.get(held.state, ModelPresence.COLD) for name, held in models.items()}
         return {
             "models": {name: int(w) for name, w in warmth.items() if w},
-            "adapters": self.slotted.names({slot.ticket for slot in slots.values()}),
+            "adapters": self.slotted.names({held.ticket for held in models.values()}),
         }
 
     async def check_health(self) -> None:

@@ -1,8 +1,8 @@
 """A target and its drafter in one engine (A13): two tickets of one gang, granted all or none.
 
-The drafter proposes tokens, the target checks several in one step; what is answered is the
-target's. Both are loaded by one process, so the drafter's ticket lives in the target's: this
-holder asks for it and gives account of it, the rest is the arbiter's (arbiter.rules.companions).
+The drafter proposes tokens and the target checks several in one step; the answer is the target's.
+One process loads both, so the drafter's ticket is a companion in the target's: this holder requests
+it and accounts for it, the rest is the arbiter's (arbiter.core.tickets.companions).
 """
 
 import asyncio
@@ -18,58 +18,63 @@ from deployments.replica.held_model import HeldModel
 
 
 async def acquire(
-    client: HolderClient, slot: HeldModel, holder: HolderId, capability: str
+    client: HolderClient, held: HeldModel, holder: HolderId, capability: str
 ) -> Granted:
-    """The grant of the model's own ticket, with those that it needs beside it: of its gang, or its
-    drafter's. Raises RequestError."""
-    asked, gang = asks(slot, holder, capability), slot.gang
-    if len(asked) == 1 and gang is None:
+    """The grant of the model's own ticket, once the tickets beside it are granted too: those of its
+    gang, or its drafter's. Raises RequestError."""
+    asked, gang, companion = requests(held, holder, capability), held.gang, held.companion
+    if gang is None and companion is None:
         return await client.acquire(asked[0])
     try:
         if gang is not None:
             return await gang_request.acquire(client, asked[0], gang)
-        granted, lodged = await client.acquire_all(asked)
+        granted, beside = await client.acquire_all(asked)
     except (RequestError, asyncio.CancelledError):
-        client.tell(Withdrawn(slot.ticket))  # if it was granted, and another's answer had to come
+        client.tell(Withdrawn(held.ticket))  # its own grant may be here, and another's not
         raise
-    slot.lodger_devices = lodged.devices
+    assert companion is not None
+    companion.devices = beside.devices
     return granted
 
 
-def asks(slot: HeldModel, holder: HolderId, capability: str) -> tuple[Requested, ...]:
-    """What the arbiter is asked for, whichever word of it comes first: the model, and with it its
-    drafter. What a drafter's weights and work take is told, not learned of other engines: it has
-    no process whose overhead would be in it."""
-    asked, drafter = slot.asks(holder, capability), slot.plan.drafter
-    if drafter is None or slot.companion is None:
+def requests(held: HeldModel, holder: HolderId, capability: str) -> tuple[Requested, ...]:
+    """What the arbiter is asked for, whichever of the messages reaches it first: the model, and
+    with it its drafter. The drafter's bytes are told, not learned from other engines, because it
+    has no process of its own whose overhead would be in them."""
+    asked, drafter, companion = (
+        held.request(holder, capability),
+        held.plan.drafter,
+        held.companion,
+    )
+    if drafter is None or companion is None:
         return (asked,)
-    asked = replace(asked, gang=(slot.ticket, slot.companion))
-    lodges = replace(
+    asked = replace(asked, gang=(held.ticket, companion.ticket))
+    beside = replace(
         asked,
-        ticket=slot.companion,
+        ticket=companion.ticket,
         model=drafter.model,
         need=drafter.need,
         need_is_explicit=True,
         settings_key=drafter.settings_key,
-        shares_process_with=slot.ticket,
+        shares_process_with=held.ticket,
     )
-    return asked, lodges
+    return asked, beside
 
 
-def account(slot: HeldModel) -> tuple[HeldTicket, ...]:
-    """What this holder says of the slot with each heartbeat."""
-    own = slot.account()
-    drafter = slot.plan.drafter
-    if drafter is None or slot.companion is None:
+def account(held: HeldModel) -> tuple[HeldTicket, ...]:
+    """What the heartbeat says of the model and of its drafter."""
+    own = held.account()
+    drafter, companion = held.plan.drafter, held.companion
+    if drafter is None or companion is None:
         return (own,)
-    lodges = replace(
+    beside = replace(
         own,
-        ticket=slot.companion,
+        ticket=companion.ticket,
         model=drafter.model,
         need=drafter.need,
         settings_key=drafter.settings_key,
-        devices=slot.lodger_devices,
+        devices=companion.devices,
         uses_count=0,
         shares_process_with=own.ticket,
     )
-    return own, lodges
+    return own, beside

@@ -53,13 +53,13 @@ async def _bring(
 ) -> None:
     """Each has served once."""
     plans = [await residency.plan(model) for model in dict.fromkeys(models)]
-    away = [p for p in plans if p.model not in residency.slots and p.drafter is None]
-    slots = [HeldModel(plan, new_ticket(plan.model)) for plan in away]
-    gang = Gang(tuple(slot.ticket for slot in slots)) if len(slots) > 1 else None
-    for slot in slots:
-        slot.gang = gang
-        slot.note(priority, client, until_s)
-        residency.open(slot)
+    away = [p for p in plans if p.model not in residency.models and p.drafter is None]
+    held_models = [HeldModel(plan, new_ticket(plan.model)) for plan in away]
+    gang = Gang(tuple(held.ticket for held in held_models)) if len(held_models) > 1 else None
+    for held in held_models:
+        held.gang = gang
+        held.note(priority, client, until_s)
+        residency.open(held)
 
     async def serve(model: str) -> None:
         left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
@@ -75,5 +75,5 @@ async def _bring(
 
 
 def _serves(residency: Residency, model: str) -> bool:
-    slot = residency.slots.get(model)
-    return slot is not None and slot.life is HolderState.RESIDENT
+    held = residency.models.get(model)
+    return held is not None and held.state is HolderState.RESIDENT

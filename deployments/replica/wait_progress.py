@@ -11,32 +11,32 @@ from deployments.messages import Progress
 from deployments.replica.held_model import HeldModel, HolderState
 from deployments.replica.use import Use
 
-# Between two looks at the slot. A look costs microseconds, and the front tells the client once a
+# Between two looks at the model. A look costs microseconds, and the front tells the client once a
 # second.
 LOOK_S = 0.25
 
 
-def is_at_hand(slots: Mapping[str, HeldModel], model: str) -> bool:
+def is_at_hand(models: Mapping[str, HeldModel], model: str) -> bool:
     """Entering will not wait."""
-    slot = slots.get(model)
-    return slot is not None and slot.life is HolderState.RESIDENT
+    held = models.get(model)
+    return held is not None and held.state is HolderState.RESIDENT
 
 
-def look(slots: Mapping[str, HeldModel], model: str) -> Progress:
+def look(models: Mapping[str, HeldModel], model: str) -> Progress:
     """How far `model` is now."""
-    slot = slots.get(model)
-    if slot is not None and slot.life is HolderState.LOADING:
-        return Progress("loading", 0, slot.left_s)
+    held = models.get(model)
+    if held is not None and held.state is HolderState.LOADING:
+        return Progress("loading", 0, held.left_s)
     ahead = 0
-    for name, other in slots.items():  # in the order in which they were asked for
+    for name, other in models.items():  # in the order in which they were asked for
         if name == model:
             break
-        ahead += other.life is HolderState.QUEUED
-    return Progress("queued", ahead, slot.left_s if slot else None)
+        ahead += other.state is HolderState.QUEUED
+    return Progress("queued", ahead, held.left_s if held else None)
 
 
 async def with_progress(
-    use: Use, slots: Mapping[str, HeldModel], model: str
+    use: Use, models: Mapping[str, HeldModel], model: str
 ) -> AsyncGenerator[Progress, None]:
     """Enters the use; meanwhile says how far it is, when that changes. Ended early, it gives up.
     Raises what entering raises."""
@@ -50,7 +50,7 @@ async def with_progress(
                 arrival.result()
                 has_entered = True
                 return
-            now = look(slots, model)
+            now = look(models, model)
             if said is None or _words(now) != _words(said):
                 said = now
                 yield now

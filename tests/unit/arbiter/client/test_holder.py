@@ -11,6 +11,7 @@ from arbiter.client import holder as module
 from arbiter.client.holder import HolderClient
 from arbiter.core import events as ev
 from arbiter.core import types
+from arbiter.core.settings import Timeouts
 from arbiter.errors import ArbiterUnavailable, StaleEpoch, TicketClosed
 from arbiter.protocol import messages, ray_internals
 from arbiter.protocol.rpc import RayPeer
@@ -321,7 +322,7 @@ async def test_a_rejoin_names_all_that_is_held_and_repeats_no_message(
 
     async def join(before: Epoch | None, account: ev.Joined, *_: object) -> messages.JoinReply:
         joined.append(account)
-        return messages.JoinReply(Epoch(6), "v", {"capabilities": {}})
+        return messages.JoinReply(Epoch(6), "v", {"capabilities": {}}, Timeouts())
 
     async def tell(epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
         told.append(event)

@@ -69,7 +69,7 @@ async def test_target_and_drafter_are_requested_together_and_are_in_each_heartbe
             assert (companion.ticket, companion.devices) == (drafter.ticket, ON_TOO)
             assert (companion.shares_process_with, companion.phase) == (own.ticket, own.phase)
         base.revoke(residency, Reason.PRESSURE)
-        await base.until(lambda: "a" not in residency.slots)
+        await base.until(lambda: "a" not in residency.models)
         assert residency.account() == ()
         assert arbiter.told[-1] == ev.Released(target.ticket, "pressure")
 
@@ -81,7 +81,7 @@ async def test_refused_target_and_drafter_are_not_held(tmp_path: Path) -> None:
         residency._obey(messages.ConfigChanged(table(tmp_path)))
         with pytest.raises(NeverFits):
             await base.use(residency)
-        assert residency.account() == () and not residency.slots
+        assert residency.account() == () and not residency.models
         assert arbiter.told == [ev.Withdrawn(gangs.asked[0][0].ticket)]  # had it been granted
 
 
@@ -98,7 +98,7 @@ async def test_later_request_for_a_queued_target_repeats_both_tickets_and_their_
         arbiter.acquire_all = granted
         residency._obey(messages.ConfigChanged(table(tmp_path)))
         uses = [base.entered(residency, 30)]
-        await base.until(lambda: residency.slots)  # else the other may come first
+        await base.until(lambda: residency.models)  # else the other may come first
         uses.append(base.entered(residency, None))
         await base.until(lambda: arbiter.told)
         said = tuple(arbiter.told)  # perhaps before they were asked for

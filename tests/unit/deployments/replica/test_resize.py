@@ -10,6 +10,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason
+from arbiter.core.settings import Timeouts
 from arbiter.errors import GrowthRefused, LoadFailed, TicketClosed
 from arbiter.protocol import messages
 from arbiter.units import Bytes, DeviceId, Epoch, Span, TicketId, seconds
@@ -63,20 +64,20 @@ async def resident(model: dict[str, Any] = MODEL) -> AsyncIterator[tuple[Any, Sc
 
 async def test_growing_model_serves_until_granted_then_requests_await_the_new_process() -> None:
     async with resident() as (residency, growth, _):
-        slot = residency.slots["a"]
+        held = residency.models["a"]
         growth.may_start.clear()
         async with residency.use("a"):
             growings = [asyncio.ensure_future(resize.grow(residency, "a")) for _ in range(2)]
-            await base.until(lambda: slot.life is HolderState.DRAINING)
+            await base.until(lambda: held.state is HolderState.DRAINING)
             waiting = asyncio.ensure_future(base.use(residency))
         await base.until(lambda: growth.spawned)
-        [held] = residency.account()
-        assert (held.phase, held.inflight, held.devices) == (types.Phase.RESIDENT, 1, GROWN)
+        [told] = residency.account()
+        assert (told.phase, told.inflight, told.devices) == (types.Phase.RESIDENT, 1, GROWN)
         base.revoke(residency, Reason.SWAP)
         assert growth.arbiter.kinds()[-1] == "Busy" and not waiting.done()
         growth.may_start.set()
         await asyncio.gather(*growings)
-        assert await waiting == slot.ticket and slot.life is HolderState.RESIDENT
+        assert await waiting == held.ticket and held.state is HolderState.RESIDENT
         assert growth.asked == [7] and growth.spawned == [{"kv_cache_memory_bytes": 7}]
         await resize.grow(residency, "a")  # it has it already
         assert growth.asked == [7]
@@ -87,7 +88,7 @@ async def test_shrunk_model_reports_its_bytes_once_the_smaller_process_runs() ->
         await resize.grow(residency, "a")
         await resize.give_back(residency, "a")
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
-        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, base.ON)
+        assert growth.arbiter.told[-1] == ev.GaveBack(residency.models["a"].ticket, base.ON)
         assert residency.account()[0].devices == base.ON
         await resize.give_back(residency, "a")
         assert len(growth.spawned) == 2
@@ -96,37 +97,37 @@ async def test_shrunk_model_reports_its_bytes_once_the_smaller_process_runs() ->
 async def test_model_grows_and_shrinks_by_hand_and_goes_on_when_refused() -> None:
     async with resident() as (residency, growth, _):
         residency._obey(messages.Resize("a", messages.ModelSize.GROWN))
-        await base.until(lambda: residency.slots["a"].before)
+        await base.until(lambda: residency.models["a"].growth.before)
         residency._obey(messages.Resize("a", messages.ModelSize.FIRST))
-        await base.until(lambda: residency.slots["a"].before is None)
+        await base.until(lambda: residency.models["a"].growth.before is None)
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
-        growth.error = GrowthRefused(residency.slots["a"].ticket, Bytes(7), "full")
+        growth.error = GrowthRefused(residency.models["a"].ticket, Bytes(7), "full")
         residency._obey(messages.Resize("a", messages.ModelSize.GROWN))
         residency._obey(messages.Resize("nobody", messages.ModelSize.GROWN))
-        await base.until(lambda: len(growth.asked) == 2 and not residency._chores.running)
+        await base.until(lambda: len(growth.asked) == 2 and not residency.background.running)
         assert await base.use(residency) and len(growth.spawned) == 2
 
 
 async def test_grown_model_gives_back_after_a_long_idle_time() -> None:
     async with resident({**MODEL, "stays_grown_s": 0.01}) as (residency, growth, _):
-        slot = residency.slots["a"]
+        held = residency.models["a"]
         async with residency.use("a"):
             growings = asyncio.ensure_future(resize.grow(residency, "a"))
-            await base.until(lambda: slot.life is HolderState.DRAINING)
+            await base.until(lambda: held.state is HolderState.DRAINING)
         await growings
         await base.until(lambda: len(growth.spawned) == 2)
-        await base.until(lambda: ev.GaveBack(slot.ticket, base.ON) in growth.arbiter.told)
-        assert growth.spawned[-1] == {} and slot.life is HolderState.RESIDENT
-        assert await base.use(residency) == slot.ticket
+        await base.until(lambda: ev.GaveBack(held.ticket, base.ON) in growth.arbiter.told)
+        assert growth.spawned[-1] == {} and held.state is HolderState.RESIDENT
+        assert await base.use(residency) == held.ticket
 
 
 async def test_grown_model_in_use_stays_grown() -> None:
     async with resident({**MODEL, "stays_grown_s": 0.01}) as (residency, growth, _):
         await resize.grow(residency, "a")
-        slot = residency.slots["a"]
+        held = residency.models["a"]
         async with residency.use("a"):
-            resize._give_back_once_idle(residency, slot, seconds(0.01))
-            assert slot.growth is None and len(growth.spawned) == 1
+            resize._give_back_once_idle(residency, held, seconds(0.01))
+            assert held.growth.work is None and len(growth.spawned) == 1
         await base.until(lambda: len(growth.spawned) == 2)
 
 
@@ -147,28 +148,26 @@ async def test_growth_requested_while_giving_back_follows_it() -> None:
 
 async def test_model_refused_growth_goes_on_with_its_bytes() -> None:
     async with resident() as (residency, growth, _):
-        growth.error = GrowthRefused(residency.slots["a"].ticket, Bytes(7), "full")
+        growth.error = GrowthRefused(residency.models["a"].ticket, Bytes(7), "full")
         with pytest.raises(GrowthRefused):
             await resize.grow(residency, "a")
         assert not growth.spawned and await base.use(residency)
 
 
-async def test_growth_is_refused_rather_than_cutting_off_long_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(resize, "BARRIER", seconds(0.01))
+async def test_growth_is_refused_rather_than_cutting_off_long_requests() -> None:
     async with resident() as (residency, growth, _):
+        growth.arbiter.timeouts = Timeouts(barrier=seconds(0.01))
         async with residency.use("a"):
             with pytest.raises(GrowthRefused, match="in flight"):
                 await resize.grow(residency, "a")
             assert await base.use(residency)  # the barrier is down again
-        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, base.ON)
+        assert growth.arbiter.told[-1] == ev.GaveBack(residency.models["a"].ticket, base.ON)
         assert not growth.spawned and residency.account()[0].devices == base.ON
 
 
 async def test_model_revoked_as_its_growth_is_granted_gives_it_back_and_goes_on() -> None:
     async with resident() as (residency, growth, _):
-        slot, grant = residency.slots["a"], growth.grow
+        held, grant = residency.models["a"], growth.grow
 
         async def and_revoke(ticket: TicketId, more: Bytes, within: Span) -> messages.Granted:
             granted = await grant(ticket, more, within)
@@ -179,17 +178,17 @@ async def test_model_revoked_as_its_growth_is_granted_gives_it_back_and_goes_on(
         async with residency.use("a"):  # which outlives the barrier
             with pytest.raises(TicketClosed):
                 await resize.grow(residency, "a")
-            assert await base.use(residency) == slot.ticket
-        assert ev.GaveBack(slot.ticket, base.ON) in growth.arbiter.told
+            assert await base.use(residency) == held.ticket
+        assert ev.GaveBack(held.ticket, base.ON) in growth.arbiter.told
         assert not growth.spawned and residency.account()[0].devices == base.ON
 
 
 async def test_model_grown_again_has_one_timer_for_giving_back() -> None:
     async with resident() as (residency, _, _engine):
-        slot, clocks = residency.slots["a"], []
+        held, clocks = residency.models["a"], []
         for change in (resize.grow, resize.give_back, resize.grow):
             await change(residency, "a")
-            clocks.append(slot.gives_back)
+            clocks.append(held.growth.look)
         first, _, second = clocks
         assert first is not None and first.cancelled()
         assert second is not None and not second.cancelled()
@@ -197,7 +196,7 @@ async def test_model_grown_again_has_one_timer_for_giving_back() -> None:
 
 async def test_a_restart_that_fails_ends_the_ticket_and_the_next_load_is_as_the_first() -> None:
     async with resident() as (residency, growth, _):
-        first = residency.slots["a"].ticket
+        first = residency.models["a"].ticket
 
         async def broken(ticket: TicketId, spec: messages.SpawnSpec) -> str:
             raise TicketClosed(ticket)
@@ -206,7 +205,7 @@ async def test_a_restart_that_fails_ends_the_ticket_and_the_next_load_is_as_the_
         with pytest.raises(LoadFailed):
             await resize.grow(residency, "a")
         assert await base.use(residency) != first
-        assert residency.slots["a"].plan.grown is not None
+        assert residency.models["a"].plan.grown is not None
 
 
 async def test_an_engine_that_ends_while_its_growth_waits_ends_the_growth() -> None:
@@ -218,7 +217,7 @@ async def test_an_engine_that_ends_while_its_growth_waits_ends_the_growth() -> N
 
         growth.arbiter.grow = grow
         task = asyncio.ensure_future(resize.grow(residency, "a"))
-        await base.until(lambda: residency.slots["a"].growth)
+        await base.until(lambda: residency.models["a"].growth.work)
         engine.dead.set()
         with pytest.raises(TicketClosed):
             await task
