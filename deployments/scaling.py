@@ -15,11 +15,12 @@ import ray
 from ray.exceptions import RayError
 
 from arbiter.client.admin import find_arbiter
+from arbiter.protocol.messages import Plain
 
 POLL_S = 20.0  # one long poll; the arbiter answers early when a number changes
 ANSWER_S = 10.0  # beyond the poll's own end; then the arbiter is away
 AGAIN_S = 0.5  # between tries while there is none
-ALONE_S = 300.0  # H0's default, for a replica that no arbiter speaks for
+ALONE_S = 300.0  # H0's default, of a capability whose table no arbiter has told yet
 FEWER_AFTER_S = 30.0  # Serve's look-back: load below it for this long is not a pause between bursts
 
 
@@ -38,8 +39,9 @@ class Context(Protocol):
 
 
 class ArbiterPolicy:
-    """One application's policy. `wanted` of the capability: from the arbiter; None: there is
-    none."""
+    """One application's policy. `wanted`: the capability's replicas, as the arbiter says; None:
+    there is no arbiter. `alone_s`: how long an idle replica is kept then, which is the
+    `downscale_to_zero_s` of the table that the last arbiter had."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class ArbiterPolicy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.wanted: int | None = None
+        self.alone_s = ALONE_S
         self._capability, self._clock = capability, clock
         self._busy_at = self._most_at = clock()
         self._most = 0
@@ -64,7 +67,7 @@ class ArbiterPolicy:
             self._busy_at = now
         least = self.wanted
         if least is None:
-            least = int(context.current_num_replicas > 0 and now - self._busy_at < ALONE_S)
+            least = int(context.current_num_replicas > 0 and now - self._busy_at < self.alone_s)
         return max(least, min(asked, 1), self._several(asked, now))
 
     def _several(self, asked: int, now: float) -> int:
@@ -84,9 +87,15 @@ class ArbiterPolicy:
                 asked = arbiter.replicas.remote(version, POLL_S)
                 version, wanted = ray.get(asked, timeout=POLL_S + ANSWER_S)
                 self.wanted = wanted.get(self._capability, 0)
+                self.note_table(ray.get(arbiter.table.remote(), timeout=ANSWER_S))
             except (RayError, LookupError):
                 version, self.wanted = -1, None
                 time.sleep(AGAIN_S)
+
+    def note_table(self, table: Plain) -> None:
+        """Keeps what holds when the arbiter has gone."""
+        row = table.get("capabilities", {}).get(self._capability, {})
+        self.alone_s = float(row.get("downscale_to_zero_s", ALONE_S))
 
 
 def by_requests(context: Context) -> int:

@@ -289,8 +289,9 @@ class HolderClient:
         own = procfs.process(os.getpid())
         assert own is not None
         name = own.pid, own.start_ticks
+        node, is_driver = ray_internals.own_node(), ray_internals.own_handle() is None
         return ev.Joined(
-            self.holder, ray_internals.own_node(), self.capability, self._account(), *name
+            self.holder, node, self.capability, self._account(), *name, is_driver=is_driver
         )
 
     def _leave(self) -> None:

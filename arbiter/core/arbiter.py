@@ -87,6 +87,10 @@ class Arbiter:
     def stale_count(self) -> int:
         return self._state.stale_count
 
+    def has_joined(self, holder: HolderId) -> bool:
+        """False: it never did, or counts as dead since."""
+        return holder in self._state.holders
+
     @property
     def awaited(self) -> frozenset[HolderId]:
         """Holders of the last epoch that are not back."""

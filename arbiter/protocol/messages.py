@@ -131,6 +131,7 @@ class LeaseState:
     left: Span | None = None  # until it must be gone
     reason: str | None = None  # why it is to leave, or has ended
     node: NodeId | None = None
+    lapse: Span | None = None  # without a call for so long it is over
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,6 +193,9 @@ class ArbiterActor:
     async def renew(self, epoch: Epoch, renewed: ev.Renewed) -> Epoch:
         self._check(epoch, renewed.holder)
         self._shell.feed(renewed)
+        if not self._shell.core.has_joined(renewed.holder):  # it was silent, and counted as dead
+            self._lost(renewed.holder)
+            raise StaleEpoch(epoch, self._shell.epoch)
         return self._shell.epoch
 
     async def listen(

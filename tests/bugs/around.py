@@ -47,7 +47,7 @@ BUGS = [
     Bug("fewer replicas at the first pause", "deployments/scaling.py",
         "asked >= self._most or now - self._most_at > FEWER_AFTER_S:", "True:", SCALING),
     Bug("without an arbiter no replica ever ends", "deployments/scaling.py",
-        " and now - self._busy_at < ALONE_S)", ")", SCALING),
+        " and now - self._busy_at < self.alone_s)", ")", SCALING),
     Bug("redirects are followed", "deployments/adapters/fetch.py", '"allow_redirects": False', '"allow_redirects": True', ADAPTERS),
     Bug("private addresses are asked", "deployments/adapters/fetch.py",
         "    if not is_public(where[0]):", "    if False:", ADAPTERS),

@@ -132,6 +132,19 @@ BUGS = [
     Bug("while it loads it seems unused", "deployments/replica/held_model.py",
         "        waiting = len(self.demand.waiters) if self.state is HolderState.LOADING else 0",
         "        waiting = 0", HOLDER),
+    Bug("a growth has a barrier of its own", "deployments/replica/resize.py",
+        "    barrier = residency.client().timeouts.barrier", "    barrier = Span(10 * 10**9)", ("resize",)),
+    Bug("a wake believes the times of a file just written", "deployments/replica/model_files.py",
+        "        for name in loaded.unsettled():", "        for name in ():", ("model_files",)),
+    Bug("a large file is read once and never again", "deployments/replica/model_files.py",
+        "            if loaded.whole.setdefault(name, found) != found:", "            if False:", ("model_files",)),
+    Bug("a warm request tells the arbiter", "deployments/replica/use.py",
+        "            held.enter(self._priority, self._client)\n",
+        "            held.enter(self._priority, self._client)\n"
+        "            of = self._residency\n"
+        "            of.client().tell(held.request(of.holder, of.capability))\n", ("use",)),
+    Bug("a driver that hangs keeps its tickets", "arbiter/core/tickets/leases.py",
+        "timeouts.silent if holder.is_driver else timeouts.lost", "timeouts.lost", ("silence",)),
     # -- adapters in their slots -----------------------------------------------------------------
     Bug("the bare model takes a slot", "deployments/engines/vllm/admission.py",
         "        return adapter != BASE and adapter not in", "        return adapter not in", ADAPTERS),

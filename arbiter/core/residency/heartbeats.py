@@ -35,7 +35,9 @@ def on_joined(state: CoreState, event: ev.Joined) -> None:
     if event.holder not in state.holders:
         state.log("holder_joined", holder=event.holder, node=event.node, tickets=len(event.tickets))
     state.ledger.changed.add(event.node)
-    state.holders[event.holder] = Holder(event.holder, event.node, event.capability, state.now)
+    state.holders[event.holder] = Holder(
+        event.holder, event.node, event.capability, state.now, is_driver=event.is_driver
+    )
     state.awaited.discard(event.holder)
     state.note_active(event.capability)
     for held in sorted(

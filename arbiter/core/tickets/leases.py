@@ -151,7 +151,10 @@ def notice_given_at(entry: Ticket) -> Instant:
 
 
 def silence_limit(state: CoreState, holder: Holder) -> Span:
-    """Silence after which a holder counts as dead. Ray tells of the death of a replica; of an
-    outside process nobody does, unless its node agent knows its pid."""
-    terms = state.settings.timeouts
-    return terms.lease_lapse if holder.capability == LEASE else terms.lost
+    """Silence after which a holder counts as dead. Ray tells of the death of a replica within 2 s,
+    so a replica that is only slow keeps its tickets for long. Of a driver's end Ray tells too, but
+    not of a driver that hangs; of an outside process's end only its node agent may know."""
+    timeouts = state.settings.timeouts
+    if holder.capability == LEASE:
+        return timeouts.lease_lapse
+    return timeouts.silent if holder.is_driver else timeouts.lost

@@ -12,7 +12,7 @@ from ray.exceptions import OwnerDiedError, RayActorError
 
 from arbiter.core import events as ev
 from arbiter.core.decisions import LogEvent
-from arbiter.errors import SettingsConflict
+from arbiter.errors import SettingsConflict, StaleEpoch
 from arbiter.protocol import ray_internals
 from arbiter.protocol.messages import AgentSettings, StartConfig
 from arbiter.server import event_log
@@ -125,6 +125,21 @@ async def test_dead_holder_breaks_its_keepalive_and_is_lost(running: Running) ->
         async with asyncio.timeout(5):
             while actor._shell.has_mail(H):
                 await asyncio.sleep(0)
+
+
+@pytest.mark.spec("A5")
+async def test_holder_that_counts_as_dead_is_told_to_rejoin_with_its_next_heartbeat(
+    running: Running,
+) -> None:
+    async with running() as actor:
+        call, epoch = await join(actor, "1"), actor._shell.epoch
+        await actor.renew(epoch, ev.Renewed(H, ()))
+        actor._shell.feed(ev.HolderLost(H))  # as after a silence of 10 s
+        with pytest.raises(StaleEpoch):
+            await actor.renew(epoch, ev.Renewed(H, ()))
+        await ended(call)
+        await join(actor, "2")
+        await actor.renew(epoch, ev.Renewed(H, ()))
 
 
 @pytest.mark.spec("A18", "A20")

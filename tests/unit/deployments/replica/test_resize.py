@@ -14,10 +14,11 @@ from arbiter.core.settings import Timeouts
 from arbiter.errors import GrowthRefused, LoadFailed, TicketClosed
 from arbiter.protocol import messages
 from arbiter.units import Bytes, DeviceId, Epoch, Span, TicketId, seconds
+from deployments.config.boot import configuration
 from deployments.config.load_plan import plan
 from deployments.config.schema import ConfigError, parse_table
 from deployments.replica import resize
-from deployments.replica.held_model import HolderState
+from deployments.replica.held_model import HolderState, Uses
 from tests.unit.deployments.replica import test_residency as base
 
 pytestmark = pytest.mark.spec("A14")
@@ -234,3 +235,38 @@ def test_grown_plan_must_need_more_memory() -> None:
     less = {"capabilities": {"c": {**TABLE["capabilities"]["c"], "models": {"a": same}}}}
     with pytest.raises(ConfigError, match="no more memory"):
         plan("a", parse_table(less).capabilities["c"])
+
+
+async def test_growth_waits_at_the_barrier_that_a_person_set_as_a_swap_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_to_a_minute = configuration(parse_table({"arbiter": {"barrier_s": 60}, **TABLE}))
+    waited, ended_within = [], Uses.ended_within
+
+    async def and_note(uses: Uses, within: Span) -> bool:
+        waited.append(within)
+        return await ended_within(uses, within)
+
+    monkeypatch.setattr(Uses, "ended_within", and_note)
+    async with resident() as (residency, growth, _):
+        growth.arbiter.timeouts = set_to_a_minute.settings.timeouts
+        await resize.grow(residency, "a")
+        await resize.give_back(residency, "a")
+        base.revoke(residency, Reason.SWAP, barrier_s=60)  # as the core says it, of its settings
+        await base.until(lambda: not residency.models)
+    assert waited == [seconds(60)] * 3
+
+
+async def test_growth_waits_for_room_as_long_as_three_barriers() -> None:
+    async with resident() as (residency, growth, _):
+        growth.arbiter.timeouts = Timeouts(barrier=seconds(60))
+        within: list[Span] = []
+        grant = growth.grow
+
+        async def and_note(ticket: TicketId, more: Bytes, room: Span) -> messages.Granted:
+            within.append(room)
+            return await grant(ticket, more, room)
+
+        growth.arbiter.grow = and_note
+        await resize.grow(residency, "a")
+        assert within == [seconds(180)]
