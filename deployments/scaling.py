@@ -1,5 +1,5 @@
 """How many replicas Serve keeps of each capability: an application-level autoscaling policy that
-does as the arbiter says, and as requests say where there is no arbiter.
+follows the arbiter, and the requests alone where there is no arbiter.
 
 Named by `autoscaling_policy.policy_function` in serve_config.yaml. Serve makes one in its
 controller and calls it each 0.1 s, so a call must not wait: a thread keeps the numbers fresh.
@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from arbiter.client.admin import find_arbiter
 from arbiter.protocol.messages import Plain
 
-POLL_S = 20.0  # one long poll; the arbiter answers early when a number changes
+POLL_S = 20.0  # of one long poll; the arbiter answers early when a number changes
 ANSWER_S = 10.0  # beyond the poll's own end; then the arbiter is away
 AGAIN_S = 0.5  # between tries while there is none
 ALONE_S = 300.0  # H0's default, of a capability whose table no arbiter has told yet
@@ -61,7 +61,7 @@ class ArbiterPolicy:
         return {key: self.replicas(context) for key, context in contexts.items()}, {}
 
     def replicas(self, context: Context) -> int:
-        """Any request wants one, whatever the arbiter knows; zero only when it agrees."""
+        """At least one for any request, whatever the arbiter says; zero only when it agrees."""
         asked, now = by_requests(context), self._clock()
         if asked:
             self._busy_at = now
@@ -71,13 +71,13 @@ class ArbiterPolicy:
         return max(least, min(asked, 1), self._several(asked, now))
 
     def _several(self, asked: int, now: float) -> int:
-        """Above one, by the highest demand of the last half minute; else 0."""
+        """More than one replica, by the highest demand of the last half minute; else 0."""
         if asked >= self._most or now - self._most_at > FEWER_AFTER_S:
             self._most, self._most_at = asked, now
         return self._most if self._most > 1 else 0
 
     def _follow(self) -> None:
-        """For as long as the controller lives."""
+        """Polls the arbiter for as long as the controller lives."""
         version = -1
         while True:
             try:
@@ -99,7 +99,7 @@ class ArbiterPolicy:
 
 
 def by_requests(context: Context) -> int:
-    """One for any request, more where one replica has too many at once."""
+    """One replica for any request, more where one has too many at once."""
     target: float = context.config.target_ongoing_requests if context.config else 1.0
     asked = math.ceil(context.total_num_requests / max(target, 1.0))
     return min(asked, context.capacity_adjusted_max_replicas)

@@ -29,7 +29,7 @@ def revoke(residency: ResidencyApi, held: HeldModel, order: RevokeOrder) -> None
         ended = LoadFailed(held.model, "the arbiter ended its load", False)
         end(residency, held, order.reason, ended if order.reason is Reason.FAILED else None)
     elif held.state is not HolderState.RESIDENT:
-        return  # an order sent twice, or overtaken by what happened here
+        return  # an order sent twice, or too late: the state has changed here
     elif held.uses.inflight and order.reason in ONLY_IDLE:
         residency.client().tell(ev.Busy(held.ticket, held.uses.inflight))
     else:

@@ -15,7 +15,7 @@ from deployments.replica.residency_api import ResidencyApi
 
 
 def outcome_of(error: BaseException | None) -> str:
-    """How a use ended, in a word."""
+    """The word of the event log for how a use ended."""
     if error is None:
         return "answered"
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
@@ -75,7 +75,8 @@ class Use:
         self._end(error)
 
     def release(self, error: BaseException | None = None) -> None:
-        """Idempotent, and nothing to a use that was never entered. `error`: why it ended early."""
+        """Ends the use; does nothing to one that has ended or was never entered. `error`: why it
+        ended early."""
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -86,14 +87,14 @@ class Use:
             self._tell(held.ticket, error)
 
     def _tell(self, ticket: TicketId | None, error: BaseException | None) -> None:
-        """Of the event log; goes with the next heartbeat."""
+        """Notes the finished request for the event log; the next heartbeat carries it."""
         took = Span(time.monotonic_ns() - self._began_ns)
         runs = self._residency.client().runs
         runs.note(ticket, self._model, took, outcome_of(error), self._request, self._client)
 
     @property
     def config(self) -> dict[str, Any]:
-        """What its engine was started with."""
+        """The configuration that its engine was started with."""
         assert self._held is not None
         return self._held.plan.config
 
@@ -112,7 +113,7 @@ class Use:
         return self._held.link.stream(method, path, headers, body)
 
     def stay_warm(self, for_s: float) -> None:
-        """For so long from now the model does not count as idle."""
+        """Keeps the model from counting as idle, for so long from now."""
         assert self._held is not None
         until_ns = time.monotonic_ns() + round(for_s * 1e9)
         uses = self._held.uses
@@ -120,14 +121,14 @@ class Use:
 
     @property
     def predicted_s(self) -> float:
-        """What its last load or wake was predicted to take; 0: nothing was known."""
+        """Seconds that its last load or wake was predicted to take; 0: nothing was known."""
         return in_seconds(self._held.load.predicted) if self._held else 0.0
 
 
 async def one_shot(
     use: Use, method: str, path: str, headers: dict[str, str], body: bytes
 ) -> tuple[ResponseHead, bytes]:
-    """The whole answer; the model is in use until it is there."""
+    """Returns the whole answer; the model is in use until it is complete."""
     async with use as engine:
         parts = [part async for part in engine.stream(method, path, headers, body)]
     head, *rest = parts

@@ -1,7 +1,7 @@
-"""What a waiting request may hear: how far its model is, from what the holder knows by itself.
+"""What a waiting request hears: how far its model is, as the holder knows by itself.
 
-The arbiter is not asked: its place in the line and its grant brought predictions, and what stands
-before it is told of this holder's line.
+The arbiter is not asked. Its answers brought predictions when the ticket joined the queue and with
+the grant; the position counts this holder's own queued models.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ LOOK_S = 0.25
 
 
 def is_at_hand(models: Mapping[str, HeldModel], model: str) -> bool:
-    """Entering will not wait."""
+    """True: a request for the model enters without waiting."""
     held = models.get(model)
     return held is not None and held.state is HolderState.RESIDENT
 
 
 def look(models: Mapping[str, HeldModel], model: str) -> Progress:
-    """How far `model` is now."""
+    """How far the model is now."""
     held = models.get(model)
     if held is not None and held.state is HolderState.LOADING:
         return Progress("loading", 0, held.left_s)
@@ -38,8 +38,8 @@ def look(models: Mapping[str, HeldModel], model: str) -> Progress:
 async def with_progress(
     use: Use, models: Mapping[str, HeldModel], model: str
 ) -> AsyncGenerator[Progress, None]:
-    """Enters the use; meanwhile says how far it is, when that changes. Ended early, it gives up.
-    Raises what entering raises."""
+    """Enters the use, and meanwhile yields how far the model is, each time that changes. Closing
+    the generator gives up. Raises what entering raises."""
     arrival = asyncio.ensure_future(use.__aenter__())
     said: Progress | None = None
     has_entered = False
@@ -55,12 +55,12 @@ async def with_progress(
                 said = now
                 yield now
     finally:
-        if not has_entered:  # its caller has not heard of it, though it may just have arrived
+        if not has_entered:  # the caller does not know of the use, which may just have begun
             arrival.cancel()
             await asyncio.gather(arrival, return_exceptions=True)
             use.release(asyncio.CancelledError())
 
 
 def _words(progress: Progress) -> tuple[str, int, bool]:
-    """Without what passes by itself."""
+    """What is worth telling again; an estimate that only grows shorter is not."""
     return progress.phase, progress.position, progress.estimate_s is None

@@ -38,7 +38,7 @@ BUGS = [
     Bug("a full replica is asked", "deployments/routing/rank.py", "            one.is_full,\n", "", ROUTING),
     Bug("the coldest replica first", "deployments/routing/rank.py", "            -warmth,", "            warmth,", ROUTING),
     Bug("a conversation stays in the stats", "deployments/routing/rank.py",
-        "            is_crowded or one.replica != stuck,", "            one.replica != stuck,", ROUTING),
+        "            is_overloaded or one.replica != stuck,", "            one.replica != stuck,", ROUTING),
     Bug("a call is followed for ever", "deployments/routing/rank.py", " and now_s - at_s < FOLLOW_S else", " else", ROUTING),
     Bug("the adapter used last leaves its slot", "deployments/routing/rank.py",
         "        if len(used) > slots:\n            used.popitem(last=False)", "        if len(used) > slots:\n            used.popitem()", ROUTING),
