@@ -12,7 +12,7 @@ from tests.support import message_counter
 from tests.support.live_arbiter import LiveArbiter, live_arbiter
 from tests.support.waits import eventually
 
-pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A5")]
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A5", "N2")]
 REQUESTS = 200
 # What goes on whether there are requests or not: each second the holder's heartbeat and the node's
 # reading, and the arbiter's look at the node's agent.
