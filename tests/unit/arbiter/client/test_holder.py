@@ -18,6 +18,7 @@ from arbiter.protocol.rpc import RayPeer
 from arbiter.units import Bytes, Epoch, HolderId, NodeId, Span, TicketId, seconds
 from tests.support.fake_arbiter import FakeArbiter, joined_client, never
 
+HASTY = Timeouts(barrier=seconds(1))
 ASKED = ev.Requested(TicketId("t"), HolderId("h"), "chat", "m", types.Need(Bytes(1)))
 
 
@@ -322,7 +323,7 @@ async def test_a_rejoin_names_all_that_is_held_and_repeats_no_message(
 
     async def join(before: Epoch | None, account: ev.Joined, *_: object) -> messages.JoinReply:
         joined.append(account)
-        return messages.JoinReply(Epoch(6), "v", {"capabilities": {}}, Timeouts())
+        return messages.JoinReply(Epoch(6), "v", {"capabilities": {}}, HASTY)
 
     async def tell(epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
         told.append(event)
@@ -341,4 +342,5 @@ async def test_a_rejoin_names_all_that_is_held_and_repeats_no_message(
     await client.quiet(5)
     assert client.epoch == 6 and [account.tickets for account in joined] == [(held,)]
     assert told == [ev.Withdrawn(TicketId("u"))]
+    assert client.timeouts == HASTY and joined[0].is_driver  # no actor has this handle
     await let_go(client)

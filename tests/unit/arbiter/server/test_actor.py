@@ -20,7 +20,7 @@ from arbiter.server.actor import ArbiterActor
 from arbiter.server.event_log import EventLog
 from arbiter.server.node_agents import RayAgents
 from arbiter.server.store import Member, Store
-from arbiter.units import Epoch, HolderId, NodeId
+from arbiter.units import Epoch, HolderId, NodeId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
 from tests.support.fake_arbiter import FakeArbiter
@@ -125,6 +125,20 @@ async def test_dead_holder_breaks_its_keepalive_and_is_lost(running: Running) ->
         async with asyncio.timeout(5):
             while actor._shell.has_mail(H):
                 await asyncio.sleep(0)
+
+
+@pytest.mark.spec("A9", "A14")
+async def test_holder_that_joins_learns_the_times_that_a_person_set(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TABLE, "arbiter", {"barrier_s": 60, "load_timeout_s": 90})
+    async with running() as actor:
+        forever = asyncio.ensure_future(asyncio.Event().wait())
+        joined = ev.Joined(H, NodeId("n"), "c", ())
+        welcome = await actor.join(None, joined, "1", [], [forever])
+        assert (welcome.timeouts.barrier, welcome.timeouts.load) == (seconds(60), seconds(90))
+        forever.cancel()
+        await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
 
 
 @pytest.mark.spec("A5")
