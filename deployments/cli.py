@@ -356,7 +356,7 @@ def check(args: argparse.Namespace) -> None:
     try:
         table = check_file(Path(args.file))
         needs = {
-            model: plan(model, capability).device_bytes
+            model: plan(model, capability).need.device_bytes
             for capability in table.capabilities.values()
             for model in capability.models
         }

@@ -22,28 +22,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.bugs import Bug, around, core, subtle
+from tests.bugs import Bug
+from tests.bugs.planting import BUGS, mutated
 
 ROOT = Path(__file__).parents[1]
-BUGS = core.BUGS + subtle.BUGS + around.BUGS
 TIERS = ("unit", "style", "model", "sim")  # the cheapest first
-# The unit tests of the core and the policies; the others test what lies outside them. Those that
-# try many examples come last.
-CORE = (
-    "admission eviction explain floors forecast gangs granting growth holders idle leases nodes "
-    "parts preload pressure reclaim sleep tenants urgency watermarks estimates hours scratch "
-    "victims companions policies"
-).split()
-# Where the test that is nearest to a file is not called as it is.
+UNIT = Path("tests/unit")
+BUGS_FIT = "tests/style/test_bugs.py"  # fails with each bug, because that one fits no more
+# Where the core lies, most bugs show in the tests of another rule: all of these are run.
+CORE_FOLDERS = ("arbiter/core", "policies")
+# Where the nearest test is not called as the file is: the subject has a test of its own.
 NEAR = {
-    "accounts": "tenants", "admit_fifo": "parts", "alarms": "reclaim", "core": "admission",
-    "evict_priority_lru": "policies", "groups": "granting", "keep_warm": "idle",
-    "ledger": "reclaim", "line": "granting", "loads": "reclaim", "look": "granting",
-    "state": "holders", "oversize": "granting", "overtaking": "granting",
-    "place_best_fit": "admission", "predictor": "forecast",
-    "ranking": "eviction", "sites": "nodes", "slot": "residency",
-    "watch": "idle",
-}  # fmt: skip
+    "arbiter/core/arbiter.py": "arbiter/core/queue/test_admission.py",
+    "arbiter/core/eviction/eligibility.py": "arbiter/core/eviction/test_eviction.py",
+    "arbiter/core/eviction/oversize.py": "arbiter/core/queue/test_grants.py",
+    "arbiter/core/queue/pass_state.py": "arbiter/core/queue/test_grants.py",
+    "arbiter/core/records/request_queue.py": "arbiter/core/queue/test_grants.py",
+    "arbiter/core/records/ticket.py": "arbiter/core/tickets/test_reclaim.py",
+    "arbiter/core/records/timers.py": "arbiter/core/tickets/test_reclaim.py",
+    "arbiter/core/state.py": "arbiter/core/residency/test_heartbeats.py",
+    "arbiter/core/tickets/loads.py": "arbiter/core/tickets/test_reclaim.py",
+    "arbiter/client/gang_request.py": "deployments/replica/test_use_all.py",
+    "deployments/engines/vllm/admission.py": "deployments/engines/vllm/test_batch_gate.py",
+    "deployments/replica/held_model.py": "deployments/replica/test_residency.py",
+}
 # Only the plugins that these tests use: each other one costs every start a part of a second.
 PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 SEEDS = "60"
@@ -54,20 +56,12 @@ PER_TIER_S = 90
 FAILED = 1  # pytest's exit status where tests ran and some failed
 
 
-def quoted(bug: Bug, root: Path) -> str:
-    """The file it is planted in."""
-    text = (root / bug.path).read_text()
-    if text.count(bug.old) != 1:
-        raise SystemExit(f"{bug.name}: found {text.count(bug.old)} times in {bug.path}")
-    return text
-
-
 @contextmanager
 def planted(bug: Bug, copy: Path) -> Iterator[None]:
     """Put back with its time, so that the bytecode of the code without bugs stays good."""
     path = copy / bug.path
-    text, times = quoted(bug, copy), path.stat()
-    path.write_text(text.replace(bug.old, bug.new))
+    text, times = path.read_text(), path.stat()
+    path.write_text(mutated(bug, text))
     try:
         yield
     finally:
@@ -79,12 +73,15 @@ def batches_of(tier: str, bug: Bug | None) -> list[list[str]]:
     """The tests nearest to the file come first, by themselves: most bugs are caught by those, and
     to collect all the others takes longer than to run these."""
     if tier != "unit":
-        return [[f"tests/{tier}"]]
-    stem = Path(bug.path).stem if bug else ""
-    names = bug.tests if bug and bug.tests else CORE
-    near = [name for name in names if name == NEAR.get(stem, stem)]
-    rest = [name for name in names if name not in near]
-    return [[f"tests/unit/test_{n}.py" for n in batch] for batch in (near, rest) if batch]
+        return [[f"tests/{tier}", f"--ignore={BUGS_FIT}"]]
+    core_tests = [str(UNIT / folder) for folder in CORE_FOLDERS]
+    if bug is None:
+        return [[str(UNIT)]]
+    path = Path(bug.path)
+    near = UNIT / NEAR.get(bug.path, str(path.parent / f"test_{path.name}"))
+    is_core = bug.path.startswith((*CORE_FOLDERS, "arbiter/errors.py"))
+    rest = core_tests if is_core else [str(UNIT / path.parts[0])]
+    return [[str(near)], rest] if near.exists() else [rest]
 
 
 def first_failure(tier: str, copy: Path, bug: Bug | None) -> str:
@@ -152,7 +149,7 @@ def commit() -> str:
 def main() -> int:
     bugs, run_all = chosen()
     for bug in bugs:
-        quoted(bug, ROOT)
+        mutated(bug, (ROOT / bug.path).read_text())
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         copy = Path(folder) / "copy"  # of all that counts, so that one may go on working meanwhile
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))

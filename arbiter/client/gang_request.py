@@ -29,20 +29,6 @@ class Gang:
     whole: asyncio.Event = field(default_factory=asyncio.Event)  # or it never will be
 
 
-async def acquire_all(
-    asker: TicketClient, requested: tuple[Requested, ...]
-) -> tuple[messages.Granted, ...]:
-    """Raises what the first refused one does."""
-    gang = Gang(tuple(r.ticket for r in requested))
-    asked = [asyncio.ensure_future(acquire(asker, r, gang)) for r in requested]
-    try:
-        return tuple(await asyncio.gather(*asked))
-    finally:
-        for one in asked:
-            one.cancel()  # withdrawn, if it still waits
-        await asyncio.gather(*asked, return_exceptions=True)
-
-
 async def acquire(asker: TicketClient, requested: Requested, gang: Gang) -> messages.Granted:
     """One of a gang; somebody asks for each of the others as well. Raises RequestError."""
     asks = replace(requested, gang=gang.tickets)

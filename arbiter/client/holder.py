@@ -18,7 +18,6 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from arbiter.client import gang_request
 from arbiter.client.admin import (
     find_actor,
     find_arbiter,
@@ -114,12 +113,6 @@ class HolderClient:
         except asyncio.CancelledError:
             self.tell(ev.Withdrawn(requested.ticket))
             raise
-
-    async def acquire_all(
-        self, requested: tuple[ev.Requested, ...]
-    ) -> tuple[messages.Granted, ...]:
-        """A gang: all of them or none (A13). Raises what the first refused one does."""
-        return await gang_request.acquire_all(self, requested)
 
     async def grow(self, ticket: TicketId, more: Bytes, within: Span) -> messages.Granted:
         """More for a resident (A14); the grant says what it has now. Raises GrowthRefused,

@@ -109,7 +109,6 @@ class HeldTicket:
     uses_count: int = 0  # requests served under this ticket so far
     lease: LeaseConditions | None = None  # held by a process outside Serve
     client: Client = ANYBODY  # of its last request
-    shares_process_with: TicketId | None = None  # the ticket whose process its bytes are in
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +181,6 @@ class Requested:
     split: Split = Split.NONE
     lease: LeaseConditions | None = None  # of a process outside Serve; `model` is what it is called
     client: Client = ANYBODY  # who waits for it
-    shares_process_with: TicketId | None = (
-        None  # of its gang: the one whose process its bytes are in
-    )
 
 
 @dataclass(frozen=True, slots=True)

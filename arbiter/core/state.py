@@ -18,7 +18,7 @@ from arbiter.core.records.eviction_history import EvictionHistory
 from arbiter.core.records.ledger import Ledger
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.request_queue import RequestQueue
-from arbiter.core.records.ticket import TRANSITIONS, Sizes, State, Ticket
+from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.records.timers import Timers
 from arbiter.core.records.usage_rates import HourlyUsage, UsageRates
 from arbiter.core.settings import Settings
@@ -250,47 +250,6 @@ class CoreState:
         if (was is State.LOADING) != (to is State.LOADING):
             self.queue.loading(entry.node, label, 1 if to is State.LOADING else -1)
         self.note_active(entry.capability)
-        if entry.gang:
-            for companion in self.companions_of(entry):
-                self._follow(companion, to, entry)
-
-    def _follow(self, companion: Ticket, to: State, primary: Ticket) -> None:
-        """It has been granted already: until then a gang is several tickets in the line. One that
-        is on its way out for reasons of its own does not come back."""
-        if companion.state is State.QUEUED or to in (State.LOADING, State.ASLEEP):
-            return
-        companion.leaving = primary.leaving
-        if to is State.CLOSED:
-            if companion.state is not State.RECLAIMING:
-                self.move(companion, State.RECLAIMING)
-            self.close(companion)
-        elif to in TRANSITIONS[companion.state]:
-            self.move(companion, to)
-        else:
-            return
-        self.log("ticket_follows", companion, to=to.value, primary=primary.ticket)
-
-    def companions_of(self, primary: Ticket) -> list[Ticket]:
-        """Tickets whose bytes are in its process; see rules.companions."""
-        found = (self.ledger.find(t) for t in primary.gang if t != primary.ticket)
-        return [e for e in found if e and e.shares_process_with == primary.ticket]
-
-    def process_of(self, entry: Ticket) -> list[Ticket]:
-        """It and its companions."""
-        return [entry, *self.companions_of(entry)]
-
-    def primary_of(self, companion: Ticket) -> Ticket | None:
-        """None as well once it is off the books."""
-        return (
-            self.ledger.find(companion.shares_process_with)
-            if companion.shares_process_with
-            else None
-        )
-
-    def pin(self, entry: Ticket, is_pinned: bool) -> None:
-        """And whoever lives in its process: neither can leave without the other."""
-        for one in self.process_of(entry):
-            self.ledger.pin(one, is_pinned)
 
     def note_active(self, capability: str) -> None:
         """Its replicas are wanted for a while yet; the shell is woken when no longer."""

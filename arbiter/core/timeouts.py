@@ -10,7 +10,7 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.reports import replica_targets
 from arbiter.core.residency import floors, heartbeats, readings
 from arbiter.core.state import CoreState
-from arbiter.core.tickets import companions, leases, loads, reclaim
+from arbiter.core.tickets import leases, loads, reclaim
 from arbiter.core.types import Floor
 from arbiter.core.view import IdleModel
 from arbiter.units import HolderId, NodeId, TicketId, after, in_seconds
@@ -47,8 +47,6 @@ def on_timer(state: CoreState, entry: Ticket) -> None:
     if entry.ticket in state.queue:
         admission.reject_expired(state, entry)
         grants.age(state, entry)
-    if entry.shares_process_with:
-        return companions.on_timer(state, entry)
     match entry.state:
         case State.LOADING:
             _tend_loading(state, entry)
@@ -123,8 +121,7 @@ def end_closing(state: CoreState) -> None:
     """The bound on waiting for what is in use."""
     assert state.closing_by is not None
     for entry in state.ledger.entries(State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP):
-        if entry.shares_process_with is None:
-            reclaim.kill_and_notify(state, entry, Reason.SHUTDOWN)
+        reclaim.kill_and_notify(state, entry, Reason.SHUTDOWN)
 
 
 def unload_asked(state: CoreState, ticket: TicketId) -> None:
@@ -132,7 +129,7 @@ def unload_asked(state: CoreState, ticket: TicketId) -> None:
     entry = state.live(ticket, State.RESIDENT, State.ASLEEP)
     if entry is None:
         return
-    if entry.shares_process_with or entry.inflight > 0 or entry.ticket in state.queue:
+    if entry.inflight > 0 or entry.ticket in state.queue:
         state.log("unload_refused", entry, inflight=entry.inflight)
     else:
         eviction.revoke(state, entry, Reason.MANUAL, None)

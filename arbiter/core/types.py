@@ -82,6 +82,7 @@ class Need:
     working_bytes: Bytes = Bytes(0)  # KV cache and activations
     scratch_bytes: Bytes = Bytes(0)
     context_bytes: Bytes = Bytes(0)  # what a live but empty engine process holds
+    drafter_bytes: Bytes = Bytes(0)  # a drafter's weights and workspace in the same process (F9)
     host_bytes: Bytes = Bytes(0)  # charged to host RAM while asleep; 0 means it cannot sleep
     # What it will take however little of it was seen in use: weights, and the KV cache an engine
     # was told to have, which it fills behind its first answers. Nothing less is learned.
@@ -90,7 +91,11 @@ class Need:
     @property
     def device_bytes(self) -> Bytes:
         return Bytes(
-            self.weights_bytes + self.working_bytes + self.scratch_bytes + self.context_bytes
+            self.weights_bytes
+            + self.working_bytes
+            + self.scratch_bytes
+            + self.context_bytes
+            + self.drafter_bytes
         )
 
 

@@ -253,9 +253,7 @@ class LeaseService:
         left_s = None if seat.gone_by_s is None else max(0.0, seat.gone_by_s - time.monotonic())
         left = None if left_s is None or word != "leaving" else seconds(left_s)
         lapse = self._shell.core.settings.timeouts.lease_lapse
-        return messages.LeaseState(
-            ticket, word, seat.devices, left, seat.reason, seat.node, lapse
-        )
+        return messages.LeaseState(ticket, word, seat.devices, left, seat.reason, seat.node, lapse)
 
     def _close(self, seat: LeaseSession, reason: str) -> None:
         """The ticket may go on without it, until its bytes are seen back."""

@@ -23,7 +23,14 @@ from arbiter.protocol.messages import Plain
 from arbiter.units import MIB, Bytes, Span, seconds
 from deployments.config import safetensors_header
 from deployments.config.fields import parse_size
-from deployments.config.schema import CapabilityConfig, ConfigError, ModelConfig, Table, parse_table
+from deployments.config.schema import (
+    CapabilityConfig,
+    ConfigError,
+    DrafterConfig,
+    ModelConfig,
+    Table,
+    parse_table,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +93,6 @@ class ModelPlan:
     split: Split = Split.NONE
     grown: "ModelPlan | None" = None  # the same model with more (A14); None: it does not grow
     stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
-    drafter: "ModelPlan | None" = None  # what its engine loads beside it (A13)
-
-    @property
-    def device_bytes(self) -> Bytes:
-        """While resident, its drafter included."""
-        beside = self.drafter.need.device_bytes if self.drafter else 0
-        return Bytes(self.need.device_bytes + beside)
 
 
 def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
@@ -131,12 +131,10 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         config["dispatch_lock"] = model.dispatch.lock
     if model.adapters is not None:
         config["adapters"] = adapters(path, model)
-    drafter = _drafter(name, model, capability)
-    if drafter is not None:
-        config["drafter"] = drafter.config
     need = model.need.as_need() if model.need else estimate(path, model, kind)
-    if drafter is not None:
-        need = replace(need, host_bytes=Bytes(0))
+    if model.drafter is not None:
+        config["drafter"], drafter_bytes = _drafter(name, model.drafter, capability)
+        need = replace(need, host_bytes=Bytes(0), drafter_bytes=drafter_bytes)
     return ModelPlan(
         name,
         kind.entry,
@@ -145,7 +143,6 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         model.need is not None,
         _key(capability.engine, config),
         kind.split,
-        drafter=drafter,
     )
 
 
@@ -156,20 +153,17 @@ def _key(engine: str, config: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _drafter(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelPlan | None:
-    """Its weights, and what it works with; its part of the KV cache is in the target's, which
-    vLLM divides among the layers of both. Raises ConfigError."""
-    if model.drafter is None:
-        return None
-    kind = engine_kind(capability.engine)
-    if not kind.drafts:
+def _drafter(
+    name: str, drafter: DrafterConfig, capability: CapabilityConfig
+) -> tuple[dict[str, Any], Bytes]:
+    """What the engine is told of the drafter, and the bytes that it adds to the target's ticket:
+    its weights and workspace. Its part of the KV cache is in the target's, which vLLM divides among
+    the layers of both. Raises ConfigError."""
+    if not engine_kind(capability.engine).drafts:
         raise ConfigError(f"{name}: engine {capability.engine!r} loads no `drafter`")
-    path = resolve(capability.models[model.drafter.model].source)
-    config = {"model": path, "tokens": model.drafter.tokens, "drafts_for": name}
-    need = Need(weights_bytes(Path(path)), working_bytes=DRAFTER_WORKING_BYTES)
-    return ModelPlan(
-        model.drafter.model, kind.entry, config, need, True, _key(capability.engine, config)
-    )
+    path = resolve(capability.models[drafter.model].source)
+    size = Bytes(weights_bytes(Path(path)) + DRAFTER_WORKING_BYTES)
+    return {"model": path, "tokens": drafter.tokens}, size
 
 
 def parts(devices: tuple[DeviceBytes, ...]) -> dict[str, Any]:

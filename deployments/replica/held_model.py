@@ -171,14 +171,6 @@ class Growth:
 
 
 @dataclass(slots=True, eq=False)
-class Companion:
-    """The ticket of a model's drafter, whose bytes lie in the model's process (see drafter)."""
-
-    ticket: TicketId
-    devices: tuple[DeviceBytes, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
 class HeldModel:
     """One model, from its request for a ticket to its end. Only `move` changes its state."""
 
@@ -190,19 +182,11 @@ class HeldModel:
     work: asyncio.Task[None] | None = None  # the load, wake or unload under way
     watch: asyncio.Task[None] | None = None  # of its files and its engine
     gang: Gang | None = None  # until the grant: the tickets requested together
-    companion: Companion | None = None
     files: LoadedFiles = field(default_factory=LoadedFiles)
     uses: Uses = field(default_factory=Uses)
     demand: Demand = field(default_factory=Demand)
     load: LoadNotes = field(default_factory=LoadNotes)
     growth: Growth = field(default_factory=Growth)
-
-    def __post_init__(self) -> None:
-        self._name_companion()
-
-    def _name_companion(self) -> None:
-        drafter = self.plan.drafter
-        self.companion = None if drafter is None else Companion(new_ticket(drafter.model))
 
     def move(self, to: HolderState) -> None:
         """The only way from one state to another; see TRANSITIONS."""
@@ -216,7 +200,6 @@ class HeldModel:
         if self.state is not HolderState.QUEUED:  # a refusal leaves it there
             self.move(HolderState.QUEUED)
         self.ticket, self.load.attempt = new_ticket(self.model), 2
-        self._name_companion()
 
     @property
     def model(self) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 
+from arbiter.client import gang_request
 from arbiter.core import events as ev
 from arbiter.core.decisions import Reason
 from arbiter.errors import ENGINE_DIED, EngineLost, LoadFailed, RequestError, TicketClosed
@@ -11,7 +12,7 @@ from arbiter.node.zygote_client import ZygoteError
 from arbiter.protocol.messages import Granted, SpawnSpec
 from arbiter.units import in_seconds, seconds
 from deployments.config.load_plan import parts
-from deployments.replica import drafter, model_files, unloading, watchdog
+from deployments.replica import model_files, unloading, watchdog
 from deployments.replica.engine_client import EngineLink, LoadRefused, why
 from deployments.replica.held_model import HeldModel, HolderState, Opens
 from deployments.replica.residency_api import ResidencyApi
@@ -41,17 +42,31 @@ async def load(residency: ResidencyApi, held: HeldModel) -> None:
 
 async def _load_once(residency: ResidencyApi, held: HeldModel) -> None:
     """Raises RequestError: TicketClosed when the ticket is over, LoadFailed."""
-    client = residency.client()
-    granted = await drafter.acquire(client, held, residency.holder, residency.capability)
+    granted = await _acquire(residency, held)
     _hold(residency, held, granted)
     try:
         async with asyncio.timeout(in_seconds(granted.load_within)):
-            opened_s = await start_engine(residency, held, client.spawn)
+            opened_s = await start_engine(residency, held, residency.client().spawn)
     except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
         if isinstance(error, TicketClosed):
             raise
         raise await _broke(residency, held, error) from error
     serve(residency, held, time.monotonic() - opened_s)
+
+
+async def _acquire(residency: ResidencyApi, held: HeldModel) -> Granted:
+    """The grant of the model's ticket, once those of its gang are granted too. Raises
+    RequestError."""
+    client, gang = residency.client(), held.gang
+    asked = held.request(residency.holder, residency.capability)
+    if gang is None:
+        return await client.acquire(asked)
+    try:
+        return await gang_request.acquire(client, asked, gang)
+    except (RequestError, asyncio.CancelledError):
+        # The ticket may have been granted while another of the gang was refused.
+        client.tell(ev.Withdrawn(held.ticket))
+        raise
 
 
 async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -> float:

@@ -30,7 +30,7 @@ from arbiter.protocol import messages
 from arbiter.units import HolderId, TicketId
 from deployments.config.load_plan import ModelPlan, Plans
 from deployments.messages import ResponseHead
-from deployments.replica import drafter, loading, resize, unloading
+from deployments.replica import loading, resize, unloading
 from deployments.replica.background import BackgroundTasks, detached_task
 from deployments.replica.held_model import UNDER_WAY, HeldModel, HolderState, new_ticket
 from deployments.replica.use import Use, one_shot
@@ -94,7 +94,7 @@ class Residency:
 
     def account(self) -> tuple[ev.HeldTicket, ...]:
         """Every ticket with bytes, for the heartbeat."""
-        return tuple(told for held in self.tickets.values() for told in drafter.account(held))
+        return tuple(held.account() for held in self.tickets.values())
 
     async def close(self) -> None:
         """Releases everything; requests in flight hear EngineLost."""
@@ -122,8 +122,7 @@ class Residency:
                         held.enter(priority, client)
                         return held
                     if held.note(priority, client, until_s):
-                        for asked in drafter.requests(held, self.holder, self.capability):
-                            self.client().tell(asked)
+                        self.client().tell(held.request(self.holder, self.capability))
                     if held.state is HolderState.ASLEEP:
                         self.begin(held, loading.wake(self, held))
                     if await self._wait(held, until_s):

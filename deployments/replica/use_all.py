@@ -5,8 +5,7 @@ process of its own.
 
 The models that are not resident are requested as a gang: granted in one step, or none of them. The
 resident ones are not in use while a request waits for the others, or two such requests could wait
-for each other for ever; they may be unloaded meanwhile, and are loaded again. A model with a
-drafter is a gang by itself.
+for each other for ever; they may be unloaded meanwhile, and are loaded again.
 """
 
 import asyncio
@@ -54,7 +53,7 @@ async def _bring(
 ) -> None:
     """Returns when each model has served once. Raises RequestError."""
     plans = [await residency.plan(model) for model in dict.fromkeys(models)]
-    away = [p for p in plans if p.model not in residency.models and p.drafter is None]
+    away = [p for p in plans if p.model not in residency.models]
     held_models = [HeldModel(plan, new_ticket(plan.model)) for plan in away]
     gang = Gang(tuple(held.ticket for held in held_models)) if len(held_models) > 1 else None
     for held in held_models:

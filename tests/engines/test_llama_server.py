@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def light() -> Iterator[ZygoteUnderTest]:
 def spawned(light: ZygoteUnderTest, folder: Path, **told: Any) -> tuple[Child, Path]:
     model = folder / "model.gguf"
     model.write_text(json.dumps(told))
-    ticket = f"llama-{folder.name}"[:24]
+    ticket = f"llama-{uuid.uuid4().hex[:8]}"  # short: it is part of a socket's path
     config = {"model": str(model), "served_name": "llama", "engine_args": {"ctx_size": 512}}
     return light.spawn(ticket, ENTRY, config).hold(), model
 

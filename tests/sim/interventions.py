@@ -13,7 +13,7 @@ from tests.sim.lease_holders import LeaseHolder
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-PAIR = ("b", "c")  # a target and its drafter
+PAIR = ("b", "c")  # a gang of two processes
 MOVABLE = "abcdeg"  # neither set by hand nor removed: the pinned one
 REMOVED_S, FLOOR_S = 15.0, 20.0
 

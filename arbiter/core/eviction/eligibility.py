@@ -34,7 +34,6 @@ def is_evictable(state: CoreState, entry: Ticket) -> bool:
     return (
         entry.state in (State.RESIDENT, State.ASLEEP)
         and not entry.pinned
-        and entry.shares_process_with is None
         and (entry.lease is None or entry.lease.preemptible)
         and not (entry.state is State.ASLEEP and floor_of(state, entry) is Floor.HOST)
         and state.now >= entry.declined_until
@@ -92,8 +91,6 @@ def obstacle_text(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Prio
 def _why_never(state: CoreState, entry: Ticket) -> str:
     if entry.pinned:
         return "it is pinned"
-    if entry.shares_process_with:
-        return f"it goes when {entry.shares_process_with} goes"
     if state.now < entry.declined_until:
         left_s = in_seconds(since(state.now, entry.declined_until))
         return f"it was busy when asked, and is left alone for {left_s:.1f} s"

@@ -63,7 +63,7 @@ def evict_own(state: CoreState, waiting: Ticket, short: Bytes, urgent: Priority)
     for device in sorted(books):
         for entry, option in ranked_victims(state, state.ledger.books[device]):
             if entry.ticket in own and may_swap(state, entry, waiting, urgent):
-                freed = quotas.process_bytes(state, entry)
+                freed = quotas.device_bytes(state, entry)
                 options[entry.ticket] = replace(option, freed_bytes=freed)
     chosen = choose(options.values(), short)
     for option in chosen:

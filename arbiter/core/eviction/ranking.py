@@ -15,7 +15,6 @@ from arbiter.core.records.timers import Timers
 from arbiter.core.records.usage_rates import AHEAD
 from arbiter.core.records.victim_set import COST_LEAST, PricedVictim
 from arbiter.core.state import CoreState
-from arbiter.core.tickets import companions
 from arbiter.core.types import Priority
 from arbiter.core.view import Candidate, Key, Price
 from arbiter.units import SECOND, Instant, Span, TicketId, after, since
@@ -119,7 +118,7 @@ def victims_no_more_urgent(
 
 def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> PricedVictim:
     urgent = effective_priority(state, entry)
-    freed_bytes = companions.end_with_primary(state, entry, book.device)
+    freed_bytes = entry.charge(book.device)
     name = (entry.capability, entry.model)
     lasting = state.lasting_rates
     lasting_count = lasting.recent(name, state.now)

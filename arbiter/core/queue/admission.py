@@ -51,8 +51,6 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
         return
     entry.is_prefetch = prefetch.is_awaited(state, (entry.capability, entry.model))
     state.ledger.open(entry)
-    if entry.pinned:
-        state.pin(entry, True)  # who lives in its process may have asked before it
     state.note_active(entry.capability)
     _enqueue(state, entry, event)
     if event.attempt > 1:
@@ -129,11 +127,7 @@ def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
         state.registry.find(event.capability, event.model)
     except (UnknownCapability, UnknownModel) as unknown:
         return unknown
-    if (
-        error := None
-        if event.shares_process_with
-        else floors.refusal(state, event.capability, event.model)
-    ):
+    if error := floors.refusal(state, event.capability, event.model):
         return error
     if event.holder not in state.holders:
         return StaleEpoch(NEVER_JOINED, state.epoch)
@@ -207,15 +201,10 @@ def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
         gang=event.gang,
         split=event.split,
         client=event.client,
-        shares_process_with=event.shares_process_with,
     )
 
 
 def _is_pinned(state: CoreState, event: ev.Requested, spec: types.ModelSpec) -> bool:
-    """As its host, where it lives in the process of another."""
-    if event.shares_process_with:
-        host = state.ledger.find(event.shares_process_with)
-        return host is not None and host.pinned
     floor = state.floors.get((event.capability, event.model))
     return spec.pinned or floor is types.Floor.DEVICE
 

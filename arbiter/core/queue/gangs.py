@@ -13,7 +13,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.types import Split
-from arbiter.units import Bytes, DeviceId, TicketId
+from arbiter.units import Bytes, DeviceId
 
 # Ways of an equal split. Tensor parallel engines divide heads, which come in powers of two; a node
 # has at most sixteen GPUs.
@@ -89,17 +89,13 @@ def assign(
     """A device for each process, the largest first, where it leaves the smallest hole; empty when
     one finds none. `at_most`: what each device could hold."""
     left, parts = dict(at_most), []
-    processes: dict[TicketId, list[tuple[Ticket, Bytes]]] = {}
-    for entry, size in sizes:
-        processes.setdefault(entry.shares_process_with or entry.ticket, []).append((entry, size))
-    wanted = {process: sum(size for _, size in those) for process, those in processes.items()}
-    for process in sorted(wanted, key=lambda p: (-wanted[p], p)):
-        fit = [b.device for b in books if left[b.device] >= wanted[process]]
+    for entry, size in sorted(sizes, key=lambda pair: (-pair[1], pair[0].ticket)):
+        fit = [b.device for b in books if left[b.device] >= size]
         if not fit:
             return []
-        device = min(fit, key=lambda d: (left[d] - wanted[process], d))
-        left[device] = Bytes(left[device] - wanted[process])
-        parts += [Part(entry, device, size) for entry, size in processes[process]]
+        device = min(fit, key=lambda d: (left[d] - size, d))
+        left[device] = Bytes(left[device] - size)
+        parts.append(Part(entry, device, size))
     return parts
 
 

@@ -353,7 +353,7 @@ def _awake_on(state: CoreState, entry: Ticket) -> list[Ticket]:
     node = state.nodes[entry.node]
     books = (state.ledger.books[d] for d in sorted(node.devices))
     found = {e.ticket: e for b in books for e in b.entries.values()}
-    return [e for e in found.values() if e.shares_process_with is None]
+    return list(found.values())
 
 
 def _excludes(one: Ticket, other: Ticket) -> bool:

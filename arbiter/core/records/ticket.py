@@ -76,9 +76,6 @@ class Ticket:
     dispatch_lock: str = ""
     shared_scratch_bytes: Bytes = Bytes(0)  # of the reserve of its lock, on each of its devices
     gang: tuple[TicketId, ...] = ()
-    shares_process_with: TicketId | None = (
-        None  # a companion, in that one's process: see rules.companions
-    )
     split: Split = Split.NONE
     settles: bool = False  # its floor was lowered: it goes down to it once it is idle
     grows_bytes: Bytes = Bytes(0)  # wanted on top of what it has; waits for room

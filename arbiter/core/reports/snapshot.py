@@ -62,7 +62,7 @@ class TicketView:
     left: Span | None = None  # of the lease's term
     tenant: str = "default"  # whose account it is on: of whoever used it last
     client: str = ""
-    shares_process_with: TicketId | None = None  # the ticket whose process it shares
+    drafter_bytes: Bytes = Bytes(0)  # the part of its need that a drafter takes (F9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ def _ticket(entry: Ticket, now: Instant) -> TicketView:
         left=since(now, entry.lease_ends) if entry.lease else None,
         tenant=entry.client.tenant,
         client=entry.client.name,
-        shares_process_with=entry.shares_process_with,
+        drafter_bytes=entry.need.drafter_bytes,
     )
 
 

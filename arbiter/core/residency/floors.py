@@ -36,7 +36,7 @@ def on_set(state: CoreState, event: ev.FloorSet) -> None:
     state.log("floor_set", capability=name[0], model=name[1], floor=event.floor.value)
     entries = _entries(state, name)
     for entry in entries:
-        state.pin(entry, spec.pinned or event.floor is Floor.DEVICE)
+        state.ledger.pin(entry, spec.pinned or event.floor is Floor.DEVICE)
         entry.settles = event.floor is not Floor.DEVICE and entry.state in AWAKE
         state.set_timer(entry, state.now)
         cap_pins(state, entry.home)
@@ -135,7 +135,7 @@ def _entries(state: CoreState, name: ModelName) -> list[Ticket]:
 
 def _is_of(entry: Ticket, name: ModelName) -> bool:
     """Whoever lives in the process of another model serves nobody who asks for it by name."""
-    own = not entry.lease and entry.shares_process_with is None
+    own = not entry.lease
     return own and (entry.capability, entry.model) == name
 
 

@@ -197,7 +197,7 @@ def _free(state: CoreState, entry: Ticket, book: DeviceAccount, has_left: bool =
 def _never_fits(state: CoreState, entry: Ticket) -> NeverFits | None:
     for device, part in _wanted(entry).items():
         book = state.ledger.books[device]
-        others = (e for e in book.entries.values() if e is not entry and not _may_go(e, entry))
+        others = (e for e in book.entries.values() if e is not entry and not _may_go(e))
         most = on_demand(book.budget_bytes, Bytes(sum(e.charge(device) for e in others)))
         need = Bytes(entry.home[device] + part)
         if need > most:
@@ -205,9 +205,9 @@ def _never_fits(state: CoreState, entry: Ticket) -> NeverFits | None:
     return None
 
 
-def _may_go(other: Ticket, entry: Ticket) -> bool:
+def _may_go(other: Ticket) -> bool:
     """Some time, so that it may grow. What lives in its own process does not."""
-    return not other.pinned and other.shares_process_with != entry.ticket
+    return not other.pinned
 
 
 def _waiting_holders(state: CoreState, entry: Ticket) -> set[HolderId]:
@@ -229,7 +229,7 @@ def _reachable(book: DeviceAccount, entry: Ticket, waiting: set[HolderId]) -> By
     leavable = (
         e.charge(book.device)
         for e in book.entries.values()
-        if e is not entry and _may_go(e, entry) and e.holder not in waiting
+        if e is not entry and _may_go(e) and e.holder not in waiting
     )
     return Bytes(book.free_bytes + sum(leavable))
 

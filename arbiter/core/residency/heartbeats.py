@@ -40,9 +40,7 @@ def on_joined(state: CoreState, event: ev.Joined) -> None:
     )
     state.awaited.discard(event.holder)
     state.note_active(event.capability)
-    for held in sorted(
-        event.tickets, key=lambda h: h.shares_process_with is not None
-    ):  # hosts first
+    for held in event.tickets:
         if state.ledger.find(held.ticket) is None and held.ticket not in state.answers:
             _rebuild(state, event, held)
     _compare(state, event.holder, event.tickets)
@@ -154,8 +152,8 @@ def _apply(state: CoreState, holder: HolderId, held: ev.HeldTicket) -> None:
     if entry is None or entry.holder != holder or entry.state is State.RECLAIMING:
         _end_unnamed(state, holder, held.ticket)
         return
-    if entry.lease or entry.shares_process_with:
-        return  # it holds or it does not; what else there is to know the agent says, or its host
+    if entry.lease:
+        return  # a lease has no phases: it is held or not, and the agent knows its bytes
     match entry.state:
         case State.LOADING:
             _apply_loading(state, entry, held)
@@ -252,7 +250,6 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         priority=held.priority,
         uses_count=held.uses_count,
         client=held.client,
-        shares_process_with=held.shares_process_with,
         load_by=after(state.now, state.settings.timeouts.load),
         resident_since=state.now,
         shrinks_from=state.now,
@@ -263,9 +260,6 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
     if held.lease:
         leases.bind(state, entry, held.lease)
     apply_configuration(state, entry)
-    if host := state.primary_of(entry):
-        host.gang = (*(host.gang or (host.ticket,)), entry.ticket)
-        entry.pinned = host.pinned
     state.ledger.open(entry)
     if ticket_state is State.LOADING:
         state.queue.loading(entry.node, model_label(entry.capability, entry.model), 1)
@@ -295,7 +289,7 @@ def apply_configuration(state: CoreState, entry: Ticket) -> None:
         spec = state.registry.find(entry.capability, entry.model)
     except (UnknownCapability, UnknownModel):
         if state.registry.is_set:
-            state.pin(entry, False)
+            state.ledger.pin(entry, False)
             entry.keep_warm = Span(0)
         return
     role = state.registry.specs[entry.capability].role
@@ -303,6 +297,5 @@ def apply_configuration(state: CoreState, entry: Ticket) -> None:
     entry.role, entry.role_rank = role, state.policies.roles[role].rank
     state.ledger.touch(entry)
     entry.allow_oversize, entry.keep_warm = spec.allow_oversize, spec.keep_warm
-    if entry.shares_process_with is None:  # else it is pinned as its host is
-        state.pin(entry, spec.pinned or floor is types.Floor.DEVICE)
+    state.ledger.pin(entry, spec.pinned or floor is types.Floor.DEVICE)
     state.ledger.share_scratch(entry, spec.dispatch_lock, spec.shared_scratch_bytes)

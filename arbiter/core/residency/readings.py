@@ -11,7 +11,6 @@ from arbiter.core.eviction.sleep import confirm_sleep, doubt_asleep
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import CHARGED, Sizes, State, Ticket
 from arbiter.core.state import CoreState, Node, Unclaimed
-from arbiter.core.tickets import companions
 from arbiter.core.tickets.budget import beyond, foreign_in_budget, lendable, shared_scratch
 from arbiter.core.tickets.loads import learn_failure
 from arbiter.core.tickets.reclaim import mark_reclaimed, reclaim
@@ -129,7 +128,7 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
     node.readings = {r.device: r for r in event.devices if r.device in node.devices}
     if node.readings.keys() != were_read:
         state.ledger.changed.add(node.node)
-    seen_bytes = companions.shared_bytes(state, {e.ticket: _sizes(e) for e in event.engines})
+    seen_bytes = {e.ticket: _sizes(e) for e in event.engines}
     _weigh_all(state, node, seen_bytes)
     _learn_all(state, event.engines)
     _note_unclaimed(state, node, seen_bytes)
@@ -157,14 +156,13 @@ def _learn_all(state: CoreState, readings: tuple[ev.EngineReading, ...]) -> None
         entry = state.ledger.find(reading.ticket)
         if entry is None or entry.lease or not reading.exact:
             continue  # what a stranger holds says nothing of its next run
-        for each in state.process_of(entry):
-            if each.state is State.RESIDENT:
-                _learn(state, each)
+        if entry.state is State.RESIDENT:
+            _learn(state, entry)
 
 
 def _learn(state: CoreState, entry: Ticket) -> None:
-    """The peak while it serves; how far off the estimate was is told once for each load, which a
-    companion has none of. What it holds while it is grown says nothing of its next load."""
+    """Learns the peak while the model serves, and logs the estimate's error once for each load.
+    What a ticket holds while it is grown says nothing of its next load."""
     if entry.grown_bytes:
         return
     shared = sum(entry.scratch_in_use(device) for device in entry.home)
@@ -174,8 +172,7 @@ def _learn(state: CoreState, entry: Ticket) -> None:
     if entry.readings_count < LEARNED_AFTER or held == 0:
         return
     state.estimates.saw_peak(state.key_of(entry), entry.peak_bytes)
-    is_of_load = entry.wakes_count == 0 and entry.shares_process_with is None
-    if entry.readings_count == LEARNED_AFTER and is_of_load:
+    if entry.readings_count == LEARNED_AFTER and entry.wakes_count == 0:
         if not entry.need_is_explicit:
             state.estimates.saw_overhead(state.key_of(entry), entry.need, entry.peak_bytes)
         state.log(

@@ -1,1 +1,1 @@
-"""A ticket's life as all rules share it: loads, reclaim, leases, companions, quotas."""
+"""A ticket's life as all rules share it: loads, reclaim, leases, quotas."""

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.budget import on_demand, pinned_overcommit, share
-from arbiter.core.tickets.companions import end_with_primary
 from arbiter.core.types import DeviceKind
 from arbiter.units import Bytes, DeviceId, Instant, after, since
 
@@ -43,11 +42,11 @@ def cap_pins(state: CoreState, devices: Iterable[DeviceId]) -> None:
         if (book := state.ledger.books.get(device)) is None:
             continue
         most, total = share(book.budget_bytes, state.settings.pinned_most_fraction), 0
-        pinned = (e for e in book.entries.values() if e.pinned and e.shares_process_with is None)
+        pinned = (e for e in book.entries.values() if e.pinned)
         for entry in sorted(pinned, key=lambda e: (e.opened, e.ticket)):
-            size = end_with_primary(state, entry, device)
+            size = entry.charge(device)
             if total + size > most:
-                state.pin(entry, False)
+                state.ledger.pin(entry, False)
                 state.log("pin_over_cap", entry, size=size, device=device, cap=most)
             else:
                 total += size

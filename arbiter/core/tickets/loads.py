@@ -6,7 +6,6 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, EvictedFor, EvictedForKey, Failure, model_label
 from arbiter.core.tickets.budget import share
-from arbiter.core.tickets.companions import end_with_primary
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, reclaim
 from arbiter.errors import ENGINE_DIED, LoadFailed, TicketClosed
 from arbiter.units import Bytes, HolderId, Span, after, since
@@ -174,8 +173,6 @@ def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
         state.log("ticket_closed", entry, reason=Reason.WITHDRAWN.value)
         state.close(entry)
         state.evicted_for.pop((entry.holder, entry.model), None)
-    elif entry.shares_process_with:
-        state.stale_count += 1  # what becomes of the load is said of its host
     elif entry.state is not State.LOADING:
         state.unqueue(entry)  # it sleeps on
         state.evicted_for.pop((entry.holder, entry.model), None)
@@ -198,7 +195,7 @@ def let_sleep(state: CoreState, entry: Ticket) -> None:
 def prefetches_that_make_room(state: CoreState, book: DeviceAccount, short: int) -> list[Ticket]:
     """Those that were begun as prefetches there, where they are enough."""
     prefetches = [e for e in book.loading.values() if e.is_prefetch]
-    returning = sum(end_with_primary(state, e, book.device) for e in prefetches)
+    returning = sum(e.charge(book.device) for e in prefetches)
     return prefetches if short <= returning else []
 
 

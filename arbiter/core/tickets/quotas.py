@@ -17,7 +17,6 @@ from arbiter.core.records.ticket import LEAVING, Sizes, Ticket
 from arbiter.core.settings import TenantLimits
 from arbiter.core.state import CoreState
 from arbiter.core.tickets.budget import share
-from arbiter.core.tickets.companions import end_with_primary
 from arbiter.core.tickets.device_limits import COMPUTE, compute_books, on_demand_of
 from arbiter.core.tickets.reclaim import is_counted_on
 from arbiter.core.types import Client, Split
@@ -179,11 +178,6 @@ def device_bytes(state: CoreState, entry: Ticket) -> Bytes:
     return Bytes(sum(entry.charge(b.device) for b in books if b and b.kind in COMPUTE))
 
 
-def process_bytes(state: CoreState, entry: Ticket) -> Bytes:
-    """The same with whoever lives in its process."""
-    return Bytes(sum(device_bytes(state, one) for one in state.process_of(entry)))
-
-
 # -- leaving --------------------------------------------------------------------------------------
 
 
@@ -219,18 +213,14 @@ def is_reserved(state: CoreState, entry: Ticket, tenant: str) -> bool:
 def _is_partly_reserved(state: CoreState, entry: Ticket, tenant: str) -> bool:
     """Without it its tenant would hold less than its reserve, and nothing free makes up for it."""
     books = [b for d in entry.home if (b := state.ledger.books.get(d))]
-    sizes = [end_with_primary(state, entry, book.device) for book in books]
+    sizes = [entry.charge(book.device) for book in books]
     return sizes != _worth(state, entry, tenant)
 
 
 def _worth(state: CoreState, entry: Ticket, tenant: str) -> list[Bytes]:
     """To this tenant, on each of its devices."""
     books = (state.ledger.books.get(d) for d in entry.home)
-    return [
-        ReserveSlack(state, b, tenant).take(entry, end_with_primary(state, entry, b.device))
-        for b in books
-        if b
-    ]
+    return [ReserveSlack(state, b, tenant).take(entry, entry.charge(b.device)) for b in books if b]
 
 
 # -- whose a ticket is ----------------------------------------------------------------------------
@@ -241,12 +231,11 @@ def take_over(state: CoreState, entry: Ticket, client: Client) -> None:
     if client == entry.client or entry.lease:
         return
     if client.tenant == entry.client.tenant or _may_change_hands(state, entry, client.tenant):
-        for one in state.process_of(entry):
-            state.ledger.bill_to(one, client)
+        state.ledger.bill_to(entry, client)
 
 
 def _may_change_hands(state: CoreState, entry: Ticket, to: str) -> bool:
     if not state.tenants:
         return True
-    size = process_bytes(state, entry)
+    size = device_bytes(state, entry)
     return over_limit(state, to, size) == 0 and not _is_partly_reserved(state, entry, to)

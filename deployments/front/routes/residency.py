@@ -74,13 +74,11 @@ def _model(model: str, capability: str, state: dict[str, Any], floor: str) -> di
 
 
 def _own(model: str, capability: str, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Its tickets; not one that drafts in another model's engine and goes with that."""
+    """The tickets of one model, leases left out."""
     return [
         t
         for t in state["tickets"]
-        if (t["capability"], t["model"]) == (capability, model)
-        and not t["lease"]
-        and not t["shares_process_with"]
+        if (t["capability"], t["model"]) == (capability, model) and not t["lease"]
     ]
 
 

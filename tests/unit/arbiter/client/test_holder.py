@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from ray.exceptions import ActorDiedError
 
+from arbiter.client import gang_request
 from arbiter.client import holder as module
+from arbiter.client.gang_request import Gang
 from arbiter.client.holder import HolderClient
 from arbiter.core import events as ev
 from arbiter.core import types
@@ -102,7 +104,8 @@ async def test_a_gang_that_was_answered_in_part_is_asked_for_again_as_a_whole() 
 
     client = joined_client(FakeArbiter(acquire=acquire), PassiveClient)
     both = replace(ASKED, ticket=TicketId("a")), replace(ASKED, ticket=TicketId("b"))
-    gang = asyncio.ensure_future(client.acquire_all(both))
+    whole = Gang(tuple(asked.ticket for asked in both))
+    gang = asyncio.gather(*(gang_request.acquire(client, asked, whole) for asked in both))
     async with asyncio.timeout(5):
         await came.wait()
         arbiter = client._arbiter
