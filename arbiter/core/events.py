@@ -38,11 +38,21 @@ class CapabilityRegistered:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceUnreadable:
+    """The node has this device, and the driver gives no answer for it at the moment."""
+
+    device: DeviceId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class NodeSeen:
-    """A node agent introduces itself and its devices. Repeated after each agent restart."""
+    """A node agent introduces itself and its devices. Repeated after each agent restart, and when
+    a device comes or goes. An `unreadable` device has not gone, even if `devices` lacks it."""
 
     node: NodeId
     devices: tuple[DeviceSpec, ...]
+    unreadable: tuple[DeviceUnreadable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +63,21 @@ class NodeLost:
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignProcess:
+    """A process that holds memory of a GPU and belongs to no ticket."""
+
+    pid: int
+    name: str  # empty if the agent cannot see the process
+    size_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceReading:
     device: DeviceId
     free_bytes: Bytes  # physically free, as the kernel or NVML says
     foreign_bytes: Bytes  # used by processes that are not engines opened by this agent
     exact: bool = True  # False: foreign bytes inferred from the device total, not per process
+    foreign_processes: tuple[ForeignProcess, ...] = ()  # those NVML names, the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +91,14 @@ class EngineReading:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A full reading of one node: every device, every engine alive on it."""
+    """A full reading of one node: every device, every engine alive on it. The reading leaves out
+    unreadable devices: the last figures of those stand."""
 
     node: NodeId
     devices: tuple[DeviceReading, ...]
     engines: tuple[EngineReading, ...]
     stalled_fraction: float = 0.0  # of the last 10 s, in which some task waited for RAM (PSI)
+    unreadable: tuple[DeviceUnreadable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,8 @@ class Node:
     silent_told: bool = False
     readings: dict[DeviceId, ev.DeviceReading] = field(default_factory=dict)
     unclaimed: dict[TicketId, Unclaimed] = field(default_factory=dict)
+    unreadable: dict[DeviceId, str] = field(default_factory=dict)  # its devices, and the cause
+    inexact: frozenset[DeviceId] = frozenset()  # of its devices, see rules.inexact
     computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
 
     def __post_init__(self) -> None:

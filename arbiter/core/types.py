@@ -139,3 +139,5 @@ class DeviceSpec:
     device: DeviceId
     kind: DeviceKind
     total_bytes: Bytes
+    name: str = ""  # of a GPU: its kind, as NVML names it
+    uuid: str = ""  # of a GPU: this very card; `device` is where it is counted

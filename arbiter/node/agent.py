@@ -45,7 +45,7 @@ class NodeAgent:
         log_folder = Path(logs) if logs else ray_internals.logs_folder()
         self._logs = cleanup.EngineLogs(log_folder)
         self._probe = NodeProbe(node, pkgutil.resolve_name(settings.gpus)())
-        self._reports = Reports(node, self._probe.inventory, self._probe.gpu_pids)
+        self._reports = Reports(node, self._probe.introduction, self._probe.gpu_pids)
         self._children = children.Children(self._folder)
         self._keeper = ZygoteSupervisor(
             settings,
@@ -273,7 +273,7 @@ class NodeAgent:
                 self._children.kill(child)
         for outsider in self._outsiders.note(looked_ns, everything, self._not_theirs()):
             self._forget_outsider(outsider)
-            self._reports.note_ended(outsider.ticket, outsider.pid)
+            self._reports.note_ended(outsider.ticket, outsider.pid, *outsider.last_members)
 
     def _forget_outsider(self, outsider: LeasedProcess) -> None:
         asyncio.get_running_loop().remove_reader(outsider.fd)
@@ -297,7 +297,8 @@ class NodeAgent:
             return self._replacing.ended(child.ticket)
         self._children.bury(child.ticket)
         self._replacing.ended(child.ticket)
-        self._reports.note_ended(child.ticket, child.pid)
+        pids = {child.pid, *child.last_members, *child.killed}
+        self._reports.note_ended(child.ticket, *pids)
         self._start(self._reports.say_all_gone())
         loop.call_soon(self._tidy, child.ticket)
 
@@ -345,12 +346,13 @@ class NodeAgent:
     async def _report(self) -> None:
         """Engines that went, at once, for somebody may wait for their bytes; then a reading."""
         await self._reports.say_all_gone()
-        trees, returned = self._children.trees() + self._outsiders.trees(), self._returned
+        trees = self._children.trees() + self._outsiders.trees() + self._reports.trees()
+        returned = self._returned
         readings = await asyncio.to_thread(self._probe.read, trees)
         engines = tuple(self._judged(e) for e in readings.engines)
         stalls = procfs.stalled_fraction()
-        said = (ev.Measured(self._node, readings.devices, engines, stalls),)
-        self._heard = await self._reports.say(said)
+        said = ev.Measured(self._node, readings.devices, engines, stalls, readings.unreadable)
+        self._heard = await self._reports.say((said,))
         if self._heard:
             self._release_outsiders(readings.engines, returned)
 

@@ -45,6 +45,9 @@ class Child:
     killed: dict[int, int] = field(default_factory=dict)  # those of `members` that were
     killed_ns: int | None = None  # when the last of them was
     is_whole: bool = False  # `killed` is all there ever will be of it
+    last_members: set[int] = field(
+        default_factory=set
+    )  # before the end; a driver may list them yet
 
     def tree(self) -> Tree:
         return Tree(self.ticket, frozenset(self.members), self.granted)
@@ -88,6 +91,7 @@ class Children:
             ticket, pid, found.start_ticks, self.socket(ticket), granted, fd, time.monotonic_ns()
         )
         child.members[pid] = found.start_ticks
+        child.last_members = {pid}
         child.zygote = zygote
         self.by_ticket[ticket] = child
         self._write(child)
@@ -121,6 +125,7 @@ class Children:
             known = {p for p, ticks in child.members.items() if _is_same(everything, p, ticks)}
             found = procfs.descend(known | _led(child, everything), everything)
             child.members = {pid: everything[pid].start_ticks for pid in found}
+            child.last_members = set(found) or child.last_members
             # The kernel forks nothing for a process with a signal to die by (copy_process, fork.c).
             # So a look that began after all that is known was killed, and found no other, is the
             # last that is needed.

@@ -5,20 +5,31 @@ the budget for sleeping weights. Foreign bytes are whatever the kernel counts as
 of this node holds.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from arbiter.core.events import DeviceReading, EngineReading
+from arbiter.core.events import (
+    DeviceReading,
+    DeviceUnreadable,
+    EngineReading,
+    ForeignProcess,
+    NodeSeen,
+)
 from arbiter.core.types import DeviceBytes, DeviceKind, DeviceSpec
 from arbiter.node import procfs
+from arbiter.node.nvml import Card, Gpus, GpuUnreadable
 from arbiter.node.rollup_cache import Rollups
 from arbiter.units import Bytes, DeviceId, NodeId, TicketId
+
+logger = logging.getLogger("arbiter.agent")
+
+NAMED_COUNT = 16  # a reading names the largest foreign processes; a desktop has about ten
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """One engine: its living processes and where its ticket lets it be."""
+    """One engine: its processes, alive or still listed by a driver, and its granted devices."""
 
     ticket: TicketId
     pids: frozenset[int]
@@ -29,63 +40,112 @@ class Tree:
 class Readings:
     devices: tuple[DeviceReading, ...]
     engines: tuple[EngineReading, ...]
-
-
-class Gpus(Protocol):
-    """What is asked of NVML; `Nvml` below is the real one."""
-
-    def totals(self) -> tuple[Bytes, ...]: ...
-    def free(self, index: int) -> Bytes: ...
-    def used_by_pid(self, index: int) -> dict[int, Bytes | None]: ...
+    unreadable: tuple[DeviceUnreadable, ...] = ()  # devices without a reading this time
 
 
 class NodeProbe:
     """All devices of one node. Without GPUs, `cpu:0` stands in."""
 
     def __init__(self, node: NodeId, gpus: Gpus) -> None:
+        """Raises NvmlFailed."""
         self._node = node
         self._gpus = gpus
-        self._totals = gpus.totals()
+        self._indexes = range(gpus.count())
+        self._cards: dict[int, Card] = {}
+        self._faults: dict[int, GpuUnreadable] = {}  # of GPUs that could not be read last time
+        self._pids: dict[int, set[int]] = {}  # that NVML listed last
         self._rollups = Rollups()
         self._baseline: dict[int, int] = {}  # last used bytes of a GPU while no engine was on it
+        for index in self._indexes:
+            try:
+                self._card(index)
+            except GpuUnreadable as fault:
+                self._note_fault(index, fault)
+
+    def introduction(self) -> NodeSeen:
+        return NodeSeen(self._node, self.inventory(), self.unreadable())
 
     def inventory(self) -> tuple[DeviceSpec, ...]:
+        """Leaves out GPUs that fell off the bus or have never answered."""
         total_bytes, _ = procfs.ram()
         host = DeviceSpec(self._id("host"), DeviceKind.HOST, total_bytes)
-        if not self._totals:
+        if not self._indexes:
             return DeviceSpec(self._id("cpu:0"), DeviceKind.CPU, total_bytes), host
+        cards = ((i, card) for i in self._indexes if (card := self._cards.get(i)))
         gpus = (
-            DeviceSpec(self._id(f"gpu:{i}"), DeviceKind.GPU, size)
-            for i, size in enumerate(self._totals)
+            DeviceSpec(self._gpu_id(i), DeviceKind.GPU, card.total_bytes, card.name, card.uuid)
+            for i, card in cards
+            if not self._is_lost(i)
         )
         return *gpus, host
+
+    def unreadable(self) -> tuple[DeviceUnreadable, ...]:
+        """GPUs of this node for which NVML gives no answer at the moment."""
+        faults = ((i, fault) for i in self._indexes if (fault := self._faults.get(i)))
+        return tuple(
+            DeviceUnreadable(self._gpu_id(i), str(fault))
+            for i, fault in faults
+            if not fault.is_lost
+        )
 
     def read(self, trees: list[Tree]) -> Readings:
         """Takes milliseconds per engine: call it from a thread."""
         memories = {tree.ticket: procfs.memory(tree.pids, self._rollups.of) for tree in trees}
         self._rollups.keep(pid for tree in trees for pid in tree.pids)
         measured = {ticket: self._ram_part(m) for ticket, m in memories.items()}
-        devices = [self._ram(memories)] if self._totals else self._ram_pair(memories)
-        for index in range(len(self._totals)):
-            reading, parts = self._gpu(index, trees)
+        devices = [self._ram(memories)] if self._indexes else self._ram_pair(memories)
+        for index in self._indexes:
+            try:
+                reading, parts = self._gpu(index, trees)
+            except GpuUnreadable as fault:
+                self._note_fault(index, fault)
+                continue
+            self._note_fault(index, None)
             devices.append(reading)
             for ticket, size in parts.items():
                 measured[ticket].append(DeviceBytes(reading.device, size))
         engines = tuple(EngineReading(t, tuple(parts)) for t, parts in measured.items())
-        return Readings(tuple(devices), engines)
+        return Readings(tuple(devices), engines, self.unreadable())
 
     def gpu_pids(self) -> set[int]:
-        """Every pid that NVML still lists on any GPU."""
-        return {pid for i in range(len(self._totals)) for pid in self._gpus.used_by_pid(i)}
+        """Every pid that NVML lists on any GPU; for an unreadable GPU, the pids it listed last."""
+        for index in self._indexes:
+            try:
+                self._pids[index] = set(self._gpus.used_by_pid(index) or ())
+            except GpuUnreadable as fault:
+                if fault.is_lost:
+                    self._pids[index] = set()
+        return {pid for pids in self._pids.values() for pid in pids}
 
     def _id(self, name: str) -> DeviceId:
         return DeviceId(f"{self._node}/{name}")
 
+    def _gpu_id(self, index: int) -> DeviceId:
+        return self._id(f"gpu:{index}")
+
+    def _card(self, index: int) -> Card:
+        if index not in self._cards:
+            self._cards[index] = self._gpus.card(index)
+        return self._cards[index]
+
+    def _is_lost(self, index: int) -> bool:
+        fault = self._faults.get(index)
+        return fault is not None and fault.is_lost
+
+    def _note_fault(self, index: int, fault: GpuUnreadable | None) -> None:
+        """Logs the fault when it changes, because readings come each second."""
+        before = self._faults.pop(index, None)
+        if fault is not None:
+            self._faults[index] = fault
+        if str(before) != str(fault):
+            said = f"cannot be read: {fault}" if fault else "answers again"
+            logger.warning("%s %s", self._gpu_id(index), said)
+
     def _ram_part(self, memory: procfs.Memory) -> list[DeviceBytes]:
         """On a GPU node the whole of an engine's RAM is host RAM."""
         host = self._id("host")
-        if self._totals:
-            return [DeviceBytes(host, memory.host_bytes)]
+        if self._indexes:
+            return [DeviceBytes(host, Bytes(memory.device_bytes + memory.host_bytes))]
         cpu = DeviceBytes(self._id("cpu:0"), memory.device_bytes)
         return [cpu, DeviceBytes(host, memory.host_bytes)] if memory.host_bytes else [cpu]
 
@@ -101,29 +161,40 @@ class NodeProbe:
         return [DeviceReading(self._id("cpu:0"), host.free_bytes, host.foreign_bytes), host]
 
     def _gpu(self, index: int, trees: list[Tree]) -> tuple[DeviceReading, dict[TicketId, Bytes]]:
-        device = self._id(f"gpu:{index}")
+        """Raises GpuUnreadable."""
+        device, total_bytes = self._gpu_id(index), self._card(index).total_bytes
         free_bytes = self._gpus.free(index)
-        used_bytes = self._totals[index] - free_bytes
+        used_bytes = total_bytes - free_bytes
         here = [t for t in trees if any(d.device == device for d in t.granted)]
         if not here:
             self._baseline[index] = used_bytes
         by_pid = self._gpus.used_by_pid(index)
-        if _is_exact(by_pid, here):
+        self._pids[index] = set(by_pid or ())
+        grown_bytes = used_bytes - self._baseline.get(index, 0)
+        ours = {pid for t in trees for pid in t.pids}
+        if by_pid is not None and _is_exact(by_pid, ours, here, grown_bytes):
             parts = {t.ticket: _sum(by_pid, t.pids) for t in trees}
             parts = {ticket: size for ticket, size in parts.items() if size}
             foreign_bytes = max(0, used_bytes - sum(parts.values()))
-            return DeviceReading(device, free_bytes, Bytes(foreign_bytes)), parts
+            named = _foreign(by_pid, ours)
+            reading = DeviceReading(
+                device, free_bytes, Bytes(foreign_bytes), foreign_processes=named
+            )
+            return reading, parts
         foreign_bytes = min(used_bytes, self._baseline.get(index, 0))
         parts = _share(used_bytes - foreign_bytes, device, here)
         return DeviceReading(device, free_bytes, Bytes(foreign_bytes), exact=False), parts
 
 
-def _is_exact(by_pid: dict[int, Bytes | None], here: list[Tree]) -> bool:
-    """NVML names bytes and pids as this process knows them. In some containers it gives neither:
-    a size is missing, or engines on the device show up under pids of another namespace."""
-    if any(size is None for size in by_pid.values()):
+def _is_exact(
+    by_pid: dict[int, Bytes | None], ours: set[int], here: list[Tree], grown_bytes: int
+) -> bool:
+    """True if NVML names bytes and pids as this process knows them. In some containers NVML gives
+    neither: a size is missing, engines on the device show up under pids of another namespace, or
+    the device has filled since the engines came and NVML lists no process."""
+    if any(size is None for size in by_pid.values()) or (here and not by_pid and grown_bytes > 0):
         return False
-    strangers = [pid for pid in by_pid if procfs.process(pid) is None]
+    strangers = [pid for pid in by_pid if pid not in ours and procfs.process(pid) is None]
     return not (here and strangers)
 
 
@@ -138,48 +209,8 @@ def _share(size_bytes: int, device: DeviceId, here: list[Tree]) -> dict[TicketId
     return {ticket: Bytes(size_bytes * g // total) for ticket, g in granted.items() if total}
 
 
-class NoGpus:
-    """A node without NVIDIA's driver."""
-
-    def totals(self) -> tuple[Bytes, ...]:
-        return ()
-
-    def free(self, index: int) -> Bytes:
-        raise IndexError(index)
-
-    def used_by_pid(self, index: int) -> dict[int, Bytes | None]:
-        raise IndexError(index)
-
-
-class Nvml:
-    """NVIDIA's own counters."""
-
-    def __init__(self, nvml: Any) -> None:
-        self._nvml = nvml
-        count = nvml.nvmlDeviceGetCount()
-        self._handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-
-    def totals(self) -> tuple[Bytes, ...]:
-        return tuple(Bytes(self._nvml.nvmlDeviceGetMemoryInfo(h).total) for h in self._handles)
-
-    def free(self, index: int) -> Bytes:
-        return Bytes(self._nvml.nvmlDeviceGetMemoryInfo(self._handles[index]).free)
-
-    def used_by_pid(self, index: int) -> dict[int, Bytes | None]:
-        handle = self._handles[index]
-        listed = (
-            *self._nvml.nvmlDeviceGetComputeRunningProcesses(handle),
-            *self._nvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
-        )
-        return {p.pid: p.usedGpuMemory for p in listed}
-
-
-def find_gpus() -> Gpus:
-    """NVML's devices, or none where there is no driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return NoGpus()
-    return Nvml(pynvml)
+def _foreign(by_pid: dict[int, Bytes | None], ours: set[int]) -> tuple[ForeignProcess, ...]:
+    """The largest processes that belong to no engine, with their names."""
+    sizes = [(size or Bytes(0), pid) for pid, size in by_pid.items() if pid not in ours]
+    largest = sorted(sizes, reverse=True)[:NAMED_COUNT]
+    return tuple(ForeignProcess(pid, procfs.name(pid), size) for size, pid in largest)

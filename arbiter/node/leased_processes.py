@@ -35,6 +35,9 @@ class LeasedProcess:
     opened_ns: int
     floor_bytes: Bytes
     members: dict[int, int] = field(default_factory=dict)
+    last_members: set[int] = field(
+        default_factory=set
+    )  # before the end; a driver may list them yet
     leaving: bool = False  # the lease is over; watched until its bytes are back
 
     def tree(self) -> Tree:
@@ -83,6 +86,7 @@ class LeasedProcesses:
             ticket, pid, found.start_ticks, granted, fd, time.monotonic_ns(), floor
         )
         outsider.members[pid] = found.start_ticks
+        outsider.last_members = {pid}
         self.by_ticket[ticket] = outsider
         return outsider
 
@@ -101,6 +105,7 @@ class LeasedProcesses:
             }
             found = {pid for pid in procfs.descend(known, seen) if pid in known or _is_ours(pid)}
             outsider.members = {pid: seen[pid].start_ticks for pid in found}
+            outsider.last_members = set(found) or outsider.last_members
         return [o for o in noted if not o.members]
 
     def forget(self, outsider: LeasedProcess) -> None:

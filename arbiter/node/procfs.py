@@ -102,6 +102,14 @@ def command(pid: int) -> bytes:
         return b""
 
 
+def name(pid: int) -> str:
+    """The name `ps` shows; empty if no process of this namespace has that pid."""
+    try:
+        return (PROC / str(pid) / "comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def led_by(leader: int, everything: dict[int, Process]) -> set[int]:
     """The leader, if it is there, and the members of the group and session of its number."""
     return {p.pid for p in everything.values() if leader in (p.pid, p.group, p.session)}

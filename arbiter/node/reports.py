@@ -9,6 +9,7 @@ from ray.exceptions import RayError
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.errors import ArbiterError
+from arbiter.node.device_probe import Tree
 from arbiter.protocol import rpc
 from arbiter.protocol.messages import NAME, NAMESPACE
 from arbiter.units import Epoch, NodeId, TicketId
@@ -17,18 +18,19 @@ REPORT_S = 5.0  # an arbiter slower than its own reading bound is as good as awa
 
 
 class Reports:
-    """`inventory`: the node's devices, told first to each life of the arbiter. `gpu_pids`: the
-    processes that NVML lists."""
+    """`introduction`: the node's devices, told first to each life of the arbiter, and again when
+    they change. `gpu_pids`: the processes that NVML lists."""
 
     def __init__(
         self,
         node: NodeId,
-        inventory: Callable[[], tuple[types.DeviceSpec, ...]],
+        introduction: Callable[[], ev.NodeSeen],
         gpu_pids: Callable[[], set[int]],
     ) -> None:
         self.gone: dict[TicketId, ev.EngineGone] = {}  # not yet said
         self._returning: dict[TicketId, set[int]] = {}  # dead, but NVML still lists these pids
-        self._node, self._inventory, self._gpu_pids = node, inventory, gpu_pids
+        self._node, self._introduction, self._gpu_pids = node, introduction, gpu_pids
+        self._told: tuple[types.DeviceSpec, ...] | None = None  # devices the arbiter heard of last
         self._arbiter: rpc.Peer | None = None
         self._finding = asyncio.Lock()
         self._epoch: Epoch | None = None
@@ -39,8 +41,8 @@ class Reports:
         return bool(self.gone or self._returning)
 
     def note_ended(self, ticket: TicketId, *pids: int) -> None:
-        """No process of it is left."""
-        still_listed = self._gpu_pids() & set(pids)
+        """No process of the engine is left. `pids`: the processes it had, if the caller knows."""
+        still_listed = self._gpu_pids() & (set(pids) | self._returning.pop(ticket, set()))
         if still_listed:
             self._returning[ticket] = still_listed
         self.note_gone(ticket, bytes_back=not still_listed)
@@ -51,6 +53,11 @@ class Reports:
         for ticket in [t for t, pids in self._returning.items() if not pids & listed]:
             del self._returning[ticket]
             self.note_gone(ticket, bytes_back=True)
+
+    def trees(self) -> list[Tree]:
+        """Dead engines that a driver still lists: these bytes belong to tickets, they are not
+        foreign."""
+        return [Tree(ticket, frozenset(pids)) for ticket, pids in self._returning.items()]
 
     def note_gone(self, ticket: TicketId, *, bytes_back: bool) -> None:
         self.gone[ticket] = ev.EngineGone(self._node, ticket, bytes_back)
@@ -67,12 +74,14 @@ class Reports:
         """Whether the arbiter heard it."""
         try:
             async with asyncio.timeout(REPORT_S):
-                arbiter = await self._found()
-                epoch = await arbiter.call("report", self._node, self._epoch, said)
+                arbiter, seen = await self._found(), self._introduction()
+                has_changed = self._told not in (None, seen.devices)
+                news = (seen, *said) if has_changed else said
+                epoch = await arbiter.call("report", self._node, self._epoch, news)
                 if epoch != self._epoch:
                     self._epoch = epoch
-                    seen = ev.NodeSeen(self._node, self._inventory())
                     await arbiter.call("report", self._node, epoch, (seen, *said))
+                self._told = seen.devices
         except (RayError, ArbiterError, ValueError, TimeoutError):
             self.close()
             return False  # away; the next turn says it again

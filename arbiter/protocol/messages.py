@@ -46,7 +46,7 @@ class AgentSettings:
     preload: tuple[str, ...] = ()
     folder: str | None = None  # of sockets; None: /tmp/arbiter-<uid>/<node>
     spares_count: int = 0  # idle Ray workers to keep at hand, see arbiter.node.spares
-    gpus: str = "arbiter.node.device_probe:find_gpus"  # what finds those of a node
+    gpus: str = "arbiter.node.nvml:find_gpus"  # what finds those of a node
 
 
 @dataclass(frozen=True, slots=True)

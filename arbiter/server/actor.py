@@ -114,12 +114,16 @@ class ArbiterActor:
         if self._store.trouble:
             self._tell_trouble(self._store.trouble)
         self._store.on_trouble = self._tell_trouble
+        self._agents.on_end = self._tell_agent_ended
         aside = str(self._store.moved_aside) if self._store.moved_aside else None
         known = len(self._store.members())
         self._shell.log.tell(LogEvent("arbiter_started", {"holders": known, "broken_state": aside}))
 
     def _tell_trouble(self, why: str) -> None:
         self._shell.log.tell(LogEvent("state_not_kept", {"cause": why}))
+
+    def _tell_agent_ended(self, node: NodeId, cause: str) -> None:
+        self._shell.log.tell(LogEvent("agent_ended", {"node": node, "cause": cause}))
 
     # -- holders -------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ class RayAgents:
         self._handles: dict[NodeId, Any] = {}  # of their agents; none while one is to be started
         self._peers: dict[NodeId, rpc.Peer] = {}  # the shortest way to each
         self._pending: set[asyncio.Future[Any]] = set()
+        self._causes: dict[NodeId, str] = {}  # why each agent ended last, until one answers
+        self.on_end: Callable[[NodeId, str], None] = _log_end  # why an agent has ended for good
 
     def reap(self, node: NodeId, ticket: TicketId) -> None:
         self._say(node, "reap", ticket)
@@ -116,6 +118,7 @@ class RayAgents:
     async def _look_at(self, node: NodeId, handle: Any) -> None:
         """Ray's word on whether it lives, and the way to it."""
         door = await handle.door.remote()
+        self._causes.pop(node, None)
         peer = self._peers.get(node)
         if peer is None or not peer.is_open:
             self._peers[node] = await rpc.connect_to_socket(handle, door, ray_internals.own_node())
@@ -132,8 +135,21 @@ class RayAgents:
             return  # the next look tells why; what was said is said again
         except ray.exceptions.ActorUnavailableError:
             return  # restarting; what was said is said again
-        except ray.exceptions.RayActorError:
+        except ray.exceptions.RayActorError as error:
             self._forget_way(node)
             self._handles.pop(node, None)  # dead for good: the next look starts another
+            self._note_end(node, error)
         except (ray.exceptions.RayError, rpc.RemoteError) as error:
             logger.warning("agent of %s: %r", node, error)
+
+    def _note_end(self, node: NodeId, error: ray.exceptions.RayActorError) -> None:
+        """Tells each cause once, because each look starts an agent that cannot start again, and
+        only a person can remove the cause."""
+        cause = str(error).strip().splitlines()[-1]
+        if self._causes.get(node) != cause:
+            self._causes[node] = cause
+            self.on_end(node, cause)
+
+
+def _log_end(node: NodeId, cause: str) -> None:
+    logger.warning("the agent of %s ended, and is started again: %s", node, cause)

@@ -21,9 +21,9 @@ from deployments.replica.residency import Residency
 from deployments.replica.use import Use
 from deployments.replica.use_all import use_all
 from policies import bundle
+from tests.support import nvml
 from tests.support.engine_host import device_bytes
 from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
-from tests.support.two_devices import TwoDevices
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A13")]
@@ -143,6 +143,17 @@ async def test_gang_that_never_fits_is_refused_and_no_member_stays_queued() -> N
         await books_hold_what_the_kernel_says(d)
 
 
+@asynccontextmanager
+async def two_gpus(**sizes: int) -> AsyncIterator[tuple[LiveArbiter, nvml.FakeNvml]]:
+    """Models of as many MiB, whose engine takes an equal part of each GPU it is given."""
+    with nvml.gpus_of_session() as fake:
+        args = {"nvml": str(fake.folder), "can_sleep": False}
+        models = {name: model(mib, **args) for name, mib in sizes.items()}
+        both = {"seeing": capability(**models) | {"engine": "halves"}}
+        async with live_arbiter(both, 200, "tests.support.nvml:find") as d:
+            yield d, fake
+
+
 def of_gpus(sizes: dict[str, int]) -> list[int]:
     return [size for device, size in sorted(sizes.items()) if "gpu:" in device]
 
@@ -151,14 +162,9 @@ def of_gpus(sizes: dict[str, int]) -> list[int]:
 async def test_a_ticket_over_two_devices_is_granted_on_both_or_on_neither(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kind = EngineKind("tests.support.two_devices:build", (), Bytes(0), Bytes(0), split=Split.EQUAL)
+    kind = EngineKind("tests.support.gpu_engine:build", (), Bytes(0), Bytes(0), split=Split.EQUAL)
     monkeypatch.setitem(ENGINES, "halves", kind)
-    models = {"wide": model(250, can_sleep=False), "narrow": model(120, can_sleep=False)}
-    both = {"seeing": capability(**models) | {"engine": "halves"}}
-    async with (
-        live_arbiter(both, 200, "tests.support.two_devices:TwoDevices") as d,
-        user() as residency,
-    ):
+    async with two_gpus(wide=250, narrow=120) as (d, fake), user() as residency:
 
         async def wide() -> None:
             async with residency.use("wide") as engine:
@@ -175,7 +181,8 @@ async def test_a_ticket_over_two_devices_is_granted_on_both_or_on_neither(
         await asyncio.wait_for(waiting, 30)
         await d.books_are_true()
         [[pid]] = (await d.engines()).values()
-        assert [TwoDevices().used_by_pid(index)[pid] for index in (0, 1)] == [125 * MIB] * 2
+        held = [(fake.folder / "held" / f"{index}.{pid}").read_text() for index in (0, 1)]
+        assert held == [str(125 * MIB)] * 2
         await d.until(lambda s: of_gpus(s["tickets"][0]["measured_bytes"]) == [125 * MIB] * 2)
         assert of_gpus((await d.state())["tickets"][0]["charged_bytes"]) == [137 * MIB] * 2
         kill(pid)

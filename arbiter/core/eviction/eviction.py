@@ -15,7 +15,7 @@ from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.records.victim_set import EXACT_COUNT, PricedVictim, choose
 from arbiter.core.state import CoreState
-from arbiter.core.tickets import quotas
+from arbiter.core.tickets import inexact, process_ram, quotas
 from arbiter.core.tickets.loads import note_evicted_for, prefetches_that_make_room
 from arbiter.core.tickets.reclaim import charged, is_counted_on, kill_and_notify
 from arbiter.core.types import Floor, Priority
@@ -164,6 +164,8 @@ def _victims_as_far_as_possible(state: CoreState, book: DeviceAccount, short: By
     missing = int(short)
     ranked = ranked_victims(state, book)
     for entry, option in sorted(ranked, key=lambda pair: not _took_more(pair[0], book.device)):
+        if process_ram.is_all_it_holds(book, entry):
+            continue
         if missing > 0 and may_leave(state, entry) and not entry.allow_oversize:
             chosen.append(entry)
             missing -= option.freed_bytes
@@ -190,6 +192,8 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | No
     granted = grant_with_host_copy(state, entry) if sleeps else None
     entry.leaving, entry.to = reason, Tier.ASLEEP if granted else Tier.GONE
     entry.unloading_since = entry.slept_at = None
+    is_inexact = inexact.is_at_home(state, entry)
+    entry.slept_from_bytes = inexact.held_at_home(state, entry) if is_inexact else Bytes(0)
     notice = entry.lease.notice if entry.lease else state.settings.timeouts.barrier
     entry.barrier_until = after(state.now, notice)
     state.move(entry, State.DRAINING, granted)

@@ -4,6 +4,7 @@ from arbiter.core.decisions import Reason, RequestReading, Tier
 from arbiter.core.eviction.eligibility import floor_of
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
+from arbiter.core.tickets import inexact
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.reclaim import kill_and_notify
 from arbiter.core.types import Floor
@@ -19,10 +20,11 @@ from arbiter.units import (
 def grant_with_host_copy(state: CoreState, entry: Ticket) -> Sizes | None:
     """What it is granted plus host RAM to sleep in; None when it cannot or there is no room."""
     host = state.ledger.books.get(host_device(entry.node))
-    host_reservation = entry.need.host_bytes
-    if host is None or host_reservation == 0 or not state.estimates.can_sleep(state.key_of(entry)):
+    copy = entry.need.host_bytes
+    if host is None or copy == 0 or not state.estimates.can_sleep(state.key_of(entry)):
         return None
-    already = entry.charge(host.device)  # a copy still measured since its last sleep
+    host_reservation = Bytes(copy + entry.ram_bytes)  # the process keeps its RAM while it sleeps
+    already = entry.charge(host.device)  # the process, and a copy kept since the last sleep
     if host_reservation - already > host.free_bytes:
         return None
     return {**entry.granted, host.device: host_reservation}
@@ -37,7 +39,8 @@ def on_slept(state: CoreState, entry: Ticket) -> None:
         return
     if entry.slept_at is None:
         entry.slept_at = state.now
-        entry.slept_from_bytes = Bytes(max(entry.home_bytes, entry.at_home_bytes))
+        held = max(entry.slept_from_bytes, inexact.held_at_home(state, entry))
+        entry.slept_from_bytes = Bytes(max(entry.home_bytes, held))
         state.decide(RequestReading(entry.node))
         state.set_timer(entry, after(state.now, state.settings.timeouts.reclaim_alarm))
 
@@ -46,7 +49,7 @@ def confirm_sleep(state: CoreState, entry: Ticket) -> None:
     """A reading has come: DRAINING -> ASLEEP once the device bytes are seen to have fallen."""
     if entry.state is not State.DRAINING or entry.slept_at is None:
         return
-    fallen = entry.slept_from_bytes - entry.at_home_bytes
+    fallen = entry.slept_from_bytes - inexact.held_at_home(state, entry)
     if fallen < share(entry.home_bytes, state.settings.slept_fraction):
         return
     reason = entry.leaving or Reason.SWAP
@@ -66,6 +69,8 @@ def doubt_asleep(state: CoreState, entry: Ticket) -> None:
     """A reading has come of a sleeper that perhaps nobody saw fall asleep: its holder rejoined
     with it. A sleeper may grow a little; one that never gave back half of its share is none."""
     believed = entry.home_bytes - share(entry.home_bytes, state.settings.slept_fraction) // 2
+    if inexact.is_at_home(state, entry):
+        return  # the share is inferred
     if entry.state is State.ASLEEP and entry.at_home_bytes > believed:
         _end_failed_sleep(state, entry, Reason.FAILED)
 

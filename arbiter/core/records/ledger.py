@@ -145,6 +145,13 @@ class Ledger:
         entry.granted = granted
         self._count(entry, 1)
 
+    def leave(self, entry: Ticket, device: DeviceId) -> None:
+        """The device is gone, and with it the ticket's bytes there."""
+        self._count(entry, -1)
+        entry.granted = {d: size for d, size in entry.granted.items() if d != device}
+        entry.measured = {d: size for d, size in entry.measured.items() if d != device}
+        self._count(entry, 1)
+
     def find(self, ticket: TicketId) -> Ticket | None:
         return self._entries.get(ticket)
 

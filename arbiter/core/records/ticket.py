@@ -66,6 +66,7 @@ class Ticket:
     granted: Sizes = field(default_factory=dict)
     measured: Sizes = field(default_factory=dict)
     home: Sizes = field(default_factory=dict)  # granted while awake; where a sleeper must wake
+    ram_bytes: Bytes = Bytes(0)  # of its process beside a GPU: rules.process_ram
 
     # What the configuration says of its model.
     role: str = ""

@@ -3,6 +3,7 @@ nothing outside the arbiter's process."""
 
 from dataclasses import dataclass, replace
 
+from arbiter.core.events import ForeignProcess
 from arbiter.core.eviction.pressure import level_of
 from arbiter.core.records.accounts import byte_seconds
 from arbiter.core.records.ledger import DeviceAccount
@@ -39,6 +40,10 @@ class DeviceView:
     physical_free_bytes: Bytes | None  # None before the first reading
     pressure: str  # nominal, low, critical: of real memory (C5)
     is_exact: bool  # False: foreign bytes inferred from the device total
+    name: str = ""  # of a GPU: its kind
+    uuid: str = ""  # of a GPU: the card itself
+    unreadable: str | None = None  # why the driver does not answer; the figures are older
+    foreign_processes: tuple[ForeignProcess, ...] = ()  # on a GPU, where NVML names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class TicketView:
     tenant: str = "default"  # whose account it is on: of whoever used it last
     client: str = ""
     drafter_bytes: Bytes = Bytes(0)  # the part of its need that a drafter takes (F9)
+    ram_bytes: Bytes = Bytes(0)  # of what it is charged on the host, its process beside a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +199,7 @@ def _clients(state: CoreState, now: Instant) -> list[ClientView]:
 
 def _device(state: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
     node = state.nodes[book.node]
-    reading = node.readings.get(book.device)
+    reading, spec = node.readings.get(book.device), node.devices[book.device]
     measured = sum(e.measured.get(book.device, 0) for e in book.entries.values())
     fits = max(0, book.free_bytes) if is_readable(state, node, book.device, now) else 0
     return DeviceView(
@@ -210,6 +216,10 @@ def _device(state: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
         physical_free_bytes=reading.free_bytes if reading else None,
         pressure=level_of(state, book.device).name.lower(),
         is_exact=reading.exact if reading else False,
+        name=spec.name,
+        uuid=spec.uuid,
+        unreadable=node.unreadable.get(book.device),
+        foreign_processes=reading.foreign_processes if reading else (),
     )
 
 
@@ -236,6 +246,7 @@ def _ticket(entry: Ticket, now: Instant) -> TicketView:
         tenant=entry.client.tenant,
         client=entry.client.name,
         drafter_bytes=entry.need.drafter_bytes,
+        ram_bytes=entry.ram_bytes,
     )
 
 

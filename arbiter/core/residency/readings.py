@@ -5,12 +5,14 @@ taken: its agent sends the next one only when the last was received.
 """
 
 from arbiter.core import events as ev
+from arbiter.core import types
 from arbiter.core.decisions import KillEngine, Reason
 from arbiter.core.eviction import pressure
 from arbiter.core.eviction.sleep import confirm_sleep, doubt_asleep
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import CHARGED, Sizes, State, Ticket
 from arbiter.core.state import CoreState, Node, Unclaimed
+from arbiter.core.tickets import inexact, process_ram
 from arbiter.core.tickets.budget import beyond, foreign_in_budget, lendable, shared_scratch
 from arbiter.core.tickets.loads import learn_failure
 from arbiter.core.tickets.reclaim import mark_reclaimed, reclaim
@@ -23,18 +25,35 @@ LEARNED_AFTER = 2  # readings while resident; the first may have been taken duri
 def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
     """Nothing is granted on its devices before their first reading."""
     old = state.nodes.get(event.node)
-    node = Node(event.node, {spec.device: spec for spec in event.devices})
+    node = Node(event.node, _still_there(old, event) | {d.device: d for d in event.devices})
     if old is None:
         state.log("node_seen", node=event.node, devices=len(event.devices))
     else:
-        node.unclaimed = old.unclaimed
+        node.unclaimed, node.unreadable = old.unclaimed, old.unreadable
+        node.inexact = old.inexact
         node.readings = {d: r for d, r in old.readings.items() if d in node.devices}
-        for device in old.devices.keys() - node.devices.keys():
-            _withdraw_device(state, device)
+        for spec in old.devices.values():
+            if not _is_same(spec, node.devices.get(spec.device)):
+                state.log("device_lost", node=event.node, device=spec.device, uuid=spec.uuid)
+                _withdraw_device(state, spec.device)
+        for spec in node.devices.values():
+            if not _is_same(spec, old.devices.get(spec.device)):
+                state.log("device_found", node=event.node, device=spec.device, uuid=spec.uuid)
     state.nodes[event.node] = node
     state.estimates.version += 1  # what a learned size may be at most depends on the devices
     state.ledger.changed.add(event.node)
     _budget(state, node)
+
+
+def _still_there(old: Node | None, event: ev.NodeSeen) -> dict[DeviceId, types.DeviceSpec]:
+    """Known devices that a newly started agent cannot read: these have not gone."""
+    known = old.devices if old else {}
+    return {u.device: known[u.device] for u in event.unreadable if u.device in known}
+
+
+def _is_same(spec: types.DeviceSpec, other: types.DeviceSpec | None) -> bool:
+    """False if another card has taken the index."""
+    return other is not None and spec.uuid == other.uuid
 
 
 def rebudget(state: CoreState) -> None:
@@ -56,10 +75,22 @@ def _budget(state: CoreState, node: Node) -> None:
 
 
 def _withdraw_device(state: CoreState, device: DeviceId) -> None:
-    """The agent no longer sees it: what was on it went with it."""
-    for entry in list(state.ledger.books[device].entries.values()):
-        _leave_with_device(state, entry)
+    """The agent no longer sees the device: its tickets end, and so do sleepers that can wake only
+    there. Bytes of these tickets on other devices stay charged until the agent sees them back."""
+    for entry in state.ledger.entries(*CHARGED):
+        if device in entry.devices or device in entry.home:
+            _lose(state, entry, device)
     state.ledger.drop_device(device)
+
+
+def _lose(state: CoreState, entry: Ticket, device: DeviceId) -> None:
+    if entry.state is State.CLOSED:  # with the ticket whose process it shared
+        return
+    if entry.state is not State.RECLAIMING:
+        reclaim(state, entry, Reason.LOST)
+    state.ledger.leave(entry, device)
+    if not any(entry.charge(other) for other in entry.devices):
+        mark_reclaimed(state, entry)
 
 
 def on_node_lost(state: CoreState, event: ev.NodeLost) -> None:
@@ -126,14 +157,44 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
     node.heard, node.silent_told = state.now, False
     state.timers.set(("node", node.node), after(state.now, state.settings.timeouts.reading))
     node.readings = {r.device: r for r in event.devices if r.device in node.devices}
+    node.inexact = frozenset(d for d, reading in node.readings.items() if not reading.exact)
     if node.readings.keys() != were_read:
         state.ledger.changed.add(node.node)
-    seen_bytes = {e.ticket: _sizes(e) for e in event.engines}
+    _note_unreadable(state, node, event.unreadable)
+    seen_bytes = _seen(state, node, event)
     _weigh_all(state, node, seen_bytes)
+    if node.inexact:
+        seen_bytes = _seen(state, node, event)  # tickets just seen asleep have no share any more
+        _weigh_all(state, node, seen_bytes)
     _learn_all(state, event.engines)
     _note_unclaimed(state, node, seen_bytes)
     _charge_foreign(state, node)
     pressure.on_reading(state, node, event.stalled_fraction)
+
+
+def _seen(state: CoreState, node: Node, event: ev.Measured) -> dict[TicketId, Sizes]:
+    by_engine = {e.ticket: _sizes(e) for e in event.engines}
+    return inexact.shared(state, node, by_engine)
+
+
+def _note_unreadable(
+    state: CoreState, node: Node, unreadable: tuple[ev.DeviceUnreadable, ...]
+) -> None:
+    """Tells when a device becomes unreadable, when the cause changes, and when it is over. The
+    arbiter grants nothing there meanwhile, because the reading lacks the device."""
+    before = node.unreadable
+    node.unreadable = {u.device: u.cause for u in unreadable if u.device in node.devices}
+    for device, cause in node.unreadable.items():
+        if before.get(device) != cause:
+            state.log("device_unreadable", node=node.node, device=device, cause=cause)
+    for device in before:
+        if device not in node.unreadable and device in node.devices:
+            state.log("device_readable", node=node.node, device=device)
+
+
+def _as_known(node: Node, entry: Ticket) -> Sizes:
+    """The ticket's last measured bytes on unreadable devices."""
+    return {d: size for d, size in entry.measured.items() if d in node.unreadable}
 
 
 def _sizes(reading: ev.EngineReading) -> Sizes:
@@ -146,7 +207,9 @@ def _weigh_all(state: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]) 
         if (entry := state.ledger.find(ticket)) and entry.state in CHARGED:
             charged[ticket] = entry
     for entry in charged.values():
-        state.ledger.weigh(entry, seen_bytes.get(entry.ticket, {}))
+        sizes = seen_bytes.get(entry.ticket, {})
+        state.ledger.weigh(entry, _as_known(node, entry) | sizes if node.unreadable else sizes)
+        process_ram.note(state, entry)
         confirm_sleep(state, entry)
         doubt_asleep(state, entry)
 
@@ -163,7 +226,7 @@ def _learn_all(state: CoreState, readings: tuple[ev.EngineReading, ...]) -> None
 def _learn(state: CoreState, entry: Ticket) -> None:
     """Learns the peak while the model serves, and logs the estimate's error once for each load.
     What a ticket holds while it is grown says nothing of its next load."""
-    if entry.grown_bytes:
+    if entry.grown_bytes or not inexact.teaches(state, entry):
         return
     shared = sum(entry.scratch_in_use(device) for device in entry.home)
     held = Bytes(entry.at_home_bytes - shared)

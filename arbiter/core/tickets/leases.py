@@ -16,7 +16,7 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.device_limits import COMPUTE
-from arbiter.core.tickets.reclaim import charged
+from arbiter.core.tickets.quotas import device_bytes
 from arbiter.errors import HolderQuarantined, LeaseRefused, QuotaExceeded, RequestError, StaleEpoch
 from arbiter.units import Bytes, Epoch, Instant, Span, after, in_seconds
 
@@ -52,16 +52,17 @@ def _unlawful(
 def _over_cap(
     state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> QuotaExceeded | None:
-    has = Bytes(sum(_weight(e) for e in _of(state, terms.tenant)))
+    has = Bytes(sum(_weight(state, e) for e in _of(state, terms.tenant)))
     wants, bound = event.need.device_bytes, tenant_cap(state)
     if has + wants <= bound:
         return None
     return QuotaExceeded(terms.tenant, has, wants, bound, "bytes")
 
 
-def _weight(entry: Ticket) -> Bytes:
-    """What waits counts as well, or a tenant could have the whole line."""
-    return entry.need.device_bytes if entry.state is State.QUEUED else charged(entry)
+def _weight(state: CoreState, entry: Ticket) -> Bytes:
+    """Queued leases count as well, or a tenant could fill the whole queue; the RAM of a process
+    beside a GPU does not count."""
+    return entry.need.device_bytes if entry.state is State.QUEUED else device_bytes(state, entry)
 
 
 def tenant_cap(state: CoreState) -> Bytes:
@@ -83,7 +84,7 @@ def _of(state: CoreState, tenant: str) -> Iterator[Ticket]:
 
 def _kept(state: CoreState, tenant: str) -> Bytes:
     """Of leases that are over and whose process has not given the bytes back."""
-    return Bytes(sum(charged(e) for e in _of(state, tenant) if e.reclaim_late))
+    return Bytes(sum(device_bytes(state, e) for e in _of(state, tenant) if e.reclaim_late))
 
 
 def new_entry(

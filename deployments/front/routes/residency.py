@@ -58,7 +58,7 @@ def _model(model: str, capability: str, state: dict[str, Any], floor: str) -> di
     best = mine[0] if mine else None
     loading = [t["in_state_s"] for t in mine if t["state"] == "loading"]
     host = (
-        size
+        max(0, size - t["ram_bytes"])
         for t in mine
         for device, size in t["charged_bytes"].items()
         if device.endswith("/host")

@@ -65,6 +65,25 @@ def test_a_kill_takes_the_whole_tree(tmp_path: Path) -> None:
         assert not child.members
 
 
+@pytest.mark.spec("A10")
+def test_processes_that_nvml_may_list_yet_are_known_after_the_last_of_them_died(
+    tmp_path: Path,
+) -> None:
+    """vLLM's GPU memory is held by a process that its root started."""
+    opened = Children(tmp_path)
+    with engine(helpers=2) as pid:
+        child = opened.open(T, pid, GRANTED)
+        assert child is not None and child.last_members == {pid}
+        opened.refresh()
+        members = set(child.members)
+        os.killpg(pid, signal.SIGKILL)
+        while living(members):
+            os.sched_yield()
+        opened.refresh()
+        assert not child.members and len(members) == 3
+        assert child.last_members == members
+
+
 @pytest.mark.spec("A19")
 def test_helpers_that_outlive_their_root_are_still_its_members(tmp_path: Path) -> None:
     opened = Children(tmp_path)

@@ -6,9 +6,11 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.node.device_probe import Tree
 from arbiter.node.reports import Reports
 from arbiter.protocol.rpc import RayPeer
-from arbiter.units import Epoch, NodeId, TicketId
+from arbiter.units import Bytes, DeviceId, Epoch, NodeId, TicketId
 from tests.support.fake_arbiter import FakeArbiter
 
 N, T = NodeId("n"), TicketId("t")
@@ -21,7 +23,7 @@ class ReportReceiver:
     def __init__(self, *listed: int) -> None:
         self.listed, self.heard = set(listed), list[tuple[ev.Event, ...]]()
         self.meanwhile: Callable[[], None] = lambda: None
-        self.reports = Reports(N, lambda: (), lambda: set(self.listed))
+        self.reports = Reports(N, lambda: SEEN, lambda: set(self.listed))
         self.reports._arbiter = RayPeer(FakeArbiter(report=self.report))
         self.reports._epoch = Epoch(5)
 
@@ -38,11 +40,27 @@ async def test_engine_bytes_are_back_when_the_driver_lists_none_of_its_processes
     await receiver.reports.say_all_gone()
     receiver.reports.see_returned()
     assert receiver.reports.are_open and not receiver.reports.gone
+    assert receiver.reports.trees() == [Tree(T, frozenset({7}))]
     receiver.listed = {9}
     receiver.reports.see_returned()
     await receiver.reports.say_all_gone()
     said = [[event.bytes_back for event in events] for events in receiver.heard]  # type: ignore[attr-defined]
     assert said == [[False], [True]] and not receiver.reports.are_open
+    assert receiver.reports.trees() == []
+
+
+@pytest.mark.spec("A10")
+async def test_to_end_again_what_is_dead_brings_no_bytes_back_that_are_still_listed() -> None:
+    """The arbiter has it ended as well, once its holder has let go of it."""
+    receiver = ReportReceiver(7)
+    receiver.reports.note_ended(T, 7)
+    receiver.reports.note_ended(T)
+    assert receiver.reports.gone == {T: ev.EngineGone(N, T, False)}
+    receiver.listed = set()
+    receiver.reports.note_ended(T)
+    assert receiver.reports.gone == {T: ev.EngineGone(N, T, True)}
+    await receiver.reports.say_all_gone()
+    assert not receiver.reports.are_open
 
 
 async def test_engine_bytes_without_a_driver_are_back_with_the_last_process() -> None:
@@ -79,3 +97,18 @@ async def test_new_epoch_is_told_the_devices_first() -> None:
     said = ev.EngineGone(N, T, True)
     assert await receiver.reports.say((said,))
     assert receiver.heard == [(said,), (SEEN, said)]
+
+
+@pytest.mark.spec("B1")
+async def test_devices_that_have_changed_are_told_with_what_is_said_next() -> None:
+    receiver, said = ReportReceiver(), ev.EngineGone(N, T, True)
+    seen = [SEEN]
+    receiver.reports._introduction = lambda: seen[0]
+    assert await receiver.reports.say((said,))
+    gpu = types.DeviceSpec(DeviceId("n/gpu:0"), types.DeviceKind.GPU, Bytes(5), "A10G", "GPU-a")
+    seen[0] = ev.NodeSeen(N, (gpu,))
+    assert await receiver.reports.say((said,)) and await receiver.reports.say((said,))
+    assert receiver.heard == [(said,), (seen[0], said), (said,)]
+    seen[0] = ev.NodeSeen(N, (gpu,), (ev.DeviceUnreadable(gpu.device, "Timeout"),))
+    assert await receiver.reports.say((said,))
+    assert receiver.heard[-1] == (said,)  # it is there as before

@@ -63,3 +63,31 @@ async def test_agent_that_does_not_answer_is_away(monkeypatch: pytest.MonkeyPatc
 async def test_a_node_without_an_agent_is_away() -> None:
     with pytest.raises(AgentAway):
         await node_agents.RayAgents(AgentSettings("no.zygote")).adopt(N, JOB, 77, GRANTED)
+
+
+@pytest.mark.spec("B1")
+async def test_an_agent_that_cannot_start_says_why_once_until_one_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_agents.ray_internals, "own_node", lambda: N)
+    made, told = node_agents.RayAgents(AgentSettings("no.zygote")), list[tuple[NodeId, str]]()
+    made.on_end = lambda node, cause: told.append((node, cause))
+
+    async def ends(cause: str) -> None:
+        async def died() -> None:
+            raise RayActorError(error_msg=f"a traceback\n  of the start\n{cause}\n")
+
+        made._handles[N] = FakeArbiter(door=died)
+        await made._sent(N, made._look_at(N, made._handles[N]))
+        assert N not in made._handles  # the next look starts another
+
+    async def nowhere() -> None:
+        return None
+
+    for cause in ("the driver is away", "the driver is away", "another"):
+        await ends(cause)
+    assert told == [(N, "the driver is away"), (N, "another")]
+    made._handles[N] = FakeArbiter(door=nowhere)
+    await made._look_at(N, made._handles[N])
+    await ends("another")
+    assert len(told) == 3

@@ -1,0 +1,275 @@
+"""Two GPUs on a real cluster: the node agent, the arbiter and engines are the product's, NVML is
+pynvml over a library of ours (tests.support.nvml).
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from arbiter import leases
+from arbiter.client.admin import call_arbiter
+from arbiter.errors import ArbiterUnavailable
+from arbiter.units import GIB, MIB
+from tests.support import nvml
+from tests.support.engine_host import device_bytes
+from tests.support.gpu_engine import KEPT
+from tests.support.holding import holding
+from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
+from tests.support.nvml import FakeNvml
+from tests.support.waits import eventually
+
+pytestmark = pytest.mark.usefixtures("cluster")
+LENT = 400  # MiB of each GPU
+RAM = 64  # MiB of each engine's process
+WITHIN = 0.05  # B1
+
+
+def on_gpu(fake: FakeNvml, mib: int, **how: Any) -> dict[str, Any]:
+    return model(mib, nvml=str(fake.folder), ram=RAM * MIB, **how)
+
+
+def chat(**models: Any) -> dict[str, Any]:
+    return {"chat": capability(**models) | {"engine": "tests.support.gpu_engine:build"}}
+
+
+@asynccontextmanager
+async def gpus(**sizes: int) -> AsyncIterator[tuple[LiveArbiter, FakeNvml]]:
+    """A live_arbiter whose models hold that many MiB of a GPU."""
+    with nvml.gpus_of_session() as fake:
+        models = {name: on_gpu(fake, mib) for name, mib in sizes.items()}
+        arenas = {"gpu": round((LENT + 512) * MIB / 0.9), "host": 4 * GIB}
+        async with live_arbiter(
+            chat(**models), LENT, "tests.support.nvml:find", arenas=arenas
+        ) as d:
+            yield d, fake
+
+
+def by_name(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Devices by the end of their names: gpu:0, gpu:1, host."""
+    return {device["device"].rpartition("/")[2]: device for device in state["devices"]}
+
+
+def held(state: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """MiB measured of each model, by device."""
+    return {
+        t["model"]: {d.rpartition("/")[2]: b // MIB for d, b in t["measured_bytes"].items()}
+        for t in state["tickets"]
+    }
+
+
+def gpu_of(state: dict[str, Any], name: str) -> str:
+    [found] = [d for d in held(state)[name] if d.startswith("gpu:")]
+    return found
+
+
+@pytest.mark.spec("B1", "B7")
+async def test_the_state_shows_each_gpu_by_name_and_card_and_who_else_is_on_it() -> None:
+    async with gpus(a=100) as (d, fake):
+        fake.gpus[1].compute = {os.getpid(): 3 * GIB}
+        fake.write()
+        shown = by_name(await d.until(lambda s: by_name(s)["gpu:1"]["foreign_processes"]))
+        first, second = shown["gpu:0"], shown["gpu:1"]
+        assert (first["name"], first["uuid"]) == ("NVIDIA A10G", "GPU-aaaa")
+        assert (second["name"], second["uuid"]) == ("NVIDIA H100 80GB HBM3", "GPU-bbbb")
+        assert [g["capacity_bytes"] // GIB for g in (first, second)] == [24, 80]
+        assert [g["physical_free_bytes"] // GIB for g in (first, second)] == [24, 77]
+        [stranger] = second["foreign_processes"]
+        assert (stranger["pid"], stranger["size_bytes"]) == (os.getpid(), 3 * GIB)
+        assert first["is_exact"] and second["is_exact"]
+
+
+@pytest.mark.spec("A3", "B1", "B5", "C9")
+async def test_each_engine_is_given_the_gpu_it_was_granted_and_is_seen_there() -> None:
+    async with gpus(a=300, b=300) as (d, _):
+        holder = d.holder()
+        assert await holder.ask.remote("a") == await holder.ask.remote("b") == 200
+        seen = await d.until(lambda s: [300, 300] == sorted(
+            size for sizes in held(s).values() for name, size in sizes.items() if "gpu" in name
+        ))  # fmt: skip
+        assert {gpu_of(seen, "a"), gpu_of(seen, "b")} == {"gpu:0", "gpu:1"}
+        for device in ("gpu:0", "gpu:1"):
+            shown = by_name(seen)[device]
+            assert (shown["measured_bytes"], shown["charged_bytes"]) == (300 * MIB, 324 * MIB)
+        await d.books_are_true()
+
+
+@pytest.mark.spec("B1", "B4")
+async def test_the_ram_of_engines_on_gpus_is_measured_on_the_host_and_is_not_foreign() -> None:
+    async with gpus(a=300, b=300) as (d, _):
+        holder = d.holder()
+        assert await holder.ask.remote("a") == await holder.ask.remote("b") == 200
+        counted = sum(device_bytes(root) for root, *_ in (await d.engines()).values())
+        assert counted > 2 * RAM * MIB
+        state = await d.until(
+            lambda s: by_name(s)["host"]["measured_bytes"] == pytest.approx(counted, rel=WITHIN)
+        )
+        host = by_name(state)["host"]
+        assert host["measured_bytes"] == host["charged_bytes"]
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A9", "B4", "C3", "D1")
+async def test_a_model_makes_room_on_its_gpu_sleeps_in_ram_and_wakes_where_it_was() -> None:
+    async with gpus(a=300, b=300, c=350) as (d, _):
+        holder = d.holder()
+        for name in "ab":
+            assert await holder.ask.remote(name) == 200
+        before = await d.until(lambda s: all(
+            t["idle_s"] is not None and len(t["measured_bytes"]) == 2 for t in s["tickets"]
+        ))  # fmt: skip
+        home = gpu_of(before, "a")
+        assert await holder.ask.remote("c") == 200
+        state = await d.until(lambda s: held(s).get("c", {}).get(home) == 350)
+        assert await d.states() == {"a": "asleep", "b": "resident", "c": "resident"}
+        assert held(state)["a"][home] == KEPT // MIB
+        assert held(state)["a"]["host"] >= 300 + RAM  # its copy, and its process
+        [a] = [t for t in state["tickets"] if t["model"] == "a"]
+        host = by_name(state)["host"]["device"]
+        assert a["charged_bytes"][host] >= 300 * MIB + a["ram_bytes"] > (300 + RAM) * MIB
+        assert await holder.ask.remote("a") == 200
+        state = await d.until(lambda s: held(s)["a"].get(home) == 300)
+        assert (await d.states())["c"] == "asleep"
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A10", "A19")
+async def test_the_bytes_of_a_dead_engine_are_back_when_nvml_lists_it_no_longer() -> None:
+    async with gpus(a=300) as (d, fake):
+        assert await d.holder().ask.remote("a") == 200
+        state = await d.until(lambda s: "gpu:0" in held(s).get("a", {}))
+        [[pid]] = (await d.engines()).values()
+        fake.gpus[0].compute = {pid: 300 * MIB}  # the driver is slow to see it dead
+        fake.write()
+        (fake.folder / "held" / f"0.{pid}").unlink()
+        kill(pid)
+        await gone(pid)
+        state = await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["reclaiming"])
+        assert by_name(state)["gpu:0"]["charged_bytes"] == 324 * MIB
+        state = await d.until(lambda s: by_name(s)["gpu:0"]["measured_bytes"] == 300 * MIB)
+        shown = by_name(state)["gpu:0"]  # read after its death
+        assert (shown["foreign_bytes"], shown["foreign_processes"]) == (0, [])
+        fake.gpus[0].compute = {}
+        fake.write()
+        state = await d.until(lambda s: not s["tickets"])
+        assert by_name(state)["gpu:0"]["free_bytes"] == by_name(state)["gpu:0"]["budget_bytes"]
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A15", "B1")
+async def test_a_leased_process_is_measured_on_its_gpu_and_its_ram_until_it_gave_back() -> None:
+    async with gpus(a=300) as (d, fake):
+        lease = leases.ask(200 / 1024, way=leases.RayTransport(), name="train")
+        await asyncio.to_thread(lease.acquire, 20)
+        with holding("private", 100) as pid:
+            [device] = lease.devices
+            index = int(device.rpartition("gpu:")[2])
+            nvml.hold(fake.folder, index, 200 * MIB, pid)
+            lease.measure(pid)
+            state = await d.until(lambda s: held(s)["train"].get(f"gpu:{index}") == 200)
+            assert held(state)["train"]["host"] >= 100
+            assert by_name(state)["host"]["measured_bytes"] >= 100 * MIB
+            nvml.hold(fake.folder, index, 0, pid)
+            await asyncio.to_thread(lease.release)
+            state = await d.until(lambda s: not s["tickets"])
+            assert by_name(state)["host"]["measured_bytes"] == 0
+            assert by_name(state)[f"gpu:{index}"]["charged_bytes"] == 0
+        assert (await d.events("lease_ended"))[-1]["reason"] == "manual"
+
+
+@pytest.mark.spec("A16")
+async def test_foreign_memory_on_a_gpu_takes_from_what_is_lent_there_and_only_there() -> None:
+    async with gpus(a=300) as (d, fake):
+        fake.gpus[0].compute = {os.getpid(): 24 * GIB}
+        fake.write()
+        await d.until(lambda s: by_name(s)["gpu:0"]["free_bytes"] < 0)
+        assert await d.holder().ask.remote("a") == 200
+        state = await d.until(lambda s: held(s).get("a", {}).get("gpu:1") == 300)
+        assert by_name(state)["gpu:1"]["foreign_bytes"] == 0
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A16")
+async def test_where_nvml_lists_no_process_a_model_is_measured_by_the_devices_delta() -> None:
+    async with gpus(a=300) as (d, fake):
+        fake.gpus[0].used = fake.gpus[1].used = GIB
+        for gpu in fake.gpus:
+            gpu.hidden = True
+        fake.write()
+        await d.until(lambda s: by_name(s)["gpu:0"]["physical_free_bytes"] == 23 * GIB)
+        assert await d.holder().ask.remote("a") == 200
+        state = await d.until(lambda s: 300 in held(s).get("a", {}).values())
+        shown = by_name(state)[gpu_of(state, "a")]
+        assert not shown["is_exact"]
+        assert shown["measured_bytes"] == 300 * MIB
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A19", "B1")
+async def test_a_gpu_that_falls_off_the_bus_leaves_and_its_model_loads_on_the_other() -> None:
+    async with gpus(a=300) as (d, fake):
+        holder = d.holder()
+        assert await holder.ask.remote("a") == 200
+        state = await d.until(lambda s: "a" in held(s) and len(held(s)["a"]) == 2)
+        first = gpu_of(state, "a")
+        index = int(first.removeprefix("gpu:"))
+        for call in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetComputeRunningProcesses"):
+            fake.fail(call, nvml.GPU_IS_LOST, gpu=index)
+        await d.until(lambda s: first not in by_name(s) and not s["tickets"])
+        assert await d.engines() == {}
+        assert [e["device"] for e in await d.events("device_lost")] == [
+            by_name(state)[first]["device"]
+        ]
+        assert await holder.ask.remote("a") == 200
+        state = await d.until(lambda s: "a" in held(s) and len(held(s)["a"]) == 2)
+        assert gpu_of(state, "a") != first
+        fake.mend()
+        await d.until(lambda s: first in by_name(s))
+        await d.books_are_true()
+
+
+@pytest.mark.spec("B1")
+async def test_a_gpu_that_cannot_be_read_keeps_its_model_and_is_lent_from_no_more() -> None:
+    async with gpus(a=300, b=80) as (d, fake):
+        holder = d.holder()
+        assert await holder.ask.remote("a") == 200
+        state = await d.until(lambda s: "a" in held(s) and len(held(s)["a"]) == 2)
+        first = gpu_of(state, "a")
+        fake.fail("nvmlDeviceGetMemoryInfo", nvml.UNKNOWN, gpu=int(first.removeprefix("gpu:")))
+        state = await d.until(lambda s: by_name(s)[first]["unreadable"])
+        assert "nvmlDeviceGetMemoryInfo" in by_name(state)[first]["unreadable"]
+        assert (by_name(state)[first]["largest_fit_bytes"], held(state)["a"][first]) == (0, 300)
+        assert await holder.ask.remote("a") == await holder.ask.remote("b") == 200
+        state = await d.until(lambda s: "b" in held(s) and len(held(s)["b"]) == 2)
+        assert gpu_of(state, "b") != first
+        fake.mend()
+        await d.until(lambda s: by_name(s)[first]["unreadable"] is None)
+        await d.books_are_true()
+
+
+@pytest.mark.spec("B1")
+async def test_a_driver_that_does_not_answer_is_told_and_no_ram_is_lent_in_its_place() -> None:
+    async def ended() -> list[dict[str, Any]]:
+        with contextlib.suppress(ArbiterUnavailable):
+            events: list[dict[str, Any]] = await call_arbiter("events", 0, 0.1)
+            return [e for e in events if e["kind"] == "agent_ended"]
+        return []
+
+    with nvml.gpus_of_session() as fake:
+        fake.fail("nvmlInit", nvml.VERSION_MISMATCH)
+
+        async def mend() -> str:
+            [event] = await eventually(ended)
+            assert (await call_arbiter("state"))["devices"] == []
+            fake.mend()
+            return str(event["cause"])
+
+        mending = asyncio.ensure_future(mend())
+        async with live_arbiter(chat(a=on_gpu(fake, 300)), LENT, "tests.support.nvml:find") as d:
+            assert "nvmlInit" in await mending and "reboot" in await mending
+            assert sorted(by_name(await d.state())) == ["gpu:0", "gpu:1", "host"]
+            assert await d.holder().ask.remote("a") == 200

@@ -1,0 +1,160 @@
+"""GPUs that do not answer, fall off the bus, or are others than before (A10, A19, B1). Times
+in seconds, sizes in GiB.
+"""
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.protocol.json_codec import plain
+from arbiter.units import Bytes, TicketId
+from tests.support.core_driver import HOST, gib, granted, is_granted, killed
+from tests.support.gpu_core_driver import GPU, OTHER, GpuDesk
+
+LOST = "nvmlDeviceGetMemoryInfo: Timeout (NVML code 10)"
+
+
+def kinds_of(driver: GpuDesk, kind: str) -> list[object]:
+    return [told.data["device"] for told in driver.told if told.kind == kind]
+
+
+def two(host: float = 100) -> GpuDesk:
+    """`a` (60) on the first GPU, `b` (60) on the second, each with 2 in its process's RAM."""
+    driver = GpuDesk(device=80, host=host)
+    driver.resident(0, "a", 60, host=50)
+    driver.resident(0, "b", 60, host=50)
+    driver.engines = {"a": {GPU: 60, HOST: 2}, "b": {OTHER: 60, HOST: 2}}
+    driver.read(1)
+    assert (driver.device_of("a"), driver.device_of("b")) == (GPU, OTHER)
+    return driver
+
+
+@pytest.mark.spec("B1")
+def test_nothing_is_granted_on_a_gpu_that_cannot_be_read_and_its_neighbour_lends_on() -> None:
+    driver = GpuDesk(device=80, host=100)
+    driver.unreadable = {GPU: LOST}
+    driver.read(1)
+    assert is_granted(driver.ask(1, "a", 50), "a")
+    assert driver.device_of("a") == OTHER
+    assert driver.ask(2, "b", 50) == []
+    driver.read(3)
+    assert kinds_of(driver, "device_unreadable") == [GPU]  # told once
+    assert driver.last("device_unreadable").data["cause"] == LOST
+    driver.unreadable = {}
+    assert granted(driver.read(4)) == ["b"]
+    assert kinds_of(driver, "device_readable") == [GPU]
+
+
+@pytest.mark.spec("B1", "A10")
+def test_what_was_measured_on_a_gpu_stands_while_it_cannot_be_read() -> None:
+    driver = two()
+    driver.engines["a"] = {GPU: 70, HOST: 2}  # more than it was granted
+    driver.foreign[GPU] = 5
+    driver.read(2)
+    driver.unreadable, driver.foreign = {GPU: LOST}, {}
+    driver.read(3)
+    assert driver.measured("a") == {GPU: gib(70), HOST: gib(2)}
+    assert (driver.charged(GPU), driver.free(GPU)) == (70, 5)
+
+
+@pytest.mark.spec("B1", "D1")
+def test_a_gpu_that_cannot_be_read_confirms_no_sleep() -> None:
+    driver = two(host=200)
+    driver.ask(20, "c", 60)
+    assert driver.state_of("a") == "draining"
+    driver.unreadable = {GPU: LOST}
+    driver.at(21, ev.Slept(TicketId("a")))
+    driver.read(22)
+    assert driver.state_of("a") == "draining"
+    driver.unreadable, driver.engines["a"] = {}, {HOST: 52}
+    assert granted(driver.read(23)) == ["c"]
+    assert driver.state_of("a") == "asleep"
+
+
+@pytest.mark.spec("B1", "A18")
+def test_an_agent_that_starts_while_a_gpu_cannot_be_read_takes_no_ticket_from_it() -> None:
+    driver = two()
+    driver.unreadable = {GPU: LOST}
+    assert driver.introduce(2) == []
+    driver.read(2)
+    assert (driver.state_of("a"), driver.charged(GPU)) == ("resident", 60)
+    assert kinds_of(driver, "device_lost") == []
+
+
+@pytest.mark.spec("B1", "A19")
+def test_a_gpu_that_fell_off_the_bus_takes_its_tickets_and_their_ram_comes_back_when_seen() -> None:
+    driver = two()
+    del driver.there[GPU]
+    assert killed(driver.introduce(2)) == ["a"]
+    assert kinds_of(driver, "device_lost") == [GPU]
+    assert (driver.state_of("a"), driver.charged(HOST)) == ("reclaiming", 4)
+    assert (driver.state_of("b"), driver.charged(OTHER)) == ("resident", 60)
+    driver.read(3)
+    assert driver.charged(HOST) == 4
+    driver.gone(4, "a")
+    assert (driver.state_of("a"), driver.charged(HOST)) == ("closed", 2)
+
+
+@pytest.mark.spec("B1", "A19")
+def test_a_sleeper_that_could_wake_only_on_a_lost_gpu_goes_with_it() -> None:
+    driver = two()
+    driver.ask(20, "c", 60)
+    driver.at(21, ev.Slept(TicketId("a")))
+    driver.engines["a"] = {HOST: 52}
+    driver.read(22)
+    assert driver.state_of("a") == "asleep"
+    del driver.there[GPU]
+    assert "a" in killed(driver.introduce(23))
+
+
+@pytest.mark.spec("A10", "B5")
+def test_a_ticket_over_two_gpus_stays_charged_on_the_one_that_is_left() -> None:
+    driver = GpuDesk(device=80, host=100)
+    need = types.Need(gib(120))
+    driver.at(0, ev.Requested(
+        TicketId("a"), "h", "text", "a", need, split=types.Split.EQUAL,  # type: ignore[arg-type]
+    ))  # fmt: skip
+    assert (driver.charged(GPU), driver.charged(OTHER)) == (60, 60)
+    del driver.there[GPU]
+    driver.introduce(1)
+    driver.read(1)
+    assert (driver.state_of("a"), driver.charged(OTHER)) == ("reclaiming", 60)
+    assert granted(driver.ask(2, "b", 60)) == []
+    assert granted(driver.gone(3, "a")) == ["b"]
+
+
+@pytest.mark.spec("B1")
+def test_a_gpu_that_comes_back_is_lent_from_again_once_it_is_read() -> None:
+    driver = two()
+    del driver.there[GPU]
+    driver.introduce(2)
+    driver.gone(3, "a")
+    driver.there[GPU] = "GPU-aaaa"
+    driver.introduce(4)
+    assert kinds_of(driver, "device_found") == [GPU]
+    assert driver.ask(4, "c", 60) == []
+    assert granted(driver.read(5)) == ["c"]
+    assert driver.device_of("c") == GPU
+
+
+@pytest.mark.spec("B1")
+def test_another_card_in_the_place_of_a_gpu_has_none_of_its_tickets() -> None:
+    """After a restart of the node's driver the first of two may be what the second was."""
+    driver = two()
+    driver.there[GPU] = "GPU-cccc"
+    assert killed(driver.introduce(2)) == ["a"]
+    assert (driver.state_of("a"), driver.charged(GPU)) == ("reclaiming", 0)
+
+
+@pytest.mark.spec("B1", "B7")
+def test_the_state_names_the_card_why_it_cannot_be_read_and_who_else_is_on_it() -> None:
+    driver = two()
+    driver.strangers[GPU] = (ev.ForeignProcess(7, "python", Bytes(3)),)
+    driver.unreadable = {OTHER: LOST}
+    driver.read(2)
+    state = plain(driver.arbiter.snapshot(driver.state.now))
+    first, second, host = state["devices"]
+    assert (first["name"], first["uuid"], first["unreadable"]) == ("NVIDIA A10G", "GPU-aaaa", None)
+    assert first["foreign_processes"] == [{"pid": 7, "name": "python", "size_bytes": 3}]
+    assert (second["uuid"], second["unreadable"]) == ("GPU-bbbb", LOST)
+    assert (host["name"], host["uuid"], host["unreadable"]) == ("", "", None)
