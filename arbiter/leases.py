@@ -28,7 +28,7 @@ WAIT_S = 2.0  # one call; the arbiter gives a lease up after 10 s without one
 AGAIN_S = 0.5  # between calls that did not get through; a restart takes 1-2 s
 GIVE_UP_S = 30.0  # without any answer before the grant; three times the longest outage expected
 HTTP_S = 5.0  # beyond what the call itself waits; both together are less than the lapse
-LAPSE_S = 10.0  # without a heartbeat through; the arbiter's own bound (settings.Terms.lease_lapse)
+LAPSE_S = 10.0  # without a heartbeat through, until the arbiter has said its bound (lease_lapse)
 LEAST_TERM_S = 0.001  # of a term that is over; none at all would be refused as a mistake
 AWAY = "arbiter_unavailable"  # the one refusal that passes by itself
 GIB = 1 << 30
@@ -173,6 +173,7 @@ class Lease:
     notice: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     state: str = ""
+    lapse_s: float = LAPSE_S  # the lease is over after so long without an answer
     _released: bool = False
     _held_since_s: float | None = None  # monotonic
     _thread: threading.Thread | None = None
@@ -250,8 +251,8 @@ class Lease:
                     self._hear(self.way.put(self.id, self._said()))
                     heard = time.monotonic()
                 except (OSError, ArbiterUnavailable) as away:
-                    if time.monotonic() - heard > LAPSE_S:
-                        self._end(f"no heartbeat came through for {LAPSE_S:.0f} s: {away}")
+                    if time.monotonic() - heard > self.lapse_s:
+                        self._end(f"no heartbeat came through for {self.lapse_s:.0f} s: {away}")
                     self.ended.wait(AGAIN_S)
                 except RequestError as error:
                     self._end(str(error))
@@ -268,6 +269,7 @@ class Lease:
             return
         self.state, self.reason = said["state"], said.get("reason") or self.reason
         self.devices = said.get("devices_bytes") or self.devices
+        self.lapse_s = said.get("lapse_s") or self.lapse_s
         if self.body.get("node") is None and said.get("node"):
             self.body["node"] = said["node"]
         if self.state == "held" and self._held_since_s is None:

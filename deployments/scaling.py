@@ -1,5 +1,5 @@
 """How many replicas Serve keeps of each capability: an application-level autoscaling policy that
-does as the arbiter says, and as requests say where there is no arbiter.
+follows the arbiter, and the requests alone where there is no arbiter.
 
 Named by `autoscaling_policy.policy_function` in serve_config.yaml. Serve makes one in its
 controller and calls it each 0.1 s, so a call must not wait: a thread keeps the numbers fresh.
@@ -15,11 +15,12 @@ import ray
 from ray.exceptions import RayError
 
 from arbiter.client.admin import find_arbiter
+from arbiter.protocol.messages import Plain
 
-POLL_S = 20.0  # one long poll; the arbiter answers early when a number changes
+POLL_S = 20.0  # of one long poll; the arbiter answers early when a number changes
 ANSWER_S = 10.0  # beyond the poll's own end; then the arbiter is away
 AGAIN_S = 0.5  # between tries while there is none
-ALONE_S = 300.0  # H0's default, for a replica that no arbiter speaks for
+ALONE_S = 300.0  # H0's default, of a capability whose table no arbiter has told yet
 FEWER_AFTER_S = 30.0  # Serve's look-back: load below it for this long is not a pause between bursts
 
 
@@ -38,8 +39,9 @@ class Context(Protocol):
 
 
 class ArbiterPolicy:
-    """One application's policy. `wanted` of the capability: from the arbiter; None: there is
-    none."""
+    """One application's policy. `wanted`: the capability's replicas, as the arbiter says; None:
+    there is no arbiter. `alone_s`: how long an idle replica is kept then, which is the
+    `downscale_to_zero_s` of the table that the last arbiter had."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class ArbiterPolicy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.wanted: int | None = None
+        self.alone_s = ALONE_S
         self._capability, self._clock = capability, clock
         self._busy_at = self._most_at = clock()
         self._most = 0
@@ -58,23 +61,23 @@ class ArbiterPolicy:
         return {key: self.replicas(context) for key, context in contexts.items()}, {}
 
     def replicas(self, context: Context) -> int:
-        """Any request wants one, whatever the arbiter knows; zero only when it agrees."""
+        """At least one for any request, whatever the arbiter says; zero only when it agrees."""
         asked, now = by_requests(context), self._clock()
         if asked:
             self._busy_at = now
         least = self.wanted
         if least is None:
-            least = int(context.current_num_replicas > 0 and now - self._busy_at < ALONE_S)
+            least = int(context.current_num_replicas > 0 and now - self._busy_at < self.alone_s)
         return max(least, min(asked, 1), self._several(asked, now))
 
     def _several(self, asked: int, now: float) -> int:
-        """Above one, by the highest demand of the last half minute; else 0."""
+        """More than one replica, by the highest demand of the last half minute; else 0."""
         if asked >= self._most or now - self._most_at > FEWER_AFTER_S:
             self._most, self._most_at = asked, now
         return self._most if self._most > 1 else 0
 
     def _follow(self) -> None:
-        """For as long as the controller lives."""
+        """Polls the arbiter for as long as the controller lives."""
         version = -1
         while True:
             try:
@@ -84,13 +87,19 @@ class ArbiterPolicy:
                 asked = arbiter.replicas.remote(version, POLL_S)
                 version, wanted = ray.get(asked, timeout=POLL_S + ANSWER_S)
                 self.wanted = wanted.get(self._capability, 0)
+                self.note_table(ray.get(arbiter.table.remote(), timeout=ANSWER_S))
             except (RayError, LookupError):
                 version, self.wanted = -1, None
                 time.sleep(AGAIN_S)
 
+    def note_table(self, table: Plain) -> None:
+        """Keeps what holds when the arbiter has gone."""
+        row = table.get("capabilities", {}).get(self._capability, {})
+        self.alone_s = float(row.get("downscale_to_zero_s", ALONE_S))
+
 
 def by_requests(context: Context) -> int:
-    """One for any request, more where one replica has too many at once."""
+    """One replica for any request, more where one has too many at once."""
     target: float = context.config.target_ongoing_requests if context.config else 1.0
     asked = math.ceil(context.total_num_requests / max(target, 1.0))
     return min(asked, context.capacity_adjusted_max_replicas)

@@ -15,6 +15,7 @@ from arbiter.client.agent_client import AgentClient
 from arbiter.client.request_log import RequestLog
 from arbiter.client.session import ANSWER_S, Session
 from arbiter.core import events as ev
+from arbiter.core.settings import Timeouts
 from arbiter.errors import ArbiterUnavailable, StaleEpoch, TicketClosed
 from arbiter.protocol import messages, rpc
 from arbiter.units import Bytes, Epoch, HolderId, Span, TicketId, in_seconds, seconds
@@ -45,6 +46,11 @@ class HolderClient:
     def table(self) -> messages.Plain:
         """The configuration; empty before the first join."""
         return self.session.table
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """The arbiter's times; the defaults before the first join."""
+        return self.session.timeouts
 
     @property
     def epoch(self) -> Epoch | None:

@@ -18,6 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 from arbiter.client.admin import find_arbiter
 from arbiter.client.request_log import RequestLog
 from arbiter.core import events as ev
+from arbiter.core.settings import Timeouts
 from arbiter.errors import RequestError, StaleEpoch
 from arbiter.node import procfs
 from arbiter.protocol import messages, ray_internals, rpc
@@ -47,6 +48,7 @@ class Session:
     ) -> None:
         self.capability, self.holder = capability, holder
         self.table: messages.Plain = {}  # the configuration, once joined
+        self.timeouts = Timeouts()  # the arbiter's, once joined
         self.epoch: Epoch | None = None  # None: not joined
         self.arbiter: rpc.Peer | None = None
         self.joined = asyncio.Event()
@@ -160,7 +162,7 @@ class Session:
                 [own] if own is not None else [],
                 [self._keepalive],
             )
-        self.epoch = welcome.epoch
+        self.epoch, self.timeouts = welcome.epoch, welcome.timeouts
         self._perform(messages.ConfigChanged(welcome.table))
         self.lost.clear()
         self.joined.set()
@@ -171,9 +173,9 @@ class Session:
         own = procfs.process(os.getpid())
         assert own is not None
         name = own.pid, own.start_ticks
-        return ev.Joined(
-            self.holder, ray_internals.own_node(), self.capability, self._held_tickets(), *name
-        )
+        node, is_driver = ray_internals.own_node(), ray_internals.own_handle() is None
+        held = self._held_tickets()
+        return ev.Joined(self.holder, node, self.capability, held, *name, is_driver=is_driver)
 
     def _leave(self) -> None:
         if self.epoch is not None:

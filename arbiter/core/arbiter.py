@@ -94,6 +94,10 @@ class Arbiter:
         """Returns how many messages were ignored because their ticket had moved on."""
         return self._state.stale_count
 
+    def has_joined(self, holder: HolderId) -> bool:
+        """False: it never did, or counts as dead since."""
+        return holder in self._state.holders
+
     @property
     def awaited(self) -> frozenset[HolderId]:
         """Returns the holders of the last epoch that are not back."""

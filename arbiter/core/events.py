@@ -160,6 +160,7 @@ class Joined:
     tickets: tuple[HeldTicket, ...]
     pid: int = 0  # 0: not said
     start_ticks: int = 0
+    is_driver: bool = False  # no actor, of whose death Ray would tell (A5)
 
 
 @dataclass(frozen=True, slots=True)

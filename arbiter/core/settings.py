@@ -38,8 +38,8 @@ class Timeouts:
     unload: Span = seconds(30)  # nothing in flight: 80 GB to host RAM at 5 GB/s is 16 s, doubled
     load: Span = seconds(600)  # ollama gives up after 5 min; a hub-size model from a slow disk, 2x
     refusal: Span = seconds(10)  # a victim that refused is left alone as long as a barrier lasts
-    silent: Span = seconds(10)  # A5: heartbeats come each second, ten missed is silence
-    lost: Span = seconds(60)  # silence this long is death; Ray tells of nearly all deaths in 2 s
+    silent: Span = seconds(10)  # A5: ten heartbeats missed; of a driver, silence is death
+    lost: Span = seconds(60)  # a replica's; Ray tells of nearly all deaths in 2 s
     lease_lapse: Span = seconds(10)  # A5, A15: a lease without heartbeats is over
     unconfirmed: Span = seconds(5)  # a heartbeat sent before a grant arrived cannot deny it
 

@@ -45,6 +45,7 @@ class Holder:
     node: NodeId
     capability: str
     heard: Instant
+    is_driver: bool = False
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from arbiter.core import events as ev
 from arbiter.core import settings, types, view
 from arbiter.core.decisions import Reason, Tier
 from arbiter.core.events import CapabilitiesSet
-from arbiter.core.settings import Settings
+from arbiter.core.settings import Settings, Timeouts
 from arbiter.core.types import DeviceBytes
 from arbiter.core.view import Policies
 from arbiter.errors import ArbiterError, error_fields
@@ -78,11 +78,12 @@ class StartConfig:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """Answer to Joined."""
+    """Answer to Joined. `timeouts`: those in force, some of which end the holder's own waits."""
 
     epoch: Epoch
     version: str
     table: Plain
+    timeouts: Timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class LeaseState:
     left: Span | None = None  # until it must be gone
     reason: str | None = None  # why it is to leave, or has ended
     node: NodeId | None = None
+    lapse: Span | None = None  # without a call for so long it is over
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,7 +176,10 @@ class ArbiterActor:
         self._start(self._watch_holder(holder, session_id, handles, refs))
         self._shell.feed(joined)
         return messages.JoinReply(
-            self._shell.epoch, messages.package_version(), self._configuration.table
+            self._shell.epoch,
+            messages.package_version(),
+            self._configuration.table,
+            self._configuration.settings.timeouts,
         )
 
     async def keepalive(self, session_id: str) -> None:
@@ -217,6 +220,9 @@ class ArbiterActor:
     async def renew(self, epoch: Epoch, renewed: ev.Renewed) -> Epoch:
         self._check(epoch, renewed.holder)
         self._shell.feed(renewed)
+        if not self._shell.core.has_joined(renewed.holder):  # it was silent, and counted as dead
+            self._lost(renewed.holder)
+            raise StaleEpoch(epoch, self._shell.epoch)
         return self._shell.epoch
 
     async def listen(

@@ -257,8 +257,9 @@ class LeaseService:
             None if session.gone_by_s is None else max(0.0, session.gone_by_s - time.monotonic())
         )
         left = None if left_s is None or state != "leaving" else seconds(left_s)
+        lapse = self._shell.core.settings.timeouts.lease_lapse
         return messages.LeaseState(
-            ticket, state, session.devices, left, session.reason, session.node
+            ticket, state, session.devices, left, session.reason, session.node, lapse
         )
 
     def _close(self, session: LeaseSession, reason: str) -> None:

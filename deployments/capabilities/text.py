@@ -20,32 +20,34 @@ class TextServer(Capability):
 
     def __init__(self, capability: str) -> None:
         super().__init__(capability)
-        self._desks: dict[str, tuple[str, AdapterFetcher]] = {}  # by model, with its ticket
+        self._fetchers: dict[
+            str, tuple[str, AdapterFetcher]
+        ] = {}  # by model, with the ticket of its engine
 
     async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
-        """The adapter, where it lies behind a URL, is on this node."""
+        """Fetches the call's adapter to this node, where it lies behind a URL."""
         config = use.config
         if call.served in ("", call.model) or "adapters" not in config:
             return
         self.slotted.note(use.ticket, call.served, config["adapters"]["slots"])
-        known = self._desks.get(call.model)
+        known = self._fetchers.get(call.model)
         if known is None or known[0] != use.ticket:  # a new engine may have another configuration
-            known = self._desks[call.model] = use.ticket, AdapterFetcher(config)
+            known = self._fetchers[call.model] = use.ticket, AdapterFetcher(config)
         await known[1].bring(call.served, call.tenant)
 
 
 class AdapterFetcher:
-    """The adapters of one engine, as its replica sees them."""
+    """Fetches adapters of one engine for its replica."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Raises OSError, headers.BadHeader."""
+        """Raises OSError, safetensors_header.BadHeader."""
         given = config["adapters"]
         rules = Rules(safetensors_header.linear_shapes(Path(config["model"])), given["max_rank"])
         self._catalogue: Catalogue = catalogue_of(config)
         self._fetcher = Fetcher(Path(given["store"]) / FETCHED, rules.bounds)
 
     async def bring(self, name: str, tenant: str) -> None:
-        """Raises AdapterInvalid, FetchFailed. What is in no catalogue is the engine's to refuse."""
+        """Raises AdapterInvalid, FetchFailed. The engine refuses names that no catalogue has."""
         entry = self._catalogue.find(name, tenant)
         if entry is not None and entry.url:
             await self._fetcher.bring(entry)

@@ -18,7 +18,7 @@ from arbiter.core.types import DeviceBytes, Need, Split
 from arbiter.errors import ArbiterUnavailable, LoadFailed, UnknownCapability, UnknownModel
 from arbiter.protocol.messages import Plain
 from arbiter.units import MIB, Bytes, Span, seconds
-from deployments.config.engine_kinds import EngineKind, engine_kind
+from deployments.config.engine_kinds import engine_kind
 from deployments.config.fields import parse_size
 from deployments.config.model_files import adapter_slots, weights_bytes
 from deployments.config.schema import (
@@ -97,13 +97,15 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         config,
         need,
         model.need is not None,
-        _key(kind, config),
+        _key(capability.engine, config),
         kind.split,
     )
 
 
-def _key(kind: EngineKind, config: dict[str, Any]) -> str:
-    text = json.dumps([kind.entry, config], sort_keys=True)
+def _key(engine: str, config: dict[str, Any]) -> str:
+    """Hashes the engine's name as the table has it, not where its code lies: learned peaks outlive
+    a move of the engine's module."""
+    text = json.dumps([engine, config], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

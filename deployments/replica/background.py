@@ -1,4 +1,4 @@
-"""Tasks that nobody waits for: kept while they run, and heard when they fail."""
+"""Tasks that no caller awaits: kept while they run, and logged when they fail."""
 
 import asyncio
 import contextvars
@@ -10,19 +10,19 @@ logger = logging.getLogger("arbiter.residency")
 
 
 def detached_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task with a context of its own: Ray cancels whatever was called in the context of a request
-    that is cancelled, and work that others wait for is not only of the request that began it."""
+    """Starts a task with a context of its own. Ray cancels everything that was begun in the context
+    of a cancelled request, and other requests may wait for this work too."""
     return asyncio.create_task(work, context=contextvars.Context())
 
 
 def log_failure(task: asyncio.Task[None]) -> None:
-    """Its end: what failed is a bug, which nobody else would hear of."""
+    """Logs the error that ended it, which is a bug and would be lost otherwise."""
     if not task.cancelled() and (error := task.exception()):
-        logger.error("a task nobody waits for failed", exc_info=error)
+        logger.error("a background task failed", exc_info=error)
 
 
 class BackgroundTasks:
-    """The event loop holds a task only weakly, so somebody must hold it until it is done."""
+    """Holds tasks until they are done, because the event loop refers to them only weakly."""
 
     def __init__(self) -> None:
         self.running: set[asyncio.Task[None]] = set()

@@ -31,8 +31,8 @@ logger = logging.getLogger("ray.serve")
 WAITED, ESTIMATE = "x-arbiter-waited-s", "x-arbiter-estimate-s"
 WAIT_TOLD_S = 0.05  # a resident model is at hand within a millisecond
 
-# Of one request. A model may be revoked as it is to grow, which is a race of milliseconds; twice is
-# a device too small for those who want it.
+# Growths for one request. A model may be revoked as it is about to grow, which is a race of
+# milliseconds; a second time means that the device is too small for its users.
 GROWTHS = 2
 
 # What a router may count on; a model that is on its way out is as good as gone.
@@ -101,7 +101,7 @@ class Capability:
                     return
             try:
                 await self._grown(call, began_s)
-            except TicketClosed:  # it had to go just then, and comes again for this request
+            except TicketClosed:  # the model was unloaded just then, and is loaded again
                 if growths_left == 1:
                     raise
 
@@ -116,7 +116,7 @@ class Capability:
     async def _asked(
         self, call: messages.InferenceCall, began_s: float
     ) -> AsyncGenerator[messages.Progress | messages.ResponseHead | bytes, None]:
-        """The model is made resident, then its engine answers. Raises RequestError."""
+        """Makes the model resident and passes its engine's answer on. Raises RequestError."""
         use = self._residency.use(
             call.model,
             deadline_s=_left_s(call, began_s),
@@ -125,8 +125,8 @@ class Capability:
             client=Client(call.tenant, call.client_id),
         )
         async with AsyncExitStack() as stack:
-            if call.wants_progress and not is_at_hand(self._residency.slots, call.model):
-                steps = with_progress(use, self._residency.slots, call.model)
+            if call.wants_progress and not is_at_hand(self._residency.models, call.model):
+                steps = with_progress(use, self._residency.models, call.model)
                 async for step in await stack.enter_async_context(aclosing(steps)):
                     yield step
             else:
@@ -149,20 +149,20 @@ class Capability:
                     yield _with_wait(part, waited_s, use) if waited_s > WAIT_TOLD_S else part
 
     async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
-        """What a call needs on this node besides its model. Raises RequestError."""
+        """Brings what a call needs on this node besides its model. Raises RequestError."""
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What this replica has, for deployments.router; Serve asks and passes it on when it has
-        changed."""
-        slots = self._residency.slots
-        warmth = {name: WARMTH.get(slot.life, ModelPresence.COLD) for name, slot in slots.items()}
+        """What this replica has, for deployments.routing; Serve asks each second and passes changes
+        on."""
+        models = self._residency.models
+        warmth = {name: WARMTH.get(held.state, ModelPresence.COLD) for name, held in models.items()}
         return {
             "models": {name: int(w) for name, w in warmth.items() if w},
-            "adapters": self.slotted.names({slot.ticket for slot in slots.values()}),
+            "adapters": self.slotted.names({held.ticket for held in models.values()}),
         }
 
     async def check_health(self) -> None:
-        """Called by Serve, which replaces this replica when it raises: it could load nothing."""
+        """Raises when this replica could load nothing any more; Serve then replaces it."""
         self._residency.client().check()
 
     async def __del__(self) -> None:
@@ -170,7 +170,7 @@ class Capability:
 
 
 def _left_s(call: messages.InferenceCall, began_s: float) -> float | None:
-    """Of its deadline; may be negative."""
+    """Seconds left of the call's deadline, possibly negative; None: it has none."""
     return None if call.deadline_s is None else call.deadline_s - (time.monotonic() - began_s)
 
 
@@ -181,7 +181,7 @@ async def _rest(parts: AsyncIterator[messages.Progress | messages.ResponseHead |
 def _with_wait(
     part: messages.ResponseHead | bytes, waited_s: float, use: Use
 ) -> messages.ResponseHead | bytes:
-    """Who gets no comments while the model loads learns afterwards what it waited for."""
+    """Adds what the request waited for: a client without progress comments learns it here."""
     if isinstance(part, bytes):
         return part
     told = {WAITED: f"{waited_s:.2f}"}

@@ -1,7 +1,7 @@
-"""A holder's line to one engine process: HTTP over the unix socket the zygote bound for it.
+"""A holder's connection to one engine process: HTTP over the unix socket that the zygote bound.
 
-The lifeline is a request that is never answered to its end. The engine dies when the holder closes
-it, or dies itself; the holder knows the engine is dead when the line breaks.
+The lifeline is a request that is never answered to its end. When the holder closes it, or dies, the
+engine ends; when it breaks from the other end, the holder knows that the engine is dead.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _HOP = frozenset(
 
 
 class LoadRefused(Exception):
-    """The engine says why it did not load."""
+    """The engine says why it did not load, sleep, wake or serve."""
 
     def __init__(self, cause: str, out_of_memory: bool) -> None:
         super().__init__(cause, out_of_memory)
@@ -121,7 +121,7 @@ class EngineLink:
 
     @contextlib.contextmanager
     def _typed(self) -> Any:
-        """Whatever breaks on the way to the engine means that it is gone."""
+        """A broken connection means that the engine is gone: raises EngineLost."""
         try:
             yield
         except self._broken as error:
@@ -136,12 +136,12 @@ class EngineLink:
     ) -> None:
         with contextlib.suppress(*self._broken):
             while await lifeline.content.read(1):
-                pass  # the engine may write to keep the line from looking idle
+                pass  # the engine may write to keep the connection from looking idle
         lost()
 
 
 def why(error: Exception, after_s: float) -> tuple[str, bool]:
-    """Why a load broke, in words, and whether for want of memory."""
+    """The cause of a failed load in words, and whether the engine ran out of memory."""
     if isinstance(error, LoadRefused):
         return error.cause, error.out_of_memory
     if isinstance(error, TimeoutError):

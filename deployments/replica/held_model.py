@@ -1,6 +1,7 @@
-"""One model on one holder: its ticket, its engine, who uses it and who waits for it."""
+"""One model on one holder: its ticket, its engine, the requests in flight and those that wait."""
 
 import asyncio
+import logging
 import re
 import time
 import uuid
@@ -13,22 +14,26 @@ from arbiter.core.events import HeldTicket, Requested
 from arbiter.core.types import ANYBODY, Client, DeviceBytes, Phase, Priority
 from arbiter.errors import DeadlineUnmet
 from arbiter.protocol.messages import Granted, SpawnSpec
-from arbiter.units import Bytes, HolderId, Span, TicketId, seconds
+from arbiter.units import Bytes, HolderId, Span, TicketId, in_seconds, seconds
 from deployments.config.load_plan import ModelPlan
 from deployments.replica.engine_client import EngineLink
+from deployments.replica.model_files import LoadedFiles
+
+logger = logging.getLogger("arbiter.residency")
 
 # Room for the socket folder and suffix in the kernel's 108 bytes of a socket's path.
 _NAME_MOST = 24
 
 
 class HolderState(Enum):
-    """The holder's own view. CLOSED holds nothing, and QUEUED nothing but a sleeper that is to be
-    woken.
+    """The holder's own view of one model. CLOSED holds no bytes, and neither does QUEUED, except
+    for an asleep model that waits for the grant of its wake.
 
-    DRAINING: nobody enters, and who is in flight finishes; what comes then is known to who began
-    it. A revoke (Residency._drain): asleep or gone, or RESIDENT when the barrier drops. A change of
-    size (growing._restart): another process under the same ticket. Files that were replaced
-    (Residency._outdated): gone, with another slot of the model in its place from the start."""
+    DRAINING admits no request while those in flight finish. What follows depends on why it began:
+    a revoke (unloading.drain) ends asleep, closed, or resident when the barrier drops; a change of
+    size (resize._restart) puts another process under the same ticket; replaced files
+    (unloading.outdate) close it, and another held model of the same name takes new requests at
+    once."""
 
     QUEUED = "queued"
     LOADING = "loading"
@@ -39,12 +44,29 @@ class HolderState(Enum):
     CLOSED = "closed"
 
 
+TRANSITIONS: dict[HolderState, frozenset[HolderState]] = {
+    HolderState.QUEUED: frozenset({HolderState.LOADING, HolderState.ASLEEP, HolderState.CLOSED}),
+    HolderState.LOADING: frozenset({HolderState.QUEUED, HolderState.RESIDENT, HolderState.CLOSED}),
+    HolderState.RESIDENT: frozenset({HolderState.DRAINING, HolderState.CLOSED}),
+    HolderState.DRAINING: frozenset(
+        {
+            HolderState.LOADING,
+            HolderState.RESIDENT,
+            HolderState.UNLOADING,
+            HolderState.CLOSED,
+        }
+    ),
+    HolderState.UNLOADING: frozenset({HolderState.ASLEEP, HolderState.CLOSED}),
+    HolderState.ASLEEP: frozenset({HolderState.QUEUED, HolderState.CLOSED}),
+    HolderState.CLOSED: frozenset(),
+}
+
 UNDER_WAY = frozenset(
     {HolderState.QUEUED, HolderState.LOADING, HolderState.DRAINING, HolderState.UNLOADING}
 )
 PHASES = {
-    # Only what holds bytes is accounted for, and of those in the line only sleepers do: until the
-    # grant of its wake it is to the arbiter what it was.
+    # The heartbeat tells of bytes only. A queued model that holds some is asleep: until the grant
+    # of its wake the arbiter has it as it was.
     HolderState.QUEUED: Phase.ASLEEP,
     HolderState.LOADING: Phase.LOADING,
     HolderState.RESIDENT: Phase.RESIDENT,
@@ -55,15 +77,79 @@ PHASES = {
 
 
 def new_ticket(model: str) -> TicketId:
-    """Names sockets and logs, so only plain characters of the model's name."""
+    """Sockets and logs carry it, so it holds only plain characters of the model's name."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", model).strip("-")[:_NAME_MOST] or "model"
     return TicketId(f"{name}-{uuid.uuid4().hex[:10]}")
 
 
 class Opens(Protocol):
-    """A way to an engine's process: the path of its socket."""
+    """Has the node agent start an engine's process; returns the path of its socket."""
 
     async def __call__(self, ticket: TicketId, spec: SpawnSpec) -> str: ...
+
+
+@dataclass(slots=True, eq=False)
+class Uses:
+    """The requests in flight, and how long there have been none."""
+
+    inflight: int = 0
+    served_count: int = 0  # under this ticket so far
+    last_end_ns: int = field(default_factory=time.monotonic_ns)
+    warm_until_ns: int = 0  # a client asked that the model does not count as idle before
+    emptied: asyncio.Event = field(default_factory=asyncio.Event)  # in-flight fell to zero
+
+    def begin(self) -> None:
+        self.inflight += 1
+        self.served_count += 1
+
+    def end(self) -> None:
+        assert self.inflight > 0
+        self.inflight -= 1
+        if self.inflight == 0:
+            self.last_end_ns = time.monotonic_ns()
+            self.emptied.set()
+
+    async def all_ended(self) -> None:
+        """Waits until no request is in flight."""
+        while self.inflight:
+            self.emptied.clear()
+            await self.emptied.wait()
+
+    async def ended_within(self, within: Span) -> bool:
+        """False: a request in flight outlived the time."""
+        try:
+            async with asyncio.timeout(in_seconds(within)):
+                await self.all_ended()
+        except TimeoutError:
+            return not self.inflight
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class Demand:
+    """The requests that wait, and what the ticket says for them."""
+
+    # Until when each waits, on the monotonic clock; None: as long as it takes
+    waiters: dict[asyncio.Future[bool], float | None] = field(default_factory=dict)
+    priority: Priority = Priority.NORMAL  # the most urgent of those in flight or waiting
+    until_s: float | None = None  # the latest of those waiting, on the monotonic clock
+    client: Client = ANYBODY  # of the last request
+    is_wanted: bool = False  # even while no request waits: pinned, or brought back
+
+
+@dataclass(slots=True)
+class LoadNotes:
+    """The present load or wake, as the arbiter's answers tell of it."""
+
+    attempt: int = 1
+    predicted: Span = Span(0)  # as said with the grant; 0: unknown
+    granted_ns: int = 0
+    serves_at_ns: int = 0  # expected by the arbiter while the ticket is queued; 0: unknown
+
+    @property
+    def granted_s(self) -> float:
+        """Seconds since the grant."""
+        return (time.monotonic_ns() - self.granted_ns) / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,122 +161,123 @@ class Before:
 
 
 @dataclass(slots=True, eq=False)
+class Growth:
+    """A change of size under way, and the way back from a growth that was made (A14)."""
+
+    work: asyncio.Task[None] | None = None
+    before: Before | None = None  # None: it has not grown
+    look: asyncio.TimerHandle | None = None  # the next look at whether to give the growth back
+    is_restart: bool = False  # its process is being replaced; the arbiter sees it in use
+
+
+@dataclass(slots=True, eq=False)
 class HeldModel:
+    """One model, from its request for a ticket to its end. Only `move` changes its state."""
+
     plan: ModelPlan
     ticket: TicketId
-    life: HolderState = HolderState.QUEUED
-    inflight: int = 0
-    # Until when each waits, on the monotonic clock; None: as long as it takes
-    waiters: dict[asyncio.Future[bool], float | None] = field(default_factory=dict)
+    state: HolderState = HolderState.QUEUED
     devices: tuple[DeviceBytes, ...] = ()
     link: EngineLink | None = None
     work: asyncio.Task[None] | None = None  # the load, wake or unload under way
-    emptied: asyncio.Event = field(default_factory=asyncio.Event)  # in-flight fell to zero
-    last_end_ns: int = field(default_factory=time.monotonic_ns)
-    attempt: int = 1
-    files: tuple[tuple[str | int, ...], ...] = ()  # of its model when it was loaded; see freshness
-    contents: str = ""  # a hash of what lay in them
-    watched: asyncio.Task[None] | None = None  # that they are still those
-    uses_count: int = 0
-    predicted: Span = Span(0)  # how long its load or wake takes, as said with the grant; 0: unknown
-    granted_ns: int = 0
-    serves_at_ns: int = 0  # as the arbiter expects while it is in the line; 0: nothing is known
-    warm_until_ns: int = 0  # a client asked that it does not count as idle before
-    priority: Priority = Priority.NORMAL  # the most urgent of those in flight or waiting
-    until_s: float | None = None  # the latest of those waiting, on the monotonic clock
-    client: Client = ANYBODY  # whose request came last
-    wanted: bool = False  # with nobody waiting: pinned, or brought back
-    growth: asyncio.Task[None] | None = None  # it is becoming larger, or smaller again
-    before: "Before | None" = None  # it grew; this is what it was
-    gives_back: asyncio.TimerHandle | None = None  # when it is looked at whether it may
-    restarts: bool = False  # its process is being replaced: in use, to everybody else
-    gang: Gang | None = None  # until it is granted: what it is granted with
+    watch: asyncio.Task[None] | None = None  # of its files and its engine
+    gang: Gang | None = None  # until the grant: the tickets requested together
+    files: LoadedFiles = field(default_factory=LoadedFiles)
+    uses: Uses = field(default_factory=Uses)
+    demand: Demand = field(default_factory=Demand)
+    load: LoadNotes = field(default_factory=LoadNotes)
+    growth: Growth = field(default_factory=Growth)
+
+    def move(self, to: HolderState) -> None:
+        """The only way from one state to another; see TRANSITIONS."""
+        lawful = TRANSITIONS[self.state]
+        assert to in lawful, f"{self.ticket}: no way from {self.state.value} to {to.value}"
+        logger.debug("%s: %s -> %s", self.ticket, self.state.value, to.value)
+        self.state = to
 
     def try_again(self) -> None:
-        """Queued once more, under a new ticket: that of the first try is closed."""
-        self.ticket, self.attempt, self.life = new_ticket(self.model), 2, HolderState.QUEUED
+        """Queues the model once more, under a new ticket: the first try's is over."""
+        if self.state is not HolderState.QUEUED:  # a refusal leaves it there
+            self.move(HolderState.QUEUED)
+        self.ticket, self.load.attempt = new_ticket(self.model), 2
 
     @property
     def model(self) -> str:
         return self.plan.model
 
     def enter(self, priority: Priority, client: Client = ANYBODY) -> None:
-        """One request more in flight."""
+        """Puts one more request in flight."""
         self.note(priority, client)
-        self.inflight += 1
-        self.uses_count += 1
+        self.uses.begin()
 
     def note(
         self, priority: Priority, client: Client = ANYBODY, until_s: float | None = None
     ) -> bool:
-        """A request comes. True when the arbiter, which was asked already, must hear of it: it is
-        more urgent than those that wait, or waits for longer."""
-        is_busy, self.client = bool(self.inflight or self.waiters), client
-        is_raised = is_busy and priority < self.priority
-        is_later = is_busy and _is_later(until_s, self.until_s)
-        self.priority = priority if is_raised or not is_busy else self.priority
-        self.until_s = until_s if is_later or not is_busy else self.until_s
-        return (is_raised or is_later) and self.life is HolderState.QUEUED
+        """Notes an arriving request. True when the arbiter, which has the ticket in its queue
+        already, must hear of it: it is more urgent than those that wait, or waits for longer."""
+        demand = self.demand
+        is_busy, demand.client = bool(self.uses.inflight or demand.waiters), client
+        is_raised = is_busy and priority < demand.priority
+        is_later = is_busy and _is_later(until_s, demand.until_s)
+        demand.priority = priority if is_raised or not is_busy else demand.priority
+        demand.until_s = until_s if is_later or not is_busy else demand.until_s
+        return (is_raised or is_later) and self.state is HolderState.QUEUED
 
     def granted(self, grant: Granted) -> None:
-        """What it asked for may be loaded now."""
-        self.life, self.devices = HolderState.LOADING, grant.devices
-        self.predicted, self.granted_ns = grant.predicted, time.monotonic_ns()
-        self.serves_at_ns, self.gang = 0, None
+        """The load or wake may begin."""
+        self.move(HolderState.LOADING)
+        self.devices, self.gang = grant.devices, None
+        self.load.predicted, self.load.granted_ns = grant.predicted, time.monotonic_ns()
+        self.load.serves_at_ns = 0
 
     def expected(self, predicted: Span) -> None:
-        """It is in the line, and the arbiter says how long until it serves. Who cannot wait for
-        that hears it at once (A21)."""
-        self.serves_at_ns = time.monotonic_ns() + predicted
-        for waiter, until_s in list(self.waiters.items()):
+        """The arbiter says how long the queued ticket waits and loads. A waiting request whose
+        deadline is sooner fails at once (A21)."""
+        self.load.serves_at_ns = time.monotonic_ns() + predicted
+        for waiter, until_s in list(self.demand.waiters.items()):
             if not waiter.done() and (error := self.unmet(until_s)):
                 waiter.set_exception(error)
 
     @property
     def left_s(self) -> float | None:
-        """Until it serves: of its load, as predicted with its grant, or of its wait and load; None
-        when nothing is known."""
-        now_ns = time.monotonic_ns()
-        if self.life is HolderState.LOADING:
-            ends_ns = self.granted_ns + self.predicted
-            return max(0.0, (ends_ns - now_ns) / 1e9) if self.predicted else None
-        is_known = self.life is HolderState.QUEUED and self.serves_at_ns
-        return max(0.0, (self.serves_at_ns - now_ns) / 1e9) if is_known else None
+        """Seconds until the model serves: of its load, as predicted with the grant, or of its wait
+        and load; None when nothing is known."""
+        now_ns, load = time.monotonic_ns(), self.load
+        if self.state is HolderState.LOADING:
+            ends_ns = load.granted_ns + load.predicted
+            return max(0.0, (ends_ns - now_ns) / 1e9) if load.predicted else None
+        is_known = self.state is HolderState.QUEUED and load.serves_at_ns
+        return max(0.0, (load.serves_at_ns - now_ns) / 1e9) if is_known else None
 
     def wait(self, until_s: float | None) -> asyncio.Future[bool]:
         """True: in flight; False: look again. Raises DeadlineUnmet where that is known already."""
         if late := self.unmet(until_s):
             raise late
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.waiters[waiter] = until_s
+        self.demand.waiters[waiter] = until_s
         return waiter
 
     def unmet(self, until_s: float | None) -> DeadlineUnmet | None:
-        """What to say to one that waits until then; None: it will do, or nobody knows."""
+        """The refusal of a request that waits until then; None: in time, or not known."""
         left_s = self.left_s
         if until_s is None or left_s is None or time.monotonic() + left_s <= until_s:
             return None
         return DeadlineUnmet(self.ticket, 0.0, max(1.0, left_s), left_s)
 
     def leave(self) -> None:
-        """One request less in flight."""
-        assert self.inflight > 0
-        self.inflight -= 1
-        if self.inflight == 0:
-            self.last_end_ns = time.monotonic_ns()
-            self.emptied.set()
+        """Takes one request out of flight."""
+        self.uses.end()
 
     def admit(self) -> None:
-        """RESIDENT: whoever waited is in flight from this very step on, so that no revoke finds
-        the model idle between its load and its first use."""
+        """RESIDENT: the waiting requests are in flight from this very step on, so that no revoke
+        finds the model idle between its load and its first use."""
         for waiter in self._take_waiters():
-            self.inflight += 1
-            self.uses_count += 1
+            self.uses.begin()
             waiter.set_result(True)
 
     def turn_back(self, error: Exception | None = None) -> None:
-        """Whoever waited hears the error, or without one looks again at what there is. So does
-        who may wait for longer than the ticket did."""
+        """The waiting requests fail with the error; without an error they look again at what there
+        is. So does a request that may wait for longer than the refused ticket did."""
         for waiter, until_s in self._take_waiters().items():
             if error is None or _is_in_time(error, until_s):
                 waiter.set_result(False)
@@ -198,14 +285,16 @@ class HeldModel:
                 waiter.set_exception(error)
 
     def _take_waiters(self) -> dict[asyncio.Future[bool], float | None]:
-        taken = {w: until_s for w, until_s in self.waiters.items() if not w.done()}
-        self.waiters.clear()
+        waiters = self.demand.waiters
+        taken = {w: until_s for w, until_s in waiters.items() if not w.done()}
+        waiters.clear()
         return taken
 
-    def asks(self, holder: HolderId, capability: str) -> Requested:
-        plan, deadline = self.plan, None
-        if self.until_s is not None and not self.wanted:
-            deadline = seconds(max(0.001, self.until_s - time.monotonic()))
+    def request(self, holder: HolderId, capability: str) -> Requested:
+        """What the arbiter is asked for."""
+        plan, demand, deadline = self.plan, self.demand, None
+        if demand.until_s is not None and not demand.is_wanted:
+            deadline = seconds(max(0.001, demand.until_s - time.monotonic()))
         return Requested(
             self.ticket,
             holder,
@@ -215,18 +304,20 @@ class HeldModel:
             plan.settings_key,
             need_is_explicit=plan.need_is_explicit,
             deadline=deadline,
-            attempt=self.attempt,
-            priority=self.priority,
-            client=self.client,
+            attempt=self.load.attempt,
+            priority=demand.priority,
+            client=demand.client,
             split=plan.split,
             gang=self.gang.tickets if self.gang else (),
         )
 
     def account(self) -> HeldTicket:
-        waiting = len(self.waiters) if self.life is HolderState.LOADING else 0
-        inflight = max(self.inflight + waiting, int(self.restarts))
-        phase = Phase.RESIDENT if self.restarts else PHASES[self.life]
-        since_ns = max(self.last_end_ns, self.warm_until_ns)
+        """What the heartbeat says of it. Requests that wait for its load count as in flight."""
+        uses, is_restart = self.uses, self.growth.is_restart
+        waiting = len(self.demand.waiters) if self.state is HolderState.LOADING else 0
+        inflight = max(uses.inflight + waiting, int(is_restart))
+        phase = Phase.RESIDENT if is_restart else PHASES[self.state]
+        since_ns = max(uses.last_end_ns, uses.warm_until_ns)
         idle = 0 if inflight else max(0, time.monotonic_ns() - since_ns)
         return HeldTicket(
             self.ticket,
@@ -237,9 +328,9 @@ class HeldModel:
             self.devices,
             self.plan.need,
             self.plan.settings_key,
-            self.priority,
-            self.uses_count,
-            client=self.client,
+            self.demand.priority,
+            uses.served_count,
+            client=self.demand.client,
         )
 
     @property
@@ -252,7 +343,7 @@ def _is_later(until_s: float | None, than_s: float | None) -> bool:
 
 
 def _is_in_time(error: Exception, until_s: float | None) -> bool:
-    """The ticket was refused for a deadline that is not this one's."""
+    """The ticket was refused for another request's deadline."""
     if not isinstance(error, DeadlineUnmet):
         return False
     return until_s is None or time.monotonic() + (error.predicted_s or 0.0) < until_s

@@ -19,7 +19,7 @@ from deployments.messages import ResponseHead
 # two cores (docs/benchmarks.md); well below it, so that proxy, front and engine keep their cores.
 CHUNKS_PER_S = 500.0
 
-# Pieces that never wait: vLLM begins with one that names the role, and the first token comes next.
+# Pieces that never wait: vLLM's first piece names the role, and the second is the first token.
 FIRST_PIECES = 2
 
 # A piece waits for the next one this many times as long as the last came after the one before:
@@ -33,14 +33,14 @@ Part = ResponseHead | bytes
 
 
 class StreamBatching:
-    """One per replica."""
+    """Pairs the pieces of concurrent streams. One per replica."""
 
     def __init__(self, chunks_per_s: float = CHUNKS_PER_S, patience: float = PATIENCE) -> None:
         self._share_s, self._patience = 1.0 / chunks_per_s, patience
         self._streams = 0
 
     async def follow(self, parts: AsyncGenerator[Part, None]) -> AsyncGenerator[Part, None]:
-        """The same bytes in the same order, and the same error at the end."""
+        """Yields the same bytes in the same order, and raises the same error at the end."""
         self._streams += 1
         inlet = _Inlet(parts)
         number, due_s = 0, 0.0
@@ -62,9 +62,10 @@ class StreamBatching:
 class _Inlet:
     """Reads ahead, so that it is known what has come, how fast, and whether more will.
 
-    Reader and taker stir each other by one event, and each clears it itself. No stir is lost: who
-    clears it has just looked at what it waits for, with no await in between, and an event that is
-    set wakes whoever waits at that moment, even if the other clears it before they run."""
+    Reader and taker signal each other by one event, and each clears it itself. No signal is lost: a
+    side clears the event right after it has looked at what it waits for, with no await in between,
+    and an event that is set wakes all that wait at that moment, even if it is cleared before they
+    run."""
 
     def __init__(self, parts: AsyncGenerator[Part, None]) -> None:
         self._head: ResponseHead | None = None
@@ -90,23 +91,23 @@ class _Inlet:
         return held
 
     async def pair(self, patience: float) -> None:
-        """Until two pieces are there, or the second is late."""
+        """Waits until two pieces are there, or the second is late."""
         await self._wait(lambda: bool(self._held))
         await self._wait(lambda: len(self._held) > 1, self._came_s + patience * self._interval_s)
 
     async def until(self, due_s: float) -> None:
-        """Until that time, or the end if that is sooner."""
+        """Waits until that time, or the end of the stream if that is sooner."""
         await self._wait(lambda: False, due_s)
 
     async def close(self) -> None:
-        """Which cancels the work behind it."""
+        """Cancels the work behind the stream."""
         self._reading.cancel()
         await asyncio.wait({self._reading})
         if not self._reading.cancelled():
-            self._reading.exception()  # whoever took to the end has seen it
+            self._reading.exception()  # `take` has raised it, if the stream was read to its end
 
     async def _wait(self, ready: Callable[[], bool], until_s: float | None = None) -> None:
-        """Or until nothing more will come."""
+        """Returns when ready, late, or when nothing more will come."""
         while not ready() and not self._reading.done():
             self._stir.clear()
             try:

@@ -1,46 +1,118 @@
-"""How a resident model stops serving: its requests end, and it sleeps or goes (A9)."""
+"""How a model stops serving: a revoke drains it, and it sleeps, goes, or serves on (A9, D1)."""
 
 import asyncio
 import logging
 
-from arbiter.client.holder import HolderClient
 from arbiter.core import events as ev
-from arbiter.errors import EngineLost
+from arbiter.core.decisions import Reason, Tier
+from arbiter.errors import EngineLost, LoadFailed, RequestError
+from arbiter.protocol.messages import RevokeOrder
 from arbiter.units import Span, in_seconds
-from deployments.replica.engine_client import LoadRefused
+from deployments.replica.engine_client import EngineLink, LoadRefused
 from deployments.replica.held_model import HeldModel, HolderState
+from deployments.replica.residency_api import ResidencyApi
 
 logger = logging.getLogger("arbiter.residency")
 
-UNLOAD_S = 30.0  # the core's term for an unload; an engine that sleeps slower is ended
+
+def revoke(residency: ResidencyApi, held: HeldModel, order: RevokeOrder) -> None:
+    """Obeys the arbiter's order. Without a barrier the node agent kills the engine in any case; a
+    load under way finds that out by itself, with its cause."""
+    if held.state is HolderState.LOADING and order.reason is Reason.LOST:
+        return
+    if held.growth.is_restart and order.barrier:
+        residency.client().tell(ev.Busy(held.ticket, 1))
+    elif order.barrier == 0:
+        ended = LoadFailed(held.model, "the arbiter ended its load", False)
+        end(residency, held, order.reason, ended if order.reason is Reason.FAILED else None)
+    elif held.state is not HolderState.RESIDENT:
+        return  # an order sent twice, or too late: the state has changed here
+    elif held.uses.inflight and order.reason.only_if_idle:
+        residency.client().tell(ev.Busy(held.ticket, held.uses.inflight))
+    else:
+        held.move(HolderState.DRAINING)
+        residency.begin(held, drain(residency, held, order))
 
 
-async def emptied(slot: HeldModel, within: Span) -> bool:
-    """The barrier is up: new requests wait for what comes of it. False: those in flight did not end
-    in time."""
+async def drain(residency: ResidencyApi, held: HeldModel, order: RevokeOrder) -> None:
+    """New requests wait behind the barrier until this returns."""
+    client = residency.client()
+    if not await held.uses.ended_within(order.barrier):
+        held.move(HolderState.RESIDENT)
+        client.tell(ev.BarrierDropped(held.ticket, held.uses.inflight))
+        return held.admit()
+    held.move(HolderState.UNLOADING)
+    if order.to is Tier.GONE or not await _fell_asleep(held, client.timeouts.unload):
+        return end(residency, held, order.reason)
+    held.move(HolderState.ASLEEP)
+    client.tell(ev.Slept(held.ticket))
+    held.turn_back()
+
+
+async def _fell_asleep(held: HeldModel, within: Span) -> bool:
+    """False: the engine did not, and must end."""
+    assert held.link is not None
     try:
         async with asyncio.timeout(in_seconds(within)):
-            while slot.inflight:
-                slot.emptied.clear()
-                await slot.emptied.wait()
-    except TimeoutError:
-        return not slot.inflight
-    return True
-
-
-def drop_barrier(slot: HeldModel, client: HolderClient) -> None:
-    """It was not idle in time, and serves on."""
-    slot.life = HolderState.RESIDENT
-    client.tell(ev.BarrierDropped(slot.ticket, slot.inflight))
-    slot.admit()
-
-
-async def fell_asleep(slot: HeldModel) -> bool:
-    assert slot.link is not None
-    try:
-        async with asyncio.timeout(UNLOAD_S):
-            await slot.link.sleep()
+            await held.link.sleep()
     except (TimeoutError, LoadRefused, EngineLost) as error:
-        logger.warning("%s did not fall asleep and goes: %r", slot.ticket, error)
+        logger.warning(
+            "%s did not fall asleep within %.0f s and is unloaded: %r",
+            held.ticket,
+            in_seconds(within),
+            error,
+        )
         return False
     return True
+
+
+def lose(residency: ResidencyApi, held: HeldModel, link: EngineLink) -> None:
+    """The engine's lifeline broke. A load or wake under way notices by itself."""
+    if held.link is link and held.state not in (HolderState.LOADING, HolderState.CLOSED):
+        logger.warning("the engine of %s is gone", held.ticket)
+        end(residency, held, Reason.LOST)
+
+
+def end(
+    residency: ResidencyApi, held: HeldModel, reason: Reason, error: RequestError | None = None
+) -> None:
+    """Closes the held model, from any state. Its waiting requests fail with the error; without an
+    error they open the model anew."""
+    if held.state is HolderState.CLOSED:
+        return
+    if held.ticket in residency.tickets:  # said first: a queued ticket may wait for the bytes
+        residency.client().tell(ev.Released(held.ticket, reason.value))
+    cut_off(residency, held)
+    for work in (held.work, held.growth.work):
+        if work and work is not asyncio.current_task():
+            work.cancel()
+    close(residency, held)
+    held.turn_back(error)
+    if reason in (Reason.LOST, Reason.FAILED):
+        residency.pin_again(held.model, 0.0 if error is None else error.retry_after_s)
+
+
+def outdate(residency: ResidencyApi, held: HeldModel) -> None:
+    """The model's files were replaced: no request that comes from here on gets the old model."""
+    residency.plans.forget(held.model)
+    if held.state is HolderState.RESIDENT:
+        held.move(HolderState.DRAINING)
+        del residency.models[held.model]
+
+
+def cut_off(residency: ResidencyApi, held: HeldModel) -> None:
+    """Closes the way to the engine, which ends it."""
+    residency.tickets.pop(held.ticket, None)
+    if held.link:
+        held.link.cut()
+        residency.background.begin(held.link.closed())
+        held.link = None
+
+
+def close(residency: ResidencyApi, held: HeldModel) -> None:
+    """Takes it off the holder's list; it holds nothing any more."""
+    held.move(HolderState.CLOSED)
+    if held.watch:
+        held.watch.cancel()
+    if residency.models.get(held.model) is held:
+        del residency.models[held.model]

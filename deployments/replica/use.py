@@ -4,29 +4,18 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-from arbiter.client.holder import HolderClient
 from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import EngineLost, RequestError, TicketClosed
 from arbiter.units import Span, TicketId, in_seconds
 from deployments.messages import ResponseHead
 from deployments.replica.held_model import HeldModel, HolderState
-
-
-class ModelSource(Protocol):
-    """What a use needs of Residency."""
-
-    slots: dict[str, HeldModel]
-
-    async def enter(
-        self, model: str, deadline_s: float | None, priority: Priority, client: Client
-    ) -> HeldModel: ...
-    def client(self) -> HolderClient: ...
+from deployments.replica.residency_api import ResidencyApi
 
 
 def outcome_of(error: BaseException | None) -> str:
-    """How a use ended, in a word."""
+    """The word of the event log for how a use ended."""
     if error is None:
         return "answered"
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
@@ -41,17 +30,17 @@ class Use:
         "_began_ns",
         "_client",
         "_deadline_s",
+        "_held",
         "_model",
         "_priority",
         "_request",
         "_residency",
-        "_slot",
         "_ticket",
     )
 
     def __init__(
         self,
-        residency: ModelSource,
+        residency: ResidencyApi,
         model: str,
         deadline_s: float | None,
         priority: Priority,
@@ -61,23 +50,23 @@ class Use:
         self._residency, self._model, self._deadline_s = residency, model, deadline_s
         self._priority, self._request, self._client = priority, request, client
         self._began_ns = 0
-        self._slot: HeldModel | None = None
+        self._held: HeldModel | None = None
         self._ticket = TicketId("")
 
     async def __aenter__(self) -> "Use":
         self._began_ns = time.monotonic_ns()
-        slot = self._residency.slots.get(self._model)
-        if slot is not None and slot.life is HolderState.RESIDENT:
-            slot.enter(self._priority, self._client)
+        held = self._residency.models.get(self._model)
+        if held is not None and held.state is HolderState.RESIDENT:
+            held.enter(self._priority, self._client)
         else:
             try:
-                slot = await self._residency.enter(
+                held = await self._residency.enter(
                     self._model, self._deadline_s, self._priority, self._client
                 )
             except (RequestError, asyncio.CancelledError) as error:
                 self._tell(None, error)
                 raise
-        self._slot = slot
+        self._held = held
         return self
 
     async def __aexit__(
@@ -86,58 +75,60 @@ class Use:
         self._end(error)
 
     def release(self, error: BaseException | None = None) -> None:
-        """Idempotent, and nothing to a use that was never entered. `error`: why it ended early."""
+        """Ends the use; does nothing to one that has ended or was never entered. `error`: why it
+        ended early."""
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            self._ticket = slot.ticket
-            slot.leave()
-            self._tell(slot.ticket, error)
+        held, self._held = self._held, None
+        if held is not None:
+            self._ticket = held.ticket
+            held.leave()
+            self._tell(held.ticket, error)
 
     def _tell(self, ticket: TicketId | None, error: BaseException | None) -> None:
-        """Of the event log; goes with the next heartbeat."""
+        """Notes the finished request for the event log; the next heartbeat carries it."""
         took = Span(time.monotonic_ns() - self._began_ns)
         runs = self._residency.client().runs
         runs.note(ticket, self._model, took, outcome_of(error), self._request, self._client)
 
     @property
     def config(self) -> dict[str, Any]:
-        """What its engine was started with."""
-        assert self._slot is not None
-        return self._slot.plan.config
+        """The configuration that its engine was started with."""
+        assert self._held is not None
+        return self._held.plan.config
 
     @property
     def ticket(self) -> TicketId:
-        return self._slot.ticket if self._slot else self._ticket
+        return self._held.ticket if self._held else self._ticket
 
     def stream(
         self, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> AsyncGenerator[ResponseHead | bytes, None]:
         """See EngineLink.stream. Raises TicketClosed after release, EngineLost."""
-        if self._slot is None:
+        if self._held is None:
             raise TicketClosed(self._ticket)
-        if self._slot.link is None or self._slot.life is HolderState.CLOSED:
-            raise EngineLost(self._model, self._slot.ticket)
-        return self._slot.link.stream(method, path, headers, body)
+        if self._held.link is None or self._held.state is HolderState.CLOSED:
+            raise EngineLost(self._model, self._held.ticket)
+        return self._held.link.stream(method, path, headers, body)
 
     def stay_warm(self, for_s: float) -> None:
-        """For so long from now the model does not count as idle."""
-        assert self._slot is not None
+        """Keeps the model from counting as idle, for so long from now."""
+        assert self._held is not None
         until_ns = time.monotonic_ns() + round(for_s * 1e9)
-        self._slot.warm_until_ns = max(self._slot.warm_until_ns, until_ns)
+        uses = self._held.uses
+        uses.warm_until_ns = max(uses.warm_until_ns, until_ns)
 
     @property
     def predicted_s(self) -> float:
-        """What its last load or wake was predicted to take; 0: nothing was known."""
-        return in_seconds(self._slot.predicted) if self._slot else 0.0
+        """Seconds that its last load or wake was predicted to take; 0: nothing was known."""
+        return in_seconds(self._held.load.predicted) if self._held else 0.0
 
 
 async def one_shot(
     use: Use, method: str, path: str, headers: dict[str, str], body: bytes
 ) -> tuple[ResponseHead, bytes]:
-    """The whole answer; the model is in use until it is there."""
+    """Returns the whole answer; the model is in use until it is complete."""
     async with use as engine:
         parts = [part async for part in engine.stream(method, path, headers, body)]
     head, *rest = parts

@@ -3,9 +3,9 @@ process of its own.
 
     async with use_all(residency, ("vlm", "projector")) as (vlm, projector): ...
 
-Those that are not here are asked for as a gang: granted in one step, or none of them. What is here
-is not held while something is waited for, or two of these could wait for each other for ever; it
-may have to go meanwhile, and is brought back.
+The models that are not resident are requested as a gang: granted in one step, or none of them. The
+resident ones are not in use while a request waits for the others, or two such requests could wait
+for each other for ever; they may be unloaded meanwhile, and are loaded again.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ async def use_all(
     priority: Priority = Priority.NORMAL,
     client: Client = ANYBODY,
 ) -> AsyncIterator[tuple[Use, ...]]:
-    """As Residency.use of each, in the order given. Raises what the first refused one does."""
+    """Enters a use of each model, in the order given. Raises the error of the first refused one."""
     until_s = None if deadline_s is None else time.monotonic() + deadline_s
     for _ in range(TURNS):
         await _bring(residency, models, until_s, priority, client)
@@ -51,15 +51,15 @@ async def _bring(
     priority: Priority,
     client: Client,
 ) -> None:
-    """Each has served once."""
+    """Returns when each model has served once. Raises RequestError."""
     plans = [await residency.plan(model) for model in dict.fromkeys(models)]
-    away = [p for p in plans if p.model not in residency.slots]
-    slots = [HeldModel(plan, new_ticket(plan.model)) for plan in away]
-    gang = Gang(tuple(slot.ticket for slot in slots)) if len(slots) > 1 else None
-    for slot in slots:
-        slot.gang = gang
-        slot.note(priority, client, until_s)
-        residency.open(slot)
+    away = [p for p in plans if p.model not in residency.models]
+    held_models = [HeldModel(plan, new_ticket(plan.model)) for plan in away]
+    gang = Gang(tuple(held.ticket for held in held_models)) if len(held_models) > 1 else None
+    for held in held_models:
+        held.gang = gang
+        held.note(priority, client, until_s)
+        residency.open(held)
 
     async def serve(model: str) -> None:
         left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
@@ -75,5 +75,5 @@ async def _bring(
 
 
 def _serves(residency: Residency, model: str) -> bool:
-    slot = residency.slots.get(model)
-    return slot is not None and slot.life is HolderState.RESIDENT
+    held = residency.models.get(model)
+    return held is not None and held.state is HolderState.RESIDENT

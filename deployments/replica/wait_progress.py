@@ -1,7 +1,7 @@
-"""What a waiting request may hear: how far its model is, from what the holder knows by itself.
+"""What a waiting request hears: how far its model is, as the holder knows by itself.
 
-The arbiter is not asked: its place in the line and its grant brought predictions, and what stands
-before it is told of this holder's line.
+The arbiter is not asked. Its answers brought predictions when the ticket joined the queue and with
+the grant; the position counts this holder's own queued models.
 """
 
 import asyncio
@@ -11,35 +11,35 @@ from deployments.messages import Progress
 from deployments.replica.held_model import HeldModel, HolderState
 from deployments.replica.use import Use
 
-# Between two looks at the slot. A look costs microseconds, and the front tells the client once a
+# Between two looks at the model. A look costs microseconds, and the front tells the client once a
 # second.
 LOOK_S = 0.25
 
 
-def is_at_hand(slots: Mapping[str, HeldModel], model: str) -> bool:
-    """Entering will not wait."""
-    slot = slots.get(model)
-    return slot is not None and slot.life is HolderState.RESIDENT
+def is_at_hand(models: Mapping[str, HeldModel], model: str) -> bool:
+    """True: a request for the model enters without waiting."""
+    held = models.get(model)
+    return held is not None and held.state is HolderState.RESIDENT
 
 
-def look(slots: Mapping[str, HeldModel], model: str) -> Progress:
-    """How far `model` is now."""
-    slot = slots.get(model)
-    if slot is not None and slot.life is HolderState.LOADING:
-        return Progress("loading", 0, slot.left_s)
+def look(models: Mapping[str, HeldModel], model: str) -> Progress:
+    """How far the model is now."""
+    held = models.get(model)
+    if held is not None and held.state is HolderState.LOADING:
+        return Progress("loading", 0, held.left_s)
     ahead = 0
-    for name, other in slots.items():  # in the order in which they were asked for
+    for name, other in models.items():  # in the order in which they were asked for
         if name == model:
             break
-        ahead += other.life is HolderState.QUEUED
-    return Progress("queued", ahead, slot.left_s if slot else None)
+        ahead += other.state is HolderState.QUEUED
+    return Progress("queued", ahead, held.left_s if held else None)
 
 
 async def with_progress(
-    use: Use, slots: Mapping[str, HeldModel], model: str
+    use: Use, models: Mapping[str, HeldModel], model: str
 ) -> AsyncGenerator[Progress, None]:
-    """Enters the use; meanwhile says how far it is, when that changes. Ended early, it gives up.
-    Raises what entering raises."""
+    """Enters the use, and meanwhile yields how far the model is, each time that changes. Closing
+    the generator gives up. Raises what entering raises."""
     arrival = asyncio.ensure_future(use.__aenter__())
     said: Progress | None = None
     has_entered = False
@@ -50,17 +50,17 @@ async def with_progress(
                 arrival.result()
                 has_entered = True
                 return
-            now = look(slots, model)
+            now = look(models, model)
             if said is None or _words(now) != _words(said):
                 said = now
                 yield now
     finally:
-        if not has_entered:  # its caller has not heard of it, though it may just have arrived
+        if not has_entered:  # the caller does not know of the use, which may just have begun
             arrival.cancel()
             await asyncio.gather(arrival, return_exceptions=True)
             use.release(asyncio.CancelledError())
 
 
 def _words(progress: Progress) -> tuple[str, int, bool]:
-    """Without what passes by itself."""
+    """What is worth telling again; an estimate that only grows shorter is not."""
     return progress.phase, progress.position, progress.estimate_s is None

@@ -1,8 +1,8 @@
-"""Which replica of a capability a request should go to: pure, asked by deployments.router.
+"""Ranks the replicas of a capability for one request. Pure; deployments.routing.router asks it.
 
-A model that has to be brought costs seconds, an adapter that has to be put into a slot milliseconds
-to tens of them, a conversation without its cached prefix a prefill, and a longer queue a share of a
-batch. So they are compared in that order, and the first that differs decides.
+A model that must be loaded costs seconds, an adapter that must be put into a slot milliseconds to
+tens of them, a conversation without its cached prefix a prefill, and a longer queue a share of a
+batch. So replicas are compared in that order, and the first difference decides.
 """
 
 from collections import OrderedDict
@@ -16,38 +16,40 @@ class ModelPresence(IntEnum):
 
     COLD = 0
     ASLEEP = 1
-    COMING = 2  # in its line or loading: whoever comes now waits for the same load
+    COMING = 2  # queued or loading: a request that comes now waits for the same load
     RESIDENT = 3
 
 
-# A replica with this many requests more than the least busy one is crowded: conversations and
-# adapters move away from it. Every one more in a batch of a small model slowed all by a few
-# hundredths, so four cost less than a prefill does.
-CROWD_COUNT = 4
-# A call was just sent somewhere to have its model brought: for so long others follow it, until the
+# A replica with this many requests more than the least busy one is overloaded: conversations and
+# adapters move away from it. Each further request in a batch of a small model slowed all of them by
+# a few hundredths, so four cost less than a prefill does.
+OVERLOAD_COUNT = 4
+# Seconds for which calls follow the call that went to a replica to have its model loaded, until the
 # replica itself says what it has (it is asked each second, and a load may wait for its grant).
 FOLLOW_S = 3.0
-# Remembered conversations of one capability, about 3 MB; the longest unused are forgotten.
+# Remembered conversations of one capability, about 3 MB; the least recently used are forgotten.
 CONVERSATIONS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """One request, as far as it matters here."""
+    """What routing needs to know of one request."""
 
-    model: str  # the one to be resident
+    model: str  # must be resident
     served: str  # what the engine is asked for: the model, or one of its adapters by full name
     conversation: str = ""  # with its tenant; empty: belongs to none
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """One replica, as far as it is known."""
+    """What is known of one replica."""
 
     replica: str
     queue_count: int = 0
     is_full: bool = False  # takes no more now
-    models: Mapping[str, int] = field(default_factory=dict)  # to Warmth, those above COLD
+    models: Mapping[str, int] = field(
+        default_factory=dict
+    )  # name to ModelPresence, of those above COLD
     adapters: Collection[str] = ()  # in slots, by full name
 
 
@@ -58,21 +60,21 @@ def rank(
     stuck: str | None = None,
     sent: str | None = None,
 ) -> list[str]:
-    """All replicas, best first. `stuck`: the one that holds the conversation; `sent`: the one to
-    which the model's last call went a moment ago."""
+    """Returns all replicas, best first. `stuck`: the replica that holds the conversation; `sent`:
+    the replica to which the model's last call went within FOLLOW_S."""
     least_count = min((one.queue_count for one in offers), default=0)
 
     def price(one: ReplicaState) -> tuple[bool, int, bool, bool, int, str]:
         warmth = one.models.get(wish.model, ModelPresence.COLD)
-        if one.replica == sent:  # it has not said so yet, perhaps
+        if one.replica == sent:  # it may not have said so yet
             warmth = max(warmth, ModelPresence.RESIDENT if sent == stuck else ModelPresence.COMING)
-        is_crowded = one.queue_count >= least_count + CROWD_COUNT
+        is_overloaded = one.queue_count >= least_count + OVERLOAD_COUNT
         has_slot = wish.served == wish.model or wish.served in one.adapters
         return (
             one.is_full,
             -warmth,
-            is_crowded or not has_slot,
-            is_crowded or one.replica != stuck,
+            is_overloaded or not has_slot,
+            is_overloaded or one.replica != stuck,
             one.queue_count,
             one.replica,
         )
@@ -95,9 +97,9 @@ class RoutingHistory:
         return self._stuck.get((wish.conversation, wish.model)) if wish.conversation else None
 
     def chosen(self, wish: RouteRequest, replica: str, now_s: float) -> None:
-        """The call goes to `replica`."""
+        """Notes that the call goes to the replica."""
         if not wish.model:
-            return  # of a call that is not ours nothing is to be learned
+            return  # a call of another kind teaches nothing
         self._sent[wish.model] = replica, now_s
         if wish.conversation:
             key = wish.conversation, wish.model
@@ -107,7 +109,7 @@ class RoutingHistory:
                 self._stuck.popitem(last=False)
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Those that live; what is known of others is forgotten."""
+        """Forgets what is known of replicas that are not among these."""
         for key in [k for k, replica in self._stuck.items() if replica not in replicas]:
             del self._stuck[key]
         for model in [m for m, (replica, _) in self._sent.items() if replica not in replicas]:
@@ -116,8 +118,8 @@ class RoutingHistory:
 
 class AdapterSlots:
     """The adapters of one replica's engines that are in a slot: the last ones used, as many as
-    there are slots, for vLLM gives the slot unused longest to the next. By ticket, since a new
-    engine begins with none."""
+    there are slots, because vLLM gives the least recently used slot to the next. By ticket, because
+    a new engine begins with none."""
 
     def __init__(self) -> None:
         self._used: dict[str, OrderedDict[str, None]] = {}
@@ -130,6 +132,6 @@ class AdapterSlots:
             used.popitem(last=False)
 
     def names(self, tickets: Collection[str]) -> list[str]:
-        """Of the engines that serve now, sorted; what was known of others is forgotten."""
+        """Names in slots of the engines that serve now, sorted; forgets other engines."""
         self._used = {t: used for t, used in self._used.items() if t in tickets}
         return sorted({name for used in self._used.values() for name in used})

@@ -2,8 +2,8 @@
 
 Named in deployments.app. Serve makes one in each process that calls a capability (the front), tells
 it the replicas and what each says of itself (`Capability.record_routing_stats`, asked for once a
-second), and asks it for an order for each call; deployments.routing decides that. A handle whose
-calls carry no `wire.Call` is routed by queue alone.
+second), and asks it for an order for each call; deployments.routing.rank decides that. Calls of a
+handle that carry no `InferenceCall` are routed by queue alone.
 """
 
 import time
@@ -19,7 +19,7 @@ ANYTHING = RouteRequest("", "")
 
 
 def wish_of(args: Sequence[Any]) -> RouteRequest:
-    """What a call wants, by its first argument."""
+    """What a call asks for, by its first argument."""
     call = args[0] if args else None
     if not isinstance(call, messages.InferenceCall):
         return ANYTHING
@@ -28,7 +28,7 @@ def wish_of(args: Sequence[Any]) -> RouteRequest:
 
 
 class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
-    """Resident model, then adapter, then conversation, then the least queue."""
+    """Prefers the resident model, then the adapter, the conversation, and the shortest queue."""
 
     def initialize_state(self) -> None:
         """Called by Serve before anything else is."""
@@ -40,7 +40,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Each replica a rank of its own, so that Serve takes the first that has room."""
+        """Gives each replica a rank of its own, so that Serve takes the first with room."""
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # this order is all there is
@@ -53,7 +53,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         return [[found[key]] for key in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, _: Any) -> None:
-        """Where it went in the end: the first may have had no room."""
+        """Notes where the call went in the end: the first choice may have had no room."""
         wish = wish_of(pending_request.args)
         self._memory.chosen(wish, replica_id.unique_id, time.monotonic())
 

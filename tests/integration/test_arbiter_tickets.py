@@ -176,16 +176,6 @@ async def test_model_in_use_is_not_evicted_and_the_queued_ticket_keeps_its_place
         await d.books_are_true()
 
 
-@pytest.mark.spec("A5", "N2")
-async def test_warm_requests_send_nothing_to_the_arbiter() -> None:
-    async with live_arbiter() as d:
-        h = d.holder()
-        await h.ask.remote("a")
-        before = await h.calls.remote()
-        assert await asyncio.gather(*(h.ask.remote("a") for _ in range(50))) == [200] * 50
-        assert await h.calls.remote() == before
-
-
 @pytest.mark.spec("A8")
 async def test_cancelled_request_leaves_the_queue_and_loads_nothing() -> None:
     async with live_arbiter(two(), barrier_s=60) as d:

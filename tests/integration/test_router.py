@@ -14,13 +14,13 @@ from ray.serve.schema import LoggingConfig
 from deployments import messages
 from deployments.app import ROUTER
 from deployments.replica.capability import Capability
-from deployments.routing.rank import CROWD_COUNT
+from deployments.routing.rank import OVERLOAD_COUNT
 from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster", "serving"), pytest.mark.spec("G3")]
 PATH = "/v1/chat/completions"
-ROOM = CROWD_COUNT + 2  # of one replica
+ROOM = OVERLOAD_COUNT + 2  # of one replica
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ async def replica_of(handle: Any, asked: messages.InferenceCall) -> str:
 async def test_concurrent_requests_load_a_model_once_and_a_conversation_keeps_its_replica() -> None:
     async with two() as (d, handle):
         async with asyncio.timeout(60):
-            requests = (replica_of(handle, call()) for _ in range(CROWD_COUNT))
+            requests = (replica_of(handle, call()) for _ in range(OVERLOAD_COUNT))
             [first] = set(await asyncio.gather(*requests))
         assert len((await d.state())["tickets"]) == 1
         stream = b'{"stream": true}'
@@ -96,14 +96,14 @@ async def test_concurrent_requests_load_a_model_once_and_a_conversation_keeps_it
             assert len(held) <= ROOM
             held.append(await begun(handle, call("talk", stream)))
         other, answer = held[-1]
-        assert len(held) > CROWD_COUNT
+        assert len(held) > OVERLOAD_COUNT
         await anext(answer)  # it has its model
         for _, parts in held[1:]:
             parts.cancel()
         # Once the router has heard that both have the model, the idle one is preferred.
         await eventually(lambda: _goes_to(handle, call(), other))
         held[0][1].cancel()
-        busy = [await begun(handle, call("talk", stream)) for _ in range(CROWD_COUNT)]
+        busy = [await begun(handle, call("talk", stream)) for _ in range(OVERLOAD_COUNT)]
         assert {name for name, _ in busy} == {other}  # though the first is idle
         await eventually(lambda: _goes_to(handle, call("talk"), first))  # too far behind now
         for _, parts in busy:

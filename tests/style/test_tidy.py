@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from arbiter.core.records.ticket import TRANSITIONS
+from deployments.replica import held_model
 from tests.style import states_diagram
 
 ROOT = Path(__file__).parents[2]
@@ -221,8 +222,11 @@ def test_capabilities_are_small(path: Path) -> None:
 
 def test_states_diagram_is_up_to_date() -> None:
     assert states_diagram.PATH.read_text() == states_diagram.page()
-    pairs = {(state, to) for state, targets in TRANSITIONS.items() for to in targets}
-    assert pairs == states_diagram.WHY.keys()
+    for table, why in (
+        (TRANSITIONS, states_diagram.WHY),
+        (held_model.TRANSITIONS, states_diagram.HOLDER_WHY),
+    ):
+        assert {(state, to) for state, targets in table.items() for to in targets} == why.keys()
 
 
 @pytest.mark.parametrize("path", [*TESTS, *BENCHMARKS], ids=name_of)
@@ -256,3 +260,17 @@ def test_tests_ask_the_driver_of_the_core(path: Path) -> None:
     """A rule may be given the state; what a test wants to know of it has a name in
     tests/support/core_queries.py, so that a rename in the core touches one file."""
     assert not reads_of_the_core(path)
+
+
+def test_only_one_method_moves_a_held_model() -> None:
+    """A field assigned elsewhere would pass by the table."""
+    moves = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in sorted((ROOT / "deployments" / "replica").rglob("*.py"))
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Assign | ast.AugAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for part in ast.walk(target)
+        if isinstance(part, ast.Attribute) and part.attr == "state"
+    ]
+    assert len(moves) == 1 and moves[0].startswith("deployments/replica/held_model.py")

@@ -24,7 +24,7 @@ from arbiter.protocol import messages, ray_internals
 from arbiter.units import MIB
 from deployments.config import boot
 from deployments.config.schema import parse_table
-from deployments.replica import resize
+from deployments.replica import resize, unloading
 from deployments.replica.residency import Residency
 
 ENGINE = "tests.support.fake_engine:build"
@@ -90,14 +90,14 @@ class Holder:
 
     async def end(self, name: str) -> None:
         """Its ticket is given back now; a heartbeat need not say first that it is idle."""
-        self.residency.end(self.residency.slots[name], Reason.MANUAL)
+        unloading.end(self.residency, self.residency.models[name], Reason.MANUAL)
 
     async def lives(self) -> dict[str, str]:
-        return {m: slot.life.value for m, slot in self.residency.slots.items()}
+        return {m: held.state.value for m, held in self.residency.models.items()}
 
     async def waiting(self, name: str) -> int:
-        slot = self.residency.slots.get(name)
-        return len(slot.waiters) if slot else 0
+        held = self.residency.models.get(name)
+        return len(held.demand.waiters) if held else 0
 
     async def calls(self) -> int:
         return self.residency.client().calls_count

@@ -13,6 +13,7 @@ from arbiter.client.request_log import RequestLog
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason, Tier
+from arbiter.core.settings import Timeouts
 from arbiter.protocol import messages
 from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Span, TicketId, seconds
 from deployments.replica.residency import Residency
@@ -53,6 +54,7 @@ class ScriptedClient:
     """Stands where HolderClient does: notes what is told, and grants at once, or when told to."""
 
     unreachable_s = 0.0
+    timeouts = Timeouts()
 
     def __init__(self, path: str, grants_at_once: bool = True) -> None:
         self.path, self.grants_at_once = path, grants_at_once
@@ -126,7 +128,7 @@ async def holder(loaded: bool = True) -> AsyncIterator[tuple[Any, ScriptedClient
 
 
 def revoke(residency: Any, reason: Reason, to: Tier = Tier.GONE, barrier_s: float = 5) -> None:
-    ticket = residency.slots["a"].ticket
+    ticket = residency.models["a"].ticket
     residency._obey(messages.RevokeOrder(ticket, reason, to, seconds(barrier_s)))
 
 
@@ -139,3 +141,15 @@ async def until(condition: Any) -> None:
 async def use(residency: Any) -> TicketId:
     async with residency.use("a") as engine:
         return TicketId(engine.ticket)
+
+
+def breaking(arbiter: ScriptedClient, *errors: Exception) -> None:
+    """The first spawns fail, one by one; those after them do not."""
+    spawn, left = arbiter.spawn, list(errors)
+
+    async def broken(ticket: TicketId, spec: messages.SpawnSpec) -> str:
+        if left:
+            raise left.pop(0)
+        return await spawn(ticket, spec)
+
+    arbiter.spawn = broken  # type: ignore[method-assign]

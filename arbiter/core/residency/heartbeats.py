@@ -40,7 +40,9 @@ def on_joined(state: CoreState, event: ev.Joined) -> None:
             tickets=len(event.tickets),
         )
     state.mark_dirty(event.node)
-    state.holders[event.holder] = Holder(event.holder, event.node, event.capability, state.now)
+    state.holders[event.holder] = Holder(
+        event.holder, event.node, event.capability, state.now, is_driver=event.is_driver
+    )
     state.awaited.discard(event.holder)
     state.note_active(event.capability)
     for held in event.tickets:

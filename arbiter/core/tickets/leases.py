@@ -155,7 +155,11 @@ def notice_given_at(entry: Ticket) -> Instant:
 
 
 def silence_limit(state: CoreState, holder: Holder) -> Span:
-    """Returns after how much silence a holder counts as dead. Ray tells of the death of a replica;
-    of the death of an outside process its node agent does, if it knows its pid."""
-    terms = state.settings.timeouts
-    return terms.lease_lapse if holder.capability == LEASE else terms.lost
+    """Returns after how much silence a holder counts as dead. Ray tells of the death of a replica
+    within 2 s, so a replica that is only slow keeps its tickets for long. Ray tells of a driver's
+    end too, but not of a driver that hangs; of an outside process's end only its node agent may
+    know."""
+    timeouts = state.settings.timeouts
+    if holder.capability == LEASE:
+        return timeouts.lease_lapse
+    return timeouts.silent if holder.is_driver else timeouts.lost

@@ -92,11 +92,11 @@ def test_lease_refusal_with_503_is_raised_and_not_retried(
         leases.HttpTransport("http://x").put("l", {})
 
 
-def test_lease_client_without_heartbeats_ends_with_its_notice_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(leases, "LAPSE_S", 0.0)
-    lease, _ = held(raising(ConnectionError("away")))
+def test_lease_client_without_heartbeats_ends_with_its_notice_left() -> None:
+    """After the lapse that the arbiter said with its last answer."""
+    away = raising(ConnectionError("away"))
+    way = ScriptedTransport(lambda n: {**HELD, "lapse_s": 0.01} if n == 1 else away())
+    lease = leases.ask(1, notice_s=20, way=way).acquire()
     assert lease.ended.wait(10) and lease.notice.is_set()
     assert "away" in lease.reason and lease.left_s is not None and 5 < lease.left_s <= 20
 

@@ -56,6 +56,17 @@ def test_idle_replica_without_an_arbiter_stays_for_the_default_time() -> None:
     assert alone.replicas(Context(0, current_num_replicas=1)) == 0
 
 
+@pytest.mark.spec("H0")
+def test_idle_replica_without_an_arbiter_stays_as_the_last_table_said() -> None:
+    clock = Clock()
+    alone = policy(None, clock)
+    alone.note_table({"capabilities": {"chat": {"downscale_to_zero_s": 20}}})
+    clock.now_s = 19
+    assert alone.replicas(Context(0, current_num_replicas=1)) == 1
+    clock.now_s = 21
+    assert alone.replicas(Context(0, current_num_replicas=1)) == 0
+
+
 def test_several_replicas_follow_demand_up_at_once_and_down_after_a_while() -> None:
     clock = Clock()
     busy = policy(1, clock)

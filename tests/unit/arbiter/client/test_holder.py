@@ -14,12 +14,14 @@ from arbiter.client.holder import HolderClient
 from arbiter.client.session import Session
 from arbiter.core import events as ev
 from arbiter.core import types
+from arbiter.core.settings import Timeouts
 from arbiter.errors import ArbiterUnavailable, StaleEpoch, TicketClosed
 from arbiter.protocol import messages, ray_internals
 from arbiter.protocol.rpc import RayPeer
 from arbiter.units import Bytes, Epoch, HolderId, NodeId, Span, TicketId, seconds
 from tests.support.fake_arbiter import FakeArbiter, joined_client, never
 
+HASTY = Timeouts(barrier=seconds(1))
 ASKED = ev.Requested(TicketId("t"), HolderId("h"), "chat", "m", types.Need(Bytes(1)))
 
 
@@ -352,7 +354,7 @@ async def test_a_rejoin_names_all_that_is_held_and_repeats_no_message(
 
     async def join(before: Epoch | None, introduction: ev.Joined, *_: object) -> messages.JoinReply:
         joined.append(introduction)
-        return messages.JoinReply(Epoch(6), "v", {"capabilities": {}})
+        return messages.JoinReply(Epoch(6), "v", {"capabilities": {}}, HASTY)
 
     async def tell(epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
         told.append(event)
@@ -371,4 +373,5 @@ async def test_a_rejoin_names_all_that_is_held_and_repeats_no_message(
     await client.flush(5)
     assert client.epoch == 6 and [said.tickets for said in joined] == [(held,)]
     assert told == [ev.Withdrawn(TicketId("u"))]
+    assert client.timeouts == HASTY and joined[0].is_driver  # no actor has this handle
     await let_go(client)

@@ -11,13 +11,13 @@ import pytest
 from ray.exceptions import OwnerDiedError, RayActorError
 
 from arbiter.core import events as ev
-from arbiter.errors import SettingsConflict
+from arbiter.errors import SettingsConflict, StaleEpoch
 from arbiter.protocol import ray_internals
 from arbiter.protocol.messages import AgentSettings, StartConfig
 from arbiter.server.actor import ArbiterActor
 from arbiter.server.node_agents import RayAgents
 from arbiter.server.store import Member, Store
-from arbiter.units import HolderId, NodeId
+from arbiter.units import HolderId, NodeId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
 
@@ -121,6 +121,35 @@ async def test_dead_holder_breaks_its_keepalive_and_is_lost(running: Running) ->
         async with asyncio.timeout(5):
             while actor._shell.has_mail(H):
                 await asyncio.sleep(0)
+
+
+@pytest.mark.spec("A9", "A14")
+async def test_holder_that_joins_learns_the_times_that_a_person_set(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TABLE, "arbiter", {"barrier_s": 60, "load_timeout_s": 90})
+    async with running() as actor:
+        forever = asyncio.ensure_future(asyncio.Event().wait())
+        joined = ev.Joined(H, NodeId("n"), "c", ())
+        welcome = await actor.join(None, joined, "1", [], [forever])
+        assert (welcome.timeouts.barrier, welcome.timeouts.load) == (seconds(60), seconds(90))
+        forever.cancel()
+        await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
+
+
+@pytest.mark.spec("A5")
+async def test_holder_that_counts_as_dead_is_told_to_rejoin_with_its_next_heartbeat(
+    running: Running,
+) -> None:
+    async with running() as actor:
+        call, epoch = await join(actor, "1"), actor._shell.epoch
+        await actor.renew(epoch, ev.Renewed(H, ()))
+        actor._shell.feed(ev.HolderLost(H))  # as after a silence of 10 s
+        with pytest.raises(StaleEpoch):
+            await actor.renew(epoch, ev.Renewed(H, ()))
+        await ended(call)
+        await join(actor, "2")
+        await actor.renew(epoch, ev.Renewed(H, ()))
 
 
 @pytest.mark.spec("A18", "A20")

@@ -103,6 +103,7 @@ pytestmark = pytest.mark.spec("A15")
 async def test_a_lease_is_asked_for_held_and_given_back(harness: LeaseServiceHarness) -> None:
     said = await harness.call(wait=seconds(3), seen="queued")
     assert (said.state, said.devices) == ("held", (types.DeviceBytes(CPU, gib(30)),))
+    assert said.lapse == PLAIN.timeouts.lease_lapse
     assert (await harness.call(pid=77)).state == "held" and harness.adopted == [(JOB, 77)]
     harness.service.give_back("job", "t")
     assert harness.shell.core.state_of(JOB) == "reclaiming" and not harness.known

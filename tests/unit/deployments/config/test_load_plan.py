@@ -1,5 +1,6 @@
 """What is known of a model before its first load."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,22 @@ from tests.support.model_files import safetensors
 def capability(source: str, **model: object) -> CapabilityConfig:
     models = {"m": {"source": source, **model}}
     return CapabilityConfig.model_validate({"role": "text", "engine": "x:build", "models": models})
+
+
+@pytest.mark.spec("A17")
+@pytest.mark.spec("A17")
+def test_settings_key_outlives_a_move_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    safetensors(tmp_path, "a.safetensors", 100)
+    table = capability(str(tmp_path)).model_copy(update={"engine": "vllm"})
+    before = load_plan.plan("m", table)
+    moved = replace(engine_kinds.ENGINES["vllm"], entry="elsewhere.vllm:build")
+    monkeypatch.setitem(engine_kinds.ENGINES, "vllm", moved)
+    after = load_plan.plan("m", table)
+    assert after.entry != before.entry and after.settings_key == before.settings_key
+    other = table.model_copy(update={"engine": "sentence_transformers"})
+    assert load_plan.plan("m", other).settings_key != before.settings_key
 
 
 @pytest.mark.spec("A17")

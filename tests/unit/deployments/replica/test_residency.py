@@ -24,35 +24,48 @@ from arbiter.protocol import messages
 from arbiter.units import Bytes, Span, TicketId, seconds
 from deployments.config import load_plan
 from deployments.config.load_plan import ModelPlan, Plans, plan
+from deployments.replica import loading, unloading
 from deployments.replica.engine_client import EngineLink, LoadRefused
 from deployments.replica.held_model import HolderState
-from tests.support.scripted_holder import MODEL, TABLE, ScriptedClient, holder, revoke, until, use
+from tests.support.scripted_holder import (
+    MODEL,
+    TABLE,
+    breaking,
+    holder,
+    revoke,
+    until,
+    use,
+)
 
 
 @pytest.mark.spec("A4")
 async def test_concurrent_uses_share_one_load() -> None:
     async with holder(loaded=False) as (residency, arbiter, engine):
         uses = [asyncio.ensure_future(use(residency)) for _ in range(20)]
-        await until(lambda: residency.slots.get("a") and len(residency.slots["a"].waiters) == 20)
+        await until(
+            lambda: residency.models.get("a") and len(residency.models["a"].demand.waiters) == 20
+        )
         engine.loaded.set()
         assert len(set(await asyncio.gather(*uses))) == 1
         assert len(arbiter.asked) == 1
 
 
 @pytest.mark.spec("A5")
-async def test_a_revoke_between_the_load_and_its_first_use_finds_the_model_in_use() -> None:
+async def test_a_revoke_between_the_load_and_its_first_use_finds_the_model_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with holder(loaded=False) as (residency, arbiter, engine):
         waiting = asyncio.ensure_future(use(residency))
-        await until(lambda: residency.slots.get("a") and residency.slots["a"].waiters)
-        slot, admit = residency.slots["a"], residency._resident
+        await until(lambda: residency.models.get("a") and residency.models["a"].demand.waiters)
+        held, serve = residency.models["a"], loading.serve
 
-        def and_revoke(slot: Any, took_s: float) -> None:
-            admit(slot, took_s)
+        def and_revoke(of: Any, held: Any, took_s: float) -> None:
+            serve(of, held, took_s)
             revoke(residency, Reason.IDLE)
 
-        residency._resident = and_revoke
+        monkeypatch.setattr(loading, "serve", and_revoke)
         engine.loaded.set()
-        assert await waiting == slot.ticket
+        assert await waiting == held.ticket
         assert "Busy" in arbiter.kinds()
 
 
@@ -63,7 +76,7 @@ async def test_a_pressure_revoke_of_a_busy_model_is_refused_and_of_an_idle_one_o
             revoke(residency, Reason.PRESSURE)
             assert arbiter.kinds()[-1] == "Busy"
         revoke(residency, Reason.PRESSURE)
-        await until(lambda: "a" not in residency.slots)
+        await until(lambda: "a" not in residency.models)
         assert arbiter.told[-1] == ev.Released(arbiter.asked[0], "pressure")
 
 
@@ -73,7 +86,7 @@ async def test_a_swap_waits_for_what_is_in_flight_and_new_requests_get_a_new_tic
         async with residency.use("a"):
             revoke(residency, Reason.SWAP)
             late = asyncio.ensure_future(use(residency))
-            await until(lambda: residency.slots["a"].waiters)
+            await until(lambda: residency.models["a"].demand.waiters)
             assert "Released" not in arbiter.kinds()
         assert await late == arbiter.asked[1] != arbiter.asked[0]
 
@@ -102,7 +115,7 @@ async def test_broken_lifeline_is_engine_lost_for_requests_in_flight() -> None:
     async with holder() as (residency, arbiter, engine):
         async with residency.use("a") as open_use:
             engine.dead.set()
-            await until(lambda: "a" not in residency.slots)
+            await until(lambda: "a" not in residency.models)
             with pytest.raises(EngineLost):
                 open_use.stream("POST", "/v1/x", {}, b"")
         assert arbiter.told[-1] == ev.Released(arbiter.asked[0], "lost")
@@ -147,8 +160,10 @@ async def test_request_with_a_deadline_below_the_wait_estimate_is_refused_at_onc
     async with holder(loaded=False) as (residency, arbiter, _):
         arbiter.acquire = never  # type: ignore[method-assign]
         hasty, patient = entered(residency, 30), entered(residency, None)
-        await until(lambda: "a" in residency.slots and len(residency.slots["a"].waiters) == 2)
-        ticket = residency.slots["a"].ticket
+        await until(
+            lambda: "a" in residency.models and len(residency.models["a"].demand.waiters) == 2
+        )
+        ticket = residency.models["a"].ticket
         residency._obey(messages.WaitEstimate(ticket, seconds(60)))
         async with asyncio.timeout(5):
             error = (await asyncio.gather(hasty, return_exceptions=True))[0]
@@ -156,7 +171,7 @@ async def test_request_with_a_deadline_below_the_wait_estimate_is_refused_at_onc
             assert error.predicted_s and 59 < error.predicted_s <= 60 and error.retry_after_s > 59
             with pytest.raises(DeadlineUnmet):  # and so does who comes now
                 await entered(residency, 30)
-        assert not patient.done() and len(residency.slots["a"].waiters) == 1
+        assert not patient.done() and len(residency.models["a"].demand.waiters) == 1
         patient.cancel()
         await asyncio.gather(patient, return_exceptions=True)
 
@@ -173,7 +188,9 @@ async def test_ticket_refused_for_a_deadline_is_requested_anew_for_a_later_deadl
 
         arbiter.acquire = refused  # type: ignore[method-assign]
         hasty, patient = entered(residency, 30), entered(residency, None)
-        await until(lambda: "a" in residency.slots and len(residency.slots["a"].waiters) == 2)
+        await until(
+            lambda: "a" in residency.models and len(residency.models["a"].demand.waiters) == 2
+        )
         waits.set()
         async with asyncio.timeout(5):
             answers = await asyncio.gather(hasty, patient, return_exceptions=True)
@@ -201,7 +218,7 @@ async def test_release_is_idempotent_and_use_after_it_is_typed() -> None:
         open_use.release()
         with pytest.raises(TicketClosed):
             open_use.stream("POST", "/v1/x", {}, b"")
-        assert residency.slots["a"].inflight == 0
+        assert residency.models["a"].uses.inflight == 0
 
 
 @pytest.mark.spec("A12")
@@ -245,14 +262,14 @@ async def test_a_client_that_comes_and_goes_does_not_end_the_load_of_a_pinned_mo
     async with holder(loaded=False) as (residency, arbiter, engine):
         residency._obey(messages.ConfigChanged(PINNED))
         await until(
-            lambda: residency.slots.get("a") and residency.slots["a"].life is HolderState.LOADING
+            lambda: residency.models.get("a") and residency.models["a"].state is HolderState.LOADING
         )
         with pytest.raises(DeadlineUnmet):
             async with residency.use("a", deadline_s=0.05):
                 pass
         assert "Withdrawn" not in arbiter.kinds()
         engine.loaded.set()
-        await until(lambda: residency.slots["a"].life is HolderState.RESIDENT)
+        await until(lambda: residency.models["a"].state is HolderState.RESIDENT)
 
 
 @pytest.mark.spec("A8", "A12")
@@ -266,13 +283,13 @@ async def test_client_that_comes_and_goes_does_not_end_a_reload() -> None:
 
         arbiter.acquire = queued  # type: ignore[method-assign]
         residency._obey(messages.ReloadOrder("a"))
-        await until(lambda: "a" in residency.slots)
+        await until(lambda: "a" in residency.models)
         with pytest.raises(DeadlineUnmet):
             async with residency.use("a", deadline_s=0.05):
                 pass
         may_go_on.set()
-        await until(lambda: residency.slots["a"].life is HolderState.RESIDENT)
-        assert not residency._chores.running
+        await until(lambda: residency.models["a"].state is HolderState.RESIDENT)
+        assert not residency.background.running
 
 
 @pytest.mark.spec("A12")
@@ -282,7 +299,7 @@ async def test_asleep_model_that_made_room_for_a_failed_load_is_woken() -> None:
         revoke(residency, Reason.SWAP, Tier.ASLEEP)
         await until(lambda: "Slept" in arbiter.kinds())
         residency._obey(messages.ReloadOrder("a"))
-        await until(lambda: residency.slots["a"].life is HolderState.RESIDENT)
+        await until(lambda: residency.models["a"].state is HolderState.RESIDENT)
         assert engine.acts == ["/control/sleep", "/control/wake"]
 
 
@@ -295,7 +312,7 @@ async def test_a_pinned_model_whose_engine_died_is_brought_back() -> None:
         first.set()
         await until(lambda: arbiter.kinds().count("Loaded") == 2)
         assert ev.Released(arbiter.asked[0], "lost") in arbiter.told
-        assert residency.slots["a"].life is HolderState.RESIDENT
+        assert residency.models["a"].state is HolderState.RESIDENT
 
 
 @pytest.mark.spec("C8", "A12")
@@ -310,11 +327,14 @@ async def test_a_pinned_model_that_did_not_load_is_tried_again_when_its_refusal_
         arbiter.acquire = cools_down  # type: ignore[method-assign]
         residency._obey(messages.ConfigChanged(PINNED))
         await until(lambda: "Loaded" in arbiter.kinds())
-        residency.end(
-            residency.slots["a"], Reason.FAILED, NeverFits(TicketId("a"), Bytes(9), Bytes(5))
+        unloading.end(
+            residency,
+            residency.models["a"],
+            Reason.FAILED,
+            NeverFits(TicketId("a"), Bytes(9), Bytes(5)),
         )
-        await residency._chores.done()
-        assert "a" not in residency.slots
+        await residency.background.done()
+        assert "a" not in residency.models
 
 
 @pytest.mark.spec("D6")
@@ -338,7 +358,7 @@ async def test_load_time_excludes_waiting_for_a_zygote(
     clock = SimpleNamespace(
         monotonic=lambda: now.s, monotonic_ns=lambda: int(now.s * 1e9), time=time.time
     )
-    monkeypatch.setattr("deployments.replica.residency.time", clock)
+    monkeypatch.setattr("deployments.replica.loading.time", clock)
     async with holder(loaded=False) as (residency, arbiter, engine):
         at_once = arbiter.spawn
 
@@ -388,22 +408,24 @@ async def test_every_way_out_of_a_use_leaves_nothing_in_flight() -> None:
                     pass
 
         waits, streams = asyncio.ensure_future(stream()), asyncio.ensure_future(stream())
-        await until(lambda: residency.slots.get("a") and len(residency.slots["a"].waiters) == 2)
+        await until(
+            lambda: residency.models.get("a") and len(residency.models["a"].demand.waiters) == 2
+        )
         with pytest.raises(DeadlineUnmet):
             await stream(deadline_s=0.01)
         waits.cancel()
         await asyncio.wait({waits})
         engine.loaded.set()
         await until(lambda: engine.acts)
-        slot = residency.slots["a"]
-        assert (slot.inflight, len(slot.waiters)) == (1, 0)
+        held = residency.models["a"]
+        assert (held.uses.inflight, len(held.demand.waiters)) == (1, 0)
         streams.cancel()  # its client died in the middle of the answer
         await asyncio.wait({streams})
-        assert slot.inflight == 0
+        assert held.uses.inflight == 0
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await stream()
-        assert slot.inflight == 0
+        assert held.uses.inflight == 0
         runs, _ = residency.client().runs.waiting()
         assert [run.outcome for run in runs] == ["deadline_unmet", "left", "left", "left"]
 
@@ -422,18 +444,6 @@ async def test_load_does_not_run_in_the_context_of_the_request_that_began_it() -
         request.set("the first")
         await use(residency)
         assert seen == ["none"]
-
-
-def breaking(arbiter: ScriptedClient, *errors: Exception) -> None:
-    """The first spawns fail, one by one; those after them do not."""
-    spawn, left = arbiter.spawn, list(errors)
-
-    async def broken(ticket: TicketId, spec: messages.SpawnSpec) -> str:
-        if left:
-            raise left.pop(0)
-        return await spawn(ticket, spec)
-
-    arbiter.spawn = broken  # type: ignore[method-assign]
 
 
 @pytest.mark.spec("A12")
@@ -456,22 +466,24 @@ async def test_a_load_that_failed_otherwise_is_not_tried_again() -> None:
 
 
 @pytest.mark.spec("A7", "A8")
-async def test_request_cancelled_as_its_load_completes_is_not_in_flight() -> None:
+async def test_request_cancelled_as_its_load_completes_is_not_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with holder(loaded=False) as (residency, _, engine):
         waiting = asyncio.ensure_future(use(residency))
-        await until(lambda: residency.slots.get("a") and residency.slots["a"].waiters)
-        slot, admit = residency.slots["a"], residency._resident
+        await until(lambda: residency.models.get("a") and residency.models["a"].demand.waiters)
+        held, serve = residency.models["a"], loading.serve
 
-        def and_cancel(slot: Any, took_s: float) -> None:
-            admit(slot, took_s)
-            assert slot.inflight == 1
+        def and_cancel(of: Any, held: Any, took_s: float) -> None:
+            serve(of, held, took_s)
+            assert held.uses.inflight == 1
             waiting.cancel()
 
-        residency._resident = and_cancel
+        monkeypatch.setattr(loading, "serve", and_cancel)
         engine.loaded.set()
         await asyncio.wait({waiting})
-        assert waiting.cancelled() and slot.inflight == 0
-        assert await use(residency) == slot.ticket
+        assert waiting.cancelled() and held.uses.inflight == 0
+        assert await use(residency) == held.ticket
 
 
 @pytest.mark.spec("A9", "D1")
@@ -481,7 +493,7 @@ async def test_request_while_a_model_falls_asleep_wakes_it() -> None:
             ticket = TicketId(open_use.ticket)
             revoke(residency, Reason.SWAP, Tier.ASLEEP)
             late = asyncio.ensure_future(use(residency))
-            await until(lambda: residency.slots["a"].waiters)
+            await until(lambda: residency.models["a"].demand.waiters)
         async with asyncio.timeout(5):
             assert await late == ticket
         assert engine.acts == ["/control/sleep", "/control/wake"]
@@ -492,11 +504,11 @@ async def test_requests_waiting_for_a_load_count_as_in_flight() -> None:
     async with holder(loaded=False) as (residency, _, engine):
         uses = [asyncio.ensure_future(use(residency)) for _ in range(2)]
         await until(
-            lambda: residency.slots.get("a") and residency.slots["a"].life is HolderState.LOADING
+            lambda: residency.models.get("a") and residency.models["a"].state is HolderState.LOADING
         )
-        await until(lambda: len(residency.slots["a"].waiters) == 2)
-        [held] = residency.account()
-        assert (held.phase, held.inflight, held.idle) == (types.Phase.LOADING, 2, Span(0))
+        await until(lambda: len(residency.models["a"].demand.waiters) == 2)
+        [told] = residency.account()
+        assert (told.phase, told.inflight, told.idle) == (types.Phase.LOADING, 2, Span(0))
         engine.loaded.set()
         await asyncio.gather(*uses)
 
@@ -505,11 +517,11 @@ async def test_requests_waiting_for_a_load_count_as_in_flight() -> None:
 async def test_end_of_a_replaced_engine_does_not_affect_its_successor() -> None:
     async with holder() as (residency, arbiter, _):
         ticket = await use(residency)
-        slot = residency.slots["a"]
-        old, slot.link = slot.link, EngineLink("a", ticket, arbiter.path)
-        residency._lost(slot, old)
-        assert slot.life is HolderState.RESIDENT and "Released" not in arbiter.kinds()
-        residency._lost(slot, slot.link)
-        assert slot.life is HolderState.CLOSED and arbiter.told[-1] == ev.Released(ticket, "lost")
+        held = residency.models["a"]
+        old, held.link = held.link, EngineLink("a", ticket, arbiter.path)
+        unloading.lose(residency, held, old)
+        assert held.state is HolderState.RESIDENT and "Released" not in arbiter.kinds()
+        unloading.lose(residency, held, held.link)
+        assert held.state is HolderState.CLOSED and arbiter.told[-1] == ev.Released(ticket, "lost")
         old.cut()
         await old.closed()

@@ -1,8 +1,6 @@
 """A model grows on its holder: granted, then drained, then another process under its ticket."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -10,74 +8,37 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason
+from arbiter.core.settings import Timeouts
 from arbiter.errors import GrowthRefused, LoadFailed, TicketClosed
 from arbiter.protocol import messages
-from arbiter.units import Bytes, DeviceId, Epoch, Span, TicketId, seconds
+from arbiter.units import Bytes, Span, TicketId, seconds
+from deployments.config.boot import configuration
 from deployments.config.load_plan import plan
 from deployments.config.schema import ConfigError, parse_table
 from deployments.replica import resize
-from deployments.replica.held_model import HolderState
-from tests.support import scripted_holder
+from deployments.replica.held_model import HolderState, Uses
+from tests.support.scripted_growth import GROWN, MODEL, TABLE, resident
 from tests.support.scripted_holder import ON, revoke, until, use
 
 pytestmark = pytest.mark.spec("A14")
-MODEL = {**scripted_holder.MODEL, "grow_to": {"kv_cache_memory_bytes": 7}}
-
-
-def table(model: dict[str, Any]) -> Any:
-    return {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": model}}}}
-
-
-TABLE = table(MODEL)
-GROWN = (types.DeviceBytes(DeviceId("n/cpu:0"), Bytes(12)),)
-
-
-class ScriptedGrowth:
-    """The arbiter's and the agent's part in it."""
-
-    def __init__(self, arbiter: Any) -> None:
-        self.arbiter, self.asked, self.spawned = arbiter, [], []  # type: ignore[var-annotated]
-        self.error: Exception | None = None
-        self.may_start = asyncio.Event()
-        self.may_start.set()
-        arbiter.grow, arbiter.respawn = self.grow, self.respawn
-
-    async def grow(self, ticket: TicketId, more: Bytes, within: Span) -> messages.Granted:
-        self.asked.append(more)
-        if self.error:
-            raise self.error
-        return messages.Granted(ticket, GROWN, seconds(5), Span(0), Epoch(1))
-
-    async def respawn(self, ticket: TicketId, spec: messages.SpawnSpec) -> str:
-        self.spawned.append(spec.config["engine_args"])
-        await self.may_start.wait()
-        return str(self.arbiter.path)
-
-
-@asynccontextmanager
-async def resident(model: dict[str, Any] = MODEL) -> AsyncIterator[tuple[Any, ScriptedGrowth, Any]]:
-    async with scripted_holder.holder() as (residency, arbiter, engine):
-        residency._obey(messages.ConfigChanged(table(model)))
-        await use(residency)
-        yield residency, ScriptedGrowth(arbiter), engine
 
 
 async def test_growing_model_serves_until_granted_then_requests_await_the_new_process() -> None:
     async with resident() as (residency, growth, _):
-        slot = residency.slots["a"]
+        held = residency.models["a"]
         growth.may_start.clear()
         async with residency.use("a"):
             growings = [asyncio.ensure_future(resize.grow(residency, "a")) for _ in range(2)]
-            await until(lambda: slot.life is HolderState.DRAINING)
+            await until(lambda: held.state is HolderState.DRAINING)
             waiting = asyncio.ensure_future(use(residency))
         await until(lambda: growth.spawned)
-        [held] = residency.account()
-        assert (held.phase, held.inflight, held.devices) == (types.Phase.RESIDENT, 1, GROWN)
+        [told] = residency.account()
+        assert (told.phase, told.inflight, told.devices) == (types.Phase.RESIDENT, 1, GROWN)
         revoke(residency, Reason.SWAP)
         assert growth.arbiter.kinds()[-1] == "Busy" and not waiting.done()
         growth.may_start.set()
         await asyncio.gather(*growings)
-        assert await waiting == slot.ticket and slot.life is HolderState.RESIDENT
+        assert await waiting == held.ticket and held.state is HolderState.RESIDENT
         assert growth.asked == [7] and growth.spawned == [{"kv_cache_memory_bytes": 7}]
         await resize.grow(residency, "a")  # it has it already
         assert growth.asked == [7]
@@ -88,7 +49,7 @@ async def test_shrunk_model_reports_its_bytes_once_the_smaller_process_runs() ->
         await resize.grow(residency, "a")
         await resize.give_back(residency, "a")
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
-        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, ON)
+        assert growth.arbiter.told[-1] == ev.GaveBack(residency.models["a"].ticket, ON)
         assert residency.account()[0].devices == ON
         await resize.give_back(residency, "a")
         assert len(growth.spawned) == 2
@@ -97,37 +58,37 @@ async def test_shrunk_model_reports_its_bytes_once_the_smaller_process_runs() ->
 async def test_model_grows_and_shrinks_by_hand_and_goes_on_when_refused() -> None:
     async with resident() as (residency, growth, _):
         residency._obey(messages.Resize("a", messages.ModelSize.GROWN))
-        await until(lambda: residency.slots["a"].before)
+        await until(lambda: residency.models["a"].growth.before)
         residency._obey(messages.Resize("a", messages.ModelSize.FIRST))
-        await until(lambda: residency.slots["a"].before is None)
+        await until(lambda: residency.models["a"].growth.before is None)
         assert growth.spawned == [{"kv_cache_memory_bytes": 7}, {}]
-        growth.error = GrowthRefused(residency.slots["a"].ticket, Bytes(7), "full")
+        growth.error = GrowthRefused(residency.models["a"].ticket, Bytes(7), "full")
         residency._obey(messages.Resize("a", messages.ModelSize.GROWN))
         residency._obey(messages.Resize("nobody", messages.ModelSize.GROWN))
-        await until(lambda: len(growth.asked) == 2 and not residency._chores.running)
+        await until(lambda: len(growth.asked) == 2 and not residency.background.running)
         assert await use(residency) and len(growth.spawned) == 2
 
 
 async def test_grown_model_gives_back_after_a_long_idle_time() -> None:
     async with resident({**MODEL, "stays_grown_s": 0.01}) as (residency, growth, _):
-        slot = residency.slots["a"]
+        held = residency.models["a"]
         async with residency.use("a"):
             growings = asyncio.ensure_future(resize.grow(residency, "a"))
-            await until(lambda: slot.life is HolderState.DRAINING)
+            await until(lambda: held.state is HolderState.DRAINING)
         await growings
         await until(lambda: len(growth.spawned) == 2)
-        await until(lambda: ev.GaveBack(slot.ticket, ON) in growth.arbiter.told)
-        assert growth.spawned[-1] == {} and slot.life is HolderState.RESIDENT
-        assert await use(residency) == slot.ticket
+        await until(lambda: ev.GaveBack(held.ticket, ON) in growth.arbiter.told)
+        assert growth.spawned[-1] == {} and held.state is HolderState.RESIDENT
+        assert await use(residency) == held.ticket
 
 
 async def test_grown_model_in_use_stays_grown() -> None:
     async with resident({**MODEL, "stays_grown_s": 0.01}) as (residency, growth, _):
         await resize.grow(residency, "a")
-        slot = residency.slots["a"]
+        held = residency.models["a"]
         async with residency.use("a"):
-            resize._give_back_once_idle(residency, slot, seconds(0.01))
-            assert slot.growth is None and len(growth.spawned) == 1
+            resize._give_back_once_idle(residency, held, seconds(0.01))
+            assert held.growth.work is None and len(growth.spawned) == 1
         await until(lambda: len(growth.spawned) == 2)
 
 
@@ -148,28 +109,26 @@ async def test_growth_requested_while_giving_back_follows_it() -> None:
 
 async def test_model_refused_growth_goes_on_with_its_bytes() -> None:
     async with resident() as (residency, growth, _):
-        growth.error = GrowthRefused(residency.slots["a"].ticket, Bytes(7), "full")
+        growth.error = GrowthRefused(residency.models["a"].ticket, Bytes(7), "full")
         with pytest.raises(GrowthRefused):
             await resize.grow(residency, "a")
         assert not growth.spawned and await use(residency)
 
 
-async def test_growth_is_refused_rather_than_cutting_off_long_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(resize, "BARRIER", seconds(0.01))
+async def test_growth_is_refused_rather_than_cutting_off_long_requests() -> None:
     async with resident() as (residency, growth, _):
+        growth.arbiter.timeouts = Timeouts(barrier=seconds(0.01))
         async with residency.use("a"):
             with pytest.raises(GrowthRefused, match="in flight"):
                 await resize.grow(residency, "a")
             assert await use(residency)  # the barrier is down again
-        assert growth.arbiter.told[-1] == ev.GaveBack(residency.slots["a"].ticket, ON)
+        assert growth.arbiter.told[-1] == ev.GaveBack(residency.models["a"].ticket, ON)
         assert not growth.spawned and residency.account()[0].devices == ON
 
 
 async def test_model_revoked_as_its_growth_is_granted_gives_it_back_and_goes_on() -> None:
     async with resident() as (residency, growth, _):
-        slot, grant = residency.slots["a"], growth.grow
+        held, grant = residency.models["a"], growth.grow
 
         async def and_revoke(ticket: TicketId, more: Bytes, within: Span) -> messages.Granted:
             granted = await grant(ticket, more, within)
@@ -180,17 +139,17 @@ async def test_model_revoked_as_its_growth_is_granted_gives_it_back_and_goes_on(
         async with residency.use("a"):  # which outlives the barrier
             with pytest.raises(TicketClosed):
                 await resize.grow(residency, "a")
-            assert await use(residency) == slot.ticket
-        assert ev.GaveBack(slot.ticket, ON) in growth.arbiter.told
+            assert await use(residency) == held.ticket
+        assert ev.GaveBack(held.ticket, ON) in growth.arbiter.told
         assert not growth.spawned and residency.account()[0].devices == ON
 
 
 async def test_model_grown_again_has_one_timer_for_giving_back() -> None:
     async with resident() as (residency, _, _engine):
-        slot, clocks = residency.slots["a"], []
+        held, clocks = residency.models["a"], []
         for change in (resize.grow, resize.give_back, resize.grow):
             await change(residency, "a")
-            clocks.append(slot.gives_back)
+            clocks.append(held.growth.look)
         first, _, second = clocks
         assert first is not None and first.cancelled()
         assert second is not None and not second.cancelled()
@@ -198,7 +157,7 @@ async def test_model_grown_again_has_one_timer_for_giving_back() -> None:
 
 async def test_a_restart_that_fails_ends_the_ticket_and_the_next_load_is_as_the_first() -> None:
     async with resident() as (residency, growth, _):
-        first = residency.slots["a"].ticket
+        first = residency.models["a"].ticket
 
         async def broken(ticket: TicketId, spec: messages.SpawnSpec) -> str:
             raise TicketClosed(ticket)
@@ -207,7 +166,7 @@ async def test_a_restart_that_fails_ends_the_ticket_and_the_next_load_is_as_the_
         with pytest.raises(LoadFailed):
             await resize.grow(residency, "a")
         assert await use(residency) != first
-        assert residency.slots["a"].plan.grown is not None
+        assert residency.models["a"].plan.grown is not None
 
 
 async def test_an_engine_that_ends_while_its_growth_waits_ends_the_growth() -> None:
@@ -219,7 +178,7 @@ async def test_an_engine_that_ends_while_its_growth_waits_ends_the_growth() -> N
 
         growth.arbiter.grow = grow
         task = asyncio.ensure_future(resize.grow(residency, "a"))
-        await until(lambda: residency.slots["a"].growth)
+        await until(lambda: residency.models["a"].growth.work)
         engine.dead.set()
         with pytest.raises(TicketClosed):
             await task
@@ -236,3 +195,38 @@ def test_grown_plan_must_need_more_memory() -> None:
     less = {"capabilities": {"c": {**TABLE["capabilities"]["c"], "models": {"a": same}}}}
     with pytest.raises(ConfigError, match="no more memory"):
         plan("a", parse_table(less).capabilities["c"])
+
+
+async def test_growth_waits_at_the_barrier_that_a_person_set_as_a_swap_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_to_a_minute = configuration(parse_table({"arbiter": {"barrier_s": 60}, **TABLE}))
+    waited, ended_within = [], Uses.ended_within
+
+    async def and_note(uses: Uses, within: Span) -> bool:
+        waited.append(within)
+        return await ended_within(uses, within)
+
+    monkeypatch.setattr(Uses, "ended_within", and_note)
+    async with resident() as (residency, growth, _):
+        growth.arbiter.timeouts = set_to_a_minute.settings.timeouts
+        await resize.grow(residency, "a")
+        await resize.give_back(residency, "a")
+        revoke(residency, Reason.SWAP, barrier_s=60)  # as the core says it, of its settings
+        await until(lambda: not residency.models)
+    assert waited == [seconds(60)] * 3
+
+
+async def test_growth_waits_for_room_as_long_as_three_barriers() -> None:
+    async with resident() as (residency, growth, _):
+        growth.arbiter.timeouts = Timeouts(barrier=seconds(60))
+        within: list[Span] = []
+        grant = growth.grow
+
+        async def and_note(ticket: TicketId, more: Bytes, room: Span) -> messages.Granted:
+            within.append(room)
+            return await grant(ticket, more, room)
+
+        growth.arbiter.grow = and_note
+        await resize.grow(residency, "a")
+        assert within == [seconds(180)]

@@ -33,7 +33,7 @@ async def holder() -> AsyncIterator[tuple[Any, ScriptedClient]]:
 
 async def see(residency: Any, **how: Any) -> list[TicketId]:
     async with use_all(residency, ("a", "b"), **how) as uses:
-        assert all(residency.slots[model].inflight for model in "ab")
+        assert all(residency.models[model].uses.inflight for model in "ab")
         return [use.ticket for use in uses]
 
 
@@ -56,7 +56,7 @@ async def test_models_used_together_are_requested_as_a_gang_and_in_use_once_all_
         arbiter.says("a")
         arbiter.says("b")
         assert await asyncio.wait_for(seen, 5) == [first.ticket, second.ticket]
-        assert [residency.slots[model].inflight for model in "ab"] == [0, 0]
+        assert [residency.models[model].uses.inflight for model in "ab"] == [0, 0]
 
 
 async def test_refused_gang_member_takes_the_others_out_of_the_queue() -> None:
@@ -67,7 +67,7 @@ async def test_refused_gang_member_takes_the_others_out_of_the_queue() -> None:
         with pytest.raises(NeverFits):
             await asyncio.wait_for(seen, 5)
         await until(lambda: ev.Withdrawn(arbiter.requests[0].ticket) in arbiter.told)
-        assert not residency.slots and residency.account() == ()
+        assert not residency.models and residency.account() == ()
 
 
 async def test_cancelled_or_late_gang_request_withdraws_all_members() -> None:
@@ -76,11 +76,11 @@ async def test_cancelled_or_late_gang_request_withdraws_all_members() -> None:
         await asked(arbiter, "a", "b")
         seen.cancel()
         await until(lambda: len(withdrawn(arbiter)) == 2)
-        assert not residency.slots
+        assert not residency.models
         with pytest.raises(DeadlineUnmet):
             await see(residency, deadline_s=0.05)
         await until(lambda: len(withdrawn(arbiter)) == 4)
-        assert not residency.slots
+        assert not residency.models
 
 
 async def test_resident_gang_member_is_not_held_while_another_is_queued() -> None:
@@ -91,12 +91,12 @@ async def test_resident_gang_member_is_not_held_while_another_is_queued() -> Non
         await alone
         seen = asyncio.ensure_future(see(residency))
         await asked(arbiter, "a", "b")
-        assert residency.slots["a"].inflight == 0 and arbiter.requests[1].gang == ()
+        assert residency.models["a"].uses.inflight == 0 and arbiter.requests[1].gang == ()
         revoke(residency, Reason.SWAP)
-        await until(lambda: "a" not in residency.slots)
+        await until(lambda: "a" not in residency.models)
         arbiter.says("b")
         await asked(arbiter, "a", "b", "a")  # it had to go meanwhile
-        assert residency.slots["b"].inflight == 0
+        assert residency.models["b"].uses.inflight == 0
         arbiter.says("a")
         assert len(set(await asyncio.wait_for(seen, 5))) == 2
 
@@ -111,14 +111,14 @@ async def test_other_user_of_a_gang_member_gets_it_when_the_gang_is_given_up() -
                 return TicketId(engine.ticket)
 
         alone = asyncio.ensure_future(urgent())
-        await until(lambda: len(residency.slots["a"].waiters) == 2)
+        await until(lambda: len(residency.models["a"].demand.waiters) == 2)
         [told] = arbiter.told  # that it is more urgent; it is still of the gang
         assert (told.priority, told.gang) == (types.Priority.URGENT, arbiter.requests[0].gang)
         arbiter.says("a")
-        await until(lambda: residency.slots["a"].gang.got)
+        await until(lambda: residency.models["a"].gang.got)
         seen.cancel()
         assert await asyncio.wait_for(alone, 5) == arbiter.requests[0].ticket
-        assert "b" not in residency.slots
+        assert "b" not in residency.models
 
 
 async def test_gang_member_that_is_retried_is_requested_by_itself() -> None:

@@ -1,4 +1,4 @@
-"""A waiting request hears of its model from the slot of its holder, and no message is sent."""
+"""A waiting request hears of its model from the held of its holder, and no message is sent."""
 
 import asyncio
 import time
@@ -19,17 +19,17 @@ from deployments.replica.use import Use
 NEED = Need(Bytes(1), Bytes(1), Bytes(1), Bytes(0))
 
 
-def slot(model: str, life: HolderState = HolderState.QUEUED) -> HeldModel:
+def held(model: str, life: HolderState = HolderState.QUEUED) -> HeldModel:
     made = HeldModel(ModelPlan(model, "m:f", {}, NEED, False, "k"), TicketId(model))
-    made.life = life
+    made.state = life
     return made
 
 
 class Holder:
     """Stands for Residency: `enter` waits until the test lets it."""
 
-    def __init__(self, *slots: HeldModel) -> None:
-        self.slots = {s.model: s for s in slots}
+    def __init__(self, *held: HeldModel) -> None:
+        self.models = {s.model: s for s in held}
         self.go_on = asyncio.Event()
         self.runs = RequestLog()
 
@@ -38,8 +38,8 @@ class Holder:
 
     async def enter(self, model: str, *how: object) -> HeldModel:
         await self.go_on.wait()
-        self.slots[model].inflight += 1
-        return self.slots[model]
+        self.models[model].uses.inflight += 1
+        return self.models[model]
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +49,10 @@ def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.spec("J3")
 async def test_progress_gives_the_queue_position_and_then_the_load_estimate() -> None:
-    mine = slot("b")
-    holder = Holder(slot("a"), slot("r", HolderState.RESIDENT), mine)
+    mine = held("b")
+    holder = Holder(held("a"), held("r", HolderState.RESIDENT), mine)
     use = Use(holder, "b", None, None)  # type: ignore[arg-type]
-    async with aclosing(wait_progress.with_progress(use, holder.slots, "b")) as steps:
+    async with aclosing(wait_progress.with_progress(use, holder.models, "b")) as steps:
         assert await anext(steps) == Progress("queued", 1, None)
         mine.granted(Granted(mine.ticket, (), seconds(60), seconds(20), None))  # type: ignore[arg-type]
         loading = await anext(steps)
@@ -61,60 +61,60 @@ async def test_progress_gives_the_queue_position_and_then_the_load_estimate() ->
         assert 10 < loading.estimate_s <= 20
         holder.go_on.set()
         assert [step async for step in steps] == []
-    assert mine.inflight == 1
+    assert mine.uses.inflight == 1
     use.release()
-    assert mine.inflight == 0
+    assert mine.uses.inflight == 0
 
 
 async def test_abandoned_wait_leaves_no_request_in_flight() -> None:
-    mine = slot("b")
+    mine = held("b")
     holder = Holder(mine)
     use = Use(holder, "b", None, None)  # type: ignore[arg-type]
-    steps = wait_progress.with_progress(use, holder.slots, "b")
+    steps = wait_progress.with_progress(use, holder.models, "b")
     await anext(steps)
     await steps.aclose()
     holder.go_on.set()
     await asyncio.sleep(0)
-    assert mine.inflight == 0
+    assert mine.uses.inflight == 0
 
 
 async def test_load_without_history_has_no_estimate() -> None:
-    mine = slot("b")
+    mine = held("b")
     mine.granted(Granted(mine.ticket, (), seconds(60), seconds(0), None))  # type: ignore[arg-type]
     assert wait_progress.look({"b": mine}, "b") == Progress("loading", 0, None)
 
 
 @pytest.mark.spec("J2")
 def test_a_model_that_is_to_stay_warm_does_not_count_as_idle() -> None:
-    mine = slot("b", HolderState.RESIDENT)
-    mine.last_end_ns = time.monotonic_ns() - 10**12
+    mine = held("b", HolderState.RESIDENT)
+    mine.uses.last_end_ns = time.monotonic_ns() - 10**12
     assert mine.account().idle > seconds(900)
-    mine.warm_until_ns = time.monotonic_ns() + 10**10
+    mine.uses.warm_until_ns = time.monotonic_ns() + 10**10
     account = mine.account()
     assert (account.idle, account.phase, account.inflight) == (0, Phase.RESIDENT, 0)
-    assert mine.asks(HolderId("h"), "c").model == "b"
+    assert mine.request(HolderId("h"), "c").model == "b"
 
 
 @pytest.mark.spec("A7", "A8")
 async def test_client_that_leaves_as_its_model_becomes_resident_is_not_in_flight() -> None:
-    mine = slot("b")
+    mine = held("b")
     holder = Holder(mine)
     use = Use(holder, "b", None, None)  # type: ignore[arg-type]
-    steps = wait_progress.with_progress(use, holder.slots, "b")
+    steps = wait_progress.with_progress(use, holder.models, "b")
     await anext(steps)  # its client has this word now, and asks for the next or leaves
     holder.go_on.set()
     async with asyncio.timeout(5):
-        while not mine.inflight:
+        while not mine.uses.inflight:
             await asyncio.sleep(0)
     await steps.aclose()
-    assert mine.inflight == 0
+    assert mine.uses.inflight == 0
     runs, _ = holder.runs.waiting()
     assert [run.outcome for run in runs] == ["left"]
 
 
 @pytest.mark.spec("A7", "A8")
 async def test_request_cancelled_as_its_model_becomes_resident_is_not_in_flight() -> None:
-    mine = slot("b")
+    mine = held("b")
 
     class Cancelling(Holder):
         async def enter(self, model: str, *how: object) -> HeldModel:
@@ -123,7 +123,7 @@ async def test_request_cancelled_as_its_model_becomes_resident_is_not_in_flight(
             return found
 
     async def follow() -> None:
-        async with aclosing(wait_progress.with_progress(use, holder.slots, "b")) as steps:
+        async with aclosing(wait_progress.with_progress(use, holder.models, "b")) as steps:
             async for _ in steps:
                 holder.go_on.set()
 
@@ -131,4 +131,4 @@ async def test_request_cancelled_as_its_model_becomes_resident_is_not_in_flight(
     use = Use(holder, "b", None, None)  # type: ignore[arg-type]
     task = asyncio.ensure_future(follow())
     await asyncio.wait({task}, timeout=5)
-    assert task.cancelled() and mine.inflight == 0
+    assert task.cancelled() and mine.uses.inflight == 0

@@ -12,9 +12,10 @@ import pytest
 from arbiter.core.types import Need
 from arbiter.units import Bytes, TicketId
 from deployments.config.load_plan import ModelPlan
-from deployments.replica import watchdog
+from deployments.replica import model_files, watchdog
 from deployments.replica.held_model import HeldModel, HolderState
-from deployments.replica.watchdog import WHOLE_BYTES, contents, files, pieces, start_watchdog
+from deployments.replica.model_files import WHOLE_BYTES, contents, files, pieces
+from deployments.replica.watchdog import start_watchdog
 
 pytestmark = pytest.mark.spec("D5")
 
@@ -58,13 +59,13 @@ async def test_other_bytes_with_the_same_name_size_and_times_are_noticed_before_
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = ModelPlan("a", "x:build", {"model": str(model)}, Need(Bytes(1)), True, "")
-    slot = HeldModel(plan, TicketId("a-1"))
-    await watchdog.look(slot)
-    assert not await watchdog.is_stale(slot)
-    monkeypatch.setattr(watchdog, "files", lambda _: slot.files)  # as a coarse clock has it
-    assert not await watchdog.is_stale(slot)
+    held = HeldModel(plan, TicketId("a-1"))
+    held.files = await model_files.look(str(model))
+    assert not await model_files.is_stale(held.files)
+    monkeypatch.setattr(model_files, "files", lambda _: held.files.rows)  # as a coarse clock has it
+    assert not await model_files.is_stale(held.files)
     (model / "deep" / "model.safetensors").write_bytes(b"12345679")
-    assert not await watchdog.has_moved(slot) and await watchdog.is_stale(slot)
+    assert not await model_files.has_moved(held.files) and await model_files.is_stale(held.files)
 
 
 def test_the_same_bytes_have_the_same_hash_whatever_their_times(model: Path) -> None:
@@ -96,17 +97,17 @@ def test_a_model_in_one_file_is_watched_like_a_folder(tmp_path: Path) -> None:
 
 async def loaded(model: Path) -> HeldModel:
     plan = ModelPlan("a", "x:build", {"model": str(model)}, Need(Bytes(1)), True, "")
-    slot = HeldModel(plan, TicketId("a-1"), HolderState.RESIDENT)
-    await watchdog.look(slot)
-    return slot
+    held = HeldModel(plan, TicketId("a-1"), HolderState.RESIDENT)
+    held.files = await model_files.look(str(model))
+    return held
 
 
 async def test_replaced_file_is_noticed_beside_an_unreadable_link(model: Path) -> None:
     (model / "loop").symlink_to("loop")
-    slot = await loaded(model)
-    assert not await watchdog.is_stale(slot)
+    held = await loaded(model)
+    assert not await model_files.is_stale(held.files)
     (model / "config.json").write_text("{ }")
-    assert await watchdog.is_stale(slot)
+    assert await model_files.is_stale(held.files)
 
 
 class Broken:
@@ -128,14 +129,14 @@ async def test_failed_file_check_changes_nothing_and_the_watch_goes_on(
     model: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
-    slot, found = await loaded(model), asyncio.Event()
+    held, found = await loaded(model), asyncio.Event()
     server = Broken(how, monkeypatch)
-    assert not await watchdog.has_moved(slot)
+    assert not await model_files.has_moved(held.files)
     watching = asyncio.ensure_future(
-        watchdog.watch_files(slot, lambda _: found.set(), lambda _, reason: None)
+        watchdog.watch_files(held, lambda _: found.set(), lambda _, reason: None)
     )
     (model / "config.json").write_text("{ }")
-    assert not await watchdog.has_moved(slot) and not found.is_set()
+    assert not await model_files.has_moved(held.files) and not found.is_set()
     server.is_broken = False
     async with asyncio.timeout(5):
         await found.wait()
@@ -145,12 +146,12 @@ async def test_failed_file_check_changes_nothing_and_the_watch_goes_on(
 async def test_unreadable_files_before_a_wake_do_not_count_as_changed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slot = await loaded(model)
+    held = await loaded(model)
     server = Broken("open", monkeypatch)
-    assert not await watchdog.is_stale(slot)
+    assert not await model_files.is_stale(held.files)
     unread = await loaded(model)
     server.is_broken = False
-    assert not await watchdog.is_stale(unread) and unread.contents == ""
+    assert not await model_files.is_stale(unread.files) and unread.files.pieces == ""
 
 
 async def test_watch_that_ends_by_a_bug_is_logged(

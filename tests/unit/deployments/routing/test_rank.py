@@ -6,8 +6,8 @@ import pytest
 
 from deployments.routing.rank import (
     CONVERSATIONS,
-    CROWD_COUNT,
     FOLLOW_S,
+    OVERLOAD_COUNT,
     AdapterSlots,
     ModelPresence,
     ReplicaState,
@@ -54,8 +54,8 @@ def test_overload_moves_a_conversation_and_an_adapter_but_loads_no_second_copy()
         return [busy, ReplicaState("other", 0, models=HERE), ReplicaState("cold", 0)]
 
     for wish in (TALK, LAW):
-        assert rank(wish, offers(CROWD_COUNT - 1), stuck="busy")[0] == "busy"
-        assert rank(wish, offers(CROWD_COUNT), stuck="busy") == ["other", "busy", "cold"]
+        assert rank(wish, offers(OVERLOAD_COUNT - 1), stuck="busy")[0] == "busy"
+        assert rank(wish, offers(OVERLOAD_COUNT), stuck="busy") == ["other", "busy", "cold"]
 
 
 def test_a_full_replica_is_the_last_to_be_asked() -> None:

@@ -129,9 +129,9 @@ def test_a_holder_reports_the_most_urgent_in_flight_and_then_the_last() -> None:
 @pytest.mark.spec("C2")
 def test_only_a_more_urgent_request_for_a_queued_ticket_is_reported() -> None:
     one = slot()
-    one.life = HolderState.QUEUED
+    one.state = HolderState.QUEUED
     assert not one.note(NORMAL)  # it is not asked for yet
-    one.waiters[None] = None  # type: ignore[index]
+    one.demand.waiters[None] = None  # type: ignore[index]
     assert not one.note(LOW)
     assert one.note(URGENT)
-    assert one.asks(HolderId("h"), "text").priority is URGENT
+    assert one.request(HolderId("h"), "text").priority is URGENT

@@ -42,7 +42,7 @@ def test_new_revocation_knows_nothing_of_the_sleep_before() -> None:
     entry = new_ticket()
     entry.begin_revocation(Reason.SWAP, Tier.ASLEEP, Instant(10))
     entry.note_unloading(Instant(3))
-    entry.claim_sleep(Instant(4))
+    entry.claim_sleep(Instant(4), Bytes(12))
     assert entry.claimed_sleep is not None and entry.claimed_sleep.from_bytes == 12
     entry.end_revocation()
     assert entry.leaving is None and entry.claimed_sleep is None

@@ -1,0 +1,138 @@
+"""How a model comes to serve: its grant, its engine's load, and its wake (A4, A12, D1)."""
+
+import asyncio
+import logging
+import time
+
+from arbiter.client import gang_request
+from arbiter.core import events as ev
+from arbiter.core.decisions import Reason
+from arbiter.errors import ENGINE_DIED, EngineLost, LoadFailed, RequestError, TicketClosed
+from arbiter.node.zygote_client import ZygoteError
+from arbiter.protocol.messages import Granted, SpawnSpec
+from arbiter.units import in_seconds, seconds
+from deployments.config.load_plan import parts
+from deployments.replica import model_files, unloading, watchdog
+from deployments.replica.engine_client import EngineLink, LoadRefused, why
+from deployments.replica.held_model import HeldModel, HolderState, Opens
+from deployments.replica.residency_api import ResidencyApi
+
+logger = logging.getLogger("arbiter.residency")
+
+SAY_S = 1.0  # one message takes 1 ms; an arbiter that is away learns of the end from the agent
+
+
+async def load(residency: ResidencyApi, held: HeldModel) -> None:
+    """QUEUED -> RESIDENT. A load that failed for memory, or whose engine died without a word, is
+    tried once more."""
+    try:
+        try:
+            await _load_once(residency, held)
+        except LoadFailed as failed:
+            if not failed.out_of_memory and failed.cause != ENGINE_DIED:
+                raise
+            held.try_again()
+            await _load_once(residency, held)
+    except TicketClosed:
+        unloading.end(residency, held, Reason.WITHDRAWN)
+    except RequestError as error:
+        logger.warning("%s: %s", held.ticket, error)
+        unloading.end(residency, held, Reason.FAILED, error)
+
+
+async def _load_once(residency: ResidencyApi, held: HeldModel) -> None:
+    """Raises RequestError: TicketClosed when the ticket is over, LoadFailed."""
+    granted = await _acquire(residency, held)
+    _hold(residency, held, granted)
+    try:
+        async with asyncio.timeout(in_seconds(granted.load_within)):
+            opened_s = await start_engine(residency, held, residency.client().spawn)
+    except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
+        if isinstance(error, TicketClosed):
+            raise
+        raise await _broke(residency, held, error) from error
+    serve(residency, held, time.monotonic() - opened_s)
+
+
+async def _acquire(residency: ResidencyApi, held: HeldModel) -> Granted:
+    """The grant of the model's ticket, once those of its gang are granted too. Raises
+    RequestError."""
+    client, gang = residency.client(), held.gang
+    asked = held.request(residency.holder, residency.capability)
+    if gang is None:
+        return await client.acquire(asked)
+    try:
+        return await gang_request.acquire(client, asked, gang)
+    except (RequestError, asyncio.CancelledError):
+        # The ticket may have been granted while another of the gang was refused.
+        client.tell(ev.Withdrawn(held.ticket))
+        raise
+
+
+async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -> float:
+    """Starts the model's process and waits for its load. Returns when the process was there, on the
+    monotonic clock: waiting for a zygote is no part of what a load takes. Raises LoadRefused,
+    EngineLost, ZygoteError, TicketClosed, OSError where the model's files cannot be seen."""
+    plan = held.plan
+    spec = SpawnSpec(plan.entry, plan.config | parts(held.devices), held.devices)
+    held.files = await model_files.look(plan.config.get("model", ""))  # before the engine reads
+    path, opened_s = await opens(held.ticket, spec), time.monotonic()
+    held.link = link = EngineLink(held.model, held.ticket, path)
+    await link.hold(lambda: unloading.lose(residency, held, link))
+    await link.ready()
+    return opened_s
+
+
+async def wake(residency: ResidencyApi, held: HeldModel) -> None:
+    """ASLEEP -> RESIDENT under the same ticket. `Residency.begin` has queued it."""
+    if await model_files.is_stale(held.files):
+        unloading.outdate(residency, held)
+        return unloading.end(residency, held, Reason.MANUAL)
+    try:
+        asked = held.request(residency.holder, residency.capability)
+        granted = await residency.client().acquire(asked)
+    except TicketClosed:
+        return unloading.end(residency, held, Reason.LOST)
+    except RequestError as error:
+        held.move(HolderState.ASLEEP)
+        held.demand.is_wanted = False
+        return held.turn_back(error)
+    began_s = time.monotonic()
+    _hold(residency, held, granted)
+    assert held.link is not None
+    try:
+        async with asyncio.timeout(in_seconds(granted.load_within)):
+            woken = await held.link.wake()
+    except (TimeoutError, LoadRefused, EngineLost) as error:
+        failed = await _broke(residency, held, error)
+        return unloading.end(residency, held, Reason.FAILED, failed)
+    serve(residency, held, time.monotonic() - began_s, woken.verified)
+
+
+def _hold(residency: ResidencyApi, held: HeldModel, granted: Granted) -> None:
+    held.granted(granted)
+    residency.tickets[held.ticket] = held
+
+
+def serve(residency: ResidencyApi, held: HeldModel, took_s: float, verified: bool = True) -> None:
+    """LOADING -> RESIDENT, with the waiting requests in flight."""
+    held.move(HolderState.RESIDENT)
+    held.uses.last_end_ns, held.demand.is_wanted = time.monotonic_ns(), False
+    residency.client().tell(ev.Loaded(held.ticket, seconds(took_s), verified))
+    held.admit()
+    if held.watch is None:
+        held.watch = watchdog.start_watchdog(
+            held,
+            lambda held: unloading.outdate(residency, held),
+            lambda held, reason: unloading.end(residency, held, reason),
+        )
+
+
+async def _broke(residency: ResidencyApi, held: HeldModel, error: Exception) -> LoadFailed:
+    """Tells the arbiter why, and only then cuts the engine off: its end alone says less."""
+    cause, out_of_memory = why(error, held.load.granted_s)
+    client = residency.client()
+    client.tell(ev.LoadBroke(held.ticket, cause, out_of_memory))
+    await client.flush(SAY_S)
+    unloading.cut_off(residency, held)
+    return LoadFailed(held.model, cause, out_of_memory)

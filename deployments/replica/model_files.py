@@ -1,0 +1,187 @@
+"""Whether the files of a model are those that it was loaded from (D5).
+
+Three looks, from cheap to complete:
+
+- Names, sizes, times and inodes: every few seconds and before a wake. The kernel sets a file's
+  ctime at each change and no program can set it back, so equal rows mean equal files, with two
+  exceptions. A second change within one tick of the kernel's clock, or through a mapping that was
+  not written back yet, leaves the ctime as it was: so a file is *settled* only once it has kept its
+  ctime for SETTLED_S (git calls the others racily clean). And some network file systems keep no
+  ctime.
+- Small files whole, and 64 pieces of each large one: before a load and before a wake, in 5 ms a
+  file.
+- Large files whole (`read_whole`), at a bounded rate in the background: after the load, again once
+  the files are settled, and once in each sleep. Before a wake they are read whole only where they
+  are not settled, which is in the first minute after they were written; a wake of 188 MiB takes
+  0.4 s (docs/benchmarks.md), and to hash as much takes 0.2 s more.
+
+So a file system with ctimes never has a replaced model served. One without is told of at once by
+size, mtime, inode or pieces, and of any other byte while the model sleeps.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import stat
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# Of a file up to 16 MiB all is read, of a larger one 64 pieces of 64 KiB from its first to its last
+# byte. Weights that were trained or converted anew differ in every piece.
+WHOLE_BYTES = 16 << 20
+PIECE_BYTES, PIECES = 64 << 10, 64
+# The kernel's clock ticks each 1-10 ms; it writes a dirty mapping back within 30 s
+# (vm.dirty_expire_centisecs); NFS caches times for up to 60 s (acregmax).
+SETTLED_S = 60.0
+CHUNK_BYTES = 4 << 20  # hashed in 5 ms, which is how long a thread of the pool is busy
+READ_BYTES_PER_S = 200e6  # a fifth of what one core hashes
+
+Row = tuple[str | int, ...]
+Files = tuple[Row, ...]
+
+
+@dataclass(slots=True, eq=False)
+class LoadedFiles:
+    """What was seen of a model's files before its engine read them, and learned of them since."""
+
+    model: str = ""  # their folder, or the one file
+    rows: Files = ()
+    pieces: str = ""  # a hash of what `contents` reads; empty: they could not be read
+    seen_ns: int = 0  # wall clock, as the files' times
+    whole: dict[str, str] = field(default_factory=dict)  # hash of all bytes of each large file
+    settled: set[str] = field(default_factory=set)  # large files whose ctime can be trusted
+
+    def large(self) -> list[tuple[str, int]]:
+        """Names of files of which `contents` reads pieces only, each with its ctime in ns."""
+        found = [row for row in self.rows if len(row) > 1 and int(row[1]) > WHOLE_BYTES]
+        return [(str(name), int(ctime_ns)) for name, _, _, ctime_ns, _ in found]
+
+    def unsettled(self) -> list[str]:
+        """Large files that may have changed and kept their times."""
+        since_ns = self.seen_ns - round(SETTLED_S * 1e9)
+        return [n for n, ctime_ns in self.large() if ctime_ns > since_ns and n not in self.settled]
+
+    @property
+    def settles_in_s(self) -> float:
+        """Until every ctime is old enough; 0 once it is."""
+        newest_ns = max((ctime_ns for _, ctime_ns in self.large()), default=0)
+        return max(0.0, SETTLED_S - (time.time_ns() - newest_ns) / 1e9)
+
+
+def files(model: str) -> Files:
+    """Name, size, mtime, ctime and inode of each file in a model's folder, or of a model in one
+    file; empty for a name that is neither, like a hub id, whose revisions have folders of their
+    own. Follows symlinks. Of a file that cannot be looked at, its name alone. Raises OSError where
+    the folder cannot be."""
+    root = Path(model)
+    found: list[Row] = []
+    for path in [root] if root.is_file() else sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        try:
+            seen = path.stat()
+        except FileNotFoundError:
+            continue  # just replaced: the next look sees the new one
+        except OSError:  # closed to us, a loop of symlinks, or its server is away just now
+            found.append((name,))
+            continue
+        if stat.S_ISREG(seen.st_mode):
+            found.append((name, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino))
+    return tuple(found)
+
+
+def contents(model: str, rows: Files) -> str:
+    """A hash of small files and of pieces of large ones, as far as `files` could look at them.
+    Equal for equal bytes, whatever their times. Raises OSError for a file that cannot be read."""
+    digest = hashlib.blake2b()
+    for name, size, *_ in (row for row in rows if len(row) > 1):
+        try:
+            with (Path(model) / str(name)).open("rb") as stream:
+                digest.update(f"{name} {size} ".encode())
+                for start, length in pieces(int(size)):
+                    stream.seek(start)
+                    digest.update(stream.read(length))
+        except FileNotFoundError:
+            continue
+    return digest.hexdigest()
+
+
+def pieces(size_bytes: int) -> list[tuple[int, int]]:
+    """Which parts of a file `contents` reads, as start and length."""
+    if size_bytes <= WHOLE_BYTES:
+        return [(0, size_bytes)]
+    last = size_bytes - PIECE_BYTES
+    return [(last * number // (PIECES - 1), PIECE_BYTES) for number in range(PIECES)]
+
+
+async def look(model: str) -> LoadedFiles:
+    """Before an engine reads them: what changes from now on is noticed. Raises OSError."""
+    seen = LoadedFiles(model, seen_ns=time.time_ns())
+    seen.rows = await asyncio.to_thread(files, model)
+    with contextlib.suppress(OSError):  # unknown: names, sizes and times must do
+        seen.pieces = await asyncio.to_thread(contents, model, seen.rows)
+    return seen
+
+
+async def has_moved(loaded: LoadedFiles) -> bool:
+    """By names, sizes, times and inodes. A model whose plan names no folder never has."""
+    try:
+        now = await asyncio.to_thread(files, loaded.model)
+    except OSError:
+        return False  # not looked; the next look tells
+    unseen = {row[0] for row in (*loaded.rows, *now) if len(row) == 1}
+    was, is_now = ([row for row in rows if row[0] not in unseen] for rows in (loaded.rows, now))
+    return was != is_now
+
+
+async def is_stale(loaded: LoadedFiles) -> bool:
+    """Before a wake: by rows, by pieces, and by all bytes of the files that are not settled. A
+    large unsettled file that was never read whole counts as changed, because nothing tells that it
+    is not: its model is loaded anew, from files that lie in the page cache still."""
+    if await has_moved(loaded):
+        return True
+    try:
+        if loaded.pieces not in ("", await asyncio.to_thread(contents, loaded.model, loaded.rows)):
+            return True
+        for name in loaded.unsettled():
+            if loaded.whole.get(name) != await _hash_of(loaded, name, pause_s=0.0):
+                return True
+    except OSError:
+        pass  # not looked either; once it is awake, it is watched
+    return False
+
+
+async def read_whole(loaded: LoadedFiles) -> bool:
+    """Reads each large file from end to end. True: one has other bytes than when it was read
+    before. Files that kept their times for SETTLED_S are settled by it. A file that cannot be read
+    tells nothing."""
+    settles = loaded.settles_in_s == 0.0
+    for name, _ in loaded.large():
+        with contextlib.suppress(OSError):
+            found = await _hash_of(loaded, name, CHUNK_BYTES / READ_BYTES_PER_S)
+            if loaded.whole.setdefault(name, found) != found:
+                return True
+            if settles:
+                loaded.settled.add(name)
+    return False
+
+
+async def _hash_of(loaded: LoadedFiles, name: str, pause_s: float) -> str:
+    """Of all its bytes; chunk by chunk, so that no thread is kept and the task can be cancelled.
+    Raises OSError."""
+    digest = hashlib.blake2b()
+    stream = await asyncio.to_thread((Path(loaded.model) / name).open, "rb")
+    try:
+        while await asyncio.to_thread(_feed, digest, stream):
+            await asyncio.sleep(pause_s)
+    finally:
+        stream.close()
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, stream: BinaryIO) -> bool:
+    """False at the end of the stream."""
+    chunk = stream.read(CHUNK_BYTES)
+    digest.update(chunk)
+    return bool(chunk)

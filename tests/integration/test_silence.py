@@ -1,0 +1,104 @@
+"""Drivers and leases that hang or die give their bytes back, on a real cluster."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import ray
+
+from arbiter import leases
+from tests.support.engine_host import ROOT
+from tests.support.live_arbiter import LiveArbiter, live_arbiter
+from tests.support.waits import eventually
+
+pytestmark = pytest.mark.usefixtures("cluster")
+# Ten heartbeats; and as much again for a machine on which twenty processes want two cores.
+SILENCE_S, SLACK_S = 10.0, 10.0
+
+
+@contextmanager
+def driver(model: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process of its own, and the ticket that it holds."""
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "tests.support.model_driver", address, "chat", model]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+    try:
+        yield process, answer_of(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def answer_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def ask_again(process: subprocess.Popen[str]) -> str:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return answer_of(process)
+
+
+async def given_up(d: LiveArbiter, ticket: str, within_s: float) -> None:
+    """Off the books: its holder counts as dead and its engine is gone."""
+    await d.until(lambda s: ticket not in {t["ticket"] for t in s["tickets"]}, within_s)
+    assert ticket not in await d.engines()
+
+
+@pytest.mark.spec("A5")
+async def test_driver_that_hangs_is_dead_after_ten_seconds_and_rejoins_when_it_goes_on() -> None:
+    async with live_arbiter() as d:
+        with driver("a") as (process, ticket):
+            await d.until(lambda s: ticket in {t["ticket"] for t in s["tickets"]})
+            os.kill(process.pid, signal.SIGSTOP)
+            await given_up(d, ticket, SILENCE_S + SLACK_S)
+            await d.books_are_true()
+            os.kill(process.pid, signal.SIGCONT)
+
+            async def is_served_anew() -> bool:
+                return await asyncio.to_thread(ask_again, process) not in ("", ticket)
+
+            await eventually(is_served_anew)
+            await d.books_are_true()
+
+
+@pytest.mark.spec("A5", "A7", "A19")
+async def test_killed_driver_gives_its_ticket_back() -> None:
+    async with live_arbiter() as d:
+        with driver("a") as (process, ticket):
+            process.kill()
+            await given_up(d, ticket, SILENCE_S)
+            await d.books_are_true()
+
+
+class Mute(leases.RayTransport):
+    """A way to the arbiter that breaks when told."""
+
+    is_broken = False
+
+    def put(self, lease: str, body: leases.Plain) -> leases.Plain:
+        if self.is_broken:
+            raise ConnectionError("cut")
+        return super().put(lease, body)
+
+
+@pytest.mark.spec("A15")
+async def test_lease_without_heartbeats_lapses_after_ten_seconds_at_both_ends() -> None:
+    async with live_arbiter(lease_tenant="1 GiB") as d:
+        way = Mute()
+        lease = leases.ask(0.1, name="mute", way=way)
+        await asyncio.to_thread(lease.acquire)
+        assert lease.lapse_s == SILENCE_S
+        way.is_broken = True
+        await d.until(lambda s: not any(t["lease"] for t in s["tickets"]), SILENCE_S + SLACK_S)
+        assert (await d.events("lease_ended"))[-1]["reason"] == "lost"
+        assert await asyncio.to_thread(lease.ended.wait, SLACK_S)
+        assert "10 s" in lease.reason

@@ -1,0 +1,28 @@
+"""A driver of its own process that holds a model, as a notebook or a script does.
+
+python -m tests.support.model_driver ADDRESS CAPABILITY MODEL
+
+Prints the ticket once the model serves; each further line that it reads is one more request, and
+its answer the ticket again.
+"""
+
+import asyncio
+import sys
+
+import ray
+
+from deployments.replica.residency import Residency
+
+
+async def main(address: str, capability: str, model: str) -> None:
+    ray.init(address=address, log_to_driver=False)
+    residency = Residency.start(capability)
+    while True:
+        async with residency.use(model) as use:
+            print(use.ticket, flush=True)
+        if not await asyncio.to_thread(sys.stdin.readline):
+            return await residency.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

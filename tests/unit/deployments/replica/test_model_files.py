@@ -1,0 +1,116 @@
+"""A changed model is noticed before its wake, also where one byte of a large file differs (D5)."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from arbiter.core.decisions import Reason
+from arbiter.core.types import Need
+from arbiter.units import MIB, Bytes, TicketId
+from deployments.config.load_plan import ModelPlan
+from deployments.replica import model_files, watchdog
+from deployments.replica.held_model import HeldModel, HolderState
+from deployments.replica.model_files import LoadedFiles, is_stale, look, pieces, read_whole
+from tests.support.waits import eventually
+
+pytestmark = pytest.mark.spec("D5")
+SIZE_BYTES = 64 * MIB
+
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A large file, read as fast as it goes."""
+    monkeypatch.setattr(model_files, "READ_BYTES_PER_S", float("inf"))
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as stream:
+        stream.truncate(SIZE_BYTES)
+    return path
+
+
+def change_a_byte(weights: Path) -> None:
+    """In the middle, between two of the pieces that are looked at; with the old mtime."""
+    times = weights.stat().st_atime_ns, weights.stat().st_mtime_ns
+    read = [range(start, start + length) for start, length in pieces(SIZE_BYTES)]
+    at = next(b for b in range(SIZE_BYTES // 2, SIZE_BYTES) if not any(b in r for r in read))
+    with weights.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(b"\1")
+    os.utime(weights, ns=times)
+
+
+def hide_times(loaded: LoadedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As within one tick of the clock, or on a file system that keeps no ctime."""
+    monkeypatch.setattr(model_files, "files", lambda _: loaded.rows)
+
+
+def all_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "SETTLED_S", 0.0)
+
+
+async def test_byte_changed_in_the_middle_of_a_large_file_is_noticed_before_a_wake(
+    weights: Path,
+) -> None:
+    loaded = await look(str(weights.parent))
+    assert not await read_whole(loaded) and not await is_stale(loaded)
+    change_a_byte(weights)
+    assert await is_stale(loaded)
+
+
+async def test_byte_changed_right_after_the_file_was_written_is_noticed_without_its_times(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = await look(str(weights.parent))
+    hide_times(loaded, monkeypatch)
+    assert not await read_whole(loaded) and not await is_stale(loaded)
+    change_a_byte(weights)
+    assert not await model_files.has_moved(loaded) and await is_stale(loaded)
+
+
+async def test_large_file_just_written_and_never_read_whole_counts_as_changed(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = await look(str(weights.parent))
+    assert await is_stale(loaded)
+    all_settled(monkeypatch)
+    assert not await is_stale(await look(str(weights.parent)))
+
+
+async def test_settled_file_is_not_read_whole_before_a_wake(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = await look(str(weights.parent))
+    assert loaded.unsettled() == [weights.name]
+    await read_whole(loaded)
+    assert loaded.unsettled() == [weights.name]  # its ctime is of just now
+    all_settled(monkeypatch)
+    await read_whole(loaded)
+    assert loaded.unsettled() == []
+
+
+async def test_file_that_cannot_be_read_whole_tells_nothing(weights: Path) -> None:
+    loaded = await look(str(weights.parent))
+    weights.unlink()
+    assert not await read_whole(loaded) and loaded.whole == {}
+
+
+async def test_byte_changed_while_asleep_ends_the_model_where_times_tell_nothing(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
+    all_settled(monkeypatch)
+    plan = ModelPlan("a", "x:build", {"model": str(weights.parent)}, Need(Bytes(1)), True, "")
+    held = HeldModel(plan, TicketId("a-1"), HolderState.RESIDENT)
+    held.files = await look(str(weights.parent))
+    hide_times(held.files, monkeypatch)
+    ends: list[Reason] = []
+    watching = asyncio.ensure_future(
+        watchdog.watch_files(held, lambda _: None, lambda _, reason: ends.append(reason))
+    )
+    await eventually(lambda: held.files.whole)
+    change_a_byte(weights)
+    assert not await is_stale(held.files) and not ends
+    held.state = HolderState.ASLEEP
+    await asyncio.wait_for(watching, 20)
+    assert ends == [Reason.MANUAL]
