@@ -54,10 +54,14 @@ class ArbiterPolicy:
         self._capability, self._clock = capability, clock
         self._busy_at = self._most_at = clock()
         self._most = 0
-        if follow:
-            threading.Thread(target=self._follow, name="arbiter-policy", daemon=True).start()
+        self._is_to_follow = follow
 
     def __call__(self, contexts: Mapping[Any, Context]) -> tuple[dict[Any, int], dict[Any, Any]]:
+        """Answers Serve's question for each deployment. The first call starts the thread, because
+        `arbiter check` makes policies too, where there is no cluster to follow."""
+        if self._is_to_follow:
+            self._is_to_follow = False
+            threading.Thread(target=self._follow, name="arbiter-policy", daemon=True).start()
         return {key: self.replicas(context) for key, context in contexts.items()}, {}
 
     def replicas(self, context: Context) -> int:

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from deployments.environment import Environment
+
 VERSION = 1  # part of the stamp: raise it when what is made changes
 STAMP = "made.json"
 
@@ -60,8 +62,7 @@ DEFAULT = (TINY, SMALL)
 
 
 def default_folder() -> Path:
-    made = os.environ.get("ARBITER_MODELS")
-    return Path(made) if made else Path.home() / ".cache" / "serve-arbiter" / "models"
+    return Environment().models
 
 
 def stamp_of(shape: Shape) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import hashlib
 import importlib.util
 import json
 import logging
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from deployments.config.schema import (
     Table,
     parse_table,
 )
+from deployments.environment import Environment
 
 # What a drafter's process part holds beyond its weights: seen with vLLM's CPU build, 33 MiB in all
 # for one of 7 MiB.
@@ -153,14 +153,12 @@ def adapters(path: str, model: ModelConfig) -> dict[str, Any]:
 
 def adapter_store() -> Path:
     """Where engines keep adapters that they have checked."""
-    default = Path.home() / ".cache" / "serve-arbiter" / "adapters"
-    return Path(os.environ.get("ARBITER_ADAPTERS", default))
+    return Environment().adapters
 
 
 def models_folder() -> Path:
     """Where models/make_models.py puts what it makes."""
-    default = Path.home() / ".cache" / "serve-arbiter" / "models"
-    return Path(os.environ.get("ARBITER_MODELS", default))
+    return Environment().models
 
 
 def resolve(source: str) -> str:

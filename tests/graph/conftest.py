@@ -91,6 +91,13 @@ class Graph:
         return found[0]
 
     @cached_property
+    def address(self) -> str:
+        """Of its Ray cluster, HOST:PORT: others may run on this machine."""
+        commands = (command_of(pid) for pid in self.workers())
+        found = next(filter(None, (re.search(r"--gcs-address=(\S+)", c) for c in commands)))
+        return found[1]
+
+    @cached_property
     def node(self) -> str:
         """Its only node; part of the command line of its zygote and of all forks of it."""
         return str(self.state()["devices"][0]["node"])
@@ -192,6 +199,13 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def as_users(variables: dict[str, str]) -> dict[str, str]:
+    """The environment of a shell, whatever the cluster of other tests was told of tokens."""
+    env = os.environ | variables
+    env.pop("RAY_AUTH_MODE", None)
+    return env
+
+
 @pytest.fixture(scope="package")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     with started(tmp_path_factory.mktemp("graph")) as running:
@@ -210,11 +224,17 @@ def started(
     elsewhere = f"file://{folder}/elsewhere/"
     models["tiny-chat"]["adapters"] |= {"folder": str(folder / "adapters"), "urls": [elsewhere]}
     change(config)
+    with served(folder, config) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def served(folder: Path, config: dict[str, Any], **variables: str) -> Iterator[Graph]:
+    """`serve run` of a configuration, until its front answers and its node is known."""
     file = folder / "serve_config.yaml"
     file.write_text(yaml.safe_dump(config))
     log = (folder / "serve.log").open("wb")
-    env = os.environ | make_serve_sets() | {"RAY_ADDRESS": "local"}
-    env.pop("RAY_AUTH_MODE", None)  # as users start it, whatever the other cluster was told
+    env = as_users(make_serve_sets() | {"RAY_ADDRESS": "local"} | variables)
     process = subprocess.Popen(
         [BIN / "serve", "run", file],
         cwd=ROOT,

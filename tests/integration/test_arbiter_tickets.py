@@ -28,11 +28,11 @@ from arbiter.errors import (
     UnknownTicket,
 )
 from arbiter.units import MIB, Span, TicketId
+from deployments.cli.replay import compared
 from deployments.config import boot
 from deployments.config.schema import parse_table
 from deployments.messages import refusal
 from deployments.replica.residency import Residency
-from deployments.whatif import whatif
 from tests.support.live_arbiter import capability, gone, live_arbiter, model
 from tests.support.waits import eventually
 
@@ -377,6 +377,6 @@ async def test_explain_answers_and_a_recording_replays_to_the_same_decisions(
         assert "it was asked to leave" in then["said"][-1]
         with pytest.raises(UnknownTicket):
             await call_arbiter("explain", TicketId("nobody"))
-    found = whatif(log, ["two_rates"])
+    found = compared(log, ["two_rates"])
     assert found["decided_as_recorded"] == found["events"] > 10
     assert found["policies"]["two_rates"]["loads_count"] >= 1

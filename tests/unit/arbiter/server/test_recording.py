@@ -1,5 +1,6 @@
 """What is recorded is read back exactly, decides the same again, and can be asked what if."""
 
+import json
 import os
 import subprocess
 import sys
@@ -26,8 +27,8 @@ from arbiter.server.recording import (
 from arbiter.units import Epoch, Instant
 from benchmarks.replay import mixes, traces
 from benchmarks.replay.table import SETTINGS
-from deployments.cli import main
-from deployments.whatif import whatif, whatif_lines
+from deployments.cli.main import main
+from deployments.cli.replay import compared
 from policies import bundle
 
 
@@ -92,7 +93,7 @@ def test_replay_in_another_process_gives_the_recorded_decisions(log: tuple[Path,
 @pytest.mark.spec("K3")
 def test_whatif_compares_loads_bytes_and_waits_with_foresight(log: tuple[Path, Score]) -> None:
     path, lived = log
-    found = whatif(path, ["two_rates"])
+    found = compared(path, ["two_rates"])
     assert found["decided_as_recorded"] == found["events"]
     rows = found["policies"]
     assert list(rows) == ["priority_lru", "two_rates", "belady"]
@@ -101,7 +102,6 @@ def test_whatif_compares_loads_bytes_and_waits_with_foresight(log: tuple[Path, S
     assert rows["belady"]["waited_s"] < rows["two_rates"]["waited_s"]
     assert rows["two_rates"]["waited_s"] != rows["priority_lru"]["waited_s"]
     assert rows["belady"]["regret_waited_s"] == 0 < rows["priority_lru"]["regret_waited_s"]
-    assert len(list(whatif_lines(found))) == 2 + len(rows)
 
 
 def test_whatif_command_prints_the_comparison(
@@ -110,9 +110,12 @@ def test_whatif_command_prints_the_comparison(
     assert main(["whatif", str(log[0]), "--policy", "cost_aware"]) == 0
     said = capsys.readouterr().out
     assert "decides all of them as it was recorded" in said
-    assert {line.split()[0] for line in said.splitlines()[2:]} == {
-        "priority_lru", "cost_aware", "belady",
-    }  # fmt: skip
+    policies = ["priority_lru", "cost_aware", "belady"]
+    assert [line.split()[0] for line in said.splitlines()] == [said.split()[0], "policy", *policies]
+    assert main(["whatif", str(log[0]), "--policy", "cost_aware", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["policies"]) == policies
+    assert found["decided_as_recorded"] == found["events"]
 
 
 def test_recording_is_private_appends_epochs_and_skips_a_truncated_line(
@@ -162,4 +165,4 @@ def test_a_recording_without_a_load_has_nothing_to_compare(tmp_path: Path) -> No
     heading = RecordingHeader(protocol_hash(), SETTINGS, Epoch(1), (), None, Instant(0))
     Recorder(path, heading).close()
     with pytest.raises(NothingLoaded):
-        whatif(path, [])
+        compared(path, [])

@@ -1,92 +1,150 @@
-"""What the command line sends, and to whom."""
+"""The command as a whole: its help, its failures, what it imports, and how it ends."""
 
-import io
+import json
 import os
+import pty
 import subprocess
 import sys
-import urllib.error
-import urllib.request
-from email.message import Message
 from pathlib import Path
 
 import pytest
 
-from deployments import cli
-from deployments.front import arbiter_gateway, keys
+from arbiter.errors import ArbiterClosing
+from deployments.cli import main as command
+from deployments.cli import show
+from tests.support.scripted_front import ScriptedFront
+from tests.unit.deployments.cli.conftest import Run
+
+PANELS = {
+    "See": ["status", "events", "explain", "residency", "clients"],
+    "Steer": ["load", "unload", "grow", "shrink", "floor", "settings"],
+    "Leases": ["lease", "leases", "drain", "cleanup"],
+    "Cluster": ["check", "upgrade", "down"],
+    "Keys": ["key"],
+    "Record and replay": ["record", "whatif"],
+}
+EVERY = [name for names in PANELS.values() for name in names if name != "key"]
+EVERY += ["key add", "key list", "key remove"]
+ARBITER = [sys.executable, "-m", "deployments.cli"]
 
 
-@pytest.fixture
-def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The key of the first start, where the command looks for it."""
-    path = tmp_path / "keys.json"
-    keys.ensure_first(path)
-    monkeypatch.setattr(keys, "keys_path", lambda: path)
-    monkeypatch.delenv("ARBITER_KEY", raising=False)
-    return keys.first_key_path(path).read_text().strip()
+def test_the_help_is_grouped_by_subject(run: Run) -> None:
+    done = run("--help", COLUMNS="200")
+    assert done.exit_code == 0
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("╭─"):
+            panel = line.strip("╭╮─ ")
+            found[panel] = []
+        elif line.startswith("│ ") and line[2] != " ":
+            found[panel].append(line.split()[1])
+    assert {panel: found[panel] for panel in found if panel != "Options"} == PANELS
+    assert list(found)[1:] == list(PANELS)
 
 
-@pytest.mark.spec("L1")
-def test_the_owners_key_is_sent_to_this_machine_and_no_other(owner: str) -> None:
-    for here in ("http://127.0.0.1:8000", "http://localhost:8000", "http://[::1]:8000"):
-        assert cli.api_key(here) == owner
-    for away in ("http://10.0.0.7:8000", "http://gpu-box:8000", "http://localhost.evil.example"):
-        assert cli.api_key(away) == ""
+@pytest.mark.parametrize("name", EVERY)
+def test_every_command_says_what_it_does_and_has_json(run: Run, name: str) -> None:
+    done = run(*name.split(), "--help", COLUMNS="200")
+    assert done.exit_code == 0
+    assert "--json" in done.stdout
 
 
-@pytest.mark.spec("L1")
-def test_key_from_the_environment_is_sent_to_any_host(
-    owner: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("words", [(), ("statsu",), ("status", "--jsn"), ("explain",)])
+def test_a_mistake_in_the_words_has_its_own_exit_status(run: Run, words: tuple[str, ...]) -> None:
+    assert run(*words).exit_code == 2
+
+
+def test_a_shell_can_complete(run: Run) -> None:
+    done = run(_ARBITER_COMPLETE="complete_bash", COMP_WORDS="arbiter un", COMP_CWORD="1")
+    assert done.stdout.split() == ["unload"]
+
+
+def test_completion_knows_scopes_and_policies(run: Run) -> None:
+    for line, found in (
+        ("arbiter key add x --scope in", "infer"),
+        ("arbiter whatif x --policy co", "cost_aware"),
+    ):
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+        assert run(_ARBITER_COMPLETE="complete_bash", **words).stdout.split() == [found]
+
+
+def test_an_error_of_the_arbiter_is_a_line_and_no_traceback(
+    run: Run, front: ScriptedFront, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ARBITER_KEY", "arb-mine")
-    assert cli.api_key("http://gpu-box:8000") == "arb-mine" != owner
+    def closing(*_: object) -> None:
+        raise ArbiterClosing
+
+    monkeypatch.setattr(show, "front", closing)
+    failed = run("status")
+    assert failed.exit_code == 1
+    assert failed.stderr == f"arbiter status: {ArbiterClosing()}\n"
 
 
-@pytest.mark.spec("L3")
-@pytest.mark.parametrize(
-    ("text", "number"), [("17", 17), ("", 3), ("-1", 3), ("٣", 3), ("9" * 5000, 3), ("1e3", 3)]
-)
-def test_invalid_last_event_id_is_ignored(text: str, number: int) -> None:
-    assert arbiter_gateway.event_number(text, 3) == number
-
-
-def test_refusal_is_printed_with_its_message(
-    owner: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_main_returns_the_exit_status(
+    owner: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = b'{"error": {"message": "bypass_count: at least 0", "code": "invalid_request"}}'
-
-    def refuse(request: urllib.request.Request, timeout: float) -> None:
-        raise urllib.error.HTTPError(request.full_url, 400, "no", Message(), io.BytesIO(said))
-
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
-    assert cli.main(["settings", "bypass_count=-1"]) == 1
-    assert capsys.readouterr().err.endswith("/arbiter/settings: 400: bypass_count: at least 0\n")
+    file = ["--keys", str(tmp_path / "other.json")]
+    assert command.main(["key", "list", "--json", *file]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert command.main(["key", "remove", "x", *file]) == 1
+    assert command.main(["no-such-command"]) == 2
 
 
-@pytest.mark.parametrize("command", ["record", "upgrade", "down"])
-def test_ray_is_imported_once_it_was_told_to_read_the_token_of_the_home_folder(
-    command: str, tmp_path: Path
-) -> None:
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("secret")
-    say = f"""
-import builtins, os
-from deployments import cli
-plain = builtins.__import__
-def watched(name, *args, **kwargs):
-    if name.partition(".")[0] == "ray":
-        raise SystemExit(os.environ.get("RAY_AUTH_MODE"))
-    return plain(name, *args, **kwargs)
-builtins.__import__ = watched
-cli.main([{command!r}])
-"""
-    env = {**os.environ, "HOME": str(tmp_path)}
-    env.pop("RAY_AUTH_MODE", None)
-    done = subprocess.run(
-        [sys.executable, "-c", say],
-        check=False,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
+# What a command that needs it may import; others start without.
+HEAVY = {"ray", "torch", "vllm", "transformers", "numpy"}
+LATER = {"httpx", "pydantic", "pydantic_settings", "policies", "arbiter.protocol.messages"}
+
+
+def imported(url: str, *words: str) -> set[str]:
+    code = (
+        "import sys; from deployments.cli.main import main; code = main(sys.argv[1:])\n"
+        "print(*sys.modules, file=sys.stderr); sys.exit(code)"
     )
-    assert done.stderr.strip() == "token"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60,
+        env=os.environ | {"ARBITER_URL": url, "ARBITER_KEY": "arb-mine"}, check=True,
+    )  # fmt: skip
+    return set(done.stderr.split())
+
+
+def test_help_imports_neither_ray_nor_what_asks_the_front() -> None:
+    assert not (HEAVY | LATER) & imported("http://127.0.0.1:1", "--help")
+
+
+def test_status_imports_neither_ray_nor_an_engine(front: ScriptedFront) -> None:
+    empty = dict.fromkeys(("devices", "tickets", "queue", "cooldowns"), ())
+    head = {"version": "1", "epoch": 1, "policy": "p", "is_closing": False, "is_settled": True}
+    front.says("GET", "/arbiter/state", head | empty)
+    with front.serving() as url:
+        found = imported(url, "status")
+    assert "httpx" in found
+    assert not HEAVY & found
+
+
+def test_a_reader_that_has_seen_enough_ends_the_command_in_silence(front: ScriptedFront) -> None:
+    """As `arbiter events | head -1`, with more events than a pipe holds."""
+    events = [{"seq": n, "kind": "joined", "unix_s": 0.0} for n in range(20_000)]
+    front.says("GET", "/arbiter/events/recent?after=0", {"events": events})
+    with front.serving() as url:
+        command = subprocess.Popen(
+            [*ARBITER, "events", "--url", url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert command.stdout and command.stdout.readline()
+        command.stdout.close()
+        assert command.stderr and command.stderr.read() == b""
+        assert command.wait(30) == 0
+        command.stderr.close()
+
+
+def test_on_a_terminal_there_are_colours(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        words = ["key", "list", "--keys", str(tmp_path / "keys.json")]
+        env = {**os.environ, "TERM": "xterm"}
+        env.pop("NO_COLOR", None)
+        done = subprocess.run([*ARBITER, *words], stdout=theirs, env=env, timeout=60, check=False)
+        assert done.returncode == 0
+        assert b"\x1b[1m" in os.read(ours, 10_000)
+    finally:
+        os.close(ours)
+        os.close(theirs)

@@ -1,6 +1,5 @@
 """Keys are kept as hashes and compared as such; what needs one stays off without it."""
 
-import json
 import stat
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from fastapi import Request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments import cli
 from deployments.front import keys
 from deployments.front.auth import Authenticator, Denied
 from deployments.front.keys import Keyring, Scope
@@ -149,25 +147,6 @@ def test_only_allowed_hosts_and_origins_may_send_requests(
     with pytest.raises(Denied) as caught:
         gate.check_site(request(**headers))
     assert caught.value.status_code == 403
-
-
-def test_key_command_adds_lists_and_removes_keys(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = ["--keys", str(path)]
-    scopes = ["--scope", "infer", "--scope", "lease"]
-    assert cli.main(["key", "add", "ann", "--tenant", "acme", *scopes, *file]) == 0
-    token = capsys.readouterr().out.strip()
-    caller = Keyring(path).caller(token)
-    assert caller is not None
-    assert (caller.tenant, caller.scopes) == ("acme", {Scope.INFER, Scope.LEASE})
-    assert cli.main(["key", "list", "--json", *file]) == 0
-    [row] = json.loads(capsys.readouterr().out)
-    assert (row["name"], row["tenant"]) == ("ann", "acme")
-    assert token not in str(row)
-    assert cli.main(["key", "remove", row["id"], *file]) == 0
-    assert Keyring(path).caller(token) is None
-    assert cli.main(["key", "remove", row["id"], *file]) == 1
 
 
 def test_a_tenant_is_a_plain_name(path: Path) -> None:

@@ -1,0 +1,1 @@
+"""The `arbiter` command, one module per subject; `main` puts them together."""

@@ -1,0 +1,190 @@
+"""`arbiter check FILE`: builds a configuration as Serve's controller will, and runs nothing of it.
+
+Every key is checked by Serve's schema and ours; then every application's builder is called, every
+deployment's options are applied to it, every policy is made, and every model's files are looked at.
+The calls into Serve's private modules are those of its controller (application_state.py), so that
+what passes here deploys; tests/unit/test_check.py holds them against Serve's next version.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deployments.cli.output import AsJson, CommandError, show, size, table, working
+
+if TYPE_CHECKING:
+    from ray.serve.config import DeploymentInfo
+    from ray.serve.schema import ServeApplicationSchema
+
+    from deployments.config.schema import Table
+
+OUR_POLICY = "deployments.scaling:ArbiterPolicy"
+
+# How importing and calling code of others commonly ends.
+BROKEN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+def check(
+    file: Annotated[Path, typer.Argument(help="As `serve run` takes it: serve_config.yaml.")],
+    as_json: AsJson = False,
+) -> None:
+    """Name every wrong key of a configuration, and what each model needs."""
+    from deployments.config.schema import ConfigError, check_file
+
+    with working(f"building {file}"):
+        needs: dict[str, int] = {}
+        try:
+            found = check_file(file)
+        except ConfigError as error:
+            problems = str(error).splitlines()
+        except BROKEN as error:  # Serve's schema imports request routers
+            problems = [f"{file}: {_cause(error)}"]
+        else:
+            problems = [*built(file, found), *_planned(found, needs)]
+    if problems:
+        if as_json:
+            show(as_json, {"ok": False, "problems": problems})
+        raise CommandError("\n".join((f"{file} must not be deployed:", *problems)))
+    rows = [(model, size(need)) for model, need in needs.items()]
+    heads = ("model", "about, while resident")
+    good = f"{file}: good, {len(needs)} models"
+    show(as_json, {"ok": True, "need_bytes": needs}, good, table(heads, rows, numbers=heads[1:]))
+
+
+def _planned(found: "Table", needs: dict[str, int]) -> Iterator[str]:
+    """Fills in what each model needs; yields what is wrong with its files or engine."""
+    from deployments.config.load_plan import plan
+    from deployments.config.schema import ConfigError
+
+    for name, capability in found.capabilities.items():
+        for model in capability.models:
+            try:
+                needs[model] = plan(model, capability).need.device_bytes
+            except ConfigError as error:
+                yield f"front.user_config.capabilities.{name}.models.{model}: {error}"
+
+
+def built(path: Path, found: "Table") -> Iterator[str]:
+    """What fails when the applications and policies of a file with this table are built: a line
+    for each, which begins with the key. Starts no cluster."""
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+
+    from deployments.config import boot
+
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)  # as `serve run` does, for builders beside the file
+    try:
+        boot.boot(found)
+    except ValueError as error:
+        yield f"front.user_config: {error}"
+    for app in ServeDeploySchema.model_validate(yaml.safe_load(path.read_text())).applications:
+        where = f"applications.{app.name}"
+        yield from _application(app, where)
+        policy = app.autoscaling_policy
+        if policy is not None:
+            yield from _policy(policy, f"{where}.autoscaling_policy")
+            yield from _followed(app, found, f"{where}.autoscaling_policy.policy_kwargs")
+
+
+def _application(app: "ServeApplicationSchema", where: str) -> Iterator[str]:
+    from ray._common.utils import import_attr
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+    from ray.serve._private.build_app import build_app
+    from ray.serve._private.deployment_info import DeploymentInfo
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        builder = import_attr(app.import_path)
+    except BROKEN as error:
+        yield f"{where}.import_path: {app.import_path}: {_cause(error)}"
+        return
+    try:
+        bound = call_user_app_builder_with_args_if_necessary(builder, app.args)
+        made = build_app(bound, name=app.name)
+        made.validate_single_fastapi_ingress()
+    except (*BROKEN, RayServeException) as error:
+        yield f"{where}.args: {app.import_path}: {_cause(error)}"
+        return
+    infos = {
+        d.name: DeploymentInfo(d._deployment_config, d._replica_config, 0, "")
+        for d in made.deployments
+    }
+    yield from _deployments(app, infos, where)
+
+
+def _deployments(
+    app: "ServeApplicationSchema", infos: "dict[str, DeploymentInfo]", where: str
+) -> Iterator[str]:
+    """Each block alone, so that a problem is known to be its."""
+    from ray.serve._private.application_state import override_deployment_info
+    from ray.serve.exceptions import RayServeException
+
+    for block in app.deployments:
+        place = f"{where}.deployments.{block.name}"
+        try:
+            override_deployment_info(infos, app.model_copy(update={"deployments": [block]}))
+        except (*BROKEN, RayServeException) as error:
+            yield f"{place}: {_cause(error)}"
+        scaling = block.autoscaling_config
+        if isinstance(scaling, dict) and scaling.get("policy"):
+            yield from _policy(scaling["policy"], f"{place}.autoscaling_config.policy")
+
+
+def _policy(given: dict[str, Any], where: str) -> Iterator[str]:
+    """Imports a scaling policy, and makes it where it is a class."""
+    from ray.serve.config import AutoscalingPolicy
+
+    known = set(AutoscalingPolicy.model_fields)
+    if unknown := sorted(given.keys() - known):
+        yield f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}"
+    try:
+        policy = AutoscalingPolicy(**given)
+        made = policy.get_policy()
+    except BROKEN as error:
+        yield f"{where}.policy_function: {given.get('policy_function')}: {_cause(error)}"
+        return
+    if inspect.isclass(made):
+        try:
+            made(**policy.policy_kwargs)
+        except BROKEN as error:
+            yield f"{where}.policy_kwargs: {policy.policy_function}: {_cause(error)}"
+
+
+def _followed(app: "ServeApplicationSchema", found: "Table", where: str) -> Iterator[str]:
+    """Our policy scales a capability by its name; another's name would scale it by another's
+    requests, in silence."""
+    policy = app.autoscaling_policy or {}
+    named = policy.get("policy_kwargs", {}).get("capability")
+    serves = app.args.get("capability", app.name)
+    if policy.get("policy_function") != OUR_POLICY or named in (None, serves):
+        return
+    there_is = ", ".join(sorted(found.capabilities))
+    yield f"{where}.capability: {named!r}, but it serves {serves!r}; there is: {there_is}"
+
+
+def _cause(error: Exception) -> str:
+    """In one line; of a refused model each field."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        problems = error.errors(include_url=False)
+        return "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in problems)
+    return f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)

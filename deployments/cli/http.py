@@ -1,0 +1,234 @@
+"""The front over HTTP. Every failure is a CommandError that says what failed and what to do."""
+
+import ipaddress
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from deployments.cli.output import CommandError, clean
+
+if TYPE_CHECKING:
+    import httpx
+
+CONNECT_S = 5.0  # two lost SYNs on Linux, which sends them after 1 s and 3 s again
+ANSWER_S = 30.0  # twice the longest silence of the event stream
+SAID_MOST = 500  # characters quoted of an answer that is not the front's
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", help="The front. Default: $ARBITER_URL, else http://127.0.0.1:8000."),
+]
+
+
+class NoFront(CommandError):
+    """Nothing that answers, at an address where the front was expected."""
+
+    def __init__(self, url: str, cause: str) -> None:
+        super().__init__(url, cause)
+        self.url, self.cause = url, cause
+
+    def __str__(self) -> str:
+        return (
+            f"no front answers at {self.url} ({self.cause}). Start it (`make serve`, or"
+            " `serve run serve_config.yaml`), or name another by --url or ARBITER_URL"
+        )
+
+
+class BadUrl(CommandError):
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.url = url
+
+    def __str__(self) -> str:
+        return f"{self.url!r} is no address of a front; write it as http://HOST:PORT"
+
+
+class Refused(CommandError):
+    """The front's answer was no."""
+
+    def __init__(self, asked: str, status: int, code: str | None, message: str, after: str) -> None:
+        super().__init__(asked, status, code, message, after)
+        self.asked, self.status, self.code = asked, status, code
+        self.message, self.retry_after = message, after
+
+    def __str__(self) -> str:
+        kind = f"{self.status} {self.code}" if self.code else str(self.status)
+        return clean(f"{self.asked} was refused ({kind}): {self.message}{self._advice()}")
+
+    def _advice(self) -> str:
+        if self.status == 401:
+            return ". Put a key that is good into ARBITER_KEY"
+        if self.code == "scope_missing":
+            return ". Make a key that has it (`arbiter key add NAME --scope SCOPE`)"
+        return f". Try again in {self.retry_after} s" if self.retry_after else ""
+
+
+class NotTheFront(CommandError):
+    """An answer in another form than a front gives."""
+
+    def __init__(self, asked: str, status: int, said: str) -> None:
+        super().__init__(asked, status, said)
+        self.asked, self.status, self.said = asked, status, said
+
+    def __str__(self) -> str:
+        said = clean(self.said[:SAID_MOST].strip()) or "an empty body"
+        advice = (
+            "The front failed: see `serve status` and its log"
+            if self.status >= 500
+            else "Is the address right, and the front of this version?"
+        )
+        return (
+            f"{self.asked} was answered ({self.status}) in no form of the front: {said}. {advice}"
+        )
+
+
+class StreamEnded(CommandError):
+    def __init__(self, url: str, last: int, cause: str) -> None:
+        super().__init__(url, last, cause)
+        self.url, self.last, self.cause = url, last, cause
+
+    def __str__(self) -> str:
+        return (
+            f"the events of {self.url} ended behind {self.last} ({self.cause});"
+            f" `arbiter events --follow --after {self.last}` goes on from there"
+        )
+
+
+class Front:
+    """The front at one address, asked with one key."""
+
+    def __init__(self, url: str, client: "httpx.Client") -> None:
+        self.url, self._client = url, client
+
+    def get(self, path: str) -> Any:
+        """Raises NoFront, Refused, NotTheFront."""
+        return self.send("GET", path)
+
+    def send(self, method: str, path: str, body: object = None) -> Any:
+        """The JSON value that the front answers with. Raises NoFront, Refused, NotTheFront."""
+        import httpx
+
+        asked = f"{method} {self.url}{path}"
+        try:
+            answer = self._client.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise NoFront(self.url, _cause(error)) from error
+        _check(answer, asked)
+        try:
+            return answer.json()
+        except ValueError:
+            raise NotTheFront(asked, answer.status_code, answer.text) from None
+
+    def follow(self, after: int) -> Iterator[dict[str, Any]]:
+        """Events behind sequence number `after`, as they happen, for ever. Raises NoFront, Refused,
+        StreamEnded."""
+        import httpx
+
+        path, last = f"/arbiter/events?after={after}", after
+        try:
+            with self._client.stream("GET", path) as answer:
+                if answer.is_error:
+                    answer.read()
+                _check(answer, f"GET {self.url}{path}")
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        event = json.loads(line.removeprefix("data: "))
+                        last = event["seq"]
+                        yield event
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise NoFront(self.url, _cause(error)) from error
+        except httpx.HTTPError as error:
+            raise StreamEnded(self.url, last, _cause(error)) from error
+        raise StreamEnded(self.url, last, "the front closed the connection")
+
+
+@contextmanager
+def front(url: str | None) -> Iterator[Front]:
+    """The front at `url`, else at `ARBITER_URL`. Raises BadUrl."""
+    import httpx
+
+    where = address(url)
+    host = urlsplit(where).hostname or ""
+    with httpx.Client(
+        base_url=where,
+        headers=_headers(api_key(where)),
+        timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
+        # The owner's key goes to this machine and to no proxy that the environment names.
+        trust_env=not _is_loopback(host),
+        transport=transport(),
+    ) as client:
+        yield Front(where, client)
+
+
+def transport() -> "httpx.BaseTransport | None":
+    """httpx's own; tests put theirs in its place."""
+    return None
+
+
+def address(url: str | None) -> str:
+    """The front's, without a slash at its end. Raises BadUrl."""
+    from deployments.environment import Environment
+
+    found = (url or Environment().url).rstrip("/")
+    try:
+        parts = urlsplit(found)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise BadUrl(found)
+    return found
+
+
+def api_key(url: str) -> str:
+    """`ARBITER_KEY`; else, for a front on this machine only, the key that its first start left for
+    the owner: a key with every scope is not sent to whatever address was typed."""
+    from deployments.environment import Environment
+    from deployments.front import keys
+
+    if given := Environment().key:
+        return given.get_secret_value()
+    file = keys.first_key_path(keys.keys_path())
+    is_here = _is_loopback(urlsplit(url).hostname or "")
+    return file.read_text().strip() if is_here and os.access(file, os.R_OK) else ""
+
+
+def _headers(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check(answer: "httpx.Response", asked: str) -> None:
+    """Raises Refused for a refusal in the front's own form, NotTheFront for any other."""
+    if answer.is_success:
+        return
+    try:
+        error = answer.json()["error"]
+        code, message = error.get("code"), str(error["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise NotTheFront(asked, answer.status_code, answer.text) from None
+    raise Refused(asked, answer.status_code, code, message, answer.headers.get("retry-after", ""))
+
+
+def _cause(error: "httpx.HTTPError") -> str:
+    """What an operator can act on."""
+    import httpx
+
+    if isinstance(error, httpx.ConnectTimeout):
+        return f"no connection within {CONNECT_S:.0f} s"
+    if isinstance(error, httpx.TimeoutException):
+        return f"no answer within {ANSWER_S:.0f} s"
+    return str(error) or type(error).__name__

@@ -1,0 +1,72 @@
+"""The `arbiter` command: see what holds memory, steer it, check a configuration, replace or end the
+arbiter.
+
+Commands that look and steer ask the front over HTTP, so they work from anywhere; `record`,
+`upgrade` and `down` join the Ray cluster. What takes long to import (Ray, HTTP, the core) is
+imported by the command that needs it.
+"""
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from arbiter.errors import ArbiterError
+from deployments.cli import check, cluster, keys, lease, replay, show, steer
+from deployments.cli.output import CommandError, discard_stdout, say
+
+PANELS = ("See", "Steer", "Leases", "Cluster", "Keys", "Record and replay")
+
+
+class Commands(TyperGroup):
+    """What a command fails with becomes a line on stderr and the exit status 1."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """By panel; typer would list groups of commands last."""
+        return sorted(self.commands, key=lambda name: PANELS.index(self._panel(name)))
+
+    def _panel(self, name: str) -> str:
+        return str(getattr(self.commands[name], "rich_help_panel", None))
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            done = super().invoke(ctx)
+            sys.stdout.flush()
+            return done
+        except (CommandError, ArbiterError) as error:
+            say(f"arbiter {ctx.invoked_subcommand}: {error}", "red")
+            raise typer.Exit(1) from error
+        except BrokenPipeError:  # the reader has seen enough
+            discard_stdout()
+            return None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="See what holds device memory, and steer it.",
+    epilog="The front is at $ARBITER_URL, and asked with the key $ARBITER_KEY.",
+)
+
+COMMANDS = {
+    "See": (show.status, show.events, show.explain, show.residency, show.clients),
+    "Steer": (steer.load, steer.unload, steer.grow, steer.shrink, steer.floor, steer.settings),
+    "Leases": (lease.lease, show.leases, steer.drain, steer.cleanup),
+    "Cluster": (check.check, cluster.upgrade, cluster.down),
+    "Record and replay": (replay.record, replay.whatif),
+}
+for panel, commands in COMMANDS.items():
+    for command in commands:
+        app.command(command.__name__, rich_help_panel=panel)(command)
+app.add_typer(keys.app, name="key", rich_help_panel="Keys")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status of the command in `argv`, else of this process."""
+    try:
+        app(args=argv, prog_name="arbiter")
+    except SystemExit as end:
+        return int(end.code or 0)
+    raise AssertionError("typer ends by SystemExit")

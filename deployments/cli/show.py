@@ -1,0 +1,234 @@
+"""Commands that look and change nothing: state, events, explanations, accounts, models, leases."""
+
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from arbiter.units import GIB
+from deployments.cli.http import Front, Url, front
+from deployments.cli.output import (
+    AsJson,
+    cell,
+    clean,
+    show,
+    show_line,
+    size,
+    sizes,
+    span,
+    table,
+)
+
+DEVICE_SIZES = ("budget", "free", "charged", "measured", "foreign", "largest_fit")
+EVENT_STYLES = {
+    "error": "red",
+    "failed": "red",
+    "lost": "red",
+    "refused": "yellow",
+    "evict": "magenta",
+    "load": "green",
+    "wake": "green",
+}
+
+
+def status(as_json: AsJson = False, url: Url = None) -> None:
+    """Devices, tickets, queue and cool-downs."""
+    with front(url) as f:
+        state = f.get("/arbiter/state")
+    show(as_json, state, *_status(state))
+
+
+def _status(state: dict[str, Any]) -> Iterator[RenderableType]:
+    yield f"arbiter {state['version']}, epoch {state['epoch']}, policy {state['policy']}"
+    if state["is_closing"]:
+        yield Text("It is shutting down and grants nothing more.", "yellow")
+    elif not state["is_settled"]:
+        yield Text("It waits for the holders of its last epoch and grants nothing yet.", "yellow")
+    yield ""
+    yield _devices(state["devices"])
+    yield ""
+    yield _tickets(state["tickets"])
+    if state["queue"]:
+        yield ""
+        yield _queue(state["queue"])
+    for failure in state["cooldowns"]:
+        text = f"cooling down: {failure['model']} for {failure['left_s']:.0f} s more"
+        yield Text(clean(f"{text}, after {failure['times']} failures: {failure['cause']}"), "red")
+
+
+def _devices(devices: list[dict[str, Any]]) -> RenderableType:
+    rows = [
+        (d["device"], *(size(d[f"{what}_bytes"]) for what in DEVICE_SIZES), d["pressure"])
+        for d in devices
+    ]
+    heads = tuple(name.replace("_", " ") for name in DEVICE_SIZES)
+    return table(("device", *heads, "pressure"), rows, numbers=heads)
+
+
+def _tickets(tickets: list[dict[str, Any]]) -> RenderableType:
+    rows = [
+        (
+            t["ticket"],
+            t["capability"],
+            t["model"],
+            t["state"],
+            span(t["in_state_s"]),
+            t["inflight"],
+            sizes(t["charged_bytes"]),
+        )
+        for t in tickets
+    ]
+    heads = ("ticket", "capability", "model", "state", "since", "in flight", "charged")
+    return table(heads, rows, numbers=("since", "in flight"))
+
+
+def _queue(queue: list[dict[str, Any]]) -> RenderableType:
+    rows = [
+        (
+            q["position"],
+            q["ticket"],
+            q["model"],
+            span(q["waited_s"]),
+            span(q["predicted_s"]),
+            span(q["left_s"]),
+        )
+        for q in queue
+    ]
+    heads = ("position", "queued ticket", "model", "waited", "expected in", "deadline in")
+    return table(heads, rows, numbers=("position", *heads[3:]))
+
+
+def events(
+    follow: Annotated[bool, typer.Option("--follow", help="Go on as things happen.")] = False,
+    after: Annotated[int, typer.Option(help="Begin behind this sequence number.")] = 0,
+    as_json: AsJson = False,
+    url: Url = None,
+) -> None:
+    """What happened, newest last: loads, evictions, refusals. One line an event."""
+    with front(url) as f:
+        try:
+            for event in f.follow(after) if follow else _recent(f, after):
+                show_line(as_json, event, event_text(event))
+        except KeyboardInterrupt:  # the way to end it
+            return
+
+
+def _recent(f: Front, after: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = f.get(f"/arbiter/events/recent?after={after}")["events"]
+    return found
+
+
+def event_text(event: dict[str, Any]) -> Text:
+    """One event as a line: number, local time, kind, ticket, bytes, seconds, then what else."""
+    known = ("seq", "kind", "unix_s", "epoch", "ticket", "size_bytes", "took_s")
+    kind = str(event["kind"])
+    style = next((s for word, s in EVENT_STYLES.items() if word in kind), "")
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["unix_s"]))
+    parts = [Text(f"{event['seq']:>9}  {when}", "dim"), Text(f"{clean(kind):<16}", style)]
+    if event.get("ticket"):
+        parts.append(Text(clean(event["ticket"])))
+    if event.get("size_bytes") is not None:
+        parts.append(Text(size(event["size_bytes"])))
+    if event.get("took_s") is not None:
+        parts.append(Text(f"{event['took_s']:.2f} s"))
+    rest = {k: v for k, v in event.items() if k not in known and v is not None}
+    parts += [Text(clean(f"{name}={value}")) for name, value in rest.items()]
+    return Text("  ").join(parts)
+
+
+def explain(
+    ticket: Annotated[str, typer.Argument(help="As `arbiter status` and `events` name it.")],
+    as_json: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Why a ticket waits, or for whom and at which price it went."""
+    with front(url) as f:
+        found = f.get(f"/arbiter/explain/{quote(ticket, safe='')}")
+    show(as_json, found, *(cell(sentence) for sentence in found["said"]))
+
+
+def clients(as_json: AsJson = False, url: Url = None) -> None:
+    """Who has used what, and what each tenant may have."""
+    with front(url) as f:
+        state = f.get("/arbiter/state")
+    found = {"tenants": state["tenants"], "clients": state["clients"]}
+    show(as_json, found, *_clients(state))
+
+
+def _clients(state: dict[str, Any]) -> Iterator[RenderableType]:
+    """Limits first, where there are any, then accounts."""
+    if state["tenants"]:
+        yield _limits(state["tenants"])
+        yield ""
+    rows = [
+        (
+            c["tenant"],
+            c["client"],
+            c["requests_count"],
+            size(c["held_bytes"]),
+            f"{c['byte_seconds_count'] / GIB:.1f}",
+        )
+        for c in state["clients"]
+    ]
+    heads = ("tenant", "client", "requests", "holds", "GiB seconds")
+    yield table(heads, rows, numbers=heads[2:])
+
+
+def _limits(tenants: list[dict[str, Any]]) -> RenderableType:
+    rows = [
+        (
+            t["tenant"],
+            size(t["held_bytes"]),
+            size(t["most_bytes"]),
+            size(t["reserved_bytes"]),
+            size(t["average_bytes"]),
+            size(t["average_most_bytes"]),
+            t["is_cooling"],
+        )
+        for t in tenants
+    ]
+    heads = ("tenant", "holds", "maximum", "reserved", "average", "of", "cooling down")
+    return table(heads, rows, numbers=heads[1:6])
+
+
+def residency(as_json: AsJson = False, url: Url = None) -> None:
+    """Where each model is, and how far it may fall."""
+    with front(url) as f:
+        models = f.get("/arbiter/residency")["models"]
+    rows = [
+        (
+            name,
+            m["capability"],
+            m["level"],
+            m["floor"],
+            size(m["host_copy_bytes"]),
+            span(m["loading_s"]),
+        )
+        for name, m in models.items()
+    ]
+    heads = ("model", "capability", "level", "floor", "host copy", "loading for")
+    show(as_json, models, table(heads, rows, numbers=heads[4:]))
+
+
+def leases(as_json: AsJson = False, url: Url = None) -> None:
+    """Memory lent to processes outside Serve."""
+    with front(url) as f:
+        found = f.get("/arbiter/leases")["leases"]
+    rows = [
+        (
+            t["ticket"],
+            t["model"],
+            t["lease"]["tenant"],
+            t["state"],
+            sizes(t["charged_bytes"]),
+            span(t["left_s"]),
+            t["lease"]["preemptible"],
+        )
+        for t in found
+    ]
+    heads = ("lease", "name", "tenant", "state", "charged", "left", "preemptible")
+    show(as_json, found, table(heads, rows, numbers=("left",)))

@@ -1,0 +1,138 @@
+"""Commands that steer a running system by hand: models, floors, settings, leases' ends."""
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+import typer
+
+from deployments.cli.http import Url, front
+from deployments.cli.output import AsJson, CommandError, cell, show
+
+Model = Annotated[str, typer.Argument(help="A model's name, as `arbiter residency` has it.")]
+
+
+def load(model: Model, as_json: AsJson = False, url: Url = None) -> None:
+    """Load a model now; keep-warm and eviction are as after a request."""
+    _by_hand("load", model, as_json, url)
+
+
+def unload(model: Model, as_json: AsJson = False, url: Url = None) -> None:
+    """Unload a model as soon as it is idle."""
+    _by_hand("unload", model, as_json, url)
+
+
+def grow(model: Model, as_json: AsJson = False, url: Url = None) -> None:
+    """Give a resident model what its `grow_to` says."""
+    _by_hand("grow", model, as_json, url)
+
+
+def shrink(model: Model, as_json: AsJson = False, url: Url = None) -> None:
+    """Take back what a model grew by."""
+    _by_hand("shrink", model, as_json, url)
+
+
+def _by_hand(act: str, model: str, as_json: bool, url: str | None) -> None:
+    with front(url) as f:
+        done = f.send("POST", f"/arbiter/models/{act}/{quote(model)}")
+    show(as_json, done, cell(ASKED[act](done)))
+
+
+ASKED: dict[str, Callable[[dict[str, Any]], str]] = {
+    "load": lambda done: f"{done['model']} is asked for; `arbiter residency` shows it come",
+    "unload": lambda done: (
+        f"{done['model']} leaves when it is idle: {', '.join(done['tickets'])}"
+        if done["tickets"]
+        else f"{done['model']} is not loaded"
+    ),
+    "grow": lambda done: f"{done['model']} is told to grow; `arbiter events` tells what came of it",
+    "shrink": lambda done: f"{done['model']} is told to give back what it grew by",
+}
+
+FLOORS = {
+    "device": "it is loaded now and stays",
+    "host": "it may sleep, and does not leave host RAM",
+    "cold": "it may leave",
+}
+
+
+def floor(
+    model: Model,
+    to: Annotated[
+        Literal["device", "host", "cold"],
+        typer.Argument(metavar="FLOOR", help="device, host or cold."),
+    ],
+    as_json: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Say how far a model may fall: device, host (asleep at least), cold."""
+    with front(url) as f:
+        done = f.send("PUT", f"/arbiter/residency/{quote(model)}", {"floor": to})
+    show(as_json, done, cell(f"{model} has the floor {to}: {FLOORS[to]}"))
+
+
+def settings(
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="All of them or none; `KEY=`: as by default."),
+    ] = None,
+    generation: Annotated[
+        int | None, typer.Option(help="Refuse the change if settings have changed since this one.")
+    ] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Show the arbiter's settings, or change some while it runs.
+
+    Values are YAML: `evict=cost_aware`, `bypass_count=4`, `tenants={acme: {maximum: 4 GiB}}`.
+    """
+    wanted = _parsed(changes or [])
+    with front(url) as f:
+        found = f.get("/arbiter/settings")
+        if wanted:
+            given = found["generation"] if generation is None else generation
+            body = {"generation": given, "settings": wanted}
+            found = f.send("PUT", "/arbiter/settings", body)
+    value = {"generation": found["generation"], **found["settings"]}
+    show(as_json, value, *(cell(f"{name}: {_as_yaml(v)}") for name, v in value.items()))
+
+
+def _parsed(changes: list[str]) -> dict[str, Any]:
+    """Raises BadParameter for what is no pair, CommandError for what is no YAML."""
+    import yaml
+
+    wanted = {}
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not (key and equals):
+            raise typer.BadParameter(f"{change!r}: write KEY=VALUE, or KEY= for its default")
+        try:
+            wanted[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise CommandError(f"the value of {key} is not YAML: {error}") from error
+    return wanted
+
+
+def _as_yaml(value: object) -> str:
+    """As `KEY=VALUE` takes it: JSON is YAML."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def drain(
+    lease: Annotated[str, typer.Argument(help="A lease's id, as `arbiter leases` has it.")],
+    as_json: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Give a lease its notice, even where it is not preemptible."""
+    with front(url) as f:
+        done = f.send("POST", f"/arbiter/leases/{quote(lease, safe='')}/drain")
+    show(as_json, done, cell(f"{done['lease']} has its notice"))
+
+
+def cleanup(as_json: AsJson = False, url: Url = None) -> None:
+    """End leases with missed heartbeats."""
+    with front(url) as f:
+        done = f.send("POST", "/arbiter/leases/cleanup")
+    ended = ", ".join(done["ended"]) or "none; every lease's heartbeats come through"
+    show(as_json, done, cell(f"ended: {ended}"))

@@ -1,0 +1,31 @@
+"""The variables of the process environment that a person may set for this project.
+
+An empty variable counts as not set. Variables of Ray, Serve and the engines keep their own readers,
+and so do `arbiter.leases` and `arbiter.store`, which run where this package may not be installed.
+"""
+
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from arbiter.leases import URL
+
+
+def _cache(folder: str) -> Path:
+    return Path.home() / ".cache" / "serve-arbiter" / folder
+
+
+class Environment(BaseSettings):
+    """Read when it is made: `ARBITER_URL`, `ARBITER_KEY`, `ARBITER_MODELS`, `ARBITER_ADAPTERS`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="ARBITER_", env_ignore_empty=True, extra="ignore", frozen=True
+    )
+
+    url: str = URL  # the front that commands talk to
+    key: SecretStr | None = (
+        None  # API key that commands send; absent: the owner's, to loopback only
+    )
+    models: Path = Field(default_factory=lambda: _cache("models"))  # made by models/make_models.py
+    adapters: Path = Field(default_factory=lambda: _cache("adapters"))  # checked by the engines

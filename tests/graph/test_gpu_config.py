@@ -1,0 +1,164 @@
+"""serve_config.gpu.yaml as it is shipped, but for its engines and sizes, and the commands of the
+operator on it, run as commands."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from arbiter.units import MIB
+from deployments.config.fields import parse_size
+from deployments.front import keys
+from tests.graph.conftest import BIN, ROOT, Graph, as_users, free_port, served, until
+
+SMALLER = 100  # a GPU's 20 GiB are 200 MiB of this machine
+CHAT, OTHER, EMBEDDING = "qwen3-8b", "qwen3-4b", "bge-m3"
+HELLO = {"model": CHAT, "messages": [{"role": "user", "content": "Who holds the memory?"}]}
+
+
+def with_fake_engines(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """No GPU, no hub: engines that hold memory and give every request the same answer."""
+    config["http_options"]["port"] = free_port()
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    table["arbiter"]["state_file"] = str(folder / "arbiter.sqlite")
+    for capability in table["capabilities"].values():
+        capability["engine"] = "tests.support.fake_engine:build"
+        for model in capability["models"].values():
+            need = {part: parse_size(size) // SMALLER for part, size in model["need"].items()}
+            model["need"] = need | {"context": 24 * MIB}
+            model["source"], model["engine_args"] = "fake", {"bytes": need["weights"]}
+    return config
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
+    folder = tmp_path_factory.mktemp("gpus")
+    config = yaml.safe_load((ROOT / "serve_config.gpu.yaml").read_text())
+    config = with_fake_engines(config, folder)
+    with served(folder, config, PYTHONPATH=str(ROOT)) as running:
+        yield running
+
+
+def arbiter(graph: Graph, *words: str) -> subprocess.CompletedProcess[str]:
+    """The installed command, as a person at this machine runs it."""
+    path = keys.keys_path(None, graph.table["arbiter"]["state_file"])
+    token = keys.first_key_path(path).read_text().strip()
+    env = as_users({"ARBITER_KEY": token, "ARBITER_URL": graph.url, "PYTHONPATH": str(ROOT)})
+    command = [BIN / "arbiter", *words]
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def said(graph: Graph, *words: str) -> Any:
+    done = arbiter(graph, *words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def ticket(graph: Graph, model: str) -> str:
+    """Of a model that is loaded; a new epoch of the arbiter hears of it from its holder."""
+
+    def known() -> list[str]:
+        return [t["ticket"] for t in graph.state()["tickets"] if t["model"] == model]
+
+    [found] = until(known, 30, f"{model} has its ticket")
+    return found
+
+
+@pytest.mark.spec("H0")
+def test_the_configuration_for_gpus_deploys_and_serves(gpus: Graph) -> None:
+    status, answer = gpus.post("/v1/chat/completions", HELLO)
+    assert (status, answer["model"]) == (200, CHAT)
+    status, answer = gpus.post("/v1/embeddings", {"model": EMBEDDING, "input": "a lease"})
+    assert status == 200 and answer["data"][0]["embedding"] == [0.6, 0.8]
+    done = subprocess.run(
+        [BIN / "serve", "status", "-a", gpus.dashboard],
+        env=as_users({}) | {"RAY_AUTH_MODE": "token"},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    applications = yaml.safe_load(done.stdout)["applications"]
+    states = {name: app["status"] for name, app in applications.items()}
+    assert states == dict.fromkeys(("front", "chat", "embedding"), "RUNNING")
+
+
+@pytest.mark.spec("H0")
+@pytest.mark.parametrize("name", ["chat", "embedding"])
+def test_each_capability_is_scaled_by_the_arbiters_policy(gpus: Graph, name: str) -> None:
+    """Where it cannot be made, Serve says so in its log and scales by itself; the application runs
+    all the same."""
+    says = f"policy 'deployments.scaling:ArbiterPolicy' for application '{name}'"
+    until(lambda: says in (gpus.folder / "serve.log").read_text(), 30, says)
+
+
+@pytest.mark.spec("K3")
+def test_the_command_explains_a_ticket(gpus: Graph) -> None:
+    gpus.post("/v1/chat/completions", HELLO)
+    name = ticket(gpus, CHAT)
+    done = arbiter(gpus, "explain", name)
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"{CHAT} ({name}) is resident for ")
+    assert said(gpus, "explain", name)["state"] == "resident"
+    failed = arbiter(gpus, "explain", "no-such")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert "(404 ticket_not_found): no ticket 'no-such'" in failed.stderr
+
+
+@pytest.mark.spec("D8")
+def test_the_command_sets_a_floor(gpus: Graph) -> None:
+    assert arbiter(gpus, "floor", OTHER, "device").returncode == 0
+    until(lambda: said(gpus, "residency")[OTHER]["level"] == "device", 60, "it is loaded")
+    assert said(gpus, "residency")[OTHER]["floor"] == "device"
+    assert said(gpus, "floor", OTHER, "cold") == {"model": OTHER, "floor": "cold"}
+    until(lambda: said(gpus, "unload", OTHER)["tickets"] == [], 60, "it is gone")
+    failed = arbiter(gpus, "floor", "no-such-model", "device")
+    assert failed.returncode == 1
+    assert "no-such-model was refused (404 " in failed.stderr
+
+
+@pytest.mark.spec("K3")
+def test_the_command_records_and_what_if_reads_it(gpus: Graph, tmp_path: Path) -> None:
+    log, epoch = tmp_path / "log.jsonl", gpus.state()["epoch"]
+    where = ("--address", gpus.address)
+    assert said(gpus, "record", str(log), *where) == {"recording": str(log)}
+    until(lambda: gpus.state()["epoch"] > epoch, 60, "a new epoch has begun")
+    for model in (CHAT, OTHER):
+        assert gpus.post("/v1/chat/completions", HELLO | {"model": model})[0] == 200
+    done = arbiter(gpus, "record", *where)
+    assert (done.returncode, done.stdout) == (0, "nothing is recorded any more\n")
+    found = said(gpus, "whatif", str(log), "--policy", "two_rates")
+    assert found["decided_as_recorded"] == found["events"] > 0
+    assert "two_rates" in arbiter(gpus, "whatif", str(log), "--policy", "two_rates").stdout
+
+
+@pytest.mark.spec("A20")
+def test_the_command_replaces_the_arbiter_and_keeps_engines(gpus: Graph) -> None:
+    assert gpus.post("/v1/chat/completions", HELLO)[0] == 200
+    before, engines, epoch = ticket(gpus, CHAT), gpus.engines(), gpus.state()["epoch"]
+    report = said(gpus, "upgrade", "--address", gpus.address)
+    assert report["before"] == report["after"] and report["epoch"] > epoch
+    assert (ticket(gpus, CHAT), gpus.engines()) == (before, engines)
+    assert gpus.post("/v1/chat/completions", HELLO)[0] == 200
+
+
+@pytest.mark.spec("A20")
+def test_the_command_ends_the_arbiter_and_every_engine(gpus: Graph) -> None:
+    """The last of this file: no front starts another."""
+    assert gpus.post("/v1/chat/completions", HELLO)[0] == 200
+    assert gpus.engines()
+    where = ("--address", gpus.address)
+    assert said(gpus, "down", *where) == {"arbiter": "stopped", "tickets_cut_off": 0}
+    until(lambda: not gpus.engines(), 20, "no engine is left")
+    done = arbiter(gpus, "down", *where)
+    assert done.returncode == 0 and "arbiter: there is none" in done.stdout
+    failed = arbiter(gpus, "status")
+    assert failed.returncode == 1
+    assert "arbiter_unavailable" in failed.stderr and "Try again in" in failed.stderr
+    assert "it starts with the front" in said(gpus, "upgrade", *where)["arbiter"]
+    failed = arbiter(gpus, "record", "x", *where)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.startswith("arbiter record: the arbiter was not reachable")

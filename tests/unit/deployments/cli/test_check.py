@@ -1,0 +1,216 @@
+"""`arbiter check` builds what a file names: what passes deploys, and what does not is named."""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+
+from arbiter.units import GIB
+from deployments.config.schema import check_file
+from tests.unit.deployments.cli.conftest import Run
+
+ROOT = Path(__file__).parents[4]
+SHIPPED = ("serve_config.yaml", "serve_config.gpu.yaml")
+Config = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders where the made models are looked for, with one small matrix in each."""
+    for name in ("small-chat", "tiny-chat"):
+        folder = tmp_path / "models" / name
+        folder.mkdir(parents=True)
+        save_file({"q.weight": np.zeros((8, 8), np.float32)}, folder / "model.safetensors")
+    monkeypatch.setenv("ARBITER_MODELS", str(tmp_path / "models"))
+
+
+def shipped(name: str = "serve_config.gpu.yaml") -> Config:
+    found: Config = yaml.safe_load((ROOT / name).read_text())
+    return found
+
+
+def written(config: Config, tmp_path: Path) -> Path:
+    file = tmp_path / "serve_config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+@pytest.mark.spec("H0")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_configuration_is_good(name: str) -> None:
+    """As a person runs it, in a process of its own and without a cluster."""
+    words = ["-m", "deployments.cli", "check", str(ROOT / name)]
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    table = check_file(ROOT / name)
+    good, head, *rows = done.stdout.splitlines()
+    assert good == f"{ROOT / name}: good, {len(table.homes)} models"
+    assert head.startswith("model")
+    assert {row.split()[0] for row in rows} == set(table.homes)
+
+
+def test_what_models_need_is_there_for_programs(run: Run) -> None:
+    done = run("check", str(ROOT / SHIPPED[1]), "--json")
+    found = json.loads(done.stdout)
+    assert found["ok"] is True
+    parts = (16.4, 3, 0.5, 0.7)
+    assert found["need_bytes"]["qwen3-8b"] == sum(round(part * GIB) for part in parts)
+
+
+@pytest.mark.spec("H0")
+def test_a_policy_without_its_arguments_is_refused_as_serve_would(run: Run, tmp_path: Path) -> None:
+    """serve_config.gpu.yaml was shipped so, and failed only when it was deployed."""
+    config = shipped()
+    for app in config["applications"][1:]:
+        del app["autoscaling_policy"]["policy_kwargs"]
+    file = written(config, tmp_path)
+    failed = run("check", str(file))
+    assert (failed.exit_code, failed.stdout) == (1, "")
+    head, *problems = failed.stderr.splitlines()
+    assert head == f"arbiter check: {file} must not be deployed:"
+    for name, problem in zip(("chat", "embedding"), problems, strict=True):
+        assert problem.startswith(f"applications.{name}.autoscaling_policy.policy_kwargs: ")
+        assert problem.endswith("missing 1 required positional argument: 'capability'")
+    asked = run("check", str(file), "--json")
+    assert asked.exit_code == 1
+    assert json.loads(asked.stdout) == {"ok": False, "problems": problems}
+
+
+def chat(config: Config) -> Config:
+    app: Config = config["applications"][1]
+    return app
+
+
+def policy(config: Config) -> Config:
+    found: Config = chat(config)["autoscaling_policy"]
+    return found
+
+
+PLACE = "applications.chat."
+WRONG: dict[str, tuple[Callable[[Config], Any], str, str]] = {
+    "no such module": (
+        lambda c: chat(c).update(import_path="deployments.nowhere:text"),
+        PLACE + "import_path: deployments.nowhere:text: ", "No module named",
+    ),
+    "no such builder": (
+        lambda c: chat(c).update(import_path="deployments.app:painter"),
+        PLACE + "import_path: deployments.app:painter: ", "painter",
+    ),
+    "not a builder": (
+        lambda c: chat(c).update(import_path="deployments.app:LOGGING"),
+        PLACE + "args: deployments.app:LOGGING: ", "Serve application",
+    ),
+    "an argument it does not know": (
+        lambda c: chat(c)["args"].update(capabilty="chat"),
+        PLACE + "args: deployments.app:text: capabilty: ", "not permitted",
+    ),
+    "no such deployment": (
+        lambda c: chat(c)["deployments"][0].update(name="chart"),
+        PLACE + "deployments.chart: ", "does not exist. Available: ['chat']",
+    ),
+    "an option of a wrong value": (
+        lambda c: chat(c)["deployments"][0].update(autoscaling_config={"min_replicas": -1}),
+        PLACE + "deployments.chat", "min_replicas",
+    ),
+    "no such policy": (
+        lambda c: policy(c).update(policy_function="deployments.scaling:Policy"),
+        PLACE + "autoscaling_policy.policy_function: deployments.scaling:Policy: ", "Policy",
+    ),
+    "a key of the policy that Serve would drop": (
+        lambda c: policy(c).update(policy_kwarg={}),
+        PLACE + "autoscaling_policy: ", "unknown key 'policy_kwarg'",
+    ),
+    "an argument that the policy does not know": (
+        lambda c: policy(c)["policy_kwargs"].update(model="m"),
+        PLACE + "autoscaling_policy.policy_kwargs: ", "'model'",
+    ),
+    "the policy of another capability": (
+        lambda c: policy(c)["policy_kwargs"].update(capability="embedding"),
+        PLACE + "autoscaling_policy.policy_kwargs.capability: 'embedding'", "serves 'chat'",
+    ),
+    "a policy of a deployment": (
+        lambda c: chat(c)["deployments"][0].update(
+            autoscaling_config={"policy": {"policy_function": "deployments.scaling:ArbiterPolicy"}}
+        ),
+        PLACE + "deployments.chat.autoscaling_config.policy.policy_kwargs: ", "'capability'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_would_fail_when_it_deploys_is_named_by_its_key(
+    what: str, run: Run, tmp_path: Path
+) -> None:
+    change, place, says = WRONG[what]
+    config = copy.deepcopy(shipped())
+    change(config)
+    failed = run("check", str(written(config, tmp_path)), "--json")
+    assert failed.exit_code == 1
+    [problem] = json.loads(failed.stdout)["problems"]
+    assert problem.startswith(place) and says in problem
+
+
+def test_a_router_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
+    config = shipped()
+    wrong = {"request_router_class": "deployments.routing.router:Router"}
+    chat(config)["deployments"][0]["request_router_config"] = wrong
+    failed = run("check", str(written(config, tmp_path)))
+    assert failed.exit_code == 1
+    assert "has no attribute 'Router'" in failed.stderr
+
+
+def test_a_model_whose_files_are_not_there_is_named_and_so_are_the_others(
+    run: Run, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "models")
+    failed = run("check", str(ROOT / SHIPPED[0]))
+    assert failed.exit_code == 1
+    lines = failed.stderr.splitlines()[1:]
+    for model, line in zip(("small-chat", "tiny-chat"), lines, strict=True):
+        assert line.startswith(f"front.user_config.capabilities.chat.models.{model}: ")
+        assert "make models" in line
+
+
+def test_every_key_that_the_schema_refuses_is_a_line(run: Run, tmp_path: Path) -> None:
+    config = shipped()
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    table["arbiter"] |= {"evct": "x", "bypass_count": -1}
+    failed = run("check", str(written(config, tmp_path)), "--json")
+    problems = json.loads(failed.stdout)["problems"]
+    assert {p.split("front.user_config.")[1].split(":")[0] for p in problems} == {
+        "arbiter.evct", "arbiter.bypass_count",
+    }  # fmt: skip
+
+
+def test_a_builder_beside_the_file_is_found(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`serve run` looks in the working folder too."""
+    (tmp_path / "beside.py").write_text("from deployments.app import text as build\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", os.getcwd())])
+    config = shipped()
+    chat(config)["import_path"] = "beside:build"
+    assert run("check", str(written(config, tmp_path))).exit_code == 0
+
+
+def test_checking_starts_no_cluster_and_no_thread() -> None:
+    code = (
+        "import ray, sys, threading; from deployments.cli.main import main\n"
+        "code = main(sys.argv[1:])\n"
+        "assert not ray.is_initialized(); assert threading.active_count() == 1; sys.exit(code)"
+    )
+    words = ["check", str(ROOT / SHIPPED[1])]
+    subprocess.run([sys.executable, "-c", code, *words], timeout=120, check=True)

@@ -1,0 +1,187 @@
+"""Commands that look: what they print in a pipe, on a terminal and for programs."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from arbiter.core.settings import TenantLimits
+from arbiter.errors import LoadFailed
+from arbiter.protocol.json_codec import plain
+from arbiter.units import GIB, Bytes, TicketId
+from deployments.config.schema import parse_table
+from deployments.front import arbiter_gateway
+from deployments.front.routes.residency import picture
+from tests.support.core_driver import PLAIN, CoreDriver, s
+from tests.support.scripted_front import ScriptedFront
+from tests.unit.deployments.cli.conftest import Run
+
+TABLE = {
+    "capabilities": {
+        "text": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}},
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def state() -> dict[str, Any]:
+    """As the real core tells it: a model, a lease, a queued ticket and an account with a limit."""
+    limits = (TenantLimits("acme", Bytes(70 * GIB), Bytes(0), None, 1.0),)
+    driver = CoreDriver(
+        device=80, settings=replace(PLAIN, tenants=limits, lease_tenant_fraction=1.0)
+    )
+    driver.resident(0, "a", 30, tenant="acme", client="ann")
+    driver.beat(0, "a", inflight=2)
+    driver.lease(1, "job", 40, tenant="acme")
+    driver.ask(2, "b", 50, deadline_s=600)
+    view: dict[str, Any] = plain(driver.arbiter.snapshot(s(5)))
+    return {"version": "0.1.0", "policy": "time_of_day", "table": TABLE, **view}
+
+
+@pytest.fixture
+def told(front: ScriptedFront, state: dict[str, Any]) -> ScriptedFront:
+    front.says("GET", "/arbiter/state", state)
+    models = picture(parse_table(state["table"]), arbiter_gateway.typed(state))
+    front.says("GET", "/arbiter/residency", {"models": models})
+    front.says("GET", "/arbiter/leases", {"leases": [t for t in state["tickets"] if t["lease"]]})
+    return front
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Cells by the first of their line; columns are two spaces apart."""
+    lines = [[c.strip() for c in line.split("  ") if c.strip()] for line in text.splitlines()]
+    return {cells[0]: cells[1:] for cells in lines if cells}
+
+
+@pytest.mark.spec("B7")
+def test_status_shows_devices_tickets_and_queue(told: ScriptedFront, run: Run) -> None:
+    done = run("status")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith("arbiter 0.1.0, epoch 1, policy time_of_day\n")
+    found = rows(done.stdout)
+    assert found["n/cpu:0"][:3] == ["80.0 GiB", "10.0 GiB", "70.0 GiB"]
+    assert found["a"] == ["text", "a", "resident", "5.0 s", "2", "cpu:0 30.0 GiB"]
+    assert found["1"] == ["b", "b", "3.0 s", "0.0 s", "10 min"]
+    assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
+
+
+@pytest.mark.spec("B7")
+def test_status_for_programs_is_the_state_as_it_came(
+    told: ScriptedFront, run: Run, state: dict[str, Any]
+) -> None:
+    assert json.loads(run("status", "--json").stdout) == state
+
+
+def test_status_says_that_the_arbiter_grants_nothing_now(
+    front: ScriptedFront, run: Run, state: dict[str, Any]
+) -> None:
+    for change, says in (
+        ({"is_closing": True}, "shutting down"),
+        ({"is_settled": False}, "waits for the holders"),
+    ):
+        front.says("GET", "/arbiter/state", state | change)
+        assert says in run("status").stdout
+
+
+def test_status_shows_what_cools_down_and_after_what(
+    front: ScriptedFront, run: Run, state: dict[str, Any]
+) -> None:
+    cause = str(LoadFailed("a", "no such file", False))
+    failed = {"capability": "text", "model": "a", "cause": cause, "times": 3, "left_s": 8.0}
+    front.says("GET", "/arbiter/state", state | {"cooldowns": [failed]})
+    said = "cooling down: a for 8 s more, after 3 failures: a did not load: no such file"
+    assert said in run("status").stdout
+
+
+def test_a_terminal_gets_colours_and_a_pipe_none(told: ScriptedFront, run: Run) -> None:
+    assert "\x1b[" not in run("status").stdout
+    terminal = run("status", FORCE_COLOR="1", COLUMNS="160").stdout
+    assert "\x1b[32mresident" in terminal and "\x1b[1mdevice" in terminal
+
+
+@pytest.mark.spec("L1")
+def test_a_name_that_a_client_chose_cannot_command_the_terminal(
+    front: ScriptedFront, run: Run, state: dict[str, Any]
+) -> None:
+    account = state["clients"][0] | {"client": "\x1b]0;owned\x07\r\nx"}
+    front.says("GET", "/arbiter/state", state | {"clients": [account]})
+    said = run("clients", FORCE_COLOR="1").stdout
+    assert "owned" in said and "\x1b]" not in said and "\x07" not in said
+
+
+@pytest.mark.spec("C10")
+def test_clients_shows_limits_and_accounts(
+    told: ScriptedFront, run: Run, state: dict[str, Any]
+) -> None:
+    limits, accounts = run("clients").stdout.split("\n\n")
+    cells = ["70.0 GiB", "70.0 GiB", "0.0 MiB", "88.1 MiB", "any", "no"]
+    assert rows(limits)["acme"] == cells
+    cells = [line.split()[:2] for line in accounts.splitlines()[1:]]
+    assert cells == [["acme", "-"], ["acme", "ann"]]
+    asked = json.loads(run("clients", "--json").stdout)
+    assert asked == {"tenants": state["tenants"], "clients": state["clients"]}
+
+
+@pytest.mark.spec("D8")
+def test_residency_shows_where_models_are(told: ScriptedFront, run: Run) -> None:
+    assert rows(run("residency").stdout)["a"] == ["text", "device", "cold", "0.0 MiB", "-"]
+    [(name, model)] = json.loads(run("residency", "--json").stdout).items()
+    assert (name, model["level"]) == ("a", "device")
+
+
+@pytest.mark.spec("A15")
+def test_leases_shows_who_holds_what_for_how_long(
+    told: ScriptedFront, run: Run, state: dict[str, Any]
+) -> None:
+    found = rows(run("leases").stdout)
+    assert found["job"] == ["job", "acme", "resident", "cpu:0 40.0 GiB", "60 min", "no"]
+    [lease] = json.loads(run("leases", "--json").stdout)
+    assert lease["ticket"] == "job"
+
+
+@pytest.mark.spec("K3")
+def test_explain_prints_a_sentence_a_line(front: ScriptedFront, run: Run) -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 60)
+    driver.beat(0, "a", inflight=1)
+    driver.ask(1, "b", 50)
+    why = plain(driver.arbiter.explain(TicketId("b"), s(2)))
+    front.says("GET", "/arbiter/explain/b%2F1", why)
+    assert run("explain", "b/1").stdout.splitlines() == why["said"]
+    assert json.loads(run("explain", "b/1", "--json").stdout) == why
+
+
+EVENTS = [
+    {"seq": 7, "epoch": 1, "unix_s": 0.5, "kind": "model_load", "ticket": "t1", "model": "a",
+     "size_bytes": GIB, "took_s": 1.234},
+    {"seq": 8, "epoch": 1, "unix_s": 1.5, "kind": "joined", "ticket": None, "holder": "h\nx"},
+]  # fmt: skip
+
+
+@pytest.mark.spec("K1")
+def test_events_are_lines_with_bytes_and_seconds(
+    front: ScriptedFront, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front.says("GET", "/arbiter/events/recent?after=6", {"events": EVENTS})
+    first, second = run("events", "--after", "6", TZ="UTC").stdout.splitlines()
+    assert first.split() == "7 1970-01-01 00:00:00 model_load t1 1.0 GiB 1.23 s model=a".split()
+    assert second.endswith("joined            holder=h x")
+    lines = run("events", "--after", "6", "--json").stdout.splitlines()
+    assert [json.loads(line) for line in lines] == EVENTS
+
+
+@pytest.mark.spec("K1")
+def test_followed_events_that_end_say_how_to_go_on(front: ScriptedFront, run: Run) -> None:
+    parts = [f"id: {e['seq']}\nevent: {e['kind']}\ndata: {json.dumps(e)}\n\n" for e in EVENTS]
+    front.streams("/arbiter/events?after=0", ": nothing happened\n\n" + "".join(parts))
+    done = run("events", "--follow", "--json")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == EVENTS
+    assert done.exit_code == 1
+    assert "`arbiter events --follow --after 8` goes on from there" in done.stderr
+
+
+def test_followed_events_that_are_refused_say_so(front: ScriptedFront, run: Run) -> None:
+    front.refuses("GET", "/arbiter/events?after=0", 401, "invalid_api_key", "no such API key")
+    failed = run("events", "--follow")
+    assert failed.exit_code == 1 and "no such API key" in failed.stderr
