@@ -54,6 +54,11 @@ class SleepingCpuWorker(CPUWorker):
         return found
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Loads the weights, and has the kernel let this process use AMX where the processor has
+        it. vLLM's attention uses AMX without asking; oneDNN asks, but only when a prompt is long
+        enough, so that a short first prompt would end the engine (SIGILL, vLLM 0.32)."""
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()
         with every_core():
             super().load_model(*args, **kwargs)
         self.versions = {path: version(path) for path in self._checkpoint()}
