@@ -45,7 +45,13 @@ class NodeAgent:
         self._tasks: set[asyncio.Future[None]] = set()
         zygote_log = log_folder / f"zygote-{node}.log"
         self._engines = EngineProcesses(
-            settings, self._folder, zygote_log, self._logs, self._reports, self._start
+            settings,
+            self._folder,
+            zygote_log,
+            self._logs,
+            self._reports,
+            self._start,
+            self._probe.uuids,
         )
         self._leased = LeasedProcesses()
         self._returned: list[TicketId] = []  # leases given back, until what is left is foreign

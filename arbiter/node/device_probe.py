@@ -62,6 +62,11 @@ class NodeProbe:
             except GpuUnreadable as fault:
                 self._note_fault(index, fault)
 
+    def uuids(self) -> dict[DeviceId, str]:
+        """The UUIDs of this node's GPUs, as far as NVML gives them."""
+        cards = ((i, card) for i in self._indexes if (card := self._cards.get(i)))
+        return {self._gpu_id(i): card.uuid for i, card in cards}
+
     def introduction(self) -> NodeSeen:
         return NodeSeen(self._node, self.inventory(), self.unreadable())
 

@@ -4,7 +4,7 @@ A node agent kills only what it spawned. What it says of an end goes to the arbi
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ from arbiter.node.cleanup import EngineLogs
 from arbiter.node.reports import Reports
 from arbiter.node.zygote_supervisor import ZygoteSupervisor
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
-from arbiter.units import TicketId
+from arbiter.units import DeviceId, TicketId
 
 LOOK_AGAIN_S = 0.005  # while helpers of a killed engine end: a look takes about as long
 RETRY_S = 0.02  # until the zygote's death is noticed, which takes a turn of the event loop
 
 
 class EngineProcesses:
-    """`start` runs a coroutine as a task of the agent."""
+    """`start` runs a coroutine as a task of the agent; `uuids` names this node's GPUs."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class EngineProcesses:
         logs: EngineLogs,
         reports: Reports,
         start: Callable[[Coroutine[Any, Any, None]], None],
+        uuids: Callable[[], Mapping[DeviceId, str]],
     ) -> None:
         self.children = children.Children(folder)
         self.supervisor = ZygoteSupervisor(
@@ -44,6 +45,7 @@ class EngineProcesses:
         self.died = asyncio.Event()  # the root of an engine did, or was killed
         self.is_closing = False
         self._folder, self._logs, self._reports, self._start = folder, logs, reports, start
+        self._uuids = uuids
         self._spawning: dict[TicketId, asyncio.Task[str]] = {}
         self._killed: set[TicketId] = set()  # something of them may still live
         self._restarts = Restarts()
@@ -96,7 +98,8 @@ class EngineProcesses:
         try:
             await self._confirm(ticket)
             path = self.children.socket(ticket)
-            equipped = zygote_client.equipped(spec, self.children.scratch(ticket))
+            scratch = self.children.scratch(ticket)
+            equipped = zygote_client.equipped(spec, scratch, self._uuids())
             child = await self._fork(ticket, equipped, path)
         finally:
             del self._spawning[ticket]

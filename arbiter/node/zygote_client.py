@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from arbiter.errors import ArbiterError, error_fields
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
 from arbiter.protocol.peer_credentials import peer_uid
-from arbiter.units import NodeId, TicketId
+from arbiter.units import DeviceId, NodeId, TicketId
 
 # An answer other than to the first ping is a fork away; imports of a cold disk can take a minute,
 # and a message sent meanwhile waits for them.
@@ -118,12 +119,15 @@ async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
     return reader, writer
 
 
-def equipped(spec: SpawnSpec, scratch: Path) -> SpawnSpec:
+def equipped(spec: SpawnSpec, scratch: Path, uuids: Mapping[DeviceId, str]) -> SpawnSpec:
     """The engine sees the GPUs of its ticket and no others, from its first instruction on, and
-    leaves its temporary files where they end with it."""
-    ids = sorted(
-        (d.device.rsplit("gpu:", 1)[1] for d in spec.devices if "gpu:" in d.device), key=int
+    leaves its temporary files where they end with it. `uuids`: of this node's GPUs."""
+    gpus = sorted(
+        (d.device for d in spec.devices if "gpu:" in d.device),
+        key=lambda device: int(device.rsplit("gpu:", 1)[1]),
     )
+    # CUDA counts anew without a GPU that fell off the bus, so an index may mean another card to it.
+    ids = [uuids.get(device) or device.rsplit("gpu:", 1)[1] for device in gpus]
     # NVML counts by bus, CUDA by speed unless told.
     by_bus = {"CUDA_VISIBLE_DEVICES": ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return replace(spec, env=spec.env | {"TMPDIR": str(scratch)} | (by_bus if ids else {}))

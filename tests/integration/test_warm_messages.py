@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from arbiter.client.admin import find_arbiter
-from arbiter.client.holder import RENEW_S
+from arbiter.client.session import RENEW_S
 from deployments.replica.use import Use
 from tests.support import message_counter
 from tests.support.live_arbiter import LiveArbiter, live_arbiter

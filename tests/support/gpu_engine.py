@@ -19,7 +19,7 @@ class GpuEngine(FakeEngine):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.folder = Path(self.args["nvml"])
-        self.gpus = [int(index) for index in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
+        self.gpus = nvml.indexes(self.folder, os.environ["CUDA_VISIBLE_DEVICES"].split(","))
 
     def _allocate(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE

@@ -134,3 +134,10 @@ def find() -> Gpus:
     for name, value in opened(folder / LIBRARY).items():
         setattr(pynvml, name, value)
     return find_gpus()
+
+
+def indexes(folder: Path, uuids: list[str]) -> list[int]:
+    """Of these cards, as CUDA finds them."""
+    rows = [line.split() for line in (folder / "gpus").read_text().splitlines()]
+    cards = {row[4]: int(row[1]) for row in rows if row[0] == "gpu"}
+    return [cards[uuid] for uuid in uuids]

@@ -187,14 +187,22 @@ async def test_respawn_without_a_grant_leaves_the_process_alive(
 
 
 @pytest.mark.spec("B5")
-def test_an_engine_sees_the_gpus_of_its_ticket_as_nvml_counts_them_and_no_others() -> None:
+@pytest.mark.parametrize(
+    ("uuids", "visible"),
+    [({2: "GPU-b", 10: "GPU-j", 3: "GPU-c"}, "GPU-b,GPU-j"), ({}, "2,10")],
+    ids=["cards", "indexes"],
+)
+def test_engine_sees_the_gpus_of_its_ticket_in_nvmls_order_and_no_others(
+    uuids: dict[int, str], visible: str
+) -> None:
     parts = tuple(types.DeviceBytes(DeviceId(f"n/gpu:{number}"), Bytes(1)) for number in (10, 2))
-    scratch = {"TMPDIR": "/s"}
-    assert zygote_client.equipped(SpawnSpec("a:b", {}, parts), Path("/s")).env == scratch | {
-        "CUDA_VISIBLE_DEVICES": "2,10",
+    known = {DeviceId(f"n/gpu:{number}"): uuid for number, uuid in uuids.items()}
+    scratch, spec = {"TMPDIR": "/s"}, SpawnSpec("a:b", {}, parts)
+    assert zygote_client.equipped(spec, Path("/s"), known).env == scratch | {
+        "CUDA_VISIBLE_DEVICES": visible,
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
-    assert zygote_client.equipped(SPEC, Path("/s")).env == scratch
+    assert zygote_client.equipped(SPEC, Path("/s"), known).env == scratch
 
 
 # -- what is left on disk -----------------------------------------------------------------------
