@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from tests.bugs import Bug, around, core, subtle
+from tests.bugs import Bug, around, core, gpus, subtle
 
-BUGS = core.BUGS + subtle.BUGS + around.BUGS
+BUGS = core.BUGS + subtle.BUGS + around.BUGS + gpus.BUGS
 Place = tuple[ast.AST, str, int, int]  # a node's field, and the span within it
 
 
