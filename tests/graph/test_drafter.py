@@ -67,7 +67,7 @@ def test_target_waits_for_room_for_its_drafter_too_and_answers_as_the_target_alo
     held = target(graph) or {}
     assert held["model"] == TARGET and held["state"] == "resident"
     assert held["drafter_bytes"] > 100 * MIB
-    assert sum(held["granted_bytes"].values()) >= 700 * MIB + held["drafter_bytes"]
+    assert sum(held["charged_bytes"].values()) >= 700 * MIB + held["drafter_bytes"]
     assert len(graph.engines()) == 2  # of one engine: the frontend and its core
     until(
         lambda: read_command(graph, "unload", TARGET) and not target(graph), 30, "the pair is gone"
