@@ -179,6 +179,8 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     # Sleepers leave when their keep-warm is over as well; this one is watched asleep.
     models = table["capabilities"]["chat"]["models"]
     models["small-chat"]["keep_warm_s"] = 300
+    # What the tests of trading rest on is said: estimates learn what each machine's engines take.
+    models["small-chat"]["need"] = {"weights": "190 MiB", "working": "1218 MiB"}
     # Nobody but one file of tests asks for it, so its first load is of a length nobody knows. Idle,
     # it stays for long enough to be seen at rest.
     models["left-chat"] = {**models["small-chat"], "can_sleep": False, "keep_warm_s": 3}
@@ -192,7 +194,7 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     models["growing-chat"] = growing | {"engine_args": short, "grow_to": longer, **back}
     # Fits beside it until it grows.
     wide = {"max_model_len": 1_024, "kv_cache_memory_bytes": "700 MiB", "max_num_seqs": 8}
-    models["wide-chat"] = growing | {"engine_args": wide}
+    models["wide-chat"] = growing | {"engine_args": wide, "need": {"weights": "900 MiB"}}
     # What it takes is said, so that a test can leave room for it or its drafter and not for both.
     drafted = {**growing, "drafter": {"model": "small-chat"}, "need": {"weights": "700 MiB"}}
     models["drafted-chat"] = {**drafted, "engine_args": {**short, "max_model_len": 1_024}}

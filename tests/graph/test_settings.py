@@ -60,5 +60,8 @@ def test_a_deadline_its_load_cannot_meet_is_refused_at_once_with_the_estimate(
         )
     error = caught.value
     assert (error.status_code, error.code) == (503, "deadline_unmet")
-    assert "would take" in error.message and int(error.response.headers["retry-after"]) >= 1
+    assert (
+        "more than its deadline" in error.message
+        and int(error.response.headers["retry-after"]) >= 1
+    )
     assert level(graph) == "cold"  # nothing was loaded for it
