@@ -17,6 +17,7 @@ import pytest
 from openai import OpenAI
 
 from tests.graph.conftest import BIN, DOWNSCALE_S, KEEP_WARM_S, Graph, until
+from tests.support.graph_commands import unload_all
 from tests.support.graph_processes import victims
 
 CHAT = "tiny-chat"
@@ -41,6 +42,7 @@ def replicas(graph: Graph, capability: str) -> int:
 def test_idle_system_scales_to_zero_and_then_answers_a_request(
     graph: Graph, client: OpenAI
 ) -> None:
+    until(lambda: unload_all(graph), 60, "what other tests keep warm for longer has left")
     client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
     until(lambda: not graph.state()["tickets"], KEEP_WARM_S + 20, "every ticket is closed")
     until(lambda: not graph.engines(), 5, "no engine process is left")
