@@ -52,9 +52,9 @@ async def test_removed_model_leaves_the_device_and_later_requests_are_refused() 
 
 
 def learned(state_file: Path) -> set[str]:
-    """Models of which the state file says something."""
+    """Models of which the state file says something. A row without a model is of a capability."""
     with sqlite3.connect(f"file:{state_file}?mode=ro", uri=True) as db:
-        return {row[0] for row in db.execute("SELECT model FROM learned_rows")}
+        return {row[0] for row in db.execute("SELECT model FROM learned_rows") if row[0]}
 
 
 async def is_learned(state_file: Path, of: set[str]) -> None:
