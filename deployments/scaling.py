@@ -57,15 +57,16 @@ class ArbiterPolicy:
         self._is_to_follow = follow
 
     def __call__(self, contexts: Mapping[Any, Context]) -> tuple[dict[Any, int], dict[Any, Any]]:
-        """Answers Serve's question for each deployment. The first call starts the thread, because
-        `arbiter check` makes policies too, where there is no cluster to follow."""
-        if self._is_to_follow:
-            self._is_to_follow = False
-            threading.Thread(target=self._follow, name="arbiter-policy", daemon=True).start()
+        """Answers Serve's question for each deployment."""
         return {key: self.replicas(context) for key, context in contexts.items()}, {}
 
     def replicas(self, context: Context) -> int:
-        """At least one for any request, whatever the arbiter says; zero only when it agrees."""
+        """At least one for any request, whatever the arbiter says; zero only when it agrees. The
+        first call starts the thread that follows the arbiter, because `arbiter check` makes policies
+        too, where there is no cluster to follow."""
+        if self._is_to_follow:
+            self._is_to_follow = False
+            threading.Thread(target=self._follow, name="arbiter-policy", daemon=True).start()
         asked, now = by_requests(context), self._clock()
         if asked:
             self._busy_at = now

@@ -21,7 +21,8 @@ async def test_a_load_that_hangs_is_ended_in_time_and_says_so() -> None:
     async with live_arbiter(
         {"chat": capability(a=model(50, fail="hang"))}, load_timeout_s=1.5
     ) as d:
-        with pytest.raises(LoadFailed, match=r"not loaded after \d s"):
+        # The holder and the arbiter have the same bound; either may be the first to say so.
+        with pytest.raises(LoadFailed, match=r"not loaded after \d s|the arbiter ended its load"):
             await asyncio.wait_for(d.holder().ask.remote("a"), 15)
         await d.until(lambda s: not s["tickets"])
         assert await d.engines() == {}
