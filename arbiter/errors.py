@@ -15,9 +15,9 @@ ArbiterError
     CapabilityFailed      503  its deployment is broken or has no application
     LeaseRefused          400  a lease on terms, or for a process, that cannot be
     UnknownLease          404  no such lease of this tenant
-    GrowthRefused         409  a resident that wants more would wait for one that does as well
-    SettingsConflict      409  the settings were changed by somebody else meanwhile
-    NotResident           409  somebody else says what is resident, and this model is not
+    GrowthRefused         409  a resident that wants more would wait for another that does
+    SettingsConflict      409  the settings were changed by another caller meanwhile
+    NotResident           409  a control plane says what is resident, and this model is not
     UnderPressure         503  real memory is short on every device it could go to
     QuotaExceeded         429  more than this tenant or client may have at once
     TenantCoolingDown     429  over what it may hold on average, until that has fallen

@@ -181,7 +181,7 @@ class Lease:
 
     def acquire(self, within_s: float | None = None) -> "Lease":
         """Waits for the memory. Raises LeaseRefused, QuotaExceeded, NeverFits, DeadlineUnmet;
-        ArbiterUnavailable when nobody answers for long."""
+        ArbiterUnavailable when the arbiter does not answer for long."""
         began = heard = time.monotonic()
         if within_s is not None:
             self.body["deadline_s"] = within_s
@@ -283,7 +283,7 @@ class Lease:
             self._end(self.reason or "ended")
 
     def _warn(self, left_s: float | None) -> None:
-        """Where nobody says how long is left, it is the notice that was agreed."""
+        """Notes when the memory must be back: `left_s` from now, or the agreed notice if None."""
         grace_s = self.body["notice_s"] if left_s is None else left_s
         self.gone_by_s = time.monotonic() + grace_s
 

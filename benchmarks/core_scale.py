@@ -184,7 +184,9 @@ def grant_with_victims(scene: Scene, n: int) -> float:
     [revoke] = [d for d in decisions if isinstance(d, Revoke)]
     scene.feed(ev.BarrierDropped(revoke.ticket, 0))
     scene.feed(ev.Withdrawn(request.ticket))
-    for other in scene.core._state.ledger.held_by(HolderId(f"h{n}")):  # whoever was tried next
+    for other in scene.core._state.ledger.held_by(
+        HolderId(f"h{n}")
+    ):  # the victim that was tried next
         if other.state.value == "draining":
             scene.feed(ev.BarrierDropped(other.ticket, 0))
         other.declined_until = Instant(0)

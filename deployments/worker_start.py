@@ -1,10 +1,10 @@
 """What a Ray worker imports before its first task (RAY_preload_python_modules): Serve's replica
 and what ours adds to it.
 
-While somebody waits for a replica's first answer, its process is busy importing, unless it was
-started ahead of need (arbiter.node.spares); then all that is imported here costs nobody. The
-collector goes over all that was imported again and again, finds nothing, and takes a sixth of that
-time; so it pauses, and afterwards leaves alone what stays for ever.
+While a request waits for a replica's first answer, the replica's process is busy importing, unless
+it was started ahead of need (arbiter/node/spare_workers.py); then these imports delay no request.
+The garbage collector would walk all imported objects again and again, find nothing, and take a
+sixth of that time; so it pauses during the imports, and afterwards skips what stays for ever.
 """
 
 import gc

@@ -1,5 +1,5 @@
 """The most urgent first; among equals those that are soon ready, then whose tenant asked for the
-least of late, then whoever came first (C6, C10). With one tenant it is `warm_first`.
+least of late, then the first to ask (C6, C10). With one tenant it is `warm_first`.
 """
 
 from arbiter.core.view import Key, QueuedRequest

@@ -1,4 +1,4 @@
-"""First come, first served: on its device a ticket is never overtaken, so none can starve."""
+"""First come, first served: on its device a ticket is never bypassed, so none can starve."""
 
 from arbiter.core.view import Key, QueuedRequest
 

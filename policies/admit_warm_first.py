@@ -1,4 +1,4 @@
-"""The most urgent first; among equals those that are soon ready, then whoever came first (C6).
+"""The most urgent first; among equals those that are soon ready, then the first to ask (C6).
 
 Warm: its weights lie in host RAM already, or another load of them is reading them.
 """

@@ -10,7 +10,7 @@ from math import exp
 from arbiter.core.view import Candidate, Price
 from arbiter.units import in_seconds
 
-UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to guess from: a mid-size model from disk
+UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to estimate from: a mid-size model from disk
 
 
 def price(c: Candidate) -> Price:

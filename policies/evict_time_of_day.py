@@ -1,10 +1,10 @@
 """The role worth least, then the fewest seconds that losing it is expected to cost: to bring it
 back, times how often it is used of late and how often it usually is in the coming hours of the day.
 
-Of late forgets the model that is asked for each morning; usually keeps the one that nobody asks
-for today. Their geometric mean is high only for what is both. The best of its kind on the tuned
-half of public traces, whose clients swing with the day (docs/adr/0007, docs/benchmarks.md). Shahrad
-et al. (ATC 2020) keep functions warm by habits as well, by histograms of their gaps.
+The recent rate forgets a model that is used each morning; the usual rate keeps a model that is not
+used today. Their geometric mean is high only for a model with both. The best of its kind on the
+tuned half of public traces, whose clients swing with the day (docs/adr/0007, docs/benchmarks.md).
+Shahrad et al. (ATC 2020) keep functions warm by habits as well, by histograms of their gaps.
 """
 
 from math import sqrt
@@ -12,7 +12,7 @@ from math import sqrt
 from arbiter.core.view import Candidate, Price
 from arbiter.units import in_seconds
 
-UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to guess from: a mid-size model from disk
+UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to estimate from: a mid-size model from disk
 UNSEEN_COUNT = 0.02  # four windows after one use; beyond that only the other tells apart
 
 

@@ -13,7 +13,7 @@ from math import sqrt
 from arbiter.core.view import Candidate, Price
 from arbiter.units import in_seconds
 
-UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to guess from: a mid-size model from disk
+UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to estimate from: a mid-size model from disk
 UNSEEN_COUNT = 0.02  # four windows after one use; beyond that only the other clock tells apart
 
 

@@ -1,4 +1,4 @@
-"""When an idle model goes with nobody asking (C8)."""
+"""Says when an idle model leaves though no ticket needs its bytes (C8)."""
 
 from arbiter.core.view import IdleModel
 from arbiter.units import Instant, after

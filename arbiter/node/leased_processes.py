@@ -1,5 +1,5 @@
-"""Processes outside Serve that hold a lease: their trees are measured and their end is seen. Nobody
-here ever ends one; whoever started it does.
+"""Processes outside Serve that hold a lease: the agent measures their trees and sees their end. It
+never kills them, because it did not start them.
 
 A process is named by pid and start time, as engines are. What it held before its lease began is the
 floor: its bytes are back once it holds no more than that, or is dead.
@@ -64,8 +64,8 @@ class LeasedProcesses:
         self, ticket: TicketId, pid: int, granted: tuple[DeviceBytes, ...], not_these: set[int]
     ) -> LeasedProcess | None:
         """Watch a process; None when it is watched for this ticket already. Raises LeaseRefused
-        for one that is dead, is not this user's, or belongs to another ticket: its bytes would be
-        counted twice."""
+        for a process that is dead, is not this user's, or belongs to another ticket: its bytes
+        would be counted twice."""
         known = self.by_ticket.get(ticket)
         if known and known.pid == pid:
             return None
@@ -82,13 +82,13 @@ class LeasedProcesses:
             raise LeaseRefused("pid", f"{pid} is not a living process of this user")
         in_ram = any("/cpu:" in d.device for d in granted)
         floor = procfs.memory({pid}).device_bytes if in_ram else Bytes(0)
-        outsider = LeasedProcess(
+        leased = LeasedProcess(
             ticket, pid, found.start_ticks, granted, fd, time.monotonic_ns(), floor
         )
-        outsider.members[pid] = found.start_ticks
-        outsider.last_members = {pid}
-        self.by_ticket[ticket] = outsider
-        return outsider
+        leased.members[pid] = found.start_ticks
+        leased.last_members = {pid}
+        self.by_ticket[ticket] = leased
+        return leased
 
     def note(
         self, looked_ns: int, everything: dict[int, procfs.Process], not_through: Collection[int]
@@ -97,23 +97,23 @@ class LeasedProcesses:
         is the parent of all of it: what lies behind the pids `not_through` is not the driver's."""
         seen = {pid: p for pid, p in everything.items() if pid not in not_through}
         noted = [o for o in self.by_ticket.values() if o.opened_ns < looked_ns]
-        for outsider in noted:
+        for leased in noted:
             known = {
                 pid
-                for pid, ticks in outsider.members.items()
+                for pid, ticks in leased.members.items()
                 if pid in seen and seen[pid].start_ticks == ticks
             }
             found = {pid for pid in procfs.descend(known, seen) if pid in known or _is_ours(pid)}
-            outsider.members = {pid: seen[pid].start_ticks for pid in found}
-            outsider.last_members = set(found) or outsider.last_members
+            leased.members = {pid: seen[pid].start_ticks for pid in found}
+            leased.last_members = set(found) or leased.last_members
         return [o for o in noted if not o.members]
 
-    def forget(self, outsider: LeasedProcess) -> None:
-        del self.by_ticket[outsider.ticket]
-        os.close(outsider.fd)
+    def forget(self, leased: LeasedProcess) -> None:
+        del self.by_ticket[leased.ticket]
+        os.close(leased.fd)
 
     def trees(self) -> list[Tree]:
-        return [outsider.tree() for outsider in self.by_ticket.values()]
+        return [leased.tree() for leased in self.by_ticket.values()]
 
     def given_back(self, engines: tuple[EngineReading, ...]) -> list[LeasedProcess]:
         """Those that leave and hold no more than before they came, by a reading just taken."""

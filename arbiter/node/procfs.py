@@ -52,8 +52,8 @@ NOTHING = Memory(Bytes(0), Bytes(0))
 def process(pid: int) -> Process | None:
     """None when there is none of that pid."""
     try:
-        # The bare calls: this is asked of every process each time an engine dies, and somebody
-        # waits for the answer. Path.read_text takes five times as long.
+        # The bare calls: this is asked of every process each time an engine dies, and a queued
+        # ticket waits for the answer. Path.read_text takes five times as long.
         fd = os.open(f"{PROC}/{pid}/stat", os.O_RDONLY)
         try:
             text = os.read(fd, _STAT_MOST_BYTES).decode(errors="replace")
@@ -148,7 +148,7 @@ def rollup(pid: int) -> dict[str, int]:
 
 def memory(pids: Iterable[int], read: Callable[[int], dict[str, int]] = rollup) -> Memory:
     """Private pages of the processes, plus the shared memory they hold. Pages shared with the
-    process they were forked from are nobody's, so a fork costs what it writes.
+    process they were forked from count for neither, so a fork costs what it writes.
     `read` may know a rollup already."""
     private_bytes = shared_bytes = 0
     files: dict[tuple[int, int], tuple[str, int]] = {}

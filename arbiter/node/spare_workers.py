@@ -15,8 +15,9 @@ from arbiter.protocol import ray_internals
 
 logger = logging.getLogger("arbiter.agent")
 
-# Between two looks. Asked is at the second in a row that finds too few: whoever took the last one
-# has had its first token by then, and does not share two cores with the start of the next.
+# Between two looks. A spare is requested at the second look in a row that finds too few: the
+# replica that took the last one has had its first token by then, and does not share two cores with
+# the start of the next.
 LOOK_S = 5.0
 # Ray ends idle workers beyond one for each core after a second, but not these before this time.
 KEPT_S = 3_600

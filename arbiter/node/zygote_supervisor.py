@@ -13,7 +13,7 @@ logger = logging.getLogger("arbiter.agent")
 
 TURN_S = 1.0  # between pings; a death is seen at once, by pidfd
 BACKOFF_FIRST_S, BACKOFF_MOST_S = 0.1, 5.0  # between starts of a zygote that will not stay up
-RETRY_S = 0.02  # between tries to reach one that starts; its imports take seconds
+RETRY_S = 0.02  # between tries to reach a zygote that starts; its imports take seconds
 PINGS_MISSED = 3  # a zygote that answers none of these, seconds apart, is hung
 STARTS_FAILED = 3  # in a row: not a machine short of memory for a moment, but a broken import
 
@@ -31,7 +31,7 @@ class ZygoteSupervisor:
         orphans: Callable[[], None],
     ) -> None:
         self.zygote = zygote_client.Zygote(socket)
-        self.known: procfs.Name | None = None  # the one that is up
+        self.known: procfs.Name | None = None  # the running zygote
         self.is_up = False
         self.trouble: str | None = None  # why the last starts failed
         self.news = asyncio.Event()  # set, and replaced, when any of this changes

@@ -46,7 +46,7 @@ from arbiter.units import (
 NEVER = Instant(1 << 62)
 EMPTY = array("q")
 NO_TICKET = TicketId("")
-PATIENCE = Span(NEVER // 4)  # nobody here falls silent, so nobody needs to say that they live
+PATIENCE = Span(NEVER // 4)  # no holder falls silent here, so none needs a heartbeat to live
 
 
 class HolderState(Enum):
@@ -59,8 +59,8 @@ class HolderState(Enum):
 
 
 @dataclass(slots=True)
-class SimulatedFront:
-    """One seat as it stands."""
+class SimulatedHolder:
+    """A holder of one model, as it stands."""
 
     seat: Seat
     holder: HolderId
@@ -91,11 +91,11 @@ class World:
         )
         patient = replace(settings, timeouts=terms)
         self.core = Arbiter(patient, policies, Epoch(1), frozenset(), Instant(0), self.next_use)
-        self._desks = [
-            SimulatedFront(seat, HolderId(f"{seat.capability}-{n}"))
+        self._simulated = [
+            SimulatedHolder(seat, HolderId(f"{seat.capability}-{n}"))
             for n, seat in enumerate(demand.seats)
         ]
-        self._tickets: dict[TicketId, SimulatedFront] = {}
+        self._tickets: dict[TicketId, SimulatedHolder] = {}
         self._wanted = demand.wanted()
         self._agenda: list[tuple[Instant, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -107,10 +107,10 @@ class World:
         for at, seat, busy in self._demand.uses:
             self._until(at)
             self.now = at
-            self._arrive(self._desks[seat], busy)
+            self._arrive(self._simulated[seat], busy)
         self._until(after(self._demand.uses.end, self.core.settings.timeouts.load))
         self._tally.refused_count += sum(
-            self._counts(at) for d in self._desks for at, _ in d.waiters
+            self._counts(at) for d in self._simulated for at, _ in d.waiters
         )
         return self._tally.score()
 
@@ -148,65 +148,70 @@ class World:
         for node in self._demand.nodes:
             self._feed(node)
             self._read(node)
-        for desk in self._desks:
-            self._feed(ev.Joined(desk.holder, desk.seat.node, desk.seat.capability, ()))
+        for simulated in self._simulated:
+            self._feed(
+                ev.Joined(simulated.holder, simulated.seat.node, simulated.seat.capability, ())
+            )
 
     def _counts(self, at: Instant) -> bool:
         return at >= self._tally.since
 
-    def _arrive(self, desk: SimulatedFront, busy: Span) -> None:
+    def _arrive(self, simulated: SimulatedHolder, busy: Span) -> None:
         self._tally.requests_count += self._counts(self.now)
-        if desk.life is HolderState.RESIDENT:
-            self._use(desk, busy)
+        if simulated.life is HolderState.RESIDENT:
+            self._use(simulated, busy)
             return
-        desk.waiters.append((self.now, busy))
-        if desk.life in (HolderState.COLD, HolderState.ASLEEP):
-            self._ask(desk)
+        simulated.waiters.append((self.now, busy))
+        if simulated.life in (HolderState.COLD, HolderState.ASLEEP):
+            self._ask(simulated)
 
-    def _use(self, desk: SimulatedFront, busy: Span) -> None:
-        desk.uses_count += 1
-        desk.busy_until = max(desk.busy_until, after(self.now, busy))
-        self._beat_by(desk, _next_second(self.now))
+    def _use(self, simulated: SimulatedHolder, busy: Span) -> None:
+        simulated.uses_count += 1
+        simulated.busy_until = max(simulated.busy_until, after(self.now, busy))
+        self._beat_by(simulated, _next_second(self.now))
 
-    def _beat_by(self, desk: SimulatedFront, by: Instant) -> None:
-        if by < desk.beats_at:
-            desk.beats_at = by
-            self._at(by, lambda: self._beat(desk))
+    def _beat_by(self, simulated: SimulatedHolder, by: Instant) -> None:
+        if by < simulated.beats_at:
+            simulated.beats_at = by
+            self._at(by, lambda: self._beat(simulated))
 
-    def _beat(self, desk: SimulatedFront) -> None:
+    def _beat(self, simulated: SimulatedHolder) -> None:
         """At the full second after a use, and once more to say since when it is not in use."""
-        if self.now != desk.beats_at:  # an earlier one has said it
+        if self.now != simulated.beats_at:  # an earlier one has said it
             return
-        desk.beats_at = NEVER
-        if desk.life is not HolderState.RESIDENT:
+        simulated.beats_at = NEVER
+        if simulated.life is not HolderState.RESIDENT:
             return
-        inflight, idle = int(desk.busy_until > self.now), Span(max(0, self.now - desk.busy_until))
+        inflight, idle = (
+            int(simulated.busy_until > self.now),
+            Span(max(0, self.now - simulated.busy_until)),
+        )
         held = ev.HeldTicket(
-            desk.ticket,
-            desk.seat.model,
+            simulated.ticket,
+            simulated.seat.model,
             types.Phase.RESIDENT,
             inflight,
             idle,
-            desk.home,
-            desk.seat.need,
-            priority=desk.seat.priority,
-            uses_count=desk.uses_count,
+            simulated.home,
+            simulated.seat.need,
+            priority=simulated.seat.priority,
+            uses_count=simulated.uses_count,
         )
         if inflight:
-            self._beat_by(desk, _next_second(Instant(desk.busy_until - 1)))
-        self._feed(ev.Renewed(desk.holder, (held,)))
+            self._beat_by(simulated, _next_second(Instant(simulated.busy_until - 1)))
+        self._feed(ev.Renewed(simulated.holder, (held,)))
 
-    def _ask(self, desk: SimulatedFront) -> None:
-        if desk.life is HolderState.COLD:
-            desk.uses_count = 0
-            desk.ticket = TicketId(f"{desk.seat.model}.{next(self._turn)}")
-            self._tickets[desk.ticket] = desk
-        desk.is_wake = desk.life is HolderState.ASLEEP
-        desk.life = HolderState.WAITING
-        seat = desk.seat
+    def _ask(self, simulated: SimulatedHolder) -> None:
+        if simulated.life is HolderState.COLD:
+            simulated.uses_count = 0
+            simulated.ticket = TicketId(f"{simulated.seat.model}.{next(self._turn)}")
+            self._tickets[simulated.ticket] = simulated
+        simulated.is_wake = simulated.life is HolderState.ASLEEP
+        simulated.life = HolderState.WAITING
+        seat = simulated.seat
         asked = ev.Requested(
-            desk.ticket,
-            desk.holder,
+            simulated.ticket,
+            simulated.holder,
             seat.capability,
             seat.model,
             seat.need,
@@ -238,112 +243,112 @@ class World:
             self._woken_at = NEVER
             self._feed(ev.TimerFired())
 
-    def _granted(self, desk: SimulatedFront, devices: tuple[types.DeviceBytes, ...]) -> None:
-        if desk.life is not HolderState.WAITING:
+    def _granted(self, simulated: SimulatedHolder, devices: tuple[types.DeviceBytes, ...]) -> None:
+        if simulated.life is not HolderState.WAITING:
             return
-        desk.life, desk.home = HolderState.LOADING, devices
-        took = desk.seat.wake if desk.is_wake else desk.seat.load
-        ticket = desk.ticket
-        self._later(took, lambda: self._loaded(desk, ticket, took))
+        simulated.life, simulated.home = HolderState.LOADING, devices
+        took = simulated.seat.wake if simulated.is_wake else simulated.seat.load
+        ticket = simulated.ticket
+        self._later(took, lambda: self._loaded(simulated, ticket, took))
 
-    def _loaded(self, desk: SimulatedFront, ticket: TicketId, took: Span) -> None:
-        if desk.ticket != ticket or desk.life is not HolderState.LOADING:
+    def _loaded(self, simulated: SimulatedHolder, ticket: TicketId, took: Span) -> None:
+        if simulated.ticket != ticket or simulated.life is not HolderState.LOADING:
             return
         if self._counts(self.now):
-            self._tally.loads_count += not desk.is_wake
-            self._tally.wakes_count += desk.is_wake
-            self._tally.moved_bytes += sum(d.size_bytes for d in desk.home)
-        self._serve(desk)
+            self._tally.loads_count += not simulated.is_wake
+            self._tally.wakes_count += simulated.is_wake
+            self._tally.moved_bytes += sum(d.size_bytes for d in simulated.home)
+        self._serve(simulated)
         self._feed(ev.Loaded(ticket, took))
-        if desk.is_wake:
+        if simulated.is_wake:
             self._read_all()  # its copy in host RAM is gone
 
-    def _serve(self, desk: SimulatedFront) -> None:
-        desk.life = HolderState.RESIDENT
-        waiters, desk.waiters = desk.waiters, []
+    def _serve(self, simulated: SimulatedHolder) -> None:
+        simulated.life = HolderState.RESIDENT
+        waiters, simulated.waiters = simulated.waiters, []
         for came, busy in waiters:
             if self._counts(came):
                 self._tally.waits.append(self.now - came)
-            self._use(desk, busy)
+            self._use(simulated, busy)
 
-    def _refused(self, desk: SimulatedFront) -> None:
-        self._tally.refused_count += sum(self._counts(at) for at, _ in desk.waiters)
-        desk.waiters.clear()
-        desk.life = HolderState.ASLEEP if desk.is_wake else HolderState.COLD
+    def _refused(self, simulated: SimulatedHolder) -> None:
+        self._tally.refused_count += sum(self._counts(at) for at, _ in simulated.waiters)
+        simulated.waiters.clear()
+        simulated.life = HolderState.ASLEEP if simulated.is_wake else HolderState.COLD
 
     # -- leaving -------------------------------------------------------------------------------
 
     def _revoked(self, order: Revoke) -> None:
-        desk = self._tickets.get(order.ticket)
-        if desk is None or desk.ticket != order.ticket:
+        simulated = self._tickets.get(order.ticket)
+        if simulated is None or simulated.ticket != order.ticket:
             return
-        if desk.life is not HolderState.RESIDENT:  # taken: its engine is being ended
-            self._leave(desk)
+        if simulated.life is not HolderState.RESIDENT:  # taken: its engine is being ended
+            self._leave(simulated)
             return
         self._tally.evictions_count += self._counts(self.now) and not order.reason.only_if_idle
-        if order.reason.only_if_idle and desk.busy_until > self.now:
-            self._tell(ev.Busy(desk.ticket, 1))
-        elif desk.busy_until > order.barrier_until:
-            desk.life = HolderState.DRAINING
-            self._at(order.barrier_until, lambda: self._drop_barrier(desk, order.ticket))
+        if order.reason.only_if_idle and simulated.busy_until > self.now:
+            self._tell(ev.Busy(simulated.ticket, 1))
+        elif simulated.busy_until > order.barrier_until:
+            simulated.life = HolderState.DRAINING
+            self._at(order.barrier_until, lambda: self._drop_barrier(simulated, order.ticket))
         else:
-            desk.life = HolderState.DRAINING
-            self._at(max(self.now, desk.busy_until), lambda: self._empty(desk, order))
+            simulated.life = HolderState.DRAINING
+            self._at(max(self.now, simulated.busy_until), lambda: self._empty(simulated, order))
 
-    def _drop_barrier(self, desk: SimulatedFront, ticket: TicketId) -> None:
-        if desk.ticket != ticket or desk.life is not HolderState.DRAINING:
+    def _drop_barrier(self, simulated: SimulatedHolder, ticket: TicketId) -> None:
+        if simulated.ticket != ticket or simulated.life is not HolderState.DRAINING:
             return
         self._feed(ev.BarrierDropped(ticket, 1))
-        self._serve(desk)
-        self._beat_by(desk, _next_second(self.now))
+        self._serve(simulated)
+        self._beat_by(simulated, _next_second(self.now))
 
-    def _empty(self, desk: SimulatedFront, order: Revoke) -> None:
+    def _empty(self, simulated: SimulatedHolder, order: Revoke) -> None:
         """Nothing in flight any more."""
-        if desk.ticket != order.ticket or desk.life is not HolderState.DRAINING:
+        if simulated.ticket != order.ticket or simulated.life is not HolderState.DRAINING:
             return
         if order.to is Tier.ASLEEP:
-            self._later(desk.seat.sleep, lambda: self._slept(desk, order.ticket))
+            self._later(simulated.seat.sleep, lambda: self._slept(simulated, order.ticket))
         else:
-            self._later(desk.seat.unload, lambda: self._unloaded(desk, order))
+            self._later(simulated.seat.unload, lambda: self._unloaded(simulated, order))
 
-    def _slept(self, desk: SimulatedFront, ticket: TicketId) -> None:
-        if desk.ticket != ticket or desk.life is not HolderState.DRAINING:
+    def _slept(self, simulated: SimulatedHolder, ticket: TicketId) -> None:
+        if simulated.ticket != ticket or simulated.life is not HolderState.DRAINING:
             return
-        desk.life = HolderState.ASLEEP
+        simulated.life = HolderState.ASLEEP
         self._feed(ev.Slept(ticket))  # the core asks for a reading to see it
-        if desk.waiters:
-            self._later(Span(1), lambda: self._ask_awake(desk, ticket))
+        if simulated.waiters:
+            self._later(Span(1), lambda: self._ask_awake(simulated, ticket))
 
-    def _ask_awake(self, desk: SimulatedFront, ticket: TicketId) -> None:
-        if desk.ticket == ticket and desk.life is HolderState.ASLEEP:
-            self._ask(desk)
+    def _ask_awake(self, simulated: SimulatedHolder, ticket: TicketId) -> None:
+        if simulated.ticket == ticket and simulated.life is HolderState.ASLEEP:
+            self._ask(simulated)
 
-    def _unloaded(self, desk: SimulatedFront, order: Revoke) -> None:
-        if desk.ticket == order.ticket:
+    def _unloaded(self, simulated: SimulatedHolder, order: Revoke) -> None:
+        if simulated.ticket == order.ticket:
             self._feed(ev.Released(order.ticket, order.reason.value))
-            self._leave(desk)
+            self._leave(simulated)
 
     def _reap(self, node: NodeId, ticket: TicketId) -> None:
         """Ends what is left and says so; the unload's own seconds have passed already."""
-        if (desk := self._tickets.get(ticket)) and desk.ticket == ticket:
-            self._leave(desk)
+        if (simulated := self._tickets.get(ticket)) and simulated.ticket == ticket:
+            self._leave(simulated)
         self._later(Span(0), lambda: self._gone(node, ticket))
 
     def _gone(self, node: NodeId, ticket: TicketId) -> None:
         if self._tickets.pop(ticket, None):
             self._feed(ev.EngineGone(node, ticket, bytes_back=True))
 
-    def _leave(self, desk: SimulatedFront) -> None:
-        """Cold; whoever waits asks anew under another ticket."""
-        if desk.life is HolderState.COLD:
+    def _leave(self, simulated: SimulatedHolder) -> None:
+        """Makes the model cold; its waiters ask anew under another ticket."""
+        if simulated.life is HolderState.COLD:
             return
-        desk.life, desk.home = HolderState.COLD, ()
-        if desk.waiters:
-            self._later(Span(0), lambda: self._ask_if_cold(desk))
+        simulated.life, simulated.home = HolderState.COLD, ()
+        if simulated.waiters:
+            self._later(Span(0), lambda: self._ask_if_cold(simulated))
 
-    def _ask_if_cold(self, desk: SimulatedFront) -> None:
-        if desk.life is HolderState.COLD and desk.waiters:
-            self._ask(desk)
+    def _ask_if_cold(self, simulated: SimulatedHolder) -> None:
+        if simulated.life is HolderState.COLD and simulated.waiters:
+            self._ask(simulated)
 
     # -- readings ------------------------------------------------------------------------------
 
@@ -355,17 +360,21 @@ class World:
         """Every engine holds exactly what it was granted."""
         devices = tuple(ev.DeviceReading(d.device, d.total_bytes, Bytes(0)) for d in node.devices)
         here = [
-            d for d in self._desks if d.seat.node == node.node and d.life is not HolderState.COLD
+            d
+            for d in self._simulated
+            if d.seat.node == node.node and d.life is not HolderState.COLD
         ]
         engines = tuple(ev.EngineReading(d.ticket, _held(d)) for d in here if _held(d))
         self._feed(ev.Measured(node.node, devices, engines))
 
 
-def _held(desk: SimulatedFront) -> tuple[types.DeviceBytes, ...]:
-    if desk.life is HolderState.ASLEEP or (desk.life is HolderState.WAITING and desk.is_wake):
-        host = host_device(desk.seat.node)
-        return (types.DeviceBytes(host, desk.seat.need.host_bytes),)
-    return desk.home
+def _held(simulated: SimulatedHolder) -> tuple[types.DeviceBytes, ...]:
+    if simulated.life is HolderState.ASLEEP or (
+        simulated.life is HolderState.WAITING and simulated.is_wake
+    ):
+        host = host_device(simulated.seat.node)
+        return (types.DeviceBytes(host, simulated.seat.need.host_bytes),)
+    return simulated.home
 
 
 def _next_second(now: Instant) -> Instant:

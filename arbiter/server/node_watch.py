@@ -53,8 +53,8 @@ class NodeWatch:
             await asyncio.sleep(LOOK_S)
 
     async def _drop_dead_holders(self) -> None:
-        """A holder that died while there was no arbiter is not awaited. One that lives and is only
-        slow keeps its engines, and its place in the state file."""
+        """Stops waiting for holders that died while there was no arbiter. A living holder that is
+        only slow keeps its engines, and its place in the state file."""
         awaited = self._shell.core.awaited
         members = [m for m in self._store.members() if m.holder in awaited] if awaited else []
         if self._shell.core.gave_up_waiting:

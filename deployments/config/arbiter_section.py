@@ -29,7 +29,7 @@ class TenantConfig(Strict):
     keys; `default` is everybody without one."""
 
     maximum: Size | None = None  # at once, over all devices
-    reserved: Size = 0  # of each device, for nobody else
+    reserved: Size = 0  # of each device, kept from other tenants
     average: Size | None = None  # over an hour; beyond it nothing new is loaded for it for a while
     share: float = Field(1.0, gt=0, le=1_000)  # of its turns in the line, beside other tenants
 
@@ -78,7 +78,7 @@ class ArbiterConfig(Strict):
     evict: str = "time_of_day"
     admit: str = "fair_share"
     one_resident_roles: tuple[str, ...] = ()  # A11: of these roles one model a node
-    bypass_count: int = Field(8, ge=0)  # C6: how often a ticket is overtaken
+    bypass_count: int = Field(8, ge=0)  # C6: how often a ticket may be bypassed
     bypass_s: float = Field(30.0, ge=0, le=LONGEST_S)  # and for how long
     arenas: Arenas = Arenas()
     state_file: str | None = None  # default: beside the user's other state, mode 0600
@@ -88,8 +88,8 @@ class ArbiterConfig(Strict):
     queue_per_model: int = Field(1_000, ge=1)
     queue_total: int = Field(10_000, ge=1)
     min_residency_loads: float = Field(1.0, ge=0)  # in units of the model's own load time
-    host_marks: MarksConfig = MarksConfig()  # C4: of host RAM that sleepers may fill
-    device_marks: MarksConfig | None = None  # of a device while somebody waits; absent: off
+    host_marks: MarksConfig = MarksConfig()  # C4: of host RAM that asleep models may fill
+    device_marks: MarksConfig | None = None  # of a device while a ticket is queued; absent: off
     # C11: `declared` brings in the next of a pipeline, `history` also what usually followed
     preload: Literal["off", "declared", "history"] = "declared"
     pipelines: list[list[str]] = Field([])  # of capabilities, in the order they are used

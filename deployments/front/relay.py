@@ -4,7 +4,7 @@ A client that asked for an event stream and waits for its model gets progress as
 stream. The status is 200 from then on, so a later refusal comes as an event. The first second
 therefore passes in silence: nearly every refusal still gets a status of its own.
 
-Other streams (speech, images) have no place for comments or error events. One that breaks ends
+Other streams (speech, images) have no place for comments or error events. A stream that breaks ends
 without its last chunk, which HTTP clients report as an incomplete response.
 """
 

@@ -75,7 +75,7 @@ class Use:
         self._end(error)
 
     def release(self, error: BaseException | None = None) -> None:
-        """Ends the use; does nothing to one that has ended or was never entered. `error`: why it
+        """Ends the use; does nothing if the use has ended or was never entered. `error`: why it
         ended early."""
         self._end(error)
 

@@ -198,7 +198,7 @@ def _filled(new: list[Any], match: Match) -> list[Any]:
 
 
 def _path(node: ast.AST, changed: ast.AST) -> list[ast.AST]:
-    """The nodes from `node` down to the one that changed."""
+    """The nodes from `node` down to the changed node."""
     if node is changed:
         return [node]
     for inner in ast.iter_child_nodes(node):

@@ -2,7 +2,8 @@
 
 The agent measures the bytes of all engines on such a device together, by how much the device has
 filled since no engine was there. This module splits the total by current grants. A split share is
-inferred, so it neither ends a sleeper nor teaches a peak, and the whole device shows a sleep.
+inferred, so it neither ends an asleep ticket nor teaches a peak, and the whole device shows a
+sleep.
 """
 
 from arbiter.core.records.ledger import DeviceAccount
