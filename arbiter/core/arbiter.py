@@ -204,9 +204,10 @@ def _apply(event: ev.Event, _: CoreState) -> None:
 
 @_apply.register
 def _(event: ev.CapabilitiesSet, state: CoreState) -> None:
-    before = tuple(state.registry.specs.values())
+    before, floors_before = tuple(state.registry.specs.values()), state.all_floors()
     state.registry.replace(event.capabilities)
     _follow_registry(state, before)
+    floors.on_table(state, floors_before)
 
 
 def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> None:

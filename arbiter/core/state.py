@@ -280,6 +280,19 @@ class CoreState:
         known = self.holders.get(holder)
         return known is None or self.now - known.heard >= self.settings.timeouts.silent
 
+    def floor_of(self, name: types.ModelName) -> types.Floor:
+        """Returns how far a model may fall: as a person set it, else as configured, else cold."""
+        floor = self.floors.get(name) or self.registry.configured_floors.get(name)
+        return floor or types.Floor.COLD
+
+    def all_floors(self) -> dict[types.ModelName, types.Floor]:
+        """Returns the floors that were set, and the configured ones above cold."""
+        return (
+            self.registry.configured_floors | self.floors
+            if self.floors
+            else dict(self.registry.configured_floors)
+        )
+
     def key_of(self, entry: Ticket) -> ModelKey:
         """Returns the key under which the learned values of a ticket are kept."""
         return ModelKey(entry.capability, entry.model, entry.settings_key)

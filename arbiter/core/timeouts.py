@@ -97,7 +97,7 @@ def on_idle(state: CoreState, entry: Ticket) -> None:
     if entry.settles:
         floors.settle(state, entry)
         return
-    if entry.state is State.ASLEEP and floors.floor_of(state, entry) is Floor.HOST:
+    if entry.state is State.ASLEEP and state.floor_of(entry.model_name) is Floor.HOST:
         return
     goes_at = state.policies.keep_warm(IdleModel(entry.last_used, entry.keep_warm, entry.pinned))
     if goes_at is None:

@@ -145,6 +145,7 @@ class ModelSpec:
     allow_oversize: bool = False  # loads even where it is larger than the whole budget (B6)
     dispatch_lock: str = ""  # its engine computes only while it holds this lock of its node
     shared_scratch_bytes: Bytes = Bytes(0)  # beyond its ticket, while it holds that lock (B2)
+    floor: Floor = Floor.COLD  # how far it may fall, unless a person has set another (D1)
 
 
 @dataclass(frozen=True, slots=True)

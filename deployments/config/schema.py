@@ -96,6 +96,8 @@ class ModelConfig(Strict):
     need: NeedConfig | None = None
     keep_warm_s: float | None = Field(None, ge=-1, le=LONGEST_S)  # -1: for ever; 0: goes at once
     pin: bool = False
+    # D1: how far it may fall: `device` (loaded at start, never a victim), `host` (asleep at least)
+    floor: Literal["cold", "host", "device"] = "cold"
     allow_oversize: bool = False  # loads even where it is larger than the whole budget (B6)
     can_sleep: bool = True
     adapters: AdaptersConfig | None = None
@@ -197,6 +199,7 @@ class CapabilityConfig(Strict):
             config.allow_oversize,
             dispatch_lock=config.dispatch.lock if config.dispatch else "",
             shared_scratch_bytes=Bytes(config.dispatch.scratch if config.dispatch else 0),
+            floor=types.Floor(config.floor),
         )
 
     def as_spec(self, name: str) -> types.CapabilitySpec:

@@ -34,6 +34,19 @@ async def test_a_control_plane_says_what_is_resident_and_requests_load_nothing()
         await d.books_are_true()
 
 
+@pytest.mark.spec("D1", "D8")
+async def test_configured_floor_loads_its_model_unasked_and_a_table_without_it_lets_it_go() -> None:
+    async with live_arbiter({"chat": capability(a=model(50, floor="device"), b=model(50))}) as d:
+        holder = d.holder()
+        assert await holder.pid.remote()
+        await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["resident"])
+        table = d.table.model_dump(mode="json", exclude_defaults=True)
+        del table["capabilities"]["chat"]["models"]["a"]["floor"]
+        await call_arbiter("configure", boot.configuration(type(d.table).model_validate(table)))
+        await d.until(lambda s: not s["tickets"])
+        await d.books_are_true()
+
+
 @pytest.mark.spec("D9")
 async def test_removed_model_leaves_the_device_and_later_requests_are_refused() -> None:
     both = {"chat": capability(a=model(50), b=model(50))}

@@ -37,7 +37,7 @@ def is_evictable(state: CoreState, entry: Ticket) -> bool:
         entry.state in (State.RESIDENT, State.ASLEEP)
         and not entry.pinned
         and (entry.lease is None or entry.lease.terms.preemptible)
-        and not (entry.state is State.ASLEEP and floor_of(state, entry) is Floor.HOST)
+        and not (entry.state is State.ASLEEP and state.floor_of(entry.model_name) is Floor.HOST)
         and state.now >= entry.declined_until
     )
 
@@ -117,8 +117,3 @@ def min_residency_ends(state: CoreState, entry: Ticket) -> Instant:
     in_loads = Span(int(load.took * settings.min_residency_loads))
     at_least = max(settings.min_residency, min(in_loads, settings.min_residency_most))
     return after(load.resident_since, at_least)
-
-
-def floor_of(state: CoreState, entry: Ticket) -> Floor:
-    """Returns the floor of a ticket's model; cold when none was set."""
-    return state.floors.get(entry.model_name, Floor.COLD)

@@ -7,7 +7,7 @@ suffices (records/victim_set.py), or none.
 from dataclasses import replace
 
 from arbiter.core.decisions import EventKind, Reason, Revoke, Tier
-from arbiter.core.eviction.eligibility import find_obstacle, floor_of, may_leave, may_swap
+from arbiter.core.eviction.eligibility import find_obstacle, may_leave, may_swap
 from arbiter.core.eviction.ranking import ranked_victims, victims_no_more_urgent
 from arbiter.core.eviction.sleep import _start_doubt, grant_with_host_copy
 from arbiter.core.records.eviction_history import EvictionRecord
@@ -194,7 +194,7 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | No
     if entry.state is State.ASLEEP:
         kill_and_notify(state, entry, reason)
         return
-    sleeps = reason in (Reason.SWAP, Reason.FIT) or floor_of(state, entry) is Floor.HOST
+    sleeps = reason in (Reason.SWAP, Reason.FIT) or state.floor_of(entry.model_name) is Floor.HOST
     granted = grant_with_host_copy(state, entry) if sleeps else None
     notice = entry.lease.terms.notice if entry.lease else state.settings.timeouts.barrier
     barrier_until = after(state.now, notice)

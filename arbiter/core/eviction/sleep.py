@@ -3,7 +3,6 @@ fallen (D1).
 """
 
 from arbiter.core.decisions import EventKind, Reason, RequestReading, Tier
-from arbiter.core.eviction.eligibility import floor_of
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import inexact
@@ -62,7 +61,7 @@ def confirm_sleep(state: CoreState, entry: Ticket) -> None:
         state.estimates.left(entry.capability, since(entry.revoked_at, state.now))
     entry.end_revocation()
     entry.note_inflight(0)
-    entry.settle_when_idle(entry.settles and floor_of(state, entry) is not Floor.HOST)
+    entry.settle_when_idle(entry.settles and state.floor_of(entry.model_name) is not Floor.HOST)
     size = Bytes(fallen)
     state.log(EventKind.MODEL_UNLOAD, entry, size=size, took=took, reason=reason.value, to="asleep")
     state.set_timer(entry, state.now)

@@ -214,8 +214,7 @@ def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
 
 def _is_pinned(state: CoreState, spec: types.ModelSpec, name: ModelName) -> bool:
     """Says whether a new ticket is pinned, by the table or by its floor."""
-    floor = state.floors.get(name)
-    return spec.pinned or floor is types.Floor.DEVICE
+    return spec.pinned or state.floor_of(name) is types.Floor.DEVICE
 
 
 def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:

@@ -2,7 +2,7 @@
 
 from difflib import get_close_matches
 
-from arbiter.core.types import CapabilitySpec, ModelName, ModelSpec
+from arbiter.core.types import CapabilitySpec, Floor, ModelName, ModelSpec
 from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownModel, UnknownRole
 
 NAMED_AT_MOST = 20  # names in one error message: a terminal's height, not 10,000 adapters
@@ -31,6 +31,7 @@ class Registry:
         self._table: dict[str, CapabilitySpec] = {}
         self.registered: dict[str, CapabilitySpec] = {}  # from Python
         self.pinning: set[str] = set()  # capabilities with a pinned model
+        self.configured_floors: dict[ModelName, Floor] = {}  # as configured; those above cold
         self._models: dict[str, dict[str, ModelSpec]] = {}
         self.is_set = False  # False: the configuration has not come yet, so nothing is removed
 
@@ -64,7 +65,7 @@ class Registry:
         self._index()
 
     def _index(self) -> None:
-        self.specs, self._models, self.pinning = {}, {}, set()
+        self.specs, self._models, self.pinning, self.configured_floors = {}, {}, set(), {}
         for spec in (*self._table.values(), *self.registered.values()):
             self._put(spec)
 
@@ -73,6 +74,10 @@ class Registry:
         self._models[spec.name] = {model.name: model for model in spec.models}
         if any(model.pinned for model in spec.models):
             self.pinning.add(spec.name)
+        above_cold = (model for model in spec.models if model.floor is not Floor.COLD)
+        self.configured_floors |= {
+            ModelName(spec.name, model.name): model.floor for model in above_cold
+        }
 
     def _check_role(self, spec: CapabilitySpec) -> None:
         if spec.role not in self._roles:

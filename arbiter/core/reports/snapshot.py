@@ -179,7 +179,7 @@ def view_of(state: CoreState, now: Instant) -> StateView:
             HolderView(h.holder, h.node, h.capability, since(h.heard, now), kept_bytes(state, name))
             for name, h in sorted(state.holders.items())
         ),
-        floors=tuple(FloorView(*n, floor.value) for n, floor in sorted(state.floors.items())),
+        floors=tuple(FloorView(*n, floor.value) for n, floor in sorted(state.all_floors().items())),
         tenants=tuple(_tenant(state, name, now) for name in sorted(state.tenants)),
         clients=tuple(_clients(state, now)),
     )

@@ -23,31 +23,37 @@ AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # a draining ticket may
 # -- floors ---------------------------------------------------------------------------------------
 
 
-def floor_of(state: CoreState, entry: Ticket) -> Floor:
-    """Returns the floor of a ticket's model; cold when none was set."""
-    return state.floors.get(entry.model_name, Floor.COLD)
-
-
 def on_set(state: CoreState, event: ev.FloorSet) -> None:
     """Sets the floor of a model and acts on it. Raises UnknownCapability, UnknownModel, having
     changed nothing."""
-    spec = state.registry.find(event.model_name)
-    name = event.model_name
-    state.floors[name] = event.floor
-    state.log(
-        EventKind.FLOOR_SET, capability=name.capability, model=name.model, floor=event.floor.value
-    )
+    state.registry.find(event.model_name)
+    state.floors[event.model_name] = event.floor
+    _act_on(state, event.model_name, event.floor)
+
+
+def on_table(state: CoreState, before: dict[ModelName, Floor]) -> None:
+    """Acts on floors that a change of the table has changed. `before`: all floors before it."""
+    after = state.all_floors()
+    for name in sorted(before.keys() | after.keys()):
+        floor = after.get(name, Floor.COLD)
+        if floor is not before.get(name, Floor.COLD) and _is_known(state, name):
+            _act_on(state, name, floor)
+
+
+def _act_on(state: CoreState, name: ModelName, floor: Floor) -> None:
+    spec = state.registry.find(name)
+    state.log(EventKind.FLOOR_SET, capability=name.capability, model=name.model, floor=floor.value)
     entries = _entries(state, name)
     for entry in entries:
-        state.ledger.pin(entry, spec.pinned or event.floor is Floor.DEVICE)
-        entry.settle_when_idle(event.floor is not Floor.DEVICE and entry.state in AWAKE)
+        state.ledger.pin(entry, spec.pinned or floor is Floor.DEVICE)
+        entry.settle_when_idle(floor is not Floor.DEVICE and entry.state in AWAKE)
         state.set_timer(entry, state.now)
         cap_pins(state, entry.home)
-    if event.floor is Floor.DEVICE:
+    if floor is Floor.DEVICE:
         load(state, name)
         if failure := state.failures.get(name):
             state.timers.set(("floors", ""), failure.until)
-    elif event.floor is Floor.COLD:
+    elif floor is Floor.COLD:
         state.wanted.pop(name, None)
         for entry in entries:
             entry.settle_when_idle(entry.state in (*AWAKE, State.ASLEEP))
@@ -55,7 +61,11 @@ def on_set(state: CoreState, event: ev.FloorSet) -> None:
 
 def stop_settling_at_floor(state: CoreState, entry: Ticket) -> None:
     """Forgets that the floor of a ticket was lowered once the ticket has come down to it."""
-    if entry.settles and entry.state is State.ASLEEP and floor_of(state, entry) is Floor.HOST:
+    if (
+        entry.settles
+        and entry.state is State.ASLEEP
+        and state.floor_of(entry.model_name) is Floor.HOST
+    ):
         entry.settle_when_idle(False)
 
 
@@ -74,7 +84,7 @@ def refusal(state: CoreState, name: ModelName) -> NotResident | None:
     spec = state.registry.specs.get(name.capability)
     if spec is None or not spec.is_external:
         return None
-    floor = state.floors.get(name, Floor.COLD)
+    floor = state.floor_of(name)
     return None if floor is Floor.DEVICE else NotResident(name.model, name.capability, floor.value)
 
 
@@ -111,7 +121,7 @@ def load(state: CoreState, name: ModelName) -> None:
 def enforce(state: CoreState) -> None:
     """Loads again what has the device floor and is not on a device, because its engine has ended or
     its cool-down has, as soon as it may be tried."""
-    for name in [n for n, floor in state.floors.items() if floor is Floor.DEVICE]:
+    for name in _on_device(state):
         failure = state.failures.get(name)
         if failure and state.now < failure.until:
             state.timers.set(("floors", ""), failure.until)
@@ -122,8 +132,7 @@ def enforce(state: CoreState) -> None:
 def on_join(state: CoreState, capability: str) -> None:
     """Has a new holder load the models that waited for a holder. Pinned models it loads by
     itself."""
-    names = [n for n, floor in state.floors.items() if floor is Floor.DEVICE]
-    for name in dict.fromkeys([*state.wanted, *names]):
+    for name in dict.fromkeys([*state.wanted, *_on_device(state)]):
         if name.capability == capability:
             state.wanted.pop(name, None)
             load(state, name)
@@ -131,8 +140,13 @@ def on_join(state: CoreState, capability: str) -> None:
 
 def wants_replica(state: CoreState, capability: str) -> bool:
     """Says whether a capability needs a replica to load what is wanted or has the device floor."""
-    kept = (n for n, floor in state.floors.items() if floor is Floor.DEVICE)
-    return any(name.capability == capability for name in (*state.wanted, *kept))
+    names = (*state.wanted, *_on_device(state))
+    return any(name.capability == capability for name in names)
+
+
+def _on_device(state: CoreState) -> list[ModelName]:
+    """Returns the models with the device floor."""
+    return [name for name, floor in state.all_floors().items() if floor is Floor.DEVICE]
 
 
 def _entries(state: CoreState, name: ModelName) -> list[Ticket]:

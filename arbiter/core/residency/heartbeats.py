@@ -305,9 +305,8 @@ def apply_configuration(state: CoreState, entry: Ticket) -> None:
             entry.expire_at_once()
         return
     role = state.registry.specs[entry.capability].role
-    floor = state.floors.get(entry.model_name)
     rank = state.policies.roles[role].rank
     entry.configure(role, rank, allow_oversize=spec.allow_oversize, keep_warm=spec.keep_warm)
     state.ledger.touch(entry)
-    state.ledger.pin(entry, spec.pinned or floor is types.Floor.DEVICE)
+    state.ledger.pin(entry, spec.pinned or state.floor_of(entry.model_name) is types.Floor.DEVICE)
     state.ledger.share_scratch(entry, spec.dispatch_lock, spec.shared_scratch_bytes)

@@ -55,6 +55,34 @@ def test_floor_set_without_holders_is_loaded_by_the_first_to_join() -> None:
     assert d.join(1, "h") == [LoadModel(H, "a")]
 
 
+def with_floor(d: CoreDriver, to: Floor) -> ev.CapabilitiesSet:
+    """The table with a floor for `a`."""
+    models = tuple(replace(m, floor=to) if m.name == "a" else m for m in d.table[0].models)
+    return ev.CapabilitiesSet((replace(d.table[0], models=models), *d.table[1:]))
+
+
+@pytest.mark.spec("D1")
+def test_configured_floor_loads_and_protects_its_model_until_a_person_sets_another() -> None:
+    d = CoreDriver(host=80)
+    assert d.at(0, with_floor(d, Floor.DEVICE)) == [LoadModel(H, "a")]
+    d.resident(1, "a", 50)
+    d.beat(20, "a")
+    assert isinstance(refusal(d.ask(20, "b", 50)), NeverFits)
+    floor(d, 21, "a", Floor.COLD)
+    assert d.state_of("a") == "draining"
+    assert d.at(23, with_floor(d, Floor.DEVICE)) == [], "the person's floor stands"
+
+
+@pytest.mark.spec("D1")
+def test_configured_floor_that_leaves_the_table_releases_the_device() -> None:
+    d = CoreDriver(host=80)
+    d.at(0, with_floor(d, Floor.DEVICE))
+    d.resident(1, "a", 50)
+    d.beat(20, "a")
+    d.at(21, with_floor(d, Floor.COLD))
+    assert d.state_of("a") == "draining"
+
+
 @pytest.mark.spec("D8")
 def test_floor_withdrawn_before_a_holder_joins_loads_nothing() -> None:
     d = CoreDriver(holders=())
