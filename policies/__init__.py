@@ -64,7 +64,7 @@ def bundle(
         admit={**ADMIT, **(outside or {})}[settings.admit],
         place=PLACE[settings.place],
         keep_warm=KEEP_WARM[settings.keep_warm],
-        roles=ROLES,
+        roles=ROLES | {named.name: named.role for named in settings.roles},
         pressure=PRESSURE[settings.pressure],
     )
 

@@ -7,6 +7,7 @@ deployments/config/schema.py. Nothing in the core writes a number that is not he
 from dataclasses import dataclass, field
 
 from arbiter.core.types import DeviceKind
+from arbiter.core.view import NamedRole
 from arbiter.units import MIB, MILLISECOND, SECOND, Bytes, Span, seconds
 
 
@@ -99,6 +100,7 @@ class Settings:
     gpu_margin_bytes: Bytes = Bytes(512 * MIB)  # B3: context and driver, GPUs only
 
     bypass_count: int = 8  # C6: nor more often than this; 0: never
+    roles: tuple[NamedRole, ...] = ()  # C1: beside those of policies/roles.py
     one_resident_roles: frozenset[str] = frozenset()  # A11: exclusion groups; by default none
 
     queue_per_model_count: int = 1_000  # C7; a waiter is ~1 kB, so 1 MB a model

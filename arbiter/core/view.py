@@ -96,6 +96,15 @@ class Role:
     act: str  # what evicting it costs, in words
     keep_warm_s: float  # C8, unless the model or capability says otherwise
     is_spared: bool = False  # C5: pressure never evicts it
+    evict_cost_s: float = 0.0  # what evicting one of its models costs beside the reload
+
+
+@dataclass(frozen=True, slots=True)
+class NamedRole:
+    """A role of the configuration, new or in place of a role of policies/roles.py."""
+
+    name: str
+    role: Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from arbiter.core import settings as core
+from arbiter.core.view import NamedRole, Role
 from arbiter.units import Bytes, seconds
 from deployments.config.fields import LONGEST_S, Size, Strict
 from deployments.config.outside_policies import imported
@@ -46,6 +47,20 @@ class TenantConfig(Strict):
         return core.TenantLimits(tenant, most, Bytes(self.reserved), average, self.share)
 
 
+class RoleConfig(Strict):
+    """One kind of work (C1), new or in place of a role of policies/roles.py."""
+
+    rank: int = Field(ge=0, le=1_000)  # lowest is evicted first; text is 100
+    act: str = Field(min_length=1, max_length=120)  # what evicting it means, said with each
+    keep_warm_s: float = Field(300.0, ge=-1, le=LONGEST_S)
+    spared: bool = False  # C5: memory pressure never evicts it
+    evict_cost_s: float = Field(0.0, ge=0, le=LONGEST_S)  # in seconds, beside the reload
+
+    def as_role(self, name: str) -> NamedRole:
+        role = Role(self.rank, self.act, self.keep_warm_s, self.spared, self.evict_cost_s)
+        return NamedRole(name, role)
+
+
 class MarksConfig(Strict):
     """Shares of a budget: above `high` what can go goes, until `low` (C4). 1.0 is never
     exceeded, so it switches them off."""
@@ -77,10 +92,16 @@ def _policy(what: str, name: str, usable: list[str]) -> str:
 class ArbiterConfig(Strict):
     evict: str = "time_of_day"
     admit: str = "fair_share"
+    roles: dict[str, RoleConfig] = Field({})  # C1
     one_resident_roles: tuple[str, ...] = ()  # A11: of these roles one model a node
     bypass_count: int = Field(8, ge=0)  # C6: how often a ticket may be bypassed
     bypass_s: float = Field(30.0, ge=0, le=LONGEST_S)  # and for how long
     arenas: Arenas = Arenas()
+    # B2: shares of a device, of its arena, and of its arena again; and B3's margin of a GPU
+    arena: float = Field(0.9, gt=0, le=1)  # lent at most, where `arenas` names no size
+    wiggle: float = Field(0.1, ge=0, lt=1)  # kept for what estimates miss
+    pool: float = Field(1.0, gt=0, le=1)  # that tickets may hold at most
+    gpu_margin: Size = 512 << 20  # for context and driver
     state_file: str | None = None  # default: beside the user's other state, mode 0600
     event_file: str | None = None  # the event log as JSON lines; default: none is written
     barrier_s: float = Field(10.0, gt=0, le=600)  # A9
@@ -112,16 +133,28 @@ class ArbiterConfig(Strict):
 
     @field_validator("one_resident_roles")
     @classmethod
-    def _known_roles(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if unknown := [role for role in value if role not in ROLES]:
-            raise ValueError(f"no role {unknown[0]!r}; there is: {', '.join(sorted(ROLES))}")
+    def _known_roles(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        known = ROLES.keys() | info.data.get("roles", {}).keys()
+        if unknown := [role for role in value if role not in known]:
+            raise ValueError(f"no role {unknown[0]!r}; there is: {', '.join(sorted(known))}")
         return value
+
+    def keep_warm_s_of(self, role: str) -> float | None:
+        """Seconds for which models of a role stay warm unused; None: there is no such role."""
+        if own := self.roles.get(role):
+            return own.keep_warm_s
+        return ROLES[role].keep_warm_s if role in ROLES else None
 
     def as_settings(self) -> core.Settings:
         return core.Settings(
             evict=self.evict,
             arenas=self.arenas.as_arenas(),
+            arena_fraction=self.arena,
+            wiggle_fraction=self.wiggle,
+            pool_fraction=self.pool,
+            gpu_margin_bytes=Bytes(self.gpu_margin),
             admit=self.admit,
+            roles=tuple(role.as_role(name) for name, role in sorted(self.roles.items())),
             one_resident_roles=frozenset(self.one_resident_roles),
             bypass_count=self.bypass_count,
             timeouts=core.Timeouts(

@@ -149,13 +149,6 @@ class CapabilityConfig(Strict):
     # table has them because the front knows nothing else of an application with zero replicas
     paths: tuple[str, ...] = ()
 
-    @field_validator("role")
-    @classmethod
-    def _known_role(cls, value: str) -> str:
-        if value not in ROLES:
-            raise ValueError(f"no role {value!r}; there is: {', '.join(sorted(ROLES))}")
-        return value
-
     @field_validator("paths")
     @classmethod
     def _free_paths(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -182,19 +175,13 @@ class CapabilityConfig(Strict):
                 raise ValueError(f"{name}: its drafter {drafter!r} is no other model of these")
         return self
 
-    def keep_warm_s_of(self, model: str) -> float:
-        own = self.models[model].keep_warm_s
-        if own is not None:
-            return own
-        if self.keep_warm_s is not None:
-            return self.keep_warm_s
-        return ROLES[self.role].keep_warm_s
-
-    def _model_spec(self, model: str) -> types.ModelSpec:
+    def _model_spec(self, model: str, keep_warm_s: float) -> types.ModelSpec:
+        """`keep_warm_s`: of its role, where neither the model nor the capability says otherwise."""
         config = self.models[model]
+        said = (s for s in (config.keep_warm_s, self.keep_warm_s) if s is not None)
         return types.ModelSpec(
             model,
-            seconds(self.keep_warm_s_of(model)),
+            seconds(next(said, keep_warm_s)),
             config.pin,
             config.allow_oversize,
             dispatch_lock=config.dispatch.lock if config.dispatch else "",
@@ -202,8 +189,9 @@ class CapabilityConfig(Strict):
             floor=types.Floor(config.floor),
         )
 
-    def as_spec(self, name: str) -> types.CapabilitySpec:
-        models = tuple(self._model_spec(model) for model in sorted(self.models))
+    def as_spec(self, name: str, keep_warm_s: float) -> types.CapabilitySpec:
+        """`keep_warm_s`: of its role."""
+        models = tuple(self._model_spec(model, keep_warm_s) for model in sorted(self.models))
         return types.CapabilitySpec(
             name,
             self.role,
@@ -245,6 +233,17 @@ class Table(Strict):
     capabilities: dict[str, CapabilityConfig]
 
     @model_validator(mode="after")
+    def _known_roles(self) -> "Table":
+        for name, capability in self.capabilities.items():
+            if self.arbiter.keep_warm_s_of(capability.role) is None:
+                known = ", ".join(sorted(ROLES.keys() | self.arbiter.roles.keys()))
+                raise ValueError(
+                    f"capabilities.{name}.role: no role {capability.role!r}; there is: {known}, or "
+                    "a new one in `arbiter.roles`"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _one_home_per_model(self) -> "Table":
         homes: dict[str, str] = {}
         for capability, config in self.capabilities.items():
@@ -276,7 +275,11 @@ class Table(Strict):
         return {m: config.adapters.urls for m, config in models if config.adapters}
 
     def as_event(self) -> ev.CapabilitiesSet:
-        specs = (config.as_spec(name) for name, config in sorted(self.capabilities.items()))
+        specs = []
+        for name, config in sorted(self.capabilities.items()):
+            keep_warm_s = self.arbiter.keep_warm_s_of(config.role)
+            assert keep_warm_s is not None  # or `_known_roles` had refused the table
+            specs.append(config.as_spec(name, keep_warm_s))
         return ev.CapabilitiesSet(tuple(specs))
 
 

@@ -189,7 +189,15 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | No
     and is killed."""
     size = charged(entry)
     for_whom = waiting.ticket if waiting else None
-    state.log(EventKind.EVICTION, entry, size=size, reason=reason.value, waiting=for_whom)
+    role = state.policies.roles.get(entry.role)
+    state.log(
+        EventKind.EVICTION,
+        entry,
+        size=size,
+        reason=reason.value,
+        waiting=for_whom,
+        act=role.act if role else None,
+    )
     entry.note_revoked(state.now)
     if entry.state is State.ASLEEP:
         kill_and_notify(state, entry, reason)

@@ -146,7 +146,9 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
         )
     )
     rank = (entry.ticket in state.queue, entry.inflight > 0, -urgent, *price.rank)
-    return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST, price.cost_s))
+    role = state.policies.roles.get(entry.role)
+    cost_s = price.cost_s + role.evict_cost_s if role else price.cost_s
+    return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST, cost_s))
 
 
 def _reload_span(state: CoreState, entry: Ticket) -> Span:

@@ -2,12 +2,14 @@
 
 import pytest
 
-from arbiter.core.settings import Watermarks
+from arbiter.core.settings import DEFAULTS, Watermarks
+from arbiter.core.view import Role
+from arbiter.units import GIB, seconds
 from deployments.config.schema import ConfigError, parse_table
+from policies import bundle
 
-pytestmark = pytest.mark.spec("C4")
 
-
+@pytest.mark.spec("C4")
 @pytest.mark.parametrize("which", ["host_marks", "device_marks"])
 @pytest.mark.parametrize(
     ("marks", "wrong"),
@@ -26,8 +28,56 @@ def test_invalid_watermarks_are_refused_when_the_configuration_is_read(
         parse_table({"arbiter": {which: marks}, "capabilities": {}})
 
 
+@pytest.mark.spec("C4")
 def test_watermarks_are_settings_like_others() -> None:
     marks = {"host_marks": {"high": 1.0, "low": 1.0}, "device_marks": {"high": 0.95}}
     settings = parse_table({"arbiter": marks, "capabilities": {}}).arbiter.as_settings()
     assert settings.host_marks == Watermarks(1.0, 1.0)
     assert settings.device_marks == Watermarks(0.95, 0.80)
+
+
+WIKI = {"rank": 12, "act": "pages of the wiki are missing"}
+
+
+@pytest.mark.spec("C1")
+def test_a_new_role_is_one_line_and_a_model_of_it_keeps_its_seconds() -> None:
+    role = WIKI | {"keep_warm_s": 7, "evict_cost_s": 2.5}
+    chat = {"role": "wiki", "engine": "vllm", "models": {"m": {"source": "hf:a/m"}}}
+    table = parse_table({"arbiter": {"roles": {"wiki": role}}, "capabilities": {"w": chat}})
+    assert bundle(table.arbiter.as_settings()).roles["wiki"] == Role(
+        12, "pages of the wiki are missing", keep_warm_s=7, evict_cost_s=2.5
+    )
+    (spec,) = table.as_event().capabilities
+    assert (spec.role, spec.models[0].keep_warm) == ("wiki", seconds(7))
+
+
+@pytest.mark.spec("C1")
+@pytest.mark.parametrize(
+    ("role", "wrong"),
+    [
+        ({"rank": -1, "act": "x"}, "roles.wiki.rank: Input should be greater than or equal to 0"),
+        ({"rank": 1}, "roles.wiki.act: Field required"),
+        (WIKI | {"cost": 1}, "roles.wiki.cost: Extra inputs are not permitted"),
+    ],
+)
+def test_a_wrong_role_is_refused_by_its_field(role: dict[str, object], wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        parse_table({"arbiter": {"roles": {"wiki": role}}, "capabilities": {}})
+
+
+@pytest.mark.spec("A11")
+def test_an_exclusion_group_may_be_a_role_of_the_configuration() -> None:
+    table = {"roles": {"wiki": WIKI}, "one_resident_roles": ["wiki"]}
+    settings = parse_table({"arbiter": table, "capabilities": {}}).arbiter.as_settings()
+    assert settings.one_resident_roles == {"wiki"}
+    with pytest.raises(ConfigError, match="no role 'wiki'; there is: asr, drafter"):
+        parse_table({"arbiter": {"one_resident_roles": ["wiki"]}, "capabilities": {}})
+
+
+@pytest.mark.spec("B2", "B3")
+def test_shares_of_a_device_are_settings() -> None:
+    table = {"arena": 0.8, "wiggle": 0.2, "pool": 0.5, "gpu_margin": "1GiB"}
+    settings = parse_table({"arbiter": table, "capabilities": {}}).arbiter.as_settings()
+    assert (settings.arena_fraction, settings.wiggle_fraction) == (0.8, 0.2)
+    assert (settings.pool_fraction, settings.gpu_margin_bytes) == (0.5, GIB)
+    assert parse_table({"capabilities": {}}).arbiter.as_settings() == DEFAULTS

@@ -100,7 +100,7 @@ def test_dispatch_lock_reaches_only_an_engine_that_uses_one(tmp_path: Path) -> N
     config = CapabilityConfig.model_validate(table)
     assert load_plan.plan("m", config).config["dispatch_lock"] == "torch"
     assert load_plan.plan("m", config).need.scratch_bytes == 0
-    spec = config.as_spec("e").models[0]
+    spec = config.as_spec("e", 300.0).models[0]
     assert (spec.dispatch_lock, spec.shared_scratch_bytes) == ("torch", 64 * MIB)
     with pytest.raises(ConfigError, match="no `dispatch` lock"):
         load_plan.plan("m", capability(str(tmp_path), dispatch=given["dispatch"]))

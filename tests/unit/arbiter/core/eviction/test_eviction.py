@@ -7,6 +7,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason, Revoke, Tier
+from arbiter.core.view import NamedRole, Role
 from arbiter.errors import NeverFits
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.support.core_driver import (
@@ -32,6 +33,38 @@ def test_eviction_takes_the_least_recently_used_and_only_as_many_as_needed() -> 
     assert driver.ask(20, "d", 30) == [
         Revoke(TicketId("a"), HolderId("h"), Reason.SWAP, Tier.GONE, s(30))
     ]
+
+
+WIKI = Role(1, "pages of the wiki are missing", keep_warm_s=300, evict_cost_s=0)
+
+
+@pytest.mark.spec("C1")
+def test_a_role_of_the_configuration_ranks_and_its_act_is_told() -> None:
+    named = NamedRole("embedding", replace(WIKI, rank=200))
+    driver = CoreDriver(device=80, settings=replace(PLAIN, roles=(named,)))
+    driver.resident(0, "e1", 40, capability="embedding", model="e1")
+    driver.resident(10, "a", 40)
+    assert revoked(driver.ask(20, "b", 30)) == [("a", "swap", "gone")]
+    driver.beat(21, "a", inflight=0)
+    assert revoked(driver.at(22, ev.UnloadAsked(TicketId("e1")))) == [("e1", "manual", "gone")]
+    assert driver.last("eviction").data["act"] == "pages of the wiki are missing"
+
+
+@pytest.mark.spec("C1")
+@pytest.mark.parametrize(("cost_s", "victims"), [(0, {"e1", "e2"}), (1_000, {"a"})])
+def test_what_evicting_a_role_costs_counts_in_the_choice_of_victims(
+    cost_s: float, victims: set[str]
+) -> None:
+    """Two small models of `embedding` or a large one of `text`, both of one rank."""
+    roles = (
+        NamedRole("embedding", replace(WIKI, evict_cost_s=cost_s)),
+        NamedRole("text", replace(WIKI, evict_cost_s=900)),
+    )
+    driver = CoreDriver(device=80, settings=replace(PLAIN, roles=roles))
+    driver.resident(0, "e1", 20, capability="embedding", model="e1")
+    driver.resident(0, "e2", 20, capability="embedding", model="e2")
+    driver.resident(0, "a", 40)
+    assert {gone for gone, _, _ in revoked(driver.ask(20, "b", 40))} == victims
 
 
 @pytest.mark.spec("C1")
@@ -254,6 +287,7 @@ def test_eviction_event_names_victim_reason_bytes_and_asker() -> None:
     assert (told.ticket, told.size_bytes) == ("a", gib(80))
     assert told.data == {
         "holder": "h", "capability": "text", "model": "a", "reason": "swap", "waiting": "b",
+        "act": "drops its KV cache; every conversation waits",
     }  # fmt: skip
 
 
