@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.graph.conftest import BIN, Graph, command_of, started, until
+from tests.graph.conftest import BIN, Graph, as_users, command_of, started, until
 
 # A holder gives the arbiter up after 10 s; a replica that starts for the request takes as long.
 COLD_S = 90
@@ -37,6 +37,7 @@ def test_cold_request_after_arbiter_down_gets_503_with_retry_after(tmp_path: Pat
             text=True,
             check=False,
             timeout=60,
+            env=as_users({}),
         )
         assert said.returncode == 0, said.stderr
         until(lambda: not arbiters(graph), 30, "the arbiter's process has ended")
