@@ -15,6 +15,7 @@ The rules stand in folders by subject: `queue/` (admission, grants, placement), 
 `tickets/` (loads, reclaim, leases, quotas); `records/` holds their data, `state.py` all of it.
 """
 
+from collections.abc import Callable
 from functools import singledispatch
 from typing import Any
 
@@ -23,6 +24,7 @@ from arbiter.core import timeouts, types
 from arbiter.core.decisions import Decision, EventKind, Reason, SetTimer
 from arbiter.core.eviction import eviction, pressure, sleep
 from arbiter.core.queue import admission, grant_pass, wait_estimate
+from arbiter.core.records.registry import Registry
 from arbiter.core.records.ticket import CHARGED, State
 from arbiter.core.reports import replica_targets
 from arbiter.core.reports.explain import Explanation, explain
@@ -204,8 +206,24 @@ def _apply(event: ev.Event, _: CoreState) -> None:
 
 @_apply.register
 def _(event: ev.CapabilitiesSet, state: CoreState) -> None:
+    _change_registry(state, lambda registry: registry.replace(event.capabilities))
+
+
+@_apply.register
+def _(event: ev.CapabilityRegistered, state: CoreState) -> None:
+    _change_registry(state, lambda registry: registry.register(event.capability))
+
+
+@_apply.register
+def _(event: ev.CapabilityUnregistered, state: CoreState) -> None:
+    _change_registry(state, lambda registry: registry.unregister(event.capability))
+
+
+def _change_registry(state: CoreState, change: Callable[[Registry], None]) -> None:
+    """Changes which capabilities and models there are, and what depends on it. Raises what
+    `change` raises, having changed nothing."""
     before, floors_before = tuple(state.registry.specs.values()), state.all_floors()
-    state.registry.replace(event.capabilities)
+    change(state.registry)
     _follow_registry(state, before)
     floors.on_table(state, floors_before)
 
@@ -221,19 +239,6 @@ def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...])
     device_limits.cap_pins(state, state.ledger.books)
     state.mark_dirty(*state.nodes)
     device_limits.flag_pinned(state, state.ledger.books)
-
-
-@_apply.register
-def _(event: ev.CapabilityRegistered, state: CoreState) -> None:
-    state.registry.register(event.capability)
-    readings.rebudget(state)
-
-
-@_apply.register
-def _(event: ev.CapabilityUnregistered, state: CoreState) -> None:
-    before = tuple(state.registry.specs.values())
-    state.registry.unregister(event.capability)
-    _follow_registry(state, before)
 
 
 @_apply.register
