@@ -7,7 +7,7 @@ BUGS = [
     Bug("bytes freed on Released", "arbiter/core/tickets/reclaim.py", "on_released",
         "reclaim(state, entry, REASONS.get(event.reason, Reason.MANUAL))",
         "reclaim(state, entry, REASONS.get(event.reason, Reason.MANUAL))\n"
-        "gone(state, entry)"),
+        "mark_reclaimed(state, entry)"),
     Bug("bytes freed when the holder dies", "arbiter/core/residency/heartbeats.py", "on_lost",
         "reclaim(state, entry, Reason.LOST)",
         "reclaim(state, entry, Reason.LOST)\n"
@@ -141,7 +141,7 @@ BUGS = [
         ""),
     Bug("takes a model in use for want of memory", "arbiter/core/eviction/eligibility.py", "may_leave",
         "is_evictable(state, entry) and entry.inflight == 0 and (entry.ticket not in state.queue)",
-        "_is_lawful(state, entry) and entry.ticket not in state.queue"),
+        "is_evictable(state, entry) and entry.ticket not in state.queue"),
     Bug("believes a sleeper", "arbiter/core/eviction/sleep.py", "confirm_sleep",
         "if fallen < share(entry.home_bytes, state.settings.slept_fraction):\n"
         "    return",
@@ -194,7 +194,7 @@ BUGS = [
         "_cool_down(state, entry, cause)",
         ""),
     Bug("success does not clear the cool-down", "arbiter/core/tickets/loads.py", "on_loaded",
-        "state.failures.pop((entry.capability, entry.model), None)",
+        "state.failures.pop(entry.model_name, None)",
         ""),
     Bug("a failed switch restores nothing", "arbiter/core/tickets/loads.py", "reload_evicted",
         "state.decide(LoadModel(holder, model))",
@@ -328,7 +328,7 @@ BUGS = [
         ""),
     Bug("the oversized loads beside others", "arbiter/core/eviction/oversize.py", "evict_all_idle",
         "left = [e for e in book.entries.values() if _returning_bytes(e)]",
-        "left: list[Entry] = []"),
+        "left: list[Ticket] = []"),
     Bug("who stands before is not foreseen", "arbiter/core/queue/wait_estimate.py", "estimated_wait",
         "sum(w.need_bytes for w in sample) * ahead_count // len(sample)",
         "sum(w.need_bytes for w in sample) * 0"),

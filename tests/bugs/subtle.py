@@ -29,7 +29,7 @@ BUGS = [
     Bug("replicas of one model exclude each other", "arbiter/core/queue/grants.py", "_excludes",
         "not same_model",
         ""),
-    Bug("one of a group leaves where another may not", "arbiter/core/queue/grants.py", "is_excluded_by_role",
+    Bug("one of a group leaves where another may not", "arbiter/core/queue/grants.py", "swap_within_role",
         "all(may_swap(state, e, entry, urgent) for e in residents)",
         "any(may_swap(state, e, entry, urgent) for e in residents)"),
     Bug("kept warm for hours is urgent for hours", "arbiter/core/eviction/ranking.py", "priority_fades_at",
