@@ -2,6 +2,7 @@
 nothing outside the arbiter's process.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from arbiter.core.events import ForeignProcess
@@ -80,7 +81,7 @@ class TicketView:
 class QueueView:
     """Shows one queued ticket."""
 
-    position: int
+    position: int  # in the queue of its node, from 1
     ticket: TicketId
     capability: str
     model: str
@@ -272,9 +273,12 @@ def _listed(sizes: Sizes) -> tuple[DeviceBytes, ...]:
 
 def _queue(state: CoreState, now: Instant) -> list[QueueView]:
     rows = []
-    for position, ticket in enumerate(state.queue.tickets(), start=1):
+    waiting_count: Counter[NodeId] = Counter()
+    for ticket in state.queue.tickets():
         waiting, entry = state.queue.find(ticket), state.ledger.find(ticket)
         assert waiting and entry
+        waiting_count[entry.node] += 1
+        position = waiting_count[entry.node]
         left = None if waiting.deadline is None else since(now, waiting.deadline)
         waited = since(waiting.request.asked, now)
         at = waiting.predicted_at

@@ -43,11 +43,13 @@ def _unlawful(
 ) -> LeaseRefused | None:
     term_most, notice_most = state.settings.lease_term_most, state.settings.lease_notice_most
     if event.need.device_bytes <= 0:
-        return LeaseRefused("bytes", "must be more than none")
+        return LeaseRefused("bytes", "must be greater than 0")
     if not 0 < terms.term <= term_most:
-        return LeaseRefused("term_s", f"must be at most {in_seconds(term_most):.0f}")
+        return LeaseRefused("term_s", f"must be above 0 and at most {in_seconds(term_most):.0f}")
     if not 0 <= terms.notice <= notice_most:
-        return LeaseRefused("notice_s", f"must be at most {in_seconds(notice_most):.0f}")
+        return LeaseRefused(
+            "notice_s", f"must be at least 0 and at most {in_seconds(notice_most):.0f}"
+        )
     return None
 
 

@@ -196,7 +196,7 @@ def test_model_within_its_reserve_is_not_evicted_for_others() -> None:
     driver.resident(1, "b", 30, tenant="y")
     assert revoked(driver.ask(2, "d", 30, tenant="z", priority=types.Priority.LOW)) == []
     said = driver.arbiter.explain(TicketId("d"), s(3)).said
-    assert any("reserved for x" in line for line in said)
+    assert any("within the reserve of x" in line for line in said)
 
 
 def test_ticket_is_billed_to_its_last_user_unless_that_breaks_a_limit() -> None:
