@@ -8,6 +8,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision
 from arbiter.core.queue import grant_pass
+from arbiter.core.queue.outcome import PassEnd
 from arbiter.core.settings import Settings, TenantLimits
 from arbiter.core.state import CoreState, Node
 from arbiter.errors import QuotaExceeded, TenantCoolingDown
@@ -122,7 +123,7 @@ def test_bytes_given_back_by_a_tenant_start_no_grant_pass_for_others_elsewhere(
     driver.ask(10, "e", 50, tenant="x", holder="l")
     looked, serve = [], grant_pass._run_node
 
-    def look(state: CoreState, node: Node) -> bool:
+    def look(state: CoreState, node: Node) -> PassEnd:
         looked.append(node.node)
         return serve(state, node)
 
