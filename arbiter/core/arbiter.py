@@ -64,7 +64,8 @@ class Arbiter:
         back."""
         state = self._state
         assert now >= state.now, "time went back"
-        state.now, state.out = now, []
+        state.now = now
+        state.out = []
         _apply.registry.get(type(event), _apply)(event, state)  # its own look-up takes 0.5 us
         timeouts.fire_due(state)
         eviction.evict_overcommitted(state)
@@ -123,7 +124,8 @@ class Arbiter:
     def check_grant(self, ticket: TicketId, node: NodeId) -> types.GrantCheck:
         """Whether an engine may be spawned under this ticket on this node (A3). A lease has no
         engine."""
-        state, entry = self._state, self._state.ledger.find(ticket)
+        state = self._state
+        entry = self._state.ledger.find(ticket)
         if entry is None:
             if ticket in state.answers:
                 return types.GrantCheck.ENDED
@@ -222,7 +224,8 @@ def _(event: ev.CapabilityUnregistered, state: CoreState) -> None:
 def _change_registry(state: CoreState, change: Callable[[Registry], None]) -> None:
     """Changes which capabilities and models there are, and what depends on it. Raises what
     `change` raises, having changed nothing."""
-    before, floors_before = tuple(state.registry.specs.values()), state.all_floors()
+    before = tuple(state.registry.specs.values())
+    floors_before = state.all_floors()
     change(state.registry)
     _follow_registry(state, before)
     floors.on_table(state, floors_before)

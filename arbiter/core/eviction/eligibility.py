@@ -116,7 +116,8 @@ def min_residency_ends(state: CoreState, entry: Ticket) -> Instant:
     bounds (C4). A prefetched ticket has none."""
     if entry.state is not State.RESIDENT or entry.is_prefetch:
         return entry.since
-    settings, load = state.settings, entry.load
+    settings = state.settings
+    load = entry.load
     assert load is not None  # not by `last_load`: asked of each candidate
     in_loads = Span(int(load.took * settings.min_residency_loads))
     at_least = max(settings.min_residency, min(in_loads, settings.min_residency_most))

@@ -57,7 +57,8 @@ def _run_node(state: CoreState, node: Node) -> PassEnd:
 
 
 def _new_pass(state: CoreState, node: Node) -> GrantPass:
-    books, reserves = compute_books(state, node), quotas.reserves(state)
+    books = compute_books(state, node)
+    reserves = quotas.reserves(state)
     most = max((on_demand_of(b) for b in books), default=Bytes(0))
     return GrantPass(
         node,

@@ -71,7 +71,10 @@ class Registry:
         self._index()
 
     def _index(self) -> None:
-        self.specs, self._models, self.pinning, self.configured_floors = {}, {}, set(), {}
+        self.specs = {}
+        self._models = {}
+        self.pinning = set()
+        self.configured_floors = {}
         for spec in (*self._table.values(), *self.registered.values()):
             self._put(spec)
 

@@ -41,7 +41,8 @@ def why_not(
 def _unlawful(
     state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> LeaseRefused | None:
-    term_most, notice_most = state.settings.lease_term_most, state.settings.lease_notice_most
+    term_most = state.settings.lease_term_most
+    notice_most = state.settings.lease_notice_most
     if event.need.device_bytes <= 0:
         return LeaseRefused("bytes", "must be greater than 0")
     if not 0 < terms.term <= term_most:
@@ -57,7 +58,8 @@ def _over_cap(
     state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> QuotaExceeded | None:
     has = Bytes(sum(_weight(state, e) for e in _of(state, terms.tenant)))
-    wants, bound = event.need.device_bytes, tenant_cap(state)
+    wants = event.need.device_bytes
+    bound = tenant_cap(state)
     if has + wants <= bound:
         return None
     return QuotaExceeded(terms.tenant, has, wants, bound, "bytes")
@@ -140,7 +142,8 @@ def begin(state: CoreState, entry: Ticket) -> None:
     entry.bind_lease(terms, after(state.now, terms.term), _worth(terms), entry.role_rank)
     state.evicted_for.pop((entry.holder, entry.model), None)
     state.set_timer(entry, notice_given_at(entry))
-    size, tenant = entry.home_bytes, terms.tenant
+    size = entry.home_bytes
+    tenant = terms.tenant
     state.log(EventKind.LEASE_GRANTED, entry, size=size, took=terms.term, tenant=tenant)
 
 
