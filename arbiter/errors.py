@@ -432,6 +432,9 @@ class TicketNotGranted(RequestError):
         )
 
 
+NEVER_JOINED = Epoch(0)  # believed in by a holder that the arbiter does not know
+
+
 @error_fields
 class StaleEpoch(RequestError):
     status_code, code = 409, "stale_epoch"

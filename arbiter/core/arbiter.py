@@ -29,7 +29,7 @@ from arbiter.core.records.ticket import CHARGED, State
 from arbiter.core.reports import replica_targets
 from arbiter.core.reports.explain import Explanation, explain
 from arbiter.core.reports.snapshot import StateView, view_of
-from arbiter.core.residency import floors, growth, heartbeats, prefetch, readings
+from arbiter.core.residency import floors, growth, heartbeats, idle, prefetch, readings
 from arbiter.core.settings import Settings
 from arbiter.core.state import CoreState, Foresight
 from arbiter.core.tickets import device_limits, loads, reclaim
@@ -344,7 +344,7 @@ def _(event: ev.Released, state: CoreState) -> None:
 
 @_apply.register
 def _(event: ev.UnloadAsked, state: CoreState) -> None:
-    timeouts.unload_asked(state, event.ticket)
+    idle.on_unload_asked(state, event.ticket)
 
 
 @_apply.register

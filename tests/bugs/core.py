@@ -146,7 +146,7 @@ BUGS = [
         "if fallen < share(entry.home_bytes, state.settings.slept_fraction):\n"
         "    return",
         ""),
-    Bug("never doubts a sleeper", "arbiter/core/eviction/sleep.py", "_start_doubt",
+    Bug("never doubts a sleeper", "arbiter/core/eviction/sleep.py", "await_confirmation",
         "state.now < believe_by",
         "True"),
     Bug("no host reservation for a sleeper", "arbiter/core/eviction/sleep.py", "grant_with_host_copy",
@@ -208,7 +208,7 @@ BUGS = [
     Bug("in use is forgotten at the load", "arbiter/core/records/ticket.py", "Ticket.begin_first_use",
         "self.inflight = 1",
         "self.inflight = 0"),
-    Bug("keep-warm ignores use", "arbiter/core/timeouts.py", "on_idle",
+    Bug("keep-warm ignores use", "arbiter/core/residency/idle.py", "on_idle",
         "if entry.inflight > 0 or entry.ticket in state.queue:\n"
         "    return",
         ""),

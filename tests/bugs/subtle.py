@@ -183,7 +183,7 @@ BUGS = [
         "held.enter(self._priority, self._client)",
         "held.enter(self._priority, self._client)\n"
         "self._residency.client().tell(held.request(self._residency.holder, self._residency.capability))"),
-    Bug("a driver that hangs keeps its tickets", "arbiter/core/tickets/leases.py", "silence_limit",
+    Bug("a driver that hangs keeps its tickets", "arbiter/core/residency/heartbeats.py", "_silence_limit",
         "timeouts.silent if holder.is_driver else timeouts.lost",
         "timeouts.lost"),
     Bug("the bare model takes a slot", "deployments/engines/vllm/admission.py", "_Batch.needs_slot",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from arbiter.core.decisions import EventKind, Reason, Revoke, Tier
 from arbiter.core.eviction.eligibility import find_obstacle, may_leave, may_swap
 from arbiter.core.eviction.ranking import ranked_victims, victims_no_more_urgent
-from arbiter.core.eviction.sleep import _start_doubt, grant_with_host_copy
+from arbiter.core.eviction.sleep import await_confirmation, grant_with_host_copy
 from arbiter.core.records.eviction_history import EvictionRecord
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
@@ -246,7 +246,7 @@ def on_draining_timer(state: CoreState, entry: Ticket) -> None:
     asked = entry.revocation
     assert asked is not None
     if asked.sleep is not None:
-        _start_doubt(state, entry, after(asked.sleep.at, terms.reclaim_overdue))
+        await_confirmation(state, entry, after(asked.sleep.at, terms.reclaim_overdue))
         return
     answer_by = after(asked.barrier_until, terms.answer)
     if asked.unloading_since is not None:

@@ -79,7 +79,7 @@ def doubt_asleep(state: CoreState, entry: Ticket) -> None:
         _end_failed_sleep(state, entry, Reason.FAILED)
 
 
-def _start_doubt(state: CoreState, entry: Ticket, believe_by: Instant) -> None:
+def await_confirmation(state: CoreState, entry: Ticket, believe_by: Instant) -> None:
     """Waits for the reading that confirms a sleep, and ends the ticket when none does in time."""
     if state.now < believe_by:
         state.set_timer(entry, believe_by)

@@ -15,6 +15,7 @@ from arbiter.core.tickets.loads import retried
 from arbiter.core.tickets.reclaim import kept_bytes
 from arbiter.core.types import ModelName
 from arbiter.errors import (
+    NEVER_JOINED,
     ArbiterClosing,
     DeadlineUnmet,
     HolderQuarantined,
@@ -26,10 +27,7 @@ from arbiter.errors import (
     UnknownCapability,
     UnknownModel,
 )
-from arbiter.units import Epoch, after, in_seconds, since
-
-NEVER_JOINED = Epoch(0)
-
+from arbiter.units import after, in_seconds, since
 
 # -- asking ---------------------------------------------------------------------------------------
 

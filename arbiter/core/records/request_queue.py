@@ -229,12 +229,6 @@ class RequestQueue:
         waiting.request = request
         self._insert(waiting)
 
-    def reorder(self, place_of: Callable[[QueuedRequest], Key]) -> None:
-        """Orders all tickets anew, by another policy."""
-        self._place_of = place_of
-        for waiting in self._waiting.values():
-            self._change(waiting, waiting.request)
-
     # -- looking -------------------------------------------------------------------------------
 
     def is_ahead(self, ticket: TicketId, other: TicketId) -> bool:

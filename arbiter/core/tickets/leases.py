@@ -18,8 +18,15 @@ from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.device_limits import COMPUTE
 from arbiter.core.tickets.quotas import device_bytes
-from arbiter.errors import HolderQuarantined, LeaseRefused, QuotaExceeded, RequestError, StaleEpoch
-from arbiter.units import Bytes, Epoch, Instant, Span, after, in_seconds
+from arbiter.errors import (
+    NEVER_JOINED,
+    HolderQuarantined,
+    LeaseRefused,
+    QuotaExceeded,
+    RequestError,
+    StaleEpoch,
+)
+from arbiter.units import Bytes, Instant, Span, after, in_seconds
 
 LEASE = "lease"  # the capability and the role every lease has
 
@@ -32,7 +39,7 @@ def why_not(
 ) -> RequestError | None:
     """Returns the error for a lease that may not join the queue; None when it may."""
     if event.holder not in state.holders:
-        return StaleEpoch(Epoch(0), state.epoch)
+        return StaleEpoch(NEVER_JOINED, state.epoch)
     if kept := _kept(state, terms.tenant):
         return HolderQuarantined(event.holder, kept)
     return _unlawful(state, event, terms) or _over_cap(state, event, terms)
@@ -157,14 +164,3 @@ def notice_given_at(entry: Ticket) -> Instant:
     assert entry.lease is not None
     told_at = entry.lease.ends - entry.lease.terms.notice
     return Instant(max(entry.last_load.resident_since, told_at))
-
-
-def silence_limit(state: CoreState, holder: Holder) -> Span:
-    """Returns after how much silence a holder counts as dead. Ray tells of the death of a replica
-    within 2 s, so a replica that is only slow keeps its tickets for long. Ray tells of a driver's
-    end too, but not of a driver that hangs; of an outside process's end only its node agent may
-    know."""
-    timeouts = state.settings.timeouts
-    if holder.capability == LEASE:
-        return timeouts.lease_lapse
-    return timeouts.silent if holder.is_driver else timeouts.lost
