@@ -46,7 +46,7 @@ class AgentSettings:
     zygote_module: str
     preload: tuple[str, ...] = ()
     folder: str | None = None  # of sockets; None: /tmp/arbiter-<uid>/<node>
-    spares_count: int = 0  # idle Ray workers to keep at hand, see arbiter.node.spares
+    spares_count: int = 0  # idle Ray workers to keep at hand, see arbiter.node.spare_workers
     gpus: str = "arbiter.node.nvml:find_gpus"  # what finds those of a node
 
 

@@ -32,7 +32,7 @@ class TenantConfig(Strict):
     maximum: Size | None = None  # at once, over all devices
     reserved: Size = 0  # of each device, kept from other tenants
     average: Size | None = None  # over an hour; beyond it nothing new is loaded for it for a while
-    share: float = Field(1.0, gt=0, le=1_000)  # of its turns in the line, beside other tenants
+    share: float = Field(1.0, gt=0, le=1_000)  # of its turns in the queue, beside other tenants
 
     @field_validator("reserved")
     @classmethod
