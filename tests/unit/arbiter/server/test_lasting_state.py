@@ -95,12 +95,17 @@ async def test_stored_registration_that_the_table_contradicts_is_reported(
 
 
 @pytest.mark.spec("A2")
-def test_stored_registrations_of_other_code_are_left_out(tmp_path: Path) -> None:
+async def test_stored_registrations_of_other_code_are_reported_as_lost(
+    running: Running, tmp_path: Path
+) -> None:
     store = Store(tmp_path / "state", "session")
     store.save_registered((VAD,))
     assert store.registered() == (VAD,)
     store._save_fact("registered", b'[{"name": "vad", "colour": "blue"}]')
-    assert store.registered() == () and "role" in str(store.trouble)
+    async with running() as actor:
+        lost = [e for e in await actor.events(0, 0) if e["kind"] == "registration_lost"]
+        assert names(actor) == {"c"} and ["role" in line["cause"] for line in lost] == [True]
+        assert "state_not_kept" not in await kinds(actor)
 
 
 @pytest.mark.spec("C11", "A17")
