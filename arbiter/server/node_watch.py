@@ -42,8 +42,8 @@ class NodeWatch:
     ) -> None:
         self._shell, self._agents, self._store, self._sweep = shell, agents, store, sweep
         self._clock, self._began_s = clock, clock()
-        self._learned_saved = shell.core.export_learned()
-        store.note_learned(self._learned_saved)
+        self._learned_saved_count = shell.core.learned_changes_count
+        store.note_learned(shell.core.export_learned())
         # Written at least once: what is in the file may be of a clock that has begun anew.
         self._accounts_saved: list[list[Any]] | None = None
         self._usage_saved: dict[str, Any] | None = None
@@ -103,6 +103,7 @@ class NodeWatch:
         return {name: value for name, value in usage.items() if name != "exported_ns"}
 
     def save_learned(self) -> None:
-        learned = self._shell.core.export_learned()
-        if learned != self._learned_saved and self._store.save_learned(learned):
-            self._learned_saved = learned
+        core = self._shell.core
+        count = core.learned_changes_count
+        if count != self._learned_saved_count and self._store.save_learned(core.export_learned()):
+            self._learned_saved_count = count
