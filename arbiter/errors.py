@@ -36,7 +36,8 @@ from typing import Any, TypeVar, dataclass_transform
 
 from arbiter.units import Bytes, Epoch, Generation, HolderId, NodeId, TicketId, human
 
-NAMES_TOLD = 20  # of what there is, in a message; more is for GET /v1/models
+# Of what there is, in a message: a terminal's height, not 10,000 adapters. GET /v1/models has all.
+NAMES_TOLD = 20
 
 E = TypeVar("E", bound=Exception)
 
@@ -429,6 +430,9 @@ class TicketNotGranted(RequestError):
             f"no engine is spawned under {self.ticket!r}: the arbiter granted no such ticket on"
             f" {self.node}; request the model, and spawn under the ticket of its grant"
         )
+
+
+NEVER_JOINED = Epoch(0)  # believed in by a holder that the arbiter does not know
 
 
 @error_fields

@@ -138,7 +138,9 @@ class CoreState:
         known_holders: frozenset[HolderId],
         now: Instant,
     ) -> None:
-        self.settings, self.policies, self.epoch = settings, policies, epoch
+        self.settings = settings
+        self.policies = policies
+        self.epoch = epoch
         self.ledger = Ledger()
         self.registry = Registry(tuple(sorted(policies.roles)))
         self.estimates = Estimates(settings)

@@ -322,10 +322,20 @@ class ArbiterActor:
         """Takes effect at once; other settings or policies begin a new epoch, in which holders
         rejoin with everything they hold. Raises CapabilityConflict or UnknownRole, having changed
         nothing."""
-        self._shell.feed(configuration.capabilities)  # first, because it may be refused
-        old, self._configuration = self._configuration, configuration
+        from arbiter.core.records.registry import Registry
+
+        old, core, table = self._configuration, self._shell.core, configuration.capabilities
+        future = Registry(tuple(sorted(configuration.policies.roles)))
+        for capability in core.registered:
+            future.register(capability)
+        future.replace(table.capabilities)  # first, because it may be refused
+        if {spec.role for spec in table.capabilities} <= old.policies.roles.keys():
+            self._shell.feed(table)  # else the next epoch takes it, which has the new roles
+        self._configuration = configuration
         self._store.save_configuration(configuration)
-        self._store.save_floors(self._shell.core.export_floors())  # what was removed has none
+        known = {(spec.name, model.name) for spec in future.specs.values() for model in spec.models}
+        floors = [row for row in core.export_floors() if (row[0], row[1]) in known]
+        self._store.save_floors(floors)  # what was removed has none
         self._shell.order_all(messages.ConfigChanged(configuration.table))
         if (old.settings, old.policies) != (configuration.settings, configuration.policies):
             self._begin_anew("settings changed")

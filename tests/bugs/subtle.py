@@ -29,7 +29,7 @@ BUGS = [
     Bug("replicas of one model exclude each other", "arbiter/core/queue/grants.py", "_excludes",
         "not same_model",
         ""),
-    Bug("one of a group leaves where another may not", "arbiter/core/queue/grants.py", "is_excluded_by_role",
+    Bug("one of a group leaves where another may not", "arbiter/core/queue/grants.py", "swap_within_role",
         "all(may_swap(state, e, entry, urgent) for e in residents)",
         "any(may_swap(state, e, entry, urgent) for e in residents)"),
     Bug("kept warm for hours is urgent for hours", "arbiter/core/eviction/ranking.py", "priority_fades_at",
@@ -186,7 +186,7 @@ BUGS = [
         "held.enter(self._priority, self._client)",
         "held.enter(self._priority, self._client)\n"
         "self._residency.client().tell(held.request(self._residency.holder, self._residency.capability))"),
-    Bug("a driver that hangs keeps its tickets", "arbiter/core/tickets/leases.py", "silence_limit",
+    Bug("a driver that hangs keeps its tickets", "arbiter/core/residency/heartbeats.py", "_silence_limit",
         "timeouts.silent if holder.is_driver else timeouts.lost",
         "timeouts.lost"),
     Bug("the bare model takes a slot", "deployments/engines/vllm/admission.py", "_Batch.needs_slot",

@@ -49,8 +49,9 @@ async def test_registration_outlives_a_kill_of_the_arbiter_and_a_change_of_the_t
             await call_arbiter("configure", changed(d, vad=capability(c=model(10))))
         assert await d.holder().ask.remote("b") == 200
         await call_arbiter("unregister", "vad")
-        with pytest.raises(UnknownCapability):
+        with pytest.raises(UnknownCapability) as caught:
             await registered_is_known()
+        assert caught.value.known == ("chat",)
 
 
 @pytest.mark.spec("A17")

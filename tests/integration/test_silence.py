@@ -62,7 +62,7 @@ async def given_up(d: LiveArbiter, ticket: str, within_s: float) -> None:
     assert ticket not in await d.engines()
 
 
-@pytest.mark.spec("A5")
+@pytest.mark.spec("A1", "A5")
 async def test_driver_that_hangs_is_dead_after_ten_seconds_and_rejoins_when_it_goes_on() -> None:
     async with live_arbiter() as d:
         async with driver("a") as (running, ticket):

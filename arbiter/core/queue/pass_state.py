@@ -77,7 +77,9 @@ class GrantPass:
 
     def limits(self, state: CoreState, entry: Ticket, need: Bytes) -> Limits:
         """Returns what this ticket may have as things are; stale once something was revoked."""
-        tenant, free, room = entry.client.tenant, {}, {}
+        tenant = entry.client.tenant
+        free = {}
+        room = {}
         for device, book in self.books.items():
             room[device] = self.room(device, entry)
             kept = quotas.kept(self.reserves, book, tenant)
@@ -118,7 +120,8 @@ def count_bypasses(state: CoreState, pass_: GrantPass, turn: int, home: Sizes) -
     most = max(on_demand_of(state.ledger.books[d]) for d in home)
     silent: dict[HolderId, bool] = {}  # each holder is asked for once
     for other in state.queue.at(pass_.node.node):
-        request, holder = other.request, other.holder
+        request = other.request
+        holder = other.holder
         if holder not in silent:
             silent[holder] = state.is_silent(holder)
         if request.sequence > turn or other.is_aged or silent[holder]:
@@ -131,7 +134,8 @@ def count_bypasses(state: CoreState, pass_: GrantPass, turn: int, home: Sizes) -
 
 def _could_use(state: CoreState, ticket: TicketId, home: Sizes, most: Bytes) -> bool:
     """Says whether an asleep ticket, or a member of a gang, could have used these bytes."""
-    entry, waiting = state.ledger.find(ticket), state.queue.find(ticket)
+    entry = state.ledger.find(ticket)
+    waiting = state.queue.find(ticket)
     assert entry is not None and waiting is not None
     if entry.state is State.ASLEEP:
         return bool(entry.home.keys() & home.keys())

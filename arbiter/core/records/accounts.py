@@ -55,7 +55,8 @@ class Accounts:
     def settle(self, holdings: Holdings, now: Instant) -> None:
         """Settles every client whose bytes changed in this step: until now it held what it held
         before."""
-        unsettled, holdings.unsettled = holdings.unsettled, {}
+        unsettled = holdings.unsettled
+        holdings.unsettled = {}
         for client, before in unsettled.items():
             self._touch(client, now).settle(before, now, self.window)
         self._fold(holdings.by_client, now)

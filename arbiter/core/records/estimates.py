@@ -93,7 +93,8 @@ RECENT_COUNT = 5
 
 
 def _median(spans: tuple[Span, ...]) -> Span:
-    ordered, half = sorted(spans), len(spans) // 2
+    ordered = sorted(spans)
+    half = len(spans) // 2
     return Span((ordered[half] + ordered[-1 - half]) // 2)
 
 
@@ -149,7 +150,8 @@ class Estimates:
         self.version = 0  # rises whenever a size may have become another
         self._peak: dict[ModelKey, Bytes] = {}
         self._corrected: dict[ModelKey, Bytes] = {}  # after a failure for memory
-        self._loads, self._wakes = Recent(), Recent()
+        self._loads = Recent()
+        self._wakes = Recent()
         self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
         self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
         self._slowest: dict[ModelName, Span] = {}  # of a model under any settings
@@ -163,17 +165,21 @@ class Estimates:
 
     def size(self, key: ModelKey, need: Need, need_is_explicit: bool) -> Estimate:
         """Returns what a load under this key will take, in the order of the module docstring."""
-        said, source = need.device_bytes, "explicit"
+        said = need.device_bytes
+        source = "explicit"
         if not need_is_explicit:
             beyond = self._overhead.get(key.capability, 0)
             least = max(need.weights_bytes, need.least_bytes)
-            said, source = Bytes(max(least, said + beyond)), "computed"
+            said = Bytes(max(least, said + beyond))
+            source = "computed"
         peak = self._peak.get(key, Bytes(0))
         if peak and (peak > said or not need_is_explicit):
-            said, source = self._learned(peak, need, need_is_explicit), "learned"
+            said = self._learned(peak, need, need_is_explicit)
+            source = "learned"
         corrected = self._corrected.get(key, Bytes(0))
         if corrected > said:
-            said, source = corrected, "corrected"
+            said = corrected
+            source = "corrected"
         return Estimate(said, need.host_bytes, source)
 
     def proven(self, name: ModelName) -> Bytes | None:
@@ -389,14 +395,20 @@ class Fit:
     def __init__(
         self, weight: float = 0, x: float = 0, y: float = 0, xx: float = 0, xy: float = 0
     ) -> None:
-        self.weight, self.x, self.y, self.xx, self.xy = weight, x, y, xx, xy
+        self.weight = weight
+        self.x = x
+        self.y = y
+        self.xx = xx
+        self.xy = xy
 
     def add(self, x: float, y: float) -> None:
         """Adds one load; every older load loses FADE_FRACTION of its weight."""
         keep = 1 - FADE_FRACTION
         self.weight = keep * self.weight + 1
-        self.x, self.y = keep * self.x + x, keep * self.y + y
-        self.xx, self.xy = keep * self.xx + x * x, keep * self.xy + x * y
+        self.x = keep * self.x + x
+        self.y = keep * self.y + y
+        self.xx = keep * self.xx + x * x
+        self.xy = keep * self.xy + x * y
 
     def export(self) -> list[float]:
         """The arguments that make an equal one."""
@@ -405,7 +417,8 @@ class Fit:
     def at(self, x: float) -> float:
         """Returns the seconds for `x` GB, never below a tenth of the mean, nor falling with size:
         that would be no bandwidth."""
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        mean_x = self.x / self.weight
+        mean_y = self.y / self.weight
         spread = self.xx / self.weight - mean_x**2
         slope = 0.0
         if spread > (APART_FRACTION * mean_x) ** 2:

@@ -23,7 +23,8 @@ def shared(
     for device in node.inexact:
         found = {t: e for t in seen_bytes if (e := state.ledger.find(t)) and e.state in CHARGED}
         granted = {ticket: entry.granted.get(device, 0) for ticket, entry in found.items()}
-        total, all_granted = sum(told[t].get(device, 0) for t in found), sum(granted.values())
+        total = sum(told[t].get(device, 0) for t in found)
+        all_granted = sum(granted.values())
         for ticket, size in granted.items() if all_granted else ():
             told[ticket][device] = Bytes(total * size // all_granted)
     return {ticket: {d: size for d, size in s.items() if size} for ticket, s in told.items()}

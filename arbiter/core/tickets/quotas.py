@@ -107,7 +107,8 @@ def share_of(state: CoreState, tenant: str) -> float:
 
 
 def _cooling(state: CoreState, tenant: str) -> TenantCoolingDown | None:
-    terms, accounts = limits_of(state, tenant), state.accounts
+    terms = limits_of(state, tenant)
+    accounts = state.accounts
     if terms is None or terms.average_bytes is None:
         return None
     is_cooling = tenant in accounts.cooling
@@ -196,7 +197,9 @@ class ReserveSlack:
     holds beyond its reserve. The rest is free for that tenant alone."""
 
     def __init__(self, state: CoreState, book: DeviceAccount, tenant: str) -> None:
-        self._state, self._book, self._tenant = state, book, tenant
+        self._state = state
+        self._book = book
+        self._tenant = tenant
         self._left: dict[str, int] = {}
 
     def take(self, entry: Ticket, freed: Bytes) -> Bytes:

@@ -117,5 +117,5 @@ def mark_reclaimed(state: CoreState, entry: Ticket) -> None:
     kind = EventKind.LEASE_ENDED if entry.lease else EventKind.MODEL_UNLOAD
     state.log(kind, entry, size=charged(entry), took=took, reason=reason.value, to="gone")
     state.close(entry)
-    if reason in UNASKED and state.floors:
+    if reason in UNASKED and state.all_floors():
         state.timers.set(("floors", ""), state.now)

@@ -230,6 +230,14 @@ def test_model_with_a_device_floor_is_reloaded_when_its_engine_dies() -> None:
     assert LoadModel(H, "a") in d.gone(2, "a")
 
 
+@pytest.mark.spec("D1", "D8")
+def test_model_with_a_configured_device_floor_is_reloaded_when_its_engine_dies() -> None:
+    d = CoreDriver()
+    d.at(0, with_floor(d, Floor.DEVICE))
+    d.resident(1, "a", 30)
+    assert LoadModel(H, "a") in d.gone(2, "a")
+
+
 @pytest.mark.spec("D8")
 def test_model_with_a_device_floor_is_retried_after_each_cool_down() -> None:
     d = CoreDriver()
