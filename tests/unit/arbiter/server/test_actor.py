@@ -2,18 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ray.exceptions import OwnerDiedError, RayActorError
 
 from arbiter.core import events as ev
 from arbiter.errors import SettingsConflict, StaleEpoch
-from arbiter.protocol import messages, ray_internals
-from arbiter.protocol.messages import AgentSettings, StartConfig
+from arbiter.protocol import messages
 from arbiter.server import shell
 from arbiter.server.actor import ArbiterActor
 from arbiter.server.node_agents import RayAgents
@@ -21,29 +17,9 @@ from arbiter.server.store import Member, Store
 from arbiter.units import HolderId, NodeId, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
+from tests.support.local_arbiter import TABLE, Running
 
-TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
 H = HolderId("h")
-Running = Callable[..., Any]
-
-
-@pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
-    async def look(self: RayAgents, feed: Callable[[ev.Event], None]) -> None: ...
-
-    monkeypatch.setattr(RayAgents, "look", look)
-    monkeypatch.setattr(ray_internals, "session_name", lambda: "session")
-    monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
-
-    @asynccontextmanager
-    async def run(**options: Any) -> AsyncIterator[ArbiterActor]:
-        agent = AgentSettings("no.zygote", folder=str(tmp_path / "n"))
-        options = {"state_file": str(tmp_path / "state"), **options}
-        actor = ArbiterActor(StartConfig(configuration(parse_table(TABLE)), agent, **options))
-        yield actor
-        await actor.close(0)
-
-    return run
 
 
 async def join(actor: ArbiterActor, stay: str) -> asyncio.Future[None]:

@@ -1,50 +1,22 @@
 """What an arbiter hands to the next one through the state file, without Ray."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from arbiter.core import events as ev
 from arbiter.core.types import CapabilitySpec, Floor, GrantCheck, ModelSpec
 from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownRole
-from arbiter.protocol import ray_internals
-from arbiter.protocol.messages import AgentSettings, StartConfig
 from arbiter.server.actor import ArbiterActor
-from arbiter.server.node_agents import RayAgents
 from arbiter.server.store import Store
 from arbiter.units import Instant, NodeId, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
+from tests.support.local_arbiter import TABLE, Running
 
-TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
 VAD = CapabilitySpec("vad", "vad", "m:f", (ModelSpec("silero", seconds(60)),), seconds(300))
-Running = Callable[..., Any]
-
-
-@pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
-    """Each is the next epoch of the same session until it is closed."""
-
-    async def look(self: RayAgents, feed: Callable[[ev.Event], None]) -> None: ...
-
-    monkeypatch.setattr(RayAgents, "look", look)
-    monkeypatch.setattr(ray_internals, "session_name", lambda: "session")
-    monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
-
-    @asynccontextmanager
-    async def run(table: dict[str, Any] = TABLE) -> AsyncIterator[ArbiterActor]:
-        agent = AgentSettings("no.zygote", folder=str(tmp_path / "n"))
-        chosen = configuration(parse_table(table))
-        actor = ArbiterActor(StartConfig(chosen, agent, state_file=str(tmp_path / "state")))
-        yield actor
-        await actor.close(0)
-
-    return run
 
 
 def names(actor: ArbiterActor) -> set[str]:

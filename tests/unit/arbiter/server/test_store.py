@@ -12,8 +12,8 @@ from arbiter.server.store import SESSIONS_KEPT, Member, Store
 from arbiter.units import HolderId, NodeId
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
+from tests.support.local_arbiter import TABLE
 
-TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
 ME = Member(HolderId("h"), NodeId("n"), pid=7, start_ticks=9)
 
 
