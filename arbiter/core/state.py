@@ -68,7 +68,7 @@ class Node:
     readings: dict[DeviceId, ev.DeviceReading] = field(default_factory=dict)
     unclaimed: dict[TicketId, Unclaimed] = field(default_factory=dict)
     unreadable: dict[DeviceId, str] = field(default_factory=dict)  # its devices, and the cause
-    inexact: frozenset[DeviceId] = frozenset()  # of its devices, see rules.inexact
+    inexact: frozenset[DeviceId] = frozenset()  # of its devices, see tickets/inexact.py
     computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
 
     def __post_init__(self) -> None:

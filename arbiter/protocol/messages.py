@@ -81,7 +81,6 @@ class JoinReply:
     """Answer to Joined. `timeouts`: those in force, some of which end the holder's own waits."""
 
     epoch: Epoch
-    version: str
     table: Plain
     timeouts: Timeouts
 

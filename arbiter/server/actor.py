@@ -183,7 +183,6 @@ class ArbiterActor:
         self._shell.feed(joined)
         return messages.JoinReply(
             self._shell.epoch,
-            messages.package_version(),
             self._configuration.table,
             self._configuration.settings.timeouts,
         )

@@ -58,7 +58,7 @@ class NextEpoch:
 
     async def join(self, _: Epoch | None, joined: ev.Joined, *__: object) -> messages.JoinReply:
         self.joined.append(joined)
-        return messages.JoinReply(Epoch(6), "v", {"capabilities": {}}, HASTY)
+        return messages.JoinReply(Epoch(6), {"capabilities": {}}, HASTY)
 
     async def tell(self, epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
         self.told.append(event)
