@@ -165,6 +165,11 @@ class Arbiter:
         return self._state.estimates.export()
 
     @property
+    def learned_changes_count(self) -> int:
+        """Rises with each change of what `export_learned` returns."""
+        return self._state.estimates.changes_count
+
+    @property
     def registered(self) -> tuple[types.CapabilitySpec, ...]:
         """Returns the capabilities registered from Python, in that order (A2)."""
         return tuple(self._state.registry.registered.values())

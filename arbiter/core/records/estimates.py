@@ -157,6 +157,7 @@ class Estimates:
         self._slowest: dict[ModelName, Span] = {}  # of a model under any settings
         self._predictor = Predictor()
         self._sleepless: set[ModelKey] = set()  # a sleep of it did not give its bytes back
+        self.changes_count = 0  # of what `export` returns
 
     def note_devices_changed(self) -> None:
         """Has every size looked up again: what a learned one may be at most depends on devices."""
@@ -227,6 +228,7 @@ class Estimates:
     def left(self, capability: str, took: Span) -> None:
         """Learns how long a model took from its revoke until its bytes were seen back."""
         self._turnover[capability] = self._smoothed(self._turnover.get(capability, took), took)
+        self.changes_count += 1
 
     def saw_overhead(self, key: ModelKey, need: Need, peak: Bytes) -> None:
         """Learns how far a model's peak lies beyond its computed need. Once for each load whose
@@ -236,12 +238,14 @@ class Estimates:
         share = self._settings.load_ewma_fraction
         self._overhead[key.capability] = old + int((beyond - old) * share)
         self.version += 1
+        self.changes_count += 1
 
     def saw_peak(self, key: ModelKey, peak: Bytes) -> None:
         """Learns a measured peak, if it is the highest yet."""
         if peak > self._peak.get(key, Bytes(0)):
             self._peak[key] = peak
             self.version += 1
+            self.changes_count += 1
 
     def loaded(self, key: ModelKey, took: Span, weights: Bytes = Bytes(0)) -> None:
         """Learns how long a load took, which also ends the correction after a failure for
@@ -251,6 +255,7 @@ class Estimates:
             self.version += 1
         self._loads.note(key, took)
         self._note_slowest(key)
+        self.changes_count += 1
 
     def _note_slowest(self, key: ModelKey) -> None:
         name = key.name
@@ -259,6 +264,7 @@ class Estimates:
     def woke(self, key: ModelKey, took: Span) -> None:
         """Learns how long a wake took."""
         self._wakes.note(key, took)
+        self.changes_count += 1
 
     def _smoothed(self, old: Span, took: Span) -> Span:
         return Span(old + int((took - old) * self._settings.load_ewma_fraction))
@@ -268,6 +274,7 @@ class Estimates:
         more."""
         self._corrected[key] = Bytes(held + int(held * self._settings.oom_growth_fraction))
         self.version += 1
+        self.changes_count += 1
 
     def forget(self, key: ModelKey) -> None:
         """Forgets what was learned under one key."""
@@ -276,6 +283,7 @@ class Estimates:
         for recent in (self._loads, self._wakes):
             recent.forget(key)
         self._sleepless.discard(key)
+        self.changes_count += 1
 
     def forget_model(self, name: ModelName) -> None:
         """Forgets what was learned of a model under any settings."""
@@ -284,6 +292,7 @@ class Estimates:
         for key in [k for k in known if k.name == name]:
             self.forget(key)
         self._slowest.pop(name, None)
+        self.changes_count += 1
 
     # -- across restarts -----------------------------------------------------------------------
 

@@ -1,50 +1,22 @@
 """What an arbiter hands to the next one through the state file, without Ray."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from arbiter.core import events as ev
 from arbiter.core.types import CapabilitySpec, Floor, GrantCheck, ModelSpec
 from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownRole
-from arbiter.protocol import ray_internals
-from arbiter.protocol.messages import AgentSettings, StartConfig
 from arbiter.server.actor import ArbiterActor
-from arbiter.server.node_agents import RayAgents
 from arbiter.server.store import Store
 from arbiter.units import Instant, NodeId, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
+from tests.support.local_arbiter import TABLE, Running
 
-TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
 VAD = CapabilitySpec("vad", "vad", "m:f", (ModelSpec("silero", seconds(60)),), seconds(300))
-Running = Callable[..., Any]
-
-
-@pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
-    """Each is the next epoch of the same session until it is closed."""
-
-    async def look(self: RayAgents, feed: Callable[[ev.Event], None]) -> None: ...
-
-    monkeypatch.setattr(RayAgents, "look", look)
-    monkeypatch.setattr(ray_internals, "session_name", lambda: "session")
-    monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
-
-    @asynccontextmanager
-    async def run(table: dict[str, Any] = TABLE) -> AsyncIterator[ArbiterActor]:
-        agent = AgentSettings("no.zygote", folder=str(tmp_path / "n"))
-        chosen = configuration(parse_table(table))
-        actor = ArbiterActor(StartConfig(chosen, agent, state_file=str(tmp_path / "state")))
-        yield actor
-        await actor.close(0)
-
-    return run
 
 
 def names(actor: ArbiterActor) -> set[str]:
@@ -149,12 +121,17 @@ async def test_stored_registration_that_the_table_contradicts_is_reported(
 
 
 @pytest.mark.spec("A2")
-def test_stored_registrations_of_other_code_are_left_out(tmp_path: Path) -> None:
+async def test_stored_registrations_of_other_code_are_reported_as_lost(
+    running: Running, tmp_path: Path
+) -> None:
     store = Store(tmp_path / "state", "session")
     store.save_registered((VAD,))
     assert store.registered() == (VAD,)
     store._save_fact("registered", b'[{"name": "vad", "colour": "blue"}]')
-    assert store.registered() == () and "role" in str(store.trouble)
+    async with running() as actor:
+        lost = [e for e in await actor.events(0, 0) if e["kind"] == "registration_lost"]
+        assert names(actor) == {"c"} and ["role" in line["cause"] for line in lost] == [True]
+        assert "state_not_kept" not in await kinds(actor)
 
 
 @pytest.mark.spec("C11", "A17")
