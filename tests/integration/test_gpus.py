@@ -137,6 +137,25 @@ async def test_a_model_makes_room_on_its_gpu_sleeps_in_ram_and_wakes_where_it_wa
         await d.books_are_true()
 
 
+@pytest.mark.spec("C9")
+async def test_load_goes_to_the_fuller_gpu_and_a_second_replica_to_the_other() -> None:
+    async with gpus(a=100, b=60) as (d, _):
+        first, second = d.holder(), d.holder()
+        assert await first.ask.remote("a") == await first.ask.remote("b") == 200
+        both = await d.until(lambda s: set(held(s).get("a", {})) & set(held(s).get("b", {})))
+        assert gpu_of(both, "a") == gpu_of(both, "b")  # the best fit
+        assert await second.ask.remote("b") == 200  # there is room beside its like
+        state = await d.until(lambda s: len(s["tickets"]) == 3)
+        gpus_of_b = [
+            device
+            for t in state["tickets"]
+            for device in t["charged_bytes"]
+            if t["model"] == "b" and "gpu:" in device
+        ]
+        assert len(gpus_of_b) == len(set(gpus_of_b)) == 2
+        await d.books_are_true()
+
+
 @pytest.mark.spec("A10", "A19")
 async def test_the_bytes_of_a_dead_engine_are_back_when_nvml_lists_it_no_longer() -> None:
     async with gpus(a=300) as (d, fake):
