@@ -133,7 +133,7 @@ async def is_loading(d: LiveArbiter) -> None:
 
 
 async def has_left(holder: Any) -> None:
-    async def nobody_waits() -> bool:
+    async def no_caller_waits() -> bool:
         return int(await holder.waiting.remote("a")) == 0
 
-    await eventually(nobody_waits)
+    await eventually(no_caller_waits)
