@@ -142,7 +142,9 @@ async def test_load_goes_to_the_fuller_gpu_and_a_second_replica_to_the_other() -
     async with gpus(a=100, b=60) as (d, _):
         first, second = d.holder(), d.holder()
         assert await first.ask.remote("a") == await first.ask.remote("b") == 200
-        both = await d.until(lambda s: set(held(s).get("a", {})) & set(held(s).get("b", {})))
+        both = await d.until(
+            lambda s: [len(sizes) for sizes in held(s).values()] == [2, 2]  # of a GPU and the host
+        )
         assert gpu_of(both, "a") == gpu_of(both, "b")  # the best fit
         assert await second.ask.remote("b") == 200  # there is room beside its like
         state = await d.until(lambda s: len(s["tickets"]) == 3)
