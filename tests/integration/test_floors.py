@@ -94,8 +94,6 @@ async def test_model_removed_while_in_use_serves_on_and_then_leaves_with_its_rat
         table = d.table.model_dump(mode="json", exclude_defaults=True)
         del table["capabilities"]["chat"]["models"]["a"]
         await call_arbiter("configure", boot.configuration(type(d.table).model_validate(table)))
-        with pytest.raises(UnknownModel):
-            await holder.ask.remote("a")
         [ticket] = [t for t in (await d.state())["tickets"] if t["model"] == "a"]
         assert ticket["inflight"] == 1 and ticket["ticket"] in await d.engines()
         assert not await d.events("model_removed")

@@ -3,7 +3,10 @@
 import pytest
 
 from arbiter.client.admin import call_arbiter
-from arbiter.units import MIB
+from arbiter.core.events import PressurePushed
+from arbiter.core.types import Level
+from arbiter.protocol.messages import Plain
+from arbiter.units import MIB, Bytes, seconds
 from tests.support.live_arbiter import capability, first, live_arbiter, model
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("C11")]
@@ -27,4 +30,40 @@ async def test_next_model_of_a_pipeline_is_prefetched_before_its_request() -> No
         assert load["model"] == "b"
         assert await mouth.ask.remote("b") == 200
         assert len(await d.events("model_load")) == 3  # its guess served it
+        await d.books_are_true()
+
+
+async def test_nothing_is_prefetched_under_pressure_or_into_room_that_is_not_free() -> None:
+    names = {"ears": capability(a=model(50)), "mouth": capability(b=model(250))}
+    names["other"] = capability(c=model(100))
+    pipelines = [["ears", "mouth"]]
+    async with live_arbiter(names, pipelines=pipelines) as d:
+        ears, mouth, other = d.holder("ears"), d.holder("mouth"), d.holder("other")
+        assert await mouth.ask.remote("b") == 200
+        assert (await first("estimate_error"))["size_bytes"] >= 250 * MIB
+        await d.unload("b")
+        node = (await d.state())["devices"][0]["node"]
+
+        async def used() -> list[Plain]:
+            """What a use of the first brought about, once it is over."""
+            seen = (await d.state())["sequence"]
+            assert await ears.ask.remote("a") == 200
+            await d.until(lambda s: any(
+                t["model"] == "a" and t["idle_s"] is not None for t in s["tickets"]
+            ))  # fmt: skip
+            return [e for e in await d.events("model_preload") if e["seq"] > seen]
+
+        await call_arbiter("push_pressure", PressurePushed(node, Level.LOW, Bytes(0), seconds(60)))
+        assert await used() == []
+        await d.unload("a")
+        await call_arbiter(
+            "push_pressure", PressurePushed(node, Level.NOMINAL, Bytes(0), seconds(60))
+        )
+        await d.until(lambda s: {x["pressure"] for x in s["devices"]} == {"nominal"})
+        assert await other.ask.remote("c") == 200  # with it there is no room for b
+        assert await used() == []
+        for name in "ac":
+            await d.unload(name)
+        [told] = await used()
+        assert told["model"] == "b"
         await d.books_are_true()

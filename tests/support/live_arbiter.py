@@ -209,7 +209,10 @@ class LiveArbiter:
 
     async def unload(self, name: str) -> None:
         """Has an idle model leave, and waits until it has."""
-        [ticket] = [t for t in (await self.state())["tickets"] if t["model"] == name]
+        state = await self.until(lambda s: any(
+            t["model"] == name and t["idle_s"] is not None for t in s["tickets"]
+        ))  # fmt: skip
+        [ticket] = [t for t in state["tickets"] if t["model"] == name]
         await call_arbiter("unload", TicketId(ticket["ticket"]))
         await self.until(lambda s: not any(t["model"] == name for t in s["tickets"]))
 
