@@ -81,7 +81,6 @@ class JoinReply:
     """Answer to Joined. `timeouts`: those in force, some of which end the holder's own waits."""
 
     epoch: Epoch
-    version: str
     table: Plain
     timeouts: Timeouts
 
@@ -118,7 +117,7 @@ class LeaseCall:
 
 def lease_ticket(tenant: str, lease: str) -> TicketId:
     """A name that no client chooses, so that none can name an engine's ticket, or another
-    tenant's lease. What follows the last colon is the client's: see `lease_words.NAME`."""
+    tenant's lease. What follows the last colon is the client's: see `lease_schema.NAME`."""
     return TicketId(f"lease:{tenant}:{lease}")
 
 
@@ -218,7 +217,7 @@ def package_version() -> str:
 def messages() -> list[Any]:
     """Every dataclass that crosses a process border or is kept in the state file, and what they are
     made of."""
-    names = [v for where in (ev, settings, view) for v in vars(where).values()]
+    names = [v for where in (types, ev, settings, view) for v in vars(where).values()]
     kinds = [v for v in (*globals().values(), *names) if isinstance(v, type) and is_dataclass(v)]
     return sorted(set(kinds), key=lambda kind: kind.__name__)
 

@@ -449,7 +449,7 @@ async def test_explain_answers_and_a_recording_replays_to_the_same_decisions(
         why = await call_arbiter("explain", asked)
         (shortage,) = why["shortages"]
         assert shortage["need_bytes"] > shortage["free_bytes"] > 0
-        assert [x["model"] for x in shortage["standings"]] == ["b"]
+        assert [x["model"] for x in shortage["charged_tickets"]] == ["b"]
         (victim,) = (t["ticket"] for t in s["tickets"] if t["model"] == "b")
         await other.let_go.remote("b")
         assert await waiting == 200
