@@ -187,7 +187,7 @@ async def test_cancelled_listening_leaves_no_pending_call() -> None:
     await let_go(client)
 
 
-# -- one life of the arbiter after the other ------------------------------------------------------
+# -- one epoch after the other -------------------------------------------------------------------
 
 
 def given(requested: ev.Requested, epoch: int) -> messages.Granted:
@@ -264,7 +264,7 @@ async def test_cancelled_request_is_withdrawn() -> None:
 @pytest.mark.spec("A5", "A18")
 async def test_holder_counted_as_dead_gets_ticket_closed() -> None:
     async def acquire(epoch: Epoch, requested: ev.Requested) -> messages.Granted:
-        raise StaleEpoch(epoch, epoch)  # this life knows the epoch, and nobody of that name
+        raise StaleEpoch(epoch, epoch)  # the epoch is right, and it knows no such holder
 
     client = joined_client(FakeArbiter(acquire=acquire))
     async with asyncio.timeout(5):
@@ -350,7 +350,7 @@ async def test_failure_of_an_old_epoch_does_not_end_the_new_one() -> None:
 @pytest.mark.spec("A18")
 async def test_received_command_is_acknowledged_with_the_next_listen() -> None:
     acks: list[int] = []
-    orders = [messages.SequencedCommand(n, messages.ReloadOrder(f"m{n}")) for n in (1, 2, 3)]
+    commands = [messages.SequencedCommand(n, messages.ReloadCommand(f"m{n}")) for n in (1, 2, 3)]
 
     async def listen(
         holder: HolderId, epoch: Epoch, ack: int
@@ -358,14 +358,14 @@ async def test_received_command_is_acknowledged_with_the_next_listen() -> None:
         acks.append(ack)
         if ack == 3:
             raise StaleEpoch(epoch, Epoch(6))
-        return tuple(orders[:2]) if ack == 0 else tuple(orders[ack:])
+        return tuple(commands[:2]) if ack == 0 else tuple(commands[ack:])
 
     taken: list[messages.Command] = []
     client = joined_client(FakeArbiter(listen=listen))
     client.session._on_command = taken.append
     with pytest.raises(StaleEpoch):
         await client.session._listen()
-    assert acks == [0, 2, 3] and taken == [order.command for order in orders]
+    assert acks == [0, 2, 3] and taken == [each.command for each in commands]
     await let_go(client)
 
 
