@@ -26,7 +26,12 @@ ArbiterError
     ArbiterUnavailable    503  the arbiter cannot be reached, so nothing may be loaded
     TicketClosed          409  use after release
     TicketNotGranted      409  an engine was to be spawned under a ticket without a grant
+<<<<<<< HEAD
     StaleEpoch            409  message of an earlier epoch of the arbiter
+=======
+    StaleEpoch            409  message of an earlier life of the arbiter
+  AgentAway               a node's agent did not answer just now; what was asked is asked again
+>>>>>>> main
   LedgerBroken            a bug in this package; the actor must crash, never repair
 """
 
@@ -44,8 +49,8 @@ E = TypeVar("E", bound=Exception)
 
 @dataclass_transform(eq_default=False)
 def error_fields(kind: type[E]) -> type[E]:
-    """Errors are dataclasses for their fields only: they compare as ArbiterError says, and print as
-    exceptions do, because the hash of a recording is made of that."""
+    """Makes an error a dataclass, for its fields only: errors compare as ArbiterError says, and
+    print as exceptions do, because the hash of a recording is made of that."""
     return dataclass(eq=False, repr=False)(kind)
 
 
@@ -55,7 +60,7 @@ class ArbiterError(Exception):
     process."""
 
     def values(self) -> tuple[Any, ...]:
-        """Its fields; the arguments where it is no dataclass."""
+        """Returns its fields; the arguments where it is no dataclass."""
         return (
             tuple(getattr(self, f.name) for f in fields(self)) if is_dataclass(self) else self.args
         )

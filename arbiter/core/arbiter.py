@@ -98,7 +98,7 @@ class Arbiter:
         return self._state.stale_count
 
     def has_joined(self, holder: HolderId) -> bool:
-        """False: it never did, or counts as dead since."""
+        """Says whether a holder has joined and does not count as dead since."""
         return holder in self._state.holders
 
     @property
@@ -122,7 +122,7 @@ class Arbiter:
         return entry.holder if entry else None
 
     def check_grant(self, ticket: TicketId, node: NodeId) -> types.GrantCheck:
-        """Whether an engine may be spawned under this ticket on this node (A3). A lease has no
+        """Says whether an engine may be spawned under this ticket on this node (A3). A lease has no
         engine."""
         state = self._state
         entry = self._state.ledger.find(ticket)
@@ -139,6 +139,7 @@ class Arbiter:
 
     @property
     def open_tickets_count(self) -> int:
+        """Returns how many tickets are on the books."""
         return self._state.ledger.tickets_count
 
     @property
@@ -170,7 +171,7 @@ class Arbiter:
 
     @property
     def registered(self) -> tuple[types.CapabilitySpec, ...]:
-        """Capabilities registered from Python, in that order (A2)."""
+        """Returns the capabilities registered from Python, in that order (A2)."""
         return tuple(self._state.registry.registered.values())
 
     def export_floors(self) -> list[list[str]]:
@@ -178,10 +179,12 @@ class Arbiter:
         return [[*name, floor.value] for name, floor in sorted(self._state.floors.items())]
 
     def export_usage(self) -> dict[str, Any]:
-        """How often, at which hours and after which others models are used (C11)."""
+        """Returns how often, at which hours and after which others models are used (C11), as plain
+        values; `restore_usage` reads them back."""
         return self._state.export_usage()
 
     def restore_usage(self, exported: dict[str, Any]) -> None:
+        """Takes back the values of `export_usage`."""
         self._state.restore_usage(exported)
 
     def export_accounts(self) -> list[list[Any]]:

@@ -242,15 +242,15 @@ def victim_declined(state: CoreState, entry: Ticket, kind: EventKind, inflight: 
 def on_draining_timer(state: CoreState, entry: Ticket) -> None:
     """Runs the time rules of DRAINING: a victim whose holder does not answer, unload or sleep in
     time is killed."""
-    terms = state.settings.timeouts
+    timeouts = state.settings.timeouts
     asked = entry.revocation
     assert asked is not None
     if asked.sleep is not None:
-        await_confirmation(state, entry, after(asked.sleep.at, terms.reclaim_overdue))
+        await_confirmation(state, entry, after(asked.sleep.at, timeouts.reclaim_overdue))
         return
-    answer_by = after(asked.barrier_until, terms.answer)
+    answer_by = after(asked.barrier_until, timeouts.answer)
     if asked.unloading_since is not None:
-        unload_by = after(asked.unloading_since, terms.unload)
+        unload_by = after(asked.unloading_since, timeouts.unload)
         if state.now >= unload_by:  # it holds bytes with nothing in flight
             state.log(EventKind.UNLOAD_OVERDUE, entry, took=since(entry.since, state.now))
             kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
@@ -266,4 +266,6 @@ def on_draining_timer(state: CoreState, entry: Ticket) -> None:
         state.log(EventKind.REVOKE_UNANSWERED, entry, took=since(entry.since, state.now))
         kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
         return
-    state.set_timer(entry, answer_by if state.now < answer_by else after(state.now, terms.answer))
+    state.set_timer(
+        entry, answer_by if state.now < answer_by else after(state.now, timeouts.answer)
+    )

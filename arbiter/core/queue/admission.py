@@ -232,7 +232,9 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
         is_of_gang=bool(entry.gang),
         is_asleep=entry.state is not State.QUEUED,
         quota_group=quotas.quota_group(state, tenant),
-        virtual_start_bytes=state.accounts.turn_of(tenant, need, quotas.share_of(state, tenant)),
+        virtual_start_bytes=state.accounts.virtual_start_of(
+            tenant, need, quotas.share_of(state, tenant)
+        ),
     )
     state.ledger.touch(entry)
     foresee_need(state, entry)

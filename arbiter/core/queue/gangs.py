@@ -1,7 +1,7 @@
 """Places tickets that only make sense together, and tickets over several devices (A13, B5).
 
-A gang is a set of tickets of one holder (a target and its drafter, a vision model and its
-projector): none is granted before all of them can be, in the same step. A model larger than any one
+A gang is a set of tickets of one holder (models that one request uses together, as `use_all` asks
+for them): none is granted before all of them can be, in the same step. A model larger than any one
 device is split over several of its node, which is one ticket with several parts. Both are the same
 question: is there room for all of these parts at once? All or none: no victim leaves for a part
 while another part would still find no room.

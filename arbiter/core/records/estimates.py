@@ -6,7 +6,7 @@ capability were seen to have beyond that. A learned peak above an explicit value
 that failed for memory the next one asks for more, until one succeeds.
 
 A holder computes from the headers of the files, which say every tensor's size; where there are
-none it prefetches: from the sizes of the files, else from the number of parameters in the name.
+none it estimates: from the sizes of the files, else from the number of parameters in the name.
 """
 
 import re
@@ -121,7 +121,7 @@ class Recent:
         return self._middle.get(key, Span(0))
 
     def spans(self, key: ModelKey) -> tuple[Span, ...]:
-        """Oldest first; empty when there was none."""
+        """Returns how long a model's newest loads took, oldest first; empty when there was none."""
         return self._spans.get(key, ())
 
     def forget(self, key: ModelKey) -> None:

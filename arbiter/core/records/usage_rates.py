@@ -38,6 +38,7 @@ class UsageRates:
         return [[*name, count, at] for name, (count, at) in self._seen.items()]
 
     def restore(self, rows: list[list[Any]]) -> None:
+        """Takes back the rows of `export`."""
         self._seen |= {ModelName(c, m): (count, Instant(at)) for c, m, count, at in rows}
 
 
@@ -123,6 +124,7 @@ class HourlyUsage:
         return {"began_hours": self._began, "days": days}
 
     def restore(self, exported: dict[str, Any]) -> None:
+        """Takes back the values of `export`."""
         self._began = exported["began_hours"]
         self._known = (self._began, 0.0)
         for capability, model, hours_count, open_count, counts in exported["days"]:

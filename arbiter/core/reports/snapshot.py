@@ -187,17 +187,17 @@ def view_of(state: CoreState, now: Instant) -> StateView:
 
 
 def _tenant(state: CoreState, tenant: str, now: Instant) -> TenantView:
-    terms = state.tenants[tenant]
+    limits = state.tenants[tenant]
     held = state.ledger.holdings
     return TenantView(
         tenant,
         Bytes(held.by_tenant[tenant]),
-        terms.most_bytes,
-        terms.reserved_bytes,
+        limits.most_bytes,
+        limits.reserved_bytes,
         state.accounts.average(held.by_client, tenant, now),
-        terms.average_bytes,
+        limits.average_bytes,
         tenant in state.accounts.cooling,
-        terms.share_fraction,
+        limits.share_fraction,
     )
 
 

@@ -15,8 +15,8 @@ from arbiter.units import Bytes, TicketId
 def shared(
     state: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]
 ) -> dict[TicketId, Sizes]:
-    """The measured bytes, with the total of each such device split by current grants, because the
-    agent does not know which engines sleep."""
+    """Returns the measured bytes, with the total of each such device split by current grants,
+    because the agent does not know which engines sleep."""
     if not node.inexact:
         return seen_bytes
     told = {ticket: dict(sizes) for ticket, sizes in seen_bytes.items()}
@@ -31,13 +31,14 @@ def shared(
 
 
 def is_at_home(state: CoreState, entry: Ticket) -> bool:
-    """True if the ticket computes on such a device."""
+    """Says whether a ticket computes on such a device."""
     node = state.nodes.get(entry.node)
     return node is not None and not node.inexact.isdisjoint(entry.home)
 
 
 def held_at_home(state: CoreState, entry: Ticket) -> Bytes:
-    """Measured on the ticket's devices: its own bytes, or all engines' if only a total is known."""
+    """Returns what is measured on the ticket's devices: its own bytes, or those of all engines
+    where only a total is known."""
     if not is_at_home(state, entry):
         return entry.at_home_bytes
     homes = _homes(state, entry)
@@ -45,7 +46,8 @@ def held_at_home(state: CoreState, entry: Ticket) -> Bytes:
 
 
 def teaches(state: CoreState, entry: Ticket) -> bool:
-    """False if other engines hold bytes of such a device, because the share is inferred then."""
+    """Says whether a ticket's measured bytes are its own: where other engines hold bytes of such a
+    device, the share is inferred."""
     if not is_at_home(state, entry):
         return True
     return all(book.entries.keys() <= {entry.ticket} for book in _homes(state, entry))

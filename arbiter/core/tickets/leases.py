@@ -133,7 +133,7 @@ def bind(state: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
         notice=max(Span(0), min(terms.notice, settings.lease_notice_most)),
     )
     rank = state.policies.roles[LEASE].rank
-    entry.bind_lease(terms, after(state.now, terms.term), _worth(terms), rank)
+    entry.bind_lease(terms, after(state.now, terms.term), _priority_of(terms), rank)
     state.ledger.bill_to(entry, types.Client(terms.tenant))
 
 
@@ -146,7 +146,7 @@ def begin(state: CoreState, entry: Ticket) -> None:
     terms = entry.lease.terms
     state.move(entry, State.RESIDENT)
     entry.end_load(Span(0), state.now)
-    entry.bind_lease(terms, after(state.now, terms.term), _worth(terms), entry.role_rank)
+    entry.bind_lease(terms, after(state.now, terms.term), _priority_of(terms), entry.role_rank)
     state.evicted_for.pop((entry.holder, entry.model), None)
     state.set_timer(entry, notice_given_at(entry))
     size = entry.home_bytes
@@ -154,7 +154,7 @@ def begin(state: CoreState, entry: Ticket) -> None:
     state.log(EventKind.LEASE_GRANTED, entry, size=size, took=terms.term, tenant=tenant)
 
 
-def _worth(terms: types.LeaseConditions) -> types.Priority:
+def _priority_of(terms: types.LeaseConditions) -> types.Priority:
     """Returns the priority of a lease: a preemptible lease gives way to every request."""
     return types.Priority.BATCH if terms.preemptible else types.Priority.NORMAL
 

@@ -55,8 +55,8 @@ def kill_and_notify(state: CoreState, entry: Ticket, reason: Reason) -> None:
 def _kill(state: CoreState, entry: Ticket) -> None:
     """Has the agent kill the engine, every 250 ms at first; a quarantined holder is no longer
     pressed as hard."""
-    terms = state.settings.timeouts
-    pause = terms.reclaim_overdue if entry.reclaim_late else terms.reap_every
+    timeouts = state.settings.timeouts
+    pause = timeouts.reclaim_overdue if entry.reclaim_late else timeouts.reap_every
     entry.kill_again_at(after(state.now, pause))
     state.decide(KillEngine(entry.node, entry.ticket))
     state.set_timer(entry, entry.kill_at)

@@ -68,7 +68,9 @@ def test_configured_floor_loads_and_protects_its_model_until_a_person_sets_anoth
     d.resident(1, "a", 50)
     d.beat(20, "a")
     assert isinstance(refusal(d.ask(20, "b", 50)), NeverFits)
+    assert d.last("floor_set").data["source"] == "table"
     floor(d, 21, "a", Floor.COLD)
+    assert d.last("floor_set").data["source"] == "person"
     assert d.state_of("a") == "draining"
     assert d.at(23, with_floor(d, Floor.DEVICE)) == [], "the person's floor stands"
 
