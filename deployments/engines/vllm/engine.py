@@ -29,6 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.engines import asgi, command_line, linux
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
+from deployments.engines.vllm import pooling
 from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
@@ -37,9 +38,8 @@ from deployments.engines.vllm.core_process import Core, await_core, fork_core
 # any of its calls by name; those stay out of reach.
 ROUTES = frozenset(
     "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages /v1/models "
-    "/tokenize /detokenize /pooling /classify /score /v1/score /rerank /v1/rerank /metrics "
-    "/adapters".split()
-)
+    "/tokenize /detokenize /pooling /metrics /adapters".split()
+) | frozenset(pooling.HANDLERS)
 _PROBE = "The answer is"
 _DEAD_S = 0.5  # for so long a frontend whose core is dead still answers its requests
 _CPU_WORKER = "deployments.engines.vllm.cpu_worker.SleepingCpuWorker"
@@ -164,6 +164,8 @@ class VllmEngine:
         self.llm: AsyncLLM | None = None
         self.api: FastAPI | None = None
         self.probes = 0
+        self.pools = False
+        self.probe_params: PoolingParams | None = None  # of a pooling model
         self.adapters: AdapterService | None = None
         self.most_tokens = 0  # of the context that it may grow to; 0: it does not grow
         self.growth: ContextGrowth | None = None
@@ -182,6 +184,8 @@ class VllmEngine:
         asyncio.get_running_loop().add_reader(self.core.pidfd, self._core_died)
         tasks = await self.llm.get_supported_tasks()
         self.pools = "generate" not in tasks
+        if self.pools:
+            self.probe_params = PoolingParams(task=self.llm.model_config.get_pooling_task(tasks))
         self.api = build_app(self.args, tasks, self.llm.model_config) if self.pools else text_api()
         self.args.fingerprint_value, self.args.fingerprint_mode = fingerprint(self), "custom"
         self.api.state.args = self.args
@@ -214,6 +218,8 @@ class VllmEngine:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
+        if self.pools and scope["path"] in pooling.HANDLERS:
+            return await pooling.serve(self.api, scope, receive, send)
         if self.adapters is None:
             return await self.api(scope, receive, send)
         if scope["path"] == "/adapters":
@@ -233,13 +239,13 @@ class VllmEngine:
 
     async def probe(self) -> str:
         """The next token with its log-probability and those of its rivals; of a pooling model, the
-        first eight numbers of a vector."""
+        first eight numbers of a vector or of the labels' scores."""
         assert self.llm is not None
         self.probes += 1
         number = f"probe-{self.probes}"
-        if self.pools:
+        if self.probe_params is not None:
             pooled = [
-                out async for out in self.llm.encode(_PROBE, PoolingParams(task="embed"), number)
+                out async for out in self.llm.encode(_PROBE, self.probe_params, number)
             ]
             return str([round(x, 4) for x in pooled[-1].outputs.data.flatten()[:8].tolist()])
         one = SamplingParams(temperature=0, max_tokens=1, logprobs=4)
