@@ -244,9 +244,7 @@ class VllmEngine:
         self.probes += 1
         number = f"probe-{self.probes}"
         if self.probe_params is not None:
-            pooled = [
-                out async for out in self.llm.encode(_PROBE, self.probe_params, number)
-            ]
+            pooled = [out async for out in self.llm.encode(_PROBE, self.probe_params, number)]
             return str([round(x, 4) for x in pooled[-1].outputs.data.flatten()[:8].tolist()])
         one = SamplingParams(temperature=0, max_tokens=1, logprobs=4)
         output = [out async for out in self.llm.generate(_PROBE, one, number)][-1].outputs[0]
