@@ -215,7 +215,8 @@ def test_cache_keeps_the_last_entries_and_none_beyond_the_term(
 
 @pytest.mark.spec("H2", "L2", "L3")
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:1/x.png", "file:///etc/passwd", "data:image/png;base64,AAAA", "data:,"]
+    "url",
+    ["http://127.0.0.1:1/x.png", "file:///etc/passwd", "data:image/png;base64,AAAA", "data:,"],
 )
 def test_engine_itself_refuses_what_is_no_picture(seeing: Child, url: str) -> None:
     status, said = seeing.call("POST", "/v1/chat/completions", body(url))

@@ -18,6 +18,7 @@ from vllm.multimodal.media import ImageMediaIO
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from deployments import messages
+from deployments.config import model_files
 from deployments.engines import asgi
 from deployments.engines.protocol import Asgi, Receive, Scope, Send
 from deployments.engines.vllm import picture_cache
@@ -25,27 +26,17 @@ from deployments.engines.vllm import picture_cache
 FACTS = "/pictures"  # GET: what the cache holds; DELETE: empties it of what no request reads
 # Expired entries leave when the next picture comes, or at the latest so long after their term.
 TICK_S = 15.0
-# vLLM's own cache of processed pixels, in a process that may serve pictures; by default 4 GiB.
-PROCESSED_GIB = 0.05
 _DIGESTED_BYTES = 1 << 20  # of each file's beginning: headers and the first layer
 
 
 def arguments(model: str) -> dict[str, Any]:
     """vLLM's arguments for a model that sees; empty for another one."""
-    if not has_eyes(model):
+    if not model_files.sees(Path(model)):
         return {}
     return {
         "ec_manager_config": {"encoder_cache_manager_cls": picture_cache.MANAGER},
-        "mm_processor_cache_gb": PROCESSED_GIB,
+        "mm_processor_cache_gb": model_files.PROCESSED_GIB,
     }
-
-
-def has_eyes(model: str) -> bool:
-    """By its configuration; of a hub id nothing is known before it is loaded."""
-    try:
-        return "vision_config" in json.loads((Path(model) / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
 
 
 class Pictures:
