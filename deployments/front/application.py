@@ -7,6 +7,7 @@ from starlette.middleware import Middleware
 
 from deployments.front.body_limit import BodyLimit
 from deployments.front.dependencies import FrontState, check_site
+from deployments.front.error_forms import ErrorForms
 from deployments.front.http_errors import HANDLERS
 from deployments.front.routes import arbiter, health, leases, openai, residency, settings
 from deployments.front.schemas import SCHEMAS
@@ -31,7 +32,7 @@ def build(front: FrontState) -> FastAPI:
         redoc_url=None,
         dependencies=[Depends(check_site)],
         exception_handlers=HANDLERS,
-        middleware=[Middleware(BodyLimit)],
+        middleware=[Middleware(ErrorForms), Middleware(BodyLimit)],
     )
     app.state.front = front
     app.state.offered = []

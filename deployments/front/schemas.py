@@ -129,6 +129,27 @@ class Responses(Generates):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class Messages(Generates):
+    """POST /v1/messages, as Anthropic has it"""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int = Field(ge=1)
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
+    top_k: int | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class CountTokens(Body):
+    """POST /v1/messages/count_tokens"""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+
+
 class Embeddings(Body):
     """POST /v1/embeddings"""
 
@@ -213,6 +234,8 @@ SCHEMAS: dict[str, Schema] = {
     "/v1/chat/completions": Schema(Chat, Kind.TEXT),
     "/v1/completions": Schema(Completion, Kind.TEXT),
     "/v1/responses": Schema(Responses, Kind.TEXT),
+    "/v1/messages": Schema(Messages, Kind.TEXT),
+    "/v1/messages/count_tokens": Schema(CountTokens, Kind.JSON),
     "/v1/embeddings": Schema(Embeddings, Kind.JSON),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), Schema(Reranks, Kind.JSON)),
     **dict.fromkeys(("/v1/score", "/score"), Schema(Scores, Kind.JSON)),

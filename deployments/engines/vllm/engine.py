@@ -38,7 +38,8 @@ from deployments.engines.vllm.pictures import Pictures
 # What a replica may call. vLLM also registers routes that pause, scale or reload an engine, or run
 # any of its calls by name; those stay out of reach.
 ROUTES = frozenset(
-    "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages /v1/models "
+    "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages "
+    "/v1/messages/count_tokens /v1/models "
     "/tokenize /detokenize /pooling /metrics /adapters /pictures".split()
 ) | frozenset(pooling.HANDLERS)
 _PROBE = "The answer is"
