@@ -15,7 +15,7 @@ from deployments.front.auth import Authenticator
 from deployments.front.body_limit import MAX_BODY_BYTES
 from deployments.front.dependencies import FrontState
 from deployments.front.error_forms import ErrorForms
-from deployments.front.keys import Keyring
+from deployments.front.keys import Keyring, Scope
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
 from tests.support.speaker import Speaker, table
@@ -66,7 +66,8 @@ async def test_anthropics_paths_refuse_in_its_form(
 
 
 @pytest.mark.spec("J1", "L1", "L2")
-async def test_key_and_bound_refuse_in_anthropics_form(client: AsyncClient) -> None:
+async def test_key_and_bound_refuse_in_anthropics_form(client: AsyncClient, tmp_path: Path) -> None:
+    keys.add(tmp_path / "keys.json", "ann", "acme", frozenset({Scope.INFER}))  # others are closed
     answer = await client.post(MESSAGES, json=ASKED, headers={"x-api-key": "sk-nobody"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
     answer = await client.post(MESSAGES, content=b" " * (MAX_BODY_BYTES + 1))
