@@ -9,7 +9,15 @@ from deployments.front.body_limit import BodyLimit
 from deployments.front.dependencies import FrontState, check_site
 from deployments.front.error_forms import ErrorForms
 from deployments.front.http_errors import HANDLERS
-from deployments.front.routes import arbiter, health, leases, openai, residency, settings
+from deployments.front.routes import (
+    arbiter,
+    health,
+    leases,
+    ollama,
+    openai,
+    residency,
+    settings,
+)
 from deployments.front.schemas import SCHEMAS
 
 
@@ -36,7 +44,7 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    for module in (openai, health, arbiter, leases, residency, settings):
+    for module in (openai, ollama, health, arbiter, leases, residency, settings):
         app.include_router(module.router)
     _add(app, tuple(SCHEMAS))
     offer(app)

@@ -273,9 +273,11 @@ _REFUSALS = {
     409: "in conflict with the present state; the message says which",
     413: "the body is too large",
     429: "a queue is full; see Retry-After",
+    501: "not served here; the message says what to do",
     503: "cannot be served now; see Retry-After",
     507: "larger than the whole budget",
 }
+_OF_MODELS = tuple(status for status in _REFUSALS if status != 501)
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -288,4 +290,4 @@ def described(schema: Schema) -> dict[str, Any]:
     """Arguments of a FastAPI route that takes such a body."""
     fields = {"schema": schema.body.model_json_schema()}
     body = {"required": True, "content": dict.fromkeys(_TAKES[schema.kind], fields)}
-    return {"openapi_extra": {"requestBody": body}, "responses": refusals(*_REFUSALS)}
+    return {"openapi_extra": {"requestBody": body}, "responses": refusals(*_OF_MODELS)}

@@ -282,7 +282,7 @@ async def test_description_names_each_body_and_no_status_that_is_never_sent(
     for path in ("/arbiter/leases/{lease}", "/arbiter/settings", "/arbiter/residency/{model}"):
         assert "application/json" in paths[path]["put"]["requestBody"]["content"]
     unkeyed = {path for path, _, one in operations if "security" not in one}
-    assert unkeyed == {"/", "/health", "/ready"}
+    assert unkeyed == {"/", "/health", "/ready", "/api/version"}
     assert json.dumps(paths).count("multipart/form-data") == 1  # of the table's path
 
 
