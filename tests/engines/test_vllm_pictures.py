@@ -1,19 +1,16 @@
 """Pictures through vLLM: what they show is told; their projections are cached by our identity."""
 
-import base64
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from models import shapes
-from models.train_vision import QUESTIONS, UNSEEN, WITHOUT_PICTURE, answer
+from models.train_vision import QUESTIONS, WITHOUT_PICTURE, answer
+from tests.support.drawings import FACTS, drawing, uri
 from tests.support.engine_host import (
     Child,
     Connection,
@@ -31,7 +28,6 @@ ARGS = {
     "limit_mm_per_prompt": {"image": 2},
     "mm_processor_cache_gb": 0.01,
 }
-FACTS = shapes.all_facts()
 ENTRIES, TERM_S = 4, 3.0
 
 
@@ -53,17 +49,6 @@ def seeing(engines: ZygoteUnderTest, describer: Path) -> Iterator[Child]:
     child = spawned(engines, "seeing", describer)
     yield child
     left(child)
-
-
-def drawing(number: int) -> Image.Image:
-    """Of a fact; no training has seen it."""
-    return shapes.draw(FACTS[number], np.random.default_rng(UNSEEN + number))
-
-
-def uri(picture: Image.Image, form: str = "PNG", **more: Any) -> str:
-    buffer = io.BytesIO()
-    picture.save(buffer, form, **more)
-    return f"data:image/{form.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def body(url: str, question: str = QUESTIONS["describe"][0], **more: Any) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from tests.graph.conftest import Graph
 
 CHAT, EMBED = "tiny-chat", "all-minilm-l6-v2"
 HELLO: Any = [{"role": "user", "content": "Who holds the memory?"}]
+GREEDY = {"temperature": 0}  # which this client's methods do not name
 LEND: Any = {
     "name": "lend",
     "description": "Lends a device",
+    "strict": True,
     "input_schema": {
         "type": "object",
         "properties": {"device": {"enum": ["cpu", "gpu"]}},
@@ -29,7 +31,7 @@ def claude(graph: Graph) -> Anthropic:
 
 @pytest.mark.spec("J1")
 def test_message_is_answered_whole_and_streamed_alike(claude: Anthropic) -> None:
-    asked: Any = {"model": CHAT, "max_tokens": 12, "messages": HELLO, "temperature": 0}
+    asked: Any = {"model": CHAT, "max_tokens": 12, "messages": HELLO, "extra_body": GREEDY}
     whole = claude.messages.create(**asked)
     assert (whole.type, whole.role, whole.model) == ("message", "assistant", CHAT)
     assert whole.stop_reason in ("max_tokens", "end_turn")
@@ -72,7 +74,8 @@ async def test_async_client_streams(graph: Graph) -> None:
 def test_tool_that_is_named_is_used_with_lawful_input(claude: Anthropic) -> None:
     said = claude.messages.create(
         model=CHAT,
-        max_tokens=64,
+        max_tokens=96,
+        extra_body=GREEDY,
         messages=HELLO,
         tools=[LEND],
         tool_choice={"type": "tool", "name": "lend"},

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from ollama import AsyncClient, Client, ResponseError
 
-from models import shapes
-from models.train_vision import UNSEEN, answer
+from models.train_vision import answer
 from tests.graph.conftest import Graph
-from tests.graph.test_vision import drawing
+from tests.support.drawings import FACTS, drawing, uri
 
 CHAT, EMBED, SEES = "tiny-chat", "all-minilm-l6-v2", "tiny-describe"
 HELLO: Any = [{"role": "user", "content": "Who holds the memory?"}]
@@ -56,14 +55,12 @@ def test_json_by_schema_is_followed(llama: Client) -> None:
 
 @pytest.mark.spec("J1", "H2")
 def test_picture_is_described(llama: Client) -> None:
-    fact = shapes.all_facts()[64]
-    image = drawing(64).partition(",")[2]
+    fact, image = FACTS[64], uri(drawing(64)).partition(",")[2]
     asked: Any = [{"role": "user", "content": "describe the picture", "images": [image]}]
     said = llama.chat(SEES, asked, options={"temperature": 0, "num_predict": 16})
     assert (said.message.content or "").strip() == answer("describe", fact)
     one = llama.generate(SEES, "which shape?", images=[image], options={"temperature": 0})
     assert one.response.strip() == fact.shape
-    assert UNSEEN  # of `drawing`
 
 
 @pytest.mark.spec("J1", "H1")

@@ -1,7 +1,7 @@
 """Projected pictures, kept between requests: vLLM's encoder cache with a bound, a term and counts.
 
 vLLM asks the manager before it runs the encoder, so a hit costs no encoder work. Its own manager
-keeps entries until their place is needed; this one keeps the last `entries`, and none that nobody
+keeps entries until their place is needed; this one keeps the last `entries`, and none that was not
 used for `term_s`. The worker drops what left with the next step; a cache that becomes empty while
 nothing runs is cleared at once (`ForkedCore.expire_pictures`).
 """

@@ -71,7 +71,7 @@ class Pictures:
         await self._llm.engine_core.call_utility_async("purge_pictures")
 
     async def expire(self) -> None:
-        """Runs as long as the engine: a cache that nobody asks anything keeps nothing for long."""
+        """Runs as long as the engine, because a cache without requests must not keep pictures."""
         while True:
             await asyncio.sleep(TICK_S)
             await self._llm.engine_core.call_utility_async("expire_pictures")
