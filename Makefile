@@ -38,7 +38,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 
 install: $(VENV)/.installed-$(DEVICE)
 
-$(VENV)/.installed-$(DEVICE): pyproject.toml constraints-$(DEVICE).txt
+$(VENV)/.installed-$(DEVICE): pyproject.toml constraints-$(DEVICE).txt constraints-weights.txt
 	$(PYTHON) tools/install.py --venv $(VENV) --device $(DEVICE)
 	touch $@
 

@@ -10,6 +10,8 @@ from deployments.config.schema import CapabilityArgs, ConfigError, FrontArgs
 
 TEXT = "deployments.capabilities.text:TextServer"
 EMBEDDING = "deployments.capabilities.embedding:EmbeddingServer"
+RERANK = "deployments.capabilities.rerank:RerankServer"
+VISION = "deployments.capabilities.vision:VisionServer"
 
 # A handle reports its queue this often, so that a waiting request starts a replica in about a
 # second; with Serve's defaults (10 s, 30 s) it takes seven to ten.
@@ -51,6 +53,16 @@ def text(args: CapabilityArgs) -> Application:
 def embedding(args: CapabilityArgs) -> Application:
     """Embeddings."""
     return _capability(_class_of(args.class_ or EMBEDDING), args.capability)
+
+
+def rerank(args: CapabilityArgs) -> Application:
+    """Rerank, score and classify."""
+    return _capability(_class_of(args.class_ or RERANK), args.capability)
+
+
+def vision(args: CapabilityArgs) -> Application:
+    """Chat about pictures."""
+    return _capability(_class_of(args.class_ or VISION), args.capability)
 
 
 def _class_of(path: str | None) -> type:

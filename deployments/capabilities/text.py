@@ -16,7 +16,10 @@ from deployments.replica.use import Use
 class TextServer(Capability):
     """Passes raw JSON in and bytes out; vLLM in the engine child gives them their meaning."""
 
-    paths = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+    paths = frozenset(
+        "/v1/chat/completions /v1/completions /v1/responses /v1/messages "
+        "/v1/messages/count_tokens".split()
+    )
 
     def __init__(self, capability: str) -> None:
         super().__init__(capability)

@@ -13,7 +13,7 @@ from typing import Any
 from arbiter.core.types import Need, Split
 from arbiter.units import MIB, Bytes
 from deployments.config.fields import parse_size
-from deployments.config.model_files import adapter_slots, slot_size, weights_bytes
+from deployments.config.model_files import adapter_slots, picture_bytes, slot_size, weights_bytes
 from deployments.config.schema import ConfigError, ModelConfig
 
 Arguments = Mapping[str, Any]  # `engine_args`
@@ -45,9 +45,11 @@ def weights_and_cache(kind: "EngineKind", path: str, model: ModelConfig) -> Need
 
 
 def weights_cache_and_slots(kind: "EngineKind", path: str, model: ModelConfig) -> Need:
-    """And slots of adapters, with as many adapters again in vLLM's own cache on the host, which
-    without a GPU is the same RAM; with one it is slack."""
+    """And caches of pictures, and slots of adapters, with as many adapters again in vLLM's own
+    cache on the host, which without a GPU is the same RAM; with one it is slack."""
     need = weights_and_cache(kind, path, model)
+    pictures = picture_bytes(Path(path), model.engine_args)
+    need = replace(need, working_bytes=Bytes(need.working_bytes + pictures))
     if model.adapters is None:
         return need
     slots_bytes = adapter_slots(path, model) * slot_size(path, model.adapters.max_rank)

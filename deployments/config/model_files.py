@@ -2,15 +2,22 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from arbiter.core.records import estimates
-from arbiter.units import Bytes
+from arbiter.units import GIB, Bytes
 from deployments.config import safetensors_header
 from deployments.config.schema import ConfigError, ModelConfig
 
 # vLLM's default number of sequences in a batch; more slots than sequences serve no request.
 DEFAULT_SEQUENCES = 128
+# Of vLLM, for a model that sees: its cache of processed pictures, in the process that answers (by
+# default 4 GiB), and the most embeddings of pictures that its core keeps, which are the
+# most tokens of one step. 8,192 is the default on large GPUs; others keep fewer.
+PROCESSED_GIB, MOST_EMBEDDINGS = 0.05, 8_192
+EMBEDDING_BYTES = 4  # of a number in float32; half of it in the precision of most models
 # `model.fp16.safetensors` beside `model.safetensors`: the same tensors in another precision, of
 # which a library loads one (diffusers, "variants").
 _VARIANT = re.compile(r"\.(fp16|bf16|fp32)(?=[.-])")
@@ -91,3 +98,27 @@ def adapter_slots(path: str, model: ModelConfig) -> int:
     most = int(model.engine_args.get("max_num_seqs", DEFAULT_SEQUENCES))
     share_bytes = int(weights_bytes(Path(path)) * given.slot_share)
     return max(1, min(most, share_bytes // slot_size(path, given.max_rank)))
+
+
+def sees(source: Path) -> bool:
+    """Whether the model takes pictures, by its configuration. A hub id is not looked into."""
+    return "vision_config" in _configuration(source)
+
+
+def picture_bytes(source: Path, arguments: Mapping[str, Any]) -> Bytes:
+    """What vLLM's caches of pictures may hold; 0 for a model that takes none."""
+    config = _configuration(source)
+    if "vision_config" not in config:
+        return Bytes(0)
+    wide = config.get("text_config", config).get("hidden_size", 0)
+    embeddings = int(arguments.get("max_num_batched_tokens", MOST_EMBEDDINGS))
+    processed = float(arguments.get("mm_processor_cache_gb", PROCESSED_GIB)) * GIB
+    return Bytes(int(processed) + embeddings * wide * EMBEDDING_BYTES)
+
+
+def _configuration(source: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((source / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -7,8 +7,17 @@ from starlette.middleware import Middleware
 
 from deployments.front.body_limit import BodyLimit
 from deployments.front.dependencies import FrontState, check_site
+from deployments.front.error_forms import ErrorForms
 from deployments.front.http_errors import HANDLERS
-from deployments.front.routes import arbiter, health, leases, openai, residency, settings
+from deployments.front.routes import (
+    arbiter,
+    health,
+    leases,
+    ollama,
+    openai,
+    residency,
+    settings,
+)
 from deployments.front.schemas import SCHEMAS
 
 
@@ -31,11 +40,11 @@ def build(front: FrontState) -> FastAPI:
         redoc_url=None,
         dependencies=[Depends(check_site)],
         exception_handlers=HANDLERS,
-        middleware=[Middleware(BodyLimit)],
+        middleware=[Middleware(ErrorForms), Middleware(BodyLimit)],
     )
     app.state.front = front
     app.state.offered = []
-    for module in (openai, health, arbiter, leases, residency, settings):
+    for module in (openai, ollama, health, arbiter, leases, residency, settings):
         app.include_router(module.router)
     _add(app, tuple(SCHEMAS))
     offer(app)

@@ -92,5 +92,7 @@ def is_address(name: str) -> bool:
 
 
 def _token(request: Request) -> str:
+    """As OpenAI's clients send it, or as Anthropic's do."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else ""
+    bearer = token.strip() if kind.lower() == "bearer" else ""
+    return bearer or request.headers.get("x-api-key", "").strip()

@@ -17,6 +17,7 @@ from deployments.config.schema import ModelConfig, Profile
 from deployments.front.forms import BadForm, text_fields
 from deployments.front.keys import DEFAULT_TENANT
 from deployments.front.model_names import Target
+from deployments.front.pictures import BadPart, PictureCheck
 from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Generates, Kind
 
 # Headers that go on to the engine: those that its HTTP layer reads.
@@ -77,6 +78,8 @@ async def parse(
     schema = SCHEMAS.get(path, OF_THE_TABLE)
     is_form = _is_form(headers, schema.kind)
     fields: dict[str, Any] = await _form(raw, headers) if is_form else _object(raw)
+    if not is_form and _has_new_parts(path, fields):
+        raw = json.dumps(fields).encode()
     if private := sorted(PRIVATE & fields.keys()):
         raise BadRequest(f"`{private[0]}` is reserved and cannot be set by clients", private[0])
     said = {
@@ -159,6 +162,13 @@ def _object(raw: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise BadRequest("the body must be a JSON object", None)
     return fields
+
+
+def _has_new_parts(path: str, fields: dict[str, Any]) -> bool:
+    try:
+        return PictureCheck(path).run(fields)
+    except BadPart as error:
+        raise BadRequest(str(error), error.place) from error
 
 
 def _checked(body: type[Body], fields: dict[str, Any]) -> Body:

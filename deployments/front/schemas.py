@@ -9,12 +9,20 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 
 # OpenAI's own bounds where it states one: 128 choices, 128 tools, 4 stop texts (vLLM takes 16, as
 # does the front), 20 alternatives per token. MAX_MESSAGES is far above any use seen.
 MAX_CHOICES, MAX_TOOLS, MAX_STOPS, MAX_LOGPROBS = 128, 128, 16, 20
 MAX_MESSAGES = 10_000
+MAX_DOCUMENTS = 2_048  # of one rerank, score or classify: Jina's bound; Cohere advises 1,000
 MAX_NAME = 300  # of a model: two names of 128 and the separators between them
 DAY_S = 86_400.0
 STAY_WARM_MOST_S = 3_600.0  # the longest a client may keep an idle model resident
@@ -121,12 +129,88 @@ class Responses(Generates):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class Messages(Generates):
+    """POST /v1/messages, as Anthropic has it"""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int = Field(ge=1)
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
+    top_k: int | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class CountTokens(Body):
+    """POST /v1/messages/count_tokens"""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+
+
 class Embeddings(Body):
     """POST /v1/embeddings"""
 
     input: str | list[Any] = Field(min_length=1)
     dimensions: int | None = Field(None, ge=1)
     encoding_format: Literal["float", "base64"] | None = None
+
+
+class Document(BaseModel):
+    """A document to rerank, as Jina's and Cohere's clients may write it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    text: str
+
+
+class Reranks(Body):
+    """POST /v1/rerank: `documents`, as Jina and Cohere have it, or `texts`, as text-embeddings-
+    inference (TEI) does, whose answer is then given."""
+
+    query: str = Field(min_length=1)
+    texts: list[str] | None = Field(
+        None, min_length=1, max_length=MAX_DOCUMENTS, description="TEI's form, for `documents`"
+    )
+    documents: list[str | Document] | None = Field(
+        None, min_length=1, max_length=MAX_DOCUMENTS, validate_default=True
+    )
+    top_n: int | None = Field(None, ge=1, description="of the best; absent: all")
+    return_documents: bool | None = Field(None, description="absent: true")
+    return_text: bool | None = Field(None, description="with `texts`; absent: false")
+    raw_scores: bool | None = Field(None, description="with `texts`: before the activation")
+    truncate: bool | None = Field(None, description="with `texts`: cut what is too long")
+
+    @field_validator("documents")
+    @classmethod
+    def _one_form(cls, value: object, given: ValidationInfo) -> object:
+        if (value is None) == (given.data.get("texts") is None):
+            raise ValueError("give `documents`, or `texts` for TEI's form")
+        return value
+
+
+class Scores(Body):
+    """POST /v1/score: one text against one or many, or as many against each other."""
+
+    text_1: str | list[str] = Field(min_length=1)
+    text_2: str | list[str] = Field(min_length=1)
+
+    @field_validator("text_2")
+    @classmethod
+    def _pairs(cls, value: str | list[str], given: ValidationInfo) -> str | list[str]:
+        first = given.data.get("text_1")
+        count = 1 if isinstance(value, str) else len(value)
+        if isinstance(first, list) and len(first) not in (1, count):
+            raise ValueError(f"{count} texts for {len(first)} in `text_1`: give as many, or one")
+        return value
+
+
+class Classifies(Body):
+    """POST /v1/classify"""
+
+    input: str | list[str] = Field(min_length=1)
 
 
 class Kind(Enum):
@@ -150,7 +234,12 @@ SCHEMAS: dict[str, Schema] = {
     "/v1/chat/completions": Schema(Chat, Kind.TEXT),
     "/v1/completions": Schema(Completion, Kind.TEXT),
     "/v1/responses": Schema(Responses, Kind.TEXT),
+    "/v1/messages": Schema(Messages, Kind.TEXT),
+    "/v1/messages/count_tokens": Schema(CountTokens, Kind.JSON),
     "/v1/embeddings": Schema(Embeddings, Kind.JSON),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), Schema(Reranks, Kind.JSON)),
+    **dict.fromkeys(("/v1/score", "/score"), Schema(Scores, Kind.JSON)),
+    **dict.fromkeys(("/v1/classify", "/classify"), Schema(Classifies, Kind.JSON)),
 }
 OF_THE_TABLE = Schema(Body, Kind.ANY)
 
@@ -184,9 +273,11 @@ _REFUSALS = {
     409: "in conflict with the present state; the message says which",
     413: "the body is too large",
     429: "a queue is full; see Retry-After",
+    501: "not served here; the message says what to do",
     503: "cannot be served now; see Retry-After",
     507: "larger than the whole budget",
 }
+_OF_MODELS = tuple(status for status in _REFUSALS if status != 501)
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -199,4 +290,4 @@ def described(schema: Schema) -> dict[str, Any]:
     """Arguments of a FastAPI route that takes such a body."""
     fields = {"schema": schema.body.model_json_schema()}
     body = {"required": True, "content": dict.fromkeys(_TAKES[schema.kind], fields)}
-    return {"openapi_extra": {"requestBody": body}, "responses": refusals(*_REFUSALS)}
+    return {"openapi_extra": {"requestBody": body}, "responses": refusals(*_OF_MODELS)}

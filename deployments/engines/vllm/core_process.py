@@ -94,6 +94,25 @@ class ForkedCore(EngineCoreProc):
         """Called by name from the frontend."""
         return self.trace.facts()
 
+    def picture_facts(self) -> dict[str, int]:
+        """Called by name from the frontend, as the next two."""
+        facts: dict[str, int] = self.scheduler.encoder_cache_manager.facts()
+        return facts
+
+    def expire_pictures(self) -> None:
+        self.scheduler.encoder_cache_manager.expire()
+        self._clear_if_empty()
+
+    def purge_pictures(self) -> None:
+        self.scheduler.encoder_cache_manager.purge()
+        self._clear_if_empty()
+
+    def _clear_if_empty(self) -> None:
+        """What left the books leaves the worker with its next step; while none comes, here."""
+        manager = self.scheduler.encoder_cache_manager
+        if manager.freed and not manager.cached and not self.scheduler.has_unfinished_requests():
+            self.reset_encoder_cache()
+
     @contextmanager
     def _perform_handshakes(self, *args: Any, **kwargs: Any) -> Iterator[EngineZmqAddresses]:
         yield self.given

@@ -29,17 +29,19 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.engines import asgi, command_line, linux
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
+from deployments.engines.vllm import pictures, pooling
 from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
+from deployments.engines.vllm.pictures import Pictures
 
 # What a replica may call. vLLM also registers routes that pause, scale or reload an engine, or run
 # any of its calls by name; those stay out of reach.
 ROUTES = frozenset(
-    "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages /v1/models "
-    "/tokenize /detokenize /pooling /classify /score /v1/score /rerank /v1/rerank /metrics "
-    "/adapters".split()
-)
+    "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages "
+    "/v1/messages/count_tokens /v1/models "
+    "/tokenize /detokenize /pooling /metrics /adapters /pictures".split()
+) | frozenset(pooling.HANDLERS)
 _PROBE = "The answer is"
 _DEAD_S = 0.5  # for so long a frontend whose core is dead still answers its requests
 _CPU_WORKER = "deployments.engines.vllm.cpu_worker.SleepingCpuWorker"
@@ -119,6 +121,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         "disable_fastapi_docs": True,
         **_adapter_arguments(config),
         **_drafter_arguments(config),
+        **pictures.arguments(config["model"]),
     }
     if ways := len(config.get("parts", [])):
         shared["tensor_parallel_size"] = ways
@@ -164,7 +167,11 @@ class VllmEngine:
         self.llm: AsyncLLM | None = None
         self.api: FastAPI | None = None
         self.probes = 0
+        self.pools = False
+        self.probe_params: PoolingParams | None = None  # of a pooling model
         self.adapters: AdapterService | None = None
+        self.pictures: Pictures | None = None  # of a model that sees
+        self.expiring: asyncio.Task[None] | None = None
         self.most_tokens = 0  # of the context that it may grow to; 0: it does not grow
         self.growth: ContextGrowth | None = None
 
@@ -182,12 +189,17 @@ class VllmEngine:
         asyncio.get_running_loop().add_reader(self.core.pidfd, self._core_died)
         tasks = await self.llm.get_supported_tasks()
         self.pools = "generate" not in tasks
+        if self.pools:
+            self.probe_params = PoolingParams(task=self.llm.model_config.get_pooling_task(tasks))
         self.api = build_app(self.args, tasks, self.llm.model_config) if self.pools else text_api()
         self.args.fingerprint_value, self.args.fingerprint_mode = fingerprint(self), "custom"
         self.api.state.args = self.args
         # vLLM's error handler tells a server to exit when the core is dead: `_core_died` does that.
         self.api.state.server = SimpleNamespace(should_exit=False)
         await init_app_state(self.llm, self.api.state, self.args, tasks)
+        if self.args.ec_manager_config and self.llm.model_config.is_multimodal_model:
+            self.pictures = Pictures(self.llm)
+            self.expiring = asyncio.ensure_future(self.pictures.expire())
         if self.most_tokens:
             self.growth = ContextGrowth(self.api, self.args.served_model_name[0], self.most_tokens)
         if self.adapters is not None:
@@ -214,6 +226,14 @@ class VllmEngine:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
+        if self.pools and scope["path"] in pooling.HANDLERS:
+            return await pooling.serve(self.api, scope, receive, send)
+        if self.pictures is not None:
+            return await self.pictures.serve(self._adapted, scope, receive, send)
+        await self._adapted(scope, receive, send)
+
+    async def _adapted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.api is not None and self.llm is not None
         if self.adapters is None:
             return await self.api(scope, receive, send)
         if scope["path"] == "/adapters":
@@ -225,6 +245,8 @@ class VllmEngine:
         assert self.llm is not None
         if self.adapters is not None:
             await self.adapters.forget_loaded()
+        if self.pictures is not None:
+            await self.pictures.purge()
         await self.llm.sleep(level=1)
 
     async def wake(self) -> None:
@@ -233,14 +255,12 @@ class VllmEngine:
 
     async def probe(self) -> str:
         """The next token with its log-probability and those of its rivals; of a pooling model, the
-        first eight numbers of a vector."""
+        first eight numbers of a vector or of the labels' scores."""
         assert self.llm is not None
         self.probes += 1
         number = f"probe-{self.probes}"
-        if self.pools:
-            pooled = [
-                out async for out in self.llm.encode(_PROBE, PoolingParams(task="embed"), number)
-            ]
+        if self.probe_params is not None:
+            pooled = [out async for out in self.llm.encode(_PROBE, self.probe_params, number)]
             return str([round(x, 4) for x in pooled[-1].outputs.data.flatten()[:8].tolist()])
         one = SamplingParams(temperature=0, max_tokens=1, logprobs=4)
         output = [out async for out in self.llm.generate(_PROBE, one, number)][-1].outputs[0]

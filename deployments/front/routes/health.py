@@ -1,7 +1,7 @@
 """Liveness, and readiness of each capability (J9); no key is needed."""
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from deployments.front import arbiter_gateway
 from deployments.front.dependencies import State
@@ -14,6 +14,12 @@ router = APIRouter()
 async def health() -> dict[str, str]:
     """Liveness: this process answers."""
     return {"status": "ok"}
+
+
+@router.head("/")
+async def root() -> Response:
+    """Anthropic's tools ask whether there is a server at all."""
+    return Response()
 
 
 @router.get("/ready", responses=refusals(503))

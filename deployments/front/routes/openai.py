@@ -9,10 +9,11 @@ from fastapi.responses import Response, StreamingResponse
 
 from arbiter.core.types import Priority
 from deployments.front.dependencies import FrontState, Inferrer, State
-from deployments.front.keys import Scope
+from deployments.front.keys import Caller, Scope
 from deployments.front.relay import relay
 from deployments.front.request import parse
 from deployments.front.schemas import OF_THE_TABLE, SCHEMAS, described, refusals
+from deployments.messages import InferenceCall
 
 router = APIRouter(prefix="/v1")
 
@@ -23,10 +24,7 @@ async def infer(request: Request, caller: Inferrer, front: State) -> Response:
     service = front.service
     with service.admitted():
         raw = await request.body()
-        asked = await parse(request.url.path, raw, request.headers, service.profiles)
-        if asked.priority is not None and asked.priority < Priority.NORMAL:
-            front.auth.require(request, Scope.PRIORITY)
-        call = service.call(asked, caller.tenant)
+        call = await call_for(request, caller, front, request.url.path, raw)
         response = await relay(
             service.run(call),
             wants_progress=call.wants_progress,
@@ -35,6 +33,17 @@ async def infer(request: Request, caller: Inferrer, front: State) -> Response:
     if isinstance(response, StreamingResponse):
         response.body_iterator = _counted(front, response.body_iterator)
     return response
+
+
+async def call_for(
+    request: Request, caller: Caller, front: FrontState, path: str, raw: bytes
+) -> InferenceCall:
+    """The call that a body for `path` means, by a caller that may make it. Raises RequestError."""
+    service = front.service
+    asked = await parse(path, raw, request.headers, service.profiles)
+    if asked.priority is not None and asked.priority < Priority.NORMAL:
+        front.auth.require(request, Scope.PRIORITY)
+    return service.call(asked, caller.tenant)
 
 
 async def _counted(front: FrontState, body: Any) -> AsyncGenerator[Any, None]:

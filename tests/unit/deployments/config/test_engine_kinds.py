@@ -1,5 +1,6 @@
 """What is known of an engine without importing it, and what it needs before its first load."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,22 @@ def test_each_engine_estimates_by_the_arguments_that_it_knows(tmp_path: Path) ->
     slots_bytes = 2 * 3 * 8 * 2 * (64 + 8 + 8 + 16)  # twice 3 slots of rank 8, of 2 bytes each
     expected = 2 * MIB + slots_bytes
     assert more == {"vllm": expected, "sentence_transformers": 0, "my.engine:build": expected}
+
+
+@pytest.mark.spec("A17", "H8")
+def test_caches_of_pictures_are_on_the_ticket_of_a_model_that_sees(tmp_path: Path) -> None:
+    safetensors(tmp_path, "a.safetensors", 100)
+    args = {"max_num_batched_tokens": 1_000, "mm_processor_cache_gb": 0.5}
+    kind = engine_kinds.engine_kind("vllm")
+
+    def working_bytes(config: dict[str, object]) -> int:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        need = kind.estimate(kind, str(tmp_path), configured(tmp_path, engine_args=args))
+        return need.working_bytes - kind.working_bytes
+
+    assert working_bytes({"hidden_size": 64}) == 0
+    seen = {"vision_config": {"hidden_size": 7}, "text_config": {"hidden_size": 64}}
+    assert working_bytes(seen) == 512 * MIB + 1_000 * 64 * 4
 
 
 @pytest.mark.spec("A17", "H9")

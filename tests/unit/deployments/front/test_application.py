@@ -92,7 +92,7 @@ def error(answer: Response) -> dict[str, Any]:
     [
         ("GET", "/v1/nothing", 404, "not_found"),
         ("POST", "/v1/nothing", 404, "not_found"),
-        ("GET", "/", 404, "not_found"),
+        ("GET", "/nothing", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/arbiter/settings", 405, "method_not_allowed"),
         ("GET", "/v1/models/none", 404, "model_not_found"),
@@ -282,7 +282,7 @@ async def test_description_names_each_body_and_no_status_that_is_never_sent(
     for path in ("/arbiter/leases/{lease}", "/arbiter/settings", "/arbiter/residency/{model}"):
         assert "application/json" in paths[path]["put"]["requestBody"]["content"]
     unkeyed = {path for path, _, one in operations if "security" not in one}
-    assert unkeyed == {"/health", "/ready"}
+    assert unkeyed == {"/", "/health", "/ready", "/api/version"}
     assert json.dumps(paths).count("multipart/form-data") == 1  # of the table's path
 
 

@@ -41,14 +41,14 @@ async def test_table_change_brings_models_and_paths_and_keeps_calls_in_flight(
         await front.reconfigure(config(tmp_path, chat=CHAT))
         service = front.app.state.front.service
         with service.admitted():
-            rank = {**CHAT, "models": {"ranker": {"source": "x"}}, "paths": ["/v1/rerank"]}
+            rank = {**CHAT, "models": {"ranker": {"source": "x"}}, "paths": ["/v1/ranks"]}
             await front.reconfigure(config(tmp_path, chat=CHAT, rank=rank))
             assert front.app.state.front.service is service
             with pytest.raises(QueueFull), service.admitted():
                 pass
         models = (await client.get("/v1/models")).json()["data"]
         assert [card["id"] for card in models] == ["ranker", "tiny"]
-        answer = await client.post("/v1/rerank", json={"model": "none"})
+        answer = await client.post("/v1/ranks", json={"model": "none"})
         assert answer.json()["error"]["code"] == "model_not_found"
 
 

@@ -1,0 +1,11 @@
+"""Vision: chat about pictures, by vLLM's multimodal models in the child.
+
+The front lets only pictures within bounds pass (deployments.front.pictures); the engine gives each
+an identity of its own (deployments.engines.vllm.pictures).
+"""
+
+from deployments.replica.capability import Capability
+
+
+class VisionServer(Capability):
+    paths = frozenset({"/v1/chat/completions"})

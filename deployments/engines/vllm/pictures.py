@@ -1,0 +1,134 @@
+"""Pictures of a chat: the identity by which vLLM caches them, and what the cache holds.
+
+vLLM knows a picture by the hash of its file, or by what the file says of itself (EXIF's ImageID),
+which a client could forge. Here the identity is a hash of the model, the tenant and the decoded
+pixels, sent as the part's `uuid`: files that decode to equal pixels share an entry, and tenants
+share none.
+"""
+
+import asyncio
+import base64
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm.multimodal.media import ImageMediaIO
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from deployments import messages
+from deployments.config import model_files
+from deployments.engines import asgi
+from deployments.engines.protocol import Asgi, Receive, Scope, Send
+from deployments.engines.vllm import picture_cache
+
+FACTS = "/pictures"  # GET: what the cache holds; DELETE: empties it of what no request reads
+# Expired entries leave when the next picture comes, or at the latest so long after their term.
+TICK_S = 15.0
+_DIGESTED_BYTES = 1 << 20  # of each file's beginning: headers and the first layer
+
+
+def arguments(model: str) -> dict[str, Any]:
+    """vLLM's arguments for a model that sees; empty for another one."""
+    if not model_files.sees(Path(model)):
+        return {}
+    return {
+        "ec_manager_config": {"encoder_cache_manager_cls": picture_cache.MANAGER},
+        "mm_processor_cache_gb": model_files.PROCESSED_GIB,
+    }
+
+
+class Pictures:
+    """Gives each picture of a request its identity. One per engine of a model that sees."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._reader = ImageMediaIO()
+        self._model = content_hash(Path(llm.model_config.model))
+
+    async def serve(self, api: Asgi, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == FACTS:
+            return await self._facts(scope, send)
+        body = await asgi.read_body(receive)
+        if body is None:
+            return
+        tenant = dict(scope["headers"]).get(messages.TENANT_HEADER.encode(), b"default")
+        try:
+            body = await asyncio.to_thread(self._named, body, tenant)
+        except BadPicture as error:
+            return await asgi.refuse(send, 400, str(error), param=error.place)
+        await api(scope, asgi.replay(body, receive), send)
+
+    async def _facts(self, scope: Scope, send: Send) -> None:
+        if scope["method"] == "DELETE":
+            await self.purge()
+        facts = await self._llm.engine_core.call_utility_async("picture_facts")
+        await asgi.respond(send, 200, facts)
+
+    async def purge(self) -> None:
+        await self._llm.reset_mm_cache()
+        await self._llm.engine_core.call_utility_async("purge_pictures")
+
+    async def expire(self) -> None:
+        """Runs as long as the engine, because a cache without requests must not keep pictures."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            await self._llm.engine_core.call_utility_async("expire_pictures")
+
+    def _named(self, body: bytes, tenant: bytes) -> bytes:
+        """The body with a uuid on each picture. Raises BadPicture."""
+        try:
+            fields = json.loads(body)
+        except ValueError:
+            return body  # vLLM says what is wrong with it
+        found = False
+        for place, part in _pictures(fields):
+            part["uuid"] = self.identity(part["image_url"], tenant, place)
+            found = True
+        return json.dumps(fields).encode() if found else body
+
+    def identity(self, given: Any, tenant: bytes, place: str) -> str:
+        """Of one picture: the pixels that vLLM's own reader will give. Raises BadPicture."""
+        url = given.get("url") if isinstance(given, dict) else given
+        if not isinstance(url, str) or not url[:5].lower() == "data:":
+            raise BadPicture(place, "pictures come as data: URIs")
+        try:
+            data = base64.b64decode(url.partition(",")[2], validate=True)
+            pixels = self._reader.load_bytes(data).media
+        except (ValueError, SyntaxError) as error:
+            raise BadPicture(place, f"cannot be decoded: {error}") from error
+        digest = hashlib.sha256(f"{self._model} {pixels.mode} {pixels.size} ".encode())
+        digest.update(hashlib.sha256(tenant).digest())
+        digest.update(pixels.tobytes())
+        return digest.hexdigest()
+
+
+class BadPicture(ValueError):
+    """A picture that cannot be read. `place`: as `messages[0].content[1].image_url`."""
+
+    def __init__(self, place: str, why: str) -> None:
+        super().__init__(place, why)
+        self.place, self.why = place, why
+
+    def __str__(self) -> str:
+        return f"`{self.place}`: {self.why}"
+
+
+def _pictures(fields: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    given = fields.get("messages") if isinstance(fields, dict) else None
+    for number, message in enumerate(given if isinstance(given, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and "image_url" in part:
+                yield f"messages[{number}].content[{index}].image_url", part
+
+
+def content_hash(folder: Path) -> str:
+    """Of a model: names and sizes of its files, with the beginning of each."""
+    digest = hashlib.sha256(str(folder).encode() if not folder.is_dir() else b"")
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
+        with path.open("rb") as stream:
+            digest.update(stream.read(_DIGESTED_BYTES))
+    return digest.hexdigest()

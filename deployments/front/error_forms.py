@@ -1,0 +1,113 @@
+"""Errors in the form of the API that was asked: OpenAI's, Anthropic's, or Ollama's.
+
+Everything behind this middleware speaks OpenAI's form. Which API a request belongs to is told by
+its path alone, so that unknown paths, missing keys and bodies too large are answered in form, too.
+
+Sources: docs.claude.com/en/api/errors, docs.ollama.com/api/errors.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ANTHROPIC, OLLAMA = "/v1/messages", "/api/"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+Form = Callable[[int, str], bytes]  # of a status and a message: the body
+
+
+def anthropic(status: int, message: str) -> bytes:
+    kind = _ANTHROPIC_TYPES.get(status) or (
+        "invalid_request_error" if status < 500 else "api_error"
+    )
+    return json.dumps({"type": "error", "error": {"type": kind, "message": message}}).encode()
+
+
+def ollama(status: int, message: str) -> bytes:
+    return json.dumps({"error": message}).encode()
+
+
+def form_of(path: str) -> Form | None:
+    """None: OpenAI's, in which all errors come."""
+    if path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/"):
+        return anthropic
+    return ollama if path.startswith(OLLAMA) else None
+
+
+class ErrorForms:
+    """An ASGI middleware, the outermost of the front."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        form = form_of(scope["path"]) if scope["type"] == "http" else None
+        await self._app(scope, receive, send if form is None else Formed(form, send))
+
+
+class Formed:
+    """A `send` that gives errors their form; all else passes as it comes."""
+
+    def __init__(self, form: Form, send: Send) -> None:
+        self._form, self._send = form, send
+        self._start: Message | None = None  # of an error, kept until its body is known
+        self._body = b""
+        self._is_event_stream = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._begin(message)
+        elif self._start is not None:
+            self._body += message.get("body", b"")
+            if not message.get("more_body"):
+                await self._refuse(self._start)
+        elif self._is_event_stream and message.get("body", b"").startswith(b"data: {"):
+            await self._send({**message, "body": self._event(message["body"])})
+        else:
+            await self._send(message)
+
+    async def _begin(self, message: Message) -> None:
+        if message["status"] >= 400:
+            self._start = message
+            return
+        kind = dict(message["headers"]).get(b"content-type", b"")
+        self._is_event_stream = kind.startswith(b"text/event-stream")
+        await self._send(message)
+
+    async def _refuse(self, start: Message) -> None:
+        body = self._form(start["status"], said(self._body))
+        kept = [pair for pair in start["headers"] if pair[0].lower() != b"content-length"]
+        length = (b"content-length", b"%d" % len(body))
+        await self._send({**start, "headers": [*kept, length]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    def _event(self, event: bytes) -> bytes:
+        """Of a stream whose status was sent: Anthropic's events have names, so one without is our
+        own last word."""
+        told = event.removeprefix(b"data: ").strip()
+        return b"event: error\ndata: " + self._form(_status_of(told), said(told)) + b"\n\n"
+
+
+def said(body: bytes) -> str:
+    """The message of an error in any of the forms."""
+    try:
+        error: Any = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")
+
+
+def _status_of(body: bytes) -> int:
+    """By OpenAI's `type`: a stream has no status of its own."""
+    kind = json.loads(body).get("error", {}).get("type", "")
+    return {"rate_limit_error": 429, "invalid_request_error": 400}.get(kind, 500)

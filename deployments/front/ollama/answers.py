@@ -1,0 +1,153 @@
+"""From OpenAI's answers, whole or streamed, to Ollama's."""
+
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+Fields = dict[str, Any]
+Spoken = Callable[[str, str, list[Fields]], Fields]  # of content, thinking and tool calls
+
+# The header of deployments.replica.capability: seconds until the model served.
+WAITED = "x-arbiter-waited-s"
+_REASONS = {"length": "length"}  # all others stop
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def in_chat(content: str, thinking: str, calls: list[Fields]) -> Fields:
+    """The part of /api/chat that carries the text."""
+    message: Fields = {"role": "assistant", "content": content}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
+
+
+def in_generate(content: str, thinking: str, calls: list[Fields]) -> Fields:
+    """The part of /api/generate that carries the text."""
+    return {"response": content} | ({"thinking": thinking} if thinking else {})
+
+
+class Answer:
+    """One answer: durations in ns, counts in tokens. `began_ns`: of the request, monotonic."""
+
+    def __init__(
+        self, model: str, spoken: Spoken, headers: Mapping[str, str], began_ns: int
+    ) -> None:
+        self._model, self._spoken, self._began_ns = model, spoken, began_ns
+        self._load_ns = load_ns(headers)
+        self._first_ns = 0
+        self._usage: Mapping[str, Any] = {}
+        self._reason = "stop"
+        self._calls: dict[int, Fields] = {}  # of tools, as their pieces come
+
+    def whole(self, said: Mapping[str, Any]) -> Fields:
+        """From the JSON of a chat completion or a completion."""
+        choice = said["choices"][0]
+        message = choice.get("message") or {"content": choice.get("text")}
+        self._usage = said.get("usage") or {}
+        self._reason = _REASONS.get(choice.get("finish_reason") or "", "stop")
+        calls = [_call(call["function"]) for call in message.get("tool_calls") or ()]
+        spoken = self._spoken(message.get("content") or "", _thinking(message), calls)
+        return self._last(spoken)
+
+    async def streamed(self, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """Lines of JSON from server-sent events. A break is a line with its error."""
+        async for event in events(parts):
+            if "error" in event:
+                yield _line({"error": event["error"].get("message", "")})
+                return
+            if spoken := self._piece(event):
+                yield _line(self._head() | spoken | {"done": False})
+        if self._calls:
+            calls = [_call(self._calls[number]) for number in sorted(self._calls)]
+            yield _line(self._head() | self._spoken("", "", calls) | {"done": False})
+        yield _line(self._last(self._spoken("", "", [])))
+
+    def _piece(self, event: Mapping[str, Any]) -> Fields | None:
+        self._usage = event.get("usage") or self._usage
+        for choice in event.get("choices") or ():
+            self._first_ns = self._first_ns or time.monotonic_ns()
+            if reason := choice.get("finish_reason"):
+                self._reason = _REASONS.get(reason, "stop")
+            delta = choice.get("delta") or {"content": choice.get("text")}
+            self._collect(delta.get("tool_calls") or ())
+            content, thinking = delta.get("content") or "", _thinking(delta)
+            if content or thinking:
+                return self._spoken(content, thinking, [])
+        return None
+
+    def _collect(self, calls: Any) -> None:
+        for call in calls:
+            known = self._calls.setdefault(call["index"], {"name": "", "arguments": ""})
+            for name in known:
+                known[name] += call.get("function", {}).get(name) or ""
+
+    def _head(self) -> Fields:
+        return {"model": self._model, "created_at": now()}
+
+    def _last(self, spoken: Fields) -> Fields:
+        ended_ns = time.monotonic_ns()
+        total_ns = ended_ns - self._began_ns
+        spoke_ns = ended_ns - self._first_ns if self._first_ns else 0
+        return self._head() | spoken | {
+            "done": True,
+            "done_reason": self._reason,
+            "total_duration": total_ns,
+            "load_duration": self._load_ns,
+            "prompt_eval_count": self._usage.get("prompt_tokens", 0),
+            "prompt_eval_duration": max(0, total_ns - spoke_ns - self._load_ns),
+            "eval_count": self._usage.get("completion_tokens", 0),
+            "eval_duration": spoke_ns,
+        }  # fmt: skip
+
+
+def load_ns(headers: Mapping[str, str]) -> int:
+    """Until the model served; 0 where it was resident."""
+    return int(float(headers.get(WAITED, 0)) * 1e9)
+
+
+def embedded(
+    model: str, said: Mapping[str, Any], headers: Mapping[str, str], began_ns: int
+) -> Fields:
+    """From OpenAI's vectors."""
+    return {
+        "model": model,
+        "embeddings": [row["embedding"] for row in said["data"]],
+        "total_duration": time.monotonic_ns() - began_ns,
+        "load_duration": load_ns(headers),
+        "prompt_eval_count": (said.get("usage") or {}).get("prompt_tokens", 0),
+    }
+
+
+async def events(parts: AsyncIterator[bytes]) -> AsyncGenerator[Fields, None]:
+    """The JSON of each event, however the bytes were cut."""
+    left = b""
+    async for part in parts:
+        *whole, left = (left + part).split(b"\n\n")
+        for event in whole:
+            data = event.removeprefix(b"data: ")
+            if event.startswith(b"data: ") and data != b"[DONE]":
+                yield json.loads(data)
+
+
+def _thinking(message: Mapping[str, Any]) -> str:
+    return message.get("reasoning") or message.get("reasoning_content") or ""
+
+
+def _call(function: Mapping[str, Any]) -> Fields:
+    """Ollama's arguments are an object; what a model wrote may be none."""
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        arguments = {"text": function["arguments"]}
+    return {"function": {"name": function["name"], "arguments": arguments}}
+
+
+def _line(fields: Fields) -> bytes:
+    return json.dumps(fields).encode() + b"\n"

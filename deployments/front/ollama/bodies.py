@@ -1,0 +1,201 @@
+"""Bodies of Ollama's routes, and the OpenAI fields that mean the same."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from deployments.front.schemas import (
+    MAX_MESSAGES,
+    MAX_NAME,
+    MAX_TOOLS,
+    STAY_WARM_MOST_S,
+)
+
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+# Of `options`: those that engines know, by OpenAI's or vLLM's name. The rest is for llama.cpp.
+_OPTIONS = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+    "seed": "seed", "stop": "stop", "num_predict": "max_tokens",
+    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+    "repeat_penalty": "repetition_penalty",
+}  # fmt: skip
+# By the first characters in base64, which stand for the first bytes of the file.
+_KINDS = {"iVBOR": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp", "Qk": "bmp"}
+
+Fields = dict[str, Any]
+
+
+class Asked(BaseModel):
+    """Fields of every route that runs a model."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    model: str = Field(min_length=1, max_length=MAX_NAME)
+    keep_alive: float | None = Field(
+        None, description="seconds, or text as `5m`; beyond an hour, or below 0: an hour"
+    )
+    options: dict[str, Any] | None = None
+
+    @field_validator("keep_alive", mode="before")
+    @classmethod
+    def _span(cls, value: object) -> object:
+        seconds = _seconds(value) if isinstance(value, str) else value
+        if isinstance(seconds, int | float):
+            return STAY_WARM_MOST_S if seconds < 0 else min(float(seconds), STAY_WARM_MOST_S)
+        return seconds
+
+    def common(self) -> Fields:
+        """Model, options and stay-warm in the front's own names."""
+        found: Fields = {"model": self.model}
+        for name, value in (self.options or {}).items():
+            if name in _OPTIONS and value is not None:
+                found[_OPTIONS[name]] = value
+        tokens = found.get("max_tokens", 0)
+        if isinstance(tokens, int) and tokens < 0:  # Ollama's word for no bound
+            del found["max_tokens"]
+        if self.keep_alive is not None:
+            found["x_stay_warm"] = self.keep_alive
+        return found
+
+
+class Generates(Asked):
+    stream: bool = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: bool | str | None = None
+
+    def fields(self) -> Fields:
+        """Of a chat, without its messages."""
+        found = self.common()
+        if isinstance(self.format, dict):
+            schema = {"name": "answer", "schema": self.format}
+            found["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif self.format:
+            found["response_format"] = {"type": "json_object"}
+        if self.think is not None:
+            found["chat_template_kwargs"] = {"enable_thinking": self.think is not False}
+        if self.stream:
+            found |= {"stream": True, "stream_options": {"include_usage": True}}
+        return found
+
+
+class ToolFunction(BaseModel):
+    name: str
+    arguments: dict[str, Any] = Field({})
+
+
+class ToolCall(BaseModel):
+    function: ToolFunction
+
+
+class Message(BaseModel):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    images: list[str] | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class Chat(Generates):
+    """POST /api/chat; without messages it only loads the model"""
+
+    messages: list[Message] = Field([], max_length=MAX_MESSAGES)
+    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
+
+    def openai(self) -> Fields:
+        tools = {"tools": self.tools} if self.tools else {}
+        return self.fields() | tools | {"messages": as_openai(self.messages)}
+
+
+class Generate(Generates):
+    """POST /api/generate; without a prompt it only loads the model"""
+
+    prompt: str = ""
+    system: str | None = None
+    images: list[str] | None = None
+    raw: bool = False
+    suffix: Literal[""] | None = Field(None, description="not served")
+    template: Literal[""] | None = Field(None, description="not served")
+
+    def openai(self) -> Fields:
+        """Of a chat with this one message; `raw` has no template."""
+        if self.raw:
+            return self.fields() | {"prompt": self.prompt}
+        system = [Message(role="system", content=self.system)] if self.system else []
+        asked = Message(role="user", content=self.prompt, images=self.images)
+        return self.fields() | {"messages": as_openai([*system, asked])}
+
+
+class Embed(Asked):
+    """POST /api/embed"""
+
+    input: str | list[str] = Field(min_length=1)
+    dimensions: int | None = Field(None, ge=1)
+
+    def openai(self) -> Fields:
+        found: Fields = {"model": self.model, "input": self.input}
+        if self.dimensions is not None:
+            found["dimensions"] = self.dimensions
+        if self.keep_alive is not None:
+            found["x_stay_warm"] = self.keep_alive
+        return found
+
+
+class Show(BaseModel):
+    """POST /api/show"""
+
+    model: str = Field(min_length=1, max_length=MAX_NAME)
+
+
+def as_openai(messages: list[Message]) -> list[Fields]:
+    """Ollama's tool calls have no ids: results answer them in order."""
+    found: list[Fields] = []
+    called, answered = 0, 0
+    for message in messages:
+        one: Fields = {"role": message.role, "content": _content(message)}
+        if message.tool_calls:
+            one["tool_calls"] = [
+                _call(call.function, called + number)
+                for number, call in enumerate(message.tool_calls)
+            ]
+            called += len(message.tool_calls)
+        if message.role == "tool":
+            one["tool_call_id"] = f"call_{answered}"
+            answered += 1
+        found.append(one)
+    return found
+
+
+def _call(function: ToolFunction, number: int) -> Fields:
+    said = {"name": function.name, "arguments": json.dumps(function.arguments)}
+    return {"id": f"call_{number}", "type": "function", "function": said}
+
+
+def _content(message: Message) -> str | list[Mapping[str, Any]]:
+    if not message.images:
+        return message.content
+    pictures = [
+        {"type": "image_url", "image_url": {"url": _as_uri(image)}} for image in message.images
+    ]
+    return [*pictures, {"type": "text", "text": message.content}]
+
+
+def _as_uri(image: str) -> str:
+    """What is none of these is refused as every other picture (deployments.front.pictures)."""
+    kinds = (kind for start, kind in _KINDS.items() if image.startswith(start))
+    return f"data:image/{next(kinds, 'png')};base64,{image}"
+
+
+def _seconds(text: str) -> float | str:
+    """As Go writes spans of time: `1h30m`, `300ms`, `-1`, or seconds alone. Other texts as they
+    are, which are then refused."""
+    try:
+        return float(text)
+    except ValueError:
+        parts = _SPAN.findall(text.removeprefix("-"))
+    if "".join(number + unit for number, unit in parts) != text.removeprefix("-"):
+        return text
+    found = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+    return -found if text.startswith("-") else found

@@ -1,0 +1,119 @@
+"""What Ollama's clients are told of models: those there are, those loaded, one in detail."""
+
+import hashlib
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from deployments.config.load_plan import plan
+from deployments.config.schema import CapabilityConfig, ConfigError, Table
+from deployments.front.model_names import Target
+
+Fields = dict[str, Any]
+
+# By role; a role that is not here is served by other routes.
+ABILITIES = {"text": ["completion"], "vision": ["completion", "vision"], "embedding": ["embedding"]}
+
+
+def tags(table: Table, names: list[str], started_unix_s: int) -> list[Fields]:
+    """One row for each name, adapters with the size of their base. Reads headers of files."""
+    sizes = {model: _weights_bytes(table, model) for model in table.homes}
+    return [
+        {
+            "name": name,
+            "model": name,
+            "modified_at": _time(started_unix_s),
+            "size": sizes[_base(table, name)],
+            "digest": _digest(table, name),
+            "details": _details(table.capabilities[table.homes[_base(table, name)]]),
+        }
+        for name in names
+    ]
+
+
+def loaded(table: Table, state: Mapping[str, Any]) -> list[Fields]:
+    """Models that serve or sleep, by the arbiter's state. `size_vram` is what lies on GPUs."""
+    gpus = {row["device"] for row in state["devices"] if row["kind"] == "gpu"}
+    return [
+        _row(table, ticket, gpus)
+        for ticket in state["tickets"]
+        if ticket["state"] in ("resident", "asleep", "draining") and ticket["model"] in table.homes
+    ]
+
+
+def _row(table: Table, ticket: Mapping[str, Any], gpus: set[str]) -> Fields:
+    held = ticket["measured_bytes"] or ticket["charged_bytes"]
+    left_s = max(0.0, ticket["keep_warm_s"] - (ticket["idle_s"] or 0.0))
+    model = ticket["model"]
+    capability = table.capabilities[table.homes[model]]
+    return {
+        "name": model,
+        "model": model,
+        "size": sum(held.values()),
+        "size_vram": sum(size for device, size in held.items() if device in gpus),
+        "digest": _digest(table, model),
+        "expires_at": (datetime.now(UTC) + timedelta(seconds=left_s)).isoformat(),
+        "context_length": _context(capability, model),
+        "details": _details(capability),
+    }
+
+
+def card(table: Table, target: Target, started_unix_s: int) -> Fields:
+    """One model or adapter."""
+    capability = table.capabilities[target.capability]
+    config = capability.models[target.model]
+    abilities = [*ABILITIES.get(capability.role, [])]
+    if config.engine_args.get("enable_auto_tool_choice"):
+        abilities.append("tools")
+    lines = [f"{name} {value}" for name, value in sorted(config.defaults.items())]
+    return {
+        "modified_at": _time(started_unix_s),
+        "parameters": "\n".join(lines),
+        "template": config.chat_template or "",
+        "details": _details(capability),
+        "model_info": {
+            "general.architecture": capability.engine,
+            "general.size_bytes": _weights_bytes(table, target.model),
+            f"{capability.engine}.context_length": _context(capability, target.model),
+        },
+        "capabilities": abilities,
+    }
+
+
+def _weights_bytes(table: Table, model: str) -> int:
+    """0 where the files are not on this node."""
+    try:
+        need = plan(model, table.capabilities[table.homes[model]]).need
+    except (ConfigError, OSError):
+        return 0
+    return int(need.weights_bytes)
+
+
+def _base(table: Table, name: str) -> str:
+    return name if name in table.homes else name.partition(":")[0]
+
+
+def _details(capability: CapabilityConfig) -> Fields:
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": capability.engine,
+        "families": [capability.engine],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+
+
+def _context(capability: CapabilityConfig, model: str) -> int:
+    return int(capability.models[model].engine_args.get("max_model_len", 0))
+
+
+def _digest(table: Table, name: str) -> str:
+    """Of where the model comes from and how it is run: Ollama's clients compare it."""
+    base = _base(table, name)
+    config = table.capabilities[table.homes[base]].models[base]
+    return hashlib.sha256(f"{name} {config.model_dump_json()}".encode()).hexdigest()
+
+
+def _time(unix_s: int) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat()

@@ -1,0 +1,188 @@
+"""Ollama's routes: each asks for what an OpenAI route would, and says it in Ollama's words.
+
+`keep_alive` is stay-warm: a wish for as long as the client is known to come back. Nothing here
+takes a model from others, so it ends no model, and models come from the configuration alone.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from arbiter.errors import UnknownModel
+from deployments import messages
+from deployments.front import arbiter_gateway
+from deployments.front.dependencies import FrontState, Inferrer, State
+from deployments.front.keys import Caller
+from deployments.front.ollama import bodies, catalogue
+from deployments.front.ollama.answers import Answer, Spoken, embedded, in_chat, in_generate, now
+from deployments.front.relay import whole
+from deployments.front.request import BadRequest
+from deployments.front.routes.json_route import JsonRoute
+from deployments.front.routes.openai import call_for
+from deployments.front.schemas import refusals
+from deployments.front.service import Parts
+
+router = APIRouter(
+    prefix="/api", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 429, 503, 507)
+)
+
+CHAT, COMPLETION, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+# Of Ollama: whose forms these are. Clients ask for it to know which fields they may send.
+VERSION = "0.12.0"
+LINES = "application/x-ndjson"
+_OTHERS = "models come from the configuration, and `arbiter unload` ends one"
+
+
+@router.get("/version", responses={})
+async def version() -> dict[str, str]:
+    return {"version": VERSION}
+
+
+@router.get("/tags")
+async def tags(caller: Inferrer, front: State) -> dict[str, Any]:
+    """Models, and the adapters that this caller may name."""
+    names = front.service.names.visible(caller.tenant)
+    rows = await asyncio.to_thread(catalogue.tags, front.table, names, front.started_unix_s)
+    return {"models": rows}
+
+
+@router.get("/ps")
+async def ps(caller: Inferrer, front: State) -> dict[str, Any]:
+    """Models that are loaded, with the bytes that the node agent measured."""
+    return {"models": catalogue.loaded(front.table, (await arbiter_gateway.state()).plain)}
+
+
+@router.post("/show")
+async def show(body: bodies.Show, caller: Inferrer, front: State) -> dict[str, Any]:
+    """Raises UnknownModel, AdapterAmbiguous, AdapterInvalid."""
+    target = front.service.names.find(_name(front, body.model, caller), caller.tenant)
+    return await asyncio.to_thread(catalogue.card, front.table, target, front.started_unix_s)
+
+
+@router.post("/chat")
+async def chat(body: bodies.Chat, request: Request, caller: Inferrer, front: State) -> Response:
+    if not body.messages:
+        return await _loaded(body, in_chat, request, caller, front)
+    return await _spoken(CHAT, body, in_chat, request, caller, front)
+
+
+@router.post("/generate")
+async def generate(
+    body: bodies.Generate, request: Request, caller: Inferrer, front: State
+) -> Response:
+    if not body.prompt and not body.images:
+        return await _loaded(body, in_generate, request, caller, front)
+    path = COMPLETION if body.raw else CHAT
+    return await _spoken(path, body, in_generate, request, caller, front)
+
+
+@router.post("/embed")
+async def embed(body: bodies.Embed, request: Request, caller: Inferrer, front: State) -> Response:
+    began_ns = time.monotonic_ns()
+    async with aclosing(_run(EMBEDDINGS, body.openai(), request, caller, front)) as parts:
+        said = await anext(parts)
+        assert isinstance(said, messages.FullResponse), "vectors come whole"
+    if said.head.status != 200:
+        return whole(said)
+    found = embedded(body.model, json.loads(said.body), said.head.headers, began_ns)
+    return JSONResponse(found)
+
+
+@router.post("/pull", responses=refusals(501))
+@router.post("/push", responses=refusals(501))
+@router.post("/create", responses=refusals(501))
+@router.post("/copy", responses=refusals(501))
+@router.delete("/delete", responses=refusals(501))
+async def steer(request: Request, caller: Inferrer) -> Response:
+    """What Ollama's users do to its models."""
+    raise BadRequest(f"{request.url.path} is not served: {_OTHERS}", None, 501)
+
+
+async def _spoken(
+    path: str,
+    body: bodies.Chat | bodies.Generate,
+    spoken: Spoken,
+    request: Request,
+    caller: Caller,
+    front: FrontState,
+) -> Response:
+    began_ns = time.monotonic_ns()
+    parts = _run(path, body.openai(), request, caller, front)
+    first = await anext(parts)
+    if isinstance(first, messages.FullResponse):
+        await parts.aclose()
+        if first.head.status != 200:
+            return whole(first)
+        answer = Answer(body.model, spoken, first.head.headers, began_ns)
+        return JSONResponse(answer.whole(json.loads(first.body)))
+    assert isinstance(first, messages.ResponseHead), "no progress here"
+    answer = Answer(body.model, spoken, first.headers, began_ns)
+    lines = _closing(answer.streamed(_bytes(parts)), parts)
+    return StreamingResponse(lines, media_type=LINES)
+
+
+async def _loaded(
+    body: bodies.Chat | bodies.Generate,
+    spoken: Spoken,
+    request: Request,
+    caller: Caller,
+    front: FrontState,
+) -> Response:
+    """A call without a question: it loads the model, by the shortest answer there is."""
+    if body.keep_alive == 0:
+        raise BadRequest(f"`keep_alive` 0 ends no model here: {_OTHERS}", "keep_alive", 501)
+    fields = body.common() | {"prompt": " ", "max_tokens": 1}
+    async with aclosing(_run(COMPLETION, fields, request, caller, front)) as parts:
+        said = await anext(parts)
+    assert isinstance(said, messages.FullResponse), "one token comes whole"
+    if said.head.status != 200:
+        return whole(said)
+    head = {"model": body.model, "created_at": now(), "done": True, "done_reason": "load"}
+    return JSONResponse(head | spoken("", "", []))
+
+
+async def _run(
+    path: str, fields: dict[str, Any], request: Request, caller: Caller, front: FrontState
+) -> Parts:
+    """The response to an OpenAI body: no progress, because Ollama's lines have no comments. Raises
+    RequestError."""
+    service = front.service
+    fields["model"] = _name(front, fields["model"], caller)
+    with service.admitted():
+        raw = json.dumps(fields).encode()
+        call = await call_for(request, caller, front, path, raw)
+        parts = service.run(replace(call, wants_progress=False))
+        async with aclosing(parts):
+            yield await anext(parts)
+            async for part in parts:
+                yield part
+
+
+def _name(front: FrontState, name: str, caller: Caller) -> str:
+    """Ollama's clients add `:latest` to a name without a tag."""
+    plain = name.removesuffix(":latest")
+    try:
+        front.service.names.find(plain, caller.tenant)
+    except UnknownModel:
+        return name
+    return plain
+
+
+async def _bytes(parts: Parts) -> AsyncIterator[bytes]:
+    async for part in parts:
+        assert isinstance(part, bytes), "one head, then bytes"
+        yield part
+
+
+async def _closing(lines: AsyncGenerator[bytes, None], parts: Parts) -> AsyncGenerator[bytes, None]:
+    """A client that leaves closes the call behind its lines."""
+    async with aclosing(parts), aclosing(lines):
+        async for line in lines:
+            yield line

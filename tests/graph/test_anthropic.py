@@ -1,0 +1,106 @@
+"""Anthropic's official client, unchanged, against the whole graph."""
+
+import urllib.request
+from typing import Any
+
+import pytest
+from anthropic import Anthropic, AsyncAnthropic, BadRequestError, NotFoundError
+
+from tests.graph.conftest import Graph
+
+CHAT, EMBED = "tiny-chat", "all-minilm-l6-v2"
+HELLO: Any = [{"role": "user", "content": "Who holds the memory?"}]
+GREEDY = {"temperature": 0}  # which this client's methods do not name
+LEND: Any = {
+    "name": "lend",
+    "description": "Lends a device",
+    "strict": True,
+    "input_schema": {
+        "type": "object",
+        "properties": {"device": {"enum": ["cpu", "gpu"]}},
+        "required": ["device"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture
+def claude(graph: Graph) -> Anthropic:
+    return Anthropic(base_url=graph.url, api_key="none", timeout=120, max_retries=0)
+
+
+@pytest.mark.spec("J1")
+def test_message_is_answered_whole_and_streamed_alike(claude: Anthropic) -> None:
+    asked: Any = {"model": CHAT, "max_tokens": 12, "messages": HELLO, "extra_body": GREEDY}
+    whole = claude.messages.create(**asked)
+    assert (whole.type, whole.role, whole.model) == ("message", "assistant", CHAT)
+    assert whole.stop_reason in ("max_tokens", "end_turn")
+    assert 0 < whole.usage.output_tokens <= 12
+    with claude.messages.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        last = stream.get_final_message()
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+    assert kinds.count("content_block_delta") > 1
+    assert [block.to_dict() for block in last.content] == [b.to_dict() for b in whole.content]
+    assert last.usage.output_tokens == whole.usage.output_tokens
+
+
+@pytest.mark.spec("J1")
+def test_tokens_are_counted_as_they_are_used_with_and_without_a_system(claude: Anthropic) -> None:
+    for more in ({}, {"system": "Be brief."}):
+        count = claude.messages.count_tokens(model=CHAT, messages=HELLO, **more)
+        said = claude.messages.create(model=CHAT, max_tokens=1, messages=HELLO, **more)
+        assert count.input_tokens == said.usage.input_tokens > 0
+
+
+@pytest.mark.spec("J1")
+def test_beta_routes_and_the_async_client_are_answered(claude: Anthropic, graph: Graph) -> None:
+    said = claude.beta.messages.create(model=CHAT, max_tokens=2, messages=HELLO)
+    assert said.usage.output_tokens <= 2
+    request = urllib.request.Request(f"{graph.url}/", method="HEAD")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.spec("J1")
+async def test_async_client_streams(graph: Graph) -> None:
+    async with AsyncAnthropic(base_url=graph.url, api_key="none", max_retries=0) as claude:
+        stream = await claude.messages.create(model=CHAT, max_tokens=4, messages=HELLO, stream=True)
+        kinds = [event.type async for event in stream]
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop"
+
+
+@pytest.mark.spec("J1")
+def test_tool_that_is_named_is_used_with_lawful_input(claude: Anthropic) -> None:
+    said = claude.messages.create(
+        model=CHAT,
+        max_tokens=96,
+        extra_body=GREEDY,
+        messages=HELLO,
+        tools=[LEND],
+        tool_choice={"type": "tool", "name": "lend"},
+    )
+    [use] = [block for block in said.content if block.type == "tool_use"]
+    assert use.name == "lend"
+    assert use.input["device"] in ("cpu", "gpu")
+    assert said.stop_reason == "tool_use"
+
+
+@pytest.mark.spec("J1", "L3")
+def test_errors_are_the_clients_own_classes_and_name_the_field(claude: Anthropic) -> None:
+    with pytest.raises(NotFoundError) as missing:
+        claude.messages.create(model="no-such", max_tokens=2, messages=HELLO)
+    assert "no-such" in str(missing.value)
+    with pytest.raises(NotFoundError, match="/v1/embeddings"):
+        claude.messages.create(model=EMBED, max_tokens=2, messages=HELLO)
+    for wrong, field in (({"max_tokens": 0}, "max_tokens"), ({"messages": []}, "messages")):
+        with pytest.raises(BadRequestError, match=field) as bad:
+            claude.messages.create(**{"model": CHAT, "max_tokens": 2, "messages": HELLO} | wrong)
+        body: Any = bad.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    with pytest.raises(BadRequestError) as long:
+        claude.messages.create(
+            model=CHAT, max_tokens=2, messages=[{"role": "user", "content": "word " * 9_000}]
+        )
+    body = long.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")

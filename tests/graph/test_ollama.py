@@ -1,0 +1,116 @@
+"""Ollama's official client, unchanged, against the whole graph."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from ollama import AsyncClient, Client, ResponseError
+
+from models.train_vision import answer
+from tests.graph.conftest import Graph
+from tests.support.drawings import FACTS, drawing, uri
+
+CHAT, EMBED, SEES = "tiny-chat", "all-minilm-l6-v2", "tiny-describe"
+HELLO: Any = [{"role": "user", "content": "Who holds the memory?"}]
+GREEDY = {"temperature": 0, "num_predict": 8}
+
+
+@pytest.fixture
+def llama(graph: Graph) -> Client:
+    return Client(host=graph.url, timeout=120)
+
+
+@pytest.mark.spec("J1")
+def test_chat_is_answered_whole_and_streamed_alike(llama: Client) -> None:
+    whole = llama.chat(CHAT, HELLO, options=GREEDY)
+    assert whole.done and whole.done_reason in ("length", "stop")
+    assert 0 < (whole.eval_count or 0) <= 8
+    pieces = list(llama.chat(f"{CHAT}:latest", HELLO, options=GREEDY, stream=True))
+    assert len(pieces) > 2 and [p.done for p in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert "".join(p.message.content or "" for p in pieces) == whole.message.content
+    assert pieces[-1].eval_count == whole.eval_count
+
+
+@pytest.mark.spec("J1")
+async def test_async_client_streams_a_raw_prompt(graph: Graph) -> None:
+    client = AsyncClient(host=graph.url, timeout=120)
+    stream = await client.generate(CHAT, "The arbiter", raw=True, stream=True, options=GREEDY)
+    pieces = [piece async for piece in stream]
+    assert pieces[-1].done
+    whole = await client.generate(CHAT, "The arbiter", raw=True, options=GREEDY)
+    assert "".join(piece.response for piece in pieces) == whole.response
+
+
+@pytest.mark.spec("J1")
+def test_json_by_schema_is_followed(llama: Client) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sure": {"type": "boolean"}},
+        "required": ["sure"],
+        "additionalProperties": False,
+    }
+    said = llama.chat(CHAT, HELLO, format=schema, options={"num_predict": 32})
+    assert said.message.content in ('{"sure":true}', '{"sure":false}')
+
+
+@pytest.mark.spec("J1", "H2")
+def test_picture_is_described(llama: Client) -> None:
+    fact, image = FACTS[64], uri(drawing(64)).partition(",")[2]
+    asked: Any = [{"role": "user", "content": "describe the picture", "images": [image]}]
+    said = llama.chat(SEES, asked, options={"temperature": 0, "num_predict": 16})
+    assert (said.message.content or "").strip() == answer("describe", fact)
+    one = llama.generate(SEES, "which shape?", images=[image], options={"temperature": 0})
+    assert one.response.strip() == fact.shape
+
+
+@pytest.mark.spec("J1", "H1")
+def test_embeddings_are_those_of_openais_route(llama: Client, graph: Graph) -> None:
+    texts = ["a lease", "a ticket"]
+    found = llama.embed(EMBED, texts)
+    status, said = graph.post("/v1/embeddings", {"model": EMBED, "input": texts})
+    assert status == 200
+    np.testing.assert_allclose(
+        found.embeddings, [row["embedding"] for row in said["data"]], atol=1e-6
+    )
+    assert found.prompt_eval_count == said["usage"]["prompt_tokens"]
+
+
+@pytest.mark.spec("J1")
+def test_models_are_listed_shown_and_seen_loaded_with_their_bytes(
+    llama: Client, graph: Graph
+) -> None:
+    llama.generate(CHAT, "", keep_alive="20s")  # only loads
+    names = {row.model: row for row in llama.list().models}
+    assert names.keys() == {card["id"] for card in graph.get("/v1/models")["data"]}
+    assert (names[CHAT].size or 0) > 1_000_000
+    [row] = [row for row in llama.ps().models if row.model == CHAT]
+    [ticket] = [t for t in graph.state()["tickets"] if t["model"] == CHAT]
+    held = sum((ticket["measured_bytes"] or ticket["charged_bytes"]).values())
+    assert row.size == pytest.approx(held, rel=0.2)
+    assert row.size_vram == 0
+    assert row.expires_at is not None
+    shown = llama.show(CHAT)
+    assert shown.capabilities == ["completion", "tools"]
+    assert (shown.modelinfo or {})["vllm.context_length"] == 2_048
+    assert llama.show(SEES).capabilities == ["completion", "vision"]
+
+
+@pytest.mark.spec("J1", "L3")
+def test_errors_are_the_clients_own_and_name_the_cause(llama: Client) -> None:
+    with pytest.raises(ResponseError, match="no-such") as missing:
+        llama.chat("no-such", HELLO)
+    assert missing.value.status_code == 404
+    for wrong, field in (({"format": "xml"}, "format"), ({"keep_alive": "soon"}, "keep_alive")):
+        with pytest.raises(ResponseError, match=field) as bad:
+            llama._request_raw("POST", "/api/chat", json={"model": CHAT, "messages": HELLO} | wrong)
+        assert bad.value.status_code == 400
+    for act in (
+        lambda: llama.pull(CHAT),
+        lambda: llama.push(CHAT),
+        lambda: llama.create("mine", from_=CHAT),
+        lambda: llama.generate(CHAT, "", keep_alive=0),
+    ):
+        with pytest.raises(ResponseError, match="configuration") as never:
+            act()
+        assert never.value.status_code == 501
+    assert llama._request_raw("GET", "/api/version").json()["version"]

@@ -1,0 +1,67 @@
+"""Reranking with the shipped configuration: loaded for the first request, by the cosine of real
+vectors."""
+
+from typing import Any
+
+import pytest
+
+from tests.graph.conftest import Graph
+
+MODEL, EMBED = "minilm-reranker", "all-minilm-l6-v2"
+QUERY = "How do I free the memory of my graphics card?"
+FITTING, FOREIGN = "Unload the model to release GPU memory.", "Paris is the capital of France."
+JINA = {"model": MODEL, "query": QUERY, "documents": [FOREIGN, FITTING]}
+
+
+def said(graph: Graph, path: str, body: object) -> Any:
+    status, answer = graph.post(path, body)
+    assert status == 200, answer
+    return answer
+
+
+@pytest.mark.spec("H7", "J1")
+def test_documents_are_ranked_for_a_query_in_each_clients_form(graph: Graph) -> None:
+    answer = said(graph, "/v1/rerank", JINA)
+    assert answer["model"] == MODEL
+    [first, second] = answer["results"]
+    assert (first["index"], second["index"]) == (1, 0)
+    assert first["document"]["text"] == FITTING
+    assert first["relevance_score"] > 0.5 > second["relevance_score"]
+    [only] = said(graph, "/v2/rerank", JINA | {"top_n": 1, "return_documents": False})["results"]
+    assert only == {"index": 1, "relevance_score": pytest.approx(first["relevance_score"])}
+    tei = {"model": MODEL, "query": QUERY, "texts": [FOREIGN, FITTING], "x_priority": "low"}
+    rows = said(graph, "/rerank", tei)
+    assert rows[0] == {"index": 1, "score": pytest.approx(first["relevance_score"])}
+    pair = {"model": MODEL, "text_1": QUERY, "text_2": FITTING}
+    [score] = said(graph, "/v1/score", pair)["data"]
+    assert score["score"] == pytest.approx(first["relevance_score"], abs=1e-4)
+
+
+@pytest.mark.spec("H7", "L3")
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/rerank", {"model": MODEL, "documents": ["x"]}, "query"),
+        ("/v1/rerank", {"model": MODEL, "query": "x"}, "documents"),
+        ("/rerank", {"model": MODEL, "query": "x", "texts": []}, "texts"),
+        ("/v1/rerank", JINA | {"top_n": 0}, "top_n"),
+        ("/v1/rerank", JINA | {"documents": ["memory " * 600]}, "256"),
+        ("/score", {"model": MODEL, "text_1": "x"}, "text_2"),
+        ("/v1/score", {"model": MODEL, "text_1": ["x"] * 2, "text_2": ["y"] * 3}, "text_2"),
+        ("/classify", {"model": MODEL, "input": []}, "input"),
+        ("/v1/classify", {"model": MODEL, "input": "x"}, "model"),
+    ],
+)
+def test_bad_rerank_is_400_and_says_what_is_wrong(
+    graph: Graph, path: str, body: object, field: str
+) -> None:
+    status, answer = graph.post(path, body)
+    assert status == 400, answer
+    assert field in (answer["error"]["param"] or "") or field in answer["error"]["message"]
+
+
+@pytest.mark.spec("H7", "L3")
+def test_rerank_of_an_embedding_model_is_404_and_names_its_path(graph: Graph) -> None:
+    status, answer = graph.post("/v1/rerank", JINA | {"model": EMBED})
+    assert (status, answer["error"]["param"]) == (404, "model")
+    assert "/v1/embeddings" in answer["error"]["message"]

@@ -1,0 +1,95 @@
+"""OpenAI's answers in Ollama's words, however the bytes of a stream were cut."""
+
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from deployments.front.ollama.answers import WAITED, Answer, in_chat, in_generate
+
+
+def sse(*events: object) -> bytes:
+    lines = [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
+    return b"".join([*lines, b"data: [DONE]\n\n"])
+
+
+def delta(reason: str | None = None, **fields: Any) -> dict[str, Any]:
+    return {"choices": [{"delta": fields, "finish_reason": reason}]}
+
+
+async def lines(stream: bytes, size: int = 7, spoken: Any = in_chat) -> list[dict[str, Any]]:
+    async def cut() -> AsyncIterator[bytes]:
+        for start in range(0, len(stream), size):
+            yield stream[start : start + size]
+
+    answer = Answer("m", spoken, {WAITED: "1.5"}, time.monotonic_ns() - 2 * 10**9)
+    return [json.loads(line) async for line in answer.streamed(cut())]
+
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+
+
+@pytest.mark.spec("J1")
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_stream_becomes_lines_and_a_last_one_with_counts(size: int) -> None:
+    stream = sse(
+        delta(role="assistant", content=""), delta(content="a"), delta("length", content="b"), USAGE
+    )
+    first, second, last = await lines(stream, size)
+    assert (first["message"]["content"], second["message"]["content"]) == ("a", "b")
+    assert not first["done"] and not second["done"]
+    assert (last["done"], last["done_reason"], last["model"]) == (True, "length", "m")
+    assert (last["prompt_eval_count"], last["eval_count"]) == (3, 2)
+    assert last["load_duration"] == 1_500_000_000
+    assert last["total_duration"] >= 2 * 10**9
+    assert last["prompt_eval_duration"] + last["eval_duration"] <= last["total_duration"]
+
+
+@pytest.mark.spec("J1")
+async def test_completion_stream_is_a_response() -> None:
+    text = {"choices": [{"text": "a", "finish_reason": "stop"}]}
+    first, last = await lines(sse(text, USAGE), spoken=in_generate)
+    assert (first["response"], last["response"], last["done_reason"]) == ("a", "", "stop")
+
+
+@pytest.mark.spec("J1")
+async def test_pieces_of_tool_calls_are_put_together() -> None:
+    def piece(**function: str) -> dict[str, Any]:
+        return delta(tool_calls=[{"index": 0, "function": function}])
+
+    stream = sse(piece(name="lend"), piece(arguments='{"a"'), piece(arguments=": 1}"), USAGE)
+    called, last = await lines(stream)
+    assert called["message"]["tool_calls"] == [
+        {"function": {"name": "lend", "arguments": {"a": 1}}}
+    ]
+    assert last["done"]
+
+
+@pytest.mark.spec("J1", "J8")
+async def test_break_of_a_stream_is_a_line_with_its_error() -> None:
+    first, broken = await lines(sse(delta(content="a"), {"error": {"message": "engine lost"}}))
+    assert first["message"]["content"] == "a"
+    assert broken == {"error": "engine lost"}
+
+
+@pytest.mark.spec("J1")
+def test_whole_answer_has_text_thinking_and_calls() -> None:
+    message = {
+        "content": "b",
+        "reasoning": "a",
+        "tool_calls": [{"function": {"name": "f", "arguments": "no json"}}],
+    }
+    said = {
+        "choices": [{"message": message, "finish_reason": "tool_calls"}],
+        "usage": USAGE["usage"],
+    }
+    found = Answer("m", in_chat, {}, time.monotonic_ns()).whole(said)
+    assert found["message"] == {
+        "role": "assistant",
+        "content": "b",
+        "thinking": "a",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"text": "no json"}}}],
+    }
+    assert (found["done"], found["done_reason"], found["load_duration"]) == (True, "stop", 0)

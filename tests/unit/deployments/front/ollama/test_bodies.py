@@ -1,0 +1,99 @@
+"""Ollama's fields as OpenAI's, and what is refused."""
+
+import base64
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from deployments.front.ollama import bodies
+from deployments.front.schemas import STAY_WARM_MOST_S
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    asked = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": False}
+    return bodies.Chat.model_validate(asked | more).openai()
+
+
+@pytest.mark.spec("J1")
+def test_options_become_openais_fields_and_the_rest_is_left_out() -> None:
+    options = {"temperature": 0.5, "num_predict": 7, "repeat_penalty": 1.1, "num_ctx": 99}
+    found = chat(options=options | {"stop": ["a"], "seed": 3})
+    assert found == {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "temperature": 0.5,
+        "max_tokens": 7,
+        "repetition_penalty": 1.1,
+        "stop": ["a"],
+        "seed": 3,
+    }
+    assert "max_tokens" not in chat(options={"num_predict": -1})
+    assert chat(stream=True)["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.spec("J1", "J2")
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("5m", 300.0), ("1h30m", 3_600.0), ("90s", 90.0), ("1500ms", 1.5), (7, 7.0), ("7", 7.0),
+     (0, 0.0), (-1, STAY_WARM_MOST_S), ("-1m", STAY_WARM_MOST_S), ("24h", STAY_WARM_MOST_S)],
+)  # fmt: skip
+def test_keep_alive_is_stay_warm_of_at_most_an_hour(given: object, seconds: float) -> None:
+    assert chat(keep_alive=given)["x_stay_warm"] == seconds
+
+
+@pytest.mark.spec("J1")
+def test_formats_thinking_tools_and_pictures_are_translated() -> None:
+    schema = {"type": "object"}
+    assert chat(format=schema)["response_format"]["json_schema"]["schema"] == schema
+    assert chat(format="json")["response_format"] == {"type": "json_object"}
+    assert chat(think=False)["chat_template_kwargs"] == {"enable_thinking": False}
+    image = base64.b64encode(bytes.fromhex("89504e470d0a1a0a") + b"...").decode()
+    said = [
+        {"role": "user", "content": "which?", "images": [image]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "two", "tool_name": "f"},
+    ]
+    asked, called, result = chat(messages=said, tools=[{"type": "function"}])["messages"]
+    assert asked["content"] == [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}},
+        {"type": "text", "text": "which?"},
+    ]
+    [call] = called["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert result["tool_call_id"] == call["id"]
+
+
+@pytest.mark.spec("J1")
+def test_generate_is_a_chat_of_one_message_and_raw_is_a_completion() -> None:
+    asked = {"model": "m", "prompt": "x", "system": "s", "stream": False}
+    found = bodies.Generate.model_validate(asked).openai()
+    assert found["messages"] == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "x"},
+    ]
+    raw = bodies.Generate.model_validate(asked | {"raw": True}).openai()
+    assert raw == {"model": "m", "prompt": "x"}
+
+
+@pytest.mark.spec("J1", "L3")
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (bodies.Chat, {}, "model"),
+        (bodies.Chat, {"model": ""}, "model"),
+        (bodies.Chat, {"model": "m", "messages": [{"role": "nobody"}]}, "messages"),
+        (bodies.Chat, {"model": "m", "keep_alive": "soon"}, "keep_alive"),
+        (bodies.Chat, {"model": "m", "keep_alive": "5 m"}, "keep_alive"),
+        (bodies.Chat, {"model": "m", "keep_alive": float("nan")}, "keep_alive"),
+        (bodies.Chat, {"model": "m", "format": "xml"}, "format"),
+        (bodies.Generate, {"model": "m", "prompt": "x", "suffix": "y"}, "suffix"),
+        (bodies.Generate, {"model": "m", "prompt": "x", "template": "y"}, "template"),
+        (bodies.Embed, {"model": "m"}, "input"),
+        (bodies.Embed, {"model": "m", "input": []}, "input"),
+    ],
+)
+def test_bad_field_is_named(kind: Any, body: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.errors()[0]["loc"][0] == field
