@@ -8,7 +8,7 @@ from starlette.middleware import Middleware
 from deployments.front.body_limit import BodyLimit
 from deployments.front.dependencies import FrontState, check_site
 from deployments.front.http_errors import HANDLERS
-from deployments.front.routes import arbiter, health, leases, openai, residency, settings
+from deployments.front.routes import arbiter, audio, health, leases, openai, residency, settings
 from deployments.front.schemas import SCHEMAS
 
 
@@ -35,7 +35,7 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    for module in (openai, health, arbiter, leases, residency, settings):
+    for module in (openai, audio, health, arbiter, leases, residency, settings):
         app.include_router(module.router)
     _add(app, tuple(SCHEMAS))
     offer(app)

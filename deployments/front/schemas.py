@@ -9,12 +9,21 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+)
 
 # OpenAI's own bounds where it states one: 128 choices, 128 tools, 4 stop texts (vLLM takes 16, as
 # does the front), 20 alternatives per token. MAX_MESSAGES is far above any use seen.
 MAX_CHOICES, MAX_TOOLS, MAX_STOPS, MAX_LOGPROBS = 128, 128, 16, 20
 MAX_MESSAGES = 10_000
+MAX_SPOKEN = 4_096  # characters of one speech: OpenAI's bound
+MAX_PROMPT = 10_000  # characters before a transcript; Whisper reads the last 224 tokens of them
 MAX_NAME = 300  # of a model: two names of 128 and the separators between them
 DAY_S = 86_400.0
 STAY_WARM_MOST_S = 3_600.0  # the longest a client may keep an idle model resident
@@ -70,11 +79,25 @@ class Body(BaseModel):
             return STAY_WARM_S
         return 0.0 if value is False or value == "false" else value
 
+    @property
+    def wants_events(self) -> bool:
+        """True if the client asked for an event stream, which has room for progress comments."""
+        return False
 
-class Generates(Body):
-    """Fields of the routes that generate text."""
+
+class Streams(Body):
+    """Fields of the routes that answer with events where `stream` says so."""
 
     stream: bool | None = None
+
+    @property
+    def wants_events(self) -> bool:
+        return self.stream is True
+
+
+class Generates(Streams):
+    """Fields of the routes that generate text."""
+
     temperature: float | None = None
     top_p: float | None = None
 
@@ -129,6 +152,71 @@ class Embeddings(Body):
     encoding_format: Literal["float", "base64"] | None = None
 
 
+def _uploaded(size: object) -> object:
+    """Of a file the front knows the size (deployments.front.forms)."""
+    if not isinstance(size, int):
+        raise ValueError("send it as a file")
+    return size
+
+
+# Bytes of a file in a form; OpenAI's own bound on sound.
+Upload = Annotated[
+    int,
+    BeforeValidator(_uploaded),
+    Field(ge=1, le=25 << 20),
+    WithJsonSchema({"type": "string", "format": "binary"}),
+]
+
+
+class Translation(Streams):
+    """POST /v1/audio/translations; the fields of a form are text."""
+
+    file: Upload = Field(description="sound in any usual container, at most 25 MiB")
+    prompt: str | None = Field(None, max_length=MAX_PROMPT)
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    vad_filter: bool | None = Field(None, description="skips what is no speech")
+
+
+class Transcription(Translation):
+    """POST /v1/audio/transcriptions"""
+
+    language: str | None = Field(None, max_length=16, description="ISO 639-1, as `en`")
+    granularities: Literal["word", "segment"] | None = Field(
+        None, alias="timestamp_granularities[]", description="both, where it is there twice"
+    )
+
+
+class Voice(BaseModel):
+    id: str = Field(min_length=1, max_length=MAX_NAME)
+
+
+class Speech(Body):
+    """POST /v1/audio/speech"""
+
+    input: str = Field(min_length=1, max_length=MAX_SPOKEN)
+    voice: Annotated[str, Field(max_length=MAX_NAME)] | Voice | None = Field(
+        None, description="see GET /v1/audio/voices"
+    )
+    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] | None = None
+    speed: float | None = Field(None, ge=0.25, le=4)
+    stream_format: Literal["sse", "audio"] | None = None
+
+    @property
+    def wants_events(self) -> bool:
+        return self.stream_format == "sse"
+
+
+class Vad(Body):
+    """POST /v1/audio/vad"""
+
+    file: Upload = Field(description="sound in any usual container, at most 25 MiB")
+    threshold: float | None = Field(None, ge=0.01, le=0.99)
+    min_speech_ms: float | None = Field(None, ge=0, le=60_000)
+    min_silence_ms: float | None = Field(None, ge=0, le=60_000)
+    pad_ms: float | None = Field(None, ge=0, le=10_000)
+
+
 class Kind(Enum):
     """What a path takes and returns, as far as the front treats it differently."""
 
@@ -151,6 +239,10 @@ SCHEMAS: dict[str, Schema] = {
     "/v1/completions": Schema(Completion, Kind.TEXT),
     "/v1/responses": Schema(Responses, Kind.TEXT),
     "/v1/embeddings": Schema(Embeddings, Kind.JSON),
+    "/v1/audio/transcriptions": Schema(Transcription, Kind.FORM),
+    "/v1/audio/translations": Schema(Translation, Kind.FORM),
+    "/v1/audio/speech": Schema(Speech, Kind.JSON),
+    "/v1/audio/vad": Schema(Vad, Kind.FORM),
 }
 OF_THE_TABLE = Schema(Body, Kind.ANY)
 
