@@ -33,6 +33,7 @@ from deployments.engines.voices import EspeakVoice, VitsVoice, Voice, clauses_of
 SPEECH = "/v1/audio/speech"
 MAX_CHARACTERS = 4_096  # OpenAI's bound
 SPEEDS = (0.25, 4.0)  # OpenAI's bounds
+PAUSE_S = 0.2  # after a sentence, as Piper has it: without it the next one begins in its last word
 KEPT_BYTES = 8 << 20  # of phrases: some 60 of 3 s
 HOP = 256  # samples that a VITS decoder makes of one frame: its output tokens
 
@@ -119,12 +120,15 @@ class SpeechEngine:
     ) -> Iterator[bytes]:
         """The bytes of each clause, then those that end the file."""
         encoder = sound.Encoder(asked.form, self.voice.rate_hz, whole=whole)
-        for text, clause in clauses:
+        pause = np.zeros(int(PAUSE_S / asked.speed * self.voice.rate_hz), np.float32)
+        for number, (text, clause) in enumerate(clauses, 1):
             key = (text, voice, asked.speed)
             samples = self.kept.get(key)
             if samples is None:
                 samples = self.voice.speak(clause, voice, asked.speed)
                 self.kept.keep(key, samples)
+            if number < len(clauses) and text.endswith((".", "!", "?", ";", ":")):
+                samples = np.concatenate([samples, pause])
             told.input_tokens += len(clause)
             told.output_tokens += len(samples) // HOP
             yield encoder.add(samples)
