@@ -125,12 +125,13 @@ class WhisperEngine:
         if asked.is_stream:
             return await asgi.stream_events(send, events(said, segments))
         async for _ in segments:  # `said` keeps them
-            pass
+            continue
         kind, body = WRITE[asked.form](said)
         await asgi.send_bytes(send, kind, body.encode())
 
     def _segments(self, said: Transcript) -> Iterator[Any]:
-        """Hears piece by piece. Their times count from the begin of the file."""
+        """Hears piece by piece; times count from the begin of the file. None after each piece: a
+        turn ends there too, because there may be no segment in it."""
         asked = said.asked
         for begin, end in pieces(said.samples, self._spans(said)):
             found, info = self.model.transcribe(
@@ -148,6 +149,7 @@ class WhisperEngine:
                 moved = _moved(segment, begin / HEARD_HZ, len(said.segments))
                 said.segments.append(moved)
                 yield moved
+            yield None
 
     def _spans(self, said: Transcript) -> list[tuple[int, int]]:
         """Begin and end of what is to be heard, in samples."""

@@ -51,6 +51,8 @@ async def events(
     """OpenAI's: a delta for each segment, then the whole. The deltas, joined, are the whole."""
     has_begun = False
     async for segment in segments:
+        if segment is None:
+            continue
         delta = segment.text if has_begun else segment.text.lstrip()
         has_begun = True
         yield {"type": "transcript.text.delta", "delta": delta}
