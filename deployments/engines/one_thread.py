@@ -39,7 +39,7 @@ class OneThread:
     async def each(self, items: Iterator[T]) -> AsyncGenerator[T, None]:
         """Raises what the iterator raises."""
         while (item := await self.run(next, items, _END)) is not _END:
-            yield item  # type: ignore[misc]  # it is no _END
+            yield item
 
     def check(self) -> None:
         """Raises RuntimeError when a step has hung."""
