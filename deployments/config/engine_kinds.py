@@ -109,20 +109,20 @@ ENGINES: dict[str, EngineKind] = {
         "deployments.engines.faster_whisper:build",
         ("deployments.engines.faster_whisper",),
         context_bytes=Bytes(50 * MIB),
-        working_bytes=Bytes(55 * MIB),
+        working_bytes=Bytes(96 * MIB),  # of a minute of sound, with the times of its words
         estimate=file_and_engine(".bin"),
     ),
     "vits": EngineKind(
         "deployments.engines.vits:build",
         ("deployments.engines.vits",),  # not onnxruntime, whose import starts a thread
-        context_bytes=Bytes(90 * MIB),
-        working_bytes=Bytes(90 * MIB),
+        context_bytes=Bytes(84 * MIB),
+        working_bytes=Bytes(128 * MIB),  # of one long clause
         estimate=file_and_engine(".onnx"),
     ),
     "silero": EngineKind(
         "deployments.engines.silero:build",
         ("deployments.engines.silero",),
-        context_bytes=Bytes(50 * MIB),
+        context_bytes=Bytes(16 * MIB),
         working_bytes=Bytes(32 * MIB),
     ),
     "llama_server": EngineKind(

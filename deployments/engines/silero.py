@@ -32,7 +32,7 @@ MAX_SECONDS = 7_200.0
 FRAME, CONTEXT, PAD = 512, 64, 64  # samples: of a frame, of the frame before, mirrored at its end
 BINS = 129  # of the spectrum: its real parts, then as many imaginary ones
 WIDTH = 128
-PART_FRAMES = 1_875  # a minute, heard at once; the net's memory goes from part to part
+PART_FRAMES = 312  # ten seconds, heard at once; the net's memory goes from part to part
 # The fields of a request by the library's names, each with its bounds and its default.
 FIELDS = {
     "threshold": ("threshold", 0.01, 0.99, 0.5),
@@ -106,7 +106,7 @@ def build(config: Config) -> "VadEngine":
 
 
 class VadEngine:
-    """One model and one thread; requests take turns by the minute of sound."""
+    """One model and one thread; requests take turns by ten seconds of sound."""
 
     can_sleep = False  # its weights are a megabyte
 

@@ -15,7 +15,7 @@ from deployments.engines.espeak import Espeak, NoSuchVoice
 from deployments.engines.protocol import LoadFailed
 
 # A clause that is spoken at once: memory grows with it, and the first one is waited for.
-CLAUSE_CHARACTERS = 200
+CLAUSE_CHARACTERS = 150
 NAMES_TOLD = 20  # of the voices there are, in a message
 
 _SENTENCES = re.compile(r"(?<=[.!?;:\n])\s+")

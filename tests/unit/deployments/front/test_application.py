@@ -17,9 +17,9 @@ from deployments.front.body_limit import MAX_BODY_BYTES, MAX_STEERING_BYTES
 from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring, Scope
 from deployments.front.routes import leases, residency
+from deployments.front.schemas import SCHEMAS, Kind
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
-from deployments.front.schemas import SCHEMAS, Kind
 from tests.support.speaker import BODY, FORM, SPEAK, Speaker, table
 
 STATE: dict[str, Any] = {"tickets": [], "cooldowns": [], "floors": [], "table": {}}
