@@ -19,7 +19,7 @@ VAD = "silero-vad"
 
 
 class WrongFile(ValueError):
-    """A package's file is not the one that was tried."""
+    """A package's file differs from the file that was tried."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ WRITTEN = {
     "wav": Form("audio/wav", "wav", "pcm_s16le", 0, 0),
     "pcm": Form("audio/pcm", "s16le", "pcm_s16le", 24_000, 0),
 }
-# Formats whose header says how long the sound is. Streamed, it says that nobody knows, which many
+# Formats whose header says how long the sound is. Streamed, it says that it is unknown, which many
 # readers do not take.
 KNOW_THEIR_LENGTH = frozenset({"wav", "flac"})
 PAGE_US = "100000"  # of Ogg: 0.1 s, so that a clause leaves when it is spoken
