@@ -12,6 +12,9 @@ TEXT = "deployments.capabilities.text:TextServer"
 EMBEDDING = "deployments.capabilities.embedding:EmbeddingServer"
 RERANK = "deployments.capabilities.rerank:RerankServer"
 VISION = "deployments.capabilities.vision:VisionServer"
+ASR = "deployments.capabilities.asr:TranscriptionServer"
+TTS = "deployments.capabilities.tts:SpeechServer"
+VAD = "deployments.capabilities.vad:VadServer"
 
 # A handle reports its queue this often, so that a waiting request starts a replica in about a
 # second; with Serve's defaults (10 s, 30 s) it takes seven to ten.
@@ -63,6 +66,21 @@ def rerank(args: CapabilityArgs) -> Application:
 def vision(args: CapabilityArgs) -> Application:
     """Chat about pictures."""
     return _capability(_class_of(args.class_ or VISION), args.capability)
+
+
+def asr(args: CapabilityArgs) -> Application:
+    """Transcription and translation of speech."""
+    return _capability(_class_of(args.class_ or ASR), args.capability)
+
+
+def tts(args: CapabilityArgs) -> Application:
+    """Speech from text."""
+    return _capability(_class_of(args.class_ or TTS), args.capability)
+
+
+def vad(args: CapabilityArgs) -> Application:
+    """Spans of speech in a file."""
+    return _capability(_class_of(args.class_ or VAD), args.capability)
 
 
 def _class_of(path: str | None) -> type:

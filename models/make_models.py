@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.environment import Environment
-from models import shipped, vllm_classes
+from models import packaged, shipped, vllm_classes
 
 VERSION = 1  # part of the stamp: raise it when what is made changes
 STAMP = "made.json"
@@ -163,6 +163,9 @@ def main() -> None:
     parser.add_argument("--mid", action="store_true", help="also the one for benchmarks, 428 MB")
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
+    for model in packaged.MODELS:
+        print(packaged.check(model))
+    print(packaged.make_vad(args.folder))
     for shape in (*DEFAULT, *([MID] if args.mid else [])):
         print(make(args.folder, shape))
     for carried in sorted(shipped.WEIGHTS.iterdir()):

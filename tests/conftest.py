@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from tests.support.engine_host import ZygoteUnderTest
 
 ROOT = Path(__file__).parents[1]
-ENGINES = "deployments.engines.vllm.preload,deployments.engines.sentence_transformers"
+ENGINES = ",".join(
+    f"deployments.engines.{name}"
+    for name in ("vllm.preload", "sentence_transformers", "faster_whisper", "vits", "silero")
+)
 
 # Read by Serve when it is imported. Each test has an event loop of its own, and the router of a
 # handle must outlive it; the graph's own processes have one loop, and are told so by its fixture.

@@ -56,6 +56,21 @@ def weights_cache_and_slots(kind: "EngineKind", path: str, model: ModelConfig) -
     return replace(need, working_bytes=Bytes(need.working_bytes + 2 * slots_bytes))
 
 
+def file_and_engine(ending: str) -> Estimate:
+    """Of models in one large file of that ending, which is no safetensors. A model without such
+    a file has no weights: its source may be a word that the engine knows (`espeak-ng`)."""
+
+    def estimate(kind: "EngineKind", path: str, model: ModelConfig) -> Need:
+        found = [Path(path)] if path.endswith(ending) else Path(path).glob(f"*{ending}")
+        return Need(
+            weights_bytes=Bytes(sum(file.stat().st_size for file in found)),
+            working_bytes=kind.working_bytes,
+            context_bytes=kind.context_bytes,
+        )
+
+    return estimate
+
+
 @dataclass(frozen=True, slots=True)
 class EngineKind:
     """One engine library. Bytes are what the node agent measured of the embedded models on the CPU
@@ -91,6 +106,26 @@ ENGINES: dict[str, EngineKind] = {
         working_bytes=Bytes(32 * MIB),
         takes_turns=True,
         split=Split.PROPORTIONAL,  # transformers' device_map
+    ),
+    "faster_whisper": EngineKind(
+        "deployments.engines.faster_whisper:build",
+        ("deployments.engines.faster_whisper",),
+        context_bytes=Bytes(50 * MIB),
+        working_bytes=Bytes(96 * MIB),  # of a minute of sound, with the times of its words
+        estimate=file_and_engine(".bin"),
+    ),
+    "vits": EngineKind(
+        "deployments.engines.vits:build",
+        ("deployments.engines.vits",),  # not onnxruntime, whose import starts a thread
+        context_bytes=Bytes(84 * MIB),
+        working_bytes=Bytes(128 * MIB),  # of one long clause
+        estimate=file_and_engine(".onnx"),
+    ),
+    "silero": EngineKind(
+        "deployments.engines.silero:build",
+        ("deployments.engines.silero",),
+        context_bytes=Bytes(16 * MIB),
+        working_bytes=Bytes(32 * MIB),
     ),
     "llama_server": EngineKind(
         "deployments.engines.llama_server:build",

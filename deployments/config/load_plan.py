@@ -34,6 +34,9 @@ from deployments.environment import Environment
 # for one of 7 MiB.
 DRAFTER_WORKING_BYTES = Bytes(26 * MIB)
 
+# What the folder of a packaged model has in it: a model's own description, or a voice's.
+PACKAGED = ("config.json", "*.onnx.json")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
@@ -179,9 +182,11 @@ def _package_folder(source: str, name: str) -> str:
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"{source}: package {name!r} is not installed; pip install it")
     root = Path(next(iter(spec.submodule_search_locations)))
-    inside = sorted(root.glob("**/config.json"), key=lambda p: len(p.parts))
-    if not inside:
-        raise ConfigError(f"{source}: no config.json inside package {name!r}")
+    for pattern in PACKAGED:
+        if inside := sorted(root.glob(f"**/{pattern}"), key=lambda p: len(p.parts)):
+            break
+    else:
+        raise ConfigError(f"{source}: no {' or '.join(PACKAGED)} inside package {name!r}")
     return str(inside[0].parent)
 
 

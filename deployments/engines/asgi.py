@@ -10,7 +10,7 @@ Source: asgi.readthedocs.io, "HTTP & WebSocket ASGI Message Format".
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from arbiter.errors import RequestError
@@ -29,6 +29,19 @@ class BodyTooLarge(ValueError):
 
     def __str__(self) -> str:
         return f"larger than {self.most_bytes} bytes"
+
+
+class BadField(RequestError):
+    """A request that an engine cannot answer as it is; `param` is the field at fault."""
+
+    status_code, code = 400, "invalid_request"
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(param, message)
+        self.param, self.message = param, message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 async def read_body(receive: Receive, most_bytes: int | None = None) -> bytes | None:
@@ -111,3 +124,28 @@ async def _respond(
     headers.append((b"content-length", b"%d" % len(body)))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+async def send_bytes(send: Send, content_type: str, body: bytes) -> None:
+    """Answers with a body that is no JSON of ours, whole."""
+    await _respond(send, 200, body, {"content-type": content_type})
+
+
+async def stream_bytes(send: Send, content_type: str, pieces: AsyncIterator[bytes]) -> None:
+    """Answers with pieces as they come, without a length."""
+    headers = [(b"content-type", content_type.encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async for piece in pieces:
+        if piece:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def stream_events(send: Send, events: AsyncIterator[object]) -> None:
+    """Answers with server-sent events, each a JSON object."""
+
+    async def lines() -> AsyncIterator[bytes]:
+        async for event in events:
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
+
+    await stream_bytes(send, "text/event-stream", lines())

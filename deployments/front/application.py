@@ -11,6 +11,7 @@ from deployments.front.error_forms import ErrorForms
 from deployments.front.http_errors import HANDLERS
 from deployments.front.routes import (
     arbiter,
+    audio,
     health,
     leases,
     ollama,
@@ -44,7 +45,7 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    for module in (openai, ollama, health, arbiter, leases, residency, settings):
+    for module in (openai, audio, ollama, health, arbiter, leases, residency, settings):
         app.include_router(module.router)
     _add(app, tuple(SCHEMAS))
     offer(app)

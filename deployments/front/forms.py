@@ -1,7 +1,7 @@
-"""Text fields of a multipart body, by Starlette's parser; the files in it are skipped over.
+"""Fields of a multipart body, by Starlette's parser: text as it is, files by their size.
 
-The body itself goes to the engine as it came. Only its named text fields are of use to the front:
-the model, and the extension fields.
+The body itself goes to the engine as it came. The front reads the model and the extension fields in
+it, and bounds the others.
 """
 
 from collections.abc import AsyncGenerator
@@ -22,8 +22,8 @@ class BadForm(ValueError):
     """A body that is no multipart form, or has too many parts."""
 
 
-async def text_fields(raw: bytes, content_type: str) -> dict[str, str]:
-    """Raises BadForm. Of a repeated field the last one counts."""
+async def read_fields(raw: bytes, content_type: str) -> dict[str, str | int]:
+    """Text, or the bytes of a file. Of a repeated field the last one counts. Raises BadForm."""
 
     async def stream() -> AsyncGenerator[bytes, None]:
         yield raw
@@ -43,6 +43,9 @@ async def text_fields(raw: bytes, content_type: str) -> dict[str, str]:
     except ValueError as error:  # of a charset that no codec can have
         raise BadForm(f"the body is not multipart/form-data: {error}") from error
     try:
-        return {name: value for name, value in form.multi_items() if isinstance(value, str)}
+        return {
+            name: value if isinstance(value, str) else value.size or 0
+            for name, value in form.multi_items()
+        }
     finally:
         await form.close()

@@ -14,7 +14,7 @@ from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from deployments import messages
 from deployments.config.schema import ModelConfig, Profile
-from deployments.front.forms import BadForm, text_fields
+from deployments.front.forms import BadForm, read_fields
 from deployments.front.keys import DEFAULT_TENANT
 from deployments.front.model_names import Target
 from deployments.front.pictures import BadPart, PictureCheck
@@ -67,8 +67,8 @@ class ParsedRequest:
 
     @property
     def is_stream(self) -> bool:
-        """True if the client asked for an event stream of text."""
-        return isinstance(self.checked, Generates) and self.checked.stream is True
+        """True if the client asked for an event stream."""
+        return self.checked.wants_events
 
 
 async def parse(
@@ -149,7 +149,7 @@ def _is_form(headers: Mapping[str, str], kind: Kind) -> bool:
 
 async def _form(raw: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
     try:
-        return {**await text_fields(raw, headers["content-type"])}
+        return {**await read_fields(raw, headers["content-type"])}
     except BadForm as error:
         raise BadRequest(str(error), None) from error
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -23,6 +24,8 @@ from pydantic import (
 MAX_CHOICES, MAX_TOOLS, MAX_STOPS, MAX_LOGPROBS = 128, 128, 16, 20
 MAX_MESSAGES = 10_000
 MAX_DOCUMENTS = 2_048  # of one rerank, score or classify: Jina's bound; Cohere advises 1,000
+MAX_SPOKEN = 4_096  # characters of one speech: OpenAI's bound
+MAX_PROMPT = 10_000  # characters before a transcript; Whisper reads the last 224 tokens of them
 MAX_NAME = 300  # of a model: two names of 128 and the separators between them
 DAY_S = 86_400.0
 STAY_WARM_MOST_S = 3_600.0  # the longest a client may keep an idle model resident
@@ -78,11 +81,25 @@ class Body(BaseModel):
             return STAY_WARM_S
         return 0.0 if value is False or value == "false" else value
 
+    @property
+    def wants_events(self) -> bool:
+        """True if the client asked for an event stream, which has room for progress comments."""
+        return False
 
-class Generates(Body):
-    """Fields of the routes that generate text."""
+
+class Streams(Body):
+    """Fields of the routes that answer with events where `stream` says so."""
 
     stream: bool | None = None
+
+    @property
+    def wants_events(self) -> bool:
+        return self.stream is True
+
+
+class Generates(Streams):
+    """Fields of the routes that generate text."""
+
     temperature: float | None = None
     top_p: float | None = None
 
@@ -213,6 +230,71 @@ class Classifies(Body):
     input: str | list[str] = Field(min_length=1)
 
 
+def _uploaded(size: object) -> object:
+    """Of a file the front knows the size (deployments.front.forms)."""
+    if not isinstance(size, int):
+        raise ValueError("send it as a file")
+    return size
+
+
+# Bytes of a file in a form; OpenAI's own bound on sound.
+Upload = Annotated[
+    int,
+    BeforeValidator(_uploaded),
+    Field(ge=1, le=25 << 20),
+    WithJsonSchema({"type": "string", "format": "binary"}),
+]
+
+
+class Translation(Streams):
+    """POST /v1/audio/translations; the fields of a form are text."""
+
+    file: Upload = Field(description="sound in any usual container, at most 25 MiB")
+    prompt: str | None = Field(None, max_length=MAX_PROMPT)
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    vad_filter: bool | None = Field(None, description="skips what is no speech")
+
+
+class Transcription(Translation):
+    """POST /v1/audio/transcriptions"""
+
+    language: str | None = Field(None, max_length=16, description="ISO 639-1, as `en`")
+    granularities: Literal["word", "segment"] | None = Field(
+        None, alias="timestamp_granularities[]", description="both, where it is there twice"
+    )
+
+
+class Voice(BaseModel):
+    id: str = Field(min_length=1, max_length=MAX_NAME)
+
+
+class Speech(Body):
+    """POST /v1/audio/speech"""
+
+    input: str = Field(min_length=1, max_length=MAX_SPOKEN)
+    voice: Annotated[str, Field(max_length=MAX_NAME)] | Voice | None = Field(
+        None, description="see GET /v1/audio/voices"
+    )
+    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] | None = None
+    speed: float | None = Field(None, ge=0.25, le=4)
+    stream_format: Literal["sse", "audio"] | None = None
+
+    @property
+    def wants_events(self) -> bool:
+        return self.stream_format == "sse"
+
+
+class Vad(Body):
+    """POST /v1/audio/vad"""
+
+    file: Upload = Field(description="sound in any usual container, at most 25 MiB")
+    threshold: float | None = Field(None, ge=0.01, le=0.99)
+    min_speech_ms: float | None = Field(None, ge=0, le=60_000)
+    min_silence_ms: float | None = Field(None, ge=0, le=60_000)
+    pad_ms: float | None = Field(None, ge=0, le=10_000)
+
+
 class Kind(Enum):
     """What a path takes and returns, as far as the front treats it differently."""
 
@@ -240,6 +322,10 @@ SCHEMAS: dict[str, Schema] = {
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), Schema(Reranks, Kind.JSON)),
     **dict.fromkeys(("/v1/score", "/score"), Schema(Scores, Kind.JSON)),
     **dict.fromkeys(("/v1/classify", "/classify"), Schema(Classifies, Kind.JSON)),
+    "/v1/audio/transcriptions": Schema(Transcription, Kind.FORM),
+    "/v1/audio/translations": Schema(Translation, Kind.FORM),
+    "/v1/audio/speech": Schema(Speech, Kind.JSON),
+    "/v1/audio/vad": Schema(Vad, Kind.FORM),
 }
 OF_THE_TABLE = Schema(Body, Kind.ANY)
 

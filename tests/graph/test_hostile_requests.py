@@ -17,6 +17,13 @@ from openai import OpenAI
 from tests.graph.conftest import Graph
 
 CHAT, EMBED = "tiny-chat", "all-minilm-l6-v2"
+MODELS = {
+    "/v1/embeddings": EMBED,
+    "/v1/audio/transcriptions": "tiny.en",
+    "/v1/audio/translations": "tiny.en",
+    "/v1/audio/speech": "joe",
+    "/v1/audio/vad": "silero-vad",
+}  # of the routes that are not for chat
 # Whose answers do not end, or are not ours: the event stream, and FastAPI's pages.
 ENDLESS = {"/arbiter/events"}
 ANSWERED_S = 60.0
@@ -65,9 +72,8 @@ def affordable(case: Any) -> None:
     """A model that is there, few tokens, and no deadline that cannot be met: 503 is right then."""
     if not isinstance(case.body, dict):
         return
-    wants = EMBED if case.path == "/v1/embeddings" else CHAT
     if isinstance(case.body.get("model"), str):
-        case.body["model"] = wants
+        case.body["model"] = MODELS.get(case.path, CHAT)
     case.body.pop("x_deadline_s", None)
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if isinstance(case.body.get(name, 1), int):

@@ -6,7 +6,7 @@ from deployments import messages
 from deployments.config.schema import Table, parse_table
 from deployments.front.service import Send
 
-SPEAK = "/v1/audio/speech"
+SPEAK = "/v1/hum"
 FORM = {"content-type": "multipart/form-data; boundary=b"}
 BODY = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nvoice\r\n--b--\r\n'
 AUDIO = messages.ResponseHead(200, {"content-type": "audio/wav"}, is_chunked=True)

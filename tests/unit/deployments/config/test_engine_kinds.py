@@ -90,3 +90,21 @@ def test_engine_may_bring_an_estimate_of_its_own(
     table = {"role": "image", "engine": "images", "models": models}
     need = plan("m", CapabilityConfig.model_validate(table)).need
     assert (need.weights_bytes, need.working_bytes) == (100, 512 * 512 * 12)
+
+
+@pytest.mark.spec("A17", "H3", "H4")
+def test_models_in_one_file_are_estimated_by_its_size(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"x" * 1_000)
+    (tmp_path / "vocabulary.txt").write_bytes(b"x" * 50)
+    (tmp_path / "voice.onnx").write_bytes(b"x" * 300)
+    for name, path, size_bytes in (
+        ("faster_whisper", tmp_path, 1_000),
+        ("vits", tmp_path, 300),
+        ("vits", tmp_path / "voice.onnx", 300),
+        ("vits", Path("espeak-ng"), 0),
+    ):
+        kind = engine_kinds.engine_kind(name)
+        need = kind.estimate(kind, str(path), configured(path))
+        assert need.weights_bytes == size_bytes
+        assert (need.context_bytes, need.working_bytes) == (kind.context_bytes, kind.working_bytes)
+        assert need.host_bytes == 0  # none of them sleeps

@@ -206,6 +206,60 @@ async def test_form_that_is_wrong_is_refused_by_name(
     assert (caught.value.status_code, caught.value.param) == (400, param)
 
 
+HEAR, SPEAK, VAD = "/v1/audio/transcriptions", "/v1/audio/speech", "/v1/audio/vad"
+
+
+@pytest.mark.spec("L2", "L3")
+@pytest.mark.parametrize(
+    ("path", "raw", "param"),
+    [
+        (HEAR, form(("model", b"tiny")), "file"),  # empty
+        (HEAR, form(("model", b"tiny"), file=b"x").replace(b'"file"', b'"film"'), "file"),
+        (HEAR, form(("model", b"tiny"), ("file", b"5")), "file"),  # text by that name
+        (HEAR, form(("model", b"tiny"), file=b"x" * ((25 << 20) + 1)), "file"),
+        (HEAR, form(("model", b"tiny"), ("temperature", b"2"), file=b"x"), "temperature"),
+        (HEAR, form(("model", b"tiny"), ("response_format", b"x"), file=b"x"), "response_format"),
+        (HEAR, form(("model", b"tiny"), ("stream", b"x"), file=b"x"), "stream"),
+        (HEAR, form(("model", b"tiny"), ("prompt", b"x" * 10_001), file=b"x"), "prompt"),
+        (
+            HEAR,
+            form(("model", b"tiny"), ("timestamp_granularities[]", b"x"), file=b"x"),
+            "timestamp_granularities[]",
+        ),
+        (VAD, form(("model", b"tiny"), ("threshold", b"1"), file=b"x"), "threshold"),
+    ],
+)
+async def test_wrong_form_of_sound_is_refused_by_name(path: str, raw: bytes, param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        await read(raw, MULTIPART, path=path)
+    assert (caught.value.status_code, caught.value.param) == (400, param)
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("input", ""), ("input", "x" * 4_097), ("input", None), ("voice", 5), ("voice", {"id": ""}),
+        ("response_format", "exe"), ("speed", 0.2), ("speed", 4.1), ("stream_format", "x"),
+    ],
+)  # fmt: skip
+async def test_wrong_field_of_a_speech_is_named(field: str, value: Any) -> None:
+    body = {"model": "tiny", "input": "Hello.", "voice": "joe"} | {field: value}
+    with pytest.raises(BadRequest) as caught:
+        await read(json.dumps(body).encode(), path=SPEAK)
+    assert caught.value.param == field
+
+
+@pytest.mark.spec("J3")
+async def test_requests_for_events_about_sound_want_progress() -> None:
+    told = [form(("model", b"tiny"), ("stream", word), file=b"x") for word in (b"true", b"false")]
+    heard = [await read(raw, MULTIPART, path=HEAR) for raw in told]
+    assert [it.is_stream for it in heard] == [True, False]
+    for form_, wants in (("sse", True), ("audio", False)):
+        body = {"model": "tiny", "input": "Hello.", "stream_format": form_}
+        assert (await read(json.dumps(body).encode(), path=SPEAK)).is_stream is wants
+
+
 @pytest.mark.spec("L3")
 @given(st.binary(max_size=200), st.text(max_size=30))
 async def test_any_form_is_understood_or_refused(raw: bytes, boundary: str) -> None:

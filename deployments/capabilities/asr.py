@@ -1,0 +1,7 @@
+"""Transcription: sound in, text out, by the Whisper family in the child."""
+
+from deployments.replica.capability import Capability
+
+
+class TranscriptionServer(Capability):
+    paths = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})

@@ -1,0 +1,234 @@
+"""Transcription by the Whisper family on CTranslate2 (faster-whisper), in OpenAI's shapes.
+
+`engine_args`: `device` (default: a GPU when there is one, else cpu), `compute_type` (default: int8
+on a CPU, float16 on a GPU), `beam_size` (5), `max_seconds` (of one file, 1,800), `threads` (CPU
+threads; default: the model's, else 1), `vad` (the folder of the model behind `vad_filter`; default
+made:silero-vad).
+
+The model is a folder that `ct2-transformers-converter` makes; its model.bin is no pickle. Sound is
+heard in pieces, cut where it is quiet, so that a long file takes no more memory than a short one
+and its client may leave between two segments.
+Source: github.com/SYSTRAN/faster-whisper, platform.openai.com/docs/api-reference/audio.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ctranslate2
+import numpy as np
+from faster_whisper import WhisperModel
+from faster_whisper.tokenizer import _LANGUAGE_CODES as LANGUAGES
+
+from deployments.engines import asgi, forms, sound
+from deployments.engines.asgi import BadField
+from deployments.engines.one_thread import OneThread
+from deployments.engines.protocol import Config, Receive, Scope, Send
+from deployments.engines.sound import HEARD_HZ
+from deployments.engines.transcript import WRITE, Asked, Transcript, events
+from deployments.environment import Environment
+
+MAX_SECONDS = 1_800.0  # of one file: half an hour
+PIECE_S, CUT_S = 60, 15  # a piece of sound, and its last part, in which it may be cut
+PAUSE_S = 2.0  # a longer one is skipped with `vad_filter`
+QUIET_S = 0.2  # the quietest such time in there is where it is cut
+TRANSCRIBE, TRANSLATE = "/v1/audio/transcriptions", "/v1/audio/translations"
+TASKS = {TRANSCRIBE: "transcribe", TRANSLATE: "translate"}
+STREAMED = ("json", "text")  # whose events OpenAI defines
+GRANULARITIES = ("segment", "word")
+# Whisper's own order: greedy, and warmer where that repeats itself or is unsure.
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+def build(config: Config) -> "WhisperEngine":
+    return WhisperEngine(config)
+
+
+class WhisperEngine:
+    """One model and one thread; requests take turns by segment."""
+
+    can_sleep = False  # on a CPU its library reads the disk again: no more than an unload does
+
+    def __init__(self, config: Config) -> None:
+        args = config.get("engine_args", {})
+        self.path, self.name = config["model"], config.get("served_name", config["model"])
+        has_gpu = ctranslate2.get_cuda_device_count() > 0
+        self.device: str = args.get("device") or ("cuda" if has_gpu else "cpu")
+        on_cpu = self.device == "cpu"
+        self.compute_type: str = args.get("compute_type") or ("int8" if on_cpu else "float16")
+        self.threads: int = args.get("threads", config.get("threads", 1))
+        self.beam_size: int = args.get("beam_size", 5)
+        self.max_seconds = float(args.get("max_seconds", MAX_SECONDS))
+        self.worker = OneThread("hear")
+        self.vad_folder = Path(args.get("vad") or Environment().models / "silero-vad")
+        self.model: Any = None
+        self.vad: Any = None
+
+    async def load(self) -> None:
+        await self.worker.run(self._load)
+
+    def _load(self) -> None:
+        self.model = WhisperModel(
+            self.path,
+            device=self.device,
+            compute_type=self.compute_type,
+            cpu_threads=self.threads,
+            local_files_only=True,
+        )
+
+    async def health(self) -> None:
+        self.worker.check()
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in TASKS or scope["method"] != "POST":
+            return await asgi.refuse(send, 404, f"no route {scope['method']} {scope['path']}")
+        try:
+            form = await forms.read(scope, receive)
+            if form is None:
+                return
+            asked = self.checked(form, TASKS[scope["path"]])
+            work = self._answer(asked, form.file("file"), send)
+            await asgi.until_disconnected(work, receive)
+        except BadField as error:
+            await asgi.refuse_request(send, error)
+
+    def checked(self, form: forms.Form, task: str) -> Asked:
+        """Raises BadField."""
+        multilingual = self.model.model.is_multilingual
+        if task == "translate" and not multilingual:
+            text = f"{self.name} knows English only; translation takes a multilingual Whisper model"
+            raise BadField("model", text)
+        language = form.text("language").lower() or None
+        if language is not None and language not in (LANGUAGES if multilingual else ("en",)):
+            known = "ISO 639-1, as `de`" if multilingual else f"{self.name} knows `en` only"
+            raise BadField("language", f"{language!r} is no language of this model: {known}")
+        asked = Asked(
+            task,
+            _one_of(form, "response_format", tuple(WRITE)),
+            language,
+            form.text("prompt") or None,
+            _temperatures(form.text("temperature")),
+            _granularities(form),
+            _flag(form, "stream"),
+            _flag(form, "vad_filter") or _flag(form, "x_vad_filter"),
+        )
+        if asked.is_stream and asked.form not in STREAMED:
+            text = f"`stream` takes {' or '.join(STREAMED)}, not {asked.form}"
+            raise BadField("response_format", text)
+        return asked
+
+    async def _answer(self, asked: Asked, raw: bytes, send: Send) -> None:
+        """Raises BadField before the head is sent."""
+        samples = await self.worker.run(sound.decode, raw, self.max_seconds)
+        said = Transcript(asked, samples)
+        segments = self.worker.each(self._segments(said))
+        if asked.is_stream:
+            return await asgi.stream_events(send, events(said, segments))
+        async for _ in segments:  # `said` keeps them
+            continue
+        kind, body = WRITE[asked.form](said)
+        await asgi.send_bytes(send, kind, body.encode())
+
+    def _segments(self, said: Transcript) -> Iterator[Any]:
+        """Hears piece by piece; times count from the begin of the file. None after each piece: a
+        turn ends there too, because there may be no segment in it."""
+        asked = said.asked
+        for begin, end in pieces(said.samples, self._spans(said)):
+            found, info = self.model.transcribe(
+                sound.floats(said.samples[begin:end]),
+                language=said.language or None,
+                task=asked.task,
+                beam_size=self.beam_size,
+                temperature=asked.temperatures,
+                condition_on_previous_text=False,  # one wrong word would be repeated for minutes
+                initial_prompt=asked.prompt,
+                word_timestamps="word" in asked.granularities,
+            )
+            said.language = info.language  # as heard in the first piece
+            for segment in found:
+                moved = _moved(segment, begin / HEARD_HZ, len(said.segments))
+                said.segments.append(moved)
+                yield moved
+            yield None
+
+    def _spans(self, said: Transcript) -> list[tuple[int, int]]:
+        """Begin and end of what is to be heard, in samples."""
+        if not said.asked.skips_silence:
+            return [(0, len(said.samples))]
+        from deployments.engines import silero  # and with it torch, where a client asks for it
+
+        if self.vad is None:
+            self.vad = silero.load(self.vad_folder)
+        found = [p for part in silero.probabilities(self.vad, said.samples) for p in part]
+        return joined(silero.spans(found, len(said.samples)))
+
+
+def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans with a short pause between them become one: Whisper hears words by what is around."""
+    found: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if found and begin - found[-1][1] < PAUSE_S * HEARD_HZ:
+            found[-1] = found[-1][0], end
+        else:
+            found.append((begin, end))
+    return found
+
+
+def pieces(samples: np.ndarray, spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Begin and end, in samples, of parts of at most PIECE_S: spans, cut where they are quiet."""
+    for start, end in spans:
+        begin = start
+        while end - begin > PIECE_S * HEARD_HZ:
+            cut = _quietest(
+                samples, begin + (PIECE_S - CUT_S) * HEARD_HZ, begin + PIECE_S * HEARD_HZ
+            )
+            yield begin, cut
+            begin = cut
+        yield begin, end
+
+
+def _quietest(samples: np.ndarray, begin: int, end: int) -> int:
+    """The middle of the quietest QUIET_S between two samples."""
+    width = int(QUIET_S * HEARD_HZ)
+    rows = np.abs(samples[begin:end].astype(np.int32)).reshape(-1, width).sum(1)
+    return begin + int(rows.argmin()) * width + width // 2
+
+
+def _moved(segment: Any, by_s: float, number: int) -> Any:
+    """A segment of a piece, as one of the file."""
+    segment.id, segment.seek = number, segment.seek + round(by_s * 100)  # frames of 10 ms
+    for timed in (segment, *(segment.words or ())):
+        timed.start, timed.end = round(timed.start + by_s, 2), round(timed.end + by_s, 2)
+    return segment
+
+
+def _one_of(form: forms.Form, name: str, known: tuple[str, ...]) -> str:
+    found = form.text(name, known[0])
+    if found not in known:
+        raise BadField(name, f"`{name}` {found!r} is none of {', '.join(known)}")
+    return found
+
+
+def _flag(form: forms.Form, name: str) -> bool:
+    found = form.text(name, "false").lower()
+    if found not in ("true", "false", "1", "0"):
+        raise BadField(name, f"`{name}` {found!r} is neither true nor false")
+    return found in ("true", "1")
+
+
+def _temperatures(said: str) -> tuple[float, ...]:
+    try:
+        found = float(said or 0.0)
+    except ValueError:
+        found = -1.0
+    if not 0.0 <= found <= 1.0:
+        raise BadField("temperature", f"`temperature` {said!r} is no number from 0 to 1")
+    return (found,) if found else TEMPERATURES
+
+
+def _granularities(form: forms.Form) -> frozenset[str]:
+    found = frozenset(form.all("timestamp_granularities"))
+    if wrong := sorted(found - set(GRANULARITIES)):
+        text = f"`timestamp_granularities` {wrong[0]!r} is none of {', '.join(GRANULARITIES)}"
+        raise BadField("timestamp_granularities", text)
+    return found

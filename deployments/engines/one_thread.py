@@ -1,0 +1,55 @@
+"""OneThread: the one thread that touches a model, and turns in it for many requests.
+
+    worker = OneThread("hear")
+    model = await worker.run(load)
+    async for segment in worker.each(model.transcribe(samples)): ...   # one turn per segment
+
+An iterator takes one turn for each item, so a long request does not keep a short one waiting to its
+end, and a client that leaves stops its work at the next item: nothing asks for more.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# One step of a model: 30 s of speech heard, a clause spoken. They take a second or two on one core;
+# a step that takes this long has hung in its library.
+STEP_MOST_S = 300.0
+_END = object()
+
+
+class OneThread:
+    """Runs what it is given in the order in which it came."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, name)
+        self._began_s: float | None = None  # of the step that runs now
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """A call that is cancelled while it waits for its turn never runs. Raises what `function`
+        raises."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, self._timed, function, args
+        )
+
+    async def each(self, items: Iterator[T]) -> AsyncGenerator[T, None]:
+        """Raises what the iterator raises."""
+        while (item := await self.run(next, items, _END)) is not _END:
+            yield item
+
+    def check(self) -> None:
+        """Raises RuntimeError when a step has hung."""
+        began_s = self._began_s
+        if began_s is not None and time.monotonic() - began_s > STEP_MOST_S:
+            raise RuntimeError(f"one step of the model has run for more than {STEP_MOST_S:.0f} s")
+
+    def _timed(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+        self._began_s = time.monotonic()
+        try:
+            return function(*args)
+        finally:
+            self._began_s = None

@@ -1,0 +1,162 @@
+"""Voice activity detection by Silero's net, as a plain torch module.
+
+`POST /v1/audio/vad`, multipart: `file`, and where wanted `threshold` (0.5), `min_speech_ms` (250),
+`min_silence_ms` (100), `pad_ms` (30). The answer, in seconds:
+`{"duration": 5.2, "segments": [{"start": 1.0, "end": 3.8}]}`.
+`engine_args`: `max_seconds` (of one file, 7,200), `threads` (default: the model's, else 1).
+
+The model is a folder with model.safetensors, which models/make_models.py writes from the weights of
+the package's TorchScript: the .safetensors in that package is another training.
+Source: github.com/snakers4/silero-vad; its TorchScript is equal to 1e-5 (tests/engines).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from silero_vad.utils_vad import get_speech_timestamps_from_probs
+from torch import Tensor, nn
+from torch.nn.functional import pad as padded
+
+from deployments.engines import asgi, forms, sound
+from deployments.engines.asgi import BadField
+from deployments.engines.one_thread import OneThread
+from deployments.engines.protocol import Config, Receive, Scope, Send
+from deployments.engines.sound import HEARD_HZ
+
+VAD = "/v1/audio/vad"
+MAX_SECONDS = 7_200.0
+FRAME, CONTEXT, PAD = 512, 64, 64  # samples: of a frame, of the frame before, mirrored at its end
+BINS = 129  # of the spectrum: its real parts, then as many imaginary ones
+WIDTH = 128
+PART_FRAMES = 312  # ten seconds, heard at once; the net's memory goes from part to part
+# The fields of a request by the library's names, each with its bounds and its default.
+FIELDS = {
+    "threshold": ("threshold", 0.01, 0.99, 0.5),
+    "min_speech_ms": ("min_speech_duration_ms", 0, 60_000, 250),
+    "min_silence_ms": ("min_silence_duration_ms", 0, 60_000, 100),
+    "pad_ms": ("speech_pad_ms", 0, 10_000, 30),
+}
+
+
+class SileroVad(nn.Module):
+    """Spectrum, four convolutions, an LSTM over the frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stft = nn.Conv1d(1, 2 * BINS, 256, stride=128, bias=False)
+        self.encoder = nn.ModuleList(
+            [
+                nn.Conv1d(BINS, 128, 3, padding=1),
+                nn.Conv1d(128, 64, 3, stride=2, padding=1),
+                nn.Conv1d(64, 64, 3, stride=2, padding=1),
+                nn.Conv1d(64, WIDTH, 3, padding=1),
+            ]
+        )
+        self.rnn = nn.LSTMCell(WIDTH, WIDTH)
+        self.last = nn.Conv1d(WIDTH, 1, 1)
+
+    def forward(self, wave: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+        """`wave`: CONTEXT samples and n frames of FRAME at 16 kHz. Returns the probability of
+        speech for each frame, shape [n], and the state for what follows."""
+        frames = wave.unfold(0, CONTEXT + FRAME, FRAME)
+        spectrum = self.stft(padded(frames.unsqueeze(1), (0, PAD), "reflect"))
+        x = (spectrum[:, :BINS] ** 2 + spectrum[:, BINS:] ** 2).sqrt()
+        for layer in self.encoder:
+            x = layer(x).relu()
+        cell = self.rnn
+        weights = [cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh]
+        steps = x.squeeze(-1).unsqueeze(1)  # [n, 1, WIDTH]: all steps in one call
+        hidden, h, c = torch.lstm(steps, state, weights, True, 1, 0.0, False, False, False)
+        return self.last(hidden.squeeze(1).unsqueeze(-1).relu()).sigmoid().flatten(), (h, c)
+
+
+def load(folder: Path) -> SileroVad:
+    """Raises OSError."""
+    model = SileroVad()
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model.eval()
+
+
+def probabilities(model: SileroVad, samples: np.ndarray) -> Iterator[list[float]]:
+    """Of int16 samples at 16 kHz, for each FRAME of them, part by part."""
+    state = (torch.zeros(1, 1, WIDTH), torch.zeros(1, 1, WIDTH))
+    context = torch.zeros(CONTEXT)
+    for begin in range(0, len(samples), PART_FRAMES * FRAME):
+        part = torch.from_numpy(sound.floats(samples[begin : begin + PART_FRAMES * FRAME]))
+        part = padded(part, (0, -len(part) % FRAME))
+        with torch.inference_mode():
+            found, state = model(torch.cat([context, part]), state)
+        context = part[-CONTEXT:]
+        yield found.tolist()
+
+
+def spans(found: list[float], count: int, **said: float) -> list[tuple[int, int]]:
+    """Begin and end of speech, in samples. `count`: of all samples; `said`: arguments of the
+    library's function."""
+    rows = get_speech_timestamps_from_probs(found, audio_length_samples=count, **said)
+    return [(row["start"], row["end"]) for row in rows]
+
+
+def build(config: Config) -> "VadEngine":
+    return VadEngine(config)
+
+
+class VadEngine:
+    """One model and one thread; requests take turns by ten seconds of sound."""
+
+    can_sleep = False  # its weights are a megabyte
+
+    def __init__(self, config: Config) -> None:
+        args = config.get("engine_args", {})
+        self.path = Path(config["model"])
+        self.threads: int = args.get("threads", config.get("threads", 1))
+        self.max_seconds = float(args.get("max_seconds", MAX_SECONDS))
+        self.worker = OneThread("vad")
+        self.model: Any = None
+
+    async def load(self) -> None:
+        self.model = await self.worker.run(self._load)
+
+    def _load(self) -> SileroVad:
+        torch.set_num_threads(self.threads)
+        return load(self.path)
+
+    async def health(self) -> None:
+        self.worker.check()
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != VAD or scope["method"] != "POST":
+            return await asgi.refuse(send, 404, f"no route {scope['method']} {scope['path']}")
+        try:
+            form = await forms.read(scope, receive)
+            if form is None:
+                return
+            said = {name: _number(form, field) for field, (name, *_) in FIELDS.items()}
+            work = self._answer(form.file("file"), said, send)
+            await asgi.until_disconnected(work, receive)
+        except BadField as error:
+            await asgi.refuse_request(send, error)
+
+    async def _answer(self, raw: bytes, said: dict[str, float], send: Send) -> None:
+        samples = await self.worker.run(sound.decode, raw, self.max_seconds)
+        parts = [part async for part in self.worker.each(probabilities(self.model, samples))]
+        found = spans([p for part in parts for p in part], len(samples), **said)
+        rows = [{"start": b / HEARD_HZ, "end": e / HEARD_HZ} for b, e in found]
+        body = {"duration": len(samples) / HEARD_HZ, "segments": rows}
+        await asgi.respond(send, 200, body)
+
+
+def _number(form: forms.Form, field: str) -> float:
+    _, least, most, default = FIELDS[field]
+    said = form.text(field, str(default))
+    try:
+        found = float(said)
+    except ValueError:
+        found = -1.0
+    if not least <= found <= most:
+        raise BadField(field, f"`{field}` {said!r} is no number from {least} to {most}")
+    return found

@@ -1,0 +1,191 @@
+"""Sound in files: bytes to samples, bounded at each step, and samples to bytes as they are made.
+
+    samples = decode(raw, most_s=1800)                # one channel, 16 kHz; raises BadSound
+    encoder = Encoder("mp3", rate_hz=22_050)
+    pieces = [encoder.add(clause) for clause in clauses] + [encoder.end()]
+
+FFmpeg, through PyAV, reads whatever container people have. A file is a stranger's: only formats
+that carry their own sound are read, because a playlist would have FFmpeg open what it names.
+Source: ffmpeg.org/ffmpeg-formats.html, `format_whitelist`.
+"""
+
+import io
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import av
+import numpy as np
+
+from deployments.engines.asgi import BadField
+
+HEARD_HZ = 16_000  # what Whisper and Silero listen to
+
+# Containers by FFmpeg's names: those of OpenAI's list and their kin. No playlist (hls, concat,
+# dash, sdp), no image, no script.
+FORMATS = (
+    "aac,aiff,amr,au,caf,flac,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,mpeg,mpegts,ogg,wav,w64"
+)
+# Sound outside these is no speech; a file that says 1 Hz would grow 16,000-fold in the resampler.
+RATES_HZ, MOST_CHANNELS = range(4_000, 768_001), 32
+LEAST_S = 0.1  # OpenAI's own bound
+# One packet may be broken; this many in a row are no sound.
+MOST_BROKEN_FRAMES = 100
+OPEN_S = 10.0  # to find the streams of a file, which is in memory
+
+
+class BadSound(BadField):
+    """A file that cannot be heard, or is too long: the field `file` of its request."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("file", f"`file`: {message}")
+
+
+def _refuse_to_open(url: str, flags: int, options: dict[str, Any]) -> NoReturn:
+    raise BadSound("the file refers to another file")
+
+
+def decode(raw: bytes, most_s: float) -> np.ndarray:
+    """Returns int16 samples, shape [n], at HEARD_HZ; `floats` of a part is what models take. Raises
+    BadSound."""
+    try:
+        with av.open(
+            io.BytesIO(raw),
+            metadata_errors="ignore",
+            timeout=OPEN_S,
+            io_open=_refuse_to_open,
+            container_options={"format_whitelist": FORMATS, "protocol_whitelist": ""},
+        ) as container:
+            samples = _read(container, most_s)
+    except (av.FFmpegError, ValueError, EOFError, OSError) as error:
+        raise BadSound(f"no sound that can be read: {error}") from error
+    if len(samples) < LEAST_S * HEARD_HZ:
+        raise BadSound(f"{len(samples) / HEARD_HZ:.3f} s of sound; it takes {LEAST_S} s")
+    return samples
+
+
+def floats(samples: np.ndarray) -> np.ndarray:
+    """int16 to float32 in [-1, 1]."""
+    return samples.astype(np.float32) / 32_768.0
+
+
+def _read(container: Any, most_s: float) -> np.ndarray:
+    """16-bit samples of the first sound in a container."""
+    if not container.streams.audio:
+        raise BadSound("the file has no sound in it")
+    stream = container.streams.audio[0]
+    for declared_s in (
+        container.duration / av.time_base if container.duration else 0.0,
+        float(stream.duration * stream.time_base) if stream.duration else 0.0,
+    ):
+        if declared_s > most_s:
+            raise BadSound(f"the file declares {declared_s:.0f} s; at most {most_s:.0f} s are read")
+    resampler = av.AudioResampler(format="s16", layout="mono", rate=HEARD_HZ)
+    parts: list[np.ndarray] = []
+    count, most_count = 0, int(most_s * HEARD_HZ)
+    for frame in _frames(container, stream):
+        for heard in resampler.resample(frame):
+            parts.append(heard.to_ndarray().reshape(-1))
+            count += len(parts[-1])
+        if count > most_count:
+            raise BadSound(f"longer than {most_s:.0f} s, the most that is read")
+    return np.concatenate(parts) if parts else np.zeros(0, np.int16)
+
+
+def _frames(container: Any, stream: Any) -> Iterator[Any]:
+    """Decoded frames, then None, which has a resampler give its rest. A broken frame is skipped,
+    as players do. Raises BadSound for frames that no speech has."""
+    decoded, broken = container.decode(stream), 0
+    while True:
+        try:
+            frame = next(decoded, None)
+        except av.error.InvalidDataError:
+            broken += 1
+            if broken > MOST_BROKEN_FRAMES:
+                raise
+            continue
+        if frame is not None:
+            channels = frame.layout.nb_channels
+            if frame.sample_rate not in RATES_HZ or not 1 <= channels <= MOST_CHANNELS:
+                raise BadSound(f"{channels} channels of {frame.sample_rate} Hz are not read")
+            frame.pts = None  # samples count, not what the file says of their time
+        yield frame
+        if frame is None:
+            return
+
+
+class _Sink:
+    """A file that cannot seek, emptied after each write of the encoder."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def write(self, data: Any) -> int:
+        self._parts.append(bytes(data))
+        return len(self._parts[-1])
+
+    def take(self) -> bytes:
+        taken, self._parts = b"".join(self._parts), []
+        return taken
+
+
+class Form(NamedTuple):
+    """How one of OpenAI's response formats is written."""
+
+    media_type: str
+    container: str
+    codec: str
+    rate_hz: int  # 0: that of the voice
+    bits_per_s: int  # 0: the codec loses nothing
+
+
+# 48 kHz, where a frame and the delay of its encoder are shortest, for formats that know no length:
+# mp3 and aac then end within 50 ms of the speech. OpenAI's pcm is 24 kHz.
+WRITTEN = {
+    "mp3": Form("audio/mpeg", "mp3", "libmp3lame", 48_000, 64_000),
+    "opus": Form("audio/ogg", "ogg", "libopus", 48_000, 32_000),
+    "aac": Form("audio/aac", "adts", "aac", 48_000, 64_000),
+    "flac": Form("audio/flac", "flac", "flac", 0, 0),
+    "wav": Form("audio/wav", "wav", "pcm_s16le", 0, 0),
+    "pcm": Form("audio/pcm", "s16le", "pcm_s16le", 24_000, 0),
+}
+# Formats whose header says how long the sound is. Streamed, it says that it is unknown, which many
+# readers do not take.
+KNOW_THEIR_LENGTH = frozenset({"wav", "flac"})
+PAGE_US = "100000"  # of Ogg: 0.1 s, so that a clause leaves when it is spoken
+
+
+class Encoder:
+    """Samples in, bytes of a format out, piece by piece; a whole file if the header needs it."""
+
+    def __init__(self, form: str, rate_hz: int, *, whole: bool = False) -> None:
+        """`whole`: nothing comes before the end, and the header says the length."""
+        written = WRITTEN[form]
+        self._rate_hz, self._whole = rate_hz, whole
+        self._sink: Any = io.BytesIO() if whole else _Sink()
+        options = {"page_duration": PAGE_US} if written.container == "ogg" else {}
+        self._container = av.open(
+            self._sink, "w", format=written.container, container_options=options
+        )
+        self._stream: Any = self._container.add_stream(
+            written.codec, rate=written.rate_hz or rate_hz, layout="mono"
+        )
+        if written.bits_per_s:
+            self._stream.bit_rate = written.bits_per_s
+
+    def add(self, samples: np.ndarray) -> bytes:
+        """`samples`: float32 in [-1, 1], shape [n]. Returns what is ready."""
+        pcm = (np.clip(samples, -1.0, 1.0) * 32_767.0).astype(np.int16)
+        frame = av.AudioFrame.from_ndarray(pcm[None], format="s16", layout="mono")
+        frame.sample_rate = self._rate_hz
+        self._mux(frame)
+        return b"" if self._whole else self._sink.take()
+
+    def end(self) -> bytes:
+        """Returns the rest; no call may follow."""
+        self._mux(None)
+        self._container.close()
+        return self._sink.getvalue() if self._whole else self._sink.take()
+
+    def _mux(self, frame: Any) -> None:
+        for packet in self._stream.encode(frame):
+            self._container.mux(packet)

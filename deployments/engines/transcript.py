@@ -1,0 +1,110 @@
+"""What was heard of a file, and how OpenAI's response formats write it."""
+
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from deployments.engines.sound import HEARD_HZ
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One checked request."""
+
+    task: str
+    form: str
+    language: str | None
+    prompt: str | None
+    temperatures: tuple[float, ...]
+    granularities: frozenset[str]
+    is_stream: bool
+    skips_silence: bool
+
+
+class Transcript:
+    """What was heard so far of one file."""
+
+    def __init__(self, asked: Asked, samples: np.ndarray) -> None:
+        self.asked, self.samples = asked, samples
+        self.language = asked.language or ""
+        self.segments: list[Any] = []
+
+    @property
+    def seconds(self) -> float:
+        return len(self.samples) / HEARD_HZ
+
+    @property
+    def text(self) -> str:
+        return "".join(segment.text for segment in self.segments).strip()
+
+
+def _usage(said: Transcript) -> dict[str, Any]:
+    return {"type": "duration", "seconds": round(said.seconds, 2)}
+
+
+async def events(
+    said: Transcript, segments: AsyncGenerator[Any, None]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """OpenAI's: a delta for each segment, then the whole. The deltas, joined, are the whole."""
+    has_begun = False
+    async for segment in segments:
+        if segment is None:
+            continue
+        delta = segment.text if has_begun else segment.text.lstrip()
+        has_begun = True
+        yield {"type": "transcript.text.delta", "delta": delta}
+    yield {"type": "transcript.text.done", "text": said.text, "usage": _usage(said)}
+
+
+def _json(said: Transcript) -> tuple[str, str]:
+    return "application/json", json.dumps({"text": said.text, "usage": _usage(said)})
+
+
+def _verbose(said: Transcript) -> tuple[str, str]:
+    asked = said.asked
+    body = {
+        "task": asked.task,
+        "language": said.language,
+        "duration": round(said.seconds, 2),
+        "text": said.text,
+        "usage": _usage(said),
+    }
+    words = [asdict(word) for segment in said.segments for word in segment.words or ()]
+    if "word" in asked.granularities:
+        body["words"] = [{name: w[name] for name in ("word", "start", "end")} for w in words]
+    if "segment" in asked.granularities or not asked.granularities:
+        fields = [asdict(segment) for segment in said.segments]
+        body["segments"] = [{k: v for k, v in row.items() if k != "words"} for row in fields]
+    return "application/json", json.dumps(body)
+
+
+def _text(said: Transcript) -> tuple[str, str]:
+    return "text/plain; charset=utf-8", said.text + "\n"
+
+
+def _srt(said: Transcript) -> tuple[str, str]:
+    return "text/plain; charset=utf-8", "\n".join(
+        f"{n}\n{_clock(s.start, ',')} --> {_clock(s.end, ',')}\n{s.text.strip()}\n"
+        for n, s in enumerate(said.segments, 1)
+    )
+
+
+def _vtt(said: Transcript) -> tuple[str, str]:
+    return "text/vtt; charset=utf-8", "WEBVTT\n\n" + "\n".join(
+        f"{_clock(s.start, '.')} --> {_clock(s.end, '.')}\n{s.text.strip()}\n"
+        for s in said.segments
+    )
+
+
+def _clock(at_s: float, point: str) -> str:
+    """`00:01:02,500`, as subtitles have it."""
+    total_ms = round(at_s * 1000)
+    minutes, ms = divmod(total_ms, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{ms // 1000:02}{point}{ms % 1000:03}"
+
+
+WRITE = {"json": _json, "text": _text, "verbose_json": _verbose, "srt": _srt, "vtt": _vtt}

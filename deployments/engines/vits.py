@@ -1,0 +1,216 @@
+"""Speech from VITS voices of Piper's format on onnxruntime, in OpenAI's shapes; and from espeak-ng,
+where the model's source is the word `espeak-ng`.
+
+`engine_args`: `device` (cpu or cuda; default: what onnxruntime can use), `noise` (of the voice,
+default its own; 0: the same text gives the same samples), `voices` (further names for its voice, or
+for its speakers: `{alloy: joe}`), `phrases` (texts whose speech is kept, as "One moment."),
+`threads` (default: the model's, else 1).
+
+A voice is one .onnx file with its .onnx.json beside it. Text is spoken clause by clause: the first
+is on its way while the next is made, and a client that leaves stops its work after the clause.
+Source: github.com/OHF-Voice/piper1-gpl (docs, VITS training), arXiv 2106.06103.
+"""
+
+import base64
+import json
+import re
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deployments.config.voice_files import ESPEAK
+from deployments.engines import asgi, sound
+from deployments.engines.asgi import BadField
+from deployments.engines.espeak import Espeak
+from deployments.engines.one_thread import OneThread
+from deployments.engines.protocol import Config, Receive, Scope, Send
+from deployments.engines.voices import EspeakVoice, VitsVoice, Voice, clauses_of
+
+SPEECH = "/v1/audio/speech"
+MAX_CHARACTERS = 4_096  # OpenAI's bound
+SPEEDS = (0.25, 4.0)  # OpenAI's bounds
+PAUSE_S = 0.2  # after a sentence, as Piper has it: without it the next one begins in its last word
+KEPT_BYTES = 8 << 20  # of phrases: some 60 of 3 s
+HOP = 256  # samples that a VITS decoder makes of one frame: its output tokens
+
+_UNSPOKEN = re.compile(r"[\x00-\x09\x0b-\x1f\x7f\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One checked request."""
+
+    text: str
+    voice: str
+    form: str
+    speed: float
+    stream: str  # sse, audio, or nothing said
+
+
+def build(config: Config) -> "SpeechEngine":
+    return SpeechEngine(config)
+
+
+class SpeechEngine:
+    """One voice file and one thread; requests take turns by clause."""
+
+    can_sleep = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.name = config.get("served_name", config["model"])
+        self.worker = OneThread("speak")
+        self.kept = Phrases(config.get("engine_args", {}).get("phrases", ()))
+        self.voice: Any = None
+
+    async def load(self) -> None:
+        self.voice = await self.worker.run(self._load)
+
+    def _load(self) -> Voice:
+        args = self.config.get("engine_args", {})
+        if self.config["model"] == ESPEAK:
+            return EspeakVoice(Espeak(), args.get("voices", {}))
+        threads = args.get("threads", self.config.get("threads", 1))
+        return VitsVoice(Path(self.config["model"]), Espeak(), args, threads)
+
+    async def health(self) -> None:
+        self.worker.check()
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != SPEECH or scope["method"] != "POST":
+            return await asgi.refuse(send, 404, f"no route {scope['method']} {scope['path']}")
+        body = await asgi.read_body(receive)
+        if body is None:
+            return
+        try:
+            work = self._answer(parse(body), send)
+            await asgi.until_disconnected(work, receive)
+        except BadField as error:
+            await asgi.refuse_request(send, error)
+
+    async def _answer(self, asked: Asked, send: Send) -> None:
+        """Raises BadField before the head is sent."""
+        voice, clauses = await self.worker.run(self._planned, asked)
+        whole = asked.form in sound.KNOW_THEIR_LENGTH and not asked.stream
+        told = Told()
+        pieces = self.worker.each(self._spoken(asked, voice, clauses, told, whole=whole))
+        kind = sound.WRITTEN[asked.form].media_type
+        if asked.stream == "sse":
+            await asgi.stream_events(send, _events(pieces, told))
+        elif whole:
+            await asgi.send_bytes(send, kind, b"".join([piece async for piece in pieces]))
+        else:
+            await asgi.stream_bytes(send, kind, pieces)
+
+    def _planned(self, asked: Asked) -> tuple[str, list[tuple[str, Any]]]:
+        """The voice, and each clause with what the voice makes of it. Raises BadField."""
+        voice = self.voice.name_of(asked.voice)
+        found = ((part, self.voice.clause(part)) for part in clauses_of(asked.text))
+        clauses = [(part, clause) for part, clause in found if clause is not None]
+        if not clauses:
+            raise BadField("input", "`input` has nothing in it that can be spoken")
+        return voice, clauses
+
+    def _spoken(
+        self, asked: Asked, voice: str, clauses: list[tuple[str, Any]], told: "Told", *, whole: bool
+    ) -> Iterator[bytes]:
+        """The bytes of each clause, then those that end the file."""
+        encoder = sound.Encoder(asked.form, self.voice.rate_hz, whole=whole)
+        pause = np.zeros(int(PAUSE_S / asked.speed * self.voice.rate_hz), np.float32)
+        for number, (text, clause) in enumerate(clauses, 1):
+            key = (text, voice, asked.speed)
+            samples = self.kept.get(key)
+            if samples is None:
+                samples = self.voice.speak(clause, voice, asked.speed)
+                self.kept.keep(key, samples)
+            if number < len(clauses) and text.endswith((".", "!", "?", ";", ":")):
+                samples = np.concatenate([samples, pause])
+            told.input_tokens += len(clause)
+            told.output_tokens += len(samples) // HOP
+            yield encoder.add(samples)
+        yield encoder.end()
+
+
+class Told:
+    """What an answer took: phonemes in, frames out."""
+
+    def __init__(self) -> None:
+        self.input_tokens = self.output_tokens = 0
+
+    def usage(self) -> dict[str, int]:
+        total = self.input_tokens + self.output_tokens
+        return {
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "total_tokens": total,
+        }
+
+
+class Phrases:
+    """Speech of texts that are said again and again. Only configured ones are kept: a client could
+    hear from the time that an answer takes what others have had spoken."""
+
+    def __init__(self, texts: Any, most_bytes: int = KEPT_BYTES) -> None:
+        self._texts, self._most_bytes = frozenset(texts), most_bytes
+        self._kept: OrderedDict[tuple[str, str, float], np.ndarray] = OrderedDict()
+        self.size_bytes = 0
+
+    def get(self, key: tuple[str, str, float]) -> np.ndarray | None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def keep(self, key: tuple[str, str, float], samples: np.ndarray) -> None:
+        """The phrase that was said longest ago leaves when there is no room."""
+        if key[0] not in self._texts or samples.nbytes > self._most_bytes:
+            return
+        self._kept[key] = samples
+        self.size_bytes += samples.nbytes
+        while self.size_bytes > self._most_bytes:
+            self.size_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def parse(raw: bytes) -> Asked:
+    """Raises BadField."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadField("body", f"not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadField("body", "expected a JSON object")
+    text, voice = body.get("input"), body.get("voice") or ""
+    if isinstance(voice, dict):
+        voice = voice.get("id")
+    if not isinstance(text, str) or not 1 <= len(text) <= MAX_CHARACTERS:
+        raise BadField("input", f"`input` takes text of 1 to {MAX_CHARACTERS} characters")
+    if not isinstance(voice, str):
+        raise BadField("voice", '`voice` takes a name, or an object as {"id": "joe"}')
+    form = body.get("response_format") or "mp3"
+    if not isinstance(form, str) or form not in sound.WRITTEN:
+        known = ", ".join(sound.WRITTEN)
+        raise BadField("response_format", f"`response_format` {form!r} is none of {known}")
+    stream = body.get("stream_format") or ""
+    if stream not in ("", "sse", "audio"):
+        raise BadField("stream_format", f"`stream_format` {stream!r} is neither sse nor audio")
+    return Asked(_UNSPOKEN.sub(" ", text), voice, form, _speed(body.get("speed")), stream)
+
+
+def _speed(given: object) -> float:
+    speed = 1.0 if given is None else given
+    if isinstance(speed, bool) or not isinstance(speed, int | float):
+        raise BadField("speed", "`speed` takes a number")
+    if not SPEEDS[0] <= speed <= SPEEDS[1]:
+        raise BadField("speed", f"`speed` {speed} is not from {SPEEDS[0]} to {SPEEDS[1]}")
+    return float(speed)
+
+
+async def _events(pieces: AsyncGenerator[bytes, None], told: Told) -> AsyncIterator[dict[str, Any]]:
+    """OpenAI's: the bytes of the file in base64, then what it took."""
+    async for piece in pieces:
+        if piece:
+            yield {"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()}
+    yield {"type": "speech.audio.done", "usage": told.usage()}

@@ -1,0 +1,153 @@
+"""What speaks: VITS voices of Piper's format on onnxruntime, and espeak-ng's own."""
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from deployments.config.voice_files import ESPEAK_DEFAULT, describing, speakers, voice_file
+from deployments.engines.asgi import BadField
+from deployments.engines.espeak import Espeak, NoSuchVoice
+from deployments.engines.protocol import LoadFailed
+
+# A clause that is spoken at once: memory grows with it, and the first one is waited for.
+CLAUSE_CHARACTERS = 150
+NAMES_TOLD = 20  # of the voices there are, in a message
+
+_SENTENCES = re.compile(r"(?<=[.!?;:\n])\s+")
+_MARKS = re.compile(r"([,.;:!?]+)(?=\s|$)")
+
+
+class Voice(Protocol):
+    """What speaks. Called in the engine's one thread."""
+
+    rate_hz: int
+
+    def name_of(self, asked: str) -> str:
+        """The voice's own name for what a client wrote, which may be nothing. Raises BadField."""
+
+    def clause(self, text: str) -> Any:
+        """What `speak` takes; None where there is nothing to say."""
+
+    def speak(self, clause: Any, voice: str, speed: float) -> np.ndarray:
+        """float32 samples in [-1, 1], shape [n]."""
+
+
+class VitsVoice:
+    """One .onnx file of Piper's format."""
+
+    def __init__(self, model: Path, espeak: Espeak, args: dict[str, Any], threads: int) -> None:
+        file = voice_file(model)
+        self._config = json.loads(describing(file).read_text())
+        self._ids: dict[str, list[int]] = self._config["phoneme_id_map"]
+        self.rate_hz: int = self._config["audio"]["sample_rate"]
+        self._noise = args.get("noise")
+        self._espeak = espeak
+        self._espeak.choose(self._config["espeak"]["voice"])
+        self._speakers = speakers(file, self._config)
+        self._names = {name: name for name in self._speakers} | args.get("voices", {})
+        self._session = _session(file, args.get("device"), threads)
+
+    def name_of(self, asked: str) -> str:
+        return named(asked, self._names)
+
+    def clause(self, text: str) -> list[int] | None:
+        """Phonemes as ids, each followed by a pad, as such a voice was trained with."""
+        phonemes = "".join(self._phonemes(text)).strip()
+        known = [c for c in unicodedata.normalize("NFD", phonemes) if c in self._ids]
+        if not any(c.isalpha() for c in known):
+            return None
+        ids = [*self._ids["^"], *self._ids["_"]]
+        for character in known:
+            ids += [*self._ids[character], *self._ids["_"]]
+        return [*ids, *self._ids["$"]]
+
+    def _phonemes(self, text: str) -> Iterator[str]:
+        """espeak drops punctuation, which the model speaks as pauses and melody: it is put back."""
+        words_and_marks = [*_MARKS.split(text), ""]
+        for words, mark in zip(words_and_marks[::2], words_and_marks[1::2], strict=True):
+            if said := self._espeak.phonemes(words.strip()) if words.strip() else "":
+                yield f"{said}{mark[-1:]} "
+
+    def speak(self, clause: Any, voice: str, speed: float) -> np.ndarray:
+        usual = self._config["inference"]
+        noise = (
+            (usual["noise_scale"], usual["noise_w"]) if self._noise is None else (self._noise,) * 2
+        )
+        given = {
+            "input": np.array([clause], np.int64),
+            "input_lengths": np.array([len(clause)], np.int64),
+            "scales": np.array([noise[0], usual["length_scale"] / speed, noise[1]], np.float32),
+        }
+        if len(self._speakers) > 1:
+            given["sid"] = np.array([self._speakers[voice]], np.int64)
+        samples: np.ndarray = self._session.run(None, given)[0].reshape(-1)
+        return samples
+
+
+class EspeakVoice:
+    """espeak-ng's own voices, by language."""
+
+    def __init__(self, espeak: Espeak, voices: dict[str, str]) -> None:
+        self._espeak, self._names = espeak, voices
+        self.rate_hz = espeak.rate_hz
+
+    def name_of(self, asked: str) -> str:
+        name = self._names.get(asked, asked) or ESPEAK_DEFAULT
+        try:
+            self._espeak.choose(name)
+        except NoSuchVoice:
+            text = f"`voice` {asked!r} is none of espeak-ng's; write a language, as `en-us` or `de`"
+            raise BadField("voice", text) from None
+        return name
+
+    def clause(self, text: str) -> str | None:
+        return text if any(c.isalnum() for c in text) else None
+
+    def speak(self, clause: Any, voice: str, speed: float) -> np.ndarray:
+        self._espeak.choose(voice)
+        return self._espeak.speak(clause, speed)
+
+
+def _session(file: Path, device: str | None, threads: int) -> Any:
+    """onnxruntime is imported here: it starts a thread, and a zygote must have none."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+    # With it such a graph takes 4-5 s of processor time to open instead of 1; memory is the same.
+    options.enable_mem_reuse = False
+    wanted = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
+    there = onnxruntime.get_available_providers()
+    if device == "cuda" and wanted not in there:
+        raise LoadFailed("NoDevice", "`device: cuda` takes onnxruntime-gpu", False)
+    providers = [one for one in (wanted, "CPUExecutionProvider") if one in there]
+    return onnxruntime.InferenceSession(str(file), options, providers=providers)
+
+
+def named(asked: str, names: dict[str, str]) -> str:
+    """The voice behind a name; without one the first. Raises BadField."""
+    if not asked:
+        return next(iter(names.values()))
+    if asked not in names:
+        known = ", ".join(sorted(names)[:NAMES_TOLD])
+        raise BadField("voice", f"`voice` {asked!r} is not known; there is: {known}")
+    return names[asked]
+
+
+def clauses_of(text: str) -> Iterator[str]:
+    """Sentences, and parts of those that are long."""
+    for sentence in _SENTENCES.split(text.strip()):
+        rest = sentence.strip()
+        while len(rest) > CLAUSE_CHARACTERS:
+            head = rest[:CLAUSE_CHARACTERS]
+            cut = head.rfind(", ") + 1 or head.rfind(" ") + 1 or CLAUSE_CHARACTERS
+            yield rest[:cut].strip()
+            rest = rest[cut:].strip()
+        if rest:
+            yield rest

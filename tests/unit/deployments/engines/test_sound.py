@@ -1,0 +1,172 @@
+"""Files of strangers: bounded before and while they are decoded, and nothing else is opened."""
+
+import http.server
+import io
+import struct
+import threading
+import wave
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from deployments.engines import sound
+from tests.support.speech import CONTAINERS, contained, seconds_of
+
+RATE = 22_050
+TONE = 0.3 * np.sin(2 * np.pi * 300 * np.arange(RATE * 3) / RATE).astype(np.float32)
+
+
+def wav(seconds: float, rate: int = 16_000, channels: int = 1) -> bytearray:
+    sink = io.BytesIO()
+    with wave.open(sink, "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(b"\0" * (2 * channels * int(seconds * rate)))
+    return bytearray(sink.getvalue())
+
+
+def encoded(form: str, *, whole: bool = False) -> bytes:
+    encoder = sound.Encoder(form, RATE, whole=whole)
+    parts = [encoder.add(part) for part in np.array_split(TONE, 3)]
+    return b"".join([*parts, encoder.end()])
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[str, list[str]]]:
+    """A server, and what it was asked for."""
+    seen: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.path)
+            self.send_error(404)
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/x.ts", seen
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.spec("L2")
+def test_file_that_names_other_files_is_refused_and_none_is_opened(
+    asked: tuple[str, list[str]],
+) -> None:
+    url, seen = asked
+    files = [
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{url}\n#EXT-X-ENDLIST\n",
+        f"ffconcat version 1.0\nfile {url}\n",
+        f'<MPD xmlns="urn:mpeg:dash:schema:mpd:2011"><BaseURL>{url}</BaseURL></MPD>',
+        "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=audio 5004 RTP/AVP 0\n",
+        "<svg xmlns='http://www.w3.org/2000/svg'></svg>",
+    ]
+    for text in files:
+        with pytest.raises(sound.BadSound, match="no sound that can be read"):
+            sound.decode(text.encode(), most_s=60)
+    assert seen == []
+
+
+@pytest.mark.spec("H4")
+@pytest.mark.parametrize("form", [form for form in sound.WRITTEN if form != "pcm"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_written_sound_is_read_again_with_its_duration(form: str, whole: bool) -> None:
+    raw = encoded(form, whole=whole)
+    assert seconds_of(raw) == pytest.approx(3.0, abs=0.05)
+    heard = sound.decode(raw, most_s=60)
+    assert len(heard) / sound.HEARD_HZ == pytest.approx(3.0, abs=0.05)
+    assert np.abs(sound.floats(heard)).max() == pytest.approx(0.3, abs=0.05)
+
+
+@pytest.mark.spec("H3")
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_containers_that_people_have_are_read(container: str) -> None:
+    raw = contained(TONE, RATE, *CONTAINERS[container])
+    heard = sound.decode(raw, most_s=60)
+    assert len(heard) / sound.HEARD_HZ == pytest.approx(3.0, abs=0.1)
+
+
+@pytest.mark.spec("H4")
+def test_pieces_of_a_stream_come_before_its_end() -> None:
+    for form in sound.WRITTEN:
+        encoder = sound.Encoder(form, RATE)
+        first = b"".join(encoder.add(TONE) for _ in range(2))
+        assert len(first) > len(encoder.end()), form
+    whole = sound.Encoder("wav", RATE, whole=True)
+    assert whole.add(TONE) == b"" and whole.end()[:4] == b"RIFF"
+
+
+def test_loud_sound_is_cut_and_does_not_wrap_around() -> None:
+    encoder = sound.Encoder("wav", 16_000, whole=True)
+    encoder.add(np.full(16_000, 2.0, np.float32))
+    assert sound.floats(sound.decode(encoder.end(), most_s=2)).min() > 0.9
+
+
+@pytest.mark.spec("L2", "L3")
+def test_declared_duration_is_refused_before_anything_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sound, "_frames", None)  # whose call would fail
+    with pytest.raises(sound.BadSound, match="declares 10 s; at most 5 s"):
+        sound.decode(bytes(wav(10)), most_s=5)
+    huge = bytearray(encoded("flac", whole=True))
+    assert huge[:4] == b"fLaC"
+    packed = int.from_bytes(huge[18:26], "big")  # rate, channels, bits, 36 bits of samples
+    huge[18:26] = ((packed & ~0xFFFFFFFFF) | (10**10)).to_bytes(8, "big")
+    with pytest.raises(sound.BadSound, match="declares 453515 s"):
+        sound.decode(bytes(huge), most_s=3_600)
+
+
+@pytest.mark.spec("L2", "L3")
+def test_sound_longer_than_declared_is_refused_while_it_is_decoded() -> None:
+    """Silence packs a thousandfold, and a stream's header says no length."""
+    encoder = sound.Encoder("flac", 8_000)
+    minute = np.zeros(60 * 8_000, np.float32)
+    raw = b"".join([encoder.add(minute) for _ in range(20)] + [encoder.end()])
+    assert len(raw) < 300_000
+    with pytest.raises(sound.BadSound, match="longer than 60 s"):
+        sound.decode(raw, most_s=60)
+
+
+@pytest.mark.spec("L2", "L3")
+def test_rates_and_channels_that_no_speech_has_are_refused() -> None:
+    slow = wav(0.001, 16_000)
+    slow[24:28] = struct.pack("<I", 1)
+    with pytest.raises(sound.BadSound, match="of 1 Hz"):
+        sound.decode(bytes(slow), most_s=3_600)
+    with pytest.raises(sound.BadSound, match=r"no sound|channels"):
+        sound.decode(bytes(wav(1, channels=100)), most_s=60)
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize("raw", [b"", b"x" * 10_000, b"\x89PNG\r\n\x1a\n" + b"\0" * 100])
+def test_bytes_that_are_no_sound_are_refused_by_field(raw: bytes) -> None:
+    with pytest.raises(sound.BadSound) as caught:
+        sound.decode(raw, most_s=60)
+    assert (caught.value.status_code, caught.value.param) == (400, "file")
+
+
+@pytest.mark.spec("L3")
+def test_sound_of_no_length_is_refused() -> None:
+    with pytest.raises(sound.BadSound, match=r"it takes 0\.1 s"):
+        sound.decode(bytes(wav(0.05)), most_s=60)
+
+
+@pytest.mark.spec("L2")
+def test_picture_in_a_container_of_sound_is_not_heard() -> None:
+    import av
+
+    sink = io.BytesIO()
+    with av.open(sink, "w", format="matroska") as container:
+        stream = container.add_stream("mjpeg", rate=1)
+        stream.width = stream.height = 16
+        stream.pix_fmt = "yuvj420p"
+        for packet in stream.encode(av.VideoFrame(16, 16, "yuvj420p")):
+            container.mux(packet)
+        for packet in stream.encode(None):
+            container.mux(packet)
+    with pytest.raises(sound.BadSound, match="has no sound"):
+        sound.decode(sink.getvalue(), most_s=60)

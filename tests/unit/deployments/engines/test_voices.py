@@ -1,0 +1,65 @@
+"""Texts in clauses, names of voices, and phrases that are kept."""
+
+import numpy as np
+import pytest
+
+from deployments.engines.asgi import BadField
+from deployments.engines.vits import Phrases, parse
+from deployments.engines.voices import CLAUSE_CHARACTERS, clauses_of, named
+
+
+@pytest.mark.spec("H4")
+def test_clauses_are_sentences_and_lose_no_word() -> None:
+    text = 'It is 3.14 at 9:30, she said. "Really?" Yes! One; two: three\nfour'
+    found = list(clauses_of(text))
+    assert found == [
+        "It is 3.14 at 9:30, she said.",
+        '"Really?" Yes!',
+        "One;",
+        "two:",
+        "three\nfour",
+    ]
+    assert " ".join(found).split() == text.split()
+
+
+@pytest.mark.spec("H4")
+@pytest.mark.parametrize("text", ["word " * 200, "word, " * 200, "w" * 1_000, "a" * 149 + " b"])
+def test_long_sentences_are_divided_between_words_where_there_are_any(text: str) -> None:
+    found = list(clauses_of(text))
+    assert all(0 < len(clause) <= CLAUSE_CHARACTERS for clause in found)
+    assert "".join(found).replace(" ", "") == text.replace(" ", "")
+    if " " in text:
+        assert " ".join(found).split() == text.split()
+
+
+def test_text_of_nothing_has_no_clauses() -> None:
+    assert list(clauses_of(" \n ")) == []
+
+
+@pytest.mark.spec("H4")
+def test_voice_is_found_by_name_or_further_name_and_the_first_is_the_default() -> None:
+    names = {"ann": "ann", "ben": "ben", "alloy": "ben"}
+    assert [named(asked, names) for asked in ("", "ann", "alloy")] == ["ann", "ann", "ben"]
+    with pytest.raises(BadField, match="there is: alloy, ann, ben") as caught:
+        named("cid", names)
+    assert caught.value.param == "voice"
+
+
+@pytest.mark.spec("H4")
+def test_only_configured_phrases_are_kept_and_their_bytes_are_bounded() -> None:
+    kept = Phrases(["a", "b", "c"], most_bytes=1_000)
+    sound = np.zeros(100, np.float32)  # 400 bytes
+    kept.keep(("x", "joe", 1.0), sound)
+    assert kept.get(("x", "joe", 1.0)) is None and kept.size_bytes == 0
+    kept.keep(("a", "joe", 1.0), sound)
+    kept.keep(("b", "joe", 1.0), sound)
+    assert kept.get(("a", "joe", 1.0)) is sound  # now b was said longest ago
+    kept.keep(("c", "joe", 1.0), sound)
+    assert kept.get(("b", "joe", 1.0)) is None and kept.get(("a", "joe", 1.0)) is sound
+    assert kept.get(("a", "joe", 2.0)) is None and kept.size_bytes == 800
+    kept.keep(("b", "joe", 1.0), np.zeros(1_000, np.float32))
+    assert kept.size_bytes == 800
+
+
+def test_control_characters_and_halves_of_pairs_are_not_spoken() -> None:
+    assert parse(b'{"input": "a\\u0000b\\ud800c\\nd"}').text == "a b c\nd"
