@@ -36,7 +36,7 @@ class Recipe:
 
     seed: int = 0
     drawings_per_fact: int = 24
-    autoencoder_steps: int = 1400
+    autoencoder_steps: int = 3000
     autoencoder_batch: int = 16
     autoencoder_rate: float = 3e-3
     autoencoder_width: int = 16
