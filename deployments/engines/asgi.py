@@ -31,6 +31,19 @@ class BodyTooLarge(ValueError):
         return f"larger than {self.most_bytes} bytes"
 
 
+class BadField(RequestError):
+    """A request that an engine cannot answer as it is; `param` is the field at fault."""
+
+    status_code, code = 400, "invalid_request"
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(param, message)
+        self.param, self.message = param, message
+
+    def __str__(self) -> str:
+        return self.message
+
+
 async def read_body(receive: Receive, most_bytes: int | None = None) -> bytes | None:
     """The whole body, or None when the client leaves before it has sent all of it. Without
     `most_bytes` the front's bound holds. Raises BodyTooLarge."""

@@ -17,7 +17,7 @@ from deployments.config.schema import ModelConfig, Profile
 from deployments.front.forms import BadForm, text_fields
 from deployments.front.keys import DEFAULT_TENANT
 from deployments.front.model_names import Target
-from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Generates, Kind
+from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Kind, Streams
 
 # Headers that go on to the engine: those that its HTTP layer reads.
 FORWARDED = ("content-type", "accept")
@@ -66,8 +66,8 @@ class ParsedRequest:
 
     @property
     def is_stream(self) -> bool:
-        """True if the client asked for an event stream of text."""
-        return isinstance(self.checked, Generates) and self.checked.stream is True
+        """True if the client asked for an event stream, in which comments have a place."""
+        return isinstance(self.checked, Streams) and self.checked.stream is True
 
 
 async def parse(
@@ -95,8 +95,8 @@ async def parse(
 def call_of(
     asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
 ) -> messages.InferenceCall:
-    """What goes to the capability. Extension fields are taken out of a JSON body and defaults put
-    in; a form goes as it came, with the served name in a header."""
+    """What goes to the capability. Extension fields that are not the engine's are taken out of a
+    JSON body and defaults put in; a form goes as it came, with the served name in a header."""
     checked, profile = asked.checked, asked.profile
     stay = checked.x_stay_warm if checked.x_stay_warm is not None else profile.stay_warm_s
     said = {"x-request-id": asked.request_id, messages.TENANT_HEADER: tenant}
@@ -124,7 +124,9 @@ def _body(asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str)
     if asked.fields is None:
         return asked.raw
     defaults = {**model.defaults, **asked.profile.defaults}
-    fields = defaults | {k: v for k, v in asked.fields.items() if not k.startswith("x_")}
+    of_engine = type(asked.checked).model_fields.keys() - Body.model_fields.keys()
+    given = asked.fields.items()
+    fields = defaults | {k: v for k, v in given if not k.startswith("x_") or k in of_engine}
     fields["model"] = target.served
     if asked.kind is Kind.TEXT:
         if model.thinking is not None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 
+from deployments.image_fields import ImageFields
+
 # OpenAI's own bounds where it states one: 128 choices, 128 tools, 4 stop texts (vLLM takes 16, as
 # does the front), 20 alternatives per token. MAX_MESSAGES is far above any use seen.
 MAX_CHOICES, MAX_TOOLS, MAX_STOPS, MAX_LOGPROBS = 128, 128, 16, 20
@@ -71,10 +73,15 @@ class Body(BaseModel):
         return 0.0 if value is False or value == "false" else value
 
 
-class Generates(Body):
-    """Fields of the routes that generate text."""
+class Streams(Body):
+    """Fields of the routes that may answer by an event stream, which progress comments precede."""
 
     stream: bool | None = None
+
+
+class Generates(Streams):
+    """Fields of the routes that generate text."""
+
     temperature: float | None = None
     top_p: float | None = None
 
@@ -129,10 +136,14 @@ class Embeddings(Body):
     encoding_format: Literal["float", "base64"] | None = None
 
 
+class Images(ImageFields, Streams):
+    """POST /v1/images/generations, and the text fields of /v1/images/edits"""
+
+
 class Kind(Enum):
     """What a path takes and returns, as far as the front treats it differently."""
 
-    TEXT = "text"  # JSON in, text out: thinking, prompt cache and progress comments apply
+    TEXT = "text"  # JSON in, text out: thinking and prompt cache apply
     JSON = "json"  # JSON in
     FORM = "form"  # multipart/form-data in, as for uploads
     ANY = "any"  # by its content type: the paths that the table lists
@@ -151,6 +162,8 @@ SCHEMAS: dict[str, Schema] = {
     "/v1/completions": Schema(Completion, Kind.TEXT),
     "/v1/responses": Schema(Responses, Kind.TEXT),
     "/v1/embeddings": Schema(Embeddings, Kind.JSON),
+    "/v1/images/generations": Schema(Images, Kind.JSON),
+    "/v1/images/edits": Schema(Images, Kind.FORM),
 }
 OF_THE_TABLE = Schema(Body, Kind.ANY)
 

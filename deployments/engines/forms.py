@@ -1,0 +1,69 @@
+"""Multipart forms as an engine reads them: text fields, and the bytes of files, all in memory."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from deployments.engines import asgi
+from deployments.engines.asgi import BadField
+from deployments.engines.protocol import Receive, Scope
+from deployments.front.forms import MAX_FIELD_BYTES, MAX_FIELDS, MAX_FILES, MAX_HELD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A field may be there several times, as `timestamp_granularities[]` is."""
+
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    files: dict[str, list[bytes]] = field(default_factory=dict)
+
+    def text(self, name: str, default: str = "") -> str:
+        """The last of that name; `default` where there is none, or an empty one."""
+        return self.texts.get(name, [default])[-1] or default
+
+    def all(self, name: str) -> list[str]:
+        """Of a list: `name[]`, as OpenAI's clients write it, or `name`."""
+        return self.texts.get(f"{name}[]", []) + self.texts.get(name, [])
+
+    def file(self, name: str) -> bytes:
+        """Raises BadField where it is not there, or is empty."""
+        found = self.files.get(name, [])
+        if not found or not found[-1]:
+            raise BadField(name, f"`{name}` is missing or empty; send it as a file")
+        return found[-1]
+
+
+async def read(scope: Scope, receive: Receive) -> Form | None:
+    """The whole form, or None when the client leaves before it has sent all of it. Raises
+    BadField."""
+    raw = await asgi.read_body(receive)
+    if raw is None:
+        return None
+
+    async def stream() -> AsyncGenerator[bytes, None]:
+        yield raw
+
+    parser = MultiPartParser(
+        Headers(raw=scope["headers"]),
+        stream(),
+        max_files=MAX_FILES,
+        max_fields=MAX_FIELDS,
+        max_part_size=MAX_FIELD_BYTES,
+    )
+    parser.spool_max_size = MAX_HELD_BYTES
+    try:
+        parsed = await parser.parse()
+    except (MultiPartException, KeyError, ValueError) as error:
+        raise BadField("body", f"the body is not multipart/form-data: {error}") from error
+    form = Form()
+    try:
+        for name, value in parsed.multi_items():
+            if isinstance(value, UploadFile):
+                form.files.setdefault(name, []).append(await value.read())
+            else:
+                form.texts.setdefault(name, []).append(value)
+    finally:
+        await parsed.close()
+    return form
