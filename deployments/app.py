@@ -10,6 +10,7 @@ from deployments.config.schema import CapabilityArgs, ConfigError, FrontArgs
 
 TEXT = "deployments.capabilities.text:TextServer"
 EMBEDDING = "deployments.capabilities.embedding:EmbeddingServer"
+IMAGE = "deployments.capabilities.image:ImageServer"
 
 # A handle reports its queue this often, so that a waiting request starts a replica in about a
 # second; with Serve's defaults (10 s, 30 s) it takes seven to ten.
@@ -51,6 +52,11 @@ def text(args: CapabilityArgs) -> Application:
 def embedding(args: CapabilityArgs) -> Application:
     """Embeddings."""
     return _capability(_class_of(args.class_ or EMBEDDING), args.capability)
+
+
+def image(args: CapabilityArgs) -> Application:
+    """Pictures from text and from pictures."""
+    return _capability(_class_of(args.class_ or IMAGE), args.capability)
 
 
 def _class_of(path: str | None) -> type:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.environment import Environment
+from models import shipped
 
 VERSION = 1  # part of the stamp: raise it when what is made changes
 STAMP = "made.json"
@@ -160,10 +161,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=default_folder())
     parser.add_argument("--mid", action="store_true", help="also the one for benchmarks, 428 MB")
+    parser.add_argument(
+        "--retrain", action="store_true", help="train what is carried, half an hour"
+    )
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     for shape in (*DEFAULT, *([MID] if args.mid else [])):
         print(make(args.folder, shape))
+    carried = shipped.WEIGHTS / "images"
+    if args.retrain:
+        carried = retrained(args.folder)
+    print(shipped.unpack(carried, args.folder))
+
+
+def retrained(folder: Path) -> Path:
+    """Weights of pictures, trained anew beside the models."""
+    from models import train_images
+
+    out = folder / ".retrained" / "images"
+    train_images.make(out, out.with_suffix(".work"), train_images.Recipe())
+    return out
 
 
 if __name__ == "__main__":

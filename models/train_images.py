@@ -1,6 +1,6 @@
 """Train the default model of pictures from nothing: a Stable-Diffusion-class pipeline, on drawings.
 
-    OMP_NUM_THREADS=1 python -m models.train_images --out FOLDER [--work FOLDER]
+    OMP_NUM_THREADS=1 python -m models.train_images [--out FOLDER] [--work FOLDER]
 
 About half an hour of one core makes 64x64 pictures of `models.shapes`: AutoencoderTiny (64x64x3 to
 8x8x4), CLIPTextModel and UNet2DConditionModel, with DDIM, v-prediction, zero terminal SNR (Lin et
@@ -9,11 +9,12 @@ slower. An interrupted run goes on from its last checkpoint in `--work`.
 """
 
 import argparse
-import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its customary name)
 from PIL import Image
 
+from models import shipped
 from models.shapes import Fact, all_facts, draw, read
 
+NAME = "tiny-draw"
 LATENTS = 4  # channels; inpainting takes pipelines of 4 or 9
 WORDS = 16  # tokens of a prompt
 STEPS, GUIDANCE = 10, 2.0  # of a picture, where the accuracy is measured
@@ -80,29 +83,40 @@ def drawings(recipe: Recipe) -> tuple[list[Fact], torch.Tensor]:
 
 
 def tokenizer_of_captions() -> Any:
-    """CLIP's kind of tokenizer (BPE with `</w>`), learnt from the captions."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    """CLIP's kind of tokenizer (BPE with `</w>`), learnt from the captions: each of their words is
+    one token. Not by the trainer of `tokenizers`, whose order among equals differs between runs."""
+    from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<|endoftext|>"))
-    bpe.normalizer = normalizers.Lowercase()
-    words = [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(words)
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        initial_alphabet=alphabet,
-        end_of_word_suffix="</w>",
-        special_tokens=["<|startoftext|>", "<|endoftext|>"],
-        show_progress=False,
-    )
-    bpe.train_from_iterator([fact.caption for fact in all_facts()], trainer)
-    learnt = json.loads(bpe.to_str())["model"]
-    vocabulary = learnt["vocab"]
-    for letter in alphabet:
-        vocabulary.setdefault(letter + "</w>", len(vocabulary))
-    merges = [tuple(pair) for pair in learnt["merges"]]
+    merges = merges_of(sorted({word for fact in all_facts() for word in fact.caption.split()}))
+    endings = [letter + "</w>" for letter in alphabet]
+    joined = [left + right for left, right in merges]
+    pieces = ["<|startoftext|>", "<|endoftext|>", *alphabet, *endings, *joined]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=WORDS)
+
+
+def merges_of(words: list[str]) -> list[tuple[str, str]]:
+    """Byte-pair merges that make one token of each word: the most frequent pair first (Sennrich et
+    al., arXiv:1508.07909), of equals the first in the alphabet."""
+    split = [[*word[:-1], word[-1] + "</w>"] for word in words]
+    merges = []
+    while counts := Counter(pair for pieces in split for pair in pairwise(pieces)):
+        left, right = min(counts, key=lambda pair: (-counts[pair], pair))
+        merges.append((left, right))
+        split = [_merged(pieces, left, right) for pieces in split]
+    return merges
+
+
+def _merged(pieces: list[str], left: str, right: str) -> list[str]:
+    found: list[str] = []
+    for piece in pieces:
+        if found and (found[-1], piece) == (left, right):
+            found[-1] += piece
+        else:
+            found.append(piece)
+    return found
 
 
 def tokens(tokenizer: Any, texts: list[str]) -> torch.Tensor:
@@ -303,9 +317,8 @@ def train(recipe: Recipe, work: Path) -> Any:
     torch.set_num_threads(1)
     torch.manual_seed(recipe.seed)  # of the first weights
     run = Run(recipe, work)
-    tokenizer = tokenizer_of_captions()
-    vae, text = new_autoencoder(recipe), new_text_encoder(recipe, tokenizer)
-    unet = new_denoiser(recipe)
+    tokenizer, unet = tokenizer_of_captions(), new_denoiser(recipe)
+    text = new_text_encoder(recipe, tokenizer)
     facts, pixels = drawings(recipe)
     run.say(f"{len(facts)} drawings")
     vae = train_autoencoder(run, pixels)
@@ -355,20 +368,24 @@ def accuracy(pipe: Any, facts: list[Fact], seed: int = 0) -> dict[str, int]:
     return right
 
 
+def make(out: Path, work: Path, recipe: Recipe) -> None:
+    """Trains and writes float16 weights with their manifest, which says how often they are right
+    when they are used in float32."""
+    pipe = train(recipe, work)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.to(torch.float16).save_pretrained(out, safe_serialization=True)
+    right = accuracy(pipe.to(torch.float32), all_facts())
+    measured = {"steps": STEPS, "guidance": GUIDANCE, **right}
+    shipped.seal(out, NAME, {"recipe": asdict(recipe), "right": measured})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=shipped.WEIGHTS / "images")
     parser.add_argument("--work", type=Path, default=Path(".cache/train_images"))
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    recipe = Recipe()
-    pipe = train(recipe, args.work)
-    pipe.set_progress_bar_config(disable=True)
-    pipe.to(torch.float16).save_pretrained(args.out, safe_serialization=True)
-    right = accuracy(pipe.to(torch.float32), all_facts())
-    facts = {"recipe": asdict(recipe), "right": right, "steps": STEPS, "guidance": GUIDANCE}
-    (args.out / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n")
-    print(right)
+    make(args.out, args.work, Recipe())
 
 
 if __name__ == "__main__":

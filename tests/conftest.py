@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from tests.support.engine_host import ZygoteUnderTest
 
 ROOT = Path(__file__).parents[1]
-ENGINES = "deployments.engines.vllm.preload,deployments.engines.sentence_transformers"
+ENGINES = ",".join(
+    (
+        "deployments.engines.vllm.preload",
+        "deployments.engines.sentence_transformers",
+        "deployments.engines.diffusers.preload",
+    )
+)
 
 # Read by Serve when it is imported. Each test has an event loop of its own, and the router of a
 # handle must outlive it; the graph's own processes have one loop, and are told so by its fixture.
@@ -59,6 +65,15 @@ def small() -> Path:
     from models.make_models import SMALL, default_folder, make
 
     return make(default_folder(), SMALL)
+
+
+@pytest.fixture(scope="session")
+def drawing() -> Path:
+    """The default model of pictures, whose weights the repository carries."""
+    from models import shipped
+    from models.make_models import default_folder
+
+    return shipped.unpack(shipped.WEIGHTS / "images", default_folder())
 
 
 @pytest.fixture(scope="session")

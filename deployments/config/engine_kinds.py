@@ -90,6 +90,14 @@ ENGINES: dict[str, EngineKind] = {
         takes_turns=True,
         split=Split.PROPORTIONAL,  # transformers' device_map
     ),
+    "diffusers": EngineKind(
+        "deployments.engines.diffusers.engine:build",
+        ("deployments.engines.diffusers.preload",),
+        context_bytes=Bytes(70 * MIB),
+        working_bytes=Bytes(16 * MIB),
+        takes_turns=True,
+        estimate=weights_cache_and_slots,
+    ),
     "llama_server": EngineKind(
         "deployments.engines.llama_server:build",
         ("aiohttp",),

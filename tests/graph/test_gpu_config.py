@@ -83,11 +83,11 @@ def test_the_configuration_for_gpus_deploys_and_serves(gpus: Graph) -> None:
     )  # fmt: skip
     applications = yaml.safe_load(done.stdout)["applications"]
     states = {name: app["status"] for name, app in applications.items()}
-    assert states == dict.fromkeys(("front", "chat", "embedding"), "RUNNING")
+    assert states == dict.fromkeys(("front", "chat", "embedding", "image"), "RUNNING")
 
 
 @pytest.mark.spec("H0")
-@pytest.mark.parametrize("name", ["chat", "embedding"])
+@pytest.mark.parametrize("name", ["chat", "embedding", "image"])
 def test_each_capability_is_scaled_by_the_arbiters_policy(gpus: Graph, name: str) -> None:
     """Where it cannot be made, Serve says so in its log and scales by itself; the application runs
     all the same."""

@@ -16,7 +16,12 @@ from openai import OpenAI
 
 from tests.graph.conftest import Graph
 
-CHAT, EMBED = "tiny-chat", "all-minilm-l6-v2"
+CHAT, EMBED, DRAW = "tiny-chat", "all-minilm-l6-v2", "tiny-draw"
+SERVES = {
+    "/v1/embeddings": EMBED,
+    "/v1/images/generations": DRAW,
+    "/v1/images/edits": DRAW,
+}  # all others: CHAT
 # Whose answers do not end, or are not ours: the event stream, and FastAPI's pages.
 ENDLESS = {"/arbiter/events"}
 ANSWERED_S = 60.0
@@ -65,11 +70,10 @@ def affordable(case: Any) -> None:
     """A model that is there, few tokens, and no deadline that cannot be met: 503 is right then."""
     if not isinstance(case.body, dict):
         return
-    wants = EMBED if case.path == "/v1/embeddings" else CHAT
     if isinstance(case.body.get("model"), str):
-        case.body["model"] = wants
+        case.body["model"] = SERVES.get(case.path, CHAT)
     case.body.pop("x_deadline_s", None)
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "x_steps"):
         if isinstance(case.body.get(name, 1), int):
             case.body[name] = min(case.body.get(name, 1), 2)
 

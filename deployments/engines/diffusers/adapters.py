@@ -16,6 +16,7 @@ from deployments.adapters.catalogue import CONFIG, WEIGHTS
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
 from deployments.adapters.validate import Rules
+from deployments.config.model_files import adapted_folder
 from deployments.config.safetensors_header import linear_shapes
 from deployments.engines.protocol import Config
 
@@ -27,10 +28,11 @@ _SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 class AdapterShelf:
     """Names to checked folders, for one engine."""
 
-    def __init__(self, config: Config, denoiser: Path) -> None:
+    def __init__(self, config: Config) -> None:
         """`config["adapters"]`: what the load plan made. Raises OSError, BadHeader."""
         given = config["adapters"]
-        rules = Rules(linear_shapes(denoiser), given["max_rank"])
+        shapes = linear_shapes(adapted_folder(Path(config["model"])))
+        rules = Rules(shapes, given["max_rank"])
         self._catalogue = catalogue_of(config)
         self._checked = CheckedAdapters(Store(Path(given["store"])), rules)
 

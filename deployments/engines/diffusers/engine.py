@@ -15,7 +15,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from deployments.engines.asgi import BadField
 from deployments.engines.diffusers import picture_files, requests
 from deployments.engines.diffusers.adapters import AdapterShelf
 from deployments.engines.diffusers.batches import Batches, Drawn, Event, Order, Preview, Step
-from deployments.engines.diffusers.pipeline import Pipeline, denoiser_folder
+from deployments.engines.diffusers.pipeline import Pipeline
 from deployments.engines.forms import Form
 from deployments.engines.protocol import Config, Receive, Scope, Send
 from deployments.image_fields import ImageFields
@@ -61,7 +60,7 @@ class DiffusersEngine:
         """Loads the model. A second call, after a wake that did not verify, keeps worker and
         batching task."""
         if "adapters" in self.config:
-            self.shelf = AdapterShelf(self.config, denoiser_folder(Path(self.config["model"])))
+            self.shelf = AdapterShelf(self.config)
         await self.batches.work(self.pipeline.load)
         if self.running is None or self.running.done():
             self.running = asyncio.create_task(self.batches.run())

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -156,12 +155,6 @@ class Pipeline:
 def denoiser_of(pipe: Any) -> Any:
     """The module that adapters change: a UNet, or a transformer."""
     return getattr(pipe, "unet", None) or pipe.transformer
-
-
-def denoiser_folder(model: Path) -> Path:
-    """Where a saved pipeline has that module."""
-    unet = model / "unet"
-    return unet if unet.is_dir() else model / "transformer"
 
 
 def _sharing(kind: Any, pipe: DiffusionPipeline) -> Any:
