@@ -1,9 +1,10 @@
 """Make the models the embedded default serves: seeded, tiny, made here in seconds, no download.
 
-    python -m models.make_models [--mid] [--folder F]
+    python -m models.make_models [--mid] [--retrain] [--folder F]
 
 They answer through the same engines, routes and memory as real ones, and say nothing sensible.
-Each lies in F/NAME with its LoRA adapters in F/NAME-adapters/aN; F is $ARBITER_MODELS or
+Those in models/weights are trained, and unpacked here (models.shipped). Each lies in F/NAME with
+its LoRA adapters in F/NAME-adapters/aN; F is $ARBITER_MODELS or
 ~/.cache/serve-arbiter/models. A model that is there in this version is left alone.
 """
 
@@ -168,19 +169,20 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     for shape in (*DEFAULT, *([MID] if args.mid else [])):
         print(make(args.folder, shape))
-    carried = shipped.WEIGHTS / "images"
+    for carried in sorted(shipped.WEIGHTS.glob(f"*/{shipped.MANIFEST}")):
+        print(shipped.unpack(carried.parent, args.folder))
     if args.retrain:
-        carried = retrained(args.folder)
-    print(shipped.unpack(carried, args.folder))
+        print(retrain_images(args.folder))
 
 
-def retrained(folder: Path) -> Path:
-    """Weights of pictures, trained anew beside the models."""
+def retrain_images(folder: Path) -> Path:
+    """Weights of pictures by the recipe of those that are carried, which they replace in `folder`
+    until the next `make models`."""
     from models import train_images
 
-    out = folder / ".retrained" / "images"
-    train_images.make(out, out.with_suffix(".work"), train_images.Recipe())
-    return out
+    work = folder / ".retrained"
+    train_images.make(work / "images", work / "checkpoints", train_images.Recipe())
+    return shipped.unpack(work / "images", folder)
 
 
 if __name__ == "__main__":

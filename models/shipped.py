@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 
 
 class Damaged(Exception):
-    """A file is not the one that the manifest names."""
+    """A file has other bytes than its manifest says."""
 
 
 def seal(folder: Path, model: str, facts: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Pictures as files: uploads from strangers, opened within bounds, and answers, encoded.
 
 Only the formats of FORMATS are tried, by their own decoders: neither SVG, which can name other
-files, nor any format that pillow would guess is ever opened. Bounds are checked against the header,
+files, nor any other format that pillow knows is ever opened. Bounds are checked against the header,
 before one pixel is decoded.
 """
 

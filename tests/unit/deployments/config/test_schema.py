@@ -48,8 +48,9 @@ def test_a_size_without_a_unit_is_refused(text: object) -> None:
 def test_the_shipped_configuration_is_good() -> None:
     table = check_file(SHIPPED)
     homes = {"small-chat": "chat", "tiny-chat": "chat", "all-minilm-l6-v2": "embedding"}
+    homes |= {"tiny-draw": "image"}
     assert table.homes == homes
-    assert {c.name for c in table.as_event().capabilities} == {"chat", "embedding"}
+    assert {c.name for c in table.as_event().capabilities} == {"chat", "embedding", "image"}
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,8 @@ async def test_description_names_each_body_and_no_status_that_is_never_sent(
         assert "application/json" in paths[path]["put"]["requestBody"]["content"]
     unkeyed = {path for path, _, one in operations if "security" not in one}
     assert unkeyed == {"/health", "/ready"}
-    assert json.dumps(paths).count("multipart/form-data") == 1  # of the table's path
+    # Of the table's path, and of edits of pictures.
+    assert json.dumps(paths).count("multipart/form-data") == 2
 
 
 @pytest.mark.spec("J8")
