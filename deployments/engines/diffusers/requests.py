@@ -101,7 +101,7 @@ def size_of(size: str | None, limits: Limits) -> tuple[int, int]:
     """Raises BadField."""
     found = _SIZE.fullmatch(size or "")
     if found is None:  # auto
-        return limits.width, limits.height
+        return _fitted((limits.width, limits.height), limits)
     width, height = int(found[1]), int(found[2])
     if width % limits.multiple or height % limits.multiple:
         raise BadField("size", f"{size}: both sides must be multiples of {limits.multiple}")

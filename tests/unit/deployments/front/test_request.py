@@ -16,6 +16,7 @@ from deployments.config.schema import Table, parse_table
 from deployments.front.model_names import ModelNames
 from deployments.front.request import BadRequest, ParsedRequest, call_of, parse
 from deployments.front.schemas import PRIVATE
+from tests.support.pictures import FORM, form
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "x"}]
@@ -74,6 +75,39 @@ async def test_extension_fields_are_read_and_do_not_reach_the_engine() -> None:
     assert (made.priority, made.deadline_s, made.stay_warm_s) == (Priority.LOW, 2.5, 30.0)
     assert made.conversation_id == "c-1"
     assert body == PLAIN
+
+
+@pytest.mark.spec("J1", "J2")
+async def test_extension_fields_of_pictures_reach_the_engine_and_no_others_do() -> None:
+    drawing = {"model": "tiny", "prompt": "x", "x_seed": 3, "x_steps": 4, "x_guidance": 1.5}
+    drawing |= {"x_negative_prompt": "y", "x_strength": 0.5}
+    said = json.dumps(drawing | {"x_priority": "low", "x_else": 1}).encode()
+    it = await read(said, path="/v1/images/generations")
+    target, of = ModelNames(table()).find("tiny", "default"), table()
+    made = call_of(it, target, of.capabilities["chat"].models["tiny"], "default")
+    assert json.loads(made.body) == drawing
+    assert (made.priority, made.wants_progress) == (Priority.LOW, False)
+
+
+@pytest.mark.spec("J1", "L3")
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"response_format": "url"}, "response_format"), ({"n": 11}, "n"), ({"x_seed": -1}, "x_seed")],
+)
+async def test_fields_of_pictures_are_checked_before_a_model_is_loaded(
+    fields: dict[str, Any], field: str
+) -> None:
+    said = json.dumps({"model": "tiny", "prompt": "x", **fields}).encode()
+    with pytest.raises(BadRequest) as caught:
+        await read(said, path="/v1/images/generations")
+    assert caught.value.param == field
+
+
+@pytest.mark.spec("J1", "J3")
+async def test_a_form_that_asks_for_a_stream_wants_progress_too() -> None:
+    raw = form({"model": "tiny", "prompt": "x", "stream": "true"}, {"image": b"any"})
+    it = await read(raw, FORM, path="/v1/images/edits")
+    assert it.is_stream and it.raw == raw
 
 
 @pytest.mark.spec("J2")

@@ -98,6 +98,11 @@ def test_defaults_are_the_models() -> None:
     assert setting(size="32x64", x_steps=3, x_guidance=0) == Setting(32, 64, 3, 0.0, "")
 
 
+def test_the_models_own_size_is_reduced_to_what_its_configuration_lets_it_draw() -> None:
+    made = setting(replace(LIMITS, width=1024, height=512, max_pixels=64 * 64))
+    assert (made.width, made.height) == (80, 32)
+
+
 @pytest.mark.spec("L3")
 @pytest.mark.parametrize(
     ("cannot", "fields", "field"),
