@@ -16,7 +16,6 @@ from deployments.config.schema import Table, parse_table
 from deployments.front.model_names import ModelNames
 from deployments.front.request import BadRequest, ParsedRequest, call_of, parse
 from deployments.front.schemas import PRIVATE
-from tests.support.pictures import FORM, form
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "x"}]
@@ -101,13 +100,6 @@ async def test_fields_of_pictures_are_checked_before_a_model_is_loaded(
     with pytest.raises(BadRequest) as caught:
         await read(said, path="/v1/images/generations")
     assert caught.value.param == field
-
-
-@pytest.mark.spec("J1", "J3")
-async def test_a_form_that_asks_for_a_stream_wants_progress_too() -> None:
-    raw = form({"model": "tiny", "prompt": "x", "stream": "true"}, {"image": b"any"})
-    it = await read(raw, FORM, path="/v1/images/edits")
-    assert it.is_stream and it.raw == raw
 
 
 @pytest.mark.spec("J2")
@@ -214,6 +206,13 @@ async def test_form_goes_on_as_it_came_with_its_fields_read() -> None:
     assert made.headers["content-type"] == MULTIPART["content-type"]
     assert made.headers[messages.SERVED_HEADER] == "tiny"
     assert (made.model, made.priority, made.stay_warm_s) == ("tiny", Priority.LOW, 2.0)
+
+
+@pytest.mark.spec("J1", "J3")
+async def test_a_form_that_asks_for_a_stream_wants_progress_too() -> None:
+    raw = form(("model", b"tiny"), ("prompt", b"x"), ("stream", b"true"))
+    it = await read(raw, MULTIPART, path="/v1/images/edits")
+    assert it.is_stream and it.raw == raw
 
 
 @pytest.mark.spec("L3")
