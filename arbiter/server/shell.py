@@ -60,22 +60,26 @@ ORDERS_BESIDE_QUEUE_COUNT = 1_000
 
 
 class Mailbox:
-    """A holder's orders, kept until acknowledged; at most `most_count`."""
+    """A holder's orders, kept until acknowledged; at most `most_count`. Full, it keeps none, and
+    its holder must rejoin, which tells it everything anew."""
 
     def __init__(self, most_count: int) -> None:
         self._most_count = most_count
         self._orders: deque[messages.SequencedCommand] = deque()
         self._sequence = 0
         self._came = asyncio.Event()
+        self.must_rejoin = False
 
     def put(self, command: messages.Command) -> None:
+        """Once full, drops it."""
+        if len(self._orders) >= self._most_count:
+            self.must_rejoin = True
+            self._orders.clear()
+        if self.must_rejoin:
+            return
         self._sequence += 1
         self._orders.append(messages.SequencedCommand(self._sequence, command))
         self._came.set()
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._orders) >= self._most_count
 
     async def after(self, ack: int, wait_s: float) -> tuple[messages.SequencedCommand, ...]:
         while self._orders and self._orders[0].sequence <= ack:
@@ -260,6 +264,11 @@ class Shell:
     def has_mail(self, holder: HolderId) -> bool:
         return holder in self._mail
 
+    def must_rejoin(self, holder: HolderId) -> bool:
+        """The holder has left too many orders unread."""
+        box = self._mail.get(holder)
+        return box is not None and box.must_rejoin
+
     @property
     def holders(self) -> tuple[HolderId, ...]:
         return tuple(self._mail)
@@ -272,13 +281,12 @@ class Shell:
             self._order(holder, command)
 
     def _order(self, holder: HolderId, command: messages.Command) -> None:
-        """A holder that has left too many unread must rejoin, which tells it everything anew."""
         box = self._mail.get(holder)
-        if box is not None and box.is_full:
+        if box is None or box.must_rejoin:
+            return
+        box.put(command)
+        if box.must_rejoin:
             logger.warning("%s reads no orders and must rejoin; %r is dropped", holder, command)
-            self.close_mail(holder)
-        elif box is not None:
-            box.put(command)
 
     def _revoke(self, revoke: Revoke) -> None:
         barrier = Span(max(0, revoke.barrier_until - self._clock()))

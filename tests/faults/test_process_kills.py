@@ -79,6 +79,15 @@ async def test_a_dead_holders_ticket_is_reclaiming_within_two_seconds() -> None:
         await served(d)
 
 
+async def test_a_dead_engines_ticket_is_reclaiming_within_two_seconds() -> None:
+    async with live_arbiter() as d:
+        await d.holder().ask.remote("a")
+        kill(await root(d))
+        await d.until(lambda s: all(t["state"] == "reclaiming" for t in s["tickets"]), 2)
+        await d.until(lambda s: not s["tickets"])
+        await served(d)
+
+
 async def test_an_engine_killed_mid_stream_is_a_typed_error_and_the_next_request_loads() -> None:
     async with live_arbiter({"chat": capability(a=model(50, **SLOW))}) as d:
         h = d.holder()

@@ -47,6 +47,24 @@ async def test_configured_floor_loads_its_model_unasked_and_a_table_without_it_l
         await d.books_are_true()
 
 
+@pytest.mark.spec("D1")
+async def test_model_with_the_host_floor_sleeps_when_its_keep_warm_time_is_over() -> None:
+    table = {"chat": capability(a=model(50, floor="host", keep_warm_s=0.5))}
+    async with live_arbiter(table) as d:
+        holder = d.holder()
+        for times in (1, 2):
+            assert await holder.ask.remote("a") == 200
+            state = await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["asleep"])
+            [unload] = (await d.events("model_unload"))[times - 1 :]
+            assert (unload["reason"], unload["to"]) == ("idle", "asleep")
+        assert len(await d.events("model_load")) == len(await d.events("model_wake")) == 1
+        [ticket] = state["tickets"]
+        await call_arbiter("set_floor", "chat", "a", Floor.COLD)
+        await d.until(lambda s: not s["tickets"])
+        assert ticket["ticket"] not in await d.engines()
+        await d.books_are_true()
+
+
 @pytest.mark.spec("D9")
 async def test_removed_model_leaves_the_device_and_later_requests_are_refused() -> None:
     both = {"chat": capability(a=model(50), b=model(50))}

@@ -11,11 +11,12 @@ import pytest
 
 from arbiter import leases
 from arbiter.client.admin import call_arbiter
-from arbiter.errors import DeadlineUnmet, LeaseRefused
+from arbiter.errors import DeadlineUnmet, HolderQuarantined, LeaseRefused, QuotaExceeded
 from arbiter.protocol.messages import lease_ticket
 from arbiter.units import MIB
 from tests.support.engine_host import ROOT
 from tests.support.live_arbiter import LiveArbiter, capability, kill, live_arbiter, model
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A15")]
 WHOLE = {"lease_tenant": "1 GiB"}
@@ -89,7 +90,7 @@ async def test_the_lease_of_a_job_that_dies_is_reclaiming_within_two_seconds() -
         assert await asyncio.to_thread(lease.ended.wait, 10)
 
 
-@pytest.mark.spec("A10")
+@pytest.mark.spec("A10", "K1")
 async def test_a_process_that_keeps_its_memory_is_waited_for_and_not_killed() -> None:
     async with live_arbiter(**WHOLE) as d:
         lease = ask(250, name="hoarder")
@@ -100,8 +101,27 @@ async def test_a_process_that_keeps_its_memory_is_waited_for_and_not_killed() ->
             await asyncio.to_thread(lease.release)
             state = await d.until(lambda s: s["tickets"][0]["state"] == "reclaiming")
             assert held_by_lease(state, 200) and job.poll() is None
+            [told] = await eventually(lambda: d.events("quarantine"))
+            assert told["ticket"] == state["tickets"][0]["ticket"]
+            assert told["size_bytes"] >= 200 * MIB and told["took_s"] >= 5
+            assert held_by_lease(await d.state(), 200) and job.poll() is None
+            with pytest.raises(HolderQuarantined):
+                await asyncio.to_thread(ask(10, name="more").acquire)
             job.terminate()
             await ended(d)
+            again = await asyncio.to_thread(ask(10, name="again").acquire)
+            await asyncio.to_thread(again.release)
+
+
+async def test_lease_beyond_the_cap_or_the_longest_term_is_refused_with_the_bound() -> None:
+    async with live_arbiter(lease_tenant="200 MiB", lease_term_most_s=60) as d:
+        with pytest.raises(LeaseRefused, match="at most 60"):
+            await asyncio.to_thread(ask(10, term_s=61.0).acquire)
+        lease = await asyncio.to_thread(ask(150, term_s=1.0, notice_s=0.0).acquire)
+        with pytest.raises(QuotaExceeded, match="200"):
+            await asyncio.to_thread(ask(100).acquire)
+        assert (await ended(d))["reason"] == "term"
+        assert await asyncio.to_thread(lease.ended.wait, 10)
 
 
 @pytest.mark.spec("A18")

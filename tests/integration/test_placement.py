@@ -23,15 +23,17 @@ async def test_exclusive_role_has_one_awake_model_though_two_would_fit() -> None
 @pytest.mark.spec("B6")
 async def test_model_larger_than_the_budget_loads_alone_if_oversize_is_allowed() -> None:
     both = {
-        "chat": capability(a=model(100)),
+        "chat": capability(a=model(100), c=model(50), p=model(30, pin=True)),
         "other": capability(b=model(450, allow_oversize=True)),
     }
     async with live_arbiter(both, mib=400) as d:
         chat, other = d.holder("chat"), d.holder("other")
-        assert await chat.ask.remote("a") == 200
-        await d.until(lambda s: s["tickets"][0]["idle_s"] is not None)
+        assert await chat.ask.remote("a") == await chat.ask.remote("c") == 200
+        await d.until(lambda s: [t["idle_s"] is not None for t in s["tickets"]] == [True] * 3)
         assert await other.ask.remote("b") == 200
         [warning] = await d.events("oversize")
         assert warning["model"] == "b" and warning["size_bytes"] > warning["granted_bytes"]
-        assert (await d.states()).get("a", "gone") in ("asleep", "gone")
+        states = await d.states()
+        assert {states.pop(name, "gone") for name in "ac"} <= {"asleep", "gone"}
+        assert states == {"b": "resident", "p": "resident"}
         await d.books_are_true()

@@ -26,5 +26,5 @@ async def test_next_model_of_a_pipeline_is_prefetched_before_its_request() -> No
         [load] = [e for e in await d.events("model_load") if e["seq"] > told["seq"]]
         assert load["model"] == "b"
         assert await mouth.ask.remote("b") == 200
-        assert len(await d.events("model_load")) == 3  # its guess served it
+        assert len(await d.events("model_load")) == 3  # what was prefetched served it
         await d.books_are_true()

@@ -17,7 +17,7 @@ import ray
 
 from arbiter.client.admin import call_arbiter, find_arbiter, start_arbiter, stop_arbiter, subscribe
 from arbiter.core.decisions import Reason
-from arbiter.core.types import ANYBODY, Client
+from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import ArbiterUnavailable, RequestError
 from arbiter.node.procfs import process, processes
 from arbiter.protocol import messages, ray_internals
@@ -59,10 +59,15 @@ class Holder:
         return os.getpid()
 
     async def ask(
-        self, name: str, deadline_s: float | None = None, client: Client = ANYBODY
+        self,
+        name: str,
+        deadline_s: float | None = None,
+        client: Client = ANYBODY,
+        priority: Priority = Priority.NORMAL,
     ) -> int:
         """HTTP status of one call."""
-        async with self.residency.use(name, deadline_s=deadline_s, client=client) as engine:
+        how = {"deadline_s": deadline_s, "client": client, "priority": priority}
+        async with self.residency.use(name, **how) as engine:  # type: ignore[arg-type]
             parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, b"{}")]
         return int(parts[0].status)  # type: ignore[union-attr]  # the head comes first
 

@@ -14,6 +14,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason, Tier
 from arbiter.core.settings import Timeouts
+from arbiter.errors import ArbiterUnavailable
 from arbiter.protocol import messages
 from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Span, TicketId, seconds
 from deployments.replica.residency import Residency
@@ -63,7 +64,10 @@ class ScriptedClient:
         self.answers: dict[str, asyncio.Future[Exception | None]] = {}
         self.runs = RequestLog()
 
-    async def joined(self) -> None: ...
+    async def joined(self, within_s: float = 0.0) -> None:
+        if self.unreachable_s:
+            raise ArbiterUnavailable(self.unreachable_s)
+
     async def flush(self, within_s: float) -> None: ...
     async def close(self) -> None: ...
 

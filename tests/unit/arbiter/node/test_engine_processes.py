@@ -19,7 +19,11 @@ from tests.support.fake_arbiter import FakeArbiter
 
 N, T = NodeId("n"), TicketId("t")
 SPEC = SpawnSpec("a:b", {})
+FAKE_ENGINE = SpawnSpec(
+    "tests.support.fake_engine:FakeEngine", {"served_name": "m", "engine_args": {}}
+)
 WITHIN_S = 10
+START_S = 30  # of a zygote with its imports
 
 pytestmark = pytest.mark.spec("A3")
 
@@ -91,20 +95,73 @@ async def test_check_is_repeated_until_the_restarted_arbiter_knows_the_ticket(
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"),
-    [(ActorDiedError(), ArbiterUnavailable), (GrantCheck.SETTLING, TicketNotGranted)],
+    "answer",
+    [ActorDiedError(), GrantCheck.SETTLING],
+    ids=["away", "settling"],
 )
 async def test_check_is_given_up_after_its_bound(
-    agent: NodeAgent,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: GrantCheck | Exception,
-    error: type[ArbiterError],
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch, answer: GrantCheck | Exception
 ) -> None:
     monkeypatch.setattr(reports, "CONFIRM_S", 0.0)
     use(agent, Arbiter(answer), monkeypatch)
     async with asyncio.timeout(WITHIN_S):
-        with pytest.raises(error):
+        with pytest.raises(ArbiterUnavailable):
             await agent.spawn(T, SPEC)
+
+
+async def test_check_without_an_answer_is_given_up_after_the_same_bound(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question that hangs may not take its own bound on top."""
+    monkeypatch.setattr(reports, "CONFIRM_S", 0.0)
+    monkeypatch.setattr(reports, "REPORT_S", 1_000.0)
+
+    async def found(_: object) -> RayPeer:
+        return RayPeer(FakeArbiter())
+
+    monkeypatch.setattr(reports.Reports, "_found", found)
+    async with asyncio.timeout(WITHIN_S):
+        with pytest.raises(ArbiterUnavailable):
+            await agent.spawn(T, SPEC)
+
+
+async def test_cancelled_spawn_of_a_killed_ticket_is_cancelled(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+
+    async def confirm(_: object, ticket: TicketId) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(reports.Reports, "confirm", confirm)
+    confirming = asyncio.ensure_future(agent._engines._confirm(T))
+    async with asyncio.timeout(WITHIN_S):
+        await asked.wait()
+        agent._engines.children.forbid_start(T)
+        confirming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await confirming
+
+
+@pytest.mark.spec("A14", "A18")
+async def test_respawn_outlives_an_arbiter_that_ends_after_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arbiter = Arbiter(GrantCheck.GRANTED)
+    with tempfile.TemporaryDirectory(prefix="cs-") as folder:
+        settings = AgentSettings("deployments.engines.zygote", folder=f"{folder}/n")
+        running = NodeAgent(N, settings, folder)
+        use(running, arbiter, monkeypatch)
+        async with asyncio.timeout(START_S):
+            path = await running.spawn(T, FAKE_ENGINE)
+            before = await running.engines()
+            arbiter.answers = [GrantCheck.GRANTED, ActorDiedError()]
+            monkeypatch.setattr(reports, "CONFIRM_S", 0.0)
+            assert await running.respawn(T, FAKE_ENGINE) == path
+        after = await running.engines()
+        assert after.keys() == {T} and after != before and not running._reports.gone
+        await running.close()
 
 
 @pytest.mark.spec("A10")

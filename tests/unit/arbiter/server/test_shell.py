@@ -87,8 +87,11 @@ async def test_holder_that_reads_no_commands_must_rejoin(
         made.order_all(messages.ReloadOrder(str(number)))
         [order] = await made.listen(reads, ack)
         ack = order.sequence
-    assert made.has_mail(reads) and not made.has_mail(silent)
+    assert not made.must_rejoin(reads) and made.must_rejoin(silent)
+    made.order_all(messages.ReloadOrder("one more"))
+    assert made.has_mail(silent)  # it lives, and may ask on
     made.open_mail(silent)  # it has joined again
+    assert not made.must_rejoin(silent)
     made.order_all(messages.ReloadOrder("new"))
     assert [o.sequence for o in await made.listen(silent, 0)] == [1]
 

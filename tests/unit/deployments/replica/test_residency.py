@@ -13,6 +13,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason, Tier
 from arbiter.errors import (
+    ArbiterUnavailable,
     DeadlineUnmet,
     EngineLost,
     LoadFailed,
@@ -463,6 +464,16 @@ async def test_a_load_that_failed_otherwise_is_not_tried_again() -> None:
         with pytest.raises(LoadFailed, match="no such file"):
             await use(residency)
         assert len(arbiter.asked) == 1
+
+
+@pytest.mark.spec("A12", "A18")
+async def test_load_that_no_arbiter_confirms_is_no_fault_of_its_model() -> None:
+    async with holder() as (residency, arbiter, _):
+        breaking(arbiter, ArbiterUnavailable(10.0))
+        with pytest.raises(ArbiterUnavailable):
+            await use(residency)
+        assert arbiter.kinds() == ["Released"]  # and no LoadBroke, after which a model cools down
+        assert await use(residency) == arbiter.asked[1]
 
 
 @pytest.mark.spec("A7", "A8")
