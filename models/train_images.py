@@ -43,7 +43,7 @@ class Recipe:
     autoencoder_batch: int = 16
     autoencoder_rate: float = 3e-3
     autoencoder_width: int = 16
-    denoiser_steps: int = 4500
+    denoiser_steps: int = 3500
     denoiser_batch: int = 24
     denoiser_rate: float = 1.2e-3
     denoiser_widths: tuple[int, int] = (48, 96)
