@@ -251,8 +251,10 @@ class Descent:
         place.with_suffix(".new").replace(place)
 
     def resume(self, place: Path, random: torch.Generator) -> int:
-        """The steps that a checkpoint has done."""
+        """The steps that a checkpoint has done. Raises ValueError for that of another length."""
         state = torch.load(place, weights_only=True)
+        if state["schedule"]["total_steps"] != self.schedule.total_steps:
+            raise ValueError(f"{place} is of another recipe; use another folder")
         for name, module in self.modules.items():
             module.load_state_dict(state["modules"][name])
         self.average = state["average"]

@@ -125,8 +125,8 @@ def _body(asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str)
         return asked.raw
     defaults = {**model.defaults, **asked.profile.defaults}
     of_engine = type(asked.checked).model_fields.keys() - Body.model_fields.keys()
-    given = asked.fields.items()
-    fields = defaults | {k: v for k, v in given if not k.startswith("x_") or k in of_engine}
+    said = asked.fields.items()
+    fields = defaults | {k: v for k, v in said if not k.startswith("x_") or k in of_engine}
     fields["model"] = target.served
     if asked.kind is Kind.TEXT:
         if model.thinking is not None:

@@ -78,8 +78,8 @@ def tiny_sd3(folder: Path) -> Path:
     transformer = SD3Transformer2DModel(
         sample_size=16,
         patch_size=2,
-        in_channels=4,
-        out_channels=4,
+        in_channels=16,
+        out_channels=16,
         num_layers=1,
         attention_head_dim=8,
         num_attention_heads=4,
@@ -91,7 +91,7 @@ def tiny_sd3(folder: Path) -> Path:
     tokenizer = train_images.tokenizer_of_captions()
     t5 = T5Config(vocab_size=len(tokenizer), d_model=2 * WIDTH, d_kv=8, d_ff=64, num_layers=1)
     pipe = StableDiffusion3Pipeline(
-        vae=_autoencoder(shift_factor=0.1),
+        vae=_autoencoder(shift_factor=0.1, channels=16),
         text_encoder=_text_encoder(projects=True),
         text_encoder_2=_text_encoder(projects=True),
         text_encoder_3=T5EncoderModel(t5),
@@ -156,14 +156,14 @@ def _text_encoder(vocabulary: int = 0, width: int = WIDTH, *, projects: bool = F
     return (CLIPTextModelWithProjection if projects else CLIPTextModel)(config)
 
 
-def _autoencoder(shift_factor: float | None = None) -> Any:
+def _autoencoder(shift_factor: float | None = None, channels: int = 4) -> Any:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
         block_out_channels=(8, 8, 8, 8),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=4,
+        latent_channels=channels,
         norm_num_groups=4,
         shift_factor=shift_factor,
     )

@@ -50,8 +50,9 @@ def _check_header(raw: bytes, field: str, most_pixels: int) -> None:
         if image.width * image.height > most_pixels:
             text = f"{image.width}x{image.height} pixels; at most {most_pixels} in all"
             raise BadField(field, f"`{field}`: {text}")
-        if getattr(image, "n_frames", 1) > 1:
-            raise BadField(field, f"`{field}`: {image.n_frames} frames; send a still picture")
+        frames = getattr(image, "n_frames", 1)
+        if frames > 1:
+            raise BadField(field, f"`{field}`: {frames} frames; send a still picture")
         image.verify()
 
 

@@ -51,6 +51,12 @@ def test_an_interrupted_training_goes_on_to_the_weights_of_an_uninterrupted_one(
     assert not same(other, whole)
 
 
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    train_images.train(SHORT, tmp_path)
+    with pytest.raises(ValueError, match="of another recipe"):
+        train_images.train(replace(SHORT, denoiser_steps=6), tmp_path)
+
+
 @pytest.mark.spec("M1")
 def test_training_writes_a_pipeline_that_unpacks_and_its_manifest(tmp_path: Path) -> None:
     out = tmp_path / "out"
