@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 
 from deployments import messages
+from deployments.engines import dispatch_lock
 from deployments.engines.diffusers import engine as module
 from deployments.engines.diffusers.batches import Drawn, Order, Step
 from deployments.engines.diffusers.requests import Setting
@@ -30,6 +32,7 @@ from tests.support.engine_host import (
     host_bytes,
     is_gone,
     until,
+    waits_for_a_lock,
 )
 from tests.support.image_models import make_adapter, wide_pipeline
 
@@ -292,6 +295,26 @@ def test_adapters_are_served_by_name_and_leave_the_base_as_it_was(
         assert adapted("draw:day", "acme")[0] == 200
         status, said = adapted("draw:broken")
         assert (status, said["error"]["code"]) == (400, "adapter_invalid")
+
+
+@pytest.mark.spec("B2")
+def test_pictures_are_drawn_only_under_the_dispatch_lock(
+    engines: ZygoteUnderTest, drawing: Path
+) -> None:
+    name = f"draw-{os.getpid()}"
+    given = config(drawing, can_sleep=False, dispatch_lock=name)
+    with (
+        spawned(engines, "turns", given) as child,
+        dispatch_lock.lock_path(name).open("w") as other,
+        ThreadPoolExecutor(1) as client,
+    ):
+        fcntl.flock(other, fcntl.LOCK_EX)
+        answer = client.submit(ask, child, RED.caption)
+        until(lambda: waits_for_a_lock(child.pid), 20)
+        assert not answer.done()
+        fcntl.flock(other, fcntl.LOCK_UN)
+        assert answer.result(60)[0] == 200
+    dispatch_lock.lock_path(name).unlink()
 
 
 @pytest.mark.spec("L2")
