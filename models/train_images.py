@@ -94,7 +94,8 @@ def tokenizer_of_captions() -> Any:
     joined = [left + right for left, right in merges]
     pieces = ["<|startoftext|>", "<|endoftext|>", *alphabet, *endings, *joined]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=WORDS)
+    made: Any = CLIPTokenizer  # its annotation has merges as lines of a file
+    return made(vocab=vocabulary, merges=merges, model_max_length=WORDS)
 
 
 def merges_of(words: list[str]) -> list[tuple[str, str]]:

@@ -94,7 +94,8 @@ ENGINES: dict[str, EngineKind] = {
         "deployments.engines.diffusers.engine:build",
         ("deployments.engines.diffusers.preload",),
         context_bytes=Bytes(70 * MIB),
-        working_bytes=Bytes(16 * MIB),
+        # Eight pictures of 64x64 in a batch. Those of real models take gigabytes: give a `need`.
+        working_bytes=Bytes(24 * MIB),
         takes_turns=True,
         estimate=weights_cache_and_slots,
     ),

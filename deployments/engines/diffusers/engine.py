@@ -44,7 +44,7 @@ class DiffusersEngine:
 
     def __init__(self, config: Config) -> None:
         args = config.get("engine_args", {})
-        self.name: str = config.get("served_name", config["model"])
+        self.name = str(config.get("served_name", config["model"]))
         self.can_sleep: bool = config.get("can_sleep", True)
         self.config = config
         slots = config.get("adapters", {}).get("slots", 0)

@@ -94,7 +94,10 @@ class Pipeline:
         with torch.inference_mode():
             made = pipe(**{name: value for name, value in how.items() if name in known}).images
         edit = setting.edit
-        return [_kept(image, edit) for image in made] if edit and edit.mask else list(made)
+        if edit is None or edit.mask is None:
+            return list(made)
+        # What the mask leaves is the upload's own, to the pixel: an autoencoder would change it.
+        return [Image.composite(image, edit.image, edit.mask) for image in made]
 
     def _chosen(
         self, edit: Edit | None, width: int, height: int, count: int
@@ -148,8 +151,10 @@ class Pipeline:
         return str(on_cpu.numpy().tobytes().hex() if self.device == "cpu" else on_cpu.round(2))
 
     def tokens(self, prompt: str) -> int:
-        """Of the first text encoder, its special ones included, whether or not it reads all."""
-        return len(self.pipe.tokenizer(prompt, truncation=False).input_ids)
+        """Of the first text encoder, its special ones included, whether or not it reads all; 0
+        where diffusers has the encoder under a name of its own."""
+        tokenizer = getattr(self.pipe, "tokenizer", None)
+        return len(tokenizer(prompt, truncation=False).input_ids) if tokenizer else 0
 
 
 def denoiser_of(pipe: Any) -> Any:
@@ -177,8 +182,3 @@ def _native_size(pipe: Any) -> tuple[int, int]:
     latent = getattr(pipe, "default_sample_size", None) or denoiser_of(pipe).config.sample_size
     height, width = latent if isinstance(latent, list | tuple) else (latent, latent)
     return width * pipe.vae_scale_factor, height * pipe.vae_scale_factor
-
-
-def _kept(image: Image.Image, edit: Edit) -> Image.Image:
-    """What the mask leaves is the upload's own, to the pixel: an autoencoder would change it."""
-    return Image.composite(image, edit.image, edit.mask)
