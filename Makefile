@@ -43,7 +43,7 @@ $(VENV)/.installed-$(DEVICE): pyproject.toml constraints-$(DEVICE).txt constrain
 	touch $@
 
 models: install
-	$(BIN)/python -m models.make_models
+	$(BIN)/python -m models.make_models $(if $(RETRAIN),--retrain)
 
 serve: install models
 	$(BIN)/arbiter check serve_config.yaml

@@ -38,7 +38,7 @@ def graph_config(model: str, port: int, **more: Any) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     config = copy.deepcopy(config)
     config["http_options"]["port"] = port
-    config["applications"] = [a for a in config["applications"] if a["name"] != "embedding"]
+    config["applications"] = [a for a in config["applications"] if a["name"] in ("front", "chat")]
     table = config["applications"][0]["deployments"][0]["user_config"]
     table["arbiter"]["arenas"] = {"cpu": "6 GiB", "host": "4 GiB"}
     chat = table["capabilities"]["chat"]

@@ -15,6 +15,7 @@ VISION = "deployments.capabilities.vision:VisionServer"
 ASR = "deployments.capabilities.asr:TranscriptionServer"
 TTS = "deployments.capabilities.tts:SpeechServer"
 VAD = "deployments.capabilities.vad:VadServer"
+IMAGE = "deployments.capabilities.image:ImageServer"
 
 # A handle reports its queue this often, so that a waiting request starts a replica in about a
 # second; with Serve's defaults (10 s, 30 s) it takes seven to ten.
@@ -81,6 +82,11 @@ def tts(args: CapabilityArgs) -> Application:
 def vad(args: CapabilityArgs) -> Application:
     """Spans of speech in a file."""
     return _capability(_class_of(args.class_ or VAD), args.capability)
+
+
+def image(args: CapabilityArgs) -> Application:
+    """Pictures from text and from pictures."""
+    return _capability(_class_of(args.class_ or IMAGE), args.capability)
 
 
 def _class_of(path: str | None) -> type:

@@ -1,9 +1,10 @@
 """Make the models the embedded default serves: seeded, tiny, made here in seconds, no download.
 
-    python -m models.make_models [--mid] [--folder F]
+    python -m models.make_models [--mid] [--retrain] [--folder F]
 
 They answer through the same engines, routes and memory as real ones, and say nothing sensible.
-Each lies in F/NAME with its LoRA adapters in F/NAME-adapters/aN; F is $ARBITER_MODELS or
+Those in models/weights are trained, and unpacked here (models.shipped). Each lies in F/NAME with
+its LoRA adapters in F/NAME-adapters/aN; F is $ARBITER_MODELS or
 ~/.cache/serve-arbiter/models. A model that is there in this version is left alone.
 """
 
@@ -161,6 +162,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=default_folder())
     parser.add_argument("--mid", action="store_true", help="also the one for benchmarks, 428 MB")
+    parser.add_argument(
+        "--retrain", action="store_true", help="train what is carried, half an hour"
+    )
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     for model in packaged.MODELS:
@@ -168,9 +172,21 @@ def main() -> None:
     print(packaged.make_vad(args.folder))
     for shape in (*DEFAULT, *([MID] if args.mid else [])):
         print(make(args.folder, shape))
-    for carried in sorted(shipped.WEIGHTS.iterdir()):
-        print(shipped.unpack(carried, args.folder))
+    for carried in sorted(shipped.WEIGHTS.glob(f"*/{shipped.MANIFEST}")):
+        print(shipped.unpack(carried.parent, args.folder))
+    if args.retrain:
+        print(retrain_images(args.folder))
     vllm_classes.inspect(args.folder)
+
+
+def retrain_images(folder: Path) -> Path:
+    """Weights of pictures by the recipe of those that are carried, which they replace in `folder`
+    until the next `make models`."""
+    from models import train_images
+
+    work = folder / ".retrained"
+    train_images.make(work / "images", work / "checkpoints", train_images.Recipe())
+    return shipped.unpack(work / "images", folder)
 
 
 if __name__ == "__main__":

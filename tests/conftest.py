@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 ENGINES = ",".join(
     f"deployments.engines.{name}"
-    for name in ("vllm.preload", "sentence_transformers", "faster_whisper", "vits", "silero")
+    for name in (
+        "vllm.preload",
+        "sentence_transformers",
+        "diffusers.preload",
+        "faster_whisper",
+        "vits",
+        "silero",
+    )
 )
 
 # Read by Serve when it is imported. Each test has an event loop of its own, and the router of a
@@ -77,10 +84,20 @@ def small() -> Path:
 
 @pytest.fixture(scope="session")
 def describer() -> Path:
+    """The default model of vision, whose weights the repository carries."""
     from models import shipped
     from models.make_models import default_folder
 
     return shipped.unpack(shipped.WEIGHTS / "vision", default_folder())
+
+
+@pytest.fixture(scope="session")
+def drawing() -> Path:
+    """The default model of pictures, whose weights the repository carries."""
+    from models import shipped
+    from models.make_models import default_folder
+
+    return shipped.unpack(shipped.WEIGHTS / "images", default_folder())
 
 
 @pytest.fixture(scope="session")

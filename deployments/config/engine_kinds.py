@@ -127,6 +127,15 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(16 * MIB),
         working_bytes=Bytes(32 * MIB),
     ),
+    "diffusers": EngineKind(
+        "deployments.engines.diffusers.engine:build",
+        ("deployments.engines.diffusers.preload",),
+        context_bytes=Bytes(70 * MIB),
+        # Eight pictures of 64x64 in a batch. Those of real models take gigabytes: give a `need`.
+        working_bytes=Bytes(24 * MIB),
+        takes_turns=True,
+        estimate=weights_cache_and_slots,
+    ),
     "llama_server": EngineKind(
         "deployments.engines.llama_server:build",
         ("aiohttp",),

@@ -80,10 +80,19 @@ def _file_sizes(source: Path) -> dict[str, int]:
     return {str(path.relative_to(source)): path.stat().st_size for path in found}
 
 
+def adapted_folder(model: Path) -> Path:
+    """The part of a model that adapters change: of a pipeline of diffusers its UNet or transformer,
+    of any other model the whole."""
+    parts = (model / "unet", model / "transformer")
+    is_pipeline = (model / "model_index.json").is_file()
+    return next((part for part in parts if is_pipeline and part.is_dir()), model)
+
+
 def slot_size(path: str, max_rank: int) -> int:
     """Bytes of one adapter slot. Raises ConfigError."""
     try:
-        return safetensors_header.slot_bytes(safetensors_header.linear_shapes(Path(path)), max_rank)
+        shapes = safetensors_header.linear_shapes(adapted_folder(Path(path)))
+        return safetensors_header.slot_bytes(shapes, max_rank)
     except (safetensors_header.BadHeader, OSError) as error:
         raise ConfigError(str(error)) from error
 

@@ -18,7 +18,7 @@ from deployments.front.forms import BadForm, read_fields
 from deployments.front.keys import DEFAULT_TENANT
 from deployments.front.model_names import Target
 from deployments.front.pictures import BadPart, PictureCheck
-from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Generates, Kind
+from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Kind
 
 # Headers that go on to the engine: those that its HTTP layer reads.
 FORWARDED = ("content-type", "accept")
@@ -98,8 +98,8 @@ async def parse(
 def call_of(
     asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
 ) -> messages.InferenceCall:
-    """What goes to the capability. Extension fields are taken out of a JSON body and defaults put
-    in; a form goes as it came, with the served name in a header."""
+    """What goes to the capability. Extension fields that are not the engine's are taken out of a
+    JSON body and defaults put in; a form goes as it came, with the served name in a header."""
     checked, profile = asked.checked, asked.profile
     stay = checked.x_stay_warm if checked.x_stay_warm is not None else profile.stay_warm_s
     said = {"x-request-id": asked.request_id, messages.TENANT_HEADER: tenant}
@@ -127,7 +127,9 @@ def _body(asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str)
     if asked.fields is None:
         return asked.raw
     defaults = {**model.defaults, **asked.profile.defaults}
-    fields = defaults | {k: v for k, v in asked.fields.items() if not k.startswith("x_")}
+    of_engine = type(asked.checked).model_fields.keys() - Body.model_fields.keys()
+    said = asked.fields.items()
+    fields = defaults | {k: v for k, v in said if not k.startswith("x_") or k in of_engine}
     fields["model"] = target.served
     if asked.kind is Kind.TEXT:
         if model.thinking is not None:

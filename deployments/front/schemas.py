@@ -19,6 +19,8 @@ from pydantic import (
     field_validator,
 )
 
+from deployments.image_fields import ImageFields
+
 # OpenAI's own bounds where it states one: 128 choices, 128 tools, 4 stop texts (vLLM takes 16, as
 # does the front), 20 alternatives per token. MAX_MESSAGES is far above any use seen.
 MAX_CHOICES, MAX_TOOLS, MAX_STOPS, MAX_LOGPROBS = 128, 128, 16, 20
@@ -94,6 +96,7 @@ class Streams(Body):
 
     @property
     def wants_events(self) -> bool:
+        """True where `stream` says so."""
         return self.stream is True
 
 
@@ -295,10 +298,14 @@ class Vad(Body):
     pad_ms: float | None = Field(None, ge=0, le=10_000)
 
 
+class Images(ImageFields, Streams):
+    """POST /v1/images/generations, and the text fields of /v1/images/edits"""
+
+
 class Kind(Enum):
     """What a path takes and returns, as far as the front treats it differently."""
 
-    TEXT = "text"  # JSON in, text out: thinking, prompt cache and progress comments apply
+    TEXT = "text"  # JSON in, text out: thinking and prompt cache apply
     JSON = "json"  # JSON in
     FORM = "form"  # multipart/form-data in, as for uploads
     ANY = "any"  # by its content type: the paths that the table lists
@@ -326,6 +333,8 @@ SCHEMAS: dict[str, Schema] = {
     "/v1/audio/translations": Schema(Translation, Kind.FORM),
     "/v1/audio/speech": Schema(Speech, Kind.JSON),
     "/v1/audio/vad": Schema(Vad, Kind.FORM),
+    "/v1/images/generations": Schema(Images, Kind.JSON),
+    "/v1/images/edits": Schema(Images, Kind.FORM),
 }
 OF_THE_TABLE = Schema(Body, Kind.ANY)
 

@@ -87,7 +87,7 @@ def test_the_configuration_for_gpus_deploys_and_serves(gpus: Graph) -> None:
 
 
 @pytest.mark.spec("H0")
-@pytest.mark.parametrize("name", ["chat", "embedding", "asr", "tts", "vad"])
+@pytest.mark.parametrize("name", ["chat", "embedding", "image", "asr", "tts", "vad"])
 def test_each_capability_is_scaled_by_the_arbiters_policy(gpus: Graph, name: str) -> None:
     """Where it cannot be made, Serve says so in its log and scales by itself; the application runs
     all the same."""

@@ -16,9 +16,11 @@ from openai import OpenAI
 
 from tests.graph.conftest import Graph
 
-CHAT, EMBED = "tiny-chat", "all-minilm-l6-v2"
+CHAT, EMBED, DRAW = "tiny-chat", "all-minilm-l6-v2", "tiny-draw"
 MODELS = {
     "/v1/embeddings": EMBED,
+    "/v1/images/generations": DRAW,
+    "/v1/images/edits": DRAW,
     "/v1/audio/transcriptions": "tiny.en",
     "/v1/audio/translations": "tiny.en",
     "/v1/audio/speech": "joe",
@@ -75,7 +77,7 @@ def affordable(case: Any) -> None:
     if isinstance(case.body.get("model"), str):
         case.body["model"] = MODELS.get(case.path, CHAT)
     case.body.pop("x_deadline_s", None)
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "x_steps"):
         if isinstance(case.body.get(name, 1), int):
             case.body[name] = min(case.body.get(name, 1), 2)
 

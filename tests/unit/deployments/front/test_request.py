@@ -76,6 +76,32 @@ async def test_extension_fields_are_read_and_do_not_reach_the_engine() -> None:
     assert body == PLAIN
 
 
+@pytest.mark.spec("J1", "J2")
+async def test_extension_fields_of_pictures_reach_the_engine_and_no_others_do() -> None:
+    drawing = {"model": "tiny", "prompt": "x", "x_seed": 3, "x_steps": 4, "x_guidance": 1.5}
+    drawing |= {"x_negative_prompt": "y", "x_strength": 0.5}
+    said = json.dumps(drawing | {"x_priority": "low", "x_else": 1}).encode()
+    it = await read(said, path="/v1/images/generations")
+    target, of = ModelNames(table()).find("tiny", "default"), table()
+    made = call_of(it, target, of.capabilities["chat"].models["tiny"], "default")
+    assert json.loads(made.body) == drawing
+    assert (made.priority, made.wants_progress) == (Priority.LOW, False)
+
+
+@pytest.mark.spec("J1", "L3")
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"response_format": "url"}, "response_format"), ({"n": 11}, "n"), ({"x_seed": -1}, "x_seed")],
+)
+async def test_fields_of_pictures_are_checked_before_a_model_is_loaded(
+    fields: dict[str, Any], field: str
+) -> None:
+    said = json.dumps({"model": "tiny", "prompt": "x", **fields}).encode()
+    with pytest.raises(BadRequest) as caught:
+        await read(said, path="/v1/images/generations")
+    assert caught.value.param == field
+
+
 @pytest.mark.spec("J2")
 async def test_an_extension_may_be_a_header_and_the_body_wins() -> None:
     headers = {"x-priority": "batch", "x-deadline-s": "9", "x-stay-warm": "true"}
@@ -180,6 +206,13 @@ async def test_form_goes_on_as_it_came_with_its_fields_read() -> None:
     assert made.headers["content-type"] == MULTIPART["content-type"]
     assert made.headers[messages.SERVED_HEADER] == "tiny"
     assert (made.model, made.priority, made.stay_warm_s) == ("tiny", Priority.LOW, 2.0)
+
+
+@pytest.mark.spec("J1", "J3")
+async def test_a_form_that_asks_for_a_stream_wants_progress_too() -> None:
+    raw = form(("model", b"tiny"), ("prompt", b"x"), ("stream", b"true"))
+    it = await read(raw, MULTIPART, path="/v1/images/edits")
+    assert it.is_stream and it.raw == raw
 
 
 @pytest.mark.spec("L3")

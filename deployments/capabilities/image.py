@@ -1,0 +1,7 @@
+"""The image capability: text or a picture in, pictures out, by diffusers in the child."""
+
+from deployments.replica.capability import Capability
+
+
+class ImageServer(Capability):
+    paths = frozenset({"/v1/images/generations", "/v1/images/edits"})

@@ -1,0 +1,1 @@
+"""diffusers: pictures from text and from pictures; engine, batches, pipeline, uploads."""

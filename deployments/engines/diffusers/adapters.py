@@ -1,0 +1,85 @@
+"""LoRA adapters of pictures, by name from the same kind of catalogue as those of text.
+
+PEFT's form: `adapter_config.json` and `adapter_model.safetensors`, for linear modules of the
+denoiser (the UNet or the transformer). They are copied, hashed and checked before they are loaded
+(deployments.adapters.store); a pipeline holds as many as it has slots, the last used ones.
+"""
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from deployments.adapters.catalogue import CONFIG, WEIGHTS
+from deployments.adapters.safe_files import AdapterInvalid
+from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
+from deployments.adapters.validate import Rules
+from deployments.config.model_files import adapted_folder
+from deployments.config.safetensors_header import linear_shapes
+from deployments.engines.protocol import Config
+
+_PREFIX = "base_model.model."  # PEFT's, before the module's name in the base
+# Of the adapter's configuration, what decides the scale of its matrices; the rest is checked.
+_SCALE = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+
+
+class AdapterShelf:
+    """Names to checked folders, for one engine."""
+
+    def __init__(self, config: Config) -> None:
+        """`config["adapters"]`: what the load plan made. Raises OSError, BadHeader."""
+        given = config["adapters"]
+        shapes = linear_shapes(adapted_folder(Path(config["model"])))
+        rules = Rules(shapes, given["max_rank"])
+        self._catalogue = catalogue_of(config)
+        self._checked = CheckedAdapters(Store(Path(given["store"])), rules)
+
+    async def folder(self, name: str, tenant: str) -> str:
+        """The checked copy, or an empty text where this tenant may see none of that name. Raises
+        AdapterInvalid, AdapterAmbiguous."""
+        entry = self._catalogue.find(name, tenant)
+        if entry is None:
+            return ""
+        if entry.url:
+            reason = "an adapter of pictures is served from a folder, not from a URL"
+            raise AdapterInvalid(entry.name, reason)
+        return str((await self._checked.take(entry)).path)
+
+
+class LoadedAdapters:
+    """The adapters in one denoiser. In the worker thread."""
+
+    def __init__(self, denoiser: Any, slots: int) -> None:
+        self._denoiser, self._slots = denoiser, slots
+        self._loaded: OrderedDict[str, str] = OrderedDict()  # folder to PEFT's name; last used last
+
+    def use(self, folder: str) -> None:
+        """From the next call of the pipeline on; empty: the base alone, as if none were loaded."""
+        if not folder:
+            if self._loaded:
+                self._denoiser.disable_lora()
+            return
+        if folder not in self._loaded:
+            self._load(Path(folder))
+        self._loaded.move_to_end(folder)
+        self._denoiser.set_adapters(self._loaded[folder])
+        self._denoiser.enable_lora()
+
+    def _load(self, folder: Path) -> None:
+        while len(self._loaded) >= self._slots:
+            _, oldest = self._loaded.popitem(last=False)
+            self._denoiser.delete_adapters(oldest)
+        config = json.loads((folder / CONFIG).read_text())
+        state = {
+            name.removeprefix(_PREFIX): tensor
+            for name, tensor in load_file(folder / WEIGHTS).items()
+        }
+        metadata = {key: config[key] for key in _SCALE if config.get(key)}
+        metadata["target_modules"] = sorted({name.rpartition(".lora_")[0] for name in state})
+        name = f"lora_{folder.name}"
+        self._denoiser.load_lora_adapter(
+            state, prefix=None, adapter_name=name, metadata=metadata, low_cpu_mem_usage=True
+        )
+        self._loaded[str(folder)] = name

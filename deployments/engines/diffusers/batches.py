@@ -1,0 +1,178 @@
+"""Batches: pictures of many requests, drawn several at a time.
+
+    batches = Batches(draw, most=4)
+    task = asyncio.create_task(batches.run())
+    async with aclosing(batches.events(order)) as events:  # leaving it early withdraws the order
+        async for event in events: ...                     # Step, Preview, Drawn
+
+Pictures that wait while a batch is drawn and agree in their setting become the next batch. There
+is no timer: a lone request never waits for others. Each picture has its own seed, so the others of
+its batch do not change it (docs/models.md has by how much rounding does). A batch whose clients
+have all left ends before its next step.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image
+
+from arbiter.errors import RequestError
+from deployments.engines.diffusers.requests import Setting
+
+
+class Abandoned(Exception):
+    """No client waits for any picture of the batch."""
+
+
+class DrawingFailed(RequestError):
+    """The library raised an error while it drew."""
+
+    status_code, code = 500, "drawing_failed"
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"the picture could not be drawn: {self.cause}"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a picture is done."""
+
+    number: int  # of the picture in its order, from 0
+    step: int  # from 1
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """A picture as it is between two steps: noisy."""
+
+    number: int
+    index: int  # of the previews of this picture, from 0
+    image: Image.Image
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A picture is ready."""
+
+    number: int
+    image: Image.Image
+
+
+Event = Step | Preview | Drawn
+
+
+@dataclass(slots=True, eq=False)
+class Order:
+    """One request: as many pictures as it has seeds."""
+
+    setting: Setting
+    prompt: str
+    negative: str
+    seeds: Sequence[int]
+    previews: int = 0  # of each picture
+    told: asyncio.Queue[Event | RequestError] = field(default_factory=asyncio.Queue)
+    left: bool = False  # read by the worker thread
+
+    def preview_at(self, step: int, of: int) -> int | None:
+        """The index of the preview after `step`, where there is one: they divide the steps."""
+        at = [round(of * (index + 1) / (self.previews + 1)) for index in range(self.previews)]
+        return at.index(step) if step in at and step < of else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """One picture of an order."""
+
+    order: Order
+    number: int
+
+    @property
+    def seed(self) -> int:
+        return self.order.seeds[self.number]
+
+
+# Called after each step with its number, from 1, and the number of steps; and with what decodes the
+# previews, one for each picture of the batch, or None where the pipeline has no way to.
+OnStep = Callable[[int, int, Callable[[], list[Image.Image] | None]], None]
+# Runs in the worker thread. Raises what `OnStep` raises, and what the library does.
+Draw = Callable[[Sequence[Picture], OnStep], list[Image.Image]]
+
+
+class Batches:
+    """One queue, one worker thread."""
+
+    def __init__(self, draw: Draw, most: int) -> None:
+        self.worker = ThreadPoolExecutor(1, "draw")
+        self._draw, self._most = draw, most
+        self._waiting: list[Picture] = []
+        self._arrived = asyncio.Event()
+
+    async def events(self, order: Order) -> AsyncGenerator[Event, None]:
+        """Until all pictures are drawn. Raises DrawingFailed."""
+        self._waiting += [Picture(order, number) for number in range(len(order.seeds))]
+        self._arrived.set()
+        missing = len(order.seeds)
+        try:
+            while missing:
+                event = await order.told.get()
+                if isinstance(event, RequestError):
+                    raise event
+                missing -= isinstance(event, Drawn)
+                yield event
+        finally:
+            order.left = True
+            self._waiting = [p for p in self._waiting if p.order is not order]
+
+    async def work(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs `function` in the one thread that touches the model."""
+        return await asyncio.get_running_loop().run_in_executor(self.worker, function, *args)
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            batch = await self._next()
+            work = asyncio.ensure_future(self.work(self._draw, batch, self._teller(batch)))
+            await asyncio.wait({work})
+            if error := work.exception():
+                cause = DrawingFailed(f"{type(error).__name__}: {error}")
+                for order in {picture.order for picture in batch}:
+                    order.told.put_nowait(cause)
+            else:
+                for picture, image in zip(batch, work.result(), strict=True):
+                    picture.order.told.put_nowait(Drawn(picture.number, image))
+
+    async def _next(self) -> list[Picture]:
+        """Waits for a picture, and takes all others that fit into its batch."""
+        while not self._waiting:
+            self._arrived.clear()
+            await self._arrived.wait()
+        setting = self._waiting[0].order.setting
+        batch = [p for p in self._waiting if p.order.setting == setting][: self._most]
+        self._waiting = [p for p in self._waiting if p not in batch]
+        return batch
+
+    def _teller(self, batch: Sequence[Picture]) -> OnStep:
+        """What the worker thread calls after each step. Raises Abandoned."""
+        loop = asyncio.get_running_loop()
+
+        def told(step: int, of: int, decode: Callable[[], list[Image.Image] | None]) -> None:
+            if all(picture.order.left for picture in batch):
+                raise Abandoned
+            at = [picture.order.preview_at(step, of) for picture in batch]
+            previews = decode() if any(index is not None for index in at) else None
+            for place, (picture, index) in enumerate(zip(batch, at, strict=True)):
+                tell = picture.order.told.put_nowait
+                loop.call_soon_threadsafe(tell, Step(picture.number, step, of))
+                if previews and index is not None:
+                    preview = Preview(picture.number, index, previews[place])
+                    loop.call_soon_threadsafe(tell, preview)
+
+        return told

@@ -1,0 +1,72 @@
+"""Pictures as files: uploads from strangers, opened within bounds, and answers, encoded.
+
+Only the formats of FORMATS are tried, by their own decoders: neither SVG, which can name other
+files, nor any other format that pillow knows is ever opened. Bounds are checked against the header,
+before one pixel is decoded.
+"""
+
+import io
+import struct
+import zlib
+
+from PIL import Image, ImageOps
+
+from deployments.engines.asgi import BadField
+from deployments.image_fields import Format
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_PIXELS = 4096 * 4096  # of an upload: 48 MiB decoded, before it is reduced to the model's size
+# A progressive JPEG of few bytes may repeat its scans thousands of times, each as long to decode as
+# the first; real files have about ten.
+MAX_SCANS = 64
+_SCAN = b"\xff\xda"
+# What pillow's decoders raise for broken files.
+_BROKEN = (
+    *(OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError),
+    *(struct.error, zlib.error, Image.DecompressionBombError),
+)
+
+
+def open_upload(raw: bytes, field: str, most_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The decoded picture, upright, with its transparency if it has any (RGB or RGBA). Raises
+    BadField, which names `field`."""
+    if raw.count(_SCAN) > MAX_SCANS:
+        raise BadField(field, f"`{field}`: a JPEG of more than {MAX_SCANS} scans")
+    try:
+        _check_header(raw, field, most_pixels)
+        with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
+            image.load()
+            upright = ImageOps.exif_transpose(image)
+            is_transparent = upright.has_transparency_data
+            return upright.convert("RGBA" if is_transparent else "RGB")
+    except _BROKEN as error:
+        known = ", ".join(FORMATS)
+        raise BadField(field, f"`{field}` is no sound {known} file: {error}") from error
+
+
+def _check_header(raw: bytes, field: str, most_pixels: int) -> None:
+    """Raises BadField; what pillow raises for a file that is not what it says."""
+    with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
+        if image.width * image.height > most_pixels:
+            text = f"{image.width}x{image.height} pixels; at most {most_pixels} in all"
+            raise BadField(field, f"`{field}`: {text}")
+        frames = getattr(image, "n_frames", 1)
+        if frames > 1:
+            raise BadField(field, f"`{field}`: {frames} frames; send a still picture")
+        image.verify()
+
+
+def mask_of(upload: Image.Image) -> Image.Image:
+    """What to paint anew, white on black (L): the transparent part, as OpenAI has it, or the white
+    part of a mask without transparency, as diffusers has it."""
+    if upload.mode == "RGBA":
+        return ImageOps.invert(upload.getchannel("A"))
+    return upload.convert("L")
+
+
+def encode(image: Image.Image, file_format: Format, quality: int | None) -> bytes:
+    """`quality`: 0 to 100, of jpeg and webp; None: 100, as OpenAI has it."""
+    target = io.BytesIO()
+    how = {} if file_format == "png" else {"quality": 100 if quality is None else quality}
+    image.save(target, format=file_format, **how)
+    return target.getvalue()

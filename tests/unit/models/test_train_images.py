@@ -1,0 +1,80 @@
+"""The recipe of the default model of pictures, run for a few steps."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import shipped, train_images
+from models.train_images import Recipe
+
+SHORT = Recipe(drawings_per_fact=1, autoencoder_steps=4, denoiser_steps=4, denoiser_batch=8)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_images, "CHECKPOINT_EVERY", 2)
+
+
+def weights(pipe: Any) -> list[torch.Tensor]:
+    modules = (pipe.vae, pipe.text_encoder, pipe.unet)
+    return [p for module in modules for p in module.parameters()]
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(weights(one), weights(other), strict=True))
+
+
+@pytest.mark.spec("M1")
+def test_an_interrupted_training_goes_on_to_the_weights_of_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train_images.train(SHORT, tmp_path / "whole")
+    step = train_images.Descent.step
+    done: list[int] = []
+
+    def stop(self: Any, loss: torch.Tensor) -> None:
+        if len(done) == 7:  # in the denoiser, one step after its checkpoint
+            raise KeyboardInterrupt
+        done.append(1)
+        step(self, loss)
+
+    monkeypatch.setattr(train_images.Descent, "step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train_images.train(SHORT, tmp_path / "parts")
+    monkeypatch.setattr(train_images.Descent, "step", step)
+    assert same(train_images.train(SHORT, tmp_path / "parts"), whole)
+    other = train_images.train(replace(SHORT, seed=1), tmp_path / "other")
+    assert not same(other, whole)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    train_images.train(SHORT, tmp_path)
+    with pytest.raises(ValueError, match="of another recipe"):
+        train_images.train(replace(SHORT, denoiser_steps=6), tmp_path)
+
+
+@pytest.mark.spec("M1")
+def test_training_writes_a_pipeline_that_unpacks_and_its_manifest(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    train_images.make(out, tmp_path / "work", SHORT)
+    manifest = json.loads((out / shipped.MANIFEST).read_text())
+    assert manifest["model"] == train_images.NAME
+    assert manifest["recipe"]["autoencoder_steps"] == 4
+    assert manifest["right"]["pictures"] == 224
+    folder = shipped.unpack(out, tmp_path / "models")
+    assert folder.name == train_images.NAME
+    assert (folder / "unet" / "diffusion_pytorch_model.safetensors").is_file()
+
+
+def test_training_lowers_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = replace(SHORT, autoencoder_steps=30, autoencoder_batch=8, denoiser_steps=30)
+    train_images.train(recipe, tmp_path)
+    said = capsys.readouterr().out
+    for part in ("autoencoder", "denoiser"):
+        losses = [float(line.split()[-1]) for line in said.splitlines() if f"] {part} 3" in line]
+        first = next(line for line in said.splitlines() if f"] {part} 2 " in line)
+        assert losses[-1] < float(first.split()[-1])
