@@ -33,15 +33,10 @@ from deployments.config import boot
 from deployments.config.schema import parse_table
 from deployments.messages import refusal
 from deployments.replica.residency import Residency
-from tests.support.live_arbiter import capability, gone, live_arbiter, model
+from tests.support.live_arbiter import capability, gone, live_arbiter, model, two
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-def two(**arguments: Any) -> dict[str, Any]:
-    """Two models of which only one fits."""
-    return {"chat": capability(a=model(200, **arguments)), "other": capability(b=model(200))}
 
 
 def idle(s: dict[str, Any], name: str) -> bool:

@@ -46,6 +46,11 @@ def capability(role: str = "text", **models: Any) -> dict[str, Any]:
     return {"role": role, "engine": ENGINE, "models": models}
 
 
+def two(**engine_args: Any) -> dict[str, Any]:
+    """Two models of which only one fits."""
+    return {"chat": capability(a=model(200, **engine_args)), "other": capability(b=model(200))}
+
+
 @ray.remote(num_cpus=0, max_concurrency=1_000)
 class Holder:
     """A process with a Residency, as a Serve replica has one, without Serve around it."""
