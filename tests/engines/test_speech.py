@@ -433,6 +433,16 @@ def test_client_that_leaves_a_speech_stops_it_after_the_clause(says: Child) -> N
     assert says.call("GET", "/control/health")[0] == 200
 
 
+@pytest.mark.spec("L3")
+def test_vad_filter_without_its_model_is_refused(
+    engines: ZygoteUnderTest, fox: bytes, tmp_path: Path
+) -> None:
+    child = spawned(engines, "no-vad", ASR, WHISPER, vad=str(tmp_path / "none"))
+    assert refused(transcribe(child, fox, vad_filter="true")) == (400, "vad_filter")
+    assert plain(heard(transcribe(child, fox))) == plain(FOX)
+    ended(child)
+
+
 def test_speech_engines_that_cannot_load_say_why(engines: ZygoteUnderTest, tmp_path: Path) -> None:
     for name, entry in (("deaf", ASR), ("mute", TTS)):
         child = engines.spawn(f"{name}-speech", entry, {"model": str(tmp_path)}).hold()
