@@ -21,13 +21,15 @@ from tests.unit.deployments.cli.conftest import Run
 
 ROOT = Path(__file__).parents[4]
 SHIPPED = ("serve_config.yaml", "serve_config.gpu.yaml")
+NAMES = ("chat", "embedding", "asr", "tts", "vad")
+MADE = ("chat.models.small-chat", "chat.models.tiny-chat", "vad.models.silero-vad")
 Config = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders where the made models are looked for, with one small matrix in each."""
-    for name in ("small-chat", "tiny-chat"):
+    for name in ("small-chat", "tiny-chat", "silero-vad"):
         folder = tmp_path / "models" / name
         folder.mkdir(parents=True)
         save_file({"q.weight": np.zeros((8, 8), np.float32)}, folder / "model.safetensors")
@@ -80,7 +82,7 @@ def test_a_policy_without_its_arguments_is_refused_as_serve_would(run: Run, tmp_
     assert (failed.exit_code, failed.stdout) == (1, "")
     head, *problems = failed.stderr.splitlines()
     assert head == f"arbiter check: {file} must not be deployed:"
-    for name, problem in zip(("chat", "embedding"), problems, strict=True):
+    for name, problem in zip(NAMES, problems, strict=True):
         assert problem.startswith(f"applications.{name}.autoscaling_policy.policy_kwargs: ")
         assert problem.endswith("missing 1 required positional argument: 'capability'")
     asked = run("check", str(file), "--json")
@@ -178,8 +180,8 @@ def test_a_model_whose_files_are_not_there_is_named_and_so_are_the_others(
     failed = run("check", str(ROOT / SHIPPED[0]))
     assert failed.exit_code == 1
     lines = failed.stderr.splitlines()[1:]
-    for model, line in zip(("small-chat", "tiny-chat"), lines, strict=True):
-        assert line.startswith(f"front.user_config.capabilities.chat.models.{model}: ")
+    for model, line in zip(MADE, lines, strict=True):
+        assert line.startswith(f"front.user_config.capabilities.{model}: ")
         assert "make models" in line
 
 
