@@ -18,7 +18,6 @@ from typing import Any
 import ctranslate2
 import numpy as np
 from faster_whisper import WhisperModel
-from faster_whisper.tokenizer import _LANGUAGE_CODES as LANGUAGES
 
 from deployments.engines import asgi, forms, sound
 from deployments.engines.asgi import BadField
@@ -98,8 +97,8 @@ class WhisperEngine:
         if task == "translate" and not multilingual:
             text = f"{self.name} knows English only; translation takes a multilingual Whisper model"
             raise BadField("model", text)
-        language = form.text("language").lower() or None
-        if language is not None and language not in (LANGUAGES if multilingual else ("en",)):
+        language = form.text("language").lower() or (None if multilingual else "en")
+        if language is not None and language not in self.model.supported_languages:
             known = "ISO 639-1, as `de`" if multilingual else f"{self.name} knows `en` only"
             raise BadField("language", f"{language!r} is no language of this model: {known}")
         asked = Asked(
@@ -112,6 +111,9 @@ class WhisperEngine:
             _flag(form, "stream"),
             _flag(form, "vad_filter") or _flag(form, "x_vad_filter"),
         )
+        if asked.skips_silence and not self.vad_folder.is_dir():
+            text = f"`vad_filter` takes a model in {self.vad_folder}, which is not there"
+            raise BadField("vad_filter", text)
         if asked.is_stream and asked.form not in STREAMED:
             text = f"`stream` takes {' or '.join(STREAMED)}, not {asked.form}"
             raise BadField("response_format", text)

@@ -72,9 +72,12 @@ def _verbose(said: Transcript) -> tuple[str, str]:
         "text": said.text,
         "usage": _usage(said),
     }
-    words = [asdict(word) for segment in said.segments for word in segment.words or ()]
     if "word" in asked.granularities:
-        body["words"] = [{name: w[name] for name in ("word", "start", "end")} for w in words]
+        body["words"] = [
+            {"word": word.word.strip(), "start": word.start, "end": word.end}
+            for segment in said.segments
+            for word in segment.words or ()
+        ]
     if "segment" in asked.granularities or not asked.granularities:
         fields = [asdict(segment) for segment in said.segments]
         body["segments"] = [{k: v for k, v in row.items() if k != "words"} for row in fields]

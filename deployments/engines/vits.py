@@ -15,7 +15,7 @@ import base64
 import json
 import re
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,9 @@ class SpeechEngine:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.name = config.get("served_name", config["model"])
         self.worker = OneThread("speak")
-        self.kept = Phrases(config.get("engine_args", {}).get("phrases", ()))
+        phrases: list[str] = config.get("engine_args", {}).get("phrases", [])
+        self.kept = Phrases(clause for phrase in phrases for clause in clauses_of(phrase))
         self.voice: Any = None
 
     async def load(self) -> None:
@@ -151,10 +151,10 @@ class Told:
 
 
 class Phrases:
-    """Speech of texts that are said again and again. Only configured ones are kept: a client could
-    hear from the time that an answer takes what others have had spoken."""
+    """Speech of clauses that are said again and again. Only configured ones are kept: the time that
+    an answer takes would tell a client what others have had spoken."""
 
-    def __init__(self, texts: Any, most_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, texts: Iterable[str], most_bytes: int = KEPT_BYTES) -> None:
         self._texts, self._most_bytes = frozenset(texts), most_bytes
         self._kept: OrderedDict[tuple[str, str, float], np.ndarray] = OrderedDict()
         self.size_bytes = 0

@@ -43,7 +43,7 @@ def spoken(engines: ZygoteUnderTest) -> tuple[bytes, list[tuple[float, float]]]:
     child = engines.spawn("speaker-vad", "deployments.engines.vits:build", model).hold()
     assert child.ready()[0] == 200
     dice = np.random.default_rng(0)
-    parts, where = [dice.normal(0, 0.002, RATE)], []
+    parts, where = [dice.normal(0, 0.0005, RATE)], []
     for sentence in SENTENCES[:3]:
         samples, rate = samples_of(speak(child, sentence).body)
         heard = np.interp(
@@ -51,7 +51,7 @@ def spoken(engines: ZygoteUnderTest) -> tuple[bytes, list[tuple[float, float]]]:
         )
         begin = sum(map(len, parts)) / RATE
         where.append((begin, begin + len(heard) / RATE))
-        parts += [heard, dice.normal(0, 0.002, 3 * RATE // 2)]
+        parts += [heard, dice.normal(0, 0.0005, 3 * RATE // 2)]
     child.let_go()
     return wav(np.concatenate(parts).astype(np.float32), RATE), where
 

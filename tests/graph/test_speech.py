@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
 from tests.graph.conftest import Graph, until
 from tests.support.graph_commands import unload_all
@@ -89,11 +89,14 @@ async def test_speech_as_events_is_the_same_speech(later: AsyncOpenAI) -> None:
 
 
 @pytest.mark.spec("J1", "H4")
-def test_voices_are_listed_and_nothing_is_loaded_for_it(graph: Graph) -> None:
+def test_voices_are_listed_and_nothing_is_loaded_for_it(graph: Graph, client: OpenAI) -> None:
     until(lambda: unload_all(graph), 60, "nothing is loaded")
     said = graph.get("/v1/audio/voices")
     assert {(row["id"], row["model"]) for row in said["data"]} == {("joe", "joe"), ("alloy", "joe")}
     assert graph.tickets("tts") == {}
+    with pytest.raises(APIStatusError, match="does not take POST") as caught:
+        client.audio.voices.create(name="ann", type="prompt", prompt="A calm voice.")
+    assert caught.value.status_code == 405
 
 
 @pytest.mark.spec("J1", "H3")

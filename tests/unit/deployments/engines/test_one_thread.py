@@ -60,6 +60,7 @@ async def test_call_that_is_cancelled_before_its_turn_never_runs() -> None:
     second = asyncio.ensure_future(worker.run(ran.set))
     await asyncio.sleep(0)
     second.cancel()
+    await asyncio.wait({second})
     go_on.set()
     assert await first is True
     await worker.run(int)

@@ -81,7 +81,7 @@ def test_subtitles_count_hours() -> None:
 @pytest.mark.spec("H3", "J1")
 def test_verbose_json_has_what_was_asked_for() -> None:
     words = json.loads(WRITE["verbose_json"](transcribed(granularities=frozenset({"word"})))[1])
-    assert words["words"] == [{"word": " One,", "start": 0.0, "end": 0.5}]
+    assert words["words"] == [{"word": "One,", "start": 0.0, "end": 0.5}]
     assert "segments" not in words
     assert (words["text"], words["language"], words["duration"]) == ("One, two.", "en", 4_000.0)
     both = json.loads(WRITE["verbose_json"](transcribed())[1])
