@@ -26,7 +26,7 @@ ArbiterError
     ArbiterUnavailable    503  the arbiter cannot be reached, so nothing may be loaded
     TicketClosed          409  use after release
     TicketNotGranted      409  an engine was to be spawned under a ticket without a grant
-    StaleEpoch            409  message of an earlier life of the arbiter
+    StaleEpoch            409  message of an earlier epoch of the arbiter
   AgentAway               a node's agent did not answer just now; what was asked is asked again
   LedgerBroken            a bug in this package; the actor must crash, never repair
 """

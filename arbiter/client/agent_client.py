@@ -57,7 +57,8 @@ class AgentClient:
                 handle = await asyncio.to_thread(find_actor, messages.agent_name(node))
                 if handle is None:
                     raise LookupError("no agent")
-                self._agent = await rpc.connect_to_socket(handle, await handle.door.remote(), node)
+                address = await handle.rpc_address.remote()
+                self._agent = await rpc.connect_to_socket(handle, address, node)
             return self._agent
 
     def close(self) -> None:

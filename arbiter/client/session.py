@@ -152,7 +152,7 @@ class Session:
                     said["identity"], messages.identity(), said["holders"]
                 )
             node, own = ray_internals.own_node(), ray_internals.own_handle()
-            self.arbiter = await rpc.connect_to_socket(self._handle, said.get("door"), node)
+            self.arbiter = await rpc.connect_to_socket(self._handle, said.get("rpc_address"), node)
             session_id = uuid.uuid4().hex
             self._keepalive = self._handle.keepalive.remote(session_id)
             self._clear_outbox()  # the introduction that follows says it

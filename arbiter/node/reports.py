@@ -25,7 +25,7 @@ _AWAY = (RayError, ArbiterError, ValueError, TimeoutError)  # what a call of the
 
 
 class Reports:
-    """`introduction`: the node's devices, told first to each life of the arbiter, and again when
+    """`introduction`: the node's devices, told first in each epoch of the arbiter, and again when
     they change. `gpu_pids`: the processes that NVML lists."""
 
     def __init__(
@@ -148,6 +148,6 @@ class Reports:
         async with self._finding:
             if self._arbiter is None:
                 handle = ray.get_actor(NAME, namespace=NAMESPACE)
-                door = (await handle.hello.remote()).get("door")
-                self._arbiter = await rpc.connect_to_socket(handle, door, self._node)
+                address = (await handle.hello.remote()).get("rpc_address")
+                self._arbiter = await rpc.connect_to_socket(handle, address, self._node)
             return self._arbiter

@@ -1,4 +1,4 @@
-"""What crosses process borders besides events: answers, orders to holders, and the agent's terms.
+"""What crosses process borders besides events: answers, commands to holders, and the agent's terms.
 
 Instants never do: a deadline travels as the Span that is left of it.
 """
@@ -135,7 +135,7 @@ class LeaseState:
 
 
 @dataclass(frozen=True, slots=True)
-class RevokeOrder:
+class RevokeCommand:
     ticket: TicketId
     reason: Reason
     to: Tier
@@ -151,7 +151,7 @@ class WaitEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class ReloadOrder:
+class ReloadCommand:
     model: str
 
 
@@ -177,7 +177,7 @@ class ConfigChanged:
     table: Plain
 
 
-Command = RevokeOrder | WaitEstimate | ReloadOrder | Resize | ConfigChanged
+Command = RevokeCommand | WaitEstimate | ReloadCommand | Resize | ConfigChanged
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class ArbiterActor:
         self._tell_start()
         self._restore_registered()
         self._tasks: set[asyncio.Future[None]] = set()
-        self._door = self._open_door()
+        self._rpc = self._serve_rpc()
         self._watch = NodeWatch(self._shell, self._agents, self._store, self._leases.sweep)
         self._start(self._watch.run())
 
@@ -69,7 +69,7 @@ class ArbiterActor:
         return f"Arbiter({self._boot.configuration.settings.evict})"
 
     def _new_shell(self, epoch: Epoch, log: "EventLog") -> "Shell":
-        """Its core is made from a heading, so that a recording of this life begins as it did."""
+        """Its core is made from a heading, so that a recording of this epoch begins as it did."""
         from arbiter.server.recording import RecordingHeader
         from arbiter.server.shell import Shell, monotonic
 
@@ -102,7 +102,7 @@ class ArbiterActor:
             log.tell(LogEvent(EventKind.NOT_RECORDED, {"cause": str(error)}))
             return None
 
-    def _open_door(self) -> rpc.RpcServer:
+    def _serve_rpc(self) -> rpc.RpcServer:
         """For holders and the agent of this node."""
         node = ray_internals.own_node()
         ours = self.acquire, self.grow, self.tell, self.renew, self.listen
@@ -155,7 +155,7 @@ class ArbiterActor:
             "identity": messages.identity(),
             "epoch": int(self._shell.epoch),
             "holders": len(self._shell.holders),
-            "door": await self._door.where(),
+            "rpc_address": await self._rpc.address(),
         }
 
     async def join(
@@ -234,7 +234,7 @@ class ArbiterActor:
     async def listen(
         self, holder: HolderId, epoch: Epoch, ack: int
     ) -> tuple[messages.SequencedCommand, ...]:
-        """Orders after `ack`; empty when none came for a while. Raises StaleEpoch: rejoin."""
+        """Commands after `ack`; empty when none came for a while. Raises StaleEpoch: rejoin."""
         self._check(epoch, holder)
         self._check_mail(epoch, holder)
         return await self._shell.listen(holder, ack)
@@ -335,7 +335,7 @@ class ArbiterActor:
         known = {(spec.name, model.name) for spec in future.specs.values() for model in spec.models}
         floors = [row for row in core.export_floors() if (row[0], row[1]) in known]
         self._store.save_floors(floors)  # what was removed has none
-        self._shell.order_all(messages.ConfigChanged(configuration.table))
+        self._shell.command_all(messages.ConfigChanged(configuration.table))
         if (old.settings, old.policies) != (configuration.settings, configuration.policies):
             self._begin_anew("settings changed")
 
@@ -380,10 +380,10 @@ class ArbiterActor:
         """By hand, without a request. Raises UnknownCapability, UnknownModel, NotResident."""
         self._shell.feed(ev.LoadAsked(capability, model))
 
-    async def resize(self, order: messages.Resize) -> None:
+    async def resize(self, command: messages.Resize) -> None:
         """By hand; a resident that cannot change its size goes on as it is, and the event log tells
         why (A14)."""
-        self._shell.order_all(order)
+        self._shell.command_all(command)
 
     async def push_pressure(self, pushed: ev.PressurePushed) -> None:
         """A person or program tells that memory is short (C5)."""
@@ -425,7 +425,7 @@ class ArbiterActor:
             task.cancel()
         await self._agents.close()
         self._watch.save_all()
-        self._door.close()
+        self._rpc.close()
         self._store.end_session()
         self._store.close()
         return left

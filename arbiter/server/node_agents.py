@@ -123,11 +123,12 @@ class RayAgents:
 
     async def _look_at(self, node: NodeId, handle: Any) -> None:
         """Asks by Ray whether the agent lives, and connects to its socket on this node."""
-        door = await handle.door.remote()
+        address = await handle.rpc_address.remote()
         self._forget_ends(node)
         peer = self._peers.get(node)
         if peer is None or not peer.is_open:
-            self._peers[node] = await rpc.connect_to_socket(handle, door, ray_internals.own_node())
+            own_node = ray_internals.own_node()
+            self._peers[node] = await rpc.connect_to_socket(handle, address, own_node)
 
     def _send(self, node: NodeId, said: Awaitable[None]) -> None:
         sent = asyncio.ensure_future(self._sent(node, said))

@@ -206,7 +206,8 @@ async def _is_emptied(held: HeldModel, barrier: Span) -> bool:
 async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, within: Span) -> None:
     """One process goes and another takes its place, socket and ticket. Raises LoadFailed;
     ArbiterUnavailable when the node agent found no arbiter to ask, and the model goes on."""
-    old, old_plan, began_s = held.link, held.plan, time.monotonic()
+    old, began_s = held.link, time.monotonic()
+    before = held.link, held.plan, held.files
     held.move(HolderState.LOADING)
     held.link, held.plan = None, plan
     assert old is not None
@@ -215,7 +216,7 @@ async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
             await loading.start_engine(residency, held, residency.client().respawn)
     except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
         if isinstance(error, ArbiterUnavailable) and old.is_held:
-            held.link, held.plan = old, old_plan
+            held.link, held.plan, held.files = before
             _serve(held)
             raise
         failed = LoadFailed(held.model, why(error, time.monotonic() - began_s)[0], False)

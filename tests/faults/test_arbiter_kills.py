@@ -13,14 +13,10 @@ from arbiter.client.admin import call_arbiter
 from arbiter.core.events import Loaded, Renewed
 from arbiter.errors import StaleEpoch
 from arbiter.units import MIB, Epoch, HolderId, Span, TicketId
-from tests.support.live_arbiter import capability, gone, kill, live_arbiter, model
+from tests.support.live_arbiter import capability, gone, kill, live_arbiter, model, two
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A18")]
-
-
-def two(**arguments: Any) -> dict[str, Any]:
-    return {"chat": capability(a=model(200, **arguments)), "other": capability(b=model(200))}
 
 
 def charges(state: dict[str, Any]) -> dict[str, Any]:

@@ -9,15 +9,11 @@ import pytest
 import ray
 
 from arbiter.errors import EngineLost
-from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
+from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model, two
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A19")]
 
 SLOW = {"chunks": 400, "chunk_seconds": 0.05}  # a stream of 20 s, longer than any test needs
-
-
-def two(**arguments: Any) -> dict[str, Any]:
-    return {"chat": capability(a=model(200, **arguments)), "other": capability(b=model(200))}
 
 
 async def state_is(d: LiveArbiter, name: str, state: str) -> None:

@@ -33,15 +33,10 @@ from deployments.config import boot
 from deployments.config.schema import parse_table
 from deployments.messages import refusal
 from deployments.replica.residency import Residency
-from tests.support.live_arbiter import capability, gone, live_arbiter, model
+from tests.support.live_arbiter import capability, gone, live_arbiter, model, two
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-def two(**arguments: Any) -> dict[str, Any]:
-    """Two models of which only one fits."""
-    return {"chat": capability(a=model(200, **arguments)), "other": capability(b=model(200))}
 
 
 def idle(s: dict[str, Any], name: str) -> bool:
@@ -238,6 +233,27 @@ async def test_a_deadline_that_cannot_be_met_is_a_typed_refusal() -> None:
         with pytest.raises(DeadlineUnmet):
             await other.ask.remote("b", deadline_s=0.5)
         await d.until(lambda s: not s["queue"])
+
+
+@pytest.mark.spec("A21")
+async def test_predicted_wait_counts_the_loads_of_the_tickets_before_it() -> None:
+    slow = {name: model(200, load_seconds=0.5, can_sleep=False) for name in "abc"}
+    async with live_arbiter({name: capability(**{name: slow[name]}) for name in slow}) as d:
+        a, b, c = (d.holder(name) for name in "abc")
+        for name, holder in (("c", c), ("b", b)):
+            assert await holder.ask.remote(name) == 200  # its seconds are known
+        await a.keep.remote("a")
+        await d.until(lambda s: any(t["in_state_s"] > 2 and t["inflight"] for t in s["tickets"]))
+        seen = (await d.state())["sequence"]
+        second = b.ask.remote("b")
+        await d.until(lambda s: len(s["queue"]) == 1)
+        third = c.ask.remote("c")
+        await d.until(lambda s: len(s["queue"]) == 2)
+        told = [e for e in await d.events("ticket_waits") if e["seq"] > seen]
+        predicted_s = {e["model"]: e["took_s"] for e in told}
+        assert predicted_s["b"] >= 0.5 and predicted_s["c"] >= predicted_s["b"] + 0.5
+        await a.let_go.remote("a")
+        assert await asyncio.gather(second, third) == [200, 200]
 
 
 @pytest.mark.spec("A12")

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import ray
 
-from arbiter.client.admin import call_arbiter
 from arbiter.errors import LoadFailed
-from arbiter.units import TicketId
 from tests.support.live_arbiter import LiveArbiter, capability, kill, live_arbiter, model
 from tests.support.waits import eventually
 
@@ -18,13 +16,6 @@ pytestmark = pytest.mark.usefixtures("cluster")
 async def order(d: LiveArbiter, *kinds: str) -> list[tuple[str, str]]:
     """Kind and model of each event of these kinds, in their order."""
     return [(e["kind"], e["model"]) for e in await d.events() if e["kind"] in kinds]
-
-
-async def unload(d: LiveArbiter) -> None:
-    """The only model, once it is idle."""
-    state = await d.until(lambda s: s["tickets"] and s["tickets"][0]["idle_s"] is not None)
-    await call_arbiter("unload", TicketId(state["tickets"][0]["ticket"]))
-    await d.until(lambda s: not s["tickets"])
 
 
 @pytest.mark.spec("A12")
@@ -44,7 +35,7 @@ async def test_cool_down_doubles_with_each_failure_and_a_success_clears_it(tmp_p
         await fails()
         told.write_text("")
         assert await h.ask.remote("a") == 200
-        await unload(d)
+        await d.unload("a")
         await fails()
         paused = [(e["times"], e["took_s"]) for e in await d.events("cool_down")]
         assert paused == [(1, 2.0), (2, 4.0), (1, 2.0)]
@@ -105,7 +96,7 @@ async def test_abandoned_load_stops_early_and_goes_on_when_it_is_nearly_done(
     async with live_arbiter({"chat": capability(a=slow)}) as d:
         h = d.holder()
         assert await h.ask.remote("a") == 200  # and its seconds are known
-        await unload(d)
+        await d.unload("a")
 
         asked = h.ask.remote("a")
         await is_loading(d)
@@ -133,7 +124,7 @@ async def is_loading(d: LiveArbiter) -> None:
 
 
 async def has_left(holder: Any) -> None:
-    async def nobody_waits() -> bool:
+    async def no_caller_waits() -> bool:
         return int(await holder.waiting.remote("a")) == 0
 
-    await eventually(nobody_waits)
+    await eventually(no_caller_waits)

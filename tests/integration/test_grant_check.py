@@ -25,7 +25,8 @@ FORGED = TicketId("forged")
 
 async def agent_socket(d: LiveArbiter) -> rpc.Peer:
     handle = await d.agent()
-    return await rpc.connect_to_socket(handle, await handle.door.remote(), ray_internals.own_node())
+    address = await handle.rpc_address.remote()
+    return await rpc.connect_to_socket(handle, address, ray_internals.own_node())
 
 
 async def assert_refused(d: LiveArbiter, ticket: TicketId) -> None:

@@ -1,5 +1,7 @@
 """Who may be where, on a real cluster: exclusion groups, and a model larger than everything."""
 
+from typing import Any
+
 import pytest
 
 from tests.support.live_arbiter import capability, live_arbiter, model
@@ -37,3 +39,45 @@ async def test_model_larger_than_the_budget_loads_alone_if_oversize_is_allowed()
         assert {states.pop(name, "gone") for name in "ac"} <= {"asleep", "gone"}
         assert states == {"b": "resident", "p": "resident"}
         await d.books_are_true()
+
+
+@pytest.mark.spec("C8")
+async def test_pin_beyond_the_cap_is_a_victim_like_any_other_model() -> None:
+    table = {
+        "chat": capability(p=model(150, pin=True), q=model(150, pin=True)),
+        "other": capability(b=model(150)),
+    }
+    async with live_arbiter(table, mib=400, pinned_most=0.5) as d:
+        d.holder("chat")
+        state = await d.until(
+            lambda s: [t["idle_s"] is not None for t in s["tickets"]] == [True] * 2
+        )
+        [over] = await d.events("pin_over_cap")
+        assert [t["model"] for t in state["tickets"] if not t["pinned"]] == [over["model"]]
+        assert await d.holder("other").ask.remote("b") == 200
+        assert {e["model"] for e in await d.events("eviction")} == {over["model"]}
+        await d.books_are_true()
+
+
+@pytest.mark.spec("C8")
+async def test_keep_warm_time_is_that_of_the_role_and_zero_means_at_once() -> None:
+    roles = {"text": 300, "image": 900, "vision": 60, "asr": 300}
+    table = {role: capability(role, **{role: plain()}) for role in roles}
+    table["text"]["models"] |= {"zero": plain() | {"keep_warm_s": 0}, "ever": plain(-1)}
+    async with live_arbiter(table) as d:
+        for role in roles:
+            assert await d.holder(role).ask.remote(role) == 200
+        assert {t["model"]: t["keep_warm_s"] for t in (await d.state())["tickets"]} == roles
+        text = d.holder("text")
+        assert await text.ask.remote("ever") == await text.ask.remote("zero") == 200
+        state = await d.until(lambda s: len(s["tickets"]) == 5)
+        assert "zero" not in {t["model"] for t in state["tickets"]}
+        [unload] = await d.events("model_unload")
+        assert (unload["model"], unload["reason"]) == ("zero", "idle")
+
+
+def plain(keep_warm_s: int | None = None) -> dict[str, Any]:
+    """A small model that says nothing of its keep-warm time, or this."""
+    made = model(10)
+    del made["keep_warm_s"]
+    return made if keep_warm_s is None else made | {"keep_warm_s": keep_warm_s}

@@ -100,3 +100,22 @@ async def test_model_just_granted_serves_the_request_it_was_granted_for() -> Non
             loaded = [e["model"] for e in await d.events(kind)]
             assert len(loaded) <= 6  # one at most for each request
         await d.books_are_true()
+
+
+@pytest.mark.spec("C3")
+async def test_victims_are_the_cheapest_set_that_suffices_and_none_besides() -> None:
+    """`b` would suffice as well, or `a` with `d`; both would take longer to load again."""
+    slow = {"can_sleep": False, "load_seconds": 2}
+    table = {
+        "chat": capability(a=model(100, **slow), b=model(200, **slow)),
+        "cheap": capability(c=model(150, can_sleep=False), d=model(20, can_sleep=False)),
+        "other": capability(e=model(180)),
+    }
+    async with live_arbiter(table, mib=620) as d:
+        chat, cheap = d.holder("chat"), d.holder("cheap")
+        for holder, name in ((cheap, "d"), (chat, "a"), (chat, "b"), (cheap, "c")):
+            assert await holder.ask.remote(name) == 200
+        await d.until(lambda s: all((t["idle_s"] or 0) > 2 for t in s["tickets"]))
+        assert await d.holder("other").ask.remote("e") == 200
+        assert [e["model"] for e in await d.events("eviction")] == ["c"]
+        await d.books_are_true()

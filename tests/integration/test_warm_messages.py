@@ -18,7 +18,7 @@ REQUESTS = 200
 # What goes on whether there are requests or not: each second the holder's heartbeat and the node's
 # reading, and the arbiter's look at the node's agent. The agent reads four times a second at most,
 # so that one message of these for each request is more than any test here waits for.
-HEARTBEATS = {"renew", "report", "door"}
+HEARTBEATS = {"renew", "report", "rpc_address"}
 
 
 def others(counted: dict[str, int]) -> dict[str, int]:

@@ -35,3 +35,9 @@ def joined_client(arbiter: FakeArbiter) -> HolderClient:
     client.session.arbiter, client.session.epoch = RayPeer(arbiter), Epoch(5)
     client.session.joined.set()
     return client
+
+
+async def let_go(client: HolderClient) -> None:
+    """Without the last words that nobody here would hear."""
+    client.session.epoch = None
+    await client.close()

@@ -133,7 +133,7 @@ async def holder(loaded: bool = True) -> AsyncIterator[tuple[Any, ScriptedClient
 
 def revoke(residency: Any, reason: Reason, to: Tier = Tier.GONE, barrier_s: float = 5) -> None:
     ticket = residency.models["a"].ticket
-    residency._obey(messages.RevokeOrder(ticket, reason, to, seconds(barrier_s)))
+    residency._obey(messages.RevokeCommand(ticket, reason, to, seconds(barrier_s)))
 
 
 async def until(condition: Any) -> None:

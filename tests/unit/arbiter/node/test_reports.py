@@ -20,7 +20,7 @@ SEEN = ev.NodeSeen(N, ())
 
 
 class ReportReceiver:
-    """An arbiter in its fifth life; `meanwhile` happens while it hears."""
+    """An arbiter in epoch 5; `meanwhile` happens while it hears."""
 
     def __init__(self, *listed: int) -> None:
         self.listed, self.heard = set(listed), list[tuple[ev.Event, ...]]()

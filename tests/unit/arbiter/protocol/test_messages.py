@@ -39,5 +39,5 @@ def test_a_field_more_in_any_message_changes_the_protocol_hash(
 
 def test_the_protocol_hash_covers_what_crosses_and_what_is_stored() -> None:
     names = {kind.__name__ for kind in messages.messages()}
-    expected = {"Requested", "Granted", "Measured", "RevokeOrder", "SpawnSpec", "ModelSpec"}
+    expected = {"Requested", "Granted", "Measured", "RevokeCommand", "SpawnSpec", "ModelSpec"}
     assert expected <= names

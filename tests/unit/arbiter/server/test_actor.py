@@ -135,7 +135,7 @@ async def test_holder_that_left_its_commands_unread_is_alive_and_only_rejoins(
 ) -> None:
     async with running() as actor:
         monkeypatch.setattr(
-            shell, "ORDERS_BESIDE_QUEUE_COUNT", -actor._shell.core.settings.queue_total_count + 1
+            shell, "COMMANDS_BESIDE_QUEUE_COUNT", -actor._shell.core.settings.queue_total_count + 1
         )
         first, epoch = await join(actor, "1"), actor._shell.epoch
         for model in "ab":

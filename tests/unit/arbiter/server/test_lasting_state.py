@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 
-from arbiter.core.types import CapabilitySpec, Floor, GrantCheck, ModelSpec
+from arbiter.core import events as ev
+from arbiter.core.types import (
+    CapabilitySpec,
+    DeviceBytes,
+    Floor,
+    GrantCheck,
+    ModelSpec,
+    Need,
+    Phase,
+)
 from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownRole
 from arbiter.server.actor import ArbiterActor
 from arbiter.server.store import Store
-from arbiter.units import Instant, NodeId, TicketId, seconds
+from arbiter.units import Bytes, DeviceId, HolderId, Instant, NodeId, Span, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
 from tests.support.local_arbiter import TABLE, Running
@@ -158,11 +167,23 @@ async def test_check_of_a_ticket_counts_as_a_message(running: Running) -> None:
         assert check is GrantCheck.NOT_GRANTED and actor._shell.calls_count == before + 1
 
 
+@pytest.mark.spec("A20")
 async def test_shutdown_waits_for_open_tickets_without_a_snapshot(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    on = (DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
+    need, state = Need(Bytes(5)), Phase.RESIDENT
+    held = ev.HeldTicket(TicketId("t"), "a", state, 1, Span(0), on, need, "")
     async with running() as actor:
-        core = actor._shell.core
-        monkeypatch.setattr(core, "snapshot", lambda now: pytest.fail("a snapshot to count"))
+        shell = actor._shell
+        monkeypatch.setattr(shell.core, "snapshot", lambda now: pytest.fail("a snapshot to count"))
+        shell.feed(ev.Joined(HolderId("h"), NodeId("n"), "c", (held,)))
+        assert shell.open_tickets == 1
         async with asyncio.timeout(5):
-            assert await actor.close(0.1) == 0
+            assert await actor.close(0.05) == 1  # it waits in vain
+            closing = asyncio.ensure_future(actor.close(1_000))
+            await asyncio.sleep(0)
+            assert not closing.done()
+            shell.feed(ev.Released(TicketId("t"), "manual", HolderId("h")))
+            shell.feed(ev.EngineGone(NodeId("n"), TicketId("t"), True))
+            assert await closing == 0

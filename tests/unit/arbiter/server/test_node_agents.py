@@ -103,7 +103,7 @@ async def test_an_agent_that_cannot_start_says_why_once_until_one_answers(
         async def died() -> None:
             raise RayActorError(error_msg=f"a traceback\n  of the start\n{cause}\n")
 
-        made._handles[N] = FakeArbiter(door=died)
+        made._handles[N] = FakeArbiter(rpc_address=died)
         await made._sent(N, made._look_at(N, made._handles[N]))
         assert N not in made._handles  # the next look starts another
 
@@ -113,7 +113,7 @@ async def test_an_agent_that_cannot_start_says_why_once_until_one_answers(
     for cause in ("the driver is away", "the driver is away", "another"):
         await ends(cause)
     assert told == [(N, "the driver is away"), (N, "another")]
-    made._handles[N] = FakeArbiter(door=nowhere)
+    made._handles[N] = FakeArbiter(rpc_address=nowhere)
     await made._look_at(N, made._handles[N])
     await ends("another")
     assert len(told) == 3
@@ -126,13 +126,13 @@ async def test_agent_that_cannot_start_is_started_at_growing_intervals(
     now_s, starts_s, can_start = 0.0, list[float](), False
     made = RayAgents(AgentSettings("no.zygote"))
 
-    async def door() -> None:
+    async def rpc_address() -> None:
         if not can_start:
             raise RayActorError(error_msg="the driver is away")
 
     def start(node: NodeId, ray_node_id: str) -> FakeArbiter:
         starts_s.append(now_s)
-        return FakeArbiter(door=door)
+        return FakeArbiter(rpc_address=rpc_address)
 
     async def look() -> None:
         await made.look(lambda event: None)

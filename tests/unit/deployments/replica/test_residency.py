@@ -283,7 +283,7 @@ async def test_client_that_comes_and_goes_does_not_end_a_reload() -> None:
             return await granted(requested)
 
         arbiter.acquire = queued  # type: ignore[method-assign]
-        residency._obey(messages.ReloadOrder("a"))
+        residency._obey(messages.ReloadCommand("a"))
         await until(lambda: "a" in residency.models)
         with pytest.raises(DeadlineUnmet):
             async with residency.use("a", deadline_s=0.05):
@@ -299,7 +299,7 @@ async def test_asleep_model_that_made_room_for_a_failed_load_is_woken() -> None:
         await use(residency)
         revoke(residency, Reason.SWAP, Tier.ASLEEP)
         await until(lambda: "Slept" in arbiter.kinds())
-        residency._obey(messages.ReloadOrder("a"))
+        residency._obey(messages.ReloadCommand("a"))
         await until(lambda: residency.models["a"].state is HolderState.RESIDENT)
         assert engine.acts == ["/control/sleep", "/control/wake"]
 

@@ -190,7 +190,7 @@ async def test_model_whose_new_process_no_arbiter_confirms_keeps_the_old_one(cha
         held, respawn = residency.models["a"], growth.arbiter.respawn
         if change == "give_back":
             await resize.grow(residency, "a")
-        plan, devices = held.plan, held.devices
+        plan, devices, files = held.plan, held.devices, held.files
 
         async def unconfirmed(*_: object) -> str:
             raise ArbiterUnavailable(10.0)
@@ -200,6 +200,7 @@ async def test_model_whose_new_process_no_arbiter_confirms_keeps_the_old_one(cha
             await getattr(resize, change)(residency, "a")
         assert await use(residency) == held.ticket
         assert (held.plan, held.devices) == (plan, devices)
+        assert held.files is files  # those that the process which goes on has read
         growth.arbiter.respawn = respawn
         await getattr(resize, change)(residency, "a")
         assert await use(residency) == held.ticket and held.devices != devices
