@@ -162,9 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=default_folder())
     parser.add_argument("--mid", action="store_true", help="also the one for benchmarks, 428 MB")
-    parser.add_argument(
-        "--retrain", action="store_true", help="train what is carried, half an hour"
-    )
+    parser.add_argument("--retrain", action="store_true", help="train again what is carried")
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     for model in packaged.MODELS:

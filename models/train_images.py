@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m models.train_images [--out FOLDER] [--work FOLDER]
 
-About half an hour of one core makes 64x64 pictures of `models.shapes`: AutoencoderTiny (64x64x3 to
-8x8x4), CLIPTextModel and UNet2DConditionModel, with DDIM, v-prediction, zero terminal SNR (Lin et
-al., arXiv:2305.08891) and trailing steps. One thread, because two on a busy machine are ten times
-slower. An interrupted run goes on from its last checkpoint in `--work`.
+About a quarter of an hour of one core makes 64x64 pictures of `models.shapes`: AutoencoderTiny
+(64x64x3 to 8x8x4), CLIPTextModel and UNet2DConditionModel, with DDIM, v-prediction, zero terminal
+SNR (Lin et al., arXiv:2305.08891) and trailing steps. One thread, because two on a busy machine are
+ten times slower. An interrupted run goes on from its last checkpoint in `--work`.
 """
 
 import argparse

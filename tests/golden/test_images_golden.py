@@ -73,11 +73,11 @@ def test_engine_edits_as_plain_diffusers_does(plain: Any, child: Child) -> None:
 
 @pytest.mark.spec("M1")
 def test_carried_weights_draw_what_is_asked(plain: Any) -> None:
-    """At least eight of ten of all 224, when they were trained; and every fourth now."""
+    """At least 95 of 100: of all 224 when they were trained, and of every fourth now."""
     manifest = json.loads((shipped.WEIGHTS / "images" / shipped.MANIFEST).read_text())
     assert manifest["right"]["pictures"] == 224
-    assert manifest["right"]["all"] >= 0.8 * 224
+    assert manifest["right"]["all"] >= 0.95 * 224
     right = train_images.accuracy(plain, all_facts()[::4])
     assert right["pictures"] == 56
-    assert right["all"] >= 0.8 * 56
+    assert right["all"] >= 0.95 * 56
     assert right["background"] >= right["all"] <= right["colour"]

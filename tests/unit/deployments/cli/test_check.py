@@ -22,8 +22,6 @@ from tests.unit.deployments.cli.conftest import Run
 
 ROOT = Path(__file__).parents[4]
 SHIPPED = ("serve_config.yaml", "serve_config.gpu.yaml")
-NAMES = ("chat", "embedding", "asr", "tts", "vad")
-MADE = ("chat.models.small-chat", "chat.models.tiny-chat", "vad.models.silero-vad")
 Config = dict[str, Any]
 
 
