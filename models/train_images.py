@@ -49,6 +49,10 @@ class Recipe:
     denoiser_widths: tuple[int, int] = (48, 96)
     text_width: int = 64
     unconditional: float = 0.1  # share of captions left empty, for guidance
+    # Of drawings with little noise (steps below `clear_below` of 1,000), the share that is given
+    # another's caption: there the picture counts, not the text, as an edit needs it.
+    miscaptioned: float = 0.5
+    clear_below: int = 400
     average: float = 0.998  # decay of the weights' moving average, which is what is kept
 
 
@@ -303,13 +307,19 @@ def train_denoiser(
     rate, steps = recipe.denoiser_rate, recipe.denoiser_steps
     for descent in descend(run, "denoiser", modules, rate, steps):
         index = run.pick(recipe.denoiser_batch, len(latents))
-        z, caption = latents[index], ids[index].clone()
-        noise, when = run.noise(z), run.pick(len(index), 1000)
+        z, noise, when = latents[index], run.noise(latents[index]), run.pick(len(index), 1000)
+        caption = torch.where(_misled(run, when)[:, None], ids[index.roll(1)], ids[index])
         caption[torch.rand(len(index), generator=run.random) < recipe.unconditional] = empty
         text = modules["text_encoder"](caption)[0]
         noisy = scheduler.add_noise(z, noise, when)
         predicted = modules["unet"](noisy, when, encoder_hidden_states=text).sample
         descent.step(F.mse_loss(predicted, scheduler.get_velocity(z, noise, when)))
+
+
+def _misled(run: Run, when: torch.Tensor) -> torch.Tensor:
+    """Which drawings of a batch get another's caption."""
+    dice = torch.rand(len(when), generator=run.random)
+    return (dice < run.recipe.miscaptioned) & (when < run.recipe.clear_below)
 
 
 def train(recipe: Recipe, work: Path) -> Any:
