@@ -26,7 +26,8 @@ ArbiterError
     ArbiterUnavailable    503  the arbiter cannot be reached, so nothing may be loaded
     TicketClosed          409  use after release
     TicketNotGranted      409  an engine was to be spawned under a ticket without a grant
-    StaleEpoch            409  message of an earlier life of the arbiter
+    StaleEpoch            409  message of an earlier epoch of the arbiter
+  AgentAway               a node's agent did not answer just now; what was asked is asked again
   LedgerBroken            a bug in this package; the actor must crash, never repair
 """
 
@@ -36,15 +37,16 @@ from typing import Any, TypeVar, dataclass_transform
 
 from arbiter.units import Bytes, Epoch, Generation, HolderId, NodeId, TicketId, human
 
-NAMES_TOLD = 20  # of what there is, in a message; more is for GET /v1/models
+# Of what there is, in a message: a terminal's height, not 10,000 adapters. GET /v1/models has all.
+NAMES_TOLD = 20
 
 E = TypeVar("E", bound=Exception)
 
 
 @dataclass_transform(eq_default=False)
 def error_fields(kind: type[E]) -> type[E]:
-    """Errors are dataclasses for their fields only: they compare as ArbiterError says, and print as
-    exceptions do, because the hash of a recording is made of that."""
+    """Makes an error a dataclass, for its fields only: errors compare as ArbiterError says, and
+    print as exceptions do, because the hash of a recording is made of that."""
     return dataclass(eq=False, repr=False)(kind)
 
 
@@ -54,7 +56,7 @@ class ArbiterError(Exception):
     process."""
 
     def values(self) -> tuple[Any, ...]:
-        """Its fields; the arguments where it is no dataclass."""
+        """Returns its fields; the arguments where it is no dataclass."""
         return (
             tuple(getattr(self, f.name) for f in fields(self)) if is_dataclass(self) else self.args
         )
@@ -429,6 +431,9 @@ class TicketNotGranted(RequestError):
             f"no engine is spawned under {self.ticket!r}: the arbiter granted no such ticket on"
             f" {self.node}; request the model, and spawn under the ticket of its grant"
         )
+
+
+NEVER_JOINED = Epoch(0)  # believed in by a holder that the arbiter does not know
 
 
 @error_fields

@@ -174,7 +174,6 @@ class Lease:
     ended: threading.Event = field(default_factory=threading.Event)
     state: str = ""
     lapse_s: float = LAPSE_S  # the lease is over after so long without an answer
-    _released: bool = False
     _held_since_s: float | None = None  # monotonic
     _thread: threading.Thread | None = None
     _hearing: threading.RLock = field(default_factory=threading.RLock)  # two may call at once
@@ -227,7 +226,6 @@ class Lease:
 
     def release(self) -> None:
         """Idempotent. The memory should be free by now: what is not stays charged to it."""
-        self._released = True
         self.ended.set()
         try:
             self.way.delete(self.id, self.body.get("tenant"))

@@ -15,7 +15,7 @@ Generation = NewType("Generation", int)  # of what a person set; counts every ch
 
 
 def host_device(node: NodeId) -> DeviceId:
-    """Each node has one: where its sleeping models are charged."""
+    """Returns the device of a node on which its sleeping models are charged."""
     return DeviceId(f"{node}/host")
 
 
@@ -27,21 +27,25 @@ SECOND = Span(1_000_000_000)
 
 
 def after(start: Instant, span: Span) -> Instant:
+    """Returns the instant a span after another, on the same clock."""
     return Instant(start + span)
 
 
 def since(start: Instant, now: Instant) -> Span:
+    """Returns the span from one instant to another; negative where `now` comes first."""
     return Span(now - start)
 
 
 def seconds(value: float) -> Span:
+    """Returns the span of so many seconds, rounded to a nanosecond."""
     return Span(round(value * SECOND))
 
 
 def in_seconds(span: Span) -> float:
+    """Returns how many seconds a span has."""
     return span / SECOND
 
 
 def human(size: Bytes) -> str:
-    """Bytes as the field writes them: binary units, one decimal."""
+    """Returns bytes as the field writes them: binary units, one decimal."""
     return f"{size / GIB:.1f} GiB" if abs(size) >= GIB else f"{size / MIB:.1f} MiB"

@@ -31,7 +31,7 @@ from policies import bundle
 
 RESIDENT, QUEUED = 10, 100  # on each device
 SIZES = (10, 100, 1_000)  # devices
-CROWDS = (10, 100, 1_000, 10_000)  # residents of one device
+RESIDENTS = (10, 100, 1_000, 10_000)  # residents of one device
 QUIET = span(10**7)  # nothing times out meanwhile
 PATIENT = replace(Timeouts(), silent=QUIET, lost=QUIET, reading=QUIET, bypass=QUIET, audit=QUIET)
 ROOMY = replace(
@@ -232,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=500)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
-    parser.add_argument("--crowds", type=int, nargs="*", default=CROWDS)
+    parser.add_argument("--residents", type=int, nargs="*", default=RESIDENTS)
     args = parser.parse_args()
     figures: dict[str, object] = {}
     for devices in args.sizes:
@@ -244,7 +244,7 @@ def main() -> None:
             few = scene.rng.sample(range(devices), args.sizes[0])
             figures[f"{name}; {len(few)} touched"] = found = measure(scene, args.samples, few)
             print(f"{len(few)} of them touched", found, flush=True)
-    for residents in args.crowds:
+    for residents in args.residents:
         scene = Scene(1, residents, QUEUED)
         found = measure(scene, args.samples, range(1))
         figures[f"one device with {residents} residents"] = found

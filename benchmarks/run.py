@@ -11,7 +11,7 @@ SUITE: tuple[tuple[str, ...], ...] = (
     ("benchmarks.start_latency",),
     ("benchmarks.first_token", "--model", "tiny-chat"),
     ("benchmarks.throughput", "--model", "tiny-chat"),
-    ("benchmarks.throughput", "--model", "mid-chat", "--pairs", "10", "--tokens", "32"),
+    ("benchmarks.throughput", "--model", "mid-chat", "--pairs", "10"),
 )
 
 

@@ -16,4 +16,4 @@ UNKNOWN_LOAD_S = 10.0  # never measured, and nothing to estimate from: a mid-siz
 def price(c: Candidate) -> Price:
     reload_s = in_seconds(c.reload) or UNKNOWN_LOAD_S
     wanted = 1 - exp(-c.recent_count)  # at least one arrival of a Poisson process
-    return Price(rank=(c.role_rank,), cost_s=reload_s * wanted)
+    return Price(rank=(c.role_rank,), cost_s=reload_s * wanted + c.evict_cost_s)

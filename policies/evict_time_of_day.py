@@ -19,4 +19,4 @@ UNSEEN_COUNT = 0.02  # four windows after one use; beyond that only the other te
 def price(c: Candidate) -> Price:
     reload_s = in_seconds(c.reload) or UNKNOWN_LOAD_S
     often = sqrt((c.recent_count + UNSEEN_COUNT) * (c.usual_count + UNSEEN_COUNT))
-    return Price(rank=(c.role_rank,), cost_s=reload_s * often)
+    return Price(rank=(c.role_rank,), cost_s=reload_s * often + c.evict_cost_s)

@@ -1,5 +1,5 @@
 """The role worth least, then the fewest seconds that losing it is expected to cost: to bring it
-back, times how often it is used by two clocks at once, the last half hour and the last day.
+back, times how often it is used by two clocks at once, the last hour and a half and the last day.
 
 One clock is wrong half of the time. A short one forgets the model that is asked for each morning,
 a long one keeps what was popular yesterday. Their geometric mean is high only for what is used both
@@ -20,4 +20,4 @@ UNSEEN_COUNT = 0.02  # four windows after one use; beyond that only the other cl
 def price(c: Candidate) -> Price:
     reload_s = in_seconds(c.reload) or UNKNOWN_LOAD_S
     often = sqrt((c.recent_count + UNSEEN_COUNT) * (c.lasting_count + UNSEEN_COUNT))
-    return Price(rank=(c.role_rank,), cost_s=reload_s * often)
+    return Price(rank=(c.role_rank,), cost_s=reload_s * often + c.evict_cost_s)

@@ -7,7 +7,8 @@ from arbiter.core.view import Role
 
 ROLES: dict[str, Role] = {
     "lease": Role(5, "an outside process is asked to end", keep_warm_s=300),
-    "drafter": Role(10, "text goes on without speculation", keep_warm_s=300),
+    # Served by itself; beside its target a drafter is a part of the target's ticket.
+    "drafter": Role(10, "the next draft waits for a load", keep_warm_s=300),
     "emotion": Role(15, "its labels are missing until it is back", keep_warm_s=300),
     "speaker-id": Role(18, "its labels are missing until it is back", keep_warm_s=300),
     "vision": Role(20, "drops its cache of image embeddings", keep_warm_s=60),

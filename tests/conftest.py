@@ -47,6 +47,17 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def serving(cluster: None) -> Iterator[None]:
+    """Serve without its HTTP proxy."""
+    from ray import serve
+    from ray.serve.schema import LoggingConfig
+
+    serve.start(proxy_location="Disabled", logging_config=LoggingConfig(enable_access_log=False))
+    yield
+    serve.shutdown()
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Path:
     from models.make_models import TINY, default_folder, make

@@ -25,10 +25,7 @@ AGAIN_S = 0.05  # a restart takes 1.0-2.0 s measured
 
 def find_arbiter() -> Any | None:
     """Its handle, or None when there is none."""
-    try:
-        return ray.get_actor(messages.NAME, namespace=messages.NAMESPACE)
-    except ValueError:
-        return None
+    return find_actor(messages.NAME)
 
 
 async def start_arbiter(boot: messages.StartConfig) -> Any:
@@ -60,8 +57,9 @@ async def subscribe(after: int = 0) -> AsyncIterator[messages.Plain]:
 
 
 async def _call(method: str, args: tuple[Any, ...]) -> Any:
-    """Sent again when it may not have arrived: every method may be repeated. Raises LookupError
-    when there is no arbiter."""
+    """Sent again when it may not have arrived: every method may be repeated, but a repeated
+    `unregister` raises UnknownCapability when the first one was done. Raises LookupError when there
+    is no arbiter."""
     while True:
         handle = await asyncio.to_thread(find_arbiter)
         if handle is None:

@@ -25,12 +25,20 @@ class AgentClient:
     async def call(self, method: str, ticket: TicketId, spec: messages.SpawnSpec) -> Any:
         """Waits for an agent that restarts; bound it."""
         while True:
+            agent: rpc.Peer | None = None
             try:
                 agent = await self._find()
                 return await agent.call(method, ticket, spec)
             except (rpc.ConnectionLost, LookupError, RayError):
-                self._agent = None
+                self._drop(agent)
             await asyncio.sleep(AGAIN_S)
+
+    def _drop(self, agent: rpc.Peer | None) -> None:
+        """Closes a connection that broke. Another call may have connected again meanwhile."""
+        if agent is not None:
+            agent.close()
+        if self._agent is agent:
+            self._agent = None
 
     def prepare(self) -> None:
         """Looks for the agent before the first grant, which then need not wait for it."""
@@ -49,7 +57,8 @@ class AgentClient:
                 handle = await asyncio.to_thread(find_actor, messages.agent_name(node))
                 if handle is None:
                     raise LookupError("no agent")
-                self._agent = await rpc.connect_to_socket(handle, await handle.door.remote(), node)
+                address = await handle.rpc_address.remote()
+                self._agent = await rpc.connect_to_socket(handle, address, node)
             return self._agent
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ class TicketClient(Protocol):
     """A holder's connection to the arbiter."""
 
     async def acquire(self, requested: Requested) -> messages.Granted:
-        """Across any number of the arbiter's lives. Raises RequestError."""
+        """Across any number of epochs. Raises RequestError."""
 
     async def wait_unless_disconnected(self, event: asyncio.Event) -> bool:
         """Waits for it. False: the arbiter went before."""

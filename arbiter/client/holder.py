@@ -33,14 +33,11 @@ class HolderClient:
         holder: HolderId,
         held_tickets: Callable[[], tuple[ev.HeldTicket, ...]],
         on_command: Callable[[messages.Command], None],
-        session_type: type[Session] = Session,
     ) -> None:
         self.capability, self.holder = capability, holder
         self.calls_count = 0
         self._agent = AgentClient()
-        self.session = session_type(
-            capability, holder, held_tickets, on_command, self._agent.prepare
-        )
+        self.session = Session(capability, holder, held_tickets, on_command, self._agent.prepare)
 
     @property
     def table(self) -> messages.Plain:
@@ -74,7 +71,7 @@ class HolderClient:
         """Raises ArbiterUnavailable when the arbiter has been away, or stays away, for long."""
         session = self.session
         left_s = within_s
-        if session.has_failed:
+        if session.has_found_no_arbiter:
             left_s = max(0.0, within_s - session.unreachable_s)
         try:
             async with asyncio.timeout(left_s):

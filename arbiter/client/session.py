@@ -32,6 +32,8 @@ ANSWER_S = 10.0  # for calls that the arbiter answers without waiting for anythi
 # A holder has a few events for each model that it loads or gives back, and sending one takes
 # 0.2 ms, so thousands wait only while there is no arbiter. They are 200 B each.
 OUTBOX_MOST_COUNT = 10_000
+# What a join leaves unsaid in the same epoch: it tells what is held, not what is no longer wanted.
+UNSAID_BY_JOIN = (ev.Withdrawn, ev.GrowthAsked)
 
 
 class Session:
@@ -86,7 +88,7 @@ class Session:
         return 0.0 if self.epoch is not None else time.monotonic() - self._unreachable_since
 
     @property
-    def has_failed(self) -> bool:
+    def has_found_no_arbiter(self) -> bool:
         """At least one try of joining has found no arbiter."""
         return self._handle is None and self.unreachable_s > REJOIN_MOST_S
 
@@ -150,7 +152,7 @@ class Session:
                     said["identity"], messages.identity(), said["holders"]
                 )
             node, own = ray_internals.own_node(), ray_internals.own_handle()
-            self.arbiter = await rpc.connect_to_socket(self._handle, said.get("door"), node)
+            self.arbiter = await rpc.connect_to_socket(self._handle, said.get("rpc_address"), node)
             session_id = uuid.uuid4().hex
             self._keepalive = self._handle.keepalive.remote(session_id)
             self._clear_outbox()  # the introduction that follows says it
@@ -239,18 +241,23 @@ class Session:
 
     def tell(self, event: ev.Event) -> None:
         """Sends it, in order, once joined. What a rejoin says anyway is not sent twice; so a full
-        outbox is emptied, and this holder rejoins."""
+        outbox is emptied of it, and this holder rejoins."""
         if len(self._outbox) >= OUTBOX_MOST_COUNT:
-            self._outbox.clear()
+            self._drop_what_a_join_says()
             self._must_rejoin = True
         self._outbox.append(event)
         self.outbox_empty.clear()
         self._outbox_ready.set()
 
     def _clear_outbox(self) -> None:
-        self._outbox.clear()
+        self._drop_what_a_join_says()
         self._must_rejoin = False
         self._wake_sender()
+
+    def _drop_what_a_join_says(self) -> None:
+        """Of the rest the newest stay, half an outbox at most."""
+        unsaid = [event for event in self._outbox if isinstance(event, UNSAID_BY_JOIN)]
+        self._outbox = deque(unsaid[-(OUTBOX_MOST_COUNT // 2) :])
 
     def _wake_sender(self) -> None:
         if self._outbox:

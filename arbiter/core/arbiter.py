@@ -15,6 +15,7 @@ The rules stand in folders by subject: `queue/` (admission, grants, placement), 
 `tickets/` (loads, reclaim, leases, quotas); `records/` holds their data, `state.py` all of it.
 """
 
+from collections.abc import Callable
 from functools import singledispatch
 from typing import Any
 
@@ -23,11 +24,12 @@ from arbiter.core import timeouts, types
 from arbiter.core.decisions import Decision, EventKind, Reason, SetTimer
 from arbiter.core.eviction import eviction, pressure, sleep
 from arbiter.core.queue import admission, grant_pass, wait_estimate
+from arbiter.core.records.registry import Registry
 from arbiter.core.records.ticket import CHARGED, State
 from arbiter.core.reports import replica_targets
 from arbiter.core.reports.explain import Explanation, explain
 from arbiter.core.reports.snapshot import StateView, view_of
-from arbiter.core.residency import floors, growth, heartbeats, prefetch, readings
+from arbiter.core.residency import floors, growth, heartbeats, idle, prefetch, readings
 from arbiter.core.settings import Settings
 from arbiter.core.state import CoreState, Foresight
 from arbiter.core.tickets import device_limits, loads, reclaim
@@ -62,7 +64,8 @@ class Arbiter:
         back."""
         state = self._state
         assert now >= state.now, "time went back"
-        state.now, state.out = now, []
+        state.now = now
+        state.out = []
         _apply.registry.get(type(event), _apply)(event, state)  # its own look-up takes 0.5 us
         timeouts.fire_due(state)
         eviction.evict_overcommitted(state)
@@ -95,7 +98,7 @@ class Arbiter:
         return self._state.stale_count
 
     def has_joined(self, holder: HolderId) -> bool:
-        """False: it never did, or counts as dead since."""
+        """Says whether a holder has joined and does not count as dead since."""
         return holder in self._state.holders
 
     @property
@@ -119,9 +122,10 @@ class Arbiter:
         return entry.holder if entry else None
 
     def check_grant(self, ticket: TicketId, node: NodeId) -> types.GrantCheck:
-        """Whether an engine may be spawned under this ticket on this node (A3). A lease has no
+        """Says whether an engine may be spawned under this ticket on this node (A3). A lease has no
         engine."""
-        state, entry = self._state, self._state.ledger.find(ticket)
+        state = self._state
+        entry = self._state.ledger.find(ticket)
         if entry is None:
             if ticket in state.answers:
                 return types.GrantCheck.ENDED
@@ -135,6 +139,7 @@ class Arbiter:
 
     @property
     def open_tickets_count(self) -> int:
+        """Returns how many tickets are on the books."""
         return self._state.ledger.tickets_count
 
     @property
@@ -160,8 +165,13 @@ class Arbiter:
         return self._state.estimates.export()
 
     @property
+    def learned_changes_count(self) -> int:
+        """Rises with each change of what `export_learned` returns."""
+        return self._state.estimates.changes_count
+
+    @property
     def registered(self) -> tuple[types.CapabilitySpec, ...]:
-        """Capabilities registered from Python, in that order (A2)."""
+        """Returns the capabilities registered from Python, in that order (A2)."""
         return tuple(self._state.registry.registered.values())
 
     def export_floors(self) -> list[list[str]]:
@@ -169,10 +179,12 @@ class Arbiter:
         return [[*name, floor.value] for name, floor in sorted(self._state.floors.items())]
 
     def export_usage(self) -> dict[str, Any]:
-        """How often, at which hours and after which others models are used (C11)."""
+        """Returns how often, at which hours and after which others models are used (C11), as plain
+        values; `restore_usage` reads them back."""
         return self._state.export_usage()
 
     def restore_usage(self, exported: dict[str, Any]) -> None:
+        """Takes back the values of `export_usage`."""
         self._state.restore_usage(exported)
 
     def export_accounts(self) -> list[list[Any]]:
@@ -204,8 +216,25 @@ def _apply(event: ev.Event, _: CoreState) -> None:
 
 @_apply.register
 def _(event: ev.CapabilitiesSet, state: CoreState) -> None:
-    before, floors_before = tuple(state.registry.specs.values()), state.all_floors()
-    state.registry.replace(event.capabilities)
+    _change_registry(state, lambda registry: registry.replace(event.capabilities))
+
+
+@_apply.register
+def _(event: ev.CapabilityRegistered, state: CoreState) -> None:
+    _change_registry(state, lambda registry: registry.register(event.capability))
+
+
+@_apply.register
+def _(event: ev.CapabilityUnregistered, state: CoreState) -> None:
+    _change_registry(state, lambda registry: registry.unregister(event.capability))
+
+
+def _change_registry(state: CoreState, change: Callable[[Registry], None]) -> None:
+    """Changes which capabilities and models there are, and what depends on it. Raises what
+    `change` raises, having changed nothing."""
+    before = tuple(state.registry.specs.values())
+    floors_before = state.all_floors()
+    change(state.registry)
     _follow_registry(state, before)
     floors.on_table(state, floors_before)
 
@@ -221,19 +250,6 @@ def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...])
     device_limits.cap_pins(state, state.ledger.books)
     state.mark_dirty(*state.nodes)
     device_limits.flag_pinned(state, state.ledger.books)
-
-
-@_apply.register
-def _(event: ev.CapabilityRegistered, state: CoreState) -> None:
-    state.registry.register(event.capability)
-    readings.rebudget(state)
-
-
-@_apply.register
-def _(event: ev.CapabilityUnregistered, state: CoreState) -> None:
-    before = tuple(state.registry.specs.values())
-    state.registry.unregister(event.capability)
-    _follow_registry(state, before)
 
 
 @_apply.register
@@ -336,7 +352,7 @@ def _(event: ev.Released, state: CoreState) -> None:
 
 @_apply.register
 def _(event: ev.UnloadAsked, state: CoreState) -> None:
-    timeouts.unload_asked(state, event.ticket)
+    idle.on_unload_asked(state, event.ticket)
 
 
 @_apply.register

@@ -1,7 +1,8 @@
 """Every limit, time and share the arbiter's rules use, each with its source beside it.
 
 `Settings` is plain data: it pickles, compares, and comes out of serve_config.yaml through
-deployments/config/schema.py. Nothing in the core writes a number that is not here.
+deployments/config/arbiter_section.py. Limits of data structures stand beside them, with their
+reason.
 """
 
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class Timeouts:
     rejoin: Span = seconds(5)  # A18: grants nothing before, unless every holder is back
     reap_every: Span = Span(250 * MILLISECOND)  # A10
     reclaim_overdue: Span = seconds(5)  # A10: then an event, and the holder is quarantined
-    reading: Span = seconds(5)  # agents send a reading each second; five missed: not trusted
+    reading: Span = seconds(5)  # agents send a reading each second; five missed: not readable
 
     # What the arbiter does.
     bypass: Span = seconds(30)  # C6: a ticket is bypassed no longer than this

@@ -68,7 +68,7 @@ class Node:
     readings: dict[DeviceId, ev.DeviceReading] = field(default_factory=dict)
     unclaimed: dict[TicketId, Unclaimed] = field(default_factory=dict)
     unreadable: dict[DeviceId, str] = field(default_factory=dict)  # its devices, and the cause
-    inexact: frozenset[DeviceId] = frozenset()  # of its devices, see rules.inexact
+    inexact: frozenset[DeviceId] = frozenset()  # of its devices, see tickets/inexact.py
     computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
 
     def __post_init__(self) -> None:
@@ -114,7 +114,8 @@ USAGE_VERSION = 1  # of what `export_usage` returns
 class CoreState:
     """Holds all that the rules read and change, by group:
 
-    - configuration: `settings`, `policies`, `registry`, `tenants`, and `floors`, which people set;
+    - configuration: `settings`, `policies`, `registry` (with the floors of the table), `tenants`,
+      and `floors`, which people set;
     - the books: `ledger` (tickets and devices), `queue`, `holders`, `nodes`, `accounts` of clients;
     - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `transition_counts`,
       `last_home`;
@@ -138,7 +139,9 @@ class CoreState:
         known_holders: frozenset[HolderId],
         now: Instant,
     ) -> None:
-        self.settings, self.policies, self.epoch = settings, policies, epoch
+        self.settings = settings
+        self.policies = policies
+        self.epoch = epoch
         self.ledger = Ledger()
         self.registry = Registry(tuple(sorted(policies.roles)))
         self.estimates = Estimates(settings)
@@ -149,7 +152,7 @@ class CoreState:
         self.rankings: dict[DeviceId, Any] = {}  # see ranking.Ranking
         self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
         self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
-        self.tenants = {terms.tenant: terms for terms in settings.tenants}
+        self.tenants = {limits.tenant: limits for limits in settings.tenants}
         self.timers = Timers()
         self.queue = RequestQueue(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
@@ -182,8 +185,9 @@ class CoreState:
     # -- across restarts -----------------------------------------------------------------------
 
     def export_usage(self) -> dict[str, Any]:
-        """What uses of models have taught, as plain values: rates, hours of the day, and what
-        follows what (C11). Instants are of the machine's clock, which outlives this process."""
+        """Returns what uses of models have taught, as plain values: rates, hours of the day, and
+        what follows what (C11). Instants are of the machine's clock, which outlives this
+        process."""
         followed = self.transition_counts.items()
         return {
             "version": USAGE_VERSION,
@@ -195,7 +199,8 @@ class CoreState:
         }
 
     def restore_usage(self, exported: dict[str, Any]) -> None:
-        """Values of another version, or from a clock that was ahead of this one, are left out."""
+        """Takes back the values of `export_usage`; values of another version, or from a clock that
+        was ahead of this one, are left out."""
         if exported.get("version") != USAGE_VERSION or exported["exported_ns"] > self.now:
             return
         self.rates.restore(exported["rates"])

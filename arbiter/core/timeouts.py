@@ -8,11 +8,9 @@ from arbiter.core.queue import admission, grants
 from arbiter.core.records.ledger import audit as audit_books
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.reports import replica_targets
-from arbiter.core.residency import floors, heartbeats, readings
+from arbiter.core.residency import floors, heartbeats, idle, readings
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases, loads, reclaim
-from arbiter.core.types import Floor
-from arbiter.core.view import IdleModel
 from arbiter.units import HolderId, NodeId, TicketId, after, in_seconds
 
 
@@ -57,7 +55,7 @@ def on_timer(state: CoreState, entry: Ticket) -> None:
         case State.RESIDENT if entry.lease:
             _tend_lease(state, entry)
         case State.RESIDENT | State.ASLEEP:
-            on_idle(state, entry)
+            idle.on_idle(state, entry)
         case State.DRAINING:
             eviction.on_draining_timer(state, entry)
         case State.RECLAIMING:
@@ -85,30 +83,6 @@ def _tend_lease(state: CoreState, entry: Ticket) -> None:
         state.set_timer(entry, told_at)
 
 
-def on_idle(state: CoreState, entry: Ticket) -> None:
-    """Lets an idle model leave after its keep-warm time (C8), at shutdown, or because its floor was
-    lowered. A model in use gets its timer when a heartbeat says that it is idle."""
-    if entry.inflight > 0 or entry.ticket in state.queue:
-        return
-    if state.closing_by is not None:
-        eviction.revoke(state, entry, Reason.SHUTDOWN, None)
-        return
-    floors.stop_settling_at_floor(state, entry)
-    if entry.settles:
-        floors.settle(state, entry)
-        return
-    if entry.state is State.ASLEEP and state.floor_of(entry.model_name) is Floor.HOST:
-        return
-    goes_at = state.policies.keep_warm(IdleModel(entry.last_used, entry.keep_warm, entry.pinned))
-    if goes_at is None:
-        return
-    goes_at = max(goes_at, entry.declined_until)
-    if state.now >= goes_at:
-        eviction.revoke(state, entry, Reason.IDLE, None)
-    else:
-        state.set_timer(entry, goes_at)
-
-
 # -- shutdown (A20) --------------------------------------------------------------------------
 
 
@@ -130,17 +104,6 @@ def end_closing(state: CoreState) -> None:
     assert state.closing_by is not None
     for entry in state.ledger.entries(State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP):
         reclaim.kill_and_notify(state, entry, Reason.SHUTDOWN)
-
-
-def unload_asked(state: CoreState, ticket: TicketId) -> None:
-    """Unloads a model by hand. A model in use stays, and the event log says so."""
-    entry = state.live(ticket, State.RESIDENT, State.ASLEEP)
-    if entry is None:
-        return
-    if entry.inflight > 0 or entry.ticket in state.queue:
-        state.log(EventKind.UNLOAD_REFUSED, entry, inflight=entry.inflight)
-    else:
-        eviction.revoke(state, entry, Reason.MANUAL, None)
 
 
 RULES: dict[str, Callable[[CoreState, str], None]] = {

@@ -53,7 +53,7 @@ class Floor(Enum):
 
 
 class GrantCheck(Enum):
-    """Whether an engine may be spawned under a ticket (A3)."""
+    """Says whether an engine may be spawned under a ticket (A3)."""
 
     GRANTED = "granted"
     NOT_GRANTED = "not_granted"

@@ -28,10 +28,11 @@ class Candidate(NamedTuple):
     priority: Priority = Priority.NORMAL  # of its last request, BATCH past its keep-warm
     now: Instant = Instant(0)
     budget_bytes: Bytes = Bytes(0)  # of that device
-    recent_count: float = 0.0  # uses in the last window, older ones fading (rates.Rates)
+    recent_count: float = 0.0  # uses in the last window, older ones fading (usage_rates.UsageRates)
     lasting_count: float = 0.0  # the same in the long window
-    usual_count: float = 0.0  # uses in the coming hours, as on other days (hours.Hours)
+    usual_count: float = 0.0  # uses in the coming hours, as on other days (usage_rates.HourlyUsage)
     next_use: Instant | None = None  # in a replay that knows the future; None: never, or unknown
+    evict_cost_s: float = 0.0  # what losing it costs beside the reload, by its role
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class Role:
     act: str  # what evicting it costs, in words
     keep_warm_s: float  # C8, unless the model or capability says otherwise
     is_spared: bool = False  # C5: pressure never evicts it
-    evict_cost_s: float = 0.0  # what evicting one of its models costs beside the reload
+    # What evicting one of its models costs beside the reload; policies that price by cost add it.
+    evict_cost_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

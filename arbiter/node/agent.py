@@ -64,7 +64,7 @@ class NodeAgent:
         for work in (self._turns(), self._see_ends(), self._engines.supervisor.keep(), keep_spares):
             self._start(work)
         offers = {f.__name__: f for f in (self.spawn, self.respawn, self.kill, self.probe)}
-        self._door = rpc.RpcServer(node, self._folder / "agent.sock", offers)
+        self._rpc = rpc.RpcServer(node, self._folder / "agent.sock", offers)
 
     def __repr__(self) -> str:
         return f"NodeAgent({self._node})"
@@ -118,9 +118,9 @@ class NodeAgent:
         found = (procfs.process(pid) for pid in pids)
         return {p.pid: p.start_ticks for p in found if p is not None and p.alive}
 
-    async def door(self) -> dict[str, str] | None:
+    async def rpc_address(self) -> dict[str, str] | None:
         """Where callers on this node reach the same methods sooner: a unix socket."""
-        return await self._door.where()
+        return await self._rpc.address()
 
     async def pids(self) -> dict[str, int]:
         """The zygote's and the agent's own, for status pages and fault tests."""
@@ -144,7 +144,7 @@ class NodeAgent:
         for task in self._tasks:
             task.cancel()
         await self._engines.close()
-        self._door.close()
+        self._rpc.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- leased processes ------------------------------------------------------------------------

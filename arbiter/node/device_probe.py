@@ -138,9 +138,12 @@ class NodeProbe:
         return fault is not None and fault.is_lost
 
     def _note_fault(self, index: int, fault: GpuUnreadable | None) -> None:
-        """Logs the fault when it changes, because readings come each second."""
-        before = self._faults.pop(index, None)
-        if fault is not None:
+        """Logs the fault when it changes, because readings come each second. A fault that stays is
+        never taken out in between: another thread may ask for the inventory."""
+        before = self._faults.get(index)
+        if fault is None:
+            self._faults.pop(index, None)
+        else:
             self._faults[index] = fault
         if str(before) != str(fault):
             said = f"cannot be read: {fault}" if fault else "answers again"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from arbiter.errors import TicketClosed
+from arbiter.errors import ArbiterUnavailable, TicketClosed, TicketNotGranted
 from arbiter.node import children, procfs, zygote_client
 from arbiter.node.children import Restarts
 from arbiter.node.cleanup import EngineLogs
@@ -73,14 +73,11 @@ class EngineProcesses:
     async def spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
         """As `NodeAgent.spawn`."""
         self._check_open(ticket)
-        if ticket in self.children.by_ticket:
-            return str(self.children.socket(ticket))
-        if ticket not in self._spawning:
-            self._spawning[ticket] = asyncio.ensure_future(self._spawn(ticket, spec))
-        return await asyncio.shield(self._spawning[ticket])
+        return await self._spawned(ticket, spec, is_confirmed=False)
 
     async def respawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
-        """As `NodeAgent.respawn`."""
+        """As `NodeAgent.respawn`. Asks the arbiter once, while the process still lives: an arbiter
+        that ends after its answer does not cost the model."""
         self._check_open(ticket)
         await self._reports.confirm(ticket)
         if child := self.children.by_ticket.get(ticket):
@@ -88,15 +85,25 @@ class EngineProcesses:
             self._kill(child)
             self.died.set()
             await asyncio.shield(end)
-        return await self.spawn(ticket, spec)
+        self._check_open(ticket)
+        return await self._spawned(ticket, spec, is_confirmed=True)
+
+    async def _spawned(self, ticket: TicketId, spec: SpawnSpec, *, is_confirmed: bool) -> str:
+        if ticket in self.children.by_ticket:
+            return str(self.children.socket(ticket))
+        if ticket not in self._spawning:
+            spawning = self._spawn(ticket, spec, is_confirmed=is_confirmed)
+            self._spawning[ticket] = asyncio.ensure_future(spawning)
+        return await asyncio.shield(self._spawning[ticket])
 
     def _check_open(self, ticket: TicketId) -> None:
         if self.children.may_not_start(ticket) or self.is_closing:
             raise TicketClosed(ticket)
 
-    async def _spawn(self, ticket: TicketId, spec: SpawnSpec) -> str:
+    async def _spawn(self, ticket: TicketId, spec: SpawnSpec, *, is_confirmed: bool) -> str:
         try:
-            await self._confirm(ticket)
+            if not is_confirmed:
+                await self._confirm(ticket)
             path = self.children.socket(ticket)
             scratch = self.children.scratch(ticket)
             equipped = zygote_client.equipped(spec, scratch, self._uuids())
@@ -119,8 +126,10 @@ class EngineProcesses:
         meanwhile."""
         try:
             await self._reports.confirm(ticket)
-        finally:
+        except (TicketNotGranted, TicketClosed, ArbiterUnavailable):
             self._end_if_killed(ticket)
+            raise
+        self._end_if_killed(ticket)
 
     def _end_if_killed(self, ticket: TicketId) -> None:
         """`kill` leaves the report to a spawn under way. Raises TicketClosed."""

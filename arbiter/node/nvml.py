@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from arbiter.errors import ArbiterError
+from arbiter.errors import ArbiterError, error_fields
 from arbiter.units import Bytes
 
 logger = logging.getLogger("arbiter.agent")
@@ -19,12 +19,12 @@ _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND, _GPU_IS_LOST = 3, 4, 13, 15
 _NEVER_LISTED = frozenset({_NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND})
 
 
+@error_fields
 class NvmlFailed(ArbiterError):
     """The node has a driver, and the driver does not answer for the node as a whole."""
 
-    def __init__(self, call: str, cause: str) -> None:
-        super().__init__(call, cause)
-        self.call, self.cause = call, cause
+    call: str
+    cause: str
 
     def __str__(self) -> str:
         return (
@@ -33,12 +33,14 @@ class NvmlFailed(ArbiterError):
         )
 
 
+@error_fields
 class GpuUnreadable(ArbiterError):
     """NVML does not answer for one GPU."""
 
-    def __init__(self, index: int, call: str, cause: str, code: int) -> None:
-        super().__init__(index, call, cause, code)
-        self.index, self.call, self.cause, self.code = index, call, cause, code
+    index: int
+    call: str
+    cause: str
+    code: int  # as nvml.h has it
 
     @property
     def is_lost(self) -> bool:

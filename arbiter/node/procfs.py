@@ -46,9 +46,6 @@ class Memory:
     host_bytes: Bytes
 
 
-NOTHING = Memory(Bytes(0), Bytes(0))
-
-
 def process(pid: int) -> Process | None:
     """None when there is none of that pid."""
     try:
@@ -113,11 +110,6 @@ def name(pid: int) -> str:
 def led_by(leader: int, everything: dict[int, Process]) -> set[int]:
     """The leader, if it is there, and the members of the group and session of its number."""
     return {p.pid for p in everything.values() if leader in (p.pid, p.group, p.session)}
-
-
-def tree(root: int, everything: dict[int, Process]) -> set[int]:
-    """Living pids of `root`'s tree: its group and session, and what descends from them."""
-    return descend(led_by(root, everything), everything)
 
 
 def descend(leads: Iterable[int], everything: dict[int, Process]) -> set[int]:

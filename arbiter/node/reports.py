@@ -1,6 +1,7 @@
 """Reports of a node agent to the arbiter of any epoch, and those that are still to be sent."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -15,13 +16,16 @@ from arbiter.protocol import rpc
 from arbiter.protocol.messages import NAME, NAMESPACE
 from arbiter.units import Epoch, NodeId, TicketId
 
+logger = logging.getLogger("arbiter.agent")
+
 REPORT_S = 5.0  # an arbiter slower than its own reading bound is as good as away
 CONFIRM_S = 10.0  # a restart takes 1.0-2.0 s measured; as long as a holder waits for the arbiter
 CONFIRM_AGAIN_S = 0.05  # until the arbiter is back, and with it the holder of the ticket
+_AWAY = (RayError, ArbiterError, ValueError, TimeoutError)  # what a call of the arbiter raises
 
 
 class Reports:
-    """`introduction`: the node's devices, told first to each life of the arbiter, and again when
+    """`introduction`: the node's devices, told first in each epoch of the arbiter, and again when
     they change. `gpu_pids`: the processes that NVML lists."""
 
     def __init__(
@@ -37,6 +41,7 @@ class Reports:
         self._arbiter: rpc.Peer | None = None
         self._finding = asyncio.Lock()
         self._epoch: Epoch | None = None
+        self._failure = ""  # of the arbiter, as logged last
 
     @property
     def are_open(self) -> bool:
@@ -75,6 +80,7 @@ class Reports:
 
     async def say(self, said: tuple[ev.Event, ...]) -> bool:
         """Whether the arbiter heard it."""
+        arbiter: rpc.Peer | None = None
         try:
             async with asyncio.timeout(REPORT_S):
                 arbiter, seen = await self._found(), self._introduction()
@@ -85,50 +91,63 @@ class Reports:
                     self._epoch = epoch
                     await arbiter.call("report", self._node, epoch, (seen, *said))
                 self._told = seen.devices
-        except (RayError, ArbiterError, ValueError, TimeoutError):
-            self.close()
-            return False  # away; the next turn repeats it
+        except _AWAY as error:
+            self._note_away(arbiter, error)
+            return False  # the next turn repeats it
+        self._failure = ""
         return True
 
     async def confirm(self, ticket: TicketId) -> None:
         """Returns once the arbiter has said that it granted this ticket on this node (A3), also
-        across a restart of it. Raises TicketNotGranted, TicketClosed, ArbiterUnavailable."""
+        across a restart of it. Raises TicketNotGranted, TicketClosed, ArbiterUnavailable when
+        there was no answer that settles it within CONFIRM_S."""
         began = time.monotonic()
-        while True:
-            check = await self._check(ticket)
-            if check is types.GrantCheck.GRANTED:
-                return
-            waited_s = time.monotonic() - began
-            is_late = waited_s > CONFIRM_S
-            if check is types.GrantCheck.ENDED:
-                raise TicketClosed(ticket)
-            if check is types.GrantCheck.NOT_GRANTED or (check is not None and is_late):
-                raise TicketNotGranted(ticket, self._node)
-            if is_late:
-                raise ArbiterUnavailable(waited_s)
-            await asyncio.sleep(CONFIRM_AGAIN_S)
+        try:
+            async with asyncio.timeout(CONFIRM_S):
+                while not await self._is_granted(ticket):
+                    await asyncio.sleep(CONFIRM_AGAIN_S)
+        except TimeoutError:
+            raise ArbiterUnavailable(time.monotonic() - began) from None
+
+    async def _is_granted(self, ticket: TicketId) -> bool:
+        """False: the arbiter is away, or the ticket's holder may not be back yet. Raises
+        TicketNotGranted, TicketClosed."""
+        check = await self._check(ticket)
+        if check is types.GrantCheck.ENDED:
+            raise TicketClosed(ticket)
+        if check is types.GrantCheck.NOT_GRANTED:
+            raise TicketNotGranted(ticket, self._node)
+        return check is types.GrantCheck.GRANTED
 
     async def _check(self, ticket: TicketId) -> types.GrantCheck | None:
         """None: the arbiter is away."""
+        arbiter: rpc.Peer | None = None
         try:
             async with asyncio.timeout(REPORT_S):
                 arbiter = await self._found()
                 check: types.GrantCheck = await arbiter.call("check_grant", self._node, ticket)
-        except (RayError, ArbiterError, ValueError, TimeoutError):
-            self.close()
+        except _AWAY as error:
+            self._note_away(arbiter, error)
             return None
+        self._failure = ""
         return check
 
-    def close(self) -> None:
-        if self._arbiter is not None:
-            self._arbiter.close()
+    def _note_away(self, arbiter: rpc.Peer | None, error: Exception) -> None:
+        """The next call connects anew, unless another call has done so already. A bug of the
+        arbiter is logged once, because the question is repeated twenty times a second."""
+        if arbiter is not None:
+            arbiter.close()
+        if self._arbiter is arbiter:
             self._arbiter = None
+        if isinstance(error, rpc.RemoteError) and str(error) != self._failure:
+            self._failure = str(error)
+            logger.warning("the arbiter failed on %s: %s", self._node, error)
 
     async def _found(self) -> rpc.Peer:
         """Raises RayError, ValueError when there is no arbiter."""
         async with self._finding:
             if self._arbiter is None:
                 handle = ray.get_actor(NAME, namespace=NAMESPACE)
-                door = (await handle.hello.remote()).get("door")
-                self._arbiter = await rpc.connect_to_socket(handle, door, self._node)
+                address = (await handle.hello.remote()).get("rpc_address")
+                self._arbiter = await rpc.connect_to_socket(handle, address, self._node)
             return self._arbiter

@@ -70,7 +70,7 @@ class Rollups:
         self._known: dict[int, _Known] = {}
 
     def of(self, pid: int) -> dict[str, int]:
-        """As proc.rollup."""
+        """As procfs.rollup."""
         mark, now_s = self._mark(pid), self._clock()
         known = self._known.get(pid)
         if mark and known and known.mark.is_near(mark) and now_s - known.read_s < BELIEVED_S:

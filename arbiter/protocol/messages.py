@@ -1,4 +1,4 @@
-"""What crosses process borders besides events: answers, orders to holders, and the agent's terms.
+"""What crosses process borders besides events: answers, commands to holders, and the agent's terms.
 
 Instants never do: a deadline travels as the Span that is left of it.
 """
@@ -46,7 +46,7 @@ class AgentSettings:
     zygote_module: str
     preload: tuple[str, ...] = ()
     folder: str | None = None  # of sockets; None: /tmp/arbiter-<uid>/<node>
-    spares_count: int = 0  # idle Ray workers to keep at hand, see arbiter.node.spares
+    spares_count: int = 0  # idle Ray workers to keep at hand, see arbiter.node.spare_workers
     gpus: str = "arbiter.node.nvml:find_gpus"  # what finds those of a node
 
 
@@ -81,7 +81,6 @@ class JoinReply:
     """Answer to Joined. `timeouts`: those in force, some of which end the holder's own waits."""
 
     epoch: Epoch
-    version: str
     table: Plain
     timeouts: Timeouts
 
@@ -118,7 +117,7 @@ class LeaseCall:
 
 def lease_ticket(tenant: str, lease: str) -> TicketId:
     """A name that no client chooses, so that none can name an engine's ticket, or another
-    tenant's lease. What follows the last colon is the client's: see `lease_words.NAME`."""
+    tenant's lease. What follows the last colon is the client's: see `lease_schema.NAME`."""
     return TicketId(f"lease:{tenant}:{lease}")
 
 
@@ -136,7 +135,7 @@ class LeaseState:
 
 
 @dataclass(frozen=True, slots=True)
-class RevokeOrder:
+class RevokeCommand:
     ticket: TicketId
     reason: Reason
     to: Tier
@@ -152,7 +151,7 @@ class WaitEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class ReloadOrder:
+class ReloadCommand:
     model: str
 
 
@@ -178,7 +177,7 @@ class ConfigChanged:
     table: Plain
 
 
-Command = RevokeOrder | WaitEstimate | ReloadOrder | Resize | ConfigChanged
+Command = RevokeCommand | WaitEstimate | ReloadCommand | Resize | ConfigChanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +217,7 @@ def package_version() -> str:
 def messages() -> list[Any]:
     """Every dataclass that crosses a process border or is kept in the state file, and what they are
     made of."""
-    names = [v for where in (ev, settings, view) for v in vars(where).values()]
+    names = [v for where in (types, ev, settings, view) for v in vars(where).values()]
     kinds = [v for v in (*globals().values(), *names) if isinstance(v, type) and is_dataclass(v)]
     return sorted(set(kinds), key=lambda kind: kind.__name__)
 

@@ -89,12 +89,12 @@ class RayPeer:
         """The connection is Ray's."""
 
 
-async def connect_to_socket(handle: Any, door: dict[str, str] | None, own_node: NodeId) -> Peer:
-    """`door`: as `RpcServer.where` gives it. By Ray where that is on another node or does not
+async def connect_to_socket(handle: Any, address: dict[str, str] | None, own_node: NodeId) -> Peer:
+    """`address`: as `RpcServer.address` gives it. By Ray where that is on another node or does not
     open."""
-    if door is not None and door["node"] == own_node:
+    if address is not None and address["node"] == own_node:
         with contextlib.suppress(OSError):
-            return await connect(Path(door["path"]))
+            return await connect(Path(address["path"]))
     return RayPeer(handle)
 
 
@@ -195,7 +195,7 @@ class RpcServer:
         self._server: asyncio.Server | None = None
         self._opening = asyncio.ensure_future(self._listen())
 
-    async def where(self) -> dict[str, str] | None:
+    async def address(self) -> dict[str, str] | None:
         """For `connect_to_socket`; None when it could not be opened, and Ray carries everything."""
         await asyncio.wait({self._opening})
         is_open = not self._opening.cancelled() and self._opening.exception() is None

@@ -51,7 +51,7 @@ def demand_of(steps: Iterable[Step]) -> Demand:
 class _Reader:
     def __init__(self) -> None:
         self._nodes: dict[NodeId, ev.NodeSeen] = {}
-        self._table: dict[str, types.CapabilitySpec] = {}
+        self._configured: dict[str, types.CapabilitySpec] = {}  # of the table
         self._registered: dict[str, types.CapabilitySpec] = {}  # from Python
         self._homes: dict[HolderId, tuple[NodeId, str]] = {}
         self._keys: dict[TicketId, Key] = {}
@@ -89,13 +89,11 @@ class _Reader:
     ) -> None:
         match event:
             case ev.CapabilitiesSet(capabilities):
-                self._table = {spec.name: spec for spec in capabilities} | self._registered
+                self._configured = {spec.name: spec for spec in capabilities}
             case ev.CapabilityRegistered(spec):
-                if spec.name not in self._table:
-                    self._table[spec.name] = self._registered[spec.name] = spec
+                self._registered[spec.name] = spec
             case ev.CapabilityUnregistered(name):
-                if self._registered.pop(name, None):
-                    del self._table[name]
+                self._registered.pop(name, None)
 
     def _asked(self, event: ev.Requested, at: Instant) -> None:
         home = self._homes.get(event.holder)
@@ -146,7 +144,8 @@ class _Reader:
         """Times begin with the recording. What a seat never showed is taken from the others."""
         began = self._began or Instant(0)
         usual = self._usual()
-        keys = sorted(key for key in self._seen if key[0] in self._table and key[2] in self._nodes)
+        known = self._configured | self._registered
+        keys = sorted(key for key in self._seen if key[0] in known and key[2] in self._nodes)
         place = {key: n for n, key in enumerate(keys)}
         uses = (
             Use(Instant(max(0, at - began)), place[key], Span(busy))
@@ -154,7 +153,7 @@ class _Reader:
             if key in place
         )
         seats = tuple(self._seat(key, usual) for key in keys)
-        table = ev.CapabilitiesSet(tuple(self._table.values()))
+        table = ev.CapabilitiesSet(tuple(known.values()))
         return Demand(tuple(self._nodes.values()), table, seats, Uses(uses))
 
     def _usual(self) -> _Seen:

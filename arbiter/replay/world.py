@@ -64,7 +64,7 @@ class SimulatedHolder:
 
     seat: Seat
     holder: HolderId
-    life: HolderState = HolderState.COLD
+    state: HolderState = HolderState.COLD
     ticket: TicketId = NO_TICKET
     home: tuple[types.DeviceBytes, ...] = ()
     is_wake: bool = False
@@ -99,7 +99,7 @@ class World:
         self._wanted = demand.wanted()
         self._agenda: list[tuple[Instant, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._turn = itertools.count()
+        self._numbers = itertools.count()
         self._woken_at = NEVER
 
     def run(self) -> Score:
@@ -158,11 +158,11 @@ class World:
 
     def _arrive(self, simulated: SimulatedHolder, busy: Span) -> None:
         self._tally.requests_count += self._counts(self.now)
-        if simulated.life is HolderState.RESIDENT:
+        if simulated.state is HolderState.RESIDENT:
             self._use(simulated, busy)
             return
         simulated.waiters.append((self.now, busy))
-        if simulated.life in (HolderState.COLD, HolderState.ASLEEP):
+        if simulated.state in (HolderState.COLD, HolderState.ASLEEP):
             self._ask(simulated)
 
     def _use(self, simulated: SimulatedHolder, busy: Span) -> None:
@@ -180,7 +180,7 @@ class World:
         if self.now != simulated.beats_at:  # an earlier one has said it
             return
         simulated.beats_at = NEVER
-        if simulated.life is not HolderState.RESIDENT:
+        if simulated.state is not HolderState.RESIDENT:
             return
         inflight, idle = (
             int(simulated.busy_until > self.now),
@@ -202,12 +202,12 @@ class World:
         self._feed(ev.Renewed(simulated.holder, (held,)))
 
     def _ask(self, simulated: SimulatedHolder) -> None:
-        if simulated.life is HolderState.COLD:
+        if simulated.state is HolderState.COLD:
             simulated.uses_count = 0
-            simulated.ticket = TicketId(f"{simulated.seat.model}.{next(self._turn)}")
+            simulated.ticket = TicketId(f"{simulated.seat.model}.{next(self._numbers)}")
             self._tickets[simulated.ticket] = simulated
-        simulated.is_wake = simulated.life is HolderState.ASLEEP
-        simulated.life = HolderState.WAITING
+        simulated.is_wake = simulated.state is HolderState.ASLEEP
+        simulated.state = HolderState.WAITING
         seat = simulated.seat
         asked = ev.Requested(
             simulated.ticket,
@@ -231,28 +231,28 @@ class World:
             case Revoke():
                 self._revoked(decision)
             case KillEngine(node, ticket):
-                self._reap(node, ticket)
+                self._kill_engine(node, ticket)
             case RequestReading():
                 self._later(Span(0), self._read_all)
             case SetTimer(at) if at < self._woken_at:
                 self._woken_at = at
-                self._at(at, self._woke)
+                self._at(at, self._fire_timer)
 
-    def _woke(self) -> None:
+    def _fire_timer(self) -> None:
         if self.now >= self._woken_at:
             self._woken_at = NEVER
             self._feed(ev.TimerFired())
 
     def _granted(self, simulated: SimulatedHolder, devices: tuple[types.DeviceBytes, ...]) -> None:
-        if simulated.life is not HolderState.WAITING:
+        if simulated.state is not HolderState.WAITING:
             return
-        simulated.life, simulated.home = HolderState.LOADING, devices
+        simulated.state, simulated.home = HolderState.LOADING, devices
         took = simulated.seat.wake if simulated.is_wake else simulated.seat.load
         ticket = simulated.ticket
         self._later(took, lambda: self._loaded(simulated, ticket, took))
 
     def _loaded(self, simulated: SimulatedHolder, ticket: TicketId, took: Span) -> None:
-        if simulated.ticket != ticket or simulated.life is not HolderState.LOADING:
+        if simulated.ticket != ticket or simulated.state is not HolderState.LOADING:
             return
         if self._counts(self.now):
             self._tally.loads_count += not simulated.is_wake
@@ -264,7 +264,7 @@ class World:
             self._read_all()  # its copy in host RAM is gone
 
     def _serve(self, simulated: SimulatedHolder) -> None:
-        simulated.life = HolderState.RESIDENT
+        simulated.state = HolderState.RESIDENT
         waiters, simulated.waiters = simulated.waiters, []
         for came, busy in waiters:
             if self._counts(came):
@@ -274,7 +274,7 @@ class World:
     def _refused(self, simulated: SimulatedHolder) -> None:
         self._tally.refused_count += sum(self._counts(at) for at, _ in simulated.waiters)
         simulated.waiters.clear()
-        simulated.life = HolderState.ASLEEP if simulated.is_wake else HolderState.COLD
+        simulated.state = HolderState.ASLEEP if simulated.is_wake else HolderState.COLD
 
     # -- leaving -------------------------------------------------------------------------------
 
@@ -282,21 +282,21 @@ class World:
         simulated = self._tickets.get(order.ticket)
         if simulated is None or simulated.ticket != order.ticket:
             return
-        if simulated.life is not HolderState.RESIDENT:  # taken: its engine is being ended
+        if simulated.state is not HolderState.RESIDENT:  # taken: its engine is being ended
             self._leave(simulated)
             return
         self._tally.evictions_count += self._counts(self.now) and not order.reason.only_if_idle
         if order.reason.only_if_idle and simulated.busy_until > self.now:
             self._tell(ev.Busy(simulated.ticket, 1))
         elif simulated.busy_until > order.barrier_until:
-            simulated.life = HolderState.DRAINING
+            simulated.state = HolderState.DRAINING
             self._at(order.barrier_until, lambda: self._drop_barrier(simulated, order.ticket))
         else:
-            simulated.life = HolderState.DRAINING
+            simulated.state = HolderState.DRAINING
             self._at(max(self.now, simulated.busy_until), lambda: self._empty(simulated, order))
 
     def _drop_barrier(self, simulated: SimulatedHolder, ticket: TicketId) -> None:
-        if simulated.ticket != ticket or simulated.life is not HolderState.DRAINING:
+        if simulated.ticket != ticket or simulated.state is not HolderState.DRAINING:
             return
         self._feed(ev.BarrierDropped(ticket, 1))
         self._serve(simulated)
@@ -304,7 +304,7 @@ class World:
 
     def _empty(self, simulated: SimulatedHolder, order: Revoke) -> None:
         """Nothing in flight any more."""
-        if simulated.ticket != order.ticket or simulated.life is not HolderState.DRAINING:
+        if simulated.ticket != order.ticket or simulated.state is not HolderState.DRAINING:
             return
         if order.to is Tier.ASLEEP:
             self._later(simulated.seat.sleep, lambda: self._slept(simulated, order.ticket))
@@ -312,15 +312,15 @@ class World:
             self._later(simulated.seat.unload, lambda: self._unloaded(simulated, order))
 
     def _slept(self, simulated: SimulatedHolder, ticket: TicketId) -> None:
-        if simulated.ticket != ticket or simulated.life is not HolderState.DRAINING:
+        if simulated.ticket != ticket or simulated.state is not HolderState.DRAINING:
             return
-        simulated.life = HolderState.ASLEEP
+        simulated.state = HolderState.ASLEEP
         self._feed(ev.Slept(ticket))  # the core asks for a reading to see it
         if simulated.waiters:
             self._later(Span(1), lambda: self._ask_awake(simulated, ticket))
 
     def _ask_awake(self, simulated: SimulatedHolder, ticket: TicketId) -> None:
-        if simulated.ticket == ticket and simulated.life is HolderState.ASLEEP:
+        if simulated.ticket == ticket and simulated.state is HolderState.ASLEEP:
             self._ask(simulated)
 
     def _unloaded(self, simulated: SimulatedHolder, order: Revoke) -> None:
@@ -328,7 +328,7 @@ class World:
             self._feed(ev.Released(order.ticket, order.reason.value))
             self._leave(simulated)
 
-    def _reap(self, node: NodeId, ticket: TicketId) -> None:
+    def _kill_engine(self, node: NodeId, ticket: TicketId) -> None:
         """Ends what is left and says so; the unload's own seconds have passed already."""
         if (simulated := self._tickets.get(ticket)) and simulated.ticket == ticket:
             self._leave(simulated)
@@ -340,14 +340,14 @@ class World:
 
     def _leave(self, simulated: SimulatedHolder) -> None:
         """Makes the model cold; its waiters ask anew under another ticket."""
-        if simulated.life is HolderState.COLD:
+        if simulated.state is HolderState.COLD:
             return
-        simulated.life, simulated.home = HolderState.COLD, ()
+        simulated.state, simulated.home = HolderState.COLD, ()
         if simulated.waiters:
             self._later(Span(0), lambda: self._ask_if_cold(simulated))
 
     def _ask_if_cold(self, simulated: SimulatedHolder) -> None:
-        if simulated.life is HolderState.COLD and simulated.waiters:
+        if simulated.state is HolderState.COLD and simulated.waiters:
             self._ask(simulated)
 
     # -- readings ------------------------------------------------------------------------------
@@ -362,15 +362,15 @@ class World:
         here = [
             d
             for d in self._simulated
-            if d.seat.node == node.node and d.life is not HolderState.COLD
+            if d.seat.node == node.node and d.state is not HolderState.COLD
         ]
         engines = tuple(ev.EngineReading(d.ticket, _held(d)) for d in here if _held(d))
         self._feed(ev.Measured(node.node, devices, engines))
 
 
 def _held(simulated: SimulatedHolder) -> tuple[types.DeviceBytes, ...]:
-    if simulated.life is HolderState.ASLEEP or (
-        simulated.life is HolderState.WAITING and simulated.is_wake
+    if simulated.state is HolderState.ASLEEP or (
+        simulated.state is HolderState.WAITING and simulated.is_wake
     ):
         host = host_device(simulated.seat.node)
         return (types.DeviceBytes(host, simulated.seat.need.host_bytes),)

@@ -61,7 +61,7 @@ class ArbiterActor:
         self._tell_start()
         self._restore_registered()
         self._tasks: set[asyncio.Future[None]] = set()
-        self._door = self._open_door()
+        self._rpc = self._serve_rpc()
         self._watch = NodeWatch(self._shell, self._agents, self._store, self._leases.sweep)
         self._start(self._watch.run())
 
@@ -69,7 +69,7 @@ class ArbiterActor:
         return f"Arbiter({self._boot.configuration.settings.evict})"
 
     def _new_shell(self, epoch: Epoch, log: "EventLog") -> "Shell":
-        """Its core is made from a heading, so that a recording of this life begins as it did."""
+        """Its core is made from a heading, so that a recording of this epoch begins as it did."""
         from arbiter.server.recording import RecordingHeader
         from arbiter.server.shell import Shell, monotonic
 
@@ -102,7 +102,7 @@ class ArbiterActor:
             log.tell(LogEvent(EventKind.NOT_RECORDED, {"cause": str(error)}))
             return None
 
-    def _open_door(self) -> rpc.RpcServer:
+    def _serve_rpc(self) -> rpc.RpcServer:
         """For holders and the agent of this node."""
         node = ray_internals.own_node()
         ours = self.acquire, self.grow, self.tell, self.renew, self.listen
@@ -125,16 +125,21 @@ class ArbiterActor:
 
     def _restore_registered(self) -> None:
         """A capability that the table names differently by now gives way to the table."""
-        for capability in self._store.registered():
+        try:
+            registered = self._store.registered()
+        except ValueError as error:  # of other code, which is to register them again
+            return self._tell_registration_lost(None, error)
+        for capability in registered:
             try:
                 self._shell.feed(ev.CapabilityRegistered(capability))
             except RequestError as error:
-                self._shell.log.tell(
-                    LogEvent(
-                        EventKind.REGISTRATION_LOST,
-                        {"capability": capability.name, "cause": str(error)},
-                    )
-                )
+                self._tell_registration_lost(capability.name, error)
+
+    def _tell_registration_lost(self, capability: str | None, cause: Exception) -> None:
+        """`capability`: None for all of them."""
+        kind = EventKind.REGISTRATION_LOST
+        said = LogEvent(kind, {"capability": capability, "cause": str(cause)})
+        self._shell.log.tell(said)
 
     def _tell_trouble(self, why: str) -> None:
         self._shell.log.tell(LogEvent(EventKind.STATE_NOT_KEPT, {"cause": why}))
@@ -150,7 +155,7 @@ class ArbiterActor:
             "identity": messages.identity(),
             "epoch": int(self._shell.epoch),
             "holders": len(self._shell.holders),
-            "door": await self._door.where(),
+            "rpc_address": await self._rpc.address(),
         }
 
     async def join(
@@ -168,7 +173,8 @@ class ArbiterActor:
 
         self._shell.calls_count += 1
         holder = joined.holder
-        self._store.add_member(Member(holder, joined.node, joined.pid, joined.start_ticks))
+        process = joined.pid, joined.start_ticks
+        self._store.add_member(Member(holder, joined.node, *process, joined.is_driver))
         self._shell.open_mail(holder)
         before, self._sessions[holder] = self._sessions.get(holder), session_id
         if before:
@@ -177,7 +183,6 @@ class ArbiterActor:
         self._shell.feed(joined)
         return messages.JoinReply(
             self._shell.epoch,
-            messages.package_version(),
             self._configuration.table,
             self._configuration.settings.timeouts,
         )
@@ -213,7 +218,7 @@ class ArbiterActor:
             case ev.GrowthAsked():
                 self._shell.growth_withdrawn(event)
             case ev.HolderLost():
-                self._lost(event.holder)
+                self._lost(holder)
             case _:
                 self._shell.feed(event)
 
@@ -223,18 +228,26 @@ class ArbiterActor:
         if not self._shell.core.has_joined(renewed.holder):  # it was silent, and counted as dead
             self._lost(renewed.holder)
             raise StaleEpoch(epoch, self._shell.epoch)
+        self._check_mail(epoch, renewed.holder)
         return self._shell.epoch
 
     async def listen(
         self, holder: HolderId, epoch: Epoch, ack: int
     ) -> tuple[messages.SequencedCommand, ...]:
-        """Orders after `ack`; empty when none came for a while. Raises StaleEpoch: rejoin."""
+        """Commands after `ack`; empty when none came for a while. Raises StaleEpoch: rejoin."""
         self._check(epoch, holder)
+        self._check_mail(epoch, holder)
         return await self._shell.listen(holder, ack)
 
     def _check(self, epoch: Epoch, holder: HolderId) -> None:
         self._shell.calls_count += 1
         if epoch != self._shell.epoch or not self._shell.has_mail(holder):
+            raise StaleEpoch(epoch, self._shell.epoch)
+
+    def _check_mail(self, epoch: Epoch, holder: HolderId) -> None:
+        """Only the calls by which a session lives are refused to a holder that must rejoin: it is
+        alive and on the books, so its other calls go on."""
+        if self._shell.must_rejoin(holder):
             raise StaleEpoch(epoch, self._shell.epoch)
 
     async def _watch_holder(
@@ -308,11 +321,21 @@ class ArbiterActor:
         """Takes effect at once; other settings or policies begin a new epoch, in which holders
         rejoin with everything they hold. Raises CapabilityConflict or UnknownRole, having changed
         nothing."""
-        self._shell.feed(configuration.capabilities)  # first, because it may be refused
-        old, self._configuration = self._configuration, configuration
+        from arbiter.core.records.registry import Registry
+
+        old, core, table = self._configuration, self._shell.core, configuration.capabilities
+        future = Registry(tuple(sorted(configuration.policies.roles)))
+        for capability in core.registered:
+            future.register(capability)
+        future.replace(table.capabilities)  # first, because it may be refused
+        if {spec.role for spec in table.capabilities} <= old.policies.roles.keys():
+            self._shell.feed(table)  # else the next epoch takes it, which has the new roles
+        self._configuration = configuration
         self._store.save_configuration(configuration)
-        self._store.save_floors(self._shell.core.export_floors())  # what was removed has none
-        self._shell.order_all(messages.ConfigChanged(configuration.table))
+        known = {(spec.name, model.name) for spec in future.specs.values() for model in spec.models}
+        floors = [row for row in core.export_floors() if (row[0], row[1]) in known]
+        self._store.save_floors(floors)  # what was removed has none
+        self._shell.command_all(messages.ConfigChanged(configuration.table))
         if (old.settings, old.policies) != (configuration.settings, configuration.policies):
             self._begin_anew("settings changed")
 
@@ -338,7 +361,8 @@ class ArbiterActor:
 
     async def unregister(self, capability: str) -> None:
         """Its models leave once they are idle. Raises UnknownCapability for a name that was not
-        registered from Python."""
+        registered from Python, or is no longer: also when a call is sent again whose answer was
+        lost."""
         self._shell.feed(ev.CapabilityUnregistered(capability))
         self._store.save_registered(self._shell.core.registered)
         self._store.save_floors(self._shell.core.export_floors())  # what was removed has none
@@ -356,10 +380,10 @@ class ArbiterActor:
         """By hand, without a request. Raises UnknownCapability, UnknownModel, NotResident."""
         self._shell.feed(ev.LoadAsked(capability, model))
 
-    async def resize(self, order: messages.Resize) -> None:
+    async def resize(self, command: messages.Resize) -> None:
         """By hand; a resident that cannot change its size goes on as it is, and the event log tells
         why (A14)."""
-        self._shell.order_all(order)
+        self._shell.command_all(command)
 
     async def push_pressure(self, pushed: ev.PressurePushed) -> None:
         """A person or program tells that memory is short (C5)."""
@@ -401,7 +425,7 @@ class ArbiterActor:
             task.cancel()
         await self._agents.close()
         self._watch.save_all()
-        self._door.close()
+        self._rpc.close()
         self._store.end_session()
         self._store.close()
         return left

@@ -33,8 +33,8 @@ class EventLog:
         self._path = path
         self._file: TextIO | None = None
         self._grown = asyncio.Event()
-        # Above every number of an earlier life, so that a subscriber resumes where it stopped:
-        # epochs differ by at least one and no life tells a million things between two saves.
+        # Above every number of an earlier epoch, so that a subscriber resumes where it stopped:
+        # epochs differ by at least one and none tells a million things between two saves.
         self.sequence = int(epoch) * 1_000_000
 
     def tell(self, said: LogEvent) -> None:

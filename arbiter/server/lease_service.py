@@ -54,7 +54,7 @@ class Adopts(Protocol):
 
 
 class LeaseStore(Protocol):
-    """What the next life of the arbiter must know: whom to wait for, and when their terms end."""
+    """What the next epoch of the arbiter must know: whom to wait for, and when their terms end."""
 
     def members(self) -> tuple[Member, ...]: ...
     def add_member(self, member: Member) -> None: ...
@@ -106,7 +106,7 @@ class LeaseSession:
 class LeaseService:
     def __init__(self, shell: Shell, agents: Adopts, known: LeaseStore) -> None:
         self._shell, self._agents, self._known = shell, agents, known
-        self._expected = {member.holder for member in known.members()}  # of the last life
+        self._expected = {member.holder for member in known.members()}  # of the last epoch
         self._ends = known.lease_ends()
         self._sessions: dict[TicketId, LeaseSession] = {}
         self._ended: OrderedDict[TicketId, str] = OrderedDict()  # why
@@ -191,7 +191,7 @@ class LeaseService:
                 raise LeaseRefused("node", f"must be one of {', '.join(many)}")
 
     async def _run(self, session: LeaseSession) -> None:
-        """Waits for the grant, then for orders. Ends by being cancelled with its session."""
+        """Waits for the grant, then for commands. Ends by being cancelled with its session."""
         if not session.devices:
             try:
                 granted = await self._shell.acquire(_request(session))
@@ -204,12 +204,12 @@ class LeaseService:
             session.notify()
         ack = 0
         while True:
-            for order in await self._shell.listen(session.holder, ack):
-                ack = order.sequence
-                self._on_command(session, order.command)
+            for command in await self._shell.listen(session.holder, ack):
+                ack = command.sequence
+                self._on_command(session, command.command)
 
     def _on_command(self, session: LeaseSession, command: messages.Command) -> None:
-        if isinstance(command, messages.RevokeOrder) and command.ticket == session.call.ticket:
+        if isinstance(command, messages.RevokeCommand) and command.ticket == session.call.ticket:
             session.reason = command.reason.value
             session.gone_by_s = time.monotonic() + in_seconds(command.barrier)
             session.notify()

@@ -3,6 +3,7 @@ with it."""
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,6 +22,9 @@ logger = logging.getLogger("arbiter")
 
 LOOK_S = 1.0  # one GCS call per second: A19 asks for 2 s
 ANSWER_S = 2.0  # a look at /proc; an agent that restarts is asked again at the next look
+# A start takes a core for a second or two (the imports of a Ray worker), so an agent that cannot
+# start takes a fortieth of one, and is back within a minute of its cause's removal.
+START_PAUSE_MOST_S = 60.0
 ADOPT_S = 5.0  # the agent looks at one process
 CLOSE_S = 10.0  # killing everything and seeing it dead takes milliseconds
 
@@ -35,6 +39,8 @@ class RayAgents:
         self._peers: dict[NodeId, rpc.Peer] = {}  # the shortest way to each
         self._pending: set[asyncio.Future[Any]] = set()
         self._causes: dict[NodeId, str] = {}  # why each agent ended last, until one answers
+        self._pauses_s: dict[NodeId, float] = {}  # before the next start of it, likewise
+        self._next_start_s: dict[NodeId, float] = {}  # monotonic
         self.on_end: Callable[[NodeId, str], None] = _log_end  # why an agent has ended for good
 
     def kill(self, node: NodeId, ticket: TicketId) -> None:
@@ -65,11 +71,12 @@ class RayAgents:
         living = await asyncio.to_thread(ray_internals.living_nodes)
         for node in self._nodes - living.keys():
             self._forget_way(node)
+            self._forget_ends(node)
             if handle := self._handles.pop(node, None):
                 ray.kill(handle, no_restart=True)
             feed(ev.NodeLost(node))
         self._nodes = frozenset(living)
-        for node in living.keys() - self._handles.keys():
+        for node in filter(self._may_start, living.keys() - self._handles.keys()):
             self._handles[node] = await asyncio.to_thread(self._start, node, living[node])
         for node in tuple(self._handles):
             self._send(node, self._look_at(node, self._handles[node]))
@@ -116,11 +123,12 @@ class RayAgents:
 
     async def _look_at(self, node: NodeId, handle: Any) -> None:
         """Asks by Ray whether the agent lives, and connects to its socket on this node."""
-        door = await handle.door.remote()
-        self._causes.pop(node, None)
+        address = await handle.rpc_address.remote()
+        self._forget_ends(node)
         peer = self._peers.get(node)
         if peer is None or not peer.is_open:
-            self._peers[node] = await rpc.connect_to_socket(handle, door, ray_internals.own_node())
+            own_node = ray_internals.own_node()
+            self._peers[node] = await rpc.connect_to_socket(handle, address, own_node)
 
     def _send(self, node: NodeId, said: Awaitable[None]) -> None:
         sent = asyncio.ensure_future(self._sent(node, said))
@@ -136,14 +144,24 @@ class RayAgents:
             return  # restarting; the core repeats the message
         except ray.exceptions.RayActorError as error:
             self._forget_way(node)
-            self._handles.pop(node, None)  # dead for good: the next look starts another
-            self._note_end(node, error)
+            if self._handles.pop(node, None) is not None:  # dead for good: a look starts another
+                self._note_end(node, error)
         except (ray.exceptions.RayError, rpc.RemoteError) as error:
             logger.warning("agent of %s: %r", node, error)
 
+    def _may_start(self, node: NodeId) -> bool:
+        return time.monotonic() >= self._next_start_s.get(node, 0.0)
+
+    def _forget_ends(self, node: NodeId) -> None:
+        for told in (self._causes, self._pauses_s, self._next_start_s):
+            told.pop(node, None)
+
     def _note_end(self, node: NodeId, error: ray.exceptions.RayActorError) -> None:
-        """Tells each cause once, because each look starts an agent that cannot start again, and
-        only a person can remove the cause."""
+        """Tells each cause once. The next look starts another agent, and after further failures a
+        later one, twice as late each time, because only a person can remove the cause."""
+        pause_s = self._pauses_s.get(node, 0.0)
+        self._next_start_s[node] = time.monotonic() + pause_s
+        self._pauses_s[node] = min(START_PAUSE_MOST_S, max(LOOK_S, 2 * pause_s))
         cause = str(error).strip().splitlines()[-1]
         if self._causes.get(node) != cause:
             self._causes[node] = cause

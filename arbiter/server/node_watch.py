@@ -2,9 +2,11 @@
 and saves what must outlive this process."""
 
 import asyncio
+import itertools
 import logging
+import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import ray
 
@@ -12,7 +14,7 @@ from arbiter.core import events as ev
 from arbiter.server.node_agents import LOOK_S
 from arbiter.server.shell import Shell
 from arbiter.server.store import Member, Store
-from arbiter.units import HolderId
+from arbiter.units import HolderId, in_seconds
 
 logger = logging.getLogger("arbiter")
 
@@ -31,36 +33,49 @@ class NodeWatch:
     """Runs until it is cancelled. `sweep`: forgets what ended while no client asked."""
 
     def __init__(
-        self, shell: Shell, agents: NodeAgents, store: Store, sweep: Callable[[], None]
+        self,
+        shell: Shell,
+        agents: NodeAgents,
+        store: Store,
+        sweep: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shell, self._agents, self._store, self._sweep = shell, agents, store, sweep
-        self._learned_saved = shell.core.export_learned()
+        self._clock, self._began_s = clock, clock()
+        self._learned_saved_count = shell.core.learned_changes_count
+        store.note_learned(shell.core.export_learned())
+        # Written at least once: what is in the file may be of a clock that has begun anew.
+        self._accounts_saved: list[list[Any]] | None = None
+        self._usage_saved: dict[str, Any] | None = None
 
     async def run(self) -> None:
-        looks_count = 0
-        while True:
+        for looks_count in itertools.count(1):
             try:
                 await self._agents.look(self._shell.feed)
-                await self._drop_dead_holders()
+                await self.drop_dead_holders()
             except ray.exceptions.RayError as error:
                 logger.warning("cannot see the nodes: %r; next look in %.0f s", error, LOOK_S)
             self.save_learned()
-            looks_count += 1
             if looks_count % USAGE_SAVED_LOOKS == 0:
                 self.save_usage()
             self._sweep()
             self._shell.refresh_targets()
             await asyncio.sleep(LOOK_S)
 
-    async def _drop_dead_holders(self) -> None:
+    async def drop_dead_holders(self) -> None:
         """Stops waiting for holders that died while there was no arbiter. A living holder that is
-        only slow keeps its engines, and its place in the state file."""
+        only slow keeps its engines, and its place in the state file; a driver that is silent for
+        too long counts as dead though its process lives (A5)."""
         awaited = self._shell.core.awaited
         members = [m for m in self._store.members() if m.holder in awaited] if awaited else []
         if self._shell.core.gave_up_waiting:
             dead = [m.holder for m in members]  # awaited in vain: the next epoch need not
         else:
             dead = await self._agents.dead(members)
+            if self._clock() - self._began_s > in_seconds(
+                self._shell.core.settings.timeouts.silent
+            ):
+                dead += [m.holder for m in members if m.is_driver]
         for holder in dead:
             if holder in self._shell.core.awaited:  # not back meanwhile, under the same name
                 self._store.drop_holder(holder)
@@ -71,12 +86,24 @@ class NodeWatch:
         self.save_usage()
 
     def save_usage(self) -> None:
-        """Accounts of clients, and how models were used."""
-        self._store.save_accounts(self._shell.core.export_accounts())
-        self._store.save_usage(self._shell.core.export_usage())
+        """Accounts of clients, and how models were used; what is as it was is not written again."""
+        if (accounts := self._accounts()) != self._accounts_saved:
+            if self._store.save_accounts(accounts):
+                self._accounts_saved = accounts
+        if (usage := self._usage()) != self._usage_saved:
+            if self._store.save_usage(self._shell.core.export_usage()):
+                self._usage_saved = usage
+
+    def _accounts(self) -> list[list[Any]]:
+        return self._shell.core.export_accounts()
+
+    def _usage(self) -> dict[str, Any]:
+        """Without the instant of the export, which differs each time."""
+        usage = self._shell.core.export_usage()
+        return {name: value for name, value in usage.items() if name != "exported_ns"}
 
     def save_learned(self) -> None:
-        learned = self._shell.core.export_learned()
-        if learned != self._learned_saved:
-            self._store.save_learned(learned)
-            self._learned_saved = learned
+        core = self._shell.core
+        count = core.learned_changes_count
+        if count != self._learned_saved_count and self._store.save_learned(core.export_learned()):
+            self._learned_saved_count = count

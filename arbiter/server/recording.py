@@ -1,8 +1,8 @@
-"""A life of the arbiter as JSON lines: what the core was made with, then every event it was given
+"""An epoch of the arbiter as JSON lines: what the core was made with, then every event it was given
 and when. Opt-in (`arbiter record FILE`); it holds names, bytes and times, never a prompt.
 
 Each line carries a hash over all decisions before it, so that a replay can say whether the core
-still decides what it decided, and where it began to differ. A file holds several lives when the
+still decides what it decided, and where it began to differ. A file holds several epochs when the
 arbiter restarted; each begins with its own heading.
 """
 
@@ -73,7 +73,7 @@ class RecordingHeader:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One event; `so_far` hashes the decisions of all before it in this life."""
+    """One event; `so_far` hashes the decisions of all before it in this epoch."""
 
     at: Instant
     event: ev.Event
@@ -144,26 +144,26 @@ class Recorder:
 def read(path: Path) -> list[RecordedEpoch]:
     """Every epoch in the file, oldest first; a last line cut off by a kill is left out. Raises
     RecordingUnreadable."""
-    lives: list[tuple[RecordingHeader, list[Recorded]]] = []
+    epochs: list[tuple[RecordingHeader, list[Recorded]]] = []
     count = 0
     try:
         with path.open() as file:
             for text in file:
                 count += 1
                 if text.endswith("\n"):
-                    _take(lives, json.loads(text))
+                    _take(epochs, json.loads(text))
     except (OSError, TypeError, ValueError, KeyError, IndexError) as error:
         raise RecordingUnreadable(str(path), count, f"not a recording: {error}") from error
-    if not lives:
+    if not epochs:
         raise RecordingUnreadable(str(path), 0, "it is empty")
-    return [RecordedEpoch(heading, tuple(events)) for heading, events in lives]
+    return [RecordedEpoch(heading, tuple(events)) for heading, events in epochs]
 
 
-def _take(lives: list[tuple[RecordingHeader, list[Recorded]]], line: dict[str, Any]) -> None:
+def _take(epochs: list[tuple[RecordingHeader, list[Recorded]]], line: dict[str, Any]) -> None:
     if "heading" in line:
-        lives.append((_heading(line["heading"]), []))
+        epochs.append((_heading(line["heading"]), []))
     else:
-        lives[-1][1].append(_recorded(line))
+        epochs[-1][1].append(_recorded(line))
 
 
 def _heading(plain: dict[str, Any]) -> RecordingHeader:
@@ -191,10 +191,10 @@ class Step:
     is_same: bool  # everything before it was decided as recorded
 
 
-def replay(life: RecordedEpoch, policies: Policies) -> Iterator[Step]:
+def replay(epoch: RecordedEpoch, policies: Policies) -> Iterator[Step]:
     """The same events to a new core, at the same instants."""
-    core, decided = life.heading.core(policies), DecisionHash()
-    for recorded in life.events:
+    core, decided = epoch.heading.core(policies), DecisionHash()
+    for recorded in epoch.events:
         is_same = str(decided) == recorded.so_far
         try:
             decisions = core.handle(recorded.event, recorded.at)

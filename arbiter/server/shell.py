@@ -1,4 +1,4 @@
-"""The shell around the core, without Ray: clock, timer, futures, orders, subscribers.
+"""The shell around the core, without Ray: clock, timer, futures, commands, subscribers.
 
 Nothing between reading an event and finishing `handle` awaits, so every decision is atomic. A bug
 in the core ends the process: books that broke are rebuilt from holders and measurement, never
@@ -56,38 +56,42 @@ class Agents(Protocol):
 # A queued ticket brings its holder one estimate of the wait and a held model one revoke at a time,
 # and a holder acknowledges within one round trip. So what exceeds the whole queue by this many was
 # left unread.
-ORDERS_BESIDE_QUEUE_COUNT = 1_000
+COMMANDS_BESIDE_QUEUE_COUNT = 1_000
 
 
 class Mailbox:
-    """A holder's orders, kept until acknowledged; at most `most_count`."""
+    """A holder's commands, kept until acknowledged; at most `most_count`. Full, it keeps none, and
+    its holder must rejoin, which tells it everything anew."""
 
     def __init__(self, most_count: int) -> None:
         self._most_count = most_count
-        self._orders: deque[messages.SequencedCommand] = deque()
+        self._commands: deque[messages.SequencedCommand] = deque()
         self._sequence = 0
         self._came = asyncio.Event()
+        self.must_rejoin = False
 
     def put(self, command: messages.Command) -> None:
+        """Once full, drops it."""
+        if len(self._commands) >= self._most_count:
+            self.must_rejoin = True
+            self._commands.clear()
+        if self.must_rejoin:
+            return
         self._sequence += 1
-        self._orders.append(messages.SequencedCommand(self._sequence, command))
+        self._commands.append(messages.SequencedCommand(self._sequence, command))
         self._came.set()
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._orders) >= self._most_count
-
     async def after(self, ack: int, wait_s: float) -> tuple[messages.SequencedCommand, ...]:
-        while self._orders and self._orders[0].sequence <= ack:
-            self._orders.popleft()
-        if not self._orders:
+        while self._commands and self._commands[0].sequence <= ack:
+            self._commands.popleft()
+        if not self._commands:
             self._came.clear()
             try:
                 async with asyncio.timeout(wait_s):
                     await self._came.wait()
             except TimeoutError:
                 return ()
-        return tuple(self._orders)
+        return tuple(self._commands)
 
 
 def crash(error: BaseException) -> NoReturn:
@@ -172,7 +176,7 @@ class Shell:
             case Grant():
                 self._grant(decision)
             case Queued(ticket, holder, predicted):
-                self._order(holder, messages.WaitEstimate(ticket, predicted))
+                self._command(holder, messages.WaitEstimate(ticket, predicted))
             case Refuse(ticket, error):
                 self._answer(ticket, error)
             case Revoke():
@@ -182,7 +186,7 @@ class Shell:
             case RequestReading(node):
                 self._agents.probe(node)
             case LoadModel(holder, model):
-                self._order(holder, messages.ReloadOrder(model))
+                self._command(holder, messages.ReloadCommand(model))
 
     # -- tickets -------------------------------------------------------------------------------
 
@@ -247,11 +251,11 @@ class Shell:
             waiter.set_exception(error)
             waiter.exception()  # seen, because its caller may be gone
 
-    # -- orders --------------------------------------------------------------------------------
+    # -- commands ------------------------------------------------------------------------------
 
     def open_mail(self, holder: HolderId) -> None:
         """Opens an empty mailbox; the commands of an earlier session of this holder are void."""
-        most_count = self.core.settings.queue_total_count + ORDERS_BESIDE_QUEUE_COUNT
+        most_count = self.core.settings.queue_total_count + COMMANDS_BESIDE_QUEUE_COUNT
         self._mail[holder] = Mailbox(most_count)
 
     def close_mail(self, holder: HolderId) -> None:
@@ -260,6 +264,11 @@ class Shell:
     def has_mail(self, holder: HolderId) -> bool:
         return holder in self._mail
 
+    def must_rejoin(self, holder: HolderId) -> bool:
+        """The holder has left too many commands unread."""
+        box = self._mail.get(holder)
+        return box is not None and box.must_rejoin
+
     @property
     def holders(self) -> tuple[HolderId, ...]:
         return tuple(self._mail)
@@ -267,23 +276,22 @@ class Shell:
     async def listen(self, holder: HolderId, ack: int) -> tuple[messages.SequencedCommand, ...]:
         return await self._mail[holder].after(ack, LISTEN_S)
 
-    def order_all(self, command: messages.Command) -> None:
+    def command_all(self, command: messages.Command) -> None:
         for holder in self.holders:
-            self._order(holder, command)
+            self._command(holder, command)
 
-    def _order(self, holder: HolderId, command: messages.Command) -> None:
-        """A holder that has left too many unread must rejoin, which tells it everything anew."""
+    def _command(self, holder: HolderId, command: messages.Command) -> None:
         box = self._mail.get(holder)
-        if box is not None and box.is_full:
-            logger.warning("%s reads no orders and must rejoin; %r is dropped", holder, command)
-            self.close_mail(holder)
-        elif box is not None:
-            box.put(command)
+        if box is None or box.must_rejoin:
+            return
+        box.put(command)
+        if box.must_rejoin:
+            logger.warning("%s reads no commands and must rejoin; %r is dropped", holder, command)
 
     def _revoke(self, revoke: Revoke) -> None:
         barrier = Span(max(0, revoke.barrier_until - self._clock()))
-        order = messages.RevokeOrder(revoke.ticket, revoke.reason, revoke.to, barrier)
-        self._order(revoke.holder, order)
+        command = messages.RevokeCommand(revoke.ticket, revoke.reason, revoke.to, barrier)
+        self._command(revoke.holder, command)
 
     # -- time ----------------------------------------------------------------------------------
 

@@ -38,6 +38,8 @@ CREATE TABLE IF NOT EXISTS session_facts (
 CREATE TABLE IF NOT EXISTS session_members (
     session TEXT, holder TEXT, node TEXT NOT NULL, pid INTEGER NOT NULL,
     start_ticks INTEGER NOT NULL, PRIMARY KEY (session, holder)) STRICT;
+CREATE TABLE IF NOT EXISTS session_drivers (
+    session TEXT, holder TEXT, PRIMARY KEY (session, holder)) STRICT;
 """
 # What unpickling a configuration can raise though its code is the same (pickle's documentation:
 # "other exceptions may also be raised, including (but not necessarily limited to)" these).
@@ -58,6 +60,7 @@ class Member:
     node: NodeId
     pid: int = 0
     start_ticks: int = 0
+    is_driver: bool = False  # its silence is its death (A5)
 
 
 class Store:
@@ -70,7 +73,7 @@ class Store:
         self.trouble: str | None = None
         self.on_trouble: Callable[[str], None] = lambda why: None
         self._is_file = self._is_open = True
-        self._saved: dict[tuple[str, str, str], Plain] = {}  # learned rows as last read or written
+        self._saved: dict[tuple[str, str, str], Plain] = {}  # learned rows that are in the file
         self._db = self._open_somehow()
         self._begin()
 
@@ -85,45 +88,66 @@ class Store:
     def end_session(self) -> None:
         """No holder is expected back. The epoch stays, because a holder that missed the end must
         hear of the next."""
-        self._run("DELETE FROM session_members WHERE session = ?", self._session)
-        self._run("DELETE FROM session_facts WHERE session = ? AND name != 'epoch'", self._session)
+        for table in ("session_members", "session_drivers"):
+            self._write(f"DELETE FROM {table} WHERE session = ?", self._session)
+        self._write(
+            "DELETE FROM session_facts WHERE session = ? AND name != 'epoch'", self._session
+        )
 
     # -- holders that are expected back --------------------------------------------------------
 
     def members(self) -> tuple[Member, ...]:
         mine = "SELECT holder, node, pid, start_ticks FROM session_members WHERE session = ?"
-        rows = self._run(mine, self._session)
-        return tuple(Member(HolderId(h), NodeId(n), pid, ticks) for h, n, pid, ticks in rows)
+        rows = self._read(mine, self._session)
+        driving = "SELECT holder FROM session_drivers WHERE session = ?"
+        drivers = {row[0] for row in self._read(driving, self._session)}
+        return tuple(
+            Member(HolderId(h), NodeId(n), pid, ticks, h in drivers) for h, n, pid, ticks in rows
+        )
 
     def add_member(self, member: Member) -> None:
         row = (member.holder, member.node, member.pid, member.start_ticks)
         statement = "INSERT OR REPLACE INTO session_members VALUES (?, ?, ?, ?, ?)"
-        self._run(statement, self._session, *row)
+        self._write(statement, self._session, *row)
+        if member.is_driver:
+            statement = "INSERT OR REPLACE INTO session_drivers VALUES (?, ?)"
+            self._write(statement, self._session, member.holder)
 
     def drop_holder(self, holder: HolderId) -> None:
-        mine = "session = ? AND holder = ?"
-        self._run(f"DELETE FROM session_members WHERE {mine}", self._session, holder)
+        for table in ("session_members", "session_drivers"):
+            statement = f"DELETE FROM {table} WHERE session = ? AND holder = ?"
+            self._write(statement, self._session, holder)
 
     # -- learned and set -----------------------------------------------------------------------
 
     def learned(self) -> list[Plain]:
         """What all sessions have learned, a row for each model under its settings."""
-        rows = self._run("SELECT value FROM learned_rows")
-        self._saved = {_key(found): found for found in (json.loads(row[0]) for row in rows)}
-        return list(self._saved.values())
+        return [json.loads(row[0]) for row in self._read("SELECT value FROM learned_rows")]
 
-    def save_learned(self, rows: list[Plain]) -> None:
+    def note_learned(self, rows: list[Plain]) -> None:
+        """Takes what the core made of `learned`. A row of the file that is not among these is of
+        newer code, which shares the file, and is not this session's to remove."""
+        self._saved = {_key(row): row for row in rows}
+
+    def save_learned(self, rows: list[Plain]) -> bool:
         """Writes what is new to this session and removes what it has forgotten; rows that it did
-        not touch are another's to change."""
+        not touch are another's to change. False: a row could not be written; the caller gives all
+        of them again."""
         now = {_key(row): row for row in rows}
         for key, row in now.items():
             if self._saved.get(key) != row:
                 value = json.dumps(row).encode()
-                self._run("INSERT OR REPLACE INTO learned_rows VALUES (?, ?, ?, ?)", *key, value)
+                if not self._write(
+                    "INSERT OR REPLACE INTO learned_rows VALUES (?, ?, ?, ?)", *key, value
+                ):
+                    return False  # a locked file takes LOCKED_S for each
+                self._saved[key] = row
         for key in self._saved.keys() - now.keys():
             one = "capability = ? AND model = ? AND settings_key = ?"
-            self._run(f"DELETE FROM learned_rows WHERE {one}", *key)
-        self._saved = now
+            if not self._write(f"DELETE FROM learned_rows WHERE {one}", *key):
+                return False
+            del self._saved[key]
+        return True
 
     def floors(self) -> Any:
         """What `save_floors` was given last in this session; empty when nothing was."""
@@ -133,14 +157,10 @@ class Store:
         self._save_fact("floors", json.dumps(rows).encode())
 
     def registered(self) -> tuple[CapabilitySpec, ...]:
-        """Capabilities that `save_registered` was given last in this session; none when they were
-        written by code that described them otherwise."""
-        try:
-            rows = json.loads(self._fact("registered") or b"[]")
-            return tuple(from_json(CapabilitySpec, row) for row in rows)
-        except (TypeError, ValueError, KeyError) as error:
-            self._failed(error)
-            return ()
+        """Capabilities that `save_registered` was given last in this session. Raises ValueError
+        when they were written by code that described them otherwise."""
+        rows = json.loads(self._fact("registered") or b"[]")
+        return tuple(from_json(CapabilitySpec, row) for row in rows)
 
     def save_registered(self, capabilities: tuple[CapabilitySpec, ...]) -> None:
         self._save_fact("registered", json.dumps(to_json(capabilities)).encode())
@@ -157,15 +177,17 @@ class Store:
         """What clients of this session have used, as last saved."""
         return json.loads(self._fact("accounts") or b"[]")
 
-    def save_accounts(self, rows: Any) -> None:
-        self._save_fact("accounts", json.dumps(rows).encode())
+    def save_accounts(self, rows: Any) -> bool:
+        """False: they could not be written."""
+        return self._save_fact("accounts", json.dumps(rows).encode())
 
     def usage(self) -> Any:
         """How the models of this session were used, as last saved."""
         return json.loads(self._fact("usage") or b"null")
 
-    def save_usage(self, exported: Any) -> None:
-        self._save_fact("usage", json.dumps(exported).encode())
+    def save_usage(self, exported: Any) -> bool:
+        """False: it could not be written."""
+        return self._save_fact("usage", json.dumps(exported).encode())
 
     def configuration(self) -> Configuration | None:
         """None when none was saved, or by other code: a pickle has its fields by place, so one of
@@ -224,29 +246,36 @@ class Store:
             return _open(self.path)
 
     def _begin(self) -> None:
-        self._run("INSERT OR REPLACE INTO sessions VALUES (?, ?)", self._session, time.time_ns())
+        self._write("INSERT OR REPLACE INTO sessions VALUES (?, ?)", self._session, time.time_ns())
         newest = f"SELECT session FROM sessions ORDER BY begun_ns DESC LIMIT {SESSIONS_KEPT}"
-        for table in ("session_members", "session_facts", "sessions"):
-            self._run(f"DELETE FROM {table} WHERE session NOT IN ({newest})")
+        for table in ("session_members", "session_drivers", "session_facts", "sessions"):
+            self._write(f"DELETE FROM {table} WHERE session NOT IN ({newest})")
 
     def _fact(self, name: str) -> bytes | None:
         mine = "session = ? AND name = ?"
-        rows = self._run(f"SELECT value FROM session_facts WHERE {mine}", self._session, name)
+        rows = self._read(f"SELECT value FROM session_facts WHERE {mine}", self._session, name)
         return rows[0][0] if rows else None
 
-    def _save_fact(self, name: str, value: bytes) -> None:
-        self._run(
-            "INSERT OR REPLACE INTO session_facts VALUES (?, ?, ?)", self._session, name, value
-        )
+    def _save_fact(self, name: str, value: bytes) -> bool:
+        statement = "INSERT OR REPLACE INTO session_facts VALUES (?, ?, ?)"
+        return self._write(statement, self._session, name, value)
 
-    def _run(self, statement: str, *values: str | bytes | int) -> list[Any]:
+    def _read(self, statement: str, *values: str | bytes | int) -> list[Any]:
+        """Empty when it failed."""
+        return self._run(statement, *values) or []
+
+    def _write(self, statement: str, *values: str | bytes | int) -> bool:
+        """False: it failed."""
+        return self._run(statement, *values) is not None
+
+    def _run(self, statement: str, *values: str | bytes | int) -> list[Any] | None:
         if not self._is_open:
-            return []
+            return None
         try:
             rows = self._db.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             self._failed(error)
-            return []
+            return None
         if self._is_file:
             self.trouble = None
         return rows

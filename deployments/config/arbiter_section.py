@@ -32,7 +32,7 @@ class TenantConfig(Strict):
     maximum: Size | None = None  # at once, over all devices
     reserved: Size = 0  # of each device, kept from other tenants
     average: Size | None = None  # over an hour; beyond it nothing new is loaded for it for a while
-    share: float = Field(1.0, gt=0, le=1_000)  # of its turns in the line, beside other tenants
+    share: float = Field(1.0, gt=0, le=1_000)  # of its turns in the queue, beside other tenants
 
     @field_validator("reserved")
     @classmethod
@@ -54,7 +54,9 @@ class RoleConfig(Strict):
     act: str = Field(min_length=1, max_length=120)  # what evicting it means, said with each
     keep_warm_s: float = Field(300.0, ge=-1, le=LONGEST_S)
     spared: bool = False  # C5: memory pressure never evicts it
-    evict_cost_s: float = Field(0.0, ge=0, le=LONGEST_S)  # in seconds, beside the reload
+    evict_cost_s: float = Field(
+        0.0, ge=0, le=LONGEST_S
+    )  # in seconds, beside the reload; for policies that price by cost
 
     def as_role(self, name: str) -> NamedRole:
         role = Role(self.rank, self.act, self.keep_warm_s, self.spared, self.evict_cost_s)

@@ -124,7 +124,7 @@ def _drafter(
 
 def parts(devices: tuple[DeviceBytes, ...]) -> dict[str, Any]:
     """What an engine is told of a ticket over several GPUs: bytes on each, in the order in which it
-    sees them (arbiter.node.zygotes.equipped)."""
+    sees them (arbiter.node.zygote_client.equipped)."""
     gpus = [
         (int(d.device.rsplit("gpu:", 1)[1]), d.size_bytes) for d in devices if "gpu:" in d.device
     ]

@@ -260,7 +260,7 @@ class Table(Strict):
 
     @property
     def adapter_folders(self) -> dict[str, Path]:
-        """Model name to the folder of its adapters: what a text.catalogue.Catalogue is made of."""
+        """Model name to adapter folder, as deployments.adapters.catalogue.Catalogue takes it."""
         return {
             m: Path(config.adapters.folder).expanduser()
             for c in self.capabilities.values()

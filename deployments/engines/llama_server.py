@@ -7,7 +7,7 @@ however that ends. `engine_args` are the program's long options, by name (`ctx_s
 estimate is its size and a tenth, which leaves no bytes for a long context.
 
 Needs `llama-server` on the PATH, of a version that listens on a unix socket (`--host x.sock`, since
-March 2025). Source: github.com/ggml-org/llama.cpp, tools/server/README.md.
+March 2025). Source: github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md.
 """
 
 import asyncio

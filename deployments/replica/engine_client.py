@@ -59,6 +59,11 @@ class EngineLink:
             self._lifeline = await self._session.get("/control/lifeline")
         self._watch = asyncio.ensure_future(self._until_broken(self._lifeline, lost))
 
+    @property
+    def is_held(self) -> bool:
+        """The lifeline is open: the engine lives, as far as this process knows."""
+        return self._watch is not None and not self._watch.done()
+
     async def ready(self) -> None:
         """Waits for the load. Raises LoadRefused."""
         with self._typed():

@@ -7,7 +7,14 @@ import time
 from arbiter.client import gang_request
 from arbiter.core import events as ev
 from arbiter.core.decisions import Reason
-from arbiter.errors import ENGINE_DIED, EngineLost, LoadFailed, RequestError, TicketClosed
+from arbiter.errors import (
+    ENGINE_DIED,
+    ArbiterUnavailable,
+    EngineLost,
+    LoadFailed,
+    RequestError,
+    TicketClosed,
+)
 from arbiter.node.zygote_client import ZygoteError
 from arbiter.protocol.messages import Granted, SpawnSpec
 from arbiter.units import in_seconds, seconds
@@ -41,15 +48,16 @@ async def load(residency: ResidencyApi, held: HeldModel) -> None:
 
 
 async def _load_once(residency: ResidencyApi, held: HeldModel) -> None:
-    """Raises RequestError: TicketClosed when the ticket is over, LoadFailed."""
+    """Raises RequestError: TicketClosed when the ticket is over, ArbiterUnavailable when no arbiter
+    confirmed it, LoadFailed."""
     granted = await _acquire(residency, held)
     _hold(residency, held, granted)
     try:
         async with asyncio.timeout(in_seconds(granted.load_within)):
             opened_s = await start_engine(residency, held, residency.client().spawn)
     except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
-        if isinstance(error, TicketClosed):
-            raise
+        if isinstance(error, (TicketClosed, ArbiterUnavailable)):
+            raise  # no fault of the model, which need not cool down
         raise await _broke(residency, held, error) from error
     serve(residency, held, time.monotonic() - opened_s)
 

@@ -15,8 +15,9 @@ Three looks, from cheap to complete:
   are not settled, which is in the first minute after they were written; a wake of 188 MiB takes
   0.4 s (docs/benchmarks.md), and to hash as much takes 0.2 s more.
 
-So a file system with ctimes never has a replaced model served. One without is told of at once by
-size, mtime, inode or pieces, and of any other byte while the model sleeps.
+So on a file system with ctimes a replaced model is served for 2 s at most, and never after a wake.
+One without is told of at once by size, mtime, inode or pieces, and of any other byte while the
+model sleeps.
 """
 
 import asyncio

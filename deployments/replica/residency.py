@@ -206,13 +206,13 @@ class Residency:
 
     def _obey(self, command: messages.Command) -> None:
         match command:
-            case messages.RevokeOrder():
+            case messages.RevokeCommand():
                 if held := self.tickets.get(command.ticket):
                     unloading.revoke(self, held, command)
             case messages.WaitEstimate(ticket, predicted):
                 for held in [h for h in self.models.values() if h.ticket == ticket]:
                     held.expected(predicted)
-            case messages.ReloadOrder(model):
+            case messages.ReloadCommand(model):
                 self.background.begin(self._bring_back(model))
             case messages.Resize():
                 self.background.begin(resize.by_hand(self, command))

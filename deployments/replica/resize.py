@@ -17,7 +17,14 @@ from typing import Any, Protocol
 
 from arbiter.core import events as ev
 from arbiter.core.decisions import Reason
-from arbiter.errors import EngineLost, GrowthRefused, LoadFailed, RequestError, TicketClosed
+from arbiter.errors import (
+    ArbiterUnavailable,
+    EngineLost,
+    GrowthRefused,
+    LoadFailed,
+    RequestError,
+    TicketClosed,
+)
 from arbiter.node.zygote_client import ZygoteError
 from arbiter.protocol.messages import ModelSize, Resize
 from arbiter.units import Bytes, Span, in_seconds
@@ -61,7 +68,7 @@ async def grow(residency: ResidencyApi, model: str) -> None:
 
 async def give_back(residency: ResidencyApi, model: str) -> None:
     """Makes the model again what it was before it grew. Raises GrowthRefused when the requests in
-    flight do not end, TicketClosed, LoadFailed."""
+    flight do not end, ArbiterUnavailable while there is no arbiter, TicketClosed, LoadFailed."""
     held = residency.models.get(model)
     if held is None or (held.growth.work is None and held.growth.before is None):
         return
@@ -120,7 +127,11 @@ async def _grow(residency: ResidencyApi, held: HeldModel) -> None:
     held.devices = granted.devices
     try:
         await _restart(residency, held, plan, granted.load_within)
-    except (GrowthRefused, TicketClosed):  # a revoked model may outlive that, as it was
+    except (
+        GrowthRefused,
+        TicketClosed,
+        ArbiterUnavailable,
+    ):  # a revoked model may outlive that, as it was
         held.devices = before.devices
         client.tell(ev.GaveBack(held.ticket, held.devices))
         raise
@@ -155,6 +166,8 @@ async def _shrink(residency: ResidencyApi, held: HeldModel) -> None:
     if before is None:
         return
     client = residency.client()
+    # Its process must not end for nothing: the agent starts no other while the arbiter is away.
+    await client.joined(0.0)
     await _restart(residency, held, before.plan, client.timeouts.load)
     held.growth.before = None  # the next look finds this, and is the last
     held.devices = before.devices
@@ -163,7 +176,8 @@ async def _shrink(residency: ResidencyApi, held: HeldModel) -> None:
 
 async def _restart(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, within: Span) -> None:
     """Drains the model behind the barrier that a swap has, and replaces its process. Raises
-    GrowthRefused having changed nothing; TicketClosed, LoadFailed when the ticket is over."""
+    GrowthRefused or ArbiterUnavailable having changed nothing; TicketClosed, LoadFailed when the
+    ticket is over."""
     if held.state is not HolderState.RESIDENT:
         raise TicketClosed(held.ticket)
     barrier = residency.client().timeouts.barrier
@@ -190,8 +204,10 @@ async def _is_emptied(held: HeldModel, barrier: Span) -> bool:
 
 
 async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, within: Span) -> None:
-    """One process goes and another takes its place, socket and ticket. Raises LoadFailed."""
+    """One process goes and another takes its place, socket and ticket. Raises LoadFailed;
+    ArbiterUnavailable when the node agent found no arbiter to ask, and the model goes on."""
     old, began_s = held.link, time.monotonic()
+    before = held.link, held.plan, held.files
     held.move(HolderState.LOADING)
     held.link, held.plan = None, plan
     assert old is not None
@@ -199,12 +215,21 @@ async def _replace(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, wi
         async with asyncio.timeout(in_seconds(within)):
             await loading.start_engine(residency, held, residency.client().respawn)
     except (TimeoutError, LoadRefused, EngineLost, ZygoteError, RequestError) as error:
+        if isinstance(error, ArbiterUnavailable) and old.is_held:
+            held.link, held.plan, held.files = before
+            _serve(held)
+            raise
         failed = LoadFailed(held.model, why(error, time.monotonic() - began_s)[0], False)
         unloading.end(residency, held, Reason.FAILED, failed)
         raise failed from error
     finally:
-        old.cut()
+        if held.link is not old:
+            old.cut()
+    _serve(held)
+    await old.closed()
+
+
+def _serve(held: HeldModel) -> None:
     held.move(HolderState.RESIDENT)
     held.uses.last_end_ns = time.monotonic_ns()
     held.admit()
-    await old.closed()

@@ -6,7 +6,7 @@ import logging
 from arbiter.core import events as ev
 from arbiter.core.decisions import Reason, Tier
 from arbiter.errors import EngineLost, LoadFailed, RequestError
-from arbiter.protocol.messages import RevokeOrder
+from arbiter.protocol.messages import RevokeCommand
 from arbiter.units import Span, in_seconds
 from deployments.replica.engine_client import EngineLink, LoadRefused
 from deployments.replica.held_model import HeldModel, HolderState
@@ -15,7 +15,7 @@ from deployments.replica.residency_api import ResidencyApi
 logger = logging.getLogger("arbiter.residency")
 
 
-def revoke(residency: ResidencyApi, held: HeldModel, order: RevokeOrder) -> None:
+def revoke(residency: ResidencyApi, held: HeldModel, order: RevokeCommand) -> None:
     """Obeys the arbiter's order. Without a barrier the node agent kills the engine in any case; a
     load under way finds that out by itself, with its cause."""
     if held.state is HolderState.LOADING and order.reason is Reason.LOST:
@@ -34,7 +34,7 @@ def revoke(residency: ResidencyApi, held: HeldModel, order: RevokeOrder) -> None
         residency.begin(held, drain(residency, held, order))
 
 
-async def drain(residency: ResidencyApi, held: HeldModel, order: RevokeOrder) -> None:
+async def drain(residency: ResidencyApi, held: HeldModel, order: RevokeCommand) -> None:
     """New requests wait behind the barrier until this returns."""
     client = residency.client()
     if not await held.uses.ended_within(order.barrier):

@@ -1,7 +1,8 @@
 """Finds the piece of code that a bug replaces by its syntax tree, and writes the file with the bug.
 
 A piece whose names have changed since is still found, while its form is the same, most of its
-names are, and no other piece of the function fits: a rename breaks no planted bug.
+names are, the old ones are gone, and no other piece of the function fits: a rename breaks no
+planted bug.
 """
 
 import ast
@@ -40,6 +41,11 @@ class Match:
         is_one_to_one = len({*self.names.values()}) == len(self.names)
         return is_one_to_one and 2 * stayed > len(self.names)
 
+    def is_rename_in(self, used: set[str]) -> bool:
+        """Whether it is a rename where these names are in use: an old name in use is no rename."""
+        kept = {old for old, new in self.names.items() if old != new} & used
+        return self.is_renamed and not kept
+
     def take(self, other: "Match") -> bool:
         self.taken, self.names = other.taken, other.names
         return True
@@ -49,7 +55,7 @@ def mutated(bug: Bug, text: str) -> str:
     """The text of the file with the bug; lines outside the changed statement keep their numbers.
     Raises DoesNotApply unless the bug fits in one place."""
     module = ast.parse(text)
-    place, new = _found(bug, _scope(module, bug.where))
+    place, new = _found(bug, scope_of(module, bug.where))
     node, name, start, end = place
     value = getattr(node, name)
     if isinstance(value, list):
@@ -89,7 +95,10 @@ def _found(bug: Bug, scope: ast.AST) -> tuple[Place, list[Any]]:
     if len(old) == 1 and all(isinstance(n, ast.Expr) for n in (*old, *new)):
         pairs.append(([n.value for n in old], [n.value for n in new]))
     fits = [(place, match, new) for old, new in pairs for place, match in _fits(scope, old)]
-    chosen = [f for f in fits if f[1].is_exact] or [f for f in fits if f[1].is_renamed]
+    chosen = [f for f in fits if f[1].is_exact]
+    if not chosen:
+        used = {v for n in ast.walk(scope) for _, v in ast.iter_fields(n) if isinstance(v, str)}
+        chosen = [f for f in fits if f[1].is_rename_in(used)]
     chosen = [f for f in chosen if f[2] is new] or chosen  # a statement before an expression
     if len(chosen) != 1:
         where = f"{bug.path}, {bug.where or 'anywhere'}"
@@ -105,11 +114,14 @@ def _statements(snippet: str) -> list[Any]:
     return [*ast.parse(textwrap.dedent(snippet)).body]
 
 
-def _scope(module: ast.Module, where: str) -> ast.AST:
+def scope_of(module: ast.Module, where: str) -> ast.AST:
     """The function or class of this qualified name; the file where none is called that any more."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     scope: ast.AST = module
     for name in where.split(".") if where else ():
-        inner = [n for n in ast.walk(scope) if getattr(n, "name", None) == name]
+        inner = [n for n in ast.walk(scope) if isinstance(n, kinds) and n.name == name]
+        if len(inner) > 1:  # the outermost, not a method of this name
+            inner = [n for n in inner if n in ast.iter_child_nodes(scope)]
         if len(inner) != 1:
             return module
         scope = inner[0]

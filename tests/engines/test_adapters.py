@@ -170,6 +170,23 @@ def test_new_adapter_waits_a_bounded_time_for_a_slot_and_is_then_refused(
         assert ask(child, "a2", count=1)[0] == 200
 
 
+@pytest.mark.spec("F8")
+def test_new_adapter_that_waits_gets_the_slot_that_falls_free(
+    engines: ZygoteUnderTest, tiny: Path, folder: Path
+) -> None:
+    with (
+        running(engines, "patient", config(tiny, folder, slots=2, wait_s=30.0)) as child,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first, second = [opened(child, name) for name in ("a0", "a1")]
+        waiting = pool.submit(ask, child, "a2", 1)
+        until(lambda: child.call("GET", "/adapters")[1]["waiting"], 5)
+        first.close()
+        status, got = waiting.result(30)
+        assert status == 200, got
+        second.close()
+
+
 @pytest.mark.spec("F2")
 def test_a_pinned_adapter_keeps_its_slot_until_its_entry_says_otherwise(
     engines: ZygoteUnderTest, tiny: Path, folder: Path

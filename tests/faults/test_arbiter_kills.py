@@ -12,15 +12,11 @@ import pytest
 from arbiter.client.admin import call_arbiter
 from arbiter.core.events import Loaded, Renewed
 from arbiter.errors import StaleEpoch
-from arbiter.units import Epoch, HolderId, Span, TicketId
-from tests.support.live_arbiter import capability, gone, kill, live_arbiter, model
+from arbiter.units import MIB, Epoch, HolderId, Span, TicketId
+from tests.support.live_arbiter import capability, gone, kill, live_arbiter, model, two
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A18")]
-
-
-def two(**arguments: Any) -> dict[str, Any]:
-    return {"chat": capability(a=model(200, **arguments)), "other": capability(b=model(200))}
 
 
 def charges(state: dict[str, Any]) -> dict[str, Any]:
@@ -115,6 +111,35 @@ async def test_restarted_arbiter_grants_nothing_before_known_living_holders_rejo
         (granted,) = await d.events("ticket_granted")
         assert joined and joined[0]["seq"] < granted["seq"]
         await d.books_are_true()
+
+
+async def test_silent_holder_delays_a_restarted_arbiter_and_its_bytes_are_foreign() -> None:
+    both = {"chat": capability(a=model(50)), "other": capability(b=model(50))}
+    async with live_arbiter(both) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        pid = await chat.pid.remote()
+        await other.pid.remote()
+        await chat.ask.remote("a")
+        epoch = (await d.state())["epoch"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            kill(await d.arbiter_pid())
+            asked = other.ask.remote("b")
+            await d.until(lambda s: s["epoch"] > epoch and s["queue"] and not s["is_settled"])
+            assert await asyncio.wait_for(asked, 60) == 200
+            state = await d.until(lambda s: foreign_bytes(s) >= 50 * MIB)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert [t["model"] for t in state["tickets"]] == ["b"]
+        await d.until(lambda s: len(s["tickets"]) == 2 and foreign_bytes(s) == 0)
+        assert await chat.ask.remote("a") == 200
+        await d.books_are_true()
+
+
+def foreign_bytes(state: dict[str, Any]) -> int:
+    """On the device that computes."""
+    [found] = [x["foreign_bytes"] for x in state["devices"] if x["kind"] == "cpu"]
+    return int(found)
 
 
 async def test_messages_of_another_epoch_are_refused() -> None:

@@ -129,9 +129,15 @@ async def test_hanging_engine_is_killed_and_its_request_gets_engine_lost(
         ask = "a", "POST", "/v1/embeddings", {}, b"{}"
         assert (await residency.request(*ask))[0].status == 200
         [(pid, *_)] = (await d.engines()).values()
+        agent = (await d.pids())["agent"]
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(EngineLost):
-            await asyncio.wait_for(residency.request(*ask), 20)
+        os.kill(agent, signal.SIGSTOP)  # or the engine would be gone before it can be seen to end
+        try:
+            with pytest.raises(EngineLost):
+                await asyncio.wait_for(residency.request(*ask), 20)
+            await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["reclaiming"])
+        finally:
+            os.kill(agent, signal.SIGCONT)
         await gone(pid)
         assert (await residency.request(*ask))[0].status == 200
         assert "lost" in [e["reason"] for e in await d.events("model_unload")]

@@ -9,15 +9,11 @@ import pytest
 import ray
 
 from arbiter.errors import EngineLost
-from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
+from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model, two
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A19")]
 
 SLOW = {"chunks": 400, "chunk_seconds": 0.05}  # a stream of 20 s, longer than any test needs
-
-
-def two(**arguments: Any) -> dict[str, Any]:
-    return {"chat": capability(a=model(200, **arguments)), "other": capability(b=model(200))}
 
 
 async def state_is(d: LiveArbiter, name: str, state: str) -> None:
@@ -76,6 +72,15 @@ async def test_a_dead_holders_ticket_is_reclaiming_within_two_seconds() -> None:
         await h.ask.remote("a")
         kill(pid)
         await d.until(lambda s: all(t["state"] == "reclaiming" for t in s["tickets"]), 2)
+        await served(d)
+
+
+async def test_a_dead_engines_ticket_is_reclaiming_within_two_seconds() -> None:
+    async with live_arbiter() as d:
+        await d.holder().ask.remote("a")
+        kill(await root(d))
+        await d.until(lambda s: all(t["state"] == "reclaiming" for t in s["tickets"]), 2)
+        await d.until(lambda s: not s["tickets"])
         await served(d)
 
 

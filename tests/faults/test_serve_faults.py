@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingPolicy
-from ray.serve.schema import LoggingConfig
 
 from deployments.replica.residency import Residency
 from tests.support.live_arbiter import LiveArbiter, capability, gone, live_arbiter, model
@@ -44,13 +43,6 @@ class Chat:
 
     async def __del__(self) -> None:
         await self.residency.close()
-
-
-@pytest.fixture(scope="module")
-def serving(cluster: None) -> Iterator[None]:
-    serve.start(proxy_location="Disabled", logging_config=LoggingConfig(enable_access_log=False))
-    yield
-    serve.shutdown()
 
 
 @contextlib.asynccontextmanager

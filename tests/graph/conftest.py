@@ -119,11 +119,16 @@ class Graph:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:
             return json.load(answer)
 
-    def post(self, path: str, body: object, raw: bytes | None = None) -> tuple[int, Any]:
+    def post(
+        self,
+        path: str,
+        body: object,
+        raw: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, Any]:
         data = json.dumps(body).encode() if raw is None else raw
-        request = urllib.request.Request(
-            self.url + path, data, {"content-type": "application/json"}, method="POST"
-        )
+        all_headers = {"content-type": "application/json"} | (headers or {})
+        request = urllib.request.Request(self.url + path, data, all_headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
                 return answer.status, json.load(answer)

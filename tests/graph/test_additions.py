@@ -16,6 +16,7 @@ import pytest
 from tests.graph.conftest import IN_FLIGHT, ROOT, Graph, command_of, started, until
 from tests.support.contributing import addition, package
 
+OTHERS = "sick", "held", "mirror"
 POLICY = "my_package.evict_largest:price"
 BROKEN = '''"""A builder that fails as one does whose library is not installed."""
 
@@ -40,11 +41,18 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         engine = "tests.support.fake_engine:FakeEngine"
         sick = {"role": "text", "engine": engine, "paths": ["/v1/sick"], "models": {"sick": fails}}
         capabilities["sick"] = sick
+        quick = {"source": str(outside), "need": {"weights": "1 MiB"}, "keep_warm_s": 1}
+        mirror = {"engine": "tests.support.mirror_engine:build", "paths": ["/v1/mirror"]}
+        models = {name: {**quick, "can_sleep": False} for name in ("mirror", "brief")}
+        capabilities["mirror"] = {"role": "text", "models": models} | mirror
+        models = {"held": {"source": str(outside), "need": {"weights": "1 MiB"}}}
+        held = {"paths": ["/v1/held"], "managed": "external", "models": models}
+        capabilities["held"] = {"role": "text", "engine": engine} | held
         front, [echo] = config["applications"][0], added["applications"]
         broken = {"name": "broken", "route_prefix": None, "import_path": "my_package.broken:build"}
-        plain = json.loads(json.dumps(echo).replace("echo", "sick"))
-        del plain["args"]["class"]
-        config["applications"] = [front, echo, plain, broken | {"args": {"capability": "broken"}}]
+        del (plain := json.loads(json.dumps(echo)))["args"]["class"]
+        others = [json.loads(json.dumps(plain).replace("echo", name)) for name in OTHERS]
+        config["applications"] = [front, echo, *others, broken | {"args": {"capability": "broken"}}]
         table = front["deployments"][0]["user_config"]
         table["capabilities"] = capabilities
         table["arbiter"]["evict"] = POLICY
@@ -85,19 +93,58 @@ def test_capability_and_engine_from_outside_files_answer_on_their_own_path(
     assert answer.read() == b"You said: " + body + b"!"
 
 
-@pytest.mark.spec("H9")
+@pytest.mark.spec("A7", "H9")
 def test_class_of_an_outside_capability_refuses_with_its_own_error(extended: Graph) -> None:
+    """Raised while the model is in use, which ends the use."""
     long = json.dumps({"model": "parrot", "text": "x" * 2_000}).encode()
     answer = post(extended, "/v1/echo", long, "application/json")
     assert answer.status == 413
     assert json.load(answer)["error"]["code"] == "too_long"
+    [ticket] = [t for t in extended.state()["tickets"] if t["model"] == "parrot"]
+    until(lambda: not in_flight(extended, ticket["ticket"]), 10, "it is released")
+
+
+def in_flight(graph: Graph, ticket: str) -> int:
+    return sum(t["inflight"] for t in graph.state()["tickets"] if t["ticket"] == ticket)
+
+
+@pytest.mark.spec("J2")
+def test_no_extension_field_reaches_the_engine_and_stay_warm_keeps_its_model(
+    extended: Graph,
+) -> None:
+    fields = {
+        "x_client_id": "ann", "x_priority": "low", "x_deadline_s": 60, "x_stay_warm": 600,
+        "x_conversation_id": "c-1",
+    }  # fmt: skip
+    headers = {name.replace("_", "-"): str(value) for name, value in fields.items()}
+    for body, sent in (({"model": "mirror"}, headers), ({"model": "mirror"} | fields, {})):
+        status, answer = extended.post("/v1/mirror", body, headers=sent)
+        assert status == 200
+        assert json.loads(answer["body"]) == {"model": "mirror"}
+        assert not headers.keys() & answer["headers"].keys()
+    assert extended.post("/v1/mirror", {"model": "brief"})[0] == 200
+    until(lambda: "brief" not in models_of(extended), 20, "its keep-warm time is over")
+    assert "mirror" in models_of(extended)
+
+
+def models_of(graph: Graph) -> set[str]:
+    return {t["model"] for t in graph.state()["tickets"]}
+
+
+@pytest.mark.spec("D2")
+def test_model_that_a_control_plane_has_not_loaded_is_409_at_once(extended: Graph) -> None:
+    answer = post(extended, "/v1/held", b'{"model": "held"}', "application/json")
+    assert (answer.status, json.load(answer)["error"]["code"]) == (409, "not_resident")
+    assert not [t for t in extended.state()["tickets"] if t["model"] == "held"]
 
 
 @pytest.mark.spec("H9")
 def test_outside_path_and_policy_are_described(extended: Graph) -> None:
     assert "/v1/echo" in extended.get("/openapi.json")["paths"]
     assert extended.state()["table"]["arbiter"]["evict"] == POLICY
-    assert {card["id"] for card in extended.get("/v1/models")["data"]} == {"parrot", "none", "sick"}
+    assert {card["id"] for card in extended.get("/v1/models")["data"]} == {
+        "parrot", "none", "sick", "held", "mirror", "brief",
+    }  # fmt: skip
 
 
 @pytest.mark.spec("J9")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.graph.conftest import Graph, name_of, until
+from tests.support.graph_commands import unload_all
 
 LEFT, EMBED = "left-chat", "all-minilm-l6-v2"  # the first is nobody else's, and soon gone
 # Sixteen answers of all the tokens the model's context holds: half a minute of work on two cores.
@@ -116,10 +117,12 @@ def engines_are_known(graph: Graph) -> bool:
 
 @pytest.mark.spec("A8", "J8", "J9")
 def test_a_client_that_leaves_while_its_model_loads_ends_the_load(graph: Graph) -> None:
+    until(lambda: unload_all(graph), 60, "nothing is loaded")
     last = graph.state()["sequence"]
     with Caller(graph, "/v1/chat/completions", LONG):
         until(lambda: [t["state"] for t in tickets(graph, LEFT)] == ["loading"], 60, "it loads")
-        assert graph.get("/ready")["capabilities"]["chat"]["models"][LEFT] == "loading"
+        chat = graph.get("/ready")["capabilities"]["chat"]
+        assert (chat["state"], chat["models"][LEFT]) == ("loading", "loading")
     nothing_of(graph, LEFT)
     assert [e["reason"] for e in told(graph, last, "model_unload", LEFT)] == ["withdrawn"]
     assert not told(graph, last, "model_load", LEFT)

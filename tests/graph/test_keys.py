@@ -1,7 +1,9 @@
 """API keys on the running system, with the official client."""
 
+import contextlib
 import json
 import os
+import stat
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -12,7 +14,8 @@ from openai import AuthenticationError, OpenAI, PermissionDeniedError
 
 from deployments.front import keys
 from deployments.front.keys import Scope
-from tests.graph.conftest import Graph
+from tests.graph.conftest import Graph, until
+from tests.support.graph_processes import log_of
 
 CHAT = "tiny-chat"
 
@@ -63,6 +66,54 @@ def test_a_key_counts_from_the_next_request_on_until_it_is_removed(
     keys.remove(keys_file, token.split("-")[1])
     with pytest.raises(AuthenticationError):
         ann.models.list()
+
+
+@pytest.mark.spec("A15", "L1")
+def test_lease_needs_the_scope_of_its_own(graph: Graph, keys_file: Path) -> None:
+    url = f"{graph.url}/arbiter/leases/mine"
+    for scope, status in ((Scope.INFER, 403), (Scope.LEASE, 400)):  # the body says too little
+        token = keys.add(keys_file, "ann", "acme", frozenset({scope}))
+        headers = {"authorization": f"Bearer {token}"}
+        request = urllib.request.Request(url, b"{}", headers, method="PUT")
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=30)
+        assert caught.value.code == status
+
+
+@pytest.mark.spec("L1")
+def test_address_of_a_client_neither_opens_nor_closes_a_route(
+    graph: Graph, keys_file: Path
+) -> None:
+    owner = keys.first_key_path(keys_file).read_text().strip()
+    assert stat.S_IMODE(keys_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(keys.first_key_path(keys_file).stat().st_mode) == 0o600
+    assert owner not in keys_file.read_text()
+    for address in ("127.0.0.1", "10.1.2.3", "evil.example"):
+        said = {"x-forwarded-for": address, "x-real-ip": address, "forwarded": f"for={address}"}
+        assert status_of(graph, "/arbiter/leases", **said) == 401
+        said["authorization"] = f"Bearer {owner}"
+        assert status_of(graph, "/arbiter/leases", **said) == 200
+
+
+@pytest.mark.spec("L2")
+def test_no_key_is_in_any_log(graph: Graph, keys_file: Path) -> None:
+    owner = keys.first_key_path(keys_file).read_text().strip()
+    token = keys.add(keys_file, "ann", "acme", frozenset({Scope.INFER}))
+    wrong = token[:-4] + "AAAA"
+    for key in (token, wrong, owner):
+        used = OpenAI(base_url=f"{graph.url}/v1", api_key=key, max_retries=0)
+        hello = [{"role": "user", "content": "x"}]
+        how = {"extra_headers": {"x-request-id": "with-a-key"}, "max_tokens": 1}
+        with pytest.raises(AuthenticationError) if key == wrong else contextlib.nullcontext():
+            used.chat.completions.create(model=CHAT, messages=hello, **how)  # type: ignore[arg-type, call-overload]
+    front = until(lambda: log_of(graph, "front"), 20, "the front has a log")
+    logs = [graph.folder / "serve.log", *front.parents[1].rglob("*.*")]
+
+    def naming(text: str) -> list[Path]:
+        return [f for f in logs if f.is_file() and text in f.read_text(errors="replace")]
+
+    until(lambda: naming("with-a-key"), 20, "the requests are in a log")
+    assert not [naming(key) for key in (token, wrong, owner) if naming(key)]
 
 
 @pytest.mark.spec("L1")

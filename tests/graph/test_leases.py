@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.graph.conftest import BIN, ROOT, Graph, until
-from tests.support.graph_commands import environment, run_command
+from tests.support.graph_commands import environment, run_command, send
 
 TRAINER = [sys.executable, "-m", "tests.support.trainer", "100"]
 
@@ -51,3 +51,13 @@ def test_lease_request_without_a_key_is_refused(graph: Graph) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=30)
     assert caught.value.code == 400 and b'"param": "tenants"' in caught.value.read()
+
+
+@pytest.mark.spec("A15")
+def test_cleanup_ends_a_lease_whose_holder_has_gone(graph: Graph) -> None:
+    """Its only call was the first."""
+    send(graph, "PUT", "/arbiter/leases/left", {"bytes": 1 << 20, "wait_s": 3})
+    [lease] = [t["ticket"] for t in graph.state()["tickets"] if t["lease"]]
+    assert lease in run_command(graph, "leases")
+    until(lambda: lease in run_command(graph, "cleanup"), 30, "its heartbeats are missed")
+    until(lambda: not any(t["lease"] for t in graph.state()["tickets"]), 10, "it is off the books")

@@ -1,26 +1,14 @@
 """Names and logs a person can follow: a request through front and replica to its ticket."""
 
-import os
 import uuid
-from pathlib import Path
 
 import pytest
 from openai import OpenAI
 
 from tests.graph.conftest import Graph, command_of, until
+from tests.support.graph_processes import log_of
 
 CHAT = "tiny-chat"
-
-
-def log_of(graph: Graph, replica: str) -> Path | None:
-    """The file that Serve gave a replica, as the kernel knows it."""
-    for pid in graph.workers():
-        if f"ServeReplica:{replica}:" not in command_of(pid):
-            continue
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            if f"/logs/serve/replica_{replica}" in (file := os.readlink(fd)):
-                return Path(file)
-    return None
 
 
 @pytest.mark.spec("K5")

@@ -1,6 +1,7 @@
 """Zero means zero; command line and front tell the truth; a new table restarts nothing."""
 
 import copy
+import http.client
 import json
 import os
 import signal
@@ -18,9 +19,9 @@ from openai import OpenAI
 
 from tests.graph.conftest import BIN, DOWNSCALE_S, KEEP_WARM_S, Graph, until
 from tests.support.graph_commands import unload_all
-from tests.support.graph_processes import victims
+from tests.support.graph_processes import log_of, victims
 
-CHAT = "tiny-chat"
+CHAT, LEFT = "tiny-chat", "left-chat"
 HELLO = [{"role": "user", "content": "Who holds the memory?"}]
 
 
@@ -38,7 +39,7 @@ def replicas(graph: Graph, capability: str) -> int:
     return len(details["applications"][capability]["deployments"][capability]["replicas"])
 
 
-@pytest.mark.spec("H0")
+@pytest.mark.spec("A8", "H0")
 def test_idle_system_scales_to_zero_and_then_answers_a_request(
     graph: Graph, client: OpenAI
 ) -> None:
@@ -48,8 +49,24 @@ def test_idle_system_scales_to_zero_and_then_answers_a_request(
     until(lambda: not graph.engines(), 5, "no engine process is left")
     until(lambda: replicas(graph, "chat") == 0, DOWNSCALE_S + 60, "Serve lists no replica of chat")
     assert graph.get("/ready")["capabilities"]["chat"]["state"] == "scaled_to_zero"
+    last = graph.state()["sequence"]
+    a_client_leaves_before_there_is_a_replica(graph)
     answer = client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
     assert answer.choices
+    told = {e.get("model") for e in graph.events() if e["seq"] > last}
+    assert CHAT in told and LEFT not in told
+
+
+def a_client_leaves_before_there_is_a_replica(graph: Graph) -> None:
+    connection = http.client.HTTPConnection(graph.url.removeprefix("http://"), timeout=60)
+    body = json.dumps({"model": LEFT, "messages": HELLO})
+    headers = {"content-type": "application/json", "x-request-id": "left-early"}
+    connection.request("POST", "/v1/chat/completions", body, headers)
+    log = log_of(graph, "front")
+    assert log
+    until(lambda: "left-early" in log.read_text(errors="replace"), 20, "the front has it")
+    connection.close()
+    assert not [h for h in graph.state()["holders"] if h["capability"] == "chat"]
 
 
 @pytest.mark.spec("J9")

@@ -14,7 +14,7 @@ from arbiter.client.admin import (
     start_arbiter,
     stop_arbiter,
 )
-from arbiter.core.types import CapabilitySpec
+from arbiter.core.types import CapabilitySpec, Priority
 from arbiter.errors import (
     ArbiterUnavailable,
     CapabilityConflict,
@@ -33,15 +33,10 @@ from deployments.config import boot
 from deployments.config.schema import parse_table
 from deployments.messages import refusal
 from deployments.replica.residency import Residency
-from tests.support.live_arbiter import capability, gone, live_arbiter, model
+from tests.support.live_arbiter import capability, gone, live_arbiter, model, two
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-
-def two(**arguments: Any) -> dict[str, Any]:
-    """Two models of which only one fits."""
-    return {"chat": capability(a=model(200, **arguments)), "other": capability(b=model(200))}
 
 
 def idle(s: dict[str, Any], name: str) -> bool:
@@ -75,11 +70,21 @@ async def test_concurrent_starts_from_several_processes_yield_one_arbiter(tmp_pa
         made = boot.boot(table)
         pids = await asyncio.gather(*(s.start.remote(made) for s in starters for _ in range(4)))
         assert len(pids) == 16
-        assert set(pids) == {await call_arbiter("pid")}
+        assert set(pids) == {pid := await call_arbiter("pid")}
+        for starter in starters:
+            ray.kill(starter)
+        await asyncio.gather(*(_ended(starter) for starter in starters))
+        assert await call_arbiter("pid") == pid
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
     finally:
         for starter in starters:
             ray.kill(starter)
         await asyncio.to_thread(stop_arbiter, 5.0)
+
+
+async def _ended(starter: Any) -> None:
+    with pytest.raises(ray.exceptions.RayActorError):
+        await starter.__ray_ready__.remote()
 
 
 @pytest.mark.spec("C7", "J8")
@@ -126,7 +131,9 @@ async def test_different_models_load_at_the_same_time() -> None:
         h = d.holder()
         await h.pid.remote()
         asked = [h.ask.remote(n) for n in "abc"]
-        await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["loading"] * 3)
+        state = await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["loading"] * 3)
+        [cpu] = [x for x in state["devices"] if x["kind"] == "cpu"]
+        assert cpu["charged_bytes"] >= 3 * 50 * MIB  # before an engine has any of it
         assert await asyncio.gather(*asked) == [200] * 3
 
 
@@ -228,6 +235,27 @@ async def test_a_deadline_that_cannot_be_met_is_a_typed_refusal() -> None:
         await d.until(lambda s: not s["queue"])
 
 
+@pytest.mark.spec("A21")
+async def test_predicted_wait_counts_the_loads_of_the_tickets_before_it() -> None:
+    slow = {name: model(200, load_seconds=0.5, can_sleep=False) for name in "abc"}
+    async with live_arbiter({name: capability(**{name: slow[name]}) for name in slow}) as d:
+        a, b, c = (d.holder(name) for name in "abc")
+        for name, holder in (("c", c), ("b", b)):
+            assert await holder.ask.remote(name) == 200  # its seconds are known
+        await a.keep.remote("a")
+        await d.until(lambda s: any(t["in_state_s"] > 2 and t["inflight"] for t in s["tickets"]))
+        seen = (await d.state())["sequence"]
+        second = b.ask.remote("b")
+        await d.until(lambda s: len(s["queue"]) == 1)
+        third = c.ask.remote("c")
+        await d.until(lambda s: len(s["queue"]) == 2)
+        told = [e for e in await d.events("ticket_waits") if e["seq"] > seen]
+        predicted_s = {e["model"]: e["took_s"] for e in told}
+        assert predicted_s["b"] >= 0.5 and predicted_s["c"] >= predicted_s["b"] + 0.5
+        await a.let_go.remote("a")
+        assert await asyncio.gather(second, third) == [200, 200]
+
+
 @pytest.mark.spec("A12")
 async def test_failed_load_answers_every_waiting_request_and_cools_the_model_down() -> None:
     async with live_arbiter({"chat": capability(a=model(50, fail="error", load_seconds=0.2))}) as d:
@@ -290,6 +318,11 @@ async def test_a_driver_holds_a_model_too_and_use_after_release_is_typed() -> No
         use.release()
         with pytest.raises(TicketClosed):
             use.stream("POST", "/v1/embeddings", {}, b"{}")
+        with pytest.raises(ZeroDivisionError):
+            async with residency.use("a"):
+                await d.until(lambda s: s["tickets"][0]["inflight"] == 1)
+                raise ZeroDivisionError
+        await d.until(lambda s: s["tickets"][0]["inflight"] == 0)
         head, body = await residency.request("a", "POST", "/v1/embeddings", {}, b"{}")
         assert head.status == 200 and b"embedding" in body
         await residency.close()
@@ -335,6 +368,50 @@ async def test_shutdown_leaves_no_process_and_later_requests_get_a_typed_error()
             await h.ask.remote("a")
 
 
+@pytest.mark.spec("A3", "C2", "C6")
+async def test_ticket_carries_the_priority_of_its_request_in_the_queue_and_while_warm() -> None:
+    three = {name: capability(**{name: model(200)}) for name in "abc"}
+    async with live_arbiter(three, barrier_s=60) as d:
+        a, b, c = (d.holder(name) for name in "abc")
+        await a.keep.remote("a")
+        normal = b.ask.remote("b")
+        await d.until(lambda s: [q["model"] for q in s["queue"]] == ["b"])
+        urgent = c.ask.remote("c", priority=Priority.URGENT)
+        await d.until(lambda s: [q["model"] for q in s["queue"]] == ["c", "b"])
+        told = {e["model"]: e["priority"] for e in await d.events("ticket_queued")}
+        assert told == {"a": "normal", "b": "normal", "c": "urgent"}
+        await a.let_go.remote("a")
+        assert await asyncio.wait_for(urgent, 30) == 200
+        state = await d.until(lambda s: any((t["idle_s"] or 0) > 2 for t in s["tickets"]))
+        assert [q["model"] for q in state["queue"]] == ["b"]  # c is idle and still urgent
+        assert await c.ask.remote("c") == 200  # it is as urgent as its last request
+        assert await asyncio.wait_for(normal, 30) == 200
+        assert [e["model"] for e in await d.events("ticket_granted")] == ["a", "c", "b"]
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A20")
+async def test_shutdown_waits_for_a_model_in_use() -> None:
+    async with live_arbiter() as d:
+        h = d.holder()
+        await h.keep.remote("a")
+        stopping = asyncio.create_task(asyncio.to_thread(stop_arbiter, 30.0))
+        state = await d.until(lambda s: s["is_closing"])
+        assert [t["state"] for t in state["tickets"]] == ["resident"] and not stopping.done()
+        await h.let_go.remote("a")
+        assert (await stopping)["tickets_cut_off"] == 0
+
+
+@pytest.mark.spec("A20")
+async def test_shutdown_ends_a_model_that_stays_in_use_for_longer_than_it_waits() -> None:
+    async with live_arbiter() as d:
+        await d.holder().keep.remote("a")
+        [(pid, *_)] = (await d.engines()).values()
+        report = await asyncio.to_thread(stop_arbiter, 1.0)
+        assert report["tickets_cut_off"] == 1
+        await gone(pid)
+
+
 @pytest.mark.spec("C12")
 async def test_changed_settings_begin_a_new_epoch_and_keep_resident_models() -> None:
     async with live_arbiter(two()) as d:
@@ -367,7 +444,7 @@ async def test_explain_answers_and_a_recording_replays_to_the_same_decisions(
         why = await call_arbiter("explain", asked)
         (shortage,) = why["shortages"]
         assert shortage["need_bytes"] > shortage["free_bytes"] > 0
-        assert [x["model"] for x in shortage["standings"]] == ["b"]
+        assert [x["model"] for x in shortage["charged_tickets"]] == ["b"]
         (victim,) = (t["ticket"] for t in s["tickets"] if t["model"] == "b")
         await other.let_go.remote("b")
         assert await waiting == 200

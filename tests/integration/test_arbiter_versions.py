@@ -47,9 +47,3 @@ async def test_arbiter_without_holders_is_replaced_by_other_code(
         monkeypatch.setattr(messages, "identity", lambda: "9.9.9/other")
         await start_arbiter(boot.boot(d.table))
         assert await d.arbiter_pid() != pid
-
-
-def test_the_protocol_hash_follows_every_message() -> None:
-    assert messages.protocol_hash() == messages.protocol_hash()
-    names = {k.__name__ for k in messages.messages()}
-    assert {"Requested", "Granted", "Measured", "RevokeOrder", "SpawnSpec"} <= names

@@ -1,5 +1,6 @@
 """Managed from outside, and removal, on a real cluster."""
 
+import json
 import sqlite3
 from pathlib import Path
 
@@ -47,6 +48,24 @@ async def test_configured_floor_loads_its_model_unasked_and_a_table_without_it_l
         await d.books_are_true()
 
 
+@pytest.mark.spec("D1")
+async def test_model_with_the_host_floor_sleeps_when_its_keep_warm_time_is_over() -> None:
+    table = {"chat": capability(a=model(50, floor="host", keep_warm_s=0.5))}
+    async with live_arbiter(table) as d:
+        holder = d.holder()
+        for times in (1, 2):
+            assert await holder.ask.remote("a") == 200
+            state = await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["asleep"])
+            [unload] = (await d.events("model_unload"))[times - 1 :]
+            assert (unload["reason"], unload["to"]) == ("idle", "asleep")
+        assert len(await d.events("model_load")) == len(await d.events("model_wake")) == 1
+        [ticket] = state["tickets"]
+        await call_arbiter("set_floor", "chat", "a", Floor.COLD)
+        await d.until(lambda s: not s["tickets"])
+        assert ticket["ticket"] not in await d.engines()
+        await d.books_are_true()
+
+
 @pytest.mark.spec("D9")
 async def test_removed_model_leaves_the_device_and_later_requests_are_refused() -> None:
     both = {"chat": capability(a=model(50), b=model(50))}
@@ -62,6 +81,33 @@ async def test_removed_model_leaves_the_device_and_later_requests_are_refused() 
         with pytest.raises(UnknownModel):
             await holder.ask.remote("a")
         assert await holder.ask.remote("b") == 200
+
+
+@pytest.mark.spec("D9")
+async def test_model_removed_while_in_use_serves_on_and_then_leaves_with_its_rates() -> None:
+    async with live_arbiter({"chat": capability(a=model(50), b=model(50))}) as d:
+        holder = d.holder()
+        assert await holder.ask.remote("b") == 200
+        await holder.keep.remote("a")
+        file = Path(d.table.arbiter.state_file or "")
+        await eventually(lambda: usage_names(file, "a"))
+        table = d.table.model_dump(mode="json", exclude_defaults=True)
+        del table["capabilities"]["chat"]["models"]["a"]
+        await call_arbiter("configure", boot.configuration(type(d.table).model_validate(table)))
+        [ticket] = [t for t in (await d.state())["tickets"] if t["model"] == "a"]
+        assert ticket["inflight"] == 1 and ticket["ticket"] in await d.engines()
+        assert not await d.events("model_removed")
+        await holder.let_go.remote("a")
+        await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["b"])
+        await eventually(lambda: usage_names(file, "b") and not usage_names(file, "a"))
+        await d.books_are_true()
+
+
+def usage_names(state_file: Path, model: str) -> bool:
+    """Whether rates or transitions of a model are saved; they are every 10 s."""
+    with sqlite3.connect(f"file:{state_file}?mode=ro", uri=True) as db:
+        rows = db.execute("SELECT value FROM session_facts WHERE name = 'usage'").fetchall()
+    return any(json.dumps(model) in row[0].decode() for row in rows)
 
 
 def learned(state_file: Path) -> set[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from arbiter import leases
 from arbiter.client.admin import call_arbiter
-from arbiter.errors import ArbiterUnavailable
+from arbiter.errors import ArbiterUnavailable, HolderQuarantined
 from arbiter.units import GIB, MIB
 from tests.support import nvml
 from tests.support.engine_host import device_bytes
@@ -137,10 +137,32 @@ async def test_a_model_makes_room_on_its_gpu_sleeps_in_ram_and_wakes_where_it_wa
         await d.books_are_true()
 
 
+@pytest.mark.spec("C9")
+async def test_load_goes_to_the_fuller_gpu_and_a_second_replica_to_the_other() -> None:
+    async with gpus(a=100, b=60) as (d, _):
+        first, second = d.holder(), d.holder()
+        assert await first.ask.remote("a") == await first.ask.remote("b") == 200
+        both = await d.until(
+            lambda s: [len(sizes) for sizes in held(s).values()] == [2, 2]  # of a GPU and the host
+        )
+        assert gpu_of(both, "a") == gpu_of(both, "b")  # the best fit
+        assert await second.ask.remote("b") == 200  # there is room beside its like
+        state = await d.until(lambda s: len(s["tickets"]) == 3)
+        gpus_of_b = [
+            device
+            for t in state["tickets"]
+            for device in t["charged_bytes"]
+            if t["model"] == "b" and "gpu:" in device
+        ]
+        assert len(gpus_of_b) == len(set(gpus_of_b)) == 2
+        await d.books_are_true()
+
+
 @pytest.mark.spec("A10", "A19")
 async def test_the_bytes_of_a_dead_engine_are_back_when_nvml_lists_it_no_longer() -> None:
     async with gpus(a=300) as (d, fake):
-        assert await d.holder().ask.remote("a") == 200
+        holder = d.holder()
+        assert await holder.ask.remote("a") == 200
         state = await d.until(lambda s: "gpu:0" in held(s).get("a", {}))
         [[pid]] = (await d.engines()).values()
         fake.gpus[0].compute = {pid: 300 * MIB}  # the driver is slow to see it dead
@@ -153,10 +175,15 @@ async def test_the_bytes_of_a_dead_engine_are_back_when_nvml_lists_it_no_longer(
         state = await d.until(lambda s: by_name(s)["gpu:0"]["measured_bytes"] == 300 * MIB)
         shown = by_name(state)["gpu:0"]  # read after its death
         assert (shown["foreign_bytes"], shown["foreign_processes"]) == (0, [])
+        [told] = await eventually(lambda: d.events("quarantine"))
+        assert told["size_bytes"] == 324 * MIB and told["took_s"] >= 5
+        with pytest.raises(HolderQuarantined):
+            await holder.ask.remote("a")
         fake.gpus[0].compute = {}
         fake.write()
         state = await d.until(lambda s: not s["tickets"])
         assert by_name(state)["gpu:0"]["free_bytes"] == by_name(state)["gpu:0"]["budget_bytes"]
+        assert await holder.ask.remote("a") == 200
         await d.books_are_true()
 
 

@@ -1,5 +1,8 @@
 """The node agent of a real cluster spawns engines of granted tickets, and of no others."""
 
+import os
+import signal
+
 import pytest
 
 from arbiter.errors import TicketNotGranted
@@ -22,7 +25,8 @@ FORGED = TicketId("forged")
 
 async def agent_socket(d: LiveArbiter) -> rpc.Peer:
     handle = await d.agent()
-    return await rpc.connect_to_socket(handle, await handle.door.remote(), ray_internals.own_node())
+    address = await handle.rpc_address.remote()
+    return await rpc.connect_to_socket(handle, address, ray_internals.own_node())
 
 
 async def assert_refused(d: LiveArbiter, ticket: TicketId) -> None:
@@ -49,14 +53,19 @@ async def test_forged_spawn_is_refused_and_a_granted_one_works() -> None:
 
 @pytest.mark.spec("A18")
 async def test_spawn_under_a_grant_of_the_last_epoch_waits_for_its_confirmation() -> None:
-    async with live_arbiter({"chat": capability(a=model(50, load_seconds=1))}) as d:
+    async with live_arbiter({"chat": capability(a=model(50))}) as d:
         h = d.holder()
         await h.pid.remote()
-        before = await d.arbiter_pid()
-        asked = h.ask.remote("a")
-        await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["loading"])
-        kill(before)
-        await gone(before)
+        arbiter, agent = await d.arbiter_pid(), (await d.pids())["agent"]
+        os.kill(agent, signal.SIGSTOP)  # so that its question comes when there is no arbiter
+        try:
+            asked = h.ask.remote("a")
+            await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["loading"])
+            kill(arbiter)
+            await gone(arbiter)
+        finally:
+            os.kill(agent, signal.SIGCONT)
         assert await asked == 200
+        assert (await d.pids())["agent"] == agent
         await assert_refused(d, FORGED)
         await d.books_are_true()

@@ -2,10 +2,11 @@
 
 import pytest
 
-from arbiter.errors import NeverFits
+from arbiter.errors import GrowthRefused, NeverFits
 from arbiter.protocol.messages import Plain
 from arbiter.units import MIB
 from tests.support.live_arbiter import capability, live_arbiter, model
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A14")]
 
@@ -41,4 +42,22 @@ async def test_growing_model_evicts_idle_models_and_gives_its_growth_back() -> N
         with pytest.raises(NeverFits):
             await h.grow.remote("c")
         assert await h.ask.remote("c") == 200  # with what it has
+        await d.books_are_true()
+
+
+async def test_growth_that_would_wait_on_a_holder_that_waits_to_grow_is_refused() -> None:
+    more = {"grow_to": {"kv_cache_memory_bytes": 150 * MIB}, "can_sleep": False}
+    both = {"chat": capability(a=model(100) | more), "other": capability(b=model(100) | more)}
+    async with live_arbiter(both, mib=300) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        assert await chat.ask.remote("a") == 200
+        await other.keep.remote("b")
+        growing = chat.grow.remote("a")
+        await eventually(lambda: d.events("growth_asked"))
+        with pytest.raises(GrowthRefused, match="waits as well"):
+            await other.grow.remote("b")
+        await other.let_go.remote("b")
+        await growing
+        state = await d.until(lambda s: size(of(s, "a"), "measured") >= 250 * MIB)
+        assert [t["model"] for t in state["tickets"]] == ["a"]
         await d.books_are_true()

@@ -49,8 +49,25 @@ async def test_registration_outlives_a_kill_of_the_arbiter_and_a_change_of_the_t
             await call_arbiter("configure", changed(d, vad=capability(c=model(10))))
         assert await d.holder().ask.remote("b") == 200
         await call_arbiter("unregister", "vad")
-        with pytest.raises(UnknownCapability):
+        with pytest.raises(UnknownCapability) as caught:
             await registered_is_known()
+        assert caught.value.known == ("chat",)
+
+
+@pytest.mark.spec("C1", "C12")
+async def test_role_and_a_capability_of_it_reach_a_running_arbiter_with_one_change() -> None:
+    async with live_arbiter({"chat": capability(a=model(20))}) as d:
+        chat = d.holder()
+        assert await chat.ask.remote("a") == 200
+        before = await d.state()
+        table = boot.as_plain(d.table)
+        table["arbiter"] |= {"roles": {"wiki": {"rank": 1, "act": "its pages are missing"}}}
+        table["capabilities"] |= {"pages": capability("wiki", w=model(20))}
+        wanted = boot.configuration(parse_table(table))
+        await call_arbiter("change_settings", wanted, before["generation"])
+        await d.until(lambda s: s["epoch"] > before["epoch"])
+        assert await d.holder("pages").ask.remote("w") == 200
+        assert await d.states() == {"a": "resident", "w": "resident"}
 
 
 @pytest.mark.spec("A17")

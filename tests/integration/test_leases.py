@@ -11,11 +11,12 @@ import pytest
 
 from arbiter import leases
 from arbiter.client.admin import call_arbiter
-from arbiter.errors import DeadlineUnmet, LeaseRefused
+from arbiter.errors import DeadlineUnmet, LeaseRefused, QuotaExceeded
 from arbiter.protocol.messages import lease_ticket
 from arbiter.units import MIB
 from tests.support.engine_host import ROOT
 from tests.support.live_arbiter import LiveArbiter, capability, kill, live_arbiter, model
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A15")]
 WHOLE = {"lease_tenant": "1 GiB"}
@@ -23,14 +24,30 @@ WHOLE = {"lease_tenant": "1 GiB"}
 
 @contextmanager
 def training(mib: int) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "tests.support.trainer", str(mib)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    """A process that holds as much."""
+    with started(mib) as process:
+        await_memory(process)
+        yield process
+
+
+@contextmanager
+def started(mib: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that takes as much when `await_memory` asks it to."""
+    command = [sys.executable, "-m", "tests.support.trainer", str(mib), "later"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe)
     try:
-        assert process.stdout and process.stdout.readline() == b"training\n"
         yield process
     finally:
         process.kill()
         process.communicate()
+
+
+def await_memory(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin and process.stdout
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == b"training\n"
 
 
 def ask(mib: int, **how: Any) -> leases.Lease:
@@ -89,19 +106,35 @@ async def test_the_lease_of_a_job_that_dies_is_reclaiming_within_two_seconds() -
         assert await asyncio.to_thread(lease.ended.wait, 10)
 
 
-@pytest.mark.spec("A10")
+@pytest.mark.spec("A10", "K1")
 async def test_a_process_that_keeps_its_memory_is_waited_for_and_not_killed() -> None:
     async with live_arbiter(**WHOLE) as d:
         lease = ask(250, name="hoarder")
         await asyncio.to_thread(lease.acquire)
-        with training(200) as job:
-            lease.measure(job.pid)
+        with started(200) as job:
+            lease.measure(job.pid)  # what it holds already is none of the lease's
+            await asyncio.to_thread(await_memory, job)
             await d.until(lambda s: held_by_lease(s, 200))
             await asyncio.to_thread(lease.release)
-            state = await d.until(lambda s: s["tickets"][0]["state"] == "reclaiming")
+            [told] = await eventually(lambda: d.events("quarantine"))
+            state = await d.state()
+            [kept] = state["tickets"]
+            assert (kept["ticket"], kept["state"]) == (told["ticket"], "reclaiming")
+            assert told["size_bytes"] >= 200 * MIB and told["took_s"] >= 5
             assert held_by_lease(state, 200) and job.poll() is None
             job.terminate()
             await ended(d)
+
+
+async def test_lease_beyond_the_cap_or_the_longest_term_is_refused_with_the_bound() -> None:
+    async with live_arbiter(lease_tenant="200 MiB", lease_term_most_s=60) as d:
+        with pytest.raises(LeaseRefused, match="at most 60"):
+            await asyncio.to_thread(ask(10, term_s=61.0).acquire)
+        lease = await asyncio.to_thread(ask(150, term_s=2.0, notice_s=0.0).acquire)
+        with pytest.raises(QuotaExceeded, match="200"):
+            await asyncio.to_thread(ask(100, term_s=2.0).acquire)
+        assert (await ended(d))["reason"] == "term"
+        assert await asyncio.to_thread(lease.ended.wait, 10)
 
 
 @pytest.mark.spec("A18")
@@ -124,3 +157,17 @@ async def test_a_lease_survives_the_arbiter_and_is_drained_by_hand() -> None:
         assert lease.reason == "manual" and lease.left_s is not None
         await asyncio.to_thread(lease.release)
         assert (await ended(d))["reason"] == "manual"
+
+
+@pytest.mark.spec("B7")
+async def test_largest_fit_of_a_device_is_what_may_be_granted_there_now() -> None:
+    async with live_arbiter(**WHOLE) as d:
+        [before] = [x for x in (await d.state())["devices"] if x["kind"] == "cpu"]
+        fits_mib = before["largest_fit_bytes"] // MIB
+        assert 0 < fits_mib <= 400
+        lease = await asyncio.to_thread(ask(fits_mib).acquire, 10)
+        [after] = [x for x in (await d.state())["devices"] if x["kind"] == "cpu"]
+        assert after["largest_fit_bytes"] < MIB
+        with pytest.raises(DeadlineUnmet):
+            await asyncio.to_thread(ask(1).acquire, 0.5)
+        await asyncio.to_thread(lease.release)

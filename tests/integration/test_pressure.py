@@ -1,13 +1,18 @@
 """Memory that is said to be short, on a real cluster."""
 
+from typing import Any
+
 import pytest
 
 from arbiter.client.admin import call_arbiter
 from arbiter.core.events import PressurePushed
 from arbiter.core.types import Level
 from arbiter.errors import UnderPressure
+from arbiter.protocol.messages import Plain
 from arbiter.units import Bytes, seconds
+from tests.support import message_counter
 from tests.support.live_arbiter import capability, live_arbiter, model
+from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("C5")]
 
@@ -26,6 +31,8 @@ async def test_pressure_evicts_idle_models_that_are_not_text_and_blocks_other_lo
         critical = PressurePushed(node, Level.CRITICAL, Bytes(0), seconds(5))
         await call_arbiter("push_pressure", critical)
         await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["a"])
+        told = await d.events("memory_pressure")
+        assert {(e["level"], e["source"]) for e in told} == {("critical", "pushed")}
         [unload] = await d.events("model_unload")
         assert (unload["model"], unload["reason"]) == ("b", "pressure")
         with pytest.raises(UnderPressure):
@@ -34,3 +41,47 @@ async def test_pressure_evicts_idle_models_that_are_not_text_and_blocks_other_lo
         await d.until(lambda s: all(x["pressure"] == "nominal" for x in s["devices"]))
         assert await other.ask.remote("c") == 200
         await d.books_are_true()
+
+
+def node_of_idle(state: Plain) -> str:
+    """The only node, once nothing on it is in use; else empty."""
+    is_idle = state["tickets"] and all(t["idle_s"] is not None for t in state["tickets"])
+    return str(state["devices"][0]["node"]) if is_idle else ""
+
+
+@pytest.mark.spec("A6", "A9")
+async def test_model_in_use_declines_pressure_and_the_next_victim_leaves() -> None:
+    """Its holder has begun to use it, and the arbiter has not heard of it yet."""
+    three = {
+        "first": capability("vision", a=model(50)),
+        "second": capability("embedding", b=model(50)),
+    }
+    async with live_arbiter(three) as d:
+        first, second = d.holder("first"), d.holder("second")
+        assert [await first.ask.remote("a"), await second.ask.remote("b")] == [200, 200]
+        node = node_of_idle(await d.until(node_of_idle))
+        await a_heartbeat(first)
+        await first.keep.remote("a")
+        low = PressurePushed(node, Level.LOW, Bytes(0), seconds(60))
+        await call_arbiter("push_pressure", low)
+        await d.until(lambda s: [t["model"] for t in s["tickets"]] == ["a"])
+        [declined] = await d.events("victim_busy")
+        assert (declined["model"], declined["reason"]) == ("a", "pressure")
+        critical = PressurePushed(node, Level.CRITICAL, Bytes(0), seconds(60))
+        await call_arbiter("push_pressure", critical)
+        await eventually(lambda: d.events("pressure_nothing_left"))
+        assert await d.states() == {"a": "resident"}
+        await first.let_go.remote("a")
+        await d.until(lambda s: not s["tickets"])
+        await d.books_are_true()
+
+
+async def a_heartbeat(holder: Any) -> None:
+    """Returns behind one, so that the next is almost a second away."""
+    await message_counter.ask(holder, message_counter.begin)
+
+    async def answered() -> bool:
+        counted = await message_counter.ask(holder, message_counter.counts)
+        return bool(counted.get("renew answered"))
+
+    await eventually(answered)

@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray import serve
 from ray.serve.context import _get_serve_request_context, _serve_request_context
-from ray.serve.schema import LoggingConfig
 
 from deployments import messages
 from deployments.app import ROUTER
@@ -21,13 +20,6 @@ from tests.support.waits import eventually
 pytestmark = [pytest.mark.usefixtures("cluster", "serving"), pytest.mark.spec("G3")]
 PATH = "/v1/chat/completions"
 ROOM = OVERLOAD_COUNT + 2  # of one replica
-
-
-@pytest.fixture(scope="module")
-def serving(cluster: None) -> Iterator[None]:
-    serve.start(proxy_location="Disabled", logging_config=LoggingConfig(enable_access_log=False))
-    yield
-    serve.shutdown()
 
 
 @serve.deployment(

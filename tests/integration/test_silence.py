@@ -3,10 +3,10 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import ray
@@ -19,32 +19,41 @@ from tests.support.waits import eventually
 pytestmark = pytest.mark.usefixtures("cluster")
 # Ten heartbeats; and as much again for a machine on which twenty processes want two cores.
 SILENCE_S, SLACK_S = 10.0, 10.0
+START_S = 60.0  # of a process with Ray, on such a machine
 
 
-@contextmanager
-def driver(model: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process of its own, and the ticket that it holds."""
+class Driver:
+    """A process of its own that holds a model."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    async def answer(self) -> str:
+        """The ticket under which it was served; empty when it has ended."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(START_S):
+            return (await self.process.stdout.readline()).decode().strip()
+
+    async def ask_again(self) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        await self.process.stdin.drain()
+        return await self.answer()
+
+
+@asynccontextmanager
+async def driver(model: str) -> AsyncIterator[tuple[Driver, str]]:
+    """A driver, and the ticket that it holds."""
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-m", "tests.support.model_driver", address, "chat", model]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=PIPE, stdout=PIPE)
     try:
-        yield process, answer_of(process)
+        running = Driver(process)
+        yield running, await running.answer()
     finally:
-        process.kill()
-        process.communicate()
-
-
-def answer_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def ask_again(process: subprocess.Popen[str]) -> str:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-    return answer_of(process)
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
 
 
 async def given_up(d: LiveArbiter, ticket: str, within_s: float) -> None:
@@ -53,18 +62,18 @@ async def given_up(d: LiveArbiter, ticket: str, within_s: float) -> None:
     assert ticket not in await d.engines()
 
 
-@pytest.mark.spec("A5")
+@pytest.mark.spec("A1", "A5")
 async def test_driver_that_hangs_is_dead_after_ten_seconds_and_rejoins_when_it_goes_on() -> None:
     async with live_arbiter() as d:
-        with driver("a") as (process, ticket):
+        async with driver("a") as (running, ticket):
             await d.until(lambda s: ticket in {t["ticket"] for t in s["tickets"]})
-            os.kill(process.pid, signal.SIGSTOP)
+            os.kill(running.process.pid, signal.SIGSTOP)
             await given_up(d, ticket, SILENCE_S + SLACK_S)
             await d.books_are_true()
-            os.kill(process.pid, signal.SIGCONT)
+            os.kill(running.process.pid, signal.SIGCONT)
 
             async def is_served_anew() -> bool:
-                return await asyncio.to_thread(ask_again, process) not in ("", ticket)
+                return await running.ask_again() not in ("", ticket)
 
             await eventually(is_served_anew)
             await d.books_are_true()
@@ -73,8 +82,8 @@ async def test_driver_that_hangs_is_dead_after_ten_seconds_and_rejoins_when_it_g
 @pytest.mark.spec("A5", "A7", "A19")
 async def test_killed_driver_gives_its_ticket_back() -> None:
     async with live_arbiter() as d:
-        with driver("a") as (process, ticket):
-            process.kill()
+        async with driver("a") as (running, ticket):
+            running.process.kill()
             await given_up(d, ticket, SILENCE_S)
             await d.books_are_true()
 

@@ -4,7 +4,9 @@ Each does what its real counterpart does, and each can fail at it. None of them 
 with the arbiter but messages.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from arbiter.core import types
 from arbiter.core.decisions import Grant, LoadModel, Refuse, Revoke, Tier
 from arbiter.units import (
     GIB,
+    SECOND,
     Bytes,
     DeviceId,
     Epoch,
@@ -22,6 +25,7 @@ from arbiter.units import (
     NodeId,
     Span,
     TicketId,
+    host_device,
     seconds,
 )
 
@@ -29,9 +33,18 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 BEAT_S = 1.0
+CONFIRM_S, CONFIRM_AGAIN_S = 10.0, 0.25
 ASK_AGAIN_S = 3.0
 GROWS_S, STAYS_GROWN_S = 10.0, 15.0
 RESIDUE_SHARE = 0.05  # of the device bytes, left while asleep
+
+
+class Spawn(Enum):
+    """How a spawn ended."""
+
+    STARTED = auto()
+    CLOSED = auto()  # its ticket ended meanwhile
+    FAILED = auto()  # no such grant, or neither arbiter nor agent answered
 
 
 @dataclass
@@ -75,12 +88,36 @@ class Agent:
     tombstones: set[TicketId] = field(default_factory=set)
     down_until: Instant = Instant(0)
     last_arrival: Instant = Instant(0)
+    lives_count: int = 0  # a spawn under way ends with the process that began it
 
     @property
     def is_up(self) -> bool:
         return self.world.now >= self.down_until and self.node not in self.world.dead_nodes
 
-    def spawn(self, engine: Engine) -> bool:
+    def spawn(self, engine: Engine, then: Callable[[Spawn], None]) -> None:
+        """Asks the arbiter first (A3), as `Reports.confirm` does; `then` hears how it ended."""
+        began, life = self.world.now, self.lives_count
+
+        def ask() -> None:
+            check = self.world.check_grant(self, engine.ticket)
+            self.world.at(self.world.now + self.world.delay(), lambda: answered(check))
+
+        def answered(check: types.GrantCheck | None) -> None:
+            is_late = self.world.now - began > CONFIRM_S * SECOND
+            if not self.is_up or self.lives_count != life:
+                then(Spawn.FAILED)
+            elif check is types.GrantCheck.GRANTED:
+                then(Spawn.STARTED if self.start(engine) else Spawn.CLOSED)
+            elif check is types.GrantCheck.ENDED or engine.ticket in self.tombstones:
+                then(Spawn.CLOSED)
+            elif check is types.GrantCheck.NOT_GRANTED or is_late:
+                then(Spawn.FAILED)
+            else:  # it settles, or is away
+                self.world.later(CONFIRM_AGAIN_S, ask, exactly=True)
+
+        self.world.at(self.world.now + self.world.delay(), ask)
+
+    def start(self, engine: Engine) -> bool:
         if not self.is_up or engine.ticket in self.tombstones:
             return False
         self.engines[engine.ticket] = engine
@@ -187,6 +224,8 @@ class Holder:
     agent: Agent
     epoch: Epoch | None = None
     alive: bool = True
+    capability: str = "text"
+    is_driver: bool = False
     mute_until: Instant = Instant(0)
     held: dict[TicketId, Held] = field(default_factory=dict)
     asked: dict[TicketId, ev.Requested] = field(default_factory=dict)
@@ -235,8 +274,8 @@ class Holder:
         name = ticket.ticket if ticket else TicketId(f"{self.holder}.{model}.{self.number}")
         need = self.world.needs[model]
         request = ev.Requested(
-            name, self.holder, "text", model, need, need_is_explicit=True, attempt=attempt,
-            priority=priority, client=types.Client(tenant),
+            name, self.holder, self.capability, model, need, need_is_explicit=True,
+            attempt=attempt, priority=priority, client=types.Client(tenant),
         )  # fmt: skip
         self.asked[name] = request
         self.ask(name)
@@ -250,8 +289,8 @@ class Holder:
         self.number += 1
         for name, model in zip(names, models, strict=True):
             self.asked[name] = ev.Requested(
-                name, self.holder, "text", model, self.world.needs[model], need_is_explicit=True,
-                gang=names,
+                name, self.holder, self.capability, model, self.world.needs[model],
+                need_is_explicit=True, gang=names,
             )  # fmt: skip
             self.ask(name)
 
@@ -329,7 +368,10 @@ class Holder:
         """Also its answer to being told that its epoch is over."""
         self.epoch = None
         if self.alive and self.world.now >= self.mute_until:
-            event = ev.Joined(self.holder, self.agent.node, "text", self.account())
+            event = ev.Joined(
+                self.holder, self.agent.node, self.capability, self.account(),
+                is_driver=self.is_driver,
+            )  # fmt: skip
             self.world.from_holder(self, None, event)
 
     def account(self) -> tuple[ev.HeldTicket, ...]:
@@ -385,12 +427,20 @@ class Holder:
         ticket = Held(grant.ticket, request.model, request.need, types.Phase.LOADING, grant.devices)
         ticket.priority, ticket.tenant = request.priority, request.client.tenant
         sizes = {d.device: int(d.size_bytes) for d in grant.devices}
-        engine = Engine(grant.ticket, self.holder, sizes, request.need.host_bytes)
-        if not self.agent.spawn(engine):
-            self.send(ev.LoadBroke(grant.ticket, "no engine process", False))
-            return
-        ticket.engine, self.held[grant.ticket] = engine, ticket
-        if self.world.chance("oom"):
+        ticket.engine = Engine(grant.ticket, self.holder, sizes, request.need.host_bytes)
+        self.held[grant.ticket] = ticket
+        self.agent.spawn(ticket.engine, lambda how: self.spawned(ticket, request, how))
+
+    def spawned(self, ticket: Held, request: ev.Requested, how: Spawn) -> None:
+        assert ticket.engine is not None
+        self.world.told[f"spawn_{how.name.lower()}"] += 1
+        if how is Spawn.STARTED and not self.alive:  # it sees the pipe closed, and exits
+            self.world.later(1, partial(self.agent.end, ticket.engine))
+        elif how is not Spawn.STARTED:
+            self.forget(ticket)
+            if how is Spawn.FAILED:
+                self.send(ev.LoadBroke(ticket.ticket, "no engine process", False))
+        elif self.world.chance("oom"):
             self.world.later(2, lambda: self.broke(ticket, request, True))
         elif self.world.chance("broken"):
             self.world.later(2, lambda: self.broke(ticket, request, False))
@@ -416,7 +466,7 @@ class Holder:
 
     def drop_host_copy(self, ticket: Held) -> None:
         if ticket.engine and ticket.engine.alive and ticket.phase is not types.Phase.ASLEEP:
-            ticket.engine.held.pop(self.world.primary_of(self.agent.node), None)
+            ticket.engine.held.pop(host_device(self.agent.node), None)
 
     def broke(self, ticket: Held, request: ev.Requested, out_of_memory: bool) -> None:
         if not self.alive or ticket.engine is None or ticket.ticket not in self.held:
@@ -486,7 +536,7 @@ class Holder:
             return
         if to is Tier.ASLEEP:
             if not self.world.chance("liar"):
-                host = self.world.primary_of(self.agent.node)
+                host = host_device(self.agent.node)
                 residue = {d: int(b * RESIDUE_SHARE) for d, b in engine.granted.items()}
                 engine.held, engine.extra = {**residue, host: engine.host_bytes}, {}
             ticket.phase = types.Phase.ASLEEP

@@ -1,5 +1,5 @@
 """What happens to the world besides asking: pairs of models, floors, a model removed for a while, a
-resident that grows.
+resident that grows, a capability that Python registers for a while.
 
 Mixed into every run like the faults, so that each rule meets every other in trouble.
 """
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 from arbiter.core import events as ev
 from arbiter.core import types
+from arbiter.units import seconds
 from tests.sim.lease_holders import LeaseHolder
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
 PAIR = ("b", "c")  # a gang of two processes
+EXTRA, EXTRA_MODEL = "extra", "x"  # registered from Python, or unknown
 MOVABLE = "abcdeg"  # neither set by hand nor removed: the pinned one
-REMOVED_S, FLOOR_S = 15.0, 20.0
+REMOVED_S, FLOOR_S, REGISTERED_S = 15.0, 20.0, 30.0
 
 
 class Interventions:
@@ -23,9 +25,10 @@ class Interventions:
         self.world = world
         self.removed: set[str] = set()
         self.floors: dict[str, types.Floor] = {}
+        self.registered: tuple[types.CapabilitySpec, ...] = ()
 
     def schedule(self, count: int, within_s: float) -> None:
-        interventions = [self.pair, self.set_floor, self.remove, self.grow]
+        interventions = [self.pair, self.set_floor, self.remove, self.grow, self.register]
         weights = [self.world.rng.random() for _ in interventions]
         for intervention in self.world.rng.choices(interventions, weights, k=count):
             self.world.later(within_s, intervention)
@@ -33,8 +36,9 @@ class Interventions:
     def pair(self) -> None:
         """Two models that only make sense together."""
         living = [
-            h for h in self.world.holders.values() if h.alive and not isinstance(h, LeaseHolder)
-        ]
+            h for h in self.world.holders.values()
+            if h.alive and h.capability == "text" and not isinstance(h, LeaseHolder)
+        ]  # fmt: skip
         if living:
             self.world.rng.choice(living).want_together(PAIR)
 
@@ -79,8 +83,31 @@ class Interventions:
         if self.world.arbiter is not None:
             self.world.feed(self.world.table())
 
-    def after_restart(self) -> None:
-        """What the shell keeps on disk."""
+    def register(self) -> None:
+        """Python registers a capability, sometimes with a floor, and removes it later."""
+        if self.world.arbiter is None:
+            return  # it would be told that the arbiter is away
+        if not self.registered:
+            floor = self.world.rng.choice([types.Floor.COLD, types.Floor.DEVICE])
+            model = types.ModelSpec(EXTRA_MODEL, seconds(20), floor=floor)
+            self.registered = (types.CapabilitySpec(EXTRA, "vad", "fake", (model,), seconds(60)),)
+            self.world.later(REGISTERED_S, self.unregister)
+        self.restore_registered()  # a second time it is repeated
+
+    def unregister(self) -> None:
+        if self.world.arbiter is None:
+            self.world.later(1.0, self.unregister)
+            return
+        self.registered = ()
+        self.world.feed(ev.CapabilityUnregistered(EXTRA))
+
+    # -- what the shell keeps on disk ------------------------------------------------------------
+
+    def restore_registered(self) -> None:
+        for spec in self.registered:
+            self.world.feed(ev.CapabilityRegistered(spec))
+
+    def restore_floors(self) -> None:
         assert self.world.arbiter is not None
         rows = [["text", model, floor.value] for model, floor in sorted(self.floors.items())]
         self.world.arbiter.restore_floors(rows)

@@ -70,7 +70,7 @@ class LeaseHolder(Holder):
         need = types.Need(Bytes(self.size_bytes))
         held = Held(grant.ticket, "job", need, types.Phase.RESIDENT, grant.devices, engine=engine)
         self.held[grant.ticket] = held
-        if not self.agent.spawn(engine):
+        if not self.agent.start(engine):
             return self.finish()
         self.world.later(LONGEST_S, self.finish)
 

@@ -17,6 +17,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import (
+    EventKind,
     Grant,
     KillEngine,
     LoadModel,
@@ -36,12 +37,13 @@ from arbiter.units import (
     HolderId,
     Instant,
     NodeId,
+    TicketId,
     host_device,
     seconds,
 )
 from policies import bundle
 from tests.sim.actors import Agent, Caller, Holder
-from tests.sim.interventions import Interventions
+from tests.sim.interventions import EXTRA, EXTRA_MODEL, Interventions
 from tests.sim.lease_holders import LeaseHolder, size_of
 
 # The real times, except that a barrier and a hanging load are shorter: less virtual time a seed.
@@ -80,6 +82,7 @@ class World:
         self.told: Counter[str] = Counter()
         self.dead_nodes: set[NodeId] = set()
         self.known: set[HolderId] = set()  # what the shell keeps on disk
+        self.kept: tuple[Callable[[Arbiter], None], ...] = ()  # as well
         self.epoch = Epoch(0)
         self.arbiter: Arbiter | None = None
         self.armed: Instant | None = None
@@ -87,7 +90,7 @@ class World:
         self.names = itertools.count()
         self.role = self.rng.choice(["text", "embedding"])  # pressure spares the one
         sleeps = self.rng.random() < 0.7
-        self.needs = {m: self._need(sleeps) for m in MODELS}
+        self.needs = {m: self._need(sleeps) for m in (*MODELS, EXTRA_MODEL)}
         self.needs[PINNED] = types.Need(Bytes(3 * GIB))  # leaves room for each of the others
         self.needs[OVERSIZE] = types.Need(Bytes(90 * GIB))  # more than any device has
         self.interventions = Interventions(self)
@@ -120,6 +123,8 @@ class World:
 
     def new_holder(self, agent: Agent) -> None:
         holder = Holder(self, HolderId(f"h{next(self.names)}"), agent)
+        holder.is_driver = self.rng.random() < 0.25
+        holder.capability = EXTRA if self.rng.random() < 0.25 else "text"
         self.holders[holder.holder] = holder
         self.later(1.0, holder.beat)
 
@@ -137,9 +142,6 @@ class World:
         )
         self.holders[job.holder] = job
         self.later(1.0, job.beat)
-
-    def primary_of(self, node: NodeId) -> DeviceId:
-        return host_device(node)
 
     def table(self) -> ev.CapabilitiesSet:
         specs = tuple(
@@ -193,6 +195,16 @@ class World:
                     f" at {self.now / SECOND} s"
                 )
 
+    def note(self, told: LogEvent) -> None:
+        """What is forgotten must be in no table, nor registered from Python."""
+        self.told[told.kind] += 1
+        if told.kind is not EventKind.MODEL_REMOVED:
+            return
+        specs = (*self.table().capabilities, *self.interventions.registered)
+        known = {(spec.name, model.name) for spec in specs for model in spec.models}
+        name = (told.data["capability"], told.data["model"])
+        assert name not in known, f"{name} is forgotten, but it is known at {self.now / SECOND} s"
+
     # -- the wire ------------------------------------------------------------------------------
 
     def from_holder(self, holder: Holder, epoch: Epoch | None, event: ev.Event) -> None:
@@ -209,7 +221,7 @@ class World:
                 self.known.add(holder.holder)
                 holder.epoch = self.epoch
                 self.feed(event)
-        elif epoch != self.epoch or holder.holder not in self.arbiter._state.holders:
+        elif epoch != self.epoch or not self.arbiter.has_joined(holder.holder):
             if epoch is not None and holder.epoch == epoch:
                 holder.join()  # the shell answers StaleEpoch
         else:
@@ -236,10 +248,16 @@ class World:
                     self.to_agent(node, methodcaller("reap", ticket))
                 case RequestReading(node):
                     self.to_agent(node, methodcaller("read"))
-                case LogEvent(kind):
-                    self.told[kind] += 1
+                case LogEvent():
+                    self.note(decision)
                 case SetTimer(at):
                     self.arm(at)
+
+    def check_grant(self, agent: Agent, ticket: TicketId) -> types.GrantCheck | None:
+        """None: the arbiter is away, or the question or its answer was lost."""
+        if self.arbiter is None or self.chance("lose") or not agent.is_up:
+            return None
+        return self.arbiter.check_grant(ticket, agent.node)
 
     def to_holder(self, name: HolderId, decision: Grant | Refuse | Revoke | LoadModel) -> None:
         holder, epoch = self.holders[name], self.epoch
@@ -258,7 +276,7 @@ class World:
             self.at(self.now + self.delay(), lambda: act(self.agents[node]))
 
     def arm(self, at: Instant) -> None:
-        """One timer, as in the shell: the newest WakeAt replaces the older."""
+        """One timer, as in the shell: the newest SetTimer replaces the older."""
         self.armed, arbiter = at, self.arbiter
 
         def fire_timer() -> None:
@@ -270,16 +288,32 @@ class World:
     # -- faults --------------------------------------------------------------------------------
 
     def restart_arbiter(self) -> None:
-        """It dies with its books; what it keeps on disk is the epoch and whom it knew."""
+        """It dies with its books; what it keeps on disk is the epoch, whom it knew, what it
+        learned, and what people set."""
         self.epoch = Epoch(self.epoch + 1)
         policies = bundle(self.settings)
         known = frozenset(self.known)
-        self.arbiter = Arbiter(self.settings, policies, self.epoch, known, self.now)
-        self.interventions.after_restart()
+        self.arbiter = arbiter = Arbiter(self.settings, policies, self.epoch, known, self.now)
+        for restore in self.kept:
+            restore(arbiter)
+        self.interventions.restore_floors()
         self.feed(self.table())
+        self.interventions.restore_registered()
+
+    def keep(self, arbiter: Arbiter) -> None:
+        """Writes to disk what the next arbiter begins with."""
+        learned, accounts = arbiter.export_learned(), arbiter.export_accounts()
+        usage = arbiter.export_usage()
+        self.kept = (
+            methodcaller("restore_learned", learned),
+            methodcaller("restore_accounts", accounts),
+            methodcaller("restore_usage", usage),
+        )
 
     def kill_arbiter(self) -> None:
         self.kills["arbiter"] += 1
+        if self.arbiter is not None:
+            self.keep(self.arbiter)
         self.arbiter = None
         self.later(3.0, self.restart_arbiter)
 
@@ -311,6 +345,7 @@ class World:
         self.kills["agent"] += 1
         agent = self.rng.choice(list(self.agents.values()))
         agent.down_until = Instant(self.now + int(self.rng.uniform(0.5, 12) * SECOND))
+        agent.lives_count += 1
         agent.epoch = None
 
     def mute_holder(self) -> None:
@@ -335,6 +370,7 @@ class World:
             holder.alive = False
         agent.engines.clear()
         agent.epoch = None
+        agent.lives_count += 1
         self.later(2.0, lambda: self.announce_node(agent))
 
     def announce_node(self, agent: Agent) -> None:
@@ -368,7 +404,9 @@ class World:
         ]:
             priority = self.rng.choice(list(types.Priority))
             tenant = self.rng.choice(["default", *(terms.tenant for terms in TENANTS)])
-            self.rng.choice(living).call(Caller(self.rng.choice(MODELS), priority, tenant))
+            holder = self.rng.choice(living)
+            model = EXTRA_MODEL if holder.capability == EXTRA else self.rng.choice(MODELS)
+            holder.call(Caller(model, priority, tenant))
 
     def stop_faults(self) -> None:
         """Nothing breaks any more, and people free by hand what never came back."""

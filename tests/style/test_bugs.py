@@ -1,12 +1,14 @@
 """Planted bugs fit the code as it is, and go on fitting while it is renamed and laid out anew."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.bugs import Bug
-from tests.bugs.planting import BUGS, DoesNotApply, mutated
+from tests.bugs.planting import BUGS, DoesNotApply, mutated, scope_of
 
 ROOT = Path(__file__).parents[2]
 CODE = """\
@@ -29,8 +31,21 @@ def bug(old: str, new: str, where: str = "first") -> Bug:
 
 @pytest.mark.parametrize("planted", BUGS, ids=lambda b: b.name)
 def test_planted_bug_fits_once(planted: Bug) -> None:
+    text = (ROOT / planted.path).read_text()
     assert ast.dump(ast.parse(planted.old)) != ast.dump(ast.parse(planted.new))
-    compile(mutated(planted, (ROOT / planted.path).read_text()), planted.path, "exec")
+    compile(mutated(planted, text), planted.path, "exec")
+    is_whole_file = isinstance(scope_of(ast.parse(text), planted.where), ast.Module)
+    assert is_whole_file == (not planted.where), f"{planted.path} has no {planted.where}"
+
+
+def test_planted_bugs_name_nothing_that_does_not_exist(tmp_path: Path) -> None:
+    """Such a bug is a NameError, which any test finds."""
+    for planted in BUGS:
+        name = f"{planted.name.replace(' ', '_').replace('/', '_')}.py"
+        (tmp_path / name).write_text(mutated(planted, (ROOT / planted.path).read_text()))
+    ruff = (sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821")
+    found = subprocess.run((*ruff, str(tmp_path)), capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
 
 
 def test_names_of_planted_bugs_differ() -> None:
@@ -74,3 +89,13 @@ def test_rename_or_new_layout_leaves_a_planted_bug_in_place(words: tuple[str, st
 def test_planted_bug_that_fits_twice_or_nowhere_is_refused(old: str, where: str) -> None:
     with pytest.raises(DoesNotApply):
         mutated(bug(old, "False", where), CODE)
+
+
+def test_statement_beside_a_changed_one_is_no_rename_of_it() -> None:
+    code = """\
+def first(state, entry):
+    state.failures.pop(entry.name, None)
+    state.evicted.pop((entry.holder, entry.name), None)
+"""
+    with pytest.raises(DoesNotApply):
+        mutated(bug("state.failures.pop((entry.capability, entry.name), None)", ""), code)

@@ -151,8 +151,10 @@ class CoreDriver(CoreQueries):
         )
         return self.at(t, ev.Measured(NodeId(node), devices, engines, self.stalls))
 
-    def join(self, t: float, holder: str, *held: ev.HeldTicket, node: str = "n") -> list[Decision]:
-        return self.at(t, ev.Joined(HolderId(holder), NodeId(node), "text", held))
+    def join(
+        self, t: float, holder: str, *held: ev.HeldTicket, node: str = "n", capability: str = "text"
+    ) -> list[Decision]:
+        return self.at(t, ev.Joined(HolderId(holder), NodeId(node), capability, held))
 
     def ask(
         self, t: float, name: str, size: float, *, holder: str = "h", model: str = "",

@@ -5,7 +5,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from arbiter.client.holder import HolderClient
-from arbiter.client.session import Session
 from arbiter.protocol.rpc import RayPeer
 from arbiter.units import Epoch, HolderId
 
@@ -29,9 +28,16 @@ async def never(*_: object) -> None:
     await asyncio.Event().wait()
 
 
-def joined_client(arbiter: FakeArbiter, session_type: type[Session] = Session) -> HolderClient:
-    """A client in the middle of an epoch, whose own joining is over."""
-    client = HolderClient("chat", HolderId("h"), lambda: (), lambda command: None, session_type)
+def joined_client(arbiter: FakeArbiter) -> HolderClient:
+    """A client in the middle of an epoch, whose own joining is over: it never joins again."""
+    client = HolderClient("chat", HolderId("h"), lambda: (), lambda command: None)
+    client.session._tasks[0].cancel()
     client.session.arbiter, client.session.epoch = RayPeer(arbiter), Epoch(5)
     client.session.joined.set()
     return client
+
+
+async def let_go(client: HolderClient) -> None:
+    """Without the last words that nobody here would hear."""
+    client.session.epoch = None
+    await client.close()

@@ -3,7 +3,9 @@
 It holds real, touched, private bytes, so the kernel measures it. In `engine_args`: bytes and
 kv_cache_memory_bytes, load_seconds, fail (memory, error, hang), chunks and chunk_seconds of a
 streamed answer, stays (ends neither with its lifeline nor on SIGTERM, and says so), litter (leaves
-a temporary file), forget (its probe changes after a wake), sick (its health).
+a temporary file), forget (its probe changes after a wake), sick (its health), told (a file that
+says how this load fails; empty: it does not), gate (a file for which a load waits at its end, and
+says so by a file beside it).
 """
 
 import asyncio
@@ -12,6 +14,7 @@ import mmap
 import os
 import signal
 import tempfile
+from pathlib import Path
 
 from deployments.engines import linux
 from deployments.engines.asgi import respond
@@ -33,7 +36,10 @@ class FakeEngine:
         if self.args.get("litter"):
             os.close(tempfile.mkstemp()[0])
         await asyncio.sleep(float(self.args.get("load_seconds", 0)))
-        fail = self.args.get("fail")
+        if gate := self.args.get("gate"):
+            await _pass(Path(gate))
+        told = self.args.get("told")
+        fail = Path(told).read_text() if told else self.args.get("fail")
         if fail == "hang":
             await asyncio.Event().wait()
         if fail:
@@ -81,6 +87,12 @@ class FakeEngine:
         choice = {"index": 0, part: {"role": "assistant", "content": "x " * words}}
         kind = "chat.completion" + ".chunk" * (part == "delta")
         return {"id": "fake", "object": kind, "created": 0, "model": self.name, "choices": [choice]}
+
+
+async def _pass(gate: Path) -> None:
+    gate.with_suffix(".reached").touch()
+    while not gate.exists():
+        await asyncio.sleep(0.01)
 
 
 def _stay(status: int) -> None:

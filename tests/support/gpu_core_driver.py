@@ -10,7 +10,7 @@ GPU, OTHER = DeviceId("n/gpu:0"), DeviceId("n/gpu:1")
 UUIDS = {GPU: "GPU-aaaa", OTHER: "GPU-bbbb"}
 
 
-class GpuDesk(CoreDriver):
+class GpuCoreDriver(CoreDriver):
     """`device` is what each GPU has."""
 
     def __init__(self, *args: object, **how: object) -> None:

@@ -1,6 +1,7 @@
 """The processes of a running graph, and whether its books are true."""
 
 import os
+from pathlib import Path
 
 from tests.graph.conftest import Graph, command_of, name_of, pids
 from tests.support.engine_host import device_bytes
@@ -40,3 +41,14 @@ def books_are_true(graph: Graph) -> bool:
     close = abs(cpu["measured_bytes"] - kernel_bytes) <= 0.05 * kernel_bytes  # B1
     is_charged = cpu["charged_bytes"] >= cpu["measured_bytes"]
     return bool(close and is_charged and cpu["free_bytes"] >= 0)
+
+
+def log_of(graph: Graph, replica: str) -> Path | None:
+    """The file that Serve gave a replica, as the kernel knows it."""
+    for pid in graph.workers():
+        if f"ServeReplica:{replica}:" not in command_of(pid):
+            continue
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            if f"/logs/serve/replica_{replica}" in (file := os.readlink(fd)):
+                return Path(file)
+    return None

@@ -17,11 +17,11 @@ import ray
 
 from arbiter.client.admin import call_arbiter, find_arbiter, start_arbiter, stop_arbiter, subscribe
 from arbiter.core.decisions import Reason
-from arbiter.core.types import ANYBODY, Client
+from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import ArbiterUnavailable, RequestError
 from arbiter.node.procfs import process, processes
 from arbiter.protocol import messages, ray_internals
-from arbiter.units import MIB
+from arbiter.units import MIB, TicketId
 from deployments.config import boot
 from deployments.config.schema import parse_table
 from deployments.replica import resize, unloading
@@ -46,6 +46,11 @@ def capability(role: str = "text", **models: Any) -> dict[str, Any]:
     return {"role": role, "engine": ENGINE, "models": models}
 
 
+def two(**engine_args: Any) -> dict[str, Any]:
+    """Two models of which only one fits."""
+    return {"chat": capability(a=model(200, **engine_args)), "other": capability(b=model(200))}
+
+
 @ray.remote(num_cpus=0, max_concurrency=1_000)
 class Holder:
     """A process with a Residency, as a Serve replica has one, without Serve around it."""
@@ -59,10 +64,15 @@ class Holder:
         return os.getpid()
 
     async def ask(
-        self, name: str, deadline_s: float | None = None, client: Client = ANYBODY
+        self,
+        name: str,
+        deadline_s: float | None = None,
+        client: Client = ANYBODY,
+        priority: Priority = Priority.NORMAL,
     ) -> int:
         """HTTP status of one call."""
-        async with self.residency.use(name, deadline_s=deadline_s, client=client) as engine:
+        how = {"deadline_s": deadline_s, "client": client, "priority": priority}
+        async with self.residency.use(name, **how) as engine:  # type: ignore[arg-type]
             parts = [p async for p in engine.stream("POST", "/v1/chat/completions", {}, b"{}")]
         return int(parts[0].status)  # type: ignore[union-attr]  # the head comes first
 
@@ -201,6 +211,15 @@ class LiveArbiter:
     async def arbiter_pid(self) -> int:
         pid: int = await call_arbiter("pid")
         return pid
+
+    async def unload(self, name: str) -> None:
+        """Has an idle model leave, and waits until it has."""
+        state = await self.until(lambda s: any(
+            t["model"] == name and t["idle_s"] is not None for t in s["tickets"]
+        ))  # fmt: skip
+        [ticket] = [t for t in state["tickets"] if t["model"] == name]
+        await call_arbiter("unload", TicketId(ticket["ticket"]))
+        await self.until(lambda s: not any(t["model"] == name for t in s["tickets"]))
 
     async def books_are_true(self) -> None:
         """Every engine process belongs to exactly one ticket on the books, nothing runs that is

@@ -14,6 +14,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason, Tier
 from arbiter.core.settings import Timeouts
+from arbiter.errors import ArbiterUnavailable
 from arbiter.protocol import messages
 from arbiter.units import Bytes, DeviceId, Epoch, HolderId, Span, TicketId, seconds
 from deployments.replica.residency import Residency
@@ -63,7 +64,10 @@ class ScriptedClient:
         self.answers: dict[str, asyncio.Future[Exception | None]] = {}
         self.runs = RequestLog()
 
-    async def joined(self) -> None: ...
+    async def joined(self, within_s: float = 0.0) -> None:
+        if self.unreachable_s:
+            raise ArbiterUnavailable(self.unreachable_s)
+
     async def flush(self, within_s: float) -> None: ...
     async def close(self) -> None: ...
 
@@ -129,7 +133,7 @@ async def holder(loaded: bool = True) -> AsyncIterator[tuple[Any, ScriptedClient
 
 def revoke(residency: Any, reason: Reason, to: Tier = Tier.GONE, barrier_s: float = 5) -> None:
     ticket = residency.models["a"].ticket
-    residency._obey(messages.RevokeOrder(ticket, reason, to, seconds(barrier_s)))
+    residency._obey(messages.RevokeCommand(ticket, reason, to, seconds(barrier_s)))
 
 
 async def until(condition: Any) -> None:

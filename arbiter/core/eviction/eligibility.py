@@ -80,7 +80,7 @@ def obstacle_text(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Prio
         case Obstacle.UNLAWFUL:
             return _why_never(state, entry)
         case Obstacle.RESERVED:
-            return f"it is of what is reserved for {entry.client.tenant}"
+            return f"it lies within the reserve of {entry.client.tenant}"
         case Obstacle.AHEAD:
             return "it waits in the queue itself, before the asker"
         case Obstacle.URGENT:
@@ -88,7 +88,7 @@ def obstacle_text(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Prio
             return f"it is more urgent ({its_own} before {urgent.name.lower()})"
         case Obstacle.LATELY:
             left_s = in_seconds(since(state.now, min_residency_ends(state, entry)))
-            return f"it came lately, and stays {left_s:.1f} s yet for what its load took"
+            return f"protected for another {left_s:.1f} s (minimum residency)"
     return None
 
 
@@ -97,7 +97,11 @@ def _why_never(state: CoreState, entry: Ticket) -> str:
         return "it is pinned"
     if state.now < entry.declined_until:
         left_s = in_seconds(since(state.now, entry.declined_until))
-        return f"it was busy when asked, and is left alone for {left_s:.1f} s"
+        return f"declined a revoke; not asked again for {left_s:.1f} s"
+    if entry.lease and not entry.lease.terms.preemptible:
+        return "its lease may not be interrupted"
+    if entry.state is State.ASLEEP:
+        return "its floor is host"
     return f"it is {entry.state.value}"
 
 
@@ -112,7 +116,8 @@ def min_residency_ends(state: CoreState, entry: Ticket) -> Instant:
     bounds (C4). A prefetched ticket has none."""
     if entry.state is not State.RESIDENT or entry.is_prefetch:
         return entry.since
-    settings, load = state.settings, entry.load
+    settings = state.settings
+    load = entry.load
     assert load is not None  # not by `last_load`: asked of each candidate
     in_loads = Span(int(load.took * settings.min_residency_loads))
     at_least = max(settings.min_residency, min(in_loads, settings.min_residency_most))

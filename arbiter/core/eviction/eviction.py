@@ -9,7 +9,7 @@ from dataclasses import replace
 from arbiter.core.decisions import EventKind, Reason, Revoke, Tier
 from arbiter.core.eviction.eligibility import find_obstacle, may_leave, may_swap
 from arbiter.core.eviction.ranking import ranked_victims, victims_no_more_urgent
-from arbiter.core.eviction.sleep import _start_doubt, grant_with_host_copy
+from arbiter.core.eviction.sleep import await_confirmation, grant_with_host_copy
 from arbiter.core.records.eviction_history import EvictionRecord
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
@@ -123,7 +123,8 @@ def _weigh(
     """Returns the lawful options, and the cheapest set of them that suffices, or none. In a long
     order the search stops soon behind those that suffice."""
     options: list[PricedVictim] = []
-    missing, spare_count = int(short), EXACT_COUNT
+    missing = int(short)
+    spare_count = EXACT_COUNT
     spare = quotas.ReserveSlack(state, book, waiting.client.tenant)
     for option in victims_no_more_urgent(state, book, urgent):
         if missing <= 0 and (spare_count == 0 or option.rank != options[-1].rank):
@@ -216,7 +217,8 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | No
 
 def send_revoke(state: CoreState, entry: Ticket) -> None:
     """Sends, perhaps once more, what the holder of a draining ticket is asked."""
-    asked, reason = entry.revocation, entry.leaving or Reason.SWAP
+    asked = entry.revocation
+    reason = entry.leaving or Reason.SWAP
     assert asked is not None
     state.decide(Revoke(entry.ticket, entry.holder, reason, asked.to, asked.barrier_until))
 
@@ -240,14 +242,15 @@ def victim_declined(state: CoreState, entry: Ticket, kind: EventKind, inflight: 
 def on_draining_timer(state: CoreState, entry: Ticket) -> None:
     """Runs the time rules of DRAINING: a victim whose holder does not answer, unload or sleep in
     time is killed."""
-    terms, asked = state.settings.timeouts, entry.revocation
+    timeouts = state.settings.timeouts
+    asked = entry.revocation
     assert asked is not None
     if asked.sleep is not None:
-        _start_doubt(state, entry, after(asked.sleep.at, terms.reclaim_overdue))
+        await_confirmation(state, entry, after(asked.sleep.at, timeouts.reclaim_overdue))
         return
-    answer_by = after(asked.barrier_until, terms.answer)
+    answer_by = after(asked.barrier_until, timeouts.answer)
     if asked.unloading_since is not None:
-        unload_by = after(asked.unloading_since, terms.unload)
+        unload_by = after(asked.unloading_since, timeouts.unload)
         if state.now >= unload_by:  # it holds bytes with nothing in flight
             state.log(EventKind.UNLOAD_OVERDUE, entry, took=since(entry.since, state.now))
             kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
@@ -263,4 +266,6 @@ def on_draining_timer(state: CoreState, entry: Ticket) -> None:
         state.log(EventKind.REVOKE_UNANSWERED, entry, took=since(entry.since, state.now))
         kill_and_notify(state, entry, entry.leaving or Reason.SWAP)
         return
-    state.set_timer(entry, answer_by if state.now < answer_by else after(state.now, terms.answer))
+    state.set_timer(
+        entry, answer_by if state.now < answer_by else after(state.now, timeouts.answer)
+    )

@@ -34,10 +34,8 @@ def on_reading(state: CoreState, node: Node, stalled_fraction: float) -> None:
         stalls = stalled_fraction if is_ram else 0.0
         gauge = MemoryReading(book.kind, reading.free_bytes, book.total_bytes, reserve, stalls)
         pressure_state = _state_of(state, device)
-        pressure_state.measured, pressure_state.free_bytes = (
-            state.policies.pressure(gauge),
-            reading.free_bytes,
-        )
+        pressure_state.measured = state.policies.pressure(gauge)
+        pressure_state.free_bytes = reading.free_bytes
         _update_level(state, book, "measured")
 
 
@@ -48,10 +46,8 @@ def on_pushed(state: CoreState, event: ev.PressurePushed) -> None:
         state.stale_count += 1
     for book in found:
         pressure_state = _state_of(state, book.device)
-        pressure_state.pushed, pressure_state.pushed_until = (
-            event.level,
-            after(state.now, event.term),
-        )
+        pressure_state.pushed = event.level
+        pressure_state.pushed_until = after(state.now, event.term)
         if event.free_bytes is not None:
             pressure_state.free_bytes = event.free_bytes
         state.timers.set(("pressure", book.device), pressure_state.pushed_until)
@@ -80,7 +76,8 @@ def is_nominal(state: CoreState, node: NodeId) -> bool:
 def _update_level(state: CoreState, book: DeviceAccount, source: str) -> None:
     """Logs a change of level, and acts when the level rises; later ticks act again."""
     pressure_state = _state_of(state, book.device)
-    before, pressure_state.level = pressure_state.level, worst(state, pressure_state)
+    before = pressure_state.level
+    pressure_state.level = worst(state, pressure_state)
     if pressure_state.level is before:
         return
     pressure_state.nothing_left = False
@@ -109,10 +106,8 @@ def worst(state: CoreState, pressure_state: PressureState) -> Level:
 
 def on_timer(state: CoreState, name: str) -> None:
     """Runs the tick of a device under pressure, and ends a pushed level."""
-    book, pressure_state = (
-        state.ledger.books.get(DeviceId(name)),
-        state.pressure.get(DeviceId(name)),
-    )
+    book = state.ledger.books.get(DeviceId(name))
+    pressure_state = state.pressure.get(DeviceId(name))
     if book is None or pressure_state is None:
         state.pressure.pop(DeviceId(name), None)  # it left with its node
         return
@@ -174,7 +169,8 @@ def is_spared(state: CoreState, entry: Ticket) -> bool:
 def evict_next(state: CoreState, busy: Ticket) -> None:
     """Takes another ticket at once in place of a victim that was in use after all."""
     for device in sorted(busy.devices):
-        book, pressure_state = state.ledger.books.get(device), state.pressure.get(device)
+        book = state.ledger.books.get(device)
+        pressure_state = state.pressure.get(device)
         if book and pressure_state and pressure_state.level is not Level.NOMINAL:
             _relieve(state, book, pressure_state)
 

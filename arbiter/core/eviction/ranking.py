@@ -24,7 +24,7 @@ SWEPT_COUNT = 4  # priced again with a sweep, 6 us each
 # Until then rates drift by less than a thousandth: a look soon after another is free.
 SWEPT_EVERY = SECOND
 # No price is older. Rates fade by a hundredth meanwhile; what the coming hours usually bring
-# (hours.Hours) jumps at the full hour, and an order may be as old as this then.
+# (usage_rates.HourlyUsage) jumps at the full hour, and an order may be as old as this then.
 PRICED_FOR = Span(60 * SECOND)
 
 
@@ -127,6 +127,7 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
     name = entry.model_name
     lasting = state.lasting_rates
     lasting_count = lasting.recent(name, state.now)
+    role = state.policies.roles.get(entry.role)
     price = state.policies.evict(
         Candidate(
             entry.ticket,
@@ -143,12 +144,11 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
             lasting_count=lasting_count,
             usual_count=state.hours.ahead(name, state.now, lasting_count * AHEAD / lasting.window),
             next_use=state.foresight(name, state.now) if state.foresight else None,
+            evict_cost_s=role.evict_cost_s if role else 0.0,
         )
     )
     rank = (entry.ticket in state.queue, entry.inflight > 0, -urgent, *price.rank)
-    role = state.policies.roles.get(entry.role)
-    cost_s = price.cost_s + role.evict_cost_s if role else price.cost_s
-    return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST, cost_s))
+    return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST, price.cost_s))
 
 
 def _reload_span(state: CoreState, entry: Ticket) -> Span:
@@ -173,8 +173,8 @@ def effective_priority(state: CoreState, entry: Ticket) -> Priority:
 
 
 def priority_fades_at(state: CoreState, entry: Ticket) -> Instant | None:
-    """Returns when a ticket begins to count as batch; None while it is in use. Kept warm for ever
-    does not mean urgent for ever: it would never make room for anything."""
+    """Returns when a ticket begins to count as batch; None while it is in use. A model with
+    unlimited keep-warm still falls to BATCH after `carry_most`, or it could never be evicted."""
     if entry.inflight > 0:
         return None
     most = state.settings.carry_most

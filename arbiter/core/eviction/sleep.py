@@ -59,6 +59,7 @@ def confirm_sleep(state: CoreState, entry: Ticket) -> None:
     state.move(entry, State.ASLEEP, granted=host_reservation)
     if entry.revoked_at is not None:
         state.estimates.left(entry.capability, since(entry.revoked_at, state.now))
+        entry.forget_revoked()  # this leave is over; an end after the next wake is no part of it
     entry.end_revocation()
     entry.note_inflight(0)
     entry.settle_when_idle(entry.settles and state.floor_of(entry.model_name) is not Floor.HOST)
@@ -78,7 +79,7 @@ def doubt_asleep(state: CoreState, entry: Ticket) -> None:
         _end_failed_sleep(state, entry, Reason.FAILED)
 
 
-def _start_doubt(state: CoreState, entry: Ticket, believe_by: Instant) -> None:
+def await_confirmation(state: CoreState, entry: Ticket, believe_by: Instant) -> None:
     """Waits for the reading that confirms a sleep, and ends the ticket when none does in time."""
     if state.now < believe_by:
         state.set_timer(entry, believe_by)

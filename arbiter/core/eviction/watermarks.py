@@ -29,7 +29,8 @@ from arbiter.core.types import DeviceKind
 def enforce(state: CoreState, node: Node) -> None:
     """Enforces the watermarks of a node's devices, after everything that could be granted there
     was."""
-    on_host, on_device = state.settings.host_marks, state.settings.device_marks
+    on_host = state.settings.host_marks
+    on_device = state.settings.device_marks
     for device, spec in node.devices.items():
         if spec.kind is DeviceKind.HOST:
             _keep_host(state, state.ledger.books[device], on_host)

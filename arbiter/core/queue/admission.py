@@ -15,6 +15,7 @@ from arbiter.core.tickets.loads import retried
 from arbiter.core.tickets.reclaim import kept_bytes
 from arbiter.core.types import ModelName
 from arbiter.errors import (
+    NEVER_JOINED,
     ArbiterClosing,
     DeadlineUnmet,
     HolderQuarantined,
@@ -26,10 +27,7 @@ from arbiter.errors import (
     UnknownCapability,
     UnknownModel,
 )
-from arbiter.units import Epoch, after, in_seconds, since
-
-NEVER_JOINED = Epoch(0)
-
+from arbiter.units import after, in_seconds, since
 
 # -- asking ---------------------------------------------------------------------------------------
 
@@ -167,7 +165,8 @@ def _cooling_down(
 
 
 def _queue_full(state: CoreState, name: ModelName) -> QueueFull | None:
-    per_model, total = state.settings.queue_per_model_count, state.settings.queue_total_count
+    per_model = state.settings.queue_per_model_count
+    total = state.settings.queue_total_count
     if (count := state.queue.count(name)) >= per_model:
         return QueueFull(name.model, count, per_model, retry_after_s(state, name))
     if (count := len(state.queue)) >= total:
@@ -220,7 +219,8 @@ def _is_pinned(state: CoreState, spec: types.ModelSpec, name: ModelName) -> bool
 def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
     deadline = None if event.deadline is None else after(state.now, event.deadline)
     entry.set_priority(types.Priority.BATCH if entry.is_prefetch else event.priority)
-    tenant, need = entry.client.tenant, entry.need.device_bytes
+    tenant = entry.client.tenant
+    need = entry.need.device_bytes
     state.queue.add(
         entry.ticket,
         entry.model_name,
@@ -232,7 +232,9 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
         is_of_gang=bool(entry.gang),
         is_asleep=entry.state is not State.QUEUED,
         quota_group=quotas.quota_group(state, tenant),
-        virtual_start_bytes=state.accounts.turn_of(tenant, need, quotas.share_of(state, tenant)),
+        virtual_start_bytes=state.accounts.virtual_start_of(
+            tenant, need, quotas.share_of(state, tenant)
+        ),
     )
     state.ledger.touch(entry)
     foresee_need(state, entry)

@@ -1,7 +1,7 @@
 """Places tickets that only make sense together, and tickets over several devices (A13, B5).
 
-A gang is a set of tickets of one holder (a target and its drafter, a vision model and its
-projector): none is granted before all of them can be, in the same step. A model larger than any one
+A gang is a set of tickets of one holder (models that one request uses together, as `use_all` asks
+for them): none is granted before all of them can be, in the same step. A model larger than any one
 device is split over several of its node, which is one ticket with several parts. Both are the same
 question: is there room for all of these parts at once? All or none: no victim leaves for a part
 while another part would still find no room.
@@ -68,7 +68,8 @@ def _in_proportion(roomy: list[DeviceAccount], need: Bytes, at_most: Sizes) -> S
         rest = need - sum(parts)  # of rounding: at most one byte each
         for i in range(count):
             more = min(rest, weights[i] - parts[i])
-            parts[i], rest = parts[i] + more, rest - more
+            parts[i] = parts[i] + more
+            rest = rest - more
         return {b.device: Bytes(p) for b, p in zip(chosen, parts, strict=True) if p}
     return None
 
@@ -89,7 +90,8 @@ def assign(
 ) -> list[Part]:
     """Returns a device for each process, the largest first, where it leaves the smallest hole;
     empty when a process finds none. `at_most`: what each device could hold."""
-    left, parts = dict(at_most), []
+    left = dict(at_most)
+    parts = []
     for entry, size in sorted(sizes, key=lambda pair: (-pair[1], pair[0].ticket)):
         fit = [b.device for b in books if left[b.device] >= size]
         if not fit:

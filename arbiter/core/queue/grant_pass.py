@@ -4,7 +4,7 @@ from arbiter.core.eviction import watermarks
 from arbiter.core.eviction.eligibility import min_residency_ends
 from arbiter.core.eviction.ranking import priority_fades_at
 from arbiter.core.queue.grants import place, place_gang, return_to_service, wake
-from arbiter.core.queue.outcome import Outcome, PassEnd
+from arbiter.core.queue.outcome import PassEnd
 from arbiter.core.queue.pass_state import GrantPass
 from arbiter.core.queue.placement_memo import PlacementMemo
 from arbiter.core.records.request_queue import QueueEntry
@@ -57,7 +57,8 @@ def _run_node(state: CoreState, node: Node) -> PassEnd:
 
 
 def _new_pass(state: CoreState, node: Node) -> GrantPass:
-    books, reserves = compute_books(state, node), quotas.reserves(state)
+    books = compute_books(state, node)
+    reserves = quotas.reserves(state)
     most = max((on_demand_of(b) for b in books), default=Bytes(0))
     return GrantPass(
         node,
@@ -70,24 +71,24 @@ def _new_pass(state: CoreState, node: Node) -> GrantPass:
     )
 
 
-def _try_entry(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> Outcome:
+def _try_entry(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> None:
+    """Does what can be done for a queued ticket now. A draining ticket says how its drain ends."""
     entry = state.ledger.find(waiting.request.ticket)
     if entry is None or entry.ticket not in state.queue:
-        return Outcome.NOT_APPLICABLE  # rejected or granted with its gang
+        return  # rejected or granted with its gang
     if state.is_silent(entry.holder):  # it keeps its place; a grant would only lie there
-        return Outcome.DEFERRED
+        return
     match entry.state:
         case State.QUEUED if pass_.books and pass_.reserved_devices.issuperset(pass_.books):
-            return pass_.defer(waiting, ())
+            pass_.defer(waiting, ())
         case State.QUEUED if entry.gang:
-            return place_gang(state, pass_, entry, waiting)
+            place_gang(state, pass_, entry, waiting)
         case State.QUEUED:
-            return place(state, pass_, entry, waiting)
+            place(state, pass_, entry, waiting)
         case State.ASLEEP:
-            return wake(state, pass_, entry, waiting)
+            wake(state, pass_, entry, waiting)
         case State.RESIDENT:
-            return return_to_service(state, entry)
-    return Outcome.NOT_APPLICABLE  # it drains, and says how that ends
+            return_to_service(state, entry)
 
 
 # -- later ----------------------------------------------------------------------------------------

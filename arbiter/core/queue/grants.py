@@ -69,7 +69,8 @@ def _place_on_one(
 ) -> Outcome:
     """Takes the first of the devices, best first, on which it fits, then on which it will fit, then
     on which victims can be found."""
-    need, urgent = limits.need_bytes, _urgency(state, pass_, waiting)
+    need = limits.need_bytes
+    urgent = _urgency(state, pass_, waiting)
     usable = [d for d in devices if d not in pass_.reserved_devices]
     if device := next((d for d in usable if limits.fits(d, need)), None):
         return _grant(state, pass_, entry, waiting, {device: need})
@@ -103,7 +104,8 @@ def _hold_to_quota(
     """Rejects what its tenant can never have (C10); defers what the tenant has too much for now,
     and revokes some of the tenant's own for it. A ticket deferred here holds up no other.
     `together`: the devices that it needs all of; without them any one of the node will do."""
-    tenant, need = entry.client.tenant, limits.need_bytes
+    tenant = entry.client.tenant
+    need = limits.need_bytes
     if tenant not in state.tenants and not pass_.reserves:
         return Outcome.NOT_APPLICABLE
     most = sum(limits.most_by_device[d] for d in together) if together else limits.most_bytes
@@ -124,10 +126,12 @@ def _place_beyond_one_device(
 ) -> Outcome:
     """Deals with a ticket that is larger than anything waiting can bring on one device (B6),
     perhaps for what other tenants have reserved (C10): over several devices, oversize, or never."""
-    need, most = limits.need_bytes, limits.most_by_device
+    need = limits.need_bytes
+    most = limits.most_by_device
     if need <= limits.most_bytes:
         return Outcome.NOT_APPLICABLE  # no device is known yet, or the reserve is its own
-    books, room = compute_books(state, pass_.node), pass_.open_to(state, entry)
+    books = compute_books(state, pass_.node)
+    room = pass_.open_to(state, entry)
     several = gangs.split(room, need, entry.split, most)
     if several := several or gangs.split(books, need, entry.split, most):
         parts = [gangs.Part(entry, device, size) for device, size in several.items()]
@@ -210,7 +214,8 @@ def _reject_gang(
 ) -> Outcome:
     """Rejects every member of a gang that can never be placed: for other tenants' reserves, or for
     its size."""
-    need, whole = Bytes(sum(size for _, size in sizes)), Bytes(sum(most.values()))
+    need = Bytes(sum(size for _, size in sizes))
+    whole = Bytes(sum(most.values()))
     fits_alone = gangs.assign(sizes, books, {b.device: on_demand_of(b) for b in books})
     reserved = QuotaExceeded(tenant, Bytes(0), need, whole, "bytes") if fits_alone else None
     for member, _ in sizes:
@@ -223,7 +228,8 @@ def _place_parts(
 ) -> Outcome:
     """Grants all parts in this step, or none: no victim leaves for a part while another part finds
     no room."""
-    needs, first = gangs.totals(parts), parts[0].entry
+    needs = gangs.totals(parts)
+    first = parts[0].entry
     urgent = _urgency(state, pass_, waiting)
     limits = pass_.limits(state, first, Bytes(sum(needs.values())))
     outcome = _hold_to_quota(state, pass_, first, limits, urgent, needs)

@@ -56,7 +56,7 @@ class GrantPass:
     """Keeps what one pass over one node's queue knows."""
 
     node: Node
-    books: dict[DeviceId, DeviceAccount]  # of its trusted devices that compute
+    books: dict[DeviceId, DeviceAccount]  # of its readable devices that compute
     largest_bytes: Bytes  # budget
     most_bytes: Bytes  # that waiting can ever bring on one device
     open_bytes: Bytes  # the same for a tenant that has no reserve, or less
@@ -77,7 +77,9 @@ class GrantPass:
 
     def limits(self, state: CoreState, entry: Ticket, need: Bytes) -> Limits:
         """Returns what this ticket may have as things are; stale once something was revoked."""
-        tenant, free, room = entry.client.tenant, {}, {}
+        tenant = entry.client.tenant
+        free = {}
+        room = {}
         for device, book in self.books.items():
             room[device] = self.room(device, entry)
             kept = quotas.kept(self.reserves, book, tenant)
@@ -112,16 +114,17 @@ class GrantPass:
 # Which tickets a grant bypasses (C6): so often, and then a ticket is aged and bypassed no more.
 
 
-def count_bypasses(state: CoreState, pass_: GrantPass, turn: int, home: Sizes) -> None:
+def count_bypasses(state: CoreState, pass_: GrantPass, sequence: int, home: Sizes) -> None:
     """Counts a bypass for tickets that asked before the granted one and could have used these
     bytes. The queue may be long, so what most of them need not be asked is asked last."""
     most = max(on_demand_of(state.ledger.books[d]) for d in home)
     silent: dict[HolderId, bool] = {}  # each holder is asked for once
     for other in state.queue.at(pass_.node.node):
-        request, holder = other.request, other.holder
+        request = other.request
+        holder = other.holder
         if holder not in silent:
             silent[holder] = state.is_silent(holder)
-        if request.sequence > turn or other.is_aged or silent[holder]:
+        if request.sequence > sequence or other.is_aged or silent[holder]:
             continue
         is_plain = not (request.is_asleep or other.is_of_gang)
         if other.need_bytes <= most if is_plain else _could_use(state, request.ticket, home, most):
@@ -131,7 +134,8 @@ def count_bypasses(state: CoreState, pass_: GrantPass, turn: int, home: Sizes) -
 
 def _could_use(state: CoreState, ticket: TicketId, home: Sizes, most: Bytes) -> bool:
     """Says whether an asleep ticket, or a member of a gang, could have used these bytes."""
-    entry, waiting = state.ledger.find(ticket), state.queue.find(ticket)
+    entry = state.ledger.find(ticket)
+    waiting = state.queue.find(ticket)
     assert entry is not None and waiting is not None
     if entry.state is State.ASLEEP:
         return bool(entry.home.keys() & home.keys())

@@ -88,7 +88,8 @@ def need_of(state: CoreState, entry: Ticket, waiting: QueueEntry, largest: Bytes
 def foresee_need(state: CoreState, entry: Ticket) -> None:
     """Notes a ticket's need as it joins, so that no pass has to walk to it to learn it. A ticket
     of which more must be known than its need is left to its turn."""
-    waiting, node = state.queue.find(entry.ticket), state.nodes.get(entry.node)
+    waiting = state.queue.find(entry.ticket)
+    node = state.nodes.get(entry.node)
     is_special = entry.gang or entry.is_prefetch or entry.role in state.settings.one_resident_roles
     is_special = is_special or oversize.may_exceed_budget(entry)
     if waiting is None or node is None or is_special or entry.state is not State.QUEUED:

@@ -26,9 +26,11 @@ LOOKED_AT_COUNT = 32  # of tickets that may leave, the cheapest first; a device 
 def estimate_new(state: CoreState) -> None:
     """Tells the holders of tickets that joined the queue in this step and were not granted at once
     how long they wait, and refuses tickets for which that is too long."""
-    fresh, state.fresh = state.fresh, []
+    fresh = state.fresh
+    state.fresh = []
     for ticket in fresh:
-        entry, waiting = state.ledger.find(ticket), state.queue.find(ticket)
+        entry = state.ledger.find(ticket)
+        waiting = state.queue.find(ticket)
         if entry is None or waiting is None:
             continue
         predicted = estimated_wait(state, entry, waiting)
@@ -97,7 +99,8 @@ def _room_at(state: CoreState, book: DeviceAccount, entry: Ticket, waiting: Queu
     for other_at, freed in sorted(leaving):
         if missing <= 0:
             break
-        leaves_at, missing = other_at, missing - freed
+        leaves_at = other_at
+        missing = missing - freed
     return after(leaves_at, turnover)
 
 
@@ -107,7 +110,8 @@ def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
     if entry.state is State.LOADING:
         return after(after(entry.since, entry.last_load.predicted), state.settings.min_residency)
     lawful_at = max(state.now, entry.declined_until)
-    asker, its_own = waiting.request.priority, effective_priority(state, entry)
+    asker = waiting.request.priority
+    its_own = effective_priority(state, entry)
     if its_own < asker:
         fades_at = priority_fades_at(state, entry) or after(state.now, state.settings.carry_most)
         return max(lawful_at, fades_at)

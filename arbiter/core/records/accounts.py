@@ -45,7 +45,9 @@ class Accounts:
     most_count: int
     rows: dict[Client, Account] = field(default_factory=dict)  # the last to be touched is the last
     cooling: dict[str, None] = field(default_factory=dict)  # tenants over their average
-    finish_bytes: dict[str, float] = field(default_factory=dict)  # fair share: see `turn_of`
+    finish_bytes: dict[str, float] = field(
+        default_factory=dict
+    )  # fair share: see `virtual_start_of`
     virtual_bytes: float = 0.0
 
     def used(self, usage: Usage, now: Instant) -> None:
@@ -55,7 +57,8 @@ class Accounts:
     def settle(self, holdings: Holdings, now: Instant) -> None:
         """Settles every client whose bytes changed in this step: until now it held what it held
         before."""
-        unsettled, holdings.unsettled = holdings.unsettled, {}
+        unsettled = holdings.unsettled
+        holdings.unsettled = {}
         for client, before in unsettled.items():
             self._touch(client, now).settle(before, now, self.window)
         self._fold(holdings.by_client, now)
@@ -84,7 +87,7 @@ class Accounts:
 
     # -- fair share ----------------------------------------------------------------------------
 
-    def turn_of(self, tenant: str, need: Bytes, share_fraction: float) -> Bytes:
+    def virtual_start_of(self, tenant: str, need: Bytes, share_fraction: float) -> Bytes:
         """Returns where a ticket that joins the queue stands by what its tenant has asked for
         already: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996), with bytes as the
         work."""
@@ -92,9 +95,9 @@ class Accounts:
         self.finish_bytes[tenant] = start + need / share_fraction
         return Bytes(int(start))
 
-    def served(self, turn: Bytes) -> None:
+    def served(self, virtual_start: Bytes) -> None:
         """Has tickets that join from now on start no earlier than what was granted last."""
-        self.virtual_bytes = max(self.virtual_bytes, float(turn))
+        self.virtual_bytes = max(self.virtual_bytes, float(virtual_start))
         late = [t for t, finish in self.finish_bytes.items() if finish <= self.virtual_bytes]
         for tenant in late:
             del self.finish_bytes[tenant]

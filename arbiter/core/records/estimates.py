@@ -6,7 +6,7 @@ capability were seen to have beyond that. A learned peak above an explicit value
 that failed for memory the next one asks for more, until one succeeds.
 
 A holder computes from the headers of the files, which say every tensor's size; where there are
-none it prefetches: from the sizes of the files, else from the number of parameters in the name.
+none it estimates: from the sizes of the files, else from the number of parameters in the name.
 """
 
 import re
@@ -93,7 +93,8 @@ RECENT_COUNT = 5
 
 
 def _median(spans: tuple[Span, ...]) -> Span:
-    ordered, half = sorted(spans), len(spans) // 2
+    ordered = sorted(spans)
+    half = len(spans) // 2
     return Span((ordered[half] + ordered[-1 - half]) // 2)
 
 
@@ -120,7 +121,7 @@ class Recent:
         return self._middle.get(key, Span(0))
 
     def spans(self, key: ModelKey) -> tuple[Span, ...]:
-        """Oldest first; empty when there was none."""
+        """Returns how long a model's newest loads took, oldest first; empty when there was none."""
         return self._spans.get(key, ())
 
     def forget(self, key: ModelKey) -> None:
@@ -149,12 +150,14 @@ class Estimates:
         self.version = 0  # rises whenever a size may have become another
         self._peak: dict[ModelKey, Bytes] = {}
         self._corrected: dict[ModelKey, Bytes] = {}  # after a failure for memory
-        self._loads, self._wakes = Recent(), Recent()
+        self._loads = Recent()
+        self._wakes = Recent()
         self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
         self._turnover: dict[str, Span] = {}  # by capability: asked to leave until seen back
         self._slowest: dict[ModelName, Span] = {}  # of a model under any settings
         self._predictor = Predictor()
         self._sleepless: set[ModelKey] = set()  # a sleep of it did not give its bytes back
+        self.changes_count = 0  # of what `export` returns
 
     def note_devices_changed(self) -> None:
         """Has every size looked up again: what a learned one may be at most depends on devices."""
@@ -162,17 +165,21 @@ class Estimates:
 
     def size(self, key: ModelKey, need: Need, need_is_explicit: bool) -> Estimate:
         """Returns what a load under this key will take, in the order of the module docstring."""
-        said, source = need.device_bytes, "explicit"
+        said = need.device_bytes
+        source = "explicit"
         if not need_is_explicit:
             beyond = self._overhead.get(key.capability, 0)
             least = max(need.weights_bytes, need.least_bytes)
-            said, source = Bytes(max(least, said + beyond)), "computed"
+            said = Bytes(max(least, said + beyond))
+            source = "computed"
         peak = self._peak.get(key, Bytes(0))
         if peak and (peak > said or not need_is_explicit):
-            said, source = self._learned(peak, need, need_is_explicit), "learned"
+            said = self._learned(peak, need, need_is_explicit)
+            source = "learned"
         corrected = self._corrected.get(key, Bytes(0))
         if corrected > said:
-            said, source = corrected, "corrected"
+            said = corrected
+            source = "corrected"
         return Estimate(said, need.host_bytes, source)
 
     def proven(self, name: ModelName) -> Bytes | None:
@@ -221,6 +228,7 @@ class Estimates:
     def left(self, capability: str, took: Span) -> None:
         """Learns how long a model took from its revoke until its bytes were seen back."""
         self._turnover[capability] = self._smoothed(self._turnover.get(capability, took), took)
+        self.changes_count += 1
 
     def saw_overhead(self, key: ModelKey, need: Need, peak: Bytes) -> None:
         """Learns how far a model's peak lies beyond its computed need. Once for each load whose
@@ -230,12 +238,14 @@ class Estimates:
         share = self._settings.load_ewma_fraction
         self._overhead[key.capability] = old + int((beyond - old) * share)
         self.version += 1
+        self.changes_count += 1
 
     def saw_peak(self, key: ModelKey, peak: Bytes) -> None:
         """Learns a measured peak, if it is the highest yet."""
         if peak > self._peak.get(key, Bytes(0)):
             self._peak[key] = peak
             self.version += 1
+            self.changes_count += 1
 
     def loaded(self, key: ModelKey, took: Span, weights: Bytes = Bytes(0)) -> None:
         """Learns how long a load took, which also ends the correction after a failure for
@@ -245,6 +255,7 @@ class Estimates:
             self.version += 1
         self._loads.note(key, took)
         self._note_slowest(key)
+        self.changes_count += 1
 
     def _note_slowest(self, key: ModelKey) -> None:
         name = key.name
@@ -253,6 +264,7 @@ class Estimates:
     def woke(self, key: ModelKey, took: Span) -> None:
         """Learns how long a wake took."""
         self._wakes.note(key, took)
+        self.changes_count += 1
 
     def _smoothed(self, old: Span, took: Span) -> Span:
         return Span(old + int((took - old) * self._settings.load_ewma_fraction))
@@ -262,6 +274,7 @@ class Estimates:
         more."""
         self._corrected[key] = Bytes(held + int(held * self._settings.oom_growth_fraction))
         self.version += 1
+        self.changes_count += 1
 
     def forget(self, key: ModelKey) -> None:
         """Forgets what was learned under one key."""
@@ -270,6 +283,7 @@ class Estimates:
         for recent in (self._loads, self._wakes):
             recent.forget(key)
         self._sleepless.discard(key)
+        self.changes_count += 1
 
     def forget_model(self, name: ModelName) -> None:
         """Forgets what was learned of a model under any settings."""
@@ -278,6 +292,7 @@ class Estimates:
         for key in [k for k in known if k.name == name]:
             self.forget(key)
         self._slowest.pop(name, None)
+        self.changes_count += 1
 
     # -- across restarts -----------------------------------------------------------------------
 
@@ -380,14 +395,20 @@ class Fit:
     def __init__(
         self, weight: float = 0, x: float = 0, y: float = 0, xx: float = 0, xy: float = 0
     ) -> None:
-        self.weight, self.x, self.y, self.xx, self.xy = weight, x, y, xx, xy
+        self.weight = weight
+        self.x = x
+        self.y = y
+        self.xx = xx
+        self.xy = xy
 
     def add(self, x: float, y: float) -> None:
         """Adds one load; every older load loses FADE_FRACTION of its weight."""
         keep = 1 - FADE_FRACTION
         self.weight = keep * self.weight + 1
-        self.x, self.y = keep * self.x + x, keep * self.y + y
-        self.xx, self.xy = keep * self.xx + x * x, keep * self.xy + x * y
+        self.x = keep * self.x + x
+        self.y = keep * self.y + y
+        self.xx = keep * self.xx + x * x
+        self.xy = keep * self.xy + x * y
 
     def export(self) -> list[float]:
         """The arguments that make an equal one."""
@@ -396,7 +417,8 @@ class Fit:
     def at(self, x: float) -> float:
         """Returns the seconds for `x` GB, never below a tenth of the mean, nor falling with size:
         that would be no bandwidth."""
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        mean_x = self.x / self.weight
+        mean_y = self.y / self.weight
         spread = self.xx / self.weight - mean_x**2
         slope = 0.0
         if spread > (APART_FRACTION * mean_x) ** 2:

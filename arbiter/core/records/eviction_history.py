@@ -19,7 +19,7 @@ class ScoredVictim:
     ticket: TicketId
     model: str
     freed_bytes: Bytes
-    rank: Key  # what no cost outweighs, lowest first; see ranking.option and the policy
+    rank: Key  # what no cost outweighs, lowest first; see ranking.price_victim and the policy
     cost_s: float
     is_chosen: bool
 

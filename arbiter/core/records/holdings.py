@@ -24,7 +24,8 @@ class Holdings:
     def post(self, client: Client, ticket: TicketId, more: int, on_device: Counter[str]) -> None:
         """Adds so many bytes of a ticket, or takes them off, on a device whose own count is
         given."""
-        tenant, held = client.tenant, self.by_client[client]
+        tenant = client.tenant
+        held = self.by_client[client]
         self.unsettled.setdefault(client, Bytes(held))
         if held + more:
             self.by_client[client] = held + more

@@ -68,7 +68,8 @@ class DeviceAccount:
     def take_stale(self) -> set[TicketId]:
         """Returns what has changed since the order was brought up to date, which it is now."""
         assert self.stale is not None
-        taken, self.stale = self.stale, set()
+        taken = self.stale
+        self.stale = set()
         return taken
 
 
@@ -114,7 +115,8 @@ class Ledger:
         if entry.state is State.QUEUED:
             self._holding.setdefault(entry.holder, {})[entry.ticket] = entry
         self._count(entry, -1)
-        entry.state, entry.since = to, now
+        entry.state = to
+        entry.since = now
         self.dirty.add(entry.node)
         if granted is not None:
             entry.granted = granted
@@ -153,10 +155,12 @@ class Ledger:
     def share_scratch(self, entry: Ticket, lock: str, size: Bytes) -> None:
         """Notes under which dispatch lock a ticket computes, and its part of the shared reserve."""
         if entry.ticket not in self._entries:
-            entry.dispatch_lock, entry.shared_scratch_bytes = lock, size
+            entry.dispatch_lock = lock
+            entry.shared_scratch_bytes = size
         elif (lock, size) != (entry.dispatch_lock, entry.shared_scratch_bytes):
             self._count(entry, -1)
-            entry.dispatch_lock, entry.shared_scratch_bytes = lock, size
+            entry.dispatch_lock = lock
+            entry.shared_scratch_bytes = size
             self._count(entry, 1)
 
     def touch(self, entry: Ticket) -> None:
@@ -169,7 +173,8 @@ class Ledger:
         """Charges a resident that was granted more, or gave some back, of which `home` is what it
         has while it is awake."""
         self._count(entry, -1)
-        entry.granted, entry.home = granted, home
+        entry.granted = granted
+        entry.home = home
         self._count(entry, 1)
 
     def leave(self, entry: Ticket, device: DeviceId) -> None:
@@ -255,7 +260,8 @@ class Ledger:
         """Adds a device with what is already held on it, or changes its budget."""
         if old := self.books.get(book.device):
             grown = book.budget_bytes - old.budget_bytes
-            old.kind, old.total_bytes = book.kind, book.total_bytes
+            old.kind = book.kind
+            old.total_bytes = book.total_bytes
             old.budget_bytes = book.budget_bytes
             old.free_bytes = Bytes(old.free_bytes + grown)
         else:
@@ -299,7 +305,8 @@ class Ledger:
         """Checks the devices whose books changed since the last call. Of a device with very many
         tickets the sum is left to the audit: it would cost each event as much as all of them.
         Raises LedgerBroken."""
-        touched, self._touched = self._touched, set()
+        touched = self._touched
+        self._touched = set()
         self.check({d for d in touched if len(self.books[d].entries) <= SUMMED_COUNT})
         for device in touched:
             self._check_sum(self.books[device], self.books[device].charged_bytes)
@@ -314,7 +321,8 @@ class Ledger:
             self._check_sum(book, charged)
 
     def _check_sum(self, book: DeviceAccount, charged: int) -> None:
-        free, foreign = book.free_bytes, book.foreign_bytes
+        free = book.free_bytes
+        foreign = book.foreign_bytes
         if free + charged + foreign != book.budget_bytes:
             raise LedgerBroken(
                 f"{book.device}: free {free} + charged {charged} + foreign {foreign}"

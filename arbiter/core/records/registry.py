@@ -3,9 +3,15 @@
 from difflib import get_close_matches
 
 from arbiter.core.types import CapabilitySpec, Floor, ModelName, ModelSpec
-from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownModel, UnknownRole
+from arbiter.errors import (
+    NAMES_TOLD,
+    CapabilityConflict,
+    UnknownCapability,
+    UnknownModel,
+    UnknownRole,
+)
 
-NAMED_AT_MOST = 20  # names in one error message: a terminal's height, not 10,000 adapters
+NAMED_AT_MOST = NAMES_TOLD + 1  # one more, so that the message shows that there are others
 
 
 def _near(wanted: str, known: list[str]) -> tuple[str, ...]:
@@ -47,12 +53,12 @@ class Registry:
         self.is_set = True
 
     def register(self, spec: CapabilitySpec) -> None:
-        """From Python; lasts until `unregister`, unless the table has the same capability already:
-        then the table says how long. Raises UnknownRole, or CapabilityConflict, naming what
-        differs."""
+        """Adds a capability from Python, which lasts until `unregister`, whatever the table has
+        meanwhile. Raises UnknownRole, or CapabilityConflict, naming what differs from the
+        capability known by this name."""
         self._check_role(spec)
         if spec.name in self.specs:
-            return _check_same(self.specs[spec.name], spec)
+            _check_same(self.specs[spec.name], spec)
         self.registered[spec.name] = spec
         self._index()
 
@@ -65,7 +71,10 @@ class Registry:
         self._index()
 
     def _index(self) -> None:
-        self.specs, self._models, self.pinning, self.configured_floors = {}, {}, set(), {}
+        self.specs = {}
+        self._models = {}
+        self.pinning = set()
+        self.configured_floors = {}
         for spec in (*self._table.values(), *self.registered.values()):
             self._put(spec)
 

@@ -42,7 +42,8 @@ class QueueEntry:
 
     def note_need(self, need: Bytes, version: int) -> None:
         """Notes what it needs by this version of the estimates."""
-        self.need_bytes, self.version = need, version
+        self.need_bytes = need
+        self.version = version
 
 
 @dataclass(slots=True)
@@ -68,10 +69,13 @@ class QueueStats:
         """Notes what a ticket needs by this version of the estimates; a newer version makes all
         other needs unknown."""
         if version != self.version:
-            self.version, self.known_count, self.least_bytes = version, 0, need
+            self.version = version
+            self.known_count = 0
+            self.least_bytes = need
         self.known_count += waiting.version != version
         self.least_bytes = min(self.least_bytes, need)
-        waiting.need_bytes, waiting.version = need, version
+        waiting.need_bytes = need
+        waiting.version = version
 
     def needs_at_least(self, need: Bytes, version: int) -> bool:
         """Says whether every ticket needs so much; False while the need of one is unknown."""
@@ -224,12 +228,6 @@ class RequestQueue:
         self._remove(waiting)
         waiting.request = request
         self._insert(waiting)
-
-    def reorder(self, place_of: Callable[[QueuedRequest], Key]) -> None:
-        """Orders all tickets anew, by another policy."""
-        self._place_of = place_of
-        for waiting in self._waiting.values():
-            self._change(waiting, waiting.request)
 
     # -- looking -------------------------------------------------------------------------------
 

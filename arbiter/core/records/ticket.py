@@ -176,8 +176,10 @@ class Ticket:
 
     def configure(self, role: str, rank: int, *, allow_oversize: bool, keep_warm: Span) -> None:
         """Takes over what the table says of its model now."""
-        self.role, self.role_rank = role, rank
-        self.allow_oversize, self.keep_warm = allow_oversize, keep_warm
+        self.role = role
+        self.role_rank = rank
+        self.allow_oversize = allow_oversize
+        self.keep_warm = keep_warm
 
     def expire_at_once(self) -> None:
         """Lets it go as soon as it is idle: its model is no longer in the table."""
@@ -212,12 +214,14 @@ class Ticket:
 
     def note_use(self, inflight: int, priority: Priority, last_used: Instant) -> None:
         """Takes the holder's word on use; a later use that is known already stands."""
-        self.inflight, self.priority = inflight, priority
+        self.inflight = inflight
+        self.priority = priority
         self.last_used = Instant(max(self.last_used, last_used))
 
     def note_uses_count(self, count: int) -> int:
         """Takes how often it was used so far, and returns how many of these uses are new."""
-        more, self.uses_count = count - self.uses_count, count
+        more = count - self.uses_count
+        self.uses_count = count
         return more
 
     # -- loads and leases ----------------------------------------------------------------------
@@ -239,7 +243,9 @@ class Ticket:
     def end_load(self, took: Span, now: Instant) -> None:
         """Notes that it serves."""
         load = self.last_load
-        load.took, load.resident_since, load.readings_count = took, now, 0
+        load.took = took
+        load.resident_since = now
+        load.readings_count = 0
         self.last_used = now
 
     def note_reading(self, held: Bytes) -> None:
@@ -251,13 +257,16 @@ class Ticket:
     def forget_peak(self) -> None:
         """Has its peak measured anew, as after a load."""
         load = self.last_load
-        load.peak_bytes, load.readings_count = Bytes(0), 0
+        load.peak_bytes = Bytes(0)
+        load.readings_count = 0
 
     def bind_lease(
         self, terms: LeaseConditions, ends: Instant, priority: Priority, rank: int
     ) -> None:
         """Makes it the ticket of a lease, which no idle time ends."""
-        self.lease, self.priority, self.role_rank = Lease(terms, ends), priority, rank
+        self.lease = Lease(terms, ends)
+        self.priority = priority
+        self.role_rank = rank
         self.keep_warm = Span(-1)
 
     # -- growth --------------------------------------------------------------------------------
@@ -302,7 +311,8 @@ class Ticket:
 
     def begin_revocation(self, reason: Reason, to: Tier, barrier_until: Instant) -> None:
         """Notes what its holder is asked as it begins to drain."""
-        self.leaving, self.revocation = reason, Revocation(to, barrier_until)
+        self.leaving = reason
+        self.revocation = Revocation(to, barrier_until)
 
     def end_revocation(self) -> None:
         """Forgets the revoke: the ticket sleeps, or serves on."""
@@ -310,7 +320,9 @@ class Ticket:
 
     def note_busy(self, inflight: int, now: Instant, left_alone_until: Instant) -> None:
         """Notes that its holder was busy and declined the revoke."""
-        self.inflight, self.last_used, self.declined_until = inflight, now, left_alone_until
+        self.inflight = inflight
+        self.last_used = now
+        self.declined_until = left_alone_until
 
     def forget_revoked(self) -> None:
         """Stops the clock of `note_revoked`: its bytes stay."""
@@ -356,7 +368,8 @@ class Ticket:
         """Returns its bytes on the books of a device; 0 in states that hold none."""
         if self.state in UNCHARGED:
             return Bytes(0)
-        held, granted = self.measured.get(device, NONE), self.granted.get(device, NONE)
+        held = self.measured.get(device, NONE)
+        granted = self.granted.get(device, NONE)
         if self.dispatch_lock:
             held = Bytes(held - self.scratch_in_use(device))
         return held if held > granted else granted

@@ -38,6 +38,7 @@ class UsageRates:
         return [[*name, count, at] for name, (count, at) in self._seen.items()]
 
     def restore(self, rows: list[list[Any]]) -> None:
+        """Takes back the rows of `export`."""
         self._seen |= {ModelName(c, m): (count, Instant(at)) for c, m, count, at in rows}
 
 
@@ -72,7 +73,8 @@ class DailyCounts:
             faded = self._faded(hour)
             self.counts[self.hours_count % HOURS_COUNT] += self.open_count
             self.counts = [count * faded for count in self.counts]
-            self.hours_count, self.open_count = hour, 0.0
+            self.hours_count = hour
+            self.open_count = 0.0
         self.open_count += times_count
 
     def seen(self, hour: int) -> float:
@@ -104,7 +106,8 @@ class HourlyUsage:
     def ahead(self, name: ModelName, now: Instant, otherwise_count: float) -> float:
         """Returns the uses to expect in the coming hours, as on earlier days; where few of those
         are known it leans to `otherwise_count`."""
-        hour, day = now // HOUR, self._days.get(name)
+        hour = now // HOUR
+        day = self._days.get(name)
         if self._known[0] != hour:
             self._known = (hour, self._days_known(hour))
         seen = day.seen(hour) if day else 0.0
@@ -121,6 +124,7 @@ class HourlyUsage:
         return {"began_hours": self._began, "days": days}
 
     def restore(self, exported: dict[str, Any]) -> None:
+        """Takes back the values of `export`."""
         self._began = exported["began_hours"]
         self._known = (self._began, 0.0)
         for capability, model, hours_count, open_count, counts in exported["days"]:

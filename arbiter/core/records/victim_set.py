@@ -39,7 +39,8 @@ def choose(options: Iterable[PricedVictim], short: Bytes) -> list[PricedVictim]:
     """Returns the cheapest set that frees `short` bytes, cheapest first; empty when all of them
     together do not."""
     ranked = sorted(options, key=lambda o: o.place)
-    cheaper, missing = freed(ranked), int(short)
+    cheaper = freed(ranked)
+    missing = int(short)
     if cheaper < missing:
         return []
     chosen: list[PricedVictim] = []
@@ -101,7 +102,8 @@ class _Search:
     def __init__(self, group: list[PricedVictim], known: list[PricedVictim]) -> None:
         self._group = group
         self._rest = [*accumulate((o.freed_bytes for o in reversed(group)), initial=0)][::-1]
-        self._best, self._least = known, _cost(known)
+        self._best = known
+        self._least = _cost(known)
 
     def best(self, short: int) -> list[PricedVictim]:
         self._try(0, [], 0.0, short)
@@ -110,7 +112,8 @@ class _Search:
     def _try(self, at: int, picked: list[PricedVictim], cost: float, missing: int) -> None:
         if missing <= 0:
             if (found := _cost(picked)) < self._least:
-                self._best, self._least = picked, found
+                self._best = picked
+                self._least = found
             return
         if self._rest[at] < missing:
             return

@@ -20,11 +20,9 @@ from arbiter.core.types import Priority
 from arbiter.errors import UnknownTicket
 from arbiter.units import Bytes, DeviceId, Instant, Span, TicketId, human, in_seconds, since
 
-WAITS = (State.QUEUED, State.ASLEEP, State.DRAINING)
-
 
 @dataclass(frozen=True, slots=True)
-class QueuePosition:
+class ChargedTicket:
     """Describes a ticket charged on a device that is short, cheapest to lose first."""
 
     ticket: TicketId
@@ -49,7 +47,7 @@ class Shortage:
     short_bytes: Bytes  # what is missing beyond those; 0: it is on its way
     foreign_bytes: Bytes
     kept_bytes: Bytes  # of what is free, reserved for other tenants
-    standings: tuple[QueuePosition, ...]
+    charged_tickets: tuple[ChargedTicket, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class Explanation:
     model: str
     state: str
     in_state: Span
-    ahead: tuple[TicketId, ...]  # before it in the queue; empty when it does not wait
+    ahead: tuple[TicketId, ...]  # before it in its node's queue; empty when it does not wait
     shortages: tuple[Shortage, ...]
     past: tuple[Past, ...]  # newest first
     said: tuple[str, ...]  # the same for a person, a sentence each
@@ -109,7 +107,7 @@ def _closed(state: CoreState, ticket: TicketId, past: tuple[Past, ...]) -> Expla
 
 
 def _waiting(state: CoreState, entry: Ticket) -> tuple[tuple[TicketId, ...], tuple[Shortage, ...]]:
-    tickets = state.queue.tickets()
+    tickets = [w.request.ticket for w in state.queue.at(entry.node)]  # it competes with these only
     ahead = tuple(tickets[: tickets.index(entry.ticket)])
     node = state.nodes.get(entry.node)
     books = compute_books(state, node) if node else []
@@ -129,8 +127,8 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
     priced = sorted(
         ((price_victim(state, book, e), e) for e in others), key=lambda pair: pair[0].place
     )
-    standings = tuple(
-        QueuePosition(
+    charged_tickets = tuple(
+        ChargedTicket(
             e.ticket,
             e.model,
             e.state.value,
@@ -144,7 +142,7 @@ def _shortage(state: CoreState, entry: Ticket, book: DeviceAccount) -> Shortage:
         for o, e in priced
     )
     return Shortage(
-        book.device, need, book.free_bytes, coming, short, book.foreign_bytes, kept, standings
+        book.device, need, book.free_bytes, coming, short, book.foreign_bytes, kept, charged_tickets
     )
 
 
@@ -171,7 +169,7 @@ def _now_said(
     if not state.is_settled:
         said.append("Nothing is granted yet: holders of the last epoch are waited for.")
     if state.is_silent(entry.holder):
-        said.append("Its holder is silent, so a grant would only lie there.")
+        said.append(_silence_said(state, entry, now))
     tenant = entry.client.tenant
     if too_much := quotas.over_limit(state, tenant, entry.need.device_bytes):
         said.append(f"With it {tenant} would hold {human(too_much)} more than it may have.")
@@ -184,13 +182,22 @@ def _now_said(
     return said
 
 
+def _silence_said(state: CoreState, entry: Ticket, now: Instant) -> str:
+    known = state.holders.get(entry.holder)
+    if known is None:
+        return "The holder has not joined; nothing is granted to it until it does."
+    silence_s = in_seconds(since(known.heard, now))
+    sent = f"The holder has sent no heartbeat for {silence_s:.0f} s"
+    return f"{sent}; nothing is granted to it until it does."
+
+
 def _shortage_said(s: Shortage) -> list[str]:
     kept = f" ({human(s.kept_bytes)} of it reserved for others)" if s.kept_bytes else ""
     head = f"On {s.device} it needs {human(s.need_bytes)}, {human(s.free_bytes)} are free{kept}"
     if not s.short_bytes:
         return [f"{head}, and {human(s.coming_bytes)} are on their way back."]
     said = [f"{head}, {human(s.coming_bytes)} on their way back: {human(s.short_bytes)} short."]
-    lawful = [x for x in s.standings if x.obstacle is None]
+    lawful = [x for x in s.charged_tickets if x.obstacle is None]
     if lawful:
         could = human(Bytes(sum(x.charged_bytes for x in lawful)))
         said.append(
@@ -198,7 +205,7 @@ def _shortage_said(s: Shortage) -> list[str]:
         )
     said += [
         f"{x.model} ({x.ticket}) holds {human(x.charged_bytes)} and stays: {x.obstacle}."
-        for x in s.standings
+        for x in s.charged_tickets
         if x.obstacle
     ]
     return said

@@ -29,7 +29,8 @@ def _target(state: CoreState, spec: CapabilitySpec, now: Instant) -> int:
 def on_timer(state: CoreState, capability: str) -> None:
     """Sets the timer of a capability for the moment its target may fall; it may have been due
     early."""
-    spec, last = state.registry.specs.get(capability), state.active.get(capability)
+    spec = state.registry.specs.get(capability)
+    last = state.active.get(capability)
     if spec and last is not None:
         falls_at = after(last, spec.downscale_to_zero)
         if falls_at > state.now:

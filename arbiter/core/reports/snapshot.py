@@ -2,6 +2,7 @@
 nothing outside the arbiter's process.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from arbiter.core.events import ForeignProcess
@@ -80,7 +81,7 @@ class TicketView:
 class QueueView:
     """Shows one queued ticket."""
 
-    position: int
+    position: int  # in the queue of its node, from 1
     ticket: TicketId
     capability: str
     model: str
@@ -186,16 +187,17 @@ def view_of(state: CoreState, now: Instant) -> StateView:
 
 
 def _tenant(state: CoreState, tenant: str, now: Instant) -> TenantView:
-    terms, held = state.tenants[tenant], state.ledger.holdings
+    limits = state.tenants[tenant]
+    held = state.ledger.holdings
     return TenantView(
         tenant,
         Bytes(held.by_tenant[tenant]),
-        terms.most_bytes,
-        terms.reserved_bytes,
+        limits.most_bytes,
+        limits.reserved_bytes,
         state.accounts.average(held.by_client, tenant, now),
-        terms.average_bytes,
+        limits.average_bytes,
         tenant in state.accounts.cooling,
-        terms.share_fraction,
+        limits.share_fraction,
     )
 
 
@@ -207,7 +209,8 @@ def _clients(state: CoreState, now: Instant) -> list[ClientView]:
         held = Bytes(state.ledger.holdings.by_client[client])
         seen = replace(account)
         seen.settle(held, now, state.accounts.window)
-        total, average = byte_seconds(seen.byte_ns), Bytes(int(seen.average_bytes))
+        total = byte_seconds(seen.byte_ns)
+        average = Bytes(int(seen.average_bytes))
         used = seen.requests_count
         rows.append(ClientView(client.tenant, client.name, used, held, total, average))
     return rows
@@ -215,7 +218,8 @@ def _clients(state: CoreState, now: Instant) -> list[ClientView]:
 
 def _device(state: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
     node = state.nodes[book.node]
-    reading, spec = node.readings.get(book.device), node.devices[book.device]
+    reading = node.readings.get(book.device)
+    spec = node.devices[book.device]
     measured = sum(e.measured.get(book.device, 0) for e in book.entries.values())
     fits = max(0, book.free_bytes) if is_readable(state, node, book.device, now) else 0
     return DeviceView(
@@ -272,9 +276,13 @@ def _listed(sizes: Sizes) -> tuple[DeviceBytes, ...]:
 
 def _queue(state: CoreState, now: Instant) -> list[QueueView]:
     rows = []
-    for position, ticket in enumerate(state.queue.tickets(), start=1):
-        waiting, entry = state.queue.find(ticket), state.ledger.find(ticket)
+    waiting_count: Counter[NodeId] = Counter()
+    for ticket in state.queue.tickets():
+        waiting = state.queue.find(ticket)
+        entry = state.ledger.find(ticket)
         assert waiting and entry
+        waiting_count[entry.node] += 1
+        position = waiting_count[entry.node]
         left = None if waiting.deadline is None else since(now, waiting.deadline)
         waited = since(waiting.request.asked, now)
         at = waiting.predicted_at

@@ -1,4 +1,5 @@
-"""Keeps floors (D1, D2, D8): where a person wants a model to be; and removes models (D9).
+"""Keeps floors (D1, D2, D8): where a person or the table wants a model to be; and removes models
+(D9).
 
 A floor is how far a model may fall: `device`, loaded now and never a victim; `host`, asleep at
 least; `cold`, anywhere. In a capability that is managed from outside nothing else brings a model
@@ -28,7 +29,7 @@ def on_set(state: CoreState, event: ev.FloorSet) -> None:
     changed nothing."""
     state.registry.find(event.model_name)
     state.floors[event.model_name] = event.floor
-    _act_on(state, event.model_name, event.floor)
+    _act_on(state, event.model_name, event.floor, source="person")
 
 
 def on_table(state: CoreState, before: dict[ModelName, Floor]) -> None:
@@ -37,12 +38,18 @@ def on_table(state: CoreState, before: dict[ModelName, Floor]) -> None:
     for name in sorted(before.keys() | after.keys()):
         floor = after.get(name, Floor.COLD)
         if floor is not before.get(name, Floor.COLD) and _is_known(state, name):
-            _act_on(state, name, floor)
+            _act_on(state, name, floor, source="table")
 
 
-def _act_on(state: CoreState, name: ModelName, floor: Floor) -> None:
+def _act_on(state: CoreState, name: ModelName, floor: Floor, *, source: str) -> None:
     spec = state.registry.find(name)
-    state.log(EventKind.FLOOR_SET, capability=name.capability, model=name.model, floor=floor.value)
+    state.log(
+        EventKind.FLOOR_SET,
+        capability=name.capability,
+        model=name.model,
+        floor=floor.value,
+        source=source,
+    )
     entries = _entries(state, name)
     for entry in entries:
         state.ledger.pin(entry, spec.pinned or floor is Floor.DEVICE)

@@ -17,7 +17,7 @@ from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.loads import forget_evicted_for, let_sleep, on_loaded
 from arbiter.core.tickets.reclaim import charged, kill_and_notify, notify_holder, reclaim
 from arbiter.errors import StaleEpoch, UnknownCapability, UnknownModel
-from arbiter.units import Bytes, HolderId, Instant, TicketId, after, host_device, since
+from arbiter.units import Bytes, HolderId, Instant, Span, TicketId, after, host_device, since
 
 HOLDING = (State.LOADING, State.RESIDENT, State.DRAINING, State.ASLEEP)
 STATE_OF = {
@@ -112,11 +112,22 @@ def on_timer(state: CoreState, holder: HolderId) -> None:
     known = state.holders.get(holder)
     if known is None:
         return
-    lost_at = after(known.heard, leases.silence_limit(state, known))
+    lost_at = after(known.heard, _silence_limit(state, known))
     if state.now >= lost_at:
         on_lost(state, holder)
     else:
         state.timers.set(("holder", holder), lost_at)
+
+
+def _silence_limit(state: CoreState, holder: Holder) -> Span:
+    """Returns after how much silence a holder counts as dead. Ray tells of the death of a replica
+    within 2 s, so a replica that is only slow keeps its tickets for long. Ray tells of a driver's
+    end too, but not of a driver that hangs; of an outside process's end only its node agent may
+    know."""
+    timeouts = state.settings.timeouts
+    if holder.capability == leases.LEASE:
+        return timeouts.lease_lapse
+    return timeouts.silent if holder.is_driver else timeouts.lost
 
 
 # -- comparing its account with ours --------------------------------------------------------------

@@ -33,7 +33,8 @@ class Prefetch:
 
 def predict_next(state: CoreState) -> None:
     """Learns from the uses that this event told of, and prefetches what comes next."""
-    used, state.uses_this_event = state.uses_this_event, []
+    used = state.uses_this_event
+    state.uses_this_event = []
     for name, node in used:
         state.prefetched.pop(name, None)  # a request asked for it, prefetched or not
         if state.settings.preload == "history":
@@ -69,7 +70,8 @@ def is_awaited(state: CoreState, name: ModelName) -> bool:
 
 
 def _learn(state: CoreState, name: ModelName) -> None:
-    last, state.last_used = state.last_used, (name, state.now)
+    last = state.last_used
+    state.last_used = (name, state.now)
     if last is None or last[0] == name or since(last[1], state.now) > state.settings.follow_within:
         return
     followers = state.transition_counts.setdefault(last[0], {})
@@ -93,7 +95,8 @@ def _habitual(state: CoreState, name: ModelName) -> Prefetch | None:
     if not followers:
         return None
     likely = max(followers, key=lambda n: (followers[n], n))
-    times, of = followers[likely], sum(followers.values())
+    times = followers[likely]
+    of = sum(followers.values())
     settings = state.settings
     is_habit = times >= settings.habit_least_count and times >= of * settings.habit_fraction
     return Prefetch(likely, "history") if is_habit else None

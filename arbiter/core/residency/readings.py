@@ -29,7 +29,8 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
     if old is None:
         state.log(EventKind.NODE_SEEN, node=event.node, devices=len(event.devices))
     else:
-        node.unclaimed, node.unreadable = old.unclaimed, old.unreadable
+        node.unclaimed = old.unclaimed
+        node.unreadable = old.unreadable
         node.inexact = old.inexact
         node.readings = {d: r for d, r in old.readings.items() if d in node.devices}
         for spec in old.devices.values():
@@ -151,13 +152,15 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
     if node is None:
         state.stale_count += 1  # it introduces itself first
         return
-    was_trusted, were_read = node.heard is not None and not node.silent_told, node.readings.keys()
+    was_trusted = node.heard is not None and not node.silent_told
+    were_read = node.readings.keys()
     if (
         not was_trusted
         or since(node.heard or state.now, state.now) >= state.settings.timeouts.reading
     ):
         state.mark_dirty(node.node)
-    node.heard, node.silent_told = state.now, False
+    node.heard = state.now
+    node.silent_told = False
     state.timers.set(("node", node.node), after(state.now, state.settings.timeouts.reading))
     node.readings = {r.device: r for r in event.devices if r.device in node.devices}
     node.inexact = frozenset(d for d, reading in node.readings.items() if not reading.exact)
@@ -234,7 +237,8 @@ def _learn(state: CoreState, entry: Ticket) -> None:
     shared = sum(entry.scratch_in_use(device) for device in entry.home)
     held = Bytes(entry.at_home_bytes - shared)
     entry.note_reading(held)
-    load, key = entry.last_load, state.key_of(entry)
+    load = entry.last_load
+    key = state.key_of(entry)
     if load.readings_count < LEARNED_AFTER or held == 0:
         return
     state.estimates.saw_peak(key, load.peak_bytes)
@@ -255,13 +259,15 @@ def _note_unclaimed(state: CoreState, node: Node, seen_bytes: dict[TicketId, Siz
     """Notes engines whose ticket no holder has named. They count as foreign; once the holder that
     could name them has had the time to rejoin they are killed, again with each reading until they
     are gone."""
-    before, node.unclaimed = node.unclaimed, {}
+    before = node.unclaimed
+    node.unclaimed = {}
     for ticket, sizes in seen_bytes.items():
         entry = state.ledger.find(ticket)
         if entry is not None and entry.state in CHARGED:
             continue
         engine = before.get(ticket) or Unclaimed(sizes, state.now)
-        node.unclaimed[ticket], engine.measured = engine, sizes
+        node.unclaimed[ticket] = engine
+        engine.measured = sizes
         if not state.gave_up_waiting:
             continue
         if not engine.is_ending:

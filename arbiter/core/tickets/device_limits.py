@@ -49,7 +49,8 @@ def cap_pins(state: CoreState, devices: Iterable[DeviceId]) -> None:
     for device in devices:
         if (book := state.ledger.books.get(device)) is None:
             continue
-        most, total = share(book.budget_bytes, state.settings.pinned_most_fraction), 0
+        most = share(book.budget_bytes, state.settings.pinned_most_fraction)
+        total = 0
         pinned = (e for e in book.entries.values() if e.pinned)
         for entry in sorted(pinned, key=lambda e: (e.opened, e.ticket)):
             size = entry.charge(device)

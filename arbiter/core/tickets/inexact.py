@@ -15,28 +15,30 @@ from arbiter.units import Bytes, TicketId
 def shared(
     state: CoreState, node: Node, seen_bytes: dict[TicketId, Sizes]
 ) -> dict[TicketId, Sizes]:
-    """The measured bytes, with the total of each such device split by current grants, because the
-    agent does not know which engines sleep."""
+    """Returns the measured bytes, with the total of each such device split by current grants,
+    because the agent does not know which engines sleep."""
     if not node.inexact:
         return seen_bytes
     told = {ticket: dict(sizes) for ticket, sizes in seen_bytes.items()}
     for device in node.inexact:
         found = {t: e for t in seen_bytes if (e := state.ledger.find(t)) and e.state in CHARGED}
         granted = {ticket: entry.granted.get(device, 0) for ticket, entry in found.items()}
-        total, all_granted = sum(told[t].get(device, 0) for t in found), sum(granted.values())
+        total = sum(told[t].get(device, 0) for t in found)
+        all_granted = sum(granted.values())
         for ticket, size in granted.items() if all_granted else ():
             told[ticket][device] = Bytes(total * size // all_granted)
     return {ticket: {d: size for d, size in s.items() if size} for ticket, s in told.items()}
 
 
 def is_at_home(state: CoreState, entry: Ticket) -> bool:
-    """True if the ticket computes on such a device."""
+    """Says whether a ticket computes on such a device."""
     node = state.nodes.get(entry.node)
     return node is not None and not node.inexact.isdisjoint(entry.home)
 
 
 def held_at_home(state: CoreState, entry: Ticket) -> Bytes:
-    """Measured on the ticket's devices: its own bytes, or all engines' if only a total is known."""
+    """Returns what is measured on the ticket's devices: its own bytes, or those of all engines
+    where only a total is known."""
     if not is_at_home(state, entry):
         return entry.at_home_bytes
     homes = _homes(state, entry)
@@ -44,7 +46,8 @@ def held_at_home(state: CoreState, entry: Ticket) -> Bytes:
 
 
 def teaches(state: CoreState, entry: Ticket) -> bool:
-    """False if other engines hold bytes of such a device, because the share is inferred then."""
+    """Says whether a ticket's measured bytes are its own: where other engines hold bytes of such a
+    device, the share is inferred."""
     if not is_at_home(state, entry):
         return True
     return all(book.entries.keys() <= {entry.ticket} for book in _homes(state, entry))

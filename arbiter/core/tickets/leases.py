@@ -18,8 +18,15 @@ from arbiter.core.state import CoreState, Holder
 from arbiter.core.tickets.budget import share
 from arbiter.core.tickets.device_limits import COMPUTE
 from arbiter.core.tickets.quotas import device_bytes
-from arbiter.errors import HolderQuarantined, LeaseRefused, QuotaExceeded, RequestError, StaleEpoch
-from arbiter.units import Bytes, Epoch, Instant, Span, after, in_seconds
+from arbiter.errors import (
+    NEVER_JOINED,
+    HolderQuarantined,
+    LeaseRefused,
+    QuotaExceeded,
+    RequestError,
+    StaleEpoch,
+)
+from arbiter.units import Bytes, Instant, Span, after, in_seconds
 
 LEASE = "lease"  # the capability and the role every lease has
 
@@ -32,7 +39,7 @@ def why_not(
 ) -> RequestError | None:
     """Returns the error for a lease that may not join the queue; None when it may."""
     if event.holder not in state.holders:
-        return StaleEpoch(Epoch(0), state.epoch)
+        return StaleEpoch(NEVER_JOINED, state.epoch)
     if kept := _kept(state, terms.tenant):
         return HolderQuarantined(event.holder, kept)
     return _unlawful(state, event, terms) or _over_cap(state, event, terms)
@@ -41,13 +48,16 @@ def why_not(
 def _unlawful(
     state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> LeaseRefused | None:
-    term_most, notice_most = state.settings.lease_term_most, state.settings.lease_notice_most
+    term_most = state.settings.lease_term_most
+    notice_most = state.settings.lease_notice_most
     if event.need.device_bytes <= 0:
-        return LeaseRefused("bytes", "must be more than none")
+        return LeaseRefused("bytes", "must be greater than 0")
     if not 0 < terms.term <= term_most:
-        return LeaseRefused("term_s", f"must be at most {in_seconds(term_most):.0f}")
+        return LeaseRefused("term_s", f"must be above 0 and at most {in_seconds(term_most):.0f}")
     if not 0 <= terms.notice <= notice_most:
-        return LeaseRefused("notice_s", f"must be at most {in_seconds(notice_most):.0f}")
+        return LeaseRefused(
+            "notice_s", f"must be at least 0 and at most {in_seconds(notice_most):.0f}"
+        )
     return None
 
 
@@ -55,7 +65,8 @@ def _over_cap(
     state: CoreState, event: ev.Requested, terms: types.LeaseConditions
 ) -> QuotaExceeded | None:
     has = Bytes(sum(_weight(state, e) for e in _of(state, terms.tenant)))
-    wants, bound = event.need.device_bytes, tenant_cap(state)
+    wants = event.need.device_bytes
+    bound = tenant_cap(state)
     if has + wants <= bound:
         return None
     return QuotaExceeded(terms.tenant, has, wants, bound, "bytes")
@@ -122,7 +133,7 @@ def bind(state: CoreState, entry: Ticket, terms: types.LeaseConditions) -> None:
         notice=max(Span(0), min(terms.notice, settings.lease_notice_most)),
     )
     rank = state.policies.roles[LEASE].rank
-    entry.bind_lease(terms, after(state.now, terms.term), _worth(terms), rank)
+    entry.bind_lease(terms, after(state.now, terms.term), _priority_of(terms), rank)
     state.ledger.bill_to(entry, types.Client(terms.tenant))
 
 
@@ -135,14 +146,15 @@ def begin(state: CoreState, entry: Ticket) -> None:
     terms = entry.lease.terms
     state.move(entry, State.RESIDENT)
     entry.end_load(Span(0), state.now)
-    entry.bind_lease(terms, after(state.now, terms.term), _worth(terms), entry.role_rank)
+    entry.bind_lease(terms, after(state.now, terms.term), _priority_of(terms), entry.role_rank)
     state.evicted_for.pop((entry.holder, entry.model), None)
     state.set_timer(entry, notice_given_at(entry))
-    size, tenant = entry.home_bytes, terms.tenant
+    size = entry.home_bytes
+    tenant = terms.tenant
     state.log(EventKind.LEASE_GRANTED, entry, size=size, took=terms.term, tenant=tenant)
 
 
-def _worth(terms: types.LeaseConditions) -> types.Priority:
+def _priority_of(terms: types.LeaseConditions) -> types.Priority:
     """Returns the priority of a lease: a preemptible lease gives way to every request."""
     return types.Priority.BATCH if terms.preemptible else types.Priority.NORMAL
 
@@ -152,14 +164,3 @@ def notice_given_at(entry: Ticket) -> Instant:
     assert entry.lease is not None
     told_at = entry.lease.ends - entry.lease.terms.notice
     return Instant(max(entry.last_load.resident_since, told_at))
-
-
-def silence_limit(state: CoreState, holder: Holder) -> Span:
-    """Returns after how much silence a holder counts as dead. Ray tells of the death of a replica
-    within 2 s, so a replica that is only slow keeps its tickets for long. Ray tells of a driver's
-    end too, but not of a driver that hangs; of an outside process's end only its node agent may
-    know."""
-    timeouts = state.settings.timeouts
-    if holder.capability == LEASE:
-        return timeouts.lease_lapse
-    return timeouts.silent if holder.is_driver else timeouts.lost

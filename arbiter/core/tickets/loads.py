@@ -102,11 +102,11 @@ def refuse_waiters(state: CoreState, failed: Ticket, error: LoadFailed) -> None:
 
 
 def _cool_down(state: CoreState, entry: Ticket, cause: str) -> None:
-    terms = state.settings.timeouts
+    timeouts = state.settings.timeouts
     old = state.failures.get(entry.model_name)
     times = old.times_count + 1 if old else 1
     # The exponent is bounded so that the number is: 2^20 first terms are beyond any cap.
-    pause = Span(min(terms.cooldown_first << min(times - 1, 20), terms.cooldown_most))
+    pause = Span(min(timeouts.cooldown_first << min(times - 1, 20), timeouts.cooldown_most))
     failure = Failure(cause, times, after(state.now, pause))
     state.failures[entry.model_name] = failure
     state.timers.set(("floors", ""), failure.until)

@@ -22,8 +22,9 @@ def note(state: CoreState, entry: Ticket) -> None:
 
 
 def is_all_it_holds(book: DeviceAccount, entry: Ticket) -> bool:
-    """True on the host's book for an awake ticket: the arbiter lent it no RAM, so a short host
-    budget does not cost it its device. Real shortage of RAM is for the pressure rules."""
+    """Says whether a ticket holds nothing on a book but its process: on the host's book, while it
+    is awake. The arbiter lent it no RAM, so a short host budget does not cost it its device. Real
+    shortage of RAM is for the pressure rules."""
     is_awake = entry.state is not State.ASLEEP and book.device not in entry.granted
     return book.kind is DeviceKind.HOST and is_awake
 

@@ -58,9 +58,13 @@ def refusal(
 def never(state: CoreState, tenant: str, need: Bytes, bound: int) -> QuotaExceeded | None:
     """Returns the error for what a tenant can never have, however long it waits. `bound`: of
     `at_most`, what it could have where it may go."""
-    terms = limits_of(state, tenant)
-    if terms and terms.most_bytes is not None and need > terms.most_bytes - pinned(state, tenant):
-        return QuotaExceeded(tenant, pinned(state, tenant), need, terms.most_bytes, "bytes")
+    limits = limits_of(state, tenant)
+    if (
+        limits
+        and limits.most_bytes is not None
+        and need > limits.most_bytes - pinned(state, tenant)
+    ):
+        return QuotaExceeded(tenant, pinned(state, tenant), need, limits.most_bytes, "bytes")
     if need > bound and any(name != tenant for name in reserves(state)):
         return QuotaExceeded(tenant, Bytes(0), need, Bytes(bound), "bytes")
     return None
@@ -93,32 +97,33 @@ def pinned(state: CoreState, tenant: str) -> Bytes:
 
 def too_much(state: CoreState, tenant: str, need: Bytes) -> QuotaExceeded:
     """Returns the error for a lease beyond the most that its tenant may hold."""
-    terms = limits_of(state, tenant)
-    assert terms is not None and terms.most_bytes is not None
+    limits = limits_of(state, tenant)
+    assert limits is not None and limits.most_bytes is not None
     return QuotaExceeded(
-        tenant, state.ledger.holdings.by_tenant[tenant], need, terms.most_bytes, "bytes"
+        tenant, state.ledger.holdings.by_tenant[tenant], need, limits.most_bytes, "bytes"
     )
 
 
 def share_of(state: CoreState, tenant: str) -> float:
     """Returns a tenant's share of its turns in the queue."""
-    terms = limits_of(state, tenant)
-    return terms.share_fraction if terms else 1.0
+    limits = limits_of(state, tenant)
+    return limits.share_fraction if limits else 1.0
 
 
 def _cooling(state: CoreState, tenant: str) -> TenantCoolingDown | None:
-    terms, accounts = limits_of(state, tenant), state.accounts
-    if terms is None or terms.average_bytes is None:
+    limits = limits_of(state, tenant)
+    accounts = state.accounts
+    if limits is None or limits.average_bytes is None:
         return None
     is_cooling = tenant in accounts.cooling
     average = accounts.average(state.ledger.holdings.by_client, tenant, state.now)
-    cooled = share(terms.average_bytes, COOLED_FRACTION)
-    if average <= (cooled if is_cooling else terms.average_bytes):
+    cooled = share(limits.average_bytes, COOLED_FRACTION)
+    if average <= (cooled if is_cooling else limits.average_bytes):
         accounts.end_cool_down(tenant)
         return None
     accounts.cool_down(tenant)
     again_s = max(1.0, in_seconds(accounts.falls_in(average, cooled)))
-    return TenantCoolingDown(tenant, average, terms.average_bytes, again_s)
+    return TenantCoolingDown(tenant, average, limits.average_bytes, again_s)
 
 
 # -- granting -------------------------------------------------------------------------------------
@@ -153,17 +158,17 @@ def requeue_relieved_tenants(state: CoreState) -> None:
     if not state.tenants:
         return
     for client in state.ledger.holdings.unsettled:
-        terms = limits_of(state, client.tenant)
-        if terms and terms.most_bytes is not None:
+        limits = limits_of(state, client.tenant)
+        if limits and limits.most_bytes is not None:
             state.mark_dirty(*state.queue.where(client.tenant))
 
 
 def over_limit(state: CoreState, tenant: str, more: Bytes) -> Bytes:
     """Returns by how much a tenant would exceed its maximum; 0: not at all."""
-    terms = limits_of(state, tenant)
-    if terms is None or terms.most_bytes is None:
+    limits = limits_of(state, tenant)
+    if limits is None or limits.most_bytes is None:
         return Bytes(0)
-    return Bytes(max(0, state.ledger.holdings.by_tenant[tenant] + more - terms.most_bytes))
+    return Bytes(max(0, state.ledger.holdings.by_tenant[tenant] + more - limits.most_bytes))
 
 
 def over_limit_after_drain(state: CoreState, tenant: str, more: Bytes) -> Bytes:
@@ -196,7 +201,9 @@ class ReserveSlack:
     holds beyond its reserve. The rest is free for that tenant alone."""
 
     def __init__(self, state: CoreState, book: DeviceAccount, tenant: str) -> None:
-        self._state, self._book, self._tenant = state, book, tenant
+        self._state = state
+        self._book = book
+        self._tenant = tenant
         self._left: dict[str, int] = {}
 
     def take(self, entry: Ticket, freed: Bytes) -> Bytes:
@@ -204,12 +211,12 @@ class ReserveSlack:
         if not self._state.tenants:
             return freed
         own = entry.client.tenant
-        terms = limits_of(self._state, own)
-        if own == self._tenant or terms is None or not terms.reserved_bytes:
+        limits = limits_of(self._state, own)
+        if own == self._tenant or limits is None or not limits.reserved_bytes:
             return freed
         if own not in self._left:
             staying = _held(self._book, own, has_left=True)
-            self._left[own] = max(0, staying - terms.reserved_bytes)
+            self._left[own] = max(0, staying - limits.reserved_bytes)
         taken = min(freed, self._left[own])
         self._left[own] -= taken
         return Bytes(taken)
@@ -217,7 +224,7 @@ class ReserveSlack:
 
 def is_reserved(state: CoreState, entry: Ticket, tenant: str) -> bool:
     """Says whether the leaving of a ticket would give this tenant nothing, wherever it is."""
-    return all(not usable_bytes for usable_bytes in _worth(state, entry, tenant))
+    return all(not usable_bytes for usable_bytes in _usable_bytes(state, entry, tenant))
 
 
 def _is_partly_reserved(state: CoreState, entry: Ticket, tenant: str) -> bool:
@@ -225,10 +232,10 @@ def _is_partly_reserved(state: CoreState, entry: Ticket, tenant: str) -> bool:
     makes up for it."""
     books = [b for d in entry.home if (b := state.ledger.books.get(d))]
     sizes = [entry.charge(book.device) for book in books]
-    return sizes != _worth(state, entry, tenant)
+    return sizes != _usable_bytes(state, entry, tenant)
 
 
-def _worth(state: CoreState, entry: Ticket, tenant: str) -> list[Bytes]:
+def _usable_bytes(state: CoreState, entry: Ticket, tenant: str) -> list[Bytes]:
     """Returns what a ticket's leaving is worth to this tenant, on each of its devices."""
     books = (state.ledger.books.get(d) for d in entry.home)
     return [ReserveSlack(state, b, tenant).take(entry, entry.charge(b.device)) for b in books if b]

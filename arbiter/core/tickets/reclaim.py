@@ -55,8 +55,8 @@ def kill_and_notify(state: CoreState, entry: Ticket, reason: Reason) -> None:
 def _kill(state: CoreState, entry: Ticket) -> None:
     """Has the agent kill the engine, every 250 ms at first; a quarantined holder is no longer
     pressed as hard."""
-    terms = state.settings.timeouts
-    pause = terms.reclaim_overdue if entry.reclaim_late else terms.reap_every
+    timeouts = state.settings.timeouts
+    pause = timeouts.reclaim_overdue if entry.reclaim_late else timeouts.reap_every
     entry.kill_again_at(after(state.now, pause))
     state.decide(KillEngine(entry.node, entry.ticket))
     state.set_timer(entry, entry.kill_at)
@@ -117,5 +117,5 @@ def mark_reclaimed(state: CoreState, entry: Ticket) -> None:
     kind = EventKind.LEASE_ENDED if entry.lease else EventKind.MODEL_UNLOAD
     state.log(kind, entry, size=charged(entry), took=took, reason=reason.value, to="gone")
     state.close(entry)
-    if reason in UNASKED and state.floors:
+    if reason in UNASKED and state.all_floors():
         state.timers.set(("floors", ""), state.now)

@@ -32,6 +32,7 @@ CANDIDATES = st.lists(
         lasting_count=st.floats(0, 1e6),
         usual_count=st.floats(0, 1e6),
         next_use=st.none() | st.integers(10**12, 10**13).map(Instant),
+        evict_cost_s=st.floats(0, 1e6),
     ),
     max_size=8,
     unique_by=lambda c: c.ticket,

@@ -1,35 +1,25 @@
 """A holder's line to the arbiter, when the arbiter or the line itself fails."""
 
 import asyncio
-import contextlib
 from dataclasses import replace
 
 import pytest
 from ray.exceptions import ActorDiedError
 
-from arbiter.client import agent_client, gang_request, session
+from arbiter.client import gang_request
 from arbiter.client import holder as module
 from arbiter.client.gang_request import Gang
 from arbiter.client.holder import HolderClient
-from arbiter.client.session import Session
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.settings import Timeouts
 from arbiter.errors import ArbiterUnavailable, StaleEpoch, TicketClosed
-from arbiter.protocol import messages, ray_internals
-from arbiter.protocol.rpc import RayPeer
-from arbiter.units import Bytes, Epoch, HolderId, NodeId, Span, TicketId, seconds
-from tests.support.fake_arbiter import FakeArbiter, joined_client, never
+from arbiter.protocol import messages
+from arbiter.units import Bytes, Epoch, HolderId, Span, TicketId, seconds
+from tests.support.fake_arbiter import FakeArbiter, joined_client, let_go
 
 HASTY = Timeouts(barrier=seconds(1))
 ASKED = ev.Requested(TicketId("t"), HolderId("h"), "chat", "m", types.Need(Bytes(1)))
-
-
-class PassiveSession(Session):
-    """Never joins again."""
-
-    async def _live(self) -> None:
-        await asyncio.Event().wait()
 
 
 async def died(*_: object) -> None:
@@ -42,62 +32,12 @@ async def test_request_behind_unsent_messages_fails_when_the_arbiter_stays_unrea
 ) -> None:
     monkeypatch.setattr(module, "UNREACHABLE_S", 0.2)
     monkeypatch.setattr(HolderClient.joined, "__defaults__", (0.2,))
-    client = joined_client(FakeArbiter(tell=died), PassiveSession)
+    client = joined_client(FakeArbiter(tell=died))
     client.tell(ev.Slept(TicketId("x")))
     async with asyncio.timeout(5):
         with pytest.raises(ArbiterUnavailable):
             await client.acquire(ASKED)
     await client.close()
-
-
-@pytest.mark.spec("A18")
-async def test_full_outbox_is_emptied_and_its_holder_rejoins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(session, "OUTBOX_MOST_COUNT", 3)
-    heard: list[ev.Event] = []
-
-    async def tell(epoch: object, holder: object, event: ev.Event) -> None:
-        heard.append(event)
-
-    client = joined_client(FakeArbiter(tell=tell), PassiveSession)
-    for number in range(5):
-        client.tell(ev.Slept(TicketId(str(number))))
-    assert len(client.session._outbox) <= 3
-    async with asyncio.timeout(5):
-        await client.session.lost.wait()  # that epoch is over, and the next join says everything
-    assert client.epoch is None and not heard
-    client.session._clear_outbox()
-    client.session.arbiter, client.session.epoch = RayPeer(FakeArbiter(tell=tell)), Epoch(6)
-    client.session.joined.set()
-    client.tell(ev.Slept(TicketId("new")))
-    await client.flush(5)
-    assert heard == [ev.Slept(TicketId("new"))]
-    client.session.epoch = None
-    await client.close()
-
-
-async def test_connection_ended_by_a_bug_is_raised_by_check() -> None:
-    class Broken(PassiveSession):
-        async def _renew(self) -> None:
-            raise KeyError("a bug")
-
-    client = joined_client(FakeArbiter(), Broken)
-    client.check()
-    with contextlib.suppress(KeyError):
-        await client.session._tasks[1]
-    await asyncio.sleep(0)
-    with pytest.raises(KeyError, match="a bug"):
-        client.check()
-    client.session.epoch = None
-    await client.close()
-
-
-async def test_closing_a_client_is_no_failure() -> None:
-    client = joined_client(FakeArbiter(), PassiveSession)
-    client.session.epoch = None
-    await client.close()
-    client.check()
 
 
 @pytest.mark.spec("A14")
@@ -107,7 +47,7 @@ async def test_a_growth_whose_caller_has_gone_is_withdrawn() -> None:
     async def tell(epoch: object, holder: object, event: ev.Event) -> None:
         heard.put_nowait(event)
 
-    client = joined_client(FakeArbiter(tell=tell), PassiveSession)
+    client = joined_client(FakeArbiter(tell=tell))
     growing = asyncio.ensure_future(client.grow(TicketId("t"), Bytes(5), Span(7)))
     await asyncio.sleep(0)
     growing.cancel()
@@ -130,7 +70,7 @@ async def test_a_gang_that_was_answered_in_part_is_asked_for_again_as_a_whole() 
             raise ActorDiedError()
         return messages.Granted(requested.ticket, (), Span(0), Span(0), epoch)
 
-    client = joined_client(FakeArbiter(acquire=acquire), PassiveSession)
+    client = joined_client(FakeArbiter(acquire=acquire))
     both = replace(ASKED, ticket=TicketId("a")), replace(ASKED, ticket=TicketId("b"))
     whole = Gang(tuple(asked.ticket for asked in both))
     gang = asyncio.gather(*(gang_request.acquire(client, asked, whole) for asked in both))
@@ -148,35 +88,11 @@ async def test_a_gang_that_was_answered_in_part_is_asked_for_again_as_a_whole() 
     await client.close()
 
 
-async def test_cancelled_listening_leaves_no_pending_call() -> None:
-    client = joined_client(FakeArbiter(), PassiveSession)
-    listening = asyncio.ensure_future(client.session._listen())
-    await asyncio.sleep(0)
-    hears = [t for t in asyncio.all_tasks() if "_hear" in str(t.get_coro())]
-    await asyncio.sleep(0)
-    listening.cancel()
-    await asyncio.wait([listening, *hears], timeout=5)
-    assert len(hears) == 1 and hears[0].cancelled()
-    await let_go(client)
-
-
-# -- one life of the arbiter after the other ------------------------------------------------------
+# -- one epoch after the other -------------------------------------------------------------------
 
 
 def given(requested: ev.Requested, epoch: int) -> messages.Granted:
     return messages.Granted(requested.ticket, (), Span(0), Span(0), Epoch(epoch))
-
-
-async def let_go(client: HolderClient) -> None:
-    """Without the last words that nobody here would hear."""
-    client.session.epoch = None
-    await client.close()
-
-
-def rejoin(client: HolderClient, arbiter: FakeArbiter, epoch: int = 6) -> None:
-    client.session.arbiter, client.session.epoch = RayPeer(arbiter), Epoch(epoch)
-    client.session.lost.clear()
-    client.session.joined.set()
 
 
 @pytest.mark.spec("A18")
@@ -188,7 +104,7 @@ async def test_grant_of_an_ended_epoch_is_requested_again() -> None:
         client.session.epoch = Epoch(6)  # it died as it answered, and the next is joined already
         return given(requested, epoch)
 
-    client = joined_client(FakeArbiter(acquire=acquire), PassiveSession)
+    client = joined_client(FakeArbiter(acquire=acquire))
     async with asyncio.timeout(5):
         assert (await client.acquire(ASKED)).epoch == 6
     assert asked == [5, 6]
@@ -204,7 +120,7 @@ async def test_deadline_runs_from_the_first_request_in_whichever_epoch() -> None
         client.session.epoch = Epoch(6)
         return given(requested, epoch)
 
-    client = joined_client(FakeArbiter(acquire=acquire), PassiveSession)
+    client = joined_client(FakeArbiter(acquire=acquire))
     async with asyncio.timeout(5):
         await client.acquire(replace(ASKED, deadline=seconds(10)))
     first, second = heard
@@ -225,7 +141,7 @@ async def test_cancelled_request_is_withdrawn() -> None:
     async def tell(epoch: object, holder: object, event: ev.Event) -> None:
         heard.put_nowait(event)
 
-    client = joined_client(FakeArbiter(acquire=acquire, tell=tell), PassiveSession)
+    client = joined_client(FakeArbiter(acquire=acquire, tell=tell))
     asking = asyncio.ensure_future(client.acquire(ASKED))
     async with asyncio.timeout(5):
         await waits.wait()
@@ -237,9 +153,9 @@ async def test_cancelled_request_is_withdrawn() -> None:
 @pytest.mark.spec("A5", "A18")
 async def test_holder_counted_as_dead_gets_ticket_closed() -> None:
     async def acquire(epoch: Epoch, requested: ev.Requested) -> messages.Granted:
-        raise StaleEpoch(epoch, epoch)  # this life knows the epoch, and nobody of that name
+        raise StaleEpoch(epoch, epoch)  # the epoch is right, and it knows no such holder
 
-    client = joined_client(FakeArbiter(acquire=acquire), PassiveSession)
+    client = joined_client(FakeArbiter(acquire=acquire))
     async with asyncio.timeout(5):
         with pytest.raises(TicketClosed):
             await client.acquire(ASKED)
@@ -260,7 +176,7 @@ async def test_request_is_sent_after_all_earlier_messages_are_received() -> None
         order.append("asked")
         return given(requested, epoch)
 
-    client = joined_client(FakeArbiter(tell=tell, acquire=acquire), PassiveSession)
+    client = joined_client(FakeArbiter(tell=tell, acquire=acquire))
     client.tell(ev.Slept(TicketId("t")))
     asking = asyncio.ensure_future(client.acquire(ASKED))
     for _ in range(10):
@@ -285,7 +201,7 @@ async def test_growth_request_is_sent_after_all_earlier_messages_are_received() 
         order.append("grew")
         return messages.Granted(asked.ticket, (), Span(0), Span(0), epoch)
 
-    client = joined_client(FakeArbiter(tell=tell, grow=grow), PassiveSession)
+    client = joined_client(FakeArbiter(tell=tell, grow=grow))
     client.tell(ev.GaveBack(TicketId("t"), ()))
     growing = asyncio.ensure_future(client.grow(TicketId("t"), Bytes(5), Span(7)))
     for _ in range(10):
@@ -294,84 +210,4 @@ async def test_growth_request_is_sent_after_all_earlier_messages_are_received() 
     async with asyncio.timeout(5):
         await growing
     assert order == ["told", "grew"]
-    await let_go(client)
-
-
-@pytest.mark.spec("A18")
-async def test_failure_of_an_old_epoch_does_not_end_the_new_one() -> None:
-    heard, fails = asyncio.Event(), asyncio.Event()
-
-    async def tell(epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
-        if epoch == 5:
-            heard.set()
-            await fails.wait()
-            raise ActorDiedError()
-
-    arbiter = FakeArbiter(tell=tell)
-    client = joined_client(arbiter, PassiveSession)
-    client.tell(ev.Slept(TicketId("t")))
-    async with asyncio.timeout(5):
-        await heard.wait()
-        client.session._leave()
-        rejoin(client, arbiter)
-        fails.set()
-        await client.flush(5)
-    assert client.epoch == 6 and not client.session._outbox  # and the new one has heard it
-    await let_go(client)
-
-
-@pytest.mark.spec("A18")
-async def test_received_command_is_acknowledged_with_the_next_listen() -> None:
-    acks: list[int] = []
-    orders = [messages.SequencedCommand(n, messages.ReloadOrder(f"m{n}")) for n in (1, 2, 3)]
-
-    async def listen(
-        holder: HolderId, epoch: Epoch, ack: int
-    ) -> tuple[messages.SequencedCommand, ...]:
-        acks.append(ack)
-        if ack == 3:
-            raise StaleEpoch(epoch, Epoch(6))
-        return tuple(orders[:2]) if ack == 0 else tuple(orders[ack:])
-
-    taken: list[messages.Command] = []
-    client = joined_client(FakeArbiter(listen=listen), PassiveSession)
-    client.session._on_command = taken.append
-    with pytest.raises(StaleEpoch):
-        await client.session._listen()
-    assert acks == [0, 2, 3] and taken == [order.command for order in orders]
-    await let_go(client)
-
-
-@pytest.mark.spec("A18")
-async def test_a_rejoin_names_all_that_is_held_and_repeats_no_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    joined: list[ev.Joined] = []
-    told: list[ev.Event] = []
-
-    async def hello() -> dict[str, object]:
-        return {"identity": messages.identity(), "holders": 0}
-
-    async def join(before: Epoch | None, introduction: ev.Joined, *_: object) -> messages.JoinReply:
-        joined.append(introduction)
-        return messages.JoinReply(Epoch(6), "v", {"capabilities": {}}, HASTY)
-
-    async def tell(epoch: Epoch, holder: HolderId, event: ev.Event) -> None:
-        told.append(event)
-
-    monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
-    monkeypatch.setattr(ray_internals, "own_handle", lambda: None)
-    monkeypatch.setattr(agent_client, "find_actor", lambda name: None)
-    client = joined_client(FakeArbiter(), PassiveSession)
-    client.session._leave()
-    client.tell(ev.Slept(TicketId("t")))  # said by the introduction that follows
-    held = ev.HeldTicket(TicketId("t"), "m", types.Phase.ASLEEP, 0, Span(0), (), ASKED.need, "")
-    client.session._held_tickets = lambda: (held,)
-    client.session._handle = FakeArbiter(hello=hello, join=join, tell=tell, keepalive=never)
-    await client.session._join()
-    client.tell(ev.Withdrawn(TicketId("u")))
-    await client.flush(5)
-    assert client.epoch == 6 and [said.tickets for said in joined] == [(held,)]
-    assert told == [ev.Withdrawn(TicketId("u"))]
-    assert client.timeouts == HASTY and joined[0].is_driver  # no actor has this handle
     await let_go(client)

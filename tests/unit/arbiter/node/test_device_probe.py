@@ -1,11 +1,13 @@
 """Devices and readings of a node without GPUs; of one with GPUs see test_nvml."""
 
+from typing import Any
+
 import pytest
 
 from arbiter.core.types import DeviceKind
 from arbiter.node.device_probe import NodeProbe
-from arbiter.node.nvml import NoGpus
-from arbiter.units import NodeId
+from arbiter.node.nvml import Card, GpuUnreadable, NoGpus
+from arbiter.units import Bytes, NodeId
 
 N = NodeId("n")
 
@@ -23,3 +25,44 @@ def test_used_bytes_without_engines_are_foreign() -> None:
     cpu, host = NodeProbe(N, NoGpus()).read([]).devices
     assert cpu.foreign_bytes == host.foreign_bytes > 0
     assert cpu.exact
+
+
+class LostGpu(NoGpus):
+    """One GPU, which fell off the bus."""
+
+    def count(self) -> int:
+        return 1
+
+    def card(self, index: int) -> Card:
+        return Card("A10G", "GPU-a", Bytes(5))
+
+
+class Watched(dict[int, GpuUnreadable]):
+    """Lets another thread look after each change."""
+
+    def __init__(self, probe: NodeProbe) -> None:
+        super().__init__()
+        self.probe, self.seen = probe, list[list[str]]()
+
+    def look(self) -> None:
+        self.seen.append([spec.device for spec in self.probe.inventory()])
+
+    def pop(self, *args: Any) -> Any:
+        found = super().pop(*args)
+        self.look()
+        return found
+
+    def __setitem__(self, index: int, fault: GpuUnreadable) -> None:
+        super().__setitem__(index, fault)
+        self.look()
+
+
+@pytest.mark.spec("B1")
+def test_lost_gpu_is_offered_at_no_moment_of_a_reading() -> None:
+    probe = NodeProbe(N, LostGpu())
+    probe._faults = faults = Watched(probe)
+    for _ in range(2):
+        probe._note_fault(0, GpuUnreadable(0, "nvmlDeviceGetMemoryInfo", "lost", 15))
+    assert faults.seen == [["n/host"]] * 2
+    probe._note_fault(0, None)
+    assert faults.seen[-1] == ["n/gpu:0", "n/host"]

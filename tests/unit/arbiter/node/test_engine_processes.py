@@ -1,21 +1,22 @@
 """A node agent spawns an engine only under a ticket that the arbiter granted."""
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError
 
 from arbiter.core.types import GrantCheck
 from arbiter.errors import ArbiterError, ArbiterUnavailable, TicketClosed, TicketNotGranted
-from arbiter.node import reports
+from arbiter.node import procfs, reports
 from arbiter.node.agent import NodeAgent
-from arbiter.protocol.messages import AgentSettings, SpawnSpec
+from arbiter.protocol.messages import SpawnSpec
 from arbiter.protocol.rpc import RayPeer
 from arbiter.units import NodeId, TicketId
 from tests.support.fake_arbiter import FakeArbiter
+from tests.support.local_agent import BROKEN_ZYGOTE, FAKE_ENGINE, START_S, agent_in
 
 N, T = NodeId("n"), TicketId("t")
 SPEC = SpawnSpec("a:b", {})
@@ -39,18 +40,11 @@ class Arbiter:
 
 
 @pytest_asyncio.fixture
-async def agent(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[NodeAgent]:
+async def agent(no_arbiter: None, folder: Path) -> AsyncIterator[NodeAgent]:
     """Its zygote cannot start, so a spawn that is let through waits."""
-
-    def no_actor(*_: object, **__: object) -> None:
-        raise RayError("no cluster")
-
-    monkeypatch.setattr(reports.ray, "get_actor", no_actor)
-    with tempfile.TemporaryDirectory(prefix="cs-") as folder:
-        settings = AgentSettings("tests.support.failing_zygote", folder=f"{folder}/n")
-        running = NodeAgent(N, settings, folder)
-        yield running
-        await running.close()
+    running = agent_in(folder, BROKEN_ZYGOTE)
+    yield running
+    await running.close()
 
 
 def use(agent: NodeAgent, arbiter: Arbiter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,20 +85,71 @@ async def test_check_is_repeated_until_the_restarted_arbiter_knows_the_ticket(
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"),
-    [(ActorDiedError(), ArbiterUnavailable), (GrantCheck.SETTLING, TicketNotGranted)],
+    "answer",
+    [ActorDiedError(), GrantCheck.SETTLING],
+    ids=["away", "settling"],
 )
 async def test_check_is_given_up_after_its_bound(
-    agent: NodeAgent,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: GrantCheck | Exception,
-    error: type[ArbiterError],
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch, answer: GrantCheck | Exception
 ) -> None:
     monkeypatch.setattr(reports, "CONFIRM_S", 0.0)
     use(agent, Arbiter(answer), monkeypatch)
     async with asyncio.timeout(WITHIN_S):
-        with pytest.raises(error):
+        with pytest.raises(ArbiterUnavailable):
             await agent.spawn(T, SPEC)
+
+
+async def test_check_without_an_answer_is_given_up_after_the_same_bound(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question that hangs may not take its own bound on top."""
+    monkeypatch.setattr(reports, "CONFIRM_S", 0.0)
+    monkeypatch.setattr(reports, "REPORT_S", 1_000.0)
+
+    async def found(_: object) -> RayPeer:
+        return RayPeer(FakeArbiter())
+
+    monkeypatch.setattr(reports.Reports, "_found", found)
+    async with asyncio.timeout(WITHIN_S):
+        with pytest.raises(ArbiterUnavailable):
+            await agent.spawn(T, SPEC)
+
+
+async def test_cancelled_spawn_of_a_killed_ticket_is_cancelled(
+    agent: NodeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+
+    async def confirm(_: object, ticket: TicketId) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(reports.Reports, "confirm", confirm)
+    confirming = asyncio.ensure_future(agent._engines._confirm(T))
+    async with asyncio.timeout(WITHIN_S):
+        await asked.wait()
+        agent._engines.children.forbid_start(T)
+        confirming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await confirming
+
+
+@pytest.mark.spec("A14", "A18")
+@pytest.mark.usefixtures("no_arbiter")
+async def test_respawn_outlives_an_arbiter_that_ends_after_its_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arbiter, running = Arbiter(GrantCheck.GRANTED), agent_in(folder)
+    use(running, arbiter, monkeypatch)
+    async with asyncio.timeout(START_S):
+        path = await running.spawn(T, FAKE_ENGINE)
+        before = await running.engines()
+        arbiter.answers = [GrantCheck.GRANTED, ActorDiedError()]
+        monkeypatch.setattr(reports, "CONFIRM_S", 0.0)
+        assert await running.respawn(T, FAKE_ENGINE) == path
+    after = await running.engines()
+    assert after.keys() == {T} and after != before and not running._reports.gone
+    await running.close()
 
 
 @pytest.mark.spec("A10")
@@ -127,3 +172,44 @@ async def test_ticket_reaped_during_its_check_spawns_nothing_and_is_reported(
         with pytest.raises(TicketClosed):
             await spawning
     assert list(agent._reports.gone) == [T]
+
+
+@pytest.mark.usefixtures("granted")
+@pytest.mark.spec("A14")
+async def test_respawn_replaces_the_process_of_a_ticket_without_a_report(
+    folder: Path,
+) -> None:
+    running = agent_in(folder)
+    path = await running.spawn(T, FAKE_ENGINE)
+    [before] = (await running.engines())[T]
+    async with asyncio.timeout(START_S):
+        both = [running.respawn(T, FAKE_ENGINE) for _ in range(2)]
+        assert await asyncio.gather(*both) == [path, path]
+    [after] = (await running.engines())[T]
+    assert after != before and not running._reports.gone and Path(path).exists()
+    await running.kill(T)
+    with pytest.raises(TicketClosed):
+        await running.respawn(T, SPEC)
+    await running.close()
+
+
+@pytest.mark.usefixtures("granted")
+@pytest.mark.spec("A3", "A14")
+async def test_respawn_without_a_grant_leaves_the_process_alive(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = agent_in(folder)
+    async with asyncio.timeout(START_S):
+        await running.spawn(T, FAKE_ENGINE)
+        before = await running.engines()
+
+        async def refuse(_: object, ticket: TicketId) -> None:
+            raise TicketNotGranted(ticket, NodeId("n"))
+
+        monkeypatch.setattr(reports.Reports, "confirm", refuse)
+        with pytest.raises(TicketNotGranted):
+            await running.respawn(T, SPEC)
+        assert await running.engines() == before
+        found = procfs.process(before[T][0])
+        assert found is not None and found.alive
+        await running.close()

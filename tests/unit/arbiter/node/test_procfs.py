@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from arbiter.node import procfs, zygote_client
-from arbiter.units import MIB
+from arbiter.units import MIB, Bytes
 
 SLACK = 16 * MIB  # of a child forked from a whole test run; the files here are 10 MiB or more
 
@@ -49,8 +49,14 @@ def memory_file(name: str, mib: int) -> int:
     return fd
 
 
+def tree(root: int) -> set[int]:
+    """Living pids: the root's group and session, and what descends from them."""
+    everything = procfs.processes()
+    return procfs.descend(procfs.led_by(root, everything), everything)
+
+
 def measure(pid: int) -> procfs.Memory:
-    return procfs.memory(procfs.tree(pid, procfs.processes()))
+    return procfs.memory(tree(pid))
 
 
 @pytest.mark.spec("B1")
@@ -85,7 +91,7 @@ def test_a_memory_file_held_by_several_processes_of_one_tree_counts_once() -> No
         return fd
 
     with child(two) as pid:
-        others, seen = procfs.tree(pid, procfs.processes()) - {pid}, measure(pid).device_bytes
+        others, seen = tree(pid) - {pid}, measure(pid).device_bytes
         for member in others:
             os.kill(member, signal.SIGKILL)
     assert len(others) == 1 and 64 * MIB <= seen <= 64 * MIB + 2 * SLACK
@@ -123,7 +129,7 @@ def test_the_tree_keeps_members_whose_parent_died() -> None:
         return 1
 
     with child(orphaning) as pid:
-        members = procfs.tree(pid, procfs.processes())
+        members = tree(pid)
         assert len(members) == 2
         for member in members - {pid}:
             os.kill(member, signal.SIGKILL)
@@ -136,7 +142,7 @@ def test_a_zombie_holds_nothing_and_is_no_member() -> None:
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     found = procfs.process(pid)
     assert found is not None and not found.alive
-    assert procfs.tree(pid, procfs.processes()) == set()
+    assert tree(pid) == set()
     os.waitpid(pid, 0)
 
 
@@ -146,7 +152,7 @@ def test_a_process_that_is_gone_is_none() -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     assert procfs.process(pid) is None
-    assert procfs.memory([pid]) == procfs.NOTHING
+    assert procfs.memory([pid]) == procfs.Memory(Bytes(0), Bytes(0))
 
 
 @pytest.mark.spec("L4")

@@ -1,24 +1,26 @@
 """What a node agent still has to say is said until somebody has heard it."""
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.node.device_probe import Tree
 from arbiter.node.reports import Reports
-from arbiter.protocol.rpc import RayPeer
+from arbiter.protocol.rpc import ConnectionLost, RayPeer
 from arbiter.units import Bytes, DeviceId, Epoch, NodeId, TicketId
 from tests.support.fake_arbiter import FakeArbiter
+from tests.support.waits import eventually
 
 N, T = NodeId("n"), TicketId("t")
 SEEN = ev.NodeSeen(N, ())
 
 
 class ReportReceiver:
-    """An arbiter in its fifth life; `meanwhile` happens while it hears."""
+    """An arbiter in epoch 5; `meanwhile` happens while it hears."""
 
     def __init__(self, *listed: int) -> None:
         self.listed, self.heard = set(listed), list[tuple[ev.Event, ...]]()
@@ -31,6 +33,23 @@ class ReportReceiver:
         self.heard.append(said)
         self.meanwhile()
         return Epoch(5)
+
+
+class BreakingPeer:
+    """A connection that breaks; each of its calls notices when told."""
+
+    is_open = True
+
+    def __init__(self) -> None:
+        self.breaks, self.is_closed = dict[str, asyncio.Event](), False
+
+    async def call(self, name: str, *_: object) -> None:
+        self.breaks[name] = asyncio.Event()
+        await self.breaks[name].wait()
+        raise ConnectionLost(name)
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 @pytest.mark.spec("A10")
@@ -80,6 +99,36 @@ async def test_unreceived_report_is_sent_again() -> None:
     receiver.reports._arbiter = RayPeer(FakeArbiter(report=died))
     await receiver.reports.say_all_gone()
     assert T in receiver.reports.gone
+
+
+@pytest.mark.spec("A18")
+async def test_broken_call_closes_no_connection_made_since() -> None:
+    """A check and a report run beside each other, and both fail with the connection they share."""
+    receiver, old, new = ReportReceiver(), BreakingPeer(), BreakingPeer()
+    receiver.reports._arbiter = old
+    calls = receiver.reports.say(()), receiver.reports._check(T)
+    said, checked = (asyncio.ensure_future(call) for call in calls)
+    await eventually(lambda: len(old.breaks) == 2)
+    old.breaks["report"].set()
+    assert not await said
+    receiver.reports._arbiter = new  # the next report has connected again
+    old.breaks["check_grant"].set()
+    assert await checked is None
+    assert receiver.reports._arbiter is new and old.is_closed and not new.is_closed
+
+
+@pytest.mark.spec("A18")
+async def test_bug_of_the_arbiter_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    receiver = ReportReceiver()
+
+    async def fails(*_: object) -> None:
+        raise RayTaskError("check_grant", "there", KeyError("a bug"))
+
+    for _ in range(3):
+        receiver.reports._arbiter = RayPeer(FakeArbiter(check_grant=fails))
+        assert await receiver.reports._check(T) is None
+    [line] = [r.getMessage() for r in caplog.records if "the arbiter failed" in r.getMessage()]
+    assert "check_grant" in line
 
 
 async def test_report_made_during_a_send_is_not_lost() -> None:

@@ -58,7 +58,7 @@ async def connection(path: Path) -> AsyncIterator[tuple[RpcServer, SocketPeer]]:
     offers: Any = {f.__name__: f for f in (doubled, stale, bug, never)}
     server = RpcServer(HERE, path, offers)
     async with asyncio.timeout(WITHIN_S):
-        assert await server.where() == {"node": HERE, "path": str(path)}
+        assert await server.address() == {"node": HERE, "path": str(path)}
         peer = await connect(path)
         try:
             yield server, peer
@@ -139,7 +139,7 @@ async def test_message_beyond_the_bound_closes_the_connection(
 @pytest.mark.spec("N2")
 async def test_connect_uses_the_socket_on_the_same_node_and_ray_otherwise(path: Path) -> None:
     async with connection(path) as (server, _):
-        where = await server.where()
+        where = await server.address()
         near = await connect_to_socket(None, where, HERE)
         assert await near.call("doubled", 4) == 8
         near.close()
@@ -150,7 +150,7 @@ async def test_connect_uses_the_socket_on_the_same_node_and_ray_otherwise(path: 
 
 async def test_rpc_server_that_cannot_listen_has_no_address(path: Path) -> None:
     server = RpcServer(HERE, path.parent / "missing" / "s.sock", {})
-    assert await server.where() is None
+    assert await server.address() is None
     server.close()
 
 

@@ -2,47 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ray.exceptions import OwnerDiedError, RayActorError
 
 from arbiter.core import events as ev
 from arbiter.errors import SettingsConflict, StaleEpoch
-from arbiter.protocol import ray_internals
-from arbiter.protocol.messages import AgentSettings, StartConfig
+from arbiter.protocol import messages
+from arbiter.server import shell
 from arbiter.server.actor import ArbiterActor
 from arbiter.server.node_agents import RayAgents
 from arbiter.server.store import Member, Store
-from arbiter.units import HolderId, NodeId, seconds
+from arbiter.units import HolderId, NodeId, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
+from tests.support.local_arbiter import TABLE, Running
 
-TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
 H = HolderId("h")
-Running = Callable[..., Any]
-
-
-@pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
-    async def look(self: RayAgents, feed: Callable[[ev.Event], None]) -> None: ...
-
-    monkeypatch.setattr(RayAgents, "look", look)
-    monkeypatch.setattr(ray_internals, "session_name", lambda: "session")
-    monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
-
-    @asynccontextmanager
-    async def run(**options: Any) -> AsyncIterator[ArbiterActor]:
-        agent = AgentSettings("no.zygote", folder=str(tmp_path / "n"))
-        options = {"state_file": str(tmp_path / "state"), **options}
-        actor = ArbiterActor(StartConfig(configuration(parse_table(TABLE)), agent, **options))
-        yield actor
-        await actor.close(0)
-
-    return run
 
 
 async def join(actor: ArbiterActor, stay: str) -> asyncio.Future[None]:
@@ -150,6 +127,37 @@ async def test_holder_that_counts_as_dead_is_told_to_rejoin_with_its_next_heartb
         await ended(call)
         await join(actor, "2")
         await actor.renew(epoch, ev.Renewed(H, ()))
+
+
+@pytest.mark.spec("A18")
+async def test_holder_that_left_its_commands_unread_is_alive_and_only_rejoins(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running() as actor:
+        monkeypatch.setattr(
+            shell, "COMMANDS_BESIDE_QUEUE_COUNT", -actor._shell.core.settings.queue_total_count + 1
+        )
+        first, epoch = await join(actor, "1"), actor._shell.epoch
+        for model in "ab":
+            await actor.resize(messages.Resize(model, messages.ModelSize.GROWN))
+        await actor.tell(epoch, H, ev.Slept(TicketId("t")))  # its requests are no death of it
+        for heard in (actor.listen(H, epoch, 0), actor.renew(epoch, ev.Renewed(H, ()))):
+            with pytest.raises(StaleEpoch):
+                await heard
+        assert actor._shell.core.has_joined(H)
+        await join(actor, "2")
+        await ended(first)
+        await actor.renew(epoch, ev.Renewed(H, ()))
+        await actor.tell(epoch, H, ev.HolderLost(H))
+
+
+@pytest.mark.spec("A19")
+async def test_holder_that_takes_its_leave_ends_no_other(running: Running) -> None:
+    async with running() as actor:
+        call, epoch = await join(actor, "1"), actor._shell.epoch
+        await actor.tell(epoch, H, ev.HolderLost(HolderId("another")))
+        await ended(call)
+        assert not actor._shell.core.has_joined(H)
 
 
 @pytest.mark.spec("A18", "A20")

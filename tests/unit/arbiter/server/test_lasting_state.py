@@ -1,8 +1,6 @@
 """What an arbiter hands to the next one through the state file, without Ray."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,41 +8,24 @@ from typing import Any
 import pytest
 
 from arbiter.core import events as ev
-from arbiter.core.types import CapabilitySpec, GrantCheck, ModelSpec
-from arbiter.errors import CapabilityConflict, UnknownCapability
-from arbiter.protocol import ray_internals
-from arbiter.protocol.messages import AgentSettings, StartConfig
+from arbiter.core.types import (
+    CapabilitySpec,
+    DeviceBytes,
+    Floor,
+    GrantCheck,
+    ModelSpec,
+    Need,
+    Phase,
+)
+from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownRole
 from arbiter.server.actor import ArbiterActor
-from arbiter.server.node_agents import RayAgents
 from arbiter.server.store import Store
-from arbiter.units import Instant, NodeId, TicketId, seconds
+from arbiter.units import Bytes, DeviceId, HolderId, Instant, NodeId, Span, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
+from tests.support.local_arbiter import TABLE, Running
 
-TABLE = {"capabilities": {"c": {"role": "text", "engine": "m:f", "models": {"a": {"source": "x"}}}}}
 VAD = CapabilitySpec("vad", "vad", "m:f", (ModelSpec("silero", seconds(60)),), seconds(300))
-Running = Callable[..., Any]
-
-
-@pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Running:
-    """Each is the next epoch of the same session until it is closed."""
-
-    async def look(self: RayAgents, feed: Callable[[ev.Event], None]) -> None: ...
-
-    monkeypatch.setattr(RayAgents, "look", look)
-    monkeypatch.setattr(ray_internals, "session_name", lambda: "session")
-    monkeypatch.setattr(ray_internals, "own_node", lambda: NodeId("n"))
-
-    @asynccontextmanager
-    async def run(table: dict[str, Any] = TABLE) -> AsyncIterator[ArbiterActor]:
-        agent = AgentSettings("no.zygote", folder=str(tmp_path / "n"))
-        chosen = configuration(parse_table(table))
-        actor = ArbiterActor(StartConfig(chosen, agent, state_file=str(tmp_path / "state")))
-        yield actor
-        await actor.close(0)
-
-    return run
 
 
 def names(actor: ArbiterActor) -> set[str]:
@@ -71,6 +52,26 @@ async def test_registered_capability_is_known_to_the_next_epoch_until_it_is_remo
                 assert names(third) == {"c"}
 
 
+@pytest.mark.spec("A2", "A18")
+async def test_registration_that_a_table_repeats_outlives_the_arbiter_and_that_table(
+    running: Running,
+) -> None:
+    """Python registers it, the table names it, the arbiter restarts, the table drops it."""
+    models = {"silero": {"source": "x", "keep_warm_s": 60}}
+    vad = {"role": "vad", "engine": "m:f", "models": models, "downscale_to_zero_s": 300}
+    capabilities: dict[str, Any] = TABLE["capabilities"]
+    both = configuration(parse_table({"capabilities": capabilities | {"vad": vad}}))
+    [spec] = [spec for spec in both.capabilities.capabilities if spec.name == "vad"]
+    async with running() as first:
+        await first.register(spec)
+        await first.configure(both)
+        async with running() as second:
+            await second.configure(configuration(parse_table(TABLE)))
+            assert names(second) == {"c", "vad"}
+            async with running() as third:
+                assert names(third) == {"c", "vad"}
+
+
 @pytest.mark.spec("A2", "C12")
 async def test_table_that_conflicts_with_a_registration_is_refused_and_not_kept(
     running: Running,
@@ -85,6 +86,40 @@ async def test_table_that_conflicts_with_a_registration_is_refused_and_not_kept(
             assert names(first) == names(second) == {"c", "vad"}
 
 
+@pytest.mark.spec("C1", "C12")
+async def test_role_and_a_capability_of_it_come_with_one_change_of_the_settings(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ArbiterActor, "_begin_anew", lambda self, why: None)
+    wiki = {"role": "wiki", "engine": "m:f", "models": {"w": {"source": "x"}}}
+    b = {"role": "text", "engine": "m:f", "models": {"b": {"source": "x"}}}
+    roles = {"wiki": {"rank": 1, "act": "its pages are missing"}}
+    wanted = configuration(
+        parse_table({"arbiter": {"roles": roles}, "capabilities": {"c": b, "pages": wiki}})
+    )
+    async with running() as actor:
+        await actor.set_floor("c", "a", Floor.DEVICE)
+        await actor.change_settings(wanted, (await actor.state())["generation"])
+        async with running() as successor:
+            core = successor._shell.core
+            assert set(core.replica_targets(core._state.now)) == {"c", "pages"}
+            assert core.export_floors() == [], "its model was removed by the same change"
+
+
+@pytest.mark.spec("A2", "C12")
+async def test_change_that_takes_the_role_of_a_registered_capability_is_refused(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ArbiterActor, "_begin_anew", lambda self, why: None)
+    roles = {"wiki": {"rank": 1, "act": "its pages are missing"}}
+    async with running(TABLE | {"arbiter": {"roles": roles}}) as actor:
+        generation = (await actor.state())["generation"]
+        await actor.register(replace(VAD, role="wiki"))
+        with pytest.raises(UnknownRole, match="wiki"):
+            await actor.change_settings(configuration(parse_table(TABLE)), generation)
+        assert (await actor.state())["generation"] == generation
+
+
 @pytest.mark.spec("A2")
 async def test_stored_registration_that_the_table_contradicts_is_reported(
     running: Running, tmp_path: Path
@@ -95,12 +130,17 @@ async def test_stored_registration_that_the_table_contradicts_is_reported(
 
 
 @pytest.mark.spec("A2")
-def test_stored_registrations_of_other_code_are_left_out(tmp_path: Path) -> None:
+async def test_stored_registrations_of_other_code_are_reported_as_lost(
+    running: Running, tmp_path: Path
+) -> None:
     store = Store(tmp_path / "state", "session")
     store.save_registered((VAD,))
     assert store.registered() == (VAD,)
     store._save_fact("registered", b'[{"name": "vad", "colour": "blue"}]')
-    assert store.registered() == () and "role" in str(store.trouble)
+    async with running() as actor:
+        lost = [e for e in await actor.events(0, 0) if e["kind"] == "registration_lost"]
+        assert names(actor) == {"c"} and ["role" in line["cause"] for line in lost] == [True]
+        assert "state_not_kept" not in await kinds(actor)
 
 
 @pytest.mark.spec("C11", "A17")
@@ -127,11 +167,23 @@ async def test_check_of_a_ticket_counts_as_a_message(running: Running) -> None:
         assert check is GrantCheck.NOT_GRANTED and actor._shell.calls_count == before + 1
 
 
+@pytest.mark.spec("A20")
 async def test_shutdown_waits_for_open_tickets_without_a_snapshot(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    on = (DeviceBytes(DeviceId("n/cpu:0"), Bytes(5)),)
+    need, state = Need(Bytes(5)), Phase.RESIDENT
+    held = ev.HeldTicket(TicketId("t"), "a", state, 1, Span(0), on, need, "")
     async with running() as actor:
-        core = actor._shell.core
-        monkeypatch.setattr(core, "snapshot", lambda now: pytest.fail("a snapshot to count"))
+        shell = actor._shell
+        monkeypatch.setattr(shell.core, "snapshot", lambda now: pytest.fail("a snapshot to count"))
+        shell.feed(ev.Joined(HolderId("h"), NodeId("n"), "c", (held,)))
+        assert shell.open_tickets == 1
         async with asyncio.timeout(5):
-            assert await actor.close(0.1) == 0
+            assert await actor.close(0.05) == 1  # it waits in vain
+            closing = asyncio.ensure_future(actor.close(1_000))
+            await asyncio.sleep(0)
+            assert not closing.done()
+            shell.feed(ev.Released(TicketId("t"), "manual", HolderId("h")))
+            shell.feed(ev.EngineGone(NodeId("n"), TicketId("t"), True))
+            assert await closing == 0

@@ -1,6 +1,8 @@
 """A node agent is told whose memory a lease is: its own word, or that it said nothing."""
 
+import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,7 +103,7 @@ async def test_an_agent_that_cannot_start_says_why_once_until_one_answers(
         async def died() -> None:
             raise RayActorError(error_msg=f"a traceback\n  of the start\n{cause}\n")
 
-        made._handles[N] = FakeArbiter(door=died)
+        made._handles[N] = FakeArbiter(rpc_address=died)
         await made._sent(N, made._look_at(N, made._handles[N]))
         assert N not in made._handles  # the next look starts another
 
@@ -111,7 +113,42 @@ async def test_an_agent_that_cannot_start_says_why_once_until_one_answers(
     for cause in ("the driver is away", "the driver is away", "another"):
         await ends(cause)
     assert told == [(N, "the driver is away"), (N, "another")]
-    made._handles[N] = FakeArbiter(door=nowhere)
+    made._handles[N] = FakeArbiter(rpc_address=nowhere)
     await made._look_at(N, made._handles[N])
     await ends("another")
     assert len(told) == 3
+
+
+@pytest.mark.spec("A19", "B1")
+async def test_agent_that_cannot_start_is_started_at_growing_intervals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, starts_s, can_start = 0.0, list[float](), False
+    made = RayAgents(AgentSettings("no.zygote"))
+
+    async def rpc_address() -> None:
+        if not can_start:
+            raise RayActorError(error_msg="the driver is away")
+
+    def start(node: NodeId, ray_node_id: str) -> FakeArbiter:
+        starts_s.append(now_s)
+        return FakeArbiter(rpc_address=rpc_address)
+
+    async def look() -> None:
+        await made.look(lambda event: None)
+        await asyncio.gather(*made._pending)
+
+    monkeypatch.setattr(node_agents.ray_internals, "own_node", lambda: N)
+    monkeypatch.setattr(node_agents.ray_internals, "living_nodes", lambda: {N: "n"})
+    monkeypatch.setattr(node_agents, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(made, "_start", start)
+    for second in range(200):
+        now_s = float(second)
+        await look()
+    assert starts_s == [0, 1, 2, 4, 8, 16, 32, 64, 124, 184]
+    now_s, can_start = 300.0, True
+    await look()
+    can_start = False
+    await look()  # it has lived, so it is started at once
+    await look()
+    assert starts_s[-2:] == [300, 300] and len(starts_s) == 12

@@ -64,11 +64,11 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Score]:
 
 @pytest.mark.spec("K3")
 def test_replay_with_the_same_policy_gives_the_recorded_decisions(log: tuple[Path, Score]) -> None:
-    [life] = read(log[0])
-    steps = list(replay(life, bundle(life.heading.settings)))
+    [epoch] = read(log[0])
+    steps = list(replay(epoch, bundle(epoch.heading.settings)))
     assert len(steps) > 1000
     assert all(step.is_same for step in steps)
-    other = list(replay(life, bundle(replace(life.heading.settings, evict="two_rates"))))
+    other = list(replay(epoch, bundle(replace(epoch.heading.settings, evict="two_rates"))))
     assert not other[-1].is_same
 
 
@@ -78,8 +78,8 @@ def test_replay_in_another_process_gives_the_recorded_decisions(log: tuple[Path,
     code = (
         "import sys; from pathlib import Path\n"
         "from arbiter.server.recording import read, replay; from policies import bundle\n"
-        "[life] = read(Path(sys.argv[1]))\n"
-        "print(all(s.is_same for s in replay(life, bundle(life.heading.settings))))"
+        "[epoch] = read(Path(sys.argv[1]))\n"
+        "print(all(s.is_same for s in replay(epoch, bundle(epoch.heading.settings))))"
     )
     env = {**os.environ, "PYTHONHASHSEED": "4242"}
     root = Path(__file__).parents[4]
@@ -139,8 +139,8 @@ def test_a_full_file_ends_the_recording_and_nothing_else(
     path = tmp_path / "log.jsonl"
     assert record(path, requests=100).requests_count > 50
     assert path.stat().st_size < 22_000
-    [life] = read(path)
-    steps = list(replay(life, bundle(life.heading.settings)))
+    [epoch] = read(path)
+    steps = list(replay(epoch, bundle(epoch.heading.settings)))
     assert steps and all(step.is_same for step in steps)
 
 

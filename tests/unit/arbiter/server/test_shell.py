@@ -66,10 +66,10 @@ def test_refusal_is_raised_to_its_caller() -> None:
 async def test_commands_are_repeated_until_they_are_acknowledged() -> None:
     box = Mailbox(10)
     for model in "abc":
-        box.put(messages.ReloadOrder(model))
-    assert [order.sequence for order in await box.after(0, 0)] == [1, 2, 3]
-    assert [order.sequence for order in await box.after(1, 0)] == [2, 3]
-    assert [order.sequence for order in await box.after(1, 0)] == [2, 3]
+        box.put(messages.ReloadCommand(model))
+    assert [each.sequence for each in await box.after(0, 0)] == [1, 2, 3]
+    assert [each.sequence for each in await box.after(1, 0)] == [2, 3]
+    assert [each.sequence for each in await box.after(1, 0)] == [2, 3]
     assert await box.after(3, 0) == ()
 
 
@@ -77,20 +77,23 @@ async def test_commands_are_repeated_until_they_are_acknowledged() -> None:
 async def test_holder_that_reads_no_commands_must_rejoin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "ORDERS_BESIDE_QUEUE_COUNT", 3 - DEFAULTS.queue_total_count)
+    monkeypatch.setattr(module, "COMMANDS_BESIDE_QUEUE_COUNT", 3 - DEFAULTS.queue_total_count)
     core = Arbiter(DEFAULTS, bundle(DEFAULTS), Epoch(1), frozenset(), Instant(0))
     made, reads, silent = shell_of(core), HolderId("reads"), HolderId("silent")
     for holder in (reads, silent):
         made.open_mail(holder)
     ack = 0
     for number in range(4):
-        made.order_all(messages.ReloadOrder(str(number)))
-        [order] = await made.listen(reads, ack)
-        ack = order.sequence
-    assert made.has_mail(reads) and not made.has_mail(silent)
+        made.command_all(messages.ReloadCommand(str(number)))
+        [command] = await made.listen(reads, ack)
+        ack = command.sequence
+    assert not made.must_rejoin(reads) and made.must_rejoin(silent)
+    made.command_all(messages.ReloadCommand("one more"))
+    assert made.has_mail(silent)  # it lives, and may ask on
     made.open_mail(silent)  # it has joined again
-    made.order_all(messages.ReloadOrder("new"))
-    assert [o.sequence for o in await made.listen(silent, 0)] == [1]
+    assert not made.must_rejoin(silent)
+    made.command_all(messages.ReloadCommand("new"))
+    assert [each.sequence for each in await made.listen(silent, 0)] == [1]
 
 
 @pytest.mark.spec("A3")

@@ -1,5 +1,5 @@
 """Commands that join the cluster: when Ray is imported, and what is said where there is none.
-What they do to a running arbiter is in tests/integration/test_commands.py."""
+What they do to a running arbiter is in tests/graph/test_gpu_config.py."""
 
 import os
 import socket

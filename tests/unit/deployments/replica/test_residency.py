@@ -13,6 +13,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason, Tier
 from arbiter.errors import (
+    ArbiterUnavailable,
     DeadlineUnmet,
     EngineLost,
     LoadFailed,
@@ -282,7 +283,7 @@ async def test_client_that_comes_and_goes_does_not_end_a_reload() -> None:
             return await granted(requested)
 
         arbiter.acquire = queued  # type: ignore[method-assign]
-        residency._obey(messages.ReloadOrder("a"))
+        residency._obey(messages.ReloadCommand("a"))
         await until(lambda: "a" in residency.models)
         with pytest.raises(DeadlineUnmet):
             async with residency.use("a", deadline_s=0.05):
@@ -298,7 +299,7 @@ async def test_asleep_model_that_made_room_for_a_failed_load_is_woken() -> None:
         await use(residency)
         revoke(residency, Reason.SWAP, Tier.ASLEEP)
         await until(lambda: "Slept" in arbiter.kinds())
-        residency._obey(messages.ReloadOrder("a"))
+        residency._obey(messages.ReloadCommand("a"))
         await until(lambda: residency.models["a"].state is HolderState.RESIDENT)
         assert engine.acts == ["/control/sleep", "/control/wake"]
 
@@ -463,6 +464,16 @@ async def test_a_load_that_failed_otherwise_is_not_tried_again() -> None:
         with pytest.raises(LoadFailed, match="no such file"):
             await use(residency)
         assert len(arbiter.asked) == 1
+
+
+@pytest.mark.spec("A12", "A18")
+async def test_load_that_no_arbiter_confirms_is_no_fault_of_its_model() -> None:
+    async with holder() as (residency, arbiter, _):
+        breaking(arbiter, ArbiterUnavailable(10.0))
+        with pytest.raises(ArbiterUnavailable):
+            await use(residency)
+        assert arbiter.kinds() == ["Released"]  # and no LoadBroke, after which a model cools down
+        assert await use(residency) == arbiter.asked[1]
 
 
 @pytest.mark.spec("A7", "A8")

@@ -9,7 +9,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Reason
 from arbiter.core.settings import Timeouts
-from arbiter.errors import GrowthRefused, LoadFailed, TicketClosed
+from arbiter.errors import ArbiterUnavailable, GrowthRefused, LoadFailed, TicketClosed
 from arbiter.protocol import messages
 from arbiter.units import Bytes, Span, TicketId, seconds
 from deployments.config.boot import configuration
@@ -167,6 +167,59 @@ async def test_a_restart_that_fails_ends_the_ticket_and_the_next_load_is_as_the_
             await resize.grow(residency, "a")
         assert await use(residency) != first
         assert residency.models["a"].plan.grown is not None
+
+
+@pytest.mark.spec("A18")
+async def test_model_that_would_give_back_without_an_arbiter_goes_on_grown() -> None:
+    async with resident() as (residency, growth, _):
+        await resize.grow(residency, "a")
+        held = residency.models["a"]
+        growth.arbiter.unreachable_s = 7.0
+        with pytest.raises(ArbiterUnavailable):
+            await resize.give_back(residency, "a")
+        assert await use(residency) == held.ticket and len(growth.spawned) == 1
+        growth.arbiter.unreachable_s = 0.0
+        await resize.give_back(residency, "a")
+        assert len(growth.spawned) == 2 and residency.account()[0].devices == ON
+
+
+@pytest.mark.spec("A18")
+@pytest.mark.parametrize("change", ["grow", "give_back"])
+async def test_model_whose_new_process_no_arbiter_confirms_keeps_the_old_one(change: str) -> None:
+    async with resident() as (residency, growth, _):
+        held, respawn = residency.models["a"], growth.arbiter.respawn
+        if change == "give_back":
+            await resize.grow(residency, "a")
+        plan, devices, files = held.plan, held.devices, held.files
+
+        async def unconfirmed(*_: object) -> str:
+            raise ArbiterUnavailable(10.0)
+
+        growth.arbiter.respawn = unconfirmed
+        with pytest.raises(ArbiterUnavailable):
+            await getattr(resize, change)(residency, "a")
+        assert await use(residency) == held.ticket
+        assert (held.plan, held.devices) == (plan, devices)
+        assert held.files is files  # those that the process which goes on has read
+        growth.arbiter.respawn = respawn
+        await getattr(resize, change)(residency, "a")
+        assert await use(residency) == held.ticket and held.devices != devices
+
+
+@pytest.mark.spec("A18")
+async def test_model_whose_process_died_unconfirmed_ends() -> None:
+    async with resident() as (residency, growth, engine):
+        held, link = residency.models["a"], residency.models["a"].link
+
+        async def unconfirmed(*_: object) -> str:
+            engine.dead.set()
+            await until(lambda: not link.is_held)
+            raise ArbiterUnavailable(10.0)
+
+        growth.arbiter.respawn = unconfirmed
+        with pytest.raises(LoadFailed):
+            await resize.grow(residency, "a")
+        assert held.state is HolderState.CLOSED
 
 
 async def test_an_engine_that_ends_while_its_growth_waits_ends_the_growth() -> None:

@@ -50,17 +50,18 @@ def test_a_role_of_the_configuration_ranks_and_its_act_is_told() -> None:
     assert driver.last("eviction").data["act"] == "pages of the wiki are missing"
 
 
-@pytest.mark.spec("C1")
+@pytest.mark.spec("C1", "C3")
+@pytest.mark.parametrize("evict", ["cost_aware", "two_rates", "time_of_day"])
 @pytest.mark.parametrize(("cost_s", "victims"), [(0, {"e1", "e2"}), (1_000, {"a"})])
 def test_what_evicting_a_role_costs_counts_in_the_choice_of_victims(
-    cost_s: float, victims: set[str]
+    cost_s: float, victims: set[str], evict: str
 ) -> None:
     """Two small models of `embedding` or a large one of `text`, both of one rank."""
     roles = (
         NamedRole("embedding", replace(WIKI, evict_cost_s=cost_s)),
         NamedRole("text", replace(WIKI, evict_cost_s=900)),
     )
-    driver = CoreDriver(device=80, settings=replace(PLAIN, roles=roles))
+    driver = CoreDriver(device=80, settings=replace(PLAIN, roles=roles, evict=evict))
     driver.resident(0, "e1", 20, capability="embedding", model="e1")
     driver.resident(0, "e2", 20, capability="embedding", model="e2")
     driver.resident(0, "a", 40)

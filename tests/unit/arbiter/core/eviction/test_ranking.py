@@ -1,13 +1,21 @@
-"""Request priorities (C2), at the arbiter and at the holder. Times in seconds."""
+"""The order in which tickets leave (C2, C3): priorities, and devices with very many tickets."""
+
+from dataclasses import replace
 
 import pytest
 
 from arbiter.core import events as ev
-from arbiter.core.types import Need, Priority
-from arbiter.units import Bytes, HolderId, TicketId
-from deployments.config.load_plan import ModelPlan
-from deployments.replica.held_model import HeldModel, HolderState
-from tests.support.core_driver import CoreDriver, granted, revoked
+from arbiter.core.eviction.ranking import (
+    SWEPT_COUNT,
+    price_victim,
+    ranked_victims,
+    victims_no_more_urgent,
+)
+from arbiter.core.records.ledger import UNREAD_COUNT
+from arbiter.core.types import Priority
+from arbiter.units import HolderId, TicketId, seconds
+from policies import EVICT
+from tests.support.core_driver import PLAIN, CoreDriver, capability, granted, revoked
 
 URGENT, HIGH, NORMAL, LOW, BATCH = Priority
 
@@ -108,30 +116,101 @@ def test_queued_ticket_moves_up_when_a_more_urgent_request_joins_it() -> None:
     assert granted(driver.gone(7, "a")) == ["c"]
 
 
-def slot() -> HeldModel:
-    plan = ModelPlan("a", "m:f", {}, Need(Bytes(1)), True, "key")
-    return HeldModel(plan, TicketId("a-1"), HolderState.RESIDENT)
+# -- a device with very many tickets -------------------------------------------------------------
+
+MANY = [f"m{n}" for n in range(100)]
+EXACT = ("priority_lru", "belady")  # prices do not drift with time alone
+
+
+def filled_driver(policy: str) -> CoreDriver:
+    driver = CoreDriver(device=len(MANY), settings=replace(PLAIN, evict=policy))
+    driver.at(0, many(driver))
+    for t, model in enumerate(MANY):
+        name = f"{model}-t"
+        driver.ask(t, name, 1, model=model, priority=list(Priority)[t % 5])
+        driver.at(t, ev.Loaded(TicketId(name), seconds(1)))
+    driver.beat(len(MANY), *(f"{m}-t" for m in MANY))
+    return driver
+
+
+def many(driver: CoreDriver) -> ev.CapabilitiesSet:
+    return ev.CapabilitiesSet((capability("text", "text", tuple(MANY)), driver.table[1]))
+
+
+@pytest.mark.spec("C3")
+@pytest.mark.parametrize("policy", EVICT)
+def test_kept_ranking_equals_a_fresh_ranking(policy: str) -> None:
+    """Ranked once, then only what changed: the same as if everything were priced anew, but for what
+    prices drift by until their turn comes: costs a hundredth, recency more."""
+    driver = filled_driver(policy)
+    book = driver.account()
+    assert len(book.entries) > SWEPT_COUNT
+    list(ranked_victims(driver.state, book))
+    for t, model in enumerate(MANY[::3], start=200):
+        driver.beat(t, f"{model}-t", inflight=t % 2)
+        kept = list(ranked_victims(driver.state, book))
+        anew = {e.ticket: price_victim(driver.state, book, e) for e, _ in kept}
+        places = [priced.place for _, priced in kept]
+        assert places == sorted(places) and anew.keys() == book.entries.keys()
+        costs = {e.ticket: priced.cost_s for e, priced in kept}
+        assert costs == pytest.approx({t: p.cost_s for t, p in anew.items()}, rel=0.01)
+        if policy in EXACT:
+            assert places == sorted(priced.place for priced in anew.values())
+
+
+@pytest.mark.spec("C3")
+def test_victims_of_a_long_ranking_are_those_of_a_short_one() -> None:
+    driver = filled_driver("priority_lru")
+    driver.beat(200)
+    went = [name for name, _, _ in revoked(driver.ask(300, "a", 3, model="m0"))]
+    batch = [f"{m}-t" for n, m in enumerate(MANY) if n % 5 == 4]
+    assert went == sorted(batch)[:3]  # the least urgent; all were used at once
+
+
+def test_heartbeat_without_news_reprices_no_candidate() -> None:
+    driver = filled_driver("two_rates")
+    book = driver.account()
+    driver.beat(200)
+    list(ranked_victims(driver.state, book))
+    driver.beat(201)
+    assert book.stale == set()
+    driver.beat(202, f"{MANY[0]}-t", inflight=1)
+    assert book.stale == {f"{MANY[0]}-t"}
+
+
+def test_unread_ranking_is_dropped() -> None:
+    driver = filled_driver("two_rates")
+    book = driver.account()
+    list(ranked_victims(driver.state, book))
+    for n in range(len(book.entries) + UNREAD_COUNT + 1):
+        book.note_stale(TicketId(f"gone{n}"))
+    assert book.stale is None
+    assert [e.ticket for e, _ in ranked_victims(driver.state, book)]
+
+
+def old_urgent_ones() -> CoreDriver:
+    """Eight, each used last at 0 s, so urgent until 900 s."""
+    driver = CoreDriver(device=8)
+    for name in ("a", "b", "c", "d", "e", "large", "small", "vad"):
+        driver.resident(0, name, 1, priority=Priority.HIGH)
+    return driver
 
 
 @pytest.mark.spec("C2")
-def test_a_holder_reports_the_most_urgent_in_flight_and_then_the_last() -> None:
-    one = slot()
-    one.enter(HIGH)
-    one.enter(BATCH)
-    assert one.account().priority is HIGH
-    one.leave()
-    one.leave()
-    assert one.account().priority is HIGH
-    one.enter(LOW)
-    assert one.account().priority is LOW
+def test_all_tickets_whose_priority_has_decayed_become_candidates_at_once() -> None:
+    driver = old_urgent_ones()
+    book = driver.account()
+    driver.woke(899)
+    assert not list(victims_no_more_urgent(driver.state, book, Priority.NORMAL))
+    driver.woke(901)
+    assert len(list(victims_no_more_urgent(driver.state, book, Priority.NORMAL))) == 8
 
 
-@pytest.mark.spec("C2")
-def test_only_a_more_urgent_request_for_a_queued_ticket_is_reported() -> None:
-    one = slot()
-    one.state = HolderState.QUEUED
-    assert not one.note(NORMAL)  # it is not asked for yet
-    one.demand.waiters[None] = None  # type: ignore[index]
-    assert not one.note(LOW)
-    assert one.note(URGENT)
-    assert one.request(HolderId("h"), "text").priority is URGENT
+@pytest.mark.spec("C3")
+def test_no_price_is_older_than_a_minute() -> None:
+    driver = old_urgent_ones()
+    book = driver.account()
+    for t in (901, 961):
+        driver.woke(t)
+        priced = list(ranked_victims(driver.state, book))
+    assert [kept for _, kept in priced] == [price_victim(driver.state, book, e) for e, _ in priced]

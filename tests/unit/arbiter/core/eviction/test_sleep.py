@@ -72,6 +72,20 @@ def test_sleep_is_believed_only_once_it_is_measured() -> None:
     assert driver.last("model_unload").data["to"] == "asleep"
 
 
+@pytest.mark.spec("A21", "D1")
+def test_end_long_after_a_sleep_is_no_part_of_the_time_that_the_sleep_took() -> None:
+    driver = asleep()
+    assert driver.estimates.turnover("text") == seconds(2)
+    driver.at(23, ev.Released(TicketId("b"), "manual"))
+    driver.gone(24, "b")
+    driver.ask(25, "a", 80, host=40)
+    driver.at(26, ev.Loaded(TicketId("a"), seconds(1)))
+    driver.beat(26, "a", inflight=1)
+    driver.gone(7200, "a")
+    assert driver.state_of("a") == "closed"
+    assert driver.estimates.turnover("text") == seconds(2)
+
+
 @pytest.mark.spec("D1")
 def test_a_sleep_that_is_not_seen_ends_the_engine() -> None:
     driver = CoreDriver(device=80, host=100)

@@ -152,6 +152,3 @@ def test_device_watermarks_do_not_act_for_a_ticket_too_large_for_the_device() ->
         driver.want(0, name, size)
         driver.done(0, name)
     assert revoked(driver.want(100, "c", 120)) == [("b", "swap", "gone")]
-
-
-# -- configuration --------------------------------------------------------------------------------

@@ -244,7 +244,6 @@ def test_queued_ticket_that_no_longer_fits_a_shrunk_device_is_refused() -> None:
     driver = CoreDriver(device=80)
     driver.ask(0, "a", 80)
     driver.ask(1, "b", 60)
-    driver.ticket("a")
     specs = (types.DeviceSpec(CPU, types.DeviceKind.CPU, gib(50)),)
     assert isinstance(refusal(driver.at(2, ev.NodeSeen(NodeId("n"), specs))), errors.NeverFits)
 

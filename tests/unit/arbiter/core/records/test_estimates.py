@@ -126,7 +126,7 @@ def test_exported_estimates_restore_the_expected_times() -> None:
     assert [row for row in later.export() if row["model"]] == []
 
 
-@pytest.mark.spec("A17", "A17")
+@pytest.mark.spec("A17")
 def test_learned_values_survive_as_plain_rows() -> None:
     estimates = Estimates(DEFAULTS)
     estimates.saw_peak(KEY, Bytes(1000))
@@ -148,7 +148,7 @@ def test_learned_values_survive_as_plain_rows() -> None:
     assert [row["model"] for row in again.export()] == [""]  # what holds for the capability
 
 
-@pytest.mark.spec("A17", "A17")
+@pytest.mark.spec("A17")
 def test_a_lower_reading_does_not_lower_a_peak_and_other_settings_learn_apart() -> None:
     estimates = Estimates(DEFAULTS)
     estimates.saw_peak(KEY, Bytes(1000))

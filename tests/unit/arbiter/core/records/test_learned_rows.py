@@ -65,6 +65,19 @@ def test_restored_estimates_answer_as_the_exported_ones(
 
 
 @pytest.mark.spec("A17")
+@pytest.mark.spec("A17", "N2")
+@given(st.lists(CALLS, min_size=1, max_size=30))
+def test_each_change_of_the_rows_is_counted(calls: list[tuple[Any, ...]]) -> None:
+    known = Estimates(DEFAULTS)
+    for name, *arguments in calls:
+        before, count = known.export(), known.changes_count
+        getattr(known, name)(*arguments)
+        assert known.export() == before or known.changes_count > count
+    count = known.changes_count
+    answers(known)
+    assert known.changes_count == count
+
+
 def test_rows_without_a_version_give_their_medians() -> None:
     first = {"capability": "text", "model": "a", "settings_key": "", "peak_bytes": 7}
     known = Estimates(DEFAULTS)

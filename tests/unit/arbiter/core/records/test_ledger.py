@@ -1,4 +1,4 @@
-"""The parts on their own: ledger, budget, timers, line, estimates, errors."""
+"""The ledger: lawful moves, books that add up, indexes that the audit checks."""
 
 import pytest
 
@@ -9,8 +9,6 @@ from arbiter.units import (
     TicketId,
 )
 from tests.support.core_driver import CPU, CoreDriver
-
-# -- ledger ---------------------------------------------------------------------------------------
 
 
 def test_an_illegal_move_is_a_bug() -> None:
@@ -55,21 +53,3 @@ def test_an_index_that_lost_a_ticket_is_found_by_the_audit() -> None:
     book.free_bytes += entry.charge(CPU)
     with pytest.raises(LedgerBroken, match="index"):
         driver.audit()
-
-
-# -- budget (B2, B3) -------------------------------------------------------------------------
-
-
-# -- timers ---------------------------------------------------------------------------------------
-
-
-# -- line -----------------------------------------------------------------------------------------
-
-
-# -- estimates (A17) -------------------------------------------------------------------------
-
-
-# -- errors ---------------------------------------------------------------------------------------
-
-
-# -- units, settings ------------------------------------------------------------------------------

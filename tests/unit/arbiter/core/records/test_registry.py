@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from arbiter.core import events as ev
-from arbiter.core.types import CapabilitySpec
-from arbiter.errors import CapabilityConflict, UnknownCapability
-from arbiter.units import TicketId
+from arbiter.core.decisions import LoadModel
+from arbiter.core.types import CapabilitySpec, Floor
+from arbiter.errors import NAMES_TOLD, CapabilityConflict, UnknownCapability
+from arbiter.units import HolderId, TicketId
 from tests.support.core_driver import CoreDriver, capability, granted, refusal, revoked, s
 
 pytestmark = pytest.mark.spec("A2")
@@ -63,9 +64,50 @@ def test_table_that_differs_from_a_registration_is_refused_as_a_whole() -> None:
     assert known(driver) == {"vad"}
 
 
-def test_registration_of_what_the_table_has_leaves_it_to_the_table() -> None:
+def test_registration_of_what_the_table_has_outlives_the_table() -> None:
     driver = CoreDriver()
-    driver.at(0, ev.CapabilityRegistered(driver.table[1]))
-    assert driver.arbiter.registered == ()
+    embedding = driver.table[1]
+    driver.at(0, ev.CapabilityRegistered(embedding))
+    assert driver.arbiter.registered == (embedding,)
     driver.at(1, ev.CapabilitiesSet((driver.table[0],)))
+    assert known(driver) == {"text", "embedding"}
+    driver.at(2, ev.CapabilityUnregistered("embedding"))
     assert known(driver) == {"text"}
+
+
+def test_registration_that_differs_from_the_table_is_refused() -> None:
+    driver = CoreDriver()
+    with pytest.raises(CapabilityConflict, match="other engine"):
+        driver.at(0, ev.CapabilityRegistered(replace(driver.table[1], engine="another")))
+    assert driver.arbiter.registered == ()
+
+
+@pytest.mark.spec("D9")
+def test_capability_registered_again_keeps_its_resident_and_what_was_learned_of_it() -> None:
+    driver = registered()
+    driver.resident(0, "v", 1, capability="vad", model="silero")
+    driver.beat(1, "v", inflight=1)
+    driver.at(2, ev.CapabilityUnregistered("vad"))
+    driver.at(3, ev.CapabilityRegistered(VAD))
+    assert revoked(driver.beat(4, "v")) == []
+    assert driver.state_of("v") == "resident"
+    driver.at(5, ev.Released(TicketId("v"), "manual"))
+    driver.gone(6, "v")
+    assert "model_removed" not in driver.kinds()
+
+
+@pytest.mark.spec("D1")
+def test_configured_floor_of_a_registered_capability_is_acted_on_at_once() -> None:
+    driver = CoreDriver()
+    driver.join(0, "g", capability="vad")
+    floored = replace(VAD, models=(replace(VAD.models[0], floor=Floor.DEVICE),))
+    load = LoadModel(HolderId("g"), "silero")
+    assert driver.at(1, ev.CapabilityRegistered(floored)) == [load]
+
+
+def test_error_shows_that_there_are_more_names_than_it_tells() -> None:
+    driver = CoreDriver()
+    many = capability("many", "text", tuple(f"m{n:02}" for n in range(NAMES_TOLD + 5)))
+    driver.at(0, ev.CapabilityRegistered(many))
+    error = refusal(driver.ask(1, "x", 1, capability="many", model="m99"))
+    assert str(error).endswith(", ...") and str(error).count("m") > NAMES_TOLD

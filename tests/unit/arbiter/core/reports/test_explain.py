@@ -8,11 +8,11 @@ from arbiter import units
 from arbiter.core import events as ev
 from arbiter.core.records.eviction_history import KEPT_COUNT
 from arbiter.core.reports.explain import Explanation
-from arbiter.core.types import Priority
+from arbiter.core.types import Floor, Priority
 from arbiter.errors import UnknownTicket
 from arbiter.protocol.json_codec import plain
 from arbiter.units import GIB, TicketId
-from tests.support.core_driver import CPU, PLAIN, CoreDriver, revoked, s
+from tests.support.core_driver import CPU, HOST, PLAIN, CoreDriver, revoked, s
 
 
 def why(driver: CoreDriver, t: float, name: str) -> Explanation:
@@ -31,7 +31,7 @@ def test_explain_of_a_queued_ticket_gives_shortfall_holders_and_their_obstacles(
     [shortage] = found.shortages
     assert (shortage.device, shortage.need_bytes) == (CPU, 50 * GIB)
     assert (shortage.free_bytes, shortage.short_bytes) == (20 * GIB, 30 * GIB)
-    stays = {x.model: x.obstacle for x in shortage.standings}
+    stays = {x.model: x.obstacle for x in shortage.charged_tickets}
     assert stays["vad"] == "it is pinned"
     assert stays["a"] == "it is more urgent (urgent before normal)"
     assert stays["b"] is None  # busy ones are asked: a swap waits behind a barrier
@@ -62,9 +62,54 @@ def test_explain_gives_the_remaining_minimum_residency_of_a_resident() -> None:
     [shortage] = why(driver, 8, "c").shortages
     assert shortage.coming_bytes == 40 * GIB  # b went, whose load took no time
     driver.ask(8, "d", 80)
-    stays = {x.model: x.obstacle for x in why(driver, 8, "d").shortages[0].standings}
-    assert stays["a"] == "it came lately, and stays 4.0 s yet for what its load took"
+    stays = {x.model: x.obstacle for x in why(driver, 8, "d").shortages[0].charged_tickets}
+    assert stays["a"] == "protected for another 4.0 s (minimum residency)"
     assert stays["b"] == "it is draining"
+
+
+@pytest.mark.spec("K3", "A15", "D1")
+def test_explain_names_the_lease_and_the_floor_that_keep_a_ticket() -> None:
+    driver = CoreDriver(device=80, host=100)
+    driver.lease(0, "job", 40)
+    driver.resident(0, "a", 40, host=20)
+    driver.engines["a"] = {CPU: 40}
+    driver.read(1)
+    driver.at(2, ev.FloorSet("text", "a", Floor.HOST))
+    driver.ask(20, "b", 40)
+    driver.at(21, ev.Slept(TicketId("a")))
+    driver.engines["a"] = {CPU: 4, HOST: 20}
+    driver.read(22)
+    driver.ask(23, "c", 70)
+    stays = {x.model: x.obstacle for x in why(driver, 23, "c").shortages[0].charged_tickets}
+    assert stays["job"] == "its lease may not be interrupted"
+    assert stays["a"] == "its floor is host"
+
+
+@pytest.mark.spec("K3", "C6")
+def test_explain_and_snapshot_count_those_ahead_on_the_same_node_only() -> None:
+    driver = CoreDriver(device=80)
+    driver.see_node(0, 10, 0, node="m")
+    driver.read(0, node="m")
+    driver.join(0, "g", node="m")
+    driver.resident(0, "a", 80)
+    driver.beat(0, "a", inflight=1)
+    driver.resident(0, "c", 10, holder="g")
+    driver.beat(0, "c", holder="g", inflight=1)
+    driver.ask(1, "b", 60)
+    driver.ask(2, "d", 10, holder="g")
+    assert driver.queue() == ["b", "d"]
+    assert why(driver, 2, "d").ahead == ()
+    assert {q.ticket: q.position for q in driver.arbiter.snapshot(s(2)).queue} == {"b": 1, "d": 1}
+
+
+def test_explain_says_for_how_long_the_holder_was_silent() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 80)
+    driver.beat(0, "a", inflight=1)
+    driver.ask(1, "b", 60)
+    driver.woke(4000)
+    said = why(driver, 4000, "b").said
+    assert any("no heartbeat for 4000 s; nothing is granted to it" in line for line in said)
 
 
 @pytest.mark.spec("K3")

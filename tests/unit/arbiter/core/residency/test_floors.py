@@ -68,7 +68,9 @@ def test_configured_floor_loads_and_protects_its_model_until_a_person_sets_anoth
     d.resident(1, "a", 50)
     d.beat(20, "a")
     assert isinstance(refusal(d.ask(20, "b", 50)), NeverFits)
+    assert d.last("floor_set").data["source"] == "table"
     floor(d, 21, "a", Floor.COLD)
+    assert d.last("floor_set").data["source"] == "person"
     assert d.state_of("a") == "draining"
     assert d.at(23, with_floor(d, Floor.DEVICE)) == [], "the person's floor stands"
 
@@ -226,6 +228,14 @@ def test_lowered_floor_revokes_again_after_its_holder_was_busy() -> None:
 def test_model_with_a_device_floor_is_reloaded_when_its_engine_dies() -> None:
     d = CoreDriver()
     floor(d, 0, "a", Floor.DEVICE)
+    d.resident(1, "a", 30)
+    assert LoadModel(H, "a") in d.gone(2, "a")
+
+
+@pytest.mark.spec("D1", "D8")
+def test_model_with_a_configured_device_floor_is_reloaded_when_its_engine_dies() -> None:
+    d = CoreDriver()
+    d.at(0, with_floor(d, Floor.DEVICE))
     d.resident(1, "a", 30)
     assert LoadModel(H, "a") in d.gone(2, "a")
 

@@ -9,18 +9,18 @@ from arbiter.core import types
 from arbiter.protocol.json_codec import plain
 from arbiter.units import Bytes, TicketId
 from tests.support.core_driver import HOST, gib, granted, is_granted, killed
-from tests.support.gpu_core_driver import GPU, OTHER, GpuDesk
+from tests.support.gpu_core_driver import GPU, OTHER, GpuCoreDriver
 
 LOST = "nvmlDeviceGetMemoryInfo: Timeout (NVML code 10)"
 
 
-def kinds_of(driver: GpuDesk, kind: str) -> list[object]:
+def kinds_of(driver: GpuCoreDriver, kind: str) -> list[object]:
     return [told.data["device"] for told in driver.told if told.kind == kind]
 
 
-def two(host: float = 100) -> GpuDesk:
+def two(host: float = 100) -> GpuCoreDriver:
     """`a` (60) on the first GPU, `b` (60) on the second, each with 2 in its process's RAM."""
-    driver = GpuDesk(device=80, host=host)
+    driver = GpuCoreDriver(device=80, host=host)
     driver.resident(0, "a", 60, host=50)
     driver.resident(0, "b", 60, host=50)
     driver.engines = {"a": {GPU: 60, HOST: 2}, "b": {OTHER: 60, HOST: 2}}
@@ -31,7 +31,7 @@ def two(host: float = 100) -> GpuDesk:
 
 @pytest.mark.spec("B1")
 def test_nothing_is_granted_on_a_gpu_that_cannot_be_read_and_its_neighbour_lends_on() -> None:
-    driver = GpuDesk(device=80, host=100)
+    driver = GpuCoreDriver(device=80, host=100)
     driver.unreadable = {GPU: LOST}
     driver.read(1)
     assert is_granted(driver.ask(1, "a", 50), "a")
@@ -109,7 +109,7 @@ def test_a_sleeper_that_could_wake_only_on_a_lost_gpu_goes_with_it() -> None:
 
 @pytest.mark.spec("A10", "B5")
 def test_a_ticket_over_two_gpus_stays_charged_on_the_one_that_is_left() -> None:
-    driver = GpuDesk(device=80, host=100)
+    driver = GpuCoreDriver(device=80, host=100)
     need = types.Need(gib(120))
     driver.at(0, ev.Requested(
         TicketId("a"), "h", "text", "a", need, split=types.Split.EQUAL,  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from tests.support.core_driver import (
     killed,
     refusal,
     revoked,
-    s,
 )
 
 IMPATIENT = replace(PLAIN, timeouts=replace(PATIENT, lost=seconds(60)))  # the real time
@@ -278,4 +277,3 @@ def test_an_old_heartbeat_does_not_finish_a_wake() -> None:
     assert driver.state_of("a") == "loading"
     driver.at(29, ev.Renewed(HolderId("h"), (held,)))
     assert driver.state_of("a") == "resident"
-    assert s(29) > s(25)

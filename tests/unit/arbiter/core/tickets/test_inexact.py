@@ -11,10 +11,10 @@ from arbiter.core import types
 from arbiter.core.records.estimates import ModelKey
 from arbiter.units import TicketId
 from tests.support.core_driver import HOST, gib, granted, killed
-from tests.support.gpu_core_driver import GPU, OTHER, GpuDesk
+from tests.support.gpu_core_driver import GPU, OTHER, GpuCoreDriver
 
 
-def shared(driver: GpuDesk, held: float, host: dict[str, float] | None = None) -> None:
+def shared(driver: GpuCoreDriver, held: float, host: dict[str, float] | None = None) -> None:
     """As the agent says it: what they hold together, split as each was granted at its start."""
     whole = sum(driver.sizes[name] for name in driver.engines)
     for name in driver.engines:
@@ -24,9 +24,9 @@ def shared(driver: GpuDesk, held: float, host: dict[str, float] | None = None) -
         }
 
 
-def two(t: float = 1) -> GpuDesk:
+def two(t: float = 1) -> GpuCoreDriver:
     """`a` (40) and `b` (20) on one GPU of 60; there is no other."""
-    driver = GpuDesk(device=60, host=200)
+    driver = GpuCoreDriver(device=60, host=200)
     del driver.there[OTHER]
     driver.introduce(0)
     driver.read(0)
@@ -74,7 +74,7 @@ def test_a_device_that_gives_too_little_back_confirms_no_sleep() -> None:
 @pytest.mark.parametrize(("awake", "charged"), [("b", 40), ("", 15)], ids=["beside", "alone"])
 def test_no_sleeper_is_ended_for_a_share_that_was_only_inferred(awake: str, charged: float) -> None:
     """`a` (20) sleeps: of what `b` holds a share would fall to it, or all that strangers do."""
-    driver = GpuDesk(device=60, host=200, holders=())
+    driver = GpuCoreDriver(device=60, host=200, holders=())
     del driver.there[OTHER]
     driver.introduce(0)
     driver.delta_only = {GPU}
@@ -99,7 +99,7 @@ def test_an_inferred_share_teaches_nothing_and_a_device_of_its_own_does() -> Non
     for t in (2, 3, 4):
         driver.read(t)
     assert driver.kinds().count("estimate_error") == 0
-    alone = GpuDesk(device=60, host=200)
+    alone = GpuCoreDriver(device=60, host=200)
     alone.delta_only = {GPU, OTHER}
     alone.resident(0, "a", 40)
     alone.engines = {"a": {alone.device_of("a"): 36}}

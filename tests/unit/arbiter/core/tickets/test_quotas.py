@@ -8,6 +8,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision
 from arbiter.core.queue import grant_pass
+from arbiter.core.queue.outcome import PassEnd
 from arbiter.core.settings import Settings, TenantLimits
 from arbiter.core.state import CoreState, Node
 from arbiter.errors import QuotaExceeded, TenantCoolingDown
@@ -122,7 +123,7 @@ def test_bytes_given_back_by_a_tenant_start_no_grant_pass_for_others_elsewhere(
     driver.ask(10, "e", 50, tenant="x", holder="l")
     looked, serve = [], grant_pass._run_node
 
-    def look(state: CoreState, node: Node) -> bool:
+    def look(state: CoreState, node: Node) -> PassEnd:
         looked.append(node.node)
         return serve(state, node)
 
@@ -196,7 +197,7 @@ def test_model_within_its_reserve_is_not_evicted_for_others() -> None:
     driver.resident(1, "b", 30, tenant="y")
     assert revoked(driver.ask(2, "d", 30, tenant="z", priority=types.Priority.LOW)) == []
     said = driver.arbiter.explain(TicketId("d"), s(3)).said
-    assert any("reserved for x" in line for line in said)
+    assert any("within the reserve of x" in line for line in said)
 
 
 def test_ticket_is_billed_to_its_last_user_unless_that_breaks_a_limit() -> None:

@@ -1,0 +1,47 @@
+"""Lets idle models leave: after their keep-warm time (C8), at shutdown, down to a lowered floor, or
+by hand.
+"""
+
+from arbiter.core.decisions import EventKind, Reason
+from arbiter.core.eviction import eviction
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.residency import floors
+from arbiter.core.state import CoreState
+from arbiter.core.types import Floor
+from arbiter.core.view import IdleModel
+from arbiter.units import TicketId
+
+
+def on_idle(state: CoreState, entry: Ticket) -> None:
+    """Lets an idle model leave after its keep-warm time (C8), at shutdown, or because its floor was
+    lowered. A model in use gets its timer when a heartbeat says that it is idle."""
+    if entry.inflight > 0 or entry.ticket in state.queue:
+        return
+    if state.closing_by is not None:
+        eviction.revoke(state, entry, Reason.SHUTDOWN, None)
+        return
+    floors.stop_settling_at_floor(state, entry)
+    if entry.settles:
+        floors.settle(state, entry)
+        return
+    if entry.state is State.ASLEEP and state.floor_of(entry.model_name) is Floor.HOST:
+        return
+    goes_at = state.policies.keep_warm(IdleModel(entry.last_used, entry.keep_warm, entry.pinned))
+    if goes_at is None:
+        return
+    goes_at = max(goes_at, entry.declined_until)
+    if state.now >= goes_at:
+        eviction.revoke(state, entry, Reason.IDLE, None)
+    else:
+        state.set_timer(entry, goes_at)
+
+
+def on_unload_asked(state: CoreState, ticket: TicketId) -> None:
+    """Unloads a model by hand. A model in use stays, and the event log says so."""
+    entry = state.live(ticket, State.RESIDENT, State.ASLEEP)
+    if entry is None:
+        return
+    if entry.inflight > 0 or entry.ticket in state.queue:
+        state.log(EventKind.UNLOAD_REFUSED, entry, inflight=entry.inflight)
+    else:
+        eviction.revoke(state, entry, Reason.MANUAL, None)

@@ -1,0 +1,121 @@
+"""Swaps between models in use, pinned or wanted by many, on a real cluster (A5, A6, A9)."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.support.live_arbiter import capability, live_arbiter, model
+from tests.support.waits import eventually
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.mark.spec("A9")
+async def test_next_victim_is_tried_when_a_barrier_drops_and_the_queued_ticket_stays() -> None:
+    three = {name: capability(**{name: model(150)}) for name in "abc"}
+    async with live_arbiter(three, barrier_s=0.5) as d:
+        a, b, c = (d.holder(name) for name in "abc")
+        await a.keep.remote("a")
+        await b.keep.remote("b")
+        waiting = c.ask.remote("c")
+        before = await d.until(lambda s: s["queue"])
+
+        async def both_dropped() -> bool:
+            return {e["model"] for e in await d.events("barrier_dropped")} == {"a", "b"}
+
+        await eventually(both_dropped)
+        after = await d.state()
+        assert [q["ticket"] for q in after["queue"]] == [q["ticket"] for q in before["queue"]]
+        assert {await a.ask.remote("a"), await b.ask.remote("b")} == {200}
+        await b.let_go.remote("b")
+        assert await asyncio.wait_for(waiting, 30) == 200
+        assert (await d.states())["a"] == "resident"
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A9")
+async def test_requests_that_come_behind_a_barrier_wait_for_a_new_ticket() -> None:
+    two = {
+        "chat": capability(a=model(200, can_sleep=False)),
+        "other": capability(b=model(200, can_sleep=False)),
+    }
+    async with live_arbiter(two, barrier_s=60) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        old = await chat.keep.remote("a")
+        waiting = other.ask.remote("b")
+        await d.until(lambda s: [t["state"] for t in s["tickets"] if t["ticket"] == old] == [
+            "draining"
+        ])  # fmt: skip
+        late = [chat.ask.remote("a") for _ in range(20)]
+
+        async def all_wait() -> bool:
+            return int(await chat.waiting.remote("a")) == len(late)
+
+        await eventually(all_wait)
+        await chat.let_go.remote("a")
+        assert await asyncio.wait_for(waiting, 30) == 200
+        assert await asyncio.gather(*late) == [200] * 20
+        granted = [e["model"] for e in await d.events("ticket_granted")]
+        assert granted == ["a", "b", "a"]
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A6", "C8")
+async def test_pinned_model_is_no_victim_though_no_other_is_idle() -> None:
+    """What is in use is asked instead, and the queued ticket waits for it."""
+    table = {
+        "chat": capability(p=model(200, pin=True)),
+        "busy": capability(u=model(30)),
+        "other": capability(b=model(200)),
+    }
+    async with live_arbiter(table, mib=460, barrier_s=0.5) as d:
+        chat, busy, other = d.holder("chat"), d.holder("busy"), d.holder("other")
+        await busy.keep.remote("u")
+        await d.until(lambda s: {t["model"]: t["state"] for t in s["tickets"]} == {
+            "p": "resident", "u": "resident"
+        })  # fmt: skip
+        waiting = other.ask.remote("b")
+        await eventually(lambda: d.events("barrier_dropped"))
+        await busy.let_go.remote("u")
+        assert await asyncio.wait_for(waiting, 30) == 200
+        assert {e["model"] for e in await d.events("eviction")} == {"u"}
+        assert (await d.states())["p"] == "resident" and await chat.ask.remote("p") == 200
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A5")
+async def test_model_just_granted_serves_the_request_it_was_granted_for() -> None:
+    """Though another ticket has waited for its bytes since before it was loaded."""
+    slow = {"can_sleep": False, "load_seconds": 0.3, "chunks": 4, "chunk_seconds": 0.05}
+    table: dict[str, Any] = {name: capability(**{name: model(200, **slow)}) for name in "ab"}
+    async with live_arbiter(table, min_residency_loads=0) as d:
+        holders = {name: d.holder(name) for name in "ab"}
+        for _ in range(3):
+            asked = [holder.stream.remote(name) for name, holder in holders.items()]
+            await d.until(lambda s: s["queue"] and s["tickets"])
+            counts = await asyncio.gather(*asked)
+            assert min(counts) >= 4  # each was answered whole
+        for kind in ("ticket_granted", "model_load"):
+            loaded = [e["model"] for e in await d.events(kind)]
+            assert len(loaded) <= 6  # one at most for each request
+        await d.books_are_true()
+
+
+@pytest.mark.spec("C3")
+async def test_victims_are_the_cheapest_set_that_suffices_and_none_besides() -> None:
+    """`b` would suffice as well, or `a` with `d`; both would take longer to load again."""
+    slow = {"can_sleep": False, "load_seconds": 2}
+    table = {
+        "chat": capability(a=model(100, **slow), b=model(200, **slow)),
+        "cheap": capability(c=model(150, can_sleep=False), d=model(20, can_sleep=False)),
+        "other": capability(e=model(180)),
+    }
+    async with live_arbiter(table, mib=620) as d:
+        chat, cheap = d.holder("chat"), d.holder("cheap")
+        for holder, name in ((cheap, "d"), (chat, "a"), (chat, "b"), (cheap, "c")):
+            assert await holder.ask.remote(name) == 200
+        await d.until(lambda s: all((t["idle_s"] or 0) > 2 for t in s["tickets"]))
+        assert await d.holder("other").ask.remote("e") == 200
+        assert [e["model"] for e in await d.events("eviction")] == ["c"]
+        await d.books_are_true()

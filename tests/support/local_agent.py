@@ -1,0 +1,20 @@
+"""A node agent in the test's own process, without Ray."""
+
+from pathlib import Path
+
+from arbiter.node.agent import NodeAgent
+from arbiter.protocol.messages import AgentSettings, SpawnSpec
+from arbiter.units import NodeId
+
+ZYGOTE = "deployments.engines.zygote"
+BROKEN_ZYGOTE = "tests.support.failing_zygote"
+FAKE_ENGINE = SpawnSpec(
+    "tests.support.fake_engine:FakeEngine", {"served_name": "m", "engine_args": {}}
+)
+START_S = 30  # of a zygote with its imports
+
+
+def agent_in(folder: Path, zygote_module: str = ZYGOTE) -> NodeAgent:
+    """The agent of node `n`; its caller closes it."""
+    settings = AgentSettings(zygote_module, folder=str(folder / "n"))
+    return NodeAgent(NodeId("n"), settings, str(folder))

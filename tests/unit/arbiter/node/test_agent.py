@@ -1,0 +1,85 @@
+"""A node agent without Ray: what it reads and reports of its engines."""
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.node.device_probe import Readings, Tree
+from arbiter.protocol.messages import SpawnSpec
+from arbiter.units import NodeId, TicketId
+from tests.support.local_agent import FAKE_ENGINE, START_S, agent_in
+from tests.support.waits import eventually
+
+T = TicketId("t")
+
+pytestmark = pytest.mark.usefixtures("granted")
+
+
+@pytest.mark.spec("A10")
+async def test_end_of_an_engine_is_reported_during_a_slow_reading(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: asyncio.Queue[ev.Event] = asyncio.Queue()
+    is_over = threading.Event()
+
+    async def send(events: tuple[ev.Event, ...]) -> bool:
+        for event in events:
+            said.put_nowait(event)
+        return True
+
+    def read(trees: list[Tree]) -> Readings:
+        is_over.wait(START_S)
+        return Readings((), ())
+
+    running = agent_in(folder)
+    monkeypatch.setattr(running._reports, "say", send)
+    monkeypatch.setattr(running._probe, "read", read)
+    async with asyncio.timeout(START_S / 2):
+        await running.spawn(T, FAKE_ENGINE)
+        await running.kill(T)
+        assert await said.get() == ev.EngineGone(NodeId("n"), T, bytes_back=True)
+    is_over.set()
+    await running.close()
+
+
+@pytest.mark.spec("A17")
+async def test_readings_of_engines_are_exact_while_the_zygote_that_forked_them_lives(
+    folder: Path,
+) -> None:
+    running = agent_in(folder)
+    async with asyncio.timeout(START_S):
+        await running.spawn(T, FAKE_ENGINE)
+        reading = ev.EngineReading(T, ())
+        assert running._judged(reading).exact
+        dead = running._engines.supervisor.known
+        assert dead is not None
+        os.kill(dead[0], 9)
+        await eventually(lambda: not running._engines.supervisor.is_alive())
+        assert not running._judged(reading).exact
+        await eventually(
+            lambda: (
+                running._engines.supervisor.known not in (dead, None)
+                and running._engines.supervisor.is_up
+            )
+        )
+        assert not running._judged(reading).exact
+        await running.close()
+
+
+async def test_temporary_folder_of_an_engine_is_removed_with_it(folder: Path) -> None:
+    running = agent_in(folder)
+    scratch = running._engines.children.scratch(T)
+    spec_that_litters = SpawnSpec(
+        FAKE_ENGINE.entry, {"served_name": "m", "engine_args": {"litter": True}}
+    )
+    async with asyncio.timeout(START_S):
+        await running.spawn(T, spec_that_litters)
+        await eventually(lambda: scratch.exists() and [p.name for p in scratch.iterdir()])
+        assert scratch.stat().st_mode & 0o077 == 0
+        await running.kill(T)
+        await eventually(lambda: not scratch.exists())
+        await running.close()

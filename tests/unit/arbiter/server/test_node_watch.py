@@ -1,0 +1,117 @@
+"""What the arbiter's process looks at and saves each second, and what it does not save again."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.settings import DEFAULTS
+from arbiter.core.types import ModelName
+from arbiter.server.event_log import EventLog
+from arbiter.server.node_watch import NodeWatch
+from arbiter.server.shell import Shell
+from arbiter.server.store import Member, Store
+from arbiter.units import Epoch, HolderId, Instant, NodeId, TicketId, in_seconds, seconds
+from policies import bundle
+
+N = NodeId("n")
+SILENT_S = in_seconds(DEFAULTS.timeouts.silent)
+
+
+class NoAgents:
+    def kill(self, node: NodeId, ticket: TicketId) -> None: ...
+    def probe(self, node: NodeId) -> None: ...
+    async def look(self, feed: Callable[[ev.Event], None]) -> None: ...
+
+    async def dead(self, members: list[Member]) -> list[HolderId]:
+        return []
+
+
+class Watched:
+    """A watch over a real core and a real state file; time stands still."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now_s = 0.0
+        self.store = Store(folder / "state", "session")
+        known = frozenset(member.holder for member in self.store.members())
+        self.core = Arbiter(DEFAULTS, bundle(DEFAULTS), Epoch(1), known, self.now())
+        shell = Shell(self.core, Epoch(1), NoAgents(), EventLog(Epoch(1)), clock=self.now)
+        self.watch = NodeWatch(shell, NoAgents(), self.store, lambda: None, lambda: self.now_s)
+
+    def now(self) -> Instant:
+        return Instant(seconds(self.now_s))
+
+    def saved(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The facts that are written from now on."""
+        written, save = list[str](), self.store._save_fact
+
+        def note(name: str, value: bytes) -> bool:
+            written.append(name)
+            return save(name, value)
+
+        monkeypatch.setattr(self.store, "_save_fact", note)
+        return written
+
+
+@pytest.mark.spec("N1")
+def test_usage_is_written_when_a_model_was_used_and_not_at_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path)
+    watched.watch.save_usage()
+    written = watched.saved(monkeypatch)
+    watched.now_s = 100.0
+    watched.watch.save_usage()
+    assert not written
+    watched.core._state.rates.used(ModelName("c", "a"), 5, watched.core._state.now)
+    watched.watch.save_usage()
+    watched.watch.save_usage()
+    assert written == ["usage"]
+
+
+@pytest.mark.spec("C11", "A17")
+def test_what_could_not_be_written_is_written_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path)
+    watched.watch.save_all()
+    watched.core._state.rates.used(ModelName("c", "a"), 5, watched.core._state.now)
+    watched.core._state.estimates.left("c", seconds(4))
+    with monkeypatch.context() as full:
+        full.setattr(watched.store, "_run", lambda *_: None)
+        watched.watch.save_all()
+    watched.watch.save_all()
+    learned: list[Any] = watched.store.learned()
+    assert [row["capability"] for row in learned] == ["c"]
+    assert watched.store.usage()["rates"]
+
+
+@pytest.mark.spec("A17")
+def test_rows_of_newer_code_are_left_in_the_file(tmp_path: Path) -> None:
+    newer = {"version": 99, "capability": "c", "model": "b", "settings_key": "k"}
+    Store(tmp_path / "state", "newer").save_learned([newer])
+    watched = Watched(tmp_path)
+    watched.core.restore_learned(watched.store.learned())
+    watched.core._state.estimates.left("c", seconds(4))
+    watched.watch.save_learned()
+    assert newer in watched.store.learned() and len(watched.store.learned()) == 2
+
+
+@pytest.mark.spec("A5", "A18")
+async def test_driver_that_stays_silent_after_a_restart_is_not_awaited_like_a_replica(
+    tmp_path: Path,
+) -> None:
+    before = Store(tmp_path / "state", "session")
+    before.add_member(Member(HolderId("driver"), N, 7, 9, is_driver=True))
+    before.add_member(Member(HolderId("replica"), N, 8, 9))
+    watched = Watched(tmp_path)
+    watched.now_s = SILENT_S
+    await watched.watch.drop_dead_holders()
+    assert watched.core.awaited == {"driver", "replica"}
+    watched.now_s = SILENT_S + 1
+    await watched.watch.drop_dead_holders()
+    assert watched.core.awaited == {"replica"}
+    assert [m.holder for m in before.members()] == ["replica"]

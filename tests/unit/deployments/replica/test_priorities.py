@@ -1,0 +1,39 @@
+"""Request priorities at the holder (C2): what it says of a model that several requests use."""
+
+import pytest
+
+from arbiter.core.types import Need, Priority
+from arbiter.units import Bytes, HolderId, TicketId
+from deployments.config.load_plan import ModelPlan
+from deployments.replica.held_model import HeldModel, HolderState
+
+URGENT, HIGH, NORMAL, LOW, BATCH = Priority
+
+
+def resident() -> HeldModel:
+    plan = ModelPlan("a", "m:f", {}, Need(Bytes(1)), True, "key")
+    return HeldModel(plan, TicketId("a-1"), HolderState.RESIDENT)
+
+
+@pytest.mark.spec("C2")
+def test_a_holder_reports_the_most_urgent_in_flight_and_then_the_last() -> None:
+    held = resident()
+    held.enter(HIGH)
+    held.enter(BATCH)
+    assert held.account().priority is HIGH
+    held.leave()
+    held.leave()
+    assert held.account().priority is HIGH
+    held.enter(LOW)
+    assert held.account().priority is LOW
+
+
+@pytest.mark.spec("C2")
+def test_only_a_more_urgent_request_for_a_queued_ticket_is_reported() -> None:
+    held = resident()
+    held.state = HolderState.QUEUED
+    assert not held.note(NORMAL)  # it is not asked for yet
+    held.demand.waiters[None] = None  # type: ignore[index]
+    assert not held.note(LOW)
+    assert held.note(URGENT)
+    assert held.request(HolderId("h"), "text").priority is URGENT
