@@ -97,7 +97,7 @@ def test_unseen_drawings_are_described_and_questions_answered(seeing: Child) -> 
 
 @pytest.mark.spec("H2")
 def test_chat_without_a_picture_asks_for_one(seeing: Child) -> None:
-    asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 14, "temperature": 0}
+    asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40, "temperature": 0}
     status, said = seeing.call("POST", "/v1/chat/completions", asked)
     assert status == 200
     assert said["choices"][0]["message"]["content"].strip() == WITHOUT_PICTURE
