@@ -11,7 +11,7 @@ import pytest
 
 from arbiter import leases
 from arbiter.client.admin import call_arbiter
-from arbiter.errors import DeadlineUnmet, LeaseRefused, QuotaExceeded
+from arbiter.errors import DeadlineUnmet, HolderQuarantined, LeaseRefused, QuotaExceeded
 from arbiter.protocol.messages import lease_ticket
 from arbiter.units import MIB
 from tests.support.engine_host import ROOT
@@ -122,6 +122,8 @@ async def test_a_process_that_keeps_its_memory_is_waited_for_and_not_killed() ->
             assert (kept["ticket"], kept["state"]) == (told["ticket"], "reclaiming")
             assert told["size_bytes"] >= 200 * MIB and told["took_s"] >= 5
             assert held_by_lease(state, 200) and job.poll() is None
+            with pytest.raises(HolderQuarantined):
+                await asyncio.to_thread(ask(1, name="again").acquire)
             job.terminate()
             await ended(d)
 

@@ -83,6 +83,7 @@ class Ledger:
         self._entries: dict[TicketId, Ticket] = {}
         self._held: dict[HolderId, dict[TicketId, Ticket]] = {}
         self._holding: dict[HolderId, dict[TicketId, Ticket]] = {}  # of those, past the queue
+        self._leases: dict[TicketId, Ticket] = {}
         self.dirty: set[NodeId] = set()  # changed since the last grant pass there
         self._touched: set[DeviceId] = set()
         self._short: dict[NodeId, set[DeviceId]] = {}
@@ -96,6 +97,8 @@ class Ledger:
         self._held.setdefault(entry.holder, {})[entry.ticket] = entry
         if entry.state is not State.QUEUED:
             self._holding.setdefault(entry.holder, {})[entry.ticket] = entry
+        if entry.lease:
+            self._leases[entry.ticket] = entry
         self.open_count[entry.capability] += 1
         self._count(entry, 1)
 
@@ -214,8 +217,14 @@ class Ledger:
         very long."""
         return self._holding.get(holder, {})
 
+    def leases(self) -> list[Ticket]:
+        """Returns all tickets of leases. One whose process keeps its memory has no holder any
+        more."""
+        return list(self._leases.values())
+
     def _forget(self, entry: Ticket) -> None:
         del self._entries[entry.ticket]
+        self._leases.pop(entry.ticket, None)
         for index in (self._held, self._holding):
             index.get(entry.holder, {}).pop(entry.ticket, None)
             if not index.get(entry.holder):

@@ -154,9 +154,20 @@ def test_a_process_that_keeps_its_memory_is_quarantined_with_its_tenant() -> Non
     driver.engines["job"] = {CPU: 30}
     driver.read(1)
     driver.at(2, ev.Released(TicketId("job"), "released"))
+    driver.at(2, ev.HolderLost(HolderId("lease:job")))  # as the lease service says of each release
     driver.woke(8)
     assert "quarantine" in driver.kinds() and driver.free() == 50
     assert isinstance(refusal(driver.lease(9, "again", 1)), HolderQuarantined)
+
+
+def test_memory_that_a_leased_process_keeps_counts_against_its_tenants_cap() -> None:
+    driver = CoreDriver(settings=replace(WHOLE, lease_tenant_bytes=units.Bytes(40 * GIB)))
+    driver.lease(0, "job", 30)
+    driver.engines["job"] = {CPU: 30}
+    driver.read(1)
+    driver.at(2, ev.Released(TicketId("job"), "released"))
+    driver.at(2, ev.HolderLost(HolderId("lease:job")))
+    assert isinstance(refusal(driver.lease(3, "again", 20)), QuotaExceeded)
 
 
 def test_leased_process_that_holds_more_is_charged_what_it_holds() -> None:
