@@ -242,7 +242,8 @@ def make_prompts(processor: Any, facts: list[shapes.Fact], picture: Image) -> Pr
         add(processor.tokenizer(f"user: {text}\nassistant:").input_ids, WITHOUT_PICTURE)
         for text in (*TEXTS, *(q for asked in QUESTIONS.values() for q in asked), *_sentences())
     ]
-    return Prompts(*_padded(rows), rows_of, alone)
+    ids, labels, mask = _padded(rows)
+    return Prompts(ids, labels, mask, rows_of, alone)
 
 
 def _sentences() -> list[str]:
@@ -253,7 +254,9 @@ def _sentences() -> list[str]:
     return [" ".join(words[a : a + n]) for a, n in zip(starts, lengths, strict=True)]
 
 
-def _padded(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, ...]:
+def _padded(
+    rows: list[tuple[list[int], list[int]]],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     longest = max(len(prompt) + len(said) for prompt, said in rows)
     ids = torch.full((len(rows), longest), PAD)
     labels = torch.full((len(rows), longest), IGNORED)

