@@ -1,4 +1,4 @@
-"""The quickstart notebook against the running system, as a reader runs it against theirs."""
+"""Notebooks against the running system, as a reader runs them against theirs."""
 
 import re
 import shutil
@@ -28,21 +28,22 @@ def adapters(graph: Graph) -> Iterator[None]:
 
 @pytest.mark.spec("K6", "J7")
 @pytest.mark.usefixtures("adapters")
-def test_the_quickstart_runs_to_its_end(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["quickstart", "capabilities"])
+def test_notebook_runs_to_its_end(graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     [address] = {
         found[1]
         for pid in graph.workers()
         if (found := re.search(r"--gcs-address=(\S+)", command_of(pid)))
     }
-    for name, value in {
+    for variable, value in {
         "ARBITER_URL": graph.url,
         "RAY_ADDRESS": address,
         "MPLBACKEND": "agg",
         "PYTHONPATH": str(ROOT),
     }.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(variable, value)
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    notebook = nbformat.read(ROOT / "notebooks" / "quickstart.ipynb", as_version=4)
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     where = {"metadata": {"path": str(ROOT)}}
     NotebookClient(notebook, timeout=CELL_S, kernel_name="python3", resources=where).execute()
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
