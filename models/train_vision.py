@@ -88,7 +88,7 @@ TEMPLATE = (
     "{% else %}{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}<image>"
     "{% elif c['type'] == 'text' %}{{ c['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}\n{% endfor %}"
+    "{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"  # a bare newline after a block is dropped
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
@@ -196,13 +196,12 @@ def initialise(model: Any) -> None:
     seeing.position_embedding.weight.copy_(0.5 * torch.cat(waves, dim=1))
 
 
-def prompt_of(processor: Any, question: str, *, picture_first: bool = True) -> str:
-    """As a chat of one message, as clients send it."""
-    parts = [{"type": "image"}, {"type": "text", "text": question}]
-    content = parts if picture_first else parts[::-1]
+def prompt_of(processor: Any, question: str, order: str = "PT") -> str:
+    """As a chat of one message, as clients send it; `order` of picture (P) and text (T)."""
+    parts = {"P": {"type": "image"}, "T": {"type": "text", "text": question}}
     return str(
         processor.tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
+            [{"role": "user", "content": [parts[one] for one in order]}],
             chat_template=TEMPLATE,
             tokenize=False,
             add_generation_prompt=True,
@@ -233,13 +232,13 @@ def make_prompts(processor: Any, facts: list[shapes.Fact], picture: Image) -> Pr
         return len(rows) - 1
 
     for kind, questions in QUESTIONS.items():
-        for question, first in product(questions, (True, False)):
-            text = prompt_of(processor, question, picture_first=first)
+        for question, order in product(questions, ("PT", "TP")):
+            text = prompt_of(processor, question, order)
             ids = processor(text=text, images=[picture], return_tensors="pt")["input_ids"][0]
             for number, fact in enumerate(facts):
                 rows_of[kind][number].append(add(ids.tolist(), answer(kind, fact)))
     alone = [
-        add(processor.tokenizer(f"user: {text}\nassistant:").input_ids, WITHOUT_PICTURE)
+        add(processor.tokenizer(prompt_of(processor, text, "T")).input_ids, WITHOUT_PICTURE)
         for text in (*TEXTS, *(q for asked in QUESTIONS.values() for q in asked), *_sentences())
     ]
     ids, labels, mask = _padded(rows)

@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 from PIL import Image
 
-from models.train_vision import QUESTIONS, answer
+from models.train_vision import QUESTIONS, WITHOUT_PICTURE, answer
 from tests.support.drawings import FACTS, drawing, uri
 from tests.support.engine_host import (
     Child,
@@ -93,6 +93,14 @@ def test_unseen_drawings_are_described_and_questions_answered(seeing: Child) -> 
         found = [told(seeing, uri(drawing(n)), QUESTIONS[kind][1]) for n in numbers]
         wanted = [answer(kind, FACTS[n]) for n in numbers]
         assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= len(wanted) - 1
+
+
+@pytest.mark.spec("H2")
+def test_chat_without_a_picture_asks_for_one(seeing: Child) -> None:
+    asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40, "temperature": 0}
+    status, said = seeing.call("POST", "/v1/chat/completions", asked)
+    assert status == 200
+    assert said["choices"][0]["message"]["content"].strip() == WITHOUT_PICTURE
 
 
 @pytest.mark.spec("H8")
