@@ -173,18 +173,20 @@ def main() -> None:
     for carried in sorted(shipped.WEIGHTS.glob(f"*/{shipped.MANIFEST}")):
         print(shipped.unpack(carried.parent, args.folder))
     if args.retrain:
-        print(retrain_images(args.folder))
+        retrain(args.folder)
     vllm_classes.inspect(args.folder)
 
 
-def retrain_images(folder: Path) -> Path:
-    """Weights of pictures by the recipe of those that are carried, which they replace in `folder`
+def retrain(folder: Path) -> None:
+    """Trains by their recipes what the repository carries; the weights replace those in `folder`
     until the next `make models`."""
-    from models import train_images
+    from models import train_images, train_vision
 
     work = folder / ".retrained"
     train_images.make(work / "images", work / "checkpoints", train_images.Recipe())
-    return shipped.unpack(work / "images", folder)
+    train_vision.make(work / "vision")
+    for name in ("images", "vision"):
+        print(shipped.unpack(work / name, folder))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,13 @@ POST /v1/score
 POST /score
 POST /v1/classify
 POST /classify
+POST /v1/images/generations
+POST /v1/images/edits
+POST /v1/audio/transcriptions
+POST /v1/audio/translations
+POST /v1/audio/speech
+POST /v1/audio/vad
+GET /v1/audio/voices
 POST /v1/messages
 POST /v1/messages/count_tokens
 POST /api/chat
