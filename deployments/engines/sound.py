@@ -57,7 +57,8 @@ def decode(raw: bytes, most_s: float) -> np.ndarray:
         ) as container:
             samples = _read(container, most_s)
     except (av.FFmpegError, ValueError, EOFError, OSError) as error:
-        raise BadSound(f"no sound that can be read: {error}") from error
+        why = error.strerror if isinstance(error, av.FFmpegError) else error
+        raise BadSound(f"no sound that can be read: {why}") from error
     if len(samples) < LEAST_S * HEARD_HZ:
         raise BadSound(f"{len(samples) / HEARD_HZ:.3f} s of sound; it takes {LEAST_S} s")
     return samples
