@@ -41,6 +41,10 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-chat": ("/v1/chat/completions", CHAT),
     "small-chat": ("/v1/chat/completions", CHAT),
     "all-minilm-l6-v2": ("/v1/embeddings", {"input": "a ticket"}),
+    "minilm-reranker": ("/v1/rerank", {"query": "memory", "documents": ["RAM", "a cat"]}),
+    "tiny-draw": ("/v1/images/generations", {"prompt": "a red circle on blue"}),
+    "tiny-describe": ("/v1/chat/completions", {**CHAT, "max_tokens": 8}),
+    "joe": ("/v1/audio/speech", {"input": "One moment.", "response_format": "wav"}),
 }
 DOOR = {"proxy": "ray::ProxyActor", "front": "ray::ServeReplica:front:front"}
 MORE = {"embedding replica": "ray::ServeReplica:embedding:embedding", **DOOR}
