@@ -60,7 +60,7 @@ BUGS = [
     Bug("promised bytes are lent", "arbiter/core/queue/pass_state.py", "GrantPass.room",
         "book.free_bytes + returning_bytes(book) - self.promised[device]",
         "book.free_bytes + returning_bytes(book)"),
-    Bug("one that cannot load holds up the rest", "arbiter/core/queue/grants.py", "_place_on_one",
+    Bug("a ticket that cannot load holds up the rest", "arbiter/core/queue/grants.py", "_place_on_one",
         "pass_.memo.note(need, entry.priority, waiting.quota_group)",
         "pass_.reserved_devices.update(pass_.books)"),
     Bug("a change of the books is not looked at", "arbiter/core/records/ledger.py", "Ledger._note",

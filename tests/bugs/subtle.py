@@ -164,7 +164,7 @@ BUGS = [
         "if waiter.result():\n"
         "    held.leave()",
         "pass"),
-    Bug("who waits at the barrier of one that sleeps waits on", "deployments/replica/unloading.py", "drain",
+    Bug("a request at the barrier of a model that sleeps waits on", "deployments/replica/unloading.py", "drain",
         "held.turn_back()",
         ""),
     Bug("the end of the process that was replaced ends the model", "deployments/replica/unloading.py", "lose",

@@ -1,4 +1,4 @@
-"""Pictures in a child: what a prompt says is what the picture shows, whoever shares its batch."""
+"""Pictures in a child: what a prompt says is what the picture shows, whatever shares its batch."""
 
 import asyncio
 import contextlib

@@ -330,7 +330,7 @@ def test_parallel_speeches_are_not_mixed_up(says: Child) -> None:
         ({"input": "..."}, "input"),
         ({"input": 5}, "input"),
         ({"input": "x" * 4_097}, "input"),
-        ({"voice": "nobody"}, "voice"),
+        ({"voice": "unknown"}, "voice"),
         ({"voice": ["joe"]}, "voice"),
         ({"voice": "../joe"}, "voice"),
         ({"response_format": "exe"}, "response_format"),

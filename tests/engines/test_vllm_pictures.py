@@ -192,7 +192,7 @@ def test_cache_keeps_the_last_entries_and_none_beyond_the_term(
     assert count() == (1, ENTRIES + 1)
     told(child, pictures[0])
     assert count() == (1, ENTRIES + 2)
-    until(lambda: facts(child)["entries"] == 0, 60)  # by the term alone: nobody asks
+    until(lambda: facts(child)["entries"] == 0, 60)  # by the term alone: no request asks
     told(child, pictures[1])
     assert count() == (1, ENTRIES + 3)
     left(child)

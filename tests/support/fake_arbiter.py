@@ -38,6 +38,6 @@ def joined_client(arbiter: FakeArbiter) -> HolderClient:
 
 
 async def let_go(client: HolderClient) -> None:
-    """Without the last words that nobody here would hear."""
+    """Without last words, because no peer here would hear them."""
     client.session.epoch = None
     await client.close()

@@ -68,7 +68,7 @@ async def test_anthropics_paths_refuse_in_its_form(
 @pytest.mark.spec("J1", "L1", "L2")
 async def test_key_and_bound_refuse_in_anthropics_form(client: AsyncClient, tmp_path: Path) -> None:
     keys.add(tmp_path / "keys.json", "ann", "acme", frozenset({Scope.INFER}))  # others are closed
-    answer = await client.post(MESSAGES, json=ASKED, headers={"x-api-key": "sk-nobody"})
+    answer = await client.post(MESSAGES, json=ASKED, headers={"x-api-key": "sk-unknown"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
     answer = await client.post(MESSAGES, content=b" " * (MAX_BODY_BYTES + 1))
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")

@@ -82,7 +82,7 @@ def test_generate_is_a_chat_of_one_message_and_raw_is_a_completion() -> None:
     [
         (bodies.Chat, {}, "model"),
         (bodies.Chat, {"model": ""}, "model"),
-        (bodies.Chat, {"model": "m", "messages": [{"role": "nobody"}]}, "messages"),
+        (bodies.Chat, {"model": "m", "messages": [{"role": "unknown"}]}, "messages"),
         (bodies.Chat, {"model": "m", "keep_alive": "soon"}, "keep_alive"),
         (bodies.Chat, {"model": "m", "keep_alive": "5 m"}, "keep_alive"),
         (bodies.Chat, {"model": "m", "keep_alive": float("nan")}, "keep_alive"),
