@@ -39,7 +39,7 @@ BUGS = [
     Bug("what never helps is tried again", "deployments/front/service.py", "answer",
         "not messages.is_transient(error)",
         ""),
-    Bug("work goes on for a client that left", "deployments/front/service.py", "_translated",
+    Bug("a call goes on for a client that left", "deployments/front/service.py", "_translated",
         "response.cancel()",
         "pass"),
     Bug("a full replica is asked", "deployments/routing/rank.py", "rank.price",
