@@ -1,21 +1,13 @@
 """Builders that `import_path` in serve_config.yaml names: the front, and a capability."""
 
 import importlib
+from collections.abc import Callable
 
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from deployments.config.schema import CapabilityArgs, ConfigError, FrontArgs
-
-TEXT = "deployments.capabilities.text:TextServer"
-EMBEDDING = "deployments.capabilities.embedding:EmbeddingServer"
-RERANK = "deployments.capabilities.rerank:RerankServer"
-VISION = "deployments.capabilities.vision:VisionServer"
-ASR = "deployments.capabilities.asr:TranscriptionServer"
-TTS = "deployments.capabilities.tts:SpeechServer"
-VAD = "deployments.capabilities.vad:VadServer"
-IMAGE = "deployments.capabilities.image:ImageServer"
 
 # A handle reports its queue this often, so that a waiting request starts a replica in about a
 # second; with Serve's defaults (10 s, 30 s) it takes seven to ten.
@@ -49,44 +41,23 @@ def capability(args: CapabilityArgs) -> Application:
     return _capability(_class_of(args.class_), args.capability)
 
 
-def text(args: CapabilityArgs) -> Application:
-    """Chat, completions and responses."""
-    return _capability(_class_of(args.class_ or TEXT), args.capability)
+def _builder(class_: str) -> Callable[[CapabilityArgs], Application]:
+    """A builder for one class, in whose place `class` in `args` may name another."""
+
+    def build(args: CapabilityArgs) -> Application:
+        return _capability(_class_of(args.class_ or class_), args.capability)
+
+    return build
 
 
-def embedding(args: CapabilityArgs) -> Application:
-    """Embeddings."""
-    return _capability(_class_of(args.class_ or EMBEDDING), args.capability)
-
-
-def rerank(args: CapabilityArgs) -> Application:
-    """Rerank, score and classify."""
-    return _capability(_class_of(args.class_ or RERANK), args.capability)
-
-
-def vision(args: CapabilityArgs) -> Application:
-    """Chat about pictures."""
-    return _capability(_class_of(args.class_ or VISION), args.capability)
-
-
-def asr(args: CapabilityArgs) -> Application:
-    """Transcription and translation of speech."""
-    return _capability(_class_of(args.class_ or ASR), args.capability)
-
-
-def tts(args: CapabilityArgs) -> Application:
-    """Speech from text."""
-    return _capability(_class_of(args.class_ or TTS), args.capability)
-
-
-def vad(args: CapabilityArgs) -> Application:
-    """Spans of speech in a file."""
-    return _capability(_class_of(args.class_ or VAD), args.capability)
-
-
-def image(args: CapabilityArgs) -> Application:
-    """Pictures from text and from pictures."""
-    return _capability(_class_of(args.class_ or IMAGE), args.capability)
+text = _builder("deployments.capabilities.text:TextServer")
+embedding = _builder("deployments.capabilities.embedding:EmbeddingServer")
+rerank = _builder("deployments.capabilities.rerank:RerankServer")
+vision = _builder("deployments.capabilities.vision:VisionServer")
+image = _builder("deployments.capabilities.image:ImageServer")
+asr = _builder("deployments.capabilities.asr:TranscriptionServer")
+tts = _builder("deployments.capabilities.tts:SpeechServer")
+vad = _builder("deployments.capabilities.vad:VadServer")
 
 
 def _class_of(path: str | None) -> type:
