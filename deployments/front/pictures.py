@@ -9,7 +9,6 @@ its pixels are decoded in the engine.
 
 import base64
 import binascii
-import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -122,8 +121,10 @@ def size_of(data: bytes, place: str) -> tuple[int, int]:
     """Width and height by the header alone: nothing is decoded. Raises BadPart."""
     from PIL import Image
 
+    from deployments.picture_bounds import opened
+
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+        with opened(data, FORMATS) as picture:
             return picture.size
     except Image.DecompressionBombError as error:
         raise BadPart(place, str(error)) from error

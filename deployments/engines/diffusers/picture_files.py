@@ -13,13 +13,10 @@ from PIL import Image, ImageOps
 
 from deployments.engines.asgi import BadField
 from deployments.image_fields import Format
+from deployments.picture_bounds import opened
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 4096 * 4096  # of an upload: 48 MiB decoded, before it is reduced to the model's size
-# A progressive JPEG of few bytes may repeat its scans thousands of times, each as long to decode as
-# the first; real files have about ten.
-MAX_SCANS = 64
-_SCAN = b"\xff\xda"
 # What pillow's decoders raise for broken files.
 _BROKEN = (
     *(OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError),
@@ -30,11 +27,9 @@ _BROKEN = (
 def open_upload(raw: bytes, field: str, most_pixels: int = MAX_PIXELS) -> Image.Image:
     """The decoded picture, upright, with its transparency if it has any (RGB or RGBA). Raises
     BadField, which names `field`."""
-    if raw.count(_SCAN) > MAX_SCANS:
-        raise BadField(field, f"`{field}`: a JPEG of more than {MAX_SCANS} scans")
     try:
         _check_header(raw, field, most_pixels)
-        with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
+        with opened(raw, FORMATS) as image:
             image.load()
             upright = ImageOps.exif_transpose(image)
             is_transparent = upright.has_transparency_data
@@ -46,7 +41,7 @@ def open_upload(raw: bytes, field: str, most_pixels: int = MAX_PIXELS) -> Image.
 
 def _check_header(raw: bytes, field: str, most_pixels: int) -> None:
     """Raises BadField; what pillow raises for a file that is not what it says."""
-    with Image.open(io.BytesIO(raw), formats=FORMATS) as image:
+    with opened(raw, FORMATS) as image:
         if image.width * image.height > most_pixels:
             text = f"{image.width}x{image.height} pixels; at most {most_pixels} in all"
             raise BadField(field, f"`{field}`: {text}")

@@ -80,7 +80,7 @@ class Pictures:
         """The body with a uuid on each picture. Raises BadPicture."""
         try:
             fields = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return body  # vLLM says what is wrong with it
         found = False
         for place, part in _pictures(fields):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from deployments import picture_bounds
 from deployments.front import pictures
 from deployments.front.request import BadRequest, ParsedRequest, parse
 
@@ -32,6 +33,18 @@ def declared(width: int, height: int) -> bytes:
     made[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
     made[29:33] = zlib.crc32(made[12:29]).to_bytes(4, "big")
     return bytes(made)
+
+
+@pytest.mark.spec("L2")
+def test_jpeg_that_repeats_its_scans_is_refused() -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(buffer, "JPEG", progressive=True)
+    raw = buffer.getvalue()
+    scan = raw.index(b"\xff\xda")
+    bomb = raw[:-2] + raw[scan:-2] * picture_bounds.MAX_SCANS + raw[-2:]
+    assert pictures.size_of(raw, "here") == (8, 8)
+    with pytest.raises(pictures.BadPart, match="scans"):
+        pictures.size_of(bomb, "here")
 
 
 def picture(url: Any, **more: Any) -> dict[str, Any]:

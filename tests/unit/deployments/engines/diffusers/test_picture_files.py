@@ -5,6 +5,7 @@ import random
 import struct
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from PIL import Image
 from deployments.engines.asgi import BadField
 from deployments.engines.diffusers import picture_files
 from deployments.engines.diffusers.picture_files import encode, mask_of, open_upload
+from deployments.picture_bounds import MAX_SCANS
 from models.shapes import Fact, draw
 from tests.support.pictures import difference, png
 
@@ -91,7 +93,16 @@ def test_moving_pictures_are_refused(kind: str) -> None:
 def test_a_jpeg_that_repeats_its_scans_is_refused() -> None:
     raw = FILES["progressive"]
     scan = raw.index(b"\xff\xda")
-    assert "scans" in refused(raw[:-2] + raw[scan:-2] * picture_files.MAX_SCANS + raw[-2:])
+    assert "scans" in refused(raw[:-2] + raw[scan:-2] * MAX_SCANS + raw[-2:])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_bytes_of_a_scan_in_another_format_are_chance(kind: str) -> None:
+    dice = np.random.default_rng(1)
+    noise = Image.fromarray(dice.integers(0, 255, (1500, 1500, 3), dtype=np.uint8))
+    raw = png(noise, kind, **({"lossless": True, "method": 0} if kind == "WEBP" else {}))
+    assert raw.count(b"\xff\xda") > MAX_SCANS
+    assert open_upload(raw, "image").size == (1500, 1500)
 
 
 @pytest.mark.spec("L2")
