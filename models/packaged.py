@@ -9,11 +9,14 @@ the file, whatever put it there.
 
 import hashlib
 import importlib.util
+import json
 import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from models import shipped
 
 VAD = "silero-vad"
 
@@ -32,6 +35,14 @@ class Packaged:
     licence: str
     origin: str
 
+
+SILERO = Packaged(
+    VAD,
+    "silero_vad",
+    {"data/silero_vad.jit": ("e1122837f4154c511485fe0b9c64455f7b929c96fbb8d79fbdb336383ebd3720")},
+    "MIT",
+    "Silero's VAD 6",
+)
 
 MODELS = (
     Packaged(
@@ -60,17 +71,7 @@ MODELS = (
         "CC0, by its model card",
         "Piper's voice en_US-joe-medium; phonemes by espeak-ng (GPL-3, a shared library)",
     ),
-    Packaged(
-        VAD,
-        "silero_vad",
-        {
-            "data/silero_vad.jit": (
-                "e1122837f4154c511485fe0b9c64455f7b929c96fbb8d79fbdb336383ebd3720"
-            )
-        },
-        "MIT",
-        "Silero's VAD 6",
-    ),
+    SILERO,
 )
 
 
@@ -102,10 +103,11 @@ _RENAMED = {
 
 
 def make_vad(folder: Path) -> Path:
-    """The folder of the VAD's model: the weights for 16 kHz of the TorchScript, as safetensors. A
-    reader never sees half of it."""
+    """The folder of the VAD's model: the weights for 16 kHz of the TorchScript, as safetensors,
+    made anew where they are those of another. A reader never sees half of it. Raises WrongFile."""
+    check(SILERO)
     target = folder / VAD
-    if (target / "model.safetensors").is_file():
+    if _is_made(target):
         return target
     import torch
     from safetensors.torch import save_file
@@ -121,9 +123,18 @@ def make_vad(folder: Path) -> Path:
         made = Path(scratch, VAD)
         made.mkdir()
         save_file(weights, made / "model.safetensors")
+        shipped.seal(made, VAD, {"made_from": SILERO.files})
         shutil.rmtree(target, ignore_errors=True)
         made.rename(target)
     return target
+
+
+def _is_made(target: Path) -> bool:
+    try:
+        made: dict[str, Any] = json.loads((target / shipped.MANIFEST).read_text())
+    except (OSError, ValueError):
+        return False
+    return made.get("made_from") == SILERO.files
 
 
 def _renamed(name: str) -> str:

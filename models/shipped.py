@@ -52,7 +52,10 @@ def unpack(source: Path, models: Path) -> Path:
 
 def _is_there(target: Path, manifest: Mapping[str, Any]) -> bool:
     try:
-        return bool(json.loads((target / MANIFEST).read_text()) == manifest)
+        if json.loads((target / MANIFEST).read_text()) != manifest:
+            return False
+        files = manifest["files"].items()
+        return all(_sha256((target / name).read_bytes()) == sha256 for name, sha256 in files)
     except (OSError, ValueError):
         return False
 

@@ -9,6 +9,7 @@ ten times slower. An interrupted run goes on from its last checkpoint in `--work
 """
 
 import argparse
+import json
 import os
 import time
 from collections import Counter
@@ -204,7 +205,7 @@ def descend(
 ) -> Iterator["Descent"]:
     """Yields once for each step, then keeps a checkpoint now and then. The moving average of the
     weights replaces them at the end."""
-    descent = Descent(modules, rate, steps, run.recipe.average)
+    descent = Descent(modules, rate, steps, run.recipe)
     place = run.work / f"{name}.pt"
     began = descent.resume(place, run.random) if place.exists() else 0
     for step in range(began, steps):
@@ -218,11 +219,12 @@ def descend(
 class Descent:
     """AdamW on one cycle of rates (warm up, then cosine to nothing), with a moving average."""
 
-    def __init__(self, modules: dict[str, Any], rate: float, steps: int, average: float) -> None:
+    def __init__(self, modules: dict[str, Any], rate: float, steps: int, recipe: Recipe) -> None:
         self.modules = modules
         self.weights = [p for module in modules.values() for p in module.parameters()]
         self.average = [p.detach().clone() for p in self.weights]
-        self.decay = average
+        self.decay = recipe.average
+        self.recipe = json.dumps(asdict(recipe))  # of which a checkpoint is
         self.optimizer = torch.optim.AdamW(self.weights, lr=rate, weight_decay=1e-3, fused=True)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, rate, total_steps=steps + 1, pct_start=0.1
@@ -244,6 +246,7 @@ class Descent:
 
     def keep(self, place: Path, random: torch.Generator, step: int) -> None:
         state = {
+            "recipe": self.recipe,
             "step": step,
             "modules": {name: module.state_dict() for name, module in self.modules.items()},
             "average": self.average,
@@ -256,9 +259,9 @@ class Descent:
         place.with_suffix(".new").replace(place)
 
     def resume(self, place: Path, random: torch.Generator) -> int:
-        """The steps that a checkpoint has done. Raises ValueError for that of another length."""
+        """The steps that a checkpoint has done. Raises ValueError for that of another recipe."""
         state = torch.load(place, weights_only=True)
-        if state["schedule"]["total_steps"] != self.schedule.total_steps:
+        if state["recipe"] != self.recipe:
             raise ValueError(f"{place} is of another recipe; use another folder")
         for name, module in self.modules.items():
             module.load_state_dict(state["modules"][name])
@@ -383,13 +386,15 @@ def accuracy(pipe: Any, facts: list[Fact], seed: int = 0) -> dict[str, int]:
 
 def make(out: Path, work: Path, recipe: Recipe) -> None:
     """Trains and writes float16 weights with their manifest, which says how often they are right
-    when they are used in float32."""
+    when they are used in float32. The checkpoints in `work` go at the end."""
     pipe = train(recipe, work)
     pipe.set_progress_bar_config(disable=True)
     pipe.to(torch.float16).save_pretrained(out, safe_serialization=True)
     right = accuracy(pipe.to(torch.float32), all_facts())
     measured = {"steps": STEPS, "guidance": GUIDANCE, **right}
     shipped.seal(out, NAME, {"recipe": asdict(recipe), "right": measured})
+    for kept in work.glob("*.pt"):
+        kept.unlink()
 
 
 def main() -> None:

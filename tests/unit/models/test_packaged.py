@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import packaged
+from models import packaged, shipped
 
 pytestmark = pytest.mark.spec("L2", "M1")
 
@@ -36,3 +36,10 @@ def test_weights_of_the_detector_are_those_of_the_torchscript(tmp_path: Path) ->
     assert sum(t.numel() for t in written.values()) == sum(t.numel() for t in theirs.values())
     assert torch.equal(written["rnn.weight_ih"], theirs["_model.decoder.rnn.weight_ih"])
     assert packaged.make_vad(tmp_path / "models") == folder  # made once
+
+
+def test_weights_made_of_another_torchscript_are_made_anew(tmp_path: Path) -> None:
+    folder = packaged.make_vad(tmp_path)
+    shipped.seal(folder, packaged.VAD, {"made_from": {"data/silero_vad.jit": "0000"}})
+    (folder / "model.safetensors").write_bytes(b"old")
+    assert len((packaged.make_vad(tmp_path) / "model.safetensors").read_bytes()) > 1_000_000

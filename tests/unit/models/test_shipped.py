@@ -42,3 +42,11 @@ def test_new_weights_replace_the_old_ones(carried: Path, tmp_path: Path) -> None
     shipped.seal(carried, "tiny", {})
     found = shipped.unpack(carried, tmp_path / "models")
     assert (found / "unet" / "model.safetensors").read_bytes() == b"better"
+
+
+@pytest.mark.spec("L2")
+def test_damaged_file_in_place_is_unpacked_again(carried: Path, tmp_path: Path) -> None:
+    found = shipped.unpack(carried, tmp_path / "models")
+    (found / "unet" / "model.safetensors").write_bytes(b"wei")
+    found = shipped.unpack(carried, tmp_path / "models")
+    assert (found / "unet" / "model.safetensors").read_bytes() == b"weights"

@@ -51,10 +51,11 @@ def test_an_interrupted_training_goes_on_to_the_weights_of_an_uninterrupted_one(
     assert not same(other, whole)
 
 
-def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [{"denoiser_steps": 6}, {"seed": 1}, {"denoiser_batch": 4}])
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path, other: dict[str, int]) -> None:
     train_images.train(SHORT, tmp_path)
     with pytest.raises(ValueError, match="of another recipe"):
-        train_images.train(replace(SHORT, denoiser_steps=6), tmp_path)
+        train_images.train(replace(SHORT, **other), tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.spec("M1")
@@ -63,6 +64,7 @@ def test_training_writes_a_pipeline_that_unpacks_and_its_manifest(tmp_path: Path
     train_images.make(out, tmp_path / "work", SHORT)
     manifest = json.loads((out / shipped.MANIFEST).read_text())
     assert manifest["model"] == train_images.NAME
+    assert not list((tmp_path / "work").iterdir())  # the next training begins anew
     assert manifest["recipe"]["autoencoder_steps"] == 4
     assert manifest["right"]["pictures"] == 224
     folder = shipped.unpack(out, tmp_path / "models")
