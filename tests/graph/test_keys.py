@@ -68,6 +68,39 @@ def test_a_key_counts_from_the_next_request_on_until_it_is_removed(
         ann.models.list()
 
 
+@pytest.mark.spec("J2", "L1", "C10")
+def test_priority_above_normal_needs_its_scope_and_requests_count_for_the_keys_tenant(
+    graph: Graph, keys_file: Path
+) -> None:
+    hello = [{"role": "user", "content": "x"}]
+    high = {"extra_body": {"x_priority": "high"}, "max_tokens": 1}
+    scopes = frozenset({Scope.INFER})
+    with_scope, without = (
+        OpenAI(
+            base_url=f"{graph.url}/v1",
+            api_key=keys.add(keys_file, "ann", "acme", given),
+            max_retries=0,
+        )
+        for given in (scopes | {Scope.PRIORITY}, scopes)
+    )
+    with pytest.raises(PermissionDeniedError) as caught:
+        without.chat.completions.create(model=CHAT, messages=hello, **high)  # type: ignore[call-overload]
+    assert caught.value.code == "scope_missing"
+    assert with_scope.chat.completions.create(model=CHAT, messages=hello, **high).choices  # type: ignore[call-overload]
+    owner = keys.first_key_path(keys_file).read_text().strip()
+    until(lambda: requests_of(graph, owner, "acme"), 20, "the tenant's account has the request")
+
+
+def requests_of(graph: Graph, key: str, tenant: str) -> int:
+    """How many requests the arbiter has counted for a tenant."""
+    request = urllib.request.Request(
+        f"{graph.url}/arbiter/state", headers={"authorization": f"Bearer {key}"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        clients = json.load(answer)["clients"]
+    return sum(row["requests_count"] for row in clients if row["tenant"] == tenant)
+
+
 @pytest.mark.spec("A15", "L1")
 def test_lease_needs_the_scope_of_its_own(graph: Graph, keys_file: Path) -> None:
     url = f"{graph.url}/arbiter/leases/mine"

@@ -71,7 +71,8 @@ async def test_keep_warm_time_is_that_of_the_role_and_zero_means_at_once() -> No
         text = d.holder("text")
         assert await text.ask.remote("ever") == await text.ask.remote("zero") == 200
         state = await d.until(lambda s: len(s["tickets"]) == 5)
-        assert "zero" not in {t["model"] for t in state["tickets"]}
+        kept = {t["model"]: t["keep_warm_s"] for t in state["tickets"]}
+        assert "zero" not in kept and kept["ever"] == -1  # for ever
         [unload] = await d.events("model_unload")
         assert (unload["model"], unload["reason"]) == ("zero", "idle")
 
