@@ -98,7 +98,7 @@ def replicas(graph: Graph, capability: str) -> int:
     return len(details["applications"][capability]["deployments"][capability]["replicas"])
 
 
-@pytest.mark.spec("A8", "H0")
+@pytest.mark.spec("A8", "H0", "J9")
 def test_idle_system_scales_to_zero_and_then_answers_a_request(
     graph: Graph, client: OpenAI
 ) -> None:

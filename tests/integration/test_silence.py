@@ -56,6 +56,11 @@ async def driver(model: str) -> AsyncIterator[tuple[Driver, str]]:
         await process.communicate()
 
 
+async def in_use(d: LiveArbiter, ticket: str) -> None:
+    """The arbiter has heard that its model serves a request."""
+    await d.until(lambda s: (ticket, 1) in {(t["ticket"], t["inflight"]) for t in s["tickets"]})
+
+
 async def given_up(d: LiveArbiter, ticket: str, within_s: float) -> None:
     """Off the books: its holder counts as dead and its engine is gone."""
     await d.until(lambda s: ticket not in {t["ticket"] for t in s["tickets"]}, within_s)
@@ -66,7 +71,7 @@ async def given_up(d: LiveArbiter, ticket: str, within_s: float) -> None:
 async def test_driver_that_hangs_is_dead_after_ten_seconds_and_rejoins_when_it_goes_on() -> None:
     async with live_arbiter() as d:
         async with driver("a") as (running, ticket):
-            await d.until(lambda s: ticket in {t["ticket"] for t in s["tickets"]})
+            await in_use(d, ticket)
             os.kill(running.process.pid, signal.SIGSTOP)
             await given_up(d, ticket, SILENCE_S + SLACK_S)
             await d.books_are_true()
@@ -83,6 +88,7 @@ async def test_driver_that_hangs_is_dead_after_ten_seconds_and_rejoins_when_it_g
 async def test_killed_driver_gives_its_ticket_back() -> None:
     async with live_arbiter() as d:
         async with driver("a") as (running, ticket):
+            await in_use(d, ticket)
             running.process.kill()
             await given_up(d, ticket, SILENCE_S)
             await d.books_are_true()

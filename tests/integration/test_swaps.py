@@ -20,9 +20,12 @@ async def test_next_victim_is_tried_when_a_barrier_drops_and_the_queued_ticket_s
         await b.keep.remote("b")
         waiting = c.ask.remote("c")
         before = await d.until(lambda s: s["queue"])
+        holders = {(t["model"], t["holder"]) for t in before["tickets"] if t["model"] in "ab"}
+        assert len(holders) == 2
 
         async def both_dropped() -> bool:
-            return {e["model"] for e in await d.events("barrier_dropped")} == {"a", "b"}
+            told = await d.events("barrier_dropped")
+            return {(e["model"], e["holder"]) for e in told} == holders
 
         await eventually(both_dropped)
         after = await d.state()

@@ -2,8 +2,8 @@
 
 python -m tests.support.model_driver ADDRESS CAPABILITY MODEL
 
-Prints the ticket once the model serves; each further line that it reads is one more request, and
-its answer the ticket again.
+Prints the ticket once the model serves, which stays in use until a line comes; each further line
+that it reads is one more use, and its answer the ticket again.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ async def main(address: str, capability: str, model: str) -> None:
     while True:
         async with residency.use(model) as use:
             print(use.ticket, flush=True)
-        if not await asyncio.to_thread(sys.stdin.readline):
+            line = await asyncio.to_thread(sys.stdin.readline)
+        if not line:
             return await residency.close()
 
 
