@@ -59,6 +59,17 @@ async def read_body(receive: Receive, most_bytes: int | None = None) -> bytes | 
     return None
 
 
+def json_object(raw: bytes) -> dict[str, Any]:
+    """A body that is an object. Raises BadField."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadField("body", f"not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadField("body", "expected a JSON object")
+    return body
+
+
 def replay(body: bytes, receive: Receive) -> Receive:
     """A `receive` that gives a body that was read once more, and then what `receive` gives."""
     unread = [{"type": "http.request", "body": body, "more_body": False}]

@@ -1,15 +1,13 @@
 """Multipart forms as an engine reads them: text fields, and the bytes of files, all in memory."""
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Receive, Scope
-from deployments.front.forms import MAX_FIELD_BYTES, MAX_FIELDS, MAX_FILES, MAX_HELD_BYTES
+from deployments.multipart import BadForm, parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +39,14 @@ async def read(scope: Scope, receive: Receive) -> Form | None:
     raw = await asgi.read_body(receive)
     if raw is None:
         return None
-
-    async def stream() -> AsyncGenerator[bytes, None]:
-        yield raw
-
-    parser = MultiPartParser(
-        Headers(raw=scope["headers"]),
-        stream(),
-        max_files=MAX_FILES,
-        max_fields=MAX_FIELDS,
-        max_part_size=MAX_FIELD_BYTES,
-    )
-    parser.spool_max_size = MAX_HELD_BYTES
-    try:
-        parsed = await parser.parse()
-    except (MultiPartException, KeyError, ValueError) as error:
-        raise BadField("body", f"the body is not multipart/form-data: {error}") from error
     form = Form()
     try:
-        for name, value in parsed.multi_items():
-            if isinstance(value, UploadFile):
-                form.files.setdefault(name, []).append(await value.read())
-            else:
-                form.texts.setdefault(name, []).append(value)
-    finally:
-        await parsed.close()
+        async with parsed(raw, Headers(raw=scope["headers"])) as found:
+            for name, value in found.multi_items():
+                if isinstance(value, UploadFile):
+                    form.files.setdefault(name, []).append(await value.read())
+                else:
+                    form.texts.setdefault(name, []).append(value)
+    except BadForm as error:
+        raise BadField("body", str(error)) from error
     return form

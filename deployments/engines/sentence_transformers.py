@@ -10,7 +10,6 @@ waits for others, and many requests fill the batch by themselves.
 
 import asyncio
 import base64
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,20 +20,13 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from deployments.engines import asgi, dispatch_lock, host_copy
+from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Config, Receive, Scope, Send
 
 MAX_BODY_BYTES = 32 << 20  # 2,048 texts of 16 KB; longer texts exceed any model's window
 MAX_TEXTS = 2048  # OpenAI's own bound on one request
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON may carry half of a pair; no tokenizer takes it
 _PROBE = "The probe of an embedding model."
-
-
-class BadInput(Exception):
-    """A request that cannot be answered; `param` is the field at fault."""
-
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(param, message)
-        self.param, self.message = param, message
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,21 +163,21 @@ class EmbeddingEngine:
             tokens = self._count(asked.texts)
         except asgi.BodyTooLarge as error:
             return await asgi.refuse(send, 413, str(error), param="body")
-        except BadInput as bad:
-            return await asgi.refuse(send, 400, bad.message, param=bad.param)
+        except BadField as error:
+            return await asgi.refuse_request(send, error)
         vectors = await self._embed_for(receive, asked.texts)
         if vectors is not None:
             short = shorten(vectors, asked.dimensions)
             await asgi.respond(send, 200, self._answer(short, asked, tokens))
 
     def _count(self, texts: list[str]) -> int:
-        """Tokens of all texts. Raises BadInput for one longer than the model's window: a vector of
+        """Tokens of all texts. Raises BadField for one longer than the model's window: a vector of
         its beginning would say nothing of the rest."""
         counts = [len(ids) for ids in self.model.tokenizer(texts, truncation=False)["input_ids"]]
         for number, count in enumerate(counts):
             if count > self.window:
                 text = f"input {number} has {count} tokens; this model reads at most {self.window}"
-                raise BadInput("input", text)
+                raise BadField("input", text)
         return sum(counts)
 
     def _answer(self, vectors: np.ndarray, asked: Asked, tokens: int) -> dict[str, Any]:
@@ -211,16 +203,11 @@ def _hand_out(batch: list[Waiting], work: asyncio.Future[list[np.ndarray]]) -> N
 
 
 def parse(raw: bytes, width: int, *, matryoshka: bool) -> Asked:
-    """Raises BadInput that names the field."""
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadInput("body", f"not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadInput("body", "expected a JSON object")
+    """Raises BadField that names the field."""
+    body = asgi.json_object(raw)
     encoding = body.get("encoding_format") or "float"
     if encoding not in ("float", "base64"):
-        raise BadInput("encoding_format", f"{encoding!r} is not float or base64")
+        raise BadField("encoding_format", f"{encoding!r} is not float or base64")
     dimensions = _dimensions(body.get("dimensions"), width, matryoshka=matryoshka)
     return Asked(_texts(body.get("input")), dimensions, encoding == "base64")
 
@@ -228,16 +215,16 @@ def parse(raw: bytes, width: int, *, matryoshka: bool) -> Asked:
 def _texts(given: object) -> list[str]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not texts:
-        raise BadInput("input", "expected text or a list of texts, not empty")
+        raise BadField("input", "expected text or a list of texts, not empty")
     if len(texts) > MAX_TEXTS:
-        raise BadInput("input", f"{len(texts)} texts; at most {MAX_TEXTS} in one request")
+        raise BadField("input", f"{len(texts)} texts; at most {MAX_TEXTS} in one request")
     for number, text in enumerate(texts):
         if isinstance(text, int | list):
-            raise BadInput("input", "token ids are not supported by this model; send text")
+            raise BadField("input", "token ids are not supported by this model; send text")
         if not isinstance(text, str) or not text:
-            raise BadInput("input", f"input {number} is not text, or is empty")
+            raise BadField("input", f"input {number} is not text, or is empty")
         if not text.isascii() and _SURROGATE.search(text):
-            raise BadInput("input", f"input {number} is not Unicode text: half of a pair in it")
+            raise BadField("input", f"input {number} is not Unicode text: half of a pair in it")
     return texts
 
 
@@ -245,9 +232,9 @@ def _dimensions(given: object, width: int, *, matryoshka: bool) -> int | None:
     if given is None or given == width:
         return None
     if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= width:
-        raise BadInput("dimensions", f"expected a number from 1 to {width}")
+        raise BadField("dimensions", f"expected a number from 1 to {width}")
     if not matryoshka:
-        raise BadInput("dimensions", f"this model's vectors have {width} dimensions, not fewer")
+        raise BadField("dimensions", f"this model's vectors have {width} dimensions, not fewer")
     return given
 
 

@@ -12,7 +12,6 @@ Source: github.com/OHF-Voice/piper1-gpl (docs, VITS training), arXiv 2106.06103.
 """
 
 import base64
-import json
 import re
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
@@ -176,12 +175,7 @@ class Phrases:
 
 def parse(raw: bytes) -> Asked:
     """Raises BadField."""
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadField("body", f"not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadField("body", "expected a JSON object")
+    body = asgi.json_object(raw)
     text, voice = body.get("input"), body.get("voice") or ""
     if isinstance(voice, dict):
         voice = voice.get("id")

@@ -14,11 +14,11 @@ from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from deployments import messages
 from deployments.config.schema import ModelConfig, Profile
-from deployments.front.forms import BadForm, read_fields
 from deployments.front.keys import DEFAULT_TENANT
 from deployments.front.model_names import Target
 from deployments.front.pictures import BadPart, PictureCheck
 from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Kind
+from deployments.multipart import BadForm, read_fields
 
 # Headers that go on to the engine: those that its HTTP layer reads.
 FORWARDED = ("content-type", "accept")

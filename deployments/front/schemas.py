@@ -234,7 +234,7 @@ class Classifies(Body):
 
 
 def _uploaded(size: object) -> object:
-    """Of a file the front knows the size (deployments.front.forms)."""
+    """Of a file the front knows the size (deployments.multipart)."""
     if not isinstance(size, int):
         raise ValueError("send it as a file")
     return size

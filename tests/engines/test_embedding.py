@@ -101,7 +101,7 @@ def test_a_matryoshka_vector_is_cut_and_has_unit_length() -> None:
 
 @pytest.mark.parametrize("raw", [b"{", b"[]", b"\xff"])
 def test_embedding_body_that_is_not_a_json_object_is_refused(raw: bytes) -> None:
-    with pytest.raises(module.BadInput) as caught:
+    with pytest.raises(module.BadField) as caught:
         module.parse(raw, 4, matryoshka=False)
     assert caught.value.param == "body"
 

@@ -119,7 +119,7 @@ class DiffusersEngine:
             raw = await asgi.read_body(receive)
             if raw is None:
                 return None
-            form, given = None, requests.from_json(raw)
+            form, given = None, asgi.json_object(raw)
         fields = requests.fields_of(given)
         return fields, await self._order(fields, form, str(given.get("model", "")), tenant)
 

@@ -1,6 +1,5 @@
 """From the body of a request to what is to be drawn, within the limits of the model."""
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -57,25 +56,14 @@ class Setting:
     edit: Edit | None = None
 
 
-def fields_of(given: object) -> ImageFields:
+def fields_of(given: dict[str, Any]) -> ImageFields:
     """Raises BadField."""
-    if not isinstance(given, dict):
-        raise BadField("body", "expected a JSON object")
     try:
         return ImageFields.model_validate(given)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         field = str(problem["loc"][0])
         raise BadField(field, f"`{field}`: {problem['msg']}") from error
-
-
-def from_json(raw: bytes) -> dict[str, Any]:
-    """Raises BadField."""
-    try:
-        given = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise BadField("body", f"not JSON: {error}") from error
-    return given if isinstance(given, dict) else {}
 
 
 def setting_of(

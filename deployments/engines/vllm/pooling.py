@@ -72,11 +72,9 @@ async def _rerank(api: FastAPI, scope: Scope, receive: Receive, send: Send) -> N
     if body is None:
         return
     try:
-        fields = json.loads(body)
-    except ValueError:
-        return await asgi.refuse(send, 400, "the body is not JSON")
-    if not isinstance(fields, dict):
-        return await asgi.refuse(send, 400, "the body must be a JSON object")
+        fields = asgi.json_object(body)
+    except asgi.BadField as error:
+        return await asgi.refuse_request(send, error)
     form = to_vllm(fields)
     caught = Caught()
     await api(scope, asgi.replay(json.dumps(fields).encode(), receive), caught)

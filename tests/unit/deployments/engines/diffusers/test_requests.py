@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.diffusers import requests
 from deployments.engines.diffusers.requests import Limits, Setting
@@ -88,8 +89,9 @@ def test_a_field_out_of_bounds_is_refused_by_name(fields: dict[str, Any], field:
 @pytest.mark.spec("L3")
 @pytest.mark.parametrize("raw", [b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_picture_body_that_is_no_object_is_refused(raw: bytes) -> None:
-    with pytest.raises(BadField):
-        requests.fields_of(requests.from_json(raw))
+    with pytest.raises(BadField) as caught:
+        asgi.json_object(raw)
+    assert caught.value.param == "body"
 
 
 def test_defaults_are_the_models() -> None:
