@@ -24,12 +24,12 @@ KEPT_S = 3_600
 IDLE = b"ray::IDLE"
 
 
-def unused() -> int:
-    """Workers of this node's raylet, our parent, that have never run anything: Ray names them so,
+def unused() -> list[int]:
+    """Pids of workers of this node's raylet, our parent, that have never run anything: Ray names them so,
     and writes the job into a worker's output with the first task or actor it runs."""
     raylet = os.getppid()
     siblings = (p.pid for p in procfs.processes().values() if p.parent == raylet and p.alive)
-    return sum(_is_idle(pid) and _has_said_nothing(pid) for pid in siblings)
+    return [pid for pid in siblings if _is_idle(pid) and _has_said_nothing(pid)]
 
 
 def _is_idle(pid: int) -> bool:
@@ -46,7 +46,7 @@ def _has_said_nothing(pid: int) -> bool:
 async def keep(
     count: int,
     ask: Callable[[int], Awaitable[None]] = ray_internals.prestart_worker,
-    found: Callable[[], int] = unused,
+    found: Callable[[], list[int]] = unused,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
     """For ever: `ask` for another while `found` says fewer than `count`. If asking brings none the
@@ -54,7 +54,7 @@ async def keep(
     few_count = 0  # looks in a row
     while count:
         await pause(LOOK_S)
-        few_count = few_count + 1 if await asyncio.to_thread(found) < count else 0
+        few_count = few_count + 1 if len(await asyncio.to_thread(found)) < count else 0
         if few_count > 1 and few_count.bit_count() == 1:
             try:
                 await ask(KEPT_S)

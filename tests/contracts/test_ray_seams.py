@@ -43,8 +43,11 @@ class Probe:
     async def places(self) -> tuple[str, str]:
         return ray_internals.session_name(), str(ray_internals.logs_folder())
 
-    async def spares(self) -> int:
+    async def spares(self) -> list[int]:
         return spare_workers.unused()
+
+    async def pid(self) -> int:
+        return os.getpid()
 
     async def prestart(self) -> None:
         await ray_internals.prestart_worker(60)
@@ -97,18 +100,22 @@ async def test_session_name_and_log_folder_are_found_in_a_worker(probe: Any) -> 
 
 @pytest.mark.spec("N3")
 async def test_a_worker_started_ahead_is_unused_until_the_next_actor_takes_it(probe: Any) -> None:
+    """Ray starts a few by itself, so that there may be more than the one."""
     taking = []
 
-    async def take() -> None:
+    async def take() -> int:
         taking.append(Probe.remote())
-        await taking[-1].same_loop.remote()
+        pid: int = await taking[-1].pid.remote()
+        return pid
 
     while await probe.spares.remote():  # those that Ray began with
         await take()
     await probe.prestart.remote()
     await eventually(probe.spares.remote, 30)
-    await take()
-    assert not await probe.spares.remote()
+    unused = await probe.spares.remote()
+    taken = await take()
+    assert taken in unused
+    assert taken not in await probe.spares.remote()
     for actor in taking:
         ray.kill(actor)
 

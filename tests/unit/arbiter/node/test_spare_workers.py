@@ -27,9 +27,9 @@ async def asked_at(seen: list[int], count: int = 1, refuse: bool = False) -> lis
         if refuse:
             raise ConnectionError("no raylet")
 
-    def found() -> int:
+    def found() -> list[int]:
         looks.append(0)
-        return seen[len(looks) - 1]
+        return list(range(seen[len(looks) - 1]))
 
     with pytest.raises(StopPolling):
         await keep(count, ask, found, pause)
@@ -57,7 +57,7 @@ async def test_zero_spares_cause_no_polling() -> None:
     async def ask(keep_s: int) -> None:
         raise AssertionError("asked for one")
 
-    def found() -> int:
+    def found() -> list[int]:
         raise AssertionError("looked")
 
     async with asyncio.timeout(5):
