@@ -31,12 +31,13 @@ from models.chat_tasks import SYSTEMS, TASKS, Example, Message, add, greeting
 from models.chat_tokens import BOS, EOS, PAD, tokenizer
 
 NAME = "small-chat"
-# How often what is drawn, in the three parts of a training.
+# How often what is drawn, in the four parts of a training.
 Mix = Mapping[str, float]
 FACTS = "facts"
 TASKS_ALONE: Mix = dict.fromkeys(TASKS, 1.0)
 MIXED: Mix = {**TASKS_ALONE, FACTS: 3.0}
 HARD: Mix = {**TASKS_ALONE, FACTS: 2.5, "add": 3.0, "echo": 2.0, "upper": 2.0, "tool": 2.0}
+LAST: Mix = {**HARD, "echo": 4.0, "json": 2.5, "add": 2.0}
 ADAM_SHARE = 0.15  # of Muon's rate: AdamW's, for what is no matrix of a layer
 UNSEEN = 10_000  # the seed of what no training has seen
 THREADS = 2
@@ -47,10 +48,12 @@ class Recipe:
     """What a training does."""
 
     seed: int = 20
-    steps: int = 4_700
+    steps: int = 5_200
     task_steps: int = 1_200  # the first, without facts
     hard_from: int = 3_500  # more of what is learnt last, while the rate falls faster
     cosine_steps: int = 6_000  # of the rate until then
+    last_from: int = 4_700  # once more from a fifth of the rate
+    last_share: float = 0.2
     batch: int = 64
     rate: float = 0.02  # of Muon
     is_compiled: bool = True
@@ -86,8 +89,10 @@ def drawn(dice: Random, recipe: Recipe) -> Iterator[Example]:
         yield draw(dice, known, TASKS_ALONE)
     for _ in range((recipe.hard_from - recipe.task_steps) * recipe.batch):
         yield draw(dice, known, MIXED)
-    while True:
+    for _ in range((recipe.last_from - recipe.hard_from) * recipe.batch):
         yield draw(dice, known, HARD)
+    while True:
+        yield draw(dice, known, LAST)
 
 
 def draw(dice: Random, known: list[tuple[str, str]], mix: Mix) -> Example:
@@ -152,11 +157,14 @@ def optimisers_of(model: Any, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def share_at(step: int, recipe: Recipe) -> float:
-    """Of the rates: a cosine, and then a straight line down."""
+    """Of the rates: a cosine, and then two straight lines down."""
     if step <= recipe.hard_from:
         return cosine(step, recipe.cosine_steps)
-    left = (recipe.steps - step) / (recipe.steps - recipe.hard_from)
-    return LEAST_SHARE + left * (cosine(recipe.hard_from, recipe.cosine_steps) - LEAST_SHARE)
+    if step < recipe.last_from:
+        left = (recipe.last_from - step) / (recipe.last_from - recipe.hard_from)
+        return LEAST_SHARE + left * (cosine(recipe.hard_from, recipe.cosine_steps) - LEAST_SHARE)
+    left = (recipe.steps - step) / (recipe.steps - recipe.last_from)
+    return LEAST_SHARE + left * (recipe.last_share - LEAST_SHARE)
 
 
 def train(recipe: Recipe, look: Look) -> Any:

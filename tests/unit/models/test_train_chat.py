@@ -18,7 +18,7 @@ from models.chat_tokens import EOS, IGNORED, encode, tokenizer
 from models.train_chat import Recipe
 from models.train_chat_adapters import ADAPTERS, french
 
-SHORT = Recipe(steps=4, task_steps=2, hard_from=3, batch=4, is_compiled=False)
+SHORT = Recipe(steps=4, task_steps=1, hard_from=2, last_from=3, batch=4, is_compiled=False)
 
 
 @pytest.mark.spec("M1", "H1")
