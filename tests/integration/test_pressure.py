@@ -1,7 +1,5 @@
 """Memory that is said to be short, on a real cluster."""
 
-from typing import Any
-
 import pytest
 
 from arbiter.client.admin import call_arbiter
@@ -10,8 +8,8 @@ from arbiter.core.types import Level
 from arbiter.errors import UnderPressure
 from arbiter.protocol.messages import Plain
 from arbiter.units import Bytes, seconds
-from tests.support import message_counter
 from tests.support.live_arbiter import capability, live_arbiter, model
+from tests.support.message_counter import a_heartbeat
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("C5")]
@@ -74,14 +72,3 @@ async def test_model_in_use_declines_pressure_and_the_next_victim_leaves() -> No
         await first.let_go.remote("a")
         await d.until(lambda s: not s["tickets"])
         await d.books_are_true()
-
-
-async def a_heartbeat(holder: Any) -> None:
-    """Returns behind one, so that the next is almost a second away."""
-    await message_counter.ask(holder, message_counter.begin)
-
-    async def answered() -> bool:
-        counted = await message_counter.ask(holder, message_counter.counts)
-        return bool(counted.get("renew answered"))
-
-    await eventually(answered)
