@@ -72,3 +72,17 @@ async def test_model_in_use_declines_pressure_and_the_next_victim_leaves() -> No
         await first.let_go.remote("a")
         await d.until(lambda s: not s["tickets"])
         await d.books_are_true()
+
+
+async def test_low_pressure_that_lasts_takes_one_model_more_with_each_tick() -> None:
+    async with live_arbiter({"hearing": capability("asr", a=model(50), b=model(50))}) as d:
+        h = d.holder("hearing")
+        assert await h.ask.remote("a") == await h.ask.remote("b") == 200
+        node = node_of_idle(await d.until(node_of_idle))
+        low = PressurePushed(node, Level.LOW, Bytes(0), seconds(60))
+        await call_arbiter("push_pressure", low)
+        await d.until(lambda s: not s["tickets"])
+        first, second = await d.events("eviction")
+        assert {first["model"], second["model"]} == {"a", "b"}
+        assert first["reason"] == second["reason"] == "pressure"
+        assert second["unix_s"] - first["unix_s"] >= 4.9  # of 5, by a clock that may be set
