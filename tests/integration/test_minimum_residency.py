@@ -1,12 +1,11 @@
-"""How long a model may stay that another would replace, and marks of host RAM and devices, on a
-real cluster (C4).
+"""How long a model may stay that another would replace, and marks of devices, on a real
+cluster (C4).
 """
 
 import pytest
 
 from arbiter.core.types import Priority
 from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
-from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("C4")]
 
@@ -43,25 +42,6 @@ async def test_minimum_residency_holds_against_an_equal_and_not_against_an_urgen
         [eviction] = await d.events("eviction")
         assert (eviction["model"], eviction["waiting"]) == ("a", asked["c"])
         assert [q["model"] for q in (await d.state())["queue"]] == ["b"]
-
-
-async def test_sleepers_leave_host_ram_above_the_high_mark_and_down_to_the_low() -> None:
-    """Of 320 MiB the marks are 288 and 256, so that two sleep there and the third is too many."""
-    arenas = {"cpu": round((200 << 20) / 0.9), "host": round((320 << 20) / 0.9)}
-    chat = capability(**{name: model(100) for name in "abcd"})
-    async with live_arbiter({"chat": chat}, arenas=arenas) as d:
-        h = d.holder()
-        for name in "abc":
-            assert await h.ask.remote(name) == 200
-        assert await d.states() == {"a": "asleep", "b": "asleep", "c": "resident"}
-        assert await h.ask.remote("d") == 200
-        left = await eventually(lambda: d.events("eviction"))
-        gone = [e["model"] for e in left if e["reason"] == "fit"]
-        await d.until(lambda s: len(s["tickets"]) == 3)
-        assert len(gone) == 1 and gone[0] in "ab"  # c has just fallen asleep
-        states = await d.states()
-        assert states == {**dict.fromkeys({*"abc"} - {*gone}, "asleep"), "d": "resident"}
-        await d.books_are_true()
 
 
 async def test_marks_of_a_device_act_only_once_a_ticket_waits_and_free_down_to_the_low() -> None:
