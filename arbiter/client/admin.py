@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -21,6 +22,9 @@ POLL_S = 15.0  # of the event stream, which then asks again
 CALL_S = 30.0  # twice the longest poll of the event stream
 START_S = 60.0  # a process start on a machine busy with imports
 AGAIN_S = 0.05  # a restart takes 1.0-2.0 s measured
+# Ray gives an actor with a runtime environment, and the actors that it starts, a process of its
+# own. Without one it may give them a spare worker, which has imported the code that is replaced.
+NEW_PROCESS = {"env_vars": {"ARBITER_REPLACES": "1"}}
 
 
 def find_arbiter() -> Any | None:
@@ -134,17 +138,19 @@ def _replace(boot: messages.StartConfig) -> Any:
     _kill(find_arbiter())
     for node in ray_internals.living_nodes():
         _kill(find_actor(messages.agent_name(node)))
-    return _start(boot)
+    agent = replace(boot.agent, spares_since_unix_s=time.time())
+    return _start(replace(boot, agent=agent), runtime_env=NEW_PROCESS)
 
 
-def _start(boot: messages.StartConfig) -> Any:
+def _start(boot: messages.StartConfig, **more: Any) -> Any:
+    """`more`: options of the actor, if it starts."""
     from arbiter.server.actor import ArbiterActor  # the core is nothing to a replica that only asks
 
     waiting_count = boot.configuration.settings.queue_total_count
     options = ray_internals.detached(
         ray_internals.head_node(), messages.NAME, messages.NAMESPACE, waiting_count
     )
-    return ray.remote(ArbiterActor).options(**options).remote(boot)
+    return ray.remote(ArbiterActor).options(**options, **more).remote(boot)
 
 
 def find_actor(name: str) -> Any | None:

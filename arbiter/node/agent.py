@@ -60,6 +60,7 @@ class NodeAgent:
         if not settings.folder:  # else what lies beside is not ours to judge
             cleanup.sweep(self._folder)
         self._engines.recover()
+        spare_workers.end_from_before(settings.spares_since_unix_s)
         keep_spares = spare_workers.keep(settings.spares_count)
         for work in (self._turns(), self._see_ends(), self._engines.supervisor.keep(), keep_spares):
             self._start(work)

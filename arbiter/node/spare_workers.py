@@ -6,8 +6,11 @@ we ask for the next. A spare belongs to no job and counts for nothing on the boo
 """
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
+import time
 from collections.abc import Awaitable, Callable
 
 from arbiter.node import procfs
@@ -22,6 +25,7 @@ LOOK_S = 5.0
 # Ray ends idle workers beyond one for each core after a second, but not these before this time.
 KEPT_S = 3_600
 IDLE = b"ray::IDLE"
+TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def unused() -> list[int]:
@@ -30,6 +34,22 @@ def unused() -> list[int]:
     raylet = os.getppid()
     siblings = (p.pid for p in procfs.processes().values() if p.parent == raylet and p.alive)
     return [pid for pid in siblings if _is_idle(pid) and _has_said_nothing(pid)]
+
+
+def end_from_before(unix_s: float) -> None:
+    """Ends unused workers that are older: the code that they imported has been replaced, and a
+    replica that took such a worker could not join the arbiter. Ray starts others when it needs
+    them."""
+    for pid in unused():
+        found = procfs.process(pid)
+        if found is not None and _started_unix_s(found) < unix_s:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _started_unix_s(process: procfs.Process) -> float:
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - process.start_ticks / TICKS_A_SECOND
+    return time.time() - age_s
 
 
 def _is_idle(pid: int) -> bool:

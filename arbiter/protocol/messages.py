@@ -47,6 +47,7 @@ class AgentSettings:
     preload: tuple[str, ...] = ()
     folder: str | None = None  # of sockets; None: /tmp/arbiter-<uid>/<node>
     spares_count: int = 0  # idle Ray workers to keep at hand, see arbiter.node.spare_workers
+    spares_since_unix_s: float = 0.0  # those from before have imported replaced code
     gpus: str = "arbiter.node.nvml:find_gpus"  # what finds those of a node
 
 

@@ -1,18 +1,22 @@
-"""A cluster of two nodes loses one. Run by test_node_loss in a process of its own, because a
-process can be in one cluster only. Prints `ok`.
+"""A cluster of two nodes, of which neither spawns an engine under a grant for the other (A3), loses
+one (A19). Run by test_node_loss in a process of its own, because a process can be in one cluster
+only. Prints `ok`.
 """
 
 import asyncio
 import os
 from typing import Any
 
+import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from arbiter.errors import TicketNotGranted
 from arbiter.node.procfs import process
-from arbiter.protocol import messages, ray_internals
+from arbiter.protocol import messages, ray_internals, rpc
+from arbiter.units import TicketId
 from tests.conftest import ENVIRONMENT
-from tests.support.live_arbiter import Holder, capability, live_arbiter, model
+from tests.support.live_arbiter import ENGINE, Holder, capability, live_arbiter, model
 
 # Dead after three missed checks, a second apart; Ray's own defaults take half a minute.
 QUICK = {
@@ -36,6 +40,10 @@ async def main(cluster: Cluster, worker: Any) -> None:
         assert {t["node"] for t in state["tickets"]} == {lost, ray_internals.own_node()}
         agent = ray.get_actor(messages.agent_name(lost), namespace=messages.NAMESPACE)
         engines = [pid for pids in (await agent.engines.remote()).values() for pid in pids]
+        await assert_refused_elsewhere(
+            state, {lost: agent, ray_internals.own_node(): await d.agent()}
+        )
+        assert [p for pids in (await agent.engines.remote()).values() for p in pids] == engines
         await asyncio.to_thread(cluster.remove_node, worker, False)
         state = await d.until(lambda s: len(s["devices"]) == 2, 30)
         assert [t["model"] for t in state["tickets"]] == ["a"]
@@ -45,6 +53,19 @@ async def main(cluster: Cluster, worker: Any) -> None:
         for pid in engines:  # their holder died with its node, and they with their holder
             assert (found := process(pid)) is None or not found.alive
         print("ok")
+
+
+async def assert_refused_elsewhere(state: messages.Plain, agents: dict[str, Any]) -> None:
+    """The agent of each node spawns nothing under a ticket that the other node was granted."""
+    spec = messages.SpawnSpec(ENGINE, {"served_name": "m", "engine_args": {}})
+    refused = 0
+    for ticket in state["tickets"]:
+        for node, agent in agents.items():
+            if node != ticket["node"]:
+                with pytest.raises(TicketNotGranted, match=ticket["ticket"]):
+                    await rpc.RayPeer(agent).call("spawn", TicketId(ticket["ticket"]), spec)
+                refused += 1
+    assert refused == 2
 
 
 if __name__ == "__main__":

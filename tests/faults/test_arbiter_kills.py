@@ -13,7 +13,7 @@ from arbiter.client.admin import call_arbiter
 from arbiter.core.events import Loaded, Renewed
 from arbiter.errors import StaleEpoch
 from arbiter.units import MIB, Epoch, HolderId, Span, TicketId
-from tests.support.live_arbiter import capability, gone, kill, live_arbiter, model, two
+from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model, two
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A18")]
@@ -23,6 +23,7 @@ def charges(state: dict[str, Any]) -> dict[str, Any]:
     return {t["ticket"]: (t["state"], t["charged_bytes"]) for t in state["tickets"]}
 
 
+@pytest.mark.spec("K1")
 async def test_a_restarted_arbiter_rebuilds_its_books_exactly() -> None:
     async with live_arbiter({"chat": capability(a=model(50), b=model(60))}) as d:
         h = d.holder()
@@ -33,6 +34,8 @@ async def test_a_restarted_arbiter_rebuilds_its_books_exactly() -> None:
         after = await d.until(lambda s: s["epoch"] > before["epoch"] and len(s["tickets"]) == 2)
         assert charges(after) == charges(before)
         assert after["is_settled"]
+        told = {e["ticket"]: e["phase"] for e in await d.events("ticket_rejoined")}
+        assert told == dict.fromkeys(charges(before), "resident")
         await d.books_are_true()
 
 
@@ -127,6 +130,10 @@ async def test_silent_holder_delays_a_restarted_arbiter_and_its_bytes_are_foreig
             asked = other.ask.remote("b")
             await d.until(lambda s: s["epoch"] > epoch and s["queue"] and not s["is_settled"])
             assert await asyncio.wait_for(asked, 60) == 200
+            waited_s = await seconds_to_grant(d, "b")
+            # Five from the birth of its core, a moment before it says that it has started; of a
+            # replica, silence counts as death after 60.
+            assert 4.5 <= waited_s < 30
             state = await d.until(lambda s: foreign_bytes(s) >= 50 * MIB)
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -134,6 +141,13 @@ async def test_silent_holder_delays_a_restarted_arbiter_and_its_bytes_are_foreig
         await d.until(lambda s: len(s["tickets"]) == 2 and foreign_bytes(s) == 0)
         assert await chat.ask.remote("a") == 200
         await d.books_are_true()
+
+
+async def seconds_to_grant(d: LiveArbiter, model: str) -> float:
+    """From the start of the arbiter of this epoch."""
+    [started] = await d.events("arbiter_started")
+    [granted] = [e for e in await d.events("ticket_granted") if e["model"] == model]
+    return float(granted["unix_s"] - started["unix_s"])
 
 
 def foreign_bytes(state: dict[str, Any]) -> int:

@@ -1,40 +1,10 @@
-"""A node dies, and takes its devices, engines and holders off the books."""
-
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
+"""Two nodes: no engine is spawned under the other's grant; a dead node leaves with its devices."""
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import own_cluster
 
 
-def end_session(session: int) -> None:
-    """Its Ray, which a process that is killed does not take with it; workers have groups of their
-    own."""
-    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        with contextlib.suppress(ProcessLookupError):
-            if os.getsid(pid) == session:
-                os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.spec("A19")
-def test_a_dead_nodes_devices_and_tickets_leave_and_the_rest_goes_on() -> None:
-    cluster = subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.node_loss"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, wrong = cluster.communicate(timeout=150)
-    finally:
-        cluster.kill()
-        cluster.wait()
-        end_session(cluster.pid)
-    assert "ok" in said.split(), wrong[-3_000:]
+@pytest.mark.spec("A3", "A19")
+def test_node_spawns_under_no_grant_of_another_and_a_dead_node_leaves_with_its_devices() -> None:
+    own_cluster.run("tests.faults.node_loss")

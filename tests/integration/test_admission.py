@@ -1,12 +1,18 @@
 """In which order a real arbiter grants queued tickets, and when it takes no more (C6, C7)."""
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 
+from arbiter.core.settings import Timeouts
 from arbiter.errors import QueueFull
+from arbiter.units import in_seconds
+from tests.support import message_counter
 from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -36,6 +42,57 @@ async def test_ticket_that_cannot_load_now_is_bypassed_only_as_often_as_the_sett
         granted = [e["model"] for e in await d.events("ticket_granted")]
         assert granted == ["a", "x", "y", "b", "z"]
         await d.books_are_true()
+
+
+@pytest.mark.spec("C6")
+async def test_ticket_is_bypassed_no_more_once_it_has_waited_as_long_as_the_settings_say() -> None:
+    both = {"busy": capability(a=model(200)), "large": capability(b=model(250))}
+    small = {"x": capability(x=model(20))}
+    async with live_arbiter(both | small, barrier_s=60, bypass_s=1.0) as d:
+        busy = d.holder("busy")
+        await busy.keep.remote("a")
+        asked = d.holder("large").ask.remote("b")
+        await d.until(lambda s: [q["model"] for q in s["queue"] if q["waited_s"] > 1] == ["b"])
+        later = d.holder("x").ask.remote("x")
+        await queue_is(d, "b", "x")  # there is room for it
+        [cpu] = [x for x in (await d.state())["devices"] if x["kind"] == "cpu"]
+        assert cpu["free_bytes"] > 50 << 20
+        await busy.let_go.remote("a")
+        assert await asyncio.wait_for(asyncio.gather(asked, later), 30) == [200, 200]
+        assert [e["model"] for e in await d.events("ticket_granted")] == ["a", "b", "x"]
+        await d.books_are_true()
+
+
+@pytest.mark.spec("C6")
+async def test_equals_are_granted_as_they_came_and_first_while_another_load_of_theirs_runs(
+    tmp_path: Path,
+) -> None:
+    gate = tmp_path / "gate"
+    table = {name: capability(**{name: model(150, can_sleep=False)}) for name in "uce"}
+    table["chat"] = capability(a=model(100, gate=str(gate)))
+    async with live_arbiter(table, barrier_s=60) as d:
+        u, c, e, first, second = (d.holder(name) for name in ("u", "c", "e", "chat", "chat"))
+        await u.keep.remote("u")
+        asked = [first.ask.remote("a")]
+        await eventually(gate.with_suffix(".reached").exists)
+        for holder, name, queue in ((c, "c", "c"), (e, "e", "ce"), (second, "a", "ace")):
+            asked.append(holder.ask.remote(name))
+            await queue_is(d, *queue)
+        gate.touch()
+        await queue_is(d, "c", "e", "a")  # its load has ended
+        timeouts = await message_counter.ask(u, arbiters_timeouts)
+        assert in_seconds(timeouts.bypass) == 30  # where nothing is set
+        await u.let_go.remote("u")
+        assert await asyncio.wait_for(asyncio.gather(*asked), 60) == [200] * 4
+        granted = [line["model"] for line in await d.events("ticket_granted")]
+        assert granted[:3] == ["u", "a", "c"] and granted[3:].count("e") == 1
+        await d.books_are_true()
+
+
+def arbiters_timeouts(holder: Any) -> Timeouts:
+    """As a holder was told when it joined."""
+    timeouts: Timeouts = holder.residency.client().timeouts
+    return timeouts
 
 
 @pytest.mark.spec("C6")

@@ -183,15 +183,17 @@ async def test_model_in_use_is_not_evicted_and_the_queued_ticket_keeps_its_place
         await d.books_are_true()
 
 
-@pytest.mark.spec("A8")
+@pytest.mark.spec("A8", "K1")
 async def test_cancelled_request_leaves_the_queue_and_loads_nothing() -> None:
     async with live_arbiter(two(), barrier_s=60) as d:
         chat, other = d.holder("chat"), d.holder("other")
         await chat.keep.remote("a")
         waiting = other.ask.remote("b")
-        await d.until(lambda s: s["queue"])
+        [queued] = (await d.until(lambda s: s["queue"]))["queue"]
         ray.cancel(waiting)
         await d.until(lambda s: not s["queue"])
+        [closed] = await d.events("ticket_closed")
+        assert (closed["ticket"], closed["reason"]) == (queued["ticket"], "withdrawn")
         await chat.let_go.remote("a")
         await d.books_are_true()
         assert "b" not in await d.states()
@@ -282,12 +284,14 @@ async def test_a_load_that_fails_for_memory_is_tried_once_more_and_asks_for_more
         await d.books_are_true()
 
 
-@pytest.mark.spec("B6")
+@pytest.mark.spec("B6", "K1")
 async def test_a_model_larger_than_the_whole_budget_is_refused_with_the_numbers() -> None:
     async with live_arbiter({"chat": capability(a=model(1000))}, mib=200) as d:
         with pytest.raises(NeverFits) as caught:
             await d.holder().ask.remote("a")
         assert caught.value.cause.budget_bytes // MIB in (199, 200)
+        [refused] = await d.events("ticket_refused")
+        assert (refused["ticket"], refused["code"]) == (caught.value.cause.ticket, "never_fits")
 
 
 @pytest.mark.spec("C8", "H0")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from arbiter import leases
-from arbiter.client.admin import call_arbiter
+from arbiter.client.admin import call_arbiter, find_arbiter
 from arbiter.errors import ArbiterUnavailable, HolderQuarantined
 from arbiter.units import GIB, MIB
-from tests.support import nvml
+from tests.support import message_counter, nvml
 from tests.support.engine_host import device_bytes
 from tests.support.gpu_engine import KEPT
 from tests.support.holding import holding
@@ -33,18 +33,18 @@ def on_gpu(fake: FakeNvml, mib: int, **how: Any) -> dict[str, Any]:
     return model(mib, nvml=str(fake.folder), ram=RAM * MIB, **how)
 
 
-def chat(**models: Any) -> dict[str, Any]:
-    return {"chat": capability(**models) | {"engine": "tests.support.gpu_engine:build"}}
+def chat(role: str, **models: Any) -> dict[str, Any]:
+    return {"chat": capability(role, **models) | {"engine": "tests.support.gpu_engine:build"}}
 
 
 @asynccontextmanager
-async def gpus(**sizes: int) -> AsyncIterator[tuple[LiveArbiter, FakeNvml]]:
+async def gpus(role: str = "text", **sizes: int) -> AsyncIterator[tuple[LiveArbiter, FakeNvml]]:
     """A live_arbiter whose models hold that many MiB of a GPU."""
     with nvml.gpus_of_session() as fake:
         models = {name: on_gpu(fake, mib) for name, mib in sizes.items()}
         arenas = {"gpu": round((LENT + 512) * MIB / 0.9), "host": 4 * GIB}
         async with live_arbiter(
-            chat(**models), LENT, "tests.support.nvml:find", arenas=arenas
+            chat(role, **models), LENT, "tests.support.nvml:find", arenas=arenas
         ) as d:
             yield d, fake
 
@@ -171,12 +171,17 @@ async def test_the_bytes_of_a_dead_engine_are_back_when_nvml_lists_it_no_longer(
         kill(pid)
         await gone(pid)
         state = await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["reclaiming"])
+        await message_counter.ask(find_arbiter(), message_counter.begin)
         assert by_name(state)["gpu:0"]["charged_bytes"] == 324 * MIB
         state = await d.until(lambda s: by_name(s)["gpu:0"]["measured_bytes"] == 300 * MIB)
         shown = by_name(state)["gpu:0"]  # read after its death
         assert (shown["foreign_bytes"], shown["foreign_processes"]) == (0, [])
         [told] = await eventually(lambda: d.events("quarantine"))
         assert told["size_bytes"] == 324 * MIB and told["took_s"] >= 5
+        counted = await message_counter.ask(find_arbiter(), message_counter.counts)
+        kills = counted.get("kill sent", 0) + counted.get("kill sent by Ray", 0)
+        assert 10 <= kills <= 20  # one each 250 ms; a busy machine may need twice as long
+        assert counted["report heard"] >= 10  # a reading follows each
         with pytest.raises(HolderQuarantined):
             await holder.ask.remote("a")
         fake.gpus[0].compute = {}
@@ -300,3 +305,38 @@ async def test_a_driver_that_does_not_answer_is_told_and_no_ram_is_lent_in_its_p
             assert "nvmlInit" in await mending and "reboot" in await mending
             assert sorted(by_name(await d.state())) == ["gpu:0", "gpu:1", "host"]
             assert await d.holder().ask.remote("a") == 200
+
+
+@pytest.mark.spec("C5", "K1")
+async def test_short_memory_of_one_gpu_takes_its_idle_model_and_moves_no_other() -> None:
+    """Half the reserve is 1.2 GiB of the first GPU, a fifth of it 0.5 GiB."""
+    async with gpus("vision", a=100) as (d, fake):
+        holder = d.holder()
+        assert await holder.ask.remote("a") == 200
+        state = await d.until(lambda s: [
+            t for t in s["tickets"] if t["idle_s"] is not None and len(t["measured_bytes"]) == 2
+        ])  # fmt: skip
+        assert gpu_of(state, "a") == "gpu:0"
+        device = by_name(state)["gpu:0"]["device"]
+        fake.gpus[0].used = 23 * GIB
+        fake.write()
+        state = await d.until(lambda s: not s["tickets"])
+        assert [by_name(state)[f"gpu:{i}"]["pressure"] for i in (0, 1)] == ["low", "nominal"]
+        [told] = await d.events("memory_pressure")
+        assert (told["device"], told["level"], told["source"]) == (device, "low", "measured")
+        assert 0.5 * GIB < told["size_bytes"] < 1.2 * GIB
+        assert await holder.ask.remote("a") == 200
+        await d.until(lambda s: "gpu:1" in held(s).get("a", {}))
+        fake.gpus[0].used = 24 * GIB - GIB // 4
+        fake.write()
+        await d.until(lambda s: by_name(s)["gpu:0"]["pressure"] == "critical")
+        assert await d.states() == {"a": "resident"}  # it lies on the other
+        fake.gpus[0].used = 0
+        fake.write()
+        await d.until(lambda s: by_name(s)["gpu:0"]["pressure"] == "nominal")
+        levels = [(e["device"], e["level"]) for e in await d.events("memory_pressure")]
+        assert levels == [(device, level) for level in ("low", "critical", "nominal")]
+        assert [(e["model"], e["reason"]) for e in await d.events("eviction")] == [
+            ("a", "pressure")
+        ]
+        await d.books_are_true()

@@ -1,15 +1,20 @@
 """The node agent of a real cluster spawns engines of granted tickets, and of no others."""
 
+import asyncio
 import os
 import signal
+from typing import Any
 
 import pytest
 
+from arbiter import leases
 from arbiter.errors import TicketNotGranted
 from arbiter.protocol import ray_internals, rpc
-from arbiter.protocol.messages import SpawnSpec
+from arbiter.protocol.messages import SpawnSpec, lease_ticket
 from arbiter.units import MIB, TicketId
+from tests.support import message_counter
 from tests.support.live_arbiter import (
+    CONTEXT,
     ENGINE,
     LiveArbiter,
     capability,
@@ -17,6 +22,7 @@ from tests.support.live_arbiter import (
     kill,
     live_arbiter,
     model,
+    two,
 )
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("A3")]
@@ -49,6 +55,44 @@ async def test_forged_spawn_is_refused_and_a_granted_one_works() -> None:
         assert (await d.engines()).keys() == before.keys() and await d.engines() != before
         await assert_refused(d, FORGED)
         await d.books_are_true()
+
+
+async def test_spawn_under_a_queued_ticket_or_a_lease_is_refused() -> None:
+    async with live_arbiter(two(), barrier_s=60, lease_tenant="1 GiB") as d:
+        lease = leases.ask(20 / 1024, way=leases.RayTransport(), name="train")
+        await asyncio.to_thread(lease.acquire, 30)
+        await assert_refused(d, lease_ticket("default", lease.id))
+        chat, other = d.holder("chat"), d.holder("other")
+        kept = await chat.keep.remote("a")
+        waiting = other.ask.remote("b")
+        [queued] = (await d.until(lambda s: s["queue"]))["queue"]
+        before = await d.engines()
+        await assert_refused(d, TicketId(queued["ticket"]))
+        assert await d.engines() == before and kept in before
+        await chat.let_go.remote("a")
+        assert await asyncio.wait_for(waiting, 30) == 200
+        assert queued["ticket"] in await d.engines()  # once it was granted
+        await asyncio.to_thread(lease.release)
+
+
+async def test_ticket_is_charged_weights_working_scratch_and_context_and_names_its_holder() -> None:
+    parts = {"weights": 50, "working": 30, "scratch": 20, "context": CONTEXT // MIB}
+    a = model(50, can_sleep=False) | {"need": {k: f"{mib} MiB" for k, mib in parts.items()}}
+    async with live_arbiter({"chat": capability(a=a)}) as d:
+        first, second = d.holder(), d.holder()
+        for h in (first, second):
+            assert await h.ask.remote("a") == 200
+        tickets = (await d.state())["tickets"]
+        names = [await message_counter.ask(h, own_name) for h in (first, second)]
+        assert sorted(t["holder"] for t in tickets) == sorted(names) and names[0] != names[1]
+        for ticket in tickets:
+            assert sum(ticket["charged_bytes"].values()) == 100 * MIB + CONTEXT
+            assert (ticket["capability"], ticket["model"]) == ("chat", "a")
+        await d.books_are_true()
+
+
+def own_name(holder: Any) -> str:
+    return str(holder.residency.holder)
 
 
 @pytest.mark.spec("A18")

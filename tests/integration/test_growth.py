@@ -1,5 +1,7 @@
 """A resident grows by a restart of its engine, and gives back, on a real cluster."""
 
+import asyncio
+
 import pytest
 
 from arbiter.errors import GrowthRefused, NeverFits
@@ -60,4 +62,38 @@ async def test_growth_that_would_wait_on_a_holder_that_waits_to_grow_is_refused(
         await growing
         state = await d.until(lambda s: size(of(s, "a"), "measured") >= 250 * MIB)
         assert [t["model"] for t in state["tickets"]] == ["a"]
+        await d.books_are_true()
+
+
+async def test_requests_in_flight_end_before_their_model_is_restarted_to_grow() -> None:
+    """A request that comes meanwhile waits for the new engine."""
+    slow = {"chunks": 40, "chunk_seconds": 0.02}
+    more = {"grow_to": {"kv_cache_memory_bytes": 50 * MIB}, "can_sleep": False}
+    async with live_arbiter({"chat": capability(a=model(50, **slow) | more)}) as d:
+        h = d.holder()
+        ticket = await h.keep.remote("a")
+        before, streamed = await d.engines(), h.stream.remote("a")
+        growing = h.grow.remote("a")
+
+        async def drains() -> bool:
+            lives = await h.lives.remote()
+            return bool(lives["a"] == "draining")
+
+        await eventually(drains)
+        [granted] = await d.events("growth_granted")
+        late = h.ask.remote("a")
+
+        async def waits() -> bool:
+            return int(await h.waiting.remote("a")) == 1
+
+        await eventually(waits)
+        assert await streamed >= 40  # to its end
+        assert await d.engines() == before and granted["size_bytes"] == 50 * MIB
+        assert (await h.lives.remote())["a"] == "draining"
+        await h.let_go.remote("a")
+        assert await asyncio.wait_for(late, 30) == 200
+        await growing
+        after = await d.engines()
+        assert after.keys() == before.keys() == {ticket} and after != before
+        await d.until(lambda s: size(of(s, "a"), "measured") >= 100 * MIB)
         await d.books_are_true()

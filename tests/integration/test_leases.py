@@ -128,6 +128,7 @@ async def test_a_process_that_keeps_its_memory_is_waited_for_and_not_killed() ->
             await ended(d)
 
 
+@pytest.mark.spec("K1")
 async def test_lease_beyond_the_cap_or_the_longest_term_is_refused_with_the_bound() -> None:
     async with live_arbiter(lease_tenant="200 MiB", lease_term_most_s=60) as d:
         with pytest.raises(LeaseRefused, match="at most 60"):
@@ -136,6 +137,9 @@ async def test_lease_beyond_the_cap_or_the_longest_term_is_refused_with_the_boun
         with pytest.raises(QuotaExceeded, match="200"):
             await asyncio.to_thread(ask(100, term_s=2.0).acquire)
         assert (await ended(d))["reason"] == "term"
+        [overdue] = await d.events("lease_overdue")  # it was not given back
+        assert overdue["ticket"] == lease_ticket("default", lease.id)
+        assert overdue["size_bytes"] == 150 * MIB
         assert await asyncio.to_thread(lease.ended.wait, 10)
 
 

@@ -1,7 +1,5 @@
 """Memory that is said to be short, on a real cluster."""
 
-from typing import Any
-
 import pytest
 
 from arbiter.client.admin import call_arbiter
@@ -10,8 +8,8 @@ from arbiter.core.types import Level
 from arbiter.errors import UnderPressure
 from arbiter.protocol.messages import Plain
 from arbiter.units import Bytes, seconds
-from tests.support import message_counter
 from tests.support.live_arbiter import capability, live_arbiter, model
+from tests.support.message_counter import a_heartbeat
 from tests.support.waits import eventually
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("C5")]
@@ -76,12 +74,15 @@ async def test_model_in_use_declines_pressure_and_the_next_victim_leaves() -> No
         await d.books_are_true()
 
 
-async def a_heartbeat(holder: Any) -> None:
-    """Returns behind one, so that the next is almost a second away."""
-    await message_counter.ask(holder, message_counter.begin)
-
-    async def answered() -> bool:
-        counted = await message_counter.ask(holder, message_counter.counts)
-        return bool(counted.get("renew answered"))
-
-    await eventually(answered)
+async def test_low_pressure_that_lasts_takes_one_model_more_with_each_tick() -> None:
+    async with live_arbiter({"hearing": capability("asr", a=model(50), b=model(50))}) as d:
+        h = d.holder("hearing")
+        assert await h.ask.remote("a") == await h.ask.remote("b") == 200
+        node = node_of_idle(await d.until(node_of_idle))
+        low = PressurePushed(node, Level.LOW, Bytes(0), seconds(60))
+        await call_arbiter("push_pressure", low)
+        await d.until(lambda s: not s["tickets"])
+        first, second = await d.events("eviction")
+        assert {first["model"], second["model"]} == {"a", "b"}
+        assert first["reason"] == second["reason"] == "pressure"
+        assert second["unix_s"] - first["unix_s"] >= 4.9  # of 5, by a clock that may be set

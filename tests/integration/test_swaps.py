@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.live_arbiter import capability, live_arbiter, model
+from tests.support.live_arbiter import capability, live_arbiter, model, two
 from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -38,12 +38,30 @@ async def test_next_victim_is_tried_when_a_barrier_drops_and_the_queued_ticket_s
 
 
 @pytest.mark.spec("A9")
+async def test_barrier_lasts_ten_seconds_where_nothing_is_set() -> None:
+    async with live_arbiter(two()) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        await chat.keep.remote("a")
+        waiting = other.ask.remote("b")
+        await d.until(lambda s: {t["model"]: t["state"] for t in s["tickets"]} == {
+            "a": "draining", "b": "queued"
+        })  # fmt: skip
+        [dropped] = await eventually(lambda: d.events("barrier_dropped"))
+        assert dropped["took_s"] >= 10 and dropped["model"] == "a"
+        assert await chat.ask.remote("a") == 200
+        await chat.let_go.remote("a")
+        await chat.end.remote("a")
+        assert await asyncio.wait_for(waiting, 30) == 200
+        await d.books_are_true()
+
+
+@pytest.mark.spec("A9")
 async def test_requests_that_come_behind_a_barrier_wait_for_a_new_ticket() -> None:
-    two = {
+    both = {
         "chat": capability(a=model(200, can_sleep=False)),
         "other": capability(b=model(200, can_sleep=False)),
     }
-    async with live_arbiter(two, barrier_s=60) as d:
+    async with live_arbiter(both, barrier_s=60) as d:
         chat, other = d.holder("chat"), d.holder("other")
         old = await chat.keep.remote("a")
         waiting = other.ask.remote("b")
@@ -121,4 +139,19 @@ async def test_victims_are_the_cheapest_set_that_suffices_and_none_besides() -> 
         await d.until(lambda s: all((t["idle_s"] or 0) > 2 for t in s["tickets"]))
         assert await d.holder("other").ask.remote("e") == 200
         assert [e["model"] for e in await d.events("eviction")] == ["c"]
+        await d.books_are_true()
+
+
+@pytest.mark.spec("C1")
+async def test_model_of_the_lowest_role_leaves_first_though_it_was_used_last() -> None:
+    roles = {"chat": "text", "hearing": "asr", "seeing": "vision"}
+    table = {name: capability(role, **{name: model(100)}) for name, role in roles.items()}
+    table["other"] = capability(x=model(100))
+    async with live_arbiter(table) as d:
+        for name in roles:
+            assert await d.holder(name).ask.remote(name) == 200
+        await d.until(lambda s: all((t["idle_s"] or 0) > 2 for t in s["tickets"]))
+        assert await d.holder("other").ask.remote("x") == 200
+        [eviction] = await d.events("eviction")
+        assert eviction["model"] == "seeing" and "image embeddings" in eviction["act"]
         await d.books_are_true()

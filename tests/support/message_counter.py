@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 from ray.remote_function import RemoteFunction
 
 from arbiter.protocol import rpc
+from tests.support.waits import eventually
 
 _counts: Counter[str] = Counter()
 _counting: list[str] = []  # what this process counts already
@@ -34,6 +35,17 @@ def begin(_actor: object) -> None:
 
 def counts(_actor: object) -> dict[str, int]:
     return dict(_counts)
+
+
+async def a_heartbeat(holder: Any) -> None:
+    """Returns behind one, so that the next is almost a second away."""
+    await ask(holder, begin)
+
+    async def answered() -> int:
+        return int((await ask(holder, counts)).get("renew answered", 0))
+
+    heard: int = await eventually(answered)
+    assert heard
 
 
 def _count_sockets() -> None:

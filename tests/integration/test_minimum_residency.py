@@ -1,0 +1,59 @@
+"""How long a model may stay that another would replace, and marks of devices, on a real
+cluster (C4).
+"""
+
+import pytest
+
+from arbiter.core.types import Priority
+from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("C4")]
+
+
+async def idle(d: LiveArbiter, *names: str) -> None:
+    await d.until(lambda s: {t["model"] for t in s["tickets"] if t["idle_s"] is not None} == {
+        *names
+    })  # fmt: skip
+
+
+async def test_model_stays_for_as_many_of_its_loads_as_the_settings_say() -> None:
+    both = {"chat": capability(a=model(200, load_seconds=1)), "other": capability(b=model(200))}
+    async with live_arbiter(both, min_residency_loads=2) as d:
+        assert await d.holder("chat").ask.remote("a") == 200
+        assert await d.holder("other").ask.remote("b") == 200
+        load, *_ = await d.events("model_load")
+        [eviction] = await d.events("eviction")
+        assert (load["model"], eviction["model"]) == ("a", "a")
+        # Of seconds that are logged by a clock that may be set
+        assert eviction["unix_s"] - load["unix_s"] >= 2 * load["took_s"] - 0.1 > 1.9
+
+
+async def test_minimum_residency_holds_against_an_equal_and_not_against_an_urgent_request() -> None:
+    three = {name: capability(**{name: model(200, load_seconds=1)}) for name in "abc"}
+    async with live_arbiter(three, min_residency_loads=60) as d:
+        a, b, c = (d.holder(name) for name in "abc")
+        assert await a.ask.remote("a") == 200
+        b.ask.remote("b")  # which is still queued at the end
+        await d.until(lambda s: [q["model"] for q in s["queue"]] == ["b"])
+        await idle(d, "a")
+        assert not await d.events("eviction")
+        assert await c.ask.remote("c", priority=Priority.URGENT) == 200
+        asked = {e["model"]: e["ticket"] for e in await d.events("ticket_queued")}
+        [eviction] = await d.events("eviction")
+        assert (eviction["model"], eviction["waiting"]) == ("a", asked["c"])
+        assert [q["model"] for q in (await d.state())["queue"]] == ["b"]
+
+
+async def test_marks_of_a_device_act_only_once_a_ticket_waits_and_free_down_to_the_low() -> None:
+    """Four models of 74 MiB each, of 400: one would make room enough for the fifth."""
+    chat = capability(**{name: model(50, can_sleep=False) for name in "abcd"})
+    table = {"chat": chat, "other": capability(x=model(100))}
+    async with live_arbiter(table, device_marks={"high": 0.7, "low": 0.5}) as d:
+        h = d.holder()
+        for name in "abcd":
+            assert await h.ask.remote(name) == 200
+        await d.until(lambda s: all((t["idle_s"] or 0) > 2 for t in s["tickets"]))
+        assert not await d.events("eviction")
+        assert await d.holder("other").ask.remote("x") == 200
+        assert len(await d.events("eviction")) == 2
+        await d.books_are_true()
