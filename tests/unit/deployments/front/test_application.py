@@ -22,7 +22,9 @@ from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
 from tests.support.speaker import BODY, FORM, SPEAK, Speaker, table
 
-STATE: dict[str, Any] = {"tickets": [], "cooldowns": [], "floors": [], "table": {}}
+STATE: dict[str, Any] = {
+    "tickets": [], "queue": [], "cooldowns": [], "floors": [], "load_times": [], "table": {},
+}  # fmt: skip
 FIXED = b'{"generation": 1, "settings": {"state_file": 1}}'  # read at start only
 LEASE = {
     "ticket": "mine", "capability": "", "model": "", "state": "resident", "in_state_s": 1.0,
