@@ -21,7 +21,7 @@ STATE_S = 1.0
 # By role, where the table lists no paths: what every class of the role serves.
 BY_ROLE: dict[str, tuple[str, ...]] = {
     "text": ("chat", "completions", "responses", "messages"),
-    "vision": ("chat", "vision"),
+    "vision": ("chat", "messages", "vision"),
     "embedding": ("embeddings",),
     "asr": ("transcriptions",),
     "tts": ("speech",),

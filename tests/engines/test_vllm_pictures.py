@@ -123,6 +123,37 @@ def test_equal_pixels_hit_whatever_the_file_and_the_question(seeing: Child) -> N
     assert count() == (6, 2)
 
 
+@pytest.mark.spec("J1", "H2", "H8")
+def test_picture_of_anthropics_messages_is_the_one_of_the_chat(seeing: Child) -> None:
+    question, count = QUESTIONS["describe"][0], Counted(seeing)
+    first = told(seeing, uri(drawing(11)))
+    assert (blocks_told(seeing, [source(11)], question), count()) == (first, (1, 1))
+    other = blocks_told(seeing, [source(12)], question)
+    assert other == answer("describe", FACTS[12]) and count() == (1, 2)
+    forged = source(12) | {"uuid": "mine"}
+    assert blocks_told(seeing, [source(11) | {"uuid": "mine"}], question) == first
+    assert (blocks_told(seeing, [forged], question), count()) == (other, (3, 2))
+
+
+def source(number: int) -> dict[str, Any]:
+    data = uri(drawing(number)).partition(",")[2]
+    return {"type": "base64", "media_type": "image/png", "data": data}
+
+
+def blocks_told(child: Child, sources: list[dict[str, Any]], question: str) -> str:
+    """As Anthropic's clients ask."""
+    blocks = [{"type": "image", "source": one} for one in sources]
+    fields = {
+        "model": "seeing",
+        "messages": [{"role": "user", "content": [*blocks, {"type": "text", "text": question}]}],
+        "temperature": 0,
+        "max_tokens": 14,
+    }
+    status, said = child.call("POST", "/v1/messages", fields)
+    assert status == 200, said
+    return str(said["content"][0]["text"]).strip()
+
+
 @pytest.mark.spec("H8", "L2")
 def test_forged_identity_gets_no_other_pictures_answer(seeing: Child) -> None:
     one, other = uri(drawing(2)), uri(drawing(150))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.multimodal.media import ImageMediaIO
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -46,6 +47,10 @@ class Pictures:
         self._llm = llm
         self._reader = ImageMediaIO()
         self._model = content_hash(Path(llm.model_config.model))
+
+    def adopt(self, state: Any) -> None:
+        """Has vLLM's routes pass identities on; `state` is that of its application."""
+        state.anthropic_serving_messages.__class__ = NamedMessages
 
     async def serve(self, api: Asgi, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == FACTS:
@@ -83,14 +88,13 @@ class Pictures:
         except (ValueError, RecursionError):
             return body  # vLLM says what is wrong with it
         found = False
-        for place, part in _pictures(fields):
-            part["uuid"] = self.identity(part["image_url"], tenant, place)
+        for place, owner, url in _pictures(fields):
+            owner["uuid"] = self.identity(url, tenant, place)
             found = True
         return json.dumps(fields).encode() if found else body
 
-    def identity(self, given: Any, tenant: bytes, place: str) -> str:
+    def identity(self, url: Any, tenant: bytes, place: str) -> str:
         """Of one picture: the pixels that vLLM's own reader will give. Raises BadPicture."""
-        url = given.get("url") if isinstance(given, dict) else given
         if not isinstance(url, str) or not url[:5].lower() == "data:":
             raise BadPicture(place, "pictures come as data: URIs")
         try:
@@ -115,13 +119,52 @@ class BadPicture(ValueError):
         return f"`{self.place}`: {self.why}"
 
 
-def _pictures(fields: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+Picture = tuple[str, dict[str, Any], Any]  # its place, what takes the uuid, its data: URI
+
+
+def _pictures(fields: Any) -> Iterator[Picture]:
     given = fields.get("messages") if isinstance(fields, dict) else None
     for number, message in enumerate(given if isinstance(given, list) else ()):
-        content = message.get("content") if isinstance(message, dict) else None
-        for index, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, dict) and "image_url" in part:
-                yield f"messages[{number}].content[{index}].image_url", part
+        yield from _pictures_of(message, f"messages[{number}]")
+
+
+def _pictures_of(owner: Any, place: str) -> Iterator[Picture]:
+    """OpenAI's parts, and Anthropic's blocks, of which results of tools have blocks again."""
+    content = owner.get("content") if isinstance(owner, dict) else None
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        here = f"{place}.content[{index}]"
+        if not isinstance(part, dict):
+            continue
+        if "image_url" in part:
+            given = part["image_url"]
+            yield f"{here}.image_url", part, given.get("url") if isinstance(given, dict) else given
+        elif part.get("type") == "image":
+            source = part.get("source")
+            if not isinstance(source, dict):
+                raise BadPicture(f"{here}.source", "is no object")
+            yield f"{here}.source", source, _uri(source)
+        elif part.get("type") == "tool_result":
+            yield from _pictures_of(part, here)
+
+
+def _uri(source: dict[str, Any]) -> str:
+    """As vLLM will make it of a block's source: what is no base64 is a URL there."""
+    return AnthropicServingMessages._convert_image_source_to_url(source)
+
+
+class NamedMessages(AnthropicServingMessages):
+    """vLLM's handler of Anthropic's messages, which makes OpenAI's parts of blocks and drops what a
+    source says besides; here the parts keep the identities of their sources."""
+
+    @classmethod
+    def _convert_messages(
+        cls, messages: list[Any], openai_messages: list[dict[str, Any]], **more: Any
+    ) -> None:
+        super()._convert_messages(messages, openai_messages, **more)
+        plain = {"messages": [message.model_dump() for message in messages]}
+        names = {url: source["uuid"] for _, source, url in _pictures(plain)}
+        for _, part, url in _pictures({"messages": openai_messages}):
+            part["uuid"] = names[url]
 
 
 def content_hash(folder: Path) -> str:

@@ -87,7 +87,7 @@ async def test_cards_do_without_an_arbiter(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("capability", "arguments", "words"),
     [
-        ({"role": "vision"}, {}, ("chat", "vision")),
+        ({"role": "vision"}, {}, ("chat", "messages", "vision")),
         ({"role": "embedding"}, {}, ("embeddings",)),
         ({"role": "embedding"}, {"runner": "pooling"}, ("embeddings", "rerank", "score")),
         ({"role": "image"}, {}, ("images", "image_edits")),
