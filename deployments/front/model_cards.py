@@ -26,13 +26,14 @@ BY_ROLE: dict[str, tuple[str, ...]] = {
     "asr": ("transcriptions",),
     "tts": ("speech",),
     "vad": ("vad",),
-    "image": ("images", "image_edits"),
+    "image": ("images", "image_edits", "image_variations"),
 }
 POOLING = ("rerank", "score")  # beside vectors, by vLLM's pooling runner
 BY_PATH = {
     "/v1/chat/completions": "chat",
     "/v1/images/generations": "images",
     "/v1/images/edits": "image_edits",
+    "/v1/images/variations": "image_variations",
 }
 
 

@@ -40,6 +40,7 @@ ENTRY = "deployments.engines.diffusers.engine:build"
 ARGS = {"steps": 10, "guidance": 2.0, "max_batch": 8}
 MIB = 1 << 20
 GENERATIONS = "/v1/images/generations"
+VARIATIONS = "/v1/images/variations"
 RED, GREEN = Fact("red", "circle", "blue"), Fact("green", "square", "white")
 
 
@@ -157,6 +158,23 @@ def test_edit_keeps_its_picture_the_more_the_weaker_it_is(draw: Child) -> None:
     status, full = pic.edit(draw, fields | {"x_strength": 1.0}, files)
     assert status == 200
     assert pic.shows(pic.pictures(full)[0]) == GREEN
+
+
+@pytest.mark.spec("H5", "J1")
+def test_variations_resemble_their_picture_and_differ(draw: Child) -> None:
+    fields = {"model": "draw", "x_seed": 3, "n": 4, "x_strength": 0.2}
+    files = {"image": pic.drawn(RED)}
+    status, body = pic.edit(draw, fields, files, VARIATIONS)
+    assert status == 200, body
+    made = pic.pictures(body)
+    assert {pic.shows(picture) for picture in made} == {RED}
+    assert len({picture.tobytes() for picture in made}) == 4
+    assert shapes.draw(RED).tobytes() not in {picture.tobytes() for picture in made}
+    for wrong, field in (({"prompt": "x"}, "prompt"), ({"size": "65x64"}, "size")):
+        status, said = pic.edit(draw, fields | wrong, files, VARIATIONS)
+        assert (status, said["error"]["param"]) == (400, field)
+    status, said = pic.edit(draw, fields, {}, VARIATIONS)
+    assert (status, said["error"]["param"]) == (400, "image")
 
 
 @pytest.mark.spec("H5")

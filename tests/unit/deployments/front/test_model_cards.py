@@ -90,7 +90,7 @@ async def test_cards_do_without_an_arbiter(monkeypatch: pytest.MonkeyPatch) -> N
         ({"role": "vision"}, {}, ("chat", "messages", "vision")),
         ({"role": "embedding"}, {}, ("embeddings",)),
         ({"role": "embedding"}, {"runner": "pooling"}, ("embeddings", "rerank", "score")),
-        ({"role": "image"}, {}, ("images", "image_edits")),
+        ({"role": "image"}, {}, ("images", "image_edits", "image_variations")),
         ({"role": "lease"}, {}, ()),
         (
             {"role": "text", "paths": ["/v1/chat/completions", "/v1/hum"]},
