@@ -108,6 +108,14 @@ class LoadModel:
     model: str
 
 
+@dataclass(frozen=True, slots=True)
+class PurgeCaches:
+    """Has a holder's engine drop what it keeps only to answer sooner (C5). Safe to repeat."""
+
+    ticket: TicketId
+    holder: HolderId
+
+
 class EventKind(StrEnum):
     """Names every kind of line in the event log (K1). The value is what readers of the log see."""
 
@@ -199,6 +207,6 @@ class SetTimer:
     at: Instant
 
 
-Decision = (
-    Grant | Queued | Refuse | Revoke | KillEngine | RequestReading | LoadModel | LogEvent | SetTimer
-)
+# Those that leave the arbiter's process.
+Sent = Grant | Queued | Refuse | Revoke | KillEngine | RequestReading | LoadModel | PurgeCaches
+Decision = Sent | LogEvent | SetTimer

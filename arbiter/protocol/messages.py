@@ -155,6 +155,13 @@ class ReloadCommand:
     model: str
 
 
+@dataclass(frozen=True, slots=True)
+class PurgeCommand:
+    """The ticket's engine is to empty its caches."""
+
+    ticket: TicketId
+
+
 class ModelSize(Enum):
     """Of a resident that may grow (A14)."""
 
@@ -177,7 +184,7 @@ class ConfigChanged:
     table: Plain
 
 
-Command = RevokeCommand | WaitEstimate | ReloadCommand | Resize | ConfigChanged
+Command = RevokeCommand | WaitEstimate | ReloadCommand | PurgeCommand | Resize | ConfigChanged
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,12 @@ from arbiter.core.decisions import (
     KillEngine,
     LoadModel,
     LogEvent,
+    PurgeCaches,
     Queued,
     Refuse,
     RequestReading,
     Revoke,
+    Sent,
     SetTimer,
 )
 from arbiter.errors import RequestError, TicketClosed
@@ -169,14 +171,10 @@ class Shell:
             case _:
                 self._send(decision)
 
-    def _send(
-        self, decision: Grant | Queued | Refuse | Revoke | KillEngine | RequestReading | LoadModel
-    ) -> None:
+    def _send(self, decision: Sent) -> None:
         match decision:
             case Grant():
                 self._grant(decision)
-            case Queued(ticket, holder, predicted):
-                self._command(holder, messages.WaitEstimate(ticket, predicted))
             case Refuse(ticket, error):
                 self._answer(ticket, error)
             case Revoke():
@@ -185,8 +183,8 @@ class Shell:
                 self._agents.kill(node, ticket)
             case RequestReading(node):
                 self._agents.probe(node)
-            case LoadModel(holder, model):
-                self._command(holder, messages.ReloadCommand(model))
+            case _:
+                self._command(decision.holder, _command_of(decision))
 
     # -- tickets -------------------------------------------------------------------------------
 
@@ -345,3 +343,13 @@ class Shell:
     @property
     def open_tickets(self) -> int:
         return self.core.open_tickets_count
+
+
+def _command_of(decision: Queued | LoadModel | PurgeCaches) -> messages.Command:
+    match decision:
+        case Queued(ticket, _, predicted):
+            return messages.WaitEstimate(ticket, predicted)
+        case LoadModel(_, model):
+            return messages.ReloadCommand(model)
+        case PurgeCaches(ticket):
+            return messages.PurgeCommand(ticket)

@@ -205,6 +205,17 @@ def test_purge_empties_the_cache_and_a_sleep_does_too(seeing: Child) -> None:
     assert count() == (0, 2)
 
 
+@pytest.mark.spec("C5", "H8")
+def test_purge_of_an_engine_that_serves_empties_the_cache_and_it_serves_on(seeing: Child) -> None:
+    picture = uri(drawing(13))
+    before = told(seeing, picture)
+    assert facts(seeing)["entries"] > 0
+    assert seeing.call("POST", "/control/purge") == (200, {"purges": True})
+    count = Counted(seeing)
+    assert facts(seeing)["entries"] == 0
+    assert (told(seeing, picture), count()) == (before, (0, 1))
+
+
 @pytest.mark.spec("H8")
 def test_cache_keeps_the_last_entries_and_none_beyond_the_term(
     engines: ZygoteUnderTest, describer: Path

@@ -1,5 +1,6 @@
 """Memory that is said to be short, on a real cluster."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +75,25 @@ async def test_model_in_use_declines_pressure_and_the_next_victim_leaves() -> No
         await first.let_go.remote("a")
         await d.until(lambda s: not s["tickets"])
         await d.books_are_true()
+
+
+@pytest.mark.spec("H8")
+async def test_critical_pressure_empties_the_caches_of_a_model_that_stays(tmp_path: Path) -> None:
+    purged = tmp_path / "purged"
+    async with live_arbiter({"first": capability("vision", a=model(50, purged=str(purged)))}) as d:
+        first = d.holder("first")
+        assert await first.ask.remote("a") == 200
+        await first.keep.remote("a")
+        node = (await d.state())["devices"][0]["node"]
+        await d.until(lambda s: any(t["inflight"] for t in s["tickets"]))
+        low = PressurePushed(node, Level.LOW, Bytes(0), seconds(60))
+        await call_arbiter("push_pressure", low)
+        assert not purged.exists()
+        critical = PressurePushed(node, Level.CRITICAL, Bytes(0), seconds(60))
+        await call_arbiter("push_pressure", critical)
+        await eventually(purged.exists)
+        assert await d.states() == {"a": "resident"}
+        await first.let_go.remote("a")
 
 
 async def a_heartbeat(holder: Any) -> None:

@@ -3,17 +3,18 @@
 There are three sources, and the worst wins: readings of free bytes, the kernel's stalls (PSI), and
 levels pushed from outside, which last for a term. Pressure acts only on the device that has it: low
 takes the lowest idle resident, again with each tick that stays low; critical takes every idle
-resident, and no new load begins there. Text is spared, and so is what is pinned or in use.
+resident, empties the caches of those that stay, and no new load begins there. Text is spared, and
+so is what is pinned or in use.
 """
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import EventKind, Reason
+from arbiter.core.decisions import EventKind, PurgeCaches, Reason
 from arbiter.core.eviction.eligibility import may_leave
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.eviction.ranking import ranked_victims
 from arbiter.core.records.ledger import DeviceAccount
-from arbiter.core.records.ticket import Ticket
+from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, Node, PressureState
 from arbiter.core.tickets.device_limits import compute_books
 from arbiter.core.tickets.reclaim import charged
@@ -126,13 +127,25 @@ def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureStat
     pressure_state.acts_at = after(state.now, state.settings.timeouts.pressure_tick)
     state.timers.set(("pressure", book.device), pressure_state.acts_at)
     victims = candidates(state, book)
-    for victim in victims if pressure_state.level is Level.CRITICAL else victims[:1]:
+    is_critical = pressure_state.level is Level.CRITICAL
+    for victim in victims if is_critical else victims[:1]:
         revoke(state, victim, Reason.PRESSURE, None)
+    if is_critical:
+        _purge(state, book)
     if not victims and not pressure_state.nothing_left:
         pressure_state.nothing_left = True
         held = Bytes(sum(charged(e) for e in book.entries.values()))
         level = pressure_state.level.name.lower()
         state.log(EventKind.PRESSURE_NOTHING_LEFT, size=held, device=book.device, level=level)
+
+
+def _purge(state: CoreState, book: DeviceAccount) -> None:
+    """Empties the caches of what stays resident. Under low pressure they keep what has not expired,
+    and what has expired leaves by itself."""
+    held = {name: e for b in _one_memory(state, book) for name, e in b.entries.items()}
+    for ticket, entry in sorted(held.items()):
+        if entry.state is State.RESIDENT and entry.lease is None:
+            state.decide(PurgeCaches(ticket, entry.holder))
 
 
 def candidates(state: CoreState, book: DeviceAccount) -> list[Ticket]:

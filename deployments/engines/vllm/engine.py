@@ -246,9 +246,13 @@ class VllmEngine:
         assert self.llm is not None
         if self.adapters is not None:
             await self.adapters.forget_loaded()
+        await self.purge()
+        await self.llm.sleep(level=1)
+
+    async def purge(self) -> None:
+        """Drops projected pictures, where it has any."""
         if self.pictures is not None:
             await self.pictures.purge()
-        await self.llm.sleep(level=1)
 
     async def wake(self) -> None:
         assert self.llm is not None
