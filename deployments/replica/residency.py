@@ -250,7 +250,7 @@ class Residency:
 
 
 async def _purge(held: HeldModel) -> None:
-    """Of a model that serves; one that is about to end has no caches for long."""
+    """Of a model that serves: asleep it has no caches, and elsewhere it is about to end."""
     if held.link is None or held.state is not HolderState.RESIDENT:
         return
     try:

@@ -95,6 +95,7 @@ def error(answer: Response) -> dict[str, Any]:
     [
         ("GET", "/v1/nothing", 404, "not_found"),
         ("POST", "/v1/nothing", 404, "not_found"),
+        ("POST", "/v1/moderations", 404, "not_found"),  # no model judges texts
         ("GET", "/nothing", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/arbiter/settings", 405, "method_not_allowed"),
