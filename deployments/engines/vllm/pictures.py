@@ -21,6 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from deployments import messages
 from deployments.config import model_files
 from deployments.engines import asgi
+from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Asgi, Receive, Scope, Send
 from deployments.engines.vllm import picture_cache
 
@@ -61,8 +62,8 @@ class Pictures:
         tenant = dict(scope["headers"]).get(messages.TENANT_HEADER.encode(), b"default")
         try:
             body = await asyncio.to_thread(self._named, body, tenant)
-        except BadPicture as error:
-            return await asgi.refuse(send, 400, str(error), param=error.place)
+        except BadField as error:
+            return await asgi.refuse_request(send, error)
         await api(scope, asgi.replay(body, receive), send)
 
     async def _facts(self, scope: Scope, send: Send) -> None:
@@ -82,7 +83,7 @@ class Pictures:
             await self._llm.engine_core.call_utility_async("expire_pictures")
 
     def _named(self, body: bytes, tenant: bytes) -> bytes:
-        """The body with a uuid on each picture. Raises BadPicture."""
+        """The body with a uuid on each picture. Raises BadField."""
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError):
@@ -94,29 +95,23 @@ class Pictures:
         return json.dumps(fields).encode() if found else body
 
     def identity(self, url: Any, tenant: bytes, place: str) -> str:
-        """Of one picture: the pixels that vLLM's own reader will give. Raises BadPicture."""
+        """Of one picture: the pixels that vLLM's own reader will give. Raises BadField."""
         if not isinstance(url, str) or not url[:5].lower() == "data:":
-            raise BadPicture(place, "pictures come as data: URIs")
+            raise _bad(place, "pictures come as data: URIs")
         try:
             data = base64.b64decode(url.partition(",")[2], validate=True)
             pixels = self._reader.load_bytes(data).media
         except (ValueError, SyntaxError) as error:
-            raise BadPicture(place, f"cannot be decoded: {error}") from error
+            raise _bad(place, f"cannot be decoded: {error}") from error
         digest = hashlib.sha256(f"{self._model} {pixels.mode} {pixels.size} ".encode())
         digest.update(hashlib.sha256(tenant).digest())
         digest.update(pixels.tobytes())
         return digest.hexdigest()
 
 
-class BadPicture(ValueError):
-    """A picture that cannot be read. `place`: as `messages[0].content[1].image_url`."""
-
-    def __init__(self, place: str, why: str) -> None:
-        super().__init__(place, why)
-        self.place, self.why = place, why
-
-    def __str__(self) -> str:
-        return f"`{self.place}`: {self.why}"
+def _bad(place: str, why: str) -> BadField:
+    """Of a picture that cannot be read. `place`: as `messages[0].content[1].image_url`."""
+    return BadField(place, f"`{place}`: {why}")
 
 
 Picture = tuple[str, dict[str, Any], Any]  # its place, what takes the uuid, its data: URI
@@ -141,7 +136,7 @@ def _pictures_of(owner: Any, place: str) -> Iterator[Picture]:
         elif part.get("type") == "image":
             source = part.get("source")
             if not isinstance(source, dict):
-                raise BadPicture(f"{here}.source", "is no object")
+                raise _bad(f"{here}.source", "is no object")
             yield f"{here}.source", source, _uri(source)
         elif part.get("type") == "tool_result":
             yield from _pictures_of(part, here)
