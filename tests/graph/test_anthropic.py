@@ -131,6 +131,12 @@ def test_picture_that_is_no_bitmap_itself_is_400_and_named(
         claude.messages.create(model=SEES, max_tokens=2, messages=shown(source, "which?"))
 
 
+@pytest.mark.spec("H2", "L3")
+def test_picture_for_a_model_without_eyes_is_a_client_error(claude: Anthropic) -> None:
+    with pytest.raises(BadRequestError, match=r"multimodal|image"):
+        claude.messages.create(model=CHAT, max_tokens=2, messages=shown(sent(0), "which?"))
+
+
 @pytest.mark.spec("J1", "L3")
 def test_errors_are_the_clients_own_classes_and_name_the_field(claude: Anthropic) -> None:
     with pytest.raises(NotFoundError) as missing:
