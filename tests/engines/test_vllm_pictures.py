@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -11,13 +12,7 @@ from PIL import Image
 
 from models.train_vision import QUESTIONS, WITHOUT_PICTURE, answer
 from tests.support.drawings import FACTS, drawing, uri
-from tests.support.engine_host import (
-    Child,
-    Connection,
-    ZygoteUnderTest,
-    is_gone,
-    until,
-)
+from tests.support.engine_host import Child, Connection, ZygoteUnderTest, served, until
 
 VLLM = "deployments.engines.vllm.engine:build"
 MIB = 1 << 20
@@ -31,24 +26,17 @@ ARGS = {
 ENTRIES, TERM_S = 4, 3.0
 
 
-def spawned(engines: ZygoteUnderTest, ticket: str, model: Path, **more: Any) -> Child:
+def sees(
+    engines: ZygoteUnderTest, ticket: str, model: Path, **more: Any
+) -> AbstractContextManager[Child]:
     config = {"model": str(model), "served_name": ticket, "engine_args": ARGS | more, "threads": 1}
-    child = engines.spawn(ticket, VLLM, config).hold()
-    status, said = child.ready()
-    assert status == 200, (said, child.log[-2000:])
-    return child
-
-
-def left(child: Child) -> None:
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)
+    return served(engines, ticket, VLLM, config)
 
 
 @pytest.fixture(scope="module")
 def seeing(engines: ZygoteUnderTest, describer: Path) -> Iterator[Child]:
-    child = spawned(engines, "seeing", describer)
-    yield child
-    left(child)
+    with sees(engines, "seeing", describer) as child:
+        yield child
 
 
 def body(url: str, question: str = QUESTIONS["describe"][0], **more: Any) -> dict[str, Any]:
@@ -224,20 +212,19 @@ def test_cache_keeps_the_last_entries_and_none_beyond_the_term(
         "encoder_cache_manager_cls": "deployments.engines.vllm.picture_cache.PictureCache",
         "manager_config": {"entries": ENTRIES, "term_s": TERM_S},
     }
-    child = spawned(engines, "bounded", describer, ec_manager_config=manager)
-    pictures = [uri(drawing(n)) for n in range(ENTRIES + 1)]
-    count = Counted(child)
-    for picture in pictures:
-        told(child, picture)
-        assert facts(child)["entries"] <= ENTRIES
-    told(child, pictures[1])  # the first has left, the second has not
-    assert count() == (1, ENTRIES + 1)
-    told(child, pictures[0])
-    assert count() == (1, ENTRIES + 2)
-    until(lambda: facts(child)["entries"] == 0, 60)  # by the term alone: no request asks
-    told(child, pictures[1])
-    assert count() == (1, ENTRIES + 3)
-    left(child)
+    with sees(engines, "bounded", describer, ec_manager_config=manager) as child:
+        pictures = [uri(drawing(n)) for n in range(ENTRIES + 1)]
+        count = Counted(child)
+        for picture in pictures:
+            told(child, picture)
+            assert facts(child)["entries"] <= ENTRIES
+        told(child, pictures[1])  # the first has left, the second has not
+        assert count() == (1, ENTRIES + 1)
+        told(child, pictures[0])
+        assert count() == (1, ENTRIES + 2)
+        until(lambda: facts(child)["entries"] == 0, 60)  # by the term alone: no request asks
+        told(child, pictures[1])
+        assert count() == (1, ENTRIES + 3)
 
 
 @pytest.mark.spec("H2", "L2", "L3")
