@@ -207,6 +207,6 @@ class SetTimer:
     at: Instant
 
 
-# Those that leave the arbiter's process.
-Sent = Grant | Queued | Refuse | Revoke | KillEngine | RequestReading | LoadModel | PurgeCaches
-Decision = Sent | LogEvent | SetTimer
+# What concerns another process than the arbiter's.
+Order = Grant | Queued | Refuse | Revoke | KillEngine | RequestReading | LoadModel | PurgeCaches
+Decision = Order | LogEvent | SetTimer

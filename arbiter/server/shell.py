@@ -23,12 +23,12 @@ from arbiter.core.decisions import (
     KillEngine,
     LoadModel,
     LogEvent,
+    Order,
     PurgeCaches,
     Queued,
     Refuse,
     RequestReading,
     Revoke,
-    Sent,
     SetTimer,
 )
 from arbiter.errors import RequestError, TicketClosed
@@ -171,20 +171,20 @@ class Shell:
             case _:
                 self._send(decision)
 
-    def _send(self, decision: Sent) -> None:
-        match decision:
+    def _send(self, order: Order) -> None:
+        match order:
             case Grant():
-                self._grant(decision)
+                self._grant(order)
             case Refuse(ticket, error):
                 self._answer(ticket, error)
             case Revoke():
-                self._revoke(decision)
+                self._revoke(order)
             case KillEngine(node, ticket):
                 self._agents.kill(node, ticket)
             case RequestReading(node):
                 self._agents.probe(node)
-            case _:
-                self._command(decision.holder, _command_of(decision))
+            case Queued() | LoadModel() | PurgeCaches():
+                self._command(order.holder, _as_command(order))
 
     # -- tickets -------------------------------------------------------------------------------
 
@@ -345,8 +345,8 @@ class Shell:
         return self.core.open_tickets_count
 
 
-def _command_of(decision: Queued | LoadModel | PurgeCaches) -> messages.Command:
-    match decision:
+def _as_command(order: Queued | LoadModel | PurgeCaches) -> messages.Command:
+    match order:
         case Queued(ticket, _, predicted):
             return messages.WaitEstimate(ticket, predicted)
         case LoadModel(_, model):

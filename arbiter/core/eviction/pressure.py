@@ -127,16 +127,15 @@ def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureStat
     pressure_state.acts_at = after(state.now, state.settings.timeouts.pressure_tick)
     state.timers.set(("pressure", book.device), pressure_state.acts_at)
     victims = candidates(state, book)
-    is_critical = pressure_state.level is Level.CRITICAL
-    for victim in victims if is_critical else victims[:1]:
+    for victim in victims if pressure_state.level is Level.CRITICAL else victims[:1]:
         revoke(state, victim, Reason.PRESSURE, None)
-    if is_critical:
-        _purge(state, book)
     if not victims and not pressure_state.nothing_left:
         pressure_state.nothing_left = True
         held = Bytes(sum(charged(e) for e in book.entries.values()))
         level = pressure_state.level.name.lower()
         state.log(EventKind.PRESSURE_NOTHING_LEFT, size=held, device=book.device, level=level)
+    if pressure_state.level is Level.CRITICAL:
+        _purge(state, book)
 
 
 def _purge(state: CoreState, book: DeviceAccount) -> None:
