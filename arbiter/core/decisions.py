@@ -116,6 +116,14 @@ class PurgeCaches:
     holder: HolderId
 
 
+@dataclass(frozen=True, slots=True)
+class DropDrafter:
+    """Has a holder go on with a model without its drafter, and give the drafter's bytes back."""
+
+    holder: HolderId
+    model: str
+
+
 class EventKind(StrEnum):
     """Names every kind of line in the event log (K1). The value is what readers of the log see."""
 
@@ -176,6 +184,7 @@ class EventKind(StrEnum):
     GROWTH_ASKED = "growth_asked"
     GROWTH_GRANTED = "growth_granted"
     GROWTH_GIVEN_BACK = "growth_given_back"
+    DRAFTER_REVOKED = "drafter_revoked"
 
     # Leases, and requests of users.
     LEASE_GRANTED = "lease_granted"
@@ -208,5 +217,15 @@ class SetTimer:
 
 
 # What concerns another process than the arbiter's.
-Order = Grant | Queued | Refuse | Revoke | KillEngine | RequestReading | LoadModel | PurgeCaches
+Order = (
+    Grant
+    | Queued
+    | Refuse
+    | Revoke
+    | KillEngine
+    | RequestReading
+    | LoadModel
+    | DropDrafter
+    | PurgeCaches
+)
 Decision = Order | LogEvent | SetTimer

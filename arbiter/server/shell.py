@@ -19,6 +19,7 @@ from arbiter.core import events as ev
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import (
     Decision,
+    DropDrafter,
     Grant,
     KillEngine,
     LoadModel,
@@ -183,7 +184,7 @@ class Shell:
                 self._agents.kill(node, ticket)
             case RequestReading(node):
                 self._agents.probe(node)
-            case Queued() | LoadModel() | PurgeCaches():
+            case Queued() | LoadModel() | DropDrafter() | PurgeCaches():
                 self._command(order.holder, _as_command(order))
 
     # -- tickets -------------------------------------------------------------------------------
@@ -345,11 +346,15 @@ class Shell:
         return self.core.open_tickets_count
 
 
-def _as_command(order: Queued | LoadModel | PurgeCaches) -> messages.Command:
+def _as_command(
+    order: Queued | LoadModel | DropDrafter | PurgeCaches,
+) -> messages.Command:
     match order:
         case Queued(ticket, _, predicted):
             return messages.WaitEstimate(ticket, predicted)
         case LoadModel(_, model):
             return messages.ReloadCommand(model)
+        case DropDrafter(_, model):
+            return messages.Resize(model, messages.ModelSize.ALONE)
         case PurgeCaches(ticket):
             return messages.PurgeCommand(ticket)
