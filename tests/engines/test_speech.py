@@ -367,7 +367,8 @@ def test_espeak_speaks_where_no_model_is_configured_and_is_understood(
         assert wer(list(SENTENCES), found) <= 0.25
         german = speak(child, "Guten Morgen.", voice="de").body
         assert german != speak(child, "Guten Morgen.", voice="en-us").body
-        assert speak(child, FOX, voice="alloy").body == speak(child, FOX, voice="en-us").body
+        alloy = heard(transcribe(hears, speak(child, FOX, voice="alloy").body))
+        assert wer([FOX], [alloy]) <= 0.25
         assert refused(speak(child, FOX, voice="../../etc/passwd")) == (400, "voice")
         assert refused(speak(child, FOX, voice="zz")) == (400, "voice")
 
