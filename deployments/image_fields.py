@@ -60,3 +60,9 @@ class ImageFields(BaseModel):
         if value is not None and any("\ud800" <= letter <= "\udfff" for letter in value):
             raise ValueError("not Unicode text: half of a surrogate pair in it")
         return value
+
+
+class VariationFields(ImageFields):
+    """Of variations, which begin with a picture and have no prompt."""
+
+    prompt: Literal[""] = Field("", description="of an edit, not of a variation")

@@ -109,6 +109,14 @@ class LoadModel:
 
 
 @dataclass(frozen=True, slots=True)
+class PurgeCaches:
+    """Has a holder's engine drop what it keeps only to answer sooner (C5). Safe to repeat."""
+
+    ticket: TicketId
+    holder: HolderId
+
+
+@dataclass(frozen=True, slots=True)
 class DropDrafter:
     """Has a holder go on with a model without its drafter, and give the drafter's bytes back."""
 
@@ -209,5 +217,15 @@ class SetTimer:
 
 
 # What concerns another process than the arbiter's.
-Order = Grant | Queued | Refuse | Revoke | KillEngine | RequestReading | LoadModel | DropDrafter
+Order = (
+    Grant
+    | Queued
+    | Refuse
+    | Revoke
+    | KillEngine
+    | RequestReading
+    | LoadModel
+    | DropDrafter
+    | PurgeCaches
+)
 Decision = Order | LogEvent | SetTimer

@@ -156,6 +156,13 @@ class ReloadCommand:
     model: str
 
 
+@dataclass(frozen=True, slots=True)
+class PurgeCommand:
+    """The ticket's engine is to empty its caches."""
+
+    ticket: TicketId
+
+
 class ModelSize(Enum):
     """Of a resident that may change its size (A14)."""
 
@@ -179,7 +186,7 @@ class ConfigChanged:
     table: Plain
 
 
-Command = RevokeCommand | WaitEstimate | ReloadCommand | Resize | ConfigChanged
+Command = RevokeCommand | WaitEstimate | ReloadCommand | PurgeCommand | Resize | ConfigChanged
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from arbiter.core.decisions import (
     LoadModel,
     LogEvent,
     Order,
+    PurgeCaches,
     Queued,
     Refuse,
     RequestReading,
@@ -183,7 +184,7 @@ class Shell:
                 self._agents.kill(node, ticket)
             case RequestReading(node):
                 self._agents.probe(node)
-            case Queued() | LoadModel() | DropDrafter():
+            case Queued() | LoadModel() | DropDrafter() | PurgeCaches():
                 self._command(order.holder, _as_command(order))
 
     # -- tickets -------------------------------------------------------------------------------
@@ -345,7 +346,9 @@ class Shell:
         return self.core.open_tickets_count
 
 
-def _as_command(order: Queued | LoadModel | DropDrafter) -> messages.Command:
+def _as_command(
+    order: Queued | LoadModel | DropDrafter | PurgeCaches,
+) -> messages.Command:
     match order:
         case Queued(ticket, _, predicted):
             return messages.WaitEstimate(ticket, predicted)
@@ -353,3 +356,5 @@ def _as_command(order: Queued | LoadModel | DropDrafter) -> messages.Command:
             return messages.ReloadCommand(model)
         case DropDrafter(_, model):
             return messages.Resize(model, messages.ModelSize.ALONE)
+        case PurgeCaches(ticket):
+            return messages.PurgeCommand(ticket)

@@ -4,4 +4,4 @@ from deployments.replica.capability import Capability
 
 
 class ImageServer(Capability):
-    paths = frozenset({"/v1/images/generations", "/v1/images/edits"})
+    paths = frozenset({"/v1/images/generations", "/v1/images/edits", "/v1/images/variations"})

@@ -8,4 +8,4 @@ from deployments.replica.capability import Capability
 
 
 class VisionServer(Capability):
-    paths = frozenset({"/v1/chat/completions"})
+    paths = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"})

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deployments.cli.output import AsJson, CommandError, cell, say, show, table
+from deployments.cli.output import AsJson, CommandError, among, cell, say, show, table
 
 app = typer.Typer(no_args_is_help=True, help="API keys of the front: make, list, remove.")
 
@@ -22,12 +22,6 @@ def _scopes() -> list[str]:
     from deployments.front.keys import Scope
 
     return [scope.value for scope in Scope]
-
-
-def _known_scopes(given: list[str] | None) -> list[str]:
-    if unknown := [name for name in given or [] if name not in _scopes()]:
-        raise typer.BadParameter(f"no scope {unknown[0]!r}; there is: {', '.join(_scopes())}")
-    return given or []
 
 
 @contextmanager
@@ -48,7 +42,7 @@ def add(
     scope: Annotated[
         list[str] | None,
         typer.Option(
-            callback=_known_scopes,
+            callback=among("scope", _scopes),
             autocompletion=_scopes,
             help="infer, view, priority, lease or admin; once for each. Default: infer.",
         ),

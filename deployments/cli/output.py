@@ -134,6 +134,18 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
+def among(what: str, names: Callable[[], list[str]]) -> Callable[[list[str] | None], list[str]]:
+    """A callback for an option that takes some of these names. Its errors list them."""
+
+    def check(given: list[str] | None) -> list[str]:
+        if unknown := [name for name in given or [] if name not in names()]:
+            known = ", ".join(names())
+            raise typer.BadParameter(f"no {what} {unknown[0]!r}; there is: {known}")
+        return given or []
+
+    return check
+
+
 def discard_stdout() -> None:
     """After the reader of a pipe has left: what Python writes at its end goes nowhere, instead of
     ending in a traceback (docs.python.org/3/library/signal.html#note-on-sigpipe)."""

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 
 from arbiter.units import GIB
 from deployments.cli.cluster import Address, connected
-from deployments.cli.output import AsJson, show, table, working
+from deployments.cli.output import AsJson, among, show, table, working
 
 if TYPE_CHECKING:
     from arbiter.core.settings import Settings
@@ -45,19 +45,12 @@ def _policies() -> list[str]:
     return sorted(EVICT)
 
 
-def _known_policies(given: list[str] | None) -> list[str]:
-    if unknown := [name for name in given or [] if name not in _policies()]:
-        there_is = ", ".join(_policies())
-        raise typer.BadParameter(f"no policy {unknown[0]!r}; there is: {there_is}")
-    return given or []
-
-
 def whatif(
     log: Annotated[Path, typer.Argument(help="A file that `arbiter record` wrote.")],
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            callback=_known_policies,
+            callback=among("policy", _policies),
             autocompletion=_policies,
             help="An eviction policy to compare; once for each.",
         ),

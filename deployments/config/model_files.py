@@ -125,9 +125,22 @@ def picture_bytes(source: Path, arguments: Mapping[str, Any]) -> Bytes:
     return Bytes(int(processed) + embeddings * wide * EMBEDDING_BYTES)
 
 
-def _configuration(source: Path) -> dict[str, Any]:
+def context_tokens(source: Path, model: ModelConfig) -> int | None:
+    """The most tokens that a model reads at once: as its engine is told, else as its files say;
+    None where neither does, as for a hub id or a model of sound."""
+    config = _configuration(source)
+    said = (
+        model.grow_to.get("max_model_len"),
+        model.engine_args.get("max_model_len"),
+        _configuration(source, "sentence_bert_config.json").get("max_seq_length"),
+        config.get("text_config", config).get("max_position_embeddings"),
+    )
+    return next((tokens for tokens in said if isinstance(tokens, int)), None)
+
+
+def _configuration(source: Path, name: str = "config.json") -> dict[str, Any]:
     try:
-        found = json.loads((source / "config.json").read_text())
+        found = json.loads((source / name).read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -27,6 +27,18 @@ _RESERVED = re.compile(r"/(arbiter|health|ready|docs|openapi\.json|v1/models)(/.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
+ESPEAK = "espeak-ng"  # as the source of a model: espeak-ng's own voices, which need no file
+# What speaks where a capability that speaks names no model (H4)
+_WITHOUT_MODELS = {
+    "espeak": {
+        "source": ESPEAK,
+        "need": {"weights": "1 MiB", "working": "16 MiB", "context": "14 MiB"},  # measured
+        "can_sleep": False,
+        "engine_args": {"voices": {"alloy": "en-us"}},  # which most clients of OpenAI send
+    }
+}
+
+
 class NeedConfig(Strict):
     """Explicit footprint of a model. Absent parts are estimated from its files."""
 
@@ -148,6 +160,15 @@ class CapabilityConfig(Strict):
     # Paths that the front routes to its models, as `/v1/rerank`; empty: those of its class. The
     # table has them because the front knows nothing else of an application with zero replicas
     paths: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spoken_without_models(cls, given: object) -> object:
+        """espeak-ng, by the engine that knows its name."""
+        if isinstance(given, dict) and not given.get("models"):
+            if (given.get("role"), given.get("engine")) == ("tts", "vits"):
+                return given | {"models": _WITHOUT_MODELS}
+        return given
 
     @field_validator("paths")
     @classmethod

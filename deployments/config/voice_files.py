@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from deployments.config.load_plan import resolve
-from deployments.config.schema import ConfigError, ModelConfig
+from deployments.config.schema import ESPEAK, ConfigError, ModelConfig
 
-ESPEAK = "espeak-ng"  # as the source of a model: espeak-ng's own voices, which need no file
 ESPEAK_DEFAULT = "en-us"
 
 

@@ -9,6 +9,7 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
     POST /control/sleep     200 {"seconds"}; repeating it is harmless
     POST /control/wake      200 {"seconds", "verified"}; false: the probe differed from the one
                             recorded at load, and the model was loaded from disk again
+    POST /control/purge     200 {"purges"}: whether the engine has caches, which are then empty
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from deployments.engines.protocol import (
     Config,
     Engine,
     LoadFailed,
+    Purges,
     Receive,
     Scope,
     Send,
@@ -162,6 +164,7 @@ class EngineHost:
             "GET /control/health": self._health,
             "POST /control/sleep": self._sleep,
             "POST /control/wake": self._wake,
+            "POST /control/purge": self._purge,
         }
 
     def catch(self) -> _Catch:
@@ -251,6 +254,18 @@ class EngineHost:
 
     async def _wake(self, receive: Receive, send: Send) -> None:
         await self._turned(send, self._wake_up())
+
+    async def _purge(self, receive: Receive, send: Send) -> None:
+        """A model that is not awake has no caches. A failure is told, and ends nothing."""
+        engine, is_awake = self.engine, self.loaded.is_set() and not self.asleep
+        if self.failure or not is_awake or not isinstance(engine, Purges):
+            return await asgi.respond(send, 200, {"purges": False})
+        task = asyncio.ensure_future(engine.purge())
+        await asyncio.wait({task})
+        if error := task.exception():
+            cause = load_failure(error)
+            return await asgi.refuse(send, 503, cause.message, kind=cause.kind)
+        await asgi.respond(send, 200, {"purges": True})
 
     async def _turned(self, send: Send, act: Awaitable[dict[str, Any]]) -> None:
         """Answers what the act returns. After an act that failed half way the engine's state is

@@ -15,6 +15,7 @@ Killing the process is the unload, so there is none here and no state can outliv
         async def wake(self) -> None: ...                       # and back, no disk
         async def probe(self) -> str: ...                       # one token or one step, as text
         async def health(self) -> None: ...                     # raise when it cannot serve
+        async def purge(self) -> None: ...                      # only where it has caches
 
 Then one line of config names it: `engine: my_package.echo:build`.
 """
@@ -23,7 +24,7 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -67,6 +68,14 @@ class Engine(Protocol):
 
     async def health(self) -> None:
         """Raise when the engine cannot answer requests."""
+
+
+@runtime_checkable
+class Purges(Protocol):
+    """An engine that keeps something only to answer sooner: it may be told to drop it."""
+
+    async def purge(self) -> None:
+        """Drop what no request is using."""
 
 
 class LoadFailed(Exception):

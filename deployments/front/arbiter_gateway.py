@@ -6,6 +6,7 @@ rows below.
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,6 +41,17 @@ class TicketRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Presence:
+    """Where one model is, at best, and when it could answer a request that comes now."""
+
+    state: str  # of its ticket; `cold` without one, `unknown` while no arbiter answers
+    estimate_s: float | None  # as loads took so far; None: no load of it was seen
+
+
+AWAY = Presence("unknown", None)
+
+
+@dataclass(frozen=True, slots=True)
 class ArbiterState:
     """What the routes read of the arbiter's state; `plain` is all of it, as JSON."""
 
@@ -59,6 +71,50 @@ class ArbiterState:
             for row in self.tickets
             if (row.capability, row.model) == (capability, model) and not row.is_lease
         ]
+
+    def presences(self, homes: Mapping[str, str]) -> dict[str, Presence]:
+        """Of each model of `homes`, which says its capability."""
+        took = {(row["capability"], row["model"]): row for row in self.plain["load_times"]}
+        predicted = {row["ticket"]: row["predicted_s"] for row in self.plain["queue"]}
+        blocked = {
+            (row["capability"], row["model"]): row["left_s"] for row in self.plain["cooldowns"]
+        }
+        rows: dict[tuple[str, str], list[TicketRow]] = {}
+        for row in self.tickets:
+            if not row.is_lease and row.state != "reclaiming":
+                rows.setdefault((row.capability, row.model), []).append(row)
+        found = {}
+        for model, capability in homes.items():
+            name = capability, model
+            load_s: float | None = took[name]["load_s"] if name in took else None
+            wake_s: float | None = took[name]["wake_s"] if name in took else None
+            there = [
+                Presence(row.state, _left_s(row, load_s, wake_s, predicted.get(row.ticket)))
+                for row in rows.get(name, ())
+            ]
+            cold_s = None if load_s is None else load_s + blocked.get(name, 0.0)
+            found[model] = min(there, key=_soonest, default=Presence("cold", cold_s))
+        return found
+
+
+def _soonest(presence: Presence) -> float:
+    return math.inf if presence.estimate_s is None else presence.estimate_s
+
+
+def _left_s(
+    row: TicketRow, load_s: float | None, wake_s: float | None, predicted_s: float | None
+) -> float | None:
+    """Seconds until a ticket serves. A ticket that drains leaves, and its model is loaded again."""
+    match row.state:
+        case "resident":
+            return 0.0
+        case "loading" if load_s is not None:  # or it wakes, which takes less
+            return max(0.0, load_s - row.in_state_s)
+        case "asleep" if wake_s is not None:
+            return wake_s
+        case "queued" if predicted_s is not None:
+            return predicted_s
+    return load_s
 
 
 def typed(plain: Mapping[str, Any]) -> ArbiterState:
@@ -93,9 +149,9 @@ async def configure(table: Table) -> None:
     await call_arbiter("configure", boot.configuration(table))
 
 
-async def state() -> ArbiterState:
+async def state(within_s: float = STATE_WAIT_S) -> ArbiterState:
     """Raises ArbiterUnavailable."""
-    return typed(await call_arbiter("state", within_s=STATE_WAIT_S))
+    return typed(await call_arbiter("state", within_s=within_s))
 
 
 async def readiness(table: Table, failures: Mapping[str, str]) -> dict[str, Any]:

@@ -45,7 +45,11 @@ class ModelNames:
 
     def home(self, name: str) -> str:
         """The capability of a name that `visible` returned; reads no disk."""
-        return self._homes[name.partition(":")[0]]
+        return self._homes[self.base(name)]
+
+    def base(self, name: str) -> str:
+        """The model of a name that `visible` returned: itself, or an adapter's base."""
+        return name if name in self._homes else name.partition(":")[0]
 
     def visible(self, tenant: str) -> list[str]:
         """Models, then adapters by full name."""

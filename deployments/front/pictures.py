@@ -24,6 +24,9 @@ MAX_PIXELS = 32 << 20
 
 PICTURE = "image_url"
 PICTURES_AT = frozenset({"/v1/chat/completions"})
+# Anthropic's form, which vLLM's own handler turns into the one above
+BLOCK, SOURCE = "image", "source"
+BLOCKS_AT = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 # Types of parts, and keys by which vLLM knows a part without a type.
 OTHER_MEDIA = frozenset(
     "audio_embeds audio_url file image image_embeds image_pil input_audio input_file input_image "
@@ -68,15 +71,30 @@ class PictureCheck:
         kinds = ({str(part.get("type"))} | part.keys()) & (OTHER_MEDIA | {PICTURE})
         if not kinds:
             return
+        if self.path in BLOCKS_AT:
+            return self._check_block(place, part, kinds)
         if other := sorted(kinds - {PICTURE}):
             raise BadPart(f"{place}.{other[0]}", "is not taken; a picture is an `image_url`")
         if self.path not in PICTURES_AT:
             raise BadPart(place, f"pictures are taken at {', '.join(sorted(PICTURES_AT))}")
         self._check_picture(f"{place}.{PICTURE}", part)
 
+    def _check_block(self, place: str, part: dict[str, Any], kinds: set[str]) -> None:
+        if part.get("type") != BLOCK or (kinds := kinds - {BLOCK, SOURCE}):
+            name = min(kinds)
+            raise BadPart(f"{place}.{name}", "is not taken; a picture is a block of type `image`")
+        place, source = f"{place}.{SOURCE}", part.get(SOURCE)
+        if not isinstance(source, dict) or source.get("type") != "base64":
+            raise BadPart(place, "give the picture itself, as a source of type `base64`")
+        if unknown := sorted(source.keys() - {"type", "media_type", "data"}):
+            raise BadPart(f"{place}.{unknown[0]}", "is not taken")
+        self._check_uri(place, f"data:{source.get('media_type')};base64,{source.get('data')}")
+
     def _check_picture(self, place: str, part: dict[str, Any]) -> None:
         given = part.get(PICTURE)
-        url = given.get("url") if isinstance(given, dict) else given
+        self._check_uri(place, given.get("url") if isinstance(given, dict) else given)
+
+    def _check_uri(self, place: str, url: object) -> None:
         self.pictures += 1
         if self.pictures > MAX_PICTURES:
             raise BadPart(place, f"more than {MAX_PICTURES} pictures")

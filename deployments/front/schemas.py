@@ -19,7 +19,7 @@ from pydantic import (
     field_validator,
 )
 
-from deployments.image_fields import ImageFields
+from deployments.image_fields import ImageFields, VariationFields
 
 # OpenAI's own bounds where it states one: 128 choices, 128 tools, 4 stop texts (vLLM takes 16, as
 # does the front), 20 alternatives per token. MAX_MESSAGES is far above any use seen.
@@ -302,6 +302,10 @@ class Images(ImageFields, Streams):
     """POST /v1/images/generations, and the text fields of /v1/images/edits"""
 
 
+class Variations(VariationFields, Streams):
+    """The text fields of POST /v1/images/variations"""
+
+
 class Kind(Enum):
     """What a path takes and returns, as far as the front treats it differently."""
 
@@ -335,6 +339,7 @@ SCHEMAS: dict[str, Schema] = {
     "/v1/audio/vad": Schema(Vad, Kind.FORM),
     "/v1/images/generations": Schema(Images, Kind.JSON),
     "/v1/images/edits": Schema(Images, Kind.FORM),
+    "/v1/images/variations": Schema(Variations, Kind.FORM),
 }
 OF_THE_TABLE = Schema(Body, Kind.ANY)
 

@@ -85,6 +85,10 @@ class EngineLink:
         """Raises LoadRefused when the engine cannot."""
         await self._control("/control/sleep")
 
+    async def purge(self) -> None:
+        """Empties its caches, where it has any. Raises LoadRefused."""
+        await self._control("/control/purge")
+
     async def wake(self) -> Woken:
         """Raises LoadRefused when neither host RAM nor disk brought it back."""
         said = await self._control("/control/wake")

@@ -32,6 +32,7 @@ from deployments.config.load_plan import ModelPlan, Plans
 from deployments.messages import ResponseHead
 from deployments.replica import loading, resize, unloading
 from deployments.replica.background import BackgroundTasks, detached_task
+from deployments.replica.engine_client import LoadRefused
 from deployments.replica.held_model import UNDER_WAY, HeldModel, HolderState, new_ticket
 from deployments.replica.use import Use, one_shot
 
@@ -206,9 +207,10 @@ class Residency:
 
     def _obey(self, command: messages.Command) -> None:
         match command:
-            case messages.RevokeCommand():
-                if held := self.tickets.get(command.ticket):
-                    unloading.revoke(self, held, command)
+            case messages.RevokeCommand(ticket) if ticket in self.tickets:
+                unloading.revoke(self, self.tickets[ticket], command)
+            case messages.PurgeCommand(ticket) if ticket in self.tickets:
+                self.background.begin(_purge(self.tickets[ticket]))
             case messages.WaitEstimate(ticket, predicted):
                 for held in [h for h in self.models.values() if h.ticket == ticket]:
                     held.expected(predicted)
@@ -245,3 +247,13 @@ class Residency:
         if held.state is HolderState.ASLEEP:
             self.begin(held, loading.wake(self, held))
         held.demand.is_wanted = held.state in (HolderState.QUEUED, HolderState.LOADING)
+
+
+async def _purge(held: HeldModel) -> None:
+    """Of a model that serves: asleep it has no caches, and elsewhere it is about to end."""
+    if held.link is None or held.state is not HolderState.RESIDENT:
+        return
+    try:
+        await held.link.purge()
+    except (EngineLost, LoadRefused) as error:
+        logger.warning("%s: its caches were not emptied: %s", held.ticket, error)

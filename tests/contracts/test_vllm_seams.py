@@ -11,6 +11,9 @@ import transformers
 from vllm import plugins
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.generate import api_router as generate_api_router
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -40,6 +43,7 @@ from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.cpu_worker import SleepingCpuWorker
 from deployments.engines.vllm.engine import arguments
 from deployments.engines.vllm.lora_cpu import SegmentedPunica
+from deployments.engines.vllm.pictures import NamedMessages
 
 
 def names(function: object) -> list[str]:
@@ -227,3 +231,33 @@ async def test_context_check_counts_only_fields_that_the_route_reads() -> None:
         )  # fmt: skip
         asked = {"input": "p", "max_output_tokens": most}
         assert await refused("/v1/responses", asked) == (400, could_grow)
+
+
+def test_anthropics_blocks_become_parts_in_one_replaceable_method() -> None:
+    assert names(AnthropicServingMessages._convert_messages) == [
+        "messages",
+        "openai_messages",
+        "merge_inline_system",
+    ]
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA", "uuid": "mine"}
+    picture = {"type": "image", "source": source}
+    said = AnthropicMessagesRequest.model_validate(
+        {
+            "model": "m",
+            "max_tokens": 1,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        picture,
+                        {"type": "tool_result", "tool_use_id": "t", "content": [picture]},
+                    ],
+                }
+            ],
+        }
+    )
+    made: list[dict[str, Any]] = []
+    NamedMessages._convert_messages(said.messages, made)
+    parts = [p for m in made for p in m["content"] if isinstance(p, dict)]
+    assert [p["uuid"] for p in parts if p["type"] == "image_url"] == ["mine", "mine"]
+    assert "state.anthropic_serving_messages = (" in inspect.getsource(generate_api_router)

@@ -1,6 +1,5 @@
 """Adapters in a vLLM child: by name from a folder, many in one batch, each failing alone."""
 
-import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 
 from deployments.config.safetensors_header import linear_shapes
 from tests.support.adapters import write
-from tests.support.engine_host import Child, Connection, ZygoteUnderTest, is_gone, until
+from tests.support.engine_host import Child, Connection, ZygoteUnderTest, served, until
 
 VLLM = "deployments.engines.vllm.engine:build"
 COUNT = 24
@@ -45,18 +44,8 @@ def shapes(tiny: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def chat(engines: ZygoteUnderTest, tiny: Path, folder: Path) -> Iterator[Child]:
-    with running(engines, "many", config(tiny, folder, slots=8, wait_s=30.0)) as child:
+    with served(engines, "many", VLLM, config(tiny, folder, slots=8, wait_s=30.0)) as child:
         yield child
-
-
-@contextlib.contextmanager
-def running(engines: ZygoteUnderTest, name: str, given: dict[str, Any]) -> Iterator[Child]:
-    child = engines.spawn(name, VLLM, given).hold()
-    status, body = child.ready()
-    assert status == 200, body
-    yield child
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)
 
 
 def ask(child: Child, model: str, count: int = COUNT, prompt: list[int] = PROMPT) -> Any:
@@ -94,7 +83,7 @@ def test_eight_adapters_and_the_base_run_in_one_step_and_answer_as_alone(
     assert chat.call("POST", "/control/sleep")[0] == 200
     assert chat.call("POST", "/control/wake")[1]["verified"] is True
     assert tokens_at_once(chat, names) == alone
-    with running(engines, "again", config(tiny, folder, slots=8, wait_s=30.0)) as again:
+    with served(engines, "again", VLLM, config(tiny, folder, slots=8, wait_s=30.0)) as again:
         assert tokens_at_once(again, names) == alone
 
 
@@ -158,7 +147,7 @@ def test_adapter_that_only_vllm_refuses_fails_only_its_own_request(
 def test_new_adapter_waits_a_bounded_time_for_a_slot_and_is_then_refused(
     engines: ZygoteUnderTest, tiny: Path, folder: Path
 ) -> None:
-    with running(engines, "few", config(tiny, folder, slots=2, wait_s=0.5)) as child:
+    with served(engines, "few", VLLM, config(tiny, folder, slots=2, wait_s=0.5)) as child:
         streams = [opened(child, name) for name in ("a0", "a1")]
         status, got = ask(child, "a2", count=1)
         assert (status, got["error"]["code"]) == (503, "adapters_busy")
@@ -175,7 +164,7 @@ def test_new_adapter_that_waits_gets_the_slot_that_falls_free(
     engines: ZygoteUnderTest, tiny: Path, folder: Path
 ) -> None:
     with (
-        running(engines, "patient", config(tiny, folder, slots=2, wait_s=30.0)) as child,
+        served(engines, "patient", VLLM, config(tiny, folder, slots=2, wait_s=30.0)) as child,
         ThreadPoolExecutor(1) as pool,
     ):
         first, second = [opened(child, name) for name in ("a0", "a1")]
@@ -193,7 +182,7 @@ def test_a_pinned_adapter_keeps_its_slot_until_its_entry_says_otherwise(
 ) -> None:
     extras = folder / "in" / "a0" / "serve.json"
     extras.write_text('{"pin": true}')
-    with running(engines, "pins", config(tiny, folder, slots=2, wait_s=0.5)) as child:
+    with served(engines, "pins", VLLM, config(tiny, folder, slots=2, wait_s=0.5)) as child:
         expected = tokens(child, "a0")
         assert child.call("GET", "/adapters")[1]["pinned"] == ["tiny:a0"]
         stream = opened(child, "a1")

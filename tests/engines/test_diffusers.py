@@ -1,7 +1,6 @@
 """Pictures in a child: what a prompt says is what the picture shows, whatever shares its batch."""
 
 import asyncio
-import contextlib
 import fcntl
 import json
 import os
@@ -31,6 +30,7 @@ from tests.support.engine_host import (
     device_bytes,
     host_bytes,
     is_gone,
+    served,
     until,
     waits_for_a_lock,
 )
@@ -40,6 +40,7 @@ ENTRY = "deployments.engines.diffusers.engine:build"
 ARGS = {"steps": 10, "guidance": 2.0, "max_batch": 8}
 MIB = 1 << 20
 GENERATIONS = "/v1/images/generations"
+VARIATIONS = "/v1/images/variations"
 RED, GREEN = Fact("red", "circle", "blue"), Fact("green", "square", "white")
 
 
@@ -47,19 +48,9 @@ def config(model: Path, **more: Any) -> dict[str, Any]:
     return {"model": str(model), "served_name": "draw", "engine_args": ARGS, **more}
 
 
-@contextlib.contextmanager
-def spawned(engines: ZygoteUnderTest, ticket: str, given: dict[str, Any]) -> Iterator[Child]:
-    child = engines.spawn(ticket, ENTRY, given).hold()
-    status, said = child.ready()
-    assert status == 200, said
-    yield child
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)
-
-
 @pytest.fixture(scope="module")
 def draw(engines: ZygoteUnderTest, drawing: Path) -> Iterator[Child]:
-    with spawned(engines, "draw", config(drawing, can_sleep=False)) as child:
+    with served(engines, "draw", ENTRY, config(drawing, can_sleep=False)) as child:
         yield child
 
 
@@ -159,6 +150,23 @@ def test_edit_keeps_its_picture_the_more_the_weaker_it_is(draw: Child) -> None:
     assert pic.shows(pic.pictures(full)[0]) == GREEN
 
 
+@pytest.mark.spec("H5", "J1")
+def test_variations_resemble_their_picture_and_differ(draw: Child) -> None:
+    fields = {"model": "draw", "x_seed": 3, "n": 4, "x_strength": 0.2}
+    files = {"image": pic.drawn(RED)}
+    status, body = pic.edit(draw, fields, files, VARIATIONS)
+    assert status == 200, body
+    made = pic.pictures(body)
+    assert {pic.shows(picture) for picture in made} == {RED}
+    assert len({picture.tobytes() for picture in made}) == 4
+    assert shapes.draw(RED).tobytes() not in {picture.tobytes() for picture in made}
+    for wrong, field in (({"prompt": "x"}, "prompt"), ({"size": "65x64"}, "size")):
+        status, said = pic.edit(draw, fields | wrong, files, VARIATIONS)
+        assert (status, said["error"]["param"]) == (400, field)
+    status, said = pic.edit(draw, fields, {}, VARIATIONS)
+    assert (status, said["error"]["param"]) == (400, "image")
+
+
 @pytest.mark.spec("H5")
 def test_what_a_mask_leaves_is_kept_to_the_pixel(draw: Child) -> None:
     fields = {"model": "draw", "prompt": GREEN.caption, "x_seed": 3}
@@ -233,7 +241,7 @@ async def test_a_drawing_without_clients_ends_between_two_steps(drawing: Path) -
 def test_next_picture_is_drawn_after_a_client_left(engines: ZygoteUnderTest, drawing: Path) -> None:
     """Not after the 10,000 steps that it had asked for, which would take minutes."""
     given = config(drawing) | {"engine_args": ARGS | {"max_steps": 1000, "max_batch": 1}}
-    with spawned(engines, "leaves", given | {"can_sleep": False}) as child:
+    with served(engines, "leaves", ENTRY, given | {"can_sleep": False}) as child:
         body = {"model": "draw", "prompt": RED.caption, "stream": True, "x_steps": 1000, "n": 10}
         _, answer, connection = pic.send(
             child, GENERATIONS, json.dumps(body).encode(), {"content-type": "application/json"}
@@ -251,7 +259,7 @@ def test_weights_of_a_pipeline_sleep_on_the_host_and_draw_the_same_picture(
     """100 M parameters: an engine of 80 MB cannot give back nine tenths of less."""
     model = wide_pipeline(tmp_path / "wide")
     given = config(model) | {"engine_args": {"steps": 2, "guidance": 2.0}}
-    with spawned(engines, "sleeps", given) as child:
+    with served(engines, "sleeps", ENTRY, given) as child:
         before = one(child, "anything", x_seed=5)
         awake = device_bytes(child.pid)
         for _ in range(2):
@@ -274,7 +282,7 @@ def test_adapters_are_served_by_name_and_leave_the_base_as_it_was(
     shutil.copytree(folder / "night", folder / "broken")
     (folder / "broken" / "adapter_model.safetensors").write_bytes(b"\x80\x04pickle.")
     given = {"folder": str(folder), "store": str(tmp_path / "store"), "max_rank": 8, "slots": 1}
-    with spawned(engines, "lora", config(drawing, adapters=given, can_sleep=False)) as child:
+    with served(engines, "lora", ENTRY, config(drawing, adapters=given, can_sleep=False)) as child:
         plain = one(child, RED.caption, x_seed=7)
 
         def adapted(name: str, tenant: str = "") -> tuple[int, Any]:
@@ -304,7 +312,7 @@ def test_pictures_are_drawn_only_under_the_dispatch_lock(
     name = f"draw-{os.getpid()}"
     given = config(drawing, can_sleep=False, dispatch_lock=name)
     with (
-        spawned(engines, "turns", given) as child,
+        served(engines, "turns", ENTRY, given) as child,
         dispatch_lock.lock_path(name).open("w") as other,
         ThreadPoolExecutor(1) as client,
     ):
@@ -349,7 +357,7 @@ def test_other_classes_of_pipelines_draw_preview_and_edit(
     model = make(tmp_path / "model")
     args = {"steps": 4, "guidance": 3.0, "max_pixels": 128 * 128, "vae_tiling": True}
     given = config(model, can_sleep=False) | {"engine_args": args}
-    with spawned(engines, make.__name__, given) as child:
+    with served(engines, make.__name__, ENTRY, given) as child:
         made = one(child, "anything", x_seed=5, size="128x64")
         assert made.size == (128, 64)
         again = one(child, "anything", x_seed=5, size="128x64")

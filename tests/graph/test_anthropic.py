@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from anthropic import Anthropic, AsyncAnthropic, BadRequestError, NotFoundError
 
+from models.train_vision import QUESTIONS, answer
 from tests.graph.conftest import Graph
+from tests.support.drawings import FACTS, drawing, uri
 
-CHAT, EMBED = "tiny-chat", "all-minilm-l6-v2"
+CHAT, EMBED, SEES = "tiny-chat", "all-minilm-l6-v2", "tiny-describe"
 HELLO: Any = [{"role": "user", "content": "Who holds the memory?"}]
 GREEDY = {"temperature": 0}  # which this client's methods do not name
 LEND: Any = {
@@ -84,6 +86,55 @@ def test_tool_that_is_named_is_used_with_lawful_input(claude: Anthropic) -> None
     assert use.name == "lend"
     assert use.input["device"] in ("cpu", "gpu")
     assert said.stop_reason == "tool_use"
+
+
+def shown(source: dict[str, str], question: str) -> Any:
+    content = [{"type": "image", "source": source}, {"type": "text", "text": question}]
+    return [{"role": "user", "content": content}]
+
+
+def sent(number: int) -> dict[str, str]:
+    data = uri(drawing(number)).partition(",")[2]
+    return {"type": "base64", "media_type": "image/png", "data": data}
+
+
+@pytest.mark.spec("J1", "H2")
+def test_picture_in_a_message_is_described_whole_and_streamed(claude: Anthropic) -> None:
+    for kind, number in (("describe", 64), ("shape", 100), ("colour", 8)):
+        asked: Any = {
+            "model": SEES,
+            "max_tokens": 16,
+            "messages": shown(sent(number), QUESTIONS[kind][1]),
+            "extra_body": GREEDY,
+        }
+        [said] = claude.messages.create(**asked).content
+        assert said.type == "text" and said.text.strip() == answer(kind, FACTS[number])
+        with claude.messages.stream(**asked) as stream:
+            assert "".join(stream.text_stream) == said.text
+    count = claude.messages.count_tokens(model=SEES, messages=asked["messages"])
+    assert count.input_tokens > 16  # more than the question's
+
+
+@pytest.mark.spec("J1", "H2", "L2", "L3")
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"type": "url", "url": "https://example.org/x.png"},
+        sent(0) | {"media_type": "image/svg+xml"},
+        sent(0) | {"data": sent(0)["data"][:40]},
+    ],
+)
+def test_picture_that_is_no_bitmap_itself_is_400_and_named(
+    claude: Anthropic, source: dict[str, str]
+) -> None:
+    with pytest.raises(BadRequestError, match=r"messages\[0\]\.content\[0\]\.source"):
+        claude.messages.create(model=SEES, max_tokens=2, messages=shown(source, "which?"))
+
+
+@pytest.mark.spec("H2", "L3")
+def test_picture_for_a_model_without_eyes_is_a_client_error(claude: Anthropic) -> None:
+    with pytest.raises(BadRequestError, match=r"multimodal|image"):
+        claude.messages.create(model=CHAT, max_tokens=2, messages=shown(sent(0), "which?"))
 
 
 @pytest.mark.spec("J1", "L3")

@@ -102,6 +102,22 @@ def test_a_picture_is_edited_whole_and_in_part(client: OpenAI) -> None:
     assert made.tobytes() != draw(RED).tobytes()
 
 
+@pytest.mark.spec("H5", "J1", "L2", "L3")
+def test_variations_of_a_picture_come_without_a_prompt(client: OpenAI) -> None:
+    made = client.images.create_variation(
+        model=DRAW, image=("red.png", pic.drawn(RED)), n=2, extra_body=SEED | {"x_strength": 0.2}
+    )
+    assert shown(made) == [RED, RED]
+    with pytest.raises(BadRequestError) as caught:
+        client.images.create_variation(model=DRAW, image=("x.svg", b"<svg/>"))
+    assert caught.value.param == "image"
+    with pytest.raises(BadRequestError) as caught:
+        client.images.create_variation(
+            model=DRAW, image=("red.png", pic.drawn(RED)), response_format="url"
+        )
+    assert caught.value.param == "response_format"
+
+
 @pytest.mark.spec("J1")
 async def test_the_asynchronous_client_generates_edits_and_streams(aclient: AsyncOpenAI) -> None:
     async with aclient as client:

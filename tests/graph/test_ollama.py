@@ -92,6 +92,10 @@ def test_models_are_listed_shown_and_seen_loaded_with_their_bytes(
     shown = llama.show(CHAT)
     assert shown.capabilities == ["completion", "tools"]
     assert (shown.modelinfo or {})["vllm.context_length"] == 2_048
+    plain = graph.post("/api/show", {"model": CHAT})[1]
+    assert (plain["state"], plain["estimate_s"], plain["context_length"]) == ("resident", 0, 2_048)
+    rows = {row["name"]: row for row in graph.get("/api/tags")["models"]}
+    assert (rows[CHAT]["capabilities"], rows[CHAT]["state"]) == (shown.capabilities, "resident")
     assert llama.show(SEES).capabilities == ["completion", "vision"]
 
 

@@ -22,6 +22,24 @@ def test_models_are_listed_with_their_capability(graph: Graph, client: OpenAI) -
     assert client.models.retrieve(CHAT).id == CHAT
 
 
+@pytest.mark.spec("J1")
+def test_card_says_what_a_model_does_where_it_is_and_when_it_could_answer(
+    graph: Graph, client: OpenAI
+) -> None:
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    until(lambda: unload_all(graph), 60, "nothing is loaded")
+    cold = client.models.retrieve(CHAT).model_extra
+    assert cold is not None
+    assert cold["capabilities"] == ["chat", "completions", "responses", "messages", "tools"]
+    assert (cold["context_length"], cold["state"]) == (2_048, "cold")
+    assert cold["estimate_s"] > 0
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    listed = {model.id: model.model_extra or {} for model in client.models.list()}
+    assert (listed[CHAT]["state"], listed[CHAT]["estimate_s"]) == ("resident", 0)
+    assert (listed[EMBED]["capabilities"], listed[EMBED]["context_length"]) == (["embeddings"], 256)
+    assert all(card["state"] != "unknown" for card in listed.values())
+
+
 @pytest.mark.spec("J1", "H0")
 def test_chat_answers_from_nothing_loaded(graph: Graph, client: OpenAI) -> None:
     until(lambda: unload_all(graph) and not graph.engines(), 60, "nothing is loaded")

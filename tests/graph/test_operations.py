@@ -39,6 +39,7 @@ POST /v1/classify
 POST /classify
 POST /v1/images/generations
 POST /v1/images/edits
+POST /v1/images/variations
 POST /v1/audio/transcriptions
 POST /v1/audio/translations
 POST /v1/audio/speech

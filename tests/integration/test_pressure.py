@@ -1,5 +1,7 @@
 """Memory that is said to be short, on a real cluster."""
 
+from pathlib import Path
+
 import pytest
 
 from arbiter.client.admin import call_arbiter
@@ -86,3 +88,22 @@ async def test_low_pressure_that_lasts_takes_one_model_more_with_each_tick() -> 
         assert {first["model"], second["model"]} == {"a", "b"}
         assert first["reason"] == second["reason"] == "pressure"
         assert second["unix_s"] - first["unix_s"] >= 4.9  # of 5, by a clock that may be set
+
+
+@pytest.mark.spec("H8")
+async def test_critical_pressure_empties_the_caches_of_a_model_that_stays(tmp_path: Path) -> None:
+    purged = tmp_path / "purged"
+    async with live_arbiter({"first": capability("vision", a=model(50, purged=str(purged)))}) as d:
+        first = d.holder("first")
+        assert await first.ask.remote("a") == 200
+        await first.keep.remote("a")
+        node = (await d.state())["devices"][0]["node"]
+        await d.until(lambda s: any(t["inflight"] for t in s["tickets"]))
+        low = PressurePushed(node, Level.LOW, Bytes(0), seconds(60))
+        await call_arbiter("push_pressure", low)
+        assert not purged.exists()
+        critical = PressurePushed(node, Level.CRITICAL, Bytes(0), seconds(60))
+        await call_arbiter("push_pressure", critical)
+        await eventually(purged.exists)
+        assert await d.states() == {"a": "resident"}
+        await first.let_go.remote("a")

@@ -127,6 +127,21 @@ def zygote(
         running.close()
 
 
+@contextlib.contextmanager
+def served(
+    zygote: ZygoteUnderTest, ticket: str, entry: str, config: dict[str, Any]
+) -> Iterator[Child]:
+    """An engine that has loaded. At the end its holder lets go, and its process ends."""
+    child = zygote.spawn(ticket, entry, config).hold()
+    status, said = child.ready()
+    assert status == 200, (said, child.log[-2000:])
+    try:
+        yield child
+    finally:
+        child.let_go()
+        until(lambda: is_gone(child.pid), 10)
+
+
 def until(condition: Callable[[], bool], seconds: float) -> None:
     """Wait on a condition, with a bound."""
     deadline = time.monotonic() + seconds

@@ -5,7 +5,7 @@ kv_cache_memory_bytes, load_seconds, fail (memory, error, hang), chunks and chun
 streamed answer, stays (ends neither with its lifeline nor on SIGTERM, and says so), litter (leaves
 a temporary file), forget (its probe changes after a wake), sick (its health), told (a file that
 says how this load fails; empty: it does not), gate (a file for which a load waits at its end, and
-says so by a file beside it).
+says so by a file beside it), purged (a file that is there once its caches are emptied).
 """
 
 import asyncio
@@ -64,6 +64,10 @@ class FakeEngine:
 
     async def probe(self) -> str:
         return self.held[:64].hex() + (str(self.wakes) if self.args.get("forget") else "")
+
+    async def purge(self) -> None:
+        if file := self.args.get("purged"):
+            Path(file).touch()
 
     async def health(self) -> None:
         assert not self.args.get("sick"), "told to be sick"

@@ -55,8 +55,10 @@ def send(
     return answer.status, answer, connection
 
 
-def edit(child: Child, fields: dict[str, Any], files: dict[str, bytes]) -> tuple[int, Any]:
-    _, answer, connection = send(child, "/v1/images/edits", form(fields, files), FORM)
+def edit(
+    child: Child, fields: dict[str, Any], files: dict[str, bytes], path: str = "/v1/images/edits"
+) -> tuple[int, Any]:
+    _, answer, connection = send(child, path, form(fields, files), FORM)
     raw = answer.read()
     connection.close()
     return answer.status, json.loads(raw)

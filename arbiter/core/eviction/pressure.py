@@ -5,12 +5,13 @@ A drafter goes first (F9): its target goes on without it, text included.
 There are three sources, and the worst wins: readings of free bytes, the kernel's stalls (PSI), and
 levels pushed from outside, which last for a term. Pressure acts only on the device that has it: low
 takes the lowest idle resident, again with each tick that stays low; critical takes every idle
-resident, and no new load begins there. Text is spared, and so is what is pinned or in use.
+resident, empties the caches of those that stay, and no new load begins there. Text is spared, and
+so is what is pinned or in use.
 """
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import DropDrafter, EventKind, Reason
+from arbiter.core.decisions import DropDrafter, EventKind, PurgeCaches, Reason
 from arbiter.core.eviction.eligibility import may_leave
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.eviction.ranking import ranked_victims
@@ -141,6 +142,17 @@ def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureStat
         held = Bytes(sum(charged(e) for e in book.entries.values()))
         level = pressure_state.level.name.lower()
         state.log(EventKind.PRESSURE_NOTHING_LEFT, size=held, device=book.device, level=level)
+    if pressure_state.level is Level.CRITICAL:
+        _purge(state, book)
+
+
+def _purge(state: CoreState, book: DeviceAccount) -> None:
+    """Empties the caches of what stays resident. Under low pressure they keep what has not expired,
+    and what has expired leaves by itself."""
+    held = {name: e for b in _one_memory(state, book) for name, e in b.entries.items()}
+    for ticket, entry in sorted(held.items()):
+        if entry.state is State.RESIDENT and entry.lease is None:
+            state.decide(PurgeCaches(ticket, entry.holder))
 
 
 def _drafted(state: CoreState, book: DeviceAccount) -> list[Ticket]:

@@ -220,6 +220,15 @@ class Estimates:
         """Returns the slowest load of a model under any settings; 0 when it never loaded."""
         return self._slowest.get(name, Span(0))
 
+    def times(self) -> dict[ModelName, tuple[Span, Span]]:
+        """Returns how long a load and a wake of each model take that ever loaded, under the
+        settings with which it takes longest; 0 for a wake that was never seen."""
+        found: dict[ModelName, tuple[Span, Span]] = {}
+        for key in self._loads:
+            load, wake = found.get(key.name, (Span(0), Span(0)))
+            found[key.name] = max(load, self._loads.of(key)), max(wake, self._wakes.of(key))
+        return found
+
     def turnover(self, capability: str) -> Span:
         """Returns the time from asking a model of this capability to leave until its bytes are seen
         back; 0 when that was never seen."""

@@ -122,6 +122,16 @@ class FloorView:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadTimeView:
+    """Shows how long loads and wakes of one model took of late."""
+
+    capability: str
+    model: str
+    load: Span
+    wake: Span | None  # None: never woken
+
+
+@dataclass(frozen=True, slots=True)
 class ClientView:
     """Shows one account (C10)."""
 
@@ -163,6 +173,7 @@ class StateView:
     floors: tuple[FloorView, ...]
     tenants: tuple[TenantView, ...]
     clients: tuple[ClientView, ...]
+    load_times: tuple[LoadTimeView, ...]
 
 
 def view_of(state: CoreState, now: Instant) -> StateView:
@@ -183,6 +194,10 @@ def view_of(state: CoreState, now: Instant) -> StateView:
         floors=tuple(FloorView(*n, floor.value) for n, floor in sorted(state.all_floors().items())),
         tenants=tuple(_tenant(state, name, now) for name in sorted(state.tenants)),
         clients=tuple(_clients(state, now)),
+        load_times=tuple(
+            LoadTimeView(*name, load, wake or None)
+            for name, (load, wake) in sorted(state.estimates.times().items())
+        ),
     )
 
 

@@ -29,10 +29,12 @@ from deployments.engines.diffusers.batches import Batches, Drawn, Event, Order, 
 from deployments.engines.diffusers.pipeline import Pipeline
 from deployments.engines.forms import Form
 from deployments.engines.protocol import Config, Receive, Scope, Send
-from deployments.image_fields import ImageFields
+from deployments.image_fields import ImageFields, VariationFields
 
 GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
-_NAMES = {GENERATIONS: "image_generation", EDITS: "image_edit"}  # of the events of a stream
+VARIATIONS = "/v1/images/variations"
+# Of the events of a stream
+_NAMES = {GENERATIONS: "image_generation", EDITS: "image_edit", VARIATIONS: "image_variation"}
 
 
 def build(config: Config) -> "DiffusersEngine":
@@ -109,7 +111,7 @@ class DiffusersEngine:
         """None: the client has left. Raises RequestError."""
         headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
         tenant = headers.get(messages.TENANT_HEADER, "")
-        if scope["path"] == EDITS:
+        if scope["path"] in (EDITS, VARIATIONS):
             form = await forms.read(scope, receive)
             if form is None:
                 return None
@@ -120,7 +122,8 @@ class DiffusersEngine:
             if raw is None:
                 return None
             form, given = None, asgi.json_object(raw)
-        fields = requests.fields_of(given)
+        kind = VariationFields if scope["path"] == VARIATIONS else ImageFields
+        fields = requests.fields_of(given, kind)
         return fields, await self._order(fields, form, str(given.get("model", "")), tenant)
 
     async def _order(self, fields: ImageFields, form: Form | None, name: str, tenant: str) -> Order:

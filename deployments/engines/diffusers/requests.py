@@ -11,9 +11,12 @@ from pydantic import ValidationError
 from deployments.engines.asgi import BadField
 from deployments.engines.diffusers import picture_files
 from deployments.engines.forms import Form
-from deployments.image_fields import ImageFields
+from deployments.image_fields import ImageFields, VariationFields
 
 STRENGTH = 0.8  # of an edit where a request says nothing: diffusers' own
+# Of a variation: nothing but the picture says what is to be seen. Of 16 variations of drawings, 16
+# show the same shape and colours at 0.2, 14 at 0.3, and 12 at 0.4.
+VARIATION_STRENGTH = 0.3
 _SIZE = re.compile(r"(\d+)x(\d+)")
 
 
@@ -56,10 +59,10 @@ class Setting:
     edit: Edit | None = None
 
 
-def fields_of(given: dict[str, Any]) -> ImageFields:
+def fields_of(given: dict[str, Any], kind: type[ImageFields] = ImageFields) -> ImageFields:
     """Raises BadField."""
     try:
-        return ImageFields.model_validate(given)
+        return kind.model_validate(given)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         field = str(problem["loc"][0])
@@ -109,7 +112,10 @@ def edit_of(form: Form, fields: ImageFields, limits: Limits) -> Edit:
     mask = _mask(form, upload.size, limits)
     is_own = fields.size in (None, "auto")
     width, height = _fitted(upload.size, limits) if is_own else size_of(fields.size, limits)
-    strength = fields.x_strength or (1.0 if mask else STRENGTH)
+    is_variation = isinstance(fields, VariationFields)
+    strength = fields.x_strength or (
+        1.0 if mask else VARIATION_STRENGTH if is_variation else STRENGTH
+    )
     image = upload.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
     return Edit(image, mask and mask.resize((width, height)), strength)
 

@@ -199,6 +199,7 @@ class VllmEngine:
         await init_app_state(self.llm, self.api.state, self.args, tasks)
         if self.args.ec_manager_config and self.llm.model_config.is_multimodal_model:
             self.pictures = Pictures(self.llm)
+            self.pictures.adopt(self.api.state)
             self.expiring = asyncio.ensure_future(self.pictures.expire())
         if self.most_tokens:
             self.growth = ContextGrowth(self.api, self.args.served_model_name[0], self.most_tokens)
@@ -245,9 +246,13 @@ class VllmEngine:
         assert self.llm is not None
         if self.adapters is not None:
             await self.adapters.forget_loaded()
+        await self.purge()
+        await self.llm.sleep(level=1)
+
+    async def purge(self) -> None:
+        """Drops projected pictures, where it has any."""
         if self.pictures is not None:
             await self.pictures.purge()
-        await self.llm.sleep(level=1)
 
     async def wake(self) -> None:
         assert self.llm is not None

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.multimodal.media import ImageMediaIO
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from deployments import messages
 from deployments.config import model_files
 from deployments.engines import asgi
+from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Asgi, Receive, Scope, Send
 from deployments.engines.vllm import picture_cache
 
@@ -47,6 +49,10 @@ class Pictures:
         self._reader = ImageMediaIO()
         self._model = content_hash(Path(llm.model_config.model))
 
+    def adopt(self, state: Any) -> None:
+        """Has vLLM's routes pass identities on; `state` is that of its application."""
+        state.anthropic_serving_messages.__class__ = NamedMessages
+
     async def serve(self, api: Asgi, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == FACTS:
             return await self._facts(scope, send)
@@ -56,8 +62,8 @@ class Pictures:
         tenant = dict(scope["headers"]).get(messages.TENANT_HEADER.encode(), b"default")
         try:
             body = await asyncio.to_thread(self._named, body, tenant)
-        except BadPicture as error:
-            return await asgi.refuse(send, 400, str(error), param=error.place)
+        except BadField as error:
+            return await asgi.refuse_request(send, error)
         await api(scope, asgi.replay(body, receive), send)
 
     async def _facts(self, scope: Scope, send: Send) -> None:
@@ -77,51 +83,83 @@ class Pictures:
             await self._llm.engine_core.call_utility_async("expire_pictures")
 
     def _named(self, body: bytes, tenant: bytes) -> bytes:
-        """The body with a uuid on each picture. Raises BadPicture."""
+        """The body with a uuid on each picture. Raises BadField."""
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError):
             return body  # vLLM says what is wrong with it
         found = False
-        for place, part in _pictures(fields):
-            part["uuid"] = self.identity(part["image_url"], tenant, place)
+        for place, owner, url in _pictures(fields):
+            owner["uuid"] = self.identity(url, tenant, place)
             found = True
         return json.dumps(fields).encode() if found else body
 
-    def identity(self, given: Any, tenant: bytes, place: str) -> str:
-        """Of one picture: the pixels that vLLM's own reader will give. Raises BadPicture."""
-        url = given.get("url") if isinstance(given, dict) else given
+    def identity(self, url: Any, tenant: bytes, place: str) -> str:
+        """Of one picture: the pixels that vLLM's own reader will give. Raises BadField."""
         if not isinstance(url, str) or not url[:5].lower() == "data:":
-            raise BadPicture(place, "pictures come as data: URIs")
+            raise _bad(place, "pictures come as data: URIs")
         try:
             data = base64.b64decode(url.partition(",")[2], validate=True)
             pixels = self._reader.load_bytes(data).media
         except (ValueError, SyntaxError) as error:
-            raise BadPicture(place, f"cannot be decoded: {error}") from error
+            raise _bad(place, f"cannot be decoded: {error}") from error
         digest = hashlib.sha256(f"{self._model} {pixels.mode} {pixels.size} ".encode())
         digest.update(hashlib.sha256(tenant).digest())
         digest.update(pixels.tobytes())
         return digest.hexdigest()
 
 
-class BadPicture(ValueError):
-    """A picture that cannot be read. `place`: as `messages[0].content[1].image_url`."""
-
-    def __init__(self, place: str, why: str) -> None:
-        super().__init__(place, why)
-        self.place, self.why = place, why
-
-    def __str__(self) -> str:
-        return f"`{self.place}`: {self.why}"
+def _bad(place: str, why: str) -> BadField:
+    """Of a picture that cannot be read. `place`: as `messages[0].content[1].image_url`."""
+    return BadField(place, f"`{place}`: {why}")
 
 
-def _pictures(fields: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+Picture = tuple[str, dict[str, Any], Any]  # its place, what takes the uuid, its data: URI
+
+
+def _pictures(fields: Any) -> Iterator[Picture]:
     given = fields.get("messages") if isinstance(fields, dict) else None
     for number, message in enumerate(given if isinstance(given, list) else ()):
-        content = message.get("content") if isinstance(message, dict) else None
-        for index, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, dict) and "image_url" in part:
-                yield f"messages[{number}].content[{index}].image_url", part
+        yield from _pictures_of(message, f"messages[{number}]")
+
+
+def _pictures_of(owner: Any, place: str) -> Iterator[Picture]:
+    """OpenAI's parts, and Anthropic's blocks, of which results of tools have blocks again."""
+    content = owner.get("content") if isinstance(owner, dict) else None
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        here = f"{place}.content[{index}]"
+        if not isinstance(part, dict):
+            continue
+        if "image_url" in part:
+            given = part["image_url"]
+            yield f"{here}.image_url", part, given.get("url") if isinstance(given, dict) else given
+        elif part.get("type") == "image":
+            source = part.get("source")
+            if not isinstance(source, dict):
+                raise _bad(f"{here}.source", "is no object")
+            yield f"{here}.source", source, _uri(source)
+        elif part.get("type") == "tool_result":
+            yield from _pictures_of(part, here)
+
+
+def _uri(source: dict[str, Any]) -> str:
+    """As vLLM will make it of a block's source: what is no base64 is a URL there."""
+    return AnthropicServingMessages._convert_image_source_to_url(source)
+
+
+class NamedMessages(AnthropicServingMessages):
+    """vLLM's handler of Anthropic's messages, which makes OpenAI's parts of blocks and drops what a
+    source says besides; here the parts keep the identities of their sources."""
+
+    @classmethod
+    def _convert_messages(
+        cls, messages: list[Any], openai_messages: list[dict[str, Any]], **more: Any
+    ) -> None:
+        super()._convert_messages(messages, openai_messages, **more)
+        plain = {"messages": [message.model_dump() for message in messages]}
+        names = {url: source["uuid"] for _, source, url in _pictures(plain)}
+        for _, part, url in _pictures({"messages": openai_messages}):
+            part["uuid"] = names[url]
 
 
 def content_hash(folder: Path) -> str:

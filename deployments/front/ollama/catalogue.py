@@ -7,6 +7,7 @@ from typing import Any
 
 from deployments.config.load_plan import plan
 from deployments.config.schema import CapabilityConfig, ConfigError, Table
+from deployments.front.model_cards import Facts, context
 from deployments.front.model_names import Target
 
 Fields = dict[str, Any]
@@ -15,8 +16,11 @@ Fields = dict[str, Any]
 ABILITIES = {"text": ["completion"], "vision": ["completion", "vision"], "embedding": ["embedding"]}
 
 
-def tags(table: Table, names: list[str], started_unix_s: int) -> list[Fields]:
-    """One row for each name, adapters with the size of their base. Reads headers of files."""
+def tags(
+    table: Table, names: list[str], known: Mapping[str, Facts], started_unix_s: int
+) -> list[Fields]:
+    """One row for each name, adapters with the size of their base. `known` has the facts of each
+    model. Reads headers of files."""
     sizes = {model: _weights_bytes(table, model) for model in table.homes}
     return [
         {
@@ -26,6 +30,8 @@ def tags(table: Table, names: list[str], started_unix_s: int) -> list[Fields]:
             "size": sizes[_base(table, name)],
             "digest": _digest(table, name),
             "details": _details(table.capabilities[table.homes[_base(table, name)]]),
+            **_facts(known[_base(table, name)]),
+            "capabilities": abilities(table, _base(table, name)),
         }
         for name in names
     ]
@@ -53,18 +59,28 @@ def _row(table: Table, ticket: Mapping[str, Any], gpus: set[str]) -> Fields:
         "size_vram": sum(size for device, size in held.items() if device in gpus),
         "digest": _digest(table, model),
         "expires_at": (datetime.now(UTC) + timedelta(seconds=left_s)).isoformat(),
-        "context_length": _context(capability, model),
+        "context_length": context(capability.models[model]) or 0,
         "details": _details(capability),
     }
 
 
-def card(table: Table, target: Target, started_unix_s: int) -> Fields:
+def abilities(table: Table, model: str) -> list[str]:
+    """In Ollama's words, by which its clients choose what to offer."""
+    capability = table.capabilities[table.homes[model]]
+    found = ABILITIES.get(capability.role, [])
+    calls = capability.models[model].engine_args.get("enable_auto_tool_choice")
+    return [*found, "tools"] if calls else [*found]
+
+
+def _facts(known: Facts) -> Fields:
+    """Beside Ollama's own fields."""
+    return {name: value for name, value in known.plain.items() if name != "capabilities"}
+
+
+def card(table: Table, target: Target, known: Facts, started_unix_s: int) -> Fields:
     """One model or adapter."""
     capability = table.capabilities[target.capability]
     config = capability.models[target.model]
-    abilities = [*ABILITIES.get(capability.role, [])]
-    if config.engine_args.get("enable_auto_tool_choice"):
-        abilities.append("tools")
     lines = [f"{name} {value}" for name, value in sorted(config.defaults.items())]
     return {
         "modified_at": _time(started_unix_s),
@@ -74,9 +90,10 @@ def card(table: Table, target: Target, started_unix_s: int) -> Fields:
         "model_info": {
             "general.architecture": capability.engine,
             "general.size_bytes": _weights_bytes(table, target.model),
-            f"{capability.engine}.context_length": _context(capability, target.model),
+            f"{capability.engine}.context_length": known.context_length or 0,
         },
-        "capabilities": abilities,
+        **_facts(known),
+        "capabilities": abilities(table, target.model),
     }
 
 
@@ -102,10 +119,6 @@ def _details(capability: CapabilityConfig) -> Fields:
         "parameter_size": "",
         "quantization_level": "",
     }
-
-
-def _context(capability: CapabilityConfig, model: str) -> int:
-    return int(capability.models[model].engine_args.get("max_model_len", 0))
 
 
 def _digest(table: Table, name: str) -> str:

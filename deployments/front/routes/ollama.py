@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from arbiter.errors import UnknownModel
 from deployments import messages
-from deployments.front import arbiter_gateway
+from deployments.front import arbiter_gateway, model_cards
 from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.keys import Caller
 from deployments.front.ollama import bodies, catalogue
@@ -49,7 +49,8 @@ async def version() -> dict[str, str]:
 async def tags(caller: Inferrer, front: State) -> dict[str, Any]:
     """Models, and the adapters that this caller may name."""
     names = front.service.names.visible(caller.tenant)
-    rows = await asyncio.to_thread(catalogue.tags, front.table, names, front.started_unix_s)
+    known = await model_cards.facts(front.table, front.table.homes)
+    rows = await asyncio.to_thread(catalogue.tags, front.table, names, known, front.started_unix_s)
     return {"models": rows}
 
 
@@ -63,7 +64,8 @@ async def ps(caller: Inferrer, front: State) -> dict[str, Any]:
 async def show(body: bodies.Show, caller: Inferrer, front: State) -> dict[str, Any]:
     """Raises UnknownModel, AdapterAmbiguous, AdapterInvalid."""
     target = front.service.names.find(_name(front, body.model, caller), caller.tenant)
-    return await asyncio.to_thread(catalogue.card, front.table, target, front.started_unix_s)
+    known = (await model_cards.facts(front.table, [target.model]))[target.model]
+    return await asyncio.to_thread(catalogue.card, front.table, target, known, front.started_unix_s)
 
 
 @router.post("/chat")

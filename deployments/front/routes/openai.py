@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
 from arbiter.core.types import Priority
+from deployments.front import model_cards
 from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.keys import Caller, Scope
 from deployments.front.relay import relay
@@ -69,9 +70,14 @@ def _name(path: str) -> str:
 
 @router.get("/models", responses=refusals(401, 403))
 async def models(caller: Inferrer, front: State) -> dict[str, Any]:
-    """Models, and the adapters that this caller may name."""
+    """Models, and the adapters that this caller may name: what each is good for, where it is and
+    when it could answer."""
     names = front.service.names
-    cards = [_card(front, name, names.home(name)) for name in names.visible(caller.tenant)]
+    known = await model_cards.facts(front.table, front.table.homes)
+    cards = [
+        _card(front, name, names.home(name), known[names.base(name)])
+        for name in names.visible(caller.tenant)
+    ]
     return {"object": "list", "data": cards}
 
 
@@ -79,9 +85,11 @@ async def models(caller: Inferrer, front: State) -> dict[str, Any]:
 async def model(model: str, caller: Inferrer, front: State) -> dict[str, Any]:
     """Raises UnknownModel, AdapterAmbiguous, AdapterInvalid."""
     target = front.service.names.find(model, caller.tenant)
-    return _card(front, target.served, target.capability)
+    known = await model_cards.facts(front.table, [target.model])
+    return _card(front, target.served, target.capability, known[target.model])
 
 
-def _card(front: FrontState, name: str, owner: str) -> dict[str, Any]:
+def _card(front: FrontState, name: str, owner: str, known: model_cards.Facts) -> dict[str, Any]:
+    """OpenAI's fields, and ours, which its clients keep."""
     created = front.started_unix_s
-    return {"id": name, "object": "model", "created": created, "owned_by": owner}
+    return {"id": name, "object": "model", "created": created, "owned_by": owner} | known.plain

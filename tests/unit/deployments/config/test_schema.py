@@ -10,6 +10,7 @@ import yaml
 from arbiter.units import GIB, MIB, seconds
 from deployments.config.fields import parse_size
 from deployments.config.schema import ConfigError, check_file, parse_table
+from deployments.config.voice_files import voices
 
 SHIPPED = Path(__file__).parents[4] / "serve_config.yaml"
 
@@ -177,3 +178,22 @@ def test_a_context_to_grow_to_is_a_number_of_tokens(tokens: object) -> None:
     chat = {"role": "text", "engine": "vllm", "models": models}
     with pytest.raises(ConfigError, match=r"grow_to.*max_model_len.*is not a number of tokens"):
         parse_table({"capabilities": {"chat": chat}})
+
+
+@pytest.mark.spec("H4")
+@pytest.mark.parametrize("given", [{}, {"models": {}}, {"models": None}])
+def test_capability_that_speaks_without_a_model_has_espeak(given: dict[str, Any]) -> None:
+    tts = {"role": "tts", "engine": "vits", **given}
+    table = parse_table({"capabilities": {"tts": tts}})
+    assert table.homes == {"espeak": "tts"}
+    model = table.capabilities["tts"].models["espeak"]
+    assert (model.source, voices("espeak", model)) == ("espeak-ng", ["en-us", "alloy"])
+    assert parse_table(table.model_dump(mode="json")) == table
+
+
+@pytest.mark.spec("H4")
+@pytest.mark.parametrize("other", [{"role": "asr"}, {"engine": "faster_whisper"}])
+def test_other_capability_without_a_model_is_refused(other: dict[str, Any]) -> None:
+    tts = {"role": "tts", "engine": "vits"} | other
+    with pytest.raises(ConfigError, match=r"capabilities\.tts\.models: Field required"):
+        parse_table({"capabilities": {"tts": tts}})

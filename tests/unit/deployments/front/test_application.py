@@ -22,7 +22,9 @@ from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
 from tests.support.speaker import BODY, FORM, SPEAK, Speaker, table
 
-STATE: dict[str, Any] = {"tickets": [], "cooldowns": [], "floors": [], "table": {}}
+STATE: dict[str, Any] = {
+    "tickets": [], "queue": [], "cooldowns": [], "floors": [], "load_times": [], "table": {},
+}  # fmt: skip
 FIXED = b'{"generation": 1, "settings": {"state_file": 1}}'  # read at start only
 LEASE = {
     "ticket": "mine", "capability": "", "model": "", "state": "resident", "in_state_s": 1.0,
@@ -93,6 +95,7 @@ def error(answer: Response) -> dict[str, Any]:
     [
         ("GET", "/v1/nothing", 404, "not_found"),
         ("POST", "/v1/nothing", 404, "not_found"),
+        ("POST", "/v1/moderations", 404, "not_found"),  # no model judges texts
         ("GET", "/nothing", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/arbiter/settings", 405, "method_not_allowed"),

@@ -107,6 +107,61 @@ async def test_everything_but_a_bitmap_is_400_and_names_the_part(url: Any) -> No
     assert error.param in str(error)
 
 
+MESSAGES = "/v1/messages"
+
+
+def block(data: Any = None, kind: str = "png", **more: Any) -> dict[str, Any]:
+    """A picture in Anthropic's form."""
+    data = base64.b64encode(drawn()).decode() if data is None else data
+    source = {"type": "base64", "media_type": f"image/{kind}", "data": data}
+    return {"type": "image", "source": source | more}
+
+
+@pytest.mark.spec("J1", "H2", "L2")
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+async def test_anthropics_blocks_of_bitmaps_pass(path: str) -> None:
+    said: dict[str, Any] = {"type": "text", "text": "which?"}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [block()]}
+    fields = body(said, block(), {**block(), "cache_control": {"type": "ephemeral"}}, result)
+    asked = await read(fields | {"max_tokens": 3}, path)
+    assert asked.fields == fields | {"max_tokens": 3}
+
+
+@pytest.mark.spec("J1", "L2", "L3")
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        (block(type="url", url="https://example.org/x.png"), "source"),
+        ({"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:1/x"}}, "source"),
+        ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "source"),
+        ({"type": "image", "source": {"media_type": "image/png", "data": "AAAA"}}, "source"),
+        ({"type": "image", "source": "AAAA"}, "source"),
+        ({"type": "image"}, "source"),
+        (block(uuid="mine"), "source.uuid"),
+        (block("not base64"), "source"),
+        (block(base64.b64encode(SVG).decode(), "svg+xml"), "source"),
+        (block(base64.b64encode(SVG).decode()), "source"),
+        (block(base64.b64encode(declared(8_000, 8_000)).decode()), "source"),
+        ({**block(), "image_url": {"url": uri(drawn())}}, "image_url"),
+        ({"type": "document", "source": {"type": "base64", "data": "AAAA"}}, "source"),
+        (picture(uri(drawn())), "image_url"),
+    ],
+)
+async def test_other_blocks_of_anthropics_are_400_and_named(
+    part: dict[str, Any], field: str
+) -> None:
+    error = await refused(body(part) | {"max_tokens": 3}, MESSAGES)
+    assert error.param == f"messages[0].content[0].{field}"
+    nested = {"type": "tool_result", "tool_use_id": "t", "content": [part]}
+    error = await refused(body(nested) | {"max_tokens": 3}, MESSAGES)
+    assert error.param == f"messages[0].content[0].content[0].{field}"
+
+
+@pytest.mark.spec("L2")
+async def test_anthropics_blocks_are_no_pictures_of_openais_chat() -> None:
+    assert (await refused(body(block()))).param == "messages[0].content[0].image"
+
+
 @pytest.mark.spec("L2", "L3")
 @pytest.mark.parametrize(
     ("part", "field"),

@@ -304,6 +304,21 @@ async def test_asleep_model_that_made_room_for_a_failed_load_is_woken() -> None:
         assert engine.acts == ["/control/sleep", "/control/wake"]
 
 
+@pytest.mark.spec("C5", "H8")
+async def test_caches_are_emptied_of_a_model_that_serves_and_of_no_other() -> None:
+    async with holder() as (residency, arbiter, engine):
+        ticket = await use(residency)
+        residency._obey(messages.PurgeCommand(TicketId("another")))
+        residency._obey(messages.PurgeCommand(ticket))
+        await residency.background.done()
+        assert engine.acts == ["/control/purge"]
+        revoke(residency, Reason.SWAP, Tier.ASLEEP)
+        await until(lambda: "Slept" in arbiter.kinds())
+        residency._obey(messages.PurgeCommand(ticket))
+        await residency.background.done()
+        assert engine.acts == ["/control/purge", "/control/sleep"]
+
+
 @pytest.mark.spec("C8")
 async def test_a_pinned_model_whose_engine_died_is_brought_back() -> None:
     async with holder() as (residency, arbiter, engine):

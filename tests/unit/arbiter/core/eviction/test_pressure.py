@@ -6,7 +6,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Decision, DropDrafter, Grant
+from arbiter.core.decisions import Decision, DropDrafter, Grant, PurgeCaches
 from arbiter.errors import UnderPressure
 from arbiter.units import GIB, Bytes, DeviceId, HolderId, NodeId, TicketId, in_seconds, seconds
 from tests.support.core_driver import (
@@ -105,6 +105,24 @@ def test_critical_pressure_evicts_all_idle_models_but_text_and_refuses_loads() -
     d.beat(13, "e2x")
     assert revoked(d.woke(15)) == [("e2x", "pressure", "gone")]
     assert d.state_of("a") == "resident"
+
+
+@pytest.mark.spec("H8")
+def test_critical_pressure_empties_the_caches_of_what_stays_with_each_tick() -> None:
+    d = driver()
+    d.beat(4, "e2x", inflight=1)
+    assert purged(d.at(5, pushed(types.Level.LOW))) == []
+    assert purged(d.at(10, pushed(types.Level.CRITICAL))) == [("a", "h"), ("e2x", "h")]
+    assert purged(d.woke(15)) == [("a", "h"), ("e2x", "h")]
+    assert purged(d.at(16, pushed(types.Level.NOMINAL))) == purged(d.woke(30)) == []
+
+
+def pushed(level: types.Level) -> ev.PressurePushed:
+    return ev.PressurePushed(CPU, level, Bytes(GIB), seconds(60))
+
+
+def purged(decisions: list[Decision]) -> list[tuple[str, str]]:
+    return [(d.ticket, d.holder) for d in decisions if isinstance(d, PurgeCaches)]
 
 
 def test_queued_ticket_waits_until_pressure_clears() -> None:

@@ -174,3 +174,13 @@ def test_an_arbiter_hands_its_learning_to_the_next() -> None:
     driver.at(3, ev.Loaded(TicketId("a"), seconds(3)))
     successor.arbiter.restore_learned(driver.arbiter.export_learned())
     assert successor.arbiter.export_learned() == driver.arbiter.export_learned()
+
+
+@pytest.mark.spec("A17", "J1")
+def test_times_of_a_model_are_those_of_its_slowest_settings() -> None:
+    known = Estimates(DEFAULTS)
+    short, long = (ModelKey("text", "a", settings) for settings in ("1", "2"))
+    known.loaded(short, seconds(2))
+    known.loaded(long, seconds(5))
+    known.woke(short, seconds(1))
+    assert known.times() == {ModelName("text", "a"): (seconds(5), seconds(1))}

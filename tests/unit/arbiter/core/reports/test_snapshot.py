@@ -51,3 +51,13 @@ def test_overcommitted_device_has_no_largest_fit() -> None:
     driver.read(1)
     [device] = [d for d in driver.snapshot().devices if d.device == CPU]
     assert (device.free_bytes, device.largest_fit_bytes) == (-gib(10), Bytes(0))
+
+
+@pytest.mark.spec("B7", "J1")
+def test_snapshot_tells_how_long_loads_and_wakes_took() -> None:
+    driver = CoreDriver(device=80)
+    assert driver.snapshot().load_times == ()
+    driver.ask(0, "a", 30)
+    driver.at(3, ev.Loaded(TicketId("a"), seconds(3)))
+    [seen] = driver.snapshot().load_times
+    assert (seen.capability, seen.model, seen.load, seen.wake) == ("text", "a", seconds(3), None)

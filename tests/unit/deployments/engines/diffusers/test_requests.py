@@ -13,6 +13,7 @@ from deployments.engines.asgi import BadField
 from deployments.engines.diffusers import requests
 from deployments.engines.diffusers.requests import Limits, Setting
 from deployments.engines.forms import Form
+from deployments.image_fields import VariationFields
 from tests.support.pictures import png, upper_half
 
 LIMITS = Limits(
@@ -176,3 +177,12 @@ def test_without_a_word_an_edit_keeps_some_and_a_mask_paints_anew() -> None:
     masked = edit(files={"image": [RED], "mask": [upper_half()]}).edit
     assert masked is not None and masked.strength == 1.0 and masked.mask is not None
     assert masked.mask.getpixel((5, 5)) == 255 and masked.mask.getpixel((5, 60)) == 0
+
+
+@pytest.mark.spec("J1", "L3")
+def test_a_variation_has_no_prompt_and_keeps_more_of_its_picture() -> None:
+    fields = requests.fields_of({"model": "m"}, VariationFields)
+    assert fields.prompt == ""
+    made = requests.edit_of(Form(files={"image": [RED]}), fields, LIMITS)
+    assert made.strength == requests.VARIATION_STRENGTH < requests.STRENGTH
+    assert refused(requests.fields_of, {"prompt": "a boat"}, VariationFields) == "prompt"

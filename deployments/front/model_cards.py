@@ -1,0 +1,97 @@
+"""What a model is good for, how many tokens it reads, where it is and when it could answer: facts
+that the routes of OpenAI and Ollama show, each in its own words.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arbiter.errors import ArbiterUnavailable
+from deployments.config.load_plan import resolve
+from deployments.config.model_files import context_tokens
+from deployments.config.schema import CapabilityConfig, ConfigError, ModelConfig, Table
+from deployments.front import arbiter_gateway
+from deployments.front.arbiter_gateway import AWAY, Presence
+
+# Waited for the arbiter's state: its restart takes longer, and a list of models does without.
+STATE_S = 1.0
+
+# By role, where the table lists no paths: what every class of the role serves.
+BY_ROLE: dict[str, tuple[str, ...]] = {
+    "text": ("chat", "completions", "responses", "messages"),
+    "vision": ("chat", "messages", "vision"),
+    "embedding": ("embeddings",),
+    "asr": ("transcriptions",),
+    "tts": ("speech",),
+    "vad": ("vad",),
+    "image": ("images", "image_edits", "image_variations"),
+}
+POOLING = ("rerank", "score")  # beside vectors, by vLLM's pooling runner
+BY_PATH = {
+    "/v1/chat/completions": "chat",
+    "/v1/images/generations": "images",
+    "/v1/images/edits": "image_edits",
+    "/v1/images/variations": "image_variations",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Of one model."""
+
+    capabilities: tuple[str, ...]
+    context_length: int | None  # tokens; None: not known, or it reads none
+    presence: Presence
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The fields of a card."""
+        return {
+            "capabilities": list(self.capabilities),
+            "context_length": self.context_length,
+            "state": self.presence.state,
+            "estimate_s": self.presence.estimate_s,
+        }
+
+
+async def facts(table: Table, models: Iterable[str]) -> dict[str, Facts]:
+    """Of each of these models of the table. Reads headers of files, and asks the arbiter, without
+    which models are in an unknown state."""
+    homes = {model: table.homes[model] for model in models}
+    try:
+        there = (await arbiter_gateway.state(STATE_S)).presences(homes)
+    except ArbiterUnavailable:
+        there = dict.fromkeys(homes, AWAY)
+    return await asyncio.to_thread(_facts, table, homes, there)
+
+
+def _facts(
+    table: Table, homes: Mapping[str, str], there: Mapping[str, Presence]
+) -> dict[str, Facts]:
+    found = {}
+    for model, name in homes.items():
+        capability = table.capabilities[name]
+        config = capability.models[model]
+        found[model] = Facts(capabilities(capability, config), context(config), there[model])
+    return found
+
+
+def capabilities(capability: CapabilityConfig, config: ModelConfig) -> tuple[str, ...]:
+    """Words for what its routes do; `tools`, where it decides by itself when to call one."""
+    if capability.paths:
+        found = tuple(dict.fromkeys(BY_PATH.get(p, p.rsplit("/", 1)[1]) for p in capability.paths))
+    else:
+        found = BY_ROLE.get(capability.role, ())
+        if config.engine_args.get("runner") == "pooling":
+            found += POOLING
+    return (*found, "tools") if config.engine_args.get("enable_auto_tool_choice") else found
+
+
+def context(config: ModelConfig) -> int | None:
+    """The most tokens that it reads, grown where it grows; None where its files do not say."""
+    try:
+        return context_tokens(Path(resolve(config.source)), config)
+    except ConfigError:
+        return None
