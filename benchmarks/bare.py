@@ -132,7 +132,7 @@ def image(task: Task) -> str:
 
     args = task.engine_args
     pipe = AutoPipelineForText2Image.from_pretrained(
-        task.model, use_safetensors=True, local_files_only=True
+        task.model, dtype=torch.float32, use_safetensors=True, local_files_only=True
     )
     pipe.set_progress_bar_config(disable=True)
     made = pipe(

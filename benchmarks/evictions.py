@@ -51,13 +51,17 @@ def available_bytes() -> int:
     raise RuntimeError("/proc/meminfo has no MemAvailable")
 
 
-class MostFree:
-    """The most bytes that were free while it watched, above those at its begin."""
+class Rise:
+    """The most by which free bytes rose above what they had fallen to before: the victim may still
+    grow until it leaves, and what comes after it takes its bytes."""
 
-    def __enter__(self) -> "MostFree":
-        self._before = self._most = available_bytes()
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._least = available_bytes()
         self._stop = threading.Event()
         self._watch = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "Rise":
         self._watch.start()
         return self
 
@@ -65,13 +69,13 @@ class MostFree:
         self._stop.set()
         self._watch.join()
 
+    def see(self, free_bytes: int) -> None:
+        self._least = min(self._least, free_bytes)
+        self.bytes = max(self.bytes, free_bytes - self._least)
+
     def _run(self) -> None:
         while not self._stop.wait(LOOK_EVERY_S):
-            self._most = max(self._most, available_bytes())
-
-    @property
-    def bytes(self) -> int:
-        return self._most - self._before
+            self.see(available_bytes())
 
 
 def departure(events: Sequence[dict[str, Any]], model: str) -> dict[str, Any]:
@@ -103,7 +107,7 @@ class Ring:
         model = self.models[victim]
         until(lambda: self._is_idle(model), 60, f"{model} is idle")
         [ticket] = [t for t in self._tickets(model) if t["state"] == "resident"]
-        with MostFree() as free:
+        with Rise() as free:
             self.ask(asker)
         found = departure(self._events(), model)
         found["measured_mib"] = sum(ticket["measured_bytes"].values()) / MIB

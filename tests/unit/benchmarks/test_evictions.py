@@ -1,5 +1,6 @@
 """What events say of an eviction, and the configuration that has one with each request."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -53,7 +54,26 @@ def test_all_capabilities_are_one_exclusion_group() -> None:
     assert table.arbiter.as_settings().one_resident_roles == {evictions.GROUP}
 
 
-def test_most_free_is_never_below_what_was_free_before() -> None:
-    with evictions.MostFree() as free:
-        assert evictions.available_bytes() > 0
-    assert free.bytes >= 0
+def test_rise_counts_from_the_lowest_point_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evictions, "available_bytes", lambda: 500)
+    free = evictions.Rise()
+    for free_bytes in (510, 460, 560, 300, 340):
+        free.see(free_bytes)
+    assert free.bytes == 100
+
+
+def test_free_bytes_of_this_machine_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert evictions.available_bytes() > 0
+    seen = threading.Event()
+    told = iter([100, 70])
+
+    def available() -> int:
+        free_bytes = next(told, 90)
+        if free_bytes == 90:
+            seen.set()
+        return free_bytes
+
+    monkeypatch.setattr(evictions, "available_bytes", available)
+    with evictions.Rise() as free:
+        assert seen.wait(10)
+    assert free.bytes == 20
