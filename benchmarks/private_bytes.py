@@ -4,8 +4,8 @@
 
 As the kernel counts them: what each process alone has mapped, and what its end would give back.
 States of the first model of each capability, in the order a machine sees them: awake (it has
-answered), asleep (where it can: the embedding model took the device, and has left), idle (engine
-gone, replica up), zero replicas.
+answered), asleep (where it can: the embedding model was asked, and has left), idle (engine gone,
+replica up), zero replicas. One model is awake at a time, whatever the sizes.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from arbiter.node import procfs
 from arbiter.units import KIB, MIB
 from benchmarks import owned, report, servers
 from benchmarks.calls import Call, answer, calls, models_of, spoken
+from benchmarks.evictions import exclusive
 from benchmarks.first_token import (
     embed,
     no_engine_left,
@@ -100,6 +101,7 @@ def states(url: str, model: str, call: Call, can_sleep: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     config = shipped(KEEP_WARM_S, DOWNSCALE_S)
+    exclusive(config)
     models = models_of(table_of(config))
     parser.add_argument("--capabilities", nargs="+", choices=list(models), default=list(models))
     asked = parser.parse_args().capabilities
