@@ -88,9 +88,14 @@ def asleep(url: str, model: str) -> float:
     return ask(url, model)
 
 
+def no_engine_left(url: str) -> None:
+    """Keep-warm is over."""
+    until(lambda: not state(url)["tickets"], 120, "the engines are gone")
+
+
 def engine_gone(url: str, model: str) -> float:
-    """Replica up, keep-warm over."""
-    until(lambda: not state(url)["tickets"], 60, "the engine is gone")
+    """Replica up."""
+    no_engine_left(url)
     return ask(url, model)
 
 
@@ -99,13 +104,17 @@ def no_replica_left(url: str) -> None:
     until(lambda: not state(url)["holders"] and not owned.has_replica(), 120, "no replica is left")
 
 
-def zero_replicas(url: str, model: str) -> float:
-    """At rest: what the last replica's end took of the machine is no part of a start, and the
-    spare worker that it took has been replaced."""
+def at_rest(url: str) -> None:
+    """No replica: what the last one's end took of the machine is no part of a start, and the spare
+    worker that it took has been replaced."""
     no_replica_left(url)
     until(owned.has_spare, 60, "a spare worker is at hand")
     if not owned.wait_for_quiet(QUIET_WITHIN_S):
         print("the machine is at other work; this round is an upper bound", flush=True)
+
+
+def zero_replicas(url: str, model: str) -> float:
+    at_rest(url)
     return ask(url, model)
 
 

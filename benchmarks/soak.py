@@ -2,10 +2,10 @@
 
     python -m benchmarks.soak --minutes 6
 
-The whole graph as shipped, streams with and without adapters and embeddings from several clients, a
-kill each few seconds. Before and after, with every model gone, the private dirty bytes and open
-descriptors of each long-lived process are read from the kernel, and the tickets from the arbiter.
-The figures are in the last lines.
+The whole graph as shipped, its eight capabilities asked by two clients each, chat with and without
+adapters, a kill each few seconds. Before and after, with every model gone, the private dirty bytes
+and open descriptors of each long-lived process are read from the kernel, and the tickets from the
+arbiter. The figures are in the last lines.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import aiohttp
 from arbiter.node.procfs import rollup
 from arbiter.units import MIB
 from benchmarks import report
-from benchmarks.graph_chaos import CALLS, ask, find
+from benchmarks.graph_chaos import ask, calls_of, find
 from deployments.config import load_plan
 from tests.graph.conftest import Graph, command_of, started
 from tests.support.graph_processes import victims
@@ -96,6 +96,7 @@ def _held(pid: int) -> Held:
 class Soak:
     def __init__(self, graph: Graph, seed: int) -> None:
         self.graph, self.dice = graph, random.Random(seed)
+        self.calls = calls_of(graph)
         self.adapters = sorted(f"{ADAPTED}:{path.name}" for path in adapter_folder(graph).iterdir())
         self.answers: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
@@ -117,7 +118,7 @@ class Soak:
     async def _load(self, for_s: float, kills: bool) -> None:
         end_s = time.monotonic() + for_s
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
-            work = [self._client(http, [model], end_s) for model in CALLS for _ in "ab"]
+            work = [self._client(http, [model], end_s) for model in self.calls for _ in "ab"]
             work += [self._client(http, self.adapters, end_s) for _ in "ab"]
             if kills:
                 work.append(self._killer(end_s))
@@ -126,7 +127,8 @@ class Soak:
     async def _client(self, http: aiohttp.ClientSession, models: list[str], end_s: float) -> None:
         while time.monotonic() < end_s:
             model = self.dice.choice(models)
-            outcome, _, more = (await ask(http, self.graph, model)).partition(":")
+            call = self.calls[model.partition(":")[0]]
+            outcome, _, more = (await ask(http, self.graph, model, call)).partition(":")
             self.answers[outcome] += 1
             self.asked[model] += 1
             if more:
