@@ -4,8 +4,8 @@ A model is likely next if it is the next in a declared pipeline (voice activity,
 voice) that is not resident, or what most often followed before. A wrong prefetch must cost no
 request anything, so it is made only while nothing waits or loads, at nominal pressure, for a model
 whose size was measured, into room that is free; and if the room has gone when its request comes,
-the request goes, not another model. Until it is used it is batch work without minimum residency, and
-while it still loads it ends as soon as a ticket waits for its bytes (eviction.make_room).
+the request goes, not another model. Until it is used it is batch work without minimum residency,
+and while it still loads it ends as soon as a ticket waits for its bytes (eviction.make_room).
 """
 
 from dataclasses import dataclass
