@@ -28,7 +28,7 @@ def adapters(graph: Graph) -> Iterator[None]:
 
 @pytest.mark.spec("K6", "J7")
 @pytest.mark.usefixtures("adapters")
-@pytest.mark.parametrize("name", ["quickstart", "capabilities"])
+@pytest.mark.parametrize("name", ["quickstart", "capabilities", "voice_turn"])
 def test_notebook_runs_to_its_end(graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     [address] = {
         found[1]
