@@ -18,6 +18,7 @@ ASR, TTS, VAD = "tiny.en", "joe", "silero-vad"
 FOX = SENTENCES[0]
 QUESTION = "What is a ticket?"
 ANSWER = "A ticket is a numbered claim on bytes, by one holder for one model."
+WORDS = "A ticket, a lease, a holder."  # without it Whisper hears "What is it ticket?"
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,9 @@ def named(raw: bytes, name: str = "speech.wav") -> io.BytesIO:
     return file
 
 
-def heard(client: OpenAI, raw: bytes) -> str:
-    return client.audio.transcriptions.create(model=ASR, file=named(raw)).text
+def heard(client: OpenAI, raw: bytes, words: str = "") -> str:
+    create = client.audio.transcriptions.create
+    return create(model=ASR, file=named(raw), prompt=words).text
 
 
 @pytest.mark.spec("H3", "H4", "M1")
@@ -175,8 +177,8 @@ def posted(graph: Graph, path: str, raw: bytes, model: str) -> dict:
 
 @pytest.mark.spec("H3", "H4")
 def test_spoken_question_is_heard_and_its_answer_is_spoken(client: OpenAI) -> None:
-    question = heard(client, spoken(client, QUESTION)).strip()
-    assert plain(question) == plain(QUESTION)
+    question = heard(client, spoken(client, QUESTION), WORDS).strip()
+    assert question == QUESTION
     answer = client.chat.completions.create(
         model="small-chat",
         messages=[{"role": "user", "content": question}],
@@ -185,7 +187,8 @@ def test_spoken_question_is_heard_and_its_answer_is_spoken(client: OpenAI) -> No
     )
     said = answer.choices[0].message.content
     assert said == ANSWER
-    assert wer([ANSWER], [heard(client, spoken(client, said))]) <= 0.15  # two words of fourteen
+    understood = heard(client, spoken(client, said), WORDS)
+    assert wer([ANSWER], [understood]) <= 0.1  # one word of fourteen
 
 
 @pytest.mark.spec("C11")
