@@ -30,7 +30,7 @@ from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, mo
 BAR_FRACTION = 0.20  # A17
 # Small, because a cache is filled by traffic, of which there is none: what is reserved for it would
 # count as an error of the estimate.
-KV_MIB = {"tiny-chat": 16, "small-chat": 32, "mid-chat": 64}
+KV_MIB = {"tiny-chat": 16, "medium-chat": 32, "mid-chat": 64}
 WITHIN_S = 120.0  # for one load and its readings on a busy machine
 
 

@@ -16,7 +16,7 @@ SUITE: tuple[tuple[str, ...], ...] = (
 
 
 def main() -> None:
-    subprocess.run([sys.executable, "-m", "models.make_models", "--mid"], check=True)
+    subprocess.run([sys.executable, "-m", "models.make_models", "--random"], check=True)
     for module, *args in SUITE:
         print(f"== {module} {' '.join(args)}", flush=True)
         subprocess.run([sys.executable, "-m", module, *args], check=True)

@@ -1,6 +1,6 @@
 """A wake against a plain copy of the same bytes (N3: limited by copy bandwidth).
 
-    python -m benchmarks.wake --model small-chat --rounds 10
+    python -m benchmarks.wake --model medium-chat --rounds 10
 
 Wake: host RAM to weights in place, proved by one token. Copy: the checkpoint's bytes from a memfd
 to fresh memory of this process, page faults included, in turn with the wakes. No Ray;
@@ -62,7 +62,7 @@ def slept_and_woken(child: Child, model: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="small-chat")
+    parser.add_argument("--model", default="medium-chat")
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
     path = load_plan.resolve(f"made:{args.model}")

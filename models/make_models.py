@@ -57,10 +57,10 @@ TINY = Shape("tiny-chat", layers=4, hidden=256, inner=704, heads=4, kv_heads=2, 
 # kinds of batches it has seen), so a model that is to sleep for real needs ten times that awake.
 # Measured after mixed traffic: base alone with 1 GiB of KV cache 1.36 -> 0.13 GB; with four
 # adapters and 1.5 GiB 1.99 -> 0.17 GB. tiny-chat and the embedding model cannot: gone is theirs.
-SMALL = Shape("small-chat", layers=8, hidden=1024, inner=2816, heads=16, kv_heads=8, adapters=4)
+MEDIUM = Shape("medium-chat", layers=8, hidden=1024, inner=2816, heads=16, kv_heads=8, adapters=4)
 # 214 M parameters, 428 MB in bf16: heavy enough that an engine's work outweighs its plumbing.
 MID = Shape("mid-chat", 8, 1536, 4096, heads=24, kv_heads=8, adapters=4, ranks=(16,))
-DEFAULT = (TINY, SMALL)
+RANDOM = (TINY, MEDIUM)
 
 
 def default_folder() -> Path:
@@ -161,17 +161,17 @@ def _write_weights(model: Path, adapters: Path, shape: Shape) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=default_folder())
-    parser.add_argument("--mid", action="store_true", help="also the one for benchmarks, 428 MB")
+    parser.add_argument("--random", action="store_true", help="also those of random weights")
     parser.add_argument("--retrain", action="store_true", help="train again what is carried")
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     for model in packaged.MODELS:
         print(packaged.check(model))
     print(packaged.make_vad(args.folder))
-    for shape in (*DEFAULT, *([MID] if args.mid else [])):
+    for shape in (*RANDOM, MID) if args.random else ():
         print(make(args.folder, shape))
-    for carried in sorted(shipped.WEIGHTS.glob(f"*/{shipped.MANIFEST}")):
-        print(shipped.unpack(carried.parent, args.folder))
+    for folder in shipped.unpack_all(args.folder):
+        print(folder)
     if args.retrain:
         retrain(args.folder)
     vllm_classes.inspect(args.folder)
@@ -180,13 +180,16 @@ def main() -> None:
 def retrain(folder: Path) -> None:
     """Trains by their recipes what the repository carries; the weights replace those in `folder`
     until the next `make models`."""
-    from models import train_images, train_vision
+    from models import train_chat, train_chat_adapters, train_images, train_vision
 
     work = folder / ".retrained"
     train_images.make(work / "images", work / "checkpoints", train_images.Recipe())
     train_vision.make(work / "vision")
-    for name in ("images", "vision"):
-        print(shipped.unpack(work / name, folder))
+    train_chat.make(work / "chat", train_chat.Recipe())
+    adapters = train_chat_adapters.Recipe()
+    train_chat_adapters.make(work / "chat", work / "chat_adapters", adapters)
+    for trained in ("images", "vision", "chat", "chat_adapters"):
+        print(shipped.unpack(work / trained, folder))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,11 @@ def unpack(source: Path, models: Path) -> Path:
     return target
 
 
+def unpack_all(models: Path) -> list[Path]:
+    """The folders in `models` of all that the repository carries. Raises Damaged, OSError."""
+    return [unpack(file.parent, models) for file in sorted(WEIGHTS.glob(f"*/{MANIFEST}"))]
+
+
 def _is_there(target: Path, manifest: Mapping[str, Any]) -> bool:
     try:
         if json.loads((target / MANIFEST).read_text()) != manifest:

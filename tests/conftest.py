@@ -76,10 +76,10 @@ def tiny() -> Path:
 
 
 @pytest.fixture(scope="session")
-def small() -> Path:
-    from models.make_models import SMALL, default_folder, make
+def medium() -> Path:
+    from models.make_models import MEDIUM, default_folder, make
 
-    return make(default_folder(), SMALL)
+    return make(default_folder(), MEDIUM)
 
 
 @pytest.fixture(scope="session")

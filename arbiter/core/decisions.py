@@ -108,6 +108,14 @@ class LoadModel:
     model: str
 
 
+@dataclass(frozen=True, slots=True)
+class DropDrafter:
+    """Has a holder go on with a model without its drafter, and give the drafter's bytes back."""
+
+    holder: HolderId
+    model: str
+
+
 class EventKind(StrEnum):
     """Names every kind of line in the event log (K1). The value is what readers of the log see."""
 
@@ -168,6 +176,7 @@ class EventKind(StrEnum):
     GROWTH_ASKED = "growth_asked"
     GROWTH_GRANTED = "growth_granted"
     GROWTH_GIVEN_BACK = "growth_given_back"
+    DRAFTER_REVOKED = "drafter_revoked"
 
     # Leases, and requests of users.
     LEASE_GRANTED = "lease_granted"
@@ -199,6 +208,6 @@ class SetTimer:
     at: Instant
 
 
-Decision = (
-    Grant | Queued | Refuse | Revoke | KillEngine | RequestReading | LoadModel | LogEvent | SetTimer
-)
+# What concerns another process than the arbiter's.
+Order = Grant | Queued | Refuse | Revoke | KillEngine | RequestReading | LoadModel | DropDrafter
+Decision = Order | LogEvent | SetTimer

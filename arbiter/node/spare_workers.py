@@ -25,8 +25,8 @@ IDLE = b"ray::IDLE"
 
 
 def unused() -> list[int]:
-    """Pids of workers of this node's raylet, our parent, that have never run anything: Ray names them so,
-    and writes the job into a worker's output with the first task or actor it runs."""
+    """Pids of the workers of this node's raylet, our parent, that have never run anything: Ray
+    names them so, and writes the job into a worker's output with its first task or actor."""
     raylet = os.getppid()
     siblings = (p.pid for p in procfs.processes().values() if p.parent == raylet and p.alive)
     return [pid for pid in siblings if _is_idle(pid) and _has_said_nothing(pid)]

@@ -156,15 +156,16 @@ class ReloadCommand:
 
 
 class ModelSize(Enum):
-    """Of a resident that may grow (A14)."""
+    """Of a resident that may change its size (A14)."""
 
     FIRST = "first"  # as it was loaded
     GROWN = "grown"
+    ALONE = "alone"  # as it was loaded, without its drafter (F9)
 
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """By hand: the holder that has the model resident changes its size."""
+    """The holder that has the model resident changes its size: by hand, or a drafter must go."""
 
     model: str
     size: ModelSize

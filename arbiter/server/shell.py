@@ -19,10 +19,12 @@ from arbiter.core import events as ev
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import (
     Decision,
+    DropDrafter,
     Grant,
     KillEngine,
     LoadModel,
     LogEvent,
+    Order,
     Queued,
     Refuse,
     RequestReading,
@@ -169,24 +171,20 @@ class Shell:
             case _:
                 self._send(decision)
 
-    def _send(
-        self, decision: Grant | Queued | Refuse | Revoke | KillEngine | RequestReading | LoadModel
-    ) -> None:
-        match decision:
+    def _send(self, order: Order) -> None:
+        match order:
             case Grant():
-                self._grant(decision)
-            case Queued(ticket, holder, predicted):
-                self._command(holder, messages.WaitEstimate(ticket, predicted))
+                self._grant(order)
             case Refuse(ticket, error):
                 self._answer(ticket, error)
             case Revoke():
-                self._revoke(decision)
+                self._revoke(order)
             case KillEngine(node, ticket):
                 self._agents.kill(node, ticket)
             case RequestReading(node):
                 self._agents.probe(node)
-            case LoadModel(holder, model):
-                self._command(holder, messages.ReloadCommand(model))
+            case Queued() | LoadModel() | DropDrafter():
+                self._command(order.holder, _as_command(order))
 
     # -- tickets -------------------------------------------------------------------------------
 
@@ -345,3 +343,13 @@ class Shell:
     @property
     def open_tickets(self) -> int:
         return self.core.open_tickets_count
+
+
+def _as_command(order: Queued | LoadModel | DropDrafter) -> messages.Command:
+    match order:
+        case Queued(ticket, _, predicted):
+            return messages.WaitEstimate(ticket, predicted)
+        case LoadModel(_, model):
+            return messages.ReloadCommand(model)
+        case DropDrafter(_, model):
+            return messages.Resize(model, messages.ModelSize.ALONE)

@@ -50,6 +50,7 @@ class ModelPlan:
     settings_key: str  # same model and engine settings, same key: learned peaks belong to it
     split: Split = Split.NONE
     grown: "ModelPlan | None" = None  # the same model with more (A14); None: it does not grow
+    alone: "ModelPlan | None" = None  # the same model without its drafter (F9)
     stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
 
 
@@ -57,6 +58,10 @@ def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
     """Raises ConfigError when the model's files are not there or the engine is unknown."""
     model = capability.models[name]
     made = _plan(name, model, capability)
+    if model.drafter:
+        only: dict[str, Any] = {"drafter": None, "can_sleep": False, "grow_to": {}}
+        alone = _plan(name, model.model_copy(update=only), capability)
+        made = replace(made, alone=alone)
     if not model.grow_to:
         return made
     more = {"engine_args": model.engine_args | model.grow_to, "grow_to": {}}

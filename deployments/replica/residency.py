@@ -215,7 +215,7 @@ class Residency:
             case messages.ReloadCommand(model):
                 self.background.begin(self._bring_back(model))
             case messages.Resize():
-                self.background.begin(resize.by_hand(self, command))
+                self.background.begin(resize.on_command(self, command))
             case messages.ConfigChanged(table):
                 self._take_table(table)
 

@@ -1,7 +1,8 @@
 """A resident model gets more memory, or gives it back (A14): for a longer context, a larger KV
-cache. No engine here can enlarge its own, so growth is a restart of its process under the same
-ticket: the bytes are granted first, while the model serves on; then the requests in flight end, and
-the node's agent puts a new process in the place of the old.
+cache; or it gives its drafter's back (F9). No engine here can enlarge its own, so growth is a
+restart of its process under the same ticket: the bytes are granted first, while the model serves
+on; then the requests in flight end, and the node's agent puts a new process in the place of the
+old.
 
 A model that is refused the bytes goes on with what it has. A restart that fails ends the ticket,
 and the next request loads the model as it was at first.
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 from arbiter.core import events as ev
 from arbiter.core.decisions import Reason
+from arbiter.core.types import DeviceBytes
 from arbiter.errors import (
     ArbiterUnavailable,
     EngineLost,
@@ -75,11 +77,24 @@ async def give_back(residency: ResidencyApi, model: str) -> None:
     await _alone(residency, held, _shrink)
 
 
-async def by_hand(residency: ResidencyApi, order: Resize) -> None:
-    """A person asks for the change; what comes of it is in the events and the log."""
-    change = grow if order.size is ModelSize.GROWN else give_back
+async def drop_drafter(residency: ResidencyApi, model: str) -> None:
+    """Goes on without the model's drafter until the model leaves (F9). Does nothing to a model that
+    has no drafter, or has grown. Raises as `give_back` does."""
+    held = residency.models.get(model)
+    if held is not None and held.plan.alone is not None:
+        await _alone(residency, held, _drop_drafter)
+
+
+async def on_command(residency: ResidencyApi, order: Resize) -> None:
+    """A person asks for the change, or memory is short; what comes of it is in the events and the
+    log."""
+    changes = {
+        ModelSize.GROWN: grow,
+        ModelSize.FIRST: give_back,
+        ModelSize.ALONE: drop_drafter,
+    }
     with contextlib.suppress(RequestError):
-        await change(residency, order.model)
+        await changes[order.size](residency, order.model)
 
 
 async def _alone(residency: ResidencyApi, held: HeldModel, change: "Change") -> None:
@@ -98,7 +113,7 @@ def _begin(residency: ResidencyApi, held: HeldModel, change: "Change") -> asynci
 
 
 class Change(Protocol):
-    """What `_grow` and `_shrink` are."""
+    """What `_grow`, `_shrink` and `_drop_drafter` are."""
 
     def __call__(self, residency: ResidencyApi, held: HeldModel) -> Coroutine[Any, Any, None]: ...
 
@@ -165,13 +180,29 @@ async def _shrink(residency: ResidencyApi, held: HeldModel) -> None:
     before = held.growth.before
     if before is None:
         return
+    await _give_back(residency, held, before.plan, before.devices)
+    held.growth.before = None  # the next look finds this, and is the last
+
+
+async def _drop_drafter(residency: ResidencyApi, held: HeldModel) -> None:
+    plan = held.plan.alone
+    if plan is None:
+        return
+    one = max(held.devices, key=lambda part: part.size_bytes)  # a pair lies on one device
+    less = replace(one, size_bytes=Bytes(one.size_bytes - held.plan.need.drafter_bytes))
+    devices = tuple(less if part is one else part for part in held.devices)
+    await _give_back(residency, held, plan, devices)
+
+
+async def _give_back(
+    residency: ResidencyApi, held: HeldModel, plan: ModelPlan, devices: tuple[DeviceBytes, ...]
+) -> None:
     client = residency.client()
     # Its process must not end for nothing: the agent starts no other while the arbiter is away.
     await client.joined(0.0)
-    await _restart(residency, held, before.plan, client.timeouts.load)
-    held.growth.before = None  # the next look finds this, and is the last
-    held.devices = before.devices
-    client.tell(ev.GaveBack(held.ticket, held.devices))
+    await _restart(residency, held, plan, client.timeouts.load)
+    held.devices = devices
+    client.tell(ev.GaveBack(held.ticket, devices))
 
 
 async def _restart(residency: ResidencyApi, held: HeldModel, plan: ModelPlan, within: Span) -> None:

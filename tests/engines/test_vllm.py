@@ -164,10 +164,10 @@ def test_sockets_between_frontend_and_core_open_to_their_owner_only(chat: Child)
 
 @pytest.mark.spec("D1")
 def test_sleep_after_many_concurrent_requests_gives_back_nine_tenths(
-    engines: ZygoteUnderTest, small: Path
+    engines: ZygoteUnderTest, medium: Path
 ) -> None:
     more = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1536 * MIB}
-    child = engines.spawn("small", VLLM, config(small, **more)).hold()
+    child = engines.spawn("medium", VLLM, config(medium, **more)).hold()
     assert child.ready()[0] == 200
     with ThreadPoolExecutor(24) as pool:  # batches of every size leave their traces in the heap
         asks = [("tiny", "a0", "a1")[n % 3] for n in range(48)]

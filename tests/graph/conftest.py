@@ -25,6 +25,8 @@ import pytest
 import yaml
 from openai import OpenAI
 
+from models import make_models
+
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -190,8 +192,12 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     table["capabilities"]["tts"]["models"]["joe"]["engine_args"]["noise"] = 0
     # Nobody but one file of tests asks for it, so its first load is of a length nobody knows. Idle,
     # it stays for long enough to be seen at rest.
-    models["left-chat"] = {**models["small-chat"], "can_sleep": False, "keep_warm_s": 3}
-    plain = {k: v for k, v in models["tiny-chat"].items() if k != "adapters"}
+    left = {k: v for k, v in models["small-chat"].items() if k != "adapters"}
+    models["left-chat"] = {**left, "can_sleep": False, "keep_warm_s": 3}
+    # Of random weights, so that no answer is by chance another's; with adapters of its own.
+    less = {**left["engine_args"], "kv_cache_memory_bytes": "128 MiB"}
+    plain = {"source": "made:tiny-chat", "can_sleep": False, "engine_args": less}
+    models["tiny-chat"] = {**plain, "adapters": {"slots": 8}}
     models["plain-chat"] = {**plain, "chat_template": TEMPLATE, "thinking": True}
     # A context of 256 tokens, which a longer request has it exchange for one of 1,024.
     short = {"max_model_len": 256, "kv_cache_memory_bytes": "32 MiB", "max_num_seqs": 8}
@@ -203,7 +209,8 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     wide = {"max_model_len": 1_024, "kv_cache_memory_bytes": "700 MiB", "max_num_seqs": 8}
     models["wide-chat"] = growing | {"engine_args": wide, "need": {"weights": "900 MiB"}}
     # What it takes is said, so that a test can leave room for it or its drafter and not for both.
-    drafted = {**growing, "drafter": {"model": "small-chat"}, "need": {"weights": "700 MiB"}}
+    models["drafting-chat"] = {"source": "made:medium-chat", "can_sleep": False}
+    drafted = {**growing, "drafter": {"model": "drafting-chat"}, "need": {"weights": "700 MiB"}}
     models["drafted-chat"] = {**drafted, "engine_args": {**short, "max_model_len": 1_024}}
     return config
 
@@ -228,6 +235,8 @@ def started(
     """The shipped configuration, shortened and changed, in a process group of its own."""
     config = shortened(yaml.safe_load((ROOT / "serve_config.yaml").read_text()))
     table = config["applications"][0]["deployments"][0]["user_config"]
+    for random in make_models.RANDOM:
+        make_models.make(make_models.default_folder(), random)
     table["arbiter"]["state_file"] = str(folder / "arbiter.sqlite")
     models = table["capabilities"]["chat"]["models"]
     elsewhere = f"file://{folder}/elsewhere/"

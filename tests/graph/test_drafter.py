@@ -11,9 +11,9 @@ import pytest
 from openai import OpenAI
 
 from tests.graph.conftest import BIN, ROOT, Graph, until
-from tests.support.graph_commands import environment, read_command, unload_all
+from tests.support.graph_commands import environment, read_command, send, unload_all
 
-TARGET, DRAFTER, ALONE = "drafted-chat", "small-chat", "plain-chat"
+TARGET, DRAFTER, ALONE = "drafted-chat", "drafting-chat", "plain-chat"
 MIB = 1 << 20
 LEFT = 800 * MIB  # room for the target (700 MiB) or the drafter (214), not for both
 
@@ -73,3 +73,31 @@ def test_target_waits_for_room_for_its_drafter_too_and_answers_as_the_target_alo
         lambda: read_command(graph, "unload", TARGET) and not target(graph), 30, "the pair is gone"
     )
     assert not graph.engines()
+
+
+@pytest.mark.spec("F9")
+def test_drafter_leaves_under_pressure_its_text_goes_on_and_it_is_back_with_the_next_load(
+    graph: Graph, client: OpenAI
+) -> None:
+    until(lambda: unload_all(graph), 60, "nothing is loaded")
+    said = answer(client, TARGET)
+    before = target(graph) or {}
+    assert before["drafter_bytes"] > 100 * MIB
+    try:
+        send(graph, "POST", "/arbiter/pressure", {"where": graph.node, "level": "low"})
+        until(lambda: (target(graph) or {}).get("drafter_bytes") == 0, 60, "the drafter has left")
+        assert answer(client, TARGET) == said
+    finally:
+        send(graph, "POST", "/arbiter/pressure", {"where": graph.node, "level": "nominal"})
+    after = target(graph) or {}
+    assert (after["ticket"], after["state"]) == (before["ticket"], "resident")
+    held = sum(before["charged_bytes"].values()) - sum(after["charged_bytes"].values())
+    assert held >= 0.9 * before["drafter_bytes"]
+    until(
+        lambda: read_command(graph, "unload", TARGET) and not target(graph),
+        30,
+        "the target is gone",
+    )
+    assert answer(client, TARGET) == said
+    assert (target(graph) or {})["drafter_bytes"] == before["drafter_bytes"]
+    until(lambda: read_command(graph, "unload", TARGET) and not target(graph), 30, "it is gone")

@@ -1,33 +1,17 @@
 """Notebooks against the running system, as a reader runs them against theirs."""
 
 import re
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from models.make_models import TINY, default_folder, make
 from tests.graph.conftest import ROOT, Graph, command_of
 
 CELL_S = 120  # the longest waits for two loads
 
 
-@pytest.fixture
-def adapters(graph: Graph) -> Iterator[None]:
-    """Those that the shipped configuration has."""
-    source = make(default_folder(), TINY).with_name(f"{TINY.name}-adapters")
-    models = graph.table["capabilities"]["chat"]["models"]
-    folder = Path(models["tiny-chat"]["adapters"]["folder"])
-    shutil.copytree(source, folder)
-    yield
-    shutil.rmtree(folder)
-
-
 @pytest.mark.spec("K6", "J7")
-@pytest.mark.usefixtures("adapters")
 @pytest.mark.parametrize("name", ["quickstart", "capabilities", "voice_turn"])
 def test_notebook_runs_to_its_end(graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     [address] = {

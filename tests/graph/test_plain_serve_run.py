@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from models.make_models import DEFAULT, default_folder, make
+from models import shipped
+from models.make_models import default_folder
 from tests.graph.conftest import BIN, ROOT, Graph, free_port, stop, until
 
 HELLO = [{"role": "user", "content": "hi"}]
-CHAT = {"model": "tiny-chat", "messages": HELLO, "max_tokens": 2, "temperature": 0}
+CHAT = {"model": "small-chat", "messages": HELLO, "max_tokens": 2, "temperature": 0}
 EMBED = {"model": "all-minilm-l6-v2", "input": "hi"}
 
 
@@ -23,18 +24,17 @@ EMBED = {"model": "all-minilm-l6-v2", "input": "hi"}
 def plain_serve_run() -> Iterator[Graph]:
     """With a home and a place for temporary files of its own, by which Ray finds no other cluster,
     and no other variable than those and the PATH. Of the file only the port is changed."""
-    shipped = (ROOT / "serve_config.yaml").read_text()
-    assert shipped.count("port: 8000") == 1
+    config = (ROOT / "serve_config.yaml").read_text()
+    assert config.count("port: 8000") == 1
     with tempfile.TemporaryDirectory(prefix="plain-", ignore_cleanup_errors=True) as folder:
         home = Path(folder)
         made = home / ".cache" / "serve-arbiter"
         made.mkdir(parents=True)
-        for shape in DEFAULT:  # as `make models` does
-            make(default_folder(), shape)
+        shipped.unpack_all(default_folder())  # as `make models` does
         (made / "models").symlink_to(default_folder())
         port = free_port()
         file = home / "serve_config.yaml"
-        file.write_text(shipped.replace("port: 8000", f"port: {port}"))
+        file.write_text(config.replace("port: 8000", f"port: {port}"))
         log = (home / "serve.log").open("wb")
         process = subprocess.Popen(
             [BIN / "serve", "run", file],
@@ -74,4 +74,4 @@ def test_plain_serve_run_without_a_variable_answers_chat_and_embeddings() -> Non
         assert status == 200, said
         assert len(said["data"][0]["embedding"]) == 384
         models = {t["model"] for t in graph.state()["tickets"]}
-        assert models & {"tiny-chat", "all-minilm-l6-v2"}
+        assert models & {"small-chat", "all-minilm-l6-v2"}

@@ -1,5 +1,7 @@
 """Acts on pressure (C5): real memory is short on a device or node, whatever the books say.
 
+A drafter goes first (F9): its target goes on without it, text included.
+
 There are three sources, and the worst wins: readings of free bytes, the kernel's stalls (PSI), and
 levels pushed from outside, which last for a term. Pressure acts only on the device that has it: low
 takes the lowest idle resident, again with each tick that stays low; critical takes every idle
@@ -8,19 +10,19 @@ resident, and no new load begins there. Text is spared, and so is what is pinned
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import EventKind, Reason
+from arbiter.core.decisions import DropDrafter, EventKind, Reason
 from arbiter.core.eviction.eligibility import may_leave
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.eviction.ranking import ranked_victims
 from arbiter.core.records.ledger import DeviceAccount
-from arbiter.core.records.ticket import Ticket
+from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState, Node, PressureState
 from arbiter.core.tickets.device_limits import compute_books
 from arbiter.core.tickets.reclaim import charged
 from arbiter.core.types import Level
 from arbiter.core.view import MemoryReading
 from arbiter.errors import UnderPressure
-from arbiter.units import Bytes, DeviceId, HolderId, NodeId, after, host_device
+from arbiter.units import Bytes, DeviceId, HolderId, NodeId, after, host_device, since
 
 # -- sources --------------------------------------------------------------------------------------
 
@@ -125,14 +127,37 @@ def _relieve(state: CoreState, book: DeviceAccount, pressure_state: PressureStat
         return
     pressure_state.acts_at = after(state.now, state.settings.timeouts.pressure_tick)
     state.timers.set(("pressure", book.device), pressure_state.acts_at)
-    victims = candidates(state, book)
-    for victim in victims if pressure_state.level is Level.CRITICAL else victims[:1]:
+    drafted, victims = _drafted(state, book), candidates(state, book)
+    for entry in drafted:
+        entry.note_drafter_revoked(state.now)
+        state.decide(DropDrafter(entry.holder, entry.model))
+        state.log(EventKind.DRAFTER_REVOKED, entry, size=entry.drafter_bytes)
+    if pressure_state.level is not Level.CRITICAL:
+        del victims[0 if drafted else 1 :]
+    for victim in victims:
         revoke(state, victim, Reason.PRESSURE, None)
-    if not victims and not pressure_state.nothing_left:
+    if not victims and not drafted and not pressure_state.nothing_left:
         pressure_state.nothing_left = True
         held = Bytes(sum(charged(e) for e in book.entries.values()))
         level = pressure_state.level.name.lower()
         state.log(EventKind.PRESSURE_NOTHING_LEFT, size=held, device=book.device, level=level)
+
+
+def _drafted(state: CoreState, book: DeviceAccount) -> list[Ticket]:
+    """Returns residents that can give a drafter back, and were not asked to a moment ago: a holder
+    whose requests in flight outlive its barrier keeps the drafter, and is asked again."""
+    patience = state.settings.timeouts.load
+    return [
+        entry
+        for entry in book.entries.values()
+        if entry.drafter_bytes
+        and entry.state is State.RESIDENT
+        and not entry.pinned
+        and (
+            entry.drafter_revoked_at is None
+            or since(entry.drafter_revoked_at, state.now) >= patience
+        )
+    ]
 
 
 def candidates(state: CoreState, book: DeviceAccount) -> list[Ticket]:

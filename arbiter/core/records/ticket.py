@@ -126,6 +126,8 @@ class Ticket:
     opened: Instant
     since: Instant  # of the present state
     state: State = State.QUEUED
+    has_drafter: bool = True  # unless it has given that back, or its need has none
+    drafter_revoked_at: Instant | None = None
     granted: Sizes = field(default_factory=dict)
     measured: Sizes = field(default_factory=dict)
     home: Sizes = field(default_factory=dict)  # granted while awake; an asleep ticket wakes there
@@ -294,6 +296,19 @@ class Ticket:
         """Counts what it gave back of what it had grown by."""
         if self.grown:
             self.grown.beyond_load_bytes = Bytes(max(0, self.grown.beyond_load_bytes - less))
+
+    def note_drafter_revoked(self, now: Instant) -> None:
+        """Notes when its holder was asked to go on without its drafter."""
+        self.drafter_revoked_at = now
+
+    def note_drafter_gone(self) -> None:
+        """Notes that its process runs without a drafter until its end."""
+        self.has_drafter = False
+
+    @property
+    def drafter_bytes(self) -> Bytes:
+        """Returns the part of its bytes that a drafter takes."""
+        return self.need.drafter_bytes if self.has_drafter else Bytes(0)
 
     def note_less_since(self, since: Instant | None) -> None:
         """Notes from when on its holder says that it has less; None: it has all of it."""

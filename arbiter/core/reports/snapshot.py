@@ -265,7 +265,7 @@ def _ticket(entry: Ticket, now: Instant) -> TicketView:
         left=since(now, entry.lease.ends) if entry.lease else None,
         tenant=entry.client.tenant,
         client=entry.client.name,
-        drafter_bytes=entry.need.drafter_bytes,
+        drafter_bytes=entry.drafter_bytes,
         ram_bytes=entry.ram_bytes,
     )
 

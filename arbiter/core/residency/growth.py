@@ -86,6 +86,8 @@ def _shrink(state: CoreState, entry: Ticket, devices: Devices) -> None:
         return
     _resize(state, entry, home)
     less = Bytes(before - entry.home_bytes)
+    if entry.grown is None or not entry.grown.beyond_load_bytes:
+        entry.note_drafter_gone()  # it never grew, or gave that back before
     entry.note_shrunk(less)
     entry.forget_peak()
     state.log(EventKind.GROWTH_GIVEN_BACK, entry, size=less)

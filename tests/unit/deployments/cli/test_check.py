@@ -181,7 +181,7 @@ def test_a_model_whose_files_are_not_there_is_named_and_so_are_the_others(
     assert failed.exit_code == 1
     lines = failed.stderr.splitlines()[1:]
     made = re.findall(r"made:([\w-]+)", (ROOT / SHIPPED[0]).read_text())
-    assert {"small-chat", "tiny-chat"} <= set(made)
+    assert {"small-chat", "tiny-draw"} <= set(made)
     for model, line in zip(made, lines, strict=True):
         assert line.startswith("front.user_config.capabilities.")
         assert f".models.{model}: " in line

@@ -40,6 +40,12 @@ def test_engine_is_told_of_the_drafter_and_a_pair_cannot_sleep(tmp_path: Path) -
     assert made.config["can_sleep"] is False and made.need.host_bytes == 0
 
 
+def test_plan_of_a_target_has_the_same_model_alone(tmp_path: Path) -> None:
+    made = plan("a", capability(tmp_path)).alone
+    without = plan("a", capability(tmp_path, drafter=None, can_sleep=False))
+    assert made == without and without.alone is None
+
+
 def test_target_with_another_drafter_has_learned_figures_of_its_own(tmp_path: Path) -> None:
     """What one engine was seen to take says nothing of an engine that loads something else."""
     keys = {

@@ -47,7 +47,7 @@ def test_a_size_without_a_unit_is_refused(text: object) -> None:
 
 def test_the_shipped_configuration_is_good() -> None:
     table = check_file(SHIPPED)
-    homes = {"small-chat": "chat", "tiny-chat": "chat", "all-minilm-l6-v2": "embedding"}
+    homes = {"small-chat": "chat", "all-minilm-l6-v2": "embedding"}
     assert homes.items() <= table.homes.items()
     assert {c.name for c in table.as_event().capabilities} == set(table.homes.values())
 
@@ -123,8 +123,8 @@ def test_a_limit_that_makes_no_sense_is_refused_by_its_name(
 def test_model_belongs_to_one_capability(tmp_path: Path) -> None:
     config = shipped()
     capabilities = front_table(config)["capabilities"]
-    capabilities["embedding"]["models"]["tiny-chat"] = {"source": "made:tiny-chat"}
-    assert "'tiny-chat' is in both" in refused(config, tmp_path)
+    capabilities["embedding"]["models"]["small-chat"] = {"source": "made:small-chat"}
+    assert "'small-chat' is in both" in refused(config, tmp_path)
 
 
 def test_a_capability_without_an_application_is_named(tmp_path: Path) -> None:

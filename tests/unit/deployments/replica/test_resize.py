@@ -1,6 +1,7 @@
 """A model grows on its holder: granted, then drained, then another process under its ticket."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,30 @@ async def test_model_grows_and_shrinks_by_hand_and_goes_on_when_refused() -> Non
         residency._obey(messages.Resize("nobody", messages.ModelSize.GROWN))
         await until(lambda: len(growth.asked) == 2 and not residency.background.running)
         assert await use(residency) and len(growth.spawned) == 2
+
+
+@pytest.mark.spec("F9")
+async def test_model_goes_on_without_its_drafter_under_its_ticket() -> None:
+    async with resident() as (residency, growth, _):
+        held = residency.models["a"]
+        held.plan = replace(
+            held.plan,
+            need=replace(held.plan.need, drafter_bytes=Bytes(2)),
+            alone=replace(
+                held.plan, grown=None, config={**held.plan.config, "engine_args": {"alone": True}}
+            ),
+        )
+        residency._obey(messages.Resize("a", messages.ModelSize.ALONE))
+        await until(lambda: growth.spawned and not residency.background.running)
+        less = (replace(ON[0], size_bytes=Bytes(ON[0].size_bytes - 2)),)
+        assert growth.spawned == [{"alone": True}]
+        assert growth.arbiter.told[-1] == ev.GaveBack(held.ticket, less)
+        assert residency.account()[0].devices == less
+        assert await use(residency) == held.ticket
+        residency._obey(messages.Resize("a", messages.ModelSize.ALONE))  # it has none
+        residency._obey(messages.Resize("a", messages.ModelSize.FIRST))  # as it was loaded
+        await until(lambda: not residency.background.running)
+        assert len(growth.spawned) == 1
 
 
 async def test_grown_model_gives_back_after_a_long_idle_time() -> None:

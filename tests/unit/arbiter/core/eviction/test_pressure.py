@@ -6,9 +6,9 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Decision, Grant
+from arbiter.core.decisions import Decision, DropDrafter, Grant
 from arbiter.errors import UnderPressure
-from arbiter.units import GIB, Bytes, DeviceId, HolderId, NodeId, TicketId, seconds
+from arbiter.units import GIB, Bytes, DeviceId, HolderId, NodeId, TicketId, in_seconds, seconds
 from tests.support.core_driver import (
     CPU,
     HOST,
@@ -62,6 +62,34 @@ def test_low_pressure_evicts_one_idle_model_with_each_tick_lowest_first() -> Non
     assert short(d, 16, free=70) == [] and revoked(d.woke(30)) == []
     told = [(t.data["level"], t.data["source"]) for t in d.told if t.kind == "memory_pressure"]
     assert told == [("low", "measured"), ("nominal", "measured")]
+
+
+def drafter_bytes(d: CoreDriver) -> int:
+    [entry] = [e for e in d.tickets_of("h") if e.ticket == "d"]
+    return entry.drafter_bytes
+
+
+@pytest.mark.spec("F9")
+def test_drafter_goes_before_any_model_its_text_goes_on_and_it_is_asked_again_in_time() -> None:
+    d = driver()
+    need = types.Need(weights_bytes=gib(5), drafter_bytes=gib(5))
+    d.sizes["d"], d.host_sizes["d"] = 10, 0
+    d.at(4, ev.Requested(TicketId("d"), HolderId("h"), "text", "b", need, "", True))
+    d.at(4, ev.Loaded(TicketId("d"), seconds(0)))
+    d.beat(4, "d", inflight=1)  # in use, and text: no victim of pressure
+    d.physical[CPU] = 10
+    dropped = DropDrafter(HolderId("h"), "b")
+    decisions = d.read(10)
+    assert [x for x in decisions if isinstance(x, DropDrafter)] == [dropped]
+    assert revoked(decisions) == []
+    assert drafter_bytes(d) == gib(5)
+    decisions = d.woke(15)
+    assert dropped not in decisions and revoked(decisions) == [("e1x", "pressure", "gone")]
+    d.at(16, ev.GaveBack(TicketId("d"), (types.DeviceBytes(CPU, gib(5)),)))
+    assert drafter_bytes(d) == 0
+    later = 16 + in_seconds(PLAIN.timeouts.load)
+    d.physical[CPU] = 10
+    assert dropped not in d.read(later)
 
 
 def test_critical_pressure_evicts_all_idle_models_but_text_and_refuses_loads() -> None:
