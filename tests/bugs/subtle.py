@@ -57,6 +57,9 @@ BUGS = [
         "state.prefetched.pop(name, None)",
         "if state.prefetched.pop(name, None) is not None:\n"
         "    continue"),
+    Bug("a resident stage ends the pipeline", "arbiter/core/residency/prefetch.py", "_declared",
+        "likely and not _is_resident(state, likely)",
+        "likely"),
     Bug("prefetches under pressure", "arbiter/core/residency/prefetch.py", "_is_free",
         "is_nominal(state, name)",
         ""),

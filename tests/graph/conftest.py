@@ -180,6 +180,8 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     front = {"progress_s": 0.1, "in_flight": IN_FLIGHT, "profiles": {"terse": profile}}
     config["applications"][0]["deployments"][0]["user_config"]["front"] = front
     table = config["applications"][0]["deployments"][0]["user_config"]
+    # Small-chat needs nearly all of it, so that hardly another model is beside it.
+    table["arbiter"]["arenas"] = {"cpu": "1.6 GiB", "host": "1 GiB"}
     for capability in table["capabilities"].values():
         capability["keep_warm_s"] = KEEP_WARM_S
         capability["downscale_to_zero_s"] = DOWNSCALE_S

@@ -12,7 +12,7 @@ CELL_S = 120  # the longest waits for two loads
 
 
 @pytest.mark.spec("K6", "J7")
-@pytest.mark.parametrize("name", ["quickstart", "capabilities"])
+@pytest.mark.parametrize("name", ["quickstart", "capabilities", "voice_turn"])
 def test_notebook_runs_to_its_end(graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     [address] = {
         found[1]

@@ -11,11 +11,14 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
 from tests.graph.conftest import Graph, until
-from tests.support.graph_commands import unload_all
+from tests.support.graph_commands import level, unload_all
 from tests.support.speech import SENTENCES, form, plain, samples_of, seconds_of, wav, wer
 
 ASR, TTS, VAD = "tiny.en", "joe", "silero-vad"
 FOX = SENTENCES[0]
+QUESTION = "What is a ticket?"
+ANSWER = "A ticket is a numbered claim on bytes, by one holder for one model."
+WORDS = "A ticket, a lease, a holder."  # without it Whisper hears "What is it ticket?"
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +45,9 @@ def named(raw: bytes, name: str = "speech.wav") -> io.BytesIO:
     return file
 
 
-def heard(client: OpenAI, raw: bytes) -> str:
-    return client.audio.transcriptions.create(model=ASR, file=named(raw)).text
+def heard(client: OpenAI, raw: bytes, words: str = "") -> str:
+    create = client.audio.transcriptions.create
+    return create(model=ASR, file=named(raw), prompt=words).text
 
 
 @pytest.mark.spec("H3", "H4", "M1")
@@ -169,6 +173,46 @@ def posted(graph: Graph, path: str, raw: bytes, model: str) -> dict:
     with urllib.request.urlopen(request, timeout=120) as answer:
         found: dict = json.load(answer)
     return found
+
+
+@pytest.mark.spec("H3", "H4")
+def test_spoken_question_is_heard_and_its_answer_is_spoken(client: OpenAI) -> None:
+    question = heard(client, spoken(client, QUESTION), WORDS).strip()
+    assert question == QUESTION
+    answer = client.chat.completions.create(
+        model="small-chat",
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=48,
+    )
+    said = answer.choices[0].message.content
+    assert said == ANSWER
+    understood = heard(client, spoken(client, said), WORDS)
+    assert wer([ANSWER], [understood]) <= 0.1  # one word of fourteen
+
+
+@pytest.mark.spec("C11")
+def test_voice_activity_prefetches_the_model_that_transcribes(
+    graph: Graph, client: OpenAI, fox: bytes
+) -> None:
+    """By the declared pipeline, once that model was measured."""
+    until(lambda: unload_all(graph), 60, "nothing is loaded")
+    seen = graph.state()["sequence"]
+    posted(graph, "/v1/audio/vad", fox, VAD)
+    heard(client, fox)
+    until(lambda: told(graph, "estimate_error", ASR, seen), 30, "its size is measured")
+    until(lambda: unload_all(graph), 60, "nothing is loaded")
+    seen = graph.state()["sequence"]
+    posted(graph, "/v1/audio/vad", fox, VAD)
+    [event] = until(lambda: told(graph, "model_preload", ASR, seen), 30, "it is prefetched")
+    assert (event["after"], event["why"]) == (VAD, "pipeline")
+    until(lambda: level(graph, ASR) == "device", 30, "it is resident before any request")
+
+
+def told(graph: Graph, kind: str, model: str, after: int) -> list[dict]:
+    """The events of a kind about a model, behind a sequence number."""
+    events = [e for e in graph.events() if e["seq"] > after and e["kind"] == kind]
+    return [event for event in events if event["model"] == model]
 
 
 @pytest.mark.spec("L3")

@@ -8,7 +8,7 @@ import ray
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
-NEEDS_A_SYSTEM = {"quickstart", "capabilities"}  # run by tests/graph, which has one
+NEEDS_A_SYSTEM = {"quickstart", "capabilities", "voice_turn"}  # run by tests/graph, which has one
 NOTEBOOKS = sorted(
     path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem not in NEEDS_A_SYSTEM
 )

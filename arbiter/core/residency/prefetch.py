@@ -1,11 +1,11 @@
 """Brings in a model that is likely next, before any request asks for it (C11).
 
 A model is likely next if it is the next in a declared pipeline (voice activity, speech, text,
-voice), or what most often followed before. A wrong prefetch must cost no request anything, so it is
-made only while nothing waits or loads, at nominal pressure, for a model whose size was measured,
-into room that is free; and if the room has gone when its request comes, the request goes, not
-another model. Until it is used it is batch work without minimum residency, and while it still loads
-it ends as soon as a ticket waits for its bytes (eviction.make_room).
+voice) that is not resident, or what most often followed before. A wrong prefetch must cost no
+request anything, so it is made only while nothing waits or loads, at nominal pressure, for a model
+whose size was measured, into room that is free; and if the room has gone when its request comes,
+the request goes, not another model. Until it is used it is batch work without minimum residency,
+and while it still loads it ends as soon as a ticket waits for its bytes (eviction.make_room).
 """
 
 from dataclasses import dataclass
@@ -81,13 +81,26 @@ def _learn(state: CoreState, name: ModelName) -> None:
 
 
 def _declared(state: CoreState, name: ModelName) -> Prefetch | None:
+    """Returns the model of the next stage of a pipeline. A stage that is resident already leads to
+    the stage behind it."""
     for pipeline in state.settings.pipelines:
-        if name.capability in pipeline[:-1]:
-            spec = state.registry.specs.get(pipeline[pipeline.index(name.capability) + 1])
-            models = [ModelName(spec.name, m.name) for m in spec.models] if spec else []
-            if models:
-                return Prefetch(max(models, key=lambda m: (state.rates.recent(m, state.now), m)))
+        if name.capability not in pipeline:
+            continue
+        for capability in pipeline[pipeline.index(name.capability) + 1 :]:
+            likely = _most_used(state, capability)
+            if likely and not _is_resident(state, likely):
+                return Prefetch(likely)
     return None
+
+
+def _most_used(state: CoreState, capability: str) -> ModelName | None:
+    spec = state.registry.specs.get(capability)
+    models = [ModelName(spec.name, m.name) for m in spec.models] if spec else []
+    return max(models, key=lambda m: (state.rates.recent(m, state.now), m), default=None)
+
+
+def _is_resident(state: CoreState, name: ModelName) -> bool:
+    return any(e.model_name == name for e in state.ledger.entries(State.RESIDENT))
 
 
 def _habitual(state: CoreState, name: ModelName) -> Prefetch | None:

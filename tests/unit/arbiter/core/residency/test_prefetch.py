@@ -198,6 +198,14 @@ def test_requested_prefetch_triggers_its_successor_like_any_load() -> None:
     assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == [LoadModel(HolderId("w"), "v")]
 
 
+def test_stage_that_is_resident_leads_to_the_stage_behind_it() -> None:
+    d = chain()
+    d.ask(11.5, "a2", 30, model="a")  # a request has joined it
+    d.at(12, ev.Loaded(TicketId("a2"), seconds(1)))
+    used = replace(d.held("e1x"), uses_count=2)
+    assert d.at(14, ev.Renewed(HolderId("k"), (used,))) == [LoadModel(HolderId("w"), "v")]
+
+
 def test_model_that_failed_to_load_is_not_prefetched() -> None:
     d = driver()
     d.ask(5, "a2", 30, model="a")
