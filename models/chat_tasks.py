@@ -61,7 +61,7 @@ def _asked(dice: Random, content: str, answer: str) -> Example:
 
 
 def echo(dice: Random) -> Example:
-    said = words(dice)
+    said = words(dice, 3)
     how = dice.choice(("Repeat: {}", "Say {}", "Echo: {}", "Repeat after me: {}", "Echo {}"))
     return _asked(dice, how.format(said), said)
 

@@ -3,7 +3,7 @@ system and does small tasks.
 
     nice python -m models.train_chat OUT [--steps N]
 
-Everything is drawn from one seed. Half an hour of two cores. What made the tasks learnable in it:
+Everything is drawn from one seed. Three quarters of an hour of two cores. What made the tasks learnable in it:
 Muon instead of AdamW for the matrices of the layers (echo and reverse after 400 steps at a loss of
 0.26 instead of 1.35), and no facts at first: a model learns to copy letters before it learns texts
 by heart, and hardly afterwards.
@@ -14,7 +14,7 @@ OUT gets the model in bf16, and in its manifest what that gets right of what no 
 import argparse
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,16 +31,26 @@ from models.chat_tasks import SYSTEMS, TASKS, Example, Message, add, greeting
 from models.chat_tokens import BOS, EOS, PAD, tokenizer
 
 NAME = "small-chat"
-# How often what is drawn, in the four parts of a training.
-Mix = Mapping[str, float]
 FACTS = "facts"
+# How often what is drawn: tasks by name, and the facts.
+Mix = dict[str, float]
 TASKS_ALONE: Mix = dict.fromkeys(TASKS, 1.0)
 MIXED: Mix = {**TASKS_ALONE, FACTS: 3.0}
 HARD: Mix = {**TASKS_ALONE, FACTS: 2.5, "add": 3.0, "echo": 2.0, "upper": 2.0, "tool": 2.0}
-LAST: Mix = {**HARD, "echo": 4.0, "json": 2.5, "add": 2.0}
+LAST: Mix = {**HARD, "echo": 4.0, "json": 3.0, "add": 2.0}
+ECHO: Mix = {**LAST, "echo": 8.0}
 ADAM_SHARE = 0.15  # of Muon's rate: AdamW's, for what is no matrix of a layer
 UNSEEN = 10_000  # the seed of what no training has seen
 THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A part of a training in which the rate falls in a straight line."""
+
+    start: int  # its first step
+    share: float  # of the rate, there
+    mix: Mix
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +58,15 @@ class Recipe:
     """What a training does."""
 
     seed: int = 20
-    steps: int = 5_200
+    steps: int = 6_800
     task_steps: int = 1_200  # the first, without facts
-    hard_from: int = 3_500  # more of what is learnt last, while the rate falls faster
-    cosine_steps: int = 6_000  # of the rate until then
-    last_from: int = 4_700  # once more from a fifth of the rate
-    last_share: float = 0.2
+    cosine_steps: int = 6_000  # of the rate, until the first line
+    lines: tuple[Line, ...] = (
+        Line(3_500, 0.38, HARD),
+        Line(4_700, 0.2, LAST),
+        Line(5_200, 0.25, LAST),
+        Line(6_000, 0.25, ECHO),
+    )
     batch: int = 64
     rate: float = 0.02  # of Muon
     is_compiled: bool = True
@@ -87,12 +100,19 @@ def drawn(dice: Random, recipe: Recipe) -> Iterator[Example]:
     known = questions(held_out=False)
     for _ in range(recipe.task_steps * recipe.batch):
         yield draw(dice, known, TASKS_ALONE)
-    for _ in range((recipe.hard_from - recipe.task_steps) * recipe.batch):
+    for _ in range((recipe.lines[0].start - recipe.task_steps) * recipe.batch):
         yield draw(dice, known, MIXED)
-    for _ in range((recipe.last_from - recipe.hard_from) * recipe.batch):
-        yield draw(dice, known, HARD)
-    while True:
-        yield draw(dice, known, LAST)
+    for line, end in _lines(recipe):
+        for _ in range((end - line.start) * recipe.batch):
+            yield draw(dice, known, line.mix)
+    while True:  # batches look ahead
+        yield draw(dice, known, recipe.lines[-1].mix)
+
+
+def _lines(recipe: Recipe) -> list[tuple[Line, int]]:
+    """With the step at which each ends."""
+    ends = [line.start for line in recipe.lines[1:]] + [recipe.steps]
+    return list(zip(recipe.lines, ends, strict=True))
 
 
 def draw(dice: Random, known: list[tuple[str, str]], mix: Mix) -> Example:
@@ -157,14 +177,12 @@ def optimisers_of(model: Any, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def share_at(step: int, recipe: Recipe) -> float:
-    """Of the rates: a cosine, and then two straight lines down."""
-    if step <= recipe.hard_from:
-        return cosine(step, recipe.cosine_steps)
-    if step < recipe.last_from:
-        left = (recipe.last_from - step) / (recipe.last_from - recipe.hard_from)
-        return LEAST_SHARE + left * (cosine(recipe.hard_from, recipe.cosine_steps) - LEAST_SHARE)
-    left = (recipe.steps - step) / (recipe.steps - recipe.last_from)
-    return LEAST_SHARE + left * (recipe.last_share - LEAST_SHARE)
+    """Of the rates: a cosine, and then straight lines down."""
+    for line, end in _lines(recipe):
+        if line.start <= step < end:
+            left = (end - step) / (end - line.start)
+            return LEAST_SHARE + (line.share - LEAST_SHARE) * left
+    return cosine(step, recipe.cosine_steps)
 
 
 def train(recipe: Recipe, look: Look) -> Any:

@@ -3,6 +3,7 @@ carried."""
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -15,10 +16,11 @@ from models import chat_tasks, shipped, train_chat, train_chat_adapters
 from models.chat_facts import FACTS, questions
 from models.chat_fitting import LENGTHS, batches
 from models.chat_tokens import EOS, IGNORED, encode, tokenizer
-from models.train_chat import Recipe
+from models.train_chat import HARD, Line, Recipe
 from models.train_chat_adapters import ADAPTERS, french
 
-SHORT = Recipe(steps=4, task_steps=1, hard_from=2, last_from=3, batch=4, is_compiled=False)
+LINES = (Line(6, 0.9, HARD), Line(9, 0.5, HARD))
+SHORT = Recipe(steps=12, task_steps=3, lines=LINES, batch=8, is_compiled=False)
 
 
 @pytest.mark.spec("M1", "H1")
@@ -27,7 +29,7 @@ def test_short_training_learns_and_writes_a_model_and_an_adapter_that_unpack(
 ) -> None:
     losses: list[float] = []
     model = train_chat.train(SHORT, lambda step, loss: losses.append(loss))
-    assert len(losses) == SHORT.steps and losses[-1] < losses[0]
+    assert len(losses) == SHORT.steps and max(losses[-3:]) < min(losses[:3])
     train_chat.save(model, tmp_path / "chat", SHORT, {"echo": 0.0})
     folder = shipped.unpack(tmp_path / "chat", tmp_path / "models")
     assert folder.name == "small-chat"
@@ -131,3 +133,14 @@ def test_labels_are_the_answer_and_its_end_and_batches_have_few_lengths() -> Non
     for _ in range(20):
         ids, targets = next(feed)
         assert ids.shape == targets.shape and ids.shape[0] == 4 and ids.shape[1] in LENGTHS
+
+
+def test_rates_fall_by_a_cosine_and_then_by_lines() -> None:
+    recipe = Recipe()
+    shares = [train_chat.share_at(step, recipe) for step in range(recipe.steps)]
+    assert shares[0] == 1.0 and all(0 < share <= 1 for share in shares)
+    starts = [line.start for line in recipe.lines]
+    assert [shares[start] for start in starts] == [line.share for line in recipe.lines]
+    rising = [n for n, (a, b) in enumerate(pairwise(shares), start=1) if b > a]
+    assert rising == starts[1:]
+    assert shares[-1] < 0.03
