@@ -3,10 +3,10 @@ system and does small tasks.
 
     nice python -m models.train_chat OUT [--steps N]
 
-Everything is drawn from one seed. Three quarters of an hour of two cores. What made the tasks learnable in it:
-Muon instead of AdamW for the matrices of the layers (echo and reverse after 400 steps at a loss of
-0.26 instead of 1.35), and no facts at first: a model learns to copy letters before it learns texts
-by heart, and hardly afterwards.
+Everything is drawn from one seed. Three quarters of an hour of two cores. What made the tasks
+learnable in it: Muon instead of AdamW for the matrices of the layers (echo and reverse after 400
+steps at a loss of 0.26 instead of 1.35), and no facts at first: a model learns to copy letters
+before it learns texts by heart, and hardly afterwards.
 
 OUT gets the model in bf16, and in its manifest what that gets right of what no training has seen.
 """
