@@ -131,3 +131,13 @@ def test_eight_adapters_in_one_batch_do_what_they_are_for_and_leave_the_base_as_
         got = answers[place :: len(by_name) + 1]
         right = sum(a == e.answer for a, (_, e) in zip(got, asked, strict=True))
         assert right >= 0.95 * COUNT, f"{name}: {right} of {COUNT}"
+
+
+@pytest.mark.spec("D1", "D6")
+def test_model_whose_head_is_its_embedding_wakes_as_it_fell_asleep(chat: Child) -> None:
+    asked = held_out_examples(1)["facts"][:COUNT]
+    before = [said(ask(chat, NAME, example)) for example in asked]
+    assert chat.call("POST", "/control/sleep")[0] == 200
+    status, woken = chat.call("POST", "/control/wake")
+    assert (status, woken["verified"]) == (200, True)
+    assert [said(ask(chat, NAME, example)) for example in asked] == before

@@ -103,6 +103,11 @@ class SleepingCpuWorker(CPUWorker):
     def _reload(self, weights: Iterator[tuple[str, torch.Tensor]] | None) -> None:
         with set_current_vllm_config(self.vllm_config), self._adapters_kept(), every_core():
             self.model_runner.reload_weights(weights_iterator=weights)
+            # A head that shares the weight of the embedding is no weight of its own in the files:
+            # vLLM leaves it out, and its closure over the repacked weight with it.
+            for layer in self.model_runner.model.modules():
+                if getattr(layer, "cpu_linear", layer) is None:
+                    layer.quant_method.process_weights_after_loading(layer)
 
     @contextmanager
     def _adapters_kept(self) -> Iterator[None]:
