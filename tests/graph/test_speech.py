@@ -16,9 +16,8 @@ from tests.support.speech import SENTENCES, form, plain, samples_of, seconds_of,
 
 ASR, TTS, VAD = "tiny.en", "joe", "silero-vad"
 FOX = SENTENCES[0]
-QUESTION = "What is a ticket?"
-ANSWER = "A ticket is a numbered claim on bytes, by one holder for one model."
-WORDS = "A ticket, a lease, a holder."  # without it Whisper hears "What is it ticket?"
+QUESTION = "What happens when an engine hangs?"
+ANSWER = "It is killed by the node agent, and its bytes are reclaimed."
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +44,8 @@ def named(raw: bytes, name: str = "speech.wav") -> io.BytesIO:
     return file
 
 
-def heard(client: OpenAI, raw: bytes, words: str = "") -> str:
-    create = client.audio.transcriptions.create
-    return create(model=ASR, file=named(raw), prompt=words).text
+def heard(client: OpenAI, raw: bytes) -> str:
+    return client.audio.transcriptions.create(model=ASR, file=named(raw)).text
 
 
 @pytest.mark.spec("H3", "H4", "M1")
@@ -177,7 +175,7 @@ def posted(graph: Graph, path: str, raw: bytes, model: str) -> dict:
 
 @pytest.mark.spec("H3", "H4")
 def test_spoken_question_is_heard_and_its_answer_is_spoken(client: OpenAI) -> None:
-    question = heard(client, spoken(client, QUESTION), WORDS).strip()
+    question = heard(client, spoken(client, QUESTION)).strip()
     assert question == QUESTION
     answer = client.chat.completions.create(
         model="small-chat",
@@ -187,8 +185,8 @@ def test_spoken_question_is_heard_and_its_answer_is_spoken(client: OpenAI) -> No
     )
     said = answer.choices[0].message.content
     assert said == ANSWER
-    understood = heard(client, spoken(client, said), WORDS)
-    assert wer([ANSWER], [understood]) <= 0.1  # one word of fourteen
+    understood = heard(client, spoken(client, said))
+    assert wer([ANSWER], [understood]) <= 0.1  # one word of eleven
 
 
 @pytest.mark.spec("C11")
