@@ -24,8 +24,8 @@ EMBED = {"model": "all-minilm-l6-v2", "input": "hi"}
 def plain_serve_run() -> Iterator[Graph]:
     """With a home and a place for temporary files of its own, by which Ray finds no other cluster,
     and no other variable than those and the PATH. Of the file only the port is changed."""
-    config = (ROOT / "serve_config.yaml").read_text()
-    assert config.count("port: 8000") == 1
+    text = (ROOT / "serve_config.yaml").read_text()
+    assert text.count("port: 8000") == 1
     with tempfile.TemporaryDirectory(prefix="plain-", ignore_cleanup_errors=True) as folder:
         home = Path(folder)
         made = home / ".cache" / "serve-arbiter"
@@ -34,7 +34,7 @@ def plain_serve_run() -> Iterator[Graph]:
         (made / "models").symlink_to(default_folder())
         port = free_port()
         file = home / "serve_config.yaml"
-        file.write_text(config.replace("port: 8000", f"port: {port}"))
+        file.write_text(text.replace("port: 8000", f"port: {port}"))
         log = (home / "serve.log").open("wb")
         process = subprocess.Popen(
             [BIN / "serve", "run", file],
@@ -45,7 +45,7 @@ def plain_serve_run() -> Iterator[Graph]:
             start_new_session=True,
         )
         log.close()
-        config = yaml.safe_load(shipped)
+        config = yaml.safe_load(text)
         running = Graph(f"http://127.0.0.1:{port}", process, home, config)
         try:
             yield running
