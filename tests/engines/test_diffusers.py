@@ -211,7 +211,7 @@ def test_upload_that_is_no_picture_is_refused(draw: Child, raw: bytes) -> None:
 def test_body_that_is_no_form_is_refused(draw: Child) -> None:
     status, said = draw.call("POST", "/v1/images/edits", {"prompt": "x"})
     assert (status, said["error"]["param"]) == (400, "body")
-    assert draw.call("POST", "/v1/images/variations", {})[0] == 404
+    assert draw.call("POST", "/v1/images/unknown", {})[0] == 404
     assert draw.call("GET", "/v1/models")[1]["data"][0]["id"] == "draw"
 
 
