@@ -33,7 +33,7 @@ def on_gpu(fake: FakeNvml, mib: int, **how: Any) -> dict[str, Any]:
     return model(mib, nvml=str(fake.folder), ram=RAM * MIB, **how)
 
 
-def chat(role: str, **models: Any) -> dict[str, Any]:
+def chat(role: str = "text", **models: Any) -> dict[str, Any]:
     return {"chat": capability(role, **models) | {"engine": "tests.support.gpu_engine:build"}}
 
 
