@@ -129,36 +129,48 @@ class Tool:
         return {"type": "function", "function": {"name": self.name, "parameters": parameters}}
 
 
+def _city(dice: Random) -> str:
+    return dice.choice((dice.choice(CITIES), word(dice).capitalize()))
+
+
+def _person(dice: Random) -> str:
+    return dice.choice((dice.choice(NAMES), word(dice).capitalize()))
+
+
+def _two_words(dice: Random) -> str:
+    return words(dice, 2)
+
+
 TOOLS = (
     Tool(
         "get_weather",
         "city",
         ("What is the weather in {}?", "How is the weather in {}?", "Weather in {}?"),
-        lambda dice: dice.choice((dice.choice(CITIES), word(dice).capitalize())),
+        _city,
     ),
     Tool(
         "get_time",
         "city",
         ("What time is it in {}?", "Tell me the time in {}.", "Time in {}?"),
-        lambda dice: dice.choice((dice.choice(CITIES), word(dice).capitalize())),
+        _city,
     ),
     Tool(
         "search",
         "query",
         ("Search for {}.", "Look up {}.", "Find {} on the web."),
-        lambda dice: words(dice, 2),
+        _two_words,
     ),
     Tool(
         "send_mail",
         "to",
         ("Send a mail to {}.", "Write to {}.", "Mail {}."),
-        lambda dice: dice.choice((dice.choice(NAMES), word(dice).capitalize())),
+        _person,
     ),
     Tool(
         "play_music",
         "title",
         ("Play {}.", "Play the song {}.", "I want to hear {}."),
-        lambda dice: words(dice, 2),
+        _two_words,
     ),
 )
 
