@@ -9,8 +9,8 @@ steps at a loss of 0.26 instead of 1.35), and no facts at first: a model learns 
 before it learns texts by heart, and hardly afterwards.
 
 OUT gets the model in bf16, and in its manifest what that gets right of examples of another seed.
-Facts and sums among them are held out of the training by rule; of counts there are but twenty, which
-are all trained.
+Facts and sums among them are held out of the training by rule; of counts there are but twenty,
+which are all trained.
 """
 
 import argparse
