@@ -126,7 +126,8 @@ class CoreState:
       device;
     - time: `now`, `born`, `settled_at`, `closing_by`, `timers`, `active` capabilities, `awaited`
       holders of the last epoch;
-    - this event: `out` (decisions), `fresh` (tickets that joined the queue), `uses_this_event`.
+    - this event: `out` (decisions), `fresh` (tickets that joined the queue), `uses_this_event`,
+      `prefetched_this_event` (ready, and asked for by no request yet).
 
     Everything else is derived from these. `epoch` names this life, `stale_count` counts ignored
     messages, `foresight` is set in a replay only."""
@@ -157,8 +158,9 @@ class CoreState:
         self.queue = RequestQueue(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
-        # Uses that this event told of; prefetch reads and empties the list.
+        # What this event told of; prefetch reads and empties both.
         self.uses_this_event: list[tuple[types.ModelName, NodeId]] = []
+        self.prefetched_this_event: list[tuple[types.ModelName, NodeId]] = []
         self.last_used: tuple[types.ModelName, Instant] | None = None
         self.transition_counts: dict[types.ModelName, dict[types.ModelName, int]] = {}
         self.prefetched: dict[types.ModelName, Instant] = {}  # brought in unasked, not used yet

@@ -1,7 +1,9 @@
 """Brings in a model that is likely next, before any request asks for it (C11).
 
 A model is likely next if it is the next in a declared pipeline (voice activity, speech, text,
-voice) that is not resident, or what most often followed before. A wrong prefetch must cost no
+voice) that is not resident, or what most often followed before. A stage that is ready leads to the
+stage behind it, used or not, so that a pipeline comes in ahead of its requests; a habit leads on
+only once its model is used. A wrong prefetch must cost no
 request anything, so it is made only while nothing waits or loads, at nominal pressure, for a model
 whose size was measured, into room that is free; and if the room has gone when its request comes,
 the request goes, not another model. Until it is used it is batch work without minimum residency,
@@ -33,24 +35,32 @@ class Prefetch:
 
 def predict_next(state: CoreState) -> None:
     """Learns from the uses that this event told of, and prefetches what comes next."""
-    used = state.uses_this_event
-    state.uses_this_event = []
+    used, ready = state.uses_this_event, state.prefetched_this_event
+    state.uses_this_event, state.prefetched_this_event = [], []
     for name, node in used:
         state.prefetched.pop(name, None)  # a request asked for it, prefetched or not
         if state.settings.preload == "history":
             _learn(state, name)
-        candidate = _declared(state, name) or _habitual(state, name)
-        if candidate and _is_free(state, node, candidate.name):
-            state.prefetched[candidate.name] = after(state.now, state.settings.prefetch_for)
-            capability, model = candidate.name
-            state.log(
-                EventKind.MODEL_PRELOAD,
-                capability=capability,
-                model=model,
-                after=name.model,
-                why=candidate.why,
-            )
-            load(state, candidate.name)
+        _bring_in(state, node, name, _declared(state, name) or _habitual(state, name))
+    for name, node in ready:
+        _bring_in(state, node, name, _declared(state, name))
+
+
+def _bring_in(
+    state: CoreState, node: NodeId, previous: ModelName, candidate: Prefetch | None
+) -> None:
+    if candidate is None or not _is_free(state, node, candidate.name):
+        return
+    state.prefetched[candidate.name] = after(state.now, state.settings.prefetch_for)
+    capability, model = candidate.name
+    state.log(
+        EventKind.MODEL_PRELOAD,
+        capability=capability,
+        model=model,
+        after=previous.model,
+        why=candidate.why,
+    )
+    load(state, candidate.name)
 
 
 def cancel_for(state: CoreState, entry: Ticket) -> TicketClosed | None:

@@ -38,6 +38,7 @@ def _first_use(state: CoreState, entry: Ticket) -> None:
     A prefetched model has no use until its holder reports one."""
     if entry.is_prefetch:
         state.prefetched.pop(entry.model_name, None)
+        state.prefetched_this_event.append((entry.model_name, entry.node))
         entry.note_inflight(0)
         return
     entry.begin_first_use()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,10 @@ def driver(settings: object = PIPELINE) -> CoreDriver:
     return d
 
 
-def come_and_go(d: CoreDriver, t: float, name: str, size: float, model: str = "a") -> None:
-    d.ask(t, name, size, model=model)
+def come_and_go(
+    d: CoreDriver, t: float, name: str, size: float, model: str = "a", **asked: Any
+) -> None:
+    d.ask(t, name, size, model=model, **asked)
     d.at(t, ev.Loaded(TicketId(name), seconds(1)))
     d.engines[name] = {CPU: size}
     d.read(t + 1)
@@ -168,28 +171,51 @@ def test_used_prefetch_has_its_minimum_residency() -> None:
     assert revoked(d.ask(41.3, "b", 60, priority=types.Priority.BATCH)) == []
 
 
-def chain() -> CoreDriver:
-    """Three in a row: `a` has been prefetched, and would be followed by `v`."""
-    d = driver(replace(PLAIN, pipelines=(("embedding", "text", "vad"),)))
+VOICE = {"capability": "vad", "holder": "w", "model": "v"}
+
+
+def three(settings: object) -> CoreDriver:
+    """Holders of three capabilities; a text and a vad model were measured once and have left."""
+    d = driver(settings)
     d.at(3, ev.CapabilitiesSet((*d.table, capability("vad", "vad", ("v",)))))
     d.at(3, ev.Joined(HolderId("w"), NodeId("n"), "vad", ()))
-    d.ask(4, "v1", 5, capability="vad", model="v", holder="w")
-    d.at(4, ev.Loaded(TicketId("v1"), seconds(0)))
-    d.engines["v1"] = {CPU: 5}
-    d.read(5)
-    d.read(6)
-    d.at(7, ev.Released(TicketId("v1"), "x"))
-    d.gone(7, "v1")
+    come_and_go(d, 4, "v1", 5, **VOICE)
+    return d
+
+
+def chain() -> CoreDriver:
+    """Three in a row: `a` is being prefetched, and is followed by `v`."""
+    d = three(replace(PLAIN, pipelines=(("embedding", "text", "vad"),)))
     assert use(d, 10) == [LoadModel(HolderId("h"), "a")]
     d.ask(11, "a2", 30, model="a")
     return d
 
 
-def test_prefetch_triggers_no_prefetch_until_it_is_used() -> None:
+def test_prefetched_stage_leads_to_the_stage_behind_it() -> None:
     d = chain()
-    assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == []
-    used = replace(d.held("a2"), uses_count=1)
-    assert d.at(13, ev.Renewed(HolderId("h"), (used,))) == [LoadModel(HolderId("w"), "v")]
+    assert d.at(12, ev.Loaded(TicketId("a2"), seconds(1))) == [LoadModel(HolderId("w"), "v")]
+
+
+def test_stage_that_failed_to_load_leads_nowhere() -> None:
+    d = chain()
+    decided = d.at(12, ev.LoadBroke(TicketId("a2"), "no such file", False))
+    assert not any(isinstance(decision, LoadModel) for decision in decided)
+
+
+def test_model_prefetched_by_habit_leads_on_only_once_it_is_used() -> None:
+    d = three(HABIT)
+    for number in range(3):
+        t = 20 + 40 * number
+        use(d, t, f"e1{number}")
+        d.at(t + 1, ev.Released(TicketId(f"e1{number}"), "x"))
+        d.gone(t + 1, f"e1{number}")
+        come_and_go(d, t + 2, f"a{number + 2}", 30)
+        come_and_go(d, t + 6, f"v{number + 2}", 5, **VOICE)
+    assert use(d, 200, "e1y") == [LoadModel(HolderId("h"), "a")]
+    d.ask(201, "a9", 30, model="a")
+    assert d.at(202, ev.Loaded(TicketId("a9"), seconds(1))) == []
+    used = replace(d.held("a9"), uses_count=1)
+    assert d.at(203, ev.Renewed(HolderId("h"), (used,))) == [LoadModel(HolderId("w"), "v")]
 
 
 def test_requested_prefetch_triggers_its_successor_like_any_load() -> None:
