@@ -70,10 +70,16 @@ class Node:
     unreadable: dict[DeviceId, str] = field(default_factory=dict)  # its devices, and the cause
     inexact: frozenset[DeviceId] = frozenset()  # of its devices, see tickets/inexact.py
     computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
+    slabs: tuple[ev.SlabReading, ...] = ()  # of its pool (E1)
 
     def __post_init__(self) -> None:
         hosts = types.DeviceKind.HOST
         self.computing = tuple(d for d, spec in self.devices.items() if spec.kind is not hosts)
+
+    @property
+    def pool_bytes(self) -> Bytes:
+        """Returns the RAM that slabs take."""
+        return Bytes(sum(slab.allocated_bytes for slab in self.slabs))
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ app = typer.Typer(
 )
 
 COMMANDS = {
-    "See": (show.status, show.events, show.explain, show.residency, show.clients),
+    "See": (show.status, show.events, show.explain, show.residency, show.pool, show.clients),
     "Steer": (steer.load, steer.unload, steer.grow, steer.shrink, steer.floor, steer.settings),
     "Leases": (lease.lease, show.leases, steer.drain, steer.cleanup),
     "Cluster": (check.check, cluster.upgrade, cluster.down),
