@@ -164,7 +164,6 @@ class CoreState:
         self.queue = RequestQueue(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
-        # What this event told of; prefetch reads and empties both.
         self.uses_this_event: list[tuple[types.ModelName, NodeId]] = []
         self.prefetched_this_event: list[tuple[types.ModelName, NodeId]] = []
         self.last_used: tuple[types.ModelName, Instant] | None = None

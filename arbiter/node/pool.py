@@ -32,7 +32,7 @@ _MARK = f"/memfd:{procfs.HOST_POOL}-"
 class PooledSlab:
     """One slab, lent to the engine of `ticket` or idle."""
 
-    number: int
+    name: str  # among those of the node
     request: SlabRequest
     fd: int
     view: SlabView
@@ -52,7 +52,7 @@ class PooledSlab:
     def reading(self) -> SlabReading:
         counts = self.view.counts
         return SlabReading(
-            slab=str(self.number),
+            slab=self.name,
             content=self.request.content,
             owner=self.request.owner,
             namespace=self.view.namespace.hex()[:12],
@@ -123,7 +123,7 @@ class Pool:
     def _make(self, request: SlabRequest) -> PooledSlab:
         size = int(self.budget_bytes) // _UNIT_BYTES * _UNIT_BYTES
         fd = create(_label(request), Bytes(size))
-        made = PooledSlab(self._next_number(), request, fd, SlabView(fd))
+        made = PooledSlab(self._next_name(), request, fd, SlabView(fd))
         self._slabs.append(made)
         return made
 
@@ -134,11 +134,11 @@ class Pool:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except (OSError, ValueError):
             return None
-        return PooledSlab(self._next_number(), request, fd, SlabView(fd))
+        return PooledSlab(self._next_name(), request, fd, SlabView(fd))
 
-    def _next_number(self) -> int:
+    def _next_name(self) -> str:
         self._made_count += 1
-        return self._made_count
+        return str(self._made_count)
 
     # -- keeping to the budget -------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Pool:
     def _drop(self, slab: PooledSlab, reason: str) -> None:
         size = slab.view.allocated_bytes
         request = slab.request
-        told = SlabDropped(str(slab.number), request.content, request.owner, size, reason)
+        told = SlabDropped(slab.name, request.content, request.owner, size, reason)
         slab.close()
         self._slabs.remove(slab)
         self._dropped.append(told)
