@@ -120,6 +120,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         "served_model_name": config.get("served_name", config["model"]),
         "disable_log_stats": True,
         "disable_fastapi_docs": True,
+        "enable_prompt_tokens_details": True,  # a client sees what it saved by a prefix
         **_adapter_arguments(config),
         **_drafter_arguments(config),
         **pictures.arguments(config["model"]),
