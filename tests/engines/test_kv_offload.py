@@ -6,10 +6,13 @@ would.
 """
 
 import contextlib
+import http.client
+import json
 import mmap
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,12 +21,15 @@ import pytest
 
 from arbiter.pool import Content, SlabView, create
 from arbiter.units import MIB, Bytes
+from models.train_vision import QUESTIONS
+from tests.support.drawings import drawing, uri
 from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, served, until
 
 VLLM = "deployments.engines.vllm.engine:build"
 BLOCK = 128  # tokens, of the CPU build
 LONG = 1_300  # tokens: ten blocks and a part of one
 STORED = LONG // BLOCK
+CONVERSATIONS, KILLS = 6, 6
 
 
 def prompt(seed: int, tokens: int = LONG) -> list[int]:
@@ -82,7 +88,8 @@ def await_rows(child: Child, count: int) -> None:
 
 
 def kill(child: Child) -> None:
-    os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
     until(lambda: is_gone(child.pid), 10)
 
 
@@ -175,6 +182,108 @@ def test_damaged_slab_is_a_cold_prefill_without_an_error(
     with served(engines, f"{damage.__name__}-2", VLLM, config(tiny, slab)) as child:
         assert ask(child, prompt(6)) == (cold[0], 0)
         await_rows(child, STORED)
+
+
+def kill_in_traffic(engines: ZygoteUnderTest, ticket: str, given: Any, seed: int) -> list[Any]:
+    """Asks all conversations at once and kills the engine after some of the answers, which it
+    returns with the number of each."""
+    answered: list[Any] = []
+
+    def one(number: int) -> None:
+        # Requests in flight are cut off, or told that the engine is dead.
+        with contextlib.suppress(OSError, http.client.HTTPException, AssertionError):
+            answered.append((number, ask(child, prompt(number), most=4)[0]))
+
+    with killed(engines, ticket, given) as child, ThreadPoolExecutor(CONVERSATIONS) as pool:
+        order = Random(seed).sample(range(CONVERSATIONS), CONVERSATIONS)
+        running = [pool.submit(one, number) for number in order]
+        until(lambda: len(answered) >= seed % 4, 30)
+        kill(child)
+        wait(running)
+    return answered
+
+
+@pytest.mark.spec("E5")
+def test_answers_stay_equal_however_often_an_engine_is_killed_in_mid_traffic(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    with served(engines, "without", VLLM, config(tiny, None)) as child:
+        right = {n: ask(child, prompt(n), most=4)[0] for n in range(CONVERSATIONS)}
+    for seed in range(KILLS):
+        for number, answer in kill_in_traffic(engines, f"kill-{seed}", config(tiny, slab), seed):
+            assert answer == right[number]
+    with served(engines, "survivor", VLLM, config(tiny, slab)) as child:
+        found = {n: ask(child, prompt(n), most=4) for n in right}
+        assert {n: answer for n, (answer, _) in found.items()} == right
+        assert facts(child)["loaded"] > 0
+
+
+@pytest.mark.spec("E4", "E5")
+def test_full_slab_evicts_and_every_answer_stays_right(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    """One extent of 64 rows, for conversations of more blocks than that."""
+    with contextlib.closing(SlabView(slab)) as view:
+        view.limit_bytes = Bytes(33 * MIB)
+    numbers = range(20, 28)
+    with killed(engines, "crowded", config(tiny, slab)) as child:
+        cold = {n: ask(child, prompt(n)) for n in numbers}
+        until(lambda: facts(child)["evicted"] >= len(numbers) * STORED - 64, 10)
+        assert facts(child)["allocated_bytes"] <= 33 * MIB
+    with served(engines, "crowded-2", VLLM, config(tiny, slab)) as child:
+        again = {n: ask(child, prompt(n)) for n in reversed(numbers)}
+        assert {n: a for n, (a, _) in again.items()} == {n: a for n, (a, _) in cold.items()}
+        assert again[27][1] == STORED * BLOCK, "the last conversation was whole"
+
+
+@pytest.mark.spec("F9", "E2")
+def test_blocks_hold_the_drafters_layers_too(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    given = config(tiny, slab)
+    for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_modules"):
+        del given["engine_args"][name]
+    alone = json.loads(json.dumps(given))
+    given["drafter"] = {"model": str(tiny), "tokens": 3}
+    with killed(engines, "drafted", given) as child:
+        cold = ask(child, prompt(10))
+        await_rows(child, STORED)
+    with killed(engines, "drafted-2", given) as child:
+        answer, cached = ask(child, prompt(10))
+        assert (answer, cached > 0) == (cold[0], True)
+    with served(engines, "undrafted", VLLM, alone) as child:
+        assert ask(child, prompt(10)) == (cold[0], 0)
+
+
+@pytest.mark.spec("H2", "L1")
+def test_model_that_sees_takes_pictures_and_no_embeddings_beside_a_slab(
+    engines: ZygoteUnderTest, describer: Path, slab: int
+) -> None:
+    """A connector alone would have vLLM accept embeddings from clients."""
+    given = {
+        "model": str(describer),
+        "served_name": "eyes",
+        "slab": config(describer, slab)["slab"],
+    }
+    args = {"max_model_len": 1024, "kv_cache_memory_bytes": 32 * MIB, "dtype": "float32"}
+    given["engine_args"] = {**args, "max_num_seqs": 4, "enable_prompt_tokens_details": True}
+    url = {"type": "image_url", "image_url": {"url": uri(drawing(3))}}
+    question = {"type": "text", "text": QUESTIONS["describe"][0] + " Look again." * 40}
+
+    def look(child: Child, part: dict[str, Any]) -> tuple[int, Any]:
+        body = {"messages": [{"role": "user", "content": [part, question]}], "temperature": 0}
+        return child.call("POST", "/v1/chat/completions", {**body, "max_tokens": 12})
+
+    with killed(engines, "eyes", given) as child:
+        status, cold = look(child, url)
+        assert status == 200, cold
+        await_rows(child, 1)
+        status, said = look(child, {"type": "image_embeds", "image_embeds": "AAAA"})
+        assert (status, "--enable-mm-embeds" in json.dumps(said)) == (400, True), said
+    with served(engines, "eyes-2", VLLM, given) as child:
+        _, seen = look(child, url)
+        assert seen["choices"][0]["message"] == cold["choices"][0]["message"]
+        assert seen["usage"]["prompt_tokens_details"]["cached_tokens"] >= BLOCK
 
 
 @pytest.mark.spec("D1", "G4")
