@@ -153,7 +153,7 @@ def _facts(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def _digests(vllm_config: VllmConfig, given: Mapping[str, Any]) -> list[str | None]:
-    """Of the model's weights and the drafter's; None for one that has no files here."""
+    """Of the model's weights and the drafter's; None where one has no files here."""
     model = given.get("model_digest") or weights_digest(Path(vllm_config.model_config.model))
     drafts = vllm_config.speculative_config
     if drafts is None or drafts.model is None:
