@@ -64,6 +64,7 @@ class Count(IntEnum):
     EVICTED = 5
     REFUSED = 6  # rows that found no room
     LOADED = 7
+    RESTORED = 8  # rows that came back from a file
 
 
 @dataclass(frozen=True, slots=True)
