@@ -40,9 +40,10 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from arbiter.pool import Content, Rows, Slab, SlabFile, SlabUnusable, layout
+from arbiter.pool import Content, Rows, SavedRows, Slab, SlabFile, SlabUnusable, layout
 from arbiter.units import KIB, MIB, Bytes
 from deployments.engines.protocol import Config
+from deployments.engines.vllm.kv_restore import Restorer
 
 logger = init_logger(__name__)
 
@@ -58,7 +59,8 @@ _ALIGNED_BYTES = 4 * KIB  # rows begin on kernel pages
 
 def arguments(config: Config) -> dict[str, Any]:
     """vLLM's arguments for an engine that was lent a slab: `config["slab"]` has its `path`, and
-    perhaps the `model_digest` of the weights and `term_s`. Empty without one."""
+    perhaps a `file` with more rows, the `model_digest` of the weights, and `term_s`. Empty without
+    one."""
     given = config.get("slab")
     if not given:
         return {}
@@ -66,6 +68,7 @@ def arguments(config: Config) -> dict[str, Any]:
         "spec_name": SlabSpec.__name__,
         "spec_module_path": SlabSpec.__module__,
         "slab": given["path"],
+        "file": given.get("file"),
         "term_s": float(given.get("term_s", _TERM_S)),
         "offload_prompt_only": False,  # vLLM's default would leave out what the model has said
     }
@@ -207,8 +210,22 @@ class SlabSpec(OffloadingSpec):
         if self.manager is None:
             path = self.extra_config["slab"]
             slab = Slab(path, Content.KV, self.namespace, self.row_bytes)
-            self.manager = SlabManager(Rows(slab, self.extra_config["term_s"], time.time))
+            rows = Rows(slab, self.extra_config["term_s"], time.time)
+            self.manager = SlabManager(rows, self._restorer(rows))
         return self.manager
+
+    def _restorer(self, rows: Rows) -> Restorer | None:
+        """None where no file was given, or it has nothing for this namespace."""
+        file = self.extra_config["file"]
+        if file is None:
+            return None
+        now_s = time.time()
+        saved = SavedRows(Path(file), Content.KV, self.namespace, self.row_bytes, now_s)
+        logger.info("%s has %d KV blocks of this model", file, len(saved.keys))
+        if saved.keys:
+            return Restorer(rows, saved, time.time)
+        saved.close()
+        return None
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         rows = Region(SlabFile(self.extra_config["slab"]), self.row_bytes)
@@ -227,13 +244,15 @@ class SlabSpec(OffloadingSpec):
 
 
 class SlabManager(OffloadingManager):
-    """The scheduler's side: which block lies in which row."""
+    """The scheduler's side: which block lies in which row. `restorer`: what has more of them."""
 
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
+    def __init__(self, rows: Rows, restorer: Restorer | None = None) -> None:
+        self.rows, self.restorer = rows, restorer
         self._steps_to_settle = 0
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        if self.restorer is not None and self.restorer.awaits(key, req_context):
+            return LookupResult.RETRY
         if self.rows.is_reserved(key):
             return LookupResult.HIT_PENDING
         return LookupResult.MISS if self.rows.lookup(key) is None else LookupResult.HIT
@@ -278,7 +297,12 @@ class SlabManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._steps_to_settle = max(0, self._steps_to_settle - 1)
+        if self.restorer is not None:
+            self.restorer.end_step()
         self.shrink()
+
+    def has_pending_work(self) -> bool:
+        return self.restorer is not None and self.restorer.is_busy
 
     def shrink(self) -> None:
         """Gives back what the owner's limit no longer permits."""
@@ -288,8 +312,14 @@ class SlabManager(OffloadingManager):
     def reset_cache(self) -> None:
         """What is READY stays: a block's key says what it holds. vLLM calls this for every sleep.
         The worker may still write what was in flight, so that no row moves there meanwhile."""
+        if self.restorer is not None:
+            self.restorer.stop()
         self.rows.forget_in_flight()
         self._steps_to_settle = _STEPS_AFTER_RESET
+
+    def shutdown(self) -> None:
+        if self.restorer is not None:
+            self.restorer.close()
 
     def facts(self) -> dict[str, int]:
         """Counts by name, bytes of the whole file, and its limit."""

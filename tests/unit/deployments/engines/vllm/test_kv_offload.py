@@ -203,6 +203,7 @@ def test_arguments_name_the_slab_and_store_answers_too() -> None:
     assert given["prefix_caching_hash_algo"] == "sha256"
     extra = given["kv_transfer_config"]["kv_connector_extra_config"]
     assert (extra["slab"], extra["term_s"]) == ("/proc/1/fd/3", 9.0)
+    assert extra["file"] is None
     assert extra["offload_prompt_only"] is False
 
 
