@@ -269,6 +269,8 @@ class SlabManager(OffloadingManager):
     def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput:
         """Rows for the keys that find room, perhaps none: after an answer of None vLLM asks again
         in every step, and logs it."""
+        if self.restorer is not None:
+            self.restorer.give_up(keys)
         found = self.rows.reserve(keys, keep=req_context._offload_key_positions)
         spec = CPULoadStoreSpec(list(found.rows.values()))
         return PrepareStoreOutput(list(found.rows), spec, found.evicted)

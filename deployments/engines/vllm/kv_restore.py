@@ -5,7 +5,7 @@ and checks them, because a block that vLLM was promised and that fails to load e
 Until then the request waits, and others go on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -58,6 +58,16 @@ class Restorer:
         for key in [key for key, future in self._coming.items() if future.done()]:
             self._settle(key)
 
+    def give_up(self, keys: Iterable[bytes]) -> None:
+        """Sends for these no more: after a miss before them the device computes them anew. vLLM
+        asks but once to store a block, so that its row must be free or READY by then."""
+        for key in [key for key in keys if key in self._coming]:
+            if self._coming[key].cancel():
+                del self._coming[key]
+                self._rows.abandon(key)
+            else:
+                self._settle(key)
+
     def stop(self) -> None:
         """Returns when no row is written any more. Those on their way stay reserved."""
         for future in self._coming.values():
@@ -83,6 +93,7 @@ class Restorer:
         return bool(found.rows)
 
     def _settle(self, key: bytes) -> None:
+        """Waits for its read, of some milliseconds, where that has begun."""
         mark = self._saved.mark(key)
         if self._coming.pop(key).result() and mark is not None:
             self._rows.mark_restored(mark)

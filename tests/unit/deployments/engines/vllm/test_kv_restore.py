@@ -151,13 +151,28 @@ def test_two_requests_await_one_read_and_others_go_on(manager: SlabManager, held
     one, two = request(b"k0"), request(b"k0")
     assert manager.lookup(b"k0", one) is manager.lookup(b"k0", two) is RETRY
     other = request(b"o")
-    assert manager.prepare_store([b"o", b"k0"], other).keys_to_store == [b"o"]
+    assert manager.prepare_store([b"o"], other).keys_to_store == [b"o"]
     assert manager.lookup(b"o", other) is PENDING
     manager.complete_store({b"o"}, other)
     assert manager.lookup(b"o", other) is HIT
     held.set()
     assert answer(manager, one, b"k0") == answer(manager, two, b"k0") == [HIT]
     assert restored(manager) == 1
+
+
+@pytest.mark.spec("G4")
+def test_block_that_is_computed_while_it_is_awaited_is_stored(
+    manager: SlabManager, held: Event
+) -> None:
+    """Because a block before it was damaged, and vLLM asks but once to store it."""
+    asked = request(*keys(3))
+    assert [manager.lookup(key, asked) for key in keys(3)] == [RETRY] * 3
+    assert manager.prepare_store(keys(3), asked).keys_to_store == keys(3)
+    held.set()
+    manager.on_schedule_end(NO_STEP)
+    manager.complete_store(set(keys(3)), asked)
+    assert [manager.lookup(key, asked) for key in keys(3)] == [HIT] * 3
+    assert restored(manager) == 0
 
 
 @pytest.mark.spec("G4")
