@@ -62,7 +62,7 @@ class _Digest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    content: int
+    content: Content
     namespace: bytes
     row_bytes: int
     rows_count: int
@@ -84,7 +84,7 @@ class SavedRows:
         if self._fd is None:
             return
         head = _read_head(self._fd)
-        wanted = (content.value, namespace, row_bytes)
+        wanted = (content, namespace, row_bytes)
         if head is not None and (head.content, head.namespace, head.row_bytes) == wanted:
             found = _read_table(self._fd, head)
             latest_s = now_s + layout.LONGEST_TERM_S
@@ -154,7 +154,7 @@ def save(
         rest = (row for row in older.sources() if row.mark.key not in own)
         rows = sorted([*own.values(), *rest], key=lambda row: -row.mark.used_s)
         rows = rows[: _fitting(most_bytes, shape.row_bytes)]
-        head = _Head(content.value, view.namespace, shape.row_bytes, len(rows), 0.0)
+        head = _Head(content, view.namespace, shape.row_bytes, len(rows), 0.0)
         return _save(rows, head, path, is_wanted) if rows else 0
     finally:
         older.close()
@@ -217,7 +217,7 @@ def _write(target: int, rows: list[_Source], head: _Head, is_wanted: Callable[[]
             os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
             unsynced = 0
     os.ftruncate(target, at)
-    facts = (head.content, head.namespace, head.row_bytes, len(table), expires_s)
+    facts = (head.content.value, head.namespace, head.row_bytes, len(table), expires_s)
     _write_all(target, _HEADER.pack(_MAGIC, _VERSION, *facts), 0)
     _write_all(target, b"".join(table), _TABLE_AT)
     return len(table)
@@ -264,10 +264,11 @@ def _open(path: Path) -> int | None:
 
 
 def _read_head(fd: int) -> _Head | None:
-    with contextlib.suppress(OSError, struct.error):
-        magic, version, *facts = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
+    """None where no header of this version is."""
+    with contextlib.suppress(OSError, struct.error, ValueError):
+        magic, version, content, *facts = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
         if (magic, version) == (_MAGIC, _VERSION):
-            return _Head(*facts)
+            return _Head(Content(content), *facts)
     return None
 
 
