@@ -9,6 +9,7 @@
 A row is visible once the state word of its mark says READY; that word is written last.
 """
 
+import hashlib
 import math
 import struct
 from collections.abc import Iterator
@@ -99,6 +100,11 @@ class Mark(NamedTuple):
     used_s: float
     tenant: bytes = b""
     kind: int = 0
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """How a mark names a tenant. None at all stays empty: of requests without one."""
+    return hashlib.blake2b(tenant.encode(), digest_size=TENANT_BYTES).digest() if tenant else b""
 
 
 def geometry(capacity: Bytes, row_bytes: Bytes) -> Geometry:

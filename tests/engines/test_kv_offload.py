@@ -12,6 +12,7 @@ import mmap
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 from arbiter.pool import Content, SlabView, create, slab_file
+from arbiter.pool.layout import tenant_digest
 from arbiter.units import MIB, Bytes
 from models.train_vision import QUESTIONS
 from tests.support.drawings import drawing, uri
@@ -73,10 +75,12 @@ def config(model: Path, slab: int | None, **more: Any) -> dict[str, Any]:
     return given
 
 
-def ask(child: Child, tokens: list[int], name: str = "tiny", most: int = 8) -> tuple[Any, int]:
+def ask(
+    child: Child, tokens: list[int], name: str = "tiny", most: int = 8, salt: str | None = None
+) -> tuple[Any, int]:
     """What it answers, with log-probabilities, and how many tokens it did not compute."""
     body = {"model": name, "prompt": tokens, "max_tokens": most, "temperature": 0, "logprobs": 2}
-    more = {"ignore_eos": True, "return_token_ids": True}
+    more = {"ignore_eos": True, "return_token_ids": True} | ({"cache_salt": salt} if salt else {})
     status, answer = child.call("POST", "/v1/completions", {**body, **more})
     assert status == 200, answer
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -181,6 +185,31 @@ def test_conversations_asked_at_once_come_back_together(
         found = dict(zip(numbers, pool.map(lambda n: ask(child, prompt(n)), numbers), strict=True))
         assert {n: a for n, (a, _) in found.items()} == {n: a for n, (a, _) in cold.items()}
         assert {cached for _, cached in found.values()} == {STORED * BLOCK}
+
+
+@pytest.mark.spec("E6", "G2", "G4")
+def test_rows_name_their_tenant_and_no_tenant_gets_those_of_another_from_a_file(
+    engines: ZygoteUnderTest, tiny: Path, slab: int, next_slab: int, tmp_path: Path
+) -> None:
+    with killed(engines, "of-tenants", config(tiny, slab)) as child:
+        cold = ask(child, prompt(34), salt="acme")
+        assert ask(child, prompt(35))[1] == 0
+        await_rows(child, 2 * STORED)
+    acme = tenant_digest("acme")
+    with contextlib.closing(SlabView(slab)) as view:
+        assert Counter(mark.tenant for _, mark in view.marks()) == {
+            acme: STORED,
+            bytes(16): STORED,
+        }
+    file = tmp_path / "a.slab"
+    save(slab, file)
+    given = with_file(config(tiny, next_slab), file)
+    with served(engines, "of-tenants-2", VLLM, given) as child:
+        assert [ask(child, prompt(34), salt=salt)[1] for salt in ("other", None)] == [0, 0]
+        assert ask(child, prompt(34), salt="acme") == (cold[0], STORED * BLOCK)
+        assert facts(child)["restored"] == STORED
+    with contextlib.closing(SlabView(next_slab)) as view:
+        assert [mark.tenant for _, mark in view.marks()].count(acme) == STORED
 
 
 def flip_bytes(path: Path) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -243,11 +244,19 @@ class SlabSpec(OffloadingSpec):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Tenant:
+    """Whose request it is, as its rows say it."""
+
+    digest: bytes
+
+
 class SlabManager(OffloadingManager):
     """The scheduler's side: which block lies in which row. `restorer`: what has more of them."""
 
     def __init__(self, rows: Rows, restorer: Restorer | None = None) -> None:
         self.rows, self.restorer = rows, restorer
+        self.requests: Mapping[str, Any] = {}  # the scheduler's own, by id: see `manager_of`
         self._steps_to_settle = 0
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
@@ -278,9 +287,10 @@ class SlabManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[bytes], req_context: ReqContext, success: bool = True
     ) -> None:
+        tenant = req_context.get_state(_Tenant)
         for key in keys:
             if success:
-                self.rows.mark_ready(key)
+                self.rows.mark_ready(key, tenant.digest if tenant else b"")
             else:
                 self.rows.abandon(key)
         self._used(req_context)
@@ -292,6 +302,12 @@ class SlabManager(OffloadingManager):
         self.rows.touch(sorted(places, key=places.__getitem__, reverse=True))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Notes the tenant, whose name is the salt that the front gives to its requests. The
+        connector leaves that out of its context, and the last blocks are stored when the request is
+        gone."""
+        request = self.requests.get(req_context.req_id)
+        if request is not None and request.cache_salt:
+            req_context.set_state(_Tenant(layout.tenant_digest(request.cache_salt)))
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -333,10 +349,14 @@ class SlabManager(OffloadingManager):
 
 
 def manager_of(scheduler: Any) -> SlabManager | None:
-    """The manager within vLLM's scheduler; None for an engine without a slab."""
+    """The manager within vLLM's scheduler, told of its requests; None for an engine without a
+    slab."""
     side = getattr(scheduler.connector, "connector_scheduler", None)
     manager = getattr(side, "manager", None)
-    return manager if isinstance(manager, SlabManager) else None
+    if not isinstance(manager, SlabManager):
+        return None
+    manager.requests = scheduler.requests
+    return manager
 
 
 class RowCopier(OffloadingWorker):
