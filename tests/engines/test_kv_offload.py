@@ -21,9 +21,13 @@ from typing import Any
 
 import pytest
 
+from arbiter.node import pool as pools
+from arbiter.node.pool import Pool
+from arbiter.node.slab_files import SlabFiles
 from arbiter.pool import Content, SlabView, create, slab_file
 from arbiter.pool.layout import tenant_digest
-from arbiter.units import MIB, Bytes
+from arbiter.protocol.messages import SlabRequest
+from arbiter.units import MIB, Bytes, TicketId
 from models.train_vision import QUESTIONS
 from tests.support.drawings import drawing, uri
 from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, served, until
@@ -166,6 +170,38 @@ def test_conversation_that_had_to_leave_the_ram_comes_back_from_its_file(
         assert child.call("POST", "/control/wake")[0] == 200
         assert ask(child, prompt(30)) == (cold[30][0], STORED * BLOCK)
         assert facts(child)["restored"] == 2 * STORED, "from RAM"
+
+
+def lent(pool: Pool, ticket: TicketId, model: Path) -> dict[str, Any]:
+    """The configuration of an engine, with what the pool lends to it."""
+    wanted = SlabRequest("kv", "chat/tiny", "key")
+    path, file = pool.lend(ticket, wanted), pool.file_for(wanted)
+    given: dict[str, str | None] = {"path": path} | ({"file": file} if file else {})
+    return {**config(model, None), "slab": given}
+
+
+@pytest.mark.spec("E4", "G4")
+def test_pool_under_pressure_saves_what_the_next_engine_restores(
+    engines: ZygoteUnderTest, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = SlabFiles(tmp_path / "slabs", Bytes(64 * MIB))
+    with contextlib.closing(Pool(Bytes(256 * MIB), files)) as pool:
+        first, second = TicketId("under-pressure"), TicketId("after-pressure")
+        with killed(engines, first, lent(pool, first, tiny)) as child:
+            cold = ask(child, prompt(36))
+            await_rows(child, STORED)
+        pool.take_back(first)
+        with monkeypatch.context() as patch:
+            pool._kept_free_bytes = 10**9
+            available = Bytes(10**9 - pool.allocated_bytes)
+            patch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), available))
+            until(lambda: pool.turn() or bool(pool.dropped()), 20)
+        [gone] = pool.dropped()
+        assert (gone.reason, gone.was_saved, pool.allocated_bytes) == ("pressure", True, 0)
+        with served(engines, second, VLLM, lent(pool, second, tiny)) as child:
+            assert ask(child, prompt(36)) == (cold[0], STORED * BLOCK)
+            [reading] = pool.readings()
+            assert (reading.restored_count, reading.rows_count) == (STORED, STORED)
 
 
 @pytest.mark.spec("G4")
