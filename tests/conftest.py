@@ -3,6 +3,7 @@ which each test starts and stops its own arbiter, and one zygote with the import
 """
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,11 @@ settings.load_profile("untimed")
 
 if TYPE_CHECKING:
     from tests.support.engine_host import ZygoteUnderTest
+
+# A shell has its background jobs ignore SIGINT, and what they start ignores it too: `serve run`
+# would not end on Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 ENGINES = ",".join(
