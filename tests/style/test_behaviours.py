@@ -4,11 +4,11 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.style.sources import ROOT, nodes_of, tree_of
+
 LENGTH_MOST = 200  # of a sentence: a reader compares lines, and notes have the rest
 ROWS_LEAST = 100  # a page that is parsed wrongly has none
 STATE = re.compile(r"(works|partial|missing)(?: `\[gpu\]`)?")
@@ -53,14 +53,13 @@ def marked_tests() -> dict[str, set[str]]:
     """Name of each test to the ids it is marked with."""
     found: dict[str, set[str]] = {}
     for file in (ROOT / "tests").rglob("test_*.py"):
-        tree = ast.parse(file.read_text())
         shared = {
             mark
-            for node in tree.body
+            for node in tree_of(file).body
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
             for mark in marks([node.value])
         }
-        for node in ast.walk(tree):
+        for node in nodes_of(file):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 own = set(marks(node.decorator_list))
                 found.setdefault(node.name, set()).update(own | shared)

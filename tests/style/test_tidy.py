@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ import pytest
 from arbiter.core.records.ticket import TRANSITIONS
 from deployments.replica import held_model
 from tests.style import states_diagram
+from tests.style.sources import ROOT, name_of, nodes_of, text_of, tree_of
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("arbiter", "policies", "deployments", "models")
 CODE = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -35,17 +34,8 @@ UNITLESS = {
 }  # fmt: skip
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    nodes = ast.walk(tree(path))
+    nodes = nodes_of(path)
     return [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
@@ -57,18 +47,18 @@ def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 @pytest.mark.parametrize("path", CODE + TESTS, ids=name_of)
 def test_files_and_functions_are_short(path: Path) -> None:
     limit = LINES_PER_FILE * (1 if path in CODE else 2)  # scenarios are a list, not a design
-    assert len(path.read_text().splitlines()) <= limit
+    assert len(text_of(path).splitlines()) <= limit
     long = [f"{f.name}:{f.lineno}" for f in functions(path) if length(f) > LINES_PER_FUNCTION]
     assert not long
 
 
 @pytest.mark.parametrize("path", CODE, ids=name_of)
 def test_every_module_has_a_docstring(path: Path) -> None:
-    assert not path.read_text().strip() or ast.get_docstring(tree(path))
+    assert not text_of(path).strip() or ast.get_docstring(tree_of(path))
 
 
 def imports(path: Path) -> set[str]:
-    nodes = list(ast.walk(tree(path)))
+    nodes = nodes_of(path)
     found = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
@@ -84,7 +74,7 @@ def test_the_core_and_the_policies_are_pure(path: Path) -> None:
     ours = tuple(f"{module}." for module in PURE_MODULES)
     foreign = imports(path) - ALLOWED
     assert not {m for m in foreign if not f"{m}.".startswith(ours)}
-    calls = [n.func for n in ast.walk(tree(path)) if isinstance(n, ast.Call)]
+    calls = [n.func for n in nodes_of(path) if isinstance(n, ast.Call)]
     names = {f.id for f in calls if isinstance(f, ast.Name)}
     assert not names & {"print", "open", "input", "eval", "exec", "__import__"}
 
@@ -97,7 +87,7 @@ def test_the_core_does_not_know_the_policies(path: Path) -> None:
 
 
 def plain_number_fields(path: Path) -> list[str]:
-    classes = [n for n in ast.walk(tree(path)) if isinstance(n, ast.ClassDef)]
+    classes = [n for n in nodes_of(path) if isinstance(n, ast.ClassDef)]
     return [
         f"{c.name}.{f.target.id}"
         for c in classes
@@ -148,7 +138,7 @@ def catchers_of_everything(module: ast.Module) -> list[int]:
 
 @pytest.mark.parametrize("path", CODE + TESTS, ids=name_of)
 def test_no_file_catches_everything(path: Path) -> None:
-    assert not catchers_of_everything(tree(path))
+    assert not catchers_of_everything(tree_of(path))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +169,7 @@ def test_suppression_of_everything_is_found() -> None:
 def sleeps(path: Path) -> list[int]:
     """Calls that let time pass, also within a loop: any sleep but `sleep(0)`, which lets others
     run, and a wait on something made on the spot, which nobody can set."""
-    calls = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Call)]
+    calls = [n for n in nodes_of(path) if isinstance(n, ast.Call)]
     methods = [(c, c.func) for c in calls if isinstance(c.func, ast.Attribute)]
     return [
         c.lineno
@@ -202,7 +192,7 @@ def test_no_test_sleeps(path: Path) -> None:
 
 def is_capability(path: Path) -> bool:
     """Whether a class in it is a subclass of `Capability`."""
-    classes = [n for n in ast.walk(tree(path)) if isinstance(n, ast.ClassDef)]
+    classes = [n for n in nodes_of(path) if isinstance(n, ast.ClassDef)]
     return any(ast.unparse(base).endswith("Capability") for c in classes for base in c.bases)
 
 
@@ -217,7 +207,7 @@ def test_known_capabilities_are_found() -> None:
 
 @pytest.mark.parametrize("path", CAPABILITIES, ids=name_of)
 def test_capabilities_are_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= LINES_PER_CAPABILITY
+    assert len(text_of(path).splitlines()) <= LINES_PER_CAPABILITY
 
 
 def test_states_diagram_is_up_to_date() -> None:
@@ -232,7 +222,7 @@ def test_states_diagram_is_up_to_date() -> None:
 @pytest.mark.parametrize("path", [*TESTS, *BENCHMARKS], ids=name_of)
 def test_nothing_imports_from_a_test_module(path: Path) -> None:
     """What several of them need lies in tests/support."""
-    nodes = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Import | ast.ImportFrom)]
+    nodes = [n for n in nodes_of(path) if isinstance(n, ast.Import | ast.ImportFrom)]
     names = {a.name for n in nodes for a in n.names}
     names |= {
         f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names
@@ -243,9 +233,9 @@ def test_nothing_imports_from_a_test_module(path: Path) -> None:
 
 def reads_of_the_core(path: Path) -> list[int]:
     """Where a test looks through an arbiter's state instead of asking the driver."""
-    reads = [n.value for n in ast.walk(tree(path)) if isinstance(n, ast.Attribute)]
+    reads = [n.value for n in nodes_of(path) if isinstance(n, ast.Attribute)]
     whole = [n for n in reads if isinstance(n, ast.Attribute) and n.attr == "state"]
-    private = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Attribute)]
+    private = [n for n in nodes_of(path) if isinstance(n, ast.Attribute)]
     drivers = ("driver", "d", "made", "again")
     return [
         *(n.lineno for n in whole if ast.unparse(n.value).split(".")[-1] in drivers),
@@ -267,7 +257,7 @@ def test_only_one_method_moves_a_held_model() -> None:
     moves = [
         f"{name_of(path)}:{node.lineno}"
         for path in sorted((ROOT / "deployments" / "replica").rglob("*.py"))
-        for node in ast.walk(tree(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Assign | ast.AugAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         for part in ast.walk(target)
