@@ -1,5 +1,6 @@
 """The front's application over ASGI: keys, bodies, errors and routes, with no Ray beneath."""
 
+import gzip
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -199,6 +200,18 @@ async def test_wrong_body_is_400_and_names_its_field(
     assert answer.status_code == 400
     assert error(answer)["param"] == param
     assert not [call for call in arbiter.calls if call[0] != "state"]
+
+
+@pytest.mark.spec("L2", "L3")
+@pytest.mark.parametrize("path", [*SCHEMAS, "/api/chat", "/arbiter/leases", "/arbiter/settings"])
+@pytest.mark.parametrize("encoding", ["gzip", "Deflate", "br", "identity, gzip"])
+async def test_packed_body_is_415_naming_the_header_and_is_not_unpacked(
+    client: AsyncClient, owner: dict[str, str], path: str, encoding: str
+) -> None:
+    headers = owner | {"content-type": "application/json", "content-encoding": encoding}
+    answer = await client.post(path, content=gzip.compress(b"{}"), headers=headers)
+    assert answer.status_code == 415
+    assert "`content-encoding`" in answer.text and repr(encoding) in answer.text
 
 
 @pytest.mark.spec("L3")
