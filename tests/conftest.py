@@ -2,6 +2,7 @@
 which each test starts and stops its own arbiter, and one zygote with the imports of every engine.
 """
 
+import gc
 import os
 import signal
 import tempfile
@@ -50,6 +51,13 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays. The collector would look through it again and again, which takes
+    longer than most tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
