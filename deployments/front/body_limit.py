@@ -19,7 +19,7 @@ ENCODING = "content-encoding"
 
 
 class BodyLimit:
-    """Answers 415 to an encoded body, whose size says nothing of what it unpacks to. Answers 413 to a
+    """Answers 415 to an encoded body, whose size says nothing of what it unpacks to, and 413 to a
     declared length beyond the bound, and raises it (as HTTPException, which FastAPI lets pass)
     where more arrives than was declared. Keeps nothing itself."""
 

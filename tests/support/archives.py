@@ -1,4 +1,4 @@
-"""Files that unpack to hundreds of times their size, and what they cost a process that reads one."""
+"""Files that unpack to hundreds of times their size; what they cost a process that reads them."""
 
 import gzip
 import io
