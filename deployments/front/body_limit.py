@@ -1,5 +1,5 @@
-"""BodyLimit: an ASGI middleware that bounds a request's body while it arrives, and refuses one that
-would have to be unpacked."""
+"""BodyLimit: an ASGI middleware that bounds a request's body while it arrives, and refuses a body
+that it would have to unpack."""
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
