@@ -28,6 +28,8 @@ ArbiterError
     TicketNotGranted      409  an engine was to be spawned under a ticket without a grant
     StaleEpoch            409  message of an earlier epoch of the arbiter
   AgentAway               a node's agent did not answer just now; what was asked is asked again
+  SlabUnusable            a file that should hold a slab is none, or cannot be mapped
+  RowMisused              a slab's writer pinned, unpinned or freed a row out of turn: its bug
   LedgerBroken            a bug in this package; the actor must crash, never repair
 """
 
@@ -449,6 +451,26 @@ class StaleEpoch(RequestError):
 
 class AgentAway(ArbiterError):
     """A node's agent did not answer just now. What was asked of it is asked again."""
+
+
+@error_fields
+class SlabUnusable(ArbiterError):
+    """Contents that are damaged do not raise this: they are as if they were not there."""
+
+    path: str
+    cause: str
+
+    def __str__(self) -> str:
+        return f"{self.path} cannot be used as a slab: {self.cause}; a node agent creates slabs"
+
+
+@error_fields
+class RowMisused(ArbiterError):
+    key: str  # in hexadecimal
+    cause: str
+
+    def __str__(self) -> str:
+        return f"row of key {self.key}: {self.cause}; this is a bug of the process that writes it"
 
 
 class LedgerBroken(ArbiterError):

@@ -93,6 +93,14 @@ class KillEngine:
 
 
 @dataclass(frozen=True, slots=True)
+class DropSlabs:
+    """Has the node agent erase what engines of a removed model left in its pool (D9)."""
+
+    node: NodeId
+    owner: str  # capability/model
+
+
+@dataclass(frozen=True, slots=True)
 class RequestReading:
     """Has the node agent send a reading now rather than at its next turn."""
 
@@ -149,6 +157,7 @@ class EventKind(StrEnum):
     UNCLAIMED_ENGINE = "unclaimed_engine"
     MEMORY_PRESSURE = "memory_pressure"
     PRESSURE_NOTHING_LEFT = "pressure_nothing_left"
+    SLAB_DROPPED = "slab_dropped"
     PINNED_OVERCOMMIT = "pinned_overcommit"
     PIN_OVER_CAP = "pin_over_cap"
 
@@ -226,6 +235,7 @@ Order = (
     | RequestReading
     | LoadModel
     | DropDrafter
+    | DropSlabs
     | PurgeCaches
 )
 Decision = Order | LogEvent | SetTimer

@@ -105,15 +105,48 @@ class EngineReading:
 
 
 @dataclass(frozen=True, slots=True)
+class SlabReading:
+    """Describes one slab of a node's pool: what an engine keeps in host RAM beyond its own life
+    (E1). The counts are of all its writers so far."""
+
+    slab: str  # its number on the node
+    content: str
+    owner: str  # capability/model
+    namespace: str  # of what is in it, in short; empty before its first writer
+    ticket: TicketId | None  # of the engine that writes it; None: idle
+    allocated_bytes: Bytes
+    limit_bytes: Bytes
+    rows_count: int  # ready
+    hits_count: int
+    misses_count: int
+    stored_count: int
+    evicted_count: int
+    refused_count: int  # found no room
+
+
+@dataclass(frozen=True, slots=True)
+class SlabDropped:
+    """Says that an idle slab left the pool, and why."""
+
+    slab: str
+    content: str
+    owner: str
+    size_bytes: Bytes
+    reason: str  # full, pressure, removed, or stale: it has no rows
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
-    """Brings a full reading of one node: every device, every engine alive on it. The reading leaves
-    out unreadable devices: the last figures of those stand."""
+    """Brings a full reading of one node: every device, every engine alive on it, every slab of its
+    pool. The reading leaves out unreadable devices: the last figures of those stand."""
 
     node: NodeId
     devices: tuple[DeviceReading, ...]
     engines: tuple[EngineReading, ...]
     stalled_fraction: float = 0.0  # of the last 10 s, in which some task waited for RAM (PSI)
     unreadable: tuple[DeviceUnreadable, ...] = ()
+    slabs: tuple[SlabReading, ...] = ()
+    dropped: tuple[SlabDropped, ...] = ()  # slabs since the last reading that was heard
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,10 +70,16 @@ class Node:
     unreadable: dict[DeviceId, str] = field(default_factory=dict)  # its devices, and the cause
     inexact: frozenset[DeviceId] = frozenset()  # of its devices, see tickets/inexact.py
     computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
+    slabs: tuple[ev.SlabReading, ...] = ()  # of its pool (E1)
 
     def __post_init__(self) -> None:
         hosts = types.DeviceKind.HOST
         self.computing = tuple(d for d, spec in self.devices.items() if spec.kind is not hosts)
+
+    @property
+    def pool_bytes(self) -> Bytes:
+        """Returns the RAM that slabs take."""
+        return Bytes(sum(slab.allocated_bytes for slab in self.slabs))
 
 
 @dataclass(slots=True)
@@ -158,7 +164,6 @@ class CoreState:
         self.queue = RequestQueue(policies.admit)
         self.holders: dict[HolderId, Holder] = {}
         self.nodes: dict[NodeId, Node] = {}
-        # What this event told of; prefetch reads and empties both.
         self.uses_this_event: list[tuple[types.ModelName, NodeId]] = []
         self.prefetched_this_event: list[tuple[types.ModelName, NodeId]] = []
         self.last_used: tuple[types.ModelName, Instant] | None = None

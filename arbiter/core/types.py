@@ -16,6 +16,11 @@ class ModelName(NamedTuple):
     capability: str
     model: str
 
+    @property
+    def path(self) -> str:
+        """Returns `capability/model`."""
+        return f"{self.capability}/{self.model}"
+
 
 class DeviceKind(Enum):
     """Names what kind of memory a device is."""

@@ -21,6 +21,7 @@ from arbiter.node import children, cleanup, procfs, spare_workers, zygote_client
 from arbiter.node.device_probe import NodeProbe
 from arbiter.node.engine_processes import LOOK_AGAIN_S, EngineProcesses
 from arbiter.node.leased_processes import LeasedProcess, LeasedProcesses
+from arbiter.node.pool import Pool
 from arbiter.node.reports import Reports
 from arbiter.protocol import ray_internals, rpc
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
@@ -41,6 +42,7 @@ class NodeAgent:
         log_folder = Path(logs) if logs else ray_internals.logs_folder()
         self._logs = cleanup.EngineLogs(log_folder)
         self._probe = NodeProbe(node, pkgutil.resolve_name(settings.gpus)())
+        self._pool = Pool(settings.pool_bytes)
         self._reports = Reports(node, self._probe.introduction, self._probe.gpu_pids)
         self._tasks: set[asyncio.Future[None]] = set()
         zygote_log = log_folder / f"zygote-{node}.log"
@@ -52,6 +54,7 @@ class NodeAgent:
             self._reports,
             self._start,
             self._probe.uuids,
+            self._pool,
         )
         self._leased = LeasedProcesses()
         self._returned: list[TicketId] = []  # leases given back, until what is left is foreign
@@ -64,7 +67,8 @@ class NodeAgent:
         keep_spares = spare_workers.keep(settings.spares_count)
         for work in (self._turns(), self._see_ends(), self._engines.supervisor.keep(), keep_spares):
             self._start(work)
-        offers = {f.__name__: f for f in (self.spawn, self.respawn, self.kill, self.probe)}
+        calls = (self.spawn, self.respawn, self.kill, self.probe, self.drop_slabs)
+        offers = {call.__name__: call for call in calls}
         self._rpc = rpc.RpcServer(node, self._folder / "agent.sock", offers)
 
     def __repr__(self) -> str:
@@ -114,6 +118,11 @@ class NodeAgent:
         """Send a reading now."""
         self._wakeup.set()
 
+    async def drop_slabs(self, owner: str) -> None:
+        """Erase what engines of a removed model left in the pool."""
+        self._pool.drop_owner(owner)
+        self._wakeup.set()
+
     async def living(self, pids: list[int]) -> dict[int, int]:
         """Start time of each of these processes that lives."""
         found = (procfs.process(pid) for pid in pids)
@@ -146,6 +155,7 @@ class NodeAgent:
             task.cancel()
         await self._engines.close()
         self._rpc.close()
+        self._pool.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- leased processes ------------------------------------------------------------------------
@@ -216,12 +226,17 @@ class NodeAgent:
         await self._reports.say_all_gone()
         trees = self._engines.children.trees() + self._leased.trees() + self._reports.trees()
         returned = self._returned
-        readings = await asyncio.to_thread(self._probe.read, trees)
+        self._pool.turn()
+        readings = await asyncio.to_thread(self._probe.read, trees, self._pool.allocated_bytes)
         engines = tuple(self._judged(e) for e in readings.engines)
         stalls = procfs.stalled_fraction()
-        said = ev.Measured(self._node, readings.devices, engines, stalls, readings.unreadable)
+        slabs, dropped = self._pool.readings(), self._pool.dropped()
+        said = ev.Measured(
+            self._node, readings.devices, engines, stalls, readings.unreadable, slabs, dropped
+        )
         self._heard = await self._reports.say((said,))
         if self._heard:
+            self._pool.forget_dropped(dropped)
             self._release_leased(readings.engines, returned)
 
     def _release_leased(

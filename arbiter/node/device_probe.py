@@ -6,7 +6,6 @@ of this node holds.
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from arbiter.core.events import (
@@ -93,12 +92,14 @@ class NodeProbe:
             if not fault.is_lost
         )
 
-    def read(self, trees: list[Tree]) -> Readings:
-        """Takes milliseconds per engine: call it from a thread."""
+    def read(self, trees: list[Tree], pool_bytes: int = 0) -> Readings:
+        """Takes milliseconds per engine: call it from a thread. `pool_bytes`: RAM of slabs, which
+        is no engine's and not foreign."""
         memories = {tree.ticket: procfs.memory(tree.pids, self._rollups.of) for tree in trees}
         self._rollups.keep(pid for tree in trees for pid in tree.pids)
         measured = {ticket: self._ram_part(m) for ticket, m in memories.items()}
-        devices = [self._ram(memories)] if self._indexes else self._ram_pair(memories)
+        ours_bytes = sum(m.device_bytes + m.host_bytes for m in memories.values()) + pool_bytes
+        devices = [self._ram(ours_bytes)] if self._indexes else self._ram_pair(ours_bytes)
         for index in self._indexes:
             try:
                 reading, parts = self._gpu(index, trees)
@@ -157,15 +158,14 @@ class NodeProbe:
         cpu = DeviceBytes(self._id("cpu:0"), memory.device_bytes)
         return [cpu, DeviceBytes(host, memory.host_bytes)] if memory.host_bytes else [cpu]
 
-    def _ram(self, memories: Mapping[TicketId, procfs.Memory]) -> DeviceReading:
+    def _ram(self, ours_bytes: int) -> DeviceReading:
         total_bytes, free_bytes = procfs.ram()
-        ours_bytes = sum(m.device_bytes + m.host_bytes for m in memories.values())
         foreign_bytes = max(0, total_bytes - free_bytes - ours_bytes)
         return DeviceReading(self._id("host"), free_bytes, Bytes(foreign_bytes))
 
-    def _ram_pair(self, memories: Mapping[TicketId, procfs.Memory]) -> list[DeviceReading]:
+    def _ram_pair(self, ours_bytes: int) -> list[DeviceReading]:
         """Two budgets of one RAM: both see the same free and foreign bytes."""
-        host = self._ram(memories)
+        host = self._ram(ours_bytes)
         return [DeviceReading(self._id("cpu:0"), host.free_bytes, host.foreign_bytes), host]
 
     def _gpu(self, index: int, trees: list[Tree]) -> tuple[DeviceReading, dict[TicketId, Bytes]]:

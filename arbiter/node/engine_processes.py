@@ -5,6 +5,7 @@ A node agent kills only what it spawned. What it says of an end goes to the arbi
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from arbiter.errors import ArbiterUnavailable, TicketClosed, TicketNotGranted
 from arbiter.node import children, procfs, zygote_client
 from arbiter.node.children import Restarts
 from arbiter.node.cleanup import EngineLogs
+from arbiter.node.pool import Pool
 from arbiter.node.reports import Reports
 from arbiter.node.zygote_supervisor import ZygoteSupervisor
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
@@ -22,7 +24,8 @@ RETRY_S = 0.02  # until the zygote's death is noticed, which takes a turn of the
 
 
 class EngineProcesses:
-    """`start` runs a coroutine as a task of the agent; `uuids` names this node's GPUs."""
+    """`start` runs a coroutine as a task of the agent; `uuids` names this node's GPUs; `pool` lends
+    the slabs."""
 
     def __init__(
         self,
@@ -33,6 +36,7 @@ class EngineProcesses:
         reports: Reports,
         start: Callable[[Coroutine[Any, Any, None]], None],
         uuids: Callable[[], Mapping[DeviceId, str]],
+        pool: Pool,
     ) -> None:
         self.children = children.Children(folder)
         self.supervisor = ZygoteSupervisor(
@@ -45,7 +49,7 @@ class EngineProcesses:
         self.died = asyncio.Event()  # the root of an engine did, or was killed
         self.is_closing = False
         self._folder, self._logs, self._reports, self._start = folder, logs, reports, start
-        self._uuids = uuids
+        self._uuids, self._pool = uuids, pool
         self._spawning: dict[TicketId, asyncio.Task[str]] = {}
         self._killed: set[TicketId] = set()  # something of them may still live
         self._restarts = Restarts()
@@ -57,6 +61,8 @@ class EngineProcesses:
             self._reports.note_ended(ticket)
         for child in self.children.by_ticket.values():
             self._watch(child)
+        for child in self.children.refresh():
+            self._pool.recover(child.ticket, child.members)
 
     @property
     def are_ending(self) -> bool:
@@ -107,9 +113,11 @@ class EngineProcesses:
             path = self.children.socket(ticket)
             scratch = self.children.scratch(ticket)
             equipped = zygote_client.equipped(spec, scratch, self._uuids())
-            child = await self._fork(ticket, equipped, path)
+            child = await self._fork(ticket, self._with_slab(ticket, equipped), path)
         finally:
             del self._spawning[ticket]
+            if ticket not in self.children.by_ticket:
+                self._pool.take_back(ticket)
         if child is None:
             self.children.forbid_start(ticket)
             self._reports.note_ended(ticket)
@@ -120,6 +128,11 @@ class EngineProcesses:
             self._kill(child)
             raise TicketClosed(ticket)
         return str(path)
+
+    def _with_slab(self, ticket: TicketId, spec: SpawnSpec) -> SpawnSpec:
+        """Tells the engine where its slab is, if it asked for one and there is a pool."""
+        path = self._pool.lend(ticket, spec.slab) if spec.slab else None
+        return replace(spec, config=spec.config | {"slab": {"path": path}}) if path else spec
 
     async def _confirm(self, ticket: TicketId) -> None:
         """Raises what `Reports.confirm` raises, or TicketClosed when the ticket was killed
@@ -233,6 +246,7 @@ class EngineProcesses:
         loop = asyncio.get_running_loop()
         loop.remove_reader(child.fd)
         self.children.forget(child)
+        self._pool.take_back(child.ticket)
         self._killed.discard(child.ticket)
         if child.ticket in self._restarts and not self.children.may_not_start(child.ticket):
             self._tidy(child.ticket)  # before the next process has its socket there

@@ -13,6 +13,8 @@ PROC = Path("/proc")
 
 # Weights of a sleeping model: a memory file of this name prefix is host RAM, not device memory.
 HOST_COPY = "host-copy"
+# A slab of the node's pool: the agent's, whichever engine has it open.
+HOST_POOL = "host-pool"
 
 _SECTOR_BYTES = 512  # the unit of st_blocks, whatever the file system (stat(2))
 _STAT_MOST_BYTES = 4096  # 52 numbers of at most 20 digits and a name of 64 bytes
@@ -140,7 +142,8 @@ def rollup(pid: int) -> dict[str, int]:
 
 def memory(pids: Iterable[int], read: Callable[[int], dict[str, int]] = rollup) -> Memory:
     """Private pages of the processes, plus the shared memory they hold. Pages shared with the
-    process they were forked from count for neither, so a fork costs what it writes.
+    process they were forked from count for neither, so a fork costs what it writes. Slabs of the
+    pool are on no process's account.
     `read` may know a rollup already."""
     private_bytes = shared_bytes = 0
     files: dict[tuple[int, int], tuple[str, int]] = {}
@@ -152,9 +155,10 @@ def memory(pids: Iterable[int], read: Callable[[int], dict[str, int]] = rollup) 
         shared_bytes += shmem_bytes
         files |= {key: (name, size) for key, name, size in _memory_files(pid)}
     host_bytes = sum(size for name, size in files.values() if name.startswith(HOST_COPY))
-    file_bytes = sum(size for _, size in files.values()) - host_bytes
+    pool_bytes = sum(size for name, size in files.values() if name.startswith(HOST_POOL))
+    file_bytes = sum(size for _, size in files.values()) - host_bytes - pool_bytes
     # Shared pages are seen mapped (Pss) or held open (blocks), often both: the larger counts.
-    held_bytes = max(file_bytes, shared_bytes - host_bytes)
+    held_bytes = max(file_bytes, shared_bytes - host_bytes - pool_bytes)
     return Memory(Bytes(private_bytes + held_bytes), Bytes(host_bytes))
 
 

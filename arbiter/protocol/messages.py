@@ -49,6 +49,7 @@ class AgentSettings:
     spares_count: int = 0  # idle Ray workers to keep at hand, see arbiter.node.spare_workers
     spares_since_unix_s: float = 0.0  # those from before have imported replaced code
     gpus: str = "arbiter.node.nvml:find_gpus"  # what finds those of a node
+    pool_bytes: Bytes | None = None  # of slabs on a node; None: a tenth of its RAM; 0: no pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +199,24 @@ class SequencedCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class SlabRequest:
+    """What an engine keeps in the node's pool beyond its own life (E1)."""
+
+    content: str  # see arbiter.pool.layout.Content
+    owner: str  # capability/model: erased with it
+    key: str  # an engine is lent an idle slab of the same key, if there is one
+
+
+@dataclass(frozen=True, slots=True)
 class SpawnSpec:
-    """What the node agent passes to the zygote."""
+    """What the node agent passes to the zygote. Where a slab is asked for and the pool has room,
+    the engine's configuration has `slab: {path}` in addition."""
 
     entry: str
     config: Plain
     devices: tuple[DeviceBytes, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    slab: SlabRequest | None = None
 
 
 def agent_name(node: NodeId) -> str:

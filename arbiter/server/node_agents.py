@@ -49,6 +49,9 @@ class RayAgents:
     def probe(self, node: NodeId) -> None:
         self._say(node, "probe")
 
+    def drop_slabs(self, node: NodeId, owner: str) -> None:
+        self._say(node, "drop_slabs", owner)
+
     async def adopt(
         self, node: NodeId, ticket: TicketId, pid: int, granted: tuple[types.DeviceBytes, ...]
     ) -> None:

@@ -20,6 +20,7 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import (
     Decision,
     DropDrafter,
+    DropSlabs,
     Grant,
     KillEngine,
     LoadModel,
@@ -54,6 +55,7 @@ class Agents(Protocol):
 
     def kill(self, node: NodeId, ticket: TicketId) -> None: ...
     def probe(self, node: NodeId) -> None: ...
+    def drop_slabs(self, node: NodeId, owner: str) -> None: ...
 
 
 # A queued ticket brings its holder one estimate of the wait and a held model one revoke at a time,
@@ -182,6 +184,8 @@ class Shell:
                 self._revoke(order)
             case KillEngine(node, ticket):
                 self._agents.kill(node, ticket)
+            case DropSlabs(node, owner):
+                self._agents.drop_slabs(node, owner)
             case RequestReading(node):
                 self._agents.probe(node)
             case Queued() | LoadModel() | DropDrafter() | PurgeCaches():

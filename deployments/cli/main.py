@@ -7,6 +7,7 @@ imported by the command that needs it.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -50,8 +51,8 @@ app = typer.Typer(
     epilog="The front is at $ARBITER_URL, and asked with the key $ARBITER_KEY.",
 )
 
-COMMANDS = {
-    "See": (show.status, show.events, show.explain, show.residency, show.clients),
+COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "See": (show.status, show.events, show.explain, show.residency, show.pool, show.clients),
     "Steer": (steer.load, steer.unload, steer.grow, steer.shrink, steer.floor, steer.settings),
     "Leases": (lease.lease, show.leases, steer.drain, steer.cleanup),
     "Cluster": (check.check, cluster.upgrade, cluster.down),

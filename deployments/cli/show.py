@@ -214,6 +214,31 @@ def residency(as_json: AsJson = False, url: Url = None) -> None:
     show(as_json, models, table(heads, rows, numbers=heads[4:]))
 
 
+def pool(as_json: AsJson = False, url: Url = None) -> None:
+    """What engines keep in host RAM beyond their own lives, slab by slab."""
+    with front(url) as f:
+        found = f.get("/arbiter/state")["slabs"]
+    rows = [
+        (
+            f"{s['node']}/{s['slab']['slab']}",
+            s["slab"]["content"],
+            s["slab"]["owner"],
+            s["slab"]["ticket"] or "idle",
+            size(s["slab"]["allocated_bytes"]),
+            size(s["slab"]["limit_bytes"]),
+            s["slab"]["rows_count"],
+            s["slab"]["hits_count"],
+            s["slab"]["misses_count"],
+            s["slab"]["evicted_count"],
+            s["slab"]["namespace"],
+        )
+        for s in found
+    ]
+    numbers = ("takes", "of", "rows", "hits", "misses", "evicted")
+    heads = ("slab", "content", "owner", "written by", *numbers, "namespace")
+    show(as_json, found, table(heads, rows, numbers=numbers))
+
+
 def leases(as_json: AsJson = False, url: Url = None) -> None:
     """Memory lent to processes outside Serve."""
     with front(url) as f:

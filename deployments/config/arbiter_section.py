@@ -119,6 +119,8 @@ class ArbiterConfig(Strict):
     pinned_most: float = Field(1.0, ge=0, le=1)  # C8: share of a device that may be pinned
     lease_tenant: Size | None = None  # the most one tenant may lease; default: half of all
     lease_term_most_s: float = Field(86_400.0, gt=0, le=LONGEST_S)  # A15
+    # E1: host RAM of a node for what engines leave behind; default: a tenth of it; 0: nothing stays
+    host_pool: Size | None = None
     # N3: idle Ray workers kept on each node, 77 MB each, so that replicas start at once
     spare_workers: int = Field(1, ge=0, le=64)
     tenants: dict[str, TenantConfig] = Field({})  # C10

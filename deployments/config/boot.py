@@ -3,6 +3,7 @@
 from typing import Any
 
 from arbiter.protocol.messages import AgentSettings, Configuration, StartConfig
+from arbiter.units import Bytes
 from deployments.config.engine_kinds import engine_kind
 from deployments.config.outside_policies import outside
 from deployments.config.schema import Table, parse_table
@@ -23,7 +24,13 @@ def boot(table: Table) -> StartConfig:
     of the table works as well, and imports for itself."""
     kinds = [engine_kind(c.engine) for c in table.capabilities.values()]
     preload = tuple(dict.fromkeys(module for kind in kinds for module in kind.preload))
-    agent = AgentSettings(ZYGOTE, preload, spares_count=table.arbiter.spare_workers)
+    pool = table.arbiter.host_pool
+    agent = AgentSettings(
+        ZYGOTE,
+        preload,
+        spares_count=table.arbiter.spare_workers,
+        pool_bytes=None if pool is None else Bytes(pool),
+    )
     files = {"state_file": table.arbiter.state_file, "event_file": table.arbiter.event_file}
     return StartConfig(configuration(table), agent, **files)
 

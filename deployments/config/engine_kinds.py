@@ -84,6 +84,7 @@ class EngineKind:
     program: str = ""  # has to be on the PATH
     split: Split = Split.NONE  # over several devices, where one is too small (B5)
     drafts: bool = False  # loads a drafter beside its model
+    keeps: str = ""  # what it writes to a slab of the node's pool (arbiter.pool.layout.Content)
     cache_bytes: Callable[[Arguments], Bytes] = no_cache
     estimate: Estimate = weights_and_cache
 
@@ -96,6 +97,7 @@ ENGINES: dict[str, EngineKind] = {
         working_bytes=Bytes(96 * MIB),
         split=Split.EQUAL,  # tensor parallel
         drafts=True,
+        keeps="kv",
         cache_bytes=kv_cache,
         estimate=weights_cache_and_slots,
     ),

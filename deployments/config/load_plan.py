@@ -52,6 +52,7 @@ class ModelPlan:
     grown: "ModelPlan | None" = None  # the same model with more (A14); None: it does not grow
     alone: "ModelPlan | None" = None  # the same model without its drafter (F9)
     stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
+    keeps: str = ""  # what of it outlives its engine, in the node's pool (E1)
 
 
 def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
@@ -107,6 +108,7 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         model.need is not None,
         _key(capability.engine, config),
         kind.split,
+        keeps=kind.keeps if model.keep_kv else "",
     )
 
 

@@ -13,7 +13,7 @@ from deployments.config.arbiter_section import ArbiterConfig
 from deployments.config.schema import ConfigError, parse_table
 
 Plain = dict[str, Any]
-AT_START_ONLY = frozenset({"state_file", "event_file", "spare_workers"})  # read once
+AT_START_ONLY = frozenset({"state_file", "event_file", "spare_workers", "host_pool"})  # read once
 POLICIES = frozenset({"evict", "admit"})
 
 

@@ -112,6 +112,7 @@ class ModelConfig(Strict):
     floor: Literal["cold", "host", "device"] = "cold"
     allow_oversize: bool = False  # loads even where it is larger than the whole budget (B6)
     can_sleep: bool = True
+    keep_kv: bool = True  # G4: KV of its conversations outlives its engine, in the node's pool
     adapters: AdaptersConfig | None = None
     drafter: DrafterConfig | None = None  # with one it cannot sleep, nor have adapters
     threads: int | None = Field(None, ge=1)  # that compute; absent: the engine's own choice

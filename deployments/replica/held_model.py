@@ -214,14 +214,16 @@ class HeldModel:
         self, priority: Priority, client: Client = ANYBODY, until_s: float | None = None
     ) -> bool:
         """Notes an arriving request. True when the arbiter, which has the ticket in its queue
-        already, must hear of it: it is more urgent than those that wait, or waits for longer."""
+        already, must hear of it: it is more urgent than those that wait, or waits for longer, or it
+        is the first for a model that was brought in unasked."""
         demand = self.demand
         is_busy, demand.client = bool(self.uses.inflight or demand.waiters), client
         is_raised = is_busy and priority < demand.priority
         is_later = is_busy and _is_later(until_s, demand.until_s)
+        is_first = demand.is_wanted and not is_busy
         demand.priority = priority if is_raised or not is_busy else demand.priority
         demand.until_s = until_s if is_later or not is_busy else demand.until_s
-        return (is_raised or is_later) and self.state is HolderState.QUEUED
+        return (is_raised or is_later or is_first) and self.state is HolderState.QUEUED
 
     def granted(self, grant: Granted) -> None:
         """The load or wake may begin."""

@@ -7,6 +7,7 @@ import time
 from arbiter.client import gang_request
 from arbiter.core import events as ev
 from arbiter.core.decisions import Reason
+from arbiter.core.types import ModelName
 from arbiter.errors import (
     ENGINE_DIED,
     ArbiterUnavailable,
@@ -16,7 +17,7 @@ from arbiter.errors import (
     TicketClosed,
 )
 from arbiter.node.zygote_client import ZygoteError
-from arbiter.protocol.messages import Granted, SpawnSpec
+from arbiter.protocol.messages import Granted, SlabRequest, SpawnSpec
 from arbiter.units import in_seconds, seconds
 from deployments.config.load_plan import parts
 from deployments.replica import model_files, unloading, watchdog
@@ -82,13 +83,26 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -
     monotonic clock: waiting for a zygote is no part of what a load takes. Raises LoadRefused,
     EngineLost, ZygoteError, TicketClosed, OSError where the model's files cannot be seen."""
     plan = held.plan
-    spec = SpawnSpec(plan.entry, plan.config | parts(held.devices), held.devices)
+    spec = SpawnSpec(
+        plan.entry,
+        plan.config | parts(held.devices),
+        held.devices,
+        slab=_slab(residency, held),
+    )
     held.files = await model_files.look(plan.config.get("model", ""))  # before the engine reads
     path, opened_s = await opens(held.ticket, spec), time.monotonic()
     held.link = link = EngineLink(held.model, held.ticket, path)
     await link.hold(lambda: unloading.lose(residency, held, link))
     await link.ready()
     return opened_s
+
+
+def _slab(residency: ResidencyApi, held: HeldModel) -> SlabRequest | None:
+    """Asks for the slab that the last engine of these settings has left, or an empty one."""
+    if not held.plan.keeps:
+        return None
+    owner = ModelName(residency.capability, held.model).path
+    return SlabRequest(held.plan.keeps, owner, held.plan.settings_key)
 
 
 async def wake(residency: ResidencyApi, held: HeldModel) -> None:

@@ -100,6 +100,7 @@ class CoreDriver(CoreQueries):
         self.engines: dict[str, dict[DeviceId, float]] = {}
         self.inexact: set[str] = set()
         self.stalls = 0.0
+        self.slabs: tuple[ev.SlabReading, ...] = ()
         self.sizes: dict[str, float] = {}
         self.host_sizes: dict[str, float] = {}
         self.foreign: dict[DeviceId, float] = {}
@@ -149,7 +150,7 @@ class CoreDriver(CoreQueries):
             ev.EngineReading(TicketId(ticket), listed(sizes), ticket not in self.inexact)
             for ticket, sizes in self.engines.items()
         )
-        return self.at(t, ev.Measured(NodeId(node), devices, engines, self.stalls))
+        return self.at(t, ev.Measured(NodeId(node), devices, engines, self.stalls, (), self.slabs))
 
     def join(
         self, t: float, holder: str, *held: ev.HeldTicket, node: str = "n", capability: str = "text"

@@ -177,8 +177,10 @@ def tree(pid: int) -> list[int]:
 
 def device_bytes(pid: int) -> int:
     """Private bytes of a process tree as the kernel counts them, shared memory aside, plus the
-    memfds it holds that are not host copies."""
-    return sum(_private(p) for p in tree(pid)) + _memfds(pid, lambda name: "host-copy" not in name)
+    memfds it holds that are neither host copies nor slabs of the pool."""
+    elsewhere = ("host-copy", "host-pool")
+    own = _memfds(pid, lambda name: not any(word in name for word in elsewhere))
+    return sum(_private(p) for p in tree(pid)) + own
 
 
 def host_bytes(pid: int) -> int:

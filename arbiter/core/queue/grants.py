@@ -30,6 +30,7 @@ from arbiter.core.tickets.device_limits import (
     flag_pinned_on,
     on_demand_of,
 )
+from arbiter.core.tickets.exclusion import excluded_by
 from arbiter.core.tickets.loads import note_evicted_for
 from arbiter.core.types import Priority
 from arbiter.errors import NeverFits, QuotaExceeded, TicketClosed
@@ -40,6 +41,8 @@ from arbiter.units import SECOND, Bytes, DeviceId, Span, after, since
 
 def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry) -> Outcome:
     """Grants a new load, or asks for the room it lacks."""
+    if entry.is_prefetch:
+        return _place_prefetch(state, pass_, entry, waiting)
     need = need_of(state, entry, waiting, pass_.largest_bytes)
     limits = pass_.limits(state, entry, need)
     if need > pass_.open_bytes:
@@ -59,6 +62,27 @@ def place(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry
     return _place_on_one(state, pass_, entry, waiting, limits, devices)
 
 
+def _place_prefetch(
+    state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry
+) -> Outcome:
+    """Grants a prefetch into room that is free, or rejects it (C11): nothing leaves for it, and it
+    never waits. A request for its model asks under a ticket of its own."""
+    need = need_of(state, entry, waiting, pass_.largest_bytes)
+    limits = pass_.limits(state, entry, need)
+    options = placement.devices_for(state, pass_.books.values(), entry, need)
+    usable = [o.device for o in options if o.device not in pass_.reserved_devices]
+    device = next((d for d in usable if limits.fits(d, need)), None)
+    is_lawful = not (
+        quotas.over_limit(state, entry.client.tenant, need)
+        or excluded_by(state, entry.node, entry.role, entry.model_name)
+    )
+    if device and is_lawful:
+        return _grant(state, pass_, entry, waiting, {device: need})
+    prefetch.forget(state, entry.model_name)
+    reject_queued(state, entry, TicketClosed(entry.ticket))
+    return Outcome.REJECTED
+
+
 def _place_on_one(
     state: CoreState,
     pass_: GrantPass,
@@ -74,9 +98,6 @@ def _place_on_one(
     usable = [d for d in devices if d not in pass_.reserved_devices]
     if device := next((d for d in usable if limits.fits(d, need)), None):
         return _grant(state, pass_, entry, waiting, {device: need})
-    if usable and (late := prefetch.cancel_for(state, entry)):
-        reject_queued(state, entry, late)
-        return Outcome.REJECTED
     promised = next((d for d in usable if limits.missing(d) <= 0), None) or next(
         (d for d in usable if make_room(state, entry, d, limits.missing(d), urgent)), None
     )
@@ -357,37 +378,17 @@ def age(state: CoreState, entry: Ticket) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Optional exclusion groups (A11): of a role that is named, one resident model on each node.
-#
-# The asker swaps with the resident model, as lawfully as for want of bytes.
-
-
-AWAKE = frozenset({State.LOADING, State.RESIDENT, State.DRAINING})
+# Optional exclusion groups (A11): the asker swaps with the resident model, as lawfully as for want
+# of bytes.
 
 
 def swap_within_role(state: CoreState, entry: Ticket, urgent: Priority) -> Outcome:
     """Defers a ticket while another model of its role is awake on its node, and revokes that model
     if it lawfully may leave."""
-    if entry.role not in state.settings.one_resident_roles:
-        return Outcome.NOT_APPLICABLE
-    others = [e for e in _awake_on(state, entry) if _excludes(e, entry)]
+    others = excluded_by(state, entry.node, entry.role, entry.model_name)
     residents = [e for e in others if e.state is State.RESIDENT]
     if residents and all(may_swap(state, e, entry, urgent) for e in residents):
         for victim in residents:
             note_evicted_for(state, entry, victim)
             revoke(state, victim, Reason.SWAP, entry)
     return Outcome.DEFERRED if others else Outcome.NOT_APPLICABLE
-
-
-def _awake_on(state: CoreState, entry: Ticket) -> list[Ticket]:
-    node = state.nodes[entry.node]
-    books = (state.ledger.books[d] for d in sorted(node.devices))
-    found = {e.ticket: e for b in books for e in b.entries.values()}
-    return list(found.values())
-
-
-def _excludes(one: Ticket, other: Ticket) -> bool:
-    """Says whether a ticket keeps another of its role away. Replicas of one model do not exclude
-    each other."""
-    same_model = one.model_name == other.model_name
-    return one.state in AWAKE and one.role == other.role and not same_model

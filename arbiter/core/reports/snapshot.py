@@ -5,7 +5,7 @@ nothing outside the arbiter's process.
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from arbiter.core.events import ForeignProcess
+from arbiter.core.events import ForeignProcess, SlabReading
 from arbiter.core.eviction.pressure import level_of
 from arbiter.core.records.accounts import byte_seconds
 from arbiter.core.records.ledger import DeviceAccount
@@ -158,6 +158,14 @@ class TenantView:
 
 
 @dataclass(frozen=True, slots=True)
+class SlabView:
+    """Shows one slab of a node's pool (E1)."""
+
+    node: NodeId
+    slab: SlabReading
+
+
+@dataclass(frozen=True, slots=True)
 class StateView:
     """Shows all that the arbiter knows."""
 
@@ -174,6 +182,7 @@ class StateView:
     tenants: tuple[TenantView, ...]
     clients: tuple[ClientView, ...]
     load_times: tuple[LoadTimeView, ...]
+    slabs: tuple[SlabView, ...] = ()
 
 
 def view_of(state: CoreState, now: Instant) -> StateView:
@@ -197,6 +206,11 @@ def view_of(state: CoreState, now: Instant) -> StateView:
         load_times=tuple(
             LoadTimeView(*name, load, wake or None)
             for name, (load, wake) in sorted(state.estimates.times().items())
+        ),
+        slabs=tuple(
+            SlabView(name, slab)
+            for name, node in sorted(state.nodes.items())
+            for slab in node.slabs
         ),
     )
 

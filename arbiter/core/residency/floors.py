@@ -9,7 +9,7 @@ device floor releases the device as soon as the model is idle.
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import EventKind, LoadModel, Reason
+from arbiter.core.decisions import DropSlabs, EventKind, LoadModel, Reason
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
@@ -200,6 +200,8 @@ def forget_removed(state: CoreState) -> None:
         state.failures.pop(name, None)
         state.estimates.forget_model(name)
         _forget_uses(state, name)
+        for node in state.nodes:
+            state.decide(DropSlabs(node, name.path))
         state.log(EventKind.MODEL_REMOVED, capability=name.capability, model=name.model)
 
 

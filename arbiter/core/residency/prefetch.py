@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from arbiter.core.decisions import EventKind
 from arbiter.core.eviction.pressure import is_nominal
-from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.records.ticket import State
 from arbiter.core.residency.floors import load, refusal
 from arbiter.core.state import CoreState, Node
 from arbiter.core.tickets.device_limits import readable_devices
+from arbiter.core.tickets.exclusion import excluded_by
 from arbiter.core.types import ModelName
-from arbiter.errors import TicketClosed
 from arbiter.units import Bytes, NodeId, after, since
 
 NAMES_COUNT = 1_000  # models whose followers are remembered; some 100 bytes each
@@ -63,11 +63,9 @@ def _bring_in(
     load(state, candidate.name)
 
 
-def cancel_for(state: CoreState, entry: Ticket) -> TicketClosed | None:
-    """Cancels a queued prefetch that would need an eviction. A request for the model asks under
-    a ticket of its own."""
-    until = state.prefetched.pop(entry.model_name, None)
-    return TicketClosed(entry.ticket) if until is not None and state.now < until else None
+def forget(state: CoreState, name: ModelName) -> None:
+    """The prefetch of a model is over without a load."""
+    state.prefetched.pop(name, None)
 
 
 def is_awaited(state: CoreState, name: ModelName) -> bool:
@@ -143,6 +141,7 @@ def _is_free(state: CoreState, name: NodeId, wanted: ModelName) -> bool:
         and any(
             h.capability == wanted.capability and h.node == name for h in state.holders.values()
         )
+        and not excluded_by(state, name, state.registry.specs[wanted.capability].role, wanted)
         and _has_room(state, node, size)
         and not _is_busy(state, wanted)
     )

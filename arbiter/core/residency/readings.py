@@ -16,6 +16,7 @@ from arbiter.core.tickets import inexact, process_ram
 from arbiter.core.tickets.budget import beyond, foreign_in_budget, lendable, shared_scratch
 from arbiter.core.tickets.loads import learn_failure
 from arbiter.core.tickets.reclaim import mark_reclaimed, reclaim
+from arbiter.core.types import DeviceKind
 from arbiter.errors import ENGINE_DIED
 from arbiter.units import Bytes, DeviceId, NodeId, TicketId, after, since
 
@@ -167,6 +168,7 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
     if node.readings.keys() != were_read:
         state.mark_dirty(node.node)
     _note_unreadable(state, node, event.unreadable)
+    _note_slabs(state, node, event)
     seen_bytes = _seen(state, node, event)
     _weigh_all(state, node, seen_bytes)
     if node.inexact:
@@ -196,6 +198,20 @@ def _note_unreadable(
     for device in before:
         if device not in node.unreadable and device in node.devices:
             state.log(EventKind.DEVICE_READABLE, node=node.node, device=device)
+
+
+def _note_slabs(state: CoreState, node: Node, event: ev.Measured) -> None:
+    node.slabs = event.slabs
+    for gone in event.dropped:
+        state.log(
+            EventKind.SLAB_DROPPED,
+            node=node.node,
+            slab=gone.slab,
+            content=gone.content,
+            owner=gone.owner,
+            size=gone.size_bytes,
+            reason=gone.reason,
+        )
 
 
 def _as_known(node: Node, entry: Ticket) -> Sizes:
@@ -288,7 +304,10 @@ def claim_unclaimed(state: CoreState, entry: Ticket) -> None:
 def _charge_foreign(state: CoreState, node: Node) -> None:
     for device, reading in node.readings.items():
         spec = node.devices[device]
-        eats = foreign_in_budget(reading.foreign_bytes, spec.total_bytes, spec.kind, state.settings)
+        used = reading.foreign_bytes
+        if spec.kind in (DeviceKind.CPU, DeviceKind.HOST):  # budgets of one RAM
+            used = Bytes(used + node.pool_bytes)
+        eats = foreign_in_budget(used, spec.total_bytes, spec.kind, state.settings)
         orphans = sum(e.measured.get(device, 0) for e in node.unclaimed.values())
         state.ledger.set_foreign(device, Bytes(eats + orphans + _scratch_kept(state, device)))
 

@@ -27,6 +27,7 @@ from vllm.v1.executor import Executor
 
 from deployments.engines import linux
 from deployments.engines.protocol import LoadFailed, load_failure
+from deployments.engines.vllm import kv_offload
 
 
 @dataclass(slots=True)
@@ -106,6 +107,20 @@ class ForkedCore(EngineCoreProc):
     def purge_pictures(self) -> None:
         self.scheduler.encoder_cache_manager.purge()
         self._clear_if_empty()
+
+    def slab_facts(self) -> dict[str, int]:
+        """Called by name from the frontend of an engine with a slab, as the next."""
+        manager = kv_offload.manager_of(self.scheduler)
+        assert manager is not None
+        return manager.facts()
+
+    def shrink_slab(self) -> dict[str, int]:
+        """Returns the facts as they are then. An idle core takes no step in which it would see its
+        slab's limit."""
+        manager = kv_offload.manager_of(self.scheduler)
+        assert manager is not None
+        manager.shrink()
+        return manager.facts()
 
     def _clear_if_empty(self) -> None:
         """What left the books leaves the worker with its next step; while none comes, here."""

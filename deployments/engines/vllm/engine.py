@@ -29,7 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.engines import asgi, command_line, linux
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
-from deployments.engines.vllm import pictures, pooling
+from deployments.engines.vllm import kv_offload, pictures, pooling
 from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
@@ -40,7 +40,7 @@ from deployments.engines.vllm.pictures import Pictures
 ROUTES = frozenset(
     "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages "
     "/v1/messages/count_tokens /v1/models "
-    "/tokenize /detokenize /pooling /metrics /adapters /pictures".split()
+    "/tokenize /detokenize /pooling /metrics /adapters /pictures /slab".split()
 ) | frozenset(pooling.HANDLERS)
 _PROBE = "The answer is"
 _DEAD_S = 0.5  # for so long a frontend whose core is dead still answers its requests
@@ -55,6 +55,7 @@ def build(config: Config) -> "VllmEngine":
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER
     )
+    kv_offload.settle(vllm_config, config)
     core = fork_core(
         vllm_config,
         os.environ["ARBITER_ENGINE"],
@@ -119,9 +120,11 @@ def _defaults(config: Config) -> dict[str, Any]:
         "served_model_name": config.get("served_name", config["model"]),
         "disable_log_stats": True,
         "disable_fastapi_docs": True,
+        "enable_prompt_tokens_details": True,  # a client sees what it saved by a prefix
         **_adapter_arguments(config),
         **_drafter_arguments(config),
         **pictures.arguments(config["model"]),
+        **kv_offload.arguments(config),
     }
     if ways := len(config.get("parts", [])):
         shared["tensor_parallel_size"] = ways
@@ -227,6 +230,8 @@ class VllmEngine:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
+        if scope["path"] == kv_offload.FACTS:
+            return await self._slab(scope, send)
         if self.pools and scope["path"] in pooling.HANDLERS:
             return await pooling.serve(self.api, scope, receive, send)
         if self.pictures is not None:
@@ -241,6 +246,13 @@ class VllmEngine:
             trace = await self.llm.engine_core.call_utility_async("step_trace")
             return await asgi.respond(send, 200, {**self.adapters.facts(), "trace": trace})
         await self.adapters.serve(self.api, scope, receive, send)
+
+    async def _slab(self, scope: Scope, send: Send) -> None:
+        assert self.llm is not None
+        if not kv_offload.has_slab(self.config):
+            return await asgi.refuse(send, 404, "this engine keeps no KV blocks in a slab")
+        call = "shrink_slab" if scope["method"] == "POST" else "slab_facts"
+        await asgi.respond(send, 200, await self.llm.engine_core.call_utility_async(call))
 
     async def sleep(self) -> None:
         assert self.llm is not None

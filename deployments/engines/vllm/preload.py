@@ -30,6 +30,7 @@ MODULES = (
     "deployments.engines.vllm.core_process",
     "transformers.models.auto.tokenization_auto",
     "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
     "vllm.entrypoints.cohere.api_router",
     "vllm.entrypoints.generate.api_router",
     "vllm.entrypoints.openai.chat_completion.batch_serving",

@@ -31,7 +31,7 @@ async def test_end_of_an_engine_is_reported_during_a_slow_reading(
             said.put_nowait(event)
         return True
 
-    def read(trees: list[Tree]) -> Readings:
+    def read(trees: list[Tree], pool_bytes: int) -> Readings:
         is_over.wait(START_S)
         return Readings((), ())
 

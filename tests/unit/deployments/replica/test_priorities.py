@@ -37,3 +37,13 @@ def test_only_a_more_urgent_request_for_a_queued_ticket_is_reported() -> None:
     assert not held.note(LOW)
     assert held.note(URGENT)
     assert held.request(HolderId("h"), "text").priority is URGENT
+
+
+@pytest.mark.spec("C11")
+def test_first_request_for_a_model_that_was_brought_in_unasked_is_reported() -> None:
+    held = resident()
+    held.state = HolderState.QUEUED
+    held.demand.is_wanted = True
+    assert held.note(NORMAL)
+    held.demand.waiters[None] = None  # type: ignore[index]
+    assert not held.note(NORMAL)

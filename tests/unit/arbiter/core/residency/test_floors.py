@@ -7,10 +7,10 @@ import pytest
 
 from arbiter import units
 from arbiter.core import events as ev
-from arbiter.core.decisions import LoadModel
+from arbiter.core.decisions import DropSlabs, LoadModel
 from arbiter.core.types import Floor, Priority
 from arbiter.errors import NeverFits, NotResident, UnknownModel
-from arbiter.units import GIB, HolderId, TicketId
+from arbiter.units import GIB, HolderId, NodeId, TicketId
 from tests.support.core_driver import (
     CPU,
     HOST,
@@ -187,7 +187,7 @@ def test_removed_model_leaves_after_its_requests_with_all_that_was_learned_of_it
     assert [r[0] for r in revoked(d.beat(6, "a"))] == ["a"]
     d.at(7, ev.Released(TicketId("a"), "idle"))
     assert learned_models(d)
-    d.gone(8, "a")
+    assert d.gone(8, "a") == [DropSlabs(NodeId("n"), "text/a")]
     assert learned_models(d) == [] and d.arbiter.export_floors() == []
     assert d.last("model_removed").data["model"] == "a"
 

@@ -152,6 +152,26 @@ def test_loading_prefetch_ends_as_soon_as_a_request_needs_its_bytes() -> None:
     assert granted(d.gone(12.1, "a2")) == ["b"]
 
 
+ONE = replace(PIPELINE, one_resident_roles=frozenset({"text"}))
+
+
+@pytest.mark.spec("A11")
+def test_nothing_is_prefetched_beside_a_model_of_its_exclusion_group() -> None:
+    d = driver(ONE)
+    d.resident(5, "b", 5)
+    assert use(d, 10) == []
+
+
+@pytest.mark.spec("A11")
+def test_prefetch_whose_exclusion_group_has_filled_is_dropped_and_nothing_leaves() -> None:
+    d = driver(ONE)
+    assert use(d, 10) == [LoadModel(HolderId("h"), "a")]
+    d.resident(10, "b", 5)
+    asked = d.ask(11, "a2", 30, model="a")
+    assert isinstance(refusal(asked), TicketClosed) and revoked(asked) == []
+    assert [r[0] for r in revoked(d.ask(12, "a3", 30, model="a"))] == ["b"]  # a request swaps
+
+
 def test_unused_prefetch_has_no_minimum_residency() -> None:
     d = driver()
     use(d, 10)

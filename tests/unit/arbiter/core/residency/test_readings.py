@@ -6,7 +6,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.units import NodeId, seconds
+from arbiter.units import NodeId, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
     HOST,
@@ -121,3 +121,35 @@ def test_a_device_its_agent_no_longer_sees_takes_its_tickets_along() -> None:
 def test_readings_of_an_unknown_node_count_for_nothing() -> None:
     driver = CoreDriver()
     assert driver.read(1, node="nowhere") == []
+
+
+def slab(size: float, ticket: str | None = None) -> ev.SlabReading:
+    owner = None if ticket is None else TicketId(ticket)
+    counts = (8, 5, 2, 10, 1, 0)
+    return ev.SlabReading("1", "kv", "text/a", "ab", owner, gib(size), gib(20), *counts)
+
+
+@pytest.mark.spec("E1", "B4")
+def test_slabs_take_from_the_budgets_of_ram_and_are_shown() -> None:
+    d = CoreDriver(device=80, host=80)
+    before = {v.device: v.free_bytes for v in d.snapshot().devices}
+    d.slabs = (slab(10),)
+    d.read(1)
+    after = {v.device: v.free_bytes for v in d.snapshot().devices}
+    assert all(before[device] - after[device] == gib(10) for device in (CPU, HOST))
+    [shown] = d.snapshot().slabs
+    assert (shown.node, shown.slab) == (NODE, slab(10))
+    d.slabs = ()
+    d.read(2)
+    assert {v.device: v.free_bytes for v in d.snapshot().devices} == before
+
+
+@pytest.mark.spec("E4")
+def test_slab_that_left_is_an_event_with_its_reason() -> None:
+    d = CoreDriver()
+    gone = ev.SlabDropped("1", "kv", "text/a", gib(2), "pressure")
+    d.at(1, ev.Measured(NODE, (), (), dropped=(gone,)))
+    assert d.last("slab_dropped").data == {
+        "node": NODE, "slab": "1", "content": "kv", "owner": "text/a", "reason": "pressure",
+    }  # fmt: skip
+    assert d.last("slab_dropped").size_bytes == gib(2)

@@ -1,0 +1,20 @@
+"""Optional exclusion groups (A11): of a role that is named, one model awake on each node."""
+
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.state import CoreState
+from arbiter.core.types import ModelName
+from arbiter.units import NodeId
+
+AWAKE = frozenset({State.LOADING, State.RESIDENT, State.DRAINING})
+
+
+def excluded_by(state: CoreState, node: NodeId, role: str, name: ModelName) -> list[Ticket]:
+    """Returns the tickets that keep a model off a node: those of its exclusion group that are awake
+    there. Replicas of one model do not exclude each other."""
+    if role not in state.settings.one_resident_roles:
+        return []
+    books = (state.ledger.books[d] for d in sorted(state.nodes[node].devices))
+    found = {e.ticket: e for b in books for e in b.entries.values()}
+    return [
+        e for e in found.values() if e.state in AWAKE and e.role == role and e.model_name != name
+    ]

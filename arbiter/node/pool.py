@@ -1,0 +1,236 @@
+"""The pool of one node: slabs, in which engines keep what should outlive them (E1, E4).
+
+A slab is a memory file that the agent made and holds; one engine at a time writes it
+(arbiter.pool.slab). The engine's death gives it back as it is, and the next engine of the same key
+finds in it what the last one left. Each turn the agent writes into every slab how many bytes it may
+take: so the pool stays within its budget without a message to any engine.
+"""
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arbiter.core.events import SlabDropped, SlabReading
+from arbiter.node import procfs
+from arbiter.pool import Content, SlabView, create
+from arbiter.protocol.messages import SlabRequest
+from arbiter.units import MIB, Bytes, TicketId
+
+SHARE_FRACTION = 0.1  # of the node's RAM, where no size is configured
+HIGH_FRACTION, LOW_FRACTION = 0.90, 0.80  # of the budget: above the first it shrinks to the second
+KEPT_FREE_FRACTION = 0.05  # of the node's RAM, which the pool leaves to others
+SWEEP_S = 300.0  # between two looks for idle slabs in which every row has expired (G4)
+_UNIT_BYTES = 2 * MIB  # of a slab's size
+_LEAST_BYTES = 64 * MIB  # a pool that holds less than two extents serves nothing
+_NAME_MOST = 160  # characters of what a slab is for, in its name; the kernel allows 249 in all
+_MARK = f"/memfd:{procfs.HOST_POOL}-"
+
+
+@dataclass(slots=True)
+class PooledSlab:
+    """One slab, lent to the engine of `ticket` or idle."""
+
+    name: str  # among those of the node
+    request: SlabRequest
+    fd: int
+    view: SlabView
+    ticket: TicketId | None = None
+    idle_since_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def value(self) -> tuple[Content, float]:
+        """Idle ones leave in this order."""
+        return Content[self.request.content.upper()], self.idle_since_s
+
+    def close(self) -> None:
+        """Gives its memory back, once no engine has it open."""
+        self.view.close()
+        os.close(self.fd)
+
+    def reading(self) -> SlabReading:
+        counts = self.view.counts
+        return SlabReading(
+            slab=self.name,
+            content=self.request.content,
+            owner=self.request.owner,
+            namespace=self.view.namespace.hex()[:12],
+            ticket=self.ticket,
+            allocated_bytes=self.view.allocated_bytes,
+            limit_bytes=self.view.limit_bytes,
+            rows_count=counts.ready_count,
+            hits_count=counts.hits_count,
+            misses_count=counts.misses_count,
+            stored_count=counts.stored_count,
+            evicted_count=counts.evicted_count,
+            refused_count=counts.refused_count,
+        )
+
+
+class Pool:
+    """The slabs of a node. `budget_bytes`: the most that all may take; None: a share of the RAM."""
+
+    def __init__(self, budget_bytes: Bytes | None) -> None:
+        total_bytes, _ = procfs.ram()
+        share = Bytes(int(SHARE_FRACTION * total_bytes))
+        self.budget_bytes = share if budget_bytes is None else budget_bytes
+        self._kept_free_bytes = int(KEPT_FREE_FRACTION * total_bytes)
+        self._slabs: list[PooledSlab] = []
+        self._dropped: list[SlabDropped] = []  # not yet told
+        self._made_count = 0
+        self._swept_s = time.monotonic()
+
+    @property
+    def allocated_bytes(self) -> Bytes:
+        return Bytes(sum(slab.view.allocated_bytes for slab in self._slabs))
+
+    # -- lending ---------------------------------------------------------------------------------
+
+    def lend(self, ticket: TicketId, request: SlabRequest) -> str | None:
+        """Returns the path at which an engine of this node opens the slab that it may write until
+        it ends: an idle one of the same key, else a new one. None: there is no pool."""
+        if self.budget_bytes < _LEAST_BYTES:
+            return None
+        idle = [s for s in self._slabs if s.ticket is None and s.request.key == request.key]
+        slab = max(idle, key=lambda s: s.idle_since_s, default=None) or self._make(request)
+        slab.ticket = ticket
+        self._set_limits()
+        return f"/proc/{os.getpid()}/fd/{slab.fd}"
+
+    def take_back(self, ticket: TicketId) -> None:
+        """The ticket's engine has ended, or was never started."""
+        for slab in self._slabs:
+            if slab.ticket == ticket:
+                slab.ticket, slab.idle_since_s = None, time.monotonic()
+
+    def recover(self, ticket: TicketId, pids: Iterable[int]) -> None:
+        """Finds the slabs again that engines had open when an earlier agent ended. Its idle slabs
+        ended with it."""
+        known = {os.fstat(slab.fd).st_ino for slab in self._slabs}
+        for pid in pids:
+            for path in _open_slabs(pid):
+                slab = self._adopt(path)
+                if slab is None:
+                    continue
+                if os.fstat(slab.fd).st_ino in known:
+                    slab.close()
+                    continue
+                known.add(os.fstat(slab.fd).st_ino)
+                slab.ticket = ticket
+                self._slabs.append(slab)
+
+    def _make(self, request: SlabRequest) -> PooledSlab:
+        size = int(self.budget_bytes) // _UNIT_BYTES * _UNIT_BYTES
+        fd = create(_label(request), Bytes(size))
+        made = PooledSlab(self._next_name(), request, fd, SlabView(fd))
+        self._slabs.append(made)
+        return made
+
+    def _adopt(self, path: Path) -> PooledSlab | None:
+        """None: the engine has just ended, or the file has no such name."""
+        try:
+            request = _request(os.readlink(path))
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except (OSError, ValueError):
+            return None
+        return PooledSlab(self._next_name(), request, fd, SlabView(fd))
+
+    def _next_name(self) -> str:
+        self._made_count += 1
+        return str(self._made_count)
+
+    # -- keeping to the budget -------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Drops what is to go, and tells every writer how much it may take."""
+        _, available_bytes = procfs.ram()
+        taken = self.allocated_bytes
+        physical = taken + available_bytes - self._kept_free_bytes
+        reason = "full" if physical >= self.budget_bytes else "pressure"
+        most = max(0, min(self.budget_bytes, physical))
+        if taken > HIGH_FRACTION * most:
+            self._drop_until(LOW_FRACTION * most, reason)
+        if time.monotonic() - self._swept_s > SWEEP_S:
+            self._sweep()
+        self._set_limits(most)
+
+    def drop_owner(self, owner: str) -> None:
+        """Erases what belongs to a removed model (D9). Its engines have ended by then."""
+        for slab in [s for s in self._slabs if s.ticket is None and s.request.owner == owner]:
+            self._drop(slab, "removed")
+
+    def readings(self) -> tuple[SlabReading, ...]:
+        return tuple(slab.reading() for slab in self._slabs)
+
+    def dropped(self) -> tuple[SlabDropped, ...]:
+        """What left since the last `forget_dropped`."""
+        return tuple(self._dropped)
+
+    def forget_dropped(self, told: tuple[SlabDropped, ...]) -> None:
+        del self._dropped[: len(told)]
+
+    def close(self) -> None:
+        for slab in self._slabs:
+            slab.close()
+        self._slabs.clear()
+
+    def _drop_until(self, goal_bytes: float, reason: str) -> None:
+        """One after the other, so that no more goes than must."""
+        for slab in sorted((s for s in self._slabs if s.ticket is None), key=lambda s: s.value):
+            if self.allocated_bytes <= goal_bytes:
+                return
+            self._drop(slab, reason)
+
+    def _drop(self, slab: PooledSlab, reason: str) -> None:
+        size = slab.view.allocated_bytes
+        request = slab.request
+        told = SlabDropped(slab.name, request.content, request.owner, size, reason)
+        slab.close()
+        self._slabs.remove(slab)
+        self._dropped.append(told)
+
+    def _sweep(self) -> None:
+        self._swept_s = time.monotonic()
+        for slab in [s for s in self._slabs if s.ticket is None]:
+            if slab.view.expires_s < time.time():
+                self._drop(slab, "stale")
+
+    def _set_limits(self, most: float | None = None) -> None:
+        """What is free is divided among the writers; above the mark each gives back its part."""
+        writers = [slab for slab in self._slabs if slab.ticket is not None]
+        budget = self.budget_bytes if most is None else most
+        taken = self.allocated_bytes
+        room = HIGH_FRACTION * budget - taken
+        fraction = min(1.0, LOW_FRACTION * budget / taken) if taken and room < 0 else 1.0
+        for slab in writers:
+            share = max(0.0, room) / len(writers)
+            slab.view.limit_bytes = Bytes(int(slab.view.allocated_bytes * fraction + share))
+
+
+def _label(request: SlabRequest) -> str:
+    """In the file's name, so that an agent that starts anew knows what its engines have open."""
+    return f"{request.content}.{request.key}.{request.owner}"[:_NAME_MOST]
+
+
+def _request(target: str) -> SlabRequest:
+    """Raises ValueError unless it is the name of a slab."""
+    name = target.removeprefix(_MARK).removesuffix(" (deleted)")
+    content, key, owner = name.split(".", 2)
+    return SlabRequest(content, owner, key)
+
+
+def _open_slabs(pid: int) -> list[Path]:
+    folder = procfs.PROC / str(pid) / "fd"
+    try:
+        names = os.listdir(folder)
+    except OSError:  # it has just ended
+        return []
+    return [folder / name for name in names if _target(folder / name).startswith(_MARK)]
+
+
+def _target(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed since it was listed
+        return ""

@@ -1,0 +1,20 @@
+"""Memory that outlives the process which fills it: slabs of equal rows, one memory file each."""
+
+from arbiter.errors import RowMisused, SlabUnusable
+from arbiter.pool.layout import Content, Mark
+from arbiter.pool.rows import Reserved, Rows
+from arbiter.pool.slab import Counts, Slab, SlabFile, SlabView, create
+
+__all__ = [
+    "Content",
+    "Counts",
+    "Mark",
+    "Reserved",
+    "RowMisused",
+    "Rows",
+    "Slab",
+    "SlabFile",
+    "SlabUnusable",
+    "SlabView",
+    "create",
+]

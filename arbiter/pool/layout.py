@@ -1,0 +1,173 @@
+"""What lies where in a slab: a header, a table with one mark per row, and the rows themselves.
+
+    0      header: magic, version, content, namespace, geometry
+    128    the limit: how many bytes of the file may be allocated; only the owner writes it
+    192    what the writer counts, one u64 each
+    4096   the table: a mark of 128 bytes per row
+    ...    the rows, from a border of 2 MiB on
+
+A row is visible once the state word of its mark says READY; that word is written last.
+"""
+
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from arbiter.units import KIB, MIB, Bytes
+
+PAGE_BYTES = 2 * MIB  # the unit of a slab's size, so that a kernel with huge pages can use them
+EXTENT_BYTES = 16 * PAGE_BYTES  # what a slab grows by: fallocate of it took 12 ms (SPEC E1)
+MAGIC = b"ARBSLAB\n"
+VERSION = 1  # raise it when anything on this page moves
+HEADER_BYTES = 4 * KIB
+MARK_BYTES = 128
+NAMESPACE_BYTES = 32
+KEY_BYTES = 60  # the longest key; vLLM's are 36
+TENANT_BYTES = 16
+LIMIT_AT, COUNTS_AT = 128, 192  # each on a cache line of its own: two processes write them
+FREE = 0
+# Four bytes no two of which are equal to those of FREE: a word that is half written is not READY.
+READY = int.from_bytes(b"REDY", "little")
+LONGEST_TERM_S = 30 * 86_400.0  # an expiry further away than that is damage; terms end at 24 h
+
+_HEADER = struct.Struct("<8sII32sQQQ")
+_MARK = struct.Struct("<IIdd16sB60s")
+_STATE = struct.Struct("<I")
+_TIMES = struct.Struct("<dd")
+_TIMES_AT = 8
+assert _HEADER.size <= LIMIT_AT and _MARK.size <= MARK_BYTES
+
+Buffer = memoryview
+
+
+class Content(IntEnum):
+    """What the rows of a slab are."""
+
+    TEMPORARY = 1
+    PICTURE = 2
+    ADAPTER = 3
+    WEIGHTS = 4
+    KV = 5
+
+
+class Count(IntEnum):
+    """Places of what the writer counts."""
+
+    ALLOCATED = 0  # bytes of rows that have pages, from the first row on
+    READY = 1
+    HITS = 2
+    MISSES = 3
+    STORED = 4
+    EVICTED = 5
+    REFUSED = 6  # rows that found no room
+    LOADED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where the rows of a slab lie."""
+
+    row_bytes: Bytes
+    rows_count: int
+    data_offset: Bytes
+
+    @property
+    def table_end(self) -> Bytes:
+        """The end of header and table, in whole kernel pages: they have memory from the start."""
+        return _up(HEADER_BYTES + self.rows_count * MARK_BYTES, 4 * KIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What tells whose rows these are."""
+
+    content: Content
+    namespace: bytes
+    geometry: Geometry
+
+
+class Mark(NamedTuple):
+    """What the table says of a row. Times are wall-clock seconds, because they outlive a boot's
+    monotonic clock in a file."""
+
+    key: bytes
+    expires_s: float
+    used_s: float
+    tenant: bytes = b""
+    kind: int = 0
+
+
+def geometry(capacity: Bytes, row_bytes: Bytes) -> Geometry:
+    """The rows that fit into a file of that size behind their table; perhaps none."""
+    most = max(0, capacity - HEADER_BYTES) // (row_bytes + MARK_BYTES)
+    data = _up(HEADER_BYTES + most * MARK_BYTES, PAGE_BYTES)
+    return Geometry(row_bytes, min(most, max(0, capacity - data) // row_bytes), data)
+
+
+def read_header(buffer: Buffer) -> Header | None:
+    """None where no whole header of this version is."""
+    magic, version, content, namespace, row, count, data = _HEADER.unpack_from(buffer, 0)
+    known = {each.value for each in Content}
+    if (magic, version) != (MAGIC, VERSION) or content not in known:
+        return None
+    return Header(Content(content), namespace, Geometry(Bytes(row), count, Bytes(data)))
+
+
+def write_header(buffer: Buffer, header: Header) -> None:
+    """Writes the magic last: a header that is half written is none."""
+    erase_header(buffer)
+    shape = header.geometry
+    facts = (header.content.value, header.namespace)
+    sizes = (shape.row_bytes, shape.rows_count, shape.data_offset)
+    _HEADER.pack_into(buffer, 0, bytes(len(MAGIC)), VERSION, *facts, *sizes)
+    buffer[: len(MAGIC)] = MAGIC
+
+
+def erase_header(buffer: Buffer) -> None:
+    """Leaves the limit, which is the owner's."""
+    buffer[: len(MAGIC)] = bytes(len(MAGIC))
+    buffer[: _HEADER.size] = bytes(_HEADER.size)
+
+
+def write_mark(buffer: Buffer, row: int, mark: Mark) -> None:
+    """Makes a row visible. Its bytes must be there."""
+    at = HEADER_BYTES + row * MARK_BYTES
+    times = (mark.expires_s, mark.used_s)
+    fields = (mark.kind, *times, mark.tenant, len(mark.key), mark.key)
+    _MARK.pack_into(buffer, at, FREE, *fields)
+    _STATE.pack_into(buffer, at, READY)
+
+
+def write_times(buffer: Buffer, row: int, expires_s: float, used_s: float) -> None:
+    """Notes a use of a row."""
+    _TIMES.pack_into(buffer, HEADER_BYTES + row * MARK_BYTES + _TIMES_AT, expires_s, used_s)
+
+
+def clear_mark(buffer: Buffer, row: int) -> None:
+    """Makes a row invisible, before its bytes change."""
+    _STATE.pack_into(buffer, HEADER_BYTES + row * MARK_BYTES, FREE)
+
+
+def marked_rows(buffer: Buffer, count: int) -> list[int]:
+    """The rows whose state word says anything but FREE."""
+    words = buffer[HEADER_BYTES : HEADER_BYTES + count * MARK_BYTES].cast("I")
+    states = words[:: MARK_BYTES // _STATE.size].tolist()
+    return [row for row, state in enumerate(states) if state != FREE]
+
+
+def read_marks(buffer: Buffer, count: int) -> Iterator[tuple[int, Mark]]:
+    """The rows that say READY and could be: a mark with a key that cannot be, or a time that is no
+    number, is damage."""
+    table = bytes(buffer[HEADER_BYTES : HEADER_BYTES + count * MARK_BYTES])
+    for row, at in enumerate(range(0, len(table), MARK_BYTES)):
+        state, kind, expires, used, tenant, length, key = _MARK.unpack_from(table, at)
+        sound = state == READY and 0 < length <= KEY_BYTES
+        if sound and math.isfinite(expires) and math.isfinite(used):
+            yield row, Mark(key[:length], expires, used, tenant, kind)
+
+
+def _up(size: int, unit: int) -> Bytes:
+    return Bytes(-(-size // unit) * unit)

@@ -1,0 +1,262 @@
+"""The rows of one slab, as its writer finds, keeps and loses them.
+
+A row is free, reserved (its bytes are being written), or READY. The least recently used row is
+evicted first, and of one prefix the tail before the head, because a block is of use only with all
+that come before it. Pins are counted here and end with the process.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from arbiter.errors import RowMisused
+from arbiter.pool import layout
+from arbiter.pool.layout import Count, Mark
+from arbiter.pool.slab import Slab
+from arbiter.units import Bytes
+
+SWEEP_S = 60.0  # expired rows are looked for at most so often (SPEC G4)
+# Between two uses: times of doubles around 2e9 are 2.4e-7 apart, and their order must last.
+_TICK_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Rows to write, by their keys, and the keys that had to leave for them."""
+
+    rows: dict[bytes, int]
+    evicted: list[bytes] = field(default_factory=list)
+
+
+class Rows:
+    """All rows of a slab. Adopts those that an earlier writer left READY and that have not expired.
+
+    `clock`: wall-clock seconds. `term_s`: how long a row stays after its last use."""
+
+    def __init__(self, slab: Slab, term_s: float, clock: Callable[[], float]) -> None:
+        self.slab, self.term_s, self._clock = slab, term_s, clock
+        self._buffer, self._counts = slab.file.buffer, slab.file.counts
+        self._ready: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._reserved: dict[bytes, int] = {}
+        self._pins: dict[bytes, int] = {}
+        self._marks: dict[bytes, Mark] = {}  # of READY rows
+        self._free: list[int] = []  # a heap: low rows first, so that the tail empties
+        self._known_count = 0  # rows below it are in one of the collections above
+        self._last_use_s = 0.0
+        self._next_sweep_s = 0.0
+        self._adopt()
+
+    def _adopt(self) -> None:
+        now, slab = self._clock(), self.slab
+        found = sorted((mark.used_s, row, mark) for row, mark in slab.marks())
+        for used_s, row, mark in found:
+            if now < mark.expires_s <= now + layout.LONGEST_TERM_S:
+                # Of a key that is there twice, by a move that was not finished, either is whole.
+                self._ready[mark.key] = row
+                self._marks[mark.key] = mark
+                self._last_use_s = max(self._last_use_s, min(used_s, now))
+        taken = set(self._ready.values())
+        for row in layout.marked_rows(self._buffer, slab.geometry.rows_count):
+            if row not in taken:
+                layout.clear_mark(self._buffer, row)
+        self._known_count = slab.usable_count
+        self._free = [row for row in range(self._known_count) if row not in taken]
+        self._counts[Count.READY] = len(self._ready)
+
+    def __len__(self) -> int:
+        """How many rows are READY."""
+        return len(self._ready)
+
+    def lookup(self, key: bytes) -> int | None:
+        """The row of a key that is READY and has not expired."""
+        mark = self._marks.get(key)
+        if mark is not None and mark.expires_s > self._clock():
+            self._counts[Count.HITS] += 1
+            return self._ready[key]
+        if mark is not None and key not in self._pins:
+            self._forget(key)
+        self._counts[Count.MISSES] += 1
+        return None
+
+    def is_reserved(self, key: bytes) -> bool:
+        """Whether its bytes are being written."""
+        return key in self._reserved
+
+    def pin(self, keys: Collection[bytes]) -> list[int]:
+        """The rows of keys, which stay as they are until `unpin`. Raises RowMisused, and then pins
+        none."""
+        for key in keys:
+            if key not in self._ready:
+                raise RowMisused(key.hex(), "pinned, and it is not READY")
+        for key in keys:
+            self._pins[key] = self._pins.get(key, 0) + 1
+        self._counts[Count.LOADED] += len(keys)
+        return [self._ready[key] for key in keys]
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        """Raises RowMisused."""
+        for key in keys:
+            pins = self._pins.get(key, 0)
+            if pins == 0:
+                raise RowMisused(key.hex(), "unpinned, and it has no pin")
+            if pins == 1:
+                del self._pins[key]
+            else:
+                self._pins[key] = pins - 1
+
+    def forget_in_flight(self) -> None:
+        """Drops all pins and frees all reserved rows: no read or write of this process goes on."""
+        self._pins.clear()
+        for key in list(self._reserved):
+            self.abandon(key)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Notes that keys are used: the last one is the most recent. Keys that are not READY are
+        left out. Of a prefix, give the tail first."""
+        for key in keys:
+            mark = self._marks.get(key)
+            if mark is not None:
+                now = self._use_s()
+                expires = max(mark.expires_s, now + self.term_s)
+                self._marks[key] = mark._replace(expires_s=expires, used_s=now)
+                self._ready.move_to_end(key)
+                layout.write_times(self._buffer, self._ready[key], expires, now)
+
+    def _use_s(self) -> float:
+        """Now, and later than the last use, so that the order outlives this process."""
+        self._last_use_s = max(self._clock(), self._last_use_s + _TICK_S)
+        return self._last_use_s
+
+    def reserve(self, keys: Collection[bytes], keep: Collection[bytes] = ()) -> Reserved:
+        """Rows for those keys that are neither READY nor reserved. Evicts what it must, but no key
+        of `keys` or `keep`. What finds no room is left out, the last keys first, and counted."""
+        ready, reserved = self._ready, self._reserved
+        new = [key for key in dict.fromkeys(keys) if key not in ready and key not in reserved]
+        evicted: list[bytes] = []
+        if len(new) > len(self._free):
+            evicted = self._make_room(len(new), {*keys, *keep})
+        rows = {key: heapq.heappop(self._free) for key in new[: len(self._free)]}
+        self._reserved |= rows
+        self._counts[Count.REFUSED] += len(new) - len(rows)
+        return Reserved(rows, evicted)
+
+    def _make_room(self, count: int, keep: set[bytes]) -> list[bytes]:
+        evicted = self._sweep_now_and_then()
+        while len(self._free) < count and self.slab.grow():
+            self._learn_of_growth()
+        if len(self._free) < count:
+            free = (key for key in self._ready if key not in self._pins and key not in keep)
+            victims = [key for key, _ in zip(free, range(count - len(self._free)), strict=False)]
+            for key in victims:
+                self._evict(key)
+            evicted += victims
+        return evicted
+
+    def _learn_of_growth(self) -> None:
+        for row in range(self._known_count, self.slab.usable_count):
+            heapq.heappush(self._free, row)
+        self._known_count = self.slab.usable_count
+
+    def mark_ready(self, key: bytes, tenant: bytes = b"", kind: int = 0) -> None:
+        """Makes a reserved row visible; its bytes are there. It is the most recently used one.
+        Raises RowMisused."""
+        row = self._reserved.pop(key, None)
+        if row is None:
+            raise RowMisused(key.hex(), "marked READY, and it is not reserved")
+        now = self._use_s()
+        mark = Mark(key, now + self.term_s, now, tenant, kind)
+        layout.write_mark(self._buffer, row, mark)
+        self._ready[key] = row
+        self._marks[key] = mark
+        self._counts[Count.STORED] += 1
+        self._counts[Count.READY] = len(self._ready)
+
+    def abandon(self, key: bytes) -> None:
+        """Frees a reserved row that will not be written. Raises RowMisused."""
+        row = self._reserved.pop(key, None)
+        if row is None:
+            raise RowMisused(key.hex(), "abandoned, and it is not reserved")
+        heapq.heappush(self._free, row)
+
+    def drop(self, key: bytes) -> None:
+        """Frees a READY row. Raises RowMisused."""
+        if key not in self._ready:
+            raise RowMisused(key.hex(), "freed, and it is not READY")
+        if key in self._pins:
+            raise RowMisused(key.hex(), f"freed, and it has {self._pins[key]} pins")
+        self._forget(key)
+
+    def expire(self) -> list[bytes]:
+        """Frees rows past their term that have no pin. Returns their keys."""
+        now = self._clock()
+        past = [k for k, mark in self._marks.items() if mark.expires_s <= now]
+        gone = [key for key in past if key not in self._pins]
+        for key in gone:
+            self._evict(key)
+        return gone
+
+    def _sweep_now_and_then(self) -> list[bytes]:
+        now = self._clock()
+        if now < self._next_sweep_s:
+            return []
+        self._next_sweep_s = now + SWEEP_S
+        return self.expire()
+
+    def _evict(self, key: bytes) -> None:
+        self._forget(key)
+        self._counts[Count.EVICTED] += 1
+
+    def _forget(self, key: bytes) -> None:
+        row = self._ready.pop(key)
+        del self._marks[key]
+        layout.clear_mark(self._buffer, row)
+        heapq.heappush(self._free, row)
+        self._counts[Count.READY] = len(self._ready)
+
+    def shrink_to_limit(self) -> list[bytes]:
+        """Gives back what the owner's limit no longer permits: expired rows go first, then the
+        least recently used; those that stay move out of the tail. Pinned and reserved rows stay
+        where they are, so that a later call may have to finish. Returns the keys that left."""
+        slab = self.slab
+        if slab.permitted_bytes >= slab.allocated_bytes:
+            return []
+        gone = self.expire()
+        room = slab.permitted_bytes // slab.geometry.row_bytes
+        over = len(self._ready) + len(self._reserved) - room
+        idle = (key for key in self._ready if key not in self._pins)
+        victims = [key for key, _ in zip(idle, range(max(0, over)), strict=False)]
+        for key in victims:
+            self._evict(key)
+        self._cut_to(self._end_of_fixed(room))
+        return gone + victims
+
+    def _end_of_fixed(self, room: int) -> int:
+        """So many rows stay usable: those permitted, and all up to the last that cannot move."""
+        fixed = [*self._reserved.values(), *(self._ready[key] for key in self._pins)]
+        return max(room, max(fixed, default=-1) + 1)
+
+    def _cut_to(self, count: int) -> None:
+        """Moves rows at and behind `count` to free places before it, and gives their pages back."""
+        slab = self.slab
+        places = sorted(row for row in self._free if row < count)
+        behind = [key for key, row in self._ready.items() if row >= count]
+        for key, place in zip(behind, places, strict=False):
+            self._move(key, place)
+        extent = slab.extent_bytes
+        end = max([count, *(row + 1 for row in self._ready.values())], default=0)
+        needed = -(-end * slab.geometry.row_bytes // extent) * extent
+        allocated = max(slab.permitted_bytes, needed)
+        slab.cut(Bytes(min(allocated, slab.allocated_bytes)))
+        self._known_count = slab.usable_count
+        taken = {*self._ready.values(), *self._reserved.values()}
+        self._free = [row for row in range(self._known_count) if row not in taken]
+
+    def _move(self, key: bytes, place: int) -> None:
+        """Copies the bytes, then marks the copy, then frees the old: a kill between leaves the same
+        row twice."""
+        old = self._ready[key]
+        self.slab.row(place)[:] = self.slab.row(old)
+        layout.write_mark(self._buffer, place, self._marks[key])
+        self._ready[key] = place
+        layout.clear_mark(self._buffer, old)

@@ -1,0 +1,312 @@
+"""A slab: one memory file of equal rows that outlives the process which writes them.
+
+The owner, a node agent, creates the file, keeps it open and says how much of it may be allocated.
+One writer at a time, an engine, maps it, grows and shrinks it within that limit, and marks rows
+READY once their bytes are there. The next writer of the same namespace finds them; any other finds
+an empty slab. Nothing here waits or locks.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from arbiter.errors import SlabUnusable
+from arbiter.pool import layout
+from arbiter.pool.layout import Content, Count, Geometry, Header, Mark
+from arbiter.units import Bytes
+
+NAME = "host-pool"  # the prefix of the file's name, by which the kernel's lists show it
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_BLOCK_BYTES = 512  # the unit of st_blocks (stat(2))
+_MOST_COUNTED = 1 << 62  # more is damage, and would soon overflow
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def create(label: str, capacity: Bytes) -> int:
+    """Makes an empty slab that may never be larger than `capacity`, a multiple of 2 MiB. Returns
+    its descriptor. The file has memory for its header only, and may allocate none: see
+    `SlabView.limit_bytes`. Sealed against shrinking, so that no page vanishes under a writer.
+    Raises OSError, and ValueError for another capacity."""
+    if capacity < 2 * layout.PAGE_BYTES or capacity % layout.PAGE_BYTES:
+        raise ValueError(f"a slab of {capacity} bytes: need a multiple of 2 MiB, at least 4 MiB")
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    fd = os.memfd_create(f"{NAME}-{label}", flags)
+    try:
+        os.ftruncate(fd, capacity)
+        os.posix_fallocate(fd, 0, layout.HEADER_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class SlabFile:
+    """The file of a slab, open and mapped. `where`: a descriptor, of which it keeps a copy, or a
+    path such as /proc/123/fd/45. Raises SlabUnusable for what is no slab's file."""
+
+    def __init__(self, where: int | str | Path) -> None:
+        self.fd = _open(where)
+        try:
+            self.capacity = Bytes(_sealed_size(where, self.fd))
+            self._map = mmap.mmap(self.fd, self.capacity)
+        except (OSError, SlabUnusable) as error:
+            os.close(self.fd)
+            raise _unusable(where, error) from error
+        self.buffer = memoryview(self._map)
+        self._limit = self.buffer[layout.LIMIT_AT : layout.LIMIT_AT + 8].cast("Q")
+        counts = layout.COUNTS_AT, layout.COUNTS_AT + 8 * len(Count)
+        self.counts = self.buffer[slice(*counts)].cast("Q")
+
+    @property
+    def limit_bytes(self) -> Bytes:
+        """How much of the file may be allocated."""
+        return Bytes(self._limit[0])
+
+    @limit_bytes.setter
+    def limit_bytes(self, limit: Bytes) -> None:
+        self._limit[0] = limit  # one store of 8 aligned bytes: a reader sees the old or the new
+
+    @property
+    def allocated_bytes(self) -> Bytes:
+        """What the kernel holds for the whole file, header and table included."""
+        return Bytes(os.fstat(self.fd).st_blocks * _BLOCK_BYTES)
+
+    def punch(self, start: Bytes, end: Bytes) -> None:
+        """Gives the pages of a range back; it reads as zeros from then on. Raises OSError."""
+        if start < end and _libc.fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, start, end - start):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def close(self) -> None:
+        """Unmaps the file. Views of its buffer that others hold keep the mapping alive."""
+        with contextlib.suppress(BufferError):  # an array still shows it, and keeps it
+            for view in (self._limit, self.counts, self.buffer):
+                view.release()
+            self._map.close()
+        os.close(self.fd)
+
+
+class Slab:
+    """A slab as its one writer has it. `row_bytes` and `content` are the writer's; what was written
+    in another namespace, content or geometry is wiped before anything can be read.
+
+    Pages exist for the first `usable_count` rows, and for none behind them."""
+
+    def __init__(
+        self,
+        where: int | str | Path,
+        content: Content,
+        namespace: bytes,
+        row_bytes: Bytes,
+        *,
+        extent_bytes: Bytes = Bytes(layout.EXTENT_BYTES),
+    ) -> None:
+        if len(namespace) != layout.NAMESPACE_BYTES or row_bytes <= 0:
+            raise ValueError(f"a namespace has {layout.NAMESPACE_BYTES} bytes, a row at least one")
+        self.file = SlabFile(where)
+        self.geometry: Geometry = layout.geometry(self.file.capacity, row_bytes)
+        self.extent_bytes = extent_bytes
+        header = Header(content, namespace, self.geometry)
+        try:
+            os.posix_fallocate(self.file.fd, 0, self.geometry.table_end)
+            if layout.read_header(self.file.buffer) != header:
+                self._wipe(header)
+            self._repair()
+        except OSError as error:
+            self.file.close()
+            raise _unusable(where, error) from error
+
+    def _wipe(self, header: Header) -> None:
+        buffer, end = self.file.buffer, self.geometry.table_end
+        layout.erase_header(buffer)
+        self.file.punch(self.geometry.data_offset, self.file.capacity)
+        buffer[layout.HEADER_BYTES : end] = bytes(end - layout.HEADER_BYTES)
+        for count in Count:
+            self.file.counts[count] = 0
+        layout.write_header(buffer, header)
+
+    def _repair(self) -> None:
+        """Makes the pages agree with what the header says of them, after a writer that died while
+        it grew or shrank the slab, or after damage."""
+        for count in Count:
+            if self.file.counts[count] > _MOST_COUNTED:
+                self.file.counts[count] = 0
+        most = self.file.capacity - self.geometry.data_offset
+        allocated = self.allocated_bytes
+        if allocated > most or (allocated % self.extent_bytes and allocated != most):
+            allocated = Bytes(0)
+        self.file.counts[Count.ALLOCATED] = allocated
+        end = Bytes(self.geometry.data_offset + allocated)
+        self.file.punch(end, self.file.capacity)
+        if self.file.allocated_bytes < self.geometry.table_end + allocated:
+            self.cut(Bytes(0))  # some rows have lost their pages, and with them their bytes
+
+    @property
+    def allocated_bytes(self) -> Bytes:
+        """Of the rows: from the first one on, so many bytes have pages."""
+        return Bytes(self.file.counts[Count.ALLOCATED])
+
+    @property
+    def usable_count(self) -> int:
+        """How many rows have their pages."""
+        whole = self.allocated_bytes // self.geometry.row_bytes
+        return min(self.geometry.rows_count, whole)
+
+    @property
+    def permitted_bytes(self) -> Bytes:
+        """What the rows may have by the limit, in whole extents."""
+        most = self.file.capacity - self.geometry.data_offset
+        free = min(most, max(0, self.file.limit_bytes - self.geometry.table_end))
+        return Bytes(free if free == most else free // self.extent_bytes * self.extent_bytes)
+
+    def grow(self) -> bool:
+        """Adds one extent; the last one may be shorter. False where the limit, the capacity or the
+        machine's memory has no room for it."""
+        allocated = self.allocated_bytes
+        most = self.file.capacity - self.geometry.data_offset
+        more = min(self.extent_bytes, most - allocated)
+        if more <= 0 or allocated + more > self.permitted_bytes:
+            return False
+        try:
+            os.posix_fallocate(self.file.fd, self.geometry.data_offset + allocated, more)
+        except OSError:
+            return False
+        self.file.counts[Count.ALLOCATED] = allocated + more
+        return True
+
+    def cut(self, allocated: Bytes) -> None:
+        """Gives back the pages behind so many bytes of rows. No row there may be in use."""
+        before = self.allocated_bytes
+        if allocated < before:
+            self.file.counts[Count.ALLOCATED] = allocated
+            offset = self.geometry.data_offset
+            self.file.punch(Bytes(offset + allocated), Bytes(offset + before))
+
+    def row(self, row: int) -> memoryview:
+        """The bytes of a row, shape [row_bytes], within the mapping."""
+        start = self.geometry.data_offset + row * self.geometry.row_bytes
+        return self.file.buffer[start : start + self.geometry.row_bytes]
+
+    def marks(self) -> Iterator[tuple[int, Mark]]:
+        """The rows that are READY and have their pages."""
+        return layout.read_marks(self.file.buffer, self.usable_count)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the writer counted, since the slab had its first row."""
+
+    ready_count: int
+    hits_count: int
+    misses_count: int
+    stored_count: int
+    evicted_count: int
+    refused_count: int
+    loaded_count: int
+
+
+class SlabView:
+    """A slab as its owner sees it. It believes nothing that a writer could make it crash with."""
+
+    def __init__(self, where: int | str | Path) -> None:
+        self._file = SlabFile(where)
+
+    @property
+    def capacity(self) -> Bytes:
+        return self._file.capacity
+
+    @property
+    def allocated_bytes(self) -> Bytes:
+        return self._file.allocated_bytes
+
+    @property
+    def limit_bytes(self) -> Bytes:
+        return self._file.limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, limit: Bytes) -> None:
+        self._file.limit_bytes = limit
+
+    @property
+    def content(self) -> Content | None:
+        """None while no writer has used the slab."""
+        header = layout.read_header(self._file.buffer)
+        return None if header is None else header.content
+
+    @property
+    def namespace(self) -> bytes:
+        """32 bytes; none while no writer has used the slab."""
+        header = layout.read_header(self._file.buffer)
+        return b"" if header is None else header.namespace
+
+    @property
+    def counts(self) -> Counts:
+        words = list(self._file.counts)
+        return Counts(*words[Count.READY :])
+
+    def marks(self) -> Iterator[tuple[int, Mark]]:
+        """The rows that are READY."""
+        header = layout.read_header(self._file.buffer)
+        if header is None or header.geometry != layout.geometry(
+            self._file.capacity, Bytes(max(1, header.geometry.row_bytes))
+        ):
+            return iter(())
+        return layout.read_marks(self._file.buffer, header.geometry.rows_count)
+
+    @property
+    def ready_count(self) -> int:
+        """How many rows are READY, read from the table."""
+        return sum(1 for _ in self.marks())
+
+    @property
+    def expires_s(self) -> float:
+        """The wall-clock second at which the last READY row expires; 0 without any."""
+        return max((mark.expires_s for _, mark in self.marks()), default=0.0)
+
+    def erase(self) -> None:
+        """Wipes header, table and rows of a slab that no writer has. Raises OSError."""
+        layout.erase_header(self._file.buffer)
+        for count in Count:
+            self._file.counts[count] = 0
+        self._file.punch(Bytes(layout.HEADER_BYTES), self._file.capacity)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _open(where: int | str | Path) -> int:
+    try:
+        if isinstance(where, int):
+            return fcntl.fcntl(where, fcntl.F_DUPFD_CLOEXEC, 0)
+        return os.open(where, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unusable(where, error) from error
+
+
+def _sealed_size(where: int | str | Path, fd: int) -> int:
+    """Raises SlabUnusable, and OSError."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise SlabUnusable(str(where), "it is no file")
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise SlabUnusable(str(where), "it is not sealed against shrinking")
+    if found.st_size < 2 * layout.PAGE_BYTES or found.st_size % layout.PAGE_BYTES:
+        raise SlabUnusable(str(where), f"its size is {found.st_size} bytes")
+    return found.st_size
+
+
+def _unusable(where: int | str | Path, error: OSError | SlabUnusable) -> SlabUnusable:
+    if isinstance(error, SlabUnusable):
+        return error
+    return SlabUnusable(str(where), error.strerror or str(error))

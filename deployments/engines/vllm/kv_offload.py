@@ -1,0 +1,408 @@
+"""KV blocks that outlive their engine: vLLM's offloading connector over a slab (`arbiter.pool`).
+
+vLLM's own connector decides what is stored and loaded, and when; here is where the blocks lie. The
+slab belongs to the node agent, so a killed engine's successor finds every block that was whole. The
+key of a row is vLLM's block hash, in which the prefix, the adapter and the tenant's salt are.
+
+A model that sees takes pictures only: vLLM would have any connector's engine accept embeddings from
+clients too (`settle` says no).
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    TransferResult,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from arbiter.pool import Content, Rows, Slab, SlabFile, SlabUnusable, layout
+from arbiter.units import KIB, MIB, Bytes
+from deployments.engines.protocol import Config
+
+logger = init_logger(__name__)
+
+FACTS = "/slab"  # GET: what the slab holds; POST: shrinks it to its limit first
+# xxhash would begin each process with random numbers, and no key would be found again.
+_HASH = "sha256"
+_TERM_S = 3600.0  # how long a block stays after its last use: the class `long` (SPEC G4)
+_DIGESTED_BYTES = MIB  # of the begin and of the end of each file of weights
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_STEPS_AFTER_RESET = 2  # until which the worker may still write what was in flight
+_ALIGNED_BYTES = 4 * KIB  # rows begin on kernel pages
+
+
+def arguments(config: Config) -> dict[str, Any]:
+    """vLLM's arguments for an engine that was lent a slab: `config["slab"]` has its `path`, and
+    perhaps the `model_digest` of the weights and `term_s`. Empty without one."""
+    given = config.get("slab")
+    if not given:
+        return {}
+    extra = {
+        "spec_name": SlabSpec.__name__,
+        "spec_module_path": SlabSpec.__module__,
+        "slab": given["path"],
+        "term_s": float(given.get("term_s", _TERM_S)),
+        "offload_prompt_only": False,  # vLLM's default would leave out what the model has said
+    }
+    return {
+        "prefix_caching_hash_algo": _HASH,
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        },
+    }
+
+
+def settle(vllm_config: VllmConfig, config: Config) -> None:
+    """Takes the connector away again where it cannot work, so that the model loads as without a
+    slab; else names the namespace. Called before the core is forked."""
+    transfer = vllm_config.kv_transfer_config
+    if not has_slab(vllm_config):
+        return
+    pictures = vllm_config.model_config.multimodal_config
+    if pictures is not None and not config.get("engine_args", {}).get("enable_mm_embeds"):
+        pictures.enable_mm_embeds = pictures.allow_missing_mm_embeddings = False
+    extra = transfer.kv_connector_extra_config
+    cause = refusal(vllm_config) or _unusable(extra["slab"])
+    digests = _digests(vllm_config, config["slab"])
+    if cause is None and None in digests:
+        cause = "its weights are no files on disk, so that nothing tells them apart"
+    if cause is not None:
+        logger.warning("%s keeps no KV blocks in a slab: %s", config["model"], cause)
+        vllm_config.kv_transfer_config = None
+        return
+    extra["namespace"] = _digest(_facts(vllm_config), digests).hex()
+
+
+def has_slab(vllm_config: VllmConfig) -> bool:
+    """Whether its connector is ours; a person may have configured another one."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and "slab" in transfer.kv_connector_extra_config
+
+
+def refusal(vllm_config: VllmConfig) -> str | None:
+    """Why vLLM 0.32 has no use for a connector, or would end with it, with this model."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    causes = {
+        "it does not generate": model.runner_type != "generate",
+        "it has an encoder of text or sound": model.is_encoder_decoder,
+        "its state is no KV cache alone": model.is_hybrid or model.is_attention_free,
+        "its prefix cache is off": not vllm_config.cache_config.enable_prefix_caching,
+        "it has several data-parallel cores, and a slab has one writer": (
+            parallel.data_parallel_size > 1
+        ),
+    }
+    return next((cause for cause, holds in causes.items() if holds), None)
+
+
+def _unusable(path: str) -> str | None:
+    try:
+        SlabFile(path).close()
+    except SlabUnusable as error:
+        return str(error)
+    return None
+
+
+def _facts(vllm_config: VllmConfig) -> dict[str, Any]:
+    """What gives the bytes of a block their meaning, the weights aside."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel, drafts = vllm_config.parallel_config, vllm_config.speculative_config
+    return {
+        "vllm": vllm.__version__,
+        "torch": version("torch"),
+        "hash": cache.prefix_caching_hash_algo,
+        "device": current_platform.device_type,
+        "weights": [str(model.dtype), str(model.quantization)],
+        "shape": model.hf_config.to_dict(),
+        "kv": str(cache.cache_dtype),
+        "max_model_len": model.max_model_len,
+        "parallel": [
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.prefill_context_parallel_size,
+            parallel.decode_context_parallel_size,
+        ],
+        "drafts": None if drafts is None else [drafts.method, drafts.num_speculative_tokens],
+    }
+
+
+def _digests(vllm_config: VllmConfig, given: Mapping[str, Any]) -> list[str | None]:
+    """Of the model's weights and the drafter's; None where one has no files here."""
+    model = given.get("model_digest") or weights_digest(Path(vllm_config.model_config.model))
+    drafts = vllm_config.speculative_config
+    if drafts is None or drafts.model is None:
+        return [model]
+    return [model, weights_digest(Path(drafts.model))]
+
+
+def weights_digest(source: Path) -> str | None:
+    """Of a folder's files of weights, or of one file: names, sizes, times of change, and the begin
+    and the end of each. None where there are none."""
+    files = [source] if source.is_file() else sorted(source.glob("*"))
+    weights = [path for path in files if path.suffix in _WEIGHTS]
+    digest = hashlib.sha256()
+    for path in weights:
+        found = path.stat()
+        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns} ".encode())
+        with path.open("rb") as stream:
+            digest.update(stream.read(_DIGESTED_BYTES))
+            stream.seek(max(0, found.st_size - _DIGESTED_BYTES))
+            digest.update(stream.read(_DIGESTED_BYTES))
+    return digest.hexdigest() if weights else None
+
+
+def _digest(*facts: Any) -> bytes:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
+
+
+class SlabSpec(OffloadingSpec):
+    """What vLLM's connector asks for the place of its blocks. One in the scheduler, which writes
+    the table, and one in each worker, which copies bytes."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        assert self.blocks_per_chunk == 1, "a row is one block"
+        parallel = config.parallel
+        self.rank_bytes = config.worker_kv_bytes_per_block
+        size = self.rank_bytes * parallel.world_size
+        self.row_bytes = Bytes(-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES)
+        self.manager: SlabManager | None = None
+
+    @property
+    def namespace(self) -> bytes:
+        """The one of the configuration, with what is known only once the cache is laid out."""
+        config = self.config
+        groups = [(group.tokens_per_block, group.layer_names) for group in config.groups]
+        layouts = (config.kv_cache_layout, config.canonical_layout, config.model.dtype)
+        sizes = (config.cache.tokens_per_hash, self.row_bytes, config.parallel.world_size)
+        return _digest(self.extra_config["namespace"], groups, layouts, sizes)
+
+    def get_manager(self) -> "SlabManager":
+        if self.manager is None:
+            path = self.extra_config["slab"]
+            slab = Slab(path, Content.KV, self.namespace, self.row_bytes)
+            self.manager = SlabManager(Rows(slab, self.extra_config["term_s"], time.time))
+        return self.manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        rows = Region(SlabFile(self.extra_config["slab"]), self.row_bytes)
+        start = self.config.parallel.rank * self.rank_bytes
+        if current_platform.is_cpu():
+            return RowCopier(kv_caches, rows.array[:, start : start + self.rank_bytes])
+        from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+
+        rows.place(self.config.parallel.rank, start)
+        return CPUOffloadingWorker(
+            kv_caches=kv_caches,
+            blocks_per_chunk=self.blocks_per_chunk,
+            num_cpu_chunks=rows.num_chunks,
+            mmap_region=rows,
+        )
+
+
+class SlabManager(OffloadingManager):
+    """The scheduler's side: which block lies in which row."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self._steps_to_settle = 0
+
+    def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        if self.rows.is_reserved(key):
+            return LookupResult.HIT_PENDING
+        return LookupResult.MISS if self.rows.lookup(key) is None else LookupResult.HIT
+
+    def get_load_source(self, key: bytes, req_context: ReqContext) -> CacheHitSource:
+        return CacheHitSource.HOST
+
+    def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> LoadStoreSpec:
+        return CPULoadStoreSpec(self.rows.pin(keys))
+
+    def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        self.rows.unpin(keys)
+
+    def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput:
+        """Rows for the keys that find room, perhaps none: after an answer of None vLLM asks again
+        in every step, and logs it."""
+        found = self.rows.reserve(keys, keep=req_context._offload_key_positions)
+        spec = CPULoadStoreSpec(list(found.rows.values()))
+        return PrepareStoreOutput(list(found.rows), spec, found.evicted)
+
+    def complete_store(
+        self, keys: Collection[bytes], req_context: ReqContext, success: bool = True
+    ) -> None:
+        for key in keys:
+            if success:
+                self.rows.mark_ready(key)
+            else:
+                self.rows.abandon(key)
+        self._used(req_context)
+
+    def _used(self, req_context: ReqContext) -> None:
+        """Makes all blocks of a request the most recently used, its first one the last to leave:
+        the connector tells us neither of blocks that the device has nor of their order."""
+        places = req_context._offload_key_positions
+        self.rows.touch(sorted(places, key=places.__getitem__, reverse=True))
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._used(req_context)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._steps_to_settle = max(0, self._steps_to_settle - 1)
+        self.shrink()
+
+    def shrink(self) -> None:
+        """Gives back what the owner's limit no longer permits."""
+        if not self._steps_to_settle:
+            self.rows.shrink_to_limit()
+
+    def reset_cache(self) -> None:
+        """What is READY stays: a block's key says what it holds. vLLM calls this for every sleep.
+        The worker may still write what was in flight, so that no row moves there meanwhile."""
+        self.rows.forget_in_flight()
+        self._steps_to_settle = _STEPS_AFTER_RESET
+
+    def facts(self) -> dict[str, int]:
+        """Counts by name, bytes of the whole file, and its limit."""
+        slab = self.rows.slab
+        counts = {each.name.lower(): slab.file.counts[each] for each in layout.Count}
+        del counts["allocated"]
+        held, limit = slab.file.allocated_bytes, slab.file.limit_bytes
+        return {**counts, "allocated_bytes": held, "limit_bytes": limit}
+
+
+def manager_of(scheduler: Any) -> SlabManager | None:
+    """The manager within vLLM's scheduler; None for an engine without a slab."""
+    side = getattr(scheduler.connector, "connector_scheduler", None)
+    manager = getattr(side, "manager", None)
+    return manager if isinstance(manager, SlabManager) else None
+
+
+class RowCopier(OffloadingWorker):
+    """The worker's side on the CPU build: copies blocks in the step that needs them.
+
+    One memcpy by numpy for each block and layer: torch's `copy_` starts its threads for each one
+    and falls to a tenth of that on busy cores. `rows`: the slab's, shape [rows, bytes of a block].
+    Blocks are looked up anew for each transfer, because a sleep may give their storage back."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, rows: np.ndarray) -> None:
+        self._tensors = [cache.tensor for cache in kv_caches.tensors]
+        self._layers = kv_caches.group_data_refs
+        self._rows = rows
+        self._starts: list[int] = []  # of each tensor's page within a row
+        end = 0
+        for cache in kv_caches.tensors:
+            self._starts.append(end)
+            end += cache.page_size_bytes
+        assert end <= rows.shape[1], f"a block has {end} bytes, a row {rows.shape[1]}"
+        self._finished: list[TransferResult] = []
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        assert isinstance(dst_spec, CPULoadStoreSpec)
+        began = time.perf_counter()
+        size = 0
+        for block, row in self._pieces(src_spec, dst_spec):
+            row[:] = block
+            size += row.nbytes
+        return self._finish(job_id, size, began)
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        assert isinstance(src_spec, CPULoadStoreSpec)
+        began = time.perf_counter()
+        size = 0
+        for block, row in self._pieces(dst_spec, src_spec):
+            block[:] = row
+            size += row.nbytes
+        return self._finish(job_id, size, began)
+
+    def _pieces(
+        self, blocks: GPULoadStoreSpec, rows: CPULoadStoreSpec
+    ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+        """Each layer's part of a block, with its part of the row."""
+        pages = [tensor.view(torch.int8).numpy() for tensor in self._tensors]
+        pairs = iter(zip(blocks.block_ids.tolist(), rows.block_ids.tolist(), strict=True))
+        for layers, count in zip(self._layers, blocks.group_sizes, strict=True):
+            for block, row in [next(pairs) for _ in range(count)]:
+                for layer in layers:
+                    start, size = self._starts[layer.tensor_idx], layer.page_size_bytes
+                    part = self._rows[row, start : start + size]
+                    yield pages[layer.tensor_idx][block, :size], part
+
+    def _finish(self, job_id: int, size: int, began: float) -> bool:
+        seconds = time.perf_counter() - began
+        self._finished.append(TransferResult(job_id, True, size, seconds))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Every job is done when it has been submitted."""
+
+
+class Region:
+    """The rows of a slab, as numpy has them, and as vLLM's worker for GPUs wants its host memory
+    (SharedOffloadRegion). The latter has not run on a GPU."""
+
+    # vLLM would pin so many bytes, and pinning gives every page memory, beyond the slab's limit.
+    total_size_bytes = 0
+
+    def __init__(self, file: SlabFile, row_bytes: Bytes) -> None:
+        shape = layout.geometry(file.capacity, row_bytes)
+        self.num_chunks, self._row_stride = shape.rows_count, row_bytes
+        flat = np.frombuffer(file.buffer, np.int8, shape.rows_count * row_bytes, shape.data_offset)
+        self.array = flat.reshape(shape.rows_count, row_bytes)
+        self.pinned_addresses: list[int] = []
+
+    def place(self, rank: int, start: int) -> None:
+        """Where the part of a rank begins within a row."""
+        self.rank, self._next = rank, start
+        self._base = torch.from_numpy(self.array)
+
+    @property
+    def is_pinned(self) -> bool:
+        return False
+
+    @is_pinned.setter
+    def is_pinned(self, value: bool) -> None:
+        """vLLM believes to have pinned it, all its zero bytes."""
+
+    def create_next_worker_view(self, tensor_page_size: int) -> torch.Tensor:
+        """Shape [rows, page], int8."""
+        start, self._next = self._next, self._next + tensor_page_size
+        return self._base[:, start : self._next]
+
+    def cleanup(self) -> None:
+        """The mapping ends with the process."""

@@ -1,0 +1,80 @@
+"""The seams of vLLM 0.32 by which KV blocks lie in a slab (deployments/engines/vllm/kv_offload)."""
+
+import inspect
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    RequestOffloadState,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+from deployments.engines.vllm.kv_offload import Region, RowCopier, SlabManager, SlabSpec
+
+
+def test_our_classes_have_every_method_that_vllm_leaves_open() -> None:
+    ours = {
+        base.OffloadingManager: SlabManager,
+        base.OffloadingWorker: RowCopier,
+        base.OffloadingSpec: SlabSpec,
+    }
+    for theirs, mine in ours.items():
+        assert issubclass(mine, theirs) and not inspect.isabstract(mine)
+        for name, function in inspect.getmembers(mine, inspect.isfunction):
+            if name in vars(theirs) and name != "__init__":
+                asked = list(inspect.signature(getattr(theirs, name)).parameters)
+                assert list(inspect.signature(function).parameters) == asked, name
+
+
+def test_spec_is_found_by_the_path_of_its_module() -> None:
+    extra = {"spec_name": "SlabSpec", "spec_module_path": SlabSpec.__module__}
+    assert OffloadingSpecFactory.get_spec_cls(extra) is SlabSpec
+    fields = AsyncEngineArgs.__dataclass_fields__
+    assert {"kv_transfer_config", "prefix_caching_hash_algo"} <= set(fields)
+
+
+def test_request_knows_its_blocks_in_order() -> None:
+    context = base.ReqContext("r")
+    context.set_offload_key_position(base.OffloadKey(b"a"), 128)
+    assert context._offload_key_positions == {b"a": 128}
+    assert "set_offload_key_position(" in inspect.getsource(RequestOffloadState.update_offload_keys)
+
+
+def test_manager_is_found_within_the_scheduler() -> None:
+    assert "self.connector_scheduler = OffloadingConnectorScheduler(" in inspect.getsource(
+        OffloadingConnector.__init__
+    )
+    assert "self.manager" in inspect.getsource(OffloadingConnectorScheduler.__init__)
+    assert "self.connector = KVConnectorFactory.create_connector(" in inspect.getsource(
+        Scheduler.__init__
+    )
+
+
+def test_stores_of_a_reset_engine_are_written_before_the_next_ones() -> None:
+    """On that rests how long a reset manager leaves rows where they are."""
+    flush = inspect.getsource(worker.OffloadingConnectorWorker.handle_preemptions)
+    assert flush.index("submit_store") < flush.index("self.worker.wait(")
+    reset = inspect.getsource(OffloadingConnectorScheduler.reset_cache)
+    assert "_current_batch_jobs_to_flush.update(self._jobs.keys())" in reset
+    assert "self._stale_job_threshold = self._job_counter" in reset
+
+
+def test_block_of_a_worker_has_the_bytes_of_all_its_layers() -> None:
+    source = inspect.getsource(offloading_config.build_offloading_config)
+    assert "worker_kv_bytes_per_block = total_gpu_kv_bytes // kv_cache_config.num_blocks" in source
+
+
+def test_worker_for_gpus_asks_its_region_for_what_ours_has() -> None:
+    """Unproven on a GPU; at least the names agree."""
+    pins = inspect.getsource(gpu_worker.pin_mmap_region)
+    takes = inspect.getsource(gpu_worker.CPUOffloadingWorker)
+    for name in ("rank", "_base", "total_size_bytes", "_row_stride", "pinned_addresses"):
+        assert f"region.{name}" in pins
+    assert "mmap_region.create_next_worker_view(" in takes and "mmap_region.is_pinned" in takes
+    assert hasattr(Region, "create_next_worker_view") and hasattr(Region, "cleanup")

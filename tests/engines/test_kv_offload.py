@@ -1,0 +1,346 @@
+"""KV blocks of a killed vLLM engine, found by the next one: the same tokens without the prefill.
+
+In float32, because there a restored block, a block of the device and one computed anew give the
+same tokens (bf16 rounds by how a prompt was cut). The test process holds the slab, as an agent
+would.
+"""
+
+import contextlib
+import http.client
+import json
+import mmap
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from arbiter.pool import Content, SlabView, create
+from arbiter.units import MIB, Bytes
+from models.train_vision import QUESTIONS
+from tests.support.drawings import drawing, uri
+from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, served, until
+
+VLLM = "deployments.engines.vllm.engine:build"
+BLOCK = 128  # tokens, of the CPU build
+LONG = 1_300  # tokens: ten blocks and a part of one
+STORED = LONG // BLOCK
+CONVERSATIONS, KILLS = 6, 6
+
+
+def prompt(seed: int, tokens: int = LONG) -> list[int]:
+    return [Random(seed * 10_000 + place).randrange(10, 2000) for place in range(tokens)]
+
+
+@pytest.fixture
+def slab() -> Iterator[int]:
+    fd = create("test", Bytes(256 * MIB))
+    with contextlib.closing(SlabView(fd)) as view:
+        view.limit_bytes = Bytes(128 * MIB)
+    yield fd
+    os.close(fd)
+
+
+def config(model: Path, slab: int | None, **more: Any) -> dict[str, Any]:
+    adapters = {f"a{i}": str(model.parent / f"{model.name}-adapters" / f"a{i}") for i in range(2)}
+    args = {
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 64 * MIB,
+        "max_model_len": 2048,
+        "max_num_seqs": 8,
+        "enable_prompt_tokens_details": True,
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_lora_rank": 16,
+        "lora_modules": adapters,
+        **more,
+    }
+    given: dict[str, Any] = {"model": str(model), "served_name": "tiny", "engine_args": args}
+    if slab is not None:
+        given["slab"] = {"path": f"/proc/{os.getpid()}/fd/{slab}"}
+    return given
+
+
+def ask(child: Child, tokens: list[int], name: str = "tiny", most: int = 8) -> tuple[Any, int]:
+    """What it answers, with log-probabilities, and how many tokens it did not compute."""
+    body = {"model": name, "prompt": tokens, "max_tokens": most, "temperature": 0, "logprobs": 2}
+    more = {"ignore_eos": True, "return_token_ids": True}
+    status, answer = child.call("POST", "/v1/completions", {**body, **more})
+    assert status == 200, answer
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["token_ids"], cached
+
+
+def facts(child: Child) -> dict[str, int]:
+    status, said = child.call("GET", "/slab")
+    assert status == 200, said
+    found: dict[str, int] = said
+    return found
+
+
+def await_rows(child: Child, count: int) -> None:
+    """The blocks of the last step are stored in the next one, after the answer."""
+    until(lambda: facts(child)["ready"] >= count, 10)
+
+
+def kill(child: Child) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    until(lambda: is_gone(child.pid), 10)
+
+
+@contextlib.contextmanager
+def killed(engines: ZygoteUnderTest, ticket: str, given: dict[str, Any]) -> Iterator[Child]:
+    """An engine that ends by SIGKILL."""
+    child = engines.spawn(ticket, VLLM, given).hold()
+    status, said = child.ready()
+    assert status == 200, (said, child.log[-2000:])
+    yield child
+    kill(child)
+
+
+@pytest.mark.spec("E1", "E5", "E10", "G4")
+def test_next_engine_answers_the_same_without_the_prefill_of_whole_blocks(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    with killed(engines, "first", config(tiny, slab)) as child:
+        cold = ask(child, prompt(1))
+        assert cold[1] == 0
+        await_rows(child, STORED)
+        assert ask(child, prompt(1)) == (cold[0], STORED * BLOCK)
+    with contextlib.closing(SlabView(slab)) as view:
+        assert (view.content, view.ready_count) == (Content.KV, STORED)
+    with served(engines, "second", VLLM, config(tiny, slab)) as child:
+        assert ask(child, prompt(1)) == (cold[0], STORED * BLOCK)
+        assert facts(child)["loaded"] == STORED
+        assert ask(child, prompt(2))[1] == 0
+
+
+@pytest.mark.spec("G4")
+def test_what_the_model_has_said_is_kept_too(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    with killed(engines, "said", config(tiny, slab)) as child:
+        said, _ = ask(child, prompt(3, 200), most=250)
+        await_rows(child, 3)
+    with served(engines, "goes-on", VLLM, config(tiny, slab)) as child:
+        assert ask(child, prompt(3, 200) + said)[1] == 3 * BLOCK
+
+
+@pytest.mark.spec("E2", "G2")
+def test_adapters_see_their_own_blocks_only_also_in_the_next_engine(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    with killed(engines, "adapted", config(tiny, slab)) as child:
+        base, adapted = ask(child, prompt(4)), ask(child, prompt(4), "a0")
+        assert (base[1], adapted[1]) == (0, 0)
+        await_rows(child, 2 * STORED)
+    with served(engines, "adapted-2", VLLM, config(tiny, slab)) as child:
+        assert ask(child, prompt(4), "a1")[1] == 0
+        assert ask(child, prompt(4), "a0") == (adapted[0], STORED * BLOCK)
+        assert ask(child, prompt(4)) == (base[0], STORED * BLOCK)
+
+
+@pytest.mark.spec("E2")
+@pytest.mark.parametrize("change", ["weights", "context"])
+def test_another_namespace_finds_nothing_and_answers_as_without_a_slab(
+    engines: ZygoteUnderTest, tiny: Path, slab: int, change: str
+) -> None:
+    other = config(tiny, slab, **({"max_model_len": 1536} if change == "context" else {}))
+    if change == "weights":
+        other["slab"]["model_digest"] = "of other weights"
+    with killed(engines, f"{change}-1", config(tiny, slab)) as child:
+        cold = ask(child, prompt(5))
+        await_rows(child, STORED)
+    with served(engines, f"{change}-2", VLLM, other) as child:
+        assert ask(child, prompt(5)) == (cold[0], 0)
+
+
+def spoil_header(memory: mmap.mmap) -> None:
+    memory[0:64] = bytes(range(64))
+
+
+def spoil_first_marks(memory: mmap.mmap) -> None:
+    """Blocks that are found only with all before them: so none is."""
+    memory[4096 : 4096 + 12 * 128] = b"\xa5" * (12 * 128)
+
+
+@pytest.mark.spec("E5", "G4")
+@pytest.mark.parametrize("damage", [spoil_header, spoil_first_marks])
+def test_damaged_slab_is_a_cold_prefill_without_an_error(
+    engines: ZygoteUnderTest, tiny: Path, slab: int, damage: Any
+) -> None:
+    with killed(engines, damage.__name__, config(tiny, slab)) as child:
+        cold = ask(child, prompt(6))
+        await_rows(child, STORED)
+    with contextlib.closing(mmap.mmap(slab, os.fstat(slab).st_size)) as memory:
+        damage(memory)
+    with served(engines, f"{damage.__name__}-2", VLLM, config(tiny, slab)) as child:
+        assert ask(child, prompt(6)) == (cold[0], 0)
+        await_rows(child, STORED)
+
+
+def kill_in_traffic(engines: ZygoteUnderTest, ticket: str, given: Any, seed: int) -> list[Any]:
+    """Asks all conversations at once and kills the engine after some of the answers, which it
+    returns with the number of each."""
+    answered: list[Any] = []
+
+    def one(number: int) -> None:
+        # Requests in flight are cut off, or told that the engine is dead.
+        with contextlib.suppress(OSError, http.client.HTTPException, AssertionError):
+            answered.append((number, ask(child, prompt(number), most=4)[0]))
+
+    with killed(engines, ticket, given) as child, ThreadPoolExecutor(CONVERSATIONS) as pool:
+        order = Random(seed).sample(range(CONVERSATIONS), CONVERSATIONS)
+        running = [pool.submit(one, number) for number in order]
+        until(lambda: len(answered) >= seed % 4, 30)
+        kill(child)
+        wait(running)
+    return answered
+
+
+@pytest.mark.spec("E5")
+def test_answers_stay_equal_however_often_an_engine_is_killed_in_mid_traffic(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    with served(engines, "without", VLLM, config(tiny, None)) as child:
+        right = {n: ask(child, prompt(n), most=4)[0] for n in range(CONVERSATIONS)}
+    for seed in range(KILLS):
+        for number, answer in kill_in_traffic(engines, f"kill-{seed}", config(tiny, slab), seed):
+            assert answer == right[number]
+    with served(engines, "survivor", VLLM, config(tiny, slab)) as child:
+        found = {n: ask(child, prompt(n), most=4) for n in right}
+        assert {n: answer for n, (answer, _) in found.items()} == right
+        assert facts(child)["loaded"] > 0
+
+
+@pytest.mark.spec("E4", "E5")
+def test_full_slab_evicts_and_every_answer_stays_right(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    """One extent of 64 rows, for conversations of more blocks than that."""
+    with contextlib.closing(SlabView(slab)) as view:
+        view.limit_bytes = Bytes(33 * MIB)
+    numbers = range(20, 28)
+    with killed(engines, "crowded", config(tiny, slab)) as child:
+        cold = {n: ask(child, prompt(n)) for n in numbers}
+        until(lambda: facts(child)["evicted"] >= len(numbers) * STORED - 64, 10)
+        assert facts(child)["allocated_bytes"] <= 33 * MIB
+    with served(engines, "crowded-2", VLLM, config(tiny, slab)) as child:
+        again = {n: ask(child, prompt(n)) for n in reversed(numbers)}
+        assert {n: a for n, (a, _) in again.items()} == {n: a for n, (a, _) in cold.items()}
+        assert again[27][1] == STORED * BLOCK, "the last conversation was whole"
+
+
+@pytest.mark.spec("F9", "E2")
+def test_blocks_hold_the_drafters_layers_too(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    given = config(tiny, slab)
+    for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_modules"):
+        del given["engine_args"][name]
+    alone = json.loads(json.dumps(given))
+    given["drafter"] = {"model": str(tiny), "tokens": 3}
+    with killed(engines, "drafted", given) as child:
+        cold = ask(child, prompt(10))
+        await_rows(child, STORED)
+    with killed(engines, "drafted-2", given) as child:
+        answer, cached = ask(child, prompt(10))
+        assert (answer, cached > 0) == (cold[0], True)
+    with served(engines, "undrafted", VLLM, alone) as child:
+        assert ask(child, prompt(10)) == (cold[0], 0)
+
+
+@pytest.mark.spec("H2", "L1")
+def test_model_that_sees_takes_pictures_and_no_embeddings_beside_a_slab(
+    engines: ZygoteUnderTest, describer: Path, slab: int
+) -> None:
+    """A connector alone would have vLLM accept embeddings from clients."""
+    given = {
+        "model": str(describer),
+        "served_name": "eyes",
+        "slab": config(describer, slab)["slab"],
+    }
+    args = {"max_model_len": 1024, "kv_cache_memory_bytes": 32 * MIB, "dtype": "float32"}
+    given["engine_args"] = {**args, "max_num_seqs": 4, "enable_prompt_tokens_details": True}
+    url = {"type": "image_url", "image_url": {"url": uri(drawing(3))}}
+    question = {"type": "text", "text": QUESTIONS["describe"][0] + " Look again." * 40}
+
+    def look(child: Child, part: dict[str, Any]) -> tuple[int, Any]:
+        body = {"messages": [{"role": "user", "content": [part, question]}], "temperature": 0}
+        return child.call("POST", "/v1/chat/completions", {**body, "max_tokens": 12})
+
+    with killed(engines, "eyes", given) as child:
+        status, cold = look(child, url)
+        assert status == 200, cold
+        await_rows(child, 1)
+        status, said = look(child, {"type": "image_embeds", "image_embeds": "AAAA"})
+        assert (status, "--enable-mm-embeds" in json.dumps(said)) == (400, True), said
+    with served(engines, "eyes-2", VLLM, given) as child:
+        _, seen = look(child, url)
+        assert seen["choices"][0]["message"] == cold["choices"][0]["message"]
+        assert seen["usage"]["prompt_tokens_details"]["cached_tokens"] >= BLOCK
+
+
+@pytest.mark.spec("D1", "G4")
+def test_blocks_come_back_from_the_slab_after_sleep_and_wake(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    with served(engines, "sleeps", VLLM, config(tiny, slab)) as child:
+        cold = ask(child, prompt(7))
+        await_rows(child, STORED)
+        for turn in (1, 2):
+            assert child.call("POST", "/control/sleep")[0] == 200
+            assert child.call("POST", "/control/wake")[1]["verified"] is True
+            assert ask(child, prompt(7)) == (cold[0], STORED * BLOCK)
+            assert facts(child)["loaded"] == turn * STORED
+
+
+@pytest.mark.spec("E1", "E4")
+def test_idle_engine_gives_memory_back_when_it_is_told_that_its_limit_fell(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    with served(engines, "shrinks", VLLM, config(tiny, slab)) as child:
+        cold = ask(child, prompt(8))
+        await_rows(child, STORED)
+        before = os.fstat(slab).st_blocks * 512
+        with contextlib.closing(SlabView(slab)) as view:
+            view.limit_bytes = Bytes(0)
+        status, said = child.call("POST", "/slab")
+        assert (status, said["ready"], said["evicted"]) == (200, 0, STORED)
+        assert os.fstat(slab).st_blocks * 512 <= before - 32 * MIB
+        assert child.call("POST", "/control/sleep")[0] == 200
+        assert child.call("POST", "/control/wake")[0] == 200
+        assert ask(child, prompt(8)) == (cold[0], 0)
+        assert facts(child)["refused"] >= STORED
+
+
+@pytest.mark.spec("E1")
+@pytest.mark.parametrize("why", ["no prefix cache", "no slab", "unusable slab"])
+def test_model_that_cannot_use_a_slab_loads_as_without_one(
+    engines: ZygoteUnderTest, tiny: Path, slab: int, why: str
+) -> None:
+    more = {"enable_prefix_caching": False} if why == "no prefix cache" else {}
+    given = config(tiny, None if why == "no slab" else slab, **more)
+    if why == "unusable slab":
+        given["slab"]["path"] = "/dev/null"
+    with served(engines, why.replace(" ", "-"), VLLM, given) as child:
+        assert len(ask(child, prompt(9, 300))[0]) == 8
+        assert child.call("GET", "/slab")[0] == 404
+
+
+@pytest.mark.spec("E1")
+def test_pooling_model_loads_and_answers_beside_a_slab(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    given = config(tiny, slab, runner="pooling", convert="embed")
+    for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_modules"):
+        del given["engine_args"][name]
+    with served(engines, "pools", VLLM, given) as child:
+        status, said = child.call("POST", "/v1/embeddings", {"input": ["one", "two"]})
+        assert (status, len(said["data"])) == (200, 2)
+        assert child.call("GET", "/slab")[0] == 404

@@ -1,0 +1,106 @@
+"""What an engine knew is there after its end, in the whole graph, and people see where."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.graph.conftest import Graph, until
+from tests.support.graph_commands import read_command, send
+from tests.support.graph_processes import victims
+
+CHAT = "tiny-chat"
+BLOCK = 128  # tokens of a KV block of vLLM's CPU build
+TURNS: list[Any] = [
+    {"role": "user", "content": "Who holds the memory, and who gives it back? " * 20},
+    {"role": "assistant", "content": "The arbiter, and the engine that leaves."},
+    {"role": "user", "content": "And then?"},
+]
+WITHIN_S = 60
+
+
+def ask(client: OpenAI) -> tuple[str, int, int]:
+    """The answer, the tokens of the prompt, and how many of these were known already."""
+    answer = client.chat.completions.create(
+        model=CHAT, messages=TURNS, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+    )
+    usage = answer.usage
+    assert usage is not None
+    known = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+    return answer.choices[0].message.content or "", usage.prompt_tokens, known or 0
+
+
+def slab(graph: Graph) -> dict[str, Any]:
+    """That of the model, which is in use before any other of its owner."""
+    own = [s["slab"] for s in graph.state()["slabs"] if s["slab"]["owner"] == f"chat/{CHAT}"]
+    return max(own, key=lambda row: (row["ticket"] or "", row["rows_count"]), default={})
+
+
+def is_kept(graph: Graph, prompt: int) -> bool:
+    return bool(slab(graph).get("rows_count", 0) >= prompt // BLOCK)
+
+
+def kill_engines(graph: Graph) -> None:
+    for pid in graph.engines():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not graph.engines(), WITHIN_S, "the engines have ended")
+
+
+@pytest.fixture
+def kept(graph: Graph, client: OpenAI) -> str:
+    """The answer to a conversation of some blocks, which are all in the model's slab."""
+    ask(client)
+    answer, prompt, known = ask(client)  # equal to the last bit only where blocks are found
+    assert prompt > 2 * BLOCK
+    assert known == prompt // BLOCK * BLOCK
+    until(lambda: is_kept(graph, prompt), WITHIN_S, "every whole block is in the slab")
+    return answer
+
+
+def knows(client: OpenAI, answer: str) -> None:
+    again, prompt, known = ask(client)
+    assert known == prompt // BLOCK * BLOCK
+    assert again == answer
+
+
+@pytest.mark.spec("E1", "G4")
+def test_conversation_outlives_a_killed_engine(graph: Graph, client: OpenAI, kept: str) -> None:
+    kill_engines(graph)
+    knows(client, kept)
+
+
+@pytest.mark.spec("E1", "G4")
+def test_conversation_outlives_an_eviction_and_the_command_shows_its_slab(
+    graph: Graph, client: OpenAI, kept: str
+) -> None:
+    send(graph, "POST", f"/arbiter/models/unload/{CHAT}")
+    until(lambda: slab(graph).get("ticket") is None, WITHIN_S, "the slab is idle")
+    [row] = [s["slab"] for s in read_command(graph, "pool") if s["slab"] == slab(graph)]
+    assert row["content"] == "kv" and row["allocated_bytes"] > 0 and row["namespace"]
+    knows(client, kept)
+    until(lambda: slab(graph)["hits_count"] > row["hits_count"], WITHIN_S, "its hits are shown")
+
+
+@pytest.mark.spec("E1")
+def test_next_agent_finds_the_slabs_of_living_engines(
+    graph: Graph, client: OpenAI, kept: str
+) -> None:
+    rows = slab(graph)["rows_count"]
+    for pid in victims(graph, "node agent"):
+        os.kill(pid, signal.SIGKILL)
+    knows(client, kept)
+    until(lambda: slab(graph).get("rows_count") == rows, WITHIN_S, "the next agent shows it")
+    kill_engines(graph)
+    knows(client, kept)
+
+
+@pytest.mark.spec("E1", "B4")
+def test_slabs_are_on_the_books_of_the_nodes_ram_and_on_no_engines(
+    graph: Graph, client: OpenAI, kept: str
+) -> None:
+    state = graph.state()
+    [ticket] = [t for t in state["tickets"] if t["model"] == CHAT]
+    assert not any("host" in device for device in ticket["measured_bytes"])
+    assert sum(s["slab"]["allocated_bytes"] for s in state["slabs"]) > 0

@@ -1,0 +1,266 @@
+"""Between vLLM's connector and a slab: what is stored, in which order it leaves, and the copies."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+)
+
+from arbiter.pool import SlabFile
+from deployments.engines.vllm import kv_offload
+from deployments.engines.vllm.kv_offload import Region, RowCopier, SlabManager
+from tests.support.slabs import EXTENT, ROW, Clock, keys, rows_of, set_limit, slab_file
+
+FULL = 4 * EXTENT // ROW
+NO_STEP = ScheduleEndContext([], [])
+PAGE = 1000  # bytes of one layer of a block; an odd number, and less than a row
+BLOCKS = 8
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    with slab_file() as made:
+        yield made
+
+
+@pytest.fixture
+def manager(fd: int) -> Iterator[SlabManager]:
+    with rows_of(fd, Clock()) as rows:
+        yield SlabManager(rows)
+
+
+def request(*prefix: bytes) -> ReqContext:
+    """A request whose blocks these are, as the connector notes them."""
+    context = ReqContext("r")
+    for place, key in enumerate(prefix, start=1):
+        context.set_offload_key_position(key, place * 128)
+    return context
+
+
+def store(manager: SlabManager, prefix: list[bytes]) -> list[bytes]:
+    asked = request(*prefix)
+    found = manager.prepare_store(prefix, asked)
+    manager.complete_store(set(found.keys_to_store), asked)
+    manager.on_request_finished(asked)
+    return found.evicted_keys
+
+
+def hits(manager: SlabManager, among: list[bytes]) -> list[bytes]:
+    asked = request()
+    return [key for key in among if manager.lookup(key, asked) is LookupResult.HIT]
+
+
+def test_block_is_found_once_it_is_written_and_not_before(manager: SlabManager) -> None:
+    asked = request(b"a")
+    assert manager.lookup(b"a", asked) is LookupResult.MISS
+    manager.prepare_store([b"a"], asked)
+    assert manager.lookup(b"a", asked) is LookupResult.HIT_PENDING
+    manager.complete_store({b"a"}, asked)
+    assert manager.lookup(b"a", asked) is LookupResult.HIT
+
+
+def test_block_whose_copy_failed_is_not_there(manager: SlabManager) -> None:
+    asked = request(b"a")
+    manager.prepare_store([b"a"], asked)
+    manager.complete_store({b"a"}, asked, success=False)
+    assert manager.lookup(b"a", asked) is LookupResult.MISS
+
+
+def test_full_slab_stores_what_fits_and_never_answers_none(fd: int, manager: SlabManager) -> None:
+    reading = keys(FULL)
+    store(manager, reading)
+    manager.prepare_load(reading, request(*reading))
+    found = manager.prepare_store([b"new"], request(b"new"))
+    assert (found.keys_to_store, list(found.store_spec.block_ids)) == ([], [])
+    manager.complete_load(set(reading), request(*reading))
+    assert manager.prepare_store([b"new"], request(b"new")).keys_to_store == [b"new"]
+
+
+@pytest.mark.spec("E4")
+def test_tail_of_a_conversation_leaves_before_its_head_in_whatever_order_it_was_stored(
+    manager: SlabManager,
+) -> None:
+    first, second = keys(FULL // 2, "a"), keys(FULL // 2, "b")
+    store(manager, first)
+    store(manager, second)
+    assert store(manager, keys(3, "c")) == first[:-4:-1]
+    assert hits(manager, first) == first[:-3]
+
+
+def test_blocks_that_the_device_had_count_as_used(manager: SlabManager) -> None:
+    """The connector asks for none of them, and stores none."""
+    first, second = keys(FULL // 2, "a"), keys(FULL // 2, "b")
+    store(manager, first)
+    store(manager, second)
+    manager.on_request_finished(request(*first))
+    assert store(manager, [b"c"]) == second[-1:]
+
+
+def test_reset_keeps_what_is_whole_and_moves_nothing_until_the_worker_is_done(
+    fd: int, manager: SlabManager
+) -> None:
+    store(manager, keys(FULL - 2))
+    asked = request(b"half")
+    manager.prepare_store([b"half"], asked)
+    manager.prepare_load(keys(2), asked)
+    manager.reset_cache()
+    assert manager.lookup(b"half", asked) is LookupResult.MISS
+    assert hits(manager, keys(FULL - 2)) == keys(FULL - 2)
+    set_limit(fd, 1)
+    manager.on_schedule_end(NO_STEP)
+    assert manager.rows.slab.usable_count == FULL
+    manager.on_schedule_end(NO_STEP)
+    assert manager.rows.slab.usable_count == EXTENT // ROW
+
+
+@pytest.mark.spec("E1")
+def test_step_after_the_limit_fell_gives_the_rest_back(fd: int, manager: SlabManager) -> None:
+    store(manager, keys(FULL))
+    set_limit(fd, 2)
+    manager.on_schedule_end(NO_STEP)
+    assert os.fstat(fd).st_blocks * 512 == manager.rows.slab.geometry.table_end + 2 * EXTENT
+    assert manager.facts()["ready"] == FULL // 2
+
+
+def caches(seed: int) -> CanonicalKVCaches:
+    """Two layers of one group, and a third layer of another group in the first one's memory."""
+    made = torch.Generator().manual_seed(seed)
+    tensors = [
+        torch.randint(-128, 127, (BLOCKS, PAGE), dtype=torch.int8, generator=made) for _ in range(2)
+    ]
+    groups = [[CanonicalKVCacheRef(0, PAGE), CanonicalKVCacheRef(1, PAGE - 8)]]
+    groups.append([CanonicalKVCacheRef(0, PAGE)])
+    return CanonicalKVCaches([CanonicalKVCacheTensor(t, PAGE) for t in tensors], groups)
+
+
+def copier(fd: int, cache: CanonicalKVCaches) -> RowCopier:
+    return RowCopier(cache, Region(SlabFile(fd), ROW).array[:, : 2 * PAGE])
+
+
+@pytest.mark.spec("E10")
+def test_blocks_of_one_engine_are_the_next_ones_also_after_its_storage_was_given_back(
+    fd: int, manager: SlabManager
+) -> None:
+    asked = request(*keys(3))
+    stored = manager.prepare_store(keys(3), asked).store_spec
+    old, new = caches(1), caches(2)
+    first = copier(fd, old)
+    assert first.submit_store(7, GPULoadStoreSpec([5, 2, 6], [2, 1], [0, 0]), stored)
+    (done,) = first.get_finished()
+    assert (done.job_id, done.success, done.transfer_size) == (7, True, 5 * PAGE - 16)
+    manager.complete_store(set(keys(3)), asked)
+
+    second = copier(fd, new)
+    for cache in new.tensors:
+        storage, size = cache.tensor.untyped_storage(), cache.tensor.nbytes
+        storage.resize_(0)
+        storage.resize_(size)
+        cache.tensor.zero_()
+    second.submit_load(
+        8, manager.prepare_load(keys(3), asked), GPULoadStoreSpec([1, 3, 4], [2, 1], [0, 0])
+    )
+    second.wait({8})
+    assert [done.job_id for done in second.get_finished()] == [8]
+    one, two = ([cache.tensor for cache in each.tensors] for each in (old, new))
+    for source, target in ((5, 1), (2, 3)):
+        assert torch.equal(one[0][source], two[0][target])
+        assert torch.equal(one[1][source, : PAGE - 8], two[1][target, : PAGE - 8])
+    assert torch.equal(one[0][6], two[0][4])
+    assert not two[1][4].any() and not two[0][0].any(), "only what was asked is written"
+
+
+def test_rows_as_vllms_gpu_worker_takes_them(fd: int) -> None:
+    """Each rank has its part of a row, each tensor its part of that; none of it is pinned."""
+    region = Region(SlabFile(fd), ROW)
+    region.place(rank=1, start=ROW // 2)
+    one, two = region.create_next_worker_view(16), region.create_next_worker_view(8)
+    assert one.shape == (region.num_chunks, 16) and one.stride() == (region._row_stride, 1)
+    two[3] = 7
+    assert np.flatnonzero(region.array[3]).tolist() == list(range(ROW // 2 + 16, ROW // 2 + 24))
+    region.is_pinned = True
+    assert not region.is_pinned and region.total_size_bytes == 0
+
+
+def test_engine_without_a_slab_gets_no_argument() -> None:
+    assert kv_offload.arguments({"model": "m"}) == {}
+
+
+def test_arguments_name_the_slab_and_store_answers_too() -> None:
+    given = kv_offload.arguments({"model": "m", "slab": {"path": "/proc/1/fd/3", "term_s": 9}})
+    assert given["prefix_caching_hash_algo"] == "sha256"
+    extra = given["kv_transfer_config"]["kv_connector_extra_config"]
+    assert (extra["slab"], extra["term_s"]) == ("/proc/1/fd/3", 9.0)
+    assert extra["offload_prompt_only"] is False
+
+
+def configured(**changes: Any) -> Any:
+    facts = {
+        "runner_type": "generate",
+        "is_encoder_decoder": False,
+        "is_hybrid": False,
+        "is_attention_free": False,
+        "enable_prefix_caching": True,
+        "data_parallel_size": 1,
+    }
+    all_of_it = SimpleNamespace(**{**facts, **changes})
+    return SimpleNamespace(
+        model_config=all_of_it, parallel_config=all_of_it, cache_config=all_of_it
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"runner_type": "pooling"}, "generate"),
+        ({"is_encoder_decoder": True}, "encoder"),
+        ({"is_hybrid": True}, "state"),
+        ({"is_attention_free": True}, "state"),
+        ({"enable_prefix_caching": False}, "prefix cache"),
+        ({"data_parallel_size": 2}, "data-parallel"),
+    ],
+)
+def test_models_that_cannot_keep_blocks_say_why(change: dict[str, Any], cause: str) -> None:
+    assert kv_offload.refusal(configured()) is None
+    assert cause in (kv_offload.refusal(configured(**change)) or "")
+
+
+@pytest.mark.spec("E2")
+@pytest.mark.parametrize("change", ["content", "time", "name", "added"])
+def test_digest_of_weights_changes_with_them(tmp_path: Path, change: str) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(3 << 20))
+    (tmp_path / "notes.txt").write_text("no weights")
+    before = kv_offload.weights_digest(tmp_path)
+    found = file.stat()
+    match change:
+        case "content":
+            with file.open("r+b") as stream:
+                stream.seek(-1, os.SEEK_END)
+                stream.write(b"x")
+            os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+        case "time":
+            os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns + 1))
+        case "name":
+            file.rename(tmp_path / "other.safetensors")
+        case "added":
+            (tmp_path / "more.safetensors").write_bytes(b"x")
+    assert before and kv_offload.weights_digest(tmp_path) not in (None, before)
+
+
+def test_folder_without_weights_has_no_digest(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert kv_offload.weights_digest(tmp_path) is None
+    assert kv_offload.weights_digest(tmp_path / "org" / "name") is None
