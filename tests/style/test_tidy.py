@@ -9,7 +9,7 @@ import pytest
 from arbiter.core.records.ticket import TRANSITIONS
 from deployments.replica import held_model
 from tests.style import states_diagram
-from tests.style.sources import ROOT, name_of, nodes_of, text_of, tree_of
+from tests.style.sources import ROOT, broken_in, name_of, nodes_of, text_of, tree_of
 
 PACKAGES = ("arbiter", "policies", "deployments", "models")
 CODE = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
@@ -34,6 +34,12 @@ UNITLESS = {
 }  # fmt: skip
 
 
+def test_rule_over_files_names_those_in_which_it_is_broken() -> None:
+    assert min(len(CODE), len(TESTS), len(PURE)) > 30
+    rows = [ROOT / "a.py", ROOT / "b" / "c.py"]
+    assert broken_in(rows, lambda path: [7] if path.name == "c.py" else []) == {"b/c.py": [7]}
+
+
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     nodes = nodes_of(path)
     return [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -44,17 +50,25 @@ def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return node.end_lineno - node.lineno + 1
 
 
-@pytest.mark.parametrize("path", CODE + TESTS, ids=name_of)
-def test_files_and_functions_are_short(path: Path) -> None:
-    limit = LINES_PER_FILE * (1 if path in CODE else 2)  # scenarios are a list, not a design
-    assert len(text_of(path).splitlines()) <= limit
-    long = [f"{f.name}:{f.lineno}" for f in functions(path) if length(f) > LINES_PER_FUNCTION]
-    assert not long
+def long_parts(path: Path) -> list[str]:
+    limit = LINES_PER_FILE * (2 if path in TESTS else 1)  # scenarios are a list, not a design
+    lines = len(text_of(path).splitlines())
+    whole = [f"{lines} lines"] if lines > limit else []
+    return whole + [
+        f"{f.name}:{f.lineno}" for f in functions(path) if length(f) > LINES_PER_FUNCTION
+    ]
 
 
-@pytest.mark.parametrize("path", CODE, ids=name_of)
-def test_every_module_has_a_docstring(path: Path) -> None:
-    assert not text_of(path).strip() or ast.get_docstring(tree_of(path))
+def test_files_and_functions_are_short() -> None:
+    assert not broken_in(CODE + TESTS, long_parts)
+
+
+def lacks_a_docstring(path: Path) -> bool:
+    return bool(text_of(path).strip()) and not ast.get_docstring(tree_of(path))
+
+
+def test_every_module_has_a_docstring() -> None:
+    assert not broken_in(CODE, lacks_a_docstring)
 
 
 def imports(path: Path) -> set[str]:
@@ -68,22 +82,23 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", PURE, ids=name_of)
-def test_the_core_and_the_policies_are_pure(path: Path) -> None:
-    """They take the time, the dice and the bytes as arguments, and import only one another."""
+def impure(path: Path) -> set[str]:
+    """What it imports from outside, and calls that reach the world."""
     ours = tuple(f"{module}." for module in PURE_MODULES)
-    foreign = imports(path) - ALLOWED
-    assert not {m for m in foreign if not f"{m}.".startswith(ours)}
+    foreign = {m for m in imports(path) - ALLOWED if not f"{m}.".startswith(ours)}
     calls = [n.func for n in nodes_of(path) if isinstance(n, ast.Call)]
     names = {f.id for f in calls if isinstance(f, ast.Name)}
-    assert not names & {"print", "open", "input", "eval", "exec", "__import__"}
+    return foreign | names & {"print", "open", "input", "eval", "exec", "__import__"}
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in PURE if ROOT / "policies" not in p.parents], ids=name_of
-)
-def test_the_core_does_not_know_the_policies(path: Path) -> None:
-    assert not {m for m in imports(path) if m.split(".")[0] == "policies"}
+def test_the_core_and_the_policies_are_pure() -> None:
+    """They take the time, the dice and the bytes as arguments, and import only one another."""
+    assert not broken_in(PURE, impure)
+
+
+def test_the_core_does_not_know_the_policies() -> None:
+    core = [path for path in PURE if ROOT / "policies" not in path.parents]
+    assert not broken_in(core, lambda p: {m for m in imports(p) if m.split(".")[0] == "policies"})
 
 
 def plain_number_fields(path: Path) -> list[str]:
@@ -102,9 +117,8 @@ def plain_number_fields(path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "arbiter").rglob("*.py")), ids=name_of)
-def test_every_number_carries_its_unit_in_its_type_or_name(path: Path) -> None:
-    assert not plain_number_fields(path)
+def test_every_number_carries_its_unit_in_its_type_or_name() -> None:
+    assert not broken_in((ROOT / "arbiter").rglob("*.py"), plain_number_fields)
 
 
 EVERYTHING = {"Exception", "BaseException"}
@@ -136,9 +150,8 @@ def catchers_of_everything(module: ast.Module) -> list[int]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", CODE + TESTS, ids=name_of)
-def test_no_file_catches_everything(path: Path) -> None:
-    assert not catchers_of_everything(tree_of(path))
+def test_no_file_catches_everything() -> None:
+    assert not broken_in(CODE + TESTS, lambda path: catchers_of_everything(tree_of(path)))
 
 
 @pytest.mark.parametrize(
@@ -184,10 +197,9 @@ def _is_zero(call: ast.Call) -> bool:
     return bool(call.args) and ast.dump(call.args[0]) == "Constant(value=0)"
 
 
-@pytest.mark.parametrize("path", [p for p in TESTS if p.name.startswith("test_")], ids=name_of)
-def test_no_test_sleeps(path: Path) -> None:
+def test_no_test_sleeps() -> None:
     """They wait on a condition with a bound; the loop that looks again lives in tests/support."""
-    assert not sleeps(path)
+    assert not broken_in((p for p in TESTS if p.name.startswith("test_")), sleeps)
 
 
 def is_capability(path: Path) -> bool:
@@ -219,16 +231,19 @@ def test_states_diagram_is_up_to_date() -> None:
         assert {(state, to) for state, targets in table.items() for to in targets} == why.keys()
 
 
-@pytest.mark.parametrize("path", [*TESTS, *BENCHMARKS], ids=name_of)
-def test_nothing_imports_from_a_test_module(path: Path) -> None:
-    """What several of them need lies in tests/support."""
+def imported_test_modules(path: Path) -> set[str]:
     nodes = [n for n in nodes_of(path) if isinstance(n, ast.Import | ast.ImportFrom)]
     names = {a.name for n in nodes for a in n.names}
     names |= {
         f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names
     }
     parts = {part for name in names if name.startswith("tests.") for part in name.split(".")[1:]}
-    assert not {part for part in parts if part.startswith("test_")}
+    return {part for part in parts if part.startswith("test_")}
+
+
+def test_nothing_imports_from_a_test_module() -> None:
+    """What several of them need lies in tests/support."""
+    assert not broken_in([*TESTS, *BENCHMARKS], imported_test_modules)
 
 
 def reads_of_the_core(path: Path) -> list[int]:
@@ -243,13 +258,11 @@ def reads_of_the_core(path: Path) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in TESTS if p.parts[-2] == "model" or "unit" in p.parts], ids=name_of
-)
-def test_tests_ask_the_driver_of_the_core(path: Path) -> None:
+def test_tests_ask_the_driver_of_the_core() -> None:
     """A rule may be given the state; what a test wants to know of it has a name in
     tests/support/core_queries.py, so that a rename in the core touches one file."""
-    assert not reads_of_the_core(path)
+    asked = [p for p in TESTS if p.parts[-2] == "model" or "unit" in p.parts]
+    assert not broken_in(asked, reads_of_the_core)
 
 
 def test_only_one_method_moves_a_held_model() -> None:
