@@ -3,8 +3,9 @@
     python -m benchmarks.first_answer --rounds 3
 
 The shipped graph and its eight capabilities, the first model of each. In each round, one capability
-after the other: from zero replicas; with the replica up and the engine gone; and the same request
-to the bare library (benchmarks.bare), from exec to its answer, beside the graph at rest.
+after the other: from zero replicas; with the replica up and the engine gone; at once again, which
+says what of it is the answer itself; and the same request to the bare library (benchmarks.bare),
+from exec to its answer, beside the graph at rest.
 """
 
 import argparse
@@ -48,8 +49,9 @@ class Graph:
         gone_s = self.ask(capability)
         if before != self._holders():
             raise RuntimeError(f"{capability}: its replica left before the second request")
+        found = {"zero_replicas": zero_s, "engine_gone": gone_s, "warm": self.ask(capability)}
         at_rest(self.url)
-        found = {"zero_replicas": zero_s, "engine_gone": gone_s, "bare": self.bare_s(capability)}
+        found["bare"] = self.bare_s(capability)
         told = ", ".join(f"{name} {took_s:.2f} s" for name, took_s in found.items())
         print(f"{capability}: {told}", flush=True)
         return found
@@ -61,7 +63,7 @@ class Graph:
 def figures_of(rows: Iterable[Row]) -> dict[str, Any]:
     """Of one capability: seconds of each side, and the ratios round by round."""
     rows = list(rows)
-    sides = {name: [row[name] for row in rows] for name in (*STATES, "bare")}
+    sides = {name: [row[name] for row in rows] for name in (*STATES, "warm", "bare")}
     found: dict[str, Any] = {f"{name}_s": report.Sample(tuple(s)) for name, s in sides.items()}
     for name in STATES:
         ratio = report.paired_ratio(sides[name], sides["bare"])

@@ -120,7 +120,7 @@ class Chaos:
     def __init__(self, graph: Graph, kills: int, minutes: float, seed: int) -> None:
         self.graph, self.kills, self.dice = graph, kills, random.Random(seed)
         self.ends_s = time.monotonic() + minutes * 60
-        self.tally, self.stopping = Kills(), False
+        self.tally, self.stopping, self.is_paused = Kills(), False, False
         self.calls = calls_of(graph)
 
     async def run(self) -> Kills:
@@ -144,6 +144,9 @@ class Chaos:
 
     async def _client(self, http: aiohttp.ClientSession, model: str) -> None:
         while not self.stopping:
+            if self.is_paused:
+                await asyncio.sleep(0.2)
+                continue
             began_s = time.monotonic()
             self.tally.note(model, await self._ask(http, model), began_s)
             await asyncio.sleep(self.dice.random() * (PAUSE_S if self.tally.door_is_shut else 0.5))
@@ -169,9 +172,16 @@ class Chaos:
                     await asyncio.sleep(0.05)
 
     async def _look(self) -> None:
-        """With the load going on: books against measurement, until they agree once."""
+        """Books against measurement, until they agree once: with the load going on, and where that
+        leaves no moment in which no ticket changes, with the load at rest."""
         self.tally.looks += 1
-        if not await self._comes_true(lambda: books_are_true(self.graph)):
+        if await self._comes_true(lambda: books_are_true(self.graph)):
+            return
+        self.tally.looks_at_rest += 1
+        self.is_paused = True
+        are_true = await self._comes_true(lambda: books_are_true(self.graph))
+        self.is_paused = False
+        if not are_true:
             self.tally.wrong.append(f"books differ from measurement: {self.graph.state()}")
 
     async def _comes_true(self, what: Callable[[], bool]) -> bool:

@@ -28,6 +28,7 @@ class Tally:
     wrong: list[str] = field(default_factory=list)  # bytes lost or doubled
     processes: int = 0
     looks: int = 0
+    looks_at_rest: int = 0  # of these, only without load
     unanswered_looks: int = 0  # of these, nobody answered: neither right nor wrong
     slowest: list[tuple[float, str, str, str]] = field(default_factory=list)
 
@@ -48,6 +49,7 @@ class Tally:
             "answers": dict(self.answers),
             "slowest": self.slowest,
             "comparisons": self.looks,
+            "comparisons_at_rest": self.looks_at_rest,
             "comparisons_unanswered": self.unanswered_looks,
             "lost_or_doubled": self.wrong,
             "untyped": self.untyped,
@@ -64,8 +66,8 @@ class Tally:
             print(f"slowest answers: {took_s:.1f} s, {model}, {outcome}; {about}")
         print(f"unanswered or untyped: {len(self.untyped)}")
         print(
-            f"books compared with measurement: {self.looks} times, of which nobody answered"
-            f" {self.unanswered_looks}"
+            f"books compared with measurement: {self.looks} times, of which at rest"
+            f" {self.looks_at_rest}, and nobody answered {self.unanswered_looks}"
         )
         print(f"bytes lost or doubled: {len(self.wrong)}")
         return 1 if self.wrong or self.untyped else 0

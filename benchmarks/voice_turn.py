@@ -36,8 +36,11 @@ Turn = dict[str, float]  # seconds by stage, and of the whole
 
 
 def as_shipped(config: dict[str, Any]) -> None:
-    """The shipped models in place of those that the tests need, and times that let them stay."""
-    table_of(config)["capabilities"] = table_of(shipped(STAYS_S, STAYS_S))["capabilities"]
+    """The shipped models and budget in place of what the tests need, and times that let them
+    stay."""
+    own, tests = table_of(shipped(STAYS_S, STAYS_S)), table_of(config)
+    tests["capabilities"] = own["capabilities"]
+    tests["arbiter"]["arenas"] = own["arbiter"]["arenas"]
 
 
 class Caller:

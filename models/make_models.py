@@ -1,6 +1,6 @@
 """Make the models the embedded default serves: seeded, tiny, made here in seconds, no download.
 
-    python -m models.make_models [--mid] [--retrain] [--folder F]
+    python -m models.make_models [--random] [--retrain] [--folder F]
 
 They answer through the same engines, routes and memory as real ones, and say nothing sensible.
 Those in models/weights are trained, and unpacked here (models.shipped). Each lies in F/NAME with

@@ -24,6 +24,7 @@ KEPT_FREE_FRACTION = 0.05  # of the node's RAM, which the pool leaves to others
 SWEEP_S = 300.0  # between two looks for idle slabs in which every row has expired (G4)
 _UNIT_BYTES = 2 * MIB  # of a slab's size
 _LEAST_BYTES = 64 * MIB  # a pool that holds less than two extents serves nothing
+_STEP_BYTES = 64 * MIB  # two extents: what a writer may grow by until the next turn
 _NAME_MOST = 160  # characters of what a slab is for, in its name; the kernel allows 249 in all
 _MARK = f"/memfd:{procfs.HOST_POOL}-"
 
@@ -197,15 +198,21 @@ class Pool:
                 self._drop(slab, "stale")
 
     def _set_limits(self, most: float | None = None) -> None:
-        """What is free is divided among the writers; above the mark each gives back its part."""
-        writers = [slab for slab in self._slabs if slab.ticket is not None]
+        """Divides what idle slabs leave among the writers, the lightest first: each may grow by a
+        step until it has its share, and the heaviest may have the rest. A writer that has more than
+        it may is asked by the arbiter to shrink."""
         budget = self.budget_bytes if most is None else most
-        taken = self.allocated_bytes
-        room = HIGH_FRACTION * budget - taken
-        fraction = min(1.0, LOW_FRACTION * budget / taken) if taken and room < 0 else 1.0
-        for slab in writers:
-            share = max(0.0, room) / len(writers)
-            slab.view.limit_bytes = Bytes(int(slab.view.allocated_bytes * fraction + share))
+        idle_bytes = sum(s.view.allocated_bytes for s in self._slabs if s.ticket is None)
+        # Beside idle slabs writers may pass the mark: then these leave, and the writers need not.
+        left = max(0.0, (1.0 if idle_bytes else HIGH_FRACTION) * budget - idle_bytes)
+        writers = [slab for slab in self._slabs if slab.ticket is not None]
+        writers.sort(key=lambda slab: slab.view.allocated_bytes)
+        for number, slab in enumerate(writers):
+            share = left / (len(writers) - number)
+            wanted = slab.view.allocated_bytes + max(_STEP_BYTES, share / 4)
+            is_heaviest = number == len(writers) - 1
+            slab.view.limit_bytes = Bytes(int(share if is_heaviest else min(share, wanted)))
+            left -= slab.view.limit_bytes
 
 
 def _label(request: SlabRequest) -> str:

@@ -117,22 +117,26 @@ class Rows:
         for key in keys:
             mark = self._marks.get(key)
             if mark is not None:
-                now = self._use_s()
-                expires = max(mark.expires_s, now + self.term_s)
-                self._marks[key] = mark._replace(expires_s=expires, used_s=now)
+                expires, used = self._times()
+                expires = max(mark.expires_s, expires)
+                self._marks[key] = mark._replace(expires_s=expires, used_s=used)
                 self._ready.move_to_end(key)
-                layout.write_times(self._buffer, self._ready[key], expires, now)
+                layout.write_times(self._buffer, self._ready[key], expires, used)
 
-    def _use_s(self) -> float:
-        """Now, and later than the last use, so that the order outlives this process."""
-        self._last_use_s = max(self._clock(), self._last_use_s + _TICK_S)
-        return self._last_use_s
+    def _times(self) -> tuple[float, float]:
+        """When a row that is used now expires, and the time of its use, which is later than that of
+        the last use, so that the order outlives this process."""
+        now = self._clock()
+        self._last_use_s = max(now, self._last_use_s + _TICK_S)
+        return now + self.term_s, self._last_use_s
 
     def reserve(self, keys: Collection[bytes], keep: Collection[bytes] = ()) -> Reserved:
-        """Rows for those keys that are neither READY nor reserved. Evicts what it must, but no key
-        of `keys` or `keep`. What finds no room is left out, the last keys first, and counted."""
+        """Rows for those keys that are neither READY nor reserved; READY ones count as used. Evicts
+        what it must, but no key of `keys` or `keep`. What finds no room is left out, the last keys
+        first, and counted."""
         ready, reserved = self._ready, self._reserved
         new = [key for key in dict.fromkeys(keys) if key not in ready and key not in reserved]
+        self.touch([key for key in keys if key in ready][::-1])
         evicted: list[bytes] = []
         if len(new) > len(self._free):
             evicted = self._make_room(len(new), {*keys, *keep})
@@ -164,8 +168,8 @@ class Rows:
         row = self._reserved.pop(key, None)
         if row is None:
             raise RowMisused(key.hex(), "marked READY, and it is not reserved")
-        now = self._use_s()
-        mark = Mark(key, now + self.term_s, now, tenant, kind)
+        expires, used = self._times()
+        mark = Mark(key, expires, used, tenant, kind)
         layout.write_mark(self._buffer, row, mark)
         self._ready[key] = row
         self._marks[key] = mark

@@ -71,7 +71,7 @@ def test_conversation_outlives_a_killed_engine(graph: Graph, client: OpenAI, kep
     knows(client, kept)
 
 
-@pytest.mark.spec("E1", "G4")
+@pytest.mark.spec("E1", "E7", "G4")
 def test_conversation_outlives_an_eviction_and_the_command_shows_its_slab(
     graph: Graph, client: OpenAI, kept: str
 ) -> None:

@@ -53,8 +53,9 @@ class SlabRows(RuleBasedStateMachine):
     def reserve(self, keys: list[bytes]) -> None:
         got = self.rows.reserve(keys)
         assert not set(got.evicted) & (set(self.pins) | set(self.reserved))
-        assert not any(self.expires[k] > self.clock() for k in got.evicted if k in keys)
+        assert not set(got.evicted) & set(keys)
         self.forget(got.evicted)
+        self.expires |= {k: self.clock() + TERM_S for k in keys if k in self.expires}
         new = [k for k in keys if k not in self.expires and k not in self.reserved]
         assert list(got.rows) == new[: len(got.rows)]
         busy = len(self.pins) + len(self.reserved) + len(keys)

@@ -129,8 +129,8 @@ def _habitual(state: CoreState, name: ModelName) -> Prefetch | None:
 def _is_free(state: CoreState, name: NodeId, wanted: ModelName) -> bool:
     """Says whether nothing is lost by a prefetch."""
     node = state.nodes.get(name)
-    size = state.estimates.proven(wanted)
-    if node is None or size is None or state.settings.preload == "off":
+    size, spec = state.estimates.proven(wanted), state.registry.specs.get(wanted.capability)
+    if node is None or size is None or spec is None or state.settings.preload == "off":
         return False
     is_quiet = state.is_settled and state.closing_by is None and not len(state.queue)
     return (
@@ -141,7 +141,7 @@ def _is_free(state: CoreState, name: NodeId, wanted: ModelName) -> bool:
         and any(
             h.capability == wanted.capability and h.node == name for h in state.holders.values()
         )
-        and not excluded_by(state, name, state.registry.specs[wanted.capability].role, wanted)
+        and not excluded_by(state, name, spec.role, wanted)
         and _has_room(state, node, size)
         and not _is_busy(state, wanted)
     )

@@ -6,7 +6,7 @@ taken: its agent sends the next one only when the last was received.
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import EventKind, KillEngine, Reason
+from arbiter.core.decisions import EventKind, KillEngine, PurgeCaches, Reason
 from arbiter.core.eviction import pressure
 from arbiter.core.eviction.sleep import confirm_sleep, doubt_asleep
 from arbiter.core.records.ledger import DeviceAccount
@@ -202,6 +202,10 @@ def _note_unreadable(
 
 def _note_slabs(state: CoreState, node: Node, event: ev.Measured) -> None:
     node.slabs = event.slabs
+    for slab in event.slabs:
+        entry = state.ledger.find(slab.ticket) if slab.ticket else None
+        if entry and entry.state is State.RESIDENT and slab.allocated_bytes > slab.limit_bytes:
+            state.decide(PurgeCaches(entry.ticket, entry.holder))  # it shrinks its slab (E4)
     for gone in event.dropped:
         state.log(
             EventKind.SLAB_DROPPED,

@@ -262,9 +262,11 @@ class VllmEngine:
         await self.llm.sleep(level=1)
 
     async def purge(self) -> None:
-        """Drops projected pictures, where it has any."""
+        """Drops projected pictures, where it has any, and KV blocks beyond its slab's limit."""
         if self.pictures is not None:
             await self.pictures.purge()
+        if self.llm is not None and kv_offload.has_slab(self.config):
+            await self.llm.engine_core.call_utility_async("shrink_slab")
 
     async def wake(self) -> None:
         assert self.llm is not None

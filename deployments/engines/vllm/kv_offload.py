@@ -10,6 +10,7 @@ clients too (`settle` says no).
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import version
@@ -89,7 +90,7 @@ def settle(vllm_config: VllmConfig, config: Config) -> None:
     if pictures is not None and not config.get("engine_args", {}).get("enable_mm_embeds"):
         pictures.enable_mm_embeds = pictures.allow_missing_mm_embeddings = False
     extra = transfer.kv_connector_extra_config
-    cause = refusal(vllm_config) or _unusable(extra["slab"])
+    cause = refusal(vllm_config) or take(extra)
     digests = _digests(vllm_config, config["slab"])
     if cause is None and None in digests:
         cause = "its weights are no files on disk, so that nothing tells them apart"
@@ -121,11 +122,15 @@ def refusal(vllm_config: VllmConfig) -> str | None:
     return next((cause for cause, holds in causes.items() if holds), None)
 
 
-def _unusable(path: str) -> str | None:
+def take(extra: dict[str, Any]) -> str | None:
+    """Opens the slab for as long as this process lives, and names it by that: the core and its
+    workers find it so although the owner may end meanwhile. Returns why it cannot be used."""
     try:
-        SlabFile(path).close()
+        slab = SlabFile(extra["slab"])
     except SlabUnusable as error:
         return str(error)
+    extra["slab"] = f"/proc/{os.getpid()}/fd/{os.dup(slab.fd)}"
+    slab.close()
     return None
 
 

@@ -86,15 +86,39 @@ def test_pool_is_a_share_of_the_ram_where_no_size_is_given() -> None:
     assert 0.09 * total < Pool(None).budget_bytes < 0.11 * total
 
 
+def fill(rows: Rows) -> None:
+    """As far as it may."""
+    for key in rows.reserve([str(n).encode() for n in range(200)]).rows:
+        rows.mark_ready(key)
+
+
 @pytest.mark.spec("E4")
 def test_writers_together_stay_within_the_budget(pool: Pool) -> None:
-    many = [str(n) for n in range(200)]
-    for ticket, request in ((A, CHAT), (B, OTHER)):
-        rows = opened(pool.lend(ticket, request))
-        rows.reserve([key.encode() for key in many])
+    first, second = opened(pool.lend(A, CHAT)), opened(pool.lend(B, OTHER))
+    for _ in range(5):
+        fill(first)
+        fill(second)
         pool.turn()
-    assert sum(s.limit_bytes for s in pool.readings()) <= pool.budget_bytes
-    assert pool.allocated_bytes <= pool.budget_bytes
+        first.shrink_to_limit()
+        second.shrink_to_limit()
+        assert sum(s.limit_bytes for s in pool.readings()) <= 0.9 * pool.budget_bytes
+    assert pool.allocated_bytes <= 0.9 * pool.budget_bytes
+
+
+@pytest.mark.spec("E4")
+def test_writer_that_filled_the_pool_makes_room_for_the_next(pool: Pool) -> None:
+    first = opened(pool.lend(A, CHAT))
+    fill(first)
+    assert len(first) > 80
+    second = opened(pool.lend(B, OTHER))
+    pool.turn()
+    heavy, light = pool.readings()
+    assert heavy.allocated_bytes > heavy.limit_bytes
+    assert light.limit_bytes >= 64 * MIB
+    first.shrink_to_limit()
+    fill(second)
+    assert pool.allocated_bytes <= 0.9 * pool.budget_bytes
+    assert min(len(first), len(second)) >= 30
 
 
 @pytest.mark.spec("E4")

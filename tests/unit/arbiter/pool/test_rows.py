@@ -167,6 +167,14 @@ def test_expired_rows_make_room_before_the_slab_grows(rows: Rows, clock: Clock) 
     assert rows.slab.allocated_bytes == EXTENT
 
 
+def test_expired_row_of_a_prefix_that_is_stored_again_stays(rows: Rows, clock: Clock) -> None:
+    """Else the prefix would have a hole: it is READY when it is asked for, and swept for room."""
+    store(rows, *keys(4))
+    clock.now_s += 2 * TERM_S
+    assert store(rows, *keys(8)) == keys(8)[4:]
+    assert ready(rows, keys(8)) == keys(8)
+
+
 @pytest.mark.spec("E1", "E4")
 def test_lower_limit_evicts_expired_then_least_recent_rows_and_keeps_the_bytes_of_the_rest(
     fd: int, clock: Clock, rows: Rows

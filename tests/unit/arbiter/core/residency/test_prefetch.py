@@ -290,3 +290,15 @@ def test_prefetch_requested_while_it_loads_becomes_an_ordinary_load() -> None:
     d.ask(11, "a2", 30, model="a")
     d.ask(11.5, "a2", 30, model="a")  # a request has joined it
     assert revoked(d.ask(12, "b", 60)) == [] and d.state_of("a2") == "loading"
+
+
+def test_habit_that_leads_to_a_removed_capability_prefetches_nothing() -> None:
+    d = three(HABIT)
+    for number in range(3):
+        t = 20 + 40 * number
+        use(d, t, f"e1{number}")
+        d.at(t + 1, ev.Released(TicketId(f"e1{number}"), "x"))
+        d.gone(t + 1, f"e1{number}")
+        come_and_go(d, t + 2, f"v{number + 2}", 5, **VOICE)
+    d.at(190, ev.CapabilitiesSet(d.table))
+    assert use(d, 200, "e1y") == []

@@ -6,7 +6,8 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.units import NodeId, TicketId, seconds
+from arbiter.core.decisions import PurgeCaches
+from arbiter.units import HolderId, NodeId, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
     HOST,
@@ -153,3 +154,14 @@ def test_slab_that_left_is_an_event_with_its_reason() -> None:
         "node": NODE, "slab": "1", "content": "kv", "owner": "text/a", "reason": "pressure",
     }  # fmt: skip
     assert d.last("slab_dropped").size_bytes == gib(2)
+
+
+@pytest.mark.spec("E4")
+def test_resident_whose_slab_has_more_than_it_may_is_asked_to_shrink_it() -> None:
+    d = CoreDriver()
+    d.resident(0, "a", 30)
+    d.engines["a"] = {CPU: 30}
+    d.slabs = (slab(10, "a"),)
+    assert d.read(1) == []
+    d.slabs = (slab(21, "a"), slab(21))  # of 20; the second one is idle
+    assert d.read(2) == [PurgeCaches(TicketId("a"), HolderId("h"))]

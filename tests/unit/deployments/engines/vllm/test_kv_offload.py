@@ -206,6 +206,22 @@ def test_arguments_name_the_slab_and_store_answers_too() -> None:
     assert extra["offload_prompt_only"] is False
 
 
+@pytest.mark.spec("E1")
+def test_slab_that_was_taken_is_found_though_its_owner_has_ended() -> None:
+    with slab_file() as fd:
+        owners = os.dup(fd)
+        extra: dict[str, Any] = {"slab": f"/proc/{os.getpid()}/fd/{owners}"}
+        assert kv_offload.take(extra) is None
+        os.close(owners)
+        assert os.stat(extra["slab"]).st_ino == os.fstat(fd).st_ino
+        os.close(int(extra["slab"].rsplit("/", 1)[1]))
+
+
+def test_what_is_no_slab_is_not_taken(tmp_path: Path) -> None:
+    extra = {"slab": str(tmp_path)}
+    assert str(tmp_path) in (kv_offload.take(extra) or "") and extra["slab"] == str(tmp_path)
+
+
 def configured(**changes: Any) -> Any:
     facts = {
         "runner_type": "generate",

@@ -1,0 +1,216 @@
+"""What kept KV blocks save, and what keeping them costs (G7).
+
+    python -m benchmarks.restore --model mid-chat --parts first store hits
+
+`first`: seconds to the first token of a prompt that was never seen (cold), that the device still
+has (warm), and that the next engine process finds in the slab after a SIGKILL (restored). `store`:
+tokens a second of an engine that keeps its blocks beside one that does not, in pairs. `hits`: of
+the tokens in whole blocks that were seen before, the share that is not computed again, in one
+conversation of 50 turns and in 100 of 10, by an engine of 16 MiB of KV cache (two long contexts of
+tiny-chat). Engine processes alone, no graph around them; this process holds the slab, as a node
+agent would.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+from arbiter.pool import SlabView, create
+from arbiter.units import GIB, MIB, Bytes
+from benchmarks import report
+from benchmarks.start_latency import ENTRY
+from deployments.config import load_plan
+from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, until, zygote
+
+BLOCK = 128  # tokens, of the CPU build
+STREAMS, STREAM_PROMPT, STREAM_TOKENS = 8, 384, 64
+TURN_TOKENS, ANSWER_TOKENS = 48, 16
+PARTS = ("first", "store", "hits")
+
+
+@contextlib.contextmanager
+def slab() -> Iterator[int]:
+    """A slab of 1 GiB at most. Its descriptor."""
+    fd = create("benchmark", Bytes(GIB))
+    with contextlib.closing(SlabView(fd)) as view:
+        view.limit_bytes = Bytes(GIB)
+        yield fd
+    os.close(fd)
+
+
+class Engines:
+    """Engine processes of one model."""
+
+    def __init__(self, zygote: ZygoteUnderTest, model: str, seed: int) -> None:
+        self._zygote, self._model, self._count = zygote, model, 0
+        self._path = load_plan.resolve(f"made:{model}")
+        self._random = Random(seed)
+
+    def start(self, slab: int | None, kv_mib: int = 512) -> Child:
+        """Loaded, and warmed by a short prompt."""
+        args = {
+            "max_model_len": 4096,
+            "kv_cache_memory_bytes": kv_mib * MIB,
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": 2048,
+            "enable_prompt_tokens_details": True,
+        }
+        config: dict[str, Any] = {"model": self._path, "served_name": "m", "engine_args": args}
+        if slab is not None:
+            config["slab"] = {"path": f"/proc/{os.getpid()}/fd/{slab}"}
+        self._count += 1
+        child = self._zygote.spawn(f"restore-{self._count}", ENTRY, config).hold()
+        status, said = child.ready()
+        if status != 200:
+            raise RuntimeError(f"{self._model}: {said}")
+        ask(child, self.prompt(BLOCK // 2))
+        return child
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Of the tiny models' vocabulary, never seen before."""
+        return [self._random.randrange(10, 2000) for _ in range(tokens)]
+
+
+def ask(child: Child, tokens: list[int], most: int = 1) -> tuple[float, list[int], int]:
+    """Seconds, the answer's tokens, and how many tokens of the prompt were known."""
+    body = {"model": "m", "prompt": tokens, "max_tokens": most, "temperature": 0}
+    start_s = time.perf_counter()
+    more = {"ignore_eos": True, "return_token_ids": True}
+    status, said = child.call("POST", "/v1/completions", {**body, **more})
+    took_s = time.perf_counter() - start_s
+    if status != 200:
+        raise RuntimeError(json.dumps(said))
+    known = said["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return took_s, said["choices"][0]["token_ids"], known
+
+
+def stored(child: Child, rows: int) -> None:
+    """Waits until so many blocks are in the slab."""
+    until(lambda: child.call("GET", "/slab")[1]["ready"] >= rows, 30)
+
+
+def kill(child: Child) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    until(lambda: is_gone(child.pid), 30)
+
+
+# -- the first token ------------------------------------------------------------------------------
+
+
+def first_round(engines: Engines, tokens: int) -> dict[str, float]:
+    """Seconds of the three, with an engine each for before and after the kill."""
+    prompt, whole = engines.prompt(tokens), (tokens - 1) // BLOCK * BLOCK
+    with slab() as fd:
+        child = engines.start(fd)
+        cold_s, _, known = ask(child, prompt)
+        warm_s, _, known_warm = ask(child, prompt)
+        stored(child, whole // BLOCK)
+        kill(child)
+        child = engines.start(fd)
+        restored_s, _, known_restored = ask(child, prompt)
+        kill(child)
+    if (known, known_warm, known_restored) != (0, whole, whole):
+        raise RuntimeError(f"known: {known}, {known_warm}, {known_restored} of {whole} tokens")
+    print(f"cold {cold_s:.2f} s, warm {warm_s:.3f} s, restored {restored_s:.3f} s", flush=True)
+    return {"cold": cold_s, "warm": warm_s, "restored": restored_s}
+
+
+def first(engines: Engines, tokens: int, rounds: int) -> dict[str, Any]:
+    rows = [first_round(engines, tokens) for _ in range(rounds)]
+    sides = {name: [row[name] for row in rows] for name in rows[0]}
+    found: dict[str, Any] = {f"{name}_s": report.Sample(tuple(s)) for name, s in sides.items()}
+    for name in ("warm", "restored"):
+        found[f"{name}_ratio"] = report.paired_ratio(sides[name], sides["cold"])
+    return {"tokens": tokens, **found}
+
+
+# -- what storing costs ---------------------------------------------------------------------------
+
+
+def tokens_per_s(child: Child, prompts: list[list[int]]) -> float:
+    start_s = time.perf_counter()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: ask(child, prompt, STREAM_TOKENS), prompts))
+    return sum(len(said) for _, said, _ in answers) / (time.perf_counter() - start_s)
+
+
+def store(engines: Engines, pairs: int) -> dict[str, Any]:
+    """The same prompts to both sides of a pair, whose order alternates."""
+    speeds: dict[str, list[float]] = {"with": [], "without": []}
+    with slab() as fd:
+        sides = {"with": engines.start(fd), "without": engines.start(None)}
+        for number in range(pairs):
+            prompts = [engines.prompt(STREAM_PROMPT) for _ in range(STREAMS)]
+            for side in sorted(sides, reverse=bool(number % 2)):
+                speeds[side].append(tokens_per_s(sides[side], prompts))
+            print(f"pair {number}: {speeds['with'][-1]:.0f}, {speeds['without'][-1]:.0f} tokens/s")
+        for child in sides.values():
+            kill(child)
+    found: dict[str, Any] = {f"{name}_per_s": report.Sample(tuple(s)) for name, s in speeds.items()}
+    return found | {"ratio": report.paired_ratio(speeds["with"], speeds["without"])}
+
+
+# -- hits -----------------------------------------------------------------------------------------
+
+
+def talk(engines: Engines, child: Child, conversations: int, turns: int) -> float:
+    """All conversations a turn each, in turn. The share of the tokens in whole blocks that were
+    sent before and not computed again."""
+    seen = [list[int]() for _ in range(conversations)]
+    known = could = 0
+    for _ in range(turns):
+        for history in seen:
+            before = len(history)
+            history.extend(engines.prompt(TURN_TOKENS))
+            _, said, cached = ask(child, history, ANSWER_TOKENS)
+            known += cached
+            could += max(0, before - 1) // BLOCK * BLOCK  # the last token of an answer has no KV
+            history.extend(said)
+    return known / could
+
+
+def hits(engines: Engines) -> dict[str, Any]:
+    found = {}
+    for name, conversations, turns in (("one_of_50", 1, 50), ("hundred_of_10", 100, 10)):
+        with slab() as fd:
+            child = engines.start(fd, kv_mib=16)
+            found[name] = talk(engines, child, conversations, turns)
+            kill(child)
+        print(f"{name}: {found[name]:.4f}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="mid-chat")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tokens", type=int, default=3_600)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    figures: dict[str, Any] = {"model": args.model}
+    with zygote("deployments.engines.vllm.preload") as running:
+        engines = Engines(running, args.model, args.seed)
+        if "first" in args.parts:
+            figures["first"] = first(engines, args.tokens, args.rounds)
+        if "store" in args.parts:
+            figures["store"] = store(engines, args.pairs)
+        if "hits" in args.parts:
+            figures["hits"] = hits(engines)
+    for part in args.parts:
+        for name, sample in figures[part].items():
+            print(f"{part}: {name} {sample}")
+    report.write("restore", figures, seed=args.seed, label=f"{args.model}_{'_'.join(args.parts)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Slabs on a real cluster: the agent lends them, the arbiter has those of removed models erased."""
+
+import pytest
+
+from arbiter.client.admin import call_arbiter
+from arbiter.protocol.messages import SlabRequest, SpawnSpec
+from arbiter.units import TicketId
+from deployments.config import boot
+from tests.support.live_arbiter import ENGINE, capability, live_arbiter, model
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.mark.spec("D9", "E6")
+async def test_slabs_of_a_removed_model_are_erased_once_it_has_left() -> None:
+    async with live_arbiter({"chat": capability(a=model(50), b=model(50))}) as d:
+        holder = d.holder()
+        for name in ("a", "b"):
+            assert await holder.ask.remote(name) == 200
+        agent = await d.agent()
+        for row in (await d.state())["tickets"]:
+            name = row["model"]
+            slab = SlabRequest("kv", f"chat/{name}", f"key-{name}")
+            spec = SpawnSpec(ENGINE, {"served_name": name, "engine_args": {}}, slab=slab)
+            await agent.respawn.remote(TicketId(row["ticket"]), spec)
+        seen = await d.until(lambda s: len(s["slabs"]) == 2)
+        assert {s["slab"]["ticket"] for s in seen["slabs"]} <= {
+            row["ticket"] for row in seen["tickets"]
+        } | {None}
+        table = d.table.model_dump(mode="json", exclude_defaults=True)
+        del table["capabilities"]["chat"]["models"]["a"]
+        await call_arbiter("configure", boot.configuration(type(d.table).model_validate(table)))
+        await d.until(lambda s: [x["slab"]["owner"] for x in s["slabs"]] == ["chat/b"])
+        [dropped] = await d.events("slab_dropped")
+        assert (dropped["owner"], dropped["reason"]) == ("chat/a", "removed")
