@@ -40,7 +40,7 @@ def graph_config(model: str, port: int, **more: Any) -> dict[str, Any]:
     config["http_options"]["port"] = port
     config["applications"] = [a for a in config["applications"] if a["name"] in ("front", "chat")]
     table = config["applications"][0]["deployments"][0]["user_config"]
-    table["arbiter"]["arenas"] = {"cpu": "6 GiB", "host": "4 GiB"}
+    table["arbiter"] |= {"arenas": {"cpu": "6 GiB", "host": "4 GiB"}, "pipelines": []}
     chat = table["capabilities"]["chat"]
     chat["models"] = {model: {"source": f"made:{model}", "engine_args": ENGINE_ARGS, **more}}
     chat["keep_warm_s"], chat["downscale_to_zero_s"] = -1, 3600

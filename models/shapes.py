@@ -21,6 +21,7 @@ COLOURS = {
     "purple": (140, 50, 170),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
+UNSEEN = 10_000  # seeds of drawings that no training has seen begin here
 
 _FINE = 4  # drawings and templates are drawn this much larger, then reduced: smooth edges
 _ARM = 0.38  # half the width of a cross's arm, of its half extent

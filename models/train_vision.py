@@ -48,7 +48,6 @@ CELLS = 4  # on a side of a patch, of the outline
 BATCH = 64
 BOS, EOS, PAD = 0, 1, 2
 IGNORED = -100  # of labels, by torch's cross entropy
-UNSEEN = 10_000  # seeds of drawings that no training has seen begin here
 
 # Every way to ask for one fact; the first of each is what the manifest counts.
 QUESTIONS: dict[str, tuple[str, ...]] = {
@@ -406,7 +405,9 @@ def accuracy(model: Any, processor: Any, facts: list[shapes.Fact]) -> dict[str, 
     """Right answers to the first form of each question, one unseen drawing of each fact."""
     model.eval()
     dtype = next(model.parameters()).dtype
-    drawn = [shapes.draw(fact, np.random.default_rng(UNSEEN + n)) for n, fact in enumerate(facts)]
+    drawn = [
+        shapes.draw(fact, np.random.default_rng(shapes.UNSEEN + n)) for n, fact in enumerate(facts)
+    ]
     right: dict[str, int] = dict.fromkeys(QUESTIONS, 0)
     for kind, (question, *_) in QUESTIONS.items():
         text = prompt_of(processor, question)
@@ -422,7 +423,7 @@ def accuracy(model: Any, processor: Any, facts: list[shapes.Fact]) -> dict[str, 
             for fact, tokens in zip(part, said[:, inputs["input_ids"].shape[1] :], strict=True):
                 text_of = processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
                 right[kind] += text_of == answer(kind, fact)
-    return {"drawings": len(facts), "first_seed": UNSEEN, "right": right}
+    return {"drawings": len(facts), "first_seed": shapes.UNSEEN, "right": right}
 
 
 def save(training: Training, out: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Timeouts:
     answer: Span = seconds(2)  # past a deadline: two heartbeats, so one may be lost
     unload: Span = seconds(30)  # nothing in flight: 80 GB to host RAM at 5 GB/s is 16 s, doubled
     load: Span = seconds(600)  # ollama gives up after 5 min; a hub-size model from a slow disk, 2x
-    refusal: Span = seconds(10)  # a victim that refused is left alone as long as a barrier lasts
+    refusal: Span = seconds(10)  # a victim that refused is left alone, as long as a barrier lasts
     silent: Span = seconds(10)  # A5: ten heartbeats missed; of a driver, silence is death
     lost: Span = seconds(60)  # a replica's; Ray tells of nearly all deaths in 2 s
     lease_lapse: Span = seconds(10)  # A5, A15: a lease without heartbeats is over

@@ -114,12 +114,17 @@ def _http_options() -> dict[str, Any]:
 
 async def _client(**how: Any) -> Any:
     """A session that connects to public addresses only, whatever a name resolves to at that moment
-    and however an address is written."""
+    and however an address is written, and unpacks nothing."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(socket_factory=_public_socket)
     timeout = aiohttp.ClientTimeout(total=FETCH_S, sock_connect=CONNECT_S)
-    return aiohttp.ClientSession(connector=connector, timeout=timeout)
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=timeout,
+        headers={"accept-encoding": "identity"},
+        auto_decompress=False,
+    )
 
 
 def _public_socket(address: Any) -> socket.socket:

@@ -167,6 +167,7 @@ class ArbiterConfig(Strict):
             bypass_count=self.bypass_count,
             timeouts=core.Timeouts(
                 barrier=seconds(self.barrier_s),
+                refusal=min(seconds(self.barrier_s), core.Timeouts().refusal),
                 load=seconds(self.load_timeout_s),
                 bypass=seconds(self.bypass_s),
             ),

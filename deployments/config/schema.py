@@ -266,6 +266,16 @@ class Table(Strict):
         return self
 
     @model_validator(mode="after")
+    def _known_stages(self) -> "Table":
+        for number, pipeline in enumerate(self.arbiter.pipelines):
+            if unknown := [stage for stage in pipeline if stage not in self.capabilities]:
+                known = ", ".join(sorted(self.capabilities))
+                raise ValueError(
+                    f"arbiter.pipelines[{number}]: no capability {unknown[0]!r}; there is: {known}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _one_home_per_model(self) -> "Table":
         homes: dict[str, str] = {}
         for capability, config in self.capabilities.items():

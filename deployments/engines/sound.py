@@ -10,6 +10,7 @@ Source: ffmpeg.org/ffmpeg-formats.html, `format_whitelist`.
 """
 
 import io
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,6 +32,11 @@ LEAST_S = 0.1  # OpenAI's own bound
 # One packet may be broken; this many in a row are no sound.
 MOST_BROKEN_FRAMES = 100
 OPEN_S = 10.0  # to find the streams of a file, which is in memory
+# FFmpeg unpacks the header of a QuickTime file and the tags of an MP3, where they are compressed,
+# to whatever length they declare: 400 KB became 400 MB. Sound itself it unpacks packet by packet.
+COMPRESSED_HEADER = b"dcomzlib"
+_TAG = re.compile(rb"ID3([^\xff]{2}.[\x00-\x7f]{4})", re.DOTALL)  # as FFmpeg knows one
+MOST_TAGS = 8  # in front of a file; most have one
 
 
 class BadSound(BadField):
@@ -49,7 +55,7 @@ def decode(raw: bytes, most_s: float) -> np.ndarray:
     BadSound."""
     try:
         with av.open(
-            io.BytesIO(raw),
+            io.BytesIO(_without_headers_to_unpack(raw)),
             metadata_errors="ignore",
             timeout=OPEN_S,
             io_open=_refuse_to_open,
@@ -62,6 +68,21 @@ def decode(raw: bytes, most_s: float) -> np.ndarray:
     if len(samples) < LEAST_S * HEARD_HZ:
         raise BadSound(f"{len(samples) / HEARD_HZ:.3f} s of sound; it takes {LEAST_S} s")
     return samples
+
+
+def _without_headers_to_unpack(raw: bytes) -> bytes:
+    """Tags in front are cut off; further ones, as in a chunk of a WAV, are no longer known as tags.
+    Raises BadSound."""
+    if COMPRESSED_HEADER in raw:
+        raise BadSound("a compressed header is not read; write the file without")
+    begin = 0
+    for _ in range(MOST_TAGS):
+        if not (found := _TAG.match(raw, begin)):
+            break
+        *_, flags, a, b, c, d = found[1]
+        footer_bytes = found.end() - begin if flags & 0x10 else 0
+        begin = found.end() + (a << 21 | b << 14 | c << 7 | d) + footer_bytes
+    return _TAG.sub(rb"___\1", raw[begin:])
 
 
 def floats(samples: np.ndarray) -> np.ndarray:

@@ -1,10 +1,12 @@
-"""BodyLimit: an ASGI middleware that bounds a request's body while it arrives."""
+"""BodyLimit: an ASGI middleware that bounds a request's body while it arrives, and refuses a body
+that it would have to unpack."""
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.front.http_errors import on_http_exception
+from deployments.front.http_errors import on_http_exception, refused
+from deployments.front.request import BadRequest
 
 # One body of a generating route. OpenAI's own limits are of this order: 25 MB for audio, and less
 # for JSON and images.
@@ -13,9 +15,13 @@ MAX_STEERING_BYTES = 16 << 10  # a lease, a floor, some settings: a few words an
 STEERING = "/arbiter/"
 
 
+ENCODING = "content-encoding"
+
+
 class BodyLimit:
-    """Answers 413 to a declared length beyond the bound, and raises it (as HTTPException, which
-    FastAPI lets pass) where more arrives than was declared. Keeps nothing itself."""
+    """Answers 415 to an encoded body, whose size says nothing of what it unpacks to, and 413 to a
+    declared length beyond the bound, and raises it (as HTTPException, which FastAPI lets pass)
+    where more arrives than was declared. Keeps nothing itself."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -24,9 +30,15 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers = dict(scope["headers"])
+        encoding = headers.get(ENCODING.encode(), b"").decode("latin-1").strip()
+        if encoding.lower() not in ("", "identity"):
+            why = f"`{ENCODING}`: {encoding!r} is not unpacked; send the body as it is"
+            await refused(BadRequest(why, ENCODING, 415))(scope, receive, send)
+            return
         most_bytes = bound_of(scope["path"])
         too_large = HTTPException(413, f"the body is larger than {most_bytes} bytes")
-        declared = dict(scope["headers"]).get(b"content-length", b"")
+        declared = headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > most_bytes:
             answer = await on_http_exception(Request(scope), too_large)
             await answer(scope, receive, send)

@@ -55,7 +55,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         config["applications"] = [front, echo, *others, broken | {"args": {"capability": "broken"}}]
         table = front["deployments"][0]["user_config"]
         table["capabilities"] = capabilities
-        table["arbiter"]["evict"] = POLICY
+        table["arbiter"] |= {"evict": POLICY, "pipelines": []}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(outside), str(ROOT)]))

@@ -3,6 +3,8 @@ operator on it, run as commands."""
 
 import json
 import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,20 @@ import yaml
 from arbiter.units import MIB
 from deployments.config.fields import parse_size
 from deployments.front import keys
-from tests.graph.conftest import BIN, ROOT, Graph, as_users, free_port, served, until
+from tests.graph.conftest import (
+    BIN,
+    ROOT,
+    Graph,
+    as_users,
+    free_port,
+    served,
+    until,
+)
 
 SMALLER = 100  # a GPU's 20 GiB are 200 MiB of this machine
 CHAT, OTHER, EMBEDDING = "qwen3-8b", "qwen3-4b", "bge-m3"
+DRAW = "sdxl"
+COLD_S = 90  # a replica starts for the request, and its holder gives the arbiter up after 10 s
 HELLO = {"model": CHAT, "messages": [{"role": "user", "content": "Who holds the memory?"}]}
 
 
@@ -147,7 +159,7 @@ def test_the_command_replaces_the_arbiter_and_keeps_engines(gpus: Graph) -> None
 
 @pytest.mark.spec("A20")
 def test_the_command_ends_the_arbiter_and_every_engine(gpus: Graph) -> None:
-    """The last of this file: no front starts another."""
+    """What follows in this file has no arbiter: no front starts another."""
     assert gpus.post("/v1/chat/completions", HELLO)[0] == 200
     assert gpus.engines()
     where = ("--address", gpus.address)
@@ -162,3 +174,26 @@ def test_the_command_ends_the_arbiter_and_every_engine(gpus: Graph) -> None:
     failed = arbiter(gpus, "record", "x", *where)
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr.startswith("arbiter record: the arbiter was not reachable")
+
+
+@pytest.mark.spec("A18", "A20", "J8", "J9")
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", HELLO | {"model": OTHER}),  # by the replica that is there
+        ("/v1/images/generations", {"model": DRAW, "prompt": "a lease"}),  # by one that starts
+        ("/ready", None),
+    ],
+)
+def test_cold_request_after_arbiter_down_gets_503_with_retry_after(
+    gpus: Graph, path: str, body: object | None
+) -> None:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(gpus.url + path, data, {"content-type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=COLD_S)
+    assert caught.value.code == 503
+    assert int(caught.value.headers["retry-after"]) >= 1
+    assert json.load(caught.value)["error"]["code"] == "arbiter_unavailable"
+    assert gpus.engines() == []
+    assert gpus.get("/health") == {"status": "ok"}

@@ -3,18 +3,23 @@
 Nothing a client can send makes a server error, a silence, or another client's harm.
 """
 
+import base64
+import gzip
 import http.client
+import json
 import urllib.parse
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from openai import OpenAI
 
-from tests.graph.conftest import Graph
+from tests.graph.conftest import Graph, command_of
+from tests.support import archives
 
 CHAT, EMBED, RERANK, DRAW, ASR = (
     "tiny-chat",
@@ -149,3 +154,72 @@ def test_model_names_that_contain_paths_are_404(graph: Graph, name: str) -> None
 def test_a_body_beyond_the_bound_is_413_before_it_is_read(graph: Graph) -> None:
     headers = {"content-length": str(64 << 20), "content-type": "application/json"}
     assert raw(graph, "POST", "/v1/embeddings", headers, b"{") == 413
+
+
+UPLOADS = {
+    "/v1/audio/transcriptions": ("file", ASR),
+    "/v1/audio/translations": ("file", ASR),
+    "/v1/audio/vad": ("file", "silero-vad"),
+    "/v1/images/edits": ("image", DRAW),
+    "/v1/images/variations": ("image", DRAW),
+}
+
+
+def readers(graph: Graph) -> list[int]:
+    """Pids of all that may read a body: the front, the replicas, the engines."""
+    replicas = [p for p in graph.workers() if command_of(p).startswith("ray::ServeReplica")]
+    return [*graph.engines(), *replicas]
+
+
+@pytest.mark.spec("L2", "L3")
+@pytest.mark.parametrize("path", UPLOADS)
+def test_archive_that_is_uploaded_is_refused_by_field_and_unpacked_nowhere(
+    graph: Graph, client: OpenAI, path: str
+) -> None:
+    field, model = UPLOADS[path]
+    # A model of English only translates nothing, which it says before it looks at the file.
+    wanted = 400, "model" if path.endswith("translations") else field
+
+    def sent(raw: bytes) -> tuple[int, str]:
+        form = {"model": model} | ({"prompt": "red"} if path.endswith("edits") else {})
+        url = graph.url + path
+        answer = httpx.post(url, data=form, files={field: ("a.bin", raw)}, timeout=ANSWERED_S)
+        return answer.status_code, answer.json()["error"]["param"]
+
+    assert sent(b"no archive") == wanted  # and its model is loaded
+    with ExitStack() as stack:
+        grown = {pid: stack.enter_context(archives.growth(pid)) for pid in readers(graph)}
+        answers = {kind: sent(archives.archive(kind)) for kind in archives.KINDS}
+        still = readers(graph)
+        peaks = {pid: peak() for pid, peak in grown.items() if pid in still}
+    assert answers == dict.fromkeys(archives.KINDS, wanted)
+    assert any(pid in peaks for pid in graph.engines())
+    assert max(peaks.values()) < archives.MOST_GROWN_BYTES
+    assert client.completions.create(model=CHAT, prompt="still there?", max_tokens=2).choices
+
+
+@pytest.mark.spec("L2", "L3")
+def test_archive_in_place_of_a_picture_or_a_body_is_refused_and_unpacked_nowhere(
+    graph: Graph, client: OpenAI
+) -> None:
+    def picture(kind: str) -> dict[str, Any]:
+        data = base64.b64encode(archives.archive(kind)).decode()
+        part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+        return {"model": "tiny-describe", "messages": [{"role": "user", "content": [part]}]}
+
+    packed = gzip.compress(json.dumps({"model": EMBED, "input": "x" * (8 << 20)}).encode())
+    as_gzip = {"content-encoding": "gzip"}
+    with ExitStack() as stack:
+        grown = {pid: stack.enter_context(archives.growth(pid)) for pid in readers(graph)}
+        for kind in archives.KINDS:
+            status, said = graph.post("/v1/chat/completions", picture(kind))
+            place = "messages[0].content[0].image_url"
+            assert (status, said["error"]["param"]) == (400, place), kind
+            status, said = graph.post("/v1/embeddings", None, raw=archives.archive(kind))
+            assert status == 400 and "the body is not JSON" in said["error"]["message"], kind
+        status, said = graph.post("/v1/embeddings", None, raw=packed, headers=as_gzip)
+        assert (status, said["error"]["param"]) == (415, "content-encoding")
+        still = readers(graph)
+        peaks = {pid: peak() for pid, peak in grown.items() if pid in still}
+    assert max(peaks.values()) < archives.MOST_GROWN_BYTES
+    assert client.completions.create(model=CHAT, prompt="still there?", max_tokens=2).choices

@@ -56,7 +56,7 @@ async def test_model_in_use_declines_pressure_and_the_next_victim_leaves() -> No
         "first": capability("vision", a=model(50)),
         "second": capability("embedding", b=model(50)),
     }
-    async with live_arbiter(three) as d:
+    async with live_arbiter(three, barrier_s=0.5) as d:
         first, second = d.holder("first"), d.holder("second")
         assert [await first.ask.remote("a"), await second.ask.remote("b")] == [200, 200]
         node = node_of_idle(await d.until(node_of_idle))

@@ -4,11 +4,11 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.style.sources import ROOT, nodes_of, tree_of
+
 LENGTH_MOST = 200  # of a sentence: a reader compares lines, and notes have the rest
 ROWS_LEAST = 100  # a page that is parsed wrongly has none
 STATE = re.compile(r"(works|partial|missing)(?: `\[gpu\]`)?")
@@ -53,14 +53,13 @@ def marked_tests() -> dict[str, set[str]]:
     """Name of each test to the ids it is marked with."""
     found: dict[str, set[str]] = {}
     for file in (ROOT / "tests").rglob("test_*.py"):
-        tree = ast.parse(file.read_text())
         shared = {
             mark
-            for node in tree.body
+            for node in tree_of(file).body
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
             for mark in marks([node.value])
         }
-        for node in ast.walk(tree):
+        for node in nodes_of(file):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 own = set(marks(node.decorator_list))
                 found.setdefault(node.name, set()).update(own | shared)
@@ -90,25 +89,39 @@ def test_ids_of_marks_are_rows() -> None:
     assert set().union(*TESTS.values()) <= set(IDS)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_row_has_the_form_of_the_page(row: Row) -> None:
+def test_rows_have_the_form_of_the_page() -> None:
+    for row in ROWS:
+        check_form(row)
+
+
+def check_form(row: Row) -> None:
     assert re.fullmatch(r"[A-Z]\d+", row.id)
-    assert len(row.behaviour) <= LENGTH_MOST, f"{len(row.behaviour)} characters; use the note"
-    assert row.behaviour.endswith(".") and ". " not in row.behaviour, "not one sentence"
-    assert STATE.fullmatch(row.state), row.state
-    assert TEST.fullmatch(row.test), row.test
+    size = len(row.behaviour)
+    assert size <= LENGTH_MOST, f"{row.id}: {size} characters; use the note"
+    is_sentence = row.behaviour.endswith(".") and ". " not in row.behaviour
+    assert is_sentence, f"{row.id} is not one sentence"
+    assert STATE.fullmatch(row.state), f"{row.id}: {row.state}"
+    assert TEST.fullmatch(row.test), f"{row.id}: {row.test}"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_note_names_what_a_partial_row_lacks(row: Row) -> None:
-    lacks = any(label in dict(NOTES).get(row.id, "") for label in LACKS)
+def test_notes_name_what_partial_rows_lack() -> None:
+    for row in ROWS:
+        check_note(row, dict(NOTES).get(row.id, ""))
+
+
+def check_note(row: Row, note: str) -> None:
+    lacks = any(label in note for label in LACKS)
     state = row.state.split()[0]
     assert lacks or state != "partial", f"{row.id}: write `Missing:` or `Unproved:` in its note"
     assert not lacks or state != "works", f"{row.id}: its note names what is missing or unproved"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_named_test_or_benchmark_exists_and_carries_the_id(row: Row) -> None:
+def test_named_tests_and_benchmarks_exist_and_carry_the_ids() -> None:
+    for row in ROWS:
+        check_test(row)
+
+
+def check_test(row: Row) -> None:
     name = row.test.strip("`")
     assert name or row.state != "works", f"{row.id} works, but no test is named"
     if name.startswith("benchmarks."):
@@ -121,12 +134,9 @@ def test_named_test_or_benchmark_exists_and_carries_the_id(row: Row) -> None:
         assert row.id in TESTS[name], f"{name} is not marked with {row.id}"
 
 
-NAMED = sorted(set(re.findall(r"`(test_\w+)`", PAGE)))
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_name_of_a_test_on_the_page_is_that_of_a_test(name: str) -> None:
-    assert name in TESTS
+def test_names_of_tests_on_the_page_are_those_of_tests() -> None:
+    named = set(re.findall(r"`(test_\w+)`", PAGE))
+    assert named and not named - TESTS.keys()
 
 
 @pytest.mark.parametrize(

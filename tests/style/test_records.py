@@ -1,11 +1,13 @@
 """Rules read the records and change them through named methods only."""
 
 import ast
-from pathlib import Path
+from collections.abc import Iterable
+from functools import cache
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.style.sources import ROOT, broken_in, nodes_of, text_of
+
 RECORDS = ROOT / "arbiter" / "core" / "records"
 RULES = sorted(
     path for path in (ROOT / "arbiter" / "core").rglob("*.py") if RECORDS not in path.parents
@@ -20,16 +22,17 @@ def _is_record(node: ast.AST) -> bool:
     return any(d.startswith("dataclass") and "frozen=True" not in d for d in decorators)
 
 
+@cache
 def fields_of_records() -> set[str]:
     """Names of all fields of the writable records, and what the other records keep."""
     found: set[str] = set()
     for path in RECORDS.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if _is_record(node):
                 assert isinstance(node, ast.ClassDef)
                 found |= {ast.unparse(f.target) for f in node.body if isinstance(f, ast.AnnAssign)}
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                found |= {attr for attr, _ in writes(node) if not attr.startswith("_")}
+                found |= {attr for attr, _ in writes(ast.walk(node)) if not attr.startswith("_")}
     return found
 
 
@@ -46,9 +49,9 @@ def _parts(target: ast.expr) -> list[ast.expr]:
     return _parts(target.value) if isinstance(target, ast.Subscript) else [target]
 
 
-def writes(tree: ast.AST) -> list[tuple[str, ast.Attribute]]:
+def writes(nodes: Iterable[ast.AST]) -> list[tuple[str, ast.Attribute]]:
     """Every attribute that is assigned, counted up or deleted."""
-    parts = [p for node in ast.walk(tree) for t in _targets(node) for p in _parts(t)]
+    parts = [p for node in nodes for t in _targets(node) for p in _parts(t)]
     return [(p.attr, p) for p in parts if isinstance(p, ast.Attribute)]
 
 
@@ -56,18 +59,18 @@ def writes(tree: ast.AST) -> list[tuple[str, ast.Attribute]]:
 OWN = {"self", "pass_", "state", "holder", "node", "pressure_state", "engine", "failure", "switch"}
 
 
-def direct_writes(text: str, fields: set[str]) -> list[str]:
+def direct_writes(nodes: Iterable[ast.AST], fields: set[str]) -> list[str]:
     """Writes to a field of a record from outside, as `line: target`."""
     return [
         f"{target.lineno}: {ast.unparse(target)}"
-        for attr, target in writes(ast.parse(text))
+        for attr, target in writes(nodes)
         if attr in fields and not (isinstance(target.value, ast.Name) and target.value.id in OWN)
     ]
 
 
-@pytest.mark.parametrize("path", RULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_rules_change_records_through_named_methods(path: Path) -> None:
-    assert not direct_writes(path.read_text(), fields_of_records())
+def test_rules_change_records_through_named_methods() -> None:
+    fields = fields_of_records()
+    assert not broken_in(RULES, lambda path: direct_writes(nodes_of(path), fields))
 
 
 PLANTED = (
@@ -84,5 +87,5 @@ PLANTED = (
 @pytest.mark.parametrize("line", PLANTED)
 def test_direct_write_that_is_planted_in_a_rule_is_found(line: str) -> None:
     path = ROOT / "arbiter" / "core" / "eviction" / "eviction.py"
-    planted = f"{path.read_text()}\n\ndef planted(state, entry):\n    {line}\n"
-    assert direct_writes(planted, fields_of_records())
+    planted = f"{text_of(path)}\n\ndef planted(state, entry):\n    {line}\n"
+    assert direct_writes(ast.walk(ast.parse(planted)), fields_of_records())

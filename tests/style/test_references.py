@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from deployments.config.arbiter_section import ArbiterConfig
+from tests.style import sources
+from tests.style.sources import ROOT, broken_in
 
-ROOT = Path(__file__).parents[2]
 CODE_FOLDERS = ("arbiter", "policies", "deployments", "models", "benchmarks", "tests", "tools")
 CODE = sorted(p for folder in CODE_FOLDERS for p in (ROOT / folder).rglob("*.py"))
 # What a note under docs/benchmarks says was so on its day.
@@ -44,10 +45,10 @@ def text_of(path: Path) -> str:
 def members_of(file: Path) -> dict[str, set[str]]:
     """Top-level names of a module, imported ones included, each with the names in its class."""
     found: dict[str, set[str]] = {}
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in sources.nodes_of(file):
         if isinstance(node, ast.ClassDef):
             found[node.name] = set(names_bound(node.body))
-    return {name: set() for name in names_bound(ast.parse(file.read_text()).body)} | found
+    return {name: set() for name in names_bound(sources.tree_of(file).body)} | found
 
 
 def names_bound(body: list[ast.stmt]) -> Iterator[str]:
@@ -78,13 +79,17 @@ def exists(name: str) -> bool:
     return parts[0] in members and (len(parts) == 1 or parts[1] in members[parts[0]])
 
 
-@pytest.mark.parametrize("path", CODE + DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_cited_names_and_paths_exist(path: Path) -> None:
+def cited_in_vain(path: Path) -> list[str]:
     text = text_of(path)
     missing = [name for name in DOTTED.findall(text) if not exists(name)]
     cited = set(PATH.findall(text)) - WANTED
     missing += [p for p in cited if not ((ROOT / p).exists() or (path.parent / p).exists())]
-    assert not missing, f"renamed or gone: {sorted(set(missing))}"
+    return sorted(set(missing))
+
+
+def test_cited_names_and_paths_exist() -> None:
+    gone = broken_in(CODE + DOCUMENTS, cited_in_vain)
+    assert not gone, "renamed or gone"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ import pytest
 from arbiter.core.records.ticket import TRANSITIONS
 from deployments.replica import held_model
 from tests.style import states_diagram
+from tests.style.sources import ROOT, broken_in, name_of, nodes_of, text_of, tree_of
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("arbiter", "policies", "deployments", "models")
 CODE = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -35,17 +34,14 @@ UNITLESS = {
 }  # fmt: skip
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def test_rule_over_files_names_those_in_which_it_is_broken() -> None:
+    assert min(len(CODE), len(TESTS), len(PURE)) > 30
+    rows = [ROOT / "a.py", ROOT / "b" / "c.py"]
+    assert broken_in(rows, lambda path: [7] if path.name == "c.py" else []) == {"b/c.py": [7]}
 
 
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    nodes = ast.walk(tree(path))
+    nodes = nodes_of(path)
     return [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
@@ -54,21 +50,29 @@ def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return node.end_lineno - node.lineno + 1
 
 
-@pytest.mark.parametrize("path", CODE + TESTS, ids=name_of)
-def test_files_and_functions_are_short(path: Path) -> None:
-    limit = LINES_PER_FILE * (1 if path in CODE else 2)  # scenarios are a list, not a design
-    assert len(path.read_text().splitlines()) <= limit
-    long = [f"{f.name}:{f.lineno}" for f in functions(path) if length(f) > LINES_PER_FUNCTION]
-    assert not long
+def long_parts(path: Path) -> list[str]:
+    limit = LINES_PER_FILE * (2 if path in TESTS else 1)  # scenarios are a list, not a design
+    lines = len(text_of(path).splitlines())
+    whole = [f"{lines} lines"] if lines > limit else []
+    return whole + [
+        f"{f.name}:{f.lineno}" for f in functions(path) if length(f) > LINES_PER_FUNCTION
+    ]
 
 
-@pytest.mark.parametrize("path", CODE, ids=name_of)
-def test_every_module_has_a_docstring(path: Path) -> None:
-    assert not path.read_text().strip() or ast.get_docstring(tree(path))
+def test_files_and_functions_are_short() -> None:
+    assert not broken_in(CODE + TESTS, long_parts)
+
+
+def lacks_a_docstring(path: Path) -> bool:
+    return bool(text_of(path).strip()) and not ast.get_docstring(tree_of(path))
+
+
+def test_every_module_has_a_docstring() -> None:
+    assert not broken_in(CODE, lacks_a_docstring)
 
 
 def imports(path: Path) -> set[str]:
-    nodes = list(ast.walk(tree(path)))
+    nodes = nodes_of(path)
     found = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
@@ -78,26 +82,27 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", PURE, ids=name_of)
-def test_the_core_and_the_policies_are_pure(path: Path) -> None:
-    """They take the time, the dice and the bytes as arguments, and import only one another."""
+def impure(path: Path) -> set[str]:
+    """What it imports from outside, and calls that reach the world."""
     ours = tuple(f"{module}." for module in PURE_MODULES)
-    foreign = imports(path) - ALLOWED
-    assert not {m for m in foreign if not f"{m}.".startswith(ours)}
-    calls = [n.func for n in ast.walk(tree(path)) if isinstance(n, ast.Call)]
+    foreign = {m for m in imports(path) - ALLOWED if not f"{m}.".startswith(ours)}
+    calls = [n.func for n in nodes_of(path) if isinstance(n, ast.Call)]
     names = {f.id for f in calls if isinstance(f, ast.Name)}
-    assert not names & {"print", "open", "input", "eval", "exec", "__import__"}
+    return foreign | names & {"print", "open", "input", "eval", "exec", "__import__"}
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in PURE if ROOT / "policies" not in p.parents], ids=name_of
-)
-def test_the_core_does_not_know_the_policies(path: Path) -> None:
-    assert not {m for m in imports(path) if m.split(".")[0] == "policies"}
+def test_the_core_and_the_policies_are_pure() -> None:
+    """They take the time, the dice and the bytes as arguments, and import only one another."""
+    assert not broken_in(PURE, impure)
+
+
+def test_the_core_does_not_know_the_policies() -> None:
+    core = [path for path in PURE if ROOT / "policies" not in path.parents]
+    assert not broken_in(core, lambda p: {m for m in imports(p) if m.split(".")[0] == "policies"})
 
 
 def plain_number_fields(path: Path) -> list[str]:
-    classes = [n for n in ast.walk(tree(path)) if isinstance(n, ast.ClassDef)]
+    classes = [n for n in nodes_of(path) if isinstance(n, ast.ClassDef)]
     return [
         f"{c.name}.{f.target.id}"
         for c in classes
@@ -112,9 +117,8 @@ def plain_number_fields(path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "arbiter").rglob("*.py")), ids=name_of)
-def test_every_number_carries_its_unit_in_its_type_or_name(path: Path) -> None:
-    assert not plain_number_fields(path)
+def test_every_number_carries_its_unit_in_its_type_or_name() -> None:
+    assert not broken_in((ROOT / "arbiter").rglob("*.py"), plain_number_fields)
 
 
 EVERYTHING = {"Exception", "BaseException"}
@@ -146,9 +150,8 @@ def catchers_of_everything(module: ast.Module) -> list[int]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", CODE + TESTS, ids=name_of)
-def test_no_file_catches_everything(path: Path) -> None:
-    assert not catchers_of_everything(tree(path))
+def test_no_file_catches_everything() -> None:
+    assert not broken_in(CODE + TESTS, lambda path: catchers_of_everything(tree_of(path)))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,7 @@ def test_suppression_of_everything_is_found() -> None:
 def sleeps(path: Path) -> list[int]:
     """Calls that let time pass, also within a loop: any sleep but `sleep(0)`, which lets others
     run, and a wait on something made on the spot, which nobody can set."""
-    calls = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Call)]
+    calls = [n for n in nodes_of(path) if isinstance(n, ast.Call)]
     methods = [(c, c.func) for c in calls if isinstance(c.func, ast.Attribute)]
     return [
         c.lineno
@@ -194,15 +197,14 @@ def _is_zero(call: ast.Call) -> bool:
     return bool(call.args) and ast.dump(call.args[0]) == "Constant(value=0)"
 
 
-@pytest.mark.parametrize("path", [p for p in TESTS if p.name.startswith("test_")], ids=name_of)
-def test_no_test_sleeps(path: Path) -> None:
+def test_no_test_sleeps() -> None:
     """They wait on a condition with a bound; the loop that looks again lives in tests/support."""
-    assert not sleeps(path)
+    assert not broken_in((p for p in TESTS if p.name.startswith("test_")), sleeps)
 
 
 def is_capability(path: Path) -> bool:
     """Whether a class in it is a subclass of `Capability`."""
-    classes = [n for n in ast.walk(tree(path)) if isinstance(n, ast.ClassDef)]
+    classes = [n for n in nodes_of(path) if isinstance(n, ast.ClassDef)]
     return any(ast.unparse(base).endswith("Capability") for c in classes for base in c.bases)
 
 
@@ -217,7 +219,7 @@ def test_known_capabilities_are_found() -> None:
 
 @pytest.mark.parametrize("path", CAPABILITIES, ids=name_of)
 def test_capabilities_are_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= LINES_PER_CAPABILITY
+    assert len(text_of(path).splitlines()) <= LINES_PER_CAPABILITY
 
 
 def test_states_diagram_is_up_to_date() -> None:
@@ -229,23 +231,26 @@ def test_states_diagram_is_up_to_date() -> None:
         assert {(state, to) for state, targets in table.items() for to in targets} == why.keys()
 
 
-@pytest.mark.parametrize("path", [*TESTS, *BENCHMARKS], ids=name_of)
-def test_nothing_imports_from_a_test_module(path: Path) -> None:
-    """What several of them need lies in tests/support."""
-    nodes = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Import | ast.ImportFrom)]
+def imported_test_modules(path: Path) -> set[str]:
+    nodes = [n for n in nodes_of(path) if isinstance(n, ast.Import | ast.ImportFrom)]
     names = {a.name for n in nodes for a in n.names}
     names |= {
         f"{n.module}.{a.name}" for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names
     }
     parts = {part for name in names if name.startswith("tests.") for part in name.split(".")[1:]}
-    assert not {part for part in parts if part.startswith("test_")}
+    return {part for part in parts if part.startswith("test_")}
+
+
+def test_nothing_imports_from_a_test_module() -> None:
+    """What several of them need lies in tests/support."""
+    assert not broken_in([*TESTS, *BENCHMARKS], imported_test_modules)
 
 
 def reads_of_the_core(path: Path) -> list[int]:
     """Where a test looks through an arbiter's state instead of asking the driver."""
-    reads = [n.value for n in ast.walk(tree(path)) if isinstance(n, ast.Attribute)]
+    reads = [n.value for n in nodes_of(path) if isinstance(n, ast.Attribute)]
     whole = [n for n in reads if isinstance(n, ast.Attribute) and n.attr == "state"]
-    private = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Attribute)]
+    private = [n for n in nodes_of(path) if isinstance(n, ast.Attribute)]
     drivers = ("driver", "d", "made", "again")
     return [
         *(n.lineno for n in whole if ast.unparse(n.value).split(".")[-1] in drivers),
@@ -253,13 +258,11 @@ def reads_of_the_core(path: Path) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in TESTS if p.parts[-2] == "model" or "unit" in p.parts], ids=name_of
-)
-def test_tests_ask_the_driver_of_the_core(path: Path) -> None:
+def test_tests_ask_the_driver_of_the_core() -> None:
     """A rule may be given the state; what a test wants to know of it has a name in
     tests/support/core_queries.py, so that a rename in the core touches one file."""
-    assert not reads_of_the_core(path)
+    asked = [p for p in TESTS if p.parts[-2] == "model" or "unit" in p.parts]
+    assert not broken_in(asked, reads_of_the_core)
 
 
 def test_only_one_method_moves_a_held_model() -> None:
@@ -267,7 +270,7 @@ def test_only_one_method_moves_a_held_model() -> None:
     moves = [
         f"{name_of(path)}:{node.lineno}"
         for path in sorted((ROOT / "deployments" / "replica").rglob("*.py"))
-        for node in ast.walk(tree(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Assign | ast.AugAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         for part in ast.walk(target)

@@ -8,13 +8,12 @@ import numpy as np
 from PIL import Image
 
 from models import shapes
-from models.train_vision import UNSEEN
 
 FACTS = shapes.all_facts()
 
 
 def drawing(number: int) -> Image.Image:
-    return shapes.draw(FACTS[number], np.random.default_rng(UNSEEN + number))
+    return shapes.draw(FACTS[number], np.random.default_rng(shapes.UNSEEN + number))
 
 
 def uri(picture: Image.Image, form: str = "PNG", **more: Any) -> str:

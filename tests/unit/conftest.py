@@ -1,12 +1,23 @@
-"""GPUs for tests of what reads them; see tests.support.nvml."""
+"""What holds for all unit tests: none starts a Ray cluster; GPUs for tests of what reads them, see
+tests.support.nvml."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pynvml
 import pytest
+from ray._private import auto_init_hook
 
 from tests.support import nvml
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_cluster() -> Iterator[None]:
+    """Ray starts a cluster, or joins one of this machine, for a call that needs one; here such a
+    call fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto_init_hook, "enable_auto_connect", False)
+        yield
 
 
 @pytest.fixture(scope="session")

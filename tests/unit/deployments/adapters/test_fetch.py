@@ -1,6 +1,7 @@
 """Adapters behind URLs: from where one may come, and that it comes whole or not at all."""
 
 import asyncio
+import gzip
 import json
 import threading
 from collections.abc import Iterator
@@ -134,7 +135,7 @@ def test_a_url_outside_the_allow_list_is_refused_before_anything_is_opened(
 
 
 class Site(BaseHTTPRequestHandler):
-    """Has an adapter, and a page that sends one somewhere else."""
+    """Has an adapter, the same with its files packed, and a page that sends one somewhere else."""
 
     folder: Path
     asked: list[str]
@@ -148,6 +149,9 @@ class Site(BaseHTTPRequestHandler):
             return
         data = (self.folder / self.path.rpartition("/")[2]).read_bytes()
         self.send_response(200)
+        if self.path.startswith("/packed/"):
+            data = gzip.compress(data)
+            self.send_header("content-encoding", "gzip")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -199,6 +203,19 @@ async def test_a_public_site_is_read_and_not_followed_elsewhere(
     with pytest.raises(AdapterInvalid):  # what it got is no adapter
         await shelf.take(away)
     assert Site.asked and all(path.startswith("/away/") for path in Site.asked)
+
+
+@pytest.mark.spec("L2", "F2")
+async def test_packed_files_of_a_site_are_not_unpacked_and_are_no_adapter(
+    tmp_path: Path, site: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "is_public", lambda address: True)
+    root = f"http://127.0.0.1:{site.server_port}/packed/"
+    entry = found(tmp_path, root, (root,))
+    await Fetcher(tmp_path / "fetched", RULES.bounds).bring(entry)
+    with pytest.raises(AdapterInvalid, match=r"adapter_config\.json is not JSON"):
+        await CheckedAdapters(Store(tmp_path / "s"), RULES).take(entry)
+    assert len(Site.asked) == len(RULES.bounds)
 
 
 @pytest.mark.spec("F2")

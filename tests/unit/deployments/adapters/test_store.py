@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import CheckedAdapters, Published, Store
 from deployments.adapters.validate import Rules
 from tests.support.adapters import rewrite_header, write
+from tests.support.archives import archive
 
 SHAPES = {"layers.0.q_proj": (12, 8), "layers.0.v_proj": (4, 8)}
 RULES = Rules(SHAPES, max_rank=16)
@@ -62,6 +64,23 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (damaged(WEIGHTS, Path.unlink), "No such file"),
     "empty": (damaged(WEIGHTS, lambda f: f.write_bytes(b"")), "not a safetensors file"),
     "garbage": (damaged(WEIGHTS, lambda f: f.write_bytes(b"\xff" * 500)), "not a safetensors"),
+    "a zip": (
+        damaged(WEIGHTS, lambda f: f.write_bytes(archive("zip")[:1_000])),
+        "not a safetensors",
+    ),
+    "a pickle": (
+        damaged(WEIGHTS, lambda f: f.write_bytes(pickle.dumps([0.0]))),
+        "not a safetensors",
+    ),
+    "a large archive": (damaged(WEIGHTS, lambda f: f.write_bytes(archive("film") * 20)), "larger"),
+    "an archive as config": (
+        damaged("adapter_config.json", lambda f: f.write_bytes(archive("gzip")[:1_000])),
+        "is not JSON",
+    ),
+    "weights of another name": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"),
+        "adapter_model.safetensors: No such file",
+    ),
     "truncated": (damaged(WEIGHTS, lambda f: os.truncate(f, f.stat().st_size - 7)), "of tensors"),
     "trailing": (damaged(WEIGHTS, lambda f: f.write_bytes(f.read_bytes() + b"x")), "of tensors"),
     "huge": (damaged(WEIGHTS, lambda f: os.truncate(f, 5 << 20)), "larger than"),

@@ -36,6 +36,18 @@ def test_watermarks_are_settings_like_others() -> None:
     assert settings.device_marks == Watermarks(0.95, 0.80)
 
 
+@pytest.mark.spec("A6", "A9")
+@pytest.mark.parametrize(
+    ("given", "refusal_s"), [({"barrier_s": 0.5}, 0.5), ({}, 10), ({"barrier_s": 60}, 10)]
+)
+def test_busy_victim_is_left_alone_as_long_as_a_barrier_lasts_and_ten_seconds_at_most(
+    given: dict[str, float], refusal_s: float
+) -> None:
+    timeouts = parse_table({"arbiter": given, "capabilities": {}}).arbiter.as_settings().timeouts
+    assert timeouts.barrier == seconds(given.get("barrier_s", 10))
+    assert timeouts.refusal == seconds(refusal_s)
+
+
 WIKI = {"rank": 12, "act": "pages of the wiki are missing"}
 
 

@@ -101,6 +101,21 @@ def test_an_unknown_policy_is_named_with_those_there_are(tmp_path: Path) -> None
     assert "priority_lru" in refused(config, tmp_path)
 
 
+@pytest.mark.spec("C11")
+def test_a_pipeline_of_an_unknown_capability_is_named_with_those_there_are(tmp_path: Path) -> None:
+    """By `arbiter check`, and by a front that starts or is given the table anew."""
+    config = shipped()
+    table = front_table(config)
+    table["arbiter"]["pipelines"] = [["asr", "chat"], ["asr", "chatt", "tts"]]
+    says = "arbiter.pipelines[1]: no capability 'chatt'; there is: asr, chat, embedding, "
+    assert says in refused(config, tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        parse_table(table)
+    assert says in str(caught.value)
+    table["arbiter"]["pipelines"][1].remove("chatt")
+    assert parse_table(table).arbiter.pipelines == [["asr", "chat"], ["asr", "tts"]]
+
+
 @pytest.mark.spec("C10")
 @pytest.mark.parametrize(
     ("wrong", "named"),

@@ -1,16 +1,18 @@
 """Files of strangers: bounded before and while they are decoded, and nothing else is opened."""
 
+import contextlib
 import http.server
 import io
 import struct
 import threading
 import wave
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from deployments.engines import sound
+from tests.support import archives
 from tests.support.speech import CONTAINERS, contained, seconds_of
 
 RATE = 22_050
@@ -153,6 +155,58 @@ def test_bytes_that_are_no_sound_are_refused_by_field(raw: bytes) -> None:
 def test_sound_of_no_length_is_refused() -> None:
     with pytest.raises(sound.BadSound, match=r"it takes 0\.1 s"):
         sound.decode(bytes(wav(0.05)), most_s=60)
+
+
+@pytest.mark.spec("L2", "L3")
+@pytest.mark.parametrize("kind", archives.KINDS)
+def test_archive_is_no_sound_and_is_not_unpacked(kind: str) -> None:
+    raw = archives.archive(kind)
+    with archives.growth() as grown, pytest.raises(sound.BadSound, match=r"no sound|compressed"):
+        sound.decode(raw, most_s=60)
+    assert grown() < archives.MOST_GROWN_BYTES
+
+
+def in_a_wav() -> bytes:
+    chunk = b"id3 " + struct.pack("<I", len(archives.tag())) + archives.tag()
+    whole = bytes(wav(3))
+    return whole[:12] + chunk + b"\0" * (len(chunk) % 2) + whole[12:]
+
+
+def between_frames() -> bytes:
+    whole = encoded("aac")
+    second = whole.index(whole[:2], 100)
+    return whole[:second] + archives.tag() + whole[second:]
+
+
+@pytest.mark.spec("L2")
+@pytest.mark.parametrize(
+    "made",
+    [lambda: archives.tag() + encoded("mp3"), in_a_wav, between_frames],
+    ids=["in front", "in a WAV", "between frames"],
+)
+def test_tag_that_unpacks_to_much_is_not_unpacked_and_the_sound_is_heard(
+    made: Callable[[], bytes],
+) -> None:
+    raw = made()
+    with archives.growth() as grown:
+        samples = sound.decode(raw, most_s=60)
+    assert grown() < archives.MOST_GROWN_BYTES
+    assert len(samples) / sound.HEARD_HZ == pytest.approx(3, abs=0.1)
+
+
+@pytest.mark.spec("L2")
+def test_tags_in_front_are_cut_off_up_to_a_bound_and_not_unpacked_beyond_it() -> None:
+    raw = archives.tag() * (sound.MOST_TAGS + 2) + encoded("mp3")
+    with archives.growth() as grown, contextlib.suppress(sound.BadSound):
+        sound.decode(raw, most_s=60)
+    assert grown() < archives.MOST_GROWN_BYTES
+
+
+def test_tags_that_people_have_change_nothing_that_is_heard() -> None:
+    tagged = encoded("mp3")
+    assert tagged.startswith(b"ID3")
+    bare = tagged[tagged.index(b"\xff\xfb") :]
+    assert np.array_equal(sound.decode(tagged, 60), sound.decode(bare, 60))
 
 
 @pytest.mark.spec("L2")

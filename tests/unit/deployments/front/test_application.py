@@ -1,11 +1,13 @@
 """The front's application over ASGI: keys, bodies, errors and routes, with no Ray beneath."""
 
+import gzip
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient, Response
 
 from arbiter.errors import ArbiterUnavailable, UnknownTicket
@@ -70,9 +72,17 @@ def front(keys_file: Path) -> FrontState:
     return FrontState(7, auth, service, Applications(dict))
 
 
+@pytest.fixture(scope="module")
+def built() -> FastAPI:
+    """Made once, because its hundred routes take a while."""
+    return application.build(FrontState(7))
+
+
 @pytest.fixture
-async def client(front: FrontState) -> AsyncIterator[AsyncClient]:
-    transport = ASGITransport(application.build(front))
+async def client(built: FastAPI, front: FrontState) -> AsyncIterator[AsyncClient]:
+    built.state.front = front
+    application.offer(built)
+    transport = ASGITransport(built)
     async with AsyncClient(transport=transport, base_url="http://localhost") as made:
         yield made
 
@@ -199,6 +209,18 @@ async def test_wrong_body_is_400_and_names_its_field(
     assert answer.status_code == 400
     assert error(answer)["param"] == param
     assert not [call for call in arbiter.calls if call[0] != "state"]
+
+
+@pytest.mark.spec("L2", "L3")
+@pytest.mark.parametrize("encoding", ["gzip", "Deflate", "br", "identity, gzip"])
+async def test_packed_body_is_415_naming_the_header_and_is_not_unpacked(
+    client: AsyncClient, owner: dict[str, str], encoding: str
+) -> None:
+    headers = owner | {"content-type": "application/json", "content-encoding": encoding}
+    for path in (*SCHEMAS, "/api/chat", "/arbiter/leases", "/arbiter/settings"):
+        answer = await client.post(path, content=gzip.compress(b"{}"), headers=headers)
+        assert answer.status_code == 415, path
+        assert "`content-encoding`" in answer.text and repr(encoding) in answer.text
 
 
 @pytest.mark.spec("L3")

