@@ -1,7 +1,7 @@
 """The image capability: text or a picture in, pictures out, by diffusers in the child."""
 
-from deployments.replica.capability import Capability
+from deployments.replica.adapted_capability import AdaptedCapability
 
 
-class ImageServer(Capability):
+class ImageServer(AdaptedCapability):
     paths = frozenset({"/v1/images/generations", "/v1/images/edits", "/v1/images/variations"})

@@ -1,56 +1,12 @@
 """Text: chat and completions, answered by vLLM's own serving classes in the engine child."""
 
-from pathlib import Path
-from typing import Any
-
-from deployments import messages
-from deployments.adapters.catalogue import Catalogue
-from deployments.adapters.fetch import Fetcher
-from deployments.adapters.store import FETCHED, catalogue_of
-from deployments.adapters.validate import Rules
-from deployments.config import safetensors_header
-from deployments.replica.capability import Capability
-from deployments.replica.use import Use
+from deployments.replica.adapted_capability import AdaptedCapability
 
 
-class TextServer(Capability):
+class TextServer(AdaptedCapability):
     """Passes raw JSON in and bytes out; vLLM in the engine child gives them their meaning."""
 
     paths = frozenset(
         "/v1/chat/completions /v1/completions /v1/responses /v1/messages "
         "/v1/messages/count_tokens".split()
     )
-
-    def __init__(self, capability: str) -> None:
-        super().__init__(capability)
-        self._fetchers: dict[
-            str, tuple[str, AdapterFetcher]
-        ] = {}  # by model, with the ticket of its engine
-
-    async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
-        """Fetches the call's adapter to this node, where it lies behind a URL."""
-        config = use.config
-        if call.served in ("", call.model) or "adapters" not in config:
-            return
-        self.slotted.note(use.ticket, call.served, config["adapters"]["slots"])
-        known = self._fetchers.get(call.model)
-        if known is None or known[0] != use.ticket:  # a new engine may have another configuration
-            known = self._fetchers[call.model] = use.ticket, AdapterFetcher(config)
-        await known[1].bring(call.served, call.tenant)
-
-
-class AdapterFetcher:
-    """Fetches adapters of one engine for its replica."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        """Raises OSError, safetensors_header.BadHeader."""
-        given = config["adapters"]
-        rules = Rules(safetensors_header.linear_shapes(Path(config["model"])), given["max_rank"])
-        self._catalogue: Catalogue = catalogue_of(config)
-        self._fetcher = Fetcher(Path(given["store"]) / FETCHED, rules.bounds)
-
-    async def bring(self, name: str, tenant: str) -> None:
-        """Raises AdapterInvalid, FetchFailed. The engine refuses names that no catalogue has."""
-        entry = self._catalogue.find(name, tenant)
-        if entry is not None and entry.url:
-            await self._fetcher.bring(entry)

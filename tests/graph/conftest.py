@@ -243,6 +243,8 @@ def started(
     models = table["capabilities"]["chat"]["models"]
     elsewhere = f"file://{folder}/elsewhere/"
     models["tiny-chat"]["adapters"] |= {"folder": str(folder / "adapters"), "urls": [elsewhere]}
+    drawn = {"folder": str(folder / "drawn"), "slots": 2, "urls": [elsewhere]}
+    table["capabilities"]["image"]["models"]["tiny-draw"]["adapters"] = drawn
     change(config)
     with served(folder, config) as running:
         yield running

@@ -65,7 +65,7 @@ def test_adapter_behind_an_allowed_url_is_called_by_name_and_no_other_url_is_ope
     client: OpenAI, adapters: Path
 ) -> None:
     elsewhere = adapters.parent / "elsewhere"
-    elsewhere.mkdir()
+    elsewhere.mkdir(exist_ok=True)
     dropped(elsewhere, "law-v1")
     dropped(adapters, "near")
     rows = {"far": f"file://{elsewhere}/law-v1/", "theirs": "file:///etc/"}

@@ -6,16 +6,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent
 
+from deployments.config import load_plan
 from models.shapes import Fact, draw
 from tests.graph.conftest import Graph, until
 from tests.support import pictures as pic
 from tests.support.graph_commands import unload_all
+from tests.support.image_models import make_adapter
 
 DRAW, CHAT = "tiny-draw", "tiny-chat"
 RED, GREEN = Fact("red", "circle", "blue"), Fact("green", "square", "white")
@@ -220,3 +223,24 @@ def test_a_file_that_is_no_picture_is_refused_and_harms_no_one(
 def test_a_chat_model_draws_nothing(client: OpenAI) -> None:
     with pytest.raises(NotFoundError, match="not at /v1/images/generations"):
         client.images.generate(model=CHAT, prompt="x")
+
+
+@pytest.mark.spec("H5", "F2", "L2")
+def test_adapter_of_pictures_behind_an_allowed_url_is_called_by_name(
+    graph: Graph, client: OpenAI
+) -> None:
+    folder, elsewhere = graph.folder / "drawn", graph.folder / "elsewhere" / "drawn"
+    make_adapter(Path(load_plan.resolve(f"made:{DRAW}")), elsewhere, seed=5)
+    folder.mkdir()
+    rows = {"sketch": f"file://{elsewhere}/", "theirs": "file:///etc/"}
+    (folder / "remote.json").write_text(json.dumps(rows))
+
+    def made(model: str) -> bytes:
+        answer = client.images.generate(model=model, prompt=RED.caption, extra_body=SEED)
+        return pic.picture(answer.data[0].model_dump()).tobytes()  # type: ignore[index]
+
+    plain = made(DRAW)
+    assert made(f"{DRAW}:sketch") == made("sketch") != plain
+    assert made(DRAW) == plain
+    with pytest.raises(BadRequestError, match=r"adapters\.urls"):
+        made("theirs")
