@@ -7,6 +7,7 @@ take: so the pool stays within its budget without a message to any engine. KV th
 RAM is saved to a file first (G4), unless there is no time.
 """
 
+import logging
 import os
 import time
 from collections.abc import Iterable
@@ -14,11 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from arbiter.core.events import SlabDropped, SlabReading
+from arbiter.errors import SlabUnusable
 from arbiter.node import procfs
 from arbiter.node.slab_files import Save, SlabFiles
 from arbiter.pool import Content, SlabView, create
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, TicketId
+
+logger = logging.getLogger("arbiter.agent")
 
 SHARE_FRACTION = 0.1  # of the node's RAM, where no size is configured
 HIGH_FRACTION, LOW_FRACTION = 0.90, 0.80  # of the budget: above the first it shrinks to the second
@@ -119,11 +123,16 @@ class Pool:
 
     def lend(self, ticket: TicketId, request: SlabRequest) -> str | None:
         """Returns the path at which an engine of this node opens the slab that it may write until
-        it ends: an idle one of the same key, else a new one. None: there is no pool."""
+        it ends: an idle one of the same key, else a new one. None: there is no pool, or the machine
+        has no memory for another slab, without which the engine loads as well."""
         if self.budget_bytes < _LEAST_BYTES:
             return None
         idle = [s for s in self._slabs if s.ticket is None and s.request.key == request.key]
-        slab = max(idle, key=lambda s: s.idle_since_s, default=None) or self._make(request)
+        try:
+            slab = max(idle, key=lambda s: s.idle_since_s, default=None) or self._make(request)
+        except (OSError, SlabUnusable) as error:
+            logger.warning("no slab for %s: %s", request.owner, error)
+            return None
         slab.end_save()
         slab.ticket = ticket
         self._set_limits()
@@ -156,20 +165,28 @@ class Pool:
                 self._slabs.append(slab)
 
     def _make(self, request: SlabRequest) -> PooledSlab:
+        """Raises OSError, SlabUnusable."""
         size = int(self.budget_bytes) // _UNIT_BYTES * _UNIT_BYTES
-        fd = create(_label(request), Bytes(size))
-        made = PooledSlab(self._next_name(), request, fd, SlabView(fd))
+        made = self._viewed(request, create(_label(request), Bytes(size)))
         self._slabs.append(made)
         return made
 
     def _adopt(self, path: Path) -> PooledSlab | None:
-        """None: the engine has just ended, or the file has no such name."""
+        """None: the engine has just ended, or the file only has such a name."""
         try:
             request = _request(os.readlink(path))
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except (OSError, ValueError):
+            return self._viewed(request, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except (OSError, ValueError, SlabUnusable):
             return None
-        return PooledSlab(self._next_name(), request, fd, SlabView(fd))
+
+    def _viewed(self, request: SlabRequest, fd: int) -> PooledSlab:
+        """Raises SlabUnusable, and then the descriptor is closed."""
+        try:
+            view = SlabView(fd)
+        except SlabUnusable:
+            os.close(fd)
+            raise
+        return PooledSlab(self._next_name(), request, fd, view)
 
     def _next_name(self) -> str:
         self._made_count += 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -85,6 +86,18 @@ def test_engine_of_other_settings_is_lent_another_slab(pool: Pool) -> None:
 
 def test_no_slab_is_lent_where_there_is_no_pool() -> None:
     assert Pool(Bytes(0)).lend(A, CHAT) is None
+
+
+def test_engine_gets_no_slab_where_the_machine_has_no_memory_for_one(
+    pool: Pool,
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+    try:
+        assert pool.lend(A, CHAT) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert pool.lend(A, CHAT) is not None
 
 
 def test_pool_is_a_share_of_the_ram_where_no_size_is_given() -> None:
@@ -222,8 +235,11 @@ def test_next_agent_finds_the_slabs_that_engines_have_open(
 
 def test_what_is_not_a_slab_is_left_alone(tmp_path: Path, engine: Callable[[str], int]) -> None:
     (tmp_path / "file").touch()
+    unsealed = os.memfd_create("host-pool-kv.k1.chat/m")
     after = Pool(Bytes(256 * MIB))
-    after.recover(A, [engine(str(tmp_path / "file"))])
+    paths = str(tmp_path / "file"), f"/proc/{os.getpid()}/fd/{unsealed}"
+    after.recover(A, [engine(path) for path in paths])
+    os.close(unsealed)
     assert after.readings() == ()
 
 
