@@ -52,7 +52,8 @@ def test_code_that_a_model_carries_is_not_run(
     }[engine]
     mark = carrying(source, tmp_path / "model", file, changed)
     given = {"model": str(tmp_path / "model"), "served_name": "carried", "engine_args": {}}
-    child = engines.spawn(f"carried-{os.getpid()}", f"{ENGINES}{engine}:build", given).hold()
+    ticket = f"carried-{engine}-{os.getpid()}"
+    child = engines.spawn(ticket, f"{ENGINES}{engine}:build", given).hold()
     status, said = child.ready()
     assert status == 500, said
     assert not mark.exists()
