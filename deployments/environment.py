@@ -18,7 +18,8 @@ def _cache(folder: str) -> Path:
 
 
 class Environment(BaseSettings):
-    """Read when it is made: `ARBITER_URL`, `ARBITER_KEY`, `ARBITER_MODELS`, `ARBITER_ADAPTERS`."""
+    """Read when it is made: `ARBITER_URL`, `ARBITER_KEY`, `ARBITER_MODELS`, `ARBITER_ADAPTERS`,
+    `ARBITER_SLABS`."""
 
     model_config = SettingsConfigDict(
         env_prefix="ARBITER_", env_ignore_empty=True, extra="ignore", frozen=True
@@ -30,3 +31,4 @@ class Environment(BaseSettings):
     )
     models: Path = Field(default_factory=lambda: _cache("models"))  # made by models/make_models.py
     adapters: Path = Field(default_factory=lambda: _cache("adapters"))  # checked by the engines
+    slabs: Path = Field(default_factory=lambda: _cache("slabs"))  # KV that had to leave the RAM

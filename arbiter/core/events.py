@@ -122,6 +122,7 @@ class SlabReading:
     stored_count: int
     evicted_count: int
     refused_count: int  # found no room
+    restored_count: int = 0  # came back from a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,7 @@ class SlabDropped:
     owner: str
     size_bytes: Bytes
     reason: str  # full, pressure, removed, or stale: it has no rows
+    was_saved: bool = False  # to a file, from which the next engine of its settings has it (G4)
 
 
 @dataclass(frozen=True, slots=True)

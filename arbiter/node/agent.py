@@ -23,6 +23,7 @@ from arbiter.node.engine_processes import LOOK_AGAIN_S, EngineProcesses
 from arbiter.node.leased_processes import LeasedProcess, LeasedProcesses
 from arbiter.node.pool import Pool
 from arbiter.node.reports import Reports
+from arbiter.node.slab_files import SlabFiles
 from arbiter.protocol import ray_internals, rpc
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
 from arbiter.units import NodeId, TicketId
@@ -42,7 +43,8 @@ class NodeAgent:
         log_folder = Path(logs) if logs else ray_internals.logs_folder()
         self._logs = cleanup.EngineLogs(log_folder)
         self._probe = NodeProbe(node, pkgutil.resolve_name(settings.gpus)())
-        self._pool = Pool(settings.pool_bytes)
+        files = SlabFiles.in_folder(settings.slabs_folder, settings.disk_bytes)
+        self._pool = Pool(settings.pool_bytes, files)
         self._reports = Reports(node, self._probe.introduction, self._probe.gpu_pids)
         self._tasks: set[asyncio.Future[None]] = set()
         zygote_log = log_folder / f"zygote-{node}.log"

@@ -130,9 +130,14 @@ class EngineProcesses:
         return str(path)
 
     def _with_slab(self, ticket: TicketId, spec: SpawnSpec) -> SpawnSpec:
-        """Tells the engine where its slab is, if it asked for one and there is a pool."""
+        """Tells the engine where its slab is, if it asked for one and there is a pool, and where a
+        file with more rows is, if there is one."""
         path = self._pool.lend(ticket, spec.slab) if spec.slab else None
-        return replace(spec, config=spec.config | {"slab": {"path": path}}) if path else spec
+        if spec.slab is None or path is None:
+            return spec
+        file = self._pool.file_for(spec.slab)
+        slab = {"path": path} | ({"file": file} if file else {})
+        return replace(spec, config=spec.config | {"slab": slab})
 
     async def _confirm(self, ticket: TicketId) -> None:
         """Raises what `Reports.confirm` raises, or TicketClosed when the ticket was killed

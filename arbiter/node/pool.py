@@ -3,7 +3,8 @@
 A slab is a memory file that the agent made and holds; one engine at a time writes it
 (arbiter.pool.slab). The engine's death gives it back as it is, and the next engine of the same key
 finds in it what the last one left. Each turn the agent writes into every slab how many bytes it may
-take: so the pool stays within its budget without a message to any engine.
+take: so the pool stays within its budget without a message to any engine. KV that must leave the
+RAM is saved to a file first (G4), unless there is no time.
 """
 
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from arbiter.core.events import SlabDropped, SlabReading
 from arbiter.node import procfs
+from arbiter.node.slab_files import Save, SlabFiles
 from arbiter.pool import Content, SlabView, create
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, TicketId
@@ -21,7 +23,10 @@ from arbiter.units import MIB, Bytes, TicketId
 SHARE_FRACTION = 0.1  # of the node's RAM, where no size is configured
 HIGH_FRACTION, LOW_FRACTION = 0.90, 0.80  # of the budget: above the first it shrinks to the second
 KEPT_FREE_FRACTION = 0.05  # of the node's RAM, which the pool leaves to others
-SWEEP_S = 300.0  # between two looks for idle slabs in which every row has expired (G4)
+CRITICAL_FRACTION = (
+    0.5  # of what is kept free: with less available, no slab is saved before it goes
+)
+SWEEP_S = 300.0  # between two looks for slabs and files in which every row has expired (G4)
 _UNIT_BYTES = 2 * MIB  # of a slab's size
 _LEAST_BYTES = 64 * MIB  # a pool that holds less than two extents serves nothing
 _STEP_BYTES = 64 * MIB  # two extents: what a writer may grow by until the next turn
@@ -39,14 +44,32 @@ class PooledSlab:
     view: SlabView
     ticket: TicketId | None = None
     idle_since_s: float = field(default_factory=time.monotonic)
+    # Under way while the slab is idle. It ends unwanted when the slab is lent or dropped meanwhile:
+    # that is noted before an engine can open the slab, and a save looks for the note after it has
+    # read the last row. So no file has bytes that an engine was writing. A file that was whole just
+    # before is right, and stays: the engine is told of it too, and prefers its rows in RAM.
+    save: Save | None = None
+    leaves_for: str = ""  # the reason of the save
 
     @property
     def value(self) -> tuple[Content, float]:
         """Idle ones leave in this order."""
         return Content[self.request.content.upper()], self.idle_since_s
 
+    @property
+    def may_be_saved(self) -> bool:
+        """Nothing but KV is worth a file: the rest has one already, or is soon computed anew."""
+        return self.request.content == Content.KV.name.lower()
+
+    def end_save(self) -> None:
+        """Lets a save that is under way make no file."""
+        if self.save is not None:
+            self.save.unwanted.set()
+        self.save = None
+
     def close(self) -> None:
-        """Gives its memory back, once no engine has it open."""
+        """Gives its memory back, once no engine has it open and no save reads it."""
+        self.end_save()
         self.view.close()
         os.close(self.fd)
 
@@ -66,13 +89,16 @@ class PooledSlab:
             stored_count=counts.stored_count,
             evicted_count=counts.evicted_count,
             refused_count=counts.refused_count,
+            restored_count=counts.restored_count,
         )
 
 
 class Pool:
-    """The slabs of a node. `budget_bytes`: the most that all may take; None: a share of the RAM."""
+    """The slabs of a node. `budget_bytes`: the most that all may take; None: a share of the RAM.
+    `files`: where idle KV goes when it must leave the RAM; None: nowhere."""
 
-    def __init__(self, budget_bytes: Bytes | None) -> None:
+    def __init__(self, budget_bytes: Bytes | None, files: SlabFiles | None = None) -> None:
+        self.files = files
         total_bytes, _ = procfs.ram()
         share = Bytes(int(SHARE_FRACTION * total_bytes))
         self.budget_bytes = share if budget_bytes is None else budget_bytes
@@ -80,7 +106,10 @@ class Pool:
         self._slabs: list[PooledSlab] = []
         self._dropped: list[SlabDropped] = []  # not yet told
         self._made_count = 0
+        self._last_save: Save | None = None  # no other begins before it is done
         self._swept_s = time.monotonic()
+        if files is not None:
+            files.sweep()
 
     @property
     def allocated_bytes(self) -> Bytes:
@@ -95,9 +124,14 @@ class Pool:
             return None
         idle = [s for s in self._slabs if s.ticket is None and s.request.key == request.key]
         slab = max(idle, key=lambda s: s.idle_since_s, default=None) or self._make(request)
+        slab.end_save()
         slab.ticket = ticket
         self._set_limits()
         return f"/proc/{os.getpid()}/fd/{slab.fd}"
+
+    def file_for(self, request: SlabRequest) -> str | None:
+        """The path of the file with what an earlier slab of that key held, if there is one."""
+        return self.files.find(request) if self.files else None
 
     def take_back(self, ticket: TicketId) -> None:
         """The ticket's engine has ended, or was never started."""
@@ -145,13 +179,15 @@ class Pool:
 
     def turn(self) -> None:
         """Drops what is to go, and tells every writer how much it may take."""
+        self._drop_saved()
         _, available_bytes = procfs.ram()
         taken = self.allocated_bytes
         physical = taken + available_bytes - self._kept_free_bytes
         reason = "full" if physical >= self.budget_bytes else "pressure"
         most = max(0, min(self.budget_bytes, physical))
         if taken > HIGH_FRACTION * most:
-            self._drop_until(LOW_FRACTION * most, reason)
+            has_time = available_bytes >= CRITICAL_FRACTION * self._kept_free_bytes
+            self._drop_until(LOW_FRACTION * most, reason, self.files if has_time else None)
         if time.monotonic() - self._swept_s > SWEEP_S:
             self._sweep()
         self._set_limits(most)
@@ -160,6 +196,8 @@ class Pool:
         """Erases what belongs to a removed model (D9). Its engines have ended by then."""
         for slab in [s for s in self._slabs if s.ticket is None and s.request.owner == owner]:
             self._drop(slab, "removed")
+        if self.files:
+            self.files.erase(owner)
 
     def readings(self) -> tuple[SlabReading, ...]:
         return tuple(slab.reading() for slab in self._slabs)
@@ -175,18 +213,35 @@ class Pool:
         for slab in self._slabs:
             slab.close()
         self._slabs.clear()
+        if self.files:
+            self.files.close()
 
-    def _drop_until(self, goal_bytes: float, reason: str) -> None:
-        """One after the other, so that no more goes than must."""
+    def _drop_until(self, goal_bytes: float, reason: str, files: SlabFiles | None) -> None:
+        """One after the other, so that no more goes than must. With `files`, KV is saved first: it
+        and what would follow it stay until a later turn."""
         for slab in sorted((s for s in self._slabs if s.ticket is None), key=lambda s: s.value):
             if self.allocated_bytes <= goal_bytes:
                 return
+            if files is not None and slab.may_be_saved:
+                return self._begin_save(slab, reason, files)
             self._drop(slab, reason)
 
-    def _drop(self, slab: PooledSlab, reason: str) -> None:
+    def _begin_save(self, slab: PooledSlab, reason: str, files: SlabFiles) -> None:
+        """Unless another one is under way."""
+        if self._last_save is None or self._last_save.is_done:
+            slab.leaves_for = reason
+            slab.save = self._last_save = files.save(slab.fd, slab.request)
+
+    def _drop_saved(self) -> None:
+        """Drops the slab whose save has ended, or failed."""
+        for slab in [s for s in self._slabs if s.save is not None and s.save.is_done]:
+            assert slab.save is not None
+            self._drop(slab, slab.leaves_for, was_saved=slab.save.file_was_made.result())
+
+    def _drop(self, slab: PooledSlab, reason: str, *, was_saved: bool = False) -> None:
         size = slab.view.allocated_bytes
         request = slab.request
-        told = SlabDropped(slab.name, request.content, request.owner, size, reason)
+        told = SlabDropped(slab.name, request.content, request.owner, size, reason, was_saved)
         slab.close()
         self._slabs.remove(slab)
         self._dropped.append(told)
@@ -196,6 +251,8 @@ class Pool:
         for slab in [s for s in self._slabs if s.ticket is None]:
             if slab.view.expires_s < time.time():
                 self._drop(slab, "stale")
+        if self.files:
+            self.files.sweep()
 
     def _set_limits(self, most: float | None = None) -> None:
         """Divides what idle slabs leave among the writers, the lightest first: each may grow by a

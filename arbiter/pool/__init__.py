@@ -4,6 +4,7 @@ from arbiter.errors import RowMisused, SlabUnusable
 from arbiter.pool.layout import Content, Mark
 from arbiter.pool.rows import Reserved, Rows
 from arbiter.pool.slab import Counts, Slab, SlabFile, SlabView, create
+from arbiter.pool.slab_file import SavedRows
 
 __all__ = [
     "Content",
@@ -12,6 +13,7 @@ __all__ = [
     "Reserved",
     "RowMisused",
     "Rows",
+    "SavedRows",
     "Slab",
     "SlabFile",
     "SlabUnusable",

@@ -9,6 +9,7 @@
 A row is visible once the state word of its mark says READY; that word is written last.
 """
 
+import hashlib
 import math
 import struct
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ class Count(IntEnum):
     EVICTED = 5
     REFUSED = 6  # rows that found no room
     LOADED = 7
+    RESTORED = 8  # rows that came back from a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,11 @@ class Mark(NamedTuple):
     used_s: float
     tenant: bytes = b""
     kind: int = 0
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """How a mark names a tenant. None at all stays empty: of requests without one."""
+    return hashlib.blake2b(tenant.encode(), digest_size=TENANT_BYTES).digest() if tenant else b""
 
 
 def geometry(capacity: Bytes, row_bytes: Bytes) -> Geometry:

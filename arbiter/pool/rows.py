@@ -79,6 +79,11 @@ class Rows:
         self._counts[Count.MISSES] += 1
         return None
 
+    def __contains__(self, key: bytes) -> bool:
+        """Whether `lookup` would find it. Counts nothing."""
+        mark = self._marks.get(key)
+        return mark is not None and mark.expires_s > self._clock()
+
     def is_reserved(self, key: bytes) -> bool:
         """Whether its bytes are being written."""
         return key in self._reserved
@@ -165,15 +170,24 @@ class Rows:
     def mark_ready(self, key: bytes, tenant: bytes = b"", kind: int = 0) -> None:
         """Makes a reserved row visible; its bytes are there. It is the most recently used one.
         Raises RowMisused."""
-        row = self._reserved.pop(key, None)
-        if row is None:
-            raise RowMisused(key.hex(), "marked READY, and it is not reserved")
         expires, used = self._times()
-        mark = Mark(key, expires, used, tenant, kind)
-        layout.write_mark(self._buffer, row, mark)
-        self._ready[key] = row
-        self._marks[key] = mark
+        self._show(Mark(key, expires, used, tenant, kind))
         self._counts[Count.STORED] += 1
+
+    def mark_restored(self, saved: Mark) -> None:
+        """As `mark_ready`, of a row that came back from a file: it keeps its tenant and kind, and
+        the later expiry. Raises RowMisused."""
+        expires, used = self._times()
+        self._show(saved._replace(expires_s=max(expires, saved.expires_s), used_s=used))
+        self._counts[Count.RESTORED] += 1
+
+    def _show(self, mark: Mark) -> None:
+        row = self._reserved.pop(mark.key, None)
+        if row is None:
+            raise RowMisused(mark.key.hex(), "marked READY, and it is not reserved")
+        layout.write_mark(self._buffer, row, mark)
+        self._ready[mark.key] = row
+        self._marks[mark.key] = mark
         self._counts[Count.READY] = len(self._ready)
 
     def abandon(self, key: bytes) -> None:

@@ -214,6 +214,7 @@ class Counts:
     evicted_count: int
     refused_count: int
     loaded_count: int
+    restored_count: int  # rows that came back from a file
 
 
 class SlabView:
@@ -255,14 +256,35 @@ class SlabView:
         words = list(self._file.counts)
         return Counts(*words[Count.READY :])
 
+    @property
+    def geometry(self) -> Geometry | None:
+        """None while no writer has used the slab, and where its header cannot be."""
+        header = layout.read_header(self._file.buffer)
+        if header is None:
+            return None
+        row_bytes = Bytes(max(1, header.geometry.row_bytes))
+        possible = header.geometry == layout.geometry(self._file.capacity, row_bytes)
+        return header.geometry if possible else None
+
     def marks(self) -> Iterator[tuple[int, Mark]]:
         """The rows that are READY."""
-        header = layout.read_header(self._file.buffer)
-        if header is None or header.geometry != layout.geometry(
-            self._file.capacity, Bytes(max(1, header.geometry.row_bytes))
-        ):
+        shape = self.geometry
+        if shape is None:
             return iter(())
-        return layout.read_marks(self._file.buffer, header.geometry.rows_count)
+        return layout.read_marks(self._file.buffer, shape.rows_count)
+
+    def places(self) -> Iterator[tuple[int, Mark]]:
+        """Where in the file the bytes of each READY row begin; rows without pages are left out."""
+        shape = self.geometry
+        if shape is not None:
+            usable = self._file.counts[Count.ALLOCATED] // shape.row_bytes
+            for row, mark in self.marks():
+                if row < usable:
+                    yield shape.data_offset + row * shape.row_bytes, mark
+
+    def fileno(self) -> int:
+        """The descriptor of the file, which ends with this view."""
+        return self._file.fd
 
     @property
     def ready_count(self) -> int:

@@ -50,6 +50,10 @@ class AgentSettings:
     spares_since_unix_s: float = 0.0  # those from before have imported replaced code
     gpus: str = "arbiter.node.nvml:find_gpus"  # what finds those of a node
     pool_bytes: Bytes | None = None  # of slabs on a node; None: a tenth of its RAM; 0: no pool
+    slabs_folder: str | None = (
+        None  # of files in which idle slabs are saved (G4); None: they aren't
+    )
+    disk_bytes: Bytes | None = None  # of these files; None: see arbiter.node.slab_files; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +214,7 @@ class SlabRequest:
 @dataclass(frozen=True, slots=True)
 class SpawnSpec:
     """What the node agent passes to the zygote. Where a slab is asked for and the pool has room,
-    the engine's configuration has `slab: {path}` in addition."""
+    the engine's configuration has `slab: {path}` in addition, and its `file` if one was saved."""
 
     entry: str
     config: Plain

@@ -230,11 +230,12 @@ def pool(as_json: AsJson = False, url: Url = None) -> None:
             s["slab"]["hits_count"],
             s["slab"]["misses_count"],
             s["slab"]["evicted_count"],
+            s["slab"]["restored_count"],
             s["slab"]["namespace"],
         )
         for s in found
     ]
-    numbers = ("takes", "of", "rows", "hits", "misses", "evicted")
+    numbers = ("takes", "of", "rows", "hits", "misses", "evicted", "restored")
     heads = ("slab", "content", "owner", "written by", *numbers, "namespace")
     show(as_json, found, table(heads, rows, numbers=numbers))
 

@@ -121,6 +121,10 @@ class ArbiterConfig(Strict):
     lease_term_most_s: float = Field(86_400.0, gt=0, le=LONGEST_S)  # A15
     # E1: host RAM of a node for what engines leave behind; default: a tenth of it; 0: nothing stays
     host_pool: Size | None = None
+    # G4: on the disk of a node, for KV blocks that must leave the pool before they expire, in
+    # `slabs` beside the state file, else ~/.cache/serve-arbiter/slabs (or ARBITER_SLABS); default:
+    # 8 GiB, or a tenth of what the disk has free if that is less; 0: none is written
+    disk_pool: Size | None = None
     # N3: idle Ray workers kept on each node, 77 MB each, so that replicas start at once
     spare_workers: int = Field(1, ge=0, le=64)
     tenants: dict[str, TenantConfig] = Field({})  # C10

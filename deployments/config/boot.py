@@ -1,5 +1,6 @@
 """From the table a person wrote to what the arbiter and the node agents are started with."""
 
+from pathlib import Path
 from typing import Any
 
 from arbiter.protocol.messages import AgentSettings, Configuration, StartConfig
@@ -7,6 +8,7 @@ from arbiter.units import Bytes
 from deployments.config.engine_kinds import engine_kind
 from deployments.config.outside_policies import outside
 from deployments.config.schema import Table, parse_table
+from deployments.environment import Environment
 from policies import bundle
 
 ZYGOTE = "deployments.engines.zygote"
@@ -24,15 +26,23 @@ def boot(table: Table) -> StartConfig:
     of the table works as well, and imports for itself."""
     kinds = [engine_kind(c.engine) for c in table.capabilities.values()]
     preload = tuple(dict.fromkeys(module for kind in kinds for module in kind.preload))
-    pool = table.arbiter.host_pool
+    pool, disk = table.arbiter.host_pool, table.arbiter.disk_pool
     agent = AgentSettings(
         ZYGOTE,
         preload,
         spares_count=table.arbiter.spare_workers,
         pool_bytes=None if pool is None else Bytes(pool),
+        slabs_folder=str(_slabs_folder(table)),
+        disk_bytes=None if disk is None else Bytes(disk),
     )
     files = {"state_file": table.arbiter.state_file, "event_file": table.arbiter.event_file}
     return StartConfig(configuration(table), agent, **files)
+
+
+def _slabs_folder(table: Table) -> Path:
+    """Beside the state file where one is named, else in the user's cache."""
+    state_file = table.arbiter.state_file
+    return Path(state_file).with_name("slabs") if state_file else Environment().slabs
 
 
 def read(plain: dict[str, Any]) -> StartConfig:

@@ -13,7 +13,8 @@ from deployments.config.arbiter_section import ArbiterConfig
 from deployments.config.schema import ConfigError, parse_table
 
 Plain = dict[str, Any]
-AT_START_ONLY = frozenset({"state_file", "event_file", "spare_workers", "host_pool"})  # read once
+# Read once.
+AT_START_ONLY = frozenset({"state_file", "event_file", "spare_workers", "host_pool", "disk_pool"})
 POLICIES = frozenset({"evict", "admit"})
 
 

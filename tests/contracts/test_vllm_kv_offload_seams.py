@@ -3,7 +3,7 @@
 import inspect
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config as offloading_config
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler, worker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     RequestOffloadState,
@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.request import Request
 
 from deployments.engines.vllm.kv_offload import Region, RowCopier, SlabManager, SlabSpec
 
@@ -54,6 +55,15 @@ def test_manager_is_found_within_the_scheduler() -> None:
     assert "self.connector = KVConnectorFactory.create_connector(" in inspect.getsource(
         Scheduler.__init__
     )
+
+
+def test_scheduler_knows_a_request_and_its_salt_before_the_connector_does() -> None:
+    source = inspect.getsource(Scheduler.add_request)
+    known = source.index("self.requests[request.request_id] = request")
+    assert known < source.index("self.connector.on_new_request(request)")
+    assert "self.cache_salt" in inspect.getsource(Request.__init__)
+    create = inspect.getsource(scheduler._create_req_context)
+    assert "req_id=req.request_id" in create
 
 
 def test_stores_of_a_reset_engine_are_written_before_the_next_ones() -> None:

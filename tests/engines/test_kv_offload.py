@@ -11,6 +11,8 @@ import json
 import mmap
 import os
 import signal
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -19,8 +21,13 @@ from typing import Any
 
 import pytest
 
-from arbiter.pool import Content, SlabView, create
-from arbiter.units import MIB, Bytes
+from arbiter.node import pool as pools
+from arbiter.node.pool import Pool
+from arbiter.node.slab_files import SlabFiles
+from arbiter.pool import Content, SlabView, create, slab_file
+from arbiter.pool.layout import tenant_digest
+from arbiter.protocol.messages import SlabRequest
+from arbiter.units import MIB, Bytes, TicketId
 from models.train_vision import QUESTIONS
 from tests.support.drawings import drawing, uri
 from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, served, until
@@ -45,6 +52,13 @@ def slab() -> Iterator[int]:
     os.close(fd)
 
 
+def save(slab: int, path: Path) -> int:
+    """As an agent does before it drops an idle slab. Returns how many rows the file has."""
+    with contextlib.closing(SlabView(slab)) as view:
+        most, wanted = Bytes(256 * MIB), lambda: True
+        return slab_file.save(view, path, now_s=time.time(), most_bytes=most, is_wanted=wanted)
+
+
 def config(model: Path, slab: int | None, **more: Any) -> dict[str, Any]:
     adapters = {f"a{i}": str(model.parent / f"{model.name}-adapters" / f"a{i}") for i in range(2)}
     args = {
@@ -65,10 +79,12 @@ def config(model: Path, slab: int | None, **more: Any) -> dict[str, Any]:
     return given
 
 
-def ask(child: Child, tokens: list[int], name: str = "tiny", most: int = 8) -> tuple[Any, int]:
+def ask(
+    child: Child, tokens: list[int], name: str = "tiny", most: int = 8, salt: str | None = None
+) -> tuple[Any, int]:
     """What it answers, with log-probabilities, and how many tokens it did not compute."""
     body = {"model": name, "prompt": tokens, "max_tokens": most, "temperature": 0, "logprobs": 2}
-    more = {"ignore_eos": True, "return_token_ids": True}
+    more = {"ignore_eos": True, "return_token_ids": True} | ({"cache_salt": salt} if salt else {})
     status, answer = child.call("POST", "/v1/completions", {**body, **more})
     assert status == 200, answer
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -118,6 +134,167 @@ def test_next_engine_answers_the_same_without_the_prefill_of_whole_blocks(
         assert ask(child, prompt(1)) == (cold[0], STORED * BLOCK)
         assert facts(child)["loaded"] == STORED
         assert ask(child, prompt(2))[1] == 0
+
+
+@pytest.fixture
+def next_slab() -> Iterator[int]:
+    """What an agent lends after it dropped the first: an empty one."""
+    fd = create("next", Bytes(256 * MIB))
+    with contextlib.closing(SlabView(fd)) as view:
+        view.limit_bytes = Bytes(128 * MIB)
+    yield fd
+    os.close(fd)
+
+
+def with_file(given: dict[str, Any], file: Path) -> dict[str, Any]:
+    return {**given, "slab": {**given["slab"], "file": str(file)}}
+
+
+@pytest.mark.spec("G4")
+def test_conversation_that_had_to_leave_the_ram_comes_back_from_its_file(
+    engines: ZygoteUnderTest, tiny: Path, slab: int, next_slab: int, tmp_path: Path
+) -> None:
+    with killed(engines, "saved", config(tiny, slab)) as child:
+        cold = {n: ask(child, prompt(n)) for n in (30, 31)}
+        await_rows(child, 2 * STORED)
+    file = tmp_path / "a.slab"
+    assert save(slab, file) == 2 * STORED
+    given = with_file(config(tiny, next_slab), file)
+    with served(engines, "restores", VLLM, given) as child:
+        assert ask(child, prompt(30)) == (cold[30][0], STORED * BLOCK)
+        assert facts(child)["restored"] == STORED, "row by row, those that were asked for"
+        assert ask(child, prompt(32))[1] == 0
+        assert ask(child, prompt(31)) == (cold[31][0], STORED * BLOCK)
+        assert facts(child)["restored"] == 2 * STORED
+        assert child.call("POST", "/control/sleep")[0] == 200
+        assert child.call("POST", "/control/wake")[0] == 200
+        assert ask(child, prompt(30)) == (cold[30][0], STORED * BLOCK)
+        assert facts(child)["restored"] == 2 * STORED, "from RAM"
+
+
+def lent(pool: Pool, ticket: TicketId, model: Path) -> dict[str, Any]:
+    """The configuration of an engine, with what the pool lends to it."""
+    wanted = SlabRequest("kv", "chat/tiny", "key")
+    path, file = pool.lend(ticket, wanted), pool.file_for(wanted)
+    given: dict[str, str | None] = {"path": path} | ({"file": file} if file else {})
+    return {**config(model, None), "slab": given}
+
+
+@pytest.mark.spec("E4", "G4")
+def test_pool_under_pressure_saves_what_the_next_engine_restores(
+    engines: ZygoteUnderTest, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = SlabFiles(tmp_path / "slabs", Bytes(64 * MIB))
+    with contextlib.closing(Pool(Bytes(256 * MIB), files)) as pool:
+        first, second = TicketId("under-pressure"), TicketId("after-pressure")
+        with killed(engines, first, lent(pool, first, tiny)) as child:
+            cold = ask(child, prompt(36))
+            await_rows(child, STORED)
+        pool.take_back(first)
+        with monkeypatch.context() as patch:
+            pool._kept_free_bytes = 10**9
+            available = Bytes(10**9 - pool.allocated_bytes)
+            patch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), available))
+            until(lambda: pool.turn() or bool(pool.dropped()), 20)
+        [gone] = pool.dropped()
+        assert (gone.reason, gone.was_saved, pool.allocated_bytes) == ("pressure", True, 0)
+        with served(engines, second, VLLM, lent(pool, second, tiny)) as child:
+            assert ask(child, prompt(36)) == (cold[0], STORED * BLOCK)
+            [reading] = pool.readings()
+            assert (reading.restored_count, reading.rows_count) == (STORED, STORED)
+
+
+@pytest.mark.spec("G4")
+def test_conversations_asked_at_once_come_back_together(
+    engines: ZygoteUnderTest, tiny: Path, slab: int, next_slab: int, tmp_path: Path
+) -> None:
+    numbers = range(40, 40 + CONVERSATIONS)
+    with killed(engines, "saved-many", config(tiny, slab)) as child:
+        cold = {n: ask(child, prompt(n)) for n in numbers}
+        await_rows(child, CONVERSATIONS * STORED)
+    file = tmp_path / "a.slab"
+    save(slab, file)
+    with (
+        served(engines, "restores-many", VLLM, with_file(config(tiny, next_slab), file)) as child,
+        ThreadPoolExecutor(CONVERSATIONS) as pool,
+    ):
+        found = dict(zip(numbers, pool.map(lambda n: ask(child, prompt(n)), numbers), strict=True))
+        assert {n: a for n, (a, _) in found.items()} == {n: a for n, (a, _) in cold.items()}
+        assert {cached for _, cached in found.values()} == {STORED * BLOCK}
+
+
+@pytest.mark.spec("E6", "G2", "G4")
+def test_rows_name_their_tenant_and_no_tenant_gets_those_of_another_from_a_file(
+    engines: ZygoteUnderTest, tiny: Path, slab: int, next_slab: int, tmp_path: Path
+) -> None:
+    with killed(engines, "of-tenants", config(tiny, slab)) as child:
+        cold = ask(child, prompt(34), salt="acme")
+        assert ask(child, prompt(35))[1] == 0
+        await_rows(child, 2 * STORED)
+    acme = tenant_digest("acme")
+    with contextlib.closing(SlabView(slab)) as view:
+        assert Counter(mark.tenant for _, mark in view.marks()) == {
+            acme: STORED,
+            bytes(16): STORED,
+        }
+    file = tmp_path / "a.slab"
+    save(slab, file)
+    given = with_file(config(tiny, next_slab), file)
+    with served(engines, "of-tenants-2", VLLM, given) as child:
+        assert [ask(child, prompt(34), salt=salt)[1] for salt in ("other", None)] == [0, 0]
+        assert ask(child, prompt(34), salt="acme") == (cold[0], STORED * BLOCK)
+        assert facts(child)["restored"] == STORED
+    with contextlib.closing(SlabView(next_slab)) as view:
+        assert [mark.tenant for _, mark in view.marks()].count(acme) == STORED
+
+
+def flip_bytes(path: Path) -> None:
+    """In the first block of the conversation: the others are of no use without it."""
+    with path.open("r+b") as stream:
+        for place in range(8192, path.stat().st_size, 4096):
+            stream.seek(place)
+            stream.write(b"?!")
+
+
+def cut_in_half(path: Path) -> None:
+    """The table names rows that are no longer there; the first rows are."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def leave_100_bytes(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def put_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.spec("G4")
+def test_damaged_file_is_a_cold_prefill_of_what_is_missing_without_an_error(
+    engines: ZygoteUnderTest, tiny: Path, slab: int, tmp_path: Path
+) -> None:
+    with killed(engines, "saved-well", config(tiny, slab)) as child:
+        cold = ask(child, prompt(33))
+        await_rows(child, STORED)
+    file = tmp_path / "a.slab"
+    left = {flip_bytes: 0, cut_in_half: STORED // 2, leave_100_bytes: 0, put_a_folder: 0}
+    for damage, known in left.items():
+        if file.is_file() or not file.exists():
+            file.unlink(missing_ok=True)
+            save(slab, file)
+        damage(file)
+        fd = create("empty", Bytes(256 * MIB))
+        with contextlib.closing(SlabView(fd)) as view:
+            view.limit_bytes = Bytes(128 * MIB)
+        given = with_file(config(tiny, fd), file)
+        with served(engines, damage.__name__, VLLM, given) as child:
+            answer, cached = ask(child, prompt(33))
+            assert answer == cold[0]
+            assert abs(cached - known * BLOCK) <= BLOCK, damage.__name__
+            await_rows(child, STORED)
+            assert ask(child, prompt(33)) == (cold[0], STORED * BLOCK)
+        os.close(fd)
 
 
 @pytest.mark.spec("G4")

@@ -1,6 +1,7 @@
 """A node agent in the test's own process, without Ray."""
 
 from pathlib import Path
+from typing import Any
 
 from arbiter.node.agent import NodeAgent
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
@@ -14,7 +15,7 @@ FAKE_ENGINE = SpawnSpec(
 START_S = 30  # of a zygote with its imports
 
 
-def agent_in(folder: Path, zygote_module: str = ZYGOTE) -> NodeAgent:
-    """The agent of node `n`; its caller closes it."""
-    settings = AgentSettings(zygote_module, folder=str(folder / "n"))
+def agent_in(folder: Path, zygote_module: str = ZYGOTE, **more: Any) -> NodeAgent:
+    """The agent of node `n`; its caller closes it. `more`: settings."""
+    settings = AgentSettings(zygote_module, folder=str(folder / "n"), **more)
     return NodeAgent(NodeId("n"), settings, str(folder))

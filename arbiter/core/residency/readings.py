@@ -215,6 +215,7 @@ def _note_slabs(state: CoreState, node: Node, event: ev.Measured) -> None:
             owner=gone.owner,
             size=gone.size_bytes,
             reason=gone.reason,
+            saved=gone.was_saved,
         )
 
 

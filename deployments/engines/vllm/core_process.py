@@ -77,6 +77,7 @@ class ForkedCore(EngineCoreProc):
             log_stats=stats,
         )
 
+        kv_offload.manager_of(self.scheduler)  # so that it knows the tenants of requests
         self.trace = StepTrace()
         schedule = self.scheduler.schedule
 

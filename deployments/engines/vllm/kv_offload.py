@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,10 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from arbiter.pool import Content, Rows, Slab, SlabFile, SlabUnusable, layout
+from arbiter.pool import Content, Rows, SavedRows, Slab, SlabFile, SlabUnusable, layout
 from arbiter.units import KIB, MIB, Bytes
 from deployments.engines.protocol import Config
+from deployments.engines.vllm.kv_restore import Restorer
 
 logger = init_logger(__name__)
 
@@ -59,7 +61,8 @@ _ALIGNED_BYTES = 4 * KIB  # rows begin on kernel pages
 
 def arguments(config: Config) -> dict[str, Any]:
     """vLLM's arguments for an engine that was lent a slab: `config["slab"]` has its `path`, and
-    perhaps the `model_digest` of the weights and `term_s`. Empty without one."""
+    perhaps a `file` with more rows, the `model_digest` of the weights, and `term_s`. Empty without
+    one."""
     given = config.get("slab")
     if not given:
         return {}
@@ -67,6 +70,7 @@ def arguments(config: Config) -> dict[str, Any]:
         "spec_name": SlabSpec.__name__,
         "spec_module_path": SlabSpec.__module__,
         "slab": given["path"],
+        "file": given.get("file"),
         "term_s": float(given.get("term_s", _TERM_S)),
         "offload_prompt_only": False,  # vLLM's default would leave out what the model has said
     }
@@ -212,8 +216,22 @@ class SlabSpec(OffloadingSpec):
         if self.manager is None:
             path = self.extra_config["slab"]
             slab = Slab(path, Content.KV, self.namespace, self.row_bytes)
-            self.manager = SlabManager(Rows(slab, self.extra_config["term_s"], time.time))
+            rows = Rows(slab, self.extra_config["term_s"], time.time)
+            self.manager = SlabManager(rows, self._restorer(rows))
         return self.manager
+
+    def _restorer(self, rows: Rows) -> Restorer | None:
+        """None where no file was given, or it has nothing for this namespace."""
+        file = self.extra_config["file"]
+        if file is None:
+            return None
+        now_s = time.time()
+        saved = SavedRows(Path(file), Content.KV, self.namespace, self.row_bytes, now_s)
+        logger.info("%s has %d KV blocks of this model", file, len(saved.keys))
+        if saved.keys:
+            return Restorer(rows, saved, time.time)
+        saved.close()
+        return None
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         rows = Region(SlabFile(self.extra_config["slab"]), self.row_bytes)
@@ -231,14 +249,24 @@ class SlabSpec(OffloadingSpec):
         )
 
 
-class SlabManager(OffloadingManager):
-    """The scheduler's side: which block lies in which row."""
+@dataclass(frozen=True, slots=True)
+class _Tenant:
+    """Whose request it is, as its rows say it."""
 
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
+    digest: bytes
+
+
+class SlabManager(OffloadingManager):
+    """The scheduler's side: which block lies in which row. `restorer`: what has more of them."""
+
+    def __init__(self, rows: Rows, restorer: Restorer | None = None) -> None:
+        self.rows, self.restorer = rows, restorer
+        self.requests: Mapping[str, Any] = {}  # the scheduler's own, by id: see `manager_of`
         self._steps_to_settle = 0
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        if self.restorer is not None and self.restorer.awaits(key, req_context):
+            return LookupResult.RETRY
         if self.rows.is_reserved(key):
             return LookupResult.HIT_PENDING
         return LookupResult.MISS if self.rows.lookup(key) is None else LookupResult.HIT
@@ -255,6 +283,8 @@ class SlabManager(OffloadingManager):
     def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput:
         """Rows for the keys that find room, perhaps none: after an answer of None vLLM asks again
         in every step, and logs it."""
+        if self.restorer is not None:
+            self.restorer.give_up(keys)
         found = self.rows.reserve(keys, keep=req_context._offload_key_positions)
         spec = CPULoadStoreSpec(list(found.rows.values()))
         return PrepareStoreOutput(list(found.rows), spec, found.evicted)
@@ -262,9 +292,10 @@ class SlabManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[bytes], req_context: ReqContext, success: bool = True
     ) -> None:
+        tenant = req_context.get_state(_Tenant)
         for key in keys:
             if success:
-                self.rows.mark_ready(key)
+                self.rows.mark_ready(key, tenant.digest if tenant else b"")
             else:
                 self.rows.abandon(key)
         self._used(req_context)
@@ -276,6 +307,12 @@ class SlabManager(OffloadingManager):
         self.rows.touch(sorted(places, key=places.__getitem__, reverse=True))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Notes the tenant, whose name is the salt that the front gives to its requests. The
+        connector leaves that out of its context, and the last blocks are stored when the request is
+        gone."""
+        request = self.requests.get(req_context.req_id)
+        if request is not None and request.cache_salt:
+            req_context.set_state(_Tenant(layout.tenant_digest(request.cache_salt)))
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -283,7 +320,12 @@ class SlabManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._steps_to_settle = max(0, self._steps_to_settle - 1)
+        if self.restorer is not None:
+            self.restorer.end_step()
         self.shrink()
+
+    def has_pending_work(self) -> bool:
+        return self.restorer is not None and self.restorer.is_busy
 
     def shrink(self) -> None:
         """Gives back what the owner's limit no longer permits."""
@@ -293,8 +335,14 @@ class SlabManager(OffloadingManager):
     def reset_cache(self) -> None:
         """What is READY stays: a block's key says what it holds. vLLM calls this for every sleep.
         The worker may still write what was in flight, so that no row moves there meanwhile."""
+        if self.restorer is not None:
+            self.restorer.stop()
         self.rows.forget_in_flight()
         self._steps_to_settle = _STEPS_AFTER_RESET
+
+    def shutdown(self) -> None:
+        if self.restorer is not None:
+            self.restorer.close()
 
     def facts(self) -> dict[str, int]:
         """Counts by name, bytes of the whole file, and its limit."""
@@ -306,10 +354,14 @@ class SlabManager(OffloadingManager):
 
 
 def manager_of(scheduler: Any) -> SlabManager | None:
-    """The manager within vLLM's scheduler; None for an engine without a slab."""
+    """The manager within vLLM's scheduler, told of its requests; None for an engine without a
+    slab."""
     side = getattr(scheduler.connector, "connector_scheduler", None)
     manager = getattr(side, "manager", None)
-    return manager if isinstance(manager, SlabManager) else None
+    if not isinstance(manager, SlabManager):
+        return None
+    manager.requests = scheduler.requests
+    return manager
 
 
 class RowCopier(OffloadingWorker):

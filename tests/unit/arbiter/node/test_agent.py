@@ -9,9 +9,9 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.node.device_probe import Readings, Tree
-from arbiter.protocol.messages import SpawnSpec
-from arbiter.units import NodeId, TicketId
-from tests.support.local_agent import FAKE_ENGINE, START_S, agent_in
+from arbiter.protocol.messages import SlabRequest, SpawnSpec
+from arbiter.units import MIB, Bytes, NodeId, TicketId
+from tests.support.local_agent import BROKEN_ZYGOTE, FAKE_ENGINE, START_S, agent_in
 from tests.support.waits import eventually
 
 T = TicketId("t")
@@ -83,3 +83,31 @@ async def test_temporary_folder_of_an_engine_is_removed_with_it(folder: Path) ->
         await running.kill(T)
         await eventually(lambda: not scratch.exists())
         await running.close()
+
+
+@pytest.mark.spec("E1", "G4")
+async def test_engine_is_told_of_its_slab_and_of_the_file_of_an_earlier_one(
+    no_arbiter: None, folder: Path
+) -> None:
+    slabs = folder / "slabs"
+    running = agent_in(folder, BROKEN_ZYGOTE, pool_bytes=Bytes(256 * MIB), slabs_folder=str(slabs))
+    request = SlabRequest("kv", "chat/m", "k")
+    spec = SpawnSpec("a:b", {"model": "m"}, slab=request)
+    told = running._engines._with_slab(T, spec).config
+    assert told == {"model": "m", "slab": {"path": told["slab"]["path"]}}
+    files = running._pool.files
+    assert files is not None
+    files._path(request).touch()
+    told = running._engines._with_slab(T, spec).config
+    assert told["slab"].keys() == {"path", "file"}
+    assert Path(told["slab"]["file"]).parent == slabs
+    await running.drop_slabs("chat/m")
+    await running.close()
+    assert list(slabs.iterdir()) == []
+
+
+async def test_engine_that_asks_for_no_slab_is_told_of_none(no_arbiter: None, folder: Path) -> None:
+    running = agent_in(folder, BROKEN_ZYGOTE)
+    spec = SpawnSpec("a:b", {"model": "m"})
+    assert running._engines._with_slab(T, spec) == spec
+    await running.close()

@@ -1,17 +1,23 @@
 """The pool of a node, with real memory files and without engines."""
 
+import contextlib
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from arbiter.node import pool as pools
+from arbiter.node import slab_files
 from arbiter.node.pool import Pool
-from arbiter.pool import Content, Rows, Slab
+from arbiter.node.slab_files import SlabFiles
+from arbiter.pool import Content, Rows, SavedRows, Slab
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, TicketId
 
@@ -219,3 +225,274 @@ def test_what_is_not_a_slab_is_left_alone(tmp_path: Path, engine: Callable[[str]
     after = Pool(Bytes(256 * MIB))
     after.recover(A, [engine(str(tmp_path / "file"))])
     assert after.readings() == ()
+
+
+# -- files of what had to leave -------------------------------------------------------------------
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Iterator[Pool]:
+    """A pool with a folder for files."""
+    files = SlabFiles(tmp_path / "slabs", Bytes(64 * MIB))
+    made = Pool(Bytes(256 * MIB), files)
+    yield made
+    while _OPEN:
+        _OPEN.pop().close()
+    made.close()
+
+
+@pytest.fixture
+def held() -> Iterator[Event]:
+    """Saves wait in their thread until it is set."""
+    made = Event()
+    yield made
+    made.set()
+
+
+def idle(pool: Pool, *requests: SlabRequest, rows: str = "abcd") -> None:
+    """Slabs with those rows, which no engine has."""
+    for request in requests:
+        ticket = TicketId(request.key)
+        write(pool.lend(ticket, request), *rows)
+        pool.take_back(ticket)
+
+
+def squeeze(pool: Pool, monkeypatch: pytest.MonkeyPatch, kept_free: int = 10**9) -> None:
+    """RAM is so short that every idle slab has to go. `kept_free`: with little, it is critical."""
+    pool._kept_free_bytes = kept_free
+    available = Bytes(kept_free - int(pool.allocated_bytes))
+    monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), available))
+
+
+def until(pool: Pool, holds: Callable[[], bool]) -> None:
+    """Turns of the agent, until something holds; at most for 20 s."""
+    end_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end_s
+        pool.turn()
+        os.sched_yield()
+
+
+def files_in(pool: Pool) -> list[Path]:
+    assert pool.files is not None
+    pool.files._thread.submit(lambda: None).result()  # after all that the thread was told before
+    return sorted(pool.files.folder.iterdir())
+
+
+def settled(pool: Pool) -> None:
+    files_in(pool)
+    pool.turn()
+
+
+def saved_keys(path: str | Path | None) -> set[bytes]:
+    assert path is not None
+    rows = SavedRows(Path(path), Content.KV, SPACE, Bytes(SLOT), time.time())
+    with contextlib.closing(rows):
+        return set(rows.keys)
+
+
+@pytest.mark.spec("G4", "E4")
+def test_kv_that_must_leave_is_saved_and_then_dropped(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle(saving, CHAT)
+    assert saving.file_for(CHAT) is None
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: bool(saving.dropped()))
+    [gone] = saving.dropped()
+    assert (gone.owner, gone.reason, gone.was_saved) == ("chat/m", "pressure", True)
+    assert saving.allocated_bytes == 0
+    assert saved_keys(saving.file_for(CHAT)) == {b"a", b"b", b"c", b"d"}
+    assert saving.file_for(OTHER) is None
+    [file] = files_in(saving)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+def hold_saves(pool: Pool, held: Event) -> None:
+    assert pool.files is not None
+    pool.files._thread.submit(held.wait, 20)
+
+
+@pytest.mark.spec("G4", "E4")
+def test_turns_do_not_wait_for_a_save_and_one_goes_on_at_a_time(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch, held: Event
+) -> None:
+    idle(saving, CHAT, OTHER)
+    hold_saves(saving, held)
+    squeeze(saving, monkeypatch)
+    for _ in range(3):
+        saving.turn()
+    assert [slab.save is not None for slab in saving._slabs] == [True, False]
+    assert saving.dropped() == () and saving.allocated_bytes > 0
+    held.set()
+    until(saving, lambda: len(saving.dropped()) == 2)
+    assert [(gone.owner, gone.was_saved) for gone in saving.dropped()] == [
+        ("chat/m", True),
+        ("chat/o", True),
+    ]
+
+
+@pytest.mark.spec("G4")
+def test_slab_that_is_lent_while_it_is_saved_stays_and_its_file_is_not_made(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch, held: Event
+) -> None:
+    idle(saving, CHAT)
+    hold_saves(saving, held)
+    squeeze(saving, monkeypatch)
+    saving.turn()
+    found = write(saving.lend(B, CHAT), "new")
+    held.set()
+    settled(saving)
+    assert saving.dropped() == () and files_in(saving) == []
+    assert found.lookup(b"a") is not None
+    saving.take_back(B)
+    until(saving, lambda: bool(saving.dropped()))
+    assert b"new" in saved_keys(saving.file_for(CHAT)), "the next save is of its own"
+
+
+@pytest.mark.spec("G4")
+def test_slab_that_is_lent_just_after_its_save_stays_and_so_does_its_file(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle(saving, CHAT)
+    squeeze(saving, monkeypatch)
+    saving.turn()
+    assert len(files_in(saving)) == 1
+    found = write(saving.lend(B, CHAT))
+    saving.turn()
+    assert saving.dropped() == () and found.lookup(b"a") is not None
+    assert saved_keys(saving.file_for(CHAT)) == {b"a", b"b", b"c", b"d"}
+
+
+@pytest.mark.spec("E4")
+def test_critical_need_does_not_wait_for_a_save(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch, held: Event
+) -> None:
+    idle(saving, CHAT, OTHER)
+    hold_saves(saving, held)
+    squeeze(saving, monkeypatch)
+    saving.turn()
+    squeeze(saving, monkeypatch, kept_free=int(saving.allocated_bytes))
+    saving.turn()
+    assert [gone.was_saved for gone in saving.dropped()] == [False, False]
+    held.set()
+    settled(saving)
+    assert files_in(saving) == []
+
+
+@pytest.mark.spec("G4")
+def test_slab_that_cannot_be_saved_is_dropped_all_the_same(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert saving.files is not None
+    saving.files._path(CHAT).mkdir()
+    idle(saving, CHAT)
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: bool(saving.dropped()))
+    assert [gone.was_saved for gone in saving.dropped()] == [False]
+    assert saving.file_for(CHAT) is None
+    assert [path.is_dir() for path in files_in(saving)] == [True]
+
+
+@pytest.mark.spec("E4")
+def test_contents_that_are_soon_made_anew_are_not_saved(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saving.lend(A, SlabRequest("temporary", "chat/m", "k"))
+    opened(path, Content.TEMPORARY).reserve([b"a"])
+    saving.take_back(A)
+    squeeze(saving, monkeypatch)
+    saving.turn()
+    assert [gone.was_saved for gone in saving.dropped()] == [False]
+    assert files_in(saving) == []
+
+
+@pytest.mark.spec("G4")
+def test_files_together_stay_within_the_budget_and_the_oldest_leave(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert saving.files is not None
+    requests = [SlabRequest("kv", f"chat/{number}", f"k{number}") for number in range(4)]
+    for number, request in enumerate(requests):
+        idle(saving, request, rows="abcdefghijkl")  # 24 MiB, of 64
+        squeeze(saving, monkeypatch)
+        until(saving, lambda number=number: len(saving.dropped()) > number)  # type: ignore[misc]
+        os.utime(saving.file_for(request) or "", (number, number))
+        assert saving.files.size_bytes <= saving.files.budget_bytes
+    assert [saving.file_for(request) is not None for request in requests] == [False] * 2 + [
+        True
+    ] * 2
+
+
+@pytest.mark.spec("G4")
+def test_file_is_never_larger_than_the_budget(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert saving.files is not None
+    saving.files.budget_bytes = Bytes(9 * MIB)
+    idle(saving, CHAT, rows="abcdefgh")
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: bool(saving.dropped()))
+    assert len(saved_keys(saving.file_for(CHAT))) == 4
+    assert saving.files.size_bytes <= 9 * MIB
+
+
+@pytest.mark.spec("G4")
+def test_expired_and_abandoned_files_are_swept(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert saving.files is not None
+    idle(saving, CHAT)
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: bool(saving.dropped()))
+    [kept] = files_in(saving)
+    folder = saving.files.folder
+    (folder / "garbage.slab").write_bytes(b"x" * 5000)
+    for name in ("dead.slab.1.tmp", "written.slab.2.tmp"):
+        (folder / name).touch()
+    os.utime(folder / "dead.slab.1.tmp", (0, 0))
+    saving.files.sweep()
+    assert files_in(saving) == sorted([kept, folder / "written.slab.2.tmp"])
+    monkeypatch.setattr(slab_files.time, "time", lambda now=time.time: now() + 3601)
+    saving._swept_s -= 301
+    saving.turn()
+    assert kept not in files_in(saving)
+
+
+@pytest.mark.spec("D9", "E6", "G4")
+def test_files_of_a_removed_model_are_erased(saving: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = SlabRequest("kv", "chat/m", "k3")  # the same model with other settings
+    idle(saving, CHAT, OTHER, changed)
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: len(saving.dropped()) == 3)
+    assert len(files_in(saving)) == 3
+    saving.drop_owner("chat/m")
+    assert files_in(saving) == [Path(saving.file_for(OTHER) or "")]
+
+
+@pytest.mark.spec("D9", "E6", "G4")
+def test_file_of_a_model_that_is_removed_while_it_is_saved_is_not_made(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch, held: Event
+) -> None:
+    idle(saving, CHAT)
+    hold_saves(saving, held)
+    squeeze(saving, monkeypatch)
+    saving.turn()
+    saving.drop_owner("chat/m")
+    held.set()
+    assert files_in(saving) == []
+    assert [gone.reason for gone in saving.dropped()] == ["removed"]
+
+
+def test_folder_is_given_a_share_of_the_disk_at_most_or_is_none(tmp_path: Path) -> None:
+    made = SlabFiles.in_folder(str(tmp_path / "slabs"), None)
+    assert made is not None
+    free = shutil.disk_usage(tmp_path).free
+    assert 0 < made.budget_bytes <= min(slab_files.MOST_BYTES, 0.11 * free)
+    made.close()
+    assert SlabFiles.in_folder(str(tmp_path / "none"), Bytes(0)) is None
+    assert SlabFiles.in_folder(None, None) is None
+    (tmp_path / "file").touch()
+    assert SlabFiles.in_folder(str(tmp_path / "file"), Bytes(MIB)) is None
+    assert not (tmp_path / "none").exists()

@@ -148,10 +148,11 @@ def test_slabs_take_from_the_budgets_of_ram_and_are_shown() -> None:
 @pytest.mark.spec("E4")
 def test_slab_that_left_is_an_event_with_its_reason() -> None:
     d = CoreDriver()
-    gone = ev.SlabDropped("1", "kv", "text/a", gib(2), "pressure")
+    gone = ev.SlabDropped("1", "kv", "text/a", gib(2), "pressure", was_saved=True)
     d.at(1, ev.Measured(NODE, (), (), dropped=(gone,)))
     assert d.last("slab_dropped").data == {
         "node": NODE, "slab": "1", "content": "kv", "owner": "text/a", "reason": "pressure",
+        "saved": True,
     }  # fmt: skip
     assert d.last("slab_dropped").size_bytes == gib(2)
 

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from arbiter.pool import SlabFile
+from arbiter.pool import SlabFile, layout
 from deployments.engines.vllm import kv_offload
 from deployments.engines.vllm.kv_offload import Region, RowCopier, SlabManager
 from tests.support.slabs import EXTENT, ROW, Clock, keys, rows_of, set_limit, slab_file
@@ -70,6 +70,22 @@ def test_block_is_found_once_it_is_written_and_not_before(manager: SlabManager) 
     assert manager.lookup(b"a", asked) is LookupResult.HIT_PENDING
     manager.complete_store({b"a"}, asked)
     assert manager.lookup(b"a", asked) is LookupResult.HIT
+
+
+@pytest.mark.spec("E6")
+def test_row_says_whose_request_stored_it_also_when_that_is_gone(manager: SlabManager) -> None:
+    requests = {name: SimpleNamespace(cache_salt=name or None) for name in ("acme", "")}
+    manager.requests = requests
+    for name in ("acme", ""):
+        asked = ReqContext(name)
+        manager.on_new_request(asked)
+        key = f"of {name}".encode()
+        manager.prepare_store([key], asked)
+        del requests[name]
+        manager.complete_store({key}, asked)
+    said = {mark.key: mark.tenant for _, mark in manager.rows.slab.marks()}
+    assert said == {b"of acme": layout.tenant_digest("acme"), b"of ": bytes(16)}
+    assert len(layout.tenant_digest("acme")) == 16
 
 
 def test_block_whose_copy_failed_is_not_there(manager: SlabManager) -> None:
@@ -203,6 +219,7 @@ def test_arguments_name_the_slab_and_store_answers_too() -> None:
     assert given["prefix_caching_hash_algo"] == "sha256"
     extra = given["kv_transfer_config"]["kv_connector_extra_config"]
     assert (extra["slab"], extra["term_s"]) == ("/proc/1/fd/3", 9.0)
+    assert extra["file"] is None
     assert extra["offload_prompt_only"] is False
 
 

@@ -1,0 +1,292 @@
+"""What a slab held, in one file on disk: written when its rows must leave RAM, read row by row.
+
+    0      header: magic, version, content, namespace, bytes of a row, count, when the last expires
+    128    the table: an entry per row with its mark, its place, and a digest of mark and bytes
+    ...    the rows, each from a border of 4 KiB on
+
+The file appears whole under its name, or not at all. Nothing in it is believed: a row counts once
+its bytes have been read and agree with its digest (SPEC G4).
+"""
+
+import contextlib
+import hashlib
+import math
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator, KeysView
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from arbiter.pool import layout
+from arbiter.pool.layout import Content, Mark
+from arbiter.pool.slab import SlabView
+from arbiter.units import KIB, MIB, Bytes
+
+SUFFIX, TEMPORARY = ".slab", ".tmp"
+_MAGIC = b"ARBROWS\n"
+_VERSION = 1  # raise it when anything of the above changes
+_HEADER = struct.Struct("<8sII32sQQd")
+_TABLE_AT = 128
+_MARK = struct.Struct("<Idd16sB60s")
+_PLACE = struct.Struct("<Q32s")  # offset of the bytes, digest
+_ENTRY_BYTES = _MARK.size + _PLACE.size
+_ALIGNED_BYTES = 4 * KIB
+_PIECE_BYTES = MIB  # copied at once; a larger row takes several
+# Written back so often, so that a save takes little of the RAM that it is to free.
+_SYNC_BYTES = 64 * MIB
+_DIGEST_BYTES = 32
+assert _HEADER.size <= _TABLE_AT
+
+
+class _Row(NamedTuple):
+    mark: Mark
+    offset: int
+    digest: bytes
+
+
+class _Source(NamedTuple):
+    """A row to be saved: where its bytes are, and what they must be if that is known."""
+
+    mark: Mark
+    fd: int
+    offset: int
+    digest: bytes | None
+
+
+class _Digest(Protocol):
+    def update(self, data: bytes | memoryview, /) -> None: ...
+    def digest(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    content: Content
+    namespace: bytes
+    row_bytes: int
+    rows_count: int
+    expires_s: float
+
+
+class SavedRows:
+    """The rows of a file that were saved under this content, namespace and size and have not
+    expired. A file that is missing, foreign or damaged has none, and is no error.
+
+    One thread may `read` while another looks at `keys` and `mark`."""
+
+    def __init__(
+        self, path: Path, content: Content, namespace: bytes, row_bytes: Bytes, now_s: float
+    ) -> None:
+        self._namespace, self._row_bytes = namespace, row_bytes
+        self._rows: dict[bytes, _Row] = {}
+        self._fd = _open(path)
+        if self._fd is None:
+            return
+        head = _read_head(self._fd)
+        wanted = (content, namespace, row_bytes)
+        if head is not None and (head.content, head.namespace, head.row_bytes) == wanted:
+            found = _read_table(self._fd, head)
+            latest_s = now_s + layout.LONGEST_TERM_S
+            self._rows = {r.mark.key: r for r in found if now_s < r.mark.expires_s <= latest_s}
+
+    @property
+    def keys(self) -> KeysView[bytes]:
+        return self._rows.keys()
+
+    def mark(self, key: bytes) -> Mark | None:
+        """What was known of a row when it was saved."""
+        row = self._rows.get(key)
+        return None if row is None else row.mark
+
+    def read(self, key: bytes, target: memoryview) -> bool:
+        """Copies a row. False: its bytes are not those that were saved, `target` has any bytes, and
+        the row is forgotten."""
+        row = self._rows.get(key)
+        if row is None or self._fd is None:
+            return False
+        try:
+            size = os.preadv(self._fd, [target], row.offset)
+        except OSError:  # of the disk
+            size = 0
+        digest = _digest(self._namespace, row.mark)
+        digest.update(target)
+        if size == self._row_bytes and digest.digest() == row.digest:
+            return True
+        self._rows.pop(key, None)
+        return False
+
+    def sources(self) -> Iterator[_Source]:
+        """The rows, to be saved once more."""
+        for row in self._rows.values():
+            assert self._fd is not None
+            yield _Source(row.mark, self._fd, row.offset, row.digest)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = None
+        self._rows = {}
+
+
+def save(
+    view: SlabView,
+    path: Path,
+    *,
+    now_s: float,
+    most_bytes: Bytes,
+    is_wanted: Callable[[], bool],
+) -> int:
+    """Writes the READY rows of a slab that no writer has to a file, the most recently used ones
+    first, until it has `most_bytes`; rows that an earlier file of that name has beside them stay.
+    Returns how many rows the file has; 0: it was not made, because there are none, or `is_wanted`
+    said no. Raises OSError where the disk is full or fails, and leaves nothing then."""
+    shape, content = view.geometry, view.content
+    if shape is None or content is None:
+        return 0
+    older = SavedRows(path, content, view.namespace, shape.row_bytes, now_s)
+    try:
+        own = {
+            mark.key: _Source(mark, view.fileno(), offset, None)
+            for offset, mark in view.places()
+            if now_s < mark.expires_s <= now_s + layout.LONGEST_TERM_S
+        }
+        rest = (row for row in older.sources() if row.mark.key not in own)
+        rows = sorted([*own.values(), *rest], key=lambda row: -row.mark.used_s)
+        rows = rows[: _fitting(most_bytes, shape.row_bytes)]
+        head = _Head(content, view.namespace, shape.row_bytes, len(rows), 0.0)
+        return _save(rows, head, path, is_wanted) if rows else 0
+    finally:
+        older.close()
+
+
+def last_expiry(path: Path) -> float:
+    """The wall-clock second at which the last row of a file expires; 0 where it is none of ours."""
+    fd = _open(path)
+    if fd is None:
+        return 0.0
+    try:
+        head = _read_head(fd)
+    finally:
+        os.close(fd)
+    return head.expires_s if head is not None and math.isfinite(head.expires_s) else 0.0
+
+
+def _fitting(most_bytes: Bytes, row_bytes: Bytes) -> int:
+    """How many rows a file of that size has."""
+    room = most_bytes - _TABLE_AT - _ALIGNED_BYTES
+    return max(0, room // (_up(row_bytes) + _ENTRY_BYTES))
+
+
+def _save(rows: list[_Source], head: _Head, path: Path, is_wanted: Callable[[], bool]) -> int:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
+    temporary.unlink(missing_ok=True)  # of an earlier process of this number
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    target = os.open(temporary, flags, 0o600)
+    try:
+        saved = _write(target, rows, head, is_wanted)
+        # All bytes have been read by now. Had a writer got the slab before, it would not be wanted:
+        # so every row of the file was read while no writer could change it.
+        if not saved or not is_wanted():
+            return 0
+        os.fsync(target)
+        temporary.rename(path)
+        return saved
+    finally:
+        os.close(target)
+        temporary.unlink(missing_ok=True)
+
+
+def _write(target: int, rows: list[_Source], head: _Head, is_wanted: Callable[[], bool]) -> int:
+    """Rows, table and header, in this order. Returns how many rows there are."""
+    at = _up(_TABLE_AT + len(rows) * _ENTRY_BYTES)
+    table: list[bytes] = []
+    unsynced, expires_s = 0, 0.0
+    for row in rows:
+        if not is_wanted():
+            return 0
+        digest = _digest(head.namespace, row.mark)
+        _copy(row, head.row_bytes, target, at, digest)
+        if row.digest in (None, digest.digest()):
+            table.append(_packed(row.mark) + _PLACE.pack(at, digest.digest()))
+            at += _up(head.row_bytes)
+            expires_s = max(expires_s, row.mark.expires_s)
+        unsynced += head.row_bytes
+        if unsynced >= _SYNC_BYTES:
+            os.fdatasync(target)
+            os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
+            unsynced = 0
+    os.ftruncate(target, at)
+    facts = (head.content.value, head.namespace, head.row_bytes, len(table), expires_s)
+    _write_all(target, _HEADER.pack(_MAGIC, _VERSION, *facts), 0)
+    _write_all(target, b"".join(table), _TABLE_AT)
+    return len(table)
+
+
+def _copy(row: _Source, size: int, target: int, at: int, digest: _Digest) -> None:
+    """By reads, because a read of a page that a slab has given back allocates none."""
+    for done in range(0, size, _PIECE_BYTES):
+        piece = os.pread(row.fd, min(_PIECE_BYTES, size - done), row.offset + done)
+        digest.update(piece)
+        _write_all(target, piece, at + done)
+
+
+def _write_all(target: int, piece: bytes, at: int) -> None:
+    left = memoryview(piece)
+    while left:
+        written = os.pwrite(target, left, at)
+        left, at = left[written:], at + written
+
+
+def _digest(namespace: bytes, mark: Mark) -> _Digest:
+    """Of the bytes of a row, begun with its mark: a changed key or time is damage too."""
+    return hashlib.blake2b(_packed(mark), key=namespace, digest_size=_DIGEST_BYTES)
+
+
+def _packed(mark: Mark) -> bytes:
+    times = (mark.expires_s, mark.used_s)
+    return _MARK.pack(mark.kind, *times, mark.tenant, len(mark.key), mark.key)
+
+
+def _open(path: Path) -> int | None:
+    """None unless it is a regular file of this user, and no link."""
+    try:
+        # Without O_NONBLOCK a pipe of that name would never open.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(path, flags)
+    except OSError:
+        return None
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
+        return fd
+    os.close(fd)
+    return None
+
+
+def _read_head(fd: int) -> _Head | None:
+    """None where no header of this version is."""
+    with contextlib.suppress(OSError, struct.error, ValueError):
+        magic, version, content, *facts = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
+        if (magic, version) == (_MAGIC, _VERSION):
+            return _Head(Content(content), *facts)
+    return None
+
+
+def _read_table(fd: int, head: _Head) -> Iterator[_Row]:
+    """The entries that could be."""
+    size = os.fstat(fd).st_size
+    count = min(head.rows_count, max(0, size - _TABLE_AT) // _ENTRY_BYTES)
+    try:
+        table = os.pread(fd, count * _ENTRY_BYTES, _TABLE_AT)
+    except OSError:  # of the disk
+        return
+    for at in range(0, len(table) - _ENTRY_BYTES + 1, _ENTRY_BYTES):
+        kind, expires, used, tenant, length, key = _MARK.unpack_from(table, at)
+        offset, digest = _PLACE.unpack_from(table, at + _MARK.size)
+        sound = 0 < length <= layout.KEY_BYTES and offset + head.row_bytes <= size
+        if sound and math.isfinite(expires) and math.isfinite(used):
+            yield _Row(Mark(key[:length], expires, used, tenant, kind), offset, digest)
+
+
+def _up(size: int) -> int:
+    return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES

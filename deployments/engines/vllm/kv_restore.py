@@ -1,0 +1,112 @@
+"""KV blocks of a slab's file that come back into its rows, each when a request first asks for it.
+
+The scheduler's thread alone reserves rows and marks them READY. One thread beside it copies bytes
+and checks them, because a block that vLLM was promised and that fails to load ends its engine.
+Until then the request waits, and others go on.
+"""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+from vllm.v1.kv_offload.base import ReqContext
+
+from arbiter.pool import Rows, SavedRows
+
+# Once a step, because the core asks again at once: 21,000 times while 56 MB came from a disk.
+NAP_S = 0.0005
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The keys that one request has had restored, each once: requests that evict each other's rows
+    would else wait for ever."""
+
+    keys: set[bytes] = field(default_factory=set)
+
+
+class Restorer:
+    """`clock`: wall-clock seconds, as in the marks of `saved`."""
+
+    def __init__(self, rows: Rows, saved: SavedRows, clock: Callable[[], float]) -> None:
+        self._rows, self._saved, self._clock = rows, saved, clock
+        self._coming: dict[bytes, Future[bool]] = {}
+        self._thread = ThreadPoolExecutor(1, "restore")
+        self._may_nap = True
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether rows are on their way."""
+        return bool(self._coming)
+
+    def awaits(self, key: bytes, request: ReqContext) -> bool:
+        """Whether a row is on its way; sends for it if the file has it. Once that is over the row
+        is READY, or there is none."""
+        future = self._coming.get(key)
+        if future is None:
+            return self._begin(key, request)
+        if self._may_nap:
+            self._may_nap = False
+            wait([future], NAP_S)
+        if future.done():
+            self._settle(key)
+        return key in self._coming
+
+    def end_step(self) -> None:
+        """Marks what has come, also for requests that are gone."""
+        self._may_nap = True
+        for key in [key for key, future in self._coming.items() if future.done()]:
+            self._settle(key)
+
+    def give_up(self, keys: Iterable[bytes]) -> None:
+        """Sends for these no more: after a miss before them the device computes them anew. vLLM
+        asks but once to store a block, so that its row must be free or READY by then."""
+        for key in [key for key in keys if key in self._coming]:
+            if self._coming[key].cancel():
+                del self._coming[key]
+                self._rows.abandon(key)
+            else:
+                self._settle(key)
+
+    def stop(self) -> None:
+        """Returns when no row is written any more. Those on their way stay reserved."""
+        for future in self._coming.values():
+            if not future.cancel():
+                future.result()
+        self._coming.clear()
+
+    def close(self) -> None:
+        self.stop()
+        self._thread.shutdown()
+        self._saved.close()
+
+    def _begin(self, key: bytes, request: ReqContext) -> bool:
+        mark = self._saved.mark(key)
+        if mark is None or mark.expires_s <= self._clock():
+            return False
+        if key in self._rows or self._rows.is_reserved(key) or not _is_first(key, request):
+            return False
+        found = self._rows.reserve([key], keep=request._offload_key_positions)
+        for row in found.rows.values():
+            target = self._rows.slab.row(row)
+            self._coming[key] = self._thread.submit(self._saved.read, key, target)
+        return bool(found.rows)
+
+    def _settle(self, key: bytes) -> None:
+        """Waits for its read, of some milliseconds, where that has begun."""
+        mark = self._saved.mark(key)
+        if self._coming.pop(key).result() and mark is not None:
+            self._rows.mark_restored(mark)
+        else:
+            self._rows.abandon(key)
+
+
+def _is_first(key: bytes, request: ReqContext) -> bool:
+    """Whether the request has not asked for it before."""
+    asked = request.get_state(_Asked)
+    if asked is None:
+        asked = _Asked()
+        request.set_state(asked)
+    is_first = key not in asked.keys
+    asked.keys.add(key)
+    return is_first
