@@ -3,14 +3,15 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.bugs import Bug
 from tests.bugs.planting import BUGS, DoesNotApply, mutated, scope_of
+from tests.style.sources import ROOT, text_of, tree_of
 
-ROOT = Path(__file__).parents[2]
 CODE = """\
 def first(queue):  # in the order of their turns
     if len(queue) > 1 and (
@@ -29,12 +30,18 @@ def bug(old: str, new: str, where: str = "first") -> Bug:
     return Bug("a bug", "code.py", where, old, new)
 
 
+@cache
+def written(planted: Bug) -> str:
+    """The file with the bug."""
+    return mutated(planted, text_of(ROOT / planted.path))
+
+
 @pytest.mark.parametrize("planted", BUGS, ids=lambda b: b.name)
 def test_planted_bug_fits_once(planted: Bug) -> None:
-    text = (ROOT / planted.path).read_text()
     assert ast.dump(ast.parse(planted.old)) != ast.dump(ast.parse(planted.new))
-    compile(mutated(planted, text), planted.path, "exec")
-    is_whole_file = isinstance(scope_of(ast.parse(text), planted.where), ast.Module)
+    compile(written(planted), planted.path, "exec")
+    scope = scope_of(tree_of(ROOT / planted.path), planted.where)
+    is_whole_file = isinstance(scope, ast.Module)
     assert is_whole_file == (not planted.where), f"{planted.path} has no {planted.where}"
 
 
@@ -42,7 +49,7 @@ def test_planted_bugs_name_nothing_that_does_not_exist(tmp_path: Path) -> None:
     """Such a bug is a NameError, which any test finds."""
     for planted in BUGS:
         name = f"{planted.name.replace(' ', '_').replace('/', '_')}.py"
-        (tmp_path / name).write_text(mutated(planted, (ROOT / planted.path).read_text()))
+        (tmp_path / name).write_text(written(planted))
     ruff = (sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821")
     found = subprocess.run((*ruff, str(tmp_path)), capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout
