@@ -1,5 +1,8 @@
 """Slabs on a real cluster: the agent lends them, the arbiter has those of removed models erased."""
 
+import os
+import signal
+
 import pytest
 
 from arbiter.client.admin import call_arbiter
@@ -17,16 +20,18 @@ async def test_slabs_of_a_removed_model_are_erased_once_it_has_left() -> None:
         holder = d.holder()
         for name in ("a", "b"):
             assert await holder.ask.remote(name) == 200
-        agent = await d.agent()
-        for row in (await d.state())["tickets"]:
-            name = row["model"]
-            slab = SlabRequest("kv", f"chat/{name}", f"key-{name}")
-            spec = SpawnSpec(ENGINE, {"served_name": name, "engine_args": {}}, slab=slab)
-            await agent.respawn.remote(TicketId(row["ticket"]), spec)
-        seen = await d.until(lambda s: len(s["slabs"]) == 2)
-        assert {s["slab"]["ticket"] for s in seen["slabs"]} <= {
-            row["ticket"] for row in seen["tickets"]
-        } | {None}
+        agent, pid = await d.agent(), await holder.pid.remote()
+        os.kill(pid, signal.SIGSTOP)  # so that it does not miss the engines that it had
+        try:
+            for row in (await d.state())["tickets"]:
+                name = row["model"]
+                slab = SlabRequest("kv", f"chat/{name}", f"key-{name}")
+                spec = SpawnSpec(ENGINE, {"served_name": name, "engine_args": {}}, slab=slab)
+                await agent.respawn.remote(TicketId(row["ticket"]), spec)
+            await d.until(lambda s: [bool(x["slab"]["ticket"]) for x in s["slabs"]] == [True, True])
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await d.until(lambda s: [x["slab"]["ticket"] for x in s["slabs"]] == [None, None])
         table = d.table.model_dump(mode="json", exclude_defaults=True)
         del table["capabilities"]["chat"]["models"]["a"]
         await call_arbiter("configure", boot.configuration(type(d.table).model_validate(table)))
