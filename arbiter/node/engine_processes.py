@@ -4,6 +4,7 @@ A node agent kills only what it spawned. What it says of an end goes to the arbi
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from arbiter.protocol.messages import AgentSettings, SpawnSpec
 from arbiter.units import DeviceId, TicketId
 
 LOOK_AGAIN_S = 0.005  # while helpers of a killed engine end: a look takes about as long
+DEAD_WRITER_S = 1.0  # helpers of a dead engine die with it, unless the kernel is slow
 RETRY_S = 0.02  # until the zygote's death is noticed, which takes a turn of the event loop
 
 
@@ -113,7 +115,7 @@ class EngineProcesses:
             path = self.children.socket(ticket)
             scratch = self.children.scratch(ticket)
             equipped = zygote_client.equipped(spec, scratch, self._uuids())
-            child = await self._fork(ticket, self._with_slab(ticket, equipped), path)
+            child = await self._fork(ticket, await self._with_slab(ticket, equipped), path)
         finally:
             del self._spawning[ticket]
             if ticket not in self.children.by_ticket:
@@ -129,15 +131,29 @@ class EngineProcesses:
             raise TicketClosed(ticket)
         return str(path)
 
-    def _with_slab(self, ticket: TicketId, spec: SpawnSpec) -> SpawnSpec:
+    async def _with_slab(self, ticket: TicketId, spec: SpawnSpec) -> SpawnSpec:
         """Tells the engine where its slab is, if it asked for one and there is a pool, and where a
         file with more rows is, if there is one."""
-        path = self._pool.lend(ticket, spec.slab) if spec.slab else None
-        if spec.slab is None or path is None:
+        if spec.slab is None:
+            return spec
+        await self._see_dead_writers(spec.slab.key)
+        path = self._pool.lend(ticket, spec.slab)
+        if path is None:
             return spec
         file = self._pool.file_for(spec.slab)
         slab = {"path": path} | ({"file": file} if file else {})
         return replace(spec, config=spec.config | {"slab": slab})
+
+    async def _see_dead_writers(self, key: str) -> None:
+        """An engine that has just been killed gives its slab back once nothing of it is left, which
+        takes milliseconds: the engine that takes its place is to find the slab."""
+        ends_s = time.monotonic() + DEAD_WRITER_S
+        while time.monotonic() < ends_s:
+            writers = [self.children.by_ticket.get(t) for t in self._pool.writers(key)]
+            if all(w is None or children.lives(w.pid, w.start_ticks) for w in writers):
+                return
+            self.collect_dead(*await asyncio.to_thread(children.find_processes))
+            await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _confirm(self, ticket: TicketId) -> None:
         """Raises what `Reports.confirm` raises, or TicketClosed when the ticket was killed

@@ -142,6 +142,11 @@ class Pool:
         """The path of the file with what an earlier slab of that key held, if there is one."""
         return self.files.find(request) if self.files else None
 
+    def writers(self, key: str) -> list[TicketId]:
+        """The tickets whose engines write slabs of that key; none where one is idle."""
+        tickets = [s.ticket for s in self._slabs if s.request.key == key]
+        return [] if None in tickets else [ticket for ticket in tickets if ticket is not None]
+
     def take_back(self, ticket: TicketId) -> None:
         """The ticket's engine has ended, or was never started."""
         for slab in self._slabs:

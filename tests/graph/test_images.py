@@ -232,7 +232,7 @@ def test_adapter_of_pictures_behind_an_allowed_url_is_called_by_name(
     folder, elsewhere = graph.folder / "drawn", graph.folder / "elsewhere" / "drawn"
     make_adapter(Path(load_plan.resolve(f"made:{DRAW}")), elsewhere, seed=5)
     folder.mkdir()
-    rows = {"sketch": f"file://{elsewhere}/", "theirs": "file:///etc/"}
+    rows = {"sketch": f"file://{elsewhere}/", "stranger": "file:///etc/"}
     (folder / "remote.json").write_text(json.dumps(rows))
 
     def made(model: str) -> bytes:
@@ -243,4 +243,4 @@ def test_adapter_of_pictures_behind_an_allowed_url_is_called_by_name(
     assert made(f"{DRAW}:sketch") == made("sketch") != plain
     assert made(DRAW) == plain
     with pytest.raises(BadRequestError, match=r"adapters\.urls"):
-        made("theirs")
+        made("stranger")

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from arbiter.core import events as ev
 from arbiter.node.device_probe import Readings, Tree
 from arbiter.protocol.messages import SlabRequest, SpawnSpec
 from arbiter.units import MIB, Bytes, NodeId, TicketId
+from tests.support.engine_host import is_gone, until
 from tests.support.local_agent import BROKEN_ZYGOTE, FAKE_ENGINE, START_S, agent_in
 from tests.support.waits import eventually
 
@@ -93,12 +96,12 @@ async def test_engine_is_told_of_its_slab_and_of_the_file_of_an_earlier_one(
     running = agent_in(folder, BROKEN_ZYGOTE, pool_bytes=Bytes(256 * MIB), slabs_folder=str(slabs))
     request = SlabRequest("kv", "chat/m", "k")
     spec = SpawnSpec("a:b", {"model": "m"}, slab=request)
-    told = running._engines._with_slab(T, spec).config
+    told = (await running._engines._with_slab(T, spec)).config
     assert told == {"model": "m", "slab": {"path": told["slab"]["path"]}}
     files = running._pool.files
     assert files is not None
     files._path(request).touch()
-    told = running._engines._with_slab(T, spec).config
+    told = (await running._engines._with_slab(T, spec)).config
     assert told["slab"].keys() == {"path", "file"}
     assert Path(told["slab"]["file"]).parent == slabs
     await running.drop_slabs("chat/m")
@@ -109,5 +112,21 @@ async def test_engine_is_told_of_its_slab_and_of_the_file_of_an_earlier_one(
 async def test_engine_that_asks_for_no_slab_is_told_of_none(no_arbiter: None, folder: Path) -> None:
     running = agent_in(folder, BROKEN_ZYGOTE)
     spec = SpawnSpec("a:b", {"model": "m"})
-    assert running._engines._with_slab(T, spec) == spec
+    assert await running._engines._with_slab(T, spec) == spec
     await running.close()
+
+
+@pytest.mark.spec("E1", "G4")
+async def test_engine_in_the_place_of_a_killed_one_finds_its_slab(folder: Path) -> None:
+    running = agent_in(folder)
+    spec = replace(FAKE_ENGINE, slab=SlabRequest("kv", "chat/m", "key"))
+    try:
+        async with asyncio.timeout(START_S):
+            for name in ("first", "second", "third"):
+                await running.spawn(TicketId(name), spec)
+                [pid, *_] = (await running.engines())[name]
+                assert [s.ticket for s in running._pool.readings()] == [name]
+                os.kill(pid, signal.SIGKILL)
+                until(lambda pid=pid: is_gone(pid), START_S)  # the agent had no turn to see it
+    finally:
+        await running.close()
