@@ -4,8 +4,8 @@
 
 `first`: seconds to the first token of a prompt that was never seen (cold), that the device still
 has (warm), and that the next engine process finds in the slab after a SIGKILL (restored). `store`:
-tokens a second of an engine that keeps its blocks beside one that does not, in pairs. `hits`: of
-the tokens in whole blocks that were seen before, the share that is not computed again, in one
+tokens a second of an engine that keeps its blocks beside an engine that does not, in pairs. `hits`:
+of the tokens in whole blocks that were seen before, the share that is not computed again, in one
 conversation of 50 turns and in 100 of 10, by an engine of 16 MiB of KV cache (two long contexts of
 tiny-chat). Engine processes alone, no graph around them; this process holds the slab, as a node
 agent would.

@@ -67,7 +67,7 @@ class Tally:
         print(f"unanswered or untyped: {len(self.untyped)}")
         print(
             f"books compared with measurement: {self.looks} times, of which at rest"
-            f" {self.looks_at_rest}, and nobody answered {self.unanswered_looks}"
+            f" {self.looks_at_rest}, unanswered {self.unanswered_looks}"
         )
         print(f"bytes lost or doubled: {len(self.wrong)}")
         return 1 if self.wrong or self.untyped else 0

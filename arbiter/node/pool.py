@@ -19,8 +19,10 @@ from arbiter.errors import SlabUnusable
 from arbiter.node import procfs
 from arbiter.node.slab_files import Save, SlabFiles
 from arbiter.pool import Content, SlabView, create
+from arbiter.pool.layout import EXTENT_BYTES, PAGE_BYTES
+from arbiter.pool.slab import NAME
 from arbiter.protocol.messages import SlabRequest
-from arbiter.units import MIB, Bytes, TicketId
+from arbiter.units import Bytes, TicketId
 
 logger = logging.getLogger("arbiter.agent")
 
@@ -31,11 +33,10 @@ CRITICAL_FRACTION = (
     0.5  # of what is kept free: with less available, no slab is saved before it goes
 )
 SWEEP_S = 300.0  # between two looks for slabs and files in which every row has expired (G4)
-_UNIT_BYTES = 2 * MIB  # of a slab's size
-_LEAST_BYTES = 64 * MIB  # a pool that holds less than two extents serves nothing
-_STEP_BYTES = 64 * MIB  # two extents: what a writer may grow by until the next turn
+_LEAST_BYTES = 2 * EXTENT_BYTES  # a pool that holds less serves nothing
+_STEP_BYTES = 2 * EXTENT_BYTES  # what a writer may grow by until the next turn
 _NAME_MOST = 160  # characters of what a slab is for, in its name; the kernel allows 249 in all
-_MARK = f"/memfd:{procfs.HOST_POOL}-"
+_MARK = f"/memfd:{NAME}-"
 
 
 @dataclass(slots=True)
@@ -171,7 +172,7 @@ class Pool:
 
     def _make(self, request: SlabRequest) -> PooledSlab:
         """Raises OSError, SlabUnusable."""
-        size = int(self.budget_bytes) // _UNIT_BYTES * _UNIT_BYTES
+        size = int(self.budget_bytes) // PAGE_BYTES * PAGE_BYTES
         made = self._viewed(request, create(_label(request), Bytes(size)))
         self._slabs.append(made)
         return made

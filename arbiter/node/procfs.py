@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from arbiter.pool import slab
 from arbiter.units import KIB, Bytes
 
 PROC = Path("/proc")
 
 # Weights of a sleeping model: a memory file of this name prefix is host RAM, not device memory.
 HOST_COPY = "host-copy"
-# A slab of the node's pool: the agent's, whichever engine has it open.
-HOST_POOL = "host-pool"
 
 _SECTOR_BYTES = 512  # the unit of st_blocks, whatever the file system (stat(2))
 _STAT_MOST_BYTES = 4096  # 52 numbers of at most 20 digits and a name of 64 bytes
@@ -155,7 +154,7 @@ def memory(pids: Iterable[int], read: Callable[[int], dict[str, int]] = rollup) 
         shared_bytes += shmem_bytes
         files |= {key: (name, size) for key, name, size in _memory_files(pid)}
     host_bytes = sum(size for name, size in files.values() if name.startswith(HOST_COPY))
-    pool_bytes = sum(size for name, size in files.values() if name.startswith(HOST_POOL))
+    pool_bytes = sum(size for name, size in files.values() if name.startswith(slab.NAME))
     file_bytes = sum(size for _, size in files.values()) - host_bytes - pool_bytes
     # Shared pages are seen mapped (Pss) or held open (blocks), often both: the larger counts.
     held_bytes = max(file_bytes, shared_bytes - host_bytes - pool_bytes)

@@ -181,7 +181,10 @@ def test_the_command_ends_the_arbiter_and_every_engine(gpus: Graph) -> None:
     ("path", "body"),
     [
         ("/v1/chat/completions", HELLO | {"model": OTHER}),  # by the replica that is there
-        ("/v1/images/generations", {"model": DRAW, "prompt": "a lease"}),  # by one that starts
+        (
+            "/v1/images/generations",
+            {"model": DRAW, "prompt": "a lease"},
+        ),  # by a new replica
         ("/ready", None),
     ],
 )

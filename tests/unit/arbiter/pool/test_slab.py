@@ -6,6 +6,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -299,3 +300,21 @@ def test_mark_is_read_as_it_was_written() -> None:
     assert layout.marked_rows(buffer, 2) == [1]
     layout.clear_mark(buffer, 1)
     assert (list(layout.read_marks(buffer, 2)), layout.marked_rows(buffer, 2)) == ([], [])
+
+
+@pytest.mark.spec("E5")
+def test_row_is_not_visible_before_all_of_its_mark_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    buffer = memoryview(bytearray(layout.HEADER_BYTES + layout.MARK_BYTES))
+    fields, seen = layout._MARK, list[bool]()
+
+    def pack_into(*values: object) -> None:
+        fields.pack_into(*values)  # type: ignore[arg-type]
+        seen.append(bool([*layout.read_marks(buffer, 1)]))  # where a kill would leave it
+
+    monkeypatch.setattr(
+        layout, "_MARK", SimpleNamespace(pack_into=pack_into, unpack_from=fields.unpack_from)
+    )
+    layout.write_mark(buffer, 0, layout.Mark(b"key", 2.0, 1.0))
+    assert seen == [False] and [*layout.read_marks(buffer, 1)]

@@ -44,6 +44,14 @@ def use(d: CoreDriver, t: float, name: str = "e1x") -> list[Decision]:
     return d.at(t, ev.Loaded(TicketId(name), seconds(1)))
 
 
+def use_and_leave(d: CoreDriver, t: float, name: str) -> list[Decision]:
+    """What its use led to; a second later it has left."""
+    decided = use(d, t, name)
+    d.at(t + 1, ev.Released(TicketId(name), "x"))
+    d.gone(t + 1, name)
+    return decided
+
+
 def test_next_model_of_a_pipeline_is_prefetched_into_free_room() -> None:
     d = driver()
     assert use(d, 10) == [LoadModel(HolderId("h"), "a")]
@@ -125,9 +133,7 @@ def test_usual_successor_is_prefetched_and_a_coincidence_is_not() -> None:
     d = driver(HABIT)
     for round_count in range(3):
         t = 20 + 40 * round_count
-        assert use(d, t, f"e1{round_count}") == []
-        d.at(t + 1, ev.Released(TicketId(f"e1{round_count}"), "x"))
-        d.gone(t + 1, f"e1{round_count}")
+        assert use_and_leave(d, t, f"e1{round_count}") == []
         come_and_go(d, t + 2, f"a{round_count + 2}", 30)
     assert use(d, 200, "e1y") == [LoadModel(HolderId("h"), "a")]
     assert d.last("model_preload").data["why"] == "history"
@@ -137,9 +143,7 @@ def test_use_long_after_another_is_no_transition() -> None:
     d = driver(HABIT)
     for round_count in range(4):
         t = 200 + 400 * round_count
-        use(d, t, f"e1{round_count}")
-        d.at(t + 1, ev.Released(TicketId(f"e1{round_count}"), "x"))
-        d.gone(t + 1, f"e1{round_count}")
+        use_and_leave(d, t, f"e1{round_count}")
         come_and_go(d, t + 100, f"a{round_count + 2}", 30)
     assert use(d, 4000, "e1y") == []
 
@@ -226,9 +230,7 @@ def test_model_prefetched_by_habit_leads_on_only_once_it_is_used() -> None:
     d = three(HABIT)
     for number in range(3):
         t = 20 + 40 * number
-        use(d, t, f"e1{number}")
-        d.at(t + 1, ev.Released(TicketId(f"e1{number}"), "x"))
-        d.gone(t + 1, f"e1{number}")
+        use_and_leave(d, t, f"e1{number}")
         come_and_go(d, t + 2, f"a{number + 2}", 30)
         come_and_go(d, t + 6, f"v{number + 2}", 5, **VOICE)
     assert use(d, 200, "e1y") == [LoadModel(HolderId("h"), "a")]
@@ -296,9 +298,7 @@ def test_habit_that_leads_to_a_removed_capability_prefetches_nothing() -> None:
     d = three(HABIT)
     for number in range(3):
         t = 20 + 40 * number
-        use(d, t, f"e1{number}")
-        d.at(t + 1, ev.Released(TicketId(f"e1{number}"), "x"))
-        d.gone(t + 1, f"e1{number}")
+        use_and_leave(d, t, f"e1{number}")
         come_and_go(d, t + 2, f"v{number + 2}", 5, **VOICE)
     d.at(190, ev.CapabilitiesSet(d.table))
     assert use(d, 200, "e1y") == []

@@ -293,6 +293,55 @@ def test_digest_of_weights_changes_with_them(tmp_path: Path, change: str) -> Non
     assert before and kv_offload.weights_digest(tmp_path) not in (None, before)
 
 
+FACTS: dict[str, Any] = {
+    "prefix_caching_hash_algo": "sha256",
+    "dtype": "bfloat16",
+    "quantization": None,
+    "hf_config": {"layers": 4},
+    "cache_dtype": "auto",
+    "max_model_len": 2048,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+}
+
+
+def namespace_facts(drafts: object = None, **changes: Any) -> str:
+    facts = FACTS | changes
+    shape = SimpleNamespace(to_dict=lambda: facts["hf_config"])
+    every = SimpleNamespace(**facts | {"hf_config": shape})
+    told = SimpleNamespace(
+        model_config=every, cache_config=every, parallel_config=every, speculative_config=drafts
+    )
+    return kv_offload._digest(kv_offload._facts(told)).hex()  # type: ignore[arg-type]
+
+
+@pytest.mark.spec("E2")
+@pytest.mark.parametrize("fact", [*FACTS, "drafts", "vllm", "torch", "device"])
+def test_namespace_changes_with_each_fact_of_an_engine(
+    fact: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = namespace_facts()
+    assert namespace_facts() == before
+    match fact:
+        case "vllm":
+            monkeypatch.setattr(kv_offload.vllm, "__version__", "0")
+        case "torch":
+            monkeypatch.setattr(kv_offload, "version", lambda package: "0")
+        case "device":
+            other = SimpleNamespace(device_type="other")
+            monkeypatch.setattr(kv_offload, "current_platform", other)
+        case "drafts":
+            drafter = SimpleNamespace(method="draft_model", num_speculative_tokens=3)
+            assert namespace_facts(drafter) != before
+            return
+        case _:
+            assert namespace_facts(**{fact: "other"}) != before
+            return
+    assert namespace_facts() != before
+
+
 def test_folder_without_weights_has_no_digest(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert kv_offload.weights_digest(tmp_path) is None
