@@ -2,14 +2,17 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from arbiter.client.admin import call_arbiter
+from arbiter.node.slab_files import SlabFiles
 from arbiter.protocol.messages import SlabRequest, SpawnSpec
-from arbiter.units import TicketId
+from arbiter.units import MIB, Bytes, TicketId
 from deployments.config import boot
 from tests.support.live_arbiter import ENGINE, capability, live_arbiter, model
+from tests.support.waits import eventually
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -20,21 +23,31 @@ async def test_slabs_of_a_removed_model_are_erased_once_it_has_left() -> None:
         holder = d.holder()
         for name in ("a", "b"):
             assert await holder.ask.remote(name) == 200
+        asked: list[SlabRequest] = []
         agent, pid = await d.agent(), await holder.pid.remote()
         os.kill(pid, signal.SIGSTOP)  # so that it does not miss the engines that it had
         try:
             for row in (await d.state())["tickets"]:
                 name = row["model"]
                 slab = SlabRequest("kv", f"chat/{name}", f"key-{name}")
+                asked.append(slab)
                 spec = SpawnSpec(ENGINE, {"served_name": name, "engine_args": {}}, slab=slab)
                 await agent.respawn.remote(TicketId(row["ticket"]), spec)
             await d.until(lambda s: [bool(x["slab"]["ticket"]) for x in s["slabs"]] == [True, True])
         finally:
             os.kill(pid, signal.SIGCONT)
         await d.until(lambda s: [x["slab"]["ticket"] for x in s["slabs"]] == [None, None])
+        folder = Path(d.table.arbiter.state_file or "").with_name("slabs")
+        files = [SlabFiles(folder, Bytes(MIB))._path(request) for request in asked]
+        for file in files:
+            file.touch()
         table = d.table.model_dump(mode="json", exclude_defaults=True)
         del table["capabilities"]["chat"]["models"]["a"]
         await call_arbiter("configure", boot.configuration(type(d.table).model_validate(table)))
         await d.until(lambda s: [x["slab"]["owner"] for x in s["slabs"]] == ["chat/b"])
         [dropped] = await d.events("slab_dropped")
         assert (dropped["owner"], dropped["reason"]) == ("chat/a", "removed")
+        await eventually(lambda: not [f for f in files if f.exists()][1:])
+        assert [request.owner for request, f in zip(asked, files, strict=True) if f.exists()] == [
+            "chat/b"
+        ]
