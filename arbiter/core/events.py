@@ -387,6 +387,16 @@ class LoadAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class CompactAsked:
+    """Has idle models freed and loaded again (D7): those named, else all that hold enough beyond
+    their need. Raises UnknownCapability, UnknownModel. Repeated under the same name while the first
+    is under way, it is done once."""
+
+    request: str  # names the answer, a Compacted
+    models: tuple[ModelName, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PressurePushed:
     """Reports from outside that memory is short, for a term (C5)."""
 
@@ -430,6 +440,7 @@ Event = (
     | UnloadAsked
     | FloorSet
     | LoadAsked
+    | CompactAsked
     | PressurePushed
     | ClosingDown
     | TimerFired
