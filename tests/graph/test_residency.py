@@ -1,10 +1,20 @@
 """Models set where they are to be by hand, on the running system."""
 
+from typing import Any
+
 import pytest
 from openai import OpenAI
 
 from tests.graph.conftest import Graph, until
-from tests.support.graph_commands import CHAT, EMBEDDING, level, read_command, send, unload_all
+from tests.support.graph_commands import (
+    CHAT,
+    EMBEDDING,
+    level,
+    read_command,
+    run_command,
+    send,
+    unload_all,
+)
 
 
 @pytest.mark.spec("D8")
@@ -47,3 +57,42 @@ def unloads(graph: Graph, last: int) -> list[tuple[str, str]]:
     """Models that went after an event, and why."""
     events = [e for e in graph.events() if e["seq"] > last and e["kind"] == "model_unload"]
     return [(event["model"], event["reason"]) for event in events]
+
+
+@pytest.mark.spec("D7")
+def test_compacted_engine_gives_its_filled_cache_back_and_answers(
+    graph: Graph, client: OpenAI
+) -> None:
+    """vLLM touches the pages of its KV cache as it fills them, and keeps them."""
+    ask(client, "Who holds the memory?")
+    until(lambda: row(graph).get("settled_bytes"), 30, "its first use is over and measured")
+    first = held_bytes(graph)
+    for number in range(FILLS):
+        ask(client, f"{number} " * LONG)
+    until(lambda: held_bytes(graph) > first + FILLED_BYTES, 30, "the cache is filled")
+    until(lambda: row(graph)["idle_s"] is not None, 30, "it is idle")
+    ticket = row(graph)["ticket"]
+    done = read_command(graph, "compact", CHAT)
+    assert (done["count"], done["spared"], done["is_finished"]) == (1, [], True)
+    until(lambda: held_bytes(graph), 30, "the new process is measured")
+    assert held_bytes(graph) < first + FILLED_BYTES // 2 and row(graph)["ticket"] != ticket
+    ask(client, "Who holds the memory?")
+    assert "tiny-draw stays as it is: it is not loaded" in run_command(
+        graph, "compact", "tiny-draw"
+    )
+
+
+FILLS, LONG, FILLED_BYTES = 12, 400, 4 << 20
+
+
+def ask(client: OpenAI, text: str) -> None:
+    said: Any = [{"role": "user", "content": text}]
+    assert client.chat.completions.create(model=CHAT, messages=said, max_tokens=2).choices
+
+
+def row(graph: Graph) -> dict[str, Any]:
+    return next((dict(t) for t in graph.state()["tickets"] if t["model"] == CHAT), {})
+
+
+def held_bytes(graph: Graph) -> int:
+    return sum(row(graph).get("measured_bytes", {}).values())

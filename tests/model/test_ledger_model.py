@@ -110,17 +110,14 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.judge_grant(decision, event, before)
             case Refuse(ticket):
                 self.judge_refusal(decision, event, before)
-            case Revoke(ticket):
-                assert decision.barrier_until >= self.now
-                if ticket in before and self.state_of(ticket) is State.DRAINING:
-                    self.judge_revoke(decision, before[ticket])
+            case Revoke():
+                self.judge_revoke(decision, before.get(decision.ticket))
             case KillEngine(_, ticket):
                 on_books = ticket in self.held
                 unclaimed = ticket in self.measured and ticket not in self.held
                 assert on_books or unclaimed, f"killed {ticket}, which holds nothing"
             case Compacted():
-                if not decision.request.startswith(("for ", "loads of ")):  # these may come again
-                    self.judge_compaction(decision, event)
+                self.judge_compaction(decision, event)
             case SetTimer(at):
                 assert at > self.now
 
@@ -165,12 +162,17 @@ class LedgerMachine(RuleBasedStateMachine):
         """It says once what came of it, and of no model both that it was freed and spared."""
         assert answer.is_finished and self.arbiter.compaction(answer.request) is None
         assert answer.request not in self.compacted, "it was answered twice"
+        if answer.request.startswith(("for ", "loads of ")):
+            return  # these may come again
         self.compacted.add(answer.request)
         if isinstance(event, ev.CompactAsked) and event.request == answer.request:
             assert answer.count == 0, "its models were freed in no time"
 
-    def judge_revoke(self, revoke: Revoke, before: Ticket) -> None:
+    def judge_revoke(self, revoke: Revoke, before: Ticket | None) -> None:
+        assert revoke.barrier_until >= self.now
         entry = self.core.find(revoke.ticket)
+        if before is None or entry is None or entry.state is not State.DRAINING:
+            return
         if before.state is State.DRAINING:
             return  # repeated to a holder that joined again
         assert before.state in (State.RESIDENT, State.LOADING)  # loaded by this very heartbeat

@@ -76,6 +76,7 @@ class TicketView:
     client: str = ""
     drafter_bytes: Bytes = Bytes(0)  # the part of its need that a drafter takes (F9)
     ram_bytes: Bytes = Bytes(0)  # of what it is charged on the host, its process beside a GPU
+    settled_bytes: Bytes = Bytes(0)  # needed by its load, up to its first use; 0: not known
     wasted_bytes: Bytes = Bytes(0)  # held beyond what a new load of it would be granted (D7)
 
 
@@ -298,6 +299,7 @@ def _ticket(state: CoreState, entry: Ticket, now: Instant) -> TicketView:
         client=entry.client.name,
         drafter_bytes=entry.drafter_bytes,
         ram_bytes=entry.ram_bytes,
+        settled_bytes=(entry.load.settled_bytes if entry.load else None) or Bytes(0),
         wasted_bytes=wasted_bytes(state, entry),
     )
 

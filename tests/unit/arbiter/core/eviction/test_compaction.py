@@ -98,9 +98,7 @@ def test_without_names_only_models_with_enough_waste_go_one_at_a_time() -> None:
     assert unload(d, 3, "a") == [LoadModel(HolderId("h"), "a")]
     assert revoked(load_again(d, 4, "a2", "a", computed=10)) == [("c", "compact", "gone")]
     assert unload(d, 5, "c") == [LoadModel(HolderId("h"), "c")]
-    assert load_again(d, 6, "c2", "c", computed=10) == [
-        Compacted("by hand", 2, gib(10), (), True)
-    ]
+    assert load_again(d, 6, "c2", "c", computed=10) == [Compacted("by hand", 2, gib(10), (), True)]
     assert d.state_of("b") == "resident"
 
 
@@ -252,9 +250,7 @@ def test_model_is_loaded_again_only_once_the_asker_has_its_answer() -> None:
     assert granted(decided) == ["c"] and LoadModel(HolderId("h"), "a") not in decided
     assert unload(d, 8, "b") == [LoadModel(HolderId("h"), "a")]
     assert load_again(d, 9, "a2", "a", computed=20) == [LoadModel(HolderId("h"), "b")]
-    assert load_again(d, 10, "b2", "b", computed=20)[-1] == Compacted(
-        "for c", 2, gib(30), (), True
-    )
+    assert load_again(d, 10, "b2", "b", computed=20)[-1] == Compacted("for c", 2, gib(30), (), True)
     assert d.account(CPU).free_bytes == gib(5)
 
 
