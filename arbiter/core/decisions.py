@@ -140,7 +140,7 @@ class Compacted:
     their need, and which were left alone."""
 
     request: str
-    count: int
+    freed_count: int
     freed_bytes: Bytes
     spared: tuple[SparedModel, ...]
     is_finished: bool  # False: more are to be freed, or loaded again

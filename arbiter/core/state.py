@@ -4,15 +4,16 @@ The rules are functions over a CoreState, one file per idea. They read it, move 
 `state.ledger`, and say what must be done with `state.decide`. Plain data: it pickles half way.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import Decision, EventKind, LogEvent, Refuse, SparedModel
+from arbiter.core.decisions import Decision, EventKind, LogEvent, Refuse
 from arbiter.core.records.accounts import Accounts
+from arbiter.core.records.compactions import Compactions
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.records.eviction_history import EvictionHistory
 from arbiter.core.records.ledger import Ledger
@@ -112,33 +113,6 @@ class EvictedFor:
     restore_at: Instant | None = None  # the load failed for memory; unless it is tried again
 
 
-@dataclass(slots=True)
-class CompactedTicket:
-    """Describes one model that is freed to be loaded again (D7)."""
-
-    ticket: TicketId  # of the process that goes
-    holder: HolderId
-    name: types.ModelName
-    wasted_bytes: Bytes
-    settled_bytes: Bytes  # 0: not known
-
-
-@dataclass(slots=True)
-class Compaction:
-    """Describes one compaction under way. Its models are freed one at a time, unless a ticket waits
-    for the bytes of all, and loaded again one at a time."""
-
-    request: str
-    asker: TicketId | None = None  # the queued ticket for which room is made
-    waiting: list[TicketId] = field(default_factory=list)  # to be freed
-    freeing: dict[TicketId, CompactedTicket] = field(default_factory=dict)
-    freed: list[CompactedTicket] = field(default_factory=list)  # to be loaded again
-    loading: CompactedTicket | None = None
-    count: int = 0
-    freed_bytes: Bytes = Bytes(0)
-    spared: list[SparedModel] = field(default_factory=list)
-
-
 EvictedForKey = tuple[HolderId, str]  # for whom: holder and model
 Foresight = Callable[[types.ModelName, Instant], Instant | None]  # when a model is next used
 USAGE_VERSION = 1  # of what `export_usage` returns
@@ -153,8 +127,8 @@ class CoreState:
     - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `transition_counts`,
       `last_home`;
     - work under way: `growing` residents, `wanted` models without a holder, `removing` models,
-      `prefetched` models, `evicted_for` a load that has not succeeded, `compactions` by request,
-      `wasteful` tickets and `loads_count` by device for them, `pressure` by device,
+      `prefetched` models, `evicted_for` a load that has not succeeded, `compactions`,
+      `pressure` by device,
       `failures` that cool down, `broken_loads` whose cause may still come;
     - memory of answers: `answers` by ticket, `evictions` for explain, `rankings` of victims by
       device;
@@ -165,6 +139,8 @@ class CoreState:
 
     Everything else is derived from these. `epoch` names this life, `stale_count` counts ignored
     messages, `foresight` is set in a replay only."""
+
+    foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
 
     def __init__(
         self,
@@ -185,7 +161,6 @@ class CoreState:
         self.hours = HourlyUsage(now)
         self.evictions = EvictionHistory()
         self.rankings: dict[DeviceId, Any] = {}  # see ranking.Ranking
-        self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
         self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
         self.tenants = {limits.tenant: limits for limits in settings.tenants}
         self.timers = Timers()
@@ -205,9 +180,7 @@ class CoreState:
         self.failures: dict[types.ModelName, Failure] = {}
         self.last_home: dict[tuple[NodeId, types.ModelName], DeviceId] = {}
         self.evicted_for: dict[EvictedForKey, EvictedFor] = {}
-        self.compactions: dict[str, Compaction] = {}
-        self.wasteful: dict[TicketId, None] = {}  # seen to hold enough beyond their need
-        self.loads_count: Counter[DeviceId] = Counter()  # since the last compaction there
+        self.compactions = Compactions()
         self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
         self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()
@@ -327,11 +300,6 @@ class CoreState:
         """Returns how far a model may fall: as a person set it, else as configured, else cold."""
         floor = self.floors.get(name) or self.registry.configured_floors.get(name)
         return floor or types.Floor.COLD
-
-    def is_compacted(self, name: types.ModelName) -> bool:
-        """Says whether a model is being loaded again because it was compacted."""
-        runs = self.compactions.values()
-        return any(run.loading is not None and run.loading.name == name for run in runs)
 
     def all_floors(self) -> dict[types.ModelName, types.Floor]:
         """Returns the floors that were set, and the configured ones above cold."""

@@ -41,10 +41,13 @@ async def test_hoarding_engine_is_compacted_by_hand_and_before_another_model_lea
         before = await hoard(d, chat)
         ticket = await other.keep.remote("b")
         done = await call_arbiter("compact", "in use", (ModelName("other", "b"),), 20.0)
-        assert (done.count, [(s.model, s.why) for s in done.spared]) == (0, [("b", "it is in use")])
+        assert (done.freed_count, [(s.model, s.why) for s in done.spared]) == (
+            0,
+            [("b", "it is in use")],
+        )
         await other.let_go.remote("b")
         done = await call_arbiter("compact", "by hand", (), 20.0)
-        assert (done.count, done.spared, done.is_finished) == (1, (), True)
+        assert (done.freed_count, done.spared, done.is_finished) == (1, (), True)
         assert done.freed_bytes > 100 * MIB
         after = await d.until(lambda s: row(s, "a").get("measured_bytes"))
         assert measured(after, "a") < before - 100 * MIB

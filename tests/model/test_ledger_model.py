@@ -166,7 +166,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return  # these may come again
         self.compacted.add(answer.request)
         if isinstance(event, ev.CompactAsked) and event.request == answer.request:
-            assert answer.count == 0, "its models were freed in no time"
+            assert answer.freed_count == 0, "its models were freed in no time"
 
     def judge_revoke(self, revoke: Revoke, before: Ticket | None) -> None:
         assert revoke.barrier_until >= self.now

@@ -50,22 +50,20 @@ def wasted_bytes(state: CoreState, entry: Ticket) -> Bytes:
 
 def note(state: CoreState, entry: Ticket) -> None:
     """Notes, with each reading, whether a resident holds enough beyond its need."""
-    if wasted_bytes(state, entry) >= state.settings.compact_least_bytes:
-        state.wasteful[entry.ticket] = None
-    else:
-        state.wasteful.pop(entry.ticket, None)
+    is_enough = wasted_bytes(state, entry) >= state.settings.compact_least_bytes
+    state.compactions.note_waste(entry.ticket, is_enough=is_enough)
 
 
 def wasteful_tickets(state: CoreState) -> list[Ticket]:
     """Returns the residents that hold enough beyond their need, and forgets tickets that have
     left."""
     found = []
-    for ticket in list(state.wasteful):
+    for ticket in list(state.compactions.wasteful):
         entry = state.ledger.find(ticket)
         if entry is not None and entry.state is State.RESIDENT:
             found.append(entry)
         else:
-            del state.wasteful[ticket]
+            state.compactions.note_waste(ticket, is_enough=False)
     return found
 
 
@@ -116,7 +114,7 @@ def compaction_for(
 ) -> tuple[list[PricedVictim], list[PricedVictim]]:
     """Returns the models whose compaction frees bytes of a device for an asker, and the cheapest
     set of them that frees `short`, or none. Each may lawfully be revoked for it."""
-    if not state.wasteful:
+    if not state.compactions.wasteful:
         return [], []
     spare = quotas.ReserveSlack(state, book, waiting.client.tenant)
     options = []

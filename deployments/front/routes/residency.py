@@ -132,7 +132,7 @@ async def compact(body: CompactBody, front: State, _: Admin) -> dict[str, Any]:
     done = await call_arbiter("compact", *asked, within_s=within_s)
     spared = [{"model": s.model, "ticket": s.ticket, "why": s.why} for s in done.spared]
     return {
-        "count": done.count,
+        "count": done.freed_count,
         "freed_bytes": done.freed_bytes,
         "spared": spared,
         "is_finished": done.is_finished,
