@@ -40,6 +40,7 @@ async def test_hoarding_engine_is_compacted_by_hand_and_before_another_model_lea
         assert await other.ask.remote("b") == 200
         before = await hoard(d, chat)
         ticket = await other.keep.remote("b")
+        await d.until(lambda s: row(s, "b")["inflight"])
         done = await call_arbiter("compact", "in use", (ModelName("other", "b"),), 20.0)
         assert (done.freed_count, [(s.model, s.why) for s in done.spared]) == (
             0,

@@ -359,3 +359,15 @@ def test_rejoined_ticket_of_which_no_load_was_seen_wastes_nothing_that_is_known(
     for t in (2, 3, 4):
         bloat(d, t, "a", 32)
     assert wasted_gib(d, "a") == 0
+
+
+def test_explanation_of_a_model_names_its_waste_and_what_keeps_it_there() -> None:
+    d = driver()
+    settle(d, 0, "a", 20, explicit=False)
+    assert len(said(d, "a")) == 1
+    bloat(d, 1, "a", 30)
+    assert said(d, "a")[1] == (
+        "It holds 10.0 GiB more than a new load of it would; `arbiter compact a` gives that back."
+    )
+    d.beat(2, "a", inflight=1)
+    assert said(d, "a")[1].endswith("and is not compacted now: it is in use.")
