@@ -345,12 +345,7 @@ class SlabManager(OffloadingManager):
             self.restorer.close()
 
     def facts(self) -> dict[str, int]:
-        """Counts by name, bytes of the whole file, and its limit."""
-        slab = self.rows.slab
-        counts = {each.name.lower(): slab.file.counts[each] for each in layout.Count}
-        del counts["allocated"]
-        held, limit = slab.file.allocated_bytes, slab.file.limit_bytes
-        return {**counts, "allocated_bytes": held, "limit_bytes": limit}
+        return self.rows.slab.facts()
 
 
 def manager_of(scheduler: Any) -> SlabManager | None:
