@@ -73,7 +73,7 @@ def settle(vllm_config: VllmConfig, config: Config) -> None:
     extra["is_lent"] = _is_lent(extra, weights, config["model"])
     extra["extent_bytes"] = layout.EXTENT_BYTES
     if not extra["is_lent"]:
-        extra["slab"], extra["extent_bytes"] = _own(vllm_config), layout.PAGE_BYTES
+        extra["slab"], extra["extent_bytes"] = _own(vllm_config, config), layout.PAGE_BYTES
 
 
 def has_slab(vllm_config: VllmConfig) -> bool:
@@ -121,15 +121,14 @@ def _is_lent(extra: dict[str, Any], weights: str | None, model: str) -> bool:
     return cause is None
 
 
-def _own(vllm_config: VllmConfig) -> str:
-    """Makes a slab that is charged to this process, and may have as many embeddings as the model's
-    estimate says. Returns its path, which holds as long as this process lives."""
+def _own(vllm_config: VllmConfig, config: Config) -> str:
+    """Makes a slab that is charged to this process, with room for what the model's estimate counts.
+    Returns its path, which holds as long as this process lives."""
     model = vllm_config.model_config
-    embeddings = max(
-        model_files.MOST_EMBEDDINGS, vllm_config.scheduler_config.max_num_batched_tokens
-    )
+    arguments = config.get("engine_args", {})
+    embeddings = int(arguments.get("max_num_batched_tokens", model_files.MOST_EMBEDDINGS))
     size = embeddings * model.get_inputs_embeds_size() * model.dtype.itemsize
-    # The table lies before the rows and takes some pages too.
+    # Header and table come before the rows.
     capacity = Bytes((-(-size // layout.PAGE_BYTES) + 2) * layout.PAGE_BYTES)
     fd = create(Content.PICTURE, capacity, name=NAME)
     try:
