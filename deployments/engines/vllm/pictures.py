@@ -26,7 +26,7 @@ from deployments.engines.protocol import Asgi, Receive, Scope, Send
 FACTS = "/pictures"  # GET: what the cache holds; DELETE: empties it of what no step reads
 # An idle engine looks so often for pictures past their term, to give their memory back.
 TICK_S = 15.0
-_DIGESTED_BYTES = 1 << 20  # of each file's beginning: headers and the first layer
+_PIECES, _PIECE_BYTES = 64, 64 << 10  # of a file larger than all of them
 
 
 class Pictures:
@@ -155,10 +155,21 @@ class NamedMessages(AnthropicServingMessages):
 
 
 def content_hash(folder: Path) -> str:
-    """Of a model: names and sizes of its files, with the beginning of each."""
+    """Of a model: names and sizes of its files, small ones whole, and pieces all over each large
+    one: weights that were trained or converted anew differ in every piece."""
     digest = hashlib.sha256(str(folder).encode() if not folder.is_dir() else b"")
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder)} {size} ".encode())
         with path.open("rb") as stream:
-            digest.update(stream.read(_DIGESTED_BYTES))
+            for start, length in _pieces(size):
+                stream.seek(start)
+                digest.update(stream.read(length))
     return digest.hexdigest()
+
+
+def _pieces(size: int) -> list[tuple[int, int]]:
+    """Start and length of each part of a file that counts."""
+    if size <= _PIECES * _PIECE_BYTES:
+        return [(0, size)]
+    return [((size - _PIECE_BYTES) * n // (_PIECES - 1), _PIECE_BYTES) for n in range(_PIECES)]

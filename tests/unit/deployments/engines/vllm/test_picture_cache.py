@@ -5,6 +5,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from arbiter.pool import Rows, Slab, SlabFile, SlabView, create, layout
 from arbiter.units import MIB, Bytes, Content
-from deployments.engines.vllm import picture_connector, picture_slab
+from deployments.engines.vllm import picture_connector, picture_slab, pictures
 from deployments.engines.vllm.picture_cache import (
     ENTRIES,
     ROW_EMBEDDINGS,
@@ -407,6 +408,29 @@ def test_namespace_changes_with_each_fact_of_an_engine(
 def test_models_that_cannot_keep_pictures_say_why(change: dict[str, Any], cause: str) -> None:
     assert picture_slab.refusal(configured()) is None
     assert cause in (picture_slab.refusal(configured(**change)) or "")
+
+
+@pytest.mark.spec("H8")
+@pytest.mark.parametrize("change", ["begin", "middle", "end", "size", "name", "small"])
+def test_content_of_a_model_changes_with_its_files_and_not_with_their_times(
+    tmp_path: Path, change: str
+) -> None:
+    large, small = tmp_path / "model.safetensors", tmp_path / "config.json"
+    large.write_bytes(bytes(5 << 20))
+    small.write_text("{}")
+    before = pictures.content_hash(tmp_path)
+    os.utime(large, (1, 1))
+    assert pictures.content_hash(tmp_path) == before
+    places = {"begin": 0, "middle": 32 * ((5 << 20) - (64 << 10)) // 63, "end": (5 << 20) - 1}
+    if change in places or change == "size":
+        with large.open("r+b") as stream:
+            stream.seek(places.get(change, 5 << 20))
+            stream.write(b"x")
+    elif change == "name":
+        large.rename(tmp_path / "other.safetensors")
+    else:
+        small.write_text('{"a": 1}')
+    assert pictures.content_hash(tmp_path) != before
 
 
 def test_row_is_whole_pages() -> None:
