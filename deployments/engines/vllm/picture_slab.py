@@ -1,5 +1,5 @@
-"""Which slab an engine keeps projected pictures in: one that the node's pool lent it, else one of
-its own, which ends with it. Everything else is the same (see picture_connector)."""
+"""Which slab an engine keeps projected pictures in: the one of the node's pool, where it was lent
+one, else one of its own, which ends with it. All else is the same (see picture_connector)."""
 
 import hashlib
 import json
@@ -83,7 +83,7 @@ def has_slab(vllm_config: VllmConfig) -> bool:
 
 
 def is_lent(vllm_config: VllmConfig) -> bool:
-    """Whether its slab is the node's, and not of its own. Of one that `has_slab`."""
+    """Whether the slab of an engine that `has_slab` is the node's, and not of its own."""
     return bool(vllm_config.ec_transfer_config.ec_connector_extra_config["is_lent"])
 
 
