@@ -124,13 +124,19 @@ class PictureConnector(ECConnectorBase):
     # -- the scheduler's side --------------------------------------------------------------------
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """vLLM calls it before it asks for the pictures of a request by their identities."""
-        tenant = layout.tenant_digest(request.cache_salt or "")
-        self.cache.expect(
-            Asked(each.identifier, each.mm_position.get_num_embeds(), tenant)
+        """vLLM calls it in each step before it asks for the pictures of a request by identity; those
+        before `num_computed_tokens` it asks for no more."""
+        coming = [
+            each
             for each in request.mm_features
             if each.modality == IMAGE
-        )
+            and each.mm_position.offset + each.mm_position.length > num_computed_tokens
+        ]
+        if coming:
+            tenant = layout.tenant_digest(request.cache_salt or "")
+            self.cache.expect(
+                Asked(each.identifier, each.mm_position.get_num_embeds(), tenant) for each in coming
+            )
         return True
 
     def has_cache_item(self, identifier: str) -> bool:

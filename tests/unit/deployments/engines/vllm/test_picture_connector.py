@@ -33,7 +33,7 @@ def engine() -> Iterator[SeeingEngine]:
 
 
 def request(name: str, *pictures: str, modality: str = "image") -> Any:
-    place = SimpleNamespace(get_num_embeds=lambda: EMBEDDINGS)
+    place = SimpleNamespace(offset=5, length=20, get_num_embeds=lambda: EMBEDDINGS)
     features = [
         SimpleNamespace(identifier=one, modality=modality, mm_position=place) for one in pictures
     ]
@@ -79,6 +79,16 @@ def test_media_whose_identity_is_not_ours_are_neither_kept_nor_counted(
     made.update_state_after_alloc(asked, 0)
     step = made.build_connector_meta(None)  # type: ignore[arg-type]
     assert (step.copies, step.width, engine.counts) == (Copies(), WIDTH, (0, 0))
+
+
+@pytest.mark.spec("H8")
+def test_picture_that_is_computed_is_not_looked_for_again(engine: SeeingEngine) -> None:
+    engine.look("a")
+    made, asked = connector(engine.cache), request("r", "a")
+    for computed, is_there in ((24, True), (25, False)):
+        made.ensure_cache_available(asked, computed)
+        assert made.has_cache_item("a") is is_there
+        made.build_connector_meta(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.spec("H8")
