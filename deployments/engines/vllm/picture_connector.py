@@ -124,8 +124,8 @@ class PictureConnector(ECConnectorBase):
     # -- the scheduler's side --------------------------------------------------------------------
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """vLLM calls it in each step before it asks for the pictures of a request by identity; those
-        before `num_computed_tokens` it asks for no more."""
+        """vLLM calls it in each step before it asks for pictures of the request by identity; for
+        those before `num_computed_tokens` it asks no more."""
         coming = [
             each
             for each in request.mm_features
