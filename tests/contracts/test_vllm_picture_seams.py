@@ -4,12 +4,13 @@ import inspect
 
 from vllm.config import ECTransferConfig, VllmConfig
 from vllm.config.ec_manager_config import EncoderCacheManagerConfig
-from vllm.distributed.ec_transfer.ec_connector import base, encoder_output_width
+from vllm.distributed.ec_transfer.ec_connector import base
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.ec_transfer.ec_connector.utils import ECOutputAggregator
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunnerMixin
 from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
@@ -88,12 +89,13 @@ def test_workers_answers_reach_the_scheduler_as_one() -> None:
     assert "init_ec_output_aggregator()" in source(EngineCore.__init__)
 
 
-def test_width_of_embeddings_is_measured_before_the_scheduler_is_made() -> None:
-    made = source(EngineCore.__init__)
-    measured = made.index("measure_encoder_output_widths(vllm_config, self.collective_rpc)")
-    assert measured < made.index("self.scheduler: SchedulerInterface = Scheduler(")
-    names = list(inspect.signature(encoder_output_width.get_encoder_output_width).parameters)
-    assert names == ["vllm_config", "modality"]
+def test_encoder_is_measured_by_one_replaceable_function() -> None:
+    """`spare_measuring` replaces it."""
+    assert "measure_encoder_output_widths(vllm_config, self.collective_rpc)" in source(
+        EngineCore.__init__
+    )
+    names = list(inspect.signature(core.measure_encoder_output_widths).parameters)
+    assert names == ["vllm_config", "collective_rpc"]
 
 
 def test_connector_alone_would_have_vllm_accept_embeddings() -> None:

@@ -58,9 +58,15 @@ class SeeingEngine:
     def __init__(self, cache: PictureCache, copier: Copier) -> None:
         self.cache, self.copier = cache, copier
 
-    def schedule(self, *names: str, count: int = EMBEDDINGS) -> tuple[Copies, list[bool]]:
+    def expect(self, *names: str, counts: dict[str, int]) -> None:
+        tenant = layout.tenant_digest("acme")
+        self.cache.expect(Asked(name, counts.get(name, EMBEDDINGS), tenant) for name in names)
+
+    def schedule(
+        self, *names: str, counts: dict[str, int] | None = None
+    ) -> tuple[Copies, list[bool]]:
         """One step with these pictures, and which of them were promised."""
-        self.cache.expect(Asked(name, count, layout.tenant_digest("acme")) for name in names)
+        self.expect(*names, counts=counts or {})
         promised = []
         for name in names:
             promised.append(self.cache.promise(name))
@@ -81,7 +87,7 @@ class SeeingEngine:
     def look(self, *names: str, count: int = EMBEDDINGS) -> list[bool]:
         """Runs one step. Returns which pictures needed no encoder, all of them equal to what it
         would have made."""
-        copies, promised = self.schedule(*names, count=count)
+        copies, promised = self.schedule(*names, counts=dict.fromkeys(names, count))
         for name, loaded in self.work(copies).items():
             assert torch.equal(loaded, embeddings(name, count))
         return promised

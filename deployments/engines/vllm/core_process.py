@@ -27,7 +27,7 @@ from vllm.v1.executor import Executor
 
 from deployments.engines import linux
 from deployments.engines.protocol import LoadFailed, load_failure
-from deployments.engines.vllm import kv_offload, picture_connector
+from deployments.engines.vllm import kv_offload, picture_connector, picture_slab
 from deployments.engines.vllm.picture_cache import PictureCache
 
 
@@ -70,6 +70,8 @@ class ForkedCore(EngineCoreProc):
 
     def __init__(self, addresses: EngineZmqAddresses, vllm_config: VllmConfig, stats: bool) -> None:
         self.given = addresses
+        if picture_slab.has_slab(vllm_config):
+            picture_connector.spare_measuring()
         super().__init__(
             vllm_config=vllm_config,
             local_client=True,

@@ -5,7 +5,6 @@ outlives the engine when the node's pool lent it, so that a new engine answers k
 without its encoder. On the device a picture is only while a request reads it (`PicturesInUse`).
 """
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,12 +19,11 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
     ECConnectorWorkerMetadata,
 )
-from vllm.distributed.ec_transfer.ec_connector.encoder_output_width import (
-    get_encoder_output_width,
-)
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import core
 from vllm.v1.outputs import ECConnectorOutput
 from vllm.v1.request import Request
 
@@ -39,6 +37,8 @@ from deployments.engines.vllm.picture_cache import (
     Copy,
     PictureCache,
 )
+
+logger = init_logger(__name__)
 
 IMAGE = "image"  # of vLLM's modalities, the one whose identities are ours
 _ALIGNED_BYTES = 4 * KIB  # rows begin on kernel pages
@@ -78,10 +78,9 @@ class PicturesInUse(EncoderCacheManager):
 
 @dataclass
 class Step(ECConnectorMetadata):
-    """What the workers have to copy in one step. `width`: numbers of an embedding."""
+    """What the workers have to copy in one step."""
 
     copies: Copies
-    width: int
 
 
 @dataclass
@@ -103,19 +102,18 @@ class PictureConnector(ECConnectorBase):
         super().__init__(vllm_config, role)
         self._extra = vllm_config.ec_transfer_config.ec_connector_extra_config
         self._dtype: torch.dtype = vllm_config.model_config.dtype
+        self._width = int(self._extra["width"])
         self._copier: Copier | None = None
         self._done: Done | None = None
         if role is ECConnectorRole.SCHEDULER:
-            self._width = get_encoder_output_width(vllm_config, IMAGE)
             self.cache = self._open_cache()
 
     def _open_cache(self) -> PictureCache:
         extra = self._extra
-        facts = f"{extra['namespace']} {self._width} {ROW_EMBEDDINGS}"
         slab = Slab(
             extra["slab"],
             Content.PICTURE,
-            hashlib.sha256(facts.encode()).digest(),
+            bytes.fromhex(extra["namespace"]),
             row_bytes(self._width, self._dtype),
             extent_bytes=Bytes(extra["extent_bytes"]),
         )
@@ -146,7 +144,7 @@ class PictureConnector(ECConnectorBase):
         self.cache.begin(request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Step:
-        return Step(self.cache.end_step(), self._width)
+        return Step(self.cache.end_step())
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
         done = connector_output.ec_connector_worker_meta
@@ -162,7 +160,7 @@ class PictureConnector(ECConnectorBase):
         copies = step.copies
         self._done = Done(copies) if copies.loads or copies.saves else None
         if self._done and self._copier is None:
-            self._copier = Copier(SlabFile(self._extra["slab"]), step.width, self._dtype)
+            self._copier = Copier(SlabFile(self._extra["slab"]), self._width, self._dtype)
         for load in copies.loads:
             assert self._copier is not None
             loaded = self._copier.load(load).to(self._vllm_config.device_config.device)
@@ -183,6 +181,12 @@ class PictureConnector(ECConnectorBase):
     def build_connector_worker_meta(self) -> Done | None:
         done, self._done = self._done, None
         return done
+
+
+def spare_measuring() -> None:
+    """vLLM would run the encoder once at each load, on the largest picture that the model takes, to
+    learn how wide embeddings are. That takes seconds to minutes on a CPU; `picture_slab` knows."""
+    core.measure_encoder_output_widths = lambda vllm_config, collective_rpc: None
 
 
 def row_bytes(width: int, dtype: torch.dtype) -> Bytes:
@@ -210,8 +214,10 @@ class Copier:
 
     def save(self, copy: Copy, embeddings: torch.Tensor) -> bool:
         """Whether they have the shape and type that the rows are for."""
-        wanted = (copy.picture.count, self._width)
-        if tuple(embeddings.shape) != wanted or embeddings.dtype != self._dtype:
+        wanted, found = (copy.picture.count, self._width), tuple(embeddings.shape)
+        if found != wanted or embeddings.dtype != self._dtype:
+            text = "pictures are not kept: embeddings are %s of %s, and rows are for %s of %s"
+            logger.warning_once(text, found, embeddings.dtype, wanted, self._dtype)
             return False
         flat = embeddings.detach().cpu().contiguous().view(torch.int8).reshape(-1).numpy()
         for part, row in copy.rows.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.ec_manager_config import EncoderCacheManagerConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -19,7 +19,7 @@ from arbiter.units import Bytes, Content
 from deployments.config import model_files
 from deployments.engines.protocol import Config
 from deployments.engines.vllm import kv_offload
-from deployments.engines.vllm.picture_cache import ENTRIES, TERM_S
+from deployments.engines.vllm.picture_cache import ENTRIES, ROW_EMBEDDINGS, TERM_S
 from deployments.engines.vllm.picture_connector import PictureConnector, PicturesInUse
 
 logger = init_logger(__name__)
@@ -70,6 +70,7 @@ def settle(vllm_config: VllmConfig, config: Config) -> None:
         return
     weights = kv_offload.weights_digest(Path(vllm_config.model_config.model))
     extra["namespace"] = _namespace(vllm_config, weights)
+    extra["width"] = width(vllm_config.model_config)
     extra["is_lent"] = _is_lent(extra, weights, config["model"])
     extra["extent_bytes"] = layout.EXTENT_BYTES
     if not extra["is_lent"]:
@@ -109,6 +110,14 @@ def refusal(vllm_config: VllmConfig) -> str | None:
     return next((cause for cause, holds in causes.items() if holds), None)
 
 
+def width(model: ModelConfig) -> int:
+    """Of an embedding as the encoder gives it: the text part's, as often again as DeepStack adds
+    layers of the encoder. Embeddings of another width are not kept."""
+    eyes = getattr(model.hf_config, "vision_config", None)
+    layers = getattr(eyes, "deepstack_visual_indexes", None) or ()
+    return int(model.get_inputs_embeds_size()) * (1 + len(layers))
+
+
 def _is_lent(extra: dict[str, Any], weights: str | None, model: str) -> bool:
     """Takes the slab that it was lent, if it can be used."""
     if extra["slab"] is None:
@@ -127,7 +136,7 @@ def _own(vllm_config: VllmConfig, config: Config) -> str:
     model = vllm_config.model_config
     arguments = config.get("engine_args", {})
     embeddings = int(arguments.get("max_num_batched_tokens", model_files.MOST_EMBEDDINGS))
-    size = embeddings * model.get_inputs_embeds_size() * model.dtype.itemsize
+    size = embeddings * width(model) * model.dtype.itemsize
     # Header and table come before the rows.
     capacity = Bytes((-(-size // layout.PAGE_BYTES) + 2) * layout.PAGE_BYTES)
     fd = create(Content.PICTURE, capacity, name=NAME)
@@ -142,9 +151,10 @@ def _own(vllm_config: VllmConfig, config: Config) -> str:
 
 
 def _namespace(vllm_config: VllmConfig, weights: str | None) -> str:
-    """Of all that gives the numbers of an embedding their meaning, but for their count."""
-    facts = json.dumps([weights, _facts(vllm_config)], sort_keys=True, default=str)
-    return hashlib.sha256(facts.encode()).hexdigest()
+    """Of all that gives the numbers of an embedding their meaning."""
+    facts = [weights, ROW_EMBEDDINGS, width(vllm_config.model_config), _facts(vllm_config)]
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _facts(vllm_config: VllmConfig) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from deployments.engines.vllm.picture_connector import (
 )
 from tests.support.picture_slabs import (
     EMBEDDINGS,
-    WIDTH,
     SeeingEngine,
     embeddings,
     opened,
@@ -65,7 +64,7 @@ def test_device_has_a_picture_only_while_a_request_reads_it() -> None:
 
 def connector(cache: PictureCache) -> PictureConnector:
     made: PictureConnector = object.__new__(PictureConnector)
-    made.cache, made._width = cache, WIDTH
+    made.cache = cache
     return made
 
 
@@ -78,7 +77,7 @@ def test_media_whose_identity_is_not_ours_are_neither_kept_nor_counted(
     assert not made.has_cache_item("a")
     made.update_state_after_alloc(asked, 0)
     step = made.build_connector_meta(None)  # type: ignore[arg-type]
-    assert (step.copies, step.width, engine.counts) == (Copies(), WIDTH, (0, 0))
+    assert (step.copies, engine.counts) == (Copies(), (0, 0))
 
 
 @pytest.mark.spec("H8")
@@ -106,3 +105,15 @@ def test_step_is_done_once_all_workers_are_and_the_first_one_wrote(engine: Seein
 def test_row_is_whole_pages() -> None:
     assert row_bytes(24, torch.float32) == 8192 and row_bytes(4096, torch.bfloat16) == 512 * 1024
     assert IMAGE == "image"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.spec("H8")
+def test_picture_of_a_gpu_comes_back_as_it_was(engine: SeeingEngine) -> None:
+    copies, _ = engine.schedule("a")
+    there = embeddings("a", EMBEDDINGS).cuda()
+    assert engine.copier.save(copies.saves[0], there)
+    engine.cache.finish(copies, ["a"])
+    [load] = engine.schedule("a")[0].loads
+    assert torch.equal(engine.copier.load(load).cuda(), there)

@@ -19,14 +19,19 @@ def configured(**changes: Any) -> Any:
         "mm_processor_kwargs": None,
         "media_io_kwargs": {},
         "pictures": 1,
+        "width": 64,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
         "enable_tower_connector_lora": False,
     } | changes
     sees = SimpleNamespace(**facts, get_limit_per_prompt=lambda modality: facts["pictures"])
-    shape = SimpleNamespace(to_dict=lambda: facts["hf_config"])
-    every = SimpleNamespace(**facts | {"hf_config": shape}, multimodal_config=sees)
+    shape = SimpleNamespace(to_dict=lambda: facts["hf_config"], vision_config=None)
+    every = SimpleNamespace(
+        **facts | {"hf_config": shape},
+        multimodal_config=sees,
+        get_inputs_embeds_size=lambda: facts["width"],
+    )
     return SimpleNamespace(model_config=every, parallel_config=every, lora_config=every)
 
 
@@ -40,6 +45,7 @@ def configured(**changes: Any) -> Any:
         "mm_processor_kwargs",
         "media_io_kwargs",
         "tensor_parallel_size",
+        "width",
         "weights",
         "processor",
         "vllm",
@@ -65,6 +71,9 @@ def test_namespace_changes_with_each_fact_of_an_engine(
         case "device":
             other = SimpleNamespace(device_type="other")
             monkeypatch.setattr(picture_slab, "current_platform", other)
+        case "width":
+            assert namespace(width=65) != before
+            return
         case _:
             assert namespace(**{fact: "other"}) != before
             return
@@ -85,3 +94,10 @@ def test_namespace_changes_with_each_fact_of_an_engine(
 def test_models_that_cannot_keep_pictures_say_why(change: dict[str, Any], cause: str) -> None:
     assert picture_slab.refusal(configured()) is None
     assert cause in (picture_slab.refusal(configured(**change)) or "")
+
+
+def test_deepstack_makes_embeddings_wider() -> None:
+    model = configured().model_config
+    assert picture_slab.width(model) == 64
+    model.hf_config.vision_config = SimpleNamespace(deepstack_visual_indexes=[8, 16, 24])
+    assert picture_slab.width(model) == 4 * 64
