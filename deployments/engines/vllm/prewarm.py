@@ -1,13 +1,10 @@
 """POST /prewarm: computes the KV of a chat's stable prefix by a request of one token (G1).
 
-A template may write anything behind the prefix: the end of a message, the tools, a generation
-prompt. So the chat is rendered by vLLM itself with several endings, as the real request will be,
-and what all the renderings begin with is the prefix. The endings begin with characters of several
-kinds, because a tokenizer may join the last characters of the prefix with the first ones behind it.
+vLLM itself renders the prefix with several endings, as it will render the real request, and what
+all the renderings begin with is computed (deployments.engines.vllm.chat_endings).
 """
 
 import itertools
-from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -23,13 +20,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Receive, Scope, Send
+from deployments.engines.vllm.chat_endings import Chat, common, endings
 
-# Letters, white space, digits, punctuation, and beyond ASCII
-ENDINGS = ("a", " b", "\nc", "1", "<d", "é", "...")
 NO_CACHE = {"skipped": "prefix caching is off", "has_no_cache": True}
 _GREEDY = SamplingParams(temperature=0, max_tokens=1)
-
-Chat = dict[str, Any]
 
 
 class Prewarmer:
@@ -101,26 +95,3 @@ class Prewarmer:
         _, [rendered] = found
         tokens: list[int] = rendered["prompt_token_ids"]
         return tokens
-
-
-def endings(prefix: Chat, role: str) -> Iterator[Chat]:
-    """Chats that begin with the prefix and differ from there on, also in their tools where those
-    are not part of it."""
-    shared = {k: v for k, v in prefix.items() if k not in ("messages", "opened", "next_role")}
-    for number, ending in enumerate(ENDINGS):
-        if (opened := prefix.get("opened")) is not None:
-            last = {**opened, "content": [*opened["content"], {"type": "text", "text": ending}]}
-        else:
-            last = {"role": role, "content": ending}
-        chat = shared | {"messages": [*prefix["messages"], last]}
-        if "tools" in prefix and prefix["tools"] is None:
-            name = f"{'abcdefg'[number]}{number}"
-            chat["tools"] = [{"type": "function", "function": {"name": name, "parameters": {}}}]
-        yield chat
-
-
-def common(rows: list[list[int]]) -> list[int]:
-    """What all rows begin with."""
-    first, last = min(rows), max(rows)  # in the order of lists: what these share, all do
-    count = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), None)
-    return first[:count] if count is not None else first
