@@ -145,8 +145,8 @@ class PrefixWarmer:
         while True:
             self._news.clear()
             now_ns = self._clock.now_ns()
-            if self._is_resident and (known := self._book.next()):
-                await self._warm_when_idle(known)
+            if self._is_resident and self._book.next():
+                await self._warm_when_idle()
             elif now_ns >= sweep_ns:
                 self._book.sweep(now_ns)
                 sweep_ns = now_ns + every
@@ -157,11 +157,13 @@ class PrefixWarmer:
     def _is_resident(self) -> bool:
         return self._held.state is HolderState.RESIDENT and self._has_cache
 
-    async def _warm_when_idle(self, known: Known) -> None:
+    async def _warm_when_idle(self) -> None:
         held = self._held
         await held.uses.all_ended()
-        if not self._is_resident or known.cause is None:
+        known = self._book.next()
+        if not self._is_resident or known is None:
             return
+        assert known.cause is not None
         began_ns, cause = time.monotonic_ns(), known.cause
         self._current = task = detached_task(self._ask_engine(known.prefix))
         await asyncio.wait({task})

@@ -2,17 +2,23 @@
 
 A template may write anything behind the prefix: the end of a message, the tools, a generation
 prompt. So the chat is rendered with several endings, and what all the renderings begin with is the
-prefix. The endings begin with characters of several kinds, because a tokenizer may join the last
-characters of the prefix with the first ones behind it.
+prefix. A tokenizer may join the last characters of the prefix with the first ones behind it, so the
+endings begin with characters of several kinds, and the last tokens are left out: a tokenizer that
+cuts at no word border joins yet others.
 """
 
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 Chat = dict[str, Any]
 
 # Letters, white space, digits, punctuation, and beyond ASCII
 ENDINGS = ("a", " b", "\nc", "1", "<d", "é", "...")
+
+# Tokens at the end of what all endings share that another ending may change. Only whole blocks of
+# tokens are cached, so these seldom cost one.
+LOOSE_COUNT = 4
 
 
 def endings(prefix: Chat, role: str) -> Iterator[Chat]:
@@ -32,7 +38,9 @@ def endings(prefix: Chat, role: str) -> Iterator[Chat]:
 
 
 def common(rows: list[list[int]]) -> list[int]:
-    """What all rows begin with."""
+    """What all rows begin with, but for its loose end."""
     first, last = min(rows), max(rows)  # in the order of lists: what these share, all do
-    count = next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), None)
-    return first[:count] if count is not None else first
+    shared = [
+        a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    ]
+    return shared[: max(0, len(shared) - LOOSE_COUNT)]
