@@ -10,7 +10,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.decisions import Reason, Tier
-from arbiter.core.types import Priority
+from arbiter.core.types import Client, Priority
 from arbiter.errors import NeverFits
 from arbiter.protocol import messages
 from arbiter.units import Bytes, TicketId
@@ -297,7 +297,7 @@ async def test_session_loads_the_model_as_batch_work_and_warms_its_own_prefix(
         assert causes == [("k", "session"), (DECLARED, "load")]
         assert engine.prewarms[0]["messages"] == more
         [usage] = arbiter.runs.usage()
-        assert (usage.client.client, usage.requests_count) == ("cli", 1)
+        assert (usage.client, usage.requests_count) == (Client("default", "cli"), 1)
 
 
 @pytest.mark.spec("G1", "G5")
