@@ -76,6 +76,8 @@ async def test_commands_are_repeated_until_they_are_acknowledged() -> None:
 @pytest.mark.spec("G1")
 async def test_holder_is_told_to_warm_the_prefixes_of_its_ticket() -> None:
     class Speaks:
+        settings = DEFAULTS
+
         def handle(self, event: ev.Event, now: int) -> list[Any]:
             return [WarmPrefixes(TicketId("t"), HolderId("h"))]
 
