@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from arbiter.core import events as ev
 from arbiter.errors import EngineLost
@@ -225,14 +225,13 @@ class PrefixWarmer:
 
 def _read(head: messages.ResponseHead, body: bytes) -> Warmed:
     """Raises PrewarmFailed."""
-    if head.status != 200:
-        raise PrewarmFailed(f"the engine answered {head.status}: {_message(body)}")
-    said: dict[str, Any] = json.loads(body)
-    return Warmed(**said)
-
-
-def _message(body: bytes) -> str:
-    """Of an error in OpenAI's form; in no other form does an engine of ours refuse."""
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        return str(json.loads(body)["error"]["message"])
-    return "no reason given"
+    if head.status == 404:
+        return Warmed(skipped=f"its engine has no {prefixes.ROUTE}", has_no_cache=True)
+    try:
+        said = json.loads(body)
+        if head.status == 200:
+            return Warmed(**said)
+        cause = said["error"]["message"]  # OpenAI's form
+    except (ValueError, LookupError, TypeError):
+        cause = "no form that it may have"
+    raise PrewarmFailed(f"the engine answered {head.status}: {cause}")

@@ -216,7 +216,8 @@ async def test_revoke_does_not_wait_for_a_prewarm(clock: HandClock) -> None:
     ("answer", "says"),
     [
         ((500, {"error": {"message": "no memory"}}), "the engine answered 500: no memory"),
-        ((404, {}), "the engine answered 404: no reason given"),
+        ((500, {}), "the engine answered 500: no form that it may have"),
+        ((200, [1]), "the engine answered 200: no form that it may have"),
     ],
 )
 async def test_failure_is_an_event_and_is_not_repeated(
@@ -237,11 +238,15 @@ async def test_failure_is_an_event_and_is_not_repeated(
 
 
 @pytest.mark.spec("G6")
+@pytest.mark.parametrize(
+    "answer",
+    [(200, {"skipped": "prefix caching is off", "has_no_cache": True}), (404, {})],
+)
 async def test_engine_without_a_prefix_cache_is_asked_once_and_is_no_event(
-    clock: HandClock,
+    clock: HandClock, answer: tuple[int, Any]
 ) -> None:
     async with warming() as (residency, arbiter, engine):
-        engine.warmed = 200, {"skipped": "prefix caching is off", "has_no_cache": True}
+        engine.warmed = answer
         await use(residency)
         await settle(lambda: not residency.models["a"].warmer._has_cache)
         clock.advance(1_000)
@@ -251,7 +256,7 @@ async def test_engine_without_a_prefix_cache_is_asked_once_and_is_no_event(
 
 @pytest.mark.spec("G6")
 async def test_engine_that_knows_no_prewarm_is_never_asked(clock: HandClock) -> None:
-    async with warming(engine="m:f") as (residency, arbiter, engine):
+    async with warming(engine="silero") as (residency, arbiter, engine):
         await use(residency)
         sessions = Sessions(residency, _nothing)
         assert sessions.open(call()).head.status == 202
