@@ -129,7 +129,7 @@ class PrefixWarmer:
 
     def on_speech(self) -> None:
         """A person begins to speak, whose words this model may have to answer."""
-        self._book.ask_untouched(Cause.SPEECH, FRESH, self._clock.now_ns())
+        self._book.ask_untouched(Cause.SPEECH, Span(0), self._clock.now_ns())
         self._news.set()
 
     def _learn(self, cut: Cut, chat: bytes, tenant: str) -> None:

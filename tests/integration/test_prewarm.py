@@ -34,7 +34,6 @@ async def test_speech_and_sweep_warm_a_resident_model_and_neither_keeps_it_nor_l
         assert await mouth.keep.remote("b")
         await mouth.let_go.remote("b")
         await prewarms(d, "b", "load")
-        await mouth.shift_clock.remote(30)
         await ears.speak.remote()
         await prewarms(d, "b", "load", "speech")
         await mouth.shift_clock.remote(240)

@@ -266,15 +266,11 @@ async def test_engine_that_knows_no_prewarm_is_never_asked(clock: HandClock) -> 
 
 
 @pytest.mark.spec("G1")
-async def test_speech_warms_what_was_not_warmed_just_now(clock: HandClock) -> None:
+async def test_speech_warms_what_is_known_of_its_own_ticket(clock: HandClock) -> None:
     async with warming() as (residency, arbiter, engine):
         await use(residency)
         await settle(lambda: len(told(arbiter)) == 1)
         order = messages.PrewarmCommand(residency.models["a"].ticket)
-        residency._obey(order)
-        await no_more()
-        assert len(engine.prewarms) == 1
-        clock.advance(30)
         residency._obey(order)
         await settle(lambda: len(told(arbiter)) == 2)
         assert told(arbiter)[1].cause == "speech"
