@@ -99,8 +99,8 @@ class PrefixBook:
 
     @staticmethod
     def on_warmed(known: Known) -> None:
-        """Touched since it was asked for: so the sweep after the one that asked finds it due,
-        however long its engine took."""
+        """Touched since it was asked for: so the next sweep finds it due, however long its engine
+        took."""
         known.touched_ns, known.cause = known.asked_ns, None
 
     @staticmethod

@@ -167,7 +167,7 @@ def test_speech_has_the_chat_model_behind_it_warm_its_prefix(
         model="plain-chat",
         messages=[{"role": "user", "content": QUESTION}],
         max_tokens=1,
-        extra_body={"x_stay_warm": 60},
+        extra_body={"x_stay_warm": 20},
     )
     until(lambda: "load" in causes(graph, seen), 30, "its prefix is warm")
     posted(graph, "/v1/audio/vad", fox, VAD)

@@ -109,7 +109,7 @@ async def test_load_warms_the_declared_prefix_once_under_its_fixed_id(clock: Han
         await use(residency)
         [event] = told(arbiter)
         assert (event.prefix, event.cause, event.outcome) == (DECLARED, "load", "warmed")
-        assert (event.ticket, event.prompt_tokens) == (arbiter.asked[0], 300)
+        assert (event.ticket, event.prompt_tokens_count) == (arbiter.asked[0], 300)
         assert [body["messages"] for body in engine.prewarms] == [[SYSTEM]]
 
 
@@ -267,7 +267,7 @@ async def test_engine_that_knows_no_prewarm_is_never_asked(clock: HandClock) -> 
 
 @pytest.mark.spec("G1")
 async def test_speech_warms_what_is_known_of_its_own_ticket(clock: HandClock) -> None:
-    async with warming() as (residency, arbiter, engine):
+    async with warming() as (residency, arbiter, _):
         await use(residency)
         await settle(lambda: len(told(arbiter)) == 1)
         order = messages.PrewarmCommand(residency.models["a"].ticket)

@@ -50,7 +50,7 @@ def test_prewarm_is_an_event_and_changes_nothing_else() -> None:
     told = ev.Prewarmed(
         HolderId("h"), TicketId("a"), "a", "__system_prefix__", "load", "warmed", 300, 0, seconds(1)
     )
-    before = d.arbiter.snapshot(d.arbiter._state.now)
+    before = d.snapshot()
     assert d.at(0, told) == []
     line: LogEvent = d.last("prewarm")
     assert (line.ticket, line.took) == (TicketId("a"), seconds(1))
@@ -64,4 +64,4 @@ def test_prewarm_is_an_event_and_changes_nothing_else() -> None:
         "prompt_tokens": 300,
         "cached_tokens": 0,
     }
-    assert d.arbiter.snapshot(d.arbiter._state.now) == before
+    assert d.snapshot() == before
