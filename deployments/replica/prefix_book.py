@@ -93,7 +93,7 @@ class PrefixBook:
         self.ask_untouched(Cause.SWEEP, UNTOUCHED, now_ns)
 
     def next(self) -> Known | None:
-        """One that is to be warmed, the most recently used first."""
+        """The most recently used of those that are to be warmed."""
         waiting = [known for known in self._known.values() if known.cause is not None]
         return max(waiting, key=lambda known: known.used_ns, default=None)
 

@@ -1,8 +1,9 @@
 """Warms the stable prefixes of one model while it is resident and idle (G1, G5, G6).
 
-A pre-warm goes to the engine beside the requests, not as one of them: it is in no account, a model that is only pre-warmed counts as idle, and a pre-warm begins only while no request is in
-flight. A request that comes meanwhile ends it, so it waits for one step of the engine at most; what
-was computed until then stays in the cache.
+A pre-warm goes to the engine beside the requests, not as one of them: it is in no account, a model
+that is only pre-warmed counts as idle, and a pre-warm begins only while no request is in flight. A
+request that comes meanwhile ends it, and so waits for one step of the engine at most; what was
+computed until then stays in the cache.
 """
 
 import asyncio
