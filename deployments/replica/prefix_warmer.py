@@ -26,6 +26,7 @@ from deployments.replica.prefix_book import FRESH, Cause, Known, PrefixBook
 
 logger = logging.getLogger("arbiter.residency")
 
+PREFIX_MOST_BYTES = 1 << 20  # twice a context of 128k tokens; a replica keeps 64 of each model
 # A prefill of a whole context of 128k tokens takes less, also without a GPU at 2,000 tokens/s.
 WARM_S = 120.0
 
@@ -115,14 +116,13 @@ class PrefixWarmer:
 
     def on_use(self, cut: Cut, chat: bytes, tenant: str) -> None:
         """A request begins with a prefix; `chat`: its body."""
-        self._learn(cut, chat, tenant)
-        self._book.on_use(cut.key, self._clock.now_ns())
+        if self._knows(cut, chat, tenant):
+            self._book.on_use(cut.key, self._clock.now_ns())
 
     def on_session(self, cut: Cut | None, chat: bytes, tenant: str) -> None:
         """A client opens a session whose chats begin with a prefix, or with what is declared."""
         now_ns = self._clock.now_ns()
-        if cut is not None:
-            self._learn(cut, chat, tenant)
+        if cut is not None and self._knows(cut, chat, tenant):
             self._book.ask(cut.key, Cause.SESSION, now_ns)
         self._book.ask_untouched(Cause.SESSION, FRESH, now_ns, tenant)
         self._news.set()
@@ -132,10 +132,14 @@ class PrefixWarmer:
         self._book.ask_untouched(Cause.SPEECH, Span(0), self._clock.now_ns())
         self._news.set()
 
-    def _learn(self, cut: Cut, chat: bytes, tenant: str) -> None:
+    def _knows(self, cut: Cut, chat: bytes, tenant: str) -> bool:
+        """Learns a prefix that is new; False: it is too large to be kept."""
         if not self._book.knows(cut.key):
             found = prefixes.prefix_of(json.loads(chat), cut, tenant)
+            if len(found.body) > PREFIX_MOST_BYTES:
+                return False
             self._book.add(found, self._clock.now_ns())
+        return True
 
     # -- the work ------------------------------------------------------------------------------
 

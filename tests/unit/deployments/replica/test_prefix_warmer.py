@@ -316,6 +316,24 @@ async def test_prefix_of_a_request_is_warmed_by_the_sweep_and_not_by_itself(
         assert (told(arbiter)[0].prefix, told(arbiter)[0].cause) == ("k", "sweep")
 
 
+@pytest.mark.spec("G1", "L3")
+async def test_prefix_larger_than_any_context_is_not_kept(
+    clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with warming(stable_prefixes=[]) as (residency, arbiter, engine):
+        monkeypatch.setattr(prefix_warmer, "PREFIX_MOST_BYTES", 1_000)
+        for key, words in (("large", 1_000), ("small", 1)):
+            told_of = {"role": "system", "content": "x" * words}
+            of_request = call(cut=Cut(1, key=key), messages=[told_of])
+            Sessions(residency, _nothing).open(of_request)
+            async with residency.use("a") as open_use:
+                open_use.begins_with(of_request.stable, of_request.body, "default")
+        await settle(lambda: told(arbiter))
+        await no_more()
+        assert [event.prefix for event in told(arbiter)] == ["small"]
+        assert len(engine.prewarms) == 1
+
+
 @pytest.mark.spec("G6")
 async def test_session_whose_model_is_refused_is_an_event_and_no_more(clock: HandClock) -> None:
     async with warming() as (residency, arbiter, engine):
