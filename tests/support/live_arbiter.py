@@ -36,8 +36,7 @@ WITHIN_S = 20.0  # for anything that must happen; what is measured in seconds ha
 
 def model(mib: int, **engine_args: Any) -> dict[str, Any]:
     """A model that holds `mib` of touched memory when loaded."""
-    words = ("keep_warm_s", "pin", "can_sleep", "allow_oversize", "floor", "dispatch")
-    words += ("stable_prefixes",)
+    words = "keep_warm_s pin can_sleep allow_oversize floor dispatch stable_prefixes".split()
     own = {k: engine_args.pop(k) for k in words if k in engine_args}
     args = {"bytes": mib * MIB, **engine_args}
     host_bytes = mib * MIB if own.get("can_sleep", True) else 0
