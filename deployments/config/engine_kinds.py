@@ -38,8 +38,10 @@ def nothing_kept(path: str, model: ModelConfig) -> tuple[Content, ...]:
 
 
 def kept_by_vllm(path: str, model: ModelConfig) -> tuple[Content, ...]:
-    """KV blocks, unless the model's configuration says no."""
-    return (Content.KV,) if model.keep_kv else ()
+    """KV blocks, unless the model's configuration says no, and images of adapters where it has
+    some."""
+    blocks = (Content.KV,) if model.keep_kv else ()
+    return (*blocks, Content.ADAPTER) if model.adapters else blocks
 
 
 def weights_and_cache(kind: "EngineKind", path: str, model: ModelConfig) -> Need:

@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -30,8 +30,9 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from arbiter.pool import Content, Rows, Slab, SlabFile, SlabUnusable, layout
-from arbiter.units import KIB, Bytes
+from arbiter.pool import Rows, Slab, SlabFile, SlabUnusable, layout
+from arbiter.units import KIB, Bytes, Content
+from deployments.engines.protocol import Config
 
 logger = init_logger(__name__)
 
@@ -243,11 +244,12 @@ def key_of(request: LoRARequest) -> bytes | None:
     return bytes.fromhex(name) if is_digest else None
 
 
-def take(given: Mapping[str, Any] | None) -> LentSlab | None:
-    """Opens the slab of an engine's configuration, its `path` with perhaps `term_s` and `rows`, for
-    as long as this process lives: the core finds it so although its owner may end meanwhile. None
-    without one."""
-    if not given:
+def take(config: Config) -> LentSlab | None:
+    """Opens the slab that an engine was lent for its adapters, for as long as this process lives:
+    the core finds it so although the owner may end meanwhile. `config["slabs"]["adapter"]` has its
+    `path`, and perhaps `term_s` and `rows`. None without one."""
+    given = config.get("slabs", {}).get(Content.ADAPTER)
+    if not given or "adapters" not in config:
         return None
     try:
         slab = SlabFile(given["path"])

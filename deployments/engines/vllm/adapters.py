@@ -142,7 +142,7 @@ class AdapterService:
 
     async def _load(self, lora: LoRARequest) -> None:
         assert self.llm is not None
-        await self.llm.add_lora(lora)
+        await self.llm.engine_core.call_utility_async("bring_adapter", lora, [])
 
     async def _pin(self, asked: Asked | None) -> None:
         """A pinned adapter keeps its slot from its first use on, while its entry says so. At least

@@ -29,7 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.engines import asgi, command_line, linux
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
-from deployments.engines.vllm import kv_offload, pictures, pooling
+from deployments.engines.vllm import adapter_images, kv_offload, pictures, pooling
 from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
@@ -61,8 +61,10 @@ def build(config: Config) -> "VllmEngine":
         os.environ["ARBITER_ENGINE"],
         stats=not args.disable_log_stats,
         threads=compute_threads(config),
+        images=(images := adapter_images.take(config)),
     )
     engine = VllmEngine(args, vllm_config, core, can_sleep=config.get("can_sleep", True))
+    engine.has_slab = images is not None or kv_offload.has_slab(vllm_config)
     engine.most_tokens = int(config.get("grows_to", {}).get("max_model_len", 0))
     if "adapters" in config:
         window = vllm_config.scheduler_config.max_num_seqs
@@ -144,7 +146,8 @@ def _adapter_arguments(config: Config) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": given["slots"],
-        "max_cpu_loras": 2 * given["slots"],  # deployments.config.engine_kinds charges as much
+        # What is in no slot is warm in the slab. deployments.config.engine_kinds charges as much.
+        "max_cpu_loras": given["slots"],
         "max_lora_rank": given["max_rank"],
     }
 
@@ -175,6 +178,7 @@ class VllmEngine:
         self.adapters: AdapterService | None = None
         self.pictures: Pictures | None = None  # of a model that sees
         self.expiring: asyncio.Task[None] | None = None
+        self.has_slab = False  # of any content
         self.most_tokens = 0  # of the context that it may grow to; 0: it does not grow
         self.growth: ContextGrowth | None = None
 
@@ -249,8 +253,8 @@ class VllmEngine:
 
     async def _slab(self, scope: Scope, send: Send) -> None:
         assert self.llm is not None
-        if not kv_offload.has_slab(self.config):
-            return await asgi.refuse(send, 404, "this engine keeps no KV blocks in a slab")
+        if not self.has_slab:
+            return await asgi.refuse(send, 404, "this engine keeps nothing in a slab")
         call = "shrink_slab" if scope["method"] == "POST" else "slab_facts"
         await asgi.respond(send, 200, await self.llm.engine_core.call_utility_async(call))
 
@@ -262,10 +266,11 @@ class VllmEngine:
         await self.llm.sleep(level=1)
 
     async def purge(self) -> None:
-        """Drops projected pictures, where it has any, and KV blocks beyond its slab's limit."""
+        """Drops projected pictures, where it has any, and what its slabs hold beyond their
+        limits."""
         if self.pictures is not None:
             await self.pictures.purge()
-        if self.llm is not None and kv_offload.has_slab(self.config):
+        if self.llm is not None and self.has_slab:
             await self.llm.engine_core.call_utility_async("shrink_slab")
 
     async def wake(self) -> None:
