@@ -82,14 +82,14 @@ def test_same(engines: ZygoteUnderTest, tiny: Path, folder: Path, slab: int) -> 
     child = engines.spawn("images", VLLM, config(tiny, folder, slab)).hold()
     assert child.ready()[0] == 200
     cold = all_tokens(child)
-    print(facts(child))
+    print(facts(child), child.call("GET","/adapters")[1])
     warm = all_tokens(child)
-    print(facts(child))
+    print(facts(child), child.call("GET","/adapters")[1])
     print(child.log[-3000:])
     assert cold == right
     assert warm == right
     kill(child)
     with served(engines, "next", VLLM, config(tiny, folder, slab)) as child:
-        shutil.rmtree(folder / "store")
+        pass
         assert all_tokens(child) == right
-        print(facts(child))
+        print(facts(child), child.call("GET","/adapters")[1])

@@ -262,9 +262,7 @@ def take(config: Config) -> LentSlab | None:
     return LentSlab(path, float(term_s), int(most_rows))
 
 
-def open_images(
-    executor: Any, vllm_config: VllmConfig, lent: LentSlab | None
-) -> SlotImages | None:
+def open_images(executor: Any, vllm_config: VllmConfig, lent: LentSlab | None) -> SlotImages | None:
     """None for an engine without a slab for images, or whose slots cannot be kept in one."""
     if lent is None:
         return None

@@ -132,9 +132,14 @@ class ForkedCore(EngineCoreProc):
         self.add_lora(lora_request)
         return tier
 
-    def stage_adapter(self, lora_request: LoRARequest) -> str:
-        """Makes an adapter warm that will be needed soon. Returns the tier in which it was."""
-        return adapter_images.COLD if self.images is None else self.images.stage(lora_request)
+    def stage_adapter(self, lora_request: LoRARequest) -> str | None:
+        """Makes an adapter warm that will be needed soon. Returns the tier in which it was; None
+        without a slab for images."""
+        return None if self.images is None else self.images.stage(lora_request)
+
+    def keep_adapters(self, keep: list[int]) -> None:
+        if self.images is not None:
+            self.images.keep(keep)
 
     def adapter_tiers(self) -> dict[str, Any]:
         """Which adapters are in slots, by number, and which have an image, by digest."""

@@ -248,7 +248,7 @@ class VllmEngine:
             return await self.api(scope, receive, send)
         if scope["path"] == "/adapters":
             trace = await self.llm.engine_core.call_utility_async("step_trace")
-            return await asgi.respond(send, 200, {**self.adapters.facts(), "trace": trace})
+            return await asgi.respond(send, 200, {**await self.adapters.facts(), "trace": trace})
         await self.adapters.serve(self.api, scope, receive, send)
 
     async def _slab(self, scope: Scope, send: Send) -> None:
