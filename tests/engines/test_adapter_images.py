@@ -82,9 +82,9 @@ def test_same(engines: ZygoteUnderTest, tiny: Path, folder: Path, slab: int) -> 
     child = engines.spawn("images", VLLM, config(tiny, folder, slab)).hold()
     assert child.ready()[0] == 200
     cold = all_tokens(child)
-    print(facts(child), child.call("GET","/adapters")[1])
+    print(facts(child), child.call("GET", "/adapters")[1])
     warm = all_tokens(child)
-    print(facts(child), child.call("GET","/adapters")[1])
+    print(facts(child), child.call("GET", "/adapters")[1])
     print(child.log[-3000:])
     assert cold == right
     assert warm == right
@@ -92,4 +92,4 @@ def test_same(engines: ZygoteUnderTest, tiny: Path, folder: Path, slab: int) -> 
     with served(engines, "next", VLLM, config(tiny, folder, slab)) as child:
         pass
         assert all_tokens(child) == right
-        print(facts(child), child.call("GET","/adapters")[1])
+        print(facts(child), child.call("GET", "/adapters")[1])

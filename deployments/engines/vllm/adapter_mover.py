@@ -167,7 +167,7 @@ class AdapterMover:
         cold = max(0, len(set(catalogue)) - len(self._hot | warm))
         total = self.found.total()
         hits = (self.found[HOT] + self.found[WARM]) / total if total else None
-        most = list(self._counts().items())[: -MOST_SHOWN - 1 : -1]
+        most = list(self._uses.counts(self._clock()).items())[: -MOST_SHOWN - 1 : -1]
         return {
             "adapters": {HOT: len(self._hot), WARM: len(warm), COLD: cold},
             "requests": {tier: self.found[tier] for tier in (HOT, WARM, COLD)},
