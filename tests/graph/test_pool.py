@@ -33,8 +33,9 @@ def ask(client: OpenAI) -> tuple[str, int, int]:
 
 
 def slab(graph: Graph) -> dict[str, Any]:
-    """That of the model, which is in use before any other of its owner."""
-    own = [s["slab"] for s in graph.state()["slabs"] if s["slab"]["owner"] == f"chat/{CHAT}"]
+    """That of the model's KV, which is in use before any other of its owner."""
+    slabs = [s["slab"] for s in graph.state()["slabs"] if s["slab"]["content"] == "kv"]
+    own = [row for row in slabs if row["owner"] == f"chat/{CHAT}"]
     return max(own, key=lambda row: (row["ticket"] or "", row["rows_count"]), default={})
 
 

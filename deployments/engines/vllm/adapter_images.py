@@ -14,7 +14,6 @@ import json
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -30,7 +29,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from arbiter.pool import Rows, Slab, SlabFile, SlabUnusable, layout
+from arbiter.pool import Rows, Slab, SlabFile, SlabUnusable
+from arbiter.pool.layout import Count
 from arbiter.units import KIB, Bytes, Content
 from deployments.engines.protocol import Config
 
@@ -93,7 +93,6 @@ class SlotImages:
         self._blanks = {name: copy.copy(m) for name, m in self._manager.modules.items()}
         self._parse = worker._load_adapter
         self._add, self._activate = self._manager._add_adapter, self._manager.activate_adapter
-        self.loads: Counter[str] = Counter()  # of adapters that were in no slot, by tier
         worker._load_adapter = self.load
         self._manager._add_adapter = self.add
         self._manager.activate_adapter = self.activate
@@ -101,10 +100,8 @@ class SlotImages:
     def load(self, request: LoRARequest) -> LoRAModel:
         """In the place of `_load_adapter`: no file is read where there is an image."""
         key = key_of(request)
-        if key is not None and self.rows.lookup(key) is not None:
-            self.loads[WARM] += 1
+        if key is not None and key in self.rows:
             return Image(request, key)
-        self.loads[COLD] += 1
         lora = self._parse(request)
         if key is not None and self._store(key, lora):
             return Image(request, key)
@@ -138,7 +135,6 @@ class SlotImages:
             return HOT
         if key is None or key in self.rows:
             return WARM
-        self.rows.lookup(key)  # counts the miss
         self._store(key, self._parse(request))
         return COLD
 
@@ -211,6 +207,14 @@ class SlotImages:
             if isinstance(lora, Image):
                 self.rows.touch([lora.key])
 
+    def count(self, hot: int, warm: int, cold: int) -> None:
+        """Notes requests by the tier in which they found their adapters."""
+        counts = self.rows.slab.file.counts
+        counts[Count.HOT_HITS] += hot
+        counts[Count.HITS] += warm
+        counts[Count.MISSES] += cold
+        counts[Count.HOT] = len(self._manager._active_adapters)
+
     def tier(self, request: LoRARequest) -> str:
         """Where an adapter is now. Counts nothing."""
         if request.lora_int_id in self._manager._active_adapters:
@@ -229,7 +233,7 @@ class SlotImages:
     def facts(self) -> dict[str, int]:
         """Counts by name, bytes of the whole file and of an image, and the file's limit."""
         slab = self.rows.slab
-        counts = {each.name.lower(): slab.file.counts[each] for each in layout.Count}
+        counts = {each.name.lower(): slab.file.counts[each] for each in Count}
         del counts["allocated"], counts["restored"]
         held, limit = slab.file.allocated_bytes, slab.file.limit_bytes
         sizes = {"allocated_bytes": held, "limit_bytes": limit}

@@ -20,7 +20,7 @@ from deployments.engines.vllm.admission import BASE
 from deployments.engines.vllm.batch_gate import BatchGate
 
 REBALANCE_S = 60.0  # SPEC F3
-COUNTS_S = 1.0
+COUNTS_S = REPORT_S = 1.0
 # Adapters of waiting requests whose images are to be made: more than that many are not made before
 # they are needed. Each takes 6 ms and more of the engine's time.
 MOST_AHEAD = 256
@@ -45,6 +45,8 @@ class AdapterMover:
         self._stager: asyncio.Task[None] | None = None
         self._read_ahead: set[str] = set()  # since a request has waited for them
         self.found: Counter[str] = Counter()  # requests by the tier of their adapter
+        self._reported: Counter[str] = Counter()  # of `found`
+        self._report: asyncio.Task[None] | None = None
         self.staged = 0  # of the requests that found theirs cold, those for which it was ahead
 
     # -- by request ------------------------------------------------------------------------------
@@ -111,6 +113,15 @@ class AdapterMover:
         """Counts a request."""
         self.found[tier] += 1
         self._uses.note(lora.lora_name, self._clock())
+        if self._report is None or self._report.done():
+            self._report = asyncio.ensure_future(self._report_soon())
+
+    async def _report_soon(self) -> None:
+        """Has the counts noted in the slab, where the arbiter sees them; not for each request."""
+        await asyncio.sleep(REPORT_S)
+        counts = [self.found[tier] - self._reported[tier] for tier in (HOT, WARM, COLD)]
+        self._reported = self.found.copy()
+        await self._call("count_adapters", *counts)
 
     # -- once a minute ---------------------------------------------------------------------------
 

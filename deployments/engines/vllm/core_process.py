@@ -141,6 +141,11 @@ class ForkedCore(EngineCoreProc):
         if self.images is not None:
             self.images.keep(keep)
 
+    def count_adapters(self, hot: int, warm: int, cold: int) -> None:
+        """Notes requests by the tier in which they found their adapters."""
+        if self.images is not None:
+            self.images.count(hot, warm, cold)
+
     def adapter_tiers(self) -> dict[str, Any]:
         """Which adapters are in slots, by number, and which have an image, by digest."""
         warm = [] if self.images is None else self.images.warm()
