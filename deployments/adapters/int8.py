@@ -6,13 +6,18 @@ on disk, in the pool and in a slot, gives the same answers (SPEC F3).
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from deployments.config import safetensors_header
 
 _STEPS = 127  # of one sign
-_INTEGERS = {"F32": np.dtype("<u4"), "F16": np.dtype("<u2"), "BF16": np.dtype("<u2")}
+_INTEGERS: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<u4"),
+    "F16": np.dtype("<u2"),
+    "BF16": np.dtype("<u2"),
+}
 
 
 def round_weights(file: Path) -> None:
@@ -32,7 +37,8 @@ def _rounded(values: np.ndarray) -> np.ndarray:
     """Shape [rows, columns], float32."""
     most = np.abs(values).max(axis=1, keepdims=True)
     scales = np.where(most > 0, most, 1.0).astype(np.float32) / np.float32(_STEPS)
-    return np.rint(values / scales) * scales
+    rounded: np.ndarray = np.rint(values / scales) * scales
+    return rounded
 
 
 def _floats(raw: np.ndarray, dtype: str) -> np.ndarray:
