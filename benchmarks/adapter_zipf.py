@@ -30,7 +30,7 @@ from tests.support.adapters import write
 from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, until, zygote
 
 ENTRY = "deployments.engines.vllm.engine:build"
-SLOTS, STREAMS, TOKENS, RANK = 8, 16, 8, 8
+SLOTS, STREAMS, TOKENS, RANK = 8, 16, 4, 8
 SLAB_BYTES = Bytes(2 * GIB)  # room for 1,000 images; only what they take is allocated
 HIT_BAR = 0.9
 
@@ -113,11 +113,11 @@ class Served:
         return {**rates, **speed, "requests": self.requests, "adapters": self.adapters}
 
 
-async def serve(child: Child, names: Sequence[str], seed: int) -> Served:
+async def serve(child: Child, names: Sequence[str], seed: int, tokens: int = TOKENS) -> Served:
     before = _tiers(child)["requests"]
     url = f"unix:{child.path}"
     run = await load.closed_loop(
-        url, names, streams=STREAMS, requests=len(names), tokens=TOKENS, seed=seed
+        url, names, streams=STREAMS, requests=len(names), tokens=tokens, seed=seed
     )
     after = _tiers(child)
     found = {tier: after["requests"][tier] - before[tier] for tier in before}

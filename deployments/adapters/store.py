@@ -32,7 +32,7 @@ _CHUNK_BYTES = 1 << 20
 # removed.
 MAX_STORE_BYTES = 160 << 30
 _KNOWN = ".known"
-_MOST_KNOWN = 100_000  # entries; one that is forgotten is copied and checked again
+_MOST_KNOWN = 100_000  # entries; a forgotten one is copied and checked again
 FETCHED = ".fetched"  # folder in a store for what came from URLs (deployments.adapters.fetch)
 
 

@@ -2,7 +2,7 @@
 
 The image of an adapter is what vLLM's layers make of its files, laid out as they keep one slot:
 each `set_lora` writes it, into the slab's row instead of into a slot. From then on the adapter is
-brought into any slot by copies out of the row, in this engine and in the one that comes after it,
+brought into any slot by copies out of the row, in this engine and in the next,
 and its files are not read (SPEC F3, E10). vLLM's own cache on the host then keeps a placeholder.
 
 An adapter that finds no row is loaded as vLLM does it, and so is one whose image is gone.

@@ -95,8 +95,8 @@ class AdapterMover:
         return tier
 
     async def _attempt(self, move: _Move, lora: LoRARequest) -> bool:
-        """Whether a file was read for it. One that is bad or gone by now is left: the next request
-        for it hears of that."""
+        """Whether a file was read for it. An adapter that is bad or gone by now is left: its next
+        request hears of that."""
         task = asyncio.ensure_future(move(lora))
         await asyncio.wait({task})
         return task.exception() is None and task.result() == COLD
