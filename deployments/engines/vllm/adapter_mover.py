@@ -66,8 +66,8 @@ class AdapterMover:
         while self._wanted:
             name = next(iter(self._wanted))
             lora = self._wanted.pop(name)
-            if name not in self._gate.running and await self._attempt(self._stage, lora):
-                self._read_ahead.add(name)
+            if name not in self._gate.running:
+                await self._attempt(self._stage, lora)
 
     async def bring(self, lora: LoRARequest) -> str:
         """Returns with the adapter in a slot, and says in which tier its request found it. Raises
@@ -92,14 +92,16 @@ class AdapterMover:
         tier: str | None = await self._call("stage_adapter", lora)
         if tier is not None:
             self._warm.add(lora.lora_name)
+        if tier == COLD:
+            self._read_ahead.add(lora.lora_name)
         return tier
 
-    async def _attempt(self, move: _Move, lora: LoRARequest) -> bool:
-        """Whether a file was read for it. An adapter that is bad or gone by now is left: its next
+    async def _attempt(self, move: _Move, lora: LoRARequest) -> None:
+        """An adapter that is bad or gone by now is left: its next
         request hears of that."""
         task = asyncio.ensure_future(move(lora))
         await asyncio.wait({task})
-        return task.exception() is None and task.result() == COLD
+        task.exception()  # asked for, so that nothing is logged of it
 
     async def _call(self, method: str, *given: Any) -> Any:
         assert self.llm is not None
@@ -139,6 +141,7 @@ class AdapterMover:
             for name in names:
                 if name in self._asked:
                     await self._attempt(move, self._asked[name])
+                    self._read_ahead.discard(name)  # it was for no request
         await self.look()
 
     async def look(self) -> None:

@@ -100,6 +100,17 @@ def test_request_that_waits_has_its_image_made_meanwhile_and_still_counts_as_col
     of_mover(test)
 
 
+def test_request_that_enters_while_its_image_is_made_counts_as_cold() -> None:
+    async def test(mover: AdapterMover, core: Core, gate: BatchGate) -> None:
+        mover.ahead(lora("a"))
+        await asyncio.sleep(0)
+        assert core.staged == []
+        await use(mover, "a")
+        assert (core.staged, mover.found) == (["a"], {COLD: 1})
+
+    of_mover(test)
+
+
 def test_request_that_enters_at_once_has_nothing_made_ahead() -> None:
     async def test(mover: AdapterMover, core: Core, gate: BatchGate) -> None:
         mover.ahead(lora("a"))
