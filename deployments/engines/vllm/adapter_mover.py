@@ -97,8 +97,7 @@ class AdapterMover:
         return tier
 
     async def _attempt(self, move: _Move, lora: LoRARequest) -> None:
-        """An adapter that is bad or gone by now is left: its next
-        request hears of that."""
+        """An adapter that is bad or gone by now is left: its next request hears of that."""
         task = asyncio.ensure_future(move(lora))
         await asyncio.wait({task})
         task.exception()  # asked for, so that nothing is logged of it

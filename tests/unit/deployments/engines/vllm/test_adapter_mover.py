@@ -26,6 +26,7 @@ class Core:
 
     def __init__(self) -> None:
         self.engine_core = self
+        self.begun: list[str] = []
         self.calls: list[tuple[str, str]] = []
         self.kept: list[list[int]] = []
         self.slots: list[str] = []
@@ -33,6 +34,7 @@ class Core:
         self.bad: set[str] = set()
 
     async def call_utility_async(self, method: str, *given: Any) -> Any:
+        self.begun.append(method)
         await asyncio.sleep(0)
         if method == "adapter_tiers":
             return {"hot": [ord(c) for c in self.slots], "warm": [NAMES[c] for c in self.warm]}
@@ -103,7 +105,8 @@ def test_request_that_waits_has_its_image_made_meanwhile_and_still_counts_as_col
 def test_request_that_enters_while_its_image_is_made_counts_as_cold() -> None:
     async def test(mover: AdapterMover, core: Core, gate: BatchGate) -> None:
         mover.ahead(lora("a"))
-        await asyncio.sleep(0)
+        while not core.begun:
+            await asyncio.sleep(0)
         assert core.staged == []
         await use(mover, "a")
         assert (core.staged, mover.found) == (["a"], {COLD: 1})
