@@ -4,7 +4,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ from tests.support.slabs import EXTENT, ROW, TERM_S, Clock, set_limit, slab_file
 
 SLOTS, RANK, MAX_RANK = 2, 3, 4
 MODULES = {"layers.0.down": (24, 40), "layers.1.down": (40, 16)}  # out, in
-KILLS = 25
+KILLS = 15
 
 
 class Layer(BaseLinearLayerWithLoRA):  # type: ignore[misc]
@@ -53,7 +54,14 @@ class Layer(BaseLinearLayerWithLoRA):  # type: ignore[misc]
 class Engine:
     """vLLM's two managers over such layers, and images in the slab of `fd`."""
 
-    def __init__(self, fd: int, slots: int = SLOTS, most: int = 1_000) -> None:
+    def __init__(
+        self,
+        fd: int,
+        slots: int = SLOTS,
+        most: int = 1_000,
+        number_of_weights: Callable[[int], int] = int,
+    ) -> None:
+        self.number_of_weights = number_of_weights
         manager = LRUCacheLoRAModelManager.__new__(LRUCacheLoRAModelManager)
         manager.lora_config = SimpleNamespace(max_loras=slots, max_cpu_loras=slots)
         manager.modules = {name: Layer(*shape, slots) for name, shape in MODULES.items()}
@@ -74,8 +82,8 @@ class Engine:
     def _parse(self, request: LoRARequest) -> LoRAModel:
         """In the place of the files: weights that follow from the number."""
         self.parsed.append(request.lora_int_id)
-        loras = weights_of(request.lora_int_id)
-        if request.lora_int_id >= 100:
+        loras = weights_of(self.number_of_weights(request.lora_int_id))
+        if self.number_of_weights(request.lora_int_id) >= 100:
             loras["layers.0.down"].lora_a = torch.zeros(MAX_RANK + 1, 40)  # does not fit
         return LoRAModel(request.lora_int_id, RANK, loras)
 
@@ -241,6 +249,22 @@ def test_no_more_stay_warm_than_the_budget_however_much_memory_there_is(fd: int)
         engine.bring(number)
     assert engine.images.warm() == [digest(n) for n in (4, 5, 6)]
     assert Engine(fd, most=2).images.facts()["ready"] <= 2
+
+
+@pytest.mark.spec("E7", "F3")
+def test_nine_tenths_of_a_zipf_load_over_a_thousand_adapters_need_no_file() -> None:
+    """Once the load has gone on for a while: each adapter is cold at its first request."""
+    adapters = range(1, 1_001)
+    wanted = random.Random(1).choices(adapters, [1 / n for n in adapters], k=6_000)
+    found = []
+    with slab_file(extents=260, rows=1_024) as fd:
+        engine = Engine(fd, slots=8, number_of_weights=lambda number: number % 7 + 1)
+        for number in wanted:
+            found.append(engine.images.tier(asked(number)))
+            engine.worker.add_adapter(asked(number))
+    tail = Counter(found[-2_000:])
+    assert tail[HOT] + tail[WARM] > 0.9 * tail.total()
+    assert len(engine.parsed) == len(set(wanted)), "each file is read once"
 
 
 @pytest.mark.spec("F2")
