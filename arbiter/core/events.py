@@ -123,6 +123,10 @@ class SlabReading:
     evicted_count: int
     refused_count: int  # found no room
     restored_count: int = 0  # came back from a file
+    hot_count: int = (
+        0  # of adapters: in the engine's slots now, and requests that found theirs there
+    )
+    hot_hits_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

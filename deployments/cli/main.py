@@ -52,7 +52,15 @@ app = typer.Typer(
 )
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "See": (show.status, show.events, show.explain, show.residency, show.pool, show.clients),
+    "See": (
+        show.status,
+        show.events,
+        show.explain,
+        show.residency,
+        show.pool,
+        show.adapters,
+        show.clients,
+    ),
     "Steer": (
         steer.load,
         steer.unload,
