@@ -15,7 +15,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.units import Bytes, seconds
 from deployments.config.arbiter_section import ArbiterConfig
-from deployments.config.fields import LONGEST_S, Size, Strict, parse_size
+from deployments.config.fields import LONGEST_S, KvTerm, Size, Strict, parse_size
 from deployments.config.url_allowlist import is_prefix
 from policies import ROLES
 
@@ -113,6 +113,8 @@ class ModelConfig(Strict):
     allow_oversize: bool = False  # loads even where it is larger than the whole budget (B6)
     can_sleep: bool = True
     keep_kv: bool = True  # G4: KV of its conversations outlives its engine, in the node's pool
+    # For how long after a use, where the request says nothing: 5 min, 1 h, 24 h
+    kv_term: KvTerm = "long"
     adapters: AdaptersConfig | None = None
     drafter: DrafterConfig | None = None  # with one it cannot sleep, nor have adapters
     threads: int | None = Field(None, ge=1)  # that compute; absent: the engine's own choice
@@ -325,6 +327,9 @@ class CapabilityArgs(Strict):
     capability: str  # a name in the table
     # `module:Class`, a subclass of Capability; absent: Capability itself
     class_: str | None = Field(None, alias="class", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    # G3: Serve starts another for more requests at once than its `target_ongoing_requests`; it gets
+    # a copy of a model when the replicas that have it are full (their `max_ongoing_requests`)
+    max_replicas: int = Field(1, ge=1, le=64)
 
 
 class ConfigError(ValueError):

@@ -13,12 +13,15 @@ from pydantic import ValidationError
 from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from deployments import messages
+from deployments.config.fields import KvTerm
 from deployments.config.schema import ModelConfig, Profile
 from deployments.front.keys import DEFAULT_TENANT
+from deployments.front.kv_use import USUAL, key_of, term_of
 from deployments.front.model_names import Target
 from deployments.front.pictures import BadPart, PictureCheck
 from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Kind
 from deployments.multipart import BadForm, read_fields
+from deployments.routing.pieces import pieces_of
 
 # Headers that go on to the engine: those that its HTTP layer reads.
 FORWARDED = ("content-type", "accept")
@@ -53,6 +56,7 @@ class ParsedRequest:
     checked: Body
     profile: Profile
     kind: Kind
+    key: str = ""  # of its KV
 
     @property
     def model(self) -> str:
@@ -91,15 +95,28 @@ async def parse(
     kept = {name: headers[name] for name in FORWARDED if name in headers}
     profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
     own = None if is_form else fields
-    request_id = _request_id(headers)
-    return ParsedRequest(path, request_id, kept, raw, own, checked, profile, schema.kind)
+    request_id, key = _request_id(headers), key_of(checked, fields)
+    return ParsedRequest(path, request_id, kept, raw, own, checked, profile, schema.kind, key)
 
 
 def call_of(
-    asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
+    asked: ParsedRequest,
+    target: Target,
+    model: ModelConfig,
+    tenant: str,
+    *,
+    longest_kv_term: KvTerm | None = None,
 ) -> messages.InferenceCall:
     """What goes to the capability. Extension fields that are not the engine's are taken out of a
-    JSON body and defaults put in; a form goes as it came, with the served name in a header."""
+    JSON body and defaults put in; a form goes as it came, with the served name in a header.
+    `longest_kv_term`: the tenant's; None where KV ends with its engine."""
+    fields, is_text = None, asked.kind is Kind.TEXT
+    if asked.fields is not None:
+        fields = _engine_fields(asked.fields, asked, target, model, tenant)
+        if is_text and longest_kv_term is not None:
+            term = term_of(asked.checked, model.kv_term, longest_kv_term)
+            if term != USUAL:
+                fields["kv_transfer_params"] = {messages.KV_TERM: term}
     checked, profile = asked.checked, asked.profile
     stay = checked.x_stay_warm if checked.x_stay_warm is not None else profile.stay_warm_s
     said = {"x-request-id": asked.request_id, messages.TENANT_HEADER: tenant}
@@ -107,7 +124,7 @@ def call_of(
         said[messages.SERVED_HEADER] = target.served
     return messages.InferenceCall(
         asked.path,
-        _body(asked, target, model, tenant),
+        asked.raw if fields == asked.fields else json.dumps(fields).encode(),
         asked.headers | said,
         asked.request_id,
         target.model,
@@ -115,21 +132,22 @@ def call_of(
         asked.priority or target.priority,
         tenant=tenant,
         client_id=checked.x_client_id or "",
-        conversation_id=checked.x_conversation_id,
+        key=asked.key,
+        pieces=pieces_of(fields, tenant, target.served) if fields and is_text else b"",
         stay_warm_s=stay,
         wants_progress=asked.is_stream,
         served=target.served,
     )
 
 
-def _body(asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str) -> bytes:
-    """The client's own bytes where nothing had to change."""
-    if asked.fields is None:
-        return asked.raw
+def _engine_fields(
+    said: dict[str, Any], asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
+) -> dict[str, Any]:
+    """The fields of a JSON body as its engine gets them. Changes no argument."""
     defaults = {**model.defaults, **asked.profile.defaults}
     of_engine = type(asked.checked).model_fields.keys() - Body.model_fields.keys()
-    said = asked.fields.items()
-    fields = defaults | {k: v for k, v in said if not k.startswith("x_") or k in of_engine}
+    own = {k: v for k, v in said.items() if not k.startswith("x_") or k in of_engine}
+    fields = defaults | own
     fields["model"] = target.served
     if asked.kind is Kind.TEXT:
         if model.thinking is not None:
@@ -137,7 +155,7 @@ def _body(asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str)
             fields["chat_template_kwargs"] = {"enable_thinking": model.thinking} | given
         if tenant != DEFAULT_TENANT:
             fields["cache_salt"] = tenant  # so that no other tenant hits these cached prompts
-    return asked.raw if fields == asked.fields else json.dumps(fields).encode()
+    return fields
 
 
 def _is_form(headers: Mapping[str, str], kind: Kind) -> bool:

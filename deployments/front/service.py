@@ -30,7 +30,9 @@ from ray.serve.exceptions import (
 from arbiter.errors import CapabilityFailed, EngineLost, QueueFull, RequestError
 from arbiter.units import TicketId
 from deployments import messages
+from deployments.config.arbiter_section import TenantConfig
 from deployments.config.schema import Profile, Table
+from deployments.front.kv_use import keeps_kv
 from deployments.front.model_names import ModelNames
 from deployments.front.request import ParsedRequest, call_of
 
@@ -99,7 +101,10 @@ class InferenceService:
         capability = self._table.capabilities[target.capability]
         if capability.paths and asked.path not in capability.paths:
             raise messages.NotServedHere(target.model, asked.path, capability.paths)
-        return call_of(asked, target, capability.models[target.model], tenant)
+        model = capability.models[target.model]
+        limits = self._table.arbiter.tenants.get(tenant, TenantConfig())
+        longest = limits.longest_kv_term if keeps_kv(capability, model) else None
+        return call_of(asked, target, model, tenant, longest_kv_term=longest)
 
     def run(self, call: messages.InferenceCall) -> Parts:
         """The response: Progress where the call wants it, then a FullResponse, or a ResponseHead
