@@ -18,9 +18,10 @@ from ray.serve.schema import LoggingConfig
 from benchmarks.report import Sample, paired_ratio, write
 from deployments import messages
 from deployments.app import ROUTER
+from deployments.routing.pieces import pieces_of, split
 from deployments.routing.rank import ModelPresence, ReplicaState, RouteRequest, RoutingHistory, rank
 
-CALL = messages.InferenceCall("/v1/x", b"{}", {}, "r", "m", conversation_id="c")
+CALL = messages.InferenceCall("/v1/x", b"{}", {}, "r", "m", key="conv:c", pieces=bytes(8 * 32))
 
 
 def choice_us(replicas: int, samples: int) -> float:
@@ -31,8 +32,9 @@ def choice_us(replicas: int, samples: int) -> float:
         for i in range(replicas)
     ]
     memory, took = RoutingHistory(), []
+    pieces = split(pieces_of({"prompt": "x" * 16_384}, "t", "m"))
     for number in range(samples):
-        wish = RouteRequest("m", f"m:a{number % 16}", f"t/{number % 100}")
+        wish = RouteRequest("m", f"m:a{number % 16}", f"t/{number % 100}", pieces)
         began_ns = time.perf_counter_ns()
         stuck, sent = memory.stuck(wish), memory.sent("m", number)
         memory.chosen(wish, rank(wish, offers, stuck=stuck, sent=sent)[0], number)
