@@ -24,7 +24,9 @@ def pieces_of(fields: Mapping[str, Any], *owners: str) -> bytes:
     """The hashes of a prompt's whole pieces, one after the other. `owners`: tenant and model, whose
     KV no other may see. What is shorter than a piece has none."""
     digest = blake2b("\0".join(owners).encode(), digest_size=HASH_BYTES)
-    hashes, rest, size = [], [], 0
+    hashes: list[bytes] = []
+    rest: list[str] = []
+    size = 0
     for text in _texts([fields.get(name) for name in _FIELDS]):
         rest.append(text)
         size += len(text)

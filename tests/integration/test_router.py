@@ -66,12 +66,19 @@ def call(conversation: str | None = None, body: bytes = b"{}") -> messages.Infer
 
 
 async def asked(
-    d: LiveArbiter, system: str, question: str, conversation: str = "", **more: Any
+    d: LiveArbiter,
+    system: str,
+    question: str,
+    conversation: str | None = None,
+    *,
+    stable: bool = False,
+    **more: Any,
 ) -> messages.InferenceCall:
     """As the front makes a call of what a client sends."""
-    said = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    first = {"role": "system", "content": system, **({"stable": True} if stable else {})}
+    said = [first, {"role": "user", "content": question}]
     fields: dict[str, Any] = {"model": "a", "messages": said, **more}
-    if conversation:
+    if conversation is not None:
         fields["x_conversation_id"] = conversation
     it = await parse(PATH, json.dumps(fields).encode(), {}, {})
     target = ModelNames(d.table).find("a", "default")
@@ -141,22 +148,25 @@ MANUAL = " ".join(f"Rule {number}: be exact." for number in range(300))
 RULES = " ".join(f"Law {number}: be kind." for number in range(300))
 
 
+async def all_idle(d: LiveArbiter) -> None:
+    """No replica computes: what it says next of its queue counts no call that was cancelled."""
+    await d.until(lambda s: all(t["idle_s"] is not None for t in s["tickets"]))
+
+
 async def both_loaded(d: LiveArbiter, handle: Any) -> tuple[str, str]:
-    """The replicas, once the router has heard that both have the model: the first is sent MANUAL,
-    and when it is full the other one RULES."""
+    """The replicas, when both have the model: the first was sent MANUAL, and the other one RULES
+    when the first was full."""
     held = [await begun(handle, await asked(d, MANUAL, "Go on.", stream=True))]
     first = held[0][0]
     await anext(held[0][1])  # it has its model
     while held[-1][0] == first:
         assert len(held) <= ROOM
         held.append(await begun(handle, await asked(d, RULES, "Go on.", stream=True)))
-    other = held[-1][0]
     await anext(held[-1][1])
-    for _, parts in held[:-1]:
+    for _, parts in held:
         parts.cancel()
-    await eventually(lambda: _goes_to(handle, call(), first))
-    held[-1][1].cancel()
-    return first, other
+    await all_idle(d)
+    return first, held[-1][0]
 
 
 async def test_new_conversation_goes_where_its_prompt_is_known_unless_that_is_overloaded() -> None:
@@ -166,7 +176,7 @@ async def test_new_conversation_goes_where_its_prompt_is_known_unless_that_is_ov
         assert busy[0][0] == first
         await eventually(lambda: _goes_to(handle, call(), other))  # it has less to do
         known = await asked(d, MANUAL, "And what does rule 7 say?", "new")
-        assert await replica_of(handle, known) == first, "though the other is idle"
+        assert await replica_of(handle, known) == first
         for number in range(1, OVERLOAD_COUNT):
             more = await asked(d, MANUAL, "Go on.", f"busy-{number}", stream=True)
             busy.append(await begun(handle, more))
@@ -174,8 +184,9 @@ async def test_new_conversation_goes_where_its_prompt_is_known_unless_that_is_ov
         moved = await _one_that_moves(d, handle, other)
         for _, parts in busy:
             parts.cancel()
-        assert await _stays(handle, await asked(d, MANUAL, "Go on.", moved, stream=True)) == other
-        assert await _stays(handle, await asked(d, "Be brief.", "Why?", prompt_cache_key="k"))
+        keys = ({"x_conversation_id": moved}, {"stable": True}, {"x_prefix_id": "p"})
+        places = [await _stays(d, handle, key) for key in (*keys, {"prompt_cache_key": "k"})]
+        assert places[0] == other
 
 
 async def _one_that_moves(d: LiveArbiter, handle: Any, replica: str) -> str:
@@ -191,17 +202,18 @@ async def _one_that_moves(d: LiveArbiter, handle: Any, replica: str) -> str:
     return f"moved-{len(names)}"
 
 
-async def _stays(handle: Any, asks: messages.InferenceCall) -> str:
-    """The replica to which a call goes each time, although another has less to do."""
-    stream = replace(asks, body=b'{"stream": true}')
-    held = [await begun(handle, stream) for _ in range(2)]
+async def _stays(d: LiveArbiter, handle: Any, key: dict[str, Any]) -> str:
+    """The replica to which requests of a key go each time, although another has less to do."""
+    await all_idle(d)
+    asks = await asked(d, "Be brief.", "Why?", **key)
+    held = [await begun(handle, replace(asks, body=b'{"stream": true}')) for _ in range(2)]
     [place] = {name for name, _ in held}
 
     async def goes_elsewhere() -> bool:
         return await replica_of(handle, call()) != place
 
     await eventually(goes_elsewhere)
-    assert await replica_of(handle, replace(asks, body=b"{}")) == place
+    assert await replica_of(handle, asks) == place
     for _, parts in held:
         parts.cancel()
     return place
