@@ -83,6 +83,7 @@ class EngineKind:
     takes_turns: bool = False  # computes under a dispatch lock where the model names one
     program: str = ""  # has to be on the PATH
     split: Split = Split.NONE  # over several devices, where one is too small (B5)
+    warms: bool = False  # takes POST /prewarm (deployments.prefixes)
     drafts: bool = False  # loads a drafter beside its model
     keeps: str = ""  # what it writes to a slab of the node's pool (arbiter.pool.layout.Content)
     cache_bytes: Callable[[Arguments], Bytes] = no_cache
@@ -96,6 +97,7 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(100 * MIB),
         working_bytes=Bytes(96 * MIB),
         split=Split.EQUAL,  # tensor parallel
+        warms=True,
         drafts=True,
         keeps="kv",
         cache_bytes=kv_cache,

@@ -7,15 +7,14 @@ for, and leave together, the last one first. No key opens anything: vLLM's hash 
 the tokens before it, the adapter and the tenant's salt, and a slab the weights and the layout.
 """
 
-from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any, get_args
+from typing import get_args
 
 from deployments.config.engine_kinds import ENGINES
 from deployments.config.fields import KvTerm
 from deployments.config.schema import CapabilityConfig, ModelConfig
 from deployments.front.schemas import Body, Generates
-from deployments.front.stable_prefix import longest_stable_run
+from deployments.front.stable_prefix import StableRun
 
 TERMS: tuple[KvTerm, ...] = get_args(KvTerm)  # the shortest first
 USUAL: KvTerm = "long"  # of an engine that is told nothing
@@ -24,16 +23,15 @@ RETENTIONS: dict[str, KvTerm] = {"in_memory": "short", "in-memory": "short", "24
 _DIGEST_BYTES = 16
 
 
-def key_of(checked: Body, fields: Mapping[str, Any]) -> str:
+def key_of(checked: Body, run: StableRun | None) -> str:
     """The strongest key of a request (SPEC G2): its conversation, its longest stable run, the
-    prefix that it names, OpenAI's `prompt_cache_key`. Empty: it has none. `fields`: of its body,
-    with the marks of what is stable."""
+    prefix that it names, OpenAI's `prompt_cache_key`. Empty: it has none. `run`: as marked."""
     if checked.x_conversation_id:
         return f"conv:{checked.x_conversation_id}"
     if not isinstance(checked, Generates):
         return ""
-    if run := longest_stable_run(dict(fields)):
-        return f"seg:{blake2b(run, digest_size=_DIGEST_BYTES).hexdigest()}"
+    if run and run.canonical:
+        return f"seg:{blake2b(run.canonical, digest_size=_DIGEST_BYTES).hexdigest()}"
     if checked.x_prefix_id:
         return f"pfx:{checked.x_prefix_id}"
     return f"v5:{checked.prompt_cache_key}" if checked.prompt_cache_key else ""

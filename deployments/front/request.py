@@ -15,11 +15,13 @@ from arbiter.errors import RequestError
 from deployments import messages
 from deployments.config.fields import KvTerm
 from deployments.config.schema import ModelConfig, Profile
+from deployments.front import stable_prefix
 from deployments.front.keys import DEFAULT_TENANT
 from deployments.front.kv_use import USUAL, key_of, term_of
 from deployments.front.model_names import Target
 from deployments.front.pictures import BadPart, PictureCheck
 from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Kind
+from deployments.front.stable_prefix import BadMark, StableRun
 from deployments.multipart import BadForm, read_fields
 from deployments.routing.pieces import pieces_of
 
@@ -56,6 +58,7 @@ class ParsedRequest:
     checked: Body
     profile: Profile
     kind: Kind
+    run: StableRun | None = None  # what its sender marked as stable
     key: str = ""  # of its KV
 
     @property
@@ -84,6 +87,9 @@ async def parse(
     fields: dict[str, Any] = await _form(raw, headers) if is_form else _object(raw)
     if not is_form and _has_new_parts(path, fields):
         raw = json.dumps(fields).encode()
+    run = _stable_run(fields) if schema.kind is Kind.TEXT else None
+    if run is not None:
+        raw = json.dumps(fields).encode()
     if private := sorted(PRIVATE & fields.keys()):
         raise BadRequest(f"`{private[0]}` is reserved and cannot be set by clients", private[0])
     said = {
@@ -95,8 +101,8 @@ async def parse(
     kept = {name: headers[name] for name in FORWARDED if name in headers}
     profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
     own = None if is_form else fields
-    request_id, key = _request_id(headers), key_of(checked, fields)
-    return ParsedRequest(path, request_id, kept, raw, own, checked, profile, schema.kind, key)
+    request_id, key = _request_id(headers), key_of(checked, run)
+    return ParsedRequest(path, request_id, kept, raw, own, checked, profile, schema.kind, run, key)
 
 
 def call_of(
@@ -110,21 +116,21 @@ def call_of(
     """What goes to the capability. Extension fields that are not the engine's are taken out of a
     JSON body and defaults put in; a form goes as it came, with the served name in a header.
     `longest_kv_term`: the tenant's; None where KV ends with its engine."""
-    fields, is_text = None, asked.kind is Kind.TEXT
-    if asked.fields is not None:
-        fields = _engine_fields(asked.fields, asked, target, model, tenant)
-        if is_text and longest_kv_term is not None:
-            term = term_of(asked.checked, model.kv_term, longest_kv_term)
-            if term != USUAL:
-                fields["kv_transfer_params"] = {messages.KV_TERM: term}
     checked, profile = asked.checked, asked.profile
+    fields = _engine_fields(asked, target, model, tenant)
+    is_text = fields is not None and asked.kind is Kind.TEXT
+    if fields is not None and is_text and longest_kv_term is not None:
+        term = term_of(checked, model.kv_term, longest_kv_term)
+        if term != USUAL:
+            fields["kv_transfer_params"] = {messages.KV_TERM: term}
+    is_unchanged = fields is None or fields == asked.fields  # then the client's own bytes will do
     stay = checked.x_stay_warm if checked.x_stay_warm is not None else profile.stay_warm_s
     said = {"x-request-id": asked.request_id, messages.TENANT_HEADER: tenant}
     if asked.fields is None:
         said[messages.SERVED_HEADER] = target.served
     return messages.InferenceCall(
         asked.path,
-        asked.raw if fields == asked.fields else json.dumps(fields).encode(),
+        asked.raw if is_unchanged else json.dumps(fields).encode(),
         asked.headers | said,
         asked.request_id,
         target.model,
@@ -137,22 +143,23 @@ def call_of(
         stay_warm_s=stay,
         wants_progress=asked.is_stream,
         served=target.served,
+        stable=stable_prefix.cut_of(asked.path, fields, asked.run, model, target, tenant),
     )
 
 
 def _engine_fields(
-    said: dict[str, Any], asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
-) -> dict[str, Any]:
-    """The fields of a JSON body as its engine gets them. Changes no argument."""
+    asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
+) -> dict[str, Any] | None:
+    """What the engine gets of a JSON body; None of a form."""
+    if asked.fields is None:
+        return None
     defaults = {**model.defaults, **asked.profile.defaults}
     of_engine = type(asked.checked).model_fields.keys() - Body.model_fields.keys()
-    own = {k: v for k, v in said.items() if not k.startswith("x_") or k in of_engine}
-    fields = defaults | own
+    said = asked.fields.items()
+    fields = defaults | {k: v for k, v in said if not k.startswith("x_") or k in of_engine}
     fields["model"] = target.served
     if asked.kind is Kind.TEXT:
-        if model.thinking is not None:
-            given = fields.get("chat_template_kwargs") or {}
-            fields["chat_template_kwargs"] = {"enable_thinking": model.thinking} | given
+        fields = model.with_thinking(fields)
         if tenant != DEFAULT_TENANT:
             fields["cache_salt"] = tenant  # so that no other tenant hits these cached prompts
     return fields
@@ -188,6 +195,14 @@ def _has_new_parts(path: str, fields: dict[str, Any]) -> bool:
     try:
         return PictureCheck(path).run(fields)
     except BadPart as error:
+        raise BadRequest(str(error), error.place) from error
+
+
+def _stable_run(fields: dict[str, Any]) -> StableRun | None:
+    """Takes the marks of stable segments out. None: there was none."""
+    try:
+        return stable_prefix.take(fields)
+    except BadMark as error:
         raise BadRequest(str(error), error.place) from error
 
 

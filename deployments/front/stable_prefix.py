@@ -4,13 +4,19 @@ message, of a text part of a message's content, or of each tool.
 The stable run is what stands in front of the first segment without a mark: the messages that are
 marked whole, then the marked text parts of the next one; and the tools, where all of them are
 marked. Templates put tools before or behind a system prompt, so the tools are a part of the run
-whether or not the messages are.
+whether or not the messages are. A request without marks that begins with what its model's
+configuration declares has that for its run.
 """
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from deployments import prefixes
+from deployments.config.schema import ModelConfig
+from deployments.front.model_names import Target
+from deployments.prefixes import Cut
 
 STABLE = "stable"
 # Where each API keeps what a conversation repeats, in the order in which it is rendered.
@@ -49,8 +55,9 @@ def longest_stable_run(body: dict[str, Any]) -> bytes | None:
 
 def stable_run(body: dict[str, Any]) -> StableRun | None:
     """The stable run of a body whose marks are there still. Changes nothing."""
-    tools = body.get("tools")
-    with_tools = isinstance(tools, list) and bool(tools) and all(map(_is_marked, tools))
+    given_tools = body.get("tools")
+    tools = given_tools if isinstance(given_tools, list) else []
+    with_tools = bool(tools) and all(map(_is_marked, tools))
     kept: dict[str, Any] = {"tools": [_plain(tool) for tool in tools]} if with_tools else {}
     whole = parts = 0
     for name in LISTS[1:]:
@@ -70,6 +77,58 @@ def stable_run(body: dict[str, Any]) -> StableRun | None:
         return None
     text = json.dumps(said, sort_keys=True, separators=(",", ":"))
     return StableRun(whole, parts, with_tools, text.encode())
+
+
+def take(body: dict[str, Any]) -> StableRun | None:
+    """The stable run of a body whose marks it takes out; None where there were no marks. Marks that
+    make no run, because an unmarked segment stands before them, give an empty run. Raises
+    BadMark."""
+    if not any(STABLE in item for _, item in _segments(body)):
+        return None
+    run = stable_run(body) or StableRun(0, 0, False, b"")
+    strip(body)
+    return run
+
+
+def cut_of(
+    path: str,
+    fields: dict[str, Any] | None,
+    run: StableRun | None,
+    model: ModelConfig,
+    target: Target,
+    tenant: str,
+) -> Cut | None:
+    """Where the stable part of a chat ends that goes to an engine as `fields`. `run`: as its sender
+    marked it. All of a pre-warm without marks is stable."""
+    if fields is None or prefixes.served_path(path) != prefixes.CHAT:
+        return None
+    if run is None and path == prefixes.PATH:
+        run = stable_run(_all_marked(fields))
+    if run is not None:
+        cut = Cut(run.whole_count, run.parts_count, run.with_tools) if run.canonical else None
+    else:
+        cut = _declared(fields, model, target, tenant)
+    return replace(cut, key=prefixes.prefix_of(fields, cut, tenant).key) if cut else None
+
+
+def _declared(
+    fields: dict[str, Any], model: ModelConfig, target: Target, tenant: str
+) -> Cut | None:
+    """The longest of the configured prefixes that the chat begins with."""
+    tools, messages = fields.get("tools") or [], fields.get("messages") or []
+    adapter = target.served.removeprefix(target.model).removeprefix(":") or None
+    counts = [
+        len(entry.chat)
+        for entry in model.stable_prefixes
+        if (entry.adapter, entry.tenant, entry.tools) == (adapter, tenant, tools)
+        and messages[: len(entry.chat)] == entry.chat
+    ]
+    return Cut(max(counts), with_tools=bool(tools)) if counts else None
+
+
+def _all_marked(fields: dict[str, Any]) -> dict[str, Any]:
+    lists = {name: fields.get(name) or [] for name in ("tools", "messages")}
+    return {name: [{**item, STABLE: True} for item in given] for name, given in lists.items()}
 
 
 def strip(body: dict[str, Any]) -> bool:
