@@ -18,7 +18,7 @@ from arbiter.core.types import DeviceBytes, Need, Split
 from arbiter.errors import ArbiterUnavailable, LoadFailed, UnknownCapability, UnknownModel
 from arbiter.protocol.lease_schema import DEFAULT_TENANT
 from arbiter.protocol.messages import Plain
-from arbiter.units import MIB, Bytes, Span, seconds
+from arbiter.units import MIB, Bytes, Content, Span, seconds
 from deployments.config.engine_kinds import engine_kind
 from deployments.config.fields import parse_size
 from deployments.config.model_files import adapter_slots, weights_bytes
@@ -55,7 +55,7 @@ class ModelPlan:
     grown: "ModelPlan | None" = None  # the same model with more (A14); None: it does not grow
     alone: "ModelPlan | None" = None  # the same model without its drafter (F9)
     stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
-    keeps: str = ""  # what of it outlives its engine, in the node's pool (E1)
+    keeps: tuple[Content, ...] = ()  # what of it outlives its engine, in the node's pool (E1)
     warms: bool = False  # its engine may have a prefix cache
     prefixes: tuple[Prefix, ...] = ()  # declared in the configuration (G1)
     rewarm: Span = Span(0)  # between two sweeps of them (G5)
@@ -114,7 +114,7 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         model.need is not None,
         _key(capability.engine, config),
         kind.split,
-        keeps=kind.keeps if model.keep_kv else "",
+        keeps=kind.keeps(path, model),
         warms=kind.warms,
         prefixes=tuple(_declared(name, model)) if kind.warms else (),
         rewarm=seconds(model.rewarm_s),

@@ -10,7 +10,6 @@ the tokens before it, the adapter and the tenant's salt, and a slab the weights 
 from hashlib import blake2b
 from typing import get_args
 
-from deployments.config.engine_kinds import ENGINES
 from deployments.config.fields import KvTerm
 from deployments.config.schema import CapabilityConfig, ModelConfig
 from deployments.front.schemas import Body, Generates
@@ -21,6 +20,7 @@ USUAL: KvTerm = "long"  # of an engine that is told nothing
 # OpenAI's words: `in_memory` lasts for five to ten minutes without use there, `24h` for a day.
 RETENTIONS: dict[str, KvTerm] = {"in_memory": "short", "in-memory": "short", "24h": "extended"}
 _DIGEST_BYTES = 16
+_KEEPS = "vllm"  # the engine whose KV lies in slabs
 
 
 def key_of(checked: Body, run: StableRun | None) -> str:
@@ -48,5 +48,4 @@ def term_of(checked: Body, usual: KvTerm, longest: KvTerm) -> KvTerm:
 
 def keeps_kv(capability: CapabilityConfig, model: ModelConfig) -> bool:
     """Whether the KV of a model outlives its engine, so that a term means anything to it."""
-    kind = ENGINES.get(capability.engine)
-    return model.keep_kv and kind is not None and kind.keeps == "kv"
+    return model.keep_kv and capability.engine == _KEEPS
