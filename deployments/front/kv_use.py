@@ -2,11 +2,13 @@
 Pure.
 
 The key chooses the replica (deployments.routing), so that requests of one key meet the blocks of
-those before them. All blocks that a request uses are one group: they stay for the term that it asks
-for, and leave together, the last one first. No key opens anything: vLLM's hash of a block covers
-the tokens before it, the adapter and the tenant's salt, and a slab the weights and the layout.
+those before them. It keeps their term, too: all blocks that a request uses are one group, stay for
+the term that its key asked for last, and leave together, the last one first. No key opens anything:
+vLLM's hash of a block covers the tokens before it, the adapter and the tenant's salt, and a slab's
+namespace the weights and the layout.
 """
 
+from collections import OrderedDict
 from hashlib import blake2b
 from typing import get_args
 
@@ -14,6 +16,7 @@ from deployments.config.fields import KvTerm
 from deployments.config.schema import CapabilityConfig, ModelConfig
 from deployments.front.schemas import Body, Generates
 from deployments.front.stable_prefix import StableRun
+from deployments.routing.rank import KEYS
 
 TERMS: tuple[KvTerm, ...] = get_args(KvTerm)  # the shortest first
 USUAL: KvTerm = "long"  # of an engine that is told nothing
@@ -37,13 +40,38 @@ def key_of(checked: Body, run: StableRun | None) -> str:
     return f"v5:{checked.prompt_cache_key}" if checked.prompt_cache_key else ""
 
 
-def term_of(checked: Body, usual: KvTerm, longest: KvTerm) -> KvTerm:
-    """For how long its KV stays after the request (SPEC G4): as the request says, our own field
-    first, else `usual`; never longer than `longest`, which is the tenant's."""
-    asked = checked.x_kv_term
-    if asked is None and isinstance(checked, Generates) and checked.prompt_cache_retention:
-        asked = RETENTIONS[checked.prompt_cache_retention]
+def asked_term(checked: Body) -> KvTerm | None:
+    """For how long a request asks that its KV stays after it, our own field first; None: it does
+    not say."""
+    if checked.x_kv_term is not None or not isinstance(checked, Generates):
+        return checked.x_kv_term
+    said = checked.prompt_cache_retention
+    return RETENTIONS[said] if said else None
+
+
+def term_of(asked: KvTerm | None, usual: KvTerm, longest: KvTerm) -> KvTerm:
+    """For how long the KV of a request stays after it (SPEC G4). `usual`: its model's; `longest`:
+    its tenant's."""
     return min(asked or usual, longest, key=TERMS.index)
+
+
+class KeyTerms:
+    """The term that requests of each key asked for last, so that one word is enough for a whole
+    conversation; KEYS of them, the least recently used forgotten."""
+
+    def __init__(self) -> None:
+        self._asked: OrderedDict[tuple[str, str, str], KvTerm] = OrderedDict()
+
+    def term(self, tenant: str, served: str, key: str, asked: KvTerm | None) -> KvTerm | None:
+        """What a request asks for, else what its key does. `served`: the model or adapter."""
+        owner = tenant, served, key
+        term = asked or self._asked.get(owner)
+        if key and term:
+            self._asked[owner] = term
+            self._asked.move_to_end(owner)
+            if len(self._asked) > KEYS:
+                self._asked.popitem(last=False)
+        return term
 
 
 def keeps_kv(capability: CapabilityConfig, model: ModelConfig) -> bool:

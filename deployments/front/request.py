@@ -17,7 +17,7 @@ from deployments.config.fields import KvTerm
 from deployments.config.schema import ModelConfig, Profile
 from deployments.front import stable_prefix
 from deployments.front.keys import DEFAULT_TENANT
-from deployments.front.kv_use import USUAL, key_of, term_of
+from deployments.front.kv_use import USUAL, key_of
 from deployments.front.model_names import Target
 from deployments.front.pictures import BadPart, PictureCheck
 from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Kind
@@ -111,18 +111,16 @@ def call_of(
     model: ModelConfig,
     tenant: str,
     *,
-    longest_kv_term: KvTerm | None = None,
+    term: KvTerm | None = None,
 ) -> messages.InferenceCall:
     """What goes to the capability. Extension fields that are not the engine's are taken out of a
     JSON body and defaults put in; a form goes as it came, with the served name in a header.
-    `longest_kv_term`: the tenant's; None where KV ends with its engine."""
+    `term`: of its KV; None where KV ends with its engine."""
     checked, profile = asked.checked, asked.profile
     fields = _engine_fields(asked, target, model, tenant)
     is_text = fields is not None and asked.kind is Kind.TEXT
-    if fields is not None and is_text and longest_kv_term is not None:
-        term = term_of(checked, model.kv_term, longest_kv_term)
-        if term != USUAL:
-            fields["kv_transfer_params"] = {messages.KV_TERM: term}
+    if fields is not None and is_text and term not in (None, USUAL):
+        fields["kv_transfer_params"] = {messages.KV_TERM: term}
     is_unchanged = fields is None or fields == asked.fields  # then the client's own bytes will do
     stay = checked.x_stay_warm if checked.x_stay_warm is not None else profile.stay_warm_s
     said = {"x-request-id": asked.request_id, messages.TENANT_HEADER: tenant}

@@ -20,7 +20,7 @@ from deployments.routing.rank import OVERLOAD_COUNT
 from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
 from tests.support.waits import eventually
 
-pytestmark = [pytest.mark.usefixtures("cluster", "serving"), pytest.mark.spec("G3")]
+pytestmark = [pytest.mark.usefixtures("cluster", "serving"), pytest.mark.spec("G2", "G3")]
 PATH = "/v1/chat/completions"
 ROOM = OVERLOAD_COUNT + 2  # of one replica
 
@@ -148,9 +148,10 @@ MANUAL = " ".join(f"Rule {number}: be exact." for number in range(300))
 RULES = " ".join(f"Law {number}: be kind." for number in range(300))
 
 
-async def all_idle(d: LiveArbiter) -> None:
-    """No replica computes: what it says next of its queue counts no call that was cancelled."""
-    await d.until(lambda s: all(t["idle_s"] is not None for t in s["tickets"]))
+async def idle(d: LiveArbiter, count: int = 2) -> None:
+    """So many replicas compute nothing: what they say next of their queue counts no call that was
+    cancelled."""
+    await d.until(lambda s: sum(t["idle_s"] is not None for t in s["tickets"]) == count)
 
 
 async def both_loaded(d: LiveArbiter, handle: Any) -> tuple[str, str]:
@@ -163,9 +164,12 @@ async def both_loaded(d: LiveArbiter, handle: Any) -> tuple[str, str]:
         assert len(held) <= ROOM
         held.append(await begun(handle, await asked(d, RULES, "Go on.", stream=True)))
     await anext(held[-1][1])
-    for _, parts in held:
+    for _, parts in held[:-1]:
         parts.cancel()
-    await all_idle(d)
+    await idle(d, 1)
+    await eventually(lambda: _goes_to(handle, call(), first))  # once its router knows the model
+    held[-1][1].cancel()
+    await idle(d)
     return first, held[-1][0]
 
 
@@ -204,7 +208,7 @@ async def _one_that_moves(d: LiveArbiter, handle: Any, replica: str) -> str:
 
 async def _stays(d: LiveArbiter, handle: Any, key: dict[str, Any]) -> str:
     """The replica to which requests of a key go each time, although another has less to do."""
-    await all_idle(d)
+    await idle(d)
     asks = await asked(d, "Be brief.", "Why?", **key)
     held = [await begun(handle, replace(asks, body=b'{"stream": true}')) for _ in range(2)]
     [place] = {name for name, _ in held}

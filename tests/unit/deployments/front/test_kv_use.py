@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from deployments.config.schema import parse_table
-from deployments.front.kv_use import keeps_kv, key_of, term_of
+from deployments.front.kv_use import KeyTerms, asked_term, keeps_kv, key_of, term_of
 from deployments.front.schemas import Chat, Embeddings
 from deployments.front.stable_prefix import stable_run
+from deployments.routing.rank import KEYS
 
 SYSTEM = {"role": "system", "content": "Be brief.", "stable": True}
 HELLO = {"role": "user", "content": "Hello"}
@@ -56,7 +57,7 @@ def test_request_that_generates_no_text_has_the_key_of_its_conversation_alone() 
 @pytest.mark.parametrize(
     ("said", "term"),
     [
-        ({}, "long"),
+        ({}, None),
         ({"prompt_cache_retention": "in_memory"}, "short"),
         ({"prompt_cache_retention": "in-memory"}, "short"),
         ({"prompt_cache_retention": "24h"}, "extended"),
@@ -65,20 +66,47 @@ def test_request_that_generates_no_text_has_the_key_of_its_conversation_alone() 
     ],
 )
 def test_term_is_what_the_request_says_in_our_words_or_openais(
-    said: dict[str, Any], term: str
+    said: dict[str, Any], term: str | None
 ) -> None:
     checked = Chat.model_validate({"model": "m", "messages": [HELLO], **said})
-    assert term_of(checked, "long", "extended") == term
+    assert asked_term(checked) == term
 
 
 @pytest.mark.spec("G4")
-def test_term_is_the_models_where_the_request_says_nothing_and_at_most_the_tenants() -> None:
-    plain = Chat.model_validate({"model": "m", "messages": [HELLO]})
-    day = Chat.model_validate({"model": "m", "messages": [HELLO], "x_kv_term": "extended"})
-    assert term_of(plain, "extended", "extended") == "extended"
-    assert term_of(plain, "extended", "long") == "long"
-    assert term_of(day, "short", "long") == "long"
-    assert term_of(plain, "short", "long") == "short"
+def test_term_is_the_models_where_nothing_is_said_and_at_most_the_tenants() -> None:
+    assert term_of(None, "extended", "extended") == "extended"
+    assert term_of(None, "extended", "long") == "long"
+    assert term_of("extended", "short", "long") == "long"
+    assert term_of(None, "short", "long") == "short"
+
+
+@pytest.mark.spec("G2")
+def test_key_keeps_the_term_that_was_asked_for_last_for_requests_that_ask_for_none() -> None:
+    terms = KeyTerms()
+    assert terms.term("acme", "m", "conv:c-1", None) is None
+    assert terms.term("acme", "m", "conv:c-1", "extended") == "extended"
+    assert terms.term("acme", "m", "conv:c-1", None) == "extended"
+    for tenant, served, key in (
+        ("b", "m", "conv:c-1"),
+        ("acme", "m:a", "conv:c-1"),
+        ("acme", "m", ""),
+    ):
+        assert terms.term(tenant, served, key, None) is None
+    assert terms.term("acme", "m", "conv:c-1", "short") == "short"
+    assert terms.term("acme", "m", "conv:c-1", None) == "short"
+    assert terms.term("acme", "m", "", "extended") == "extended"
+    assert terms.term("acme", "m", "", None) is None, "a request without a key is alone"
+
+
+@pytest.mark.spec("G2")
+def test_key_that_was_used_least_recently_is_forgotten() -> None:
+    terms = KeyTerms()
+    for number in range(KEYS):
+        terms.term("acme", "m", f"v5:{number}", "short")
+    assert terms.term("acme", "m", "v5:0", None) == "short"
+    terms.term("acme", "m", "v5:more", "short")
+    assert terms.term("acme", "m", "v5:0", None) == "short"
+    assert terms.term("acme", "m", "v5:1", None) is None
 
 
 @pytest.mark.spec("G4")

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from arbiter.core.types import Priority
 from arbiter.errors import UnknownModel
 from deployments import messages
+from deployments.config.fields import KvTerm
 from deployments.config.schema import Table, parse_table
 from deployments.front.model_names import ModelNames
 from deployments.front.request import BadRequest, ParsedRequest, call_of, parse
@@ -100,21 +101,15 @@ async def test_call_carries_the_pieces_of_the_prompt_that_its_engine_gets() -> N
 
 @pytest.mark.spec("G4")
 async def test_term_goes_to_the_engine_where_it_is_not_the_usual_one() -> None:
-    async def told(body: dict[str, Any], longest: Any = "extended", **model: Any) -> Any:
-        of = table(model=model)
-        it = await asked(PLAIN | body, of=of)
-        target = ModelNames(of).find("tiny", "default")
-        config = of.capabilities["chat"].models["tiny"]
-        made = call_of(it, target, config, "default", longest_kv_term=longest)
+    of = table()
+    it, target = await asked(PLAIN), ModelNames(of).find("tiny", "default")
+
+    def told(term: KvTerm | None) -> Any:
+        made = call_of(it, target, of.capabilities["chat"].models["tiny"], "default", term=term)
         return json.loads(made.body).get("kv_transfer_params")
 
-    day = {"prompt_cache_retention": "24h"}
-    assert await told(day) == {"term": "extended"}
-    assert await told({"x_kv_term": "short"}) == {"term": "short"}
-    assert await told({}, kv_term="short") == {"term": "short"}
-    assert await told({}) is None
-    assert await told(day, longest="long") is None
-    assert await told(day, longest=None) is None
+    assert (told("short"), told("extended")) == ({"term": "short"}, {"term": "extended"})
+    assert told("long") is None is told(None)
 
 
 @pytest.mark.spec("J1", "J2")

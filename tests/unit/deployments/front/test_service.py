@@ -90,6 +90,9 @@ async def test_no_request_keeps_kv_longer_than_its_tenant_may(service: Inference
 
     assert await term("default", prompt_cache_retention="24h") == "extended"
     assert await term("acme", prompt_cache_retention="24h") == await term("acme") == "short"
+    talk = {"x_conversation_id": "c-1"}
+    assert await term("default", **talk, x_kv_term="short") == "short"
+    assert await term("default", **talk) == "short", "a conversation keeps its term"
 
 
 async def test_capability_without_an_application_is_a_typed_error(speaker: Speaker) -> None:
