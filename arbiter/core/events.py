@@ -356,11 +356,11 @@ class Prewarmed:
     holder: HolderId
     ticket: TicketId | None  # None: its model was not brought in
     model: str
-    prefix: str  # `__system_prefix__`, or a hash of one that a request brought
+    prefix: str  # `__system_prefix__`, or the hash of a request's own
     cause: str  # load, session, speech, sweep
     outcome: str  # warmed, or why not
-    prompt_tokens: int = 0
-    cached_tokens: int = 0  # of them, before
+    prompt_tokens_count: int = 0
+    cached_tokens_count: int = 0  # of them, before
     took: Span = Span(0)
 
 

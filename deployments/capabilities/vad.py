@@ -7,8 +7,7 @@ from arbiter.core import events as ev
 from deployments import messages
 from deployments.replica.capability import Capability
 
-# A client that listens sends one piece of sound after the other while a person speaks. Models
-# warm nothing again that they warmed less than 30 s ago (deployments.replica.prefix_book).
+# A client that listens sends one piece of sound after the other while a person speaks.
 QUIET_S = 30.0
 
 

@@ -94,7 +94,7 @@ class EngineKind:
     takes_turns: bool = False  # computes under a dispatch lock where the model names one
     program: str = ""  # has to be on the PATH
     split: Split = Split.NONE  # over several devices, where one is too small (B5)
-    warms: bool = False  # takes POST /prewarm (deployments.prefixes)
+    warms: bool = False  # may take POST /prewarm (deployments.prefixes)
     drafts: bool = False  # loads a drafter beside its model
     keeps: Keeps = nothing_kept  # which slabs of the node's pool it writes (E1)
     cache_bytes: Callable[[Arguments], Bytes] = no_cache
@@ -175,6 +175,7 @@ def engine_kind(engine: str) -> EngineKind:
             (),
             overhead,
             overhead,
+            warms=True,
             cache_bytes=kv_cache,
             estimate=weights_cache_and_slots,
         )

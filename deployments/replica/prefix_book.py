@@ -13,7 +13,7 @@ from deployments.prefixes import Prefix
 
 SHORT_TERM = seconds(300)  # G4: of KV that no conversation has claimed for longer
 UNTOUCHED = Span(SHORT_TERM * 4 // 5)  # G5
-FRESH = seconds(30)  # a session that opens or speech that starts repeats nothing younger
+FRESH = seconds(30)  # a session that opens repeats nothing younger of what others share
 KEPT = seconds(3_600)  # G4: a conversation idle for longer has ended, and its prefix with it
 MOST_COUNT = 64  # of requests, per model: each is one token for an idle engine in each sweep
 TRIES = 3  # of one pre-warm that real requests interrupt
@@ -93,14 +93,14 @@ class PrefixBook:
         self.ask_untouched(Cause.SWEEP, UNTOUCHED, now_ns)
 
     def next(self) -> Known | None:
-        """One that is to be warmed, the most recently used first."""
+        """The most recently used of those that are to be warmed."""
         waiting = [known for known in self._known.values() if known.cause is not None]
         return max(waiting, key=lambda known: known.used_ns, default=None)
 
     @staticmethod
     def on_warmed(known: Known) -> None:
-        """Touched since it was asked for: so the sweep after the one that asked finds it due,
-        however long its engine took."""
+        """Touched since it was asked for: so the next sweep finds it due, however long its engine
+        took."""
         known.touched_ns, known.cause = known.asked_ns, None
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Warms the stable prefixes of one model while it is resident and idle (G1, G5, G6).
 
-A pre-warm goes to the engine beside the requests, not as one of them: it is in nobody's account, a
-model that is only pre-warmed counts as idle, and a pre-warm begins only while no request is in
-flight. A request that comes meanwhile ends it, so it waits for one step of the engine at most; what
-was computed until then stays in the cache.
+A pre-warm goes to the engine beside the requests, not as one of them: it is in no account, a model
+that is only pre-warmed counts as idle, and a pre-warm begins only while no request is in flight. A
+request that comes meanwhile ends it, and so waits for one step of the engine at most; what was
+computed until then stays in the cache.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from arbiter.core import events as ev
 from arbiter.errors import EngineLost
@@ -26,6 +26,7 @@ from deployments.replica.prefix_book import FRESH, Cause, Known, PrefixBook
 
 logger = logging.getLogger("arbiter.residency")
 
+PREFIX_MOST_BYTES = 1 << 20  # twice a context of 128k tokens; a replica keeps 64 of each model
 # A prefill of a whole context of 128k tokens takes less, also without a GPU at 2,000 tokens/s.
 WARM_S = 120.0
 
@@ -115,27 +116,30 @@ class PrefixWarmer:
 
     def on_use(self, cut: Cut, chat: bytes, tenant: str) -> None:
         """A request begins with a prefix; `chat`: its body."""
-        self._learn(cut, chat, tenant)
-        self._book.on_use(cut.key, self._clock.now_ns())
+        if self._knows(cut, chat, tenant):
+            self._book.on_use(cut.key, self._clock.now_ns())
 
     def on_session(self, cut: Cut | None, chat: bytes, tenant: str) -> None:
         """A client opens a session whose chats begin with a prefix, or with what is declared."""
         now_ns = self._clock.now_ns()
-        if cut is not None:
-            self._learn(cut, chat, tenant)
+        if cut is not None and self._knows(cut, chat, tenant):
             self._book.ask(cut.key, Cause.SESSION, now_ns)
         self._book.ask_untouched(Cause.SESSION, FRESH, now_ns, tenant)
         self._news.set()
 
     def on_speech(self) -> None:
         """A person begins to speak, whose words this model may have to answer."""
-        self._book.ask_untouched(Cause.SPEECH, FRESH, self._clock.now_ns())
+        self._book.ask_untouched(Cause.SPEECH, Span(0), self._clock.now_ns())
         self._news.set()
 
-    def _learn(self, cut: Cut, chat: bytes, tenant: str) -> None:
+    def _knows(self, cut: Cut, chat: bytes, tenant: str) -> bool:
+        """Learns a prefix that is new; False: it is too large to be kept."""
         if not self._book.knows(cut.key):
             found = prefixes.prefix_of(json.loads(chat), cut, tenant)
+            if len(found.body) > PREFIX_MOST_BYTES:
+                return False
             self._book.add(found, self._clock.now_ns())
+        return True
 
     # -- the work ------------------------------------------------------------------------------
 
@@ -225,14 +229,13 @@ class PrefixWarmer:
 
 def _read(head: messages.ResponseHead, body: bytes) -> Warmed:
     """Raises PrewarmFailed."""
-    if head.status != 200:
-        raise PrewarmFailed(f"the engine answered {head.status}: {_message(body)}")
-    said: dict[str, Any] = json.loads(body)
-    return Warmed(**said)
-
-
-def _message(body: bytes) -> str:
-    """Of an error in OpenAI's form; in no other form does an engine of ours refuse."""
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        return str(json.loads(body)["error"]["message"])
-    return "no reason given"
+    if head.status == 404:
+        return Warmed(skipped=f"its engine has no {prefixes.ROUTE}", has_no_cache=True)
+    try:
+        said = json.loads(body)
+        if head.status == 200:
+            return Warmed(**said)
+        cause = said["error"]["message"]  # OpenAI's form
+    except (ValueError, LookupError, TypeError):
+        cause = "no form that it may have"
+    raise PrewarmFailed(f"the engine answered {head.status}: {cause}")

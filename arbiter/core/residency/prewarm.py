@@ -21,8 +21,8 @@ def on_prewarmed(state: CoreState, event: ev.Prewarmed) -> None:
         "prefix": event.prefix,
         "cause": event.cause,
         "outcome": event.outcome,
-        "prompt_tokens": event.prompt_tokens,
-        "cached_tokens": event.cached_tokens,
+        "prompt_tokens": event.prompt_tokens_count,
+        "cached_tokens": event.cached_tokens_count,
     }
     state.decide(LogEvent(EventKind.PREWARM, data, event.ticket, took=event.took))
 

@@ -12,7 +12,7 @@ from deployments.front.routes.openai import call_for
 from deployments.front.schemas import SCHEMAS, described
 
 # A replica that runs answers within milliseconds. A client that opens a session does not wait for
-# one that Serve starts first.
+# a replica that Serve has to start.
 PATIENCE_S = 0.5
 
 router = APIRouter()

@@ -10,7 +10,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.decisions import Reason, Tier
-from arbiter.core.types import Priority
+from arbiter.core.types import Client, Priority
 from arbiter.errors import NeverFits
 from arbiter.protocol import messages
 from arbiter.units import Bytes, TicketId
@@ -109,7 +109,7 @@ async def test_load_warms_the_declared_prefix_once_under_its_fixed_id(clock: Han
         await use(residency)
         [event] = told(arbiter)
         assert (event.prefix, event.cause, event.outcome) == (DECLARED, "load", "warmed")
-        assert (event.ticket, event.prompt_tokens) == (arbiter.asked[0], 300)
+        assert (event.ticket, event.prompt_tokens_count) == (arbiter.asked[0], 300)
         assert [body["messages"] for body in engine.prewarms] == [[SYSTEM]]
 
 
@@ -216,7 +216,8 @@ async def test_revoke_does_not_wait_for_a_prewarm(clock: HandClock) -> None:
     ("answer", "says"),
     [
         ((500, {"error": {"message": "no memory"}}), "the engine answered 500: no memory"),
-        ((404, {}), "the engine answered 404: no reason given"),
+        ((500, {}), "the engine answered 500: no form that it may have"),
+        ((200, [1]), "the engine answered 200: no form that it may have"),
     ],
 )
 async def test_failure_is_an_event_and_is_not_repeated(
@@ -237,11 +238,15 @@ async def test_failure_is_an_event_and_is_not_repeated(
 
 
 @pytest.mark.spec("G6")
+@pytest.mark.parametrize(
+    "answer",
+    [(200, {"skipped": "prefix caching is off", "has_no_cache": True}), (404, {})],
+)
 async def test_engine_without_a_prefix_cache_is_asked_once_and_is_no_event(
-    clock: HandClock,
+    clock: HandClock, answer: tuple[int, Any]
 ) -> None:
     async with warming() as (residency, arbiter, engine):
-        engine.warmed = 200, {"skipped": "prefix caching is off", "has_no_cache": True}
+        engine.warmed = answer
         await use(residency)
         await settle(lambda: not residency.models["a"].warmer._has_cache)
         clock.advance(1_000)
@@ -251,7 +256,7 @@ async def test_engine_without_a_prefix_cache_is_asked_once_and_is_no_event(
 
 @pytest.mark.spec("G6")
 async def test_engine_that_knows_no_prewarm_is_never_asked(clock: HandClock) -> None:
-    async with warming(engine="m:f") as (residency, arbiter, engine):
+    async with warming(engine="silero") as (residency, arbiter, engine):
         await use(residency)
         sessions = Sessions(residency, _nothing)
         assert sessions.open(call()).head.status == 202
@@ -261,15 +266,11 @@ async def test_engine_that_knows_no_prewarm_is_never_asked(clock: HandClock) -> 
 
 
 @pytest.mark.spec("G1")
-async def test_speech_warms_what_was_not_warmed_just_now(clock: HandClock) -> None:
-    async with warming() as (residency, arbiter, engine):
+async def test_speech_warms_what_is_known_of_its_own_ticket(clock: HandClock) -> None:
+    async with warming() as (residency, arbiter, _):
         await use(residency)
         await settle(lambda: len(told(arbiter)) == 1)
         order = messages.PrewarmCommand(residency.models["a"].ticket)
-        residency._obey(order)
-        await no_more()
-        assert len(engine.prewarms) == 1
-        clock.advance(30)
         residency._obey(order)
         await settle(lambda: len(told(arbiter)) == 2)
         assert told(arbiter)[1].cause == "speech"
@@ -297,7 +298,7 @@ async def test_session_loads_the_model_as_batch_work_and_warms_its_own_prefix(
         assert causes == [("k", "session"), (DECLARED, "load")]
         assert engine.prewarms[0]["messages"] == more
         [usage] = arbiter.runs.usage()
-        assert (usage.client.client, usage.requests_count) == ("cli", 1)
+        assert (usage.client, usage.requests_count) == (Client("default", "cli"), 1)
 
 
 @pytest.mark.spec("G1", "G5")
@@ -313,6 +314,24 @@ async def test_prefix_of_a_request_is_warmed_by_the_sweep_and_not_by_itself(
         clock.advance(240)
         await settle(lambda: told(arbiter))
         assert (told(arbiter)[0].prefix, told(arbiter)[0].cause) == ("k", "sweep")
+
+
+@pytest.mark.spec("G1", "L3")
+async def test_prefix_larger_than_any_context_is_not_kept(
+    clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with warming(stable_prefixes=[]) as (residency, arbiter, engine):
+        monkeypatch.setattr(prefix_warmer, "PREFIX_MOST_BYTES", 1_000)
+        for key, words in (("large", 1_000), ("small", 1)):
+            told_of = {"role": "system", "content": "x" * words}
+            of_request = call(cut=Cut(1, key=key), messages=[told_of])
+            Sessions(residency, _nothing).open(of_request)
+            async with residency.use("a") as open_use:
+                open_use.begins_with(of_request.stable, of_request.body, "default")
+        await settle(lambda: told(arbiter))
+        await no_more()
+        assert [event.prefix for event in told(arbiter)] == ["small"]
+        assert len(engine.prewarms) == 1
 
 
 @pytest.mark.spec("G6")
