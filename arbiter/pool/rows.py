@@ -141,7 +141,7 @@ class Rows:
         return now + self._terms_s[term], self._last_use_s
 
     def reserve(
-        self, keys: Collection[bytes], keep: Collection[bytes] = (), term: Term = Term.LONG
+        self, keys: Collection[bytes], keep: Collection[bytes] = (), *, term: Term = Term.LONG
     ) -> Reserved:
         """Rows for those keys that are neither READY nor reserved; READY ones count as used. Evicts
         what it must, but no key of `keys` or `keep`. What finds no room is left out, the last keys

@@ -303,7 +303,7 @@ class SlabManager(OffloadingManager):
         if self.restorer is not None:
             self.restorer.give_up(keys)
         keep, term = req_context._offload_key_positions, _use(req_context).term
-        found = self.rows.reserve(keys, keep, term)
+        found = self.rows.reserve(keys, keep, term=term)
         spec = CPULoadStoreSpec(list(found.rows.values()))
         return PrepareStoreOutput(list(found.rows), spec, found.evicted)
 
