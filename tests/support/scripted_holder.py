@@ -35,6 +35,7 @@ class ScriptedEngine:
         self.warms = asyncio.Event()  # a pre-warm is answered once it is set
         self.warms.set()
         self.warmed: tuple[int, Any] = (200, {"prompt_tokens": 300, "cached_tokens": 0})
+        self.drops_drafter: bool | None = False  # None: it fails over it
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/control/lifeline":
@@ -49,6 +50,8 @@ class ScriptedEngine:
             await self.loaded.wait()
             return web.json_response({"load_seconds": 0.0})
         self.acts.append(request.path)
+        if request.path == "/control/drop_drafter":
+            return self._drop_drafter()
         if request.path.startswith("/control/"):
             return web.json_response({"seconds": 0.0, "verified": self.verified})
         if request.path == "/prewarm":
@@ -58,6 +61,12 @@ class ScriptedEngine:
             return web.json_response(said, status=status)
         await self.answer.wait()
         return web.Response(body=b"answer")
+
+    def _drop_drafter(self) -> web.Response:
+        if self.drops_drafter is None:
+            cause = {"type": "RuntimeError", "message": "half of it is gone"}
+            return web.json_response({"error": cause}, status=500)
+        return web.json_response({"dropped": self.drops_drafter})
 
 
 class ScriptedClient:
