@@ -217,7 +217,7 @@ class Flood:
         return [self.pool.submit(self._ask, n) for n in range(count)]
 
     def _ask(self, number: int) -> None:
-        assert asked_by(self.child, "flood", NAMES[number % 8])[0] == 200
+        assert asked_by(self.child, "flood", NAMES[1 + number % 7])[0] == 200
         self.done.append(number)
 
 
@@ -230,10 +230,16 @@ def asked_by(child: Child, tenant: str, model: str, **more: str) -> tuple[int, A
 
 @pytest.mark.spec("F6")
 @pytest.mark.parametrize(
-    ("tenant", "priority"), [("single", Priority.NORMAL), ("flood", Priority.URGENT)]
+    ("tenant", "adapter", "priority"),
+    [
+        ("single", "a1", Priority.NORMAL),
+        ("flood", "a1", Priority.URGENT),
+        ("flood", "a0", Priority.NORMAL),
+    ],
+    ids=["another tenant", "more urgent", "another adapter"],
 )
-def test_a_flood_delays_another_tenant_or_a_more_urgent_request_by_a_batch(
-    chat: Child, tenant: str, priority: Priority
+def test_a_flood_delays_what_is_due_before_it_by_a_batch(
+    chat: Child, tenant: str, adapter: str, priority: Priority
 ) -> None:
     """Told by the order of the answers: those of the batch that runs, then the single request in
     the next, although more than four batches of the flood came before it."""
@@ -244,7 +250,7 @@ def test_a_flood_delays_another_tenant_or_a_more_urgent_request_by_a_batch(
         until(lambda: chat.call("GET", "/admission")[1]["waiting"] > 4 * window, 20)
         before = len(flood.done)
         said = {messages.PRIORITY_HEADER: str(int(priority))}
-        assert asked_by(chat, tenant, "a0", **said)[0] == 200
+        assert asked_by(chat, tenant, adapter, **said)[0] == 200
         between = len(flood.done) - before
         assert chat.call("GET", "/admission")[1]["waiting"] > 0
         assert between <= 2 * window, f"{between} answers of the flood came first"

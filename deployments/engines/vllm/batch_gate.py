@@ -16,7 +16,8 @@ from deployments.engines.vllm.admission import BASE, View, Waiting, plan
 from deployments.engines.vllm.token_counters import ANSWER_WEIGHT, PROMPT_WEIGHT, FairShare
 
 # Requests that wait for their turn in one engine. The front bounds what comes in; this bounds what
-# one engine keeps, because with 2,000 waiting a step takes 1 ms of planning (measured).
+# one engine keeps, because with 2,000 waiting a plan takes 0.7 ms for 32 adapters, 5 ms for 1,000
+# (measured).
 MAX_WAITING = 2_000
 
 # Requests that enter beyond a full batch, so that the next step has a request for each place that
