@@ -24,19 +24,29 @@ import pytest
 from arbiter.node import pool as pools
 from arbiter.node.pool import Pool
 from arbiter.node.slab_files import SlabFiles
-from arbiter.pool import Content, SlabView, create, slab_file
+from arbiter.pool import SlabView, create, slab_file
 from arbiter.pool.layout import tenant_digest
 from arbiter.protocol.messages import SlabRequest
-from arbiter.units import MIB, Bytes, TicketId
+from arbiter.units import MIB, Bytes, Content, TicketId
 from models.train_vision import QUESTIONS
 from tests.support.drawings import drawing, uri
-from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, served, until
+from tests.support.engine_host import (
+    Child,
+    Connection,
+    ZygoteUnderTest,
+    device_bytes,
+    is_gone,
+    served,
+    until,
+)
 
 VLLM = "deployments.engines.vllm.engine:build"
 BLOCK = 128  # tokens, of the CPU build
 LONG = 1_300  # tokens: ten blocks and a part of one
 STORED = LONG // BLOCK
 CONVERSATIONS, KILLS = 6, 6
+STREAMED = 400  # tokens: some hundred steps
+DRAFTED_CACHE = 256 * MIB  # half of it are the drafter's layers'
 
 
 def prompt(seed: int, tokens: int = LONG) -> list[int]:
@@ -75,7 +85,7 @@ def config(model: Path, slab: int | None, **more: Any) -> dict[str, Any]:
     }
     given: dict[str, Any] = {"model": str(model), "served_name": "tiny", "engine_args": args}
     if slab is not None:
-        given["slab"] = {"path": f"/proc/{os.getpid()}/fd/{slab}"}
+        given["slabs"] = {"kv": {"path": f"/proc/{os.getpid()}/fd/{slab}"}}
     return given
 
 
@@ -147,7 +157,7 @@ def next_slab() -> Iterator[int]:
 
 
 def with_file(given: dict[str, Any], file: Path) -> dict[str, Any]:
-    return {**given, "slab": {**given["slab"], "file": str(file)}}
+    return {**given, "slabs": {"kv": {**given["slabs"]["kv"], "file": str(file)}}}
 
 
 @pytest.mark.spec("G4")
@@ -174,10 +184,10 @@ def test_conversation_that_had_to_leave_the_ram_comes_back_from_its_file(
 
 def lent(pool: Pool, ticket: TicketId, model: Path) -> dict[str, Any]:
     """The configuration of an engine, with what the pool lends to it."""
-    wanted = SlabRequest("kv", "chat/tiny", "key")
+    wanted = SlabRequest(Content.KV, "chat/tiny", "key")
     path, file = pool.lend(ticket, wanted), pool.file_for(wanted)
     given: dict[str, str | None] = {"path": path} | ({"file": file} if file else {})
-    return {**config(model, None), "slab": given}
+    return {**config(model, None), "slabs": {"kv": given}}
 
 
 @pytest.mark.spec("E4", "G4")
@@ -329,7 +339,7 @@ def test_another_namespace_finds_nothing_and_answers_as_without_a_slab(
 ) -> None:
     other = config(tiny, slab, **({"max_model_len": 1536} if change == "context" else {}))
     if change == "weights":
-        other["slab"]["model_digest"] = "of other weights"
+        other["slabs"]["kv"]["model_digest"] = "of other weights"
     with killed(engines, f"{change}-1", config(tiny, slab)) as child:
         cold = ask(child, prompt(5))
         await_rows(child, STORED)
@@ -413,15 +423,20 @@ def test_full_slab_evicts_and_every_answer_stays_right(
         assert again[27][1] == STORED * BLOCK, "the last conversation was whole"
 
 
+def drafted(tiny: Path, slab: int) -> dict[str, Any]:
+    given = config(tiny, slab, kv_cache_memory_bytes=DRAFTED_CACHE)
+    for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_modules"):
+        del given["engine_args"][name]
+    return {**given, "drafter": {"model": str(tiny), "tokens": 3}}
+
+
 @pytest.mark.spec("F9", "E2")
 def test_blocks_hold_the_drafters_layers_too(
     engines: ZygoteUnderTest, tiny: Path, slab: int
 ) -> None:
-    given = config(tiny, slab)
-    for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_modules"):
-        del given["engine_args"][name]
+    given = drafted(tiny, slab)
     alone = json.loads(json.dumps(given))
-    given["drafter"] = {"model": str(tiny), "tokens": 3}
+    del alone["drafter"]
     with killed(engines, "drafted", given) as child:
         cold = ask(child, prompt(10))
         await_rows(child, STORED)
@@ -432,6 +447,54 @@ def test_blocks_hold_the_drafters_layers_too(
         assert ask(child, prompt(10)) == (cold[0], 0)
 
 
+def drop(child: Child) -> bool:
+    status, said = child.call("POST", "/control/drop_drafter")
+    assert status == 200, said
+    dropped: bool = said["dropped"]
+    return dropped
+
+
+def answer_dropped_in_the_middle(child: Child, tokens: list[int]) -> list[int]:
+    body = {"model": "tiny", "prompt": tokens, "max_tokens": STREAMED, "temperature": 0}
+    more = {"ignore_eos": True, "return_token_ids": True, "stream": True}
+    line = Connection(child.path)
+    head = {"content-type": "application/json"}
+    line.request("POST", "/v1/completions", json.dumps({**body, **more}), head)
+    said: list[int] = []
+    with line.getresponse() as response:
+        assert response.status == 200
+        for raw in response:
+            if not raw.startswith(b"data: {"):
+                continue
+            said += json.loads(raw[6:])["choices"][0]["token_ids"]
+            if len(said) < STREAMED // 2 and "dropped" not in more:
+                more["dropped"] = drop(child)
+    line.close()
+    assert more["dropped"] is True
+    return said
+
+
+@pytest.mark.spec("F9")
+def test_drafter_leaves_in_the_middle_of_an_answer_which_goes_on_the_same(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    given = drafted(tiny, slab)
+    with killed(engines, "leaves", given) as child:
+        expected, _ = ask(child, prompt(41), most=STREAMED)
+        until(lambda: device_bytes(child.pid) > DRAFTED_CACHE, 30)  # it has all its pages
+        before = device_bytes(child.pid)
+        assert answer_dropped_in_the_middle(child, prompt(41)) == expected
+        # What answers take beside the cache may have grown a little meanwhile.
+        until(lambda: before - device_bytes(child.pid) > 0.9 * DRAFTED_CACHE / 2, 30)
+        assert drop(child), "it has left, however often it is asked to"
+        alone, _ = ask(child, prompt(43))
+        await_rows(child, 2 * STORED)
+        assert ask(child, prompt(43)) == (alone, STORED * BLOCK)
+    with served(engines, "has-it-again", VLLM, given) as child:
+        assert ask(child, prompt(43)) == (alone, STORED * BLOCK)
+        assert ask(child, prompt(41), most=STREAMED)[0] == expected
+
+
 @pytest.mark.spec("H2", "L1")
 def test_model_that_sees_takes_pictures_and_no_embeddings_beside_a_slab(
     engines: ZygoteUnderTest, describer: Path, slab: int
@@ -440,7 +503,7 @@ def test_model_that_sees_takes_pictures_and_no_embeddings_beside_a_slab(
     given = {
         "model": str(describer),
         "served_name": "eyes",
-        "slab": config(describer, slab)["slab"],
+        "slabs": config(describer, slab)["slabs"],
     }
     args = {"max_model_len": 1024, "kv_cache_memory_bytes": 32 * MIB, "dtype": "float32"}
     given["engine_args"] = {**args, "max_num_seqs": 4, "enable_prompt_tokens_details": True}
@@ -504,7 +567,7 @@ def test_model_that_cannot_use_a_slab_loads_as_without_one(
     more = {"enable_prefix_caching": False} if why == "no prefix cache" else {}
     given = config(tiny, None if why == "no slab" else slab, **more)
     if why == "unusable slab":
-        given["slab"]["path"] = "/dev/null"
+        given["slabs"]["kv"]["path"] = "/dev/null"
     with served(engines, why.replace(" ", "-"), VLLM, given) as child:
         assert len(ask(child, prompt(9, 300))[0]) == 8
         assert child.call("GET", "/slab")[0] == 404
