@@ -188,3 +188,11 @@ def test_an_aged_request_takes_the_slot_that_comes_free() -> None:
     assert plan(full).entering == [2], "a runs dry, b goes on"
     freed = View(2, 8, {"b": 2}, waiting, 6.0, ageing_s=2.0)
     assert plan(freed).entering == [0, 2]
+
+
+@pytest.mark.spec("F6")
+def test_an_adapter_is_fed_for_a_turn_before_it_gives_its_slot_away() -> None:
+    waiting = [Waiting(0, "cold", 0.0), Waiting(1, "hot", 0.0)]
+    view = View(1, 8, {"hot": 1}, waiting, 10.0, turn_s=1.0, slotted_s={"hot": 9.5})
+    assert plan(view).entering == [1], "its turn goes on"
+    assert plan(replace(view, slotted_s={"hot": 9.0})).entering == []
