@@ -32,6 +32,7 @@ from arbiter.core.decisions import (
     RequestReading,
     Revoke,
     SetTimer,
+    WarmPrefixes,
 )
 from arbiter.errors import RequestError, TicketClosed
 from arbiter.protocol import messages
@@ -188,7 +189,7 @@ class Shell:
                 self._agents.drop_slabs(node, owner)
             case RequestReading(node):
                 self._agents.probe(node)
-            case Queued() | LoadModel() | DropDrafter() | PurgeCaches():
+            case Queued() | LoadModel() | DropDrafter() | PurgeCaches() | WarmPrefixes():
                 self._command(order.holder, _as_command(order))
 
     # -- tickets -------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ class Shell:
 
 
 def _as_command(
-    order: Queued | LoadModel | DropDrafter | PurgeCaches,
+    order: Queued | LoadModel | DropDrafter | PurgeCaches | WarmPrefixes,
 ) -> messages.Command:
     match order:
         case Queued(ticket, _, predicted):
@@ -362,3 +363,5 @@ def _as_command(
             return messages.Resize(model, messages.ModelSize.ALONE)
         case PurgeCaches(ticket):
             return messages.PurgeCommand(ticket)
+        case WarmPrefixes(ticket):
+            return messages.PrewarmCommand(ticket)

@@ -13,7 +13,13 @@ from typing import Any
 from arbiter.core.types import Need, Split
 from arbiter.units import MIB, Bytes, Content
 from deployments.config.fields import parse_size
-from deployments.config.model_files import adapter_slots, picture_bytes, slot_size, weights_bytes
+from deployments.config.model_files import (
+    adapter_slots,
+    picture_bytes,
+    sees,
+    slot_size,
+    weights_bytes,
+)
 from deployments.config.schema import ConfigError, ModelConfig
 
 Arguments = Mapping[str, Any]  # `engine_args`
@@ -38,8 +44,9 @@ def nothing_kept(path: str, model: ModelConfig) -> tuple[Content, ...]:
 
 
 def kept_by_vllm(path: str, model: ModelConfig) -> tuple[Content, ...]:
-    """KV blocks, unless the model's configuration says no."""
-    return (Content.KV,) if model.keep_kv else ()
+    """KV blocks, unless the model's configuration says no, and pictures of a model that sees."""
+    kv = (Content.KV,) if model.keep_kv else ()
+    return kv + ((Content.PICTURE,) if sees(Path(path)) else ())
 
 
 def weights_and_cache(kind: "EngineKind", path: str, model: ModelConfig) -> Need:
@@ -94,6 +101,7 @@ class EngineKind:
     takes_turns: bool = False  # computes under a dispatch lock where the model names one
     program: str = ""  # has to be on the PATH
     split: Split = Split.NONE  # over several devices, where one is too small (B5)
+    warms: bool = False  # may take POST /prewarm (deployments.prefixes)
     drafts: bool = False  # loads a drafter beside its model
     keeps: Keeps = nothing_kept  # which slabs of the node's pool it writes (E1)
     cache_bytes: Callable[[Arguments], Bytes] = no_cache
@@ -107,6 +115,7 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(100 * MIB),
         working_bytes=Bytes(96 * MIB),
         split=Split.EQUAL,  # tensor parallel
+        warms=True,
         drafts=True,
         keeps=kept_by_vllm,
         cache_bytes=kv_cache,
@@ -173,6 +182,7 @@ def engine_kind(engine: str) -> EngineKind:
             (),
             overhead,
             overhead,
+            warms=True,
             cache_bytes=kv_cache,
             estimate=weights_cache_and_slots,
         )
