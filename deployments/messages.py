@@ -16,6 +16,11 @@ from deployments.prefixes import Cut
 # and drops what the client wrote.
 TENANT_HEADER = "x-arbiter-tenant"
 
+# In the headers of every call, from the replica to the engine: the priority as a number, and, where
+# the call has a deadline, the seconds that are left of it. What the client wrote is dropped too.
+PRIORITY_HEADER = "x-arbiter-priority"
+DEADLINE_HEADER = "x-arbiter-deadline-s"
+
 # In the headers of a multipart call, whose body the front leaves as it is: the name that the engine
 # serves (an alias of a profile, or a bare adapter name, may stand in the form).
 SERVED_HEADER = "x-arbiter-served-model"

@@ -86,7 +86,7 @@ class Body(BaseModel):
         None, description="above normal: the key needs the scope `priority`"
     )
     x_deadline_s: float | None = Field(
-        None, gt=0, le=DAY_S, description="refuse when the model is not there by then"
+        None, gt=0, le=DAY_S, description="refuse when the work has not begun by then"
     )
     x_stay_warm: Annotated[float, Field(ge=0, le=STAY_WARM_MOST_S)] | None = Field(
         None, description="seconds in which the model does not count as idle; true: 600"

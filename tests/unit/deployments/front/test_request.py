@@ -218,6 +218,14 @@ async def test_prompts_of_a_tenant_are_cached_apart_and_no_header_names_the_tena
     assert made.headers[messages.TENANT_HEADER] == "acme"
 
 
+@pytest.mark.spec("F6", "L1")
+async def test_no_header_of_a_client_sets_its_priority_or_deadline_in_the_engine() -> None:
+    lies = {messages.PRIORITY_HEADER: "1", messages.DEADLINE_HEADER: "9999"}
+    made, _ = await call(PLAIN, lies)
+    assert not lies.keys() & made.headers.keys()
+    assert (made.priority, made.deadline_s) == (Priority.NORMAL, None)
+
+
 # -- forms ----------------------------------------------------------------------------------------
 
 UPLOAD = "/v1/hear"
