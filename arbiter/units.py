@@ -1,5 +1,7 @@
-"""Types that carry units. Every size is an int of bytes, every time an int of nanoseconds."""
+"""Types that carry units, and names that all layers use. Every size is an int of bytes, every time
+an int of nanoseconds."""
 
+from enum import StrEnum
 from typing import NewType
 
 Bytes = NewType("Bytes", int)
@@ -12,6 +14,21 @@ NodeId = NewType("NodeId", str)
 DeviceId = NewType("DeviceId", str)  # "<node>/cpu:0", "<node>/host", "<node>/gpu:3"
 Epoch = NewType("Epoch", int)  # one life of the arbiter; strictly increasing across restarts
 Generation = NewType("Generation", int)  # of what a person set; counts every change
+
+
+class Content(StrEnum):
+    """What the rows of a slab are (E1). Idle slabs leave in this order (E4)."""
+
+    TEMPORARY = "temporary"
+    PICTURE = "picture"
+    ADAPTER = "adapter"
+    WEIGHTS = "weights"
+    KV = "kv"
+
+    @property
+    def rank(self) -> int:
+        """Returns its place in that order, from 0."""
+        return list(Content).index(self)
 
 
 def host_device(node: NodeId) -> DeviceId:

@@ -66,7 +66,7 @@ class Engines:
         }
         config: dict[str, Any] = {"model": self._path, "served_name": "m", "engine_args": args}
         if slab is not None:
-            config["slab"] = {"path": f"/proc/{os.getpid()}/fd/{slab}"}
+            config["slabs"] = {"kv": {"path": f"/proc/{os.getpid()}/fd/{slab}"}}
         self._count += 1
         child = self._zygote.spawn(f"restore-{self._count}", ENTRY, config).hold()
         status, said = child.ready()

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from arbiter.pool import Content, Rows, Slab, SlabView, create
-from arbiter.units import KIB, MIB, Bytes
+from arbiter.pool import Rows, Slab, SlabView, create
+from arbiter.units import KIB, MIB, Bytes, Content
 from benchmarks import report
 
 ROWS, ROW_BYTES, TERM_S = 4_000, Bytes(64 * KIB), 3_600.0

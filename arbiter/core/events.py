@@ -21,7 +21,7 @@ from arbiter.core.types import (
     Priority,
     Split,
 )
-from arbiter.units import Bytes, DeviceId, HolderId, NodeId, Span, TicketId
+from arbiter.units import Bytes, Content, DeviceId, HolderId, NodeId, Span, TicketId
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class SlabReading:
     (E1). The counts are of all its writers so far."""
 
     slab: str  # its number on the node
-    content: str
+    content: Content
     owner: str  # capability/model
     namespace: str  # of what is in it, in short; empty before its first writer
     ticket: TicketId | None  # of the engine that writes it; None: idle
@@ -130,7 +130,7 @@ class SlabDropped:
     """Says that an idle slab left the pool, and why."""
 
     slab: str
-    content: str
+    content: Content
     owner: str
     size_bytes: Bytes
     reason: str  # full, pressure, removed, or stale: it has no rows

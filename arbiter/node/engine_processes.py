@@ -17,7 +17,7 @@ from arbiter.node.cleanup import EngineLogs
 from arbiter.node.pool import Pool
 from arbiter.node.reports import Reports
 from arbiter.node.zygote_supervisor import ZygoteSupervisor
-from arbiter.protocol.messages import AgentSettings, SpawnSpec
+from arbiter.protocol.messages import AgentSettings, SlabRequest, SpawnSpec
 from arbiter.units import DeviceId, TicketId
 
 LOOK_AGAIN_S = 0.005  # while helpers of a killed engine end: a look takes about as long
@@ -115,7 +115,7 @@ class EngineProcesses:
             path = self.children.socket(ticket)
             scratch = self.children.scratch(ticket)
             equipped = zygote_client.equipped(spec, scratch, self._uuids())
-            child = await self._fork(ticket, await self._with_slab(ticket, equipped), path)
+            child = await self._fork(ticket, await self._with_slabs(ticket, equipped), path)
         finally:
             del self._spawning[ticket]
             if ticket not in self.children.by_ticket:
@@ -131,25 +131,23 @@ class EngineProcesses:
             raise TicketClosed(ticket)
         return str(path)
 
-    async def _with_slab(self, ticket: TicketId, spec: SpawnSpec) -> SpawnSpec:
-        """Tells the engine where its slab is, if it asked for one and there is a pool, and where a
-        file with more rows is, if there is one."""
-        if spec.slab is None:
-            return spec
-        await self._see_dead_writers(spec.slab.key)
-        path = self._pool.lend(ticket, spec.slab)
-        if path is None:
-            return spec
-        file = self._pool.file_for(spec.slab)
-        slab = {"path": path} | ({"file": file} if file else {})
-        return replace(spec, config=spec.config | {"slab": slab})
+    async def _with_slabs(self, ticket: TicketId, spec: SpawnSpec) -> SpawnSpec:
+        """Tells the engine where the slabs are that it asked for, as far as there is a pool, and
+        where files with more rows are."""
+        slabs: dict[str, dict[str, str]] = {}
+        for request in spec.slabs:
+            await self._see_dead_writers(request)
+            if path := self._pool.lend(ticket, request):
+                file = self._pool.file_for(request)
+                slabs[request.content] = {"path": path} | ({"file": file} if file else {})
+        return replace(spec, config=spec.config | {"slabs": slabs}) if slabs else spec
 
-    async def _see_dead_writers(self, key: str) -> None:
+    async def _see_dead_writers(self, request: SlabRequest) -> None:
         """An engine that has just been killed gives its slab back once nothing of it is left, which
         takes milliseconds: the engine that takes its place is to find the slab."""
         ends_s = time.monotonic() + DEAD_WRITER_S
         while time.monotonic() < ends_s:
-            writers = [self.children.by_ticket.get(t) for t in self._pool.writers(key)]
+            writers = [self.children.by_ticket.get(t) for t in self._pool.writers(request)]
             if all(w is None or children.lives(w.pid, w.start_ticks) for w in writers):
                 return
             self.collect_dead(*await asyncio.to_thread(children.find_processes))

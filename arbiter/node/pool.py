@@ -18,11 +18,11 @@ from arbiter.core.events import SlabDropped, SlabReading
 from arbiter.errors import SlabUnusable
 from arbiter.node import procfs
 from arbiter.node.slab_files import Save, SlabFiles
-from arbiter.pool import Content, SlabView, create
+from arbiter.pool import SlabView, create
 from arbiter.pool.layout import EXTENT_BYTES, PAGE_BYTES
 from arbiter.pool.slab import NAME
 from arbiter.protocol.messages import SlabRequest
-from arbiter.units import Bytes, TicketId
+from arbiter.units import Bytes, Content, TicketId
 
 logger = logging.getLogger("arbiter.agent")
 
@@ -57,14 +57,14 @@ class PooledSlab:
     leaves_for: str = ""  # the reason of the save
 
     @property
-    def value(self) -> tuple[Content, float]:
+    def value(self) -> tuple[int, float]:
         """Idle ones leave in this order."""
-        return Content[self.request.content.upper()], self.idle_since_s
+        return self.request.content.rank, self.idle_since_s
 
     @property
     def may_be_saved(self) -> bool:
         """Nothing but KV is worth a file: the rest has one already, or is soon computed anew."""
-        return self.request.content == Content.KV.name.lower()
+        return self.request.content is Content.KV
 
     def end_save(self) -> None:
         """Lets a save that is under way make no file."""
@@ -124,11 +124,11 @@ class Pool:
 
     def lend(self, ticket: TicketId, request: SlabRequest) -> str | None:
         """Returns the path at which an engine of this node opens the slab that it may write until
-        it ends: an idle one of the same key, else a new one. None: there is no pool, or the machine
-        has no memory for another slab, without which the engine loads as well."""
+        it ends: an idle one of the same content and key, else a new one. None: there is no pool,
+        or the machine has no memory for another slab, without which the engine loads as well."""
         if self.budget_bytes < _LEAST_BYTES:
             return None
-        idle = [s for s in self._slabs if s.ticket is None and s.request.key == request.key]
+        idle = [s for s in self._slabs if s.ticket is None and s.request.place == request.place]
         try:
             slab = max(idle, key=lambda s: s.idle_since_s, default=None) or self._make(request)
         except (OSError, SlabUnusable) as error:
@@ -143,9 +143,9 @@ class Pool:
         """The path of the file with what an earlier slab of that key held, if there is one."""
         return self.files.find(request) if self.files else None
 
-    def writers(self, key: str) -> list[TicketId]:
-        """The tickets whose engines write slabs of that key; none where one is idle."""
-        tickets = [s.ticket for s in self._slabs if s.request.key == key]
+    def writers(self, request: SlabRequest) -> list[TicketId]:
+        """The tickets whose engines write such slabs; none where one is idle."""
+        tickets = [s.ticket for s in self._slabs if s.request.place == request.place]
         return [] if None in tickets else [ticket for ticket in tickets if ticket is not None]
 
     def take_back(self, ticket: TicketId) -> None:
@@ -304,7 +304,7 @@ def _request(target: str) -> SlabRequest:
     """Raises ValueError unless it is the name of a slab."""
     name = target.removeprefix(_MARK).removesuffix(" (deleted)")
     content, key, owner = name.split(".", 2)
-    return SlabRequest(content, owner, key)
+    return SlabRequest(Content(content), owner, key)
 
 
 def _open_slabs(pid: int) -> list[Path]:

@@ -1,13 +1,12 @@
 """Memory that outlives the process which fills it: slabs of equal rows, one memory file each."""
 
 from arbiter.errors import RowMisused, SlabUnusable
-from arbiter.pool.layout import Content, Mark
+from arbiter.pool.layout import Mark
 from arbiter.pool.rows import Reserved, Rows
 from arbiter.pool.slab import Counts, Slab, SlabFile, SlabView, create
 from arbiter.pool.slab_file import SavedRows
 
 __all__ = [
-    "Content",
     "Counts",
     "Mark",
     "Reserved",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from arbiter.units import KIB, MIB, Bytes
+from arbiter.units import KIB, MIB, Bytes, Content
 
 PAGE_BYTES = 2 * MIB  # the unit of a slab's size, so that a kernel with huge pages can use them
 EXTENT_BYTES = 16 * PAGE_BYTES  # what a slab grows by: fallocate of it took 12 ms (SPEC E1)
@@ -42,16 +42,7 @@ _TIMES_AT = 8
 assert _HEADER.size <= LIMIT_AT and _MARK.size <= MARK_BYTES
 
 Buffer = memoryview
-
-
-class Content(IntEnum):
-    """What the rows of a slab are."""
-
-    TEMPORARY = 1
-    PICTURE = 2
-    ADAPTER = 3
-    WEIGHTS = 4
-    KV = 5
+CONTENTS = dict(enumerate(Content, 1))  # by the number in a header; 0 is no content
 
 
 class Count(IntEnum):
@@ -102,6 +93,11 @@ class Mark(NamedTuple):
     kind: int = 0
 
 
+def content_code(content: Content) -> int:
+    """How a header names a content."""
+    return content.rank + 1
+
+
 def tenant_digest(tenant: str) -> bytes:
     """How a mark names a tenant. None at all stays empty: of requests without one."""
     return hashlib.blake2b(tenant.encode(), digest_size=TENANT_BYTES).digest() if tenant else b""
@@ -117,17 +113,16 @@ def geometry(capacity: Bytes, row_bytes: Bytes) -> Geometry:
 def read_header(buffer: Buffer) -> Header | None:
     """None where no whole header of this version is."""
     magic, version, content, namespace, row, count, data = _HEADER.unpack_from(buffer, 0)
-    known = {each.value for each in Content}
-    if (magic, version) != (MAGIC, VERSION) or content not in known:
+    if (magic, version) != (MAGIC, VERSION) or content not in CONTENTS:
         return None
-    return Header(Content(content), namespace, Geometry(Bytes(row), count, Bytes(data)))
+    return Header(CONTENTS[content], namespace, Geometry(Bytes(row), count, Bytes(data)))
 
 
 def write_header(buffer: Buffer, header: Header) -> None:
     """Writes the magic last: a header that is half written is none."""
     erase_header(buffer)
     shape = header.geometry
-    facts = (header.content.value, header.namespace)
+    facts = (content_code(header.content), header.namespace)
     sizes = (shape.row_bytes, shape.rows_count, shape.data_offset)
     _HEADER.pack_into(buffer, 0, bytes(len(MAGIC)), VERSION, *facts, *sizes)
     buffer[: len(MAGIC)] = MAGIC

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from arbiter.errors import SlabUnusable
 from arbiter.pool import layout
-from arbiter.pool.layout import Content, Count, Geometry, Header, Mark
-from arbiter.units import Bytes
+from arbiter.pool.layout import Count, Geometry, Header, Mark
+from arbiter.units import Bytes, Content
 
 NAME = "host-pool"  # the prefix of the file's name, by which the kernel's lists show it
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h

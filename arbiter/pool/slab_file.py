@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from arbiter.pool import layout
-from arbiter.pool.layout import Content, Mark
+from arbiter.pool.layout import Mark
 from arbiter.pool.slab import SlabView
-from arbiter.units import KIB, MIB, Bytes
+from arbiter.units import KIB, MIB, Bytes, Content
 
 SUFFIX, TEMPORARY = ".slab", ".tmp"
 _MAGIC = b"ARBROWS\n"
@@ -217,7 +217,13 @@ def _write(target: int, rows: list[_Source], head: _Head, is_wanted: Callable[[]
             os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
             unsynced = 0
     os.ftruncate(target, at)
-    facts = (head.content.value, head.namespace, head.row_bytes, len(table), expires_s)
+    facts = (
+        layout.content_code(head.content),
+        head.namespace,
+        head.row_bytes,
+        len(table),
+        expires_s,
+    )
     _write_all(target, _HEADER.pack(_MAGIC, _VERSION, *facts), 0)
     _write_all(target, b"".join(table), _TABLE_AT)
     return len(table)
@@ -267,8 +273,8 @@ def _read_head(fd: int) -> _Head | None:
     """None where no header of this version is."""
     with contextlib.suppress(OSError, struct.error, ValueError):
         magic, version, content, *facts = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
-        if (magic, version) == (_MAGIC, _VERSION):
-            return _Head(Content(content), *facts)
+        if (magic, version) == (_MAGIC, _VERSION) and content in layout.CONTENTS:
+            return _Head(layout.CONTENTS[content], *facts)
     return None
 
 

@@ -17,7 +17,7 @@ from arbiter.core.settings import Settings, Timeouts
 from arbiter.core.types import DeviceBytes
 from arbiter.core.view import Policies
 from arbiter.errors import ArbiterError, error_fields
-from arbiter.units import Bytes, Epoch, Generation, NodeId, Span, TicketId
+from arbiter.units import Bytes, Content, Epoch, Generation, NodeId, Span, TicketId
 
 NAME, NAMESPACE = "arbiter", "arbiter"
 
@@ -206,21 +206,27 @@ class SequencedCommand:
 class SlabRequest:
     """What an engine keeps in the node's pool beyond its own life (E1)."""
 
-    content: str  # see arbiter.pool.layout.Content
+    content: Content
     owner: str  # capability/model: erased with it
-    key: str  # an engine is lent an idle slab of the same key, if there is one
+    key: str  # an engine is lent an idle slab of the same content and key, if there is one
+
+    @property
+    def place(self) -> tuple[Content, str]:
+        """What has to be equal for an engine to find what another one left."""
+        return self.content, self.key
 
 
 @dataclass(frozen=True, slots=True)
 class SpawnSpec:
-    """What the node agent passes to the zygote. Where a slab is asked for and the pool has room,
-    the engine's configuration has `slab: {path}` in addition, and its `file` if one was saved."""
+    """What the node agent passes to the zygote. Where slabs are asked for and the pool has room,
+    the engine's configuration has `slabs` in addition: by content the `path` of the slab, and the
+    `file` that was saved of an earlier one."""
 
     entry: str
     config: Plain
     devices: tuple[DeviceBytes, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
-    slab: SlabRequest | None = None
+    slabs: tuple[SlabRequest, ...] = ()  # of different contents
 
 
 def agent_name(node: NodeId) -> str:

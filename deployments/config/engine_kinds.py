@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from arbiter.core.types import Need, Split
-from arbiter.units import MIB, Bytes
+from arbiter.units import MIB, Bytes, Content
 from deployments.config.fields import parse_size
 from deployments.config.model_files import adapter_slots, picture_bytes, slot_size, weights_bytes
 from deployments.config.schema import ConfigError, ModelConfig
@@ -19,6 +19,7 @@ from deployments.config.schema import ConfigError, ModelConfig
 Arguments = Mapping[str, Any]  # `engine_args`
 # From the kind, the folder of the model and its configuration; raises ConfigError.
 Estimate = Callable[["EngineKind", str, ModelConfig], Need]
+Keeps = Callable[[str, ModelConfig], tuple[Content, ...]]  # from folder and configuration
 
 
 def no_cache(arguments: Arguments) -> Bytes:
@@ -29,6 +30,16 @@ def no_cache(arguments: Arguments) -> Bytes:
 def kv_cache(arguments: Arguments) -> Bytes:
     """vLLM's `kv_cache_memory_bytes`, which it allocates when it loads."""
     return Bytes(parse_size(arguments.get("kv_cache_memory_bytes", 0)))
+
+
+def nothing_kept(path: str, model: ModelConfig) -> tuple[Content, ...]:
+    """Of an engine that writes no slab."""
+    return ()
+
+
+def kept_by_vllm(path: str, model: ModelConfig) -> tuple[Content, ...]:
+    """KV blocks, unless the model's configuration says no."""
+    return (Content.KV,) if model.keep_kv else ()
 
 
 def weights_and_cache(kind: "EngineKind", path: str, model: ModelConfig) -> Need:
@@ -84,7 +95,7 @@ class EngineKind:
     program: str = ""  # has to be on the PATH
     split: Split = Split.NONE  # over several devices, where one is too small (B5)
     drafts: bool = False  # loads a drafter beside its model
-    keeps: str = ""  # what it writes to a slab of the node's pool (arbiter.pool.layout.Content)
+    keeps: Keeps = nothing_kept  # which slabs of the node's pool it writes (E1)
     cache_bytes: Callable[[Arguments], Bytes] = no_cache
     estimate: Estimate = weights_and_cache
 
@@ -97,7 +108,7 @@ ENGINES: dict[str, EngineKind] = {
         working_bytes=Bytes(96 * MIB),
         split=Split.EQUAL,  # tensor parallel
         drafts=True,
-        keeps="kv",
+        keeps=kept_by_vllm,
         cache_bytes=kv_cache,
         estimate=weights_cache_and_slots,
     ),

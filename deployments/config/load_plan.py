@@ -16,7 +16,7 @@ from typing import Any
 from arbiter.core.types import DeviceBytes, Need, Split
 from arbiter.errors import ArbiterUnavailable, LoadFailed, UnknownCapability, UnknownModel
 from arbiter.protocol.messages import Plain
-from arbiter.units import MIB, Bytes, Span, seconds
+from arbiter.units import MIB, Bytes, Content, Span, seconds
 from deployments.config.engine_kinds import engine_kind
 from deployments.config.fields import parse_size
 from deployments.config.model_files import adapter_slots, weights_bytes
@@ -52,7 +52,7 @@ class ModelPlan:
     grown: "ModelPlan | None" = None  # the same model with more (A14); None: it does not grow
     alone: "ModelPlan | None" = None  # the same model without its drafter (F9)
     stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
-    keeps: str = ""  # what of it outlives its engine, in the node's pool (E1)
+    keeps: tuple[Content, ...] = ()  # what of it outlives its engine, in the node's pool (E1)
 
 
 def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
@@ -108,7 +108,7 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         model.need is not None,
         _key(capability.engine, config),
         kind.split,
-        keeps=kind.keeps if model.keep_kv else "",
+        keeps=kind.keeps(path, model),
     )
 
 

@@ -87,7 +87,7 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -
         plan.entry,
         plan.config | parts(held.devices),
         held.devices,
-        slab=_slab(residency, held),
+        slabs=_slabs(residency, held),
     )
     held.files = await model_files.look(plan.config.get("model", ""))  # before the engine reads
     path, opened_s = await opens(held.ticket, spec), time.monotonic()
@@ -97,12 +97,10 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -
     return opened_s
 
 
-def _slab(residency: ResidencyApi, held: HeldModel) -> SlabRequest | None:
-    """Asks for the slab that the last engine of these settings has left, or an empty one."""
-    if not held.plan.keeps:
-        return None
-    owner = ModelName(residency.capability, held.model).path
-    return SlabRequest(held.plan.keeps, owner, held.plan.settings_key)
+def _slabs(residency: ResidencyApi, held: HeldModel) -> tuple[SlabRequest, ...]:
+    """Asks for the slabs that the last engine of these settings has left, or empty ones."""
+    owner, key = ModelName(residency.capability, held.model).path, held.plan.settings_key
+    return tuple(SlabRequest(content, owner, key) for content in held.plan.keeps)
 
 
 async def wake(residency: ResidencyApi, held: HeldModel) -> None:

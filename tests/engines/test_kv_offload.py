@@ -24,10 +24,10 @@ import pytest
 from arbiter.node import pool as pools
 from arbiter.node.pool import Pool
 from arbiter.node.slab_files import SlabFiles
-from arbiter.pool import Content, SlabView, create, slab_file
+from arbiter.pool import SlabView, create, slab_file
 from arbiter.pool.layout import tenant_digest
 from arbiter.protocol.messages import SlabRequest
-from arbiter.units import MIB, Bytes, TicketId
+from arbiter.units import MIB, Bytes, Content, TicketId
 from models.train_vision import QUESTIONS
 from tests.support.drawings import drawing, uri
 from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, served, until
@@ -75,7 +75,7 @@ def config(model: Path, slab: int | None, **more: Any) -> dict[str, Any]:
     }
     given: dict[str, Any] = {"model": str(model), "served_name": "tiny", "engine_args": args}
     if slab is not None:
-        given["slab"] = {"path": f"/proc/{os.getpid()}/fd/{slab}"}
+        given["slabs"] = {"kv": {"path": f"/proc/{os.getpid()}/fd/{slab}"}}
     return given
 
 
@@ -147,7 +147,7 @@ def next_slab() -> Iterator[int]:
 
 
 def with_file(given: dict[str, Any], file: Path) -> dict[str, Any]:
-    return {**given, "slab": {**given["slab"], "file": str(file)}}
+    return {**given, "slabs": {"kv": {**given["slabs"]["kv"], "file": str(file)}}}
 
 
 @pytest.mark.spec("G4")
@@ -174,10 +174,10 @@ def test_conversation_that_had_to_leave_the_ram_comes_back_from_its_file(
 
 def lent(pool: Pool, ticket: TicketId, model: Path) -> dict[str, Any]:
     """The configuration of an engine, with what the pool lends to it."""
-    wanted = SlabRequest("kv", "chat/tiny", "key")
+    wanted = SlabRequest(Content.KV, "chat/tiny", "key")
     path, file = pool.lend(ticket, wanted), pool.file_for(wanted)
     given: dict[str, str | None] = {"path": path} | ({"file": file} if file else {})
-    return {**config(model, None), "slab": given}
+    return {**config(model, None), "slabs": {"kv": given}}
 
 
 @pytest.mark.spec("E4", "G4")
@@ -329,7 +329,7 @@ def test_another_namespace_finds_nothing_and_answers_as_without_a_slab(
 ) -> None:
     other = config(tiny, slab, **({"max_model_len": 1536} if change == "context" else {}))
     if change == "weights":
-        other["slab"]["model_digest"] = "of other weights"
+        other["slabs"]["kv"]["model_digest"] = "of other weights"
     with killed(engines, f"{change}-1", config(tiny, slab)) as child:
         cold = ask(child, prompt(5))
         await_rows(child, STORED)
@@ -440,7 +440,7 @@ def test_model_that_sees_takes_pictures_and_no_embeddings_beside_a_slab(
     given = {
         "model": str(describer),
         "served_name": "eyes",
-        "slab": config(describer, slab)["slab"],
+        "slabs": config(describer, slab)["slabs"],
     }
     args = {"max_model_len": 1024, "kv_cache_memory_bytes": 32 * MIB, "dtype": "float32"}
     given["engine_args"] = {**args, "max_num_seqs": 4, "enable_prompt_tokens_details": True}
@@ -504,7 +504,7 @@ def test_model_that_cannot_use_a_slab_loads_as_without_one(
     more = {"enable_prefix_caching": False} if why == "no prefix cache" else {}
     given = config(tiny, None if why == "no slab" else slab, **more)
     if why == "unusable slab":
-        given["slab"]["path"] = "/dev/null"
+        given["slabs"]["kv"]["path"] = "/dev/null"
     with served(engines, why.replace(" ", "-"), VLLM, given) as child:
         assert len(ask(child, prompt(9, 300))[0]) == 8
         assert child.call("GET", "/slab")[0] == 404

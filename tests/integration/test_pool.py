@@ -9,7 +9,7 @@ import pytest
 from arbiter.client.admin import call_arbiter
 from arbiter.node.slab_files import SlabFiles
 from arbiter.protocol.messages import SlabRequest, SpawnSpec
-from arbiter.units import MIB, Bytes, TicketId
+from arbiter.units import MIB, Bytes, Content, TicketId
 from deployments.config import boot
 from tests.support.live_arbiter import ENGINE, capability, live_arbiter, model
 from tests.support.waits import eventually
@@ -29,9 +29,9 @@ async def test_slabs_of_a_removed_model_are_erased_once_it_has_left() -> None:
         try:
             for row in (await d.state())["tickets"]:
                 name = row["model"]
-                slab = SlabRequest("kv", f"chat/{name}", f"key-{name}")
+                slab = SlabRequest(Content.KV, f"chat/{name}", f"key-{name}")
                 asked.append(slab)
-                spec = SpawnSpec(ENGINE, {"served_name": name, "engine_args": {}}, slab=slab)
+                spec = SpawnSpec(ENGINE, {"served_name": name, "engine_args": {}}, slabs=(slab,))
                 await agent.respawn.remote(TicketId(row["ticket"]), spec)
             await d.until(lambda s: [bool(x["slab"]["ticket"]) for x in s["slabs"]] == [True, True])
         finally:

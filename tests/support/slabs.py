@@ -5,8 +5,8 @@ import hashlib
 import os
 from collections.abc import Iterator
 
-from arbiter.pool import Content, Rows, Slab, SlabView, create
-from arbiter.units import KIB, MIB, Bytes
+from arbiter.pool import Rows, Slab, SlabView, create
+from arbiter.units import KIB, MIB, Bytes, Content
 
 NAMESPACE, OTHER = b"n" * 32, b"o" * 32
 ROW = Bytes(64 * KIB)

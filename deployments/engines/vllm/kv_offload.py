@@ -42,8 +42,8 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from arbiter.pool import Content, Rows, SavedRows, Slab, SlabFile, SlabUnusable, layout
-from arbiter.units import KIB, MIB, Bytes
+from arbiter.pool import Rows, SavedRows, Slab, SlabFile, SlabUnusable, layout
+from arbiter.units import KIB, MIB, Bytes, Content
 from deployments.engines.protocol import Config
 from deployments.engines.vllm.kv_restore import Restorer
 
@@ -60,10 +60,10 @@ _ALIGNED_BYTES = 4 * KIB  # rows begin on kernel pages
 
 
 def arguments(config: Config) -> dict[str, Any]:
-    """vLLM's arguments for an engine that was lent a slab: `config["slab"]` has its `path`, and
-    perhaps a `file` with more rows, the `model_digest` of the weights, and `term_s`. Empty without
-    one."""
-    given = config.get("slab")
+    """vLLM's arguments for an engine that was lent a slab of KV: `config["slabs"]["kv"]` has its
+    `path`, and perhaps a `file` with more rows, the `model_digest` of the weights, and `term_s`.
+    Empty without one."""
+    given = config.get("slabs", {}).get(Content.KV)
     if not given:
         return {}
     extra = {
@@ -95,7 +95,7 @@ def settle(vllm_config: VllmConfig, config: Config) -> None:
         pictures.enable_mm_embeds = pictures.allow_missing_mm_embeddings = False
     extra = transfer.kv_connector_extra_config
     cause = refusal(vllm_config) or take(extra)
-    digests = _digests(vllm_config, config["slab"])
+    digests = _digests(vllm_config, config["slabs"][Content.KV])
     if cause is None and None in digests:
         cause = "its weights are no files on disk, so that nothing tells them apart"
     if cause is not None:

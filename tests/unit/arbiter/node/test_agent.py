@@ -12,7 +12,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.node.device_probe import Readings, Tree
 from arbiter.protocol.messages import SlabRequest, SpawnSpec
-from arbiter.units import MIB, Bytes, NodeId, TicketId
+from arbiter.units import MIB, Bytes, Content, NodeId, TicketId
 from tests.support.engine_host import is_gone, until
 from tests.support.local_agent import BROKEN_ZYGOTE, FAKE_ENGINE, START_S, agent_in
 from tests.support.waits import eventually
@@ -94,16 +94,20 @@ async def test_engine_is_told_of_its_slab_and_of_the_file_of_an_earlier_one(
 ) -> None:
     slabs = folder / "slabs"
     running = agent_in(folder, BROKEN_ZYGOTE, pool_bytes=Bytes(256 * MIB), slabs_folder=str(slabs))
-    request = SlabRequest("kv", "chat/m", "k")
-    spec = SpawnSpec("a:b", {"model": "m"}, slab=request)
-    told = (await running._engines._with_slab(T, spec)).config
-    assert told == {"model": "m", "slab": {"path": told["slab"]["path"]}}
+    request = SlabRequest(Content.KV, "chat/m", "k")
+    spec = SpawnSpec(
+        "a:b", {"model": "m"}, slabs=(request, replace(request, content=Content.ADAPTER))
+    )
+    told = (await running._engines._with_slabs(T, spec)).config
+    paths = {content: {"path": slab["path"]} for content, slab in told["slabs"].items()}
+    assert told == {"model": "m", "slabs": paths} and paths.keys() == {"kv", "adapter"}
+    assert paths["kv"] != paths["adapter"]
     files = running._pool.files
     assert files is not None
     files._path(request).touch()
-    told = (await running._engines._with_slab(T, spec)).config
-    assert told["slab"].keys() == {"path", "file"}
-    assert Path(told["slab"]["file"]).parent == slabs
+    told = (await running._engines._with_slabs(T, spec)).config
+    assert told["slabs"]["kv"].keys() == {"path", "file"}
+    assert Path(told["slabs"]["kv"]["file"]).parent == slabs
     await running.drop_slabs("chat/m")
     await running.close()
     assert list(slabs.iterdir()) == []
@@ -112,14 +116,14 @@ async def test_engine_is_told_of_its_slab_and_of_the_file_of_an_earlier_one(
 async def test_engine_that_asks_for_no_slab_is_told_of_none(no_arbiter: None, folder: Path) -> None:
     running = agent_in(folder, BROKEN_ZYGOTE)
     spec = SpawnSpec("a:b", {"model": "m"})
-    assert await running._engines._with_slab(T, spec) == spec
+    assert await running._engines._with_slabs(T, spec) == spec
     await running.close()
 
 
 @pytest.mark.spec("E1", "G4")
 async def test_engine_in_the_place_of_a_killed_one_finds_its_slab(folder: Path) -> None:
     running = agent_in(folder)
-    spec = replace(FAKE_ENGINE, slab=SlabRequest("kv", "chat/m", "key"))
+    spec = replace(FAKE_ENGINE, slabs=(SlabRequest(Content.KV, "chat/m", "key"),))
     try:
         async with asyncio.timeout(START_S):
             for name in ("first", "second", "third"):

@@ -18,15 +18,15 @@ from arbiter.node import pool as pools
 from arbiter.node import slab_files
 from arbiter.node.pool import Pool
 from arbiter.node.slab_files import SlabFiles
-from arbiter.pool import Content, Rows, SavedRows, Slab
+from arbiter.pool import Rows, SavedRows, Slab
 from arbiter.protocol.messages import SlabRequest
-from arbiter.units import MIB, Bytes, TicketId
+from arbiter.units import MIB, Bytes, Content, TicketId
 
 SPACE = b"n" * 32
 SLOT = 2 * MIB
 A, B, C = TicketId("a"), TicketId("b"), TicketId("c")
-CHAT = SlabRequest("kv", "chat/m", "k1")
-OTHER = SlabRequest("kv", "chat/o", "k2")
+CHAT = SlabRequest(Content.KV, "chat/m", "k1")
+OTHER = SlabRequest(Content.KV, "chat/o", "k2")
 
 
 _OPEN: list[Slab] = []  # by the writers of a test
@@ -145,7 +145,7 @@ def test_idle_slabs_leave_longest_unused_first_and_no_more_than_must(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for ticket, key in ((A, "k1"), (B, "k2"), (C, "k3")):
-        write(pool.lend(ticket, SlabRequest("kv", f"chat/{key}", key)), *"abcdefgh")
+        write(pool.lend(ticket, SlabRequest(Content.KV, f"chat/{key}", key)), *"abcdefgh")
         pool.take_back(ticket)
     has = pool.allocated_bytes
     monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
@@ -162,9 +162,9 @@ def test_idle_slabs_leave_longest_unused_first_and_no_more_than_must(
 def test_contents_leave_in_their_order_however_recently_used(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for ticket, content in ((A, "kv"), (B, "temporary")):
+    for ticket, content in ((A, Content.KV), (B, Content.TEMPORARY)):
         path = pool.lend(ticket, SlabRequest(content, "chat/m", content))
-        opened(path, Content[content.upper()]).reserve([b"a"])
+        opened(path, content).reserve([b"a"])
         pool.take_back(ticket)
     monkeypatch.setattr(pools.procfs, "ram", lambda: (Bytes(10**12), Bytes(0)))
     pool._kept_free_bytes = int(0.2 * pool.allocated_bytes)
@@ -415,7 +415,7 @@ def test_slab_that_cannot_be_saved_is_dropped_all_the_same(
 def test_contents_that_are_soon_made_anew_are_not_saved(
     saving: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = saving.lend(A, SlabRequest("temporary", "chat/m", "k"))
+    path = saving.lend(A, SlabRequest(Content.TEMPORARY, "chat/m", "k"))
     opened(path, Content.TEMPORARY).reserve([b"a"])
     saving.take_back(A)
     squeeze(saving, monkeypatch)
@@ -429,7 +429,7 @@ def test_files_together_stay_within_the_budget_and_the_oldest_leave(
     saving: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert saving.files is not None
-    requests = [SlabRequest("kv", f"chat/{number}", f"k{number}") for number in range(4)]
+    requests = [SlabRequest(Content.KV, f"chat/{number}", f"k{number}") for number in range(4)]
     for number, request in enumerate(requests):
         idle(saving, request, rows="abcdefghijkl")  # 24 MiB, of 64
         squeeze(saving, monkeypatch)
@@ -478,7 +478,7 @@ def test_expired_and_abandoned_files_are_swept(
 
 @pytest.mark.spec("D9", "E6", "G4")
 def test_files_of_a_removed_model_are_erased(saving: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = SlabRequest("kv", "chat/m", "k3")  # the same model with other settings
+    changed = SlabRequest(Content.KV, "chat/m", "k3")  # the same model with other settings
     idle(saving, CHAT, OTHER, changed)
     squeeze(saving, monkeypatch)
     until(saving, lambda: len(saving.dropped()) == 3)

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from arbiter.errors import SlabUnusable
-from arbiter.pool import Content, Mark, Slab, SlabView, create, layout
-from arbiter.units import GIB, KIB, MIB, Bytes
+from arbiter.pool import Mark, Slab, SlabView, create, layout
+from arbiter.units import GIB, KIB, MIB, Bytes, Content
 from tests.support.slabs import (
     EXTENT,
     NAMESPACE,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from arbiter.pool import Content, Mark, SavedRows, SlabView, slab_file
+from arbiter.pool import Mark, SavedRows, SlabView, slab_file
 from arbiter.pool.layout import LONGEST_TERM_S
-from arbiter.units import MIB, Bytes
+from arbiter.units import MIB, Bytes, Content
 from tests.support import slabs
 from tests.support.slabs import (
     NAMESPACE,

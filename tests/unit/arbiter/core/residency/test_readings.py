@@ -7,7 +7,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import PurgeCaches
-from arbiter.units import HolderId, NodeId, TicketId, seconds
+from arbiter.units import Content, HolderId, NodeId, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
     HOST,
@@ -127,7 +127,7 @@ def test_readings_of_an_unknown_node_count_for_nothing() -> None:
 def slab(size: float, ticket: str | None = None) -> ev.SlabReading:
     owner = None if ticket is None else TicketId(ticket)
     counts = (8, 5, 2, 10, 1, 0)
-    return ev.SlabReading("1", "kv", "text/a", "ab", owner, gib(size), gib(20), *counts)
+    return ev.SlabReading("1", Content.KV, "text/a", "ab", owner, gib(size), gib(20), *counts)
 
 
 @pytest.mark.spec("E1", "B4")
@@ -148,7 +148,7 @@ def test_slabs_take_from_the_budgets_of_ram_and_are_shown() -> None:
 @pytest.mark.spec("E4")
 def test_slab_that_left_is_an_event_with_its_reason() -> None:
     d = CoreDriver()
-    gone = ev.SlabDropped("1", "kv", "text/a", gib(2), "pressure", was_saved=True)
+    gone = ev.SlabDropped("1", Content.KV, "text/a", gib(2), "pressure", was_saved=True)
     d.at(1, ev.Measured(NODE, (), (), dropped=(gone,)))
     assert d.last("slab_dropped").data == {
         "node": NODE, "slab": "1", "content": "kv", "owner": "text/a", "reason": "pressure",

@@ -215,7 +215,9 @@ def test_engine_without_a_slab_gets_no_argument() -> None:
 
 
 def test_arguments_name_the_slab_and_store_answers_too() -> None:
-    given = kv_offload.arguments({"model": "m", "slab": {"path": "/proc/1/fd/3", "term_s": 9}})
+    given = kv_offload.arguments(
+        {"model": "m", "slabs": {"kv": {"path": "/proc/1/fd/3", "term_s": 9}}}
+    )
     assert given["prefix_caching_hash_algo"] == "sha256"
     extra = given["kv_transfer_config"]["kv_connector_extra_config"]
     assert (extra["slab"], extra["term_s"]) == ("/proc/1/fd/3", 9.0)

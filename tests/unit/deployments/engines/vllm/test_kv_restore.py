@@ -12,8 +12,8 @@ from threading import Event
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
-from arbiter.pool import Content, Rows, SavedRows, SlabView, slab_file
-from arbiter.units import MIB, Bytes
+from arbiter.pool import Rows, SavedRows, SlabView, slab_file
+from arbiter.units import MIB, Bytes, Content
 from deployments.engines.vllm.kv_offload import SlabManager
 from deployments.engines.vllm.kv_restore import Restorer
 from tests.support import slabs
