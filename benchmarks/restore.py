@@ -5,8 +5,9 @@
 `first`: seconds to the first token of a prompt that was never seen (cold), that the device still
 has (warm), and that the next engine process finds in the slab after a SIGKILL (restored). `store`:
 tokens a second of an engine that keeps its blocks beside an engine that does not, in pairs, and
-beside that two engines of which neither does: two processes of the same model differ by some per
-cent, so that each pair of processes is one sample. `hits`: of the tokens in whole blocks that were seen before, the share that is not computed again, in one
+beside that two engines of which neither does: two processes of one model differ by some per cent,
+so that each pair of processes is one sample (benchmarks.slab_share has the steady figure). `hits`:
+of the tokens in whole blocks that were seen before, the share that is not computed again, in one
 conversation of 50 turns and in 100 of 10, by an engine of 16 MiB of KV cache (two long contexts of
 tiny-chat). Engine processes alone, no graph around them; this process holds the slab, as a node
 agent would.

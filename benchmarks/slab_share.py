@@ -75,7 +75,7 @@ def engine(model: str, fd: int) -> Any:
         "max_num_batched_tokens": 2048,
     }
     config: dict[str, Any] = {"model": load_plan.resolve(f"made:{model}"), "engine_args": args}
-    config["slab"] = {"path": f"/proc/{os.getpid()}/fd/{fd}"}
+    config["slabs"] = {"kv": {"path": f"/proc/{os.getpid()}/fd/{fd}"}}
     settings = AsyncEngineArgs.from_cli_args(engine.arguments(config)).create_engine_config()
     kv_offload.settle(settings, config)
     executor = Executor.get_class(settings)

@@ -71,6 +71,7 @@ class Node:
     inexact: frozenset[DeviceId] = frozenset()  # of its devices, see tickets/inexact.py
     computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
     slabs: tuple[ev.SlabReading, ...] = ()  # of its pool (E1)
+    contents: tuple[ev.ContentReading, ...] = ()  # what it did with each content (E7)
 
     def __post_init__(self) -> None:
         hosts = types.DeviceKind.HOST
@@ -126,8 +127,8 @@ class CoreState:
     - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `transition_counts`,
       `last_home`;
     - work under way: `growing` residents, `wanted` models without a holder, `removing` models,
-      `prefetched` models, `evicted_for` a load that has not succeeded, `pressure` by device,
-      `failures` that cool down, `broken_loads` whose cause may still come;
+      `removed_tenants`, `prefetched` models, `evicted_for` a load that has not succeeded,
+      `pressure` by device, `failures` that cool down, `broken_loads` whose cause may still come;
     - memory of answers: `answers` by ticket, `evictions` for explain, `rankings` of victims by
       device;
     - time: `now`, `born`, `settled_at`, `closing_by`, `timers`, `active` capabilities, `awaited`
@@ -172,6 +173,7 @@ class CoreState:
         self.floors: dict[types.ModelName, types.Floor] = {}  # by capability and model
         self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
         self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
+        self.removed_tenants: dict[str, Instant] = {}  # until when agents that appear are told
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
         self.pressure: dict[DeviceId, PressureState] = {}
         self.failures: dict[types.ModelName, Failure] = {}

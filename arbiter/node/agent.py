@@ -24,6 +24,7 @@ from arbiter.node.leased_processes import LeasedProcess, LeasedProcesses
 from arbiter.node.pool import Pool
 from arbiter.node.reports import Reports
 from arbiter.node.slab_files import SlabFiles
+from arbiter.pool.layout import tenant_digest
 from arbiter.protocol import ray_internals, rpc
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
 from arbiter.units import NodeId, TicketId
@@ -69,7 +70,7 @@ class NodeAgent:
         keep_spares = spare_workers.keep(settings.spares_count)
         for work in (self._turns(), self._see_ends(), self._engines.supervisor.keep(), keep_spares):
             self._start(work)
-        calls = (self.spawn, self.respawn, self.kill, self.probe, self.drop_slabs)
+        calls = (self.spawn, self.respawn, self.kill, self.probe, self.drop_slabs, self.drop_tenant)
         offers = {call.__name__: call for call in calls}
         self._rpc = rpc.RpcServer(node, self._folder / "agent.sock", offers)
 
@@ -123,6 +124,11 @@ class NodeAgent:
     async def drop_slabs(self, owner: str) -> None:
         """Erase what engines of a removed model left in the pool."""
         self._pool.drop_owner(owner)
+        self._wakeup.set()
+
+    async def drop_tenant(self, tenant: str) -> None:
+        """Erase what requests of a removed tenant left in the pool."""
+        self._pool.drop_tenant(tenant_digest(tenant))
         self._wakeup.set()
 
     async def living(self, pids: list[int]) -> dict[int, int]:
@@ -234,7 +240,14 @@ class NodeAgent:
         stalls = procfs.stalled_fraction()
         slabs, dropped = self._pool.readings(), self._pool.dropped()
         said = ev.Measured(
-            self._node, readings.devices, engines, stalls, readings.unreadable, slabs, dropped
+            self._node,
+            readings.devices,
+            engines,
+            stalls,
+            readings.unreadable,
+            slabs,
+            dropped,
+            self._pool.contents(),
         )
         self._heard = await self._reports.say((said,))
         if self._heard:

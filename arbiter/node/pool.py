@@ -14,15 +14,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arbiter.core.events import SlabDropped, SlabReading
+from arbiter.core.events import ContentReading, SlabDropped, SlabReading
 from arbiter.errors import SlabUnusable
 from arbiter.node import procfs
+from arbiter.node.content_totals import ContentTotals
 from arbiter.node.slab_files import Save, SlabFiles
 from arbiter.pool import SlabView, create
 from arbiter.pool.layout import EXTENT_BYTES, PAGE_BYTES
 from arbiter.pool.slab import NAME
 from arbiter.protocol.messages import SlabRequest
-from arbiter.units import Bytes, Content, TicketId
+from arbiter.units import Bytes, Content, Span, TicketId
 
 logger = logging.getLogger("arbiter.agent")
 
@@ -55,6 +56,7 @@ class PooledSlab:
     # before is right, and stays: the engine is told of it too, and prefers its rows in RAM.
     save: Save | None = None
     leaves_for: str = ""  # the reason of the save
+    erasing: list[bytes] = field(default_factory=list)  # tenants, of which its writer is to be told
 
     @property
     def value(self) -> tuple[int, float]:
@@ -95,7 +97,32 @@ class PooledSlab:
             evicted_count=counts.evicted_count,
             refused_count=counts.refused_count,
             restored_count=counts.restored_count,
+            load_ns=Span(counts.load_ns),
+            restore_ns=Span(counts.restore_ns),
+            must_erase=bool(self.erasing) or self.view.must_erase,
         )
+
+    def erase_tenant(self, tenant: bytes) -> None:
+        """At once where it is idle, else by its writer, which `order_erasures` tells."""
+        if self.ticket is not None:
+            self.erasing.append(tenant)
+            return self.order_erasures()
+        self.end_save()  # it may have read some of them
+        self.view.erase_tenant(tenant)
+
+    def order_erasures(self) -> None:
+        """Gives the writer the next order, once it has carried out the last one."""
+        if self.erasing and self.view.order_erasure(self.erasing[0]):
+            del self.erasing[0]
+
+    def carry_out_erasures(self) -> None:
+        """What the writer left undone when it ended."""
+        if self.view.must_erase:
+            self.erasing.append(self.view.ordered_tenant)
+            self.view.finish_erasure()
+        for tenant in self.erasing:
+            self.view.erase_tenant(tenant)
+        self.erasing.clear()
 
 
 class Pool:
@@ -113,6 +140,7 @@ class Pool:
         self._made_count = 0
         self._last_save: Save | None = None  # no other begins before it is done
         self._swept_s = time.monotonic()
+        self._totals = ContentTotals()
         if files is not None:
             files.sweep()
 
@@ -153,6 +181,7 @@ class Pool:
         for slab in self._slabs:
             if slab.ticket == ticket:
                 slab.ticket, slab.idle_since_s = None, time.monotonic()
+                slab.carry_out_erasures()
 
     def recover(self, ticket: TicketId, pids: Iterable[int]) -> None:
         """Finds the slabs again that engines had open when an earlier agent ended. Its idle slabs
@@ -214,6 +243,16 @@ class Pool:
         if time.monotonic() - self._swept_s > SWEEP_S:
             self._sweep()
         self._set_limits(most)
+        for slab in self._slabs:
+            slab.order_erasures()
+
+    def drop_tenant(self, tenant: bytes) -> None:
+        """Erases the rows of a removed tenant (E6): in idle slabs now, in files soon, and in lent
+        slabs by their writers."""
+        for slab in self._slabs:
+            slab.erase_tenant(tenant)
+        if self.files:
+            self.files.erase_tenant(tenant)
 
     def drop_owner(self, owner: str) -> None:
         """Erases what belongs to a removed model (D9). Its engines have ended by then."""
@@ -224,6 +263,10 @@ class Pool:
 
     def readings(self) -> tuple[SlabReading, ...]:
         return tuple(slab.reading() for slab in self._slabs)
+
+    def contents(self) -> tuple[ContentReading, ...]:
+        """What was done with each content since this pool was made."""
+        return self._totals.readings([(s.request.content, s.view) for s in self._slabs])
 
     def dropped(self) -> tuple[SlabDropped, ...]:
         """What left since the last `forget_dropped`."""
@@ -265,6 +308,7 @@ class Pool:
         size = slab.view.allocated_bytes
         request = slab.request
         told = SlabDropped(slab.name, request.content, request.owner, size, reason, was_saved)
+        self._totals.note_left(request.content, slab.view.counts, was_saved=was_saved)
         slab.close()
         self._slabs.remove(slab)
         self._dropped.append(told)

@@ -86,6 +86,10 @@ class SlabFiles:
         """Removes the files of a model, soon: once a save under way has ended."""
         self._thread.submit(self._erase, owner)
 
+    def erase_tenant(self, tenant: bytes) -> None:
+        """Takes the rows of a tenant out of all files, soon: as `erase`."""
+        self._thread.submit(self._erase_tenant, tenant)
+
     def sweep(self) -> None:
         """Removes, soon, the files whose last row has expired, and what killed agents left."""
         self._thread.submit(self._sweep)
@@ -135,6 +139,15 @@ class SlabFiles:
     def _erase(self, owner: str) -> None:
         for path in self.folder.glob(f"{_name(owner)}-*"):
             _remove(path)
+
+    def _erase_tenant(self, tenant: bytes) -> None:
+        """A file that cannot be replaced is removed, because the tenant's rows must go."""
+        for _, _, path in self._files():
+            try:
+                slab_file.erase_tenant(path, tenant)
+            except OSError as error:
+                logger.warning("%s is removed with all its rows: %s", path, error)
+                _remove(path)
 
     def _sweep(self) -> None:
         now_s = time.time()

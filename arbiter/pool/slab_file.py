@@ -116,6 +116,12 @@ class SavedRows:
         self._rows.pop(key, None)
         return False
 
+    def forget_tenant(self, tenant: bytes) -> None:
+        """Its rows are found no more."""
+        rows = list(self._rows.items())  # at once, because a `read` may take one out meanwhile
+        for key in [key for key, row in rows if row.mark.tenant == tenant]:
+            self._rows.pop(key, None)
+
     def sources(self) -> Iterator[_Source]:
         """The rows, to be saved once more."""
         for row in self._rows.values():
@@ -158,6 +164,25 @@ def save(
         return _save(rows, head, path, is_wanted) if rows else 0
     finally:
         older.close()
+
+
+def erase_tenant(path: Path, tenant: bytes) -> bool:
+    """Replaces a file by one without the rows of a tenant, or removes it where no other row is
+    left. Returns whether it had any. Raises OSError, and then the file is as it was."""
+    fd = _open(path)
+    if fd is None:
+        return False
+    try:
+        head = _read_head(fd)
+        rows = [] if head is None else list(_read_table(fd, head))
+        kept = [_Source(r.mark, fd, r.offset, r.digest) for r in rows if r.mark.tenant != tenant]
+        if head is None or len(kept) == len(rows):
+            return False
+        if not kept or not _save(kept, head, path, lambda: True):
+            path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(fd)
 
 
 def last_expiry(path: Path) -> float:

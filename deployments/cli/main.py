@@ -53,7 +53,15 @@ app = typer.Typer(
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "See": (show.status, show.events, show.explain, show.residency, show.pool, show.clients),
-    "Steer": (steer.load, steer.unload, steer.grow, steer.shrink, steer.floor, steer.settings),
+    "Steer": (
+        steer.load,
+        steer.unload,
+        steer.grow,
+        steer.shrink,
+        steer.floor,
+        steer.settings,
+        steer.forget,
+    ),
     "Leases": (lease.lease, show.leases, steer.drain, steer.cleanup),
     "Cluster": (check.check, cluster.upgrade, cluster.down),
     "Record and replay": (replay.record, replay.whatif),

@@ -33,6 +33,8 @@ class TenantConfig(Strict):
     reserved: Size = 0  # of each device, kept from other tenants
     average: Size | None = None  # over an hour; beyond it nothing new is loaded for it for a while
     share: float = Field(1.0, gt=0, le=1_000)  # of its turns in the queue, beside other tenants
+    # E6: the part of the rows of each slab that its requests may fill, of models loaded from now on
+    slab: float = Field(1.0, ge=0, le=1)
 
     @field_validator("reserved")
     @classmethod

@@ -18,6 +18,7 @@ from deployments.front.routes import (
     openai,
     residency,
     settings,
+    tenants,
 )
 from deployments.front.schemas import SCHEMAS
 
@@ -45,7 +46,7 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    for module in (openai, audio, ollama, health, arbiter, leases, residency, settings):
+    for module in (openai, audio, ollama, health, arbiter, leases, residency, settings, tenants):
         app.include_router(module.router)
     _add(app, tuple(SCHEMAS))
     offer(app)

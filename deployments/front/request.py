@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from arbiter.core.types import Priority
 from arbiter.errors import RequestError
+from arbiter.units import DEFAULT_TENANT
 from deployments import messages
 from deployments.config.schema import ModelConfig, Profile
-from deployments.front.keys import DEFAULT_TENANT
 from deployments.front.model_names import Target
 from deployments.front.pictures import BadPart, PictureCheck
 from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Kind

@@ -25,7 +25,7 @@ from arbiter.node import pool as pools
 from arbiter.node.pool import Pool
 from arbiter.node.slab_files import SlabFiles
 from arbiter.pool import SlabView, create, slab_file
-from arbiter.pool.layout import tenant_digest
+from arbiter.pool.layout import EXTENT_BYTES, tenant_digest
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
 from models.train_vision import QUESTIONS
@@ -244,8 +244,39 @@ def test_rows_name_their_tenant_and_no_tenant_gets_those_of_another_from_a_file(
         assert [ask(child, prompt(34), salt=salt)[1] for salt in ("other", None)] == [0, 0]
         assert ask(child, prompt(34), salt="acme") == (cold[0], STORED * BLOCK)
         assert facts(child)["restored"] == STORED
+        assert facts(child)["restore_ns"] > 0 and facts(child)["load_ns"] > 0
     with contextlib.closing(SlabView(next_slab)) as view:
         assert [mark.tenant for _, mark in view.marks()].count(acme) == STORED
+
+
+@pytest.mark.spec("E6")
+def test_tenant_has_no_more_rows_than_its_cap_and_leaves_none_when_it_is_removed(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    given = config(tiny, slab)
+    given["slabs"]["kv"]["caps"] = {"acme": 0.03}
+    acme = tenant_digest("acme")
+    with (
+        served(engines, "of-capped", VLLM, given) as child,
+        contextlib.closing(SlabView(slab)) as owner,
+    ):
+        ask(child, prompt(36), salt="acme")
+        ask(child, prompt(36), salt="other")
+        await_rows(child, STORED + 1)
+        until(lambda: facts(child)["refused"] > 0, 10)
+        shape = owner.geometry
+        assert shape is not None
+        permitted = (owner.limit_bytes - shape.table_end) // EXTENT_BYTES * EXTENT_BYTES
+        cap = int(0.03 * (permitted // shape.row_bytes))
+        assert 0 < cap < STORED
+        held = Counter(mark.tenant for _, mark in owner.marks())
+        assert held == {acme: cap, tenant_digest("other"): STORED}
+        assert facts(child)["refused"] == STORED - cap
+        assert owner.order_erasure(acme)
+        assert child.call("POST", "/slab")[0] == 200
+        assert not owner.must_erase
+        assert Counter(mark.tenant for _, mark in owner.marks()) == {tenant_digest("other"): STORED}
+        assert ask(child, prompt(36), salt="other")[1] == STORED * BLOCK
 
 
 def flip_bytes(path: Path) -> None:

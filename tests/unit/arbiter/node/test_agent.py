@@ -94,20 +94,23 @@ async def test_engine_is_told_of_its_slab_and_of_the_file_of_an_earlier_one(
 ) -> None:
     slabs = folder / "slabs"
     running = agent_in(folder, BROKEN_ZYGOTE, pool_bytes=Bytes(256 * MIB), slabs_folder=str(slabs))
-    request = SlabRequest(Content.KV, "chat/m", "k")
+    request = SlabRequest(Content.KV, "chat/m", "k", (("acme", 0.25),))
     spec = SpawnSpec(
         "a:b", {"model": "m"}, slabs=(request, replace(request, content=Content.ADAPTER))
     )
     told = (await running._engines._with_slabs(T, spec)).config
     paths = {content: {"path": slab["path"]} for content, slab in told["slabs"].items()}
-    assert told == {"model": "m", "slabs": paths} and paths.keys() == {"kv", "adapter"}
+    slabs_of = {content: path | {"caps": {"acme": 0.25}} for content, path in paths.items()}
+    assert told == {"model": "m", "slabs": slabs_of} and paths.keys() == {"kv", "adapter"}
     assert paths["kv"] != paths["adapter"]
     files = running._pool.files
     assert files is not None
     files._path(request).touch()
     told = (await running._engines._with_slabs(T, spec)).config
-    assert told["slabs"]["kv"].keys() == {"path", "file"}
+    assert told["slabs"]["kv"].keys() == {"path", "file", "caps"}
     assert Path(told["slabs"]["kv"]["file"]).parent == slabs
+    await running.drop_tenant("acme")
+    assert [slab.must_erase for slab in running._pool.readings()] == [True] * 4
     await running.drop_slabs("chat/m")
     await running.close()
     assert list(slabs.iterdir()) == []

@@ -19,6 +19,7 @@ from arbiter.node import slab_files
 from arbiter.node.pool import Pool
 from arbiter.node.slab_files import SlabFiles
 from arbiter.pool import Rows, SavedRows, Slab
+from arbiter.pool.layout import tenant_digest
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
 
@@ -512,3 +513,110 @@ def test_folder_is_given_a_share_of_the_disk_at_most_or_is_none(tmp_path: Path) 
     (tmp_path / "file").touch()
     assert SlabFiles.in_folder(str(tmp_path / "file"), Bytes(MIB)) is None
     assert not (tmp_path / "none").exists()
+
+
+# -- tenants --------------------------------------------------------------------------------------
+
+ACME = tenant_digest("acme")
+
+
+def write_of(path: str | None, *keys: str) -> Rows:
+    """Rows of a tenant's requests."""
+    rows = opened(path)
+    for key in rows.reserve([key.encode() for key in keys], tenant=ACME).rows:
+        rows.mark_ready(key, ACME)
+    return rows
+
+
+def keys_in(pool: Pool, owner: str) -> list[bytes]:
+    [slab] = [slab for slab in pool._slabs if slab.request.owner == owner]
+    return [mark.key for _, mark in slab.view.marks()]
+
+
+@pytest.mark.spec("E6", "G4")
+def test_removed_tenant_leaves_idle_slabs_and_files_and_others_stay(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for request, others in ((CHAT, ["x"]), (OTHER, [])):
+        path = saving.lend(A, request)
+        write_of(path, "a", "b")
+        write(path, *others)
+        saving.take_back(A)
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: len(saving.dropped()) == 2)
+    assert [len(saved_keys(saving.file_for(r))) for r in (CHAT, OTHER)] == [3, 2]
+    monkeypatch.undo()
+    path = saving.lend(B, CHAT)
+    write_of(path, "c")
+    write(path, "y")
+    saving.take_back(B)
+    saving.drop_tenant(ACME)
+    assert keys_in(saving, "chat/m") == [b"y"]
+    assert len(files_in(saving)) == 1, "a file without any other row is removed"
+    rows = SavedRows(Path(saving.file_for(CHAT) or ""), Content.KV, SPACE, Bytes(SLOT), time.time())
+    with contextlib.closing(rows):
+        assert set(rows.keys) == {b"x"}
+        found = bytearray(SLOT)
+        assert rows.read(b"x", memoryview(found)) and bytes(found) == b"x" * SLOT
+
+
+@pytest.mark.spec("E6")
+def test_save_that_may_have_read_a_removed_tenants_rows_makes_no_file(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch, held: Event
+) -> None:
+    write_of(saving.lend(A, CHAT), "a")
+    saving.take_back(A)
+    hold_saves(saving, held)
+    squeeze(saving, monkeypatch)
+    saving.turn()
+    saving.drop_tenant(ACME)
+    held.set()
+    assert files_in(saving) == []
+
+
+@pytest.mark.spec("E6")
+def test_writers_erase_one_removed_tenant_after_the_other(pool: Pool) -> None:
+    rows = write_of(pool.lend(A, CHAT), "a")
+    write(pool.lend(B, OTHER), "x")
+    for tenant in (ACME, tenant_digest("other"), tenant_digest("third")):
+        pool.drop_tenant(tenant)
+    assert [s.must_erase for s in pool.readings()] == [True, True]
+    for _ in range(3):
+        rows.shrink_to_limit()
+        pool.turn()
+    assert [s.must_erase for s in pool.readings()] == [False, True], "the other has no turn"
+    assert keys_in(pool, "chat/m") == []
+
+
+@pytest.mark.spec("E6")
+def test_slab_of_an_engine_that_ended_before_it_erased_is_erased_as_it_comes_back(
+    pool: Pool,
+) -> None:
+    rows = write_of(pool.lend(A, CHAT), "a")
+    pool.drop_tenant(tenant_digest("other"))
+    pool.drop_tenant(ACME)
+    pool.take_back(A)
+    assert keys_in(pool, "chat/m") == []
+    assert [s.must_erase for s in pool.readings()] == [False]
+    assert rows is not None
+
+
+@pytest.mark.spec("E7")
+def test_counts_of_a_content_outlive_its_slabs(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write(saving.lend(A, CHAT), "a", "b")
+    assert rows.lookup(b"a") is not None and rows.lookup(b"z") is None
+    saving.take_back(A)
+    [before] = saving.contents()
+    assert (before.content, before.rows_count, before.hit_fraction) == (Content.KV, 2, 0.5)
+    assert before.allocated_bytes == saving.allocated_bytes > 0
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: bool(saving.dropped()))
+    [after] = saving.contents()
+    assert (after.rows_count, after.allocated_bytes, after.saves_count) == (0, 0, 1)
+    assert (after.hits_count, after.misses_count, after.stored_count) == (1, 1, 2)
+    monkeypatch.undo()
+    write(saving.lend(B, CHAT), "c")
+    [again] = saving.contents()
+    assert (again.rows_count, again.stored_count) == (1, 3)
