@@ -123,8 +123,8 @@ class SlabReading:
     evicted_count: int
     refused_count: int  # found no room
     restored_count: int = 0  # came back from a file
-    load_ns: Span = Span(0)  # in which rows were on their way into an engine
-    restore_ns: Span = Span(0)  # in which rows were read from a file
+    load: Span = Span(0)  # in which rows were on their way into an engine
+    restore: Span = Span(0)  # in which rows were read from a file
     must_erase: bool = False  # its writer has not yet erased the rows of a removed tenant
 
 
@@ -143,8 +143,8 @@ class ContentReading:
     refused_count: int
     restored_count: int
     saves_count: int  # slabs that went to a file
-    load_ns: Span
-    restore_ns: Span
+    load: Span
+    restore: Span
 
     @property
     def hit_fraction(self) -> float | None:

@@ -49,6 +49,6 @@ def _reading(
         refused_count=counts["refused_count"],
         restored_count=counts["restored_count"],
         saves_count=saves_count,
-        load_ns=Span(counts["load_ns"]),
-        restore_ns=Span(counts["restore_ns"]),
+        load=Span(counts["load_ns"]),
+        restore=Span(counts["restore_ns"]),
     )

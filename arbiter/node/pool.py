@@ -97,8 +97,8 @@ class PooledSlab:
             evicted_count=counts.evicted_count,
             refused_count=counts.refused_count,
             restored_count=counts.restored_count,
-            load_ns=Span(counts.load_ns),
-            restore_ns=Span(counts.restore_ns),
+            load=Span(counts.load_ns),
+            restore=Span(counts.restore_ns),
             must_erase=bool(self.erasing) or self.view.must_erase,
         )
 
