@@ -45,7 +45,7 @@ class NodeAgent:
         self._logs = cleanup.EngineLogs(log_folder)
         self._probe = NodeProbe(node, pkgutil.resolve_name(settings.gpus)())
         files = SlabFiles.in_folder(settings.slabs_folder, settings.disk_bytes)
-        self._pool = Pool(settings.pool_bytes, files)
+        self._pool = Pool(settings.pool_bytes, files, settings.sweep_s)
         self._reports = Reports(node, self._probe.introduction, self._probe.gpu_pids)
         self._tasks: set[asyncio.Future[None]] = set()
         zygote_log = log_folder / f"zygote-{node}.log"
@@ -157,12 +157,13 @@ class NodeAgent:
         }
 
     async def close(self) -> None:
-        """Kill every engine and the zygote; leaves nothing behind but logs."""
+        """Kill every engine and the zygote; leaves nothing behind but logs, and files of KV."""
         self._engines.is_closing = True
         for task in self._tasks:
             task.cancel()
         await self._engines.close()
         self._rpc.close()
+        await asyncio.to_thread(self._pool.save_idle)
         self._pool.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +34,9 @@ KEPT_FREE_FRACTION = 0.05  # of the node's RAM, which the pool leaves to others
 CRITICAL_FRACTION = (
     0.5  # of what is kept free: with less available, no slab is saved before it goes
 )
-SWEEP_S = 300.0  # between two looks for slabs and files in which every row has expired (G4)
+SWEEP_S = 300.0  # G4
+# In which the end of an agent may save. An arbiter waits 10 s for it, and 2.4 GiB are saved then.
+END_S = 6.0
 _LEAST_BYTES = 2 * EXTENT_BYTES  # a pool that holds less serves nothing
 _STEP_BYTES = 2 * EXTENT_BYTES  # what a writer may grow by until the next turn
 _NAME_MOST = 160  # characters of what a slab is for, in its name; the kernel allows 249 in all
@@ -127,10 +130,16 @@ class PooledSlab:
 
 class Pool:
     """The slabs of a node. `budget_bytes`: the most that all may take; None: a share of the RAM.
-    `files`: where idle KV goes when it must leave the RAM; None: nowhere."""
+    `files`: where idle KV goes when it must leave the RAM; None: nowhere. `sweep_s`: between two
+    looks for slabs and files in which every row has expired."""
 
-    def __init__(self, budget_bytes: Bytes | None, files: SlabFiles | None = None) -> None:
-        self.files = files
+    def __init__(
+        self,
+        budget_bytes: Bytes | None,
+        files: SlabFiles | None = None,
+        sweep_s: float = SWEEP_S,
+    ) -> None:
+        self.files, self._sweep_s = files, sweep_s
         total_bytes, _ = procfs.ram()
         share = Bytes(int(SHARE_FRACTION * total_bytes))
         self.budget_bytes = share if budget_bytes is None else budget_bytes
@@ -240,7 +249,7 @@ class Pool:
         if taken > HIGH_FRACTION * most:
             has_time = available_bytes >= CRITICAL_FRACTION * self._kept_free_bytes
             self._drop_until(LOW_FRACTION * most, reason, self.files if has_time else None)
-        if time.monotonic() - self._swept_s > SWEEP_S:
+        if time.monotonic() - self._swept_s > self._sweep_s:
             self._sweep()
         self._set_limits(most)
         for slab in self._slabs:
@@ -274,6 +283,18 @@ class Pool:
 
     def forget_dropped(self, told: tuple[SlabDropped, ...]) -> None:
         del self._dropped[: len(told)]
+
+    def save_idle(self, within_s: float = END_S) -> None:
+        """Saves idle KV before the memory ends with this process, the slabs that were used last
+        first, as far as the time goes. Returns when that is done. No engine may be lent a slab."""
+        files, ends_s = self.files, time.monotonic() + within_s
+        if files is None:
+            return
+        idle = [s for s in self._slabs if s.ticket is None and s.may_be_saved]
+        for slab in sorted(idle, key=lambda slab: -slab.idle_since_s):
+            if slab.save is None or slab.save.is_done:
+                slab.save = files.save(slab.fd, slab.request, max(0.0, ends_s - time.monotonic()))
+        wait([slab.save.file_was_made for slab in idle if slab.save], ends_s - time.monotonic())
 
     def close(self) -> None:
         for slab in self._slabs:

@@ -54,6 +54,7 @@ class AgentSettings:
         None  # of files in which idle slabs are saved (G4); None: they aren't
     )
     disk_bytes: Bytes | None = None  # of these files; None: see arbiter.node.slab_files; 0: none
+    sweep_s: float = 300.0  # between two looks for slabs and files that have expired (G4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
 from models.train_vision import QUESTIONS
 from tests.support.drawings import drawing, uri
-from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, served, until
+from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, served, tree, until
 
 VLLM = "deployments.engines.vllm.engine:build"
 BLOCK = 128  # tokens, of the CPU build
@@ -128,12 +128,27 @@ def test_next_engine_answers_the_same_without_the_prefill_of_whole_blocks(
         assert cold[1] == 0
         await_rows(child, STORED)
         assert ask(child, prompt(1)) == (cold[0], STORED * BLOCK)
+        ask(child, prompt(7))
+        await_rows(child, 2 * STORED)
     with contextlib.closing(SlabView(slab)) as view:
-        assert (view.content, view.ready_count) == (Content.KV, STORED)
-    with served(engines, "second", VLLM, config(tiny, slab)) as child:
+        assert (view.content, view.ready_count) == (Content.KV, 2 * STORED)
+        row_bytes = view.geometry.row_bytes if view.geometry else 0
+    without_a_file = with_file(config(tiny, slab), Path("/nonexistent/a.slab"))
+    with served(engines, "second", VLLM, without_a_file) as child:
         assert ask(child, prompt(1)) == (cold[0], STORED * BLOCK)
         assert facts(child)["loaded"] == STORED
+        before = reads(child)  # the first request has imported what it needs
+        assert ask(child, prompt(7))[1] == STORED * BLOCK
+        by_calls, from_disk = (after - b for after, b in zip(reads(child), before, strict=True))
+        assert by_calls < STORED * row_bytes and from_disk == 0, "they came from the mapping"
         assert ask(child, prompt(2))[1] == 0
+
+
+def reads(child: Child) -> tuple[int, int]:
+    """Bytes that its processes have read: by calls of the kernel, and from disks (proc(5))."""
+    rows = [Path(f"/proc/{pid}/io").read_text().split() for pid in tree(child.pid)]
+    found = [dict(zip(row[::2], map(int, row[1::2]), strict=True)) for row in rows]
+    return sum(row["rchar:"] for row in found), sum(row["read_bytes:"] for row in found)
 
 
 @pytest.fixture
@@ -356,7 +371,7 @@ def test_adapters_see_their_own_blocks_only_also_in_the_next_engine(
 @pytest.mark.spec("E2")
 @pytest.mark.parametrize("change", ["weights", "context"])
 def test_another_namespace_finds_nothing_and_answers_as_without_a_slab(
-    engines: ZygoteUnderTest, tiny: Path, slab: int, change: str
+    engines: ZygoteUnderTest, tiny: Path, slab: int, tmp_path: Path, change: str
 ) -> None:
     other = config(tiny, slab, **({"max_model_len": 1536} if change == "context" else {}))
     if change == "weights":
@@ -364,7 +379,9 @@ def test_another_namespace_finds_nothing_and_answers_as_without_a_slab(
     with killed(engines, f"{change}-1", config(tiny, slab)) as child:
         cold = ask(child, prompt(5))
         await_rows(child, STORED)
-    with served(engines, f"{change}-2", VLLM, other) as child:
+    file = tmp_path / "a.slab"
+    save(slab, file)
+    with served(engines, f"{change}-2", VLLM, with_file(other, file)) as child:
         assert ask(child, prompt(5)) == (cold[0], 0)
 
 

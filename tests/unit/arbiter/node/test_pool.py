@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from arbiter.node import pool as pools
 from arbiter.node import slab_files
 from arbiter.node.pool import Pool
 from arbiter.node.slab_files import SlabFiles
-from arbiter.pool import Rows, SavedRows, Slab
+from arbiter.pool import Rows, SavedRows, Slab, slab_file
 from arbiter.pool.layout import tenant_digest
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
@@ -513,6 +514,65 @@ def test_folder_is_given_a_share_of_the_disk_at_most_or_is_none(tmp_path: Path) 
     (tmp_path / "file").touch()
     assert SlabFiles.in_folder(str(tmp_path / "file"), Bytes(MIB)) is None
     assert not (tmp_path / "none").exists()
+
+
+# -- the end of an agent ---------------------------------------------------------------------------
+
+
+@pytest.mark.spec("G4")
+def test_end_of_an_agent_saves_idle_kv_and_nothing_else(saving: Pool) -> None:
+    idle(saving, CHAT)
+    path = saving.lend(A, SlabRequest(Content.TEMPORARY, "chat/m", "k"))
+    opened(path, Content.TEMPORARY).reserve([b"a"])
+    saving.take_back(A)
+    write(saving.lend(B, OTHER), "x")  # an engine has it
+    saving.save_idle()
+    assert saved_keys(saving.file_for(CHAT)) == {b"a", b"b", b"c", b"d"}
+    assert len(files_in(saving)) == 1
+
+
+@pytest.mark.spec("G4")
+def test_end_of_an_agent_saves_what_was_used_last_as_far_as_the_time_goes(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle(saving, OTHER, CHAT)
+    now_s, save = time.monotonic(), slab_file.save
+    clock = iter([True, True, False])
+
+    def save_two(*args: Any, **kwargs: Any) -> int:
+        return save(*args, **kwargs | {"has_time": lambda: next(clock, False)})
+
+    monkeypatch.setattr(slab_files.slab_file, "save", save_two)
+    saving._slabs[0].idle_since_s = now_s - 1
+    saving.save_idle()
+    assert saved_keys(saving.file_for(CHAT)) == {b"c", b"d"}
+    assert len(files_in(saving)) == 1, "the slab that was idle for longer had no time left"
+
+
+@pytest.mark.spec("G4")
+def test_end_of_an_agent_does_not_wait_for_a_slow_disk(saving: Pool, held: Event) -> None:
+    idle(saving, CHAT)
+    hold_saves(saving, held)
+    saving.save_idle(within_s=0.01)
+    assert saving.file_for(CHAT) is None
+    for slab in saving._slabs:
+        slab.end_save()
+    held.set()
+    assert files_in(saving) == []
+
+
+@pytest.mark.spec("G4")
+def test_sweep_is_as_often_as_it_is_set(tmp_path: Path) -> None:
+    made = Pool(Bytes(256 * MIB), SlabFiles(tmp_path / "slabs", Bytes(MIB)), sweep_s=60.0)
+    files_in(made)
+    (tmp_path / "slabs" / "expired.slab").touch()
+    made._swept_s -= 59
+    made.turn()
+    assert len(files_in(made)) == 1
+    made._swept_s -= 2
+    made.turn()
+    assert files_in(made) == []
+    made.close()
 
 
 # -- tenants --------------------------------------------------------------------------------------
