@@ -127,8 +127,8 @@ class CoreState:
     - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `transition_counts`,
       `last_home`;
     - work under way: `growing` residents, `wanted` models without a holder, `removing` models,
-      `removed_tenants`, `prefetched` models, `evicted_for` a load that has not succeeded,
-      `pressure` by device, `failures` that cool down, `broken_loads` whose cause may still come;
+      `prefetched` models, `evicted_for` a load that has not succeeded, `pressure` by device,
+      `failures` that cool down, `broken_loads` whose cause may still come;
     - memory of answers: `answers` by ticket, `evictions` for explain, `rankings` of victims by
       device;
     - time: `now`, `born`, `settled_at`, `closing_by`, `timers`, `active` capabilities, `awaited`
@@ -173,7 +173,6 @@ class CoreState:
         self.floors: dict[types.ModelName, types.Floor] = {}  # by capability and model
         self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
         self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
-        self.removed_tenants: dict[str, Instant] = {}  # until when agents that appear are told
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
         self.pressure: dict[DeviceId, PressureState] = {}
         self.failures: dict[types.ModelName, Failure] = {}

@@ -35,7 +35,7 @@ def note_slabs(state: CoreState, node: Node, event: ev.Measured) -> None:
 
 def on_tenant_removed(state: CoreState, event: ev.TenantRemoved) -> None:
     """Has every node erase what the tenant's requests left, also nodes whose agent is away now."""
-    state.removed_tenants[event.tenant] = after(state.now, TOLD_AGAIN)
+    state.accounts.note_removed(event.tenant, after(state.now, TOLD_AGAIN))
     for node in state.nodes:
         state.decide(DropTenant(node, event.tenant))
     state.log(EventKind.TENANT_REMOVED, tenant=event.tenant, nodes=len(state.nodes))
@@ -43,8 +43,5 @@ def on_tenant_removed(state: CoreState, event: ev.TenantRemoved) -> None:
 
 def on_agent_seen(state: CoreState, node: NodeId) -> None:
     """Tells an agent that has just appeared of the tenants that were removed lately."""
-    past = [tenant for tenant, until in state.removed_tenants.items() if until <= state.now]
-    for tenant in past:
-        del state.removed_tenants[tenant]
-    for tenant in state.removed_tenants:
+    for tenant in state.accounts.lately_removed(state.now):
         state.decide(DropTenant(node, tenant))
