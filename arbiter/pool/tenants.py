@@ -7,6 +7,11 @@ from arbiter.pool import layout
 from arbiter.pool.layout import Buffer
 
 
+def caps_by_digest(caps: Mapping[str, float]) -> dict[bytes, float]:
+    """`caps`: by the tenants' names, as an engine's configuration has them."""
+    return {layout.tenant_digest(tenant): cap for tenant, cap in caps.items()}
+
+
 class TenantRows:
     """How many rows each tenant has in a slab, READY or reserved. `fractions`: of a slab's rows,
     what a tenant may have, by its digest; all of them where it has no entry."""

@@ -4,8 +4,7 @@ vLLM's own connector decides what is stored and loaded, and when; here is where 
 slab belongs to the node agent, so a killed engine's successor finds every block that was whole. The
 key of a row is vLLM's block hash, in which the prefix, the adapter and the tenant's salt are.
 
-A model that sees takes pictures only: vLLM would have any connector's engine accept embeddings from
-clients too (`settle` says no).
+A model that sees takes pictures only, and no embeddings from clients (`refuse_embeddings`).
 """
 
 import hashlib
@@ -44,6 +43,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from arbiter.pool import Rows, SavedRows, Slab, SlabFile, SlabUnusable, layout
 from arbiter.pool.layout import Count
+from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import KIB, MIB, Bytes, Content
 from deployments.engines.protocol import Config
 from deployments.engines.vllm.kv_restore import Restorer
@@ -73,7 +73,7 @@ def arguments(config: Config) -> dict[str, Any]:
         "slab": given["path"],
         "file": given.get("file"),
         "term_s": float(given.get("term_s", _TERM_S)),
-        "caps": {tenant: float(cap) for tenant, cap in given.get("caps", {}).items()},
+        "caps": given.get("caps", {}),
         "offload_prompt_only": False,  # vLLM's default would leave out what the model has said
     }
     return {
@@ -92,9 +92,7 @@ def settle(vllm_config: VllmConfig, config: Config) -> None:
     transfer = vllm_config.kv_transfer_config
     if not has_slab(vllm_config):
         return
-    pictures = vllm_config.model_config.multimodal_config
-    if pictures is not None and not config.get("engine_args", {}).get("enable_mm_embeds"):
-        pictures.enable_mm_embeds = pictures.allow_missing_mm_embeddings = False
+    refuse_embeddings(vllm_config, config)
     extra = transfer.kv_connector_extra_config
     cause = refusal(vllm_config) or take(extra)
     digests = _digests(vllm_config, config["slabs"][Content.KV])
@@ -105,6 +103,13 @@ def settle(vllm_config: VllmConfig, config: Config) -> None:
         vllm_config.kv_transfer_config = None
         return
     extra["namespace"] = _digest(_facts(vllm_config), digests).hex()
+
+
+def refuse_embeddings(vllm_config: VllmConfig, config: Config) -> None:
+    """vLLM would have any connector's engine accept embeddings from clients."""
+    pictures = vllm_config.model_config.multimodal_config
+    if pictures is not None and not config.get("engine_args", {}).get("enable_mm_embeds"):
+        pictures.enable_mm_embeds = pictures.allow_missing_mm_embeddings = False
 
 
 def has_slab(vllm_config: VllmConfig) -> bool:
@@ -218,8 +223,7 @@ class SlabSpec(OffloadingSpec):
         if self.manager is None:
             path = self.extra_config["slab"]
             slab = Slab(path, Content.KV, self.namespace, self.row_bytes)
-            given = self.extra_config["caps"].items()
-            caps = {layout.tenant_digest(tenant): cap for tenant, cap in given}
+            caps = caps_by_digest(self.extra_config["caps"])
             rows = Rows(slab, self.extra_config["term_s"], time.time, caps=caps)
             self.manager = SlabManager(rows, self._restorer(rows))
         return self.manager
@@ -358,12 +362,7 @@ class SlabManager(OffloadingManager):
             self.restorer.close()
 
     def facts(self) -> dict[str, int]:
-        """Counts by name, bytes of the whole file, and its limit."""
-        slab = self.rows.slab
-        counts = {each.name.lower(): slab.file.counts[each] for each in Count}
-        del counts["allocated"]
-        held, limit = slab.file.allocated_bytes, slab.file.limit_bytes
-        return {**counts, "allocated_bytes": held, "limit_bytes": limit}
+        return self.rows.slab.facts()
 
 
 def _tenant_of(req_context: ReqContext) -> bytes:
