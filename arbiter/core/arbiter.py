@@ -29,7 +29,16 @@ from arbiter.core.records.ticket import CHARGED, State
 from arbiter.core.reports import replica_targets
 from arbiter.core.reports.explain import Explanation, explain
 from arbiter.core.reports.snapshot import StateView, view_of
-from arbiter.core.residency import floors, growth, heartbeats, idle, prefetch, readings, slabs
+from arbiter.core.residency import (
+    floors,
+    growth,
+    heartbeats,
+    idle,
+    prefetch,
+    prewarm,
+    readings,
+    slabs,
+)
 from arbiter.core.settings import Settings
 from arbiter.core.state import CoreState, Foresight
 from arbiter.core.tickets import device_limits, loads, reclaim
@@ -348,6 +357,16 @@ def _(event: ev.Slept, state: CoreState) -> None:
 @_apply.register
 def _(event: ev.Released, state: CoreState) -> None:
     reclaim.on_released(state, event)
+
+
+@_apply.register
+def _(event: ev.Prewarmed, state: CoreState) -> None:
+    prewarm.on_prewarmed(state, event)
+
+
+@_apply.register
+def _(event: ev.SpeechStarted, state: CoreState) -> None:
+    prewarm.on_speech(state, event)
 
 
 @_apply.register

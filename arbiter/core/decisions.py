@@ -133,6 +133,14 @@ class PurgeCaches:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmPrefixes:
+    """Has a holder's engine warm the stable prefixes of its model (G1). Safe to repeat."""
+
+    ticket: TicketId
+    holder: HolderId
+
+
+@dataclass(frozen=True, slots=True)
 class DropDrafter:
     """Has a holder go on with a model without its drafter, and give the drafter's bytes back."""
 
@@ -210,6 +218,7 @@ class EventKind(StrEnum):
     LEASE_ENDED = "lease_ended"
     CAPABILITY_RUN = "capability_run"
     RUNS_DROPPED = "runs_dropped"
+    PREWARM = "prewarm"  # of a stable prefix: no request of a user
 
     def __repr__(self) -> str:
         """Returns the quoted value, because recordings keep a hash of the decisions' text."""
@@ -247,5 +256,6 @@ Order = (
     | DropSlabs
     | DropTenant
     | PurgeCaches
+    | WarmPrefixes
 )
 Decision = Order | LogEvent | SetTimer

@@ -378,6 +378,28 @@ class Released:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Prewarmed:
+    """Tells how the pre-warm of a stable prefix ended (G6), never what the prefix says."""
+
+    holder: HolderId
+    ticket: TicketId | None  # None: its model was not brought in
+    model: str
+    prefix: str  # `__system_prefix__`, or the hash of a request's own
+    cause: str  # load, session, speech, sweep
+    outcome: str  # warmed, or why not
+    prompt_tokens_count: int = 0
+    cached_tokens_count: int = 0  # of them, before
+    took: Span = Span(0)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechStarted:
+    """Says that a person began to speak, as voice activity detection has found."""
+
+    holder: HolderId
+
+
 # -- from the shell and people ----------------------------------------------------------------
 
 
@@ -463,6 +485,8 @@ Event = (
     | BarrierDropped
     | Slept
     | Released
+    | Prewarmed
+    | SpeechStarted
     | UnloadAsked
     | FloorSet
     | LoadAsked

@@ -33,6 +33,7 @@ from arbiter.core.decisions import (
     RequestReading,
     Revoke,
     SetTimer,
+    WarmPrefixes,
 )
 from arbiter.errors import RequestError, TicketClosed
 from arbiter.protocol import messages
@@ -190,7 +191,7 @@ class Shell:
                 self._erase(order)
             case RequestReading(node):
                 self._agents.probe(node)
-            case Queued() | LoadModel() | DropDrafter() | PurgeCaches():
+            case Queued() | LoadModel() | DropDrafter() | PurgeCaches() | WarmPrefixes():
                 self._command(order.holder, _as_command(order))
 
     def _erase(self, order: DropSlabs | DropTenant) -> None:
@@ -360,7 +361,7 @@ class Shell:
 
 
 def _as_command(
-    order: Queued | LoadModel | DropDrafter | PurgeCaches,
+    order: Queued | LoadModel | DropDrafter | PurgeCaches | WarmPrefixes,
 ) -> messages.Command:
     match order:
         case Queued(ticket, _, predicted):
@@ -371,3 +372,5 @@ def _as_command(
             return messages.Resize(model, messages.ModelSize.ALONE)
         case PurgeCaches(ticket):
             return messages.PurgeCommand(ticket)
+        case WarmPrefixes(ticket):
+            return messages.PrewarmCommand(ticket)

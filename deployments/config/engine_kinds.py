@@ -101,6 +101,7 @@ class EngineKind:
     takes_turns: bool = False  # computes under a dispatch lock where the model names one
     program: str = ""  # has to be on the PATH
     split: Split = Split.NONE  # over several devices, where one is too small (B5)
+    warms: bool = False  # may take POST /prewarm (deployments.prefixes)
     drafts: bool = False  # loads a drafter beside its model
     keeps: Keeps = nothing_kept  # which slabs of the node's pool it writes (E1)
     cache_bytes: Callable[[Arguments], Bytes] = no_cache
@@ -114,6 +115,7 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(100 * MIB),
         working_bytes=Bytes(96 * MIB),
         split=Split.EQUAL,  # tensor parallel
+        warms=True,
         drafts=True,
         keeps=kept_by_vllm,
         cache_bytes=kv_cache,
@@ -180,6 +182,7 @@ def engine_kind(engine: str) -> EngineKind:
             (),
             overhead,
             overhead,
+            warms=True,
             cache_bytes=kv_cache,
             estimate=weights_cache_and_slots,
         )

@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
+from deployments import prefixes
 from deployments.front.body_limit import BodyLimit
 from deployments.front.dependencies import FrontState, check_site
 from deployments.front.error_forms import ErrorForms
@@ -16,6 +17,7 @@ from deployments.front.routes import (
     leases,
     ollama,
     openai,
+    prewarm,
     residency,
     settings,
     tenants,
@@ -46,9 +48,10 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    for module in (openai, audio, ollama, health, arbiter, leases, residency, settings, tenants):
+    state = (arbiter, leases, residency, settings, tenants)
+    for module in (openai, prewarm, audio, ollama, health, *state):
         app.include_router(module.router)
-    _add(app, tuple(SCHEMAS))
+    _add(app, tuple(path for path in SCHEMAS if path != prefixes.PATH))
     offer(app)
     return app
 

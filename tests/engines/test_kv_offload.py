@@ -608,7 +608,7 @@ def test_idle_engine_gives_memory_back_when_it_is_told_that_its_limit_fell(
         assert facts(child)["refused"] >= STORED
 
 
-@pytest.mark.spec("E1")
+@pytest.mark.spec("E1", "G6")
 @pytest.mark.parametrize("why", ["no prefix cache", "no slab", "unusable slab"])
 def test_model_that_cannot_use_a_slab_loads_as_without_one(
     engines: ZygoteUnderTest, tiny: Path, slab: int, why: str
@@ -620,6 +620,8 @@ def test_model_that_cannot_use_a_slab_loads_as_without_one(
     with served(engines, why.replace(" ", "-"), VLLM, given) as child:
         assert len(ask(child, prompt(9, 300))[0]) == 8
         assert child.call("GET", "/slab")[0] == 404
+        status, said = child.call("POST", "/prewarm", {"model": "tiny", "messages": []})
+        assert (status, "has_no_cache" in said) == (200, why == "no prefix cache")
 
 
 @pytest.mark.spec("E1")

@@ -5,7 +5,8 @@ kv_cache_memory_bytes, load_seconds, fail (memory, error, hang), chunks and chun
 streamed answer, stays (ends neither with its lifeline nor on SIGTERM, and says so), litter (leaves
 a temporary file), forget (its probe changes after a wake), sick (its health), told (a file that
 says how this load fails; empty: it does not), gate (a file for which a load waits at its end, and
-says so by a file beside it), purged (a file that is there once its caches are emptied).
+says so by a file beside it), purged (a file that is there once its caches are emptied),
+prewarm_fails (why).
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from deployments.engines import linux
-from deployments.engines.asgi import respond
+from deployments.engines.asgi import refuse, respond
 from deployments.engines.protocol import Config, Receive, Scope, Send
 
 
@@ -74,6 +75,10 @@ class FakeEngine:
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = json.loads((await receive())["body"] or b"{}")
+        if scope["path"] == "/prewarm":
+            if fails := self.args.get("prewarm_fails"):
+                return await refuse(send, 500, fails)
+            return await respond(send, 200, {"prompt_tokens": 7, "cached_tokens": 0})
         if scope["path"] == "/v1/embeddings":
             row = {"object": "embedding", "index": 0, "embedding": [0.6, 0.8]}
             return await respond(send, 200, {"object": "list", "data": [row], "model": self.name})

@@ -28,6 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from arbiter.units import Content
+from deployments import prefixes
 from deployments.engines import asgi, command_line, linux
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
 from deployments.engines.vllm import kv_offload, picture_slab, pooling
@@ -35,6 +36,7 @@ from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
 from deployments.engines.vllm.pictures import Pictures
+from deployments.engines.vllm.prewarm import NO_CACHE, Prewarmer
 
 # What a replica may call. vLLM also registers routes that pause, scale or reload an engine, or run
 # any of its calls by name; those stay out of reach.
@@ -179,6 +181,7 @@ class VllmEngine:
         self.expiring: asyncio.Task[None] | None = None
         self.most_tokens = 0  # of the context that it may grow to; 0: it does not grow
         self.growth: ContextGrowth | None = None
+        self.prewarmer: Prewarmer | None = None  # of a model that generates
 
     async def load(self) -> None:
         if self.llm is not None:
@@ -206,6 +209,8 @@ class VllmEngine:
             self.pictures = Pictures(self.llm, has_cache=picture_slab.has_slab(self.config))
             self.pictures.adopt(self.api.state)
             self.expiring = asyncio.ensure_future(self.pictures.expire())
+        if not self.pools:
+            self.prewarmer = Prewarmer(self.llm, self.config, self.api)
         if self.most_tokens:
             self.growth = ContextGrowth(self.api, self.args.served_model_name[0], self.most_tokens)
         if self.adapters is not None:
@@ -224,6 +229,8 @@ class VllmEngine:
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
+        if scope["path"] == prefixes.ROUTE:
+            return await self._prewarm(scope, receive, send)
         if scope["path"] not in ROUTES:
             return await asgi.refuse(send, 404, f"no route {scope['path']}")
         if self.growth is not None:
@@ -248,6 +255,13 @@ class VllmEngine:
             trace = await self.llm.engine_core.call_utility_async("step_trace")
             return await asgi.respond(send, 200, {**self.adapters.facts(), "trace": trace})
         await self.adapters.serve(self.api, scope, receive, send)
+
+    async def _prewarm(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.prewarmer is None:
+            return await asgi.respond(send, 200, NO_CACHE)
+        if self.adapters is not None:
+            return await self.adapters.serve(self.prewarmer, scope, receive, send)
+        await self.prewarmer(scope, receive, send)
 
     async def _slab(self, scope: Scope, send: Send) -> None:
         """Facts of the slab of KV, and beside them of the one of pictures."""

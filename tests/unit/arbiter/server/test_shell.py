@@ -7,7 +7,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.decisions import SetTimer
+from arbiter.core.decisions import SetTimer, WarmPrefixes
 from arbiter.core.settings import DEFAULTS
 from arbiter.errors import CapabilityConflict, LedgerBroken
 from arbiter.protocol import messages
@@ -71,6 +71,24 @@ async def test_commands_are_repeated_until_they_are_acknowledged() -> None:
     assert [each.sequence for each in await box.after(1, 0)] == [2, 3]
     assert [each.sequence for each in await box.after(1, 0)] == [2, 3]
     assert await box.after(3, 0) == ()
+
+
+@pytest.mark.spec("G1")
+async def test_holder_is_told_to_warm_the_prefixes_of_its_ticket() -> None:
+    class Speaks:
+        settings = DEFAULTS
+
+        def handle(self, event: ev.Event, now: int) -> list[Any]:
+            return [WarmPrefixes(TicketId("t"), HolderId("h"))]
+
+        def replica_targets(self, now: int) -> dict[str, int]:
+            return {}
+
+    made = shell_of(cast(Arbiter, Speaks()))
+    made.open_mail(HolderId("h"))
+    made.feed(ev.SpeechStarted(HolderId("ear")))
+    [command] = await made.listen(HolderId("h"), 0)
+    assert command.command == messages.PrewarmCommand(TicketId("t"))
 
 
 @pytest.mark.spec("A18")
