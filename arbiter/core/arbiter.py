@@ -1,10 +1,11 @@
 """Keeps the arbiter's rules behind one door: `handle(event, now)` returns what must be done.
 
 Deterministic, and pure in time: the clock, the wire and the dice are outside. Every call runs the
-same ten steps in this order: apply the event, fire the timers that are due, evict on overcommitted
-devices, grant growth, run the grant pass over dirty nodes, estimate the wait of new tickets, forget
-removed models, prefetch what comes next, settle the clients' accounts, check the books of the
-devices that were touched. Then it says when it wants to be called next.
+same eleven steps in this order: apply the event, fire the timers that are due, evict on
+overcommitted devices, grant growth, run the grant pass over dirty nodes, take compactions further,
+estimate the wait of new tickets, forget removed models, prefetch what comes next, settle the
+clients' accounts, check the books of the devices that were touched. Then it says when it wants to
+be called next.
 
 A message about a ticket that has moved on is normal, because holders race with revokes and wires
 repeat messages; the core counts it in `stale_count` and ignores it otherwise. An identity that does
@@ -21,8 +22,8 @@ from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import timeouts, types
-from arbiter.core.decisions import Decision, EventKind, Reason, SetTimer
-from arbiter.core.eviction import eviction, pressure, sleep
+from arbiter.core.decisions import Compacted, Decision, EventKind, Reason, SetTimer
+from arbiter.core.eviction import compaction, eviction, pressure, sleep
 from arbiter.core.queue import admission, grant_pass, wait_estimate
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.ticket import CHARGED, State
@@ -80,6 +81,7 @@ class Arbiter:
         eviction.evict_overcommitted(state)
         growth.grant_waiting(state)
         grant_pass.run(state)
+        compaction.advance(state)
         wait_estimate.estimate_new(state)
         floors.forget_removed(state)
         prefetch.predict_next(state)
@@ -163,6 +165,10 @@ class Arbiter:
     def explain(self, ticket: TicketId, now: Instant) -> Explanation:
         """Returns why a ticket waits, or why it went. Raises UnknownTicket."""
         return explain(self._state, ticket, now)
+
+    def compaction(self, request: str) -> Compacted | None:
+        """Returns how far a compaction has come; None when none of this name is under way."""
+        return compaction.progress(self._state, request)
 
     def replica_targets(self, now: Instant) -> dict[str, int]:
         """Returns the replicas wanted of each capability. SetTimer also comes when a target
@@ -383,6 +389,11 @@ def _(event: ev.FloorSet, state: CoreState) -> None:
 @_apply.register
 def _(event: ev.LoadAsked, state: CoreState) -> None:
     floors.on_load_asked(state, event)
+
+
+@_apply.register
+def _(event: ev.CompactAsked, state: CoreState) -> None:
+    compaction.on_asked(state, event)
 
 
 @_apply.register

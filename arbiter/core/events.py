@@ -126,6 +126,10 @@ class SlabReading:
     load: Span = Span(0)  # in which rows were on their way into an engine
     restore: Span = Span(0)  # in which rows were read from a file
     must_erase: bool = False  # its writer has not yet erased the rows of a removed tenant
+    hot_count: int = (
+        0  # of adapters: in the engine's slots now, and requests that found theirs there
+    )
+    hot_hits_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,6 +442,16 @@ class LoadAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class CompactAsked:
+    """Has idle models freed and loaded again (D7): those named, else all that hold enough beyond
+    their need. Raises UnknownCapability, UnknownModel. Repeated under the same name while the first
+    is under way, it is done once."""
+
+    request: str  # names the answer, a Compacted
+    models: tuple[ModelName, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PressurePushed:
     """Reports from outside that memory is short, for a term (C5)."""
 
@@ -490,6 +504,7 @@ Event = (
     | UnloadAsked
     | FloorSet
     | LoadAsked
+    | CompactAsked
     | PressurePushed
     | TenantRemoved
     | ClosingDown

@@ -13,6 +13,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, EventKind, LogEvent, Refuse
 from arbiter.core.records.accounts import Accounts
+from arbiter.core.records.compactions import Compactions
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.records.eviction_history import EvictionHistory
 from arbiter.core.records.ledger import Ledger
@@ -127,7 +128,8 @@ class CoreState:
     - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `transition_counts`,
       `last_home`;
     - work under way: `growing` residents, `wanted` models without a holder, `removing` models,
-      `prefetched` models, `evicted_for` a load that has not succeeded, `pressure` by device,
+      `prefetched` models, `evicted_for` a load that has not succeeded, `compactions`,
+      `pressure` by device,
       `failures` that cool down, `broken_loads` whose cause may still come;
     - memory of answers: `answers` by ticket, `evictions` for explain, `rankings` of victims by
       device;
@@ -138,6 +140,8 @@ class CoreState:
 
     Everything else is derived from these. `epoch` names this life, `stale_count` counts ignored
     messages, `foresight` is set in a replay only."""
+
+    foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
 
     def __init__(
         self,
@@ -158,7 +162,6 @@ class CoreState:
         self.hours = HourlyUsage(now)
         self.evictions = EvictionHistory()
         self.rankings: dict[DeviceId, Any] = {}  # see ranking.Ranking
-        self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
         self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
         self.tenants = {limits.tenant: limits for limits in settings.tenants}
         self.timers = Timers()
@@ -178,6 +181,7 @@ class CoreState:
         self.failures: dict[types.ModelName, Failure] = {}
         self.last_home: dict[tuple[NodeId, types.ModelName], DeviceId] = {}
         self.evicted_for: dict[EvictedForKey, EvictedFor] = {}
+        self.compactions = Compactions()
         self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
         self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()

@@ -103,6 +103,8 @@ class PooledSlab:
             load=Span(counts.load_ns),
             restore=Span(counts.restore_ns),
             must_erase=bool(self.erasing) or self.view.must_erase,
+            hot_count=counts.hot_count if self.ticket else 0,
+            hot_hits_count=counts.hot_hits_count,
         )
 
     def erase_tenant(self, tenant: bytes) -> None:

@@ -62,8 +62,10 @@ class Count(IntEnum):
     REFUSED = 6  # rows that found no room
     LOADED = 7
     RESTORED = 8  # rows that came back from a file
-    LOAD_NS = 9  # in which rows were on their way from the slab into an engine
-    RESTORE_NS = 10  # in which rows were read from a file
+    HOT_HITS = 9  # what its engine had at hand, so that the slab was not asked (adapters)
+    HOT = 10  # how many of the rows' keys it has at hand now
+    LOAD_NS = 11  # in which rows were on their way from the slab into an engine
+    RESTORE_NS = 12  # in which rows were read from a file
 
 
 assert COUNTS_AT + 8 * len(Count) <= ERASE_AT

@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol
 from arbiter.core import events as ev
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import (
+    Compacted,
     Decision,
     DropDrafter,
     DropSlabs,
@@ -143,6 +144,7 @@ class Shell:
         self._recorder = recorder
         self._waiting: dict[TicketId, asyncio.Future[messages.Granted]] = {}
         self._callers: dict[TicketId, int] = {}
+        self._compacting: dict[str, asyncio.Future[Compacted]] = {}  # by request
         self._mail: dict[HolderId, Mailbox] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: Instant | None = None
@@ -174,6 +176,8 @@ class Shell:
                 self.log.tell(decision)
             case SetTimer(at):
                 self._arm(at)
+            case Compacted():
+                self._compacted(decision)
             case _:
                 self._send(decision)
 
@@ -237,6 +241,29 @@ class Shell:
         finally:
             if self._waiting.get(ticket) is waiter:
                 del self._waiting[ticket]
+
+    async def compact(self, event: ev.CompactAsked, wait_s: float) -> Compacted:
+        """Waits until all is freed and loaded again; after `wait_s` it returns how far that has
+        come. The same request asked again shares the answer. Raises UnknownCapability,
+        UnknownModel."""
+        loop = asyncio.get_running_loop()
+        waiter = self._compacting.setdefault(event.request, loop.create_future())
+        try:
+            self.feed(event)
+            async with asyncio.timeout(wait_s):
+                return await asyncio.shield(waiter)
+        except TimeoutError:
+            found = self.core.compaction(event.request)
+            assert found is not None, "its end would have been the answer"
+            return found
+        finally:
+            if waiter.done() or self.core.compaction(event.request) is None:
+                self._compacting.pop(event.request, None)
+
+    def _compacted(self, answer: Compacted) -> None:
+        waiter = self._compacting.pop(answer.request, None)
+        if waiter and not waiter.done():
+            waiter.set_result(answer)
 
     def withdrawn(self, event: ev.Withdrawn) -> None:
         """The holder's own word; its pending call, if any, ends."""

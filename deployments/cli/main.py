@@ -52,12 +52,21 @@ app = typer.Typer(
 )
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "See": (show.status, show.events, show.explain, show.residency, show.pool, show.clients),
+    "See": (
+        show.status,
+        show.events,
+        show.explain,
+        show.residency,
+        show.pool,
+        show.adapters,
+        show.clients,
+    ),
     "Steer": (
         steer.load,
         steer.unload,
         steer.grow,
         steer.shrink,
+        steer.compact,
         steer.floor,
         steer.settings,
         steer.forget,

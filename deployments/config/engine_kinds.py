@@ -44,9 +44,14 @@ def nothing_kept(path: str, model: ModelConfig) -> tuple[Content, ...]:
 
 
 def kept_by_vllm(path: str, model: ModelConfig) -> tuple[Content, ...]:
-    """KV blocks, unless the model's configuration says no, and pictures of a model that sees."""
-    kv = (Content.KV,) if model.keep_kv else ()
-    return kv + ((Content.PICTURE,) if sees(Path(path)) else ())
+    """KV blocks, unless the model's configuration says no, images of adapters where it has some,
+    and pictures of a model that sees."""
+    kept = {
+        Content.KV: model.keep_kv,
+        Content.ADAPTER: model.adapters is not None,
+        Content.PICTURE: sees(Path(path)),
+    }
+    return tuple(content for content, is_kept in kept.items() if is_kept)
 
 
 def weights_and_cache(kind: "EngineKind", path: str, model: ModelConfig) -> Need:

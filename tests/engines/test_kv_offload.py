@@ -105,7 +105,7 @@ def ask(
 def facts(child: Child) -> dict[str, int]:
     status, said = child.call("GET", "/slab")
     assert status == 200, said
-    found: dict[str, int] = said
+    found: dict[str, int] = said["kv"]
     return found
 
 
@@ -600,7 +600,7 @@ def test_idle_engine_gives_memory_back_when_it_is_told_that_its_limit_fell(
         with contextlib.closing(SlabView(slab)) as view:
             view.limit_bytes = Bytes(0)
         status, said = child.call("POST", "/slab")
-        assert (status, said["ready"], said["evicted"]) == (200, 0, STORED)
+        assert (status, said["kv"]["ready"], said["kv"]["evicted"]) == (200, 0, STORED)
         assert os.fstat(slab).st_blocks * 512 <= before - 32 * MIB
         assert child.call("POST", "/control/sleep")[0] == 200
         assert child.call("POST", "/control/wake")[0] == 200

@@ -79,6 +79,7 @@ POST /arbiter/leases/{lease}/drain
 POST /arbiter/leases/cleanup
 GET /arbiter/residency
 PUT /arbiter/residency/{model}
+POST /arbiter/compact
 POST /arbiter/models/grow/{model}
 POST /arbiter/models/load/{model}
 POST /arbiter/models/shrink/{model}

@@ -16,8 +16,8 @@ from tests.support.scripted_front import ScriptedFront
 from tests.unit.deployments.cli.conftest import Run
 
 PANELS = {
-    "See": ["status", "events", "explain", "residency", "pool", "clients"],
-    "Steer": ["load", "unload", "grow", "shrink", "floor", "settings", "forget"],
+    "See": ["status", "events", "explain", "residency", "pool", "adapters", "clients"],
+    "Steer": ["load", "unload", "grow", "shrink", "compact", "floor", "settings", "forget"],
     "Leases": ["lease", "leases", "drain", "cleanup"],
     "Cluster": ["check", "upgrade", "down"],
     "Keys": ["key"],
