@@ -16,6 +16,9 @@ Epoch = NewType("Epoch", int)  # one life of the arbiter; strictly increasing ac
 Generation = NewType("Generation", int)  # of what a person set; counts every change
 
 
+DEFAULT_TENANT = "default"  # of every caller without an API key
+
+
 class Content(StrEnum):
     """What the rows of a slab are (E1). Idle slabs leave in this order (E4)."""
 

@@ -4,7 +4,9 @@
 
 `first`: seconds to the first token of a prompt that was never seen (cold), that the device still
 has (warm), and that the next engine process finds in the slab after a SIGKILL (restored). `store`:
-tokens a second of an engine that keeps its blocks beside an engine that does not, in pairs. `hits`:
+tokens a second of an engine that keeps its blocks beside an engine that does not, in pairs, and
+beside that two engines of which neither does: two processes of one model differ by some per cent,
+so that each pair of processes is one sample (benchmarks.slab_share has the steady figure). `hits`:
 of the tokens in whole blocks that were seen before, the share that is not computed again, in one
 conversation of 50 turns and in 100 of 10, by an engine of 16 MiB of KV cache (two long contexts of
 tiny-chat). Engine processes alone, no graph around them; this process holds the slab, as a node
@@ -16,6 +18,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -142,20 +145,33 @@ def tokens_per_s(child: Child, prompts: list[list[int]]) -> float:
     return sum(len(said) for _, said, _ in answers) / (time.perf_counter() - start_s)
 
 
-def store(engines: Engines, pairs: int) -> dict[str, Any]:
-    """The same prompts to both sides of a pair, whose order alternates."""
-    speeds: dict[str, list[float]] = {"with": [], "without": []}
-    with slab() as fd:
-        sides = {"with": engines.start(fd), "without": engines.start(None)}
-        for number in range(pairs):
-            prompts = [engines.prompt(STREAM_PROMPT) for _ in range(STREAMS)]
-            for side in sorted(sides, reverse=bool(number % 2)):
-                speeds[side].append(tokens_per_s(sides[side], prompts))
-            print(f"pair {number}: {speeds['with'][-1]:.0f}, {speeds['without'][-1]:.0f} tokens/s")
-        for child in sides.values():
-            kill(child)
-    found: dict[str, Any] = {f"{name}_per_s": report.Sample(tuple(s)) for name, s in speeds.items()}
-    return found | {"ratio": report.paired_ratio(speeds["with"], speeds["without"])}
+def speeds_ratio(engines: Engines, slabs: tuple[int | None, int | None], pairs: int) -> float:
+    """Of the first of two new engines by the second, the median of some pairs. The same prompts to
+    both sides of a pair, whose order alternates."""
+    sides = [engines.start(slab) for slab in slabs]
+    ratios = []
+    for number in range(pairs):
+        prompts = [engines.prompt(STREAM_PROMPT) for _ in range(STREAMS)]
+        order = sorted((0, 1), reverse=bool(number % 2))
+        speeds = {side: tokens_per_s(sides[side], prompts) for side in order}
+        ratios.append(speeds[0] / speeds[1])
+    for child in sides:
+        kill(child)
+    return statistics.median(ratios)
+
+
+def store(engines: Engines, starts: int, pairs: int) -> dict[str, Any]:
+    """One sample a start. Which engine starts first alternates too."""
+    ratios: dict[str, list[float]] = {"with_by_without": [], "without_by_without": []}
+    for number in range(starts):
+        with slab() as fd:
+            if number % 2:
+                ratios["with_by_without"].append(1 / speeds_ratio(engines, (None, fd), pairs))
+            else:
+                ratios["with_by_without"].append(speeds_ratio(engines, (fd, None), pairs))
+        ratios["without_by_without"].append(speeds_ratio(engines, (None, None), pairs))
+        print({name: round(values[-1], 3) for name, values in ratios.items()}, flush=True)
+    return {name: report.Sample(tuple(values)) for name, values in ratios.items()}
 
 
 # -- hits -----------------------------------------------------------------------------------------
@@ -194,7 +210,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tokens", type=int, default=3_600)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--starts", type=int, default=9)
+    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     figures: dict[str, Any] = {"model": args.model}
@@ -203,7 +220,7 @@ def main() -> None:
         if "first" in args.parts:
             figures["first"] = first(engines, args.tokens, args.rounds)
         if "store" in args.parts:
-            figures["store"] = store(engines, args.pairs)
+            figures["store"] = store(engines, args.starts, args.pairs)
         if "hits" in args.parts:
             figures["hits"] = hits(engines)
     for part in args.parts:

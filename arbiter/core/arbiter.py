@@ -30,7 +30,16 @@ from arbiter.core.records.ticket import CHARGED, State
 from arbiter.core.reports import replica_targets
 from arbiter.core.reports.explain import Explanation, explain
 from arbiter.core.reports.snapshot import StateView, view_of
-from arbiter.core.residency import floors, growth, heartbeats, idle, prefetch, prewarm, readings
+from arbiter.core.residency import (
+    floors,
+    growth,
+    heartbeats,
+    idle,
+    prefetch,
+    prewarm,
+    readings,
+    slabs,
+)
 from arbiter.core.settings import Settings
 from arbiter.core.state import CoreState, Foresight
 from arbiter.core.tickets import device_limits, loads, reclaim
@@ -390,6 +399,11 @@ def _(event: ev.CompactAsked, state: CoreState) -> None:
 @_apply.register
 def _(event: ev.PressurePushed, state: CoreState) -> None:
     pressure.on_pushed(state, event)
+
+
+@_apply.register
+def _(event: ev.TenantRemoved, state: CoreState) -> None:
+    slabs.on_tenant_removed(state, event)
 
 
 @_apply.register

@@ -102,6 +102,14 @@ class DropSlabs:
 
 
 @dataclass(frozen=True, slots=True)
+class DropTenant:
+    """Has the node agent erase what requests of a removed tenant left in its pool (E6)."""
+
+    node: NodeId
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestReading:
     """Has the node agent send a reading now rather than at its next turn."""
 
@@ -188,6 +196,7 @@ class EventKind(StrEnum):
     MEMORY_PRESSURE = "memory_pressure"
     PRESSURE_NOTHING_LEFT = "pressure_nothing_left"
     SLAB_DROPPED = "slab_dropped"
+    TENANT_REMOVED = "tenant_removed"
     PINNED_OVERCOMMIT = "pinned_overcommit"
     PIN_OVER_CAP = "pin_over_cap"
 
@@ -269,6 +278,7 @@ Order = (
     | LoadModel
     | DropDrafter
     | DropSlabs
+    | DropTenant
     | PurgeCaches
     | WarmPrefixes
 )

@@ -123,10 +123,38 @@ class SlabReading:
     evicted_count: int
     refused_count: int  # found no room
     restored_count: int = 0  # came back from a file
+    load: Span = Span(0)  # in which rows were on their way into an engine
+    restore: Span = Span(0)  # in which rows were read from a file
+    must_erase: bool = False  # its writer has not yet erased the rows of a removed tenant
     hot_count: int = (
         0  # of adapters: in the engine's slots now, and requests that found theirs there
     )
     hot_hits_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ContentReading:
+    """Sums up what a node's pool did with one content since its agent started, slabs that have left
+    among it (E7)."""
+
+    content: Content
+    allocated_bytes: Bytes
+    rows_count: int
+    hits_count: int
+    misses_count: int
+    stored_count: int
+    evicted_count: int
+    refused_count: int
+    restored_count: int
+    saves_count: int  # slabs that went to a file
+    load: Span
+    restore: Span
+
+    @property
+    def hit_fraction(self) -> float | None:
+        """Returns the share of the lookups that found a row; None before the first."""
+        asked_count = self.hits_count + self.misses_count
+        return self.hits_count / asked_count if asked_count else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +181,7 @@ class Measured:
     unreadable: tuple[DeviceUnreadable, ...] = ()
     slabs: tuple[SlabReading, ...] = ()
     dropped: tuple[SlabDropped, ...] = ()  # slabs since the last reading that was heard
+    contents: tuple[ContentReading, ...] = ()  # of the slabs, and of those that left
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +462,13 @@ class PressurePushed:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantRemoved:
+    """Has everything erased that the requests of a tenant left in the pools (E6)."""
+
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class ClosingDown:
     """Stops all grants, refuses the queue and unloads what is idle."""
 
@@ -470,6 +506,7 @@ Event = (
     | LoadAsked
     | CompactAsked
     | PressurePushed
+    | TenantRemoved
     | ClosingDown
     | TimerFired
 )

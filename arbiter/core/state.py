@@ -72,6 +72,7 @@ class Node:
     inexact: frozenset[DeviceId] = frozenset()  # of its devices, see tickets/inexact.py
     computing: tuple[DeviceId, ...] = ()  # of its devices, those that compute
     slabs: tuple[ev.SlabReading, ...] = ()  # of its pool (E1)
+    contents: tuple[ev.ContentReading, ...] = ()  # what it did with each content (E7)
 
     def __post_init__(self) -> None:
         hosts = types.DeviceKind.HOST

@@ -24,6 +24,7 @@ from arbiter.node.leased_processes import LeasedProcess, LeasedProcesses
 from arbiter.node.pool import Pool
 from arbiter.node.reports import Reports
 from arbiter.node.slab_files import SlabFiles
+from arbiter.pool.layout import tenant_digest
 from arbiter.protocol import ray_internals, rpc
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
 from arbiter.units import NodeId, TicketId
@@ -44,7 +45,7 @@ class NodeAgent:
         self._logs = cleanup.EngineLogs(log_folder)
         self._probe = NodeProbe(node, pkgutil.resolve_name(settings.gpus)())
         files = SlabFiles.in_folder(settings.slabs_folder, settings.disk_bytes)
-        self._pool = Pool(settings.pool_bytes, files)
+        self._pool = Pool(settings.pool_bytes, files, settings.sweep_s)
         self._reports = Reports(node, self._probe.introduction, self._probe.gpu_pids)
         self._tasks: set[asyncio.Future[None]] = set()
         zygote_log = log_folder / f"zygote-{node}.log"
@@ -69,7 +70,7 @@ class NodeAgent:
         keep_spares = spare_workers.keep(settings.spares_count)
         for work in (self._turns(), self._see_ends(), self._engines.supervisor.keep(), keep_spares):
             self._start(work)
-        calls = (self.spawn, self.respawn, self.kill, self.probe, self.drop_slabs)
+        calls = (self.spawn, self.respawn, self.kill, self.probe, self.drop_slabs, self.drop_tenant)
         offers = {call.__name__: call for call in calls}
         self._rpc = rpc.RpcServer(node, self._folder / "agent.sock", offers)
 
@@ -125,6 +126,11 @@ class NodeAgent:
         self._pool.drop_owner(owner)
         self._wakeup.set()
 
+    async def drop_tenant(self, tenant: str) -> None:
+        """Erase what requests of a removed tenant left in the pool."""
+        self._pool.drop_tenant(tenant_digest(tenant))
+        self._wakeup.set()
+
     async def living(self, pids: list[int]) -> dict[int, int]:
         """Start time of each of these processes that lives."""
         found = (procfs.process(pid) for pid in pids)
@@ -151,12 +157,13 @@ class NodeAgent:
         }
 
     async def close(self) -> None:
-        """Kill every engine and the zygote; leaves nothing behind but logs."""
+        """Kill every engine and the zygote; leaves nothing behind but logs, and files of KV."""
         self._engines.is_closing = True
         for task in self._tasks:
             task.cancel()
         await self._engines.close()
         self._rpc.close()
+        await asyncio.to_thread(self._pool.save_idle)
         self._pool.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -234,7 +241,14 @@ class NodeAgent:
         stalls = procfs.stalled_fraction()
         slabs, dropped = self._pool.readings(), self._pool.dropped()
         said = ev.Measured(
-            self._node, readings.devices, engines, stalls, readings.unreadable, slabs, dropped
+            self._node,
+            readings.devices,
+            engines,
+            stalls,
+            readings.unreadable,
+            slabs,
+            dropped,
+            self._pool.contents(),
         )
         self._heard = await self._reports.say((said,))
         if self._heard:

@@ -134,12 +134,16 @@ class EngineProcesses:
     async def _with_slabs(self, ticket: TicketId, spec: SpawnSpec) -> SpawnSpec:
         """Tells the engine where the slabs are that it asked for, as far as there is a pool, and
         where files with more rows are."""
-        slabs: dict[str, dict[str, str]] = {}
+        slabs: dict[str, dict[str, Any]] = {}
         for request in spec.slabs:
             await self._see_dead_writers(request)
             if path := self._pool.lend(ticket, request):
                 file = self._pool.file_for(request)
-                slabs[request.content] = {"path": path} | ({"file": file} if file else {})
+                slabs[request.content] = {
+                    "path": path,
+                    **({"file": file} if file else {}),
+                    **({"caps": dict(request.caps)} if request.caps else {}),
+                }
         return replace(spec, config=spec.config | {"slabs": slabs}) if slabs else spec
 
     async def _see_dead_writers(self, request: SlabRequest) -> None:

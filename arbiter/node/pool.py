@@ -11,18 +11,20 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from arbiter.core.events import SlabDropped, SlabReading
+from arbiter.core.events import ContentReading, SlabDropped, SlabReading
 from arbiter.errors import SlabUnusable
 from arbiter.node import procfs
+from arbiter.node.content_totals import ContentTotals
 from arbiter.node.slab_files import Save, SlabFiles
 from arbiter.pool import SlabView, create
 from arbiter.pool.layout import EXTENT_BYTES, PAGE_BYTES
 from arbiter.pool.slab import NAME
 from arbiter.protocol.messages import SlabRequest
-from arbiter.units import Bytes, Content, TicketId
+from arbiter.units import Bytes, Content, Span, TicketId
 
 logger = logging.getLogger("arbiter.agent")
 
@@ -32,7 +34,9 @@ KEPT_FREE_FRACTION = 0.05  # of the node's RAM, which the pool leaves to others
 CRITICAL_FRACTION = (
     0.5  # of what is kept free: with less available, no slab is saved before it goes
 )
-SWEEP_S = 300.0  # between two looks for slabs and files in which every row has expired (G4)
+SWEEP_S = 300.0  # G4
+# In which the end of an agent may save. An arbiter waits 10 s for it, and 2.4 GiB are saved then.
+END_S = 6.0
 _LEAST_BYTES = 2 * EXTENT_BYTES  # a pool that holds less serves nothing
 _STEP_BYTES = 2 * EXTENT_BYTES  # what a writer may grow by until the next turn
 _NAME_MOST = 160  # characters of what a slab is for, in its name; the kernel allows 249 in all
@@ -55,6 +59,7 @@ class PooledSlab:
     # before is right, and stays: the engine is told of it too, and prefers its rows in RAM.
     save: Save | None = None
     leaves_for: str = ""  # the reason of the save
+    erasing: list[bytes] = field(default_factory=list)  # tenants, of which its writer is to be told
 
     @property
     def value(self) -> tuple[int, float]:
@@ -95,17 +100,48 @@ class PooledSlab:
             evicted_count=counts.evicted_count,
             refused_count=counts.refused_count,
             restored_count=counts.restored_count,
+            load=Span(counts.load_ns),
+            restore=Span(counts.restore_ns),
+            must_erase=bool(self.erasing) or self.view.must_erase,
             hot_count=counts.hot_count if self.ticket else 0,
             hot_hits_count=counts.hot_hits_count,
         )
 
+    def erase_tenant(self, tenant: bytes) -> None:
+        """At once where it is idle, else by its writer, which `order_erasures` tells."""
+        if self.ticket is not None:
+            self.erasing.append(tenant)
+            return self.order_erasures()
+        self.end_save()  # it may have read some of them
+        self.view.erase_tenant(tenant)
+
+    def order_erasures(self) -> None:
+        """Gives the writer the next order, once it has carried out the last one."""
+        if self.erasing and self.view.order_erasure(self.erasing[0]):
+            del self.erasing[0]
+
+    def carry_out_erasures(self) -> None:
+        """What the writer left undone when it ended."""
+        if self.view.must_erase:
+            self.erasing.append(self.view.ordered_tenant)
+            self.view.finish_erasure()
+        for tenant in self.erasing:
+            self.view.erase_tenant(tenant)
+        self.erasing.clear()
+
 
 class Pool:
     """The slabs of a node. `budget_bytes`: the most that all may take; None: a share of the RAM.
-    `files`: where idle KV goes when it must leave the RAM; None: nowhere."""
+    `files`: where idle KV goes when it must leave the RAM; None: nowhere. `sweep_s`: between two
+    looks for slabs and files in which every row has expired."""
 
-    def __init__(self, budget_bytes: Bytes | None, files: SlabFiles | None = None) -> None:
-        self.files = files
+    def __init__(
+        self,
+        budget_bytes: Bytes | None,
+        files: SlabFiles | None = None,
+        sweep_s: float = SWEEP_S,
+    ) -> None:
+        self.files, self._sweep_s = files, sweep_s
         total_bytes, _ = procfs.ram()
         share = Bytes(int(SHARE_FRACTION * total_bytes))
         self.budget_bytes = share if budget_bytes is None else budget_bytes
@@ -115,6 +151,7 @@ class Pool:
         self._made_count = 0
         self._last_save: Save | None = None  # no other begins before it is done
         self._swept_s = time.monotonic()
+        self._totals = ContentTotals()
         if files is not None:
             files.sweep()
 
@@ -155,6 +192,7 @@ class Pool:
         for slab in self._slabs:
             if slab.ticket == ticket:
                 slab.ticket, slab.idle_since_s = None, time.monotonic()
+                slab.carry_out_erasures()
 
     def recover(self, ticket: TicketId, pids: Iterable[int]) -> None:
         """Finds the slabs again that engines had open when an earlier agent ended. Its idle slabs
@@ -213,9 +251,19 @@ class Pool:
         if taken > HIGH_FRACTION * most:
             has_time = available_bytes >= CRITICAL_FRACTION * self._kept_free_bytes
             self._drop_until(LOW_FRACTION * most, reason, self.files if has_time else None)
-        if time.monotonic() - self._swept_s > SWEEP_S:
+        if time.monotonic() - self._swept_s > self._sweep_s:
             self._sweep()
         self._set_limits(most)
+        for slab in self._slabs:
+            slab.order_erasures()
+
+    def drop_tenant(self, tenant: bytes) -> None:
+        """Erases the rows of a removed tenant (E6): in idle slabs now, in files soon, and in lent
+        slabs by their writers."""
+        for slab in self._slabs:
+            slab.erase_tenant(tenant)
+        if self.files:
+            self.files.erase_tenant(tenant)
 
     def drop_owner(self, owner: str) -> None:
         """Erases what belongs to a removed model (D9). Its engines have ended by then."""
@@ -227,12 +275,28 @@ class Pool:
     def readings(self) -> tuple[SlabReading, ...]:
         return tuple(slab.reading() for slab in self._slabs)
 
+    def contents(self) -> tuple[ContentReading, ...]:
+        """What was done with each content since this pool was made."""
+        return self._totals.readings([(s.request.content, s.view) for s in self._slabs])
+
     def dropped(self) -> tuple[SlabDropped, ...]:
         """What left since the last `forget_dropped`."""
         return tuple(self._dropped)
 
     def forget_dropped(self, told: tuple[SlabDropped, ...]) -> None:
         del self._dropped[: len(told)]
+
+    def save_idle(self, within_s: float = END_S) -> None:
+        """Saves idle KV before the memory ends with this process, the slabs that were used last
+        first, as far as the time goes. Returns when that is done. No engine may be lent a slab."""
+        files, ends_s = self.files, time.monotonic() + within_s
+        if files is None:
+            return
+        idle = [s for s in self._slabs if s.ticket is None and s.may_be_saved]
+        for slab in sorted(idle, key=lambda slab: -slab.idle_since_s):
+            if slab.save is None or slab.save.is_done:
+                slab.save = files.save(slab.fd, slab.request, max(0.0, ends_s - time.monotonic()))
+        wait([slab.save.file_was_made for slab in idle if slab.save], ends_s - time.monotonic())
 
     def close(self) -> None:
         for slab in self._slabs:
@@ -267,6 +331,7 @@ class Pool:
         size = slab.view.allocated_bytes
         request = slab.request
         told = SlabDropped(slab.name, request.content, request.owner, size, reason, was_saved)
+        self._totals.note_left(request.content, slab.view.counts, was_saved=was_saved)
         slab.close()
         self._slabs.remove(slab)
         self._dropped.append(told)

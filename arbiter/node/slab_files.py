@@ -8,6 +8,7 @@ and a file that another agent removed is no error.
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import shutil
 import time
@@ -37,6 +38,7 @@ class Save:
 
     unwanted: Event  # once set, it makes no file
     file_was_made: Future[bool]
+    ends_s: float = math.inf  # of the monotonic clock: until then rows are written
 
     @property
     def is_done(self) -> bool:
@@ -77,14 +79,20 @@ class SlabFiles:
         path = self._path(request)
         return str(path) if path.is_file() else None
 
-    def save(self, fd: int, request: SlabRequest) -> Save:
-        """Begins to write what an idle slab holds. `fd`: it keeps a copy until the end."""
-        unwanted, own_fd = Event(), os.dup(fd)
-        return Save(unwanted, self._thread.submit(self._save, own_fd, request, unwanted))
+    def save(self, fd: int, request: SlabRequest, within_s: float = math.inf) -> Save:
+        """Begins to write what an idle slab holds, of that what was used last if the time from now
+        does not suffice for all. `fd`: it keeps a copy until the end."""
+        save, own_fd = Save(Event(), Future(), time.monotonic() + within_s), os.dup(fd)
+        self._thread.submit(self._save, own_fd, request, save)
+        return save
 
     def erase(self, owner: str) -> None:
         """Removes the files of a model, soon: once a save under way has ended."""
         self._thread.submit(self._erase, owner)
+
+    def erase_tenant(self, tenant: bytes) -> None:
+        """Takes the rows of a tenant out of all files, soon: as `erase`."""
+        self._thread.submit(self._erase_tenant, tenant)
 
     def sweep(self) -> None:
         """Removes, soon, the files whose last row has expired, and what killed agents left."""
@@ -96,17 +104,18 @@ class SlabFiles:
 
     # -- in the thread ---------------------------------------------------------------------------
 
-    def _save(self, fd: int, request: SlabRequest, unwanted: Event) -> bool:
+    def _save(self, fd: int, request: SlabRequest, save: Save) -> None:
+        rows_count = 0
         try:
             with contextlib.closing(SlabView(fd)) as view:
-                return self._write(view, self._path(request), unwanted) > 0
+                rows_count = self._write(view, self._path(request), save)
         except (OSError, SlabUnusable) as error:
             logger.warning("the slab of %s is not saved: %s", request.owner, error)
-            return False
         finally:
             os.close(fd)
+            save.file_was_made.set_result(rows_count > 0)
 
-    def _write(self, view: SlabView, path: Path, unwanted: Event) -> int:
+    def _write(self, view: SlabView, path: Path, save: Save) -> int:
         began_s = time.monotonic()
         self._make_room(view.allocated_bytes, path)
         rows_count = slab_file.save(
@@ -114,7 +123,8 @@ class SlabFiles:
             path,
             now_s=time.time(),
             most_bytes=self.budget_bytes,
-            is_wanted=lambda: not unwanted.is_set(),
+            is_wanted=lambda: not save.unwanted.is_set(),
+            has_time=lambda: time.monotonic() < save.ends_s,
         )
         if rows_count:
             size, took_s = human(Bytes(path.stat().st_size)), time.monotonic() - began_s
@@ -135,6 +145,15 @@ class SlabFiles:
     def _erase(self, owner: str) -> None:
         for path in self.folder.glob(f"{_name(owner)}-*"):
             _remove(path)
+
+    def _erase_tenant(self, tenant: bytes) -> None:
+        """A file that cannot be replaced is removed, because the tenant's rows must go."""
+        for _, _, path in self._files():
+            try:
+                slab_file.erase_tenant(path, tenant)
+            except OSError as error:
+                logger.warning("%s is removed with all its rows: %s", path, error)
+                _remove(path)
 
     def _sweep(self) -> None:
         now_s = time.time()

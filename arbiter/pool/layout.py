@@ -3,6 +3,7 @@
     0      header: magic, version, content, namespace, geometry
     128    the limit: how many bytes of the file may be allocated; only the owner writes it
     192    what the writer counts, one u64 each
+    448    whose rows the owner has the writer erase
     4096   the table: a mark of 128 bytes per row
     ...    the rows, from a border of 2 MiB on
 
@@ -17,18 +18,21 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from arbiter.units import KIB, MIB, Bytes, Content
+from arbiter.units import DEFAULT_TENANT, KIB, MIB, Bytes, Content
 
 PAGE_BYTES = 2 * MIB  # the unit of a slab's size, so that a kernel with huge pages can use them
 EXTENT_BYTES = 16 * PAGE_BYTES  # what a slab grows by: fallocate of it took 12 ms (SPEC E1)
 MAGIC = b"ARBSLAB\n"
-VERSION = 1  # raise it when anything on this page moves
+VERSION = 2  # raise it when anything on this page moves
 HEADER_BYTES = 4 * KIB
 MARK_BYTES = 128
 NAMESPACE_BYTES = 32
 KEY_BYTES = 60  # the longest key; vLLM's are 36
 TENANT_BYTES = 16
-LIMIT_AT, COUNTS_AT = 128, 192  # each on a cache line of its own: two processes write them
+# Each on a cache line of its own: two processes write them.
+LIMIT_AT, COUNTS_AT, ERASE_AT = 128, 192, 448
+ERASE_BYTES = 2 * 8 + TENANT_BYTES
+NO_TENANT = bytes(TENANT_BYTES)  # in the marks of rows that the default tenant's requests left
 FREE = 0
 # Four bytes no two of which are equal to those of FREE: a word that is half written is not READY.
 READY = int.from_bytes(b"REDY", "little")
@@ -40,6 +44,7 @@ _STATE = struct.Struct("<I")
 _USE = struct.Struct("<Idd")
 _USE_AT = 4
 assert _HEADER.size <= LIMIT_AT and _MARK.size <= MARK_BYTES
+assert ERASE_AT + ERASE_BYTES <= HEADER_BYTES
 
 Buffer = memoryview
 CONTENTS = dict(enumerate(Content, 1))  # by the number in a header; 0 is no content
@@ -71,6 +76,11 @@ class Count(IntEnum):
     RESTORED = 8  # rows that came back from a file
     HOT_HITS = 9  # what its engine had at hand, so that the slab was not asked (adapters)
     HOT = 10  # how many of the rows' keys it has at hand now
+    LOAD_NS = 11  # in which rows were on their way from the slab into an engine
+    RESTORE_NS = 12  # in which rows were read from a file
+
+
+assert COUNTS_AT + 8 * len(Count) <= ERASE_AT
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +113,7 @@ class Mark(NamedTuple):
     key: bytes
     expires_s: float
     used_s: float
-    tenant: bytes = b""
+    tenant: bytes = NO_TENANT
     kind: int = 0
 
 
@@ -113,8 +123,10 @@ def content_code(content: Content) -> int:
 
 
 def tenant_digest(tenant: str) -> bytes:
-    """How a mark names a tenant. None at all stays empty: of requests without one."""
-    return hashlib.blake2b(tenant.encode(), digest_size=TENANT_BYTES).digest() if tenant else b""
+    """How a mark names a tenant. The default one, whose requests carry no salt, has zeros."""
+    if tenant in ("", DEFAULT_TENANT):
+        return NO_TENANT
+    return hashlib.blake2b(tenant.encode(), digest_size=TENANT_BYTES).digest()
 
 
 def geometry(capacity: Bytes, row_bytes: Bytes) -> Geometry:

@@ -8,18 +8,20 @@ that come before it. Pins are counted here and end with the process.
 import heapq
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from arbiter.errors import RowMisused
 from arbiter.pool import layout
-from arbiter.pool.layout import Count, Mark, Term
+from arbiter.pool.layout import NO_TENANT, Count, Mark, Term
 from arbiter.pool.slab import Slab
+from arbiter.pool.tenants import TenantRows
 from arbiter.units import Bytes
 
 SWEEP_S = 60.0  # expired rows are looked for at most so often (SPEC G4)
 # Between two uses: times of doubles around 2e9 are 2.4e-7 apart, and their order must last.
 _TICK_S = 1e-6
+ERASED_AT_ONCE = 64  # rows, so that a step waits some 50 ms at most where rows have 2 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ class Rows:
 
     `clock`: wall-clock seconds. `term_s`: how long a row stays after a use of the class `long`;
     each use names its class, and a row expires with the latest of its uses (SPEC G4). `most`: rows
-    beyond so many are not used, however much memory the slab may take."""
+    beyond so many are not used, however much memory the slab may take. `caps`: which part of the
+    rows a tenant may have, by its digest; without an entry, all."""
 
     def __init__(
         self,
@@ -44,12 +47,15 @@ class Rows:
         clock: Callable[[], float],
         *,
         most: int = sys.maxsize,
+        caps: Mapping[bytes, float] | None = None,
     ) -> None:
         self.slab, self._clock, self._most = slab, clock, most
         self._terms_s = {**layout.TERMS_S, Term.LONG: term_s}
         self._buffer, self._counts = slab.file.buffer, slab.file.counts
         self._ready: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._reserved: dict[bytes, int] = {}
+        self._tenants = TenantRows(caps or {})
+        self._reserved_for: dict[bytes, bytes] = {}  # the tenant of each reserved row
         self._pins: dict[bytes, int] = {}
         self._marks: dict[bytes, Mark] = {}  # of READY rows
         self._free: list[int] = []  # a heap: low rows first, so that the tail empties
@@ -67,6 +73,8 @@ class Rows:
                 self._ready[mark.key] = row
                 self._marks[mark.key] = mark
                 self._last_use_s = max(self._last_use_s, min(used_s, now))
+        for mark in self._marks.values():
+            self._tenants.add(mark.tenant, 1)
         taken = set(self._ready.values())
         for row in layout.marked_rows(self._buffer, slab.geometry.rows_count):
             if row not in taken:
@@ -133,6 +141,10 @@ class Rows:
             else:
                 self._pins[key] = pins - 1
 
+    def count(self, what: Count, more: int) -> None:
+        """Adds to what this writer counts."""
+        self._counts[what] += more
+
     def forget_in_flight(self) -> None:
         """Drops all pins and frees all reserved rows: no read or write of this process goes on."""
         self._pins.clear()
@@ -162,21 +174,45 @@ class Rows:
         return now + self._terms_s[term], self._last_use_s
 
     def reserve(
-        self, keys: Collection[bytes], keep: Collection[bytes] = (), *, term: Term = Term.LONG
+        self,
+        keys: Collection[bytes],
+        keep: Collection[bytes] = (),
+        *,
+        tenant: bytes = NO_TENANT,
+        term: Term = Term.LONG,
     ) -> Reserved:
         """Rows for those keys that are neither READY nor reserved; READY ones count as used. Evicts
-        what it must, but no key of `keys` or `keep`. What finds no room is left out, the last keys
-        first, and counted."""
+        what it must, but no key of `keys` or `keep`; a tenant at its cap loses rows of its own.
+        What finds no room is left out, the last keys first, and counted."""
         ready, reserved = self._ready, self._reserved
         new = [key for key in dict.fromkeys(keys) if key not in ready and key not in reserved]
         self.touch([key for key in keys if key in ready][::-1], term)
         evicted: list[bytes] = []
-        if len(new) > len(self._free):
-            evicted = self._make_room(len(new), {*keys, *keep})
-        rows = {key: heapq.heappop(self._free) for key in new[: len(self._free)]}
+        most = len(new)
+        if self._tenants.is_capped(tenant):
+            evicted, most = self._keep_to_cap(tenant, most, {*keys, *keep})
+        if most > len(self._free):
+            evicted += self._make_room(most, {*keys, *keep})
+        rows = {key: heapq.heappop(self._free) for key in new[: min(most, len(self._free))]}
         self._reserved |= rows
+        self._reserved_for |= dict.fromkeys(rows, tenant)
+        self._tenants.add(tenant, len(rows))
         self._counts[Count.REFUSED] += len(new) - len(rows)
         return Reserved(rows, evicted)
+
+    def _keep_to_cap(self, tenant: bytes, count: int, keep: set[bytes]) -> tuple[list[bytes], int]:
+        """Evicts the least recently used rows of a tenant until so many more are within its cap.
+        Returns their keys, and how many more are."""
+        slab = self.slab
+        most = min(self._most, slab.permitted_bytes // slab.geometry.row_bytes)
+        cap = self._tenants.cap(tenant, most)
+        over = self._tenants.held(tenant) + min(count, cap) - cap
+        idle = (k for k in self._ready if k not in self._pins and k not in keep)
+        own = (key for key in idle if self._marks[key].tenant == tenant)
+        victims = [key for key, _ in zip(own, range(max(0, over)), strict=False)]
+        for key in victims:
+            self._evict(key)
+        return victims, max(0, min(count, cap - self._tenants.held(tenant)))
 
     def _make_room(self, count: int, keep: set[bytes]) -> list[bytes]:
         evicted = self._sweep_now_and_then()
@@ -195,7 +231,7 @@ class Rows:
             heapq.heappush(self._free, row)
         self._known_count = self._usable_count
 
-    def mark_ready(self, key: bytes, tenant: bytes = b"", term: Term = Term.LONG) -> None:
+    def mark_ready(self, key: bytes, tenant: bytes = NO_TENANT, term: Term = Term.LONG) -> None:
         """Makes a reserved row visible; its bytes are there. It is the most recently used one.
         Raises RowMisused."""
         expires, used = self._times(term)
@@ -213,6 +249,8 @@ class Rows:
         row = self._reserved.pop(mark.key, None)
         if row is None:
             raise RowMisused(mark.key.hex(), "marked READY, and it is not reserved")
+        self._tenants.add(self._reserved_for.pop(mark.key), -1)
+        self._tenants.add(mark.tenant, 1)
         layout.write_mark(self._buffer, row, mark)
         self._ready[mark.key] = row
         self._marks[mark.key] = mark
@@ -223,6 +261,7 @@ class Rows:
         row = self._reserved.pop(key, None)
         if row is None:
             raise RowMisused(key.hex(), "abandoned, and it is not reserved")
+        self._tenants.add(self._reserved_for.pop(key), -1)
         heapq.heappush(self._free, row)
 
     def drop(self, key: bytes) -> None:
@@ -266,19 +305,25 @@ class Rows:
 
     def _forget(self, key: bytes) -> None:
         row = self._ready.pop(key)
-        del self._marks[key]
+        self._tenants.add(self._marks.pop(key).tenant, -1)
         layout.clear_mark(self._buffer, row)
         heapq.heappush(self._free, row)
         self._counts[Count.READY] = len(self._ready)
 
     def shrink_to_limit(self) -> list[bytes]:
-        """Gives back what the owner's limit no longer permits: expired rows go first, then the
-        least recently used; those that stay move out of the tail. Pinned and reserved rows stay
-        where they are, so that a later call may have to finish. Returns the keys that left."""
-        slab = self.slab
+        """Erases what the owner has ordered to. Then gives back what its limit no longer permits:
+        expired rows go first, then the least recently used; those that stay move out of the tail.
+        Pinned and reserved rows stay where they are, so that a later call may have to finish.
+        Returns the keys that left."""
+        slab, erasure = self.slab, self.slab.file.erasure
+        gone: list[bytes] = []
+        if erasure.tenant is not None:
+            gone = self.erase_tenant(erasure.tenant)
+            if not self._tenants.held(erasure.tenant):
+                erasure.finish()
         if slab.permitted_bytes >= slab.allocated_bytes:
-            return []
-        gone = self.expire()
+            return gone
+        gone += self.expire()
         room = slab.permitted_bytes // slab.geometry.row_bytes
         over = len(self._ready) + len(self._reserved) - room
         idle = (key for key in self._ready if key not in self._pins)
@@ -287,6 +332,19 @@ class Rows:
             self._evict(key)
         self._cut_to(self._end_of_fixed(room), slab.permitted_bytes)
         return gone + victims
+
+    def erase_tenant(self, tenant: bytes) -> list[bytes]:
+        """Overwrites rows of a tenant, so many at a time. Pinned and reserved rows stay for a later
+        call. Returns the keys that left."""
+        idle = (key for key in self._ready if key not in self._pins)
+        own = (key for key in idle if self._marks[key].tenant == tenant)
+        gone = [key for key, _ in zip(own, range(ERASED_AT_ONCE), strict=False)]
+        nothing = bytes(self.slab.geometry.row_bytes)
+        for key in gone:
+            row = self._ready[key]
+            self._forget(key)
+            self.slab.row(row)[:] = nothing
+        return gone
 
     def _end_of_fixed(self, room: int) -> int:
         """So many rows stay usable: those permitted, and all up to the last that cannot move."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from arbiter.errors import SlabUnusable
 from arbiter.pool import layout
 from arbiter.pool.layout import Count, Geometry, Header, Mark
+from arbiter.pool.tenants import Erasure
 from arbiter.units import Bytes, Content
 
 NAME = "host-pool"  # the prefix of the file's name, by which the kernel's lists show it
@@ -66,6 +67,7 @@ class SlabFile:
         self._limit = self.buffer[layout.LIMIT_AT : layout.LIMIT_AT + 8].cast("Q")
         counts = layout.COUNTS_AT, layout.COUNTS_AT + 8 * len(Count)
         self.counts = self.buffer[slice(*counts)].cast("Q")
+        self.erasure = Erasure(self.buffer)
 
     @property
     def limit_bytes(self) -> Bytes:
@@ -89,7 +91,7 @@ class SlabFile:
     def close(self) -> None:
         """Unmaps the file. Views of its buffer that others hold keep the mapping alive."""
         with contextlib.suppress(BufferError):  # an array still shows it, and keeps it
-            for view in (self._limit, self.counts, self.buffer):
+            for view in (self.erasure, self._limit, self.counts, self.buffer):
                 view.release()
             self._map.close()
         os.close(self.fd)
@@ -225,6 +227,8 @@ class Counts:
     restored_count: int  # rows that came back from a file
     hot_hits_count: int  # requests for which the slab was not asked (layout.Count)
     hot_count: int
+    load_ns: int  # in which rows were on their way into an engine
+    restore_ns: int  # in which rows were read from a file
 
 
 class SlabView:
@@ -305,6 +309,38 @@ class SlabView:
     def expires_s(self) -> float:
         """The wall-clock second at which the last READY row expires; 0 without any."""
         return max((mark.expires_s for _, mark in self.marks()), default=0.0)
+
+    def order_erasure(self, tenant: bytes) -> bool:
+        """Has the writer erase the rows of a tenant. False: an earlier order is still open."""
+        return self._file.erasure.order(tenant)
+
+    @property
+    def must_erase(self) -> bool:
+        """Whether the writer has an order that it has not carried out."""
+        return self._file.erasure.tenant is not None
+
+    @property
+    def ordered_tenant(self) -> bytes:
+        """Whose rows it is to erase. An order has to be open."""
+        tenant = self._file.erasure.tenant
+        assert tenant is not None
+        return tenant
+
+    def erase_tenant(self, tenant: bytes) -> int:
+        """Overwrites the rows of a tenant in a slab that no writer has. Returns how many."""
+        shape, found = self.geometry, [row for row, m in self.marks() if m.tenant == tenant]
+        usable = self._file.counts[Count.ALLOCATED] // shape.row_bytes if shape else 0
+        for row in found:
+            assert shape is not None
+            layout.clear_mark(self._file.buffer, row)
+            if row < usable:  # pages behind are none, and a write would make some
+                start = shape.data_offset + row * shape.row_bytes
+                self._file.buffer[start : start + shape.row_bytes] = bytes(shape.row_bytes)
+        return len(found)
+
+    def finish_erasure(self) -> None:
+        """Closes the order that the last writer left open. Nothing of its tenant is there."""
+        self._file.erasure.finish()
 
     def erase(self) -> None:
         """Wipes header, table and rows of a slab that no writer has. Raises OSError."""

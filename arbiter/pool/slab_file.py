@@ -116,6 +116,12 @@ class SavedRows:
         self._rows.pop(key, None)
         return False
 
+    def forget_tenant(self, tenant: bytes) -> None:
+        """Its rows are found no more."""
+        rows = list(self._rows.items())  # at once, because a `read` may take one out meanwhile
+        for key in [key for key, row in rows if row.mark.tenant == tenant]:
+            self._rows.pop(key, None)
+
     def sources(self) -> Iterator[_Source]:
         """The rows, to be saved once more."""
         for row in self._rows.values():
@@ -136,11 +142,12 @@ def save(
     now_s: float,
     most_bytes: Bytes,
     is_wanted: Callable[[], bool],
+    has_time: Callable[[], bool] | None = None,
 ) -> int:
     """Writes the READY rows of a slab that no writer has to a file, the most recently used ones
-    first, until it has `most_bytes`; rows that an earlier file of that name has beside them stay.
-    Returns how many rows the file has; 0: it was not made, because there are none, or `is_wanted`
-    said no. Raises OSError where the disk is full or fails, and leaves nothing then."""
+    first, until it has `most_bytes` or no time; rows that an earlier file of that name has beside
+    them stay. Returns how many rows the file has; 0: it was not made, because there are none, or
+    `is_wanted` said no. Raises OSError where the disk is full or fails, and leaves nothing then."""
     shape, content = view.geometry, view.content
     if shape is None or content is None:
         return 0
@@ -155,9 +162,28 @@ def save(
         rows = sorted([*own.values(), *rest], key=lambda row: -row.mark.used_s)
         rows = rows[: _fitting(most_bytes, shape.row_bytes)]
         head = _Head(content, view.namespace, shape.row_bytes, len(rows), 0.0)
-        return _save(rows, head, path, is_wanted) if rows else 0
+        return _save(rows, head, path, is_wanted, has_time or _always) if rows else 0
     finally:
         older.close()
+
+
+def erase_tenant(path: Path, tenant: bytes) -> bool:
+    """Replaces a file by one without the rows of a tenant, or removes it where no other row is
+    left. Returns whether it had any. Raises OSError, and then the file is as it was."""
+    fd = _open(path)
+    if fd is None:
+        return False
+    try:
+        head = _read_head(fd)
+        rows = [] if head is None else list(_read_table(fd, head))
+        kept = [_Source(r.mark, fd, r.offset, r.digest) for r in rows if r.mark.tenant != tenant]
+        if head is None or len(kept) == len(rows):
+            return False
+        if not kept or not _save(kept, head, path, _always, _always):
+            path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(fd)
 
 
 def last_expiry(path: Path) -> float:
@@ -178,13 +204,23 @@ def _fitting(most_bytes: Bytes, row_bytes: Bytes) -> int:
     return max(0, room // (_up(row_bytes) + _ENTRY_BYTES))
 
 
-def _save(rows: list[_Source], head: _Head, path: Path, is_wanted: Callable[[], bool]) -> int:
+def _always() -> bool:
+    return True
+
+
+def _save(
+    rows: list[_Source],
+    head: _Head,
+    path: Path,
+    is_wanted: Callable[[], bool],
+    has_time: Callable[[], bool],
+) -> int:
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
     temporary.unlink(missing_ok=True)  # of an earlier process of this number
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     target = os.open(temporary, flags, 0o600)
     try:
-        saved = _write(target, rows, head, is_wanted)
+        saved = _write(target, rows, head, is_wanted, has_time)
         # All bytes have been read by now. Had a writer got the slab before, it would not be wanted:
         # so every row of the file was read while no writer could change it.
         if not saved or not is_wanted():
@@ -197,7 +233,13 @@ def _save(rows: list[_Source], head: _Head, path: Path, is_wanted: Callable[[], 
         temporary.unlink(missing_ok=True)
 
 
-def _write(target: int, rows: list[_Source], head: _Head, is_wanted: Callable[[], bool]) -> int:
+def _write(
+    target: int,
+    rows: list[_Source],
+    head: _Head,
+    is_wanted: Callable[[], bool],
+    has_time: Callable[[], bool],
+) -> int:
     """Rows, table and header, in this order. Returns how many rows there are."""
     at = _up(_TABLE_AT + len(rows) * _ENTRY_BYTES)
     table: list[bytes] = []
@@ -205,6 +247,8 @@ def _write(target: int, rows: list[_Source], head: _Head, is_wanted: Callable[[]
     for row in rows:
         if not is_wanted():
             return 0
+        if not has_time():
+            break
         digest = _digest(head.namespace, row.mark)
         _copy(row, head.row_bytes, target, at, digest)
         if row.digest in (None, digest.digest()):

@@ -54,6 +54,7 @@ class AgentSettings:
         None  # of files in which idle slabs are saved (G4); None: they aren't
     )
     disk_bytes: Bytes | None = None  # of these files; None: see arbiter.node.slab_files; 0: none
+    sweep_s: float = 300.0  # between two looks for slabs and files that have expired (G4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +225,7 @@ class SlabRequest:
     content: Content
     owner: str  # capability/model: erased with it
     key: str  # an engine is lent an idle slab of the same content and key, if there is one
+    caps: tuple[tuple[str, float], ...] = ()  # tenants, and the part of its rows each may have (E6)
 
     @property
     def place(self) -> tuple[Content, str]:
@@ -234,8 +236,8 @@ class SlabRequest:
 @dataclass(frozen=True, slots=True)
 class SpawnSpec:
     """What the node agent passes to the zygote. Where slabs are asked for and the pool has room,
-    the engine's configuration has `slabs` in addition: by content the `path` of the slab, and the
-    `file` that was saved of an earlier one."""
+    the engine's configuration has `slabs` in addition: by content the `path` of the slab, the
+    `file` that was saved of an earlier one, and `caps` by tenant."""
 
     entry: str
     config: Plain

@@ -397,6 +397,10 @@ class ArbiterActor:
         """A person or program tells that memory is short (C5)."""
         self._shell.feed(pushed)
 
+    async def remove_tenant(self, tenant: str) -> None:
+        """Erases what its requests left in the pool of every node (E6)."""
+        self._shell.feed(ev.TenantRemoved(tenant))
+
     async def state(self) -> messages.Plain:
         now = self._configuration
         chosen = {"policy": now.settings.evict, "table": now.table, "generation": now.generation}

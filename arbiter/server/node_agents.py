@@ -52,6 +52,9 @@ class RayAgents:
     def drop_slabs(self, node: NodeId, owner: str) -> None:
         self._say(node, "drop_slabs", owner)
 
+    def drop_tenant(self, node: NodeId, tenant: str) -> None:
+        self._say(node, "drop_tenant", tenant)
+
     async def adopt(
         self, node: NodeId, ticket: TicketId, pid: int, granted: tuple[types.DeviceBytes, ...]
     ) -> None:

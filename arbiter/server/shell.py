@@ -22,6 +22,7 @@ from arbiter.core.decisions import (
     Decision,
     DropDrafter,
     DropSlabs,
+    DropTenant,
     Grant,
     KillEngine,
     LoadModel,
@@ -58,6 +59,7 @@ class Agents(Protocol):
     def kill(self, node: NodeId, ticket: TicketId) -> None: ...
     def probe(self, node: NodeId) -> None: ...
     def drop_slabs(self, node: NodeId, owner: str) -> None: ...
+    def drop_tenant(self, node: NodeId, tenant: str) -> None: ...
 
 
 # A queued ticket brings its holder one estimate of the wait and a held model one revoke at a time,
@@ -189,12 +191,19 @@ class Shell:
                 self._revoke(order)
             case KillEngine(node, ticket):
                 self._agents.kill(node, ticket)
-            case DropSlabs(node, owner):
-                self._agents.drop_slabs(node, owner)
+            case DropSlabs() | DropTenant():
+                self._erase(order)
             case RequestReading(node):
                 self._agents.probe(node)
             case Queued() | LoadModel() | DropDrafter() | PurgeCaches() | WarmPrefixes():
                 self._command(order.holder, _as_command(order))
+
+    def _erase(self, order: DropSlabs | DropTenant) -> None:
+        match order:
+            case DropSlabs(node, owner):
+                self._agents.drop_slabs(node, owner)
+            case DropTenant(node, tenant):
+                self._agents.drop_tenant(node, tenant)
 
     # -- tickets -------------------------------------------------------------------------------
 

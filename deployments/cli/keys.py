@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from arbiter.units import DEFAULT_TENANT
 from deployments.cli.output import AsJson, CommandError, among, cell, say, show, table
 
 app = typer.Typer(no_args_is_help=True, help="API keys of the front: make, list, remove.")
@@ -55,7 +56,7 @@ def add(
 
     scopes = frozenset(keys.Scope(found) for found in scope or [keys.Scope.INFER])
     with _troubles():
-        token = keys.add(file or keys.keys_path(), name, tenant or keys.DEFAULT_TENANT, scopes)
+        token = keys.add(file or keys.keys_path(), name, tenant or DEFAULT_TENANT, scopes)
     show(as_json, {"key": token}, token)
     if not as_json:
         say(f"{name} sends it as `Authorization: Bearer KEY`; it is not shown again", "dim")
@@ -92,6 +93,12 @@ def remove(
     """Revoke a key; effective immediately."""
     from deployments.front import keys
 
+    path = file or keys.keys_path()
     with _troubles():
-        keys.remove(file or keys.keys_path(), key_id)
+        keys.remove(path, key_id)
+        every = keys.load(path)
+    tenant = every[key_id].tenant
     show(as_json, {"removed": key_id}, cell(f"removed {key_id}"))
+    is_last = all(key.removed for key in every.values() if key.tenant == tenant)
+    if is_last and not as_json:
+        say(f"{tenant} has no key left; `arbiter forget {tenant}` erases what it left", "dim")

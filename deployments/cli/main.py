@@ -69,6 +69,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         steer.compact,
         steer.floor,
         steer.settings,
+        steer.forget,
     ),
     "Leases": (lease.lease, show.leases, steer.drain, steer.cleanup),
     "Cluster": (check.check, cluster.upgrade, cluster.down),

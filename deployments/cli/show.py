@@ -215,9 +215,40 @@ def residency(as_json: AsJson = False, url: Url = None) -> None:
 
 
 def pool(as_json: AsJson = False, url: Url = None) -> None:
-    """What engines keep in host RAM beyond their own lives, slab by slab."""
+    """What engines keep in host RAM beyond their own lives, by content and slab by slab."""
     with front(url) as f:
-        found = f.get("/arbiter/state")["slabs"]
+        state = f.get("/arbiter/state")
+    found = {"contents": state["contents"], "slabs": state["slabs"]}
+    show(as_json, found, *_pool(state))
+
+
+def _pool(state: dict[str, Any]) -> Iterator[RenderableType]:
+    """What was done with each content since the node's agent started, then the slabs."""
+    rows = [
+        (
+            c["node"],
+            c["content"]["content"],
+            size(c["content"]["allocated_bytes"]),
+            "-" if c["hit_fraction"] is None else f"{c['hit_fraction']:.1%}",
+            c["content"]["stored_count"],
+            c["content"]["evicted_count"],
+            c["content"]["refused_count"],
+            c["content"]["saves_count"],
+            c["content"]["restored_count"],
+            span(c["content"]["load_s"]),
+            span(c["content"]["restore_s"]),
+        )
+        for c in state["contents"]
+    ]
+    counts = ("takes", "hits", "stored", "evicted", "refused", "saves", "restored")
+    numbers = (*counts, "loading", "restoring")
+    if rows:
+        yield table(("node", "content", *numbers), rows, numbers=numbers)
+        yield ""
+    yield _slabs(state["slabs"])
+
+
+def _slabs(slabs: list[dict[str, Any]]) -> RenderableType:
     rows = [
         (
             f"{s['node']}/{s['slab']['slab']}",
@@ -230,14 +261,15 @@ def pool(as_json: AsJson = False, url: Url = None) -> None:
             s["slab"]["hits_count"],
             s["slab"]["misses_count"],
             s["slab"]["evicted_count"],
+            s["slab"]["refused_count"],
             s["slab"]["restored_count"],
             s["slab"]["namespace"],
         )
-        for s in found
+        for s in slabs
     ]
-    numbers = ("takes", "of", "rows", "hits", "misses", "evicted", "restored")
+    numbers = ("takes", "of", "rows", "hits", "misses", "evicted", "refused", "restored")
     heads = ("slab", "content", "owner", "written by", *numbers, "namespace")
-    show(as_json, found, table(heads, rows, numbers=numbers))
+    return table(heads, rows, numbers=numbers)
 
 
 def adapters(as_json: AsJson = False, url: Url = None) -> None:

@@ -139,6 +139,18 @@ def _as_yaml(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def forget(
+    tenant: Annotated[str, typer.Argument(help="A tenant, as `arbiter key list` has it.")],
+    as_json: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Erase what a removed tenant's requests left on every node, in RAM and in files."""
+    with front(url) as f:
+        done = f.send("DELETE", f"/arbiter/tenants/{quote(tenant, safe='')}/kept")
+    text = f"what {done['tenant']} left is being erased; `arbiter events` tells of it"
+    show(as_json, done, cell(text))
+
+
 def drain(
     lease: Annotated[str, typer.Argument(help="A lease's id, as `arbiter leases` has it.")],
     as_json: AsJson = False,

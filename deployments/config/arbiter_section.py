@@ -34,6 +34,8 @@ class TenantConfig(Strict):
     average: Size | None = None  # over an hour; beyond it nothing new is loaded for it for a while
     share: float = Field(1.0, gt=0, le=1_000)  # of its turns in the queue, beside other tenants
     longest_kv_term: KvTerm = "extended"  # G4: for which its KV stays after a use, at most
+    # E6: the part of the rows of each slab that its requests may fill, of models loaded from now on
+    slab: float = Field(1.0, ge=0, le=1)
 
     @field_validator("reserved")
     @classmethod
@@ -130,6 +132,8 @@ class ArbiterConfig(Strict):
     # `slabs` beside the state file, else ~/.cache/serve-arbiter/slabs (or ARBITER_SLABS); default:
     # 8 GiB, or a tenth of what the disk has free if that is less; 0: none is written
     disk_pool: Size | None = None
+    # G4: between two looks of a node for slabs and files in which everything has expired
+    pool_sweep_s: float = Field(300.0, ge=60, le=LONGEST_S)
     # N3: idle Ray workers kept on each node, 77 MB each, so that replicas start at once
     spare_workers: int = Field(1, ge=0, le=64)
     tenants: dict[str, TenantConfig] = Field({})  # C10

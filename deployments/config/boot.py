@@ -34,6 +34,7 @@ def boot(table: Table) -> StartConfig:
         pool_bytes=None if pool is None else Bytes(pool),
         slabs_folder=str(_slabs_folder(table)),
         disk_bytes=None if disk is None else Bytes(disk),
+        sweep_s=table.arbiter.pool_sweep_s,
     )
     files = {"state_file": table.arbiter.state_file, "event_file": table.arbiter.event_file}
     return StartConfig(configuration(table), agent, **files)

@@ -251,6 +251,12 @@ class Plans:
         mine = self._table.capabilities.get(self._capability)
         return tuple(m for m, config in mine.models.items() if config.pin) if mine else ()
 
+    @property
+    def slab_caps(self) -> tuple[tuple[str, float], ...]:
+        """Tenants that may not fill a slab, and the part of its rows that each may have (E6)."""
+        tenants = self._table.arbiter.tenants if self._table else {}
+        return tuple((name, own.slab) for name, own in sorted(tenants.items()) if own.slab < 1)
+
     def forget(self, model: str) -> None:
         """Makes the model's plan anew, because its files have changed."""
         self._made.pop(model, None)

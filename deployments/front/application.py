@@ -20,6 +20,7 @@ from deployments.front.routes import (
     prewarm,
     residency,
     settings,
+    tenants,
 )
 from deployments.front.schemas import SCHEMAS
 
@@ -47,7 +48,8 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    for module in (openai, prewarm, audio, ollama, health, arbiter, leases, residency, settings):
+    state = (arbiter, leases, residency, settings, tenants)
+    for module in (openai, prewarm, audio, ollama, health, *state):
         app.include_router(module.router)
     _add(app, tuple(path for path in SCHEMAS if path != prefixes.PATH))
     offer(app)

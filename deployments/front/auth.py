@@ -14,8 +14,8 @@ import ipaddress
 from fastapi import Request
 
 from arbiter.errors import RequestError
+from arbiter.units import DEFAULT_TENANT
 from deployments.front.keys import (
-    DEFAULT_TENANT,
     OPEN_SCOPES,
     Caller,
     Keyring,

@@ -27,12 +27,12 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from arbiter.server.store import default_path
+from arbiter.units import DEFAULT_TENANT
 
 logger = logging.getLogger("ray.serve")
 
-DEFAULT_TENANT = "default"
 # A model's name without the separators: a tenant is part of folder names and metric labels.
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"arb-([0-9a-f]{12})-([A-Za-z0-9_-]{43})")
 
 
@@ -167,7 +167,7 @@ def load(path: Path) -> dict[str, Key]:
 
 def add(path: Path, name: str, tenant: str, scopes: frozenset[Scope]) -> str:
     """The new key in plain text, for the only time. Raises KeyTrouble."""
-    if not _TENANT.fullmatch(tenant):
+    if not TENANT.fullmatch(tenant):
         raise KeyTrouble(f"tenant {tenant!r}: use letters, digits, and . _ - inside")
     if not scopes:
         raise KeyTrouble("a key needs a scope")

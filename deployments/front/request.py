@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from arbiter.core.types import Priority
 from arbiter.errors import RequestError
+from arbiter.units import DEFAULT_TENANT
 from deployments import messages
 from deployments.config.fields import KvTerm
 from deployments.config.schema import ModelConfig, Profile
 from deployments.front import stable_prefix
-from deployments.front.keys import DEFAULT_TENANT
 from deployments.front.kv_use import USUAL, key_of
 from deployments.front.model_names import Target
 from deployments.front.pictures import BadPart, PictureCheck

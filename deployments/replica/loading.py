@@ -101,7 +101,8 @@ async def start_engine(residency: ResidencyApi, held: HeldModel, opens: Opens) -
 def _slabs(residency: ResidencyApi, held: HeldModel) -> tuple[SlabRequest, ...]:
     """Asks for the slabs that the last engine of these settings has left, or empty ones."""
     owner, key = ModelName(residency.capability, held.model).path, held.plan.settings_key
-    return tuple(SlabRequest(content, owner, key) for content in held.plan.keeps)
+    caps = residency.plans.slab_caps
+    return tuple(SlabRequest(content, owner, key, caps) for content in held.plan.keeps)
 
 
 async def wake(residency: ResidencyApi, held: HeldModel) -> None:

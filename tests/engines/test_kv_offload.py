@@ -25,7 +25,7 @@ from arbiter.node import pool as pools
 from arbiter.node.pool import Pool
 from arbiter.node.slab_files import SlabFiles
 from arbiter.pool import Mark, SlabView, Term, create, slab_file
-from arbiter.pool.layout import TERMS_S, tenant_digest
+from arbiter.pool.layout import EXTENT_BYTES, TERMS_S, tenant_digest
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
 from deployments.messages import KV_TERM
@@ -38,6 +38,7 @@ from tests.support.engine_host import (
     device_bytes,
     is_gone,
     served,
+    tree,
     until,
 )
 
@@ -148,12 +149,27 @@ def test_next_engine_answers_the_same_without_the_prefill_of_whole_blocks(
         assert cold[1] == 0
         await_rows(child, STORED)
         assert ask(child, prompt(1)) == (cold[0], STORED * BLOCK)
+        ask(child, prompt(7))
+        await_rows(child, 2 * STORED)
     with contextlib.closing(SlabView(slab)) as view:
-        assert (view.content, view.ready_count) == (Content.KV, STORED)
-    with served(engines, "second", VLLM, config(tiny, slab)) as child:
+        assert (view.content, view.ready_count) == (Content.KV, 2 * STORED)
+        row_bytes = view.geometry.row_bytes if view.geometry else 0
+    without_a_file = with_file(config(tiny, slab), Path("/nonexistent/a.slab"))
+    with served(engines, "second", VLLM, without_a_file) as child:
         assert ask(child, prompt(1)) == (cold[0], STORED * BLOCK)
         assert facts(child)["loaded"] == STORED
+        before = reads(child)  # the first request has imported what it needs
+        assert ask(child, prompt(7))[1] == STORED * BLOCK
+        by_calls, from_disk = (after - b for after, b in zip(reads(child), before, strict=True))
+        assert by_calls < STORED * row_bytes and from_disk == 0, "they came from the mapping"
         assert ask(child, prompt(2))[1] == 0
+
+
+def reads(child: Child) -> tuple[int, int]:
+    """Bytes that its processes have read: by calls of the kernel, and from disks (proc(5))."""
+    rows = [Path(f"/proc/{pid}/io").read_text().split() for pid in tree(child.pid)]
+    found = [dict(zip(row[::2], map(int, row[1::2]), strict=True)) for row in rows]
+    return sum(row["rchar:"] for row in found), sum(row["read_bytes:"] for row in found)
 
 
 @pytest.fixture
@@ -269,6 +285,7 @@ def test_rows_name_tenant_and_term_and_no_tenant_gets_those_of_another_from_a_fi
         assert [ask(child, prompt(34), salt=salt)[1] for salt in ("other", None)] == [0, 0]
         assert ask(child, prompt(34), salt="acme") == (cold[0], STORED * BLOCK)
         assert facts(child)["restored"] == STORED
+        assert facts(child)["restore_ns"] > 0 and facts(child)["load_ns"] > 0
     with contextlib.closing(SlabView(next_slab)) as view:
         assert [mark.tenant for _, mark in view.marks()].count(acme) == STORED
 
@@ -299,6 +316,36 @@ def test_every_route_that_generates_takes_the_term(
             await_rows(child, 3 * number)
             assert len(marks_of(slab)) < 6 * number, "the route before stored all of these"
         assert set(terms_of(slab)) == {(bytes(16), Term.SHORT)}
+
+
+@pytest.mark.spec("E6")
+def test_tenant_has_no_more_rows_than_its_cap_and_leaves_none_when_it_is_removed(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    given = config(tiny, slab)
+    given["slabs"]["kv"]["caps"] = {"acme": 0.03}
+    acme = tenant_digest("acme")
+    with (
+        served(engines, "of-capped", VLLM, given) as child,
+        contextlib.closing(SlabView(slab)) as owner,
+    ):
+        ask(child, prompt(36), salt="acme")
+        ask(child, prompt(36), salt="other")
+        await_rows(child, STORED + 1)
+        until(lambda: facts(child)["refused"] > 0, 10)
+        shape = owner.geometry
+        assert shape is not None
+        permitted = (owner.limit_bytes - shape.table_end) // EXTENT_BYTES * EXTENT_BYTES
+        cap = int(0.03 * (permitted // shape.row_bytes))
+        assert 0 < cap < STORED
+        held = Counter(mark.tenant for _, mark in owner.marks())
+        assert held == {acme: cap, tenant_digest("other"): STORED}
+        assert facts(child)["refused"] == STORED - cap
+        assert owner.order_erasure(acme)
+        assert child.call("POST", "/slab")[0] == 200
+        assert not owner.must_erase
+        assert Counter(mark.tenant for _, mark in owner.marks()) == {tenant_digest("other"): STORED}
+        assert ask(child, prompt(36), salt="other")[1] == STORED * BLOCK
 
 
 def flip_bytes(path: Path) -> None:
@@ -378,7 +425,7 @@ def test_adapters_see_their_own_blocks_only_also_in_the_next_engine(
 @pytest.mark.spec("E2")
 @pytest.mark.parametrize("change", ["weights", "context"])
 def test_another_namespace_finds_nothing_and_answers_as_without_a_slab(
-    engines: ZygoteUnderTest, tiny: Path, slab: int, change: str
+    engines: ZygoteUnderTest, tiny: Path, slab: int, tmp_path: Path, change: str
 ) -> None:
     other = config(tiny, slab, **({"max_model_len": 1536} if change == "context" else {}))
     if change == "weights":
@@ -386,7 +433,9 @@ def test_another_namespace_finds_nothing_and_answers_as_without_a_slab(
     with killed(engines, f"{change}-1", config(tiny, slab)) as child:
         cold = ask(child, prompt(5))
         await_rows(child, STORED)
-    with served(engines, f"{change}-2", VLLM, other) as child:
+    file = tmp_path / "a.slab"
+    save(slab, file)
+    with served(engines, f"{change}-2", VLLM, with_file(other, file)) as child:
         assert ask(child, prompt(5)) == (cold[0], 0)
 
 

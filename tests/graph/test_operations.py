@@ -74,6 +74,7 @@ GET /arbiter/events/recent
 GET /arbiter/leases
 PUT /arbiter/leases/{lease}
 DELETE /arbiter/leases/{lease}
+DELETE /arbiter/tenants/{tenant}/kept
 POST /arbiter/leases/{lease}/drain
 POST /arbiter/leases/cleanup
 GET /arbiter/residency

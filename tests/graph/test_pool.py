@@ -81,10 +81,14 @@ def test_conversation_outlives_an_eviction_and_the_command_shows_its_slab(
 ) -> None:
     send(graph, "POST", f"/arbiter/models/unload/{CHAT}")
     until(lambda: slab(graph).get("ticket") is None, WITHIN_S, "the slab is idle")
-    [row] = [s["slab"] for s in read_command(graph, "pool") if s["slab"] == slab(graph)]
+    shown = read_command(graph, "pool")
+    [row] = [s["slab"] for s in shown["slabs"] if s["slab"] == slab(graph)]
+    [kv] = [c for c in shown["contents"] if c["content"]["content"] == "kv"]
+    assert 0 < kv["hit_fraction"] < 1 and kv["content"]["stored_count"] >= row["rows_count"]
     assert row["content"] == "kv" and row["allocated_bytes"] > 0 and row["namespace"]
     knows(client, kept)
     until(lambda: slab(graph)["hits_count"] > row["hits_count"], WITHIN_S, "its hits are shown")
+    assert slab(graph)["load_s"] > row["load_s"]
 
 
 @pytest.mark.spec("E1")

@@ -49,6 +49,7 @@ class Accounts:
         default_factory=dict
     )  # fair share: see `virtual_start_of`
     virtual_bytes: float = 0.0
+    removed: dict[str, Instant] = field(default_factory=dict)  # tenants, and until when it matters
 
     def used(self, usage: Usage, now: Instant) -> None:
         """Counts requests of a client that have ended."""
@@ -84,6 +85,15 @@ class Accounts:
     def end_cool_down(self, tenant: str) -> None:
         """Lets a tenant load again; safe for a tenant that was not cooling down."""
         self.cooling.pop(tenant, None)
+
+    def note_removed(self, tenant: str, until: Instant) -> None:
+        """Remembers for a time that a tenant was removed (E6)."""
+        self.removed[tenant] = until
+
+    def lately_removed(self, now: Instant) -> list[str]:
+        """Returns the tenants that were removed so lately that it matters."""
+        self.removed = {tenant: until for tenant, until in self.removed.items() if until > now}
+        return list(self.removed)
 
     # -- fair share ----------------------------------------------------------------------------
 

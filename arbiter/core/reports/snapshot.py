@@ -5,7 +5,7 @@ nothing outside the arbiter's process.
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from arbiter.core.events import ForeignProcess, SlabReading
+from arbiter.core.events import ContentReading, ForeignProcess, SlabReading
 from arbiter.core.eviction.pressure import level_of
 from arbiter.core.eviction.waste import wasted_bytes
 from arbiter.core.records.accounts import byte_seconds
@@ -169,6 +169,15 @@ class SlabView:
 
 
 @dataclass(frozen=True, slots=True)
+class ContentView:
+    """Shows what a node's pool did with one content (E7)."""
+
+    node: NodeId
+    content: ContentReading
+    hit_fraction: float | None  # None: nothing was looked for
+
+
+@dataclass(frozen=True, slots=True)
 class StateView:
     """Shows all that the arbiter knows."""
 
@@ -186,6 +195,7 @@ class StateView:
     clients: tuple[ClientView, ...]
     load_times: tuple[LoadTimeView, ...]
     slabs: tuple[SlabView, ...] = ()
+    contents: tuple[ContentView, ...] = ()
 
 
 def view_of(state: CoreState, now: Instant) -> StateView:
@@ -214,6 +224,11 @@ def view_of(state: CoreState, now: Instant) -> StateView:
             SlabView(name, slab)
             for name, node in sorted(state.nodes.items())
             for slab in node.slabs
+        ),
+        contents=tuple(
+            ContentView(name, content, content.hit_fraction)
+            for name, node in sorted(state.nodes.items())
+            for content in node.contents
         ),
     )
 

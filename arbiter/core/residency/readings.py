@@ -6,11 +6,12 @@ taken: its agent sends the next one only when the last was received.
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import EventKind, KillEngine, PurgeCaches, Reason
+from arbiter.core.decisions import EventKind, KillEngine, Reason
 from arbiter.core.eviction import pressure, waste
 from arbiter.core.eviction.sleep import confirm_sleep, doubt_asleep
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import CHARGED, Sizes, State, Ticket
+from arbiter.core.residency import slabs
 from arbiter.core.state import CoreState, Node, Unclaimed
 from arbiter.core.tickets import inexact, process_ram
 from arbiter.core.tickets.budget import beyond, foreign_in_budget, lendable, shared_scratch
@@ -46,6 +47,7 @@ def on_node_seen(state: CoreState, event: ev.NodeSeen) -> None:
                     EventKind.DEVICE_FOUND, node=event.node, device=spec.device, uuid=spec.uuid
                 )
     state.nodes[event.node] = node
+    slabs.on_agent_seen(state, event.node)
     state.estimates.note_devices_changed()
     state.mark_dirty(event.node)
     _budget(state, node)
@@ -168,7 +170,7 @@ def on_measured(state: CoreState, event: ev.Measured) -> None:
     if node.readings.keys() != were_read:
         state.mark_dirty(node.node)
     _note_unreadable(state, node, event.unreadable)
-    _note_slabs(state, node, event)
+    slabs.note_slabs(state, node, event)
     seen_bytes = _seen(state, node, event)
     _weigh_all(state, node, seen_bytes)
     if node.inexact:
@@ -198,25 +200,6 @@ def _note_unreadable(
     for device in before:
         if device not in node.unreadable and device in node.devices:
             state.log(EventKind.DEVICE_READABLE, node=node.node, device=device)
-
-
-def _note_slabs(state: CoreState, node: Node, event: ev.Measured) -> None:
-    node.slabs = event.slabs
-    for slab in event.slabs:
-        entry = state.ledger.find(slab.ticket) if slab.ticket else None
-        if entry and entry.state is State.RESIDENT and slab.allocated_bytes > slab.limit_bytes:
-            state.decide(PurgeCaches(entry.ticket, entry.holder))  # it shrinks its slab (E4)
-    for gone in event.dropped:
-        state.log(
-            EventKind.SLAB_DROPPED,
-            node=node.node,
-            slab=gone.slab,
-            content=gone.content,
-            owner=gone.owner,
-            size=gone.size_bytes,
-            reason=gone.reason,
-            saved=gone.was_saved,
-        )
 
 
 def _as_known(node: Node, entry: Ticket) -> Sizes:

@@ -42,6 +42,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from arbiter.pool import Rows, SavedRows, Slab, SlabFile, SlabUnusable, Term, layout
+from arbiter.pool.layout import Count
+from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import KIB, MIB, Bytes, Content
 from deployments import messages
 from deployments.engines.protocol import Config
@@ -60,8 +62,9 @@ _ALIGNED_BYTES = 4 * KIB  # rows begin on kernel pages
 
 def arguments(config: Config) -> dict[str, Any]:
     """vLLM's arguments for an engine that was lent a slab of KV: `config["slabs"]["kv"]` has its
-    `path`, and perhaps a `file` with more rows, the `model_digest` of the weights, and `term_s`,
-    the length of the class `long`. Empty without one."""
+    `path`, and perhaps a `file` with more rows, the `model_digest` of the weights, `term_s`, the
+    length of the class `long`, and `caps`: by tenant the part of the rows that it may have. Empty
+    without one."""
     given = config.get("slabs", {}).get(Content.KV)
     if not given:
         return {}
@@ -71,6 +74,7 @@ def arguments(config: Config) -> dict[str, Any]:
         "slab": given["path"],
         "file": given.get("file"),
         "term_s": float(given.get("term_s", layout.TERMS_S[Term.LONG])),
+        "caps": given.get("caps", {}),
         "offload_prompt_only": False,  # vLLM's default would leave out what the model has said
     }
     return {
@@ -220,7 +224,8 @@ class SlabSpec(OffloadingSpec):
         if self.manager is None:
             path = self.extra_config["slab"]
             slab = Slab(path, Content.KV, self.namespace, self.row_bytes)
-            rows = Rows(slab, self.extra_config["term_s"], time.time)
+            caps = caps_by_digest(self.extra_config["caps"])
+            rows = Rows(slab, self.extra_config["term_s"], time.time, caps=caps)
             self.manager = SlabManager(rows, self._restorer(rows))
         return self.manager
 
@@ -282,6 +287,7 @@ class SlabManager(OffloadingManager):
         self.rows, self.restorer = rows, restorer
         self.requests: Mapping[str, Any] = {}  # the scheduler's own, by id: see `manager_of`
         self._steps_to_settle = 0
+        self._loads_began_ns: dict[str, int] = {}  # by request: it has one load at a time
 
     def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
         if self.restorer is not None and self.restorer.awaits(key, req_context):
@@ -294,20 +300,24 @@ class SlabManager(OffloadingManager):
         return CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> LoadStoreSpec:
+        self._loads_began_ns[req_context.req_id] = time.monotonic_ns()
         rows = self.rows.pin(keys)
         self._used(req_context)
         return CPULoadStoreSpec(rows)
 
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         self.rows.unpin(keys)
+        began_ns = self._loads_began_ns.pop(req_context.req_id, None)
+        if began_ns is not None:
+            self.rows.count(Count.LOAD_NS, time.monotonic_ns() - began_ns)
 
     def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput:
         """Rows for the keys that find room, perhaps none: after an answer of None vLLM asks again
         in every step, and logs it."""
         if self.restorer is not None:
             self.restorer.give_up(keys)
-        keep, term = req_context._offload_key_positions, _use(req_context).term
-        found = self.rows.reserve(keys, keep, term=term)
+        keep, use = req_context._offload_key_positions, _use(req_context)
+        found = self.rows.reserve(keys, keep, tenant=use.tenant, term=use.term)
         spec = CPULoadStoreSpec(list(found.rows.values()))
         return PrepareStoreOutput(list(found.rows), spec, found.evicted)
 
@@ -353,7 +363,9 @@ class SlabManager(OffloadingManager):
         return self.restorer is not None and self.restorer.is_busy
 
     def shrink(self) -> None:
-        """Gives back what the owner's limit no longer permits."""
+        """Erases what the owner has ordered to, and gives back what its limit no longer permits."""
+        if self.restorer is not None and (tenant := self.rows.slab.file.erasure.tenant) is not None:
+            self.restorer.forget_tenant(tenant)
         if not self._steps_to_settle:
             self.rows.shrink_to_limit()
 
@@ -363,6 +375,7 @@ class SlabManager(OffloadingManager):
         if self.restorer is not None:
             self.restorer.stop()
         self.rows.forget_in_flight()
+        self._loads_began_ns.clear()
         self._steps_to_settle = _STEPS_AFTER_RESET
 
     def shutdown(self) -> None:

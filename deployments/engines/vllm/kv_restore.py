@@ -5,6 +5,7 @@ and checks them, because a block that vLLM was promised and that fails to load e
 Until then the request waits, and others go on.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import ReqContext
 
 from arbiter.pool import Rows, SavedRows
+from arbiter.pool.layout import Count
 
 # Once a step, because the core asks again at once: 21,000 times while 56 MB came from a disk.
 NAP_S = 0.0005
@@ -30,7 +32,7 @@ class Restorer:
 
     def __init__(self, rows: Rows, saved: SavedRows, clock: Callable[[], float]) -> None:
         self._rows, self._saved, self._clock = rows, saved, clock
-        self._coming: dict[bytes, Future[bool]] = {}
+        self._coming: dict[bytes, Future[int | None]] = {}
         self._thread = ThreadPoolExecutor(1, "restore")
         self._may_nap = True
 
@@ -68,6 +70,10 @@ class Restorer:
             else:
                 self._settle(key)
 
+    def forget_tenant(self, tenant: bytes) -> None:
+        """Restores no more rows of a tenant. Those on their way come, and leave with its rows."""
+        self._saved.forget_tenant(tenant)
+
     def stop(self) -> None:
         """Returns when no row is written any more. Those on their way stay reserved."""
         for future in self._coming.values():
@@ -86,17 +92,25 @@ class Restorer:
             return False
         if key in self._rows or self._rows.is_reserved(key) or not _is_first(key, request):
             return False
-        found = self._rows.reserve([key], keep=request._offload_key_positions)
+        keep = request._offload_key_positions
+        found = self._rows.reserve([key], keep=keep, tenant=mark.tenant)
         for row in found.rows.values():
             target = self._rows.slab.row(row)
-            self._coming[key] = self._thread.submit(self._saved.read, key, target)
+            self._coming[key] = self._thread.submit(self._read, key, target)
         return bool(found.rows)
+
+    def _read(self, key: bytes, target: memoryview) -> int | None:
+        """In the thread. The nanoseconds that it took; None: its bytes are not those saved."""
+        began_ns = time.monotonic_ns()
+        return time.monotonic_ns() - began_ns if self._saved.read(key, target) else None
 
     def _settle(self, key: bytes) -> None:
         """Waits for its read, of some milliseconds, where that has begun."""
         mark = self._saved.mark(key)
-        if self._coming.pop(key).result() and mark is not None:
+        took_ns = self._coming.pop(key).result()
+        if took_ns is not None and mark is not None:
             self._rows.mark_restored(mark)
+            self._rows.count(Count.RESTORE_NS, took_ns)
         else:
             self._rows.abandon(key)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from arbiter.pool import Rows
+from arbiter.pool.layout import NO_TENANT
 
 ENTRIES, TERM_S = 32, 300.0
 ROW_EMBEDDINGS = 64
@@ -25,7 +26,7 @@ class Asked:
 
     identity: str
     count: int
-    tenant: bytes = b""
+    tenant: bytes = NO_TENANT
 
     @property
     def keys(self) -> list[bytes]:
@@ -102,7 +103,7 @@ class PictureCache:
     def _reserve(self, picture: Asked) -> None:
         keys = picture.keys
         places = {key: part for part, key in enumerate(keys)}
-        found = self.rows.reserve(keys)
+        found = self.rows.reserve(keys, tenant=picture.tenant)
         if any(key not in found.rows and key not in self.rows for key in keys):
             for key in found.rows:
                 self.rows.abandon(key)

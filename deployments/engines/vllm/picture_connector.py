@@ -28,6 +28,7 @@ from vllm.v1.outputs import ECConnectorOutput
 from vllm.v1.request import Request
 
 from arbiter.pool import Rows, Slab, SlabFile, layout
+from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import KIB, Bytes, Content
 from deployments.engines.vllm.kv_offload import Region
 from deployments.engines.vllm.picture_cache import (
@@ -117,7 +118,9 @@ class PictureConnector(ECConnectorBase):
             row_bytes(self._width, self._dtype),
             extent_bytes=Bytes(extra["extent_bytes"]),
         )
-        return PictureCache(Rows(slab, extra["term_s"], time.time), extra["entries"])
+        caps = caps_by_digest(extra["caps"])
+        rows = Rows(slab, extra["term_s"], time.time, caps=caps)
+        return PictureCache(rows, extra["entries"])
 
     # -- the scheduler's side --------------------------------------------------------------------
 

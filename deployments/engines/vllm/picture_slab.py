@@ -33,7 +33,7 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "config
 
 def arguments(config: Config) -> dict[str, Any]:
     """vLLM's arguments for a model that sees; empty for another one. `config["slabs"]["picture"]`
-    may have the `path` of a slab that was lent, `entries` and `term_s`."""
+    may have the `path` of a slab that was lent, its `caps` by tenant, `entries` and `term_s`."""
     if not model_files.sees(Path(config["model"])):
         return {}
     given = config.get("slabs", {}).get(Content.PICTURE, {})
@@ -41,6 +41,7 @@ def arguments(config: Config) -> dict[str, Any]:
         "slab": given.get("path"),
         "entries": int(given.get("entries", ENTRIES)),
         "term_s": float(given.get("term_s", TERM_S)),
+        "caps": given.get("caps", {}),
     }
     return {
         "ec_manager_config": {

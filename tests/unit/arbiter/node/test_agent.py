@@ -1,9 +1,11 @@
 """A node agent without Ray: what it reads and reports of its engines."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.node.device_probe import Readings, Tree
+from arbiter.pool import Rows, SavedRows, Slab
 from arbiter.protocol.messages import SlabRequest, SpawnSpec
 from arbiter.units import MIB, Bytes, Content, NodeId, TicketId
 from tests.support.engine_host import is_gone, until
@@ -94,23 +97,50 @@ async def test_engine_is_told_of_its_slab_and_of_the_file_of_an_earlier_one(
 ) -> None:
     slabs = folder / "slabs"
     running = agent_in(folder, BROKEN_ZYGOTE, pool_bytes=Bytes(256 * MIB), slabs_folder=str(slabs))
-    request = SlabRequest(Content.KV, "chat/m", "k")
+    request = SlabRequest(Content.KV, "chat/m", "k", (("acme", 0.25),))
     spec = SpawnSpec(
         "a:b", {"model": "m"}, slabs=(request, replace(request, content=Content.ADAPTER))
     )
     told = (await running._engines._with_slabs(T, spec)).config
     paths = {content: {"path": slab["path"]} for content, slab in told["slabs"].items()}
-    assert told == {"model": "m", "slabs": paths} and paths.keys() == {"kv", "adapter"}
+    slabs_of = {content: path | {"caps": {"acme": 0.25}} for content, path in paths.items()}
+    assert told == {"model": "m", "slabs": slabs_of} and paths.keys() == {"kv", "adapter"}
     assert paths["kv"] != paths["adapter"]
     files = running._pool.files
     assert files is not None
     files._path(request).touch()
     told = (await running._engines._with_slabs(T, spec)).config
-    assert told["slabs"]["kv"].keys() == {"path", "file"}
+    assert told["slabs"]["kv"].keys() == {"path", "file", "caps"}
     assert Path(told["slabs"]["kv"]["file"]).parent == slabs
+    await running.drop_tenant("acme")
+    assert [slab.must_erase for slab in running._pool.readings()] == [True] * 4
     await running.drop_slabs("chat/m")
     await running.close()
     assert list(slabs.iterdir()) == []
+
+
+@pytest.mark.spec("G4")
+async def test_end_of_an_agent_leaves_files_of_what_its_engines_kept(
+    no_arbiter: None, folder: Path
+) -> None:
+    slabs = folder / "slabs"
+    running = agent_in(folder, BROKEN_ZYGOTE, pool_bytes=Bytes(256 * MIB), slabs_folder=str(slabs))
+    request = SlabRequest(Content.KV, "chat/m", "k")
+    path = running._pool.lend(T, request)
+    assert path is not None
+    with contextlib.closing(Slab(path, Content.KV, b"n" * 32, Bytes(MIB))) as slab:
+        rows = Rows(slab, 100.0, time.time)
+        rows.reserve([b"key"])
+        rows.mark_ready(b"key")
+    running._pool.take_back(T)
+    await running.close()
+    again = agent_in(folder, BROKEN_ZYGOTE, pool_bytes=Bytes(256 * MIB), slabs_folder=str(slabs))
+    found = again._pool.file_for(request)
+    assert found is not None
+    saved = SavedRows(Path(found), Content.KV, b"n" * 32, Bytes(MIB), time.time())
+    assert set(saved.keys) == {b"key"}
+    saved.close()
+    await again.close()
 
 
 async def test_engine_that_asks_for_no_slab_is_told_of_none(no_arbiter: None, folder: Path) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,8 @@ from arbiter.node import pool as pools
 from arbiter.node import slab_files
 from arbiter.node.pool import Pool
 from arbiter.node.slab_files import SlabFiles
-from arbiter.pool import Rows, SavedRows, Slab
+from arbiter.pool import Rows, SavedRows, Slab, slab_file
+from arbiter.pool.layout import tenant_digest
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
 
@@ -512,3 +514,169 @@ def test_folder_is_given_a_share_of_the_disk_at_most_or_is_none(tmp_path: Path) 
     (tmp_path / "file").touch()
     assert SlabFiles.in_folder(str(tmp_path / "file"), Bytes(MIB)) is None
     assert not (tmp_path / "none").exists()
+
+
+# -- the end of an agent ---------------------------------------------------------------------------
+
+
+@pytest.mark.spec("G4")
+def test_end_of_an_agent_saves_idle_kv_and_nothing_else(saving: Pool) -> None:
+    idle(saving, CHAT)
+    path = saving.lend(A, SlabRequest(Content.TEMPORARY, "chat/m", "k"))
+    opened(path, Content.TEMPORARY).reserve([b"a"])
+    saving.take_back(A)
+    write(saving.lend(B, OTHER), "x")  # an engine has it
+    saving.save_idle()
+    assert saved_keys(saving.file_for(CHAT)) == {b"a", b"b", b"c", b"d"}
+    assert len(files_in(saving)) == 1
+
+
+@pytest.mark.spec("G4")
+def test_end_of_an_agent_saves_what_was_used_last_as_far_as_the_time_goes(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle(saving, OTHER, CHAT)
+    now_s, save = time.monotonic(), slab_file.save
+    clock = iter([True, True, False])
+
+    def save_two(*args: Any, **kwargs: Any) -> int:
+        return save(*args, **kwargs | {"has_time": lambda: next(clock, False)})
+
+    monkeypatch.setattr(slab_files.slab_file, "save", save_two)
+    saving._slabs[0].idle_since_s = now_s - 1
+    saving.save_idle()
+    assert saved_keys(saving.file_for(CHAT)) == {b"c", b"d"}
+    assert len(files_in(saving)) == 1, "the slab that was idle for longer had no time left"
+
+
+@pytest.mark.spec("G4")
+def test_end_of_an_agent_does_not_wait_for_a_slow_disk(saving: Pool, held: Event) -> None:
+    idle(saving, CHAT)
+    hold_saves(saving, held)
+    saving.save_idle(within_s=0.01)
+    assert saving.file_for(CHAT) is None
+    for slab in saving._slabs:
+        slab.end_save()
+    held.set()
+    assert files_in(saving) == []
+
+
+@pytest.mark.spec("G4")
+def test_sweep_is_as_often_as_it_is_set(tmp_path: Path) -> None:
+    made = Pool(Bytes(256 * MIB), SlabFiles(tmp_path / "slabs", Bytes(MIB)), sweep_s=60.0)
+    files_in(made)
+    (tmp_path / "slabs" / "expired.slab").touch()
+    made._swept_s -= 59
+    made.turn()
+    assert len(files_in(made)) == 1
+    made._swept_s -= 2
+    made.turn()
+    assert files_in(made) == []
+    made.close()
+
+
+# -- tenants --------------------------------------------------------------------------------------
+
+ACME = tenant_digest("acme")
+
+
+def write_of(path: str | None, *keys: str) -> Rows:
+    """Rows of a tenant's requests."""
+    rows = opened(path)
+    for key in rows.reserve([key.encode() for key in keys], tenant=ACME).rows:
+        rows.mark_ready(key, ACME)
+    return rows
+
+
+def keys_in(pool: Pool, owner: str) -> list[bytes]:
+    [slab] = [slab for slab in pool._slabs if slab.request.owner == owner]
+    return [mark.key for _, mark in slab.view.marks()]
+
+
+@pytest.mark.spec("E6", "G4")
+def test_removed_tenant_leaves_idle_slabs_and_files_and_others_stay(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for request, others in ((CHAT, ["x"]), (OTHER, [])):
+        path = saving.lend(A, request)
+        write_of(path, "a", "b")
+        write(path, *others)
+        saving.take_back(A)
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: len(saving.dropped()) == 2)
+    assert [len(saved_keys(saving.file_for(r))) for r in (CHAT, OTHER)] == [3, 2]
+    monkeypatch.undo()
+    path = saving.lend(B, CHAT)
+    write_of(path, "c")
+    write(path, "y")
+    saving.take_back(B)
+    saving.drop_tenant(ACME)
+    assert keys_in(saving, "chat/m") == [b"y"]
+    assert len(files_in(saving)) == 1, "a file without any other row is removed"
+    rows = SavedRows(Path(saving.file_for(CHAT) or ""), Content.KV, SPACE, Bytes(SLOT), time.time())
+    with contextlib.closing(rows):
+        assert set(rows.keys) == {b"x"}
+        found = bytearray(SLOT)
+        assert rows.read(b"x", memoryview(found)) and bytes(found) == b"x" * SLOT
+
+
+@pytest.mark.spec("E6")
+def test_save_that_may_have_read_a_removed_tenants_rows_makes_no_file(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch, held: Event
+) -> None:
+    write_of(saving.lend(A, CHAT), "a")
+    saving.take_back(A)
+    hold_saves(saving, held)
+    squeeze(saving, monkeypatch)
+    saving.turn()
+    saving.drop_tenant(ACME)
+    held.set()
+    assert files_in(saving) == []
+
+
+@pytest.mark.spec("E6")
+def test_writers_erase_one_removed_tenant_after_the_other(pool: Pool) -> None:
+    rows = write_of(pool.lend(A, CHAT), "a")
+    write(pool.lend(B, OTHER), "x")
+    for tenant in (ACME, tenant_digest("other"), tenant_digest("third")):
+        pool.drop_tenant(tenant)
+    assert [s.must_erase for s in pool.readings()] == [True, True]
+    for _ in range(3):
+        rows.shrink_to_limit()
+        pool.turn()
+    assert [s.must_erase for s in pool.readings()] == [False, True], "the other has no turn"
+    assert keys_in(pool, "chat/m") == []
+
+
+@pytest.mark.spec("E6")
+def test_slab_of_an_engine_that_ended_before_it_erased_is_erased_as_it_comes_back(
+    pool: Pool,
+) -> None:
+    rows = write_of(pool.lend(A, CHAT), "a")
+    pool.drop_tenant(tenant_digest("other"))
+    pool.drop_tenant(ACME)
+    pool.take_back(A)
+    assert keys_in(pool, "chat/m") == []
+    assert [s.must_erase for s in pool.readings()] == [False]
+    assert rows is not None
+
+
+@pytest.mark.spec("E7")
+def test_counts_of_a_content_outlive_its_slabs(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write(saving.lend(A, CHAT), "a", "b")
+    assert rows.lookup(b"a") is not None and rows.lookup(b"z") is None
+    saving.take_back(A)
+    [before] = saving.contents()
+    assert (before.content, before.rows_count, before.hit_fraction) == (Content.KV, 2, 0.5)
+    assert before.allocated_bytes == saving.allocated_bytes > 0
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: bool(saving.dropped()))
+    [after] = saving.contents()
+    assert (after.rows_count, after.allocated_bytes, after.saves_count) == (0, 0, 1)
+    assert (after.hits_count, after.misses_count, after.stored_count) == (1, 1, 2)
+    monkeypatch.undo()
+    write(saving.lend(B, CHAT), "c")
+    [again] = saving.contents()
+    assert (again.rows_count, again.stored_count) == (1, 3)

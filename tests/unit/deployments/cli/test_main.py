@@ -17,7 +17,7 @@ from tests.unit.deployments.cli.conftest import Run
 
 PANELS = {
     "See": ["status", "events", "explain", "residency", "pool", "adapters", "clients"],
-    "Steer": ["load", "unload", "grow", "shrink", "compact", "floor", "settings"],
+    "Steer": ["load", "unload", "grow", "shrink", "compact", "floor", "settings", "forget"],
     "Leases": ["lease", "leases", "drain", "cleanup"],
     "Cluster": ["check", "upgrade", "down"],
     "Keys": ["key"],

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
+from arbiter.core import events as ev
 from arbiter.core.settings import TenantLimits
 from arbiter.errors import LoadFailed
 from arbiter.protocol.json_codec import plain
-from arbiter.units import GIB, Bytes, TicketId
+from arbiter.units import GIB, Bytes, Content, Span, TicketId
 from deployments.config.schema import parse_table
 from deployments.front import arbiter_gateway
 from deployments.front.routes.residency import picture
-from tests.support.core_driver import PLAIN, CoreDriver, s
+from tests.support.core_driver import NODE, PLAIN, CoreDriver, s
 from tests.support.scripted_front import ScriptedFront
 from tests.unit.deployments.cli.conftest import Run
 
@@ -173,6 +174,23 @@ EVENTS = [
      "size_bytes": GIB, "took_s": 1.234},
     {"seq": 8, "epoch": 1, "unix_s": 1.5, "kind": "joined", "ticket": None, "holder": "h\nx"},
 ]  # fmt: skip
+
+
+@pytest.mark.spec("E1", "E7")
+def test_pool_shows_contents_with_their_hit_rates_and_slabs(front: ScriptedFront, run: Run) -> None:
+    driver = CoreDriver()
+    kept = (Bytes(2 * GIB), Bytes(3 * GIB))
+    slab = ev.SlabReading("1", Content.KV, "text/a", "ab", None, *kept, 8, 5, 2, 10, 1, 4)
+    times = (Span(1_500_000_000), Span(250_000_000))
+    done = ev.ContentReading(Content.KV, kept[0], 8, 30, 10, 20, 1, 4, 6, 2, *times)
+    driver.at(1, ev.Measured(NODE, (), (), slabs=(slab,), contents=(done,)))
+    view = plain(driver.arbiter.snapshot(s(5)))
+    front.says("GET", "/arbiter/state", view)
+    shown = rows(run("pool", COLUMNS="200").stdout)
+    assert shown["n"] == "kv;2.0 GiB;75.0%;20;1;4;2;6;1.5 s;0.2 s".split(";")
+    assert shown["n/1"] == "kv;text/a;idle;2.0 GiB;3.0 GiB;8;5;2;1;4;0;ab".split(";")
+    found = json.loads(run("pool", "--json").stdout)
+    assert found == {"contents": view["contents"], "slabs": view["slabs"]}
 
 
 @pytest.mark.spec("K1")

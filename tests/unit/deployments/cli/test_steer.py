@@ -95,6 +95,13 @@ def test_leases_are_given_notice_and_cleaned_up(front: ScriptedFront, run: Run) 
         assert json.loads(run("cleanup", "--json").stdout) == {"ended": ended}
 
 
+@pytest.mark.spec("E6")
+def test_what_a_removed_tenant_left_is_erased(front: ScriptedFront, run: Run) -> None:
+    front.says("DELETE", "/arbiter/tenants/acme/kept", {"tenant": "acme"})
+    assert run("forget", "acme").stdout.startswith("what acme left is being erased")
+    assert json.loads(run("forget", "acme", "--json").stdout) == {"tenant": "acme"}
+
+
 @pytest.mark.spec("D7")
 def test_compaction_says_how_many_went_what_came_back_and_what_stays(
     front: ScriptedFront, run: Run

@@ -18,7 +18,7 @@ from deployments.front.auth import Authenticator
 from deployments.front.body_limit import MAX_BODY_BYTES, MAX_STEERING_BYTES
 from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring, Scope
-from deployments.front.routes import leases, residency
+from deployments.front.routes import leases, residency, tenants
 from deployments.front.schemas import SCHEMAS, Kind
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
@@ -52,7 +52,7 @@ class Arbiter:
 @pytest.fixture
 def arbiter(monkeypatch: pytest.MonkeyPatch) -> Arbiter:
     fake = Arbiter()
-    for module in (arbiter_gateway, leases, residency):
+    for module in (arbiter_gateway, leases, residency, tenants):
         monkeypatch.setattr(module, "call_arbiter", fake)
     return fake
 
@@ -152,6 +152,7 @@ async def test_paths_of_the_table_are_offered_and_described_until_it_changes(
         ("DELETE", "/arbiter/leases/a", None),
         ("POST", "/arbiter/leases/a/drain", None),
         ("POST", "/arbiter/leases/cleanup", None),
+        ("DELETE", "/arbiter/tenants/acme/kept", None),
         ("PUT", "/arbiter/residency/m", {"floor": "host"}),
         ("POST", "/arbiter/models/load/m", None),
         ("POST", "/arbiter/models/unload/m", None),
@@ -286,6 +287,19 @@ async def test_drain_of_an_unknown_lease_is_404(
     answer = await client.post("/arbiter/leases/mine/drain", headers=owner)
     assert answer.json() == {"lease": "mine"}
     assert arbiter.calls[-1] == ("unload", "mine")
+
+
+@pytest.mark.spec("E6")
+async def test_what_a_tenant_left_is_erased_by_its_name(
+    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
+) -> None:
+    arbiter.answers["remove_tenant"] = None
+    answer = await client.delete("/arbiter/tenants/acme/kept", headers=owner)
+    assert answer.json() == {"tenant": "acme"}
+    assert arbiter.calls == [("remove_tenant", "acme")]
+    answer = await client.delete("/arbiter/tenants/a%20b/kept", headers=owner)
+    assert (answer.status_code, error(answer)["param"]) == (400, "tenant")
+    assert len(arbiter.calls) == 1
 
 
 async def test_errors_of_the_arbiter_have_their_status(

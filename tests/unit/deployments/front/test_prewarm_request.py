@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
+from arbiter.units import DEFAULT_TENANT
 from deployments import prefixes
 from deployments.config.load_plan import plan
 from deployments.config.schema import Table, parse_table
-from deployments.front.keys import DEFAULT_TENANT
 from deployments.front.model_names import Target
 from deployments.front.request import BadRequest, call_of, parse
 from deployments.messages import InferenceCall

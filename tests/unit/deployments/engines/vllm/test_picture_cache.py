@@ -196,3 +196,13 @@ def test_rows_name_their_tenant(fd: int, engine: SeeingEngine) -> None:
     with contextlib.closing(SlabView(fd)) as view:
         assert view.content is Content.PICTURE
         assert [mark.tenant for _, mark in view.marks()] == [layout.tenant_digest("acme")]
+
+
+@pytest.mark.spec("E6", "H8")
+def test_pictures_of_a_removed_tenant_are_erased(fd: int, engine: SeeingEngine) -> None:
+    engine.look("p")
+    with contextlib.closing(SlabView(fd)) as owner:
+        assert owner.order_erasure(layout.tenant_digest("acme"))
+        engine.cache.shrink()
+        assert not owner.must_erase and owner.ready_count == 0
+    assert engine.look("p") == [False]

@@ -1,0 +1,69 @@
+"""What a slab knows of tenants: how many rows each may have, and whose are to be erased (E6)."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from arbiter.pool import layout
+from arbiter.pool.layout import Buffer
+
+
+def caps_by_digest(caps: Mapping[str, float]) -> dict[bytes, float]:
+    """`caps`: by the tenants' names, as an engine's configuration has them."""
+    return {layout.tenant_digest(tenant): cap for tenant, cap in caps.items()}
+
+
+class TenantRows:
+    """How many rows each tenant has in a slab, READY or reserved. `fractions`: of a slab's rows,
+    what a tenant may have, by its digest; all of them where it has no entry."""
+
+    def __init__(self, fractions: Mapping[bytes, float]) -> None:
+        self._fractions = dict(fractions)
+        self._held: Counter[bytes] = Counter()
+
+    def add(self, tenant: bytes, more: int) -> None:
+        """Notes that a tenant has so many rows more, or less."""
+        self._held[tenant] += more
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+    def held(self, tenant: bytes) -> int:
+        return self._held[tenant]
+
+    def cap(self, tenant: bytes, rows_count: int) -> int:
+        """How many of so many rows it may have."""
+        return int(self._fractions.get(tenant, 1.0) * rows_count)
+
+    def is_capped(self, tenant: bytes) -> bool:
+        return tenant in self._fractions
+
+
+class Erasure:
+    """Words in a slab's header by which the owner has its writer erase the rows of one tenant at a
+    time: whose they are, the number of the order, which is written last, and the number of the
+    order that the writer has carried out. No other order is given before that."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        start, end = layout.ERASE_AT, layout.ERASE_AT + layout.ERASE_BYTES
+        self._tenant = buffer[start + 16 : end]
+        self._numbers = buffer[start : start + 16].cast("Q")
+
+    def order(self, tenant: bytes) -> bool:
+        """By the owner. False: an earlier order is still open."""
+        if self.tenant is not None:
+            return False
+        self._tenant[:] = tenant
+        self._numbers[0] = (self._numbers[0] + 1) % (1 << 63)
+        return True
+
+    @property
+    def tenant(self) -> bytes | None:
+        """The tenant whose rows are to go; None: no order is open."""
+        return None if self._numbers[0] == self._numbers[1] else bytes(self._tenant)
+
+    def finish(self) -> None:
+        """By the writer, once no row of the tenant is left."""
+        self._numbers[1] = self._numbers[0]
+
+    def release(self) -> None:
+        self._tenant.release()
+        self._numbers.release()

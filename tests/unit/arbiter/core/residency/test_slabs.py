@@ -1,0 +1,59 @@
+"""What the core has nodes do with their pools: erase what removed tenants left."""
+
+import pytest
+
+from arbiter.core import events as ev
+from arbiter.core.decisions import DropTenant, PurgeCaches
+from arbiter.core.residency.slabs import TOLD_AGAIN
+from arbiter.units import Bytes, Content, HolderId, NodeId, Span, TicketId, in_seconds
+from tests.support.core_driver import CPU, NODE, CoreDriver
+
+
+@pytest.mark.spec("E6")
+def test_every_node_erases_what_a_removed_tenant_left() -> None:
+    d = CoreDriver()
+    d.at(1, ev.NodeSeen(NodeId("m"), ()))
+    assert d.at(2, ev.TenantRemoved("acme")) == [
+        DropTenant(NODE, "acme"),
+        DropTenant(NodeId("m"), "acme"),
+    ]
+    assert d.last("tenant_removed").data == {"tenant": "acme", "nodes": 2}
+
+
+@pytest.mark.spec("E6")
+def test_agent_that_was_away_is_told_once_it_appears_and_for_a_day() -> None:
+    d = CoreDriver()
+    d.at(1, ev.TenantRemoved("acme"))
+    seen, day_s = ev.NodeSeen(NodeId("m"), ()), in_seconds(TOLD_AGAIN)
+    assert d.at(day_s, seen) == [DropTenant(NodeId("m"), "acme")]
+    assert d.at(day_s + 1, seen) == []
+
+
+@pytest.mark.spec("E6")
+def test_resident_with_rows_of_a_removed_tenant_is_asked_until_they_are_gone() -> None:
+    d = CoreDriver()
+    d.resident(0, "a", 30)
+    d.engines["a"] = {CPU: 30}
+    one = (Bytes(1),) * 2
+    for second, must_erase in ((1, True), (2, True), (3, False)):
+        counts = (Span(0), Span(0), must_erase)
+        slab = ev.SlabReading(
+            "1", Content.KV, "text/a", "ab", TicketId("a"), *one, 0, 0, 0, 0, 0, 0, 0, *counts
+        )
+        d.slabs = (slab,)
+        asked = [PurgeCaches(TicketId("a"), HolderId("h"))] if must_erase else []
+        assert d.read(second) == asked
+
+
+@pytest.mark.spec("E7")
+def test_what_a_pool_did_with_each_content_is_in_the_state() -> None:
+    d = CoreDriver()
+    none = (0,) * 5
+    hit = ev.ContentReading(Content.KV, Bytes(5), 2, 3, 1, *none, Span(7), Span(9))
+    new = ev.ContentReading(Content.ADAPTER, Bytes(5), 2, 0, 0, *none, Span(0), Span(0))
+    d.at(1, ev.Measured(NODE, (), (), contents=(hit, new)))
+    shown = d.snapshot().contents
+    assert [(row.node, row.content, row.hit_fraction) for row in shown] == [
+        (NODE, hit, 0.75),
+        (NODE, new, None),
+    ]

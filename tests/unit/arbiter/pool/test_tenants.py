@@ -1,0 +1,172 @@
+"""What each tenant may have of a slab's rows, and how those of a removed tenant are erased."""
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from arbiter.pool import Rows, SlabView, layout, rows
+from arbiter.units import DEFAULT_TENANT
+from tests.support.slabs import (
+    EXTENT,
+    ROW,
+    TERM_S,
+    Clock,
+    content_of,
+    has_its_bytes,
+    keys,
+    rows_of,
+    set_limit,
+    slab_file,
+    writer,
+)
+
+FULL = 4 * EXTENT // ROW  # rows within the limit
+ACME, OTHER = layout.tenant_digest("acme"), layout.tenant_digest("other")
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    with slab_file() as made:
+        yield made
+
+
+@pytest.fixture
+def capped(fd: int) -> Iterator[Rows]:
+    """Of a slab in which one tenant may have a quarter of the rows."""
+    with contextlib.closing(writer(fd)) as slab:
+        yield Rows(slab, TERM_S, Clock(), caps={ACME: 0.25})
+
+
+def store(into: Rows, tenant: bytes, *named: bytes) -> list[bytes]:
+    """Those that found room."""
+    found = into.reserve(named, tenant=tenant).rows
+    for key, row in found.items():
+        into.slab.row(row)[:] = content_of(key)
+        into.mark_ready(key, tenant)
+    return list(found)
+
+
+def by_tenant(fd: int) -> Counter[bytes]:
+    with contextlib.closing(SlabView(fd)) as view:
+        return Counter(mark.tenant for _, mark in view.marks())
+
+
+@pytest.mark.spec("E6")
+def test_tenant_at_its_cap_loses_rows_of_its_own(fd: int, capped: Rows) -> None:
+    store(capped, OTHER, *keys(4, "o"))
+    store(capped, ACME, *keys(FULL // 4, "a"))
+    found = capped.reserve([b"new"], tenant=ACME)
+    assert (list(found.rows), found.evicted) == ([b"new"], [b"a0"])
+    capped.mark_ready(b"new", ACME)
+    assert by_tenant(fd) == {ACME: FULL // 4, OTHER: 4}
+    assert all(has_its_bytes(capped, key) for key in keys(4, "o"))
+
+
+@pytest.mark.spec("E6")
+def test_what_is_beyond_the_cap_is_not_stored_and_counted(fd: int, capped: Rows) -> None:
+    assert store(capped, ACME, *keys(FULL)) == keys(FULL // 4)
+    with contextlib.closing(SlabView(fd)) as view:
+        assert view.counts.refused_count == FULL - FULL // 4
+    capped.pin(keys(FULL // 4))
+    assert store(capped, ACME, b"x", b"y") == []
+    assert len(store(capped, OTHER, *keys(FULL, "o"))) == FULL - FULL // 4, "no one's cap but its"
+
+
+@pytest.mark.spec("E6")
+def test_cap_follows_the_limit_of_the_slab(fd: int, capped: Rows) -> None:
+    set_limit(fd, 2)
+    assert len(store(capped, ACME, *keys(FULL))) == 2 * EXTENT // ROW // 4
+
+
+@pytest.mark.spec("E6")
+def test_rows_under_way_count_and_abandoned_ones_do_not(capped: Rows) -> None:
+    reserved = list(capped.reserve(keys(FULL // 4), tenant=ACME).rows)
+    assert capped.reserve([b"more"], tenant=ACME).rows == {}
+    capped.abandon(reserved[0])
+    assert list(capped.reserve([b"more"], tenant=ACME).rows) == [b"more"]
+
+
+@pytest.mark.spec("E6")
+def test_next_writer_knows_how_many_rows_a_tenant_has(fd: int, capped: Rows) -> None:
+    store(capped, ACME, *keys(FULL // 4))
+    with contextlib.closing(writer(fd)) as slab:
+        later = Rows(slab, TERM_S, Clock(), caps={ACME: 0.25})
+        assert later.reserve([b"new"], tenant=ACME).evicted == [b"k0"]
+
+
+def bytes_of(fd: int) -> bytes:
+    return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+@pytest.mark.spec("E6")
+def test_writer_erases_what_the_owner_orders_and_nothing_else(fd: int) -> None:
+    with rows_of(fd, Clock()) as own, contextlib.closing(SlabView(fd)) as owner:
+        store(own, ACME, b"secret")
+        store(own, OTHER, b"theirs")
+        assert owner.order_erasure(ACME)
+        assert owner.must_erase and not owner.order_erasure(OTHER), "one order at a time"
+        assert own.shrink_to_limit() == [b"secret"]
+        assert not owner.must_erase
+        assert content_of(b"secret") not in bytes_of(fd)
+        assert has_its_bytes(own, b"theirs")
+        assert owner.order_erasure(OTHER)
+
+
+@pytest.mark.spec("E3", "E6")
+def test_pinned_and_reserved_rows_are_erased_once_they_are_let_go(fd: int) -> None:
+    with rows_of(fd, Clock()) as own, contextlib.closing(SlabView(fd)) as owner:
+        store(own, ACME, b"read")
+        own.pin([b"read"])
+        own.reserve([b"written"], tenant=ACME)
+        owner.order_erasure(ACME)
+        assert own.shrink_to_limit() == []
+        own.unpin([b"read"])
+        assert own.shrink_to_limit() == [b"read"] and owner.must_erase
+        own.mark_ready(b"written", ACME)
+        assert own.shrink_to_limit() == [b"written"] and not owner.must_erase
+
+
+@pytest.mark.spec("E6")
+def test_step_waits_for_the_erasure_of_some_rows_only(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "ERASED_AT_ONCE", 3)
+    with rows_of(fd, Clock()) as own, contextlib.closing(SlabView(fd)) as owner:
+        store(own, ACME, *keys(7))
+        owner.order_erasure(ACME)
+        assert [len(own.shrink_to_limit()) for _ in range(4)] == [3, 3, 1, 0]
+        assert not owner.must_erase
+
+
+@pytest.mark.spec("E6")
+def test_order_that_a_killed_writer_left_open_is_the_next_writers(fd: int) -> None:
+    with rows_of(fd, Clock()) as own, contextlib.closing(SlabView(fd)) as owner:
+        store(own, ACME, b"secret")
+        owner.order_erasure(ACME)
+    with rows_of(fd, Clock()) as later:
+        assert later.shrink_to_limit() == [b"secret"]
+
+
+@pytest.mark.spec("E6")
+def test_owner_erases_in_a_slab_that_no_writer_has(fd: int) -> None:
+    with rows_of(fd, Clock()) as own:
+        store(own, ACME, b"secret")
+        store(own, OTHER, b"theirs")
+    with contextlib.closing(SlabView(fd)) as owner:
+        before = owner.allocated_bytes
+        assert owner.erase_tenant(ACME) == 1 and owner.erase_tenant(ACME) == 0
+        assert owner.allocated_bytes == before
+    assert content_of(b"secret") not in bytes_of(fd)
+    with rows_of(fd, Clock()) as later:
+        assert later.lookup(b"secret") is None and has_its_bytes(later, b"theirs")
+
+
+def test_default_tenant_is_that_of_rows_without_a_name(fd: int) -> None:
+    assert layout.tenant_digest(DEFAULT_TENANT) == layout.tenant_digest("") == layout.NO_TENANT
+    with rows_of(fd, Clock()) as own:
+        own.reserve([b"a"])
+        own.mark_ready(b"a")
+    assert by_tenant(fd) == {layout.NO_TENANT: 1}
