@@ -26,7 +26,7 @@ from arbiter.core.eviction import eviction, pressure, sleep
 from arbiter.core.queue import admission, grant_pass, wait_estimate
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.ticket import CHARGED, State
-from arbiter.core.reports import replica_targets
+from arbiter.core.reports import dry_run, replica_targets
 from arbiter.core.reports.explain import Explanation, explain
 from arbiter.core.reports.snapshot import StateView, view_of
 from arbiter.core.residency import floors, growth, heartbeats, idle, prefetch, readings
@@ -155,6 +155,10 @@ class Arbiter:
         """Returns why a ticket waits, or why it went. Raises UnknownTicket."""
         return explain(self._state, ticket, now)
 
+    def plan(self, question: dry_run.PlanQuestion, now: Instant) -> dry_run.Plan:
+        """Returns what a request would bring about; changes nothing (K3)."""
+        return dry_run.plan(self._state, question, now, _handle_on)
+
     def replica_targets(self, now: Instant) -> dict[str, int]:
         """Returns the replicas wanted of each capability. SetTimer also comes when a target
         changes."""
@@ -204,6 +208,13 @@ class Arbiter:
     def restore_learned(self, rows: list[dict[str, Any]]) -> None:
         """Takes back the rows of `export_learned`."""
         self._state.estimates.restore(rows)
+
+
+def _handle_on(copied: CoreState, event: ev.Event, now: Instant) -> list[Decision]:
+    """Handles an event on a copy of the state."""
+    twin = object.__new__(Arbiter)
+    twin._state = copied
+    return twin.handle(event, now)
 
 
 # -- the events -----------------------------------------------------------------------------------

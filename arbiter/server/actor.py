@@ -26,6 +26,7 @@ from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId
 # replica does so while a request waits for its first token, so what only the arbiter's own process
 # needs is imported where it is used; that is a tenth of a second.
 if TYPE_CHECKING:
+    from arbiter.core.reports.dry_run import PlanQuestion
     from arbiter.server.event_log import EventLog
     from arbiter.server.recording import Recorder, RecordingHeader
     from arbiter.server.shell import Shell
@@ -397,6 +398,11 @@ class ArbiterActor:
     async def explain(self, ticket: TicketId) -> messages.Plain:
         """Why it waits, or why it went. Raises UnknownTicket."""
         return self._shell.explain(ticket)
+
+    async def plan(self, question: "PlanQuestion") -> messages.Plain:
+        """What a request would bring about. Changes nothing. Raises UnknownCapability,
+        UnknownModel."""
+        return self._shell.plan(question)
 
     async def events(self, after_seq: int, wait_s: float) -> list[messages.Plain]:
         return await self._shell.log.after(after_seq, wait_s)

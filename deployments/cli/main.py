@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from arbiter.errors import ArbiterError
-from deployments.cli import check, cluster, keys, lease, replay, show, steer
+from deployments.cli import check, cluster, keys, lease, plan, replay, show, steer
 from deployments.cli.output import CommandError, discard_stdout, say
 
 PANELS = ("See", "Steer", "Leases", "Cluster", "Keys", "Record and replay")
@@ -52,7 +52,15 @@ app = typer.Typer(
 )
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "See": (show.status, show.events, show.explain, show.residency, show.pool, show.clients),
+    "See": (
+        show.status,
+        show.events,
+        show.explain,
+        plan.plan,
+        show.residency,
+        show.pool,
+        show.clients,
+    ),
     "Steer": (steer.load, steer.unload, steer.grow, steer.shrink, steer.floor, steer.settings),
     "Leases": (lease.lease, show.leases, steer.drain, steer.cleanup),
     "Cluster": (check.check, cluster.upgrade, cluster.down),

@@ -16,6 +16,7 @@ from deployments.front.routes import (
     leases,
     ollama,
     openai,
+    plan,
     residency,
     settings,
 )
@@ -45,7 +46,7 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    for module in (openai, audio, ollama, health, arbiter, leases, residency, settings):
+    for module in (openai, audio, ollama, health, arbiter, plan, leases, residency, settings):
         app.include_router(module.router)
     _add(app, tuple(SCHEMAS))
     offer(app)

@@ -66,6 +66,7 @@ GET /health
 GET /ready
 GET /arbiter/state
 GET /arbiter/explain/{ticket}
+POST /arbiter/plan
 GET /arbiter/settings
 PUT /arbiter/settings
 GET /arbiter/events

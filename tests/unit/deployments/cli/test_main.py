@@ -16,7 +16,7 @@ from tests.support.scripted_front import ScriptedFront
 from tests.unit.deployments.cli.conftest import Run
 
 PANELS = {
-    "See": ["status", "events", "explain", "residency", "pool", "clients"],
+    "See": ["status", "events", "explain", "plan", "residency", "pool", "clients"],
     "Steer": ["load", "unload", "grow", "shrink", "floor", "settings"],
     "Leases": ["lease", "leases", "drain", "cleanup"],
     "Cluster": ["check", "upgrade", "down"],
