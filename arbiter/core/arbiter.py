@@ -1,10 +1,11 @@
 """Keeps the arbiter's rules behind one door: `handle(event, now)` returns what must be done.
 
 Deterministic, and pure in time: the clock, the wire and the dice are outside. Every call runs the
-same ten steps in this order: apply the event, fire the timers that are due, evict on overcommitted
-devices, grant growth, run the grant pass over dirty nodes, estimate the wait of new tickets, forget
-removed models, prefetch what comes next, settle the clients' accounts, check the books of the
-devices that were touched. Then it says when it wants to be called next.
+same eleven steps in this order: apply the event, fire the timers that are due, evict on
+overcommitted devices, grant growth, run the grant pass over dirty nodes, estimate the wait of new
+tickets, forget removed models, load again what had left for a lease of `arbiter free`, prefetch
+what comes next, settle the clients' accounts, check the books of the devices that were touched.
+Then it says when it wants to be called next.
 
 A message about a ticket that has moved on is normal, because holders race with revokes and wires
 repeat messages; the core counts it in `stale_count` and ignores it otherwise. An identity that does
@@ -73,6 +74,7 @@ class Arbiter:
         grant_pass.run(state)
         wait_estimate.estimate_new(state)
         floors.forget_removed(state)
+        floors.return_freed(state)
         prefetch.predict_next(state)
         state.accounts.settle(state.ledger.holdings, state.now)
         state.ledger.check_touched()

@@ -199,6 +199,7 @@ class EventKind(StrEnum):
     LEASE_GRANTED = "lease_granted"
     LEASE_OVERDUE = "lease_overdue"
     LEASE_ENDED = "lease_ended"
+    FREED_RETURN = "freed_return"  # what left for `arbiter free` is loaded again
     CAPABILITY_RUN = "capability_run"
     RUNS_DROPPED = "runs_dropped"
 

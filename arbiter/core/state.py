@@ -126,7 +126,8 @@ class CoreState:
     - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `transition_counts`,
       `last_home`;
     - work under way: `growing` residents, `wanted` models without a holder, `removing` models,
-      `prefetched` models, `evicted_for` a load that has not succeeded, `pressure` by device,
+      `prefetched` models, `evicted_for` a load that has not succeeded, `freed_for` a lease that
+      holds, `pressure` by device,
       `failures` that cool down, `broken_loads` whose cause may still come;
     - memory of answers: `answers` by ticket, `evictions` for explain, `rankings` of victims by
       device;
@@ -170,16 +171,11 @@ class CoreState:
         self.transition_counts: dict[types.ModelName, dict[types.ModelName, int]] = {}
         self.prefetched: dict[types.ModelName, Instant] = {}  # brought in unasked, not used yet
         self.floors: dict[types.ModelName, types.Floor] = {}  # by capability and model
-        self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
-        self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
-        self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
         self.pressure: dict[DeviceId, PressureState] = {}
         self.failures: dict[types.ModelName, Failure] = {}
         self.last_home: dict[tuple[NodeId, types.ModelName], DeviceId] = {}
-        self.evicted_for: dict[EvictedForKey, EvictedFor] = {}
         self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
-        self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()
         self.awaited = set(known_holders)  # of the last epoch, not back yet
         self.fresh: list[TicketId] = []  # joined the queue in this step
         self.born = now
@@ -188,6 +184,16 @@ class CoreState:
         self.stale_count = 0
         self.now = now
         self.out: list[Decision] = []
+        self._begin_work()
+
+    def _begin_work(self) -> None:
+        """Begins with no work under way."""
+        self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
+        self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
+        self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
+        self.evicted_for: dict[EvictedForKey, EvictedFor] = {}
+        self.freed_for: dict[TicketId, dict[types.ModelName, None]] = {}  # return once it is over
+        self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()
 
     # -- across restarts -----------------------------------------------------------------------
 

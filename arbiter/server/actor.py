@@ -295,6 +295,12 @@ class ArbiterActor:
         """The holder has given the memory back. Repeated: nothing. Raises UnknownLease."""
         self._leases.give_back(lease, tenant)
 
+    async def free(self, call: messages.LeaseCall, is_kept: bool) -> messages.Plain:
+        """Frees what is idle for a lease (A15). `is_kept`: no process beats for it. Says what left
+        and what stays, as it was when the lease was first asked for, and how the lease is now.
+        Raises RequestError."""
+        return await self._leases.free(call, is_kept=is_kept)
+
     async def clean_leases(self) -> list[TicketId]:
         """Ends leases with missed heartbeats now, before they lapse."""
         return self._leases.clean()

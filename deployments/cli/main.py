@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from arbiter.errors import ArbiterError
-from deployments.cli import check, cluster, keys, lease, plan, replay, show, steer
+from deployments.cli import check, cluster, free, keys, lease, plan, replay, show, steer
 from deployments.cli.output import CommandError, discard_stdout, say
 
 PANELS = ("See", "Steer", "Leases", "Cluster", "Keys", "Record and replay")
@@ -62,7 +62,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         show.clients,
     ),
     "Steer": (steer.load, steer.unload, steer.grow, steer.shrink, steer.floor, steer.settings),
-    "Leases": (lease.lease, show.leases, steer.drain, steer.cleanup),
+    "Leases": (lease.lease, free.free, show.leases, steer.drain, steer.cleanup),
     "Cluster": (check.check, cluster.upgrade, cluster.down),
     "Record and replay": (replay.record, replay.whatif),
 }

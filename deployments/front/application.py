@@ -12,6 +12,7 @@ from deployments.front.http_errors import HANDLERS
 from deployments.front.routes import (
     arbiter,
     audio,
+    free,
     health,
     leases,
     ollama,
@@ -46,7 +47,7 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    for module in (openai, audio, ollama, health, arbiter, plan, leases, residency, settings):
+    for module in (openai, audio, ollama, health, arbiter, plan, free, leases, residency, settings):
         app.include_router(module.router)
     _add(app, tuple(SCHEMAS))
     offer(app)

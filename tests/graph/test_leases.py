@@ -1,5 +1,6 @@
 """`arbiter lease` around a command, on the running system."""
 
+import json
 import subprocess
 import sys
 import urllib.error
@@ -11,6 +12,12 @@ import pytest
 from tests.graph.conftest import BIN, ROOT, Graph, until
 from tests.support.graph_commands import environment, run_command, send
 
+CHAT = "tiny-chat"
+HELLO = {
+    "model": CHAT,
+    "messages": [{"role": "user", "content": "Who holds the memory?"}],
+    "max_tokens": 2,
+}
 TRAINER = [sys.executable, "-m", "tests.support.trainer", "100"]
 
 
@@ -61,3 +68,36 @@ def test_cleanup_ends_a_lease_whose_holder_has_gone(graph: Graph) -> None:
     assert lease in run_command(graph, "leases")
     until(lambda: lease in run_command(graph, "cleanup"), 30, "its heartbeats are missed")
     until(lambda: not any(t["lease"] for t in graph.state()["tickets"]), 10, "it is off the books")
+
+
+@pytest.mark.spec("A15")
+def test_freed_memory_is_held_for_its_term_and_what_left_returns(graph: Graph) -> None:
+    graph.post("/v1/chat/completions", HELLO)
+    idle = until(lambda: idle_tickets(graph, CHAT), 30, "the model is idle")
+    [device] = [d for d in graph.state()["devices"] if d["kind"] == "cpu"]
+    held = sum(sum(t["charged_bytes"].values()) for t in idle)
+    gb = (device["free_bytes"] + held / 2) / (1 << 30)
+    planned = json.loads(run_command(graph, "free", "--gb", str(gb), "--dry-run", "--json"))
+    assert planned["lease"] is None and planned["plan"]["victims"]
+    graph.post("/v1/chat/completions", HELLO)  # it leaves by itself after a few seconds
+    until(lambda: idle_tickets(graph, CHAT), 30, "the model is idle again")
+    done = json.loads(run_command(graph, "free", "--gb", str(gb), "--for", "10m", "--json"))
+    lease = done["lease"]["ticket"]
+    assert done["lease"]["state"] == "held"
+    went = {victim["ticket"] for victim in done["plan"]["victims"]}
+    assert went and not went & {t["ticket"] for t in graph.state()["tickets"]}
+    assert "free" in run_command(graph, "leases")
+    run_command(graph, "drain", lease)
+    models = {victim["model"] for victim in done["plan"]["victims"]}
+    until(
+        lambda: models & {t["model"] for t in graph.state()["tickets"] if t["state"] == "resident"},
+        60,
+        "what left is loaded again without a request",
+    )
+    told = [e for e in graph.events() if e["kind"] == "freed_return"]
+    assert told[-1]["ticket"] == lease
+
+
+def idle_tickets(graph: Graph, model: str) -> list[dict[str, Any]]:
+    tickets = [t for t in graph.state()["tickets"] if t["model"] == model]
+    return [t for t in tickets if t["state"] == "resident" and not t["inflight"]]

@@ -67,6 +67,7 @@ GET /ready
 GET /arbiter/state
 GET /arbiter/explain/{ticket}
 POST /arbiter/plan
+POST /arbiter/free
 GET /arbiter/settings
 PUT /arbiter/settings
 GET /arbiter/events

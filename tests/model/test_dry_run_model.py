@@ -11,11 +11,21 @@ from hypothesis.stateful import rule
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.decisions import Decision, EventKind, Grant, KillEngine, LogEvent, Refuse, Revoke
+from arbiter.core.decisions import (
+    Decision,
+    EventKind,
+    Grant,
+    KillEngine,
+    LoadModel,
+    LogEvent,
+    Refuse,
+    Revoke,
+)
+from arbiter.core.records.ticket import State
 from arbiter.core.reports.dry_run import Answer, Plan, PlanQuestion
 from arbiter.units import Bytes, HolderId, NodeId, TicketId, seconds
-from tests.support.core_driver import PLAIN, gib, granted
-from tests.support.gpu_core_driver import GpuCoreDriver
+from tests.support.core_driver import PLAIN, gib
+from tests.support.gpu_core_driver import GPU, OTHER, GpuCoreDriver
 from tests.support.ledger_machine import HOLDER_OF, SIZES, TICKETS, LedgerMachine
 
 
@@ -98,7 +108,21 @@ class GpuWorld(GpuCoreDriver):
         return grants
 
 
+TERMS = types.LeaseConditions("ops", seconds(60), seconds(0), frees=True)
 RESIDENTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=8)
+
+
+def filled(residents: list[tuple[int, int]]) -> GpuWorld:
+    """Each of a size and with so many requests in flight, as far as there is room."""
+    world = GpuWorld(device=80, host=0, settings=PLAIN)
+    for n, (size, inflight) in enumerate(residents):
+        name = f"{'abcde'[n % 5]}{n}"
+        if not world.settle(n, world.ask(n, name, size), name):
+            world.at(n, ev.Withdrawn(TicketId(name)))
+            continue
+        world.at(n, ev.Loaded(TicketId(name), seconds(0)))
+        world.beat(n, name, inflight=inflight)
+    return world
 
 
 @pytest.mark.spec("K3")
@@ -107,14 +131,7 @@ RESIDENTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=
 def test_the_victims_and_the_device_of_a_dry_run_are_those_of_the_request(
     residents: list[tuple[int, int]], wanted: int, priority: types.Priority
 ) -> None:
-    world = GpuWorld(device=80, host=0, settings=PLAIN)
-    for n, (size, inflight) in enumerate(residents):
-        name = f"{'abcde'[n % 5]}{n}"
-        if name not in granted(world.ask(n, name, size)):
-            world.at(n, ev.Withdrawn(TicketId(name)))
-            continue
-        world.at(n, ev.Loaded(TicketId(name), seconds(0)))
-        world.beat(n, name, inflight=inflight)
+    world = filled(residents)
     question = PlanQuestion(
         "text", "large", types.Need(gib(wanted)), True, priority=priority, holder=HolderId("h")
     )
@@ -128,3 +145,36 @@ def test_the_victims_and_the_device_of_a_dry_run_are_those_of_the_request(
     if plan.answer is Answer.AFTER_EVICTING:
         [grant] = world.settle(t, decisions, "large")
         assert grant.devices == plan.goes_to
+
+
+@pytest.mark.spec("A15", "K3")
+@given(residents=RESIDENTS, wanted=st.integers(1, 90))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_freeing_takes_idle_models_alone_and_all_of_them_return(
+    residents: list[tuple[int, int]], wanted: int
+) -> None:
+    world = filled(residents)
+    idle, in_use = set(), set()
+    for entry in world.tickets(State.RESIDENT):
+        (in_use if entry.inflight else idle).add(str(entry.ticket))
+    t, need, asker = len(residents) - 1, types.Need(gib(wanted)), HolderId("free")
+    question = PlanQuestion("lease", "gpu", need, True, lease=TERMS)
+    plan = world.arbiter.plan(question, world.state.now)
+    world.at(t, ev.Joined(asker, NodeId("n"), "lease", ()))
+    told = len(world.told)
+    request = ev.Requested(TicketId("free"), asker, "lease", "gpu", need, lease=TERMS)
+    decisions = world.at(t, request)
+    check_against(plan, [*decisions, *world.told[told:]], "free")
+    if plan.answer is Answer.NEVER:
+        assert not idle and world.free(GPU) == world.free(OTHER) == 0
+        return
+    grants = world.settle(t, decisions, "free")
+    assert [grant.devices for grant in grants] == [plan.goes_to]
+    there = {str(entry.ticket) for entry in world.tickets(State.RESIDENT)} - {"free"}
+    assert in_use <= there
+    went = idle - there
+    assert went == {str(victim.ticket) for victim in plan.victims}
+    after = world.at(t + 1, ev.Released(TicketId("free"), "released"))
+    assert {d.model for d in after if isinstance(d, LoadModel)} == {w[0] for w in went} - {
+        name[0] for name in there
+    }

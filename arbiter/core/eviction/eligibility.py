@@ -4,6 +4,7 @@ Lawful here means: awake and not loading, or asleep; not pinned; past its minimu
 just declined.
 """
 
+from collections.abc import Callable
 from enum import Enum, auto
 
 from arbiter.core.eviction.ranking import effective_priority
@@ -29,6 +30,7 @@ class Obstacle(Enum):
     URGENT = auto()
     LATELY = auto()
     RESERVED = auto()
+    IN_USE = auto()
 
 
 def is_evictable(state: CoreState, entry: Ticket) -> bool:
@@ -49,16 +51,24 @@ def find_obstacle(
     None when it may. A victim is never more urgent than the asker, and an equal leaves only after
     its minimum residency (C2, C4). An asleep ticket that waits to be woken gives way to tickets
     before it in the queue, never to those behind: what it still holds on the device could keep the
-    head of the queue waiting for ever."""
+    head of the queue waiting for ever. `arbiter free` takes whatever is idle, and nothing else."""
     if entry is waiting:
         return Obstacle.ITSELF
     if not is_evictable(state, entry):
         return Obstacle.UNLAWFUL
     if state.tenants and quotas.is_reserved(state, entry, waiting.client.tenant):
         return Obstacle.RESERVED
+    if waiting.lease and waiting.lease.terms.frees:
+        is_wanted = entry.inflight > 0 or entry.ticket in state.queue
+        return Obstacle.IN_USE if is_wanted else None
     if entry.ticket in state.queue:
         is_ahead = state.queue.is_ahead(waiting.ticket, entry.ticket)
         return None if is_ahead else Obstacle.AHEAD
+    return _too_soon(state, entry, urgent)
+
+
+def _too_soon(state: CoreState, entry: Ticket, urgent: Priority) -> Obstacle | None:
+    """Returns the obstacle that time alone removes."""
     its_own = effective_priority(state, entry)
     if its_own < urgent:
         return Obstacle.URGENT
@@ -74,25 +84,25 @@ def may_swap(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority)
 
 def obstacle_text(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority) -> str | None:
     """Returns the obstacle in words; None when the ticket may be revoked."""
-    match find_obstacle(state, entry, waiting, urgent):
-        case Obstacle.ITSELF:
-            return "it is the asker itself"
-        case Obstacle.UNLAWFUL:
-            return _why_never(state, entry)
-        case Obstacle.RESERVED:
-            return f"it lies within the reserve of {entry.client.tenant}"
-        case Obstacle.AHEAD:
-            return "it waits in the queue itself, before the asker"
-        case Obstacle.URGENT:
-            its_own = effective_priority(state, entry).name.lower()
-            return f"it is more urgent ({its_own} before {urgent.name.lower()})"
-        case Obstacle.LATELY:
-            left_s = in_seconds(since(state.now, min_residency_ends(state, entry)))
-            return f"protected for another {left_s:.1f} s (minimum residency)"
-    return None
+    obstacle = find_obstacle(state, entry, waiting, urgent)
+    return TEXTS[obstacle](state, entry, urgent) if obstacle else None
 
 
-def _why_never(state: CoreState, entry: Ticket) -> str:
+def _urgent_text(state: CoreState, entry: Ticket, urgent: Priority) -> str:
+    its_own = effective_priority(state, entry).name.lower()
+    return f"it is more urgent ({its_own} before {urgent.name.lower()})"
+
+
+def _lately_text(state: CoreState, entry: Ticket, _: Priority) -> str:
+    left_s = in_seconds(since(state.now, min_residency_ends(state, entry)))
+    return f"protected for another {left_s:.1f} s (minimum residency)"
+
+
+def _in_use_text(_: CoreState, entry: Ticket, __: Priority) -> str:
+    return f"it is in use ({entry.inflight} in flight)" if entry.inflight else "a request waits"
+
+
+def _why_never(state: CoreState, entry: Ticket, _: Priority) -> str:
     if entry.pinned:
         return "it is pinned"
     if state.now < entry.declined_until:
@@ -103,6 +113,17 @@ def _why_never(state: CoreState, entry: Ticket) -> str:
     if entry.state is State.ASLEEP:
         return "its floor is host"
     return f"it is {entry.state.value}"
+
+
+TEXTS: dict[Obstacle, Callable[[CoreState, Ticket, Priority], str]] = {
+    Obstacle.ITSELF: lambda *_: "it is the asker itself",
+    Obstacle.UNLAWFUL: _why_never,
+    Obstacle.RESERVED: lambda _, entry, __: f"it lies within the reserve of {entry.client.tenant}",
+    Obstacle.IN_USE: _in_use_text,
+    Obstacle.AHEAD: lambda *_: "it waits in the queue itself, before the asker",
+    Obstacle.URGENT: _urgent_text,
+    Obstacle.LATELY: _lately_text,
+}
 
 
 def may_leave(state: CoreState, entry: Ticket) -> bool:

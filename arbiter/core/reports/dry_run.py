@@ -16,11 +16,12 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, EventKind, Grant, LogEvent, Reason, Refuse, Tier
 from arbiter.core.eviction.ranking import effective_priority, reload_span
-from arbiter.core.queue import wait_estimate
+from arbiter.core.queue import freeing, wait_estimate
 from arbiter.core.records.eviction_history import EvictionHistory
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.reports.explain import explain
 from arbiter.core.state import CoreState
+from arbiter.core.tickets import leases
 from arbiter.core.tickets.device_limits import COMPUTE
 from arbiter.core.tickets.leases import LEASE
 from arbiter.errors import QuotaExceeded, RequestError
@@ -83,6 +84,16 @@ class PlanVictim:
 
 
 @dataclass(frozen=True, slots=True)
+class StayingTicket:
+    """Describes a ticket that `arbiter free` may not have."""
+
+    ticket: TicketId
+    model: str
+    charged: tuple[types.DeviceBytes, ...]  # on devices that compute
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Says what a request would bring about."""
 
@@ -99,6 +110,7 @@ class Plan:
     starts_replica: bool  # a replica must start first, which takes a second or two more
     code: str | None  # of the refusal
     said: tuple[str, ...]  # the same for a person, a sentence each
+    stays: tuple[StayingTicket, ...] = ()  # of `arbiter free`: pinned, in use, not to be had
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +205,21 @@ def _try(
     if seat.is_new:
         role = LEASE if question.lease else question.capability
         step(copied, ev.Joined(seat.holder, seat.node, role, ()), now)
-    request = ev.Requested(
-        here.ticket if here else TICKET,
+    ticket, need = (here.ticket, here.need) if here else (TICKET, question.need)
+    request = _request(question, seat, ticket, need)
+    decisions = step(copied, request, now)
+    return _Outcome(state, copied, question, seat, request.ticket, decisions).plan()
+
+
+def _request(
+    question: PlanQuestion, seat: _Seat, ticket: TicketId, need: types.Need
+) -> ev.Requested:
+    return ev.Requested(
+        ticket,
         seat.holder,
         question.capability,
         question.model,
-        here.need if here else question.need,
+        need,
         question.settings_key,
         question.need_is_explicit,
         priority=question.priority,
@@ -206,8 +227,6 @@ def _try(
         split=question.split,
         lease=question.lease,
     )
-    decisions = step(copied, request, now)
-    return _Outcome(state, copied, question, seat, request.ticket, decisions).plan()
 
 
 # -- what came of it -------------------------------------------------------------------------------
@@ -281,6 +300,7 @@ class _Outcome:
     ) -> Plan:
         if load is None:
             load = wait_estimate.load_span(self.copied, entry) if entry else Span(0)
+        stays = self._stays(entry)
         return Plan(
             answer,
             self.question.capability,
@@ -294,7 +314,21 @@ class _Outcome:
             is_resident=False,
             starts_replica=self.seat.is_new and not self.question.lease,
             code=code,
-            said=said,
+            said=(*said, *map(_stays_said, stays)),
+            stays=stays,
+        )
+
+    def _stays(self, entry: Ticket | None) -> tuple[StayingTicket, ...]:
+        """Returns what `arbiter free` would leave where it is; nothing for any other request."""
+        terms, copied = self.question.lease, self.copied
+        if terms is None or not terms.frees:
+            return ()
+        asked = _request(self.question, self.seat, self.ticket, self.question.need)
+        asker = entry or leases.new_entry(copied, copied.holders[self.seat.holder], asked, terms)
+        return tuple(
+            StayingTicket(e.ticket, e.model, self._listed(e), why)
+            for e, why in freeing.staying(copied, asker)
+            if not e.leaving
         )
 
     def _need(self, entry: Ticket | None) -> Bytes:
@@ -344,17 +378,22 @@ class _Outcome:
         ending = self.copied.ledger.entries(State.RECLAIMING)
         return [e.ticket for e in ending if e.ticket in was and e.leaving is Reason.WITHDRAWN]
 
+    def _listed(self, entry: Ticket) -> tuple[types.DeviceBytes, ...]:
+        """Returns what a ticket is charged on devices that compute."""
+        books = self.copied.ledger.books
+        there = [d for d in sorted(entry.devices) if d in books and books[d].kind in COMPUTE]
+        return tuple(types.DeviceBytes(d, entry.charge(d)) for d in there)
+
     def _victim(self, before: Ticket) -> PlanVictim:
-        state, books = self.state, self.state.ledger.books
+        state = self.state
         left = self.copied.ledger.find(before.ticket)
         sleeps = left is not None and left.revocation and left.revocation.to is Tier.ASLEEP
-        freed = [d for d in sorted(before.devices) if d in books and books[d].kind in COMPUTE]
         return PlanVictim(
             before.ticket,
             before.capability,
             before.model,
             before.state.value,
-            tuple(types.DeviceBytes(d, before.charge(d)) for d in freed),
+            self._listed(before),
             (Tier.ASLEEP if sleeps else Tier.GONE).value,
             reload_span(state, before),
             before.inflight,
@@ -382,6 +421,11 @@ def _victim_said(victim: PlanVictim) -> str:
     user = victim.client or victim.tenant
     goes = "falls asleep" if victim.goes == Tier.ASLEEP.value else "leaves"
     return f"{victim.model} ({victim.ticket}) {goes}: {size}, {use}, last used by {user}; {back}."
+
+
+def _stays_said(stays: StayingTicket) -> str:
+    size = human(Bytes(sum(d.size_bytes for d in stays.charged)))
+    return f"{stays.model} ({stays.ticket}) stays with {size}: {stays.why}."
 
 
 def _resident(state: CoreState, question: PlanQuestion, here: Ticket) -> Plan:

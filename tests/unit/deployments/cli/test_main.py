@@ -18,7 +18,7 @@ from tests.unit.deployments.cli.conftest import Run
 PANELS = {
     "See": ["status", "events", "explain", "plan", "residency", "pool", "clients"],
     "Steer": ["load", "unload", "grow", "shrink", "floor", "settings"],
-    "Leases": ["lease", "leases", "drain", "cleanup"],
+    "Leases": ["lease", "free", "leases", "drain", "cleanup"],
     "Cluster": ["check", "upgrade", "down"],
     "Keys": ["key"],
     "Record and replay": ["record", "whatif"],
