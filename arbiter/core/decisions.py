@@ -159,6 +159,7 @@ class EventKind(StrEnum):
     PRESSURE_NOTHING_LEFT = "pressure_nothing_left"
     SLAB_DROPPED = "slab_dropped"
     PINNED_OVERCOMMIT = "pinned_overcommit"
+    LOADING_SHARE = "loading_share"  # of ten minutes: it has crossed the bound
     PIN_OVER_CAP = "pin_over_cap"
 
     # Tickets.

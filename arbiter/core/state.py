@@ -16,10 +16,12 @@ from arbiter.core.records.accounts import Accounts
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.records.eviction_history import EvictionHistory
 from arbiter.core.records.ledger import Ledger
+from arbiter.core.records.loading_times import LoadingTimes
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.request_queue import RequestQueue
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.records.timers import Timers
+from arbiter.core.records.trades import Trades
 from arbiter.core.records.usage_rates import HourlyUsage, UsageRates
 from arbiter.core.settings import Settings
 from arbiter.core.view import Policies
@@ -124,7 +126,7 @@ class CoreState:
       and `floors`, which people set;
     - the books: `ledger` (tickets and devices), `queue`, `holders`, `nodes`, `accounts` of clients;
     - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `transition_counts`,
-      `last_home`;
+      `last_home`, `trades` of places, `loading_times` and `loading_much`, by device;
     - work under way: `growing` residents, `wanted` models without a holder, `removing` models,
       `prefetched` models, `evicted_for` a load that has not succeeded, `freed_for` a lease that
       holds, `pressure` by device,
@@ -157,6 +159,8 @@ class CoreState:
         self.lasting_rates = UsageRates(settings.lasting_window)
         self.hours = HourlyUsage(now)
         self.evictions = EvictionHistory()
+        self.trades = Trades()
+        self.loading_times = LoadingTimes()
         self.rankings: dict[DeviceId, Any] = {}  # see ranking.Ranking
         self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
         self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
@@ -188,6 +192,7 @@ class CoreState:
 
     def _begin_work(self) -> None:
         """Begins with no work under way."""
+        self.loading_much: dict[DeviceId, float] = {}  # the share of its time, where above the bound
         self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
         self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
@@ -347,6 +352,8 @@ class CoreState:
     ) -> None:
         """Changes the state of a ticket. See Ledger.move."""
         was = entry.state
+        if was is State.LOADING:
+            self.loading_times.note(entry.home, entry.since, self.now)
         self.ledger.move(entry, to, self.now, granted, home)
         if (was is State.LOADING) != (to is State.LOADING):
             self.queue.loading(entry.node, entry.model_name, 1 if to is State.LOADING else -1)

@@ -29,6 +29,7 @@ class Obstacle(Enum):
     AHEAD = auto()
     URGENT = auto()
     LATELY = auto()
+    COLLATED = auto()
     RESERVED = auto()
     IN_USE = auto()
 
@@ -64,16 +65,20 @@ def find_obstacle(
     if entry.ticket in state.queue:
         is_ahead = state.queue.is_ahead(waiting.ticket, entry.ticket)
         return None if is_ahead else Obstacle.AHEAD
-    return _too_soon(state, entry, urgent)
+    return _too_soon(state, entry, waiting, urgent)
 
 
-def _too_soon(state: CoreState, entry: Ticket, urgent: Priority) -> Obstacle | None:
+def _too_soon(
+    state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority
+) -> Obstacle | None:
     """Returns the obstacle that time alone removes."""
     its_own = effective_priority(state, entry)
     if its_own < urgent:
         return Obstacle.URGENT
     if its_own == urgent and state.now < min_residency_ends(state, entry):
         return Obstacle.LATELY
+    if its_own == urgent and state.now < collated_until(state, entry, waiting):
+        return Obstacle.COLLATED
     return None
 
 
@@ -95,7 +100,14 @@ def _urgent_text(state: CoreState, entry: Ticket, urgent: Priority) -> str:
 
 def _lately_text(state: CoreState, entry: Ticket, _: Priority) -> str:
     left_s = in_seconds(since(state.now, min_residency_ends(state, entry)))
-    return f"protected for another {left_s:.1f} s (minimum residency)"
+    much = max((state.loading_much.get(d, 0.0) for d in entry.home), default=0.0)
+    why = f", longer because loads took {much:.0%} of the last ten minutes" if much else ""
+    return f"protected for another {left_s:.1f} s (minimum residency{why})"
+
+
+def _collated_text(state: CoreState, entry: Ticket, _: Priority) -> str:
+    most_s = in_seconds(state.settings.collate_most)
+    return f"both trade places, so it goes on with its own requests until the asker has waited {most_s:.0f} s"
 
 
 def _in_use_text(_: CoreState, entry: Ticket, __: Priority) -> str:
@@ -123,6 +135,7 @@ TEXTS: dict[Obstacle, Callable[[CoreState, Ticket, Priority], str]] = {
     Obstacle.AHEAD: lambda *_: "it waits in the queue itself, before the asker",
     Obstacle.URGENT: _urgent_text,
     Obstacle.LATELY: _lately_text,
+    Obstacle.COLLATED: _collated_text,
 }
 
 
@@ -140,6 +153,33 @@ def min_residency_ends(state: CoreState, entry: Ticket) -> Instant:
     settings = state.settings
     load = entry.load
     assert load is not None  # not by `last_load`: asked of each candidate
-    in_loads = Span(int(load.took * settings.min_residency_loads))
+    in_loads = Span(int(load.took * _residency_loads(state, entry)))
     at_least = max(settings.min_residency, min(in_loads, settings.min_residency_most))
     return after(load.resident_since, at_least)
+
+
+def _residency_loads(state: CoreState, entry: Ticket) -> float:
+    """Returns for how many times its load a model stays. Where a device spends too much of its time
+    loading (C13), as many as keep the share of loads within the bound."""
+    usual = state.settings.min_residency_loads
+    if not state.loading_much or not any(d in state.loading_much for d in entry.home):
+        return usual
+    return max(usual, 1.0 / state.settings.loading_most_fraction - 1.0)
+
+
+def collated_until(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant:
+    """Returns until when a model goes on with requests of its own although a ticket as urgent waits
+    for its place: where the asker's model has left for it before, so that both would trade places
+    with every few requests (C13). A model without requests leaves at once, and the asker waits no
+    longer than the bound."""
+    most = state.settings.collate_most
+    if not most or entry.state is not State.RESIDENT or entry.is_prefetch:
+        return state.now
+    if not state.trades.has_left_for(waiting.model_name, entry.model_name, state.now):
+        return state.now
+    queued = state.queue.find(waiting.ticket)
+    asked = queued.request.asked if queued else state.now
+    bound = after(asked, most)
+    if entry.inflight > 0:
+        return bound
+    return min(bound, after(entry.last_used, state.settings.collate_pause))

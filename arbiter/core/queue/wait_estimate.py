@@ -8,7 +8,7 @@ loads of tickets before it that need the same bytes.
 from itertools import islice
 
 from arbiter.core.decisions import EventKind, Queued
-from arbiter.core.eviction.eligibility import min_residency_ends
+from arbiter.core.eviction.eligibility import collated_until, min_residency_ends
 from arbiter.core.eviction.eviction import returning_bytes
 from arbiter.core.eviction.ranking import effective_priority, priority_fades_at, ranked_victims
 from arbiter.core.records.ledger import DeviceAccount
@@ -116,5 +116,15 @@ def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
         fades_at = priority_fades_at(state, entry) or after(state.now, state.settings.carry_most)
         return max(lawful_at, fades_at)
     if its_own == asker:
-        return max(lawful_at, min_residency_ends(state, entry))
+        collated_at = _collated_at(state, entry, waiting)
+        return max(lawful_at, min_residency_ends(state, entry), collated_at)
     return lawful_at
+
+
+def _collated_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
+    """Returns when a model with which the asker trades places may leave at the latest: while its
+    requests go on, once the asker has waited as long as it must (C13)."""
+    asker = state.ledger.find(waiting.request.ticket)
+    if asker is None or collated_until(state, entry, asker) <= state.now:
+        return state.now
+    return after(waiting.request.asked, state.settings.collate_most)
