@@ -192,7 +192,7 @@ class CoreState:
 
     def _begin_work(self) -> None:
         """Begins with no work under way."""
-        self.loading_much: dict[DeviceId, float] = {}  # the share of its time, where above the bound
+        self.loading_much: dict[DeviceId, float] = {}  # share of its time, above the bound
         self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
         self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
         self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order

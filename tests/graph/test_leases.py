@@ -3,16 +3,25 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.graph.conftest import BIN, ROOT, Graph, until
-from tests.support.graph_commands import environment, run_command, send
+from tests.support.graph_commands import (
+    CHAT,
+    EMBEDDING,
+    environment,
+    run_command,
+    send,
+    unload_all,
+)
 
-CHAT = "tiny-chat"
 HELLO = {
     "model": CHAT,
     "messages": [{"role": "user", "content": "Who holds the memory?"}],
@@ -101,3 +110,48 @@ def test_freed_memory_is_held_for_its_term_and_what_left_returns(graph: Graph) -
 def idle_tickets(graph: Graph, model: str) -> list[dict[str, Any]]:
     tickets = [t for t in graph.state()["tickets"] if t["model"] == model]
     return [t for t in tickets if t["state"] == "resident" and not t["inflight"]]
+
+
+@pytest.mark.spec("C13")
+def test_interleaved_jobs_of_two_models_that_do_not_fit_together_are_collated(
+    graph: Graph,
+) -> None:
+    """A lease leaves room for the larger of both alone."""
+    run_command(graph, "load", CHAT)
+    run_command(graph, "load", EMBEDDING)
+    until(lambda: idle_tickets(graph, CHAT) and idle_tickets(graph, EMBEDDING), 60, "both loaded")
+    sizes = [charged(graph, model) for model in (CHAT, EMBEDDING)]
+    [device] = [d for d in graph.state()["devices"] if d["kind"] == "cpu"]
+    gb = (device["budget_bytes"] - device["foreign_bytes"] - max(sizes) * 1.05) / (1 << 30)
+    until(lambda: unload_all(graph), 60, "both have left")
+    held = json.loads(run_command(graph, "free", "--gb", str(gb), "--for", "5m", "--json"))
+    try:
+        began = graph.state()["sequence"]
+        jobs = [CHAT, EMBEDDING] * 20
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            waits = list(pool.map(lambda job: ask_later(graph, *job), enumerate(jobs)))
+        told = [e for e in graph.events() if e["seq"] > began]
+        loads = [e for e in told if e["kind"] == "model_load" and e["model"] in jobs]
+        assert len(loads) - 1 <= 3  # swaps
+        assert max(waits) < 60
+        [device] = [d for d in graph.state()["devices"] if d["kind"] == "cpu"]
+        assert device["loading_fraction"] > 0
+    finally:
+        run_command(graph, "drain", held["lease"]["ticket"])
+
+
+def charged(graph: Graph, model: str) -> int:
+    [ticket] = idle_tickets(graph, model)
+    return int(sum(b for d, b in ticket["charged_bytes"].items() if d.endswith("cpu:0")))
+
+
+def ask_later(graph: Graph, number: int, model: str) -> float:
+    """Seconds of one job; they come a quarter of a second apart."""
+    threading.Event().wait(0.25 * number)
+    began = time.monotonic()
+    path, body = "/v1/chat/completions", HELLO
+    if model == EMBEDDING:
+        path, body = "/v1/embeddings", {"model": EMBEDDING, "input": "a lease"}
+    status, _ = graph.post(path, body)
+    assert status == 200
+    return time.monotonic() - began

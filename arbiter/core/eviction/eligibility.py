@@ -107,7 +107,8 @@ def _lately_text(state: CoreState, entry: Ticket, _: Priority) -> str:
 
 def _collated_text(state: CoreState, entry: Ticket, _: Priority) -> str:
     most_s = in_seconds(state.settings.collate_most)
-    return f"both trade places, so it goes on with its own requests until the asker has waited {most_s:.0f} s"
+    goes_on = f"it goes on with its own requests until the asker has waited {most_s:.0f} s"
+    return f"both trade places, so {goes_on}"
 
 
 def _in_use_text(_: CoreState, entry: Ticket, __: Priority) -> str:
@@ -168,18 +169,33 @@ def _residency_loads(state: CoreState, entry: Ticket) -> float:
 
 
 def collated_until(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant:
-    """Returns until when a model goes on with requests of its own although a ticket as urgent waits
-    for its place: where the asker's model has left for it before, so that both would trade places
-    with every few requests (C13). A model without requests leaves at once, and the asker waits no
-    longer than the bound."""
-    most = state.settings.collate_most
-    if not most or entry.state is not State.RESIDENT or entry.is_prefetch:
+    """Returns until when a resident goes on with requests of its own although a ticket as urgent
+    waits for its place: where the asker's model has left for it before, so that both would trade
+    places with every few requests (C13). A model without requests leaves at once."""
+    if entry.state is not State.RESIDENT or entry.is_prefetch:
         return state.now
-    if not state.trades.has_left_for(waiting.model_name, entry.model_name, state.now):
-        return state.now
+    bound = collation_bound(state, entry, waiting)
+    return bound if entry.inflight > 0 else min(bound, pause_ends(state, entry))
+
+
+def collation_bound(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant:
+    """Returns until when an asker waits for a model with which it trades places, at most: no longer
+    than half of the time that its deadline leaves. Now where they do not trade."""
+    trades = state.trades.has_left_for(waiting.model_name, entry.model_name, state.now)
     queued = state.queue.find(waiting.ticket)
-    asked = queued.request.asked if queued else state.now
-    bound = after(asked, most)
-    if entry.inflight > 0:
-        return bound
-    return min(bound, after(entry.last_used, state.settings.collate_pause))
+    if not trades or queued is None or not state.settings.collate_most:
+        return state.now
+    asked, most = queued.request.asked, state.settings.collate_most
+    if queued.deadline is None:
+        return after(asked, most)
+    load = state.estimates.load_time(state.key_of(waiting), waiting.need.weights_bytes)
+    turnover = state.estimates.turnover(entry.capability)
+    spare = since(asked, queued.deadline) - load - turnover
+    return after(asked, Span(max(0, min(most, spare // 2))))
+
+
+def pause_ends(state: CoreState, entry: Ticket) -> Instant:
+    """Returns until when an idle resident may be expected to be asked again (C13)."""
+    settings = state.settings
+    pause = min(entry.last_load.took, settings.collate_pause_most)
+    return after(entry.last_used, max(settings.collate_pause, pause))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from arbiter.core.eviction import watermarks
-from arbiter.core.eviction.eligibility import min_residency_ends
+from arbiter.core.eviction.eligibility import min_residency_ends, pause_ends
 from arbiter.core.eviction.ranking import priority_fades_at
 from arbiter.core.queue.grants import place, place_gang, return_to_service, wake
 from arbiter.core.queue.outcome import PassEnd
@@ -120,7 +120,7 @@ def _collations_end(state: CoreState, pass_: GrantPass) -> Iterator[Instant]:
         return
     for book in pass_.books.values():
         for entry in islice(book.entries.values(), SCANNED_COUNT):
-            if not entry.inflight:
-                yield after(entry.last_used, state.settings.collate_pause)
+            if entry.state is State.RESIDENT and not entry.inflight:
+                yield pause_ends(state, entry)
     for waiting in islice(state.queue.at(pass_.node.node), SCANNED_COUNT):
         yield after(waiting.request.asked, state.settings.collate_most)

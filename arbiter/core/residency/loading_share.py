@@ -1,8 +1,7 @@
 """Watches the share of its time that a device spends loading (C13).
 
-Above the bound each load that comes makes the next one likelier to be for nothing. So models on such
-a device stay longer before a request as urgent may take their place: as many times their own load
-as keep loads within the bound (`eligibility.min_residency_ends`).
+Above the bound models on the device stay longer before a request as urgent may take their place: as
+many times their own load as keep loads within the bound (`eligibility.min_residency_ends`).
 """
 
 from arbiter.core.decisions import EventKind
@@ -31,8 +30,6 @@ def watch(state: CoreState) -> None:
         else:
             state.loading_much.pop(device, None)
         if was_above != (share > most):
-            state.log(
-                EventKind.LOADING_SHARE, device=device, fraction=round(share, 3), most=most
-            )
+            state.log(EventKind.LOADING_SHARE, device=device, fraction=round(share, 3), most=most)
     for device in state.loading_much.keys() - state.ledger.books.keys():
         del state.loading_much[device]
