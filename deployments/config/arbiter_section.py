@@ -113,9 +113,7 @@ class ArbiterConfig(Strict):
     min_residency_loads: float = Field(1.0, ge=0)  # in units of the model's own load time
     # C13: a model whose place another one wants back goes on with its requests for so long; 0: off
     collate_s: float = Field(30.0, ge=0, le=600)
-    loading_most: float = Field(
-        0.3, gt=0, le=1
-    )  # share of ten minutes; above it models stay longer
+    loading_most: float = Field(0.3, gt=0, le=1)  # of ten minutes; above it models stay longer
     host_marks: MarksConfig = MarksConfig()  # C4: of host RAM that asleep models may fill
     device_marks: MarksConfig | None = None  # of a device while a ticket is queued; absent: off
     # C11: `declared` brings in the next of a pipeline, `history` also what usually followed

@@ -24,9 +24,9 @@ from arbiter.core.decisions import (
 from arbiter.core.records.ticket import State
 from arbiter.core.reports.dry_run import Answer, Plan, PlanQuestion
 from arbiter.units import Bytes, HolderId, NodeId, TicketId, seconds
+from tests.model.ledger_machine import HOLDER_OF, SIZES, TICKETS, LedgerMachine
 from tests.support.core_driver import PLAIN, gib
 from tests.support.gpu_core_driver import GPU, OTHER, GpuCoreDriver
-from tests.support.ledger_machine import HOLDER_OF, SIZES, TICKETS, LedgerMachine
 
 
 def digest(arbiter: Arbiter) -> str:

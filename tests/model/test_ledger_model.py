@@ -2,7 +2,7 @@
 
 from hypothesis import HealthCheck, settings
 
-from tests.support.ledger_machine import LedgerMachine
+from tests.model.ledger_machine import LedgerMachine
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(
