@@ -10,6 +10,8 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
     POST /control/wake      200 {"seconds", "verified"}; false: the probe differed from the one
                             recorded at load, and the model was loaded from disk again
     POST /control/purge     200 {"purges"}: whether the engine has caches, which are then empty
+    POST /control/drop_drafter
+                            200 {"dropped"}: whether its drafter's memory is back; false: as before
 """
 
 import asyncio
@@ -27,6 +29,7 @@ from typing import Any, NoReturn, cast
 from deployments.engines import asgi, linux
 from deployments.engines.protocol import (
     Config,
+    DropsDrafter,
     Engine,
     LoadFailed,
     Purges,
@@ -165,6 +168,7 @@ class EngineHost:
             "POST /control/sleep": self._sleep,
             "POST /control/wake": self._wake,
             "POST /control/purge": self._purge,
+            "POST /control/drop_drafter": self._drop_drafter,
         }
 
     def catch(self) -> _Catch:
@@ -266,6 +270,15 @@ class EngineHost:
             cause = load_failure(error)
             return await asgi.refuse(send, 503, cause.message, kind=cause.kind)
         await asgi.respond(send, 200, {"purges": True})
+
+    async def _drop_drafter(self, receive: Receive, send: Send) -> None:
+        await self._turned(send, self._without_drafter())
+
+    async def _without_drafter(self) -> dict[str, Any]:
+        engine, is_awake = self.engine, self.loaded.is_set() and not self.asleep
+        if self.failure or not is_awake or not isinstance(engine, DropsDrafter):
+            return {"dropped": False}
+        return {"dropped": await engine.drop_drafter()}
 
     async def _turned(self, send: Send, act: Awaitable[dict[str, Any]]) -> None:
         """Answers what the act returns. After an act that failed half way the engine's state is

@@ -78,6 +78,15 @@ class Purges(Protocol):
         """Drop what no request is using."""
 
 
+@runtime_checkable
+class DropsDrafter(Protocol):
+    """An engine whose drafter may leave while it serves."""
+
+    async def drop_drafter(self) -> bool:
+        """Give the drafter's memory back and go on without it, until the next load. False: nothing
+        has changed, and only a new process is without it."""
+
+
 class LoadFailed(Exception):
     """A load that did not succeed; `kind` is the library's own error class."""
 

@@ -89,6 +89,10 @@ class EngineLink:
         """Empties its caches, where it has any. Raises LoadRefused."""
         await self._control("/control/purge")
 
+    async def drop_drafter(self) -> bool:
+        """False: its drafter only leaves with a restart. Raises LoadRefused."""
+        return bool((await self._control("/control/drop_drafter"))["dropped"])
+
     async def wake(self) -> Woken:
         """Raises LoadRefused when neither host RAM nor disk brought it back."""
         said = await self._control("/control/wake")

@@ -1,8 +1,8 @@
 """A resident model gets more memory, or gives it back (A14): for a longer context, a larger KV
-cache; or it gives its drafter's back (F9). No engine here can enlarge its own, so growth is a
-restart of its process under the same ticket: the bytes are granted first, while the model serves
-on; then the requests in flight end, and the node's agent puts a new process in the place of the
-old.
+cache; or it gives its drafter's back (F9), in place where the engine can. No engine here can
+enlarge its own memory, so growth is a restart of its process under the same ticket: the bytes are
+granted first, while the model serves on; then the requests in flight end, and the node's agent puts
+a new process in the place of the old.
 
 A model that is refused the bytes goes on with what it has. A restart that fails ends the ticket,
 and the next request loads the model as it was at first.
@@ -191,7 +191,25 @@ async def _drop_drafter(residency: ResidencyApi, held: HeldModel) -> None:
     one = max(held.devices, key=lambda part: part.size_bytes)  # a pair lies on one device
     less = replace(one, size_bytes=Bytes(one.size_bytes - held.plan.need.drafter_bytes))
     devices = tuple(less if part is one else part for part in held.devices)
-    await _give_back(residency, held, plan, devices)
+    if not await _dropped_in_place(residency, held):
+        return await _give_back(residency, held, plan, devices)
+    held.plan, held.devices = plan, devices
+    residency.client().tell(ev.GaveBack(held.ticket, devices))
+
+
+async def _dropped_in_place(residency: ResidencyApi, held: HeldModel) -> bool:
+    """The engine goes on with what it has in flight. An engine that fails over it ends, and its
+    ticket with it. Raises TicketClosed."""
+    if held.state is not HolderState.RESIDENT or held.link is None:
+        raise TicketClosed(held.ticket)
+    try:
+        dropped = await held.link.drop_drafter()
+    except (LoadRefused, EngineLost) as error:
+        logger.warning("%s: its drafter did not leave: %s", held.ticket, error)
+        raise TicketClosed(held.ticket) from error
+    if held.state is not HolderState.RESIDENT:
+        raise TicketClosed(held.ticket)
+    return dropped
 
 
 async def _give_back(

@@ -30,13 +30,23 @@ from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
 from models.train_vision import QUESTIONS
 from tests.support.drawings import drawing, uri
-from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, served, until
+from tests.support.engine_host import (
+    Child,
+    Connection,
+    ZygoteUnderTest,
+    device_bytes,
+    is_gone,
+    served,
+    until,
+)
 
 VLLM = "deployments.engines.vllm.engine:build"
 BLOCK = 128  # tokens, of the CPU build
 LONG = 1_300  # tokens: ten blocks and a part of one
 STORED = LONG // BLOCK
 CONVERSATIONS, KILLS = 6, 6
+STREAMED = 400  # tokens: some hundred steps
+DRAFTED_CACHE = 256 * MIB  # half of it are the drafter's layers'
 
 
 def prompt(seed: int, tokens: int = LONG) -> list[int]:
@@ -413,15 +423,20 @@ def test_full_slab_evicts_and_every_answer_stays_right(
         assert again[27][1] == STORED * BLOCK, "the last conversation was whole"
 
 
+def drafted(tiny: Path, slab: int) -> dict[str, Any]:
+    given = config(tiny, slab, kv_cache_memory_bytes=DRAFTED_CACHE)
+    for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_modules"):
+        del given["engine_args"][name]
+    return {**given, "drafter": {"model": str(tiny), "tokens": 3}}
+
+
 @pytest.mark.spec("F9", "E2")
 def test_blocks_hold_the_drafters_layers_too(
     engines: ZygoteUnderTest, tiny: Path, slab: int
 ) -> None:
-    given = config(tiny, slab)
-    for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_modules"):
-        del given["engine_args"][name]
+    given = drafted(tiny, slab)
     alone = json.loads(json.dumps(given))
-    given["drafter"] = {"model": str(tiny), "tokens": 3}
+    del alone["drafter"]
     with killed(engines, "drafted", given) as child:
         cold = ask(child, prompt(10))
         await_rows(child, STORED)
@@ -430,6 +445,54 @@ def test_blocks_hold_the_drafters_layers_too(
         assert (answer, cached > 0) == (cold[0], True)
     with served(engines, "undrafted", VLLM, alone) as child:
         assert ask(child, prompt(10)) == (cold[0], 0)
+
+
+def drop(child: Child) -> bool:
+    status, said = child.call("POST", "/control/drop_drafter")
+    assert status == 200, said
+    dropped: bool = said["dropped"]
+    return dropped
+
+
+def answer_dropped_in_the_middle(child: Child, tokens: list[int]) -> list[int]:
+    body = {"model": "tiny", "prompt": tokens, "max_tokens": STREAMED, "temperature": 0}
+    more = {"ignore_eos": True, "return_token_ids": True, "stream": True}
+    line = Connection(child.path)
+    head = {"content-type": "application/json"}
+    line.request("POST", "/v1/completions", json.dumps({**body, **more}), head)
+    said: list[int] = []
+    with line.getresponse() as response:
+        assert response.status == 200
+        for raw in response:
+            if not raw.startswith(b"data: {"):
+                continue
+            said += json.loads(raw[6:])["choices"][0]["token_ids"]
+            if len(said) < STREAMED // 2 and "dropped" not in more:
+                more["dropped"] = drop(child)
+    line.close()
+    assert more["dropped"] is True
+    return said
+
+
+@pytest.mark.spec("F9")
+def test_drafter_leaves_in_the_middle_of_an_answer_which_goes_on_the_same(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    given = drafted(tiny, slab)
+    with killed(engines, "leaves", given) as child:
+        expected, _ = ask(child, prompt(41), most=STREAMED)
+        until(lambda: device_bytes(child.pid) > DRAFTED_CACHE, 30)  # it has all its pages
+        before = device_bytes(child.pid)
+        assert answer_dropped_in_the_middle(child, prompt(41)) == expected
+        # What answers take beside the cache may have grown a little meanwhile.
+        until(lambda: before - device_bytes(child.pid) > 0.9 * DRAFTED_CACHE / 2, 30)
+        assert drop(child), "it has left, however often it is asked to"
+        alone, _ = ask(child, prompt(43))
+        await_rows(child, 2 * STORED)
+        assert ask(child, prompt(43)) == (alone, STORED * BLOCK)
+    with served(engines, "has-it-again", VLLM, given) as child:
+        assert ask(child, prompt(43)) == (alone, STORED * BLOCK)
+        assert ask(child, prompt(41), most=STREAMED)[0] == expected
 
 
 @pytest.mark.spec("H2", "L1")

@@ -81,12 +81,13 @@ def test_drafter_leaves_under_pressure_its_text_goes_on_and_it_is_back_with_the_
 ) -> None:
     until(lambda: unload_all(graph), 60, "nothing is loaded")
     said = answer(client, TARGET)
-    before = target(graph) or {}
+    before, engines = target(graph) or {}, set(graph.engines())
     assert before["drafter_bytes"] > 100 * MIB
     try:
         send(graph, "POST", "/arbiter/pressure", {"where": graph.node, "level": "low"})
         until(lambda: (target(graph) or {}).get("drafter_bytes") == 0, 60, "the drafter has left")
         assert answer(client, TARGET) == said
+        assert set(graph.engines()) == engines, "no process was started for it"
     finally:
         send(graph, "POST", "/arbiter/pressure", {"where": graph.node, "level": "nominal"})
     after = target(graph) or {}

@@ -31,6 +31,7 @@ class ScriptedEngine:
         self.loaded, self.answer, self.dead = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.acts: list[str] = []
         self.verified, self.asked_if_ready = True, False
+        self.drops_drafter: bool | None = False  # None: it fails over it
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/control/lifeline":
@@ -45,10 +46,18 @@ class ScriptedEngine:
             await self.loaded.wait()
             return web.json_response({"load_seconds": 0.0})
         self.acts.append(request.path)
+        if request.path == "/control/drop_drafter":
+            return self._drop_drafter()
         if request.path.startswith("/control/"):
             return web.json_response({"seconds": 0.0, "verified": self.verified})
         await self.answer.wait()
         return web.Response(body=b"answer")
+
+    def _drop_drafter(self) -> web.Response:
+        if self.drops_drafter is None:
+            cause = {"type": "RuntimeError", "message": "half of it is gone"}
+            return web.json_response({"error": cause}, status=500)
+        return web.json_response({"dropped": self.drops_drafter})
 
 
 class ScriptedClient:

@@ -21,13 +21,17 @@ from typing import Any, NoReturn
 
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
 
+from arbiter.units import Bytes, human
 from deployments.engines import linux
 from deployments.engines.protocol import LoadFailed, load_failure
-from deployments.engines.vllm import kv_offload
+from deployments.engines.vllm import drafter, kv_offload
+
+logger = init_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -122,6 +126,18 @@ class ForkedCore(EngineCoreProc):
         assert manager is not None
         manager.shrink()
         return manager.facts()
+
+    def drop_drafter(self) -> bool:
+        """Called by name from the frontend, between two steps. False: only a restart is without
+        it."""
+        if not self.use_spec_decode:
+            return True  # it has left already
+        if not drafter.may_leave(self):
+            return False
+        drafter.expect_none(self)
+        freed = self.collective_rpc("drop_drafter")
+        logger.info("the drafter has left: %s", [human(Bytes(size)) for size in freed])
+        return True
 
     def _clear_if_empty(self) -> None:
         """What left the books leaves the worker with its next step; while none comes, here."""

@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from deployments.engines import linux
+from deployments.engines.vllm import drafter
 
 _SENDFILE_BYTES = 1 << 30  # sendfile(2) moves at most 2 GiB at a time
 _KERNEL = "deployments.engines.vllm.lora_cpu.SegmentedPunica"
@@ -63,6 +64,15 @@ class SleepingCpuWorker(CPUWorker):
             super().load_model(*args, **kwargs)
         self.versions = {path: version(path) for path in self._checkpoint()}
         _give_back()  # the loader's own garbage, before anything grows behind it
+
+    def drop_drafter(self) -> int:
+        """Returns the bytes that it gave back."""
+        self.filling.stop()
+        freed = drafter.free(self.model_runner)
+        kept = drafter.caches_of_target(self.model_runner)
+        self.filling = linux.Filling()
+        self.filling.start([(cache.data_ptr(), cache.nbytes) for cache in kept])
+        return freed
 
     def _checkpoint(self) -> list[Path]:
         return sorted(Path(self.model_config.model).glob("*.safetensors"))

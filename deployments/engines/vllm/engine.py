@@ -268,6 +268,13 @@ class VllmEngine:
         if self.llm is not None and kv_offload.has_slab(self.config):
             await self.llm.engine_core.call_utility_async("shrink_slab")
 
+    async def drop_drafter(self) -> bool:
+        """On GPUs compiled graphs hold the drafter, and the memory pool gives no part back."""
+        if not _on_cpu() or self.llm is None or self.config.speculative_config is None:
+            return False
+        dropped: bool = await self.llm.engine_core.call_utility_async("drop_drafter")
+        return dropped
+
     async def wake(self) -> None:
         assert self.llm is not None
         await self.llm.wake_up()

@@ -364,6 +364,12 @@ def manager_of(scheduler: Any) -> SlabManager | None:
     return manager
 
 
+def copier_of(connector: Any) -> "RowCopier | None":
+    """The copier within vLLM's connector in a worker; None where it is not ours."""
+    worker = getattr(getattr(connector, "connector_worker", None), "worker", None)
+    return worker if isinstance(worker, RowCopier) else None
+
+
 class RowCopier(OffloadingWorker):
     """The worker's side on the CPU build: copies blocks in the step that needs them.
 
@@ -381,7 +387,15 @@ class RowCopier(OffloadingWorker):
             self._starts.append(end)
             end += cache.page_size_bytes
         assert end <= rows.shape[1], f"a block has {end} bytes, a row {rows.shape[1]}"
+        self._left_out: set[int] = set()  # indices of tensors
         self._finished: list[TransferResult] = []
+
+    def leave_out(self, addresses: set[int]) -> None:
+        """Copies nothing more of the layers whose caches begin there: they gave their memory back.
+        Their parts of the rows become zeros, from which a drafter only drafts worse."""
+        found = {n for n, tensor in enumerate(self._tensors) if tensor.data_ptr() in addresses}
+        assert len(found) == len(addresses), f"{len(found)} of {len(addresses)} layers are known"
+        self._left_out |= found
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -390,7 +404,7 @@ class RowCopier(OffloadingWorker):
         began = time.perf_counter()
         size = 0
         for block, row in self._pieces(src_spec, dst_spec):
-            row[:] = block
+            row[:] = 0 if block is None else block
             size += row.nbytes
         return self._finish(job_id, size, began)
 
@@ -399,14 +413,15 @@ class RowCopier(OffloadingWorker):
         began = time.perf_counter()
         size = 0
         for block, row in self._pieces(dst_spec, src_spec):
-            block[:] = row
-            size += row.nbytes
+            if block is not None:
+                block[:] = row
+                size += row.nbytes
         return self._finish(job_id, size, began)
 
     def _pieces(
         self, blocks: GPULoadStoreSpec, rows: CPULoadStoreSpec
-    ) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-        """Each layer's part of a block, with its part of the row."""
+    ) -> Iterable[tuple[np.ndarray | None, np.ndarray]]:
+        """Each layer's part of a block, None where it is left out, with its part of the row."""
         pages = [tensor.view(torch.int8).numpy() for tensor in self._tensors]
         pairs = iter(zip(blocks.block_ids.tolist(), rows.block_ids.tolist(), strict=True))
         for layers, count in zip(self._layers, blocks.group_sizes, strict=True):
@@ -414,7 +429,8 @@ class RowCopier(OffloadingWorker):
                 for layer in layers:
                     start, size = self._starts[layer.tensor_idx], layer.page_size_bytes
                     part = self._rows[row, start : start + size]
-                    yield pages[layer.tensor_idx][block, :size], part
+                    is_there = layer.tensor_idx not in self._left_out
+                    yield pages[layer.tensor_idx][block, :size] if is_there else None, part
 
     def _finish(self, job_id: int, size: int, began: float) -> bool:
         seconds = time.perf_counter() - began

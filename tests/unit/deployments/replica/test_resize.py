@@ -17,7 +17,7 @@ from deployments.config.boot import configuration
 from deployments.config.load_plan import plan
 from deployments.config.schema import ConfigError, parse_table
 from deployments.replica import resize
-from deployments.replica.held_model import HolderState, Uses
+from deployments.replica.held_model import HeldModel, HolderState, Uses
 from tests.support.scripted_growth import GROWN, MODEL, TABLE, resident
 from tests.support.scripted_holder import ON, revoke, until, use
 
@@ -70,17 +70,46 @@ async def test_model_grows_and_shrinks_by_hand_and_goes_on_when_refused() -> Non
         assert await use(residency) and len(growth.spawned) == 2
 
 
+def with_drafter(held: HeldModel) -> HeldModel:
+    """Its drafter takes two bytes."""
+    alone = {**held.plan.config, "engine_args": {"alone": True}}
+    held.plan = replace(
+        held.plan,
+        need=replace(held.plan.need, drafter_bytes=Bytes(2)),
+        alone=replace(held.plan, grown=None, config=alone),
+    )
+    return held
+
+
+@pytest.mark.spec("F9")
+async def test_drafter_leaves_in_place_while_a_request_is_in_flight() -> None:
+    async with resident() as (residency, growth, engine):
+        held, engine.drops_drafter = with_drafter(residency.models["a"]), True
+        async with residency.use("a"):
+            await resize.drop_drafter(residency, "a")
+            assert held.state is HolderState.RESIDENT and not growth.spawned
+        less = (replace(ON[0], size_bytes=Bytes(ON[0].size_bytes - 2)),)
+        assert growth.arbiter.told[-1] == ev.GaveBack(held.ticket, less)
+        assert residency.account()[0].devices == less
+        assert await use(residency) == held.ticket
+        await resize.drop_drafter(residency, "a")  # it has none
+        assert engine.acts.count("/control/drop_drafter") == 1
+
+
+@pytest.mark.spec("F9")
+async def test_engine_that_fails_over_its_drafter_is_not_restarted_and_keeps_its_bytes() -> None:
+    async with resident() as (residency, growth, engine):
+        held, engine.drops_drafter = with_drafter(residency.models["a"]), None
+        with pytest.raises(TicketClosed):
+            await resize.drop_drafter(residency, "a")
+        assert not growth.spawned and held.devices == ON
+        assert not any(isinstance(event, ev.GaveBack) for event in growth.arbiter.told)
+
+
 @pytest.mark.spec("F9")
 async def test_model_goes_on_without_its_drafter_under_its_ticket() -> None:
     async with resident() as (residency, growth, _):
-        held = residency.models["a"]
-        held.plan = replace(
-            held.plan,
-            need=replace(held.plan.need, drafter_bytes=Bytes(2)),
-            alone=replace(
-                held.plan, grown=None, config={**held.plan.config, "engine_args": {"alone": True}}
-            ),
-        )
+        held = with_drafter(residency.models["a"])
         residency._obey(messages.Resize("a", messages.ModelSize.ALONE))
         await until(lambda: growth.spawned and not residency.background.running)
         less = (replace(ON[0], size_bytes=Bytes(ON[0].size_bytes - 2)),)
