@@ -7,12 +7,13 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.graph.conftest import ROOT, Graph, command_of
+from tests.support.graph_commands import environment
 
 CELL_S = 120  # the longest waits for two loads
 
 
 @pytest.mark.spec("K6", "J7")
-@pytest.mark.parametrize("name", ["quickstart", "capabilities", "voice_turn"])
+@pytest.mark.parametrize("name", ["quickstart", "capabilities", "voice_turn", "memory_timeline"])
 def test_notebook_runs_to_its_end(graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     [address] = {
         found[1]
@@ -21,6 +22,7 @@ def test_notebook_runs_to_its_end(graph: Graph, monkeypatch: pytest.MonkeyPatch,
     }
     for variable, value in {
         "ARBITER_URL": graph.url,
+        "ARBITER_KEY": environment(graph)["ARBITER_KEY"],
         "RAY_ADDRESS": address,
         "MPLBACKEND": "agg",
         "PYTHONPATH": str(ROOT),

@@ -8,7 +8,8 @@ import ray
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
-NEEDS_A_SYSTEM = {"quickstart", "capabilities", "voice_turn"}  # run by tests/graph, which has one
+# Run by tests/graph, which has one.
+NEEDS_A_SYSTEM = {"quickstart", "capabilities", "voice_turn", "memory_timeline"}
 NOTEBOOKS = sorted(
     path for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem not in NEEDS_A_SYSTEM
 )
