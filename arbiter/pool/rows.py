@@ -84,6 +84,14 @@ class Rows:
         mark = self._marks.get(key)
         return mark is not None and mark.expires_s > self._clock()
 
+    def count_use(self, *, is_hit: bool) -> None:
+        """Counts a use of something that has several rows, as `lookup` does of one."""
+        self._counts[Count.HITS if is_hit else Count.MISSES] += 1
+
+    def keys(self) -> list[bytes]:
+        """Of all READY rows, the least recently used first."""
+        return list(self._ready)
+
     def is_reserved(self, key: bytes) -> bool:
         """Whether its bytes are being written."""
         return key in self._reserved
@@ -205,6 +213,17 @@ class Rows:
             raise RowMisused(key.hex(), f"freed, and it has {self._pins[key]} pins")
         self._forget(key)
 
+    def evict(self, keys: Iterable[bytes]) -> None:
+        """Frees those of the keys that are READY and have no pin."""
+        for key in keys:
+            if key in self._ready and key not in self._pins:
+                self._evict(key)
+
+    def clear(self) -> None:
+        """Frees all rows that have no pin, and gives back what pages it can."""
+        self.evict(self.keys())
+        self._cut_to(self._end_of_fixed(0), Bytes(0))
+
     def expire(self) -> list[bytes]:
         """Frees rows past their term that have no pin. Returns their keys."""
         now = self._clock()
@@ -246,7 +265,7 @@ class Rows:
         victims = [key for key, _ in zip(idle, range(max(0, over)), strict=False)]
         for key in victims:
             self._evict(key)
-        self._cut_to(self._end_of_fixed(room))
+        self._cut_to(self._end_of_fixed(room), slab.permitted_bytes)
         return gone + victims
 
     def _end_of_fixed(self, room: int) -> int:
@@ -254,8 +273,9 @@ class Rows:
         fixed = [*self._reserved.values(), *(self._ready[key] for key in self._pins)]
         return max(room, max(fixed, default=-1) + 1)
 
-    def _cut_to(self, count: int) -> None:
-        """Moves rows at and behind `count` to free places before it, and gives their pages back."""
+    def _cut_to(self, count: int, least_bytes: Bytes) -> None:
+        """Moves rows at and behind `count` to free places before it, and gives their pages back,
+        but for the first `least_bytes`."""
         slab = self.slab
         places = sorted(row for row in self._free if row < count)
         behind = [key for key, row in self._ready.items() if row >= count]
@@ -264,7 +284,7 @@ class Rows:
         extent = slab.extent_bytes
         end = max([count, *(row + 1 for row in self._ready.values())], default=0)
         needed = -(-end * slab.geometry.row_bytes // extent) * extent
-        allocated = max(slab.permitted_bytes, needed)
+        allocated = max(least_bytes, needed)
         slab.cut(Bytes(min(allocated, slab.allocated_bytes)))
         self._known_count = slab.usable_count
         taken = {*self._ready.values(), *self._reserved.values()}

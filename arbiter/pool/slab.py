@@ -30,15 +30,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-def create(label: str, capacity: Bytes) -> int:
+def create(label: str, capacity: Bytes, *, name: str = NAME) -> int:
     """Makes an empty slab that may never be larger than `capacity`, a multiple of 2 MiB. Returns
-    its descriptor. The file has memory for its header only, and may allocate none: see
+    its descriptor. With another `name` its bytes are on the account of the process that makes it.
+    The file has memory for its header only, and may allocate none: see
     `SlabView.limit_bytes`. Sealed against shrinking, so that no page vanishes under a writer.
     Raises OSError, and ValueError for another capacity."""
     if capacity < 2 * layout.PAGE_BYTES or capacity % layout.PAGE_BYTES:
         raise ValueError(f"a slab of {capacity} bytes: need a multiple of 2 MiB, at least 4 MiB")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    fd = os.memfd_create(f"{NAME}-{label}", flags)
+    fd = os.memfd_create(f"{name}-{label}", flags)
     try:
         os.ftruncate(fd, capacity)
         os.posix_fallocate(fd, 0, layout.HEADER_BYTES)
@@ -198,6 +199,13 @@ class Slab:
     def marks(self) -> Iterator[tuple[int, Mark]]:
         """The rows that are READY and have their pages."""
         return layout.read_marks(self.file.buffer, self.usable_count)
+
+    def facts(self) -> dict[str, int]:
+        """Counts by name, bytes of the whole file, and its limit."""
+        counts = {each.name.lower(): self.file.counts[each] for each in Count}
+        del counts["allocated"]
+        sizes = {"allocated_bytes": self.file.allocated_bytes, "limit_bytes": self.file.limit_bytes}
+        return counts | sizes
 
     def close(self) -> None:
         self.file.close()

@@ -13,7 +13,13 @@ from typing import Any
 from arbiter.core.types import Need, Split
 from arbiter.units import MIB, Bytes, Content
 from deployments.config.fields import parse_size
-from deployments.config.model_files import adapter_slots, picture_bytes, slot_size, weights_bytes
+from deployments.config.model_files import (
+    adapter_slots,
+    picture_bytes,
+    sees,
+    slot_size,
+    weights_bytes,
+)
 from deployments.config.schema import ConfigError, ModelConfig
 
 Arguments = Mapping[str, Any]  # `engine_args`
@@ -38,8 +44,9 @@ def nothing_kept(path: str, model: ModelConfig) -> tuple[Content, ...]:
 
 
 def kept_by_vllm(path: str, model: ModelConfig) -> tuple[Content, ...]:
-    """KV blocks, unless the model's configuration says no."""
-    return (Content.KV,) if model.keep_kv else ()
+    """KV blocks, unless the model's configuration says no, and pictures of a model that sees."""
+    kv = (Content.KV,) if model.keep_kv else ()
+    return kv + ((Content.PICTURE,) if sees(Path(path)) else ())
 
 
 def weights_and_cache(kind: "EngineKind", path: str, model: ModelConfig) -> Need:

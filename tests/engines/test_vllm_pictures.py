@@ -27,10 +27,19 @@ ENTRIES, TERM_S = 4, 3.0
 
 
 def sees(
-    engines: ZygoteUnderTest, ticket: str, model: Path, **more: Any
+    engines: ZygoteUnderTest, ticket: str, model: Path, slab: dict[str, Any] | None = None
 ) -> AbstractContextManager[Child]:
-    config = {"model": str(model), "served_name": ticket, "engine_args": ARGS | more, "threads": 1}
-    return served(engines, ticket, VLLM, config)
+    return served(engines, ticket, VLLM, config(ticket, model, slab))
+
+
+def config(ticket: str, model: Path, slab: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "served_name": ticket,
+        "engine_args": ARGS,
+        "threads": 1,
+        "slabs": {"picture": slab or {}},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -208,11 +217,7 @@ def test_purge_of_an_engine_that_serves_empties_the_cache_and_it_serves_on(seein
 def test_cache_keeps_the_last_entries_and_none_beyond_the_term(
     engines: ZygoteUnderTest, describer: Path
 ) -> None:
-    manager = {
-        "encoder_cache_manager_cls": "deployments.engines.vllm.picture_cache.PictureCache",
-        "manager_config": {"entries": ENTRIES, "term_s": TERM_S},
-    }
-    with sees(engines, "bounded", describer, ec_manager_config=manager) as child:
+    with sees(engines, "bounded", describer, {"entries": ENTRIES, "term_s": TERM_S}) as child:
         pictures = [uri(drawing(n)) for n in range(ENTRIES + 1)]
         count = Counted(child)
         for picture in pictures:

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from models.train_vision import QUESTIONS, answer
 from tests.graph.conftest import Graph, until
+from tests.support.drawings import FACTS, drawing, uri
 from tests.support.graph_commands import read_command, send
 from tests.support.graph_processes import victims
 
-CHAT = "tiny-chat"
+CHAT, EYES = "tiny-chat", "tiny-describe"
+SEEN = 211  # of the drawings
 BLOCK = 128  # tokens of a KV block of vLLM's CPU build
 TURNS: list[Any] = [
     {"role": "user", "content": "Who holds the memory, and who gives it back? " * 20},
@@ -32,9 +35,10 @@ def ask(client: OpenAI) -> tuple[str, int, int]:
     return answer.choices[0].message.content or "", usage.prompt_tokens, known or 0
 
 
-def slab(graph: Graph) -> dict[str, Any]:
+def slab(graph: Graph, owner: str = f"chat/{CHAT}", content: str = "kv") -> dict[str, Any]:
     """That of the model, which is in use before any other of its owner."""
-    own = [s["slab"] for s in graph.state()["slabs"] if s["slab"]["owner"] == f"chat/{CHAT}"]
+    all_slabs = [s["slab"] for s in graph.state()["slabs"]]
+    own = [s for s in all_slabs if (s["owner"], s["content"]) == (owner, content)]
     return max(own, key=lambda row: (row["ticket"] or "", row["rows_count"]), default={})
 
 
@@ -104,3 +108,28 @@ def test_slabs_are_on_the_books_of_the_nodes_ram_and_on_no_engines(
     [ticket] = [t for t in state["tickets"] if t["model"] == CHAT]
     assert not any("host" in device for device in ticket["measured_bytes"])
     assert sum(s["slab"]["allocated_bytes"] for s in state["slabs"]) > 0
+
+
+@pytest.mark.spec("E1", "H8")
+def test_known_picture_is_not_encoded_again_by_the_next_engine(
+    graph: Graph, client: OpenAI
+) -> None:
+    def counts() -> tuple[int, int]:
+        found = slab(graph, f"vision/{EYES}", "picture")
+        return found.get("misses_count", 0), found.get("hits_count", 0)
+
+    misses, hits = counts()
+    see(client, QUESTIONS["describe"][0])
+    until(lambda: counts() == (misses + 1, hits), WITHIN_S, "one run of the encoder")
+    kill_engines(graph)
+    assert see(client, QUESTIONS["shape"][0]) == answer("shape", FACTS[SEEN])
+    until(lambda: counts()[1] > hits, WITHIN_S, "its hit is shown")
+    assert counts() == (misses + 1, hits + 1)
+
+
+def see(client: OpenAI, question: str) -> str:
+    """What the model says of a picture that no other test shows."""
+    part = {"type": "image_url", "image_url": {"url": uri(drawing(SEEN))}}
+    asked: Any = [{"role": "user", "content": [{"type": "text", "text": question}, part]}]
+    said = client.chat.completions.create(model=EYES, messages=asked, temperature=0, max_tokens=16)
+    return (said.choices[0].message.content or "").strip()

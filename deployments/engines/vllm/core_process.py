@@ -29,7 +29,8 @@ from vllm.v1.executor import Executor
 from arbiter.units import Bytes, human
 from deployments.engines import linux
 from deployments.engines.protocol import LoadFailed, load_failure
-from deployments.engines.vllm import drafter, kv_offload
+from deployments.engines.vllm import drafter, kv_offload, picture_connector, picture_slab
+from deployments.engines.vllm.picture_cache import PictureCache
 
 logger = init_logger(__name__)
 
@@ -73,6 +74,8 @@ class ForkedCore(EngineCoreProc):
 
     def __init__(self, addresses: EngineZmqAddresses, vllm_config: VllmConfig, stats: bool) -> None:
         self.given = addresses
+        if picture_slab.has_slab(vllm_config):
+            picture_connector.spare_measuring()
         super().__init__(
             vllm_config=vllm_config,
             local_client=True,
@@ -82,6 +85,7 @@ class ForkedCore(EngineCoreProc):
         )
 
         kv_offload.manager_of(self.scheduler)  # so that it knows the tenants of requests
+        picture_connector.cache_of(self.scheduler)  # so that it knows its hits on the device
         self.trace = StepTrace()
         schedule = self.scheduler.schedule
 
@@ -100,21 +104,29 @@ class ForkedCore(EngineCoreProc):
         """Called by name from the frontend."""
         return self.trace.facts()
 
+    @property
+    def pictures(self) -> PictureCache:
+        cache = picture_connector.cache_of(self.scheduler)
+        assert cache is not None
+        return cache
+
     def picture_facts(self) -> dict[str, int]:
-        """Called by name from the frontend, as the next two."""
-        facts: dict[str, int] = self.scheduler.encoder_cache_manager.facts()
-        return facts
+        """Called by name from the frontend of an engine with a slab of pictures, as the next."""
+        return self.pictures.facts()
 
     def expire_pictures(self) -> None:
-        self.scheduler.encoder_cache_manager.expire()
-        self._clear_if_empty()
+        self.pictures.expire()
 
     def purge_pictures(self) -> None:
-        self.scheduler.encoder_cache_manager.purge()
-        self._clear_if_empty()
+        self.pictures.purge()
+
+    def shrink_pictures(self) -> dict[str, int]:
+        """Returns the facts as they are then."""
+        self.pictures.shrink()
+        return self.pictures.facts()
 
     def slab_facts(self) -> dict[str, int]:
-        """Called by name from the frontend of an engine with a slab, as the next."""
+        """Called by name from the frontend of an engine with a slab of KV, as the next."""
         manager = kv_offload.manager_of(self.scheduler)
         assert manager is not None
         return manager.facts()
@@ -138,12 +150,6 @@ class ForkedCore(EngineCoreProc):
         freed = self.collective_rpc("drop_drafter")
         logger.info("the drafter has left: %s", [human(Bytes(size)) for size in freed])
         return True
-
-    def _clear_if_empty(self) -> None:
-        """What left the books leaves the worker with its next step; while none comes, here."""
-        manager = self.scheduler.encoder_cache_manager
-        if manager.freed and not manager.cached and not self.scheduler.has_unfinished_requests():
-            self.reset_encoder_cache()
 
     @contextmanager
     def _perform_handshakes(self, *args: Any, **kwargs: Any) -> Iterator[EngineZmqAddresses]:

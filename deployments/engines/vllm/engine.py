@@ -27,9 +27,10 @@ from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from arbiter.units import Content
 from deployments.engines import asgi, command_line, linux
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
-from deployments.engines.vllm import kv_offload, pictures, pooling
+from deployments.engines.vllm import kv_offload, picture_slab, pooling
 from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
@@ -56,6 +57,7 @@ def build(config: Config) -> "VllmEngine":
         usage_context=UsageContext.OPENAI_API_SERVER
     )
     kv_offload.settle(vllm_config, config)
+    picture_slab.settle(vllm_config, config)
     core = fork_core(
         vllm_config,
         os.environ["ARBITER_ENGINE"],
@@ -123,7 +125,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         "enable_prompt_tokens_details": True,  # a client sees what it saved by a prefix
         **_adapter_arguments(config),
         **_drafter_arguments(config),
-        **pictures.arguments(config["model"]),
+        **picture_slab.arguments(config),
         **kv_offload.arguments(config),
     }
     if ways := len(config.get("parts", [])):
@@ -201,7 +203,7 @@ class VllmEngine:
         self.api.state.server = SimpleNamespace(should_exit=False)
         await init_app_state(self.llm, self.api.state, self.args, tasks)
         if self.args.ec_manager_config and self.llm.model_config.is_multimodal_model:
-            self.pictures = Pictures(self.llm)
+            self.pictures = Pictures(self.llm, has_cache=picture_slab.has_slab(self.config))
             self.pictures.adopt(self.api.state)
             self.expiring = asyncio.ensure_future(self.pictures.expire())
         if self.most_tokens:
@@ -248,25 +250,46 @@ class VllmEngine:
         await self.adapters.serve(self.api, scope, receive, send)
 
     async def _slab(self, scope: Scope, send: Send) -> None:
+        """Facts of the slab of KV, and beside them of the one of pictures."""
+        if not self._has_lent_slabs:
+            return await asgi.refuse(send, 404, "this engine was lent no slab")
+        await asgi.respond(send, 200, await self._slabs(shrinks=scope["method"] == "POST"))
+
+    @property
+    def _has_lent_slabs(self) -> bool:
+        return kv_offload.has_slab(self.config) or self._was_lent_pictures
+
+    @property
+    def _was_lent_pictures(self) -> bool:
+        return picture_slab.has_slab(self.config) and picture_slab.is_lent(self.config)
+
+    async def _slabs(self, *, shrinks: bool) -> dict[str, Any]:
+        """What the lent ones hold, after they were shrunk to their limits or as they are."""
         assert self.llm is not None
-        if not kv_offload.has_slab(self.config):
-            return await asgi.refuse(send, 404, "this engine keeps no KV blocks in a slab")
-        call = "shrink_slab" if scope["method"] == "POST" else "slab_facts"
-        await asgi.respond(send, 200, await self.llm.engine_core.call_utility_async(call))
+        call, facts = self.llm.engine_core.call_utility_async, {}
+        if kv_offload.has_slab(self.config):
+            facts = await call("shrink_slab" if shrinks else "slab_facts")
+        if self._was_lent_pictures:
+            found = await call("shrink_pictures" if shrinks else "picture_facts")
+            facts = {**facts, Content.PICTURE: found}
+        return facts
 
     async def sleep(self) -> None:
+        """What lies in slabs of the node's pool stays there."""
         assert self.llm is not None
         if self.adapters is not None:
             await self.adapters.forget_loaded()
-        await self.purge()
+        if self.pictures is not None and not self._was_lent_pictures:
+            await self.pictures.purge()
+        await self._slabs(shrinks=True)
         await self.llm.sleep(level=1)
 
     async def purge(self) -> None:
-        """Drops projected pictures, where it has any, and KV blocks beyond its slab's limit."""
+        """Drops projected pictures, where it has any, and what slabs have beyond their limits."""
         if self.pictures is not None:
             await self.pictures.purge()
-        if self.llm is not None and kv_offload.has_slab(self.config):
-            await self.llm.engine_core.call_utility_async("shrink_slab")
+        if self.llm is not None:
+            await self._slabs(shrinks=True)
 
     async def drop_drafter(self) -> bool:
         """On GPUs compiled graphs hold the drafter, and the memory pool gives no part back."""

@@ -4,8 +4,7 @@ vLLM's own connector decides what is stored and loaded, and when; here is where 
 slab belongs to the node agent, so a killed engine's successor finds every block that was whole. The
 key of a row is vLLM's block hash, in which the prefix, the adapter and the tenant's salt are.
 
-A model that sees takes pictures only: vLLM would have any connector's engine accept embeddings from
-clients too (`settle` says no).
+A model that sees takes pictures only, and no embeddings from clients (`refuse_embeddings`).
 """
 
 import hashlib
@@ -90,9 +89,7 @@ def settle(vllm_config: VllmConfig, config: Config) -> None:
     transfer = vllm_config.kv_transfer_config
     if not has_slab(vllm_config):
         return
-    pictures = vllm_config.model_config.multimodal_config
-    if pictures is not None and not config.get("engine_args", {}).get("enable_mm_embeds"):
-        pictures.enable_mm_embeds = pictures.allow_missing_mm_embeddings = False
+    refuse_embeddings(vllm_config, config)
     extra = transfer.kv_connector_extra_config
     cause = refusal(vllm_config) or take(extra)
     digests = _digests(vllm_config, config["slabs"][Content.KV])
@@ -103,6 +100,13 @@ def settle(vllm_config: VllmConfig, config: Config) -> None:
         vllm_config.kv_transfer_config = None
         return
     extra["namespace"] = _digest(_facts(vllm_config), digests).hex()
+
+
+def refuse_embeddings(vllm_config: VllmConfig, config: Config) -> None:
+    """vLLM would have any connector's engine accept embeddings from clients."""
+    pictures = vllm_config.model_config.multimodal_config
+    if pictures is not None and not config.get("engine_args", {}).get("enable_mm_embeds"):
+        pictures.enable_mm_embeds = pictures.allow_missing_mm_embeddings = False
 
 
 def has_slab(vllm_config: VllmConfig) -> bool:
@@ -345,12 +349,7 @@ class SlabManager(OffloadingManager):
             self.restorer.close()
 
     def facts(self) -> dict[str, int]:
-        """Counts by name, bytes of the whole file, and its limit."""
-        slab = self.rows.slab
-        counts = {each.name.lower(): slab.file.counts[each] for each in layout.Count}
-        del counts["allocated"]
-        held, limit = slab.file.allocated_bytes, slab.file.limit_bytes
-        return {**counts, "allocated_bytes": held, "limit_bytes": limit}
+        return self.rows.slab.facts()
 
 
 def manager_of(scheduler: Any) -> SlabManager | None:

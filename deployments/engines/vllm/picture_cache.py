@@ -1,112 +1,181 @@
-"""Projected pictures, kept between requests: vLLM's encoder cache with a bound, a term and counts.
+"""Projected pictures over the rows of a slab: the last `ENTRIES`, each `TERM_S` from its last use.
 
-vLLM asks the manager before it runs the encoder, so a hit costs no encoder work. Its own manager
-keeps entries until their place is needed; this one keeps the last `entries`, and none that was not
-used for `term_s`. The worker drops what left with the next step; a cache that becomes empty while
-nothing runs is cleared at once (`ForkedCore.expire_pictures`).
+A picture is embeddings, shape [count, width]. It lies in as many rows of ROW_EMBEDDINGS as it
+needs, and is there when all of them are. A row's key has the picture's identity, its count of
+embeddings and the number of the row, so that what was found has the shape that was asked for.
+
+The scheduler asks whether a picture is there before it runs the encoder, and a yes that is not kept
+ends the engine. So a yes pins the rows until the worker has loaded them.
 """
 
-import time
-from collections.abc import Callable
-from typing import Any
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.request import Request
+from arbiter.pool import Rows
 
 ENTRIES, TERM_S = 32, 300.0
-MANAGER = "deployments.engines.vllm.picture_cache.PictureCache"
+ROW_EMBEDDINGS = 64
+_COUNT_BYTES, _PART_BYTES = 4, 2
 
 
-class PictureCache(EncoderCacheManager):
-    """Given to vLLM as `encoder_cache_manager_cls`; `manager_config` may have `entries`, `term_s`.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A picture of a request. `identity`: vLLM's. `tenant`: its digest, as rows name it."""
 
-    An entry is in use by the requests that read it, or `freeable`. Only freeable entries leave, the
-    one unused for longest first, so more than `entries` may be there while they are all in use.
-    """
+    identity: str
+    count: int
+    tenant: bytes = b""
 
-    clock: Callable[[], float] = staticmethod(time.monotonic)
+    @property
+    def keys(self) -> list[bytes]:
+        """Of its rows, in order."""
+        head = hashlib.sha256(self.identity.encode()).digest()
+        head += self.count.to_bytes(_COUNT_BYTES)
+        return [head + part.to_bytes(_PART_BYTES) for part in range(_parts(self.count))]
 
-    @classmethod
-    def create_manager(cls, *, cache_size: int, vllm_config: Any) -> "PictureCache":
-        made = cls(cache_size)
-        given = vllm_config.ec_manager_config.manager_config
-        made.entries = int(given.get("entries", ENTRIES))
-        made.term_s = float(given.get("term_s", TERM_S))
-        return made
 
-    def __init__(self, cache_size: int) -> None:
-        super().__init__(cache_size)
-        self.entries, self.term_s = ENTRIES, TERM_S
-        self.hits = self.misses = self.dropped = 0
-        self.used_s: dict[str, float] = {}  # when an entry was last needed
+def _parts(count: int) -> int:
+    return -(-count // ROW_EMBEDDINGS)
 
-    def check_and_update_cache(self, request: Request, input_id: int) -> bool:
-        """A request is counted once for each of its pictures, however many steps ask again."""
-        self.expire()
-        known = input_id in self.request_cached_ids.get(request.request_id, ())
-        is_there: bool = super().check_and_update_cache(request, input_id)
-        if is_there:
-            self.used_s[request.mm_features[input_id].identifier] = self.clock()
-            self.hits += not known
-        return is_there
 
-    def allocate(self, request: Request, input_id: int) -> None:
-        super().allocate(request, input_id)
-        self.misses += 1
-        self.used_s[request.mm_features[input_id].identifier] = self.clock()
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a worker copies between one picture and its rows. `rows`: by part; parts that lie in
+    their rows already are left out."""
+
+    picture: Asked
+    rows: dict[int, int]
+
+
+@dataclass(slots=True)
+class Copies:
+    """Of one step of the engine."""
+
+    loads: list[Copy] = field(default_factory=list)
+    saves: list[Copy] = field(default_factory=list)
+
+
+class PictureCache:
+    """The scheduler's side: which picture lies in which rows. `entries`: the most pictures."""
+
+    def __init__(self, rows: Rows, entries: int = ENTRIES) -> None:
+        self.rows, self.entries = rows, entries
+        self.encoder_runs = 0  # pictures that this process had to encode
+        self._asked: dict[str, Asked] = {}  # in the step that is being put together
+        self._promised: dict[str, Copy] = {}  # in the same step; their rows are pinned
+        self._copies = Copies()
+
+    def expect(self, pictures: Iterable[Asked]) -> None:
+        """Notes pictures that the scheduler may ask for by their identities alone."""
+        self._asked |= {picture.identity: picture for picture in pictures}
+
+    def promise(self, identity: str) -> bool:
+        """Whether the picture is there. If so it stays until it is loaded, or this step is put
+        together without it."""
+        picture = self._asked.get(identity)
+        if picture is None:
+            return False
+        if identity in self._promised:
+            return True
+        keys = picture.keys
+        if not all(key in self.rows for key in keys):
+            return False
+        self._promised[identity] = Copy(picture, dict(enumerate(self.rows.pin(keys))))
+        self.rows.touch(keys)
+        return True
+
+    def begin(self, identity: str) -> None:
+        """The step has the picture: from its rows if that was promised, else by the encoder, and
+        then its rows are written, unless they find no room. Counts it."""
+        picture = self._asked.get(identity)
+        if picture is None:
+            return
+        promised = self._promised.pop(identity, None)
+        self.rows.count_use(is_hit=promised is not None)
+        if promised is not None:
+            self._copies.loads.append(promised)
+        else:
+            self.encoder_runs += 1
+            self._reserve(picture)
+
+    def _reserve(self, picture: Asked) -> None:
+        keys = picture.keys
+        places = {key: part for part, key in enumerate(keys)}
+        found = self.rows.reserve(keys)
+        if any(key not in found.rows and key not in self.rows for key in keys):
+            for key in found.rows:
+                self.rows.abandon(key)
+            return  # no room; or the encoder's last run for it is still being written
+        rows = {places[key]: row for key, row in found.rows.items()}
+        self._copies.saves.append(Copy(picture, rows))
+
+    def count_hit(self) -> None:
+        """Of a picture that the device has, because another request reads it."""
+        self.rows.count_use(is_hit=True)
+
+    def end_step(self) -> Copies:
+        """What the worker has to copy. Promises that no request took are none any more."""
+        for promised in self._promised.values():
+            self.rows.unpin(promised.picture.keys)
+        self._promised.clear()
+        self._asked.clear()
+        copies, self._copies = self._copies, Copies()
+        return copies
+
+    def finish(self, copies: Copies, saved: Iterable[str]) -> None:
+        """The workers have done that step; `saved`: the identities whose rows they wrote."""
+        whole = set(saved)
+        for load in copies.loads:
+            self.rows.unpin(load.picture.keys)
+        for save in copies.saves:
+            self._end_save(save, is_whole=save.picture.identity in whole)
         self._bound()
 
-    def free_encoder_input(self, request: Request, input_id: int) -> None:
-        super().free_encoder_input(request, input_id)
-        self._bound()
+    def _end_save(self, save: Copy, *, is_whole: bool) -> None:
+        keys = save.picture.keys
+        for part in save.rows:
+            if is_whole:
+                self.rows.mark_ready(keys[part], save.picture.tenant)
+            else:
+                self.rows.abandon(keys[part])
 
-    def can_allocate(self, *args: Any, **kwargs: Any) -> bool:
-        """vLLM makes room here where the embeddings, not the entries, are too many."""
-        before = len(self.freed)
-        can: bool = super().can_allocate(*args, **kwargs)
-        self._forget(self.freed[before:])
-        return can
-
-    def reset(self) -> None:
-        self.dropped += len(self.cached)
-        super().reset()
-        self.used_s.clear()
-
-    def expire(self) -> None:
-        """Drops what was not used for the term."""
-        end_s = self.clock() - self.term_s
-        for key in [key for key in self.freeable if self.used_s[key] <= end_s]:
-            self._drop(key)
-
-    def purge(self) -> None:
-        """Drops all that no request reads."""
-        for key in list(self.freeable):
-            self._drop(key)
+    def _pictures(self) -> dict[bytes, list[bytes]]:
+        """The keys of each, whole or not, the least recently used first."""
+        found: dict[bytes, list[bytes]] = {}
+        for key in self.rows.keys():
+            found.setdefault(key[:-_PART_BYTES], []).append(key)
+        return found
 
     def _bound(self) -> None:
-        while len(self.cached) > self.entries and self.freeable:
-            self._drop(next(iter(self.freeable)))
+        pictures = list(self._pictures().values())
+        for keys in pictures[: max(0, len(pictures) - self.entries)]:
+            self.rows.evict(keys)
 
-    def _drop(self, key: str) -> None:
-        self.num_free_slots += self.freeable.pop(key)
-        del self.cached[key]
-        del self.num_embeds_by_hash[key]
-        self.freed.append(key)
-        self._forget([key])
+    def expire(self) -> None:
+        """Drops pictures past their term, and gives memory back when none is left."""
+        self.rows.expire()
+        if not len(self.rows):
+            self.rows.clear()
 
-    def _forget(self, keys: list[str]) -> None:
-        self.dropped += len(keys)
-        for key in keys:
-            self.used_s.pop(key, None)
+    def purge(self) -> None:
+        """Drops all that no step reads or writes, and gives their memory back."""
+        self.rows.clear()
+
+    def shrink(self) -> None:
+        """Gives back what the slab's owner no longer permits."""
+        self.rows.shrink_to_limit()
 
     def facts(self) -> dict[str, int]:
-        """`embeddings` of the most that vLLM keeps, `most_embeddings`."""
+        """Pictures, and how many this process encoded; and of the slab, which may have had other
+        writers, its hits and misses (each was a run of the encoder), rows and bytes."""
+        sizes = {head: len(keys) for head, keys in self._pictures().items()}
+        counts = {head: int.from_bytes(head[-_COUNT_BYTES:]) for head in sizes}
+        whole = [head for head, count in counts.items() if sizes[head] == _parts(count)]
         return {
-            "entries": len(self.cached),
+            **self.rows.slab.facts(),
+            "entries": len(whole),
             "most_entries": self.entries,
-            "hits": self.hits,
-            "misses": self.misses,
-            "dropped": self.dropped,
-            "embeddings": sum(self.num_embeds_by_hash.values()),
-            "most_embeddings": self.cache_size,
+            "embeddings": sum(counts[head] for head in whole),
+            "encoder_runs": self.encoder_runs,
         }

@@ -19,33 +19,22 @@ from vllm.multimodal.media import ImageMediaIO
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from deployments import messages
-from deployments.config import model_files
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Asgi, Receive, Scope, Send
-from deployments.engines.vllm import picture_cache
 
-FACTS = "/pictures"  # GET: what the cache holds; DELETE: empties it of what no request reads
-# Expired entries leave when the next picture comes, or at the latest so long after their term.
+FACTS = "/pictures"  # GET: what the cache holds; DELETE: empties it of what no step reads
+# An idle engine looks so often for pictures past their term, to give their memory back.
 TICK_S = 15.0
-_DIGESTED_BYTES = 1 << 20  # of each file's beginning: headers and the first layer
-
-
-def arguments(model: str) -> dict[str, Any]:
-    """vLLM's arguments for a model that sees; empty for another one."""
-    if not model_files.sees(Path(model)):
-        return {}
-    return {
-        "ec_manager_config": {"encoder_cache_manager_cls": picture_cache.MANAGER},
-        "mm_processor_cache_gb": model_files.PROCESSED_GIB,
-    }
+_PIECES, _PIECE_BYTES = 64, 64 << 10  # of a file larger than all of them
 
 
 class Pictures:
-    """Gives each picture of a request its identity. One per engine of a model that sees."""
+    """Gives each picture of a request its identity. One per engine of a model that sees.
+    `has_cache`: whether the cache is ours, in a slab; else vLLM's own keeps pictures."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
+    def __init__(self, llm: AsyncLLM, *, has_cache: bool) -> None:
+        self._llm, self._has_cache = llm, has_cache
         self._reader = ImageMediaIO()
         self._model = content_hash(Path(llm.model_config.model))
 
@@ -67,18 +56,21 @@ class Pictures:
         await api(scope, asgi.replay(body, receive), send)
 
     async def _facts(self, scope: Scope, send: Send) -> None:
+        if not self._has_cache:
+            return await asgi.refuse(send, 404, "vLLM's own cache keeps this engine's pictures")
         if scope["method"] == "DELETE":
             await self.purge()
         facts = await self._llm.engine_core.call_utility_async("picture_facts")
         await asgi.respond(send, 200, facts)
 
     async def purge(self) -> None:
-        """Drops every projected picture that no request reads."""
-        await self._llm.engine_core.call_utility_async("purge_pictures")
+        """Drops every projected picture that no step reads."""
+        if self._has_cache:
+            await self._llm.engine_core.call_utility_async("purge_pictures")
 
     async def expire(self) -> None:
         """Runs as long as the engine, because a cache without requests must not keep pictures."""
-        while True:
+        while self._has_cache:
             await asyncio.sleep(TICK_S)
             await self._llm.engine_core.call_utility_async("expire_pictures")
 
@@ -163,10 +155,21 @@ class NamedMessages(AnthropicServingMessages):
 
 
 def content_hash(folder: Path) -> str:
-    """Of a model: names and sizes of its files, with the beginning of each."""
+    """Of a model: names and sizes of its files, small ones whole, and pieces all over each large
+    one: weights that were trained or converted anew differ in every piece."""
     digest = hashlib.sha256(str(folder).encode() if not folder.is_dir() else b"")
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder)} {size} ".encode())
         with path.open("rb") as stream:
-            digest.update(stream.read(_DIGESTED_BYTES))
+            for start, length in _pieces(size):
+                stream.seek(start)
+                digest.update(stream.read(length))
     return digest.hexdigest()
+
+
+def _pieces(size: int) -> list[tuple[int, int]]:
+    """Start and length of each part of a file that counts."""
+    if size <= _PIECES * _PIECE_BYTES:
+        return [(0, size)]
+    return [((size - _PIECE_BYTES) * n // (_PIECES - 1), _PIECE_BYTES) for n in range(_PIECES)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from arbiter.core.types import Need
-from arbiter.units import MIB, Bytes
+from arbiter.units import MIB, Bytes, Content
 from deployments.config import engine_kinds
 from deployments.config.engine_kinds import EngineKind
 from deployments.config.load_plan import plan
@@ -70,6 +70,18 @@ def test_caches_of_pictures_are_on_the_ticket_of_a_model_that_sees(tmp_path: Pat
     assert working_bytes({"hidden_size": 64}) == 0
     seen = {"vision_config": {"hidden_size": 7}, "text_config": {"hidden_size": 64}}
     assert working_bytes(seen) == 512 * MIB + 1_000 * 64 * 4
+
+
+@pytest.mark.spec("E1", "H8")
+def test_model_that_sees_keeps_pictures_and_each_one_kv_unless_told(tmp_path: Path) -> None:
+    kind, folder = engine_kinds.engine_kind("vllm"), str(tmp_path)
+    silent = configured(tmp_path, keep_kv=False)
+    assert kind.keeps(folder, configured(tmp_path)) == (Content.KV,)
+    assert kind.keeps(folder, silent) == ()
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    assert kind.keeps(folder, configured(tmp_path)) == (Content.KV, Content.PICTURE)
+    assert kind.keeps(folder, silent) == (Content.PICTURE,)
+    assert engine_kinds.engine_kind("silero").keeps(folder, configured(tmp_path)) == ()
 
 
 @pytest.mark.spec("A17", "H9")

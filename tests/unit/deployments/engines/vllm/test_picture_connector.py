@@ -1,0 +1,119 @@
+"""What vLLM's scheduler and workers see of pictures in a slab."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.engines.vllm.picture_cache import Copies, PictureCache
+from deployments.engines.vllm.picture_connector import (
+    IMAGE,
+    Done,
+    PictureConnector,
+    PicturesInUse,
+    row_bytes,
+)
+from tests.support.picture_slabs import (
+    EMBEDDINGS,
+    SeeingEngine,
+    embeddings,
+    opened,
+    picture_slab_file,
+)
+from tests.support.slabs import Clock
+
+
+@pytest.fixture
+def engine() -> Iterator[SeeingEngine]:
+    with picture_slab_file() as fd, opened(fd, Clock()) as made:
+        yield made
+
+
+def request(name: str, *pictures: str, modality: str = "image") -> Any:
+    place = SimpleNamespace(offset=5, length=20, get_num_embeds=lambda: EMBEDDINGS)
+    features = [
+        SimpleNamespace(identifier=one, modality=modality, mm_position=place) for one in pictures
+    ]
+    return SimpleNamespace(
+        request_id=name,
+        mm_features=features,
+        cache_salt=None,
+        get_num_encoder_embeds=lambda number: EMBEDDINGS,
+    )
+
+
+@pytest.mark.spec("H8")
+def test_device_has_a_picture_only_while_a_request_reads_it() -> None:
+    manager, hits = PicturesInUse(1000), []
+    manager.on_hit = lambda: hits.append(1)
+    one, other = request("one", "a"), request("other", "a", "a")
+    assert not manager.check_and_update_cache(one, 0)
+    manager.allocate(one, 0)
+    for number in (0, 1, 0, 1):  # in each step again
+        assert manager.check_and_update_cache(other, number)
+    assert len(hits) == 2
+    manager.free(one)
+    assert manager.get_freed_mm_hashes() == []
+    manager.free(other)
+    assert manager.get_freed_mm_hashes() == ["a"]
+    assert not manager.cached and not manager.num_embeds_by_hash
+    assert manager.num_free_slots == manager.num_freeable_slots == 1000
+
+
+def connector(cache: PictureCache) -> PictureConnector:
+    made: PictureConnector = object.__new__(PictureConnector)
+    made.cache = cache
+    return made
+
+
+@pytest.mark.spec("H8")
+def test_media_whose_identity_is_not_ours_are_neither_kept_nor_counted(
+    engine: SeeingEngine,
+) -> None:
+    made, asked = connector(engine.cache), request("r", "a", modality="video")
+    assert made.ensure_cache_available(asked, 0)
+    assert not made.has_cache_item("a")
+    made.update_state_after_alloc(asked, 0)
+    step = made.build_connector_meta(None)  # type: ignore[arg-type]
+    assert (step.copies, engine.counts) == (Copies(), (0, 0))
+
+
+@pytest.mark.spec("H8")
+def test_picture_that_is_computed_is_not_looked_for_again(engine: SeeingEngine) -> None:
+    engine.look("a")
+    made, asked = connector(engine.cache), request("r", "a")
+    for computed, is_there in ((24, True), (25, False)):
+        made.ensure_cache_available(asked, computed)
+        assert made.has_cache_item("a") is is_there
+        made.build_connector_meta(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.spec("H8")
+def test_step_is_done_once_all_workers_are_and_the_first_one_wrote(engine: SeeingEngine) -> None:
+    made, asked = connector(engine.cache), request("r", "a")
+    made.ensure_cache_available(asked, 0)
+    made.update_state_after_alloc(asked, 0)
+    copies = made.build_connector_meta(None).copies  # type: ignore[arg-type]
+    assert engine.copier.save(copies.saves[0], embeddings("a", EMBEDDINGS))
+    done = Done(copies).aggregate(Done(copies, {"a"})).aggregate(Done(copies))
+    made.update_connector_output(SimpleNamespace(ec_connector_worker_meta=done))  # type: ignore[arg-type]
+    assert engine.look("a") == [True]
+
+
+def test_row_is_whole_pages() -> None:
+    assert row_bytes(24, torch.float32) == 8192 and row_bytes(4096, torch.bfloat16) == 512 * 1024
+    assert IMAGE == "image"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.spec("H8")
+def test_picture_of_a_gpu_comes_back_as_it_was(engine: SeeingEngine) -> None:
+    copies, _ = engine.schedule("a")
+    there = embeddings("a", EMBEDDINGS).cuda()
+    assert engine.copier.save(copies.saves[0], there)
+    engine.cache.finish(copies, ["a"])
+    [load] = engine.schedule("a")[0].loads
+    assert torch.equal(engine.copier.load(load).cuda(), there)
