@@ -93,7 +93,7 @@ def ask(child: Child, tokens: list[int], most: int = 1) -> tuple[float, list[int
 
 def stored(child: Child, rows: int) -> None:
     """Waits until so many blocks are in the slab."""
-    until(lambda: child.call("GET", "/slab")[1]["ready"] >= rows, 30)
+    until(lambda: child.call("GET", "/slab")[1]["kv"]["ready"] >= rows, 30)
 
 
 def kill(child: Child) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from arbiter.core.types import Priority
 from arbiter.errors import EngineLost, RequestError
+from deployments.prefixes import Cut
 
 # In the headers of every call: the tenant, whose adapters the engine may serve. The front sets it
 # and drops what the client wrote.
@@ -37,6 +38,7 @@ class InferenceCall:
     stay_warm_s: float = 0.0  # after the call, before the model's keep-warm begins to count
     wants_progress: bool = False  # the client reads progress comments while the model loads
     served: str = ""  # the name the engine serves: an adapter, or the model (also where empty)
+    stable: Cut | None = None  # the prefix that other requests share with it
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ NEAR = {
     "arbiter/core/arbiter.py": "arbiter/core/queue/test_admission.py",
     "arbiter/core/eviction/eligibility.py": "arbiter/core/eviction/test_eviction.py",
     "arbiter/core/eviction/oversize.py": "arbiter/core/queue/test_grants.py",
+    "arbiter/core/eviction/waste.py": "arbiter/core/eviction/test_compaction.py",
     "arbiter/core/queue/pass_state.py": "arbiter/core/queue/test_grants.py",
     "arbiter/core/records/request_queue.py": "arbiter/core/queue/test_grants.py",
     "arbiter/core/records/ticket.py": "arbiter/core/tickets/test_reclaim.py",

@@ -1,11 +1,11 @@
 """Keeps the arbiter's rules behind one door: `handle(event, now)` returns what must be done.
 
 Deterministic, and pure in time: the clock, the wire and the dice are outside. Every call runs the
-same eleven steps in this order: apply the event, fire the timers that are due, evict on
-overcommitted devices, grant growth, run the grant pass over dirty nodes, estimate the wait of new
-tickets, forget removed models, load again what had left for a lease of `arbiter free`, prefetch
-what comes next, settle the clients' accounts, check the books of the devices that were touched.
-Then it says when it wants to be called next.
+same twelve steps in this order: apply the event, fire the timers that are due, evict on
+overcommitted devices, grant growth, run the grant pass over dirty nodes, take compactions further,
+estimate the wait of new tickets, forget removed models, load again what had left for a lease of
+`arbiter free`, prefetch what comes next, settle the clients' accounts, check the books of the
+devices that were touched. Then it says when it wants to be called next.
 
 A message about a ticket that has moved on is normal, because holders race with revokes and wires
 repeat messages; the core counts it in `stale_count` and ignores it otherwise. An identity that does
@@ -22,15 +22,15 @@ from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import timeouts, types
-from arbiter.core.decisions import Decision, EventKind, Reason, SetTimer
-from arbiter.core.eviction import eviction, pressure, sleep
+from arbiter.core.decisions import Compacted, Decision, EventKind, Reason, SetTimer
+from arbiter.core.eviction import compaction, eviction, pressure, sleep
 from arbiter.core.queue import admission, grant_pass, wait_estimate
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.ticket import CHARGED, State
 from arbiter.core.reports import dry_run, replica_targets
 from arbiter.core.reports.explain import Explanation, explain
 from arbiter.core.reports.snapshot import StateView, view_of
-from arbiter.core.residency import floors, growth, heartbeats, idle, prefetch, readings
+from arbiter.core.residency import floors, growth, heartbeats, idle, prefetch, prewarm, readings
 from arbiter.core.settings import Settings
 from arbiter.core.state import CoreState, Foresight
 from arbiter.core.tickets import device_limits, loads, reclaim
@@ -72,6 +72,7 @@ class Arbiter:
         eviction.evict_overcommitted(state)
         growth.grant_waiting(state)
         grant_pass.run(state)
+        compaction.advance(state)
         wait_estimate.estimate_new(state)
         floors.forget_removed(state)
         floors.return_freed(state)
@@ -160,6 +161,10 @@ class Arbiter:
     def plan(self, question: dry_run.PlanQuestion, now: Instant) -> dry_run.Plan:
         """Returns what a request would bring about; changes nothing (K3)."""
         return dry_run.plan(self._state, question, now, _handle_on)
+
+    def compaction(self, request: str) -> Compacted | None:
+        """Returns how far a compaction has come; None when none of this name is under way."""
+        return compaction.progress(self._state, request)
 
     def replica_targets(self, now: Instant) -> dict[str, int]:
         """Returns the replicas wanted of each capability. SetTimer also comes when a target
@@ -364,6 +369,16 @@ def _(event: ev.Released, state: CoreState) -> None:
 
 
 @_apply.register
+def _(event: ev.Prewarmed, state: CoreState) -> None:
+    prewarm.on_prewarmed(state, event)
+
+
+@_apply.register
+def _(event: ev.SpeechStarted, state: CoreState) -> None:
+    prewarm.on_speech(state, event)
+
+
+@_apply.register
 def _(event: ev.UnloadAsked, state: CoreState) -> None:
     idle.on_unload_asked(state, event.ticket)
 
@@ -377,6 +392,11 @@ def _(event: ev.FloorSet, state: CoreState) -> None:
 @_apply.register
 def _(event: ev.LoadAsked, state: CoreState) -> None:
     floors.on_load_asked(state, event)
+
+
+@_apply.register
+def _(event: ev.CompactAsked, state: CoreState) -> None:
+    compaction.on_asked(state, event)
 
 
 @_apply.register

@@ -21,6 +21,7 @@ class Reason(Enum):
     FAILED = "failed"
     WITHDRAWN = "withdrawn"
     TERM = "term"  # a lease has lasted as long as it may
+    COMPACT = "compact"  # to be loaded again, because it holds more than it needs (D7)
 
     @property
     def only_if_idle(self) -> bool:
@@ -32,7 +33,7 @@ class Reason(Enum):
         return self in ONLY_IF_IDLE
 
 
-ONLY_IF_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL})
+ONLY_IF_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL, Reason.COMPACT})
 
 
 class Tier(Enum):
@@ -110,7 +111,7 @@ class RequestReading:
 @dataclass(frozen=True, slots=True)
 class LoadModel:
     """Has a holder load a model that no request waits for: a floor asks for it, a prefetch does, or
-    it made room for a load that failed (A12)."""
+    it made room for a load that failed (A12), or it was compacted (D7)."""
 
     holder: HolderId
     model: str
@@ -119,6 +120,35 @@ class LoadModel:
 @dataclass(frozen=True, slots=True)
 class PurgeCaches:
     """Has a holder's engine drop what it keeps only to answer sooner (C5). Safe to repeat."""
+
+    ticket: TicketId
+    holder: HolderId
+
+
+@dataclass(frozen=True, slots=True)
+class SparedModel:
+    """Names a model that a compaction left as it was, and why."""
+
+    model: str
+    ticket: TicketId | None  # None: it is not loaded
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """Answers a request for compaction (D7): how many models were freed, what they held beyond
+    their need, and which were left alone."""
+
+    request: str
+    freed_count: int
+    freed_bytes: Bytes
+    spared: tuple[SparedModel, ...]
+    is_finished: bool  # False: more are to be freed, or loaded again
+
+
+@dataclass(frozen=True, slots=True)
+class WarmPrefixes:
+    """Has a holder's engine warm the stable prefixes of its model (G1). Safe to repeat."""
 
     ticket: TicketId
     holder: HolderId
@@ -190,6 +220,8 @@ class EventKind(StrEnum):
     REVOKE_UNANSWERED = "revoke_unanswered"
     UNLOAD_OVERDUE = "unload_overdue"
     UNLOAD_REFUSED = "unload_refused"
+    MODEL_COMPACTED = "model_compacted"
+    COMPACTION = "compaction"
     FLOOR_SET = "floor_set"
     GROWTH_ASKED = "growth_asked"
     GROWTH_GRANTED = "growth_granted"
@@ -203,6 +235,7 @@ class EventKind(StrEnum):
     FREED_RETURN = "freed_return"  # what left for `arbiter free` is loaded again
     CAPABILITY_RUN = "capability_run"
     RUNS_DROPPED = "runs_dropped"
+    PREWARM = "prewarm"  # of a stable prefix: no request of a user
 
     def __repr__(self) -> str:
         """Returns the quoted value, because recordings keep a hash of the decisions' text."""
@@ -239,5 +272,6 @@ Order = (
     | DropDrafter
     | DropSlabs
     | PurgeCaches
+    | WarmPrefixes
 )
-Decision = Order | LogEvent | SetTimer
+Decision = Order | Compacted | LogEvent | SetTimer

@@ -123,6 +123,10 @@ class SlabReading:
     evicted_count: int
     refused_count: int  # found no room
     restored_count: int = 0  # came back from a file
+    hot_count: int = (
+        0  # of adapters: in the engine's slots now, and requests that found theirs there
+    )
+    hot_hits_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +353,28 @@ class Released:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Prewarmed:
+    """Tells how the pre-warm of a stable prefix ended (G6), never what the prefix says."""
+
+    holder: HolderId
+    ticket: TicketId | None  # None: its model was not brought in
+    model: str
+    prefix: str  # `__system_prefix__`, or the hash of a request's own
+    cause: str  # load, session, speech, sweep
+    outcome: str  # warmed, or why not
+    prompt_tokens_count: int = 0
+    cached_tokens_count: int = 0  # of them, before
+    took: Span = Span(0)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechStarted:
+    """Says that a person began to speak, as voice activity detection has found."""
+
+    holder: HolderId
+
+
 # -- from the shell and people ----------------------------------------------------------------
 
 
@@ -384,6 +410,16 @@ class LoadAsked:
     def model_name(self) -> ModelName:
         """Names the model that the event is about."""
         return ModelName(self.capability, self.model)
+
+
+@dataclass(frozen=True, slots=True)
+class CompactAsked:
+    """Has idle models freed and loaded again (D7): those named, else all that hold enough beyond
+    their need. Raises UnknownCapability, UnknownModel. Repeated under the same name while the first
+    is under way, it is done once."""
+
+    request: str  # names the answer, a Compacted
+    models: tuple[ModelName, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,9 +463,12 @@ Event = (
     | BarrierDropped
     | Slept
     | Released
+    | Prewarmed
+    | SpeechStarted
     | UnloadAsked
     | FloorSet
     | LoadAsked
+    | CompactAsked
     | PressurePushed
     | ClosingDown
     | TimerFired

@@ -136,6 +136,10 @@ class Settings:
     quota_window: Span = seconds(3600)  # their averages: clouds bill by the hour
     accounts_most_count: int = 1_024  # clients told apart; 100 kB, saved in a millisecond
 
+    # D7: a reload takes seconds, in which a small engine of the default allocates as much anew.
+    compact_least_bytes: Bytes = Bytes(64 * MIB)
+    compact_every_loads_count: int = 0  # of a device; 0: no schedule
+
     pinned_most_fraction: float = 1.0  # C8: of a budget; all of it unless the table says less
 
     follow_within: Span = seconds(60)  # C11: a use after that long follows nothing

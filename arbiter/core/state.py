@@ -13,6 +13,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, EventKind, LogEvent, Refuse
 from arbiter.core.records.accounts import Accounts
+from arbiter.core.records.compactions import Compactions
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.records.eviction_history import EvictionHistory
 from arbiter.core.records.ledger import Ledger
@@ -129,7 +130,7 @@ class CoreState:
       `last_home`, `trades` of places, `loading_times` and `loading_much`, by device;
     - work under way: `growing` residents, `wanted` models without a holder, `removing` models,
       `prefetched` models, `evicted_for` a load that has not succeeded, `freed_for` a lease that
-      holds, `pressure` by device,
+      holds, `compactions`, `pressure` by device,
       `failures` that cool down, `broken_loads` whose cause may still come;
     - memory of answers: `answers` by ticket, `evictions` for explain, `rankings` of victims by
       device;
@@ -140,6 +141,8 @@ class CoreState:
 
     Everything else is derived from these. `epoch` names this life, `stale_count` counts ignored
     messages, `foresight` is set in a replay only."""
+
+    foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
 
     def __init__(
         self,
@@ -162,7 +165,6 @@ class CoreState:
         self.trades = Trades()
         self.loading_times = LoadingTimes()
         self.rankings: dict[DeviceId, Any] = {}  # see ranking.Ranking
-        self.foresight: Foresight | None = None  # a replay's knowledge of when a model is next used
         self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
         self.tenants = {limits.tenant: limits for limits in settings.tenants}
         self.timers = Timers()
@@ -178,6 +180,7 @@ class CoreState:
         self.pressure: dict[DeviceId, PressureState] = {}
         self.failures: dict[types.ModelName, Failure] = {}
         self.last_home: dict[tuple[NodeId, types.ModelName], DeviceId] = {}
+        self.compactions = Compactions()
         self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
         self.awaited = set(known_holders)  # of the last epoch, not back yet

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from arbiter.core.decisions import EventKind, Reason
-from arbiter.core.eviction import eviction, pressure
+from arbiter.core.eviction import compaction, eviction, pressure
 from arbiter.core.queue import admission, grants
 from arbiter.core.records.ledger import audit as audit_books
 from arbiter.core.records.ticket import State, Ticket
@@ -115,6 +115,7 @@ RULES: dict[str, Callable[[CoreState, str], None]] = {
     "restore": lambda state, _: loads.on_restore_timer(state),
     "scale": replica_targets.on_timer,
     "closing": lambda state, _: end_closing(state),
+    "compaction": compaction.on_timer,
     "floors": lambda state, _: floors.enforce(state),
     "audit": audit,
     "queue": look_at_queue,

@@ -95,6 +95,8 @@ class PooledSlab:
             evicted_count=counts.evicted_count,
             refused_count=counts.refused_count,
             restored_count=counts.restored_count,
+            hot_count=counts.hot_count if self.ticket else 0,
+            hot_hits_count=counts.hot_hits_count,
         )
 
 

@@ -57,6 +57,8 @@ class Count(IntEnum):
     REFUSED = 6  # rows that found no room
     LOADED = 7
     RESTORED = 8  # rows that came back from a file
+    HOT_HITS = 9  # what its engine had at hand, so that the slab was not asked (adapters)
+    HOT = 10  # how many of the rows' keys it has at hand now
 
 
 @dataclass(frozen=True, slots=True)

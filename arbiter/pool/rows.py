@@ -6,6 +6,7 @@ that come before it. Pins are counted here and end with the process.
 """
 
 import heapq
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -32,10 +33,18 @@ class Reserved:
 class Rows:
     """All rows of a slab. Adopts those that an earlier writer left READY and that have not expired.
 
-    `clock`: wall-clock seconds. `term_s`: how long a row stays after its last use."""
+    `clock`: wall-clock seconds. `term_s`: how long a row stays after its last use. `most`: rows
+    beyond so many are not used, however much memory the slab may take."""
 
-    def __init__(self, slab: Slab, term_s: float, clock: Callable[[], float]) -> None:
-        self.slab, self.term_s, self._clock = slab, term_s, clock
+    def __init__(
+        self,
+        slab: Slab,
+        term_s: float,
+        clock: Callable[[], float],
+        *,
+        most: int = sys.maxsize,
+    ) -> None:
+        self.slab, self.term_s, self._clock, self._most = slab, term_s, clock, most
         self._buffer, self._counts = slab.file.buffer, slab.file.counts
         self._ready: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._reserved: dict[bytes, int] = {}
@@ -51,7 +60,7 @@ class Rows:
         now, slab = self._clock(), self.slab
         found = sorted((mark.used_s, row, mark) for row, mark in slab.marks())
         for used_s, row, mark in found:
-            if now < mark.expires_s <= now + layout.LONGEST_TERM_S:
+            if row < self._most and now < mark.expires_s <= now + layout.LONGEST_TERM_S:
                 # Of a key that is there twice, by a move that was not finished, either is whole.
                 self._ready[mark.key] = row
                 self._marks[mark.key] = mark
@@ -60,9 +69,13 @@ class Rows:
         for row in layout.marked_rows(self._buffer, slab.geometry.rows_count):
             if row not in taken:
                 layout.clear_mark(self._buffer, row)
-        self._known_count = slab.usable_count
+        self._known_count = self._usable_count
         self._free = [row for row in range(self._known_count) if row not in taken]
         self._counts[Count.READY] = len(self._ready)
+
+    @property
+    def _usable_count(self) -> int:
+        return min(self.slab.usable_count, self._most)
 
     def __len__(self) -> int:
         """How many rows are READY."""
@@ -160,7 +173,7 @@ class Rows:
 
     def _make_room(self, count: int, keep: set[bytes]) -> list[bytes]:
         evicted = self._sweep_now_and_then()
-        while len(self._free) < count and self.slab.grow():
+        while len(self._free) < count and self._known_count < self._most and self.slab.grow():
             self._learn_of_growth()
         if len(self._free) < count:
             free = (key for key in self._ready if key not in self._pins and key not in keep)
@@ -171,9 +184,9 @@ class Rows:
         return evicted
 
     def _learn_of_growth(self) -> None:
-        for row in range(self._known_count, self.slab.usable_count):
+        for row in range(self._known_count, self._usable_count):
             heapq.heappush(self._free, row)
-        self._known_count = self.slab.usable_count
+        self._known_count = self._usable_count
 
     def mark_ready(self, key: bytes, tenant: bytes = b"", kind: int = 0) -> None:
         """Makes a reserved row visible; its bytes are there. It is the most recently used one.
@@ -286,7 +299,7 @@ class Rows:
         needed = -(-end * slab.geometry.row_bytes // extent) * extent
         allocated = max(least_bytes, needed)
         slab.cut(Bytes(min(allocated, slab.allocated_bytes)))
-        self._known_count = slab.usable_count
+        self._known_count = self._usable_count
         taken = {*self._ready.values(), *self._reserved.values()}
         self._free = [row for row in range(self._known_count) if row not in taken]
 

@@ -223,6 +223,8 @@ class Counts:
     refused_count: int
     loaded_count: int
     restored_count: int  # rows that came back from a file
+    hot_hits_count: int  # requests for which the slab was not asked (layout.Count)
+    hot_count: int
 
 
 class SlabView:

@@ -168,6 +168,13 @@ class PurgeCommand:
     ticket: TicketId
 
 
+@dataclass(frozen=True, slots=True)
+class PrewarmCommand:
+    """The ticket's engine is to warm the stable prefixes of its model: a person begins to speak."""
+
+    ticket: TicketId
+
+
 class ModelSize(Enum):
     """Of a resident that may change its size (A14)."""
 
@@ -191,7 +198,15 @@ class ConfigChanged:
     table: Plain
 
 
-Command = RevokeCommand | WaitEstimate | ReloadCommand | PurgeCommand | Resize | ConfigChanged
+Command = (
+    RevokeCommand
+    | WaitEstimate
+    | ReloadCommand
+    | PurgeCommand
+    | PrewarmCommand
+    | Resize
+    | ConfigChanged
+)
 
 
 @dataclass(frozen=True, slots=True)

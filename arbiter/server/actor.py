@@ -16,7 +16,7 @@ import ray
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import EventKind, LogEvent
+from arbiter.core.decisions import Compacted, EventKind, LogEvent
 from arbiter.errors import RequestError, SettingsConflict, StaleEpoch
 from arbiter.node import zygote_client
 from arbiter.protocol import messages, ray_internals, rpc
@@ -386,6 +386,14 @@ class ArbiterActor:
     async def load(self, capability: str, model: str) -> None:
         """By hand, without a request. Raises UnknownCapability, UnknownModel, NotResident."""
         self._shell.feed(ev.LoadAsked(capability, model))
+
+    async def compact(
+        self, request: str, models: tuple[types.ModelName, ...], wait_s: float
+    ) -> Compacted:
+        """Frees the named idle models and loads them again, or all that hold more than they need
+        (D7). Returns what came of it, or after `wait_s` how far it has come. Raises
+        UnknownCapability, UnknownModel."""
+        return await self._shell.compact(ev.CompactAsked(request, models), wait_s)
 
     async def resize(self, command: messages.Resize) -> None:
         """By hand; a resident that cannot change its size goes on as it is, and the event log tells

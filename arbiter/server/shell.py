@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol
 from arbiter.core import events as ev
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.decisions import (
+    Compacted,
     Decision,
     DropDrafter,
     DropSlabs,
@@ -32,6 +33,7 @@ from arbiter.core.decisions import (
     RequestReading,
     Revoke,
     SetTimer,
+    WarmPrefixes,
 )
 from arbiter.core.reports.dry_run import PlanQuestion
 from arbiter.errors import RequestError, TicketClosed
@@ -141,6 +143,7 @@ class Shell:
         self._recorder = recorder
         self._waiting: dict[TicketId, asyncio.Future[messages.Granted]] = {}
         self._callers: dict[TicketId, int] = {}
+        self._compacting: dict[str, asyncio.Future[Compacted]] = {}  # by request
         self._mail: dict[HolderId, Mailbox] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: Instant | None = None
@@ -172,6 +175,8 @@ class Shell:
                 self.log.tell(decision)
             case SetTimer(at):
                 self._arm(at)
+            case Compacted():
+                self._compacted(decision)
             case _:
                 self._send(decision)
 
@@ -189,7 +194,7 @@ class Shell:
                 self._agents.drop_slabs(node, owner)
             case RequestReading(node):
                 self._agents.probe(node)
-            case Queued() | LoadModel() | DropDrafter() | PurgeCaches():
+            case Queued() | LoadModel() | DropDrafter() | PurgeCaches() | WarmPrefixes():
                 self._command(order.holder, _as_command(order))
 
     # -- tickets -------------------------------------------------------------------------------
@@ -228,6 +233,29 @@ class Shell:
         finally:
             if self._waiting.get(ticket) is waiter:
                 del self._waiting[ticket]
+
+    async def compact(self, event: ev.CompactAsked, wait_s: float) -> Compacted:
+        """Waits until all is freed and loaded again; after `wait_s` it returns how far that has
+        come. The same request asked again shares the answer. Raises UnknownCapability,
+        UnknownModel."""
+        loop = asyncio.get_running_loop()
+        waiter = self._compacting.setdefault(event.request, loop.create_future())
+        try:
+            self.feed(event)
+            async with asyncio.timeout(wait_s):
+                return await asyncio.shield(waiter)
+        except TimeoutError:
+            found = self.core.compaction(event.request)
+            assert found is not None, "its end would have been the answer"
+            return found
+        finally:
+            if waiter.done() or self.core.compaction(event.request) is None:
+                self._compacting.pop(event.request, None)
+
+    def _compacted(self, answer: Compacted) -> None:
+        waiter = self._compacting.pop(answer.request, None)
+        if waiter and not waiter.done():
+            waiter.set_result(answer)
 
     def withdrawn(self, event: ev.Withdrawn) -> None:
         """The holder's own word; its pending call, if any, ends."""
@@ -358,7 +386,7 @@ class Shell:
 
 
 def _as_command(
-    order: Queued | LoadModel | DropDrafter | PurgeCaches,
+    order: Queued | LoadModel | DropDrafter | PurgeCaches | WarmPrefixes,
 ) -> messages.Command:
     match order:
         case Queued(ticket, _, predicted):
@@ -369,3 +397,5 @@ def _as_command(
             return messages.Resize(model, messages.ModelSize.ALONE)
         case PurgeCaches(ticket):
             return messages.PurgeCommand(ticket)
+        case WarmPrefixes(ticket):
+            return messages.PrewarmCommand(ticket)

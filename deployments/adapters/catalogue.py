@@ -3,7 +3,8 @@
     <folder>/<name>/adapter_config.json            for all tenants
     <folder>/<name>/adapter_model.safetensors
     <folder>/@<tenant>/<name>/...                  for one tenant; hides a common one of that name
-    <folder>/<name>/serve.json                     optional: {"priority": "high", "pin": true}
+    <folder>/<name>/serve.json                     optional: {"priority": "high", "pin": true,
+                                                   "int8": true} (deployments.adapters.int8)
     <folder>/remote.json, <folder>/@<tenant>/remote.json     names of adapters behind a URL:
         {"med": "s3://our-loras/med-v3/", "law": {"url": "hf://our-org/law/", "pin": true}}
 
@@ -80,6 +81,7 @@ class Entry:
     tenant: str = ""  # empty: of all tenants
     priority: str = "normal"
     pin: bool = False
+    int8: bool = False  # its weights are rounded when it is published
     url: str = ""  # its source; then `rank` and `size_bytes` are 0, because they are not known yet
 
     @property
@@ -192,9 +194,9 @@ class Catalogue:
         if not isinstance(url, str) or not is_allowed(url, self._urls.get(base, ())):
             reason = f"its URL in {MANIFEST} begins with no prefix that `adapters.urls` lists"
             raise AdapterInvalid(name, reason)
-        priority, pin = _extras(name, MANIFEST, row)
+        extras = _extras(name, MANIFEST, row)
         path = self._fetched / place(url)
-        return Entry(name, base, path, 0, 0, (), found.owner, priority, pin, url)
+        return Entry(name, base, path, 0, 0, (), found.owner, *extras, url)
 
     def _entry(self, name: str, base: str, found: _Place) -> Entry:
         path = found.path
@@ -235,13 +237,16 @@ def _homes(folder: Path, tenant: str) -> list[tuple[Path, str]]:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Times, inodes and sizes, which change when an adapter is replaced. Raises OSError."""
+    """Times, inodes and sizes, which change when an adapter is replaced, also by an owner who sets
+    the times back. Raises OSError."""
     config, weights = (path / CONFIG).lstat(), (path / WEIGHTS).lstat()
     extras = (path / EXTRAS).lstat().st_mtime_ns if os.path.lexists(path / EXTRAS) else 0
     return (
         config.st_mtime_ns,
+        config.st_ctime_ns,
         config.st_ino,
         weights.st_mtime_ns,
+        weights.st_ctime_ns,
         weights.st_ino,
         weights.st_size,
         extras,
@@ -255,19 +260,23 @@ def _read_entry(name: str, base: str, found: _Place, stamp: tuple[int, ...]) -> 
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise AdapterInvalid(name, f"{CONFIG}: `r` is {rank!r}, not a rank")
     extras = read_json(name, path / EXTRAS) if os.path.lexists(path / EXTRAS) else {}
-    priority, pin = _extras(name, EXTRAS, extras)
+    options = _extras(name, EXTRAS, extras)
     with open_plain(name, path / WEIGHTS) as weights:
         size = os.fstat(weights.fileno()).st_size
-    return Entry(name, base, path, rank, size, stamp, found.owner, priority, pin)
+    return Entry(name, base, path, rank, size, stamp, found.owner, *options)
 
 
-def _extras(name: str, file: str, row: Mapping[str, Any]) -> tuple[str, bool]:
-    """Priority and pin. Raises AdapterInvalid."""
-    priority, pin = row.get("priority", "normal"), row.get("pin", False)
-    if priority not in PRIORITIES or not isinstance(pin, bool):
-        allowed = f"`priority` is one of {', '.join(PRIORITIES)}, `pin` true or false"
+def _extras(name: str, file: str, row: Mapping[str, Any]) -> tuple[str, bool, bool]:
+    """Priority, pin, int8. Raises AdapterInvalid."""
+    priority, pin, int8 = (
+        row.get("priority", "normal"),
+        row.get("pin", False),
+        row.get("int8", False),
+    )
+    if priority not in PRIORITIES or not isinstance(pin, bool) or not isinstance(int8, bool):
+        allowed = f"`priority` is one of {', '.join(PRIORITIES)}, `pin` and `int8` true or false"
         raise AdapterInvalid(name, f"{file}: {allowed}")
-    return priority, pin
+    return priority, pin, int8
 
 
 def place(url: str) -> str:

@@ -3,10 +3,15 @@
 A tenant may change or remove an adapter in the catalogue at any moment, and vLLM's prefix cache
 knows adapters by path. So an engine serves `<store>/<digest>/`, which is copied with bounds, hashed
 during the copy, and checked after it: the engine loads what was checked.
+
+`<store>/.known/` says which entry, in which state, became which copy: the next engine finds the
+copy, or the images made of it (deployments.engines.vllm.adapter_images), and reads no weights.
 """
 
 import asyncio
+import contextlib
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -18,6 +23,7 @@ from typing import Any
 
 from deployments.adapters.catalogue import WEIGHTS, Catalogue, Entry
 from deployments.adapters.folder_cache import alone, make_room
+from deployments.adapters.int8 import round_weights
 from deployments.adapters.safe_files import AdapterInvalid, open_plain
 from deployments.adapters.validate import Rules, check
 
@@ -25,6 +31,8 @@ _CHUNK_BYTES = 1 << 20
 # The store's bound: 2,000 adapters of an 8 B model at rank 16. Beyond it the longest unused are
 # removed.
 MAX_STORE_BYTES = 160 << 30
+_KNOWN = ".known"
+_MOST_KNOWN = 100_000  # entries; a forgotten one is copied and checked again
 FETCHED = ".fetched"  # folder in a store for what came from URLs (deployments.adapters.fetch)
 
 
@@ -45,14 +53,18 @@ class Store:
         self._folder, self._max_bytes = folder.resolve(), max_bytes
 
     def publish(self, entry: Entry, rules: Rules) -> Published:
-        """Copies, hashes and checks the adapter, and only then names the copy. Blocks for the copy.
-        Raises AdapterInvalid."""
+        """Copies, hashes and checks the adapter, and only then names the copy, unless the copy of
+        this entry under these rules is there. Blocks for the copy. Raises AdapterInvalid."""
         if entry.rank > rules.max_rank:
             reason = f"rank {entry.rank} is above the {rules.max_rank} its model serves"
             raise AdapterInvalid(entry.name, reason)
+        if known := self._known(entry, rules):
+            return known
         scratch = Path(tempfile.mkdtemp(dir=self._folder, prefix=".copying-"))
         try:
-            return self._publish(entry, rules, scratch)
+            made = self._publish(entry, rules, scratch)
+            self._note(entry, rules, made)
+            return made
         except OSError as error:
             raise AdapterInvalid(entry.name, f"{error.filename}: {error.strerror}") from error
         finally:
@@ -63,6 +75,8 @@ class Store:
         for name, bound in rules.bounds.items():
             _copy(entry, name, scratch / name, bound, hashed)
         check(entry.name, scratch, rules)
+        if entry.int8:
+            hashed = _rounded(scratch, rules)
         digest = hashed.hexdigest()[:32]
         target = self._folder / digest
         size_bytes = (scratch / WEIGHTS).stat().st_size
@@ -75,6 +89,31 @@ class Store:
                 make_room(self._folder, size_bytes, self._max_bytes)
                 scratch.rename(target)
         return Published(digest, target, size_bytes)
+
+    def _known(self, entry: Entry, rules: Rules) -> Published | None:
+        with contextlib.suppress(OSError, ValueError):  # of no such note, or half of one
+            note = json.loads(self._note_of(entry, rules).read_text())
+            path = self._folder / str(note["digest"])
+            os.utime(path)  # used now; raises where the copy is gone
+            return Published(path.name, path, int(note["size_bytes"]))
+        return None
+
+    def _note(self, entry: Entry, rules: Rules, made: Published) -> None:
+        """Raises OSError."""
+        note = self._note_of(entry, rules)
+        note.parent.mkdir(mode=0o700, exist_ok=True)
+        if sum(1 for _ in os.scandir(note.parent)) >= _MOST_KNOWN:
+            shutil.rmtree(note.parent)
+            note.parent.mkdir(mode=0o700, exist_ok=True)
+        whole = {"digest": made.digest, "size_bytes": made.size_bytes}
+        temporary = note.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(whole))
+        temporary.rename(note)
+
+    def _note_of(self, entry: Entry, rules: Rules) -> Path:
+        """A file whose name covers the entry with its files' times, and what was checked."""
+        facts = repr((entry, rules.max_rank, sorted(rules.shapes.items())))
+        return self._folder / _KNOWN / hashlib.sha256(facts.encode()).hexdigest()[:32]
 
 
 class CheckedAdapters:
@@ -113,6 +152,21 @@ def catalogue_of(config: Mapping[str, Any]) -> Catalogue:
     fetched = Path(given["store"]) / FETCHED
     urls = {base: given.get("urls", ())}
     return Catalogue({base: Path(given["folder"])}, urls=urls, fetched=fetched)
+
+
+def _rounded(folder: Path, rules: Rules) -> Any:
+    """Rounds the weights and returns the hash of what the folder holds then. Raises OSError."""
+    weights = folder / WEIGHTS
+    weights.chmod(0o600)
+    round_weights(weights)
+    weights.chmod(0o400)
+    hashed = hashlib.sha256()
+    for name in rules.bounds:
+        with (folder / name).open("rb") as reader:
+            while chunk := reader.read(_CHUNK_BYTES):
+                hashed.update(chunk)
+        hashed.update(name.encode())
+    return hashed
 
 
 def _copy(entry: Entry, name: str, target: Path, bound: int, hashed: Any) -> None:

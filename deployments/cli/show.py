@@ -245,6 +245,53 @@ def pool(as_json: AsJson = False, url: Url = None) -> None:
     show(as_json, found, table(heads, rows, numbers=numbers))
 
 
+def adapters(as_json: AsJson = False, url: Url = None) -> None:
+    """Where the adapters of each model are, and where requests found theirs."""
+    with front(url) as f:
+        slabs = [s for s in f.get("/arbiter/state")["slabs"] if s["slab"]["content"] == "adapter"]
+        names = [card["id"] for card in f.get("/v1/models")["data"]]
+    found = [_tiers(s["node"], s["slab"], names) for s in slabs]
+    numbers = ("hot", "warm", "cold", "found hot", "found warm", "found cold", "hits", "evicted")
+    rows = [
+        (
+            tier["model"],
+            tier["node"],
+            *(tier["adapters"][name] for name in ("hot", "warm", "cold")),
+            *(tier["requests"][name] for name in ("hot", "warm", "cold")),
+            "-" if tier["hit_rate"] is None else f"{tier['hit_rate']:.0%}",
+            tier["evicted_count"],
+        )
+        for tier in found
+    ]
+    show(as_json, found, table(("model", "node", *numbers), rows, numbers=numbers))
+
+
+def _tiers(node: str, slab: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Adapters of one model on one node by tier, and requests by the tier of theirs. An adapter in
+    a slot is hot, and keeps its image."""
+    model = slab["owner"].partition("/")[2]
+    hot, images = slab["hot_count"], slab["rows_count"]
+    listed = sum(name.startswith(f"{model}:") for name in names)
+    requests = {
+        "hot": slab["hot_hits_count"],
+        "warm": slab["hits_count"],
+        "cold": slab["misses_count"],
+    }
+    total = sum(requests.values())
+    return {
+        "model": model,
+        "node": node,
+        "adapters": {
+            "hot": hot,
+            "warm": max(0, images - hot),
+            "cold": max(0, listed - max(hot, images)),
+        },
+        "requests": requests,
+        "hit_rate": (total - requests["cold"]) / total if total else None,
+        "evicted_count": slab["evicted_count"],
+    }
+
+
 def leases(as_json: AsJson = False, url: Url = None) -> None:
     """Memory lent to processes outside Serve."""
     with front(url) as f:

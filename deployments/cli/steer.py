@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import typer
 
+from arbiter.units import Bytes, human
 from deployments.cli.http import Url, front
 from deployments.cli.output import AsJson, CommandError, cell, show
 
@@ -49,6 +50,25 @@ ASKED: dict[str, Callable[[dict[str, Any]], str]] = {
     "grow": lambda done: f"{done['model']} is told to grow; `arbiter events` tells what came of it",
     "shrink": lambda done: f"{done['model']} is told to give back what it grew by",
 }
+
+
+def compact(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODEL]...", help="Default: all that hold more than they need."),
+    ] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Free idle models and load them again, so that memory their engines keep comes back."""
+    with front(url) as f:
+        done = f.send("POST", "/arbiter/compact", {"models": models or []})
+    freed = human(Bytes(done["freed_bytes"]))
+    later = "" if done["is_finished"] else "; it goes on, and `arbiter events` tells of it"
+    told = [f"{done['count']} compacted, {freed} that they did not need{later}"]
+    told += [f"{row['model']} stays as it is: {row['why']}" for row in done["spared"]]
+    show(as_json, done, *map(cell, told))
+
 
 FLOORS = {
     "device": "it is loaded now and stays",

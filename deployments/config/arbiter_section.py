@@ -119,6 +119,10 @@ class ArbiterConfig(Strict):
     # C11: `declared` brings in the next of a pipeline, `history` also what usually followed
     preload: Literal["off", "declared", "history"] = "declared"
     pipelines: list[list[str]] = Field([])  # of capabilities, in the order they are used
+    # D7: idle models that hold so much more than they need are freed and loaded again when a ticket
+    # would fit then, on `arbiter compact`, and after so many loads of a device (0: no schedule)
+    compact_least: Size = 64 << 20
+    compact_every_loads: int = Field(0, ge=0)
     pinned_most: float = Field(1.0, ge=0, le=1)  # C8: share of a device that may be pinned
     lease_tenant: Size | None = None  # the most one tenant may lease; default: half of all
     lease_term_most_s: float = Field(86_400.0, gt=0, le=LONGEST_S)  # A15
@@ -183,6 +187,8 @@ class ArbiterConfig(Strict):
             device_marks=self.device_marks.as_marks() if self.device_marks else None,
             preload=self.preload,
             pipelines=tuple(tuple(pipeline) for pipeline in self.pipelines),
+            compact_least_bytes=Bytes(self.compact_least),
+            compact_every_loads_count=self.compact_every_loads,
             pinned_most_fraction=self.pinned_most,
             lease_tenant_bytes=None if self.lease_tenant is None else Bytes(self.lease_tenant),
             lease_term_most=seconds(self.lease_term_most_s),

@@ -44,9 +44,14 @@ def nothing_kept(path: str, model: ModelConfig) -> tuple[Content, ...]:
 
 
 def kept_by_vllm(path: str, model: ModelConfig) -> tuple[Content, ...]:
-    """KV blocks, unless the model's configuration says no, and pictures of a model that sees."""
-    kv = (Content.KV,) if model.keep_kv else ()
-    return kv + ((Content.PICTURE,) if sees(Path(path)) else ())
+    """KV blocks, unless the model's configuration says no, images of adapters where it has some,
+    and pictures of a model that sees."""
+    kept = {
+        Content.KV: model.keep_kv,
+        Content.ADAPTER: model.adapters is not None,
+        Content.PICTURE: sees(Path(path)),
+    }
+    return tuple(content for content, is_kept in kept.items() if is_kept)
 
 
 def weights_and_cache(kind: "EngineKind", path: str, model: ModelConfig) -> Need:
@@ -101,6 +106,7 @@ class EngineKind:
     takes_turns: bool = False  # computes under a dispatch lock where the model names one
     program: str = ""  # has to be on the PATH
     split: Split = Split.NONE  # over several devices, where one is too small (B5)
+    warms: bool = False  # may take POST /prewarm (deployments.prefixes)
     drafts: bool = False  # loads a drafter beside its model
     keeps: Keeps = nothing_kept  # which slabs of the node's pool it writes (E1)
     cache_bytes: Callable[[Arguments], Bytes] = no_cache
@@ -114,6 +120,7 @@ ENGINES: dict[str, EngineKind] = {
         context_bytes=Bytes(100 * MIB),
         working_bytes=Bytes(96 * MIB),
         split=Split.EQUAL,  # tensor parallel
+        warms=True,
         drafts=True,
         keeps=kept_by_vllm,
         cache_bytes=kv_cache,
@@ -180,6 +187,7 @@ def engine_kind(engine: str) -> EngineKind:
             (),
             overhead,
             overhead,
+            warms=True,
             cache_bytes=kv_cache,
             estimate=weights_cache_and_slots,
         )

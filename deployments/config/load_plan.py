@@ -9,12 +9,14 @@ import hashlib
 import importlib.util
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from arbiter.core.types import DeviceBytes, Need, Split
 from arbiter.errors import ArbiterUnavailable, LoadFailed, UnknownCapability, UnknownModel
+from arbiter.protocol.lease_schema import DEFAULT_TENANT
 from arbiter.protocol.messages import Plain
 from arbiter.units import MIB, Bytes, Content, Span, seconds
 from deployments.config.engine_kinds import engine_kind
@@ -29,6 +31,7 @@ from deployments.config.schema import (
     parse_table,
 )
 from deployments.environment import Environment
+from deployments.prefixes import DECLARED, Cut, Prefix, prefix_of
 
 # What a drafter's process part holds beyond its weights: seen with vLLM's CPU build, 33 MiB in all
 # for one of 7 MiB.
@@ -53,6 +56,9 @@ class ModelPlan:
     alone: "ModelPlan | None" = None  # the same model without its drafter (F9)
     stays_grown: Span = Span(0)  # of a grown one: with no request for so long it gives back
     keeps: tuple[Content, ...] = ()  # what of it outlives its engine, in the node's pool (E1)
+    warms: bool = False  # its engine may have a prefix cache
+    prefixes: tuple[Prefix, ...] = ()  # declared in the configuration (G1)
+    rewarm: Span = Span(0)  # between two sweeps of them (G5)
 
 
 def plan(name: str, capability: CapabilityConfig) -> ModelPlan:
@@ -109,7 +115,25 @@ def _plan(name: str, model: ModelConfig, capability: CapabilityConfig) -> ModelP
         _key(capability.engine, config),
         kind.split,
         keeps=kind.keeps(path, model),
+        warms=kind.warms,
+        prefixes=tuple(_declared(name, model)) if kind.warms else (),
+        rewarm=seconds(model.rewarm_s),
     )
+
+
+def _declared(name: str, model: ModelConfig) -> Iterator[Prefix]:
+    """The stable prefixes of the configuration, as a request that begins with them reaches the
+    engine."""
+    for entry in model.stable_prefixes:
+        said: dict[str, Any] = {"messages": entry.chat}
+        if entry.tools:
+            said["tools"] = entry.tools
+        if entry.tenant != DEFAULT_TENANT:
+            said["cache_salt"] = entry.tenant
+        said["model"] = f"{name}:{entry.adapter}" if entry.adapter else name
+        chat = model.with_thinking(model.defaults | said)
+        cut = Cut(len(entry.chat), with_tools=bool(chat.get("tools")))
+        yield prefix_of(chat, cut, entry.tenant, DECLARED)
 
 
 def _key(engine: str, config: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from arbiter.core import events as ev
 from arbiter.core import types
+from arbiter.protocol.lease_schema import DEFAULT_TENANT
 from arbiter.units import Bytes, seconds
 from deployments.config.arbiter_section import ArbiterConfig
 from deployments.config.fields import LONGEST_S, Size, Strict, parse_size
@@ -26,6 +27,8 @@ _RESERVED = re.compile(r"/(arbiter|health|ready|docs|openapi\.json|v1/models)(/.
 # Names end up in URLs, file names and metric labels; `:` separates a base from its adapter.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
+
+MAX_PREFIXES = 32  # of one model; each is a request of one token, sent to an idle engine
 
 ESPEAK = "espeak-ng"  # as the source of a model: espeak-ng's own voices, which need no file
 # What speaks where a capability that speaks names no model (H4)
@@ -85,6 +88,28 @@ class AdaptersConfig(Strict):
         return value
 
 
+class StablePrefixConfig(Strict):
+    """What many conversations with a model begin with: warmed ahead of them (G1)."""
+
+    system: str | None = None  # short for a first message of that role
+    messages: list[dict[str, Any]] = Field([], max_length=64)
+    tools: list[dict[str, Any]] = Field([], max_length=128)
+    adapter: str | None = None  # absent: the model itself
+    tenant: str = DEFAULT_TENANT  # whose requests it is for: KV never crosses tenants
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> "StablePrefixConfig":
+        if not (self.system or self.messages or self.tools):
+            raise ValueError("a stable prefix has `system`, `messages` or `tools`")
+        return self
+
+    @property
+    def chat(self) -> list[dict[str, Any]]:
+        """Its messages, as a request has them."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return system + self.messages
+
+
 class DrafterConfig(Strict):
     """Another model of the capability that proposes tokens, in the same engine: several are then
     checked in one step (A13). Both must have the same vocabulary."""
@@ -112,6 +137,9 @@ class ModelConfig(Strict):
     floor: Literal["cold", "host", "device"] = "cold"
     allow_oversize: bool = False  # loads even where it is larger than the whole budget (B6)
     can_sleep: bool = True
+    # What its conversations begin with, warmed at its load and again while it is resident (G1)
+    stable_prefixes: list[StablePrefixConfig] = Field([], max_length=MAX_PREFIXES)
+    rewarm_s: float = Field(240.0, ge=30, le=3_600)  # G5: between two sweeps that repeat it
     keep_kv: bool = True  # G4: KV of its conversations outlives its engine, in the node's pool
     adapters: AdaptersConfig | None = None
     drafter: DrafterConfig | None = None  # with one it cannot sleep, nor have adapters
@@ -142,6 +170,13 @@ class ModelConfig(Strict):
         if self.drafter and self.adapters:
             raise ValueError("a model with a `drafter` takes no `adapters`")
         return self
+
+    def with_thinking(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a text request, with `thinking` where they do not say themselves."""
+        if self.thinking is None:
+            return fields
+        given = fields.get("chat_template_kwargs") or {}
+        return fields | {"chat_template_kwargs": {"enable_thinking": self.thinking} | given}
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -17,6 +17,9 @@ Killing the process is the unload, so there is none here and no state can outliv
         async def health(self) -> None: ...                     # raise when it cannot serve
         async def purge(self) -> None: ...                      # only where it has caches
 
+An engine with a prefix cache may serve `POST /prewarm` too, as deployments.engines.vllm.prewarm
+does; another answers 404.
+
 Then one line of config names it: `engine: my_package.echo:build`.
 """
 

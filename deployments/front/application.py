@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
 
+from deployments import prefixes
 from deployments.front.body_limit import BodyLimit
 from deployments.front.dependencies import FrontState, check_site
 from deployments.front.error_forms import ErrorForms
@@ -18,6 +19,7 @@ from deployments.front.routes import (
     ollama,
     openai,
     plan,
+    prewarm,
     residency,
     settings,
 )
@@ -47,9 +49,10 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    for module in (openai, audio, ollama, health, arbiter, plan, free, leases, residency, settings):
+    steering = (arbiter, plan, free, leases, residency, settings)
+    for module in (openai, prewarm, audio, ollama, health, *steering):
         app.include_router(module.router)
-    _add(app, tuple(SCHEMAS))
+    _add(app, tuple(path for path in SCHEMAS if path != prefixes.PATH))
     offer(app)
     return app
 

@@ -14,10 +14,12 @@ from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from deployments import messages
 from deployments.config.schema import ModelConfig, Profile
+from deployments.front import stable_prefix
 from deployments.front.keys import DEFAULT_TENANT
 from deployments.front.model_names import Target
 from deployments.front.pictures import BadPart, PictureCheck
 from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Kind
+from deployments.front.stable_prefix import BadMark, StableRun
 from deployments.multipart import BadForm, read_fields
 
 # Headers that go on to the engine: those that its HTTP layer reads.
@@ -53,6 +55,7 @@ class ParsedRequest:
     checked: Body
     profile: Profile
     kind: Kind
+    run: StableRun | None = None  # what its sender marked as stable
 
     @property
     def model(self) -> str:
@@ -80,6 +83,9 @@ async def parse(
     fields: dict[str, Any] = await _form(raw, headers) if is_form else _object(raw)
     if not is_form and _has_new_parts(path, fields):
         raw = json.dumps(fields).encode()
+    run = _stable_run(fields) if schema.kind is Kind.TEXT else None
+    if run is not None:
+        raw = json.dumps(fields).encode()
     if private := sorted(PRIVATE & fields.keys()):
         raise BadRequest(f"`{private[0]}` is reserved and cannot be set by clients", private[0])
     said = {
@@ -92,7 +98,7 @@ async def parse(
     profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
     own = None if is_form else fields
     request_id = _request_id(headers)
-    return ParsedRequest(path, request_id, kept, raw, own, checked, profile, schema.kind)
+    return ParsedRequest(path, request_id, kept, raw, own, checked, profile, schema.kind, run)
 
 
 def call_of(
@@ -101,13 +107,15 @@ def call_of(
     """What goes to the capability. Extension fields that are not the engine's are taken out of a
     JSON body and defaults put in; a form goes as it came, with the served name in a header."""
     checked, profile = asked.checked, asked.profile
+    fields = _engine_fields(asked, target, model, tenant)
+    is_unchanged = fields is None or fields == asked.fields  # then the client's own bytes will do
     stay = checked.x_stay_warm if checked.x_stay_warm is not None else profile.stay_warm_s
     said = {"x-request-id": asked.request_id, messages.TENANT_HEADER: tenant}
     if asked.fields is None:
         said[messages.SERVED_HEADER] = target.served
     return messages.InferenceCall(
         asked.path,
-        _body(asked, target, model, tenant),
+        asked.raw if is_unchanged else json.dumps(fields).encode(),
         asked.headers | said,
         asked.request_id,
         target.model,
@@ -119,25 +127,26 @@ def call_of(
         stay_warm_s=stay,
         wants_progress=asked.is_stream,
         served=target.served,
+        stable=stable_prefix.cut_of(asked.path, fields, asked.run, model, target, tenant),
     )
 
 
-def _body(asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str) -> bytes:
-    """The client's own bytes where nothing had to change."""
+def _engine_fields(
+    asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
+) -> dict[str, Any] | None:
+    """What the engine gets of a JSON body; None of a form."""
     if asked.fields is None:
-        return asked.raw
+        return None
     defaults = {**model.defaults, **asked.profile.defaults}
     of_engine = type(asked.checked).model_fields.keys() - Body.model_fields.keys()
     said = asked.fields.items()
     fields = defaults | {k: v for k, v in said if not k.startswith("x_") or k in of_engine}
     fields["model"] = target.served
     if asked.kind is Kind.TEXT:
-        if model.thinking is not None:
-            given = fields.get("chat_template_kwargs") or {}
-            fields["chat_template_kwargs"] = {"enable_thinking": model.thinking} | given
+        fields = model.with_thinking(fields)
         if tenant != DEFAULT_TENANT:
             fields["cache_salt"] = tenant  # so that no other tenant hits these cached prompts
-    return asked.raw if fields == asked.fields else json.dumps(fields).encode()
+    return fields
 
 
 def _is_form(headers: Mapping[str, str], kind: Kind) -> bool:
@@ -170,6 +179,14 @@ def _has_new_parts(path: str, fields: dict[str, Any]) -> bool:
     try:
         return PictureCheck(path).run(fields)
     except BadPart as error:
+        raise BadRequest(str(error), error.place) from error
+
+
+def _stable_run(fields: dict[str, Any]) -> StableRun | None:
+    """Takes the marks of stable segments out. None: there was none."""
+    try:
+        return stable_prefix.take(fields)
+    except BadMark as error:
         raise BadRequest(str(error), error.place) from error
 
 

@@ -19,6 +19,7 @@ from pydantic import (
     field_validator,
 )
 
+from deployments import prefixes
 from deployments.image_fields import ImageFields, VariationFields
 
 # OpenAI's own bounds where it states one: 128 choices, 128 tools, 4 stop texts (vLLM takes 16, as
@@ -45,13 +46,21 @@ PRIVATE = frozenset(
 
 # What the engine reads of a message: described, not checked, because the engine knows more kinds.
 _ROLES = ["system", "developer", "user", "assistant", "tool"]
+_STABLE = {
+    "type": "boolean",
+    "description": "later requests begin with this too; text parts and tools may say so as well",
+}
 Message = Annotated[
     dict[str, Any],
     WithJsonSchema(
         {
             "type": "object",
             "required": ["role", "content"],
-            "properties": {"role": {"enum": _ROLES}, "content": {"type": "string"}},
+            "properties": {
+                "role": {"enum": _ROLES},
+                "content": {"type": "string"},
+                "stable": _STABLE,
+            },
         }
     ),
 ]
@@ -128,6 +137,14 @@ class Chat(Samples):
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Prewarm(Chat):
+    """POST /v1/prewarm: a chat that is about to come, as far as it is known"""
+
+    messages: list[Message] = Field(
+        [], max_length=MAX_MESSAGES, description="absent: what the configuration declares"
+    )
 
 
 class Completion(Samples):
@@ -325,6 +342,7 @@ class Schema:
 
 SCHEMAS: dict[str, Schema] = {
     "/v1/chat/completions": Schema(Chat, Kind.TEXT),
+    prefixes.PATH: Schema(Prewarm, Kind.TEXT),
     "/v1/completions": Schema(Completion, Kind.TEXT),
     "/v1/responses": Schema(Responses, Kind.TEXT),
     "/v1/messages": Schema(Messages, Kind.TEXT),

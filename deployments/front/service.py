@@ -10,6 +10,7 @@ generator cancels the work down to the engine, so a response is always a stream 
 it is one message. All that breaks is raised as a RequestError.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
@@ -29,10 +30,11 @@ from ray.serve.exceptions import (
 
 from arbiter.errors import CapabilityFailed, EngineLost, QueueFull, RequestError
 from arbiter.units import TicketId
-from deployments import messages
+from deployments import messages, prefixes
 from deployments.config.schema import Profile, Table
 from deployments.front.model_names import ModelNames
 from deployments.front.request import ParsedRequest, call_of
+from deployments.replica.background import BackgroundTasks
 
 logger = logging.getLogger("ray.serve")
 
@@ -54,6 +56,7 @@ class InferenceService:
         """`send_of`: capability to a function that starts a call and returns its parts."""
         self._send_of = send_of or handle_of
         self._sends: dict[str, Send] = {}
+        self._background = BackgroundTasks()
         self._in_flight = 0
         self.configure(Table(capabilities={}))
 
@@ -97,8 +100,9 @@ class InferenceService:
         lists other paths for the model's capability."""
         target = self.names.find(asked.model, tenant)
         capability = self._table.capabilities[target.capability]
-        if capability.paths and asked.path not in capability.paths:
-            raise messages.NotServedHere(target.model, asked.path, capability.paths)
+        path = prefixes.served_path(asked.path)
+        if capability.paths and path not in capability.paths:
+            raise messages.NotServedHere(target.model, path, capability.paths)
         return call_of(asked, target, capability.models[target.model], tenant)
 
     def run(self, call: messages.InferenceCall) -> Parts:
@@ -113,6 +117,30 @@ class InferenceService:
             except (KeyError, RayServeException) as error:
                 raise CapabilityFailed(call.model, "it has no application") from error
         return answer(call, self._sends[capability])
+
+    async def begin(
+        self, call: messages.InferenceCall, within_s: float
+    ) -> messages.FullResponse | None:
+        """The answer to a call that a replica answers at once; None where it takes longer, because
+        Serve starts the replica first: the call goes on, in flight. Raises RequestError."""
+        answered: asyncio.Future[messages.FullResponse] = asyncio.get_running_loop().create_future()
+        self._background.begin(self._carry(call, answered))
+        await asyncio.wait({answered}, timeout=within_s)
+        return answered.result() if answered.done() else None
+
+    async def _carry(
+        self, call: messages.InferenceCall, answered: asyncio.Future[messages.FullResponse]
+    ) -> None:
+        try:
+            with self.counted():
+                async with aclosing(self.run(call)) as parts:
+                    part = await anext(parts)
+            assert isinstance(part, messages.FullResponse), "no stream, and no progress"
+            answered.set_result(part)
+        except RequestError as error:
+            answered.set_exception(error)
+            answered.exception()  # seen, should the client have its answer already
+            logger.warning("request %s: %s", call.request_id, error)
 
 
 def handle_of(capability: str) -> Send:

@@ -4,12 +4,13 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 logger = logging.getLogger("arbiter.residency")
 
 
-def detached_task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+def detached_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Starts a task with a context of its own. Ray cancels everything that was begun in the context
     of a cancelled request, and other requests may wait for this work too."""
     return asyncio.create_task(work, context=contextvars.Context())

@@ -15,10 +15,11 @@ from ray import serve
 from arbiter.core.types import Client
 from arbiter.errors import DeadlineUnmet, RequestError, TicketClosed
 from arbiter.units import TicketId
-from deployments import messages
+from deployments import messages, prefixes
 from deployments.replica import resize
 from deployments.replica.held_model import HolderState
 from deployments.replica.residency import Residency
+from deployments.replica.sessions import Sessions
 from deployments.replica.stream_batching import StreamBatching
 from deployments.replica.use import Use
 from deployments.replica.wait_progress import is_at_hand, with_progress
@@ -57,14 +58,15 @@ class Capability:
         self._pace = StreamBatching()
         self.slotted = AdapterSlots()
         self._residency = Residency.start(capability, holder=f"{capability}#{replica}")
+        self._sessions = Sessions(self._residency, self.prepare)
 
     async def handle(self, call: messages.InferenceCall) -> AsyncIterator[messages.Part]:
         """Closing this generator cancels the work down to the engine. A refusal is a response;
         within a stream of events it is the last event. Raises EngineLost where the client has seen
         nothing yet, so that the front tries again, and any RequestError within another kind of
         stream, so that the front breaks the connection."""
-        if self.paths and call.path not in self.paths:
-            yield _wrong_route(call, self.paths)
+        if (said := self._at_once(call)) is not None:
+            yield said
             return
         begun: messages.ResponseHead | None = None
         try:
@@ -72,7 +74,9 @@ class Capability:
                 async for part in parts:
                     if isinstance(part, messages.ResponseHead):
                         if not part.is_stream:
-                            yield messages.FullResponse(part, await _rest(parts))
+                            whole = messages.FullResponse(part, await _rest(parts))
+                            self.note_answer(call, whole)
+                            yield whole
                             return
                         begun = part
                     yield part
@@ -84,6 +88,12 @@ class Capability:
                 raise
             else:
                 yield messages.FullResponse(*messages.refusal(error))
+
+    def _at_once(self, call: messages.InferenceCall) -> messages.FullResponse | None:
+        """The response to a call for which no model is waited for; None: it needs one."""
+        if self.paths and prefixes.served_path(call.path) not in self.paths:
+            return _wrong_route(call, self.paths)
+        return self._sessions.open(call) if call.path == prefixes.PATH else None
 
     async def _served(
         self, call: messages.InferenceCall
@@ -133,6 +143,8 @@ class Capability:
                 await use.__aenter__()
             stack.push_async_exit(use)
             await self.prepare(call, use)
+            if call.stable is not None:
+                use.begins_with(call.stable, call.body, call.tenant)
             if call.stay_warm_s:
                 use.stay_warm(call.stay_warm_s)
             waited_s = time.monotonic() - began_s
@@ -151,6 +163,9 @@ class Capability:
     async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
         """Brings what a call needs on this node besides its model. Raises RequestError."""
 
+    def note_answer(self, call: messages.InferenceCall, said: messages.FullResponse) -> None:
+        """Sees each answer of the engine that is no stream."""
+
     def record_routing_stats(self) -> dict[str, Any]:
         """What this replica has, for deployments.routing; Serve asks each second and passes changes
         on."""
@@ -166,6 +181,7 @@ class Capability:
         self._residency.client().check()
 
     async def __del__(self) -> None:
+        await self._sessions.close()
         await self._residency.close()
 
 

@@ -5,6 +5,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -16,6 +17,7 @@ from arbiter.errors import DeadlineUnmet
 from arbiter.protocol.messages import Granted, SpawnSpec
 from arbiter.units import Bytes, HolderId, Span, TicketId, in_seconds, seconds
 from deployments.config.load_plan import ModelPlan
+from deployments.prefixes import Cut
 from deployments.replica.engine_client import EngineLink
 from deployments.replica.model_files import LoadedFiles
 
@@ -97,8 +99,11 @@ class Uses:
     last_end_ns: int = field(default_factory=time.monotonic_ns)
     warm_until_ns: int = 0  # a client asked that the model does not count as idle before
     emptied: asyncio.Event = field(default_factory=asyncio.Event)  # in-flight fell to zero
+    on_begin: Callable[[], None] | None = None  # ends what only runs while nothing is in flight
 
     def begin(self) -> None:
+        if self.on_begin is not None:
+            self.on_begin()
         self.inflight += 1
         self.served_count += 1
 
@@ -170,6 +175,16 @@ class Growth:
     is_restart: bool = False  # its process is being replaced; the arbiter sees it in use
 
 
+class Warms(Protocol):
+    """What a held model tells and asks its PrefixWarmer."""
+
+    def on_move(self, before: HolderState, to: HolderState) -> None: ...
+    async def settled(self) -> None: ...
+    def on_use(self, cut: Cut, chat: bytes, tenant: str) -> None: ...
+    def on_session(self, cut: Cut | None, chat: bytes, tenant: str) -> None: ...
+    def on_speech(self) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class HeldModel:
     """One model, from its request for a ticket to its end. Only `move` changes its state."""
@@ -187,13 +202,16 @@ class HeldModel:
     demand: Demand = field(default_factory=Demand)
     load: LoadNotes = field(default_factory=LoadNotes)
     growth: Growth = field(default_factory=Growth)
+    warmer: "Warms | None" = None  # of its stable prefixes; None: its engine has no use for it
 
     def move(self, to: HolderState) -> None:
         """The only way from one state to another; see TRANSITIONS."""
         lawful = TRANSITIONS[self.state]
         assert to in lawful, f"{self.ticket}: no way from {self.state.value} to {to.value}"
         logger.debug("%s: %s -> %s", self.ticket, self.state.value, to.value)
-        self.state = to
+        before, self.state = self.state, to
+        if self.warmer is not None:
+            self.warmer.on_move(before, to)
 
     def try_again(self) -> None:
         """Queues the model once more, under a new ticket: the first try's is over."""

@@ -23,6 +23,7 @@ from deployments.config.load_plan import parts
 from deployments.replica import model_files, unloading, watchdog
 from deployments.replica.engine_client import EngineLink, LoadRefused, why
 from deployments.replica.held_model import HeldModel, HolderState, Opens
+from deployments.replica.prefix_warmer import PrefixWarmer
 from deployments.replica.residency_api import ResidencyApi
 
 logger = logging.getLogger("arbiter.residency")
@@ -136,6 +137,9 @@ def _hold(residency: ResidencyApi, held: HeldModel, granted: Granted) -> None:
 
 def serve(residency: ResidencyApi, held: HeldModel, took_s: float, verified: bool = True) -> None:
     """LOADING -> RESIDENT, with the waiting requests in flight."""
+    if held.warmer is None and held.plan.warms:
+        held.warmer = warmer = PrefixWarmer(held, residency.holder, residency.client().tell)
+        held.uses.on_begin = warmer.interrupt
     held.move(HolderState.RESIDENT)
     held.uses.last_end_ns, held.demand.is_wanted = time.monotonic_ns(), False
     residency.client().tell(ev.Loaded(held.ticket, seconds(took_s), verified))

@@ -209,8 +209,8 @@ class Residency:
         match command:
             case messages.RevokeCommand(ticket) if ticket in self.tickets:
                 unloading.revoke(self, self.tickets[ticket], command)
-            case messages.PurgeCommand(ticket) if ticket in self.tickets:
-                self.background.begin(_purge(self.tickets[ticket]))
+            case messages.PurgeCommand() | messages.PrewarmCommand():
+                self._on_caches(command)
             case messages.WaitEstimate(ticket, predicted):
                 for held in [h for h in self.models.values() if h.ticket == ticket]:
                     held.expected(predicted)
@@ -220,6 +220,15 @@ class Residency:
                 self.background.begin(resize.on_command(self, command))
             case messages.ConfigChanged(table):
                 self._take_table(table)
+
+    def _on_caches(self, command: messages.PurgeCommand | messages.PrewarmCommand) -> None:
+        held = self.tickets.get(command.ticket)
+        if held is None:
+            return
+        if isinstance(command, messages.PurgeCommand):
+            self.background.begin(_purge(held))
+        elif held.warmer is not None:
+            held.warmer.on_speech()
 
     def _take_table(self, raw: messages.Plain) -> None:
         """Tickets held stay; what is loaded next follows the new table."""

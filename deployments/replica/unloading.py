@@ -54,6 +54,8 @@ async def _fell_asleep(held: HeldModel, within: Span) -> bool:
     assert held.link is not None
     try:
         async with asyncio.timeout(in_seconds(within)):
+            if held.warmer is not None:
+                await held.warmer.settled()
             await held.link.sleep()
     except (TimeoutError, LoadRefused, EngineLost) as error:
         logger.warning(

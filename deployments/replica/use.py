@@ -10,6 +10,7 @@ from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import EngineLost, RequestError, TicketClosed
 from arbiter.units import Span, TicketId, in_seconds
 from deployments.messages import ResponseHead
+from deployments.prefixes import Cut
 from deployments.replica.held_model import HeldModel, HolderState
 from deployments.replica.residency_api import ResidencyApi
 
@@ -118,6 +119,16 @@ class Use:
         until_ns = time.monotonic_ns() + round(for_s * 1e9)
         uses = self._held.uses
         uses.warm_until_ns = max(uses.warm_until_ns, until_ns)
+
+    def begins_with(self, cut: Cut, chat: bytes, tenant: str) -> None:
+        """Notes that a request with this body begins with a stable prefix."""
+        if self._held is not None and self._held.warmer is not None:
+            self._held.warmer.on_use(cut, chat, tenant)
+
+    def opens_session(self, cut: Cut | None, chat: bytes, tenant: str) -> None:
+        """Has the prefix warmed once the engine is idle; None: what the configuration declares."""
+        if self._held is not None and self._held.warmer is not None:
+            self._held.warmer.on_session(cut, chat, tenant)
 
     @property
     def predicted_s(self) -> float:

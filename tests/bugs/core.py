@@ -4,6 +4,18 @@
 from tests.bugs import Bug
 
 BUGS = [
+    Bug("a model in use is compacted", "arbiter/core/eviction/waste.py", "",
+        "e.inflight > 0 or e.ticket in s.queue",
+        "e.ticket in s.queue"),
+    Bug("a pinned model is compacted", "arbiter/core/eviction/waste.py", "",
+        "e.pinned or s.floor_of(e.model_name) is not Floor.COLD",
+        "False"),
+    Bug("a compacted model asks for its old peak", "arbiter/core/eviction/compaction.py", "_free",
+        "state.estimates.compacted(state.key_of(entry), waste.settled_bytes(state, entry))",
+        ""),
+    Bug("a compacted model comes back before its asker", "arbiter/core/eviction/compaction.py", "_load_next",
+        "run.freeing or run.loading or is_awaited",
+        "run.loading"),
     Bug("bytes freed on Released", "arbiter/core/tickets/reclaim.py", "on_released",
         "reclaim(state, entry, REASONS.get(event.reason, Reason.MANUAL))",
         "reclaim(state, entry, REASONS.get(event.reason, Reason.MANUAL))\n"
@@ -94,7 +106,7 @@ BUGS = [
     Bug("a constant predictor", "arbiter/core/records/estimates.py", "Fit.at",
         "mean_y + slope * (x - mean_x)",
         "mean_y"),
-    Bug("no overhead is learned", "arbiter/core/records/estimates.py", "Estimates.size",
+    Bug("no overhead is learned", "arbiter/core/records/estimates.py", "Estimates._size",
         "said + beyond",
         "said"),
     Bug("replicas share a device", "policies/place_best_fit.py", "key",
@@ -199,7 +211,7 @@ BUGS = [
     Bug("a failed switch restores nothing", "arbiter/core/tickets/loads.py", "reload_evicted",
         "state.decide(LoadModel(holder, model))",
         "pass"),
-    Bug("attempt 2 asks no more", "arbiter/core/records/estimates.py", "Estimates.size",
+    Bug("attempt 2 asks no more", "arbiter/core/records/estimates.py", "Estimates._size",
         "corrected > said",
         "corrected < said"),
     Bug("a lower peak replaces a higher", "arbiter/core/records/estimates.py", "Estimates.saw_peak",

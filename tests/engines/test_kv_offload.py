@@ -104,7 +104,7 @@ def ask(
 def facts(child: Child) -> dict[str, int]:
     status, said = child.call("GET", "/slab")
     assert status == 200, said
-    found: dict[str, int] = said
+    found: dict[str, int] = said["kv"]
     return found
 
 
@@ -551,7 +551,7 @@ def test_idle_engine_gives_memory_back_when_it_is_told_that_its_limit_fell(
         with contextlib.closing(SlabView(slab)) as view:
             view.limit_bytes = Bytes(0)
         status, said = child.call("POST", "/slab")
-        assert (status, said["ready"], said["evicted"]) == (200, 0, STORED)
+        assert (status, said["kv"]["ready"], said["kv"]["evicted"]) == (200, 0, STORED)
         assert os.fstat(slab).st_blocks * 512 <= before - 32 * MIB
         assert child.call("POST", "/control/sleep")[0] == 200
         assert child.call("POST", "/control/wake")[0] == 200
@@ -559,7 +559,7 @@ def test_idle_engine_gives_memory_back_when_it_is_told_that_its_limit_fell(
         assert facts(child)["refused"] >= STORED
 
 
-@pytest.mark.spec("E1")
+@pytest.mark.spec("E1", "G6")
 @pytest.mark.parametrize("why", ["no prefix cache", "no slab", "unusable slab"])
 def test_model_that_cannot_use_a_slab_loads_as_without_one(
     engines: ZygoteUnderTest, tiny: Path, slab: int, why: str
@@ -571,6 +571,8 @@ def test_model_that_cannot_use_a_slab_loads_as_without_one(
     with served(engines, why.replace(" ", "-"), VLLM, given) as child:
         assert len(ask(child, prompt(9, 300))[0]) == 8
         assert child.call("GET", "/slab")[0] == 404
+        status, said = child.call("POST", "/prewarm", {"model": "tiny", "messages": []})
+        assert (status, "has_no_cache" in said) == (200, why == "no prefix cache")
 
 
 @pytest.mark.spec("E1")

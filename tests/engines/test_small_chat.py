@@ -141,3 +141,96 @@ def test_model_whose_head_is_its_embedding_wakes_as_it_fell_asleep(chat: Child) 
     status, woken = chat.call("POST", "/control/wake")
     assert (status, woken["verified"]) == (200, True)
     assert [said(ask(chat, NAME, example)) for example in asked] == before
+
+
+# -- stable prefixes ------------------------------------------------------------------------------
+
+ADAPTER = next(iter(ADAPTERS))
+BLOCK = 128  # tokens that vLLM caches together on a CPU
+TOOL = {"type": "function", "function": {"name": "get_time", "parameters": {"properties": {}}}}
+
+
+def system(seed: int, words: int = 150) -> dict[str, Any]:
+    """Instructions of some blocks, in words that no other test uses."""
+    dice = Random(seed)
+    return {"role": "system", "content": " ".join(str(dice.random()) for _ in range(words // 10))}
+
+
+def prewarmed(chat: Child, **prefix: Any) -> tuple[int, int]:
+    """Tokens of the prefix, and how many of them were cached already."""
+    status, body = chat.call("POST", "/prewarm", {"model": NAME, "next_role": "user", **prefix})
+    assert status == 200, body
+    return body["prompt_tokens"], body["cached_tokens"]
+
+
+def cached(chat: Child, **body: Any) -> int:
+    """Tokens of a real request that its engine had computed before."""
+    status, answer = chat.call(
+        "POST", "/v1/chat/completions", {"model": NAME, "max_tokens": 1, **body}
+    )
+    assert status == 200, answer
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def whole(tokens: int) -> int:
+    """Those of whole blocks."""
+    return tokens // BLOCK * BLOCK
+
+
+@pytest.mark.spec("G1")
+@pytest.mark.parametrize(
+    ("seed", "name", "tools"),
+    [(10, NAME, []), (11, NAME, [TOOL]), (12, ADAPTER, []), (13, ADAPTER, [TOOL])],
+)
+def test_first_request_has_its_prewarmed_prefix_cached_to_the_last_whole_block(
+    chat: Child, seed: int, name: str, tools: list[Any]
+) -> None:
+    prefix: dict[str, Any] = {"messages": [system(seed)], "model": name}
+    prefix |= {"tools": tools} if tools else {}
+    tokens, before = prewarmed(chat, **prefix)
+    assert tokens > BLOCK and before == 0
+    asked = {**prefix, "messages": [*prefix["messages"], {"role": "user", "content": "hi"}]}
+    assert cached(chat, **asked) == whole(tokens)
+    assert prewarmed(chat, **prefix) == (tokens, whole(tokens))
+
+
+@pytest.mark.spec("G1")
+def test_stable_part_of_a_message_is_warmed_without_the_rest_of_it(chat: Child) -> None:
+    manual = {"type": "text", "text": system(1)["content"]}
+    opened = {"role": "user", "content": [manual]}
+    tokens, _ = prewarmed(chat, messages=[], opened=opened)
+    asked = {"role": "user", "content": [manual, {"type": "text", "text": "What is it about?"}]}
+    assert cached(chat, messages=[asked]) == whole(tokens) > 0
+
+
+@pytest.mark.spec("G1")
+def test_tools_that_change_from_request_to_request_are_no_part_of_the_prefix(chat: Child) -> None:
+    """This template writes tools in front of everything, so nothing is left."""
+    status, body = chat.call(
+        "POST", "/prewarm", {"model": NAME, "messages": [system(2)], "tools": None}
+    )
+    assert status == 200 and "whole" in body["skipped"]
+
+
+@pytest.mark.spec("G1", "G2")
+def test_prefix_of_one_tenant_or_adapter_warms_no_other(chat: Child) -> None:
+    prefix = [system(3)]
+    tokens, _ = prewarmed(chat, messages=prefix, cache_salt="acme")
+    asked = [*prefix, {"role": "user", "content": "hi"}]
+    assert cached(chat, messages=asked) == 0
+    assert cached(chat, messages=asked, model=ADAPTER, cache_salt="acme") == 0
+    assert cached(chat, messages=asked, cache_salt="acme") == whole(tokens)
+
+
+@pytest.mark.spec("G6")
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"model": "nobody"}, "nobody"), ({"messages": [{"role": "system", "content": 7}]}, "")],
+)
+def test_prefix_that_cannot_be_rendered_is_refused_and_harms_nothing(
+    chat: Child, change: dict[str, Any], says: str
+) -> None:
+    status, body = chat.call("POST", "/prewarm", {"model": NAME, "messages": [], **change})
+    assert status == 400 and says in body["error"]["message"]
+    assert chat.call("GET", "/control/health")[0] == 200

@@ -93,6 +93,12 @@ def test_decoder_served_as_embedding_model_gives_its_last_hidden_state_also_afte
         assert cosines(embed(child, TEXTS), np.array(before)).min() >= 0.999999
 
 
+@pytest.mark.spec("G6")
+def test_model_that_generates_nothing_has_no_prefix_to_warm(encoder: Child) -> None:
+    status, said = encoder.call("POST", "/prewarm", {"model": "encoder", "messages": []})
+    assert status == 200 and said["has_no_cache"] is True
+
+
 def last_hidden_states(model: Path) -> np.ndarray:
     """By transformers, text by text."""
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -34,6 +34,7 @@ KEEP_WARM_S, DOWNSCALE_S = 6, 4
 GROWN_TOKENS = 1_024
 IN_FLIGHT = 17  # of the front; no other test has more than 16
 THINKS = " think" * 4
+INSTRUCTIONS = "Say who holds the memory of which device, and since when. " * 40
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}"
     "{% if enable_thinking %}" + THINKS + "{% endif %}"
@@ -201,6 +202,7 @@ def shortened(config: dict[str, Any]) -> dict[str, Any]:
     plain = {"source": "made:tiny-chat", "can_sleep": False, "engine_args": less}
     models["tiny-chat"] = {**plain, "adapters": {"slots": 8}}
     models["plain-chat"] = {**plain, "chat_template": TEMPLATE, "thinking": True}
+    models["plain-chat"]["stable_prefixes"] = [{"system": INSTRUCTIONS}]
     # A context of 256 tokens, which a longer request has it exchange for one of 1,024.
     short = {"max_model_len": 256, "kv_cache_memory_bytes": "32 MiB", "max_num_seqs": 8}
     longer = {"max_model_len": GROWN_TOKENS, "kv_cache_memory_bytes": "512 MiB"}

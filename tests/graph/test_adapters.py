@@ -1,7 +1,9 @@
 """Adapters by name through the whole graph, with the official client."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +11,11 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from models.make_models import TINY, default_folder, make
-from tests.graph.conftest import Graph
+from tests.graph.conftest import Graph, until
+from tests.support.graph_commands import read_command
 
 CHAT = "tiny-chat"
+WITHIN_S = 60
 
 
 @pytest.fixture
@@ -58,6 +62,30 @@ def test_dropped_adapter_is_called_by_its_names_and_a_corrupt_one_fails_alone(
         said(client, "torn")
     assert refused.value.code == "adapter_invalid"
     assert said(client, CHAT) == base and said(client, "law-v1")[1] == text
+
+
+@pytest.mark.spec("E1", "E7", "F3", "K4")
+def test_adapter_outlives_a_killed_engine_and_the_command_shows_its_tier(
+    graph: Graph, client: OpenAI, adapters: Path
+) -> None:
+    dropped(adapters, "kept")
+    first = said(client, "kept")
+    for pid in graph.engines():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not graph.engines(), WITHIN_S, "the engines have ended")
+    before = tiers(graph)
+    assert before["hot"] == 0 and before["warm"] >= 1, "idle, the slab has its image"
+    assert said(client, "kept") == first
+    until(lambda: tiers(graph)["found warm"] > before["found warm"], WITHIN_S, "it was warm")
+    now = tiers(graph)
+    assert now["hot"] == 1 and now["found cold"] == before["found cold"]
+
+
+def tiers(graph: Graph) -> dict[str, int]:
+    """Of the model's adapters."""
+    rows = [row for row in read_command(graph, "adapters") if row["model"] == CHAT]
+    row = max(rows, key=lambda row: sum(row["requests"].values()))
+    return row["adapters"] | {f"found {tier}": n for tier, n in row["requests"].items()}
 
 
 @pytest.mark.spec("F2", "L2")

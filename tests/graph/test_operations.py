@@ -27,6 +27,7 @@ HELLO = [{"role": "user", "content": "Who holds the memory?"}]
 
 OFFERED = """
 POST /v1/chat/completions
+POST /v1/prewarm
 POST /v1/completions
 POST /v1/responses
 POST /v1/embeddings
@@ -79,6 +80,7 @@ POST /arbiter/leases/{lease}/drain
 POST /arbiter/leases/cleanup
 GET /arbiter/residency
 PUT /arbiter/residency/{model}
+POST /arbiter/compact
 POST /arbiter/models/grow/{model}
 POST /arbiter/models/load/{model}
 POST /arbiter/models/shrink/{model}

@@ -1,10 +1,22 @@
 """Models set where they are to be by hand, on the running system."""
 
+from typing import Any
+
 import pytest
 from openai import OpenAI
 
 from tests.graph.conftest import Graph, until
-from tests.support.graph_commands import CHAT, EMBEDDING, level, read_command, send, unload_all
+from tests.support.graph_commands import (
+    CHAT,
+    EMBEDDING,
+    level,
+    read_command,
+    run_command,
+    send,
+    unload_all,
+)
+
+FILLS, LONG, FILLED_BYTES = 12, 400, 4 << 20  # prompts of so many words fill that much of a cache
 
 
 @pytest.mark.spec("D8")
@@ -47,3 +59,44 @@ def unloads(graph: Graph, last: int) -> list[tuple[str, str]]:
     """Models that went after an event, and why."""
     events = [e for e in graph.events() if e["seq"] > last and e["kind"] == "model_unload"]
     return [(event["model"], event["reason"]) for event in events]
+
+
+@pytest.mark.spec("D7")
+def test_compacted_engine_gives_its_filled_cache_back_and_answers(
+    graph: Graph, client: OpenAI
+) -> None:
+    """vLLM touches the pages of its KV cache as it fills them, and keeps them."""
+    ask(client, "Who holds the memory?")
+    until(lambda: row(graph).get("settled_bytes"), 30, "its first use is over and measured")
+    first = held_bytes(graph)
+    for number in range(FILLS):
+        ask(client, f"{number} " * LONG)
+    until(lambda: held_bytes(graph) > first + FILLED_BYTES, 30, "the cache is filled")
+    until(lambda: row(graph).get("idle_s") is not None, 30, "it is idle")
+    ticket = row(graph)["ticket"]
+    done = send(graph, "POST", "/arbiter/compact", {"models": [CHAT]})
+    assert (done["count"], done["spared"]) == (1, [])
+    ask(client, "Who holds the memory?")
+    until(lambda: held_bytes(graph), 30, "the new process is measured")
+    assert held_bytes(graph) < first + FILLED_BYTES // 2 and row(graph)["ticket"] != ticket
+    until(
+        lambda: (
+            "left-chat stays as it is: it is not loaded"
+            in run_command(graph, "compact", "left-chat")
+        ),
+        30,
+        "the command tells what a compaction left alone",
+    )
+
+
+def ask(client: OpenAI, text: str) -> None:
+    said: Any = [{"role": "user", "content": text}]
+    assert client.chat.completions.create(model=CHAT, messages=said, max_tokens=2).choices
+
+
+def row(graph: Graph) -> dict[str, Any]:
+    return next((dict(t) for t in graph.state()["tickets"] if t["model"] == CHAT), {})
+
+
+def held_bytes(graph: Graph) -> int:
+    return sum(row(graph).get("measured_bytes", {}).values())

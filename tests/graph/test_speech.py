@@ -154,6 +154,30 @@ def test_translation_needs_a_model_of_many_languages(client: OpenAI, fox: bytes)
     assert caught.value.param == "model"
 
 
+@pytest.mark.spec("G1")
+def test_speech_has_the_chat_model_behind_it_warm_its_prefix(
+    graph: Graph, client: OpenAI, fox: bytes
+) -> None:
+    """Its replica of voice activity detection is new: one that has heard speech tells of it again
+    after half a minute."""
+    vad = "no replica listens"
+    until(lambda: graph.get("/ready")["capabilities"]["vad"]["state"] == "scaled_to_zero", 30, vad)
+    seen = graph.state()["sequence"]
+    client.chat.completions.create(
+        model="plain-chat",
+        messages=[{"role": "user", "content": QUESTION}],
+        max_tokens=1,
+        extra_body={"x_stay_warm": 20},
+    )
+    until(lambda: "load" in causes(graph, seen), 30, "its prefix is warm")
+    posted(graph, "/v1/audio/vad", fox, VAD)
+    until(lambda: "speech" in causes(graph, seen), 30, "it is warmed again")
+
+
+def causes(graph: Graph, seen: int) -> list[str]:
+    return [event["cause"] for event in told(graph, "prewarm", "plain-chat", seen)]
+
+
 @pytest.mark.spec("H6", "J1")
 def test_speech_is_found_in_a_file(graph: Graph, fox: bytes) -> None:
     samples, rate = samples_of(fox)

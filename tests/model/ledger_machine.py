@@ -11,7 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.decisions import Decision, Grant, KillEngine, Reason, Refuse, Revoke, SetTimer
+from arbiter.core.decisions import (
+    Compacted,
+    Decision,
+    Grant,
+    KillEngine,
+    Reason,
+    Refuse,
+    Revoke,
+    SetTimer,
+)
 from arbiter.core.eviction.eligibility import min_residency_ends
 from arbiter.core.eviction.ranking import effective_priority
 from arbiter.core.records.ticket import CHARGED, State, Ticket
@@ -39,12 +48,16 @@ SETTINGS = replace(
     DEFAULTS,
     arena_fraction=1.0,
     wiggle_fraction=0.0,
+    compact_least_bytes=Bytes(1),
+    compact_every_loads_count=5,
     timeouts=replace(Timeouts(), reading=seconds(60), silent=seconds(40), lost=seconds(200)),
 )
 SIZES = st.integers(1, 12)
 # The core picks an idle ticket for these; what the holder does when it is busy after all is
 # `Reason.only_if_idle`.
-PICKED_IDLE = (Reason.PRESSURE, Reason.IDLE, Reason.FIT, Reason.MANUAL, Reason.SHUTDOWN)
+PICKED_IDLE = (
+    Reason.PRESSURE, Reason.IDLE, Reason.FIT, Reason.MANUAL, Reason.SHUTDOWN, Reason.COMPACT
+)  # fmt: skip
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -60,6 +73,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.measured: dict[TicketId, dict[DeviceId, int]] = {}
         self.asked: set[TicketId] = set()  # and not yet answered
         self.growing: set[TicketId] = set()  # and not yet answered
+        self.compacted: set[str] = set()  # requests that were answered
         self.answers: dict[TicketId, Grant | Refuse] = {}
         self.budget = {CPU: 10, HOST: 6}
         self.foreign = {CPU: 0, HOST: 0}
@@ -96,14 +110,14 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.judge_grant(decision, event, before)
             case Refuse(ticket):
                 self.judge_refusal(decision, event, before)
-            case Revoke(ticket):
-                assert decision.barrier_until >= self.now
-                if ticket in before and self.state_of(ticket) is State.DRAINING:
-                    self.judge_revoke(decision, before[ticket])
+            case Revoke():
+                self.judge_revoke(decision, before.get(decision.ticket))
             case KillEngine(_, ticket):
                 on_books = ticket in self.held
                 unclaimed = ticket in self.measured and ticket not in self.held
                 assert on_books or unclaimed, f"killed {ticket}, which holds nothing"
+            case Compacted():
+                self.judge_compaction(decision, event)
             case SetTimer(at):
                 assert at > self.now
 
@@ -144,8 +158,21 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.core.find(ticket) is None:
             self.answers[ticket] = refusal
 
-    def judge_revoke(self, revoke: Revoke, before: Ticket) -> None:
+    def judge_compaction(self, answer: Compacted, event: ev.Event) -> None:
+        """It says once what came of it, and of no model both that it was freed and spared."""
+        assert answer.is_finished and self.arbiter.compaction(answer.request) is None
+        assert answer.request not in self.compacted, "it was answered twice"
+        if answer.request.startswith(("for ", "loads of ")):
+            return  # these may come again
+        self.compacted.add(answer.request)
+        if isinstance(event, ev.CompactAsked) and event.request == answer.request:
+            assert answer.freed_count == 0, "its models were freed in no time"
+
+    def judge_revoke(self, revoke: Revoke, before: Ticket | None) -> None:
+        assert revoke.barrier_until >= self.now
         entry = self.core.find(revoke.ticket)
+        if before is None or entry is None or entry.state is not State.DRAINING:
+            return
         if before.state is State.DRAINING:
             return  # repeated to a holder that joined again
         assert before.state in (State.RESIDENT, State.LOADING)  # loaded by this very heartbeat
@@ -262,6 +289,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def holder_dies(self, holder: HolderId) -> None:
         self.feed(ev.HolderLost(holder))
         self.asked -= {t for t in self.asked if HOLDER_OF[t] == holder}
+
+    @rule(models=st.lists(TICKETS, max_size=3, unique=True))
+    def compact(self, models: list[TicketId]) -> None:
+        names = tuple(types.ModelName("text", model) for model in models)
+        self.feed(ev.CompactAsked(f"c{len(self.log)}", names))
 
     @rule(ticket=TICKETS, bytes_back=st.booleans())
     def engine_ends(self, ticket: TicketId, bytes_back: bool) -> None:

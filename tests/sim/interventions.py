@@ -1,5 +1,6 @@
 """What happens to the world besides asking: pairs of models, floors, a model removed for a while, a
-resident that grows, a capability that Python registers for a while.
+resident that grows, a capability that Python registers for a while, engines that take more than
+they were granted, and compactions that give it back.
 
 Mixed into every run like the faults, so that each rule meets every other in trouble.
 """
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 PAIR = ("b", "c")  # a gang of two processes
 EXTRA, EXTRA_MODEL = "extra", "x"  # registered from Python, or unknown
 MOVABLE = "abcdeg"  # neither set by hand nor removed: the pinned one
+BLOAT_SHARE = 0.3  # far above the headroom of what was learned
 REMOVED_S, FLOOR_S, REGISTERED_S = 15.0, 20.0, 30.0
 
 
@@ -26,9 +28,13 @@ class Interventions:
         self.removed: set[str] = set()
         self.floors: dict[str, types.Floor] = {}
         self.registered: tuple[types.CapabilitySpec, ...] = ()
+        self.compactions_count = 0
 
     def schedule(self, count: int, within_s: float) -> None:
-        interventions = [self.pair, self.set_floor, self.remove, self.grow, self.register]
+        interventions = [
+            self.pair, self.set_floor, self.remove, self.grow, self.register, self.bloat,
+            self.compact,
+        ]  # fmt: skip
         weights = [self.world.rng.random() for _ in interventions]
         for intervention in self.world.rng.choices(interventions, weights, k=count):
             self.world.later(within_s, intervention)
@@ -54,6 +60,30 @@ class Interventions:
         if able:
             holder, ticket = self.world.rng.choice(able)
             holder.want_more(ticket)
+
+    def bloat(self) -> None:
+        """A resident that was in use keeps more than its grant, until its process ends."""
+        able = [
+            t.engine for h in self.world.holders.values() if h.alive for t in h.held.values()
+            if t.phase is types.Phase.RESIDENT and t.engine and t.uses_count
+        ]  # fmt: skip
+        if able:
+            self.world.rng.choice(able).take_more(BLOAT_SHARE)
+
+    def compact(self) -> None:
+        """A person asks for it, by name or not."""
+        if self.world.arbiter is None:
+            return
+        names = self.world.rng.sample(MOVABLE, self.world.rng.randrange(3))
+        models = tuple(types.ModelName("text", m) for m in names if m not in self.removed)
+        self.compactions_count += 1
+        self.world.feed(ev.CompactAsked(f"c{self.compactions_count}", models))
+
+    def unfinished_compactions(self) -> list[str]:
+        """Those that were asked for and are under way."""
+        names = [f"c{number + 1}" for number in range(self.compactions_count)]
+        arbiter = self.world.arbiter
+        return [name for name in names if arbiter is not None and arbiter.compaction(name)]
 
     def set_floor(self) -> None:
         """For a while: one that nobody lowers again would keep its model for ever."""

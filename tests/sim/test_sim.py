@@ -83,7 +83,7 @@ def test_simulation_meets_every_kind_of_fault_event() -> None:
         "not_asleep", "holder_lost", "node_lost", "node_silent", "eviction", "unload_overdue",
         "memory_pressure", "pressure_nothing_left", "lease_granted", "lease_ended",
         "lease_overdue", "model_preload", "oversize", "floor_set", "model_removed",
-        "growth_granted", "growth_given_back", "spawn_failed",
+        "growth_granted", "growth_given_back", "spawn_failed", "model_compacted", "compaction",
     }  # fmt: skip
     assert expected <= told
 

@@ -422,7 +422,8 @@ class World:
 
     def unfinished(self) -> list[str]:
         """Empty once everybody is answered and the books say what is true."""
-        return self.waiting() + self.differences() + self.lost_tickets()
+        compactions = self.interventions.unfinished_compactions()
+        return self.waiting() + self.differences() + self.lost_tickets() + compactions
 
     def waiting(self) -> list[str]:
         return [

@@ -5,7 +5,8 @@ kv_cache_memory_bytes, load_seconds, fail (memory, error, hang), chunks and chun
 streamed answer, stays (ends neither with its lifeline nor on SIGTERM, and says so), litter (leaves
 a temporary file), forget (its probe changes after a wake), sick (its health), told (a file that
 says how this load fails; empty: it does not), gate (a file for which a load waits at its end, and
-says so by a file beside it), purged (a file that is there once its caches are emptied).
+says so by a file beside it), purged (a file that is there once its caches are emptied),
+prewarm_fails (why), hoard (bytes that it keeps from its second request on).
 """
 
 import asyncio
@@ -17,8 +18,11 @@ import tempfile
 from pathlib import Path
 
 from deployments.engines import linux
-from deployments.engines.asgi import respond
+from deployments.engines.asgi import refuse, respond
 from deployments.engines.protocol import Config, Receive, Scope, Send
+
+# Every page is touched.
+TOUCHED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
 
 
 class FakeEngine:
@@ -28,6 +32,8 @@ class FakeEngine:
         self.args = config.get("engine_args", {})
         self.size = sum(int(self.args.get(of, 0)) for of in ("bytes", "kv_cache_memory_bytes"))
         self.wakes = 0
+        self.requests_count = 0
+        self.hoarded: list[mmap.mmap] = []
 
     async def load(self) -> None:
         if self.args.get("stays"):
@@ -47,8 +53,12 @@ class FakeEngine:
         self._allocate()
 
     def _allocate(self) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE  # touched, every page
-        self.held = mmap.mmap(-1, max(64, self.size), flags)
+        self.held = mmap.mmap(-1, max(64, self.size), TOUCHED)
+
+    def _hoard(self) -> None:
+        self.requests_count += 1
+        if self.requests_count == 2 and "hoard" in self.args:
+            self.hoarded.append(mmap.mmap(-1, int(self.args["hoard"]), TOUCHED))
 
     async def sleep(self) -> None:
         self.copy = os.memfd_create("host-copy-fake")
@@ -74,6 +84,11 @@ class FakeEngine:
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = json.loads((await receive())["body"] or b"{}")
+        if scope["path"] == "/prewarm":
+            if fails := self.args.get("prewarm_fails"):
+                return await refuse(send, 500, fails)
+            return await respond(send, 200, {"prompt_tokens": 7, "cached_tokens": 0})
+        self._hoard()
         if scope["path"] == "/v1/embeddings":
             row = {"object": "embedding", "index": 0, "embedding": [0.6, 0.8]}
             return await respond(send, 200, {"object": "list", "data": [row], "model": self.name})

@@ -17,6 +17,7 @@ import ray
 
 from arbiter.client.admin import call_arbiter, find_arbiter, start_arbiter, stop_arbiter, subscribe
 from arbiter.core.decisions import Reason
+from arbiter.core.events import SpeechStarted
 from arbiter.core.types import ANYBODY, Client, Priority
 from arbiter.errors import ArbiterUnavailable, RequestError
 from arbiter.node.procfs import process, processes
@@ -24,7 +25,8 @@ from arbiter.protocol import messages, ray_internals
 from arbiter.units import MIB, TicketId
 from deployments.config import boot
 from deployments.config.schema import parse_table
-from deployments.replica import resize, unloading
+from deployments.replica import prefix_warmer, resize, unloading
+from deployments.replica.prefix_warmer import MonotonicClock
 from deployments.replica.residency import Residency
 
 ENGINE = "tests.support.fake_engine:build"
@@ -34,7 +36,7 @@ WITHIN_S = 20.0  # for anything that must happen; what is measured in seconds ha
 
 def model(mib: int, **engine_args: Any) -> dict[str, Any]:
     """A model that holds `mib` of touched memory when loaded."""
-    words = ("keep_warm_s", "pin", "can_sleep", "allow_oversize", "floor", "dispatch")
+    words = "keep_warm_s pin can_sleep allow_oversize floor dispatch stable_prefixes".split()
     own = {k: engine_args.pop(k) for k in words if k in engine_args}
     args = {"bytes": mib * MIB, **engine_args}
     host_bytes = mib * MIB if own.get("can_sleep", True) else 0
@@ -51,11 +53,37 @@ def two(**engine_args: Any) -> dict[str, Any]:
     return {"chat": capability(a=model(200, **engine_args)), "other": capability(b=model(200))}
 
 
+class ShiftedClock(MonotonicClock):
+    """The machine's own, put forward by hand."""
+
+    def __init__(self) -> None:
+        self._shift_ns = 0
+        self._waits: set[asyncio.Task[bool]] = set()
+
+    def now_ns(self) -> int:
+        return super().now_ns() + self._shift_ns
+
+    def shift(self, by_s: float) -> None:
+        self._shift_ns += round(by_s * 1e9)
+        for wait in self._waits:
+            wait.cancel()
+
+    async def wait(self, event: asyncio.Event, until_ns: int) -> None:
+        wait = asyncio.ensure_future(event.wait())
+        self._waits.add(wait)
+        try:
+            await asyncio.wait({wait}, timeout=max(0.0, (until_ns - self.now_ns()) / 1e9))
+        finally:
+            wait.cancel()
+            self._waits.discard(wait)
+
+
 @ray.remote(num_cpus=0, max_concurrency=1_000)
 class Holder:
     """A process with a Residency, as a Serve replica has one, without Serve around it."""
 
     def __init__(self, name: str) -> None:
+        self.clock = prefix_warmer.CLOCK = ShiftedClock()
         self.residency = Residency.start(name)
         self.kept: dict[str, Any] = {}
 
@@ -128,6 +156,15 @@ class Holder:
         began = time.perf_counter()
         async with self.residency.use(name):
             return (time.perf_counter() - began) * 1e3
+
+    async def shift_clock(self, by_s: float) -> None:
+        """Puts the clock of its sweeps forward."""
+        self.clock.shift(by_s)
+
+    async def speak(self) -> None:
+        """As voice activity detection does that hears a person begin."""
+        client = self.residency.client()
+        client.tell(SpeechStarted(self.residency.holder))
 
     async def close(self) -> None:
         await self.residency.close()

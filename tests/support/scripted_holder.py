@@ -31,6 +31,10 @@ class ScriptedEngine:
         self.loaded, self.answer, self.dead = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.acts: list[str] = []
         self.verified, self.asked_if_ready = True, False
+        self.prewarms: list[Any] = []  # bodies, in the order in which they came
+        self.warms = asyncio.Event()  # a pre-warm is answered once it is set
+        self.warms.set()
+        self.warmed: tuple[int, Any] = (200, {"prompt_tokens": 300, "cached_tokens": 0})
         self.drops_drafter: bool | None = False  # None: it fails over it
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
@@ -50,6 +54,11 @@ class ScriptedEngine:
             return self._drop_drafter()
         if request.path.startswith("/control/"):
             return web.json_response({"seconds": 0.0, "verified": self.verified})
+        if request.path == "/prewarm":
+            self.prewarms.append(await request.json())
+            await self.warms.wait()
+            status, said = self.warmed
+            return web.json_response(said, status=status)
         await self.answer.wait()
         return web.Response(body=b"answer")
 
@@ -137,6 +146,7 @@ async def holder(loaded: bool = True) -> AsyncIterator[tuple[Any, ScriptedClient
             await residency.close()
             engine.dead.set()
             engine.answer.set()
+            engine.warms.set()
             await runner.cleanup()
 
 

@@ -48,7 +48,7 @@ def make_room(
         return True
     options, chosen = _weigh(state, book, waiting, short, urgent)
     if chosen:
-        _remember(state, book, waiting, short, options, chosen)
+        remember(state, book, waiting, short, options, chosen)
     victims = [book.entries[option.ticket] for option in chosen]
     for victim in victims:
         note_evicted_for(state, waiting, victim)
@@ -140,13 +140,15 @@ def _weigh(
     return options, choose(options, short) if missing <= 0 else []
 
 
-def _remember(
+def remember(
     state: CoreState,
     book: DeviceAccount,
     waiting: Ticket,
     short: Bytes,
     options: list[PricedVictim],
     chosen: list[PricedVictim],
+    *,
+    is_compaction: bool = False,
 ) -> None:
     """Keeps what was weighed, for explain (K3)."""
     state.evictions.add(
@@ -160,6 +162,7 @@ def _remember(
             tuple(options),
             tuple(book.entries[option.ticket].model for option in options),
             frozenset(option.ticket for option in chosen),
+            is_compaction,
         )
     )
 

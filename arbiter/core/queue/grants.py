@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from arbiter.core import types
 from arbiter.core.decisions import EventKind, Grant, Reason
 from arbiter.core.eviction import oversize, pressure
+from arbiter.core.eviction.compaction import make_room
 from arbiter.core.eviction.eligibility import may_swap
-from arbiter.core.eviction.eviction import evict_own, make_room, revoke, victims_for
+from arbiter.core.eviction.eviction import evict_own, revoke, victims_for
 from arbiter.core.queue import gangs, placement
 from arbiter.core.queue.outcome import Outcome
 from arbiter.core.queue.pass_state import GrantPass, Limits, count_bypasses

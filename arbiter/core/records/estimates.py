@@ -150,6 +150,7 @@ class Estimates:
         self.version = 0  # rises whenever a size may have become another
         self._peak: dict[ModelKey, Bytes] = {}
         self._corrected: dict[ModelKey, Bytes] = {}  # after a failure for memory
+        self._settled: dict[ModelKey, Bytes] = {}  # the peak up to its first use, of its last load
         self._loads = Recent()
         self._wakes = Recent()
         self._overhead: dict[str, int] = {}  # by capability: peak beyond what was computed
@@ -165,6 +166,15 @@ class Estimates:
 
     def size(self, key: ModelKey, need: Need, need_is_explicit: bool) -> Estimate:
         """Returns what a load under this key will take, in the order of the module docstring."""
+        return self._size(key, need, need_is_explicit, self._peak.get(key, Bytes(0)))
+
+    def size_after_compaction(
+        self, key: ModelKey, need: Need, need_is_explicit: bool, settled: Bytes
+    ) -> Bytes:
+        """Returns what a load would take if `settled` were the highest peak ever measured."""
+        return self._size(key, need, need_is_explicit, settled).device_bytes
+
+    def _size(self, key: ModelKey, need: Need, need_is_explicit: bool, peak: Bytes) -> Estimate:
         said = need.device_bytes
         source = "explicit"
         if not need_is_explicit:
@@ -172,7 +182,6 @@ class Estimates:
             least = max(need.weights_bytes, need.least_bytes)
             said = Bytes(max(least, said + beyond))
             source = "computed"
-        peak = self._peak.get(key, Bytes(0))
         if peak and (peak > said or not need_is_explicit):
             said = self._learned(peak, need, need_is_explicit)
             source = "learned"
@@ -256,6 +265,23 @@ class Estimates:
             self.version += 1
             self.changes_count += 1
 
+    def saw_settled(self, key: ModelKey, held: Bytes) -> None:
+        """Learns what a load needed up to its first use, which the next load replaces."""
+        self._settled[key] = held
+        self.changes_count += 1
+
+    def settled(self, key: ModelKey) -> Bytes:
+        """Returns what the last load needed up to its first use; 0 when that was never seen."""
+        return self._settled.get(key, Bytes(0))
+
+    def compacted(self, key: ModelKey, settled: Bytes) -> None:
+        """Forgets a peak above `settled`: it was measured on a process that is gone, and the next
+        load's is measured anew (D7)."""
+        if 0 < settled < self._peak.get(key, Bytes(0)):
+            self._peak[key] = settled
+            self.version += 1
+            self.changes_count += 1
+
     def loaded(self, key: ModelKey, took: Span, weights: Bytes = Bytes(0)) -> None:
         """Learns how long a load took, which also ends the correction after a failure for
         memory."""
@@ -287,7 +313,7 @@ class Estimates:
 
     def forget(self, key: ModelKey) -> None:
         """Forgets what was learned under one key."""
-        for table in (self._peak, self._corrected):
+        for table in (self._peak, self._corrected, self._settled):
             table.pop(key, None)
         for recent in (self._loads, self._wakes):
             recent.forget(key)
@@ -320,6 +346,7 @@ class Estimates:
                 "settings_key": k.settings_key,
                 "peak_bytes": self._peak.get(k, 0),
                 "corrected_bytes": self._corrected.get(k, 0),
+                "settled_bytes": self._settled.get(k, 0),
                 "loads_ns": list(self._loads.spans(k)),
                 "wakes_ns": list(self._wakes.spans(k)),
             }
@@ -367,6 +394,8 @@ class Estimates:
             self._peak[key] = Bytes(row["peak_bytes"])
         if row["corrected_bytes"]:
             self._corrected[key] = Bytes(row["corrected_bytes"])
+        if settled := row.get("settled_bytes"):  # rows of the same version had none before D7
+            self._settled[key] = Bytes(settled)
         for took_ns in row["loads_ns"]:
             self._loads.note(key, Span(took_ns))
             self._note_slowest(key)

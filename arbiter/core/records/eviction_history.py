@@ -37,6 +37,9 @@ class EvictionRecord:
     options: tuple[PricedVictim, ...]  # lawful, cheapest first
     models: tuple[str, ...]  # of each option
     chosen: frozenset[TicketId]
+    is_compaction: bool = (
+        False  # the chosen are loaded again, smaller; `freed_bytes` is by how much
+    )
 
     @property
     def weighed(self) -> tuple[ScoredVictim, ...]:

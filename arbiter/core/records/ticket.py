@@ -59,6 +59,8 @@ class Load:
     resident_since: Instant = Instant(0)
     readings_count: int = 0  # while resident; the first may have been taken before it was
     peak_bytes: Bytes = Bytes(0)
+    # The peak when it was first seen idle behind a use. None: not seen yet; 0: it never will be.
+    settled_bytes: Bytes | None = None
 
 
 @dataclass(slots=True)
@@ -255,6 +257,16 @@ class Ticket:
         load = self.last_load
         load.readings_count += 1
         load.peak_bytes = max(load.peak_bytes, held)
+
+    def note_settled(self) -> Bytes:
+        """Notes, at the first reading that finds it idle behind a use, what it needed since its
+        load; returns that, and 0 at any other. A process that was woken may have kept more than it
+        needs, so only a load counts."""
+        load = self.last_load
+        if load.settled_bytes is not None or self.inflight or not self.uses_count:
+            return Bytes(0)
+        load.settled_bytes = Bytes(0) if self.wakes_count else load.peak_bytes
+        return load.settled_bytes
 
     def forget_peak(self) -> None:
         """Has its peak measured anew, as after a load."""

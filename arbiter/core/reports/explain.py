@@ -6,9 +6,11 @@ a ticket may not be revoked, `ranking` at what price, `eviction_history` what wa
 
 from dataclasses import dataclass
 
+from arbiter.core.decisions import Reason
 from arbiter.core.eviction.eligibility import obstacle_text
 from arbiter.core.eviction.eviction import returning_bytes
 from arbiter.core.eviction.ranking import price_victim
+from arbiter.core.eviction.waste import compaction_obstacle, wasted_bytes
 from arbiter.core.queue import placement
 from arbiter.core.records.eviction_history import EvictionRecord, ScoredVictim
 from arbiter.core.records.ledger import DeviceAccount
@@ -62,6 +64,7 @@ class Past:
     short_bytes: Bytes
     policy: str
     weighed: tuple[ScoredVictim, ...]
+    is_compaction: bool = False  # what went is loaded again, smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,7 @@ def _now_said(
 ) -> list[str]:
     for_s = in_seconds(since(entry.since, now))
     said = [f"{entry.model} ({entry.ticket}) is {entry.state.value} for {for_s:.1f} s."]
+    said += _waste_said(state, entry)
     if entry.ticket not in state.queue:
         return said
     if not state.is_settled:
@@ -180,6 +184,20 @@ def _now_said(
     for shortage in shortages:
         said += _shortage_said(shortage)
     return said
+
+
+def _waste_said(state: CoreState, entry: Ticket) -> list[str]:
+    """Says that a ticket is being compacted, or what a compaction would give back, and what keeps
+    it from that now (D7)."""
+    if entry.leaving is Reason.COMPACT:
+        return ["It is unloaded to be loaded again, because it held more than it needs."]
+    wasted = wasted_bytes(state, entry)
+    if not wasted:
+        return []
+    held = f"It holds {human(wasted)} more than a new load of it would"
+    if why := compaction_obstacle(state, entry):
+        return [f"{held}, and is not compacted now: {why}."]
+    return [f"{held}; `arbiter compact {entry.model}` gives that back."]
 
 
 def _silence_said(state: CoreState, entry: Ticket, now: Instant) -> str:
@@ -227,6 +245,7 @@ def _past(choice: EvictionRecord, ticket: TicketId, now: Instant) -> Past:
         choice.short_bytes,
         choice.policy,
         choice.weighed,
+        choice.is_compaction,
     )
 
 
@@ -235,11 +254,20 @@ def _past_said(past: Past, ticket: TicketId) -> str:
     went = ", ".join(_priced(w) for w in past.weighed if w.is_chosen)
     spared = ", ".join(_priced(w) for w in past.weighed if not w.is_chosen) or "none"
     lacked = f"{human(past.short_bytes)} were missing on {past.device}"
+    if past.is_compaction:
+        return _compaction_said(past, f"{ago} {lacked}", went, spared)
     if past.part == "asked":
         return f"{ago} {lacked} for it; by {past.policy} these went: {went}; spared: {spared}."
     verb = "it was asked to leave" if past.part == "went" else "it was spared"
     whom = f"for {past.waiting_model} ({past.waiting})"
     return f"{ago} {lacked} {whom}; {verb} by {past.policy}: went {went}; spared {spared}."
+
+
+def _compaction_said(past: Past, lacked: str, went: str, spared: str) -> str:
+    """Says which models were unloaded and loaded again for a queued ticket (D7)."""
+    whom = f"for {past.waiting_model} ({past.waiting})"
+    held = "these held more than they need and were unloaded, to be loaded again smaller"
+    return f"{lacked} {whom}; {held}: {went}; spared {spared}."
 
 
 def _priced(w: ScoredVictim) -> str:

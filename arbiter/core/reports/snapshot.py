@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from arbiter.core.events import ForeignProcess, SlabReading
 from arbiter.core.eviction.pressure import level_of
+from arbiter.core.eviction.waste import wasted_bytes
 from arbiter.core.records.accounts import byte_seconds
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Sizes, Ticket
@@ -77,6 +78,8 @@ class TicketView:
     client: str = ""
     drafter_bytes: Bytes = Bytes(0)  # the part of its need that a drafter takes (F9)
     ram_bytes: Bytes = Bytes(0)  # of what it is charged on the host, its process beside a GPU
+    settled_bytes: Bytes = Bytes(0)  # needed by its load, up to its first use; 0: not known
+    wasted_bytes: Bytes = Bytes(0)  # held beyond what a new load of it would be granted (D7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,7 @@ def view_of(state: CoreState, now: Instant) -> StateView:
         is_closing=state.closing_by is not None,
         stale_count=state.stale_count,
         devices=tuple(_device(state, book, now) for _, book in sorted(state.ledger.books.items())),
-        tickets=tuple(_ticket(entry, now) for entry in state.ledger.entries()),
+        tickets=tuple(_ticket(state, entry, now) for entry in state.ledger.entries()),
         queue=tuple(_queue(state, now)),
         cooldowns=tuple(_cooldowns(state, now)),
         holders=tuple(
@@ -275,7 +278,7 @@ def _device(state: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
     )
 
 
-def _ticket(entry: Ticket, now: Instant) -> TicketView:
+def _ticket(state: CoreState, entry: Ticket, now: Instant) -> TicketView:
     is_idle = entry.inflight == 0 and entry.state.value in ("resident", "asleep")
     return TicketView(
         entry.ticket,
@@ -299,6 +302,8 @@ def _ticket(entry: Ticket, now: Instant) -> TicketView:
         client=entry.client.name,
         drafter_bytes=entry.drafter_bytes,
         ram_bytes=entry.ram_bytes,
+        settled_bytes=(entry.load.settled_bytes if entry.load else None) or Bytes(0),
+        wasted_bytes=wasted_bytes(state, entry),
     )
 
 

@@ -272,7 +272,11 @@ def _rebuild(state: CoreState, event: ev.Joined, held: ev.HeldTicket) -> None:
         priority=held.priority,
         uses_count=held.uses_count,
         client=held.client,
-        load=Load(after(state.now, state.settings.timeouts.load), resident_since=state.now),
+        load=Load(
+            after(state.now, state.settings.timeouts.load),
+            resident_since=state.now,
+            settled_bytes=None if ticket_state is State.LOADING else Bytes(0),
+        ),
         grown=Grown(Bytes(0), shrinks_from=state.now),  # an earlier epoch may have let it grow
     )
     if ticket_state is State.DRAINING:

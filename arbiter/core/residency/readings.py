@@ -7,7 +7,7 @@ taken: its agent sends the next one only when the last was received.
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import EventKind, KillEngine, PurgeCaches, Reason
-from arbiter.core.eviction import pressure
+from arbiter.core.eviction import pressure, waste
 from arbiter.core.eviction.sleep import confirm_sleep, doubt_asleep
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import CHARGED, Sizes, State, Ticket
@@ -263,6 +263,9 @@ def _learn(state: CoreState, entry: Ticket) -> None:
     if load.readings_count < LEARNED_AFTER or held == 0:
         return
     state.estimates.saw_peak(key, load.peak_bytes)
+    if settled := entry.note_settled():
+        state.estimates.saw_settled(key, settled)
+    waste.note(state, entry)
     if load.readings_count == LEARNED_AFTER and entry.wakes_count == 0:
         if not entry.need_is_explicit:
             state.estimates.saw_overhead(key, entry.need, load.peak_bytes)

@@ -20,6 +20,8 @@ def on_loaded(state: CoreState, entry: Ticket, took: Span, *, verified: bool = T
     _first_use(state, entry)
     if entry.wakes_count == 0:
         state.estimates.loaded(state.key_of(entry), took, entry.need.weights_bytes)
+        if state.settings.compact_every_loads_count:
+            state.compactions.loads_count.update(list(entry.home))
     elif verified:
         state.estimates.woke(state.key_of(entry), took)
     else:
@@ -38,7 +40,8 @@ def _first_use(state: CoreState, entry: Ticket) -> None:
     A prefetched model has no use until its holder reports one."""
     if entry.is_prefetch:
         state.prefetched.pop(entry.model_name, None)
-        state.prefetched_this_event.append((entry.model_name, entry.node))
+        if not state.compactions.is_loading(entry.model_name):  # else it leads to nothing new
+            state.prefetched_this_event.append((entry.model_name, entry.node))
         entry.note_inflight(0)
         return
     entry.begin_first_use()

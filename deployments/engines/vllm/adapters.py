@@ -30,6 +30,8 @@ from deployments.adapters.validate import Rules
 from deployments.config.safetensors_header import linear_shapes
 from deployments.engines import asgi
 from deployments.engines.protocol import Config, Receive, Scope, Send
+from deployments.engines.vllm.adapter_images import HOT
+from deployments.engines.vllm.adapter_mover import AdapterMover
 from deployments.engines.vllm.admission import BASE
 from deployments.engines.vllm.batch_gate import AdaptersBusy, BatchGate
 
@@ -81,7 +83,9 @@ class AdapterService:
         rules = Rules(linear_shapes(Path(config["model"])), given["max_rank"])
         self._shelf = CheckedAdapters(Store(Path(given["store"])), rules)
         self._numbers: dict[str, int] = {}  # digest to vLLM's number for it
-        self._loads: dict[str, asyncio.Task[None]] = {}  # of adapters that run
+        self._loads: dict[str, asyncio.Task[str]] = {}  # of adapters that run
+        self._names: dict[str, str] = {}  # digest to name, as it was asked for last
+        self.mover = AdapterMover(self.gate)
         self._pins: dict[str, Entry] = {}  # by digest
 
     # -- the catalogue -------------------------------------------------------------------------
@@ -99,6 +103,7 @@ class AdapterService:
         if entry is None:
             return None
         published = await self._shelf.take(entry)
+        self._names[published.digest] = entry.full_name
         number = self._numbers.setdefault(published.digest, len(self._numbers) + 1)
         return Asked(model, LoRARequest(published.digest, number, str(published.path)), entry)
 
@@ -111,6 +116,8 @@ class AdapterService:
         adapter = lora.lora_name if lora else BASE
         asked = _ASKED.get()
         name = asked.model if asked else self.served_name
+        if lora is not None:
+            self.mover.ahead(lora)
         try:
             await self.gate.enter(adapter, name)
         except AdaptersBusy as error:
@@ -132,17 +139,15 @@ class AdapterService:
         at a time share one load: while any of them runs, the adapter keeps its slot; after the
         last, vLLM may drop it."""
         task = self._loads.get(lora.lora_name)
+        is_first = task is None
         if task is None:
-            task = self._loads[lora.lora_name] = asyncio.ensure_future(self._load(lora))
+            task = self._loads[lora.lora_name] = asyncio.ensure_future(self.mover.bring(lora))
         await asyncio.wait({task})
         if isinstance(error := task.exception(), EngineDeadError):
             raise error
         if error:
             raise AdapterInvalid(name, f"vLLM: {error}") from error
-
-    async def _load(self, lora: LoRARequest) -> None:
-        assert self.llm is not None
-        await self.llm.add_lora(lora)
+        self.mover.used(lora, task.result() if is_first else HOT)
 
     async def _pin(self, asked: Asked | None) -> None:
         """A pinned adapter keeps its slot from its first use on, while its entry says so. At least
@@ -175,6 +180,7 @@ class AdapterService:
         """Drops all adapters before a sleep, because what vLLM keeps of them on the host is private
         memory too. The next request for an adapter loads it again from its copy."""
         assert self.llm is not None
+        self.mover.forget()
         self._pins.clear()
         self.gate.pinned = frozenset()
         for number in await self.llm.list_loras():
@@ -198,13 +204,15 @@ class AdapterService:
 
     def adopt(self, llm: AsyncLLM, state: Any) -> None:
         """Lets vLLM's routes resolve a model's name through the request that has it."""
-        self.llm = llm
+        self.llm = self.mover.llm = llm
+        self.turns = asyncio.ensure_future(self.mover.run())
         models = state.openai_serving_models
         models.lora_requests = _AskedAdapters()
         plain_name = models.model_name
         models.model_name = lambda lora=None: _asked_name() or plain_name()
 
-    def facts(self) -> dict[str, Any]:
+    async def facts(self) -> dict[str, Any]:
+        await self.mover.look()
         running = {k or self.served_name: n for k, n in self.gate.running.items()}
         pinned = sorted(entry.full_name for entry in self._pins.values())
         return {
@@ -212,6 +220,7 @@ class AdapterService:
             "running": running,
             "waiting": self.gate.waiting,
             "pinned": pinned,
+            "tiers": self.mover.facts(self._names, self._catalogue.names()),
         }
 
 

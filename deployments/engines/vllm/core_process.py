@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
@@ -29,7 +30,13 @@ from vllm.v1.executor import Executor
 from arbiter.units import Bytes, human
 from deployments.engines import linux
 from deployments.engines.protocol import LoadFailed, load_failure
-from deployments.engines.vllm import drafter, kv_offload, picture_connector, picture_slab
+from deployments.engines.vllm import (
+    adapter_images,
+    drafter,
+    kv_offload,
+    picture_connector,
+    picture_slab,
+)
 from deployments.engines.vllm.picture_cache import PictureCache
 
 logger = init_logger(__name__)
@@ -72,7 +79,13 @@ class StepTrace:
 class ForkedCore(EngineCoreProc):
     """An engine core that is told its addresses instead of asking a launcher for them."""
 
-    def __init__(self, addresses: EngineZmqAddresses, vllm_config: VllmConfig, stats: bool) -> None:
+    def __init__(
+        self,
+        addresses: EngineZmqAddresses,
+        vllm_config: VllmConfig,
+        stats: bool,
+        images: adapter_images.LentSlab | None = None,
+    ) -> None:
         self.given = addresses
         if picture_slab.has_slab(vllm_config):
             picture_connector.spare_measuring()
@@ -86,10 +99,13 @@ class ForkedCore(EngineCoreProc):
 
         kv_offload.manager_of(self.scheduler)  # so that it knows the tenants of requests
         picture_connector.cache_of(self.scheduler)  # so that it knows its hits on the device
+        self.images = adapter_images.open_images(self.model_executor, vllm_config, images)
         self.trace = StepTrace()
         schedule = self.scheduler.schedule
 
         def traced(*args: Any, **kwargs: Any) -> Any:
+            if self.images is not None:
+                self.images.shrink()
             step = schedule(*args, **kwargs)
             requests = (self.scheduler.requests.get(key) for key in step.num_scheduled_tokens)
             self.trace.note(
@@ -125,19 +141,55 @@ class ForkedCore(EngineCoreProc):
         self.pictures.shrink()
         return self.pictures.facts()
 
-    def slab_facts(self) -> dict[str, int]:
-        """Called by name from the frontend of an engine with a slab of KV, as the next."""
-        manager = kv_offload.manager_of(self.scheduler)
-        assert manager is not None
-        return manager.facts()
+    def bring_adapter(self, lora_request: LoRARequest, keep: list[int]) -> str:
+        """Called by name from the frontend, as the next ones: fills a slot with an adapter. `keep`:
+        adapters that should not lose theirs for it, the last of them least. Returns the tier in
+        which the adapter was."""
+        if self.images is None:
+            is_hot = lora_request.lora_int_id in self.list_loras()
+            self.add_lora(lora_request)
+            return adapter_images.HOT if is_hot else adapter_images.COLD
+        self.images.keep(keep)
+        tier = self.images.tier(lora_request)
+        self.add_lora(lora_request)
+        return tier
 
-    def shrink_slab(self) -> dict[str, int]:
-        """Returns the facts as they are then. An idle core takes no step in which it would see its
-        slab's limit."""
-        manager = kv_offload.manager_of(self.scheduler)
-        assert manager is not None
-        manager.shrink()
-        return manager.facts()
+    def stage_adapter(self, lora_request: LoRARequest) -> str | None:
+        """Makes an adapter warm that will be needed soon. Returns the tier in which it was; None
+        without a slab for images."""
+        return None if self.images is None else self.images.stage(lora_request)
+
+    def keep_adapters(self, keep: list[int]) -> None:
+        if self.images is not None:
+            self.images.keep(keep)
+
+    def count_adapters(self, hot: int, warm: int, cold: int) -> None:
+        """Notes requests by the tier in which they found their adapters."""
+        if self.images is not None:
+            self.images.count(hot, warm, cold)
+
+    def adapter_tiers(self) -> dict[str, Any]:
+        """Which adapters are in slots, by number, and which have an image, by digest."""
+        warm = [] if self.images is None else self.images.warm()
+        return {"hot": sorted(self.list_loras()), "warm": warm}
+
+    def slab_facts(self) -> dict[str, Any]:
+        """What each slab of the engine holds, by content; empty without any."""
+        found: dict[str, Any] = {}
+        if (manager := kv_offload.manager_of(self.scheduler)) is not None:
+            found["kv"] = manager.facts()
+        if self.images is not None:
+            found["adapter"] = self.images.facts()
+        return found
+
+    def shrink_slab(self) -> dict[str, Any]:
+        """Returns the facts as they are then. An idle core takes no step in which it would see the
+        limits of its slabs."""
+        if (manager := kv_offload.manager_of(self.scheduler)) is not None:
+            manager.shrink()
+        if self.images is not None:
+            self.images.shrink()
+        return self.slab_facts()
 
     def drop_drafter(self) -> bool:
         """Called by name from the frontend, between two steps. False: only a restart is without
@@ -167,10 +219,15 @@ class Core:
 
 
 def fork_core(
-    vllm_config: VllmConfig, base: str, *, stats: bool, threads: int | None = None
+    vllm_config: VllmConfig,
+    base: str,
+    *,
+    stats: bool,
+    threads: int | None = None,
+    images: adapter_images.LentSlab | None = None,
 ) -> Core:
     """`base`: path without suffix in a directory only this user may enter, for two sockets.
-    `threads`: that compute; None leaves it to the library."""
+    `threads`: that compute; None leaves it to the library. `images`: the slab of adapters."""
     addresses = {"input_address": f"ipc://{base}.in", "output_address": f"ipc://{base}.out"}
     read, write = os.pipe()
     parent = os.getpid()
@@ -180,21 +237,31 @@ def fork_core(
             # Before the first operation, and in the thread that will run them all: libgomp starts
             # its pool then, with as many as this thread asks for.
             torch.set_num_threads(threads)
-        _live(vllm_config, addresses, stats, write, parent)
+        _live(lambda: _core(vllm_config, addresses, stats, images), write, parent)
     os.close(write)
     return Core(pid, os.pidfd_open(pid), read, addresses)
 
 
-def _live(
-    vllm_config: VllmConfig, addresses: dict[str, str], stats: bool, report: int, parent: int
-) -> NoReturn:
+def _core(
+    vllm_config: VllmConfig,
+    addresses: dict[str, str],
+    stats: bool,
+    images: adapter_images.LentSlab | None,
+) -> ForkedCore:
+    given = EngineZmqAddresses(
+        inputs=[addresses["input_address"]], outputs=[addresses["output_address"]]
+    )
+    return ForkedCore(given, vllm_config, stats, images)
+
+
+def _live(make: Callable[[], ForkedCore], report: int, parent: int) -> NoReturn:
     status = 1
     try:
         linux.die_with_parent(parent)
         linux.close_all_but(report)
         linux.set_name("engine-core")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _run(vllm_config, addresses, stats, report)
+        _run(make, report)
         status = 0
     finally:
         sys.stdout.flush()
@@ -202,12 +269,9 @@ def _live(
         os._exit(status)
 
 
-def _run(vllm_config: VllmConfig, addresses: dict[str, str], stats: bool, report: int) -> None:
-    given = EngineZmqAddresses(
-        inputs=[addresses["input_address"]], outputs=[addresses["output_address"]]
-    )
+def _run(make: Callable[[], ForkedCore], report: int) -> None:
     try:
-        core = ForkedCore(given, vllm_config, stats)
+        core = make()
     except BaseException as error:
         cause = load_failure(error)
         _tell(report, {"kind": cause.kind, "message": cause.message, "oom": cause.out_of_memory})

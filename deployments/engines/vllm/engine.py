@@ -28,13 +28,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from arbiter.units import Content
+from deployments import prefixes
 from deployments.engines import asgi, command_line, linux
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
-from deployments.engines.vllm import kv_offload, picture_slab, pooling
+from deployments.engines.vllm import adapter_images, kv_offload, picture_slab, pooling
 from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
 from deployments.engines.vllm.pictures import Pictures
+from deployments.engines.vllm.prewarm import NO_CACHE, Prewarmer
 
 # What a replica may call. vLLM also registers routes that pause, scale or reload an engine, or run
 # any of its calls by name; those stay out of reach.
@@ -63,8 +65,10 @@ def build(config: Config) -> "VllmEngine":
         os.environ["ARBITER_ENGINE"],
         stats=not args.disable_log_stats,
         threads=compute_threads(config),
+        images=(images := adapter_images.take(config)),
     )
     engine = VllmEngine(args, vllm_config, core, can_sleep=config.get("can_sleep", True))
+    engine.has_slab = images is not None or kv_offload.has_slab(vllm_config)
     engine.most_tokens = int(config.get("grows_to", {}).get("max_model_len", 0))
     if "adapters" in config:
         window = vllm_config.scheduler_config.max_num_seqs
@@ -146,7 +150,8 @@ def _adapter_arguments(config: Config) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": given["slots"],
-        "max_cpu_loras": 2 * given["slots"],  # deployments.config.engine_kinds charges as much
+        # What is in no slot is warm in the slab. deployments.config.engine_kinds charges as much.
+        "max_cpu_loras": given["slots"],
         "max_lora_rank": given["max_rank"],
     }
 
@@ -177,8 +182,10 @@ class VllmEngine:
         self.adapters: AdapterService | None = None
         self.pictures: Pictures | None = None  # of a model that sees
         self.expiring: asyncio.Task[None] | None = None
+        self.has_slab = False  # of KV or adapters
         self.most_tokens = 0  # of the context that it may grow to; 0: it does not grow
         self.growth: ContextGrowth | None = None
+        self.prewarmer: Prewarmer | None = None  # of a model that generates
 
     async def load(self) -> None:
         if self.llm is not None:
@@ -206,6 +213,8 @@ class VllmEngine:
             self.pictures = Pictures(self.llm, has_cache=picture_slab.has_slab(self.config))
             self.pictures.adopt(self.api.state)
             self.expiring = asyncio.ensure_future(self.pictures.expire())
+        if not self.pools:
+            self.prewarmer = Prewarmer(self.llm, self.config, self.api)
         if self.most_tokens:
             self.growth = ContextGrowth(self.api, self.args.served_model_name[0], self.most_tokens)
         if self.adapters is not None:
@@ -224,6 +233,8 @@ class VllmEngine:
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
+        if scope["path"] == prefixes.ROUTE:
+            return await self._prewarm(scope, receive, send)
         if scope["path"] not in ROUTES:
             return await asgi.refuse(send, 404, f"no route {scope['path']}")
         if self.growth is not None:
@@ -246,18 +257,25 @@ class VllmEngine:
             return await self.api(scope, receive, send)
         if scope["path"] == "/adapters":
             trace = await self.llm.engine_core.call_utility_async("step_trace")
-            return await asgi.respond(send, 200, {**self.adapters.facts(), "trace": trace})
+            return await asgi.respond(send, 200, {**await self.adapters.facts(), "trace": trace})
         await self.adapters.serve(self.api, scope, receive, send)
 
+    async def _prewarm(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.prewarmer is None:
+            return await asgi.respond(send, 200, NO_CACHE)
+        if self.adapters is not None:
+            return await self.adapters.serve(self.prewarmer, scope, receive, send)
+        await self.prewarmer(scope, receive, send)
+
     async def _slab(self, scope: Scope, send: Send) -> None:
-        """Facts of the slab of KV, and beside them of the one of pictures."""
+        """What each slab holds, by content."""
         if not self._has_lent_slabs:
             return await asgi.refuse(send, 404, "this engine was lent no slab")
         await asgi.respond(send, 200, await self._slabs(shrinks=scope["method"] == "POST"))
 
     @property
     def _has_lent_slabs(self) -> bool:
-        return kv_offload.has_slab(self.config) or self._was_lent_pictures
+        return self.has_slab or self._was_lent_pictures
 
     @property
     def _was_lent_pictures(self) -> bool:
@@ -266,8 +284,9 @@ class VllmEngine:
     async def _slabs(self, *, shrinks: bool) -> dict[str, Any]:
         """What the lent ones hold, after they were shrunk to their limits or as they are."""
         assert self.llm is not None
-        call, facts = self.llm.engine_core.call_utility_async, {}
-        if kv_offload.has_slab(self.config):
+        call = self.llm.engine_core.call_utility_async
+        facts: dict[str, Any] = {}
+        if self.has_slab:
             facts = await call("shrink_slab" if shrinks else "slab_facts")
         if self._was_lent_pictures:
             found = await call("shrink_pictures" if shrinks else "picture_facts")

@@ -48,7 +48,7 @@ from deployments.engines.vllm.kv_restore import Restorer
 
 logger = init_logger(__name__)
 
-FACTS = "/slab"  # GET: what the slab holds; POST: shrinks it to its limit first
+FACTS = "/slab"  # GET: what each slab holds, by content; POST: shrinks them to their limits first
 # xxhash would begin each process with random numbers, and no key would be found again.
 _HASH = "sha256"
 _TERM_S = 3600.0  # how long a block stays after its last use: the class `long` (SPEC G4)

@@ -1,13 +1,14 @@
 """Where models are and where they are to be, and memory that is short, over HTTP (D8, C5)."""
 
+import uuid
 from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 
-from arbiter.client.admin import call_arbiter
+from arbiter.client.admin import CALL_S, call_arbiter
 from arbiter.core.events import PressurePushed
-from arbiter.core.types import Floor, Level
+from arbiter.core.types import Floor, Level, ModelName
 from arbiter.errors import UnknownModel
 from arbiter.protocol.messages import ModelSize, Resize
 from arbiter.units import Bytes, TicketId, seconds
@@ -40,6 +41,13 @@ class PressureBody(Strict):
     level: Literal["nominal", "low", "critical"]
     free_bytes: int | None = Field(None, ge=0)
     term_s: float = Field(60.0, gt=0, le=3600)  # C5
+
+
+class CompactBody(Strict):
+    """The body of `POST /arbiter/compact`."""
+
+    models: list[str] = Field([], max_length=1_000)  # none: all that hold more than they need
+    wait_s: float = Field(20.0, ge=0, le=600)  # below the 30 s after which clients give up
 
 
 def picture(table: Table, state: ArbiterState) -> dict[str, Any]:
@@ -112,6 +120,23 @@ async def _resize(table: Table, model: str, size: ModelSize) -> dict[str, str]:
         raise BadRequest(f"{model} has no `grow_to`", "model")
     await call_arbiter("resize", Resize(model, size))
     return {"model": model, "size": size.value}
+
+
+@router.post("/compact")
+async def compact(body: CompactBody, front: State, _: Admin) -> dict[str, Any]:
+    """Frees the named idle models and loads them again, or without names all that hold more than
+    they need. Answers once that is done, with the count; after `wait_s`, with how far it is."""
+    names = tuple(ModelName(_home(front.table, model), model) for model in body.models)
+    within_s = body.wait_s + CALL_S
+    asked = uuid.uuid4().hex, names, body.wait_s
+    done = await call_arbiter("compact", *asked, within_s=within_s)
+    spared = [{"model": s.model, "ticket": s.ticket, "why": s.why} for s in done.spared]
+    return {
+        "count": done.freed_count,
+        "freed_bytes": done.freed_bytes,
+        "spared": spared,
+        "is_finished": done.is_finished,
+    }
 
 
 @router.post("/pressure")

@@ -7,14 +7,14 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.decisions import SetTimer
+from arbiter.core.decisions import Compacted, SetTimer, WarmPrefixes
 from arbiter.core.settings import DEFAULTS
 from arbiter.errors import CapabilityConflict, LedgerBroken
 from arbiter.protocol import messages
 from arbiter.server import shell as module
 from arbiter.server.event_log import EventLog
 from arbiter.server.shell import Mailbox, Shell
-from arbiter.units import Epoch, HolderId, Instant, NodeId, TicketId, seconds
+from arbiter.units import Bytes, Epoch, HolderId, Instant, NodeId, TicketId, seconds
 from policies import bundle
 
 
@@ -73,6 +73,24 @@ async def test_commands_are_repeated_until_they_are_acknowledged() -> None:
     assert await box.after(3, 0) == ()
 
 
+@pytest.mark.spec("G1")
+async def test_holder_is_told_to_warm_the_prefixes_of_its_ticket() -> None:
+    class Speaks:
+        settings = DEFAULTS
+
+        def handle(self, event: ev.Event, now: int) -> list[Any]:
+            return [WarmPrefixes(TicketId("t"), HolderId("h"))]
+
+        def replica_targets(self, now: int) -> dict[str, int]:
+            return {}
+
+    made = shell_of(cast(Arbiter, Speaks()))
+    made.open_mail(HolderId("h"))
+    made.feed(ev.SpeechStarted(HolderId("ear")))
+    [command] = await made.listen(HolderId("h"), 0)
+    assert command.command == messages.PrewarmCommand(TicketId("t"))
+
+
 @pytest.mark.spec("A18")
 async def test_holder_that_reads_no_commands_must_rejoin(
     monkeypatch: pytest.MonkeyPatch,
@@ -117,3 +135,35 @@ async def test_shell_has_one_timer_set_to_the_earliest_due_time() -> None:
         due_s.append(round(made._timer.when() - loop.time(), -1))
     assert due_s == [900, 300, 300]
     made._timer.cancel()
+
+
+class Compacts:
+    """A core whose only compaction ends with the second event."""
+
+    def __init__(self) -> None:
+        self.events: list[ev.Event] = []
+
+    def handle(self, event: ev.Event, now: int) -> list[Any]:
+        self.events.append(event)
+        return [self.answer(is_finished=True)] if len(self.events) > 1 else []
+
+    def compaction(self, request: str) -> Compacted | None:
+        return self.answer(is_finished=False) if len(self.events) == 1 else None
+
+    def answer(self, *, is_finished: bool) -> Compacted:
+        return Compacted("r", int(is_finished), Bytes(0), (), is_finished)
+
+    def replica_targets(self, now: int) -> dict[str, int]:
+        return {}
+
+
+@pytest.mark.spec("D7")
+async def test_compaction_is_answered_at_its_end_and_in_between_with_how_far_it_is() -> None:
+    core = Compacts()
+    made = shell_of(cast(Arbiter, core))
+    asked = ev.CompactAsked("r")
+    so_far = await made.compact(asked, wait_s=0)
+    assert (so_far.is_finished, so_far.freed_count) == (False, 0)
+    waiting = asyncio.ensure_future(made.compact(asked, wait_s=30))
+    assert (await waiting).is_finished, "asked again, it is answered once it has ended"
+    assert len(core.events) == 2

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pickle
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,53 @@ def test_stored_copy_is_named_by_its_content_and_is_read_only(tmp_path: Path, st
     other = store.publish(entry(source), RULES)
     assert other.digest != made.digest and made.path.is_dir()
     assert not [p for p in made.path.parent.iterdir() if p.name.startswith(".copying")]
+
+
+@pytest.mark.spec("F3", "E10")
+def test_next_engine_finds_the_copy_without_the_weights_until_the_entry_changes(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "in" / "good", SHAPES)
+    found = entry(source)
+    made = store.publish(found, RULES)
+    following = Store(tmp_path / "store")
+    with monkeypatch.context() as patch:
+        patch.setattr("deployments.adapters.store._copy", pytest.fail)
+        assert following.publish(found, RULES) == made
+    weights = source / "adapter_model.safetensors"
+    times = weights.stat()
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert following.publish(entry(source), RULES).digest != made.digest, "times set back"
+
+
+@pytest.mark.parametrize("loss", ["copy", "half a note"])
+def test_lost_copy_or_note_is_made_again(tmp_path: Path, store: Store, loss: str) -> None:
+    found = entry(write(tmp_path / "in" / "good", SHAPES))
+    made = store.publish(found, RULES)
+    if loss == "copy":
+        shutil.rmtree(made.path)
+    else:
+        (note,) = (tmp_path / "store" / ".known").iterdir()
+        note.write_text(note.read_text()[:9])
+    assert store.publish(found, RULES) == made
+    assert made.path.is_dir()
+
+
+def test_other_rules_check_again(tmp_path: Path, store: Store) -> None:
+    found = entry(write(tmp_path / "in" / "good", SHAPES, rank=8))
+    store.publish(found, RULES)
+    with pytest.raises(AdapterInvalid, match="no such module"):
+        store.publish(found, Rules({"layers.0.q_proj": (12, 8)}, max_rank=16))
+
+
+def test_notes_have_a_bound(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.adapters.store._MOST_KNOWN", 3)
+    for rank in range(1, 9):
+        store.publish(entry(write(tmp_path / "in" / f"a{rank}", SHAPES, rank)), RULES)
+    assert len(list((tmp_path / "store" / ".known").iterdir())) <= 3
 
 
 def damaged(file: str, change: Callable[[Path], object]) -> Callable[[Path], object]:

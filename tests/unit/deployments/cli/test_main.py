@@ -16,8 +16,8 @@ from tests.support.scripted_front import ScriptedFront
 from tests.unit.deployments.cli.conftest import Run
 
 PANELS = {
-    "See": ["status", "events", "explain", "plan", "residency", "pool", "clients"],
-    "Steer": ["load", "unload", "grow", "shrink", "floor", "settings"],
+    "See": ["status", "events", "explain", "plan", "residency", "pool", "adapters", "clients"],
+    "Steer": ["load", "unload", "grow", "shrink", "compact", "floor", "settings"],
     "Leases": ["lease", "free", "leases", "drain", "cleanup"],
     "Cluster": ["check", "upgrade", "down"],
     "Keys": ["key"],

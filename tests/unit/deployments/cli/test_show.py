@@ -130,6 +130,22 @@ def test_residency_shows_where_models_are(told: ScriptedFront, run: Run) -> None
     assert (name, model["level"]) == ("a", "device")
 
 
+@pytest.mark.spec("E7", "K4")
+def test_adapters_shows_tiers_and_the_share_of_requests_that_needed_no_file(
+    front: ScriptedFront, run: Run
+) -> None:
+    counts = {"hot_count": 2, "rows_count": 5, "hot_hits_count": 90, "hits_count": 6}
+    slab = {"owner": "chat/a", "content": "adapter", "misses_count": 4, "evicted_count": 1}
+    blocks = {"node": "n", "slab": {"owner": "chat/a", "content": "kv"}}
+    front.says("GET", "/arbiter/state", {"slabs": [blocks, {"node": "n", "slab": slab | counts}]})
+    names = [f"a:{n}" for n in range(8)] + ["a", "b:x"]
+    front.says("GET", "/v1/models", {"data": [{"id": name} for name in names]})
+    assert rows(run("adapters").stdout)["a"] == ["n", "2", "3", "3", "90", "6", "4", "96%", "1"]
+    [found] = json.loads(run("adapters", "--json").stdout)
+    assert found["adapters"] == {"hot": 2, "warm": 3, "cold": 3}
+    assert found["hit_rate"] == 0.96
+
+
 @pytest.mark.spec("A15")
 def test_leases_shows_who_holds_what_for_how_long(
     told: ScriptedFront, run: Run, state: dict[str, Any]

@@ -93,3 +93,18 @@ def test_leases_are_given_notice_and_cleaned_up(front: ScriptedFront, run: Run) 
         front.says("POST", "/arbiter/leases/cleanup", {"ended": ended})
         assert run("cleanup").stdout.startswith(says)
         assert json.loads(run("cleanup", "--json").stdout) == {"ended": ended}
+
+
+@pytest.mark.spec("D7")
+def test_compaction_says_how_many_went_what_came_back_and_what_stays(
+    front: ScriptedFront, run: Run
+) -> None:
+    spared = [{"model": "b", "ticket": "b-1", "why": "it is in use"}]
+    answer = {"count": 1, "freed_bytes": 3 << 20, "spared": spared, "is_finished": False}
+    front.says("POST", "/arbiter/compact", answer)
+    lines = run("compact", "a", "b").stdout.splitlines()
+    assert front.requests[-1].body == {"models": ["a", "b"]}
+    assert lines[0].startswith("1 compacted, 3.0 MiB that they did not need; it goes on")
+    assert lines[1] == "b stays as it is: it is in use"
+    assert json.loads(run("compact", "--json").stdout) == answer
+    assert front.requests[-1].body == {"models": []}

@@ -93,3 +93,10 @@ def test_shares_of_a_device_are_settings() -> None:
     assert (settings.arena_fraction, settings.wiggle_fraction) == (0.8, 0.2)
     assert (settings.pool_fraction, settings.gpu_margin_bytes) == (0.5, GIB)
     assert parse_table({"capabilities": {}}).arbiter.as_settings() == DEFAULTS
+
+
+@pytest.mark.spec("D7")
+def test_schedule_and_least_waste_of_compaction_are_set_in_the_table() -> None:
+    table = {"compact_least": "8 MiB", "compact_every_loads": 20}
+    settings = parse_table({"arbiter": table, "capabilities": {}}).arbiter.as_settings()
+    assert (settings.compact_least_bytes, settings.compact_every_loads_count) == (8 << 20, 20)

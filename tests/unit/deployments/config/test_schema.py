@@ -212,3 +212,19 @@ def test_other_capability_without_a_model_is_refused(other: dict[str, Any]) -> N
     tts = {"role": "tts", "engine": "vits"} | other
     with pytest.raises(ConfigError, match=r"capabilities\.tts\.models: Field required"):
         parse_table({"capabilities": {"tts": tts}})
+
+
+@pytest.mark.spec("G1", "G5")
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"stable_prefixes": [{}]}, "`system`, `messages` or `tools`"),
+        ({"stable_prefixes": [{"system": "x", "adapters": "y"}]}, "adapters"),
+        ({"stable_prefixes": [{"system": "x"}] * 33}, "at most 32"),
+        ({"rewarm_s": 29}, "greater than or equal to 30"),
+    ],
+)
+def test_wrong_stable_prefix_is_named(model: dict[str, Any], says: str) -> None:
+    chat = {"role": "text", "engine": "vllm", "models": {"m": {"source": "x", **model}}}
+    with pytest.raises(ConfigError, match=says):
+        parse_table({"capabilities": {"chat": chat}})

@@ -1,0 +1,141 @@
+"""Says how much a process holds beyond what a new load of its model would take (D7).
+
+An allocator keeps what it once needed: the difference between what it reserved and what is in use.
+The core cannot look into a process, so it compares readings: what the model is measured to hold now
+with its peak when it was first idle behind a use. Beyond that, with the headroom of every learned
+size, is waste, which only a new process gives back for certain.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from arbiter.core.eviction.eligibility import find_obstacle
+from arbiter.core.eviction.ranking import price_victim
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.records.victim_set import PricedVictim, choose
+from arbiter.core.state import CoreState
+from arbiter.core.tickets import inexact, quotas
+from arbiter.core.tickets.device_limits import on_demand_of
+from arbiter.core.types import Floor, ModelName, Priority
+from arbiter.errors import UnknownCapability, UnknownModel
+from arbiter.units import Bytes
+
+# -- how much -------------------------------------------------------------------------------------
+
+
+def settled_bytes(state: CoreState, entry: Ticket) -> Bytes:
+    """Returns what the model needed since its load, up to its first use: of this load, else of the
+    last that was seen; 0 when none was."""
+    load = entry.load
+    return (load.settled_bytes if load else None) or state.estimates.settled(state.key_of(entry))
+
+
+def next_grant_bytes(state: CoreState, entry: Ticket) -> Bytes:
+    """Returns what the model would be granted once compacted."""
+    settled = settled_bytes(state, entry)
+    key = state.key_of(entry)
+    return state.estimates.size_after_compaction(key, entry.need, entry.need_is_explicit, settled)
+
+
+def wasted_bytes(state: CoreState, entry: Ticket) -> Bytes:
+    """Returns what a resident holds beyond what it would be granted once compacted; 0 where that is
+    not known, because no load of it was seen to settle or no reading is its own."""
+    is_known = entry.state is State.RESIDENT and inexact.teaches(state, entry)
+    if not is_known or not settled_bytes(state, entry):
+        return Bytes(0)
+    shared = sum(entry.scratch_in_use(device) for device in entry.home)
+    return Bytes(max(0, entry.at_home_bytes - shared - next_grant_bytes(state, entry)))
+
+
+def note(state: CoreState, entry: Ticket) -> None:
+    """Notes, with each reading, whether a resident holds enough beyond its need."""
+    is_enough = wasted_bytes(state, entry) >= state.settings.compact_least_bytes
+    state.compactions.note_waste(entry.ticket, is_enough=is_enough)
+
+
+def wasteful_tickets(state: CoreState) -> list[Ticket]:
+    """Returns the residents that hold enough beyond their need, and forgets tickets that have
+    left."""
+    found = []
+    for ticket in list(state.compactions.wasteful):
+        entry = state.ledger.find(ticket)
+        if entry is not None and entry.state is State.RESIDENT:
+            found.append(entry)
+        else:
+            state.compactions.note_waste(ticket, is_enough=False)
+    return found
+
+
+# -- whether it may go ----------------------------------------------------------------------------
+
+# What keeps a ticket from being freed and loaded again, in words. The first that holds is told.
+OBSTACLES: tuple[tuple[Callable[[CoreState, Ticket], bool], str], ...] = (
+    (lambda _, e: e.lease is not None, "it is a lease"),
+    (lambda _, e: e.state is State.ASLEEP, "it is asleep, and its copy in host RAM stays"),
+    (lambda _, e: e.state is not State.RESIDENT, "it is not resident"),
+    (lambda s, e: e.pinned or s.floor_of(e.model_name) is not Floor.COLD, "it is pinned"),
+    (lambda s, e: e.inflight > 0 or e.ticket in s.queue, "it is in use"),
+    (lambda s, e: s.now < e.declined_until, "it was in use when it was last asked to leave"),
+    (lambda _, e: bool(e.growth or (e.grown and e.grown.beyond_load_bytes)), "it has grown"),
+    (lambda _, e: len(e.home) != 1, "it lies on several devices"),
+    (lambda s, e: not _may_load_again(s, e), "it could not be loaded again now"),
+)
+
+
+def compaction_obstacle(state: CoreState, entry: Ticket) -> str | None:
+    """Returns why a ticket may not be compacted now; None when it may."""
+    return next((text for holds, text in OBSTACLES if holds(state, entry)), None)
+
+
+def _may_load_again(state: CoreState, entry: Ticket) -> bool:
+    """Says whether its holder could load it again, into what it leaves."""
+    book = state.ledger.books.get(next(iter(entry.home)))
+    fits = book is not None and next_grant_bytes(state, entry) <= on_demand_of(book)
+    is_heard = not state.is_silent(entry.holder) and state.closing_by is None
+    return fits and is_heard and may_load(state, entry.model_name)
+
+
+def may_load(state: CoreState, name: ModelName) -> bool:
+    """Says whether the table lets a model load without a request, and it is not cooling down."""
+    try:
+        state.registry.find(name)
+    except (UnknownCapability, UnknownModel):
+        return False
+    is_external = state.registry.specs[name.capability].is_external
+    return name not in state.failures and not is_external
+
+
+# -- for whom -------------------------------------------------------------------------------------
+
+
+def compaction_for(
+    state: CoreState, book: DeviceAccount, waiting: Ticket, short: Bytes, urgent: Priority
+) -> tuple[list[PricedVictim], list[PricedVictim]]:
+    """Returns the models whose compaction frees bytes of a device for an asker, and the cheapest
+    set of them that frees `short`, or none. Each may lawfully be revoked for it."""
+    if not state.compactions.wasteful:
+        return [], []
+    spare = quotas.ReserveSlack(state, book, waiting.client.tenant)
+    options = []
+    for entry in wasteful_tickets(state):
+        room = _room_made(state, book, entry)
+        if room <= 0 or compaction_obstacle(state, entry) is not None:
+            continue
+        if find_obstacle(state, entry, waiting, urgent) is not None:
+            continue
+        if usable := spare.take(entry, room):
+            options.append(replace(price_victim(state, book, entry), freed_bytes=usable))
+    options.sort(key=lambda option: option.place)
+    is_enough = sum(option.freed_bytes for option in options) >= short
+    return options, choose(options, short) if is_enough else []
+
+
+def _room_made(state: CoreState, book: DeviceAccount, entry: Ticket) -> Bytes:
+    """Returns what the books of a device gain. Another process of the same model would teach the
+    peak again before the next load is granted, so then it is nothing."""
+    if entry.ticket not in book.entries or book.device not in entry.home:
+        return Bytes(0)
+    if book.copies[entry.model_name] > 1:
+        return Bytes(0)
+    return Bytes(entry.charge(book.device) - next_grant_bytes(state, entry))

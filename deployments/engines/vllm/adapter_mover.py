@@ -1,0 +1,194 @@
+"""Brings adapters to where they are needed: asks the engine's core for what `adapter_tiers` says.
+
+A request that must wait for a slot has the image of its adapter made meanwhile, and once a minute
+busy adapters get slots and used ones images. Counts in which tier each request found its adapter.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from math import inf
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from deployments.engines.vllm.adapter_images import COLD, HOT, WARM
+from deployments.engines.vllm.adapter_tiers import Uses, View, kept, moves
+from deployments.engines.vllm.admission import BASE
+from deployments.engines.vllm.batch_gate import BatchGate
+
+REBALANCE_S = 60.0  # SPEC F3
+COUNTS_S = REPORT_S = 1.0
+# Adapters of waiting requests whose images are to be made: more than that many are not made before
+# they are needed. Each takes 6 ms and more of the engine's time.
+MOST_AHEAD = 256
+MOST_SHOWN = 20  # of the most used adapters, in the facts
+
+_Move = Callable[[LoRARequest], Coroutine[Any, Any, str | None]]
+
+
+class AdapterMover:
+    """The adapters of one engine by tier. `clock`: monotonic seconds."""
+
+    def __init__(self, gate: BatchGate, clock: Callable[[], float] = time.monotonic) -> None:
+        self._gate, self._clock = gate, clock
+        self.llm: AsyncLLM | None = None
+        self._uses = Uses()
+        self._counted: dict[str, int] = {}
+        self._counted_s = -inf
+        self._asked: dict[str, LoRARequest] = {}  # by digest
+        self._hot: frozenset[str] = frozenset()  # as the core last said
+        self._warm: set[str] = set()
+        self._wanted: dict[str, LoRARequest] = {}  # of requests that wait, without an image
+        self._stager: asyncio.Task[None] | None = None
+        self._read_ahead: set[str] = set()  # since a request has waited for them
+        self.found: Counter[str] = Counter()  # requests by the tier of their adapter
+        self._reported: Counter[str] = Counter()  # of `found`
+        self._report: asyncio.Task[None] | None = None
+        self.staged = 0  # of the requests that found theirs cold, those for which it was ahead
+
+    # -- by request ------------------------------------------------------------------------------
+
+    def ahead(self, lora: LoRARequest) -> None:
+        """Has the image made while the request waits; nothing where it enters at once."""
+        name = lora.lora_name
+        is_there = name in self._gate.running or name in self._warm
+        if is_there or len(self._wanted) >= MOST_AHEAD:
+            return
+        self._wanted[name] = lora
+        if self._stager is None or self._stager.done():
+            self._stager = asyncio.ensure_future(self._stage_wanted())
+
+    async def _stage_wanted(self) -> None:
+        """Begins after the request had its first chance to enter."""
+        while self._wanted:
+            name = next(iter(self._wanted))
+            lora = self._wanted.pop(name)
+            if name not in self._gate.running:
+                await self._attempt(self._stage, lora)
+
+    async def bring(self, lora: LoRARequest) -> str:
+        """Returns with the adapter in a slot, and says in which tier its request found it. Raises
+        what vLLM raises for a bad adapter."""
+        name = lora.lora_name
+        self._wanted.pop(name, None)
+        self._asked[name] = lora
+        tier = await self._bring(lora)
+        if name in self._read_ahead:
+            self._read_ahead.discard(name)
+            self.staged += 1
+            return COLD
+        return tier
+
+    async def _bring(self, lora: LoRARequest) -> str:
+        tier: str = await self._call("bring_adapter", lora, self._kept())
+        self._warm.add(lora.lora_name)
+        return tier
+
+    async def _stage(self, lora: LoRARequest) -> str | None:
+        """None: the engine keeps no images."""
+        tier: str | None = await self._call("stage_adapter", lora)
+        if tier is not None:
+            self._warm.add(lora.lora_name)
+        if tier == COLD:
+            self._read_ahead.add(lora.lora_name)
+        return tier
+
+    async def _attempt(self, move: _Move, lora: LoRARequest) -> None:
+        """An adapter that is bad or gone by now is left: its next request hears of that."""
+        task = asyncio.ensure_future(move(lora))
+        await asyncio.wait({task})
+        task.exception()  # asked for, so that nothing is logged of it
+
+    async def _call(self, method: str, *given: Any) -> Any:
+        assert self.llm is not None
+        return await self.llm.engine_core.call_utility_async(method, *given)
+
+    def _kept(self) -> list[int]:
+        names = kept(self._fixed(), self._counts())
+        return [self._asked[name].lora_int_id for name in names if name in self._asked]
+
+    def used(self, lora: LoRARequest, tier: str) -> None:
+        """Counts a request."""
+        self.found[tier] += 1
+        self._uses.note(lora.lora_name, self._clock())
+        if self._report is None or self._report.done():
+            self._report = asyncio.ensure_future(self._report_soon())
+
+    async def _report_soon(self) -> None:
+        """Has the counts noted in the slab, where the arbiter sees them; not for each request."""
+        await asyncio.sleep(REPORT_S)
+        counts = [self.found[tier] - self._reported[tier] for tier in (HOT, WARM, COLD)]
+        self._reported = self.found.copy()
+        await self._call("count_adapters", *counts)
+
+    # -- once a minute ---------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(REBALANCE_S)
+            await self.rebalance()
+
+    async def rebalance(self) -> None:
+        """A turn of the tiers: notes which adapters should stay, and brings what is used."""
+        await self._call("keep_adapters", self._kept())
+        await self.look()
+        wanted = moves(self._view())
+        for move, names in ((self._bring, wanted.promote), (self._stage, wanted.stage)):
+            for name in names:
+                if name in self._asked:
+                    await self._attempt(move, self._asked[name])
+                    self._read_ahead.discard(name)  # it was for no request
+        await self.look()
+
+    async def look(self) -> None:
+        """Asks the core what is where."""
+        said = await self._call("adapter_tiers")
+        names = {lora.lora_int_id: name for name, lora in self._asked.items()}
+        self._hot = frozenset(names[number] for number in said["hot"] if number in names)
+        self._warm = set(said["warm"])
+
+    def _view(self) -> View:
+        places = self._hot, frozenset(self._warm), self._fixed()
+        return View(self._gate.slots, *places, self._counts())
+
+    def _fixed(self) -> frozenset[str]:
+        """Adapters that run or are pinned."""
+        return (frozenset(self._gate.running) | self._gate.pinned) - {BASE}
+
+    def _counts(self) -> dict[str, int]:
+        """Of the last minute, at most COUNTS_S old: counting takes 0.3 ms with 1,000 adapters."""
+        now_s = self._clock()
+        if now_s - self._counted_s >= COUNTS_S:
+            self._counted, self._counted_s = self._uses.counts(now_s), now_s
+        return self._counted
+
+    def forget(self) -> None:
+        """Before a sleep: no adapter is brought until a request asks for it."""
+        self._uses.clear()
+        self._counted_s = -inf
+        self._hot = frozenset()
+
+    # -- what is shown ---------------------------------------------------------------------------
+
+    def facts(self, names: dict[str, str], catalogue: Iterable[str]) -> dict[str, Any]:
+        """Adapters by tier, as of the last look, and the share of requests that needed no file.
+        `names`: by digest; `catalogue`: all that could be asked for."""
+        warm = self._warm - self._hot
+        cold = max(0, len(set(catalogue)) - len(self._hot | warm))
+        total = self.found.total()
+        hits = (self.found[HOT] + self.found[WARM]) / total if total else None
+        most = list(self._uses.counts(self._clock()).items())[: -MOST_SHOWN - 1 : -1]
+        return {
+            "adapters": {HOT: len(self._hot), WARM: len(warm), COLD: cold},
+            "requests": {tier: self.found[tier] for tier in (HOT, WARM, COLD)},
+            "staged_ahead": self.staged,
+            "hit_rate": hits,
+            "top": [{"adapter": names.get(d, d), "tier": self.tier(d), "uses": n} for d, n in most],
+        }
+
+    def tier(self, digest: str) -> str:
+        """As of the last look."""
+        return HOT if digest in self._hot else WARM if digest in self._warm else COLD

@@ -1,0 +1,78 @@
+"""Which adapters should be in slots, which have an image, by their uses in the last minute.
+
+Pure. An adapter with HOT_USES in WINDOW_S belongs into a slot, with one use into the slab. That
+says what stays and what is brought ahead of its next request, never what may be used: a request
+for a cold adapter loads it at once (SPEC F3).
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+HOT_USES, WARM_USES = 10, 1  # SPEC F3
+WINDOW_S = 60.0
+# Of one adapter that are remembered: beyond it all count as equally busy.
+_MOST_USES = 100
+# Images made in one turn: each reads a file, some 6 ms for 0.2 MB, in which the engine makes no
+# step (docs/benchmarks.md).
+MOST_STAGED = 32
+
+
+class Uses:
+    """The uses of each adapter in the last WINDOW_S; times are in seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, deque[float]] = {}
+
+    def note(self, adapter: str, now_s: float) -> None:
+        self._times.setdefault(adapter, deque(maxlen=_MOST_USES)).append(now_s)
+
+    def counts(self, now_s: float) -> dict[str, int]:
+        """Of all with a use, the least used first. Forgets what is older."""
+        for adapter, times in list(self._times.items()):
+            while times and times[0] <= now_s - WINDOW_S:
+                times.popleft()
+            if not times:
+                del self._times[adapter]
+        found = {adapter: len(times) for adapter, times in self._times.items()}
+        return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
+
+    def clear(self) -> None:
+        self._times.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where adapters are. `uses`: as `Uses.counts` has them; `fixed`: those that run or are pinned,
+    which keep their slots."""
+
+    slots: int
+    hot: frozenset[str]  # in slots
+    warm: frozenset[str]  # with an image
+    fixed: frozenset[str]
+    uses: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What to bring: into slots, and into the slab. The most used come first."""
+
+    promote: list[str]
+    stage: list[str]
+
+
+def moves(view: View) -> Moves:
+    """What a turn brings, without taking a slot from an adapter that is as busy or runs."""
+    busy = [adapter for adapter, uses in view.uses.items() if uses >= HOT_USES][::-1]
+    stays = view.hot & (set(busy) | view.fixed)
+    room = max(0, view.slots - len(stays | view.fixed))
+    promote = [adapter for adapter in busy if adapter not in view.hot][:room]
+    has_place = view.hot | view.warm | set(promote)
+    used = [a for a, uses in view.uses.items() if uses >= WARM_USES and a not in has_place]
+    return Moves(promote, used[::-1][:MOST_STAGED])
+
+
+def kept(fixed: frozenset[str], uses: Mapping[str, int]) -> list[str]:
+    """Adapters that should not lose their slots, those last that must not, as in a View."""
+    busy = [adapter for adapter, count in uses.items() if count >= HOT_USES]
+    return [*(adapter for adapter in busy if adapter not in fixed), *sorted(fixed)]

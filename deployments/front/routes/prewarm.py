@@ -1,0 +1,34 @@
+"""POST /v1/prewarm: a client says that a chat is about to come (G1)."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from deployments import prefixes
+from deployments.front.dependencies import Inferrer, State
+from deployments.front.relay import whole
+from deployments.front.routes.openai import call_for
+from deployments.front.schemas import SCHEMAS, described
+
+# A replica that runs answers within milliseconds. A client that opens a session does not wait for
+# a replica that Serve has to start.
+PATIENCE_S = 0.5
+
+router = APIRouter()
+_DESCRIBED: dict[str, Any] = described(SCHEMAS[prefixes.PATH])
+
+
+@router.post(prefixes.PATH, status_code=202, **_DESCRIBED)
+async def prewarm(request: Request, caller: Inferrer, front: State) -> Response:
+    """Brings the model in with the least priority, where it is not resident, and has its engine
+    compute the beginning of the chat while it has nothing else to do. Answers before either; the
+    event `prewarm` tells how it went. Raises RequestError."""
+    service = front.service
+    with service.admitted():
+        raw = await request.body()
+        call = await call_for(request, caller, front, prefixes.PATH, raw)
+        said = await service.begin(call, PATIENCE_S)
+    if said is None:
+        return JSONResponse(prefixes.accepted(call.request_id, call.served, "starting"), 202)
+    return whole(said)

@@ -1,0 +1,119 @@
+"""Which stable prefixes of one model are known, and which of them are to be warmed next (G1, G5).
+
+Decides only; the times come in. A prefix comes from the configuration and stays, or from a request
+and stays while conversations use it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from arbiter.units import Span, seconds
+from deployments.prefixes import Prefix
+
+SHORT_TERM = seconds(300)  # G4: of KV that no conversation has claimed for longer
+UNTOUCHED = Span(SHORT_TERM * 4 // 5)  # G5
+FRESH = seconds(30)  # a session that opens repeats nothing younger of what others share
+KEPT = seconds(3_600)  # G4: a conversation idle for longer has ended, and its prefix with it
+MOST_COUNT = 64  # of requests, per model: each is one token for an idle engine in each sweep
+TRIES = 3  # of one pre-warm that real requests interrupt
+
+
+class Cause(Enum):
+    """Why a prefix is warmed."""
+
+    LOAD = "load"
+    SESSION = "session"
+    SPEECH = "speech"
+    SWEEP = "sweep"
+
+
+@dataclass(slots=True)
+class Known:
+    """One prefix. Times are in ns on the monotonic clock."""
+
+    prefix: Prefix
+    touched_ns: int  # by a request or a pre-warm
+    used_ns: int  # by a request
+    is_declared: bool = False
+    cause: Cause | None = None  # it is to be warmed; None: it is not
+    asked_ns: int = 0  # since then
+    tries: int = 0
+    has_failed: bool = False  # not tried again until it is used, or the next load
+
+
+class PrefixBook:
+    """The prefixes of one held model, by key; the least recently used first."""
+
+    def __init__(self, declared: Iterable[Prefix]) -> None:
+        self._known = {p.key: Known(p, 0, 0, is_declared=True) for p in declared}
+
+    def on_load(self, now_ns: int) -> None:
+        """The engine is new: what requests brought is forgotten, what is declared is warmed."""
+        self._known = {key: known for key, known in self._known.items() if known.is_declared}
+        for known in self._known.values():
+            _ask(known, Cause.LOAD, now_ns)
+
+    def knows(self, key: str) -> bool:
+        return key in self._known
+
+    def add(self, prefix: Prefix, now_ns: int) -> None:
+        """Takes the prefix of a request. The least recently used one of another request goes."""
+        self._known[prefix.key] = Known(prefix, now_ns, now_ns)
+        of_requests = [key for key, known in self._known.items() if not known.is_declared]
+        for key in of_requests[: max(0, len(of_requests) - MOST_COUNT)]:
+            del self._known[key]
+
+    def on_use(self, key: str, now_ns: int) -> None:
+        """A request that begins with it runs, and warms it in passing."""
+        known = self._known[key] = self._known.pop(key)  # the last of the dictionary
+        known.touched_ns = known.used_ns = now_ns
+        known.cause, known.has_failed = None, False
+
+    def ask(self, key: str, cause: Cause, now_ns: int) -> None:
+        """Has a prefix warmed that a client asks for, whatever came of it before."""
+        known = self._known[key]
+        known.used_ns = now_ns
+        _ask(known, cause, now_ns)
+
+    def ask_untouched(self, cause: Cause, for_span: Span, now_ns: int, tenant: str = "") -> None:
+        """Has those warmed that nothing has touched for so long. `tenant`: only its own."""
+        for known in self._known.values():
+            is_due = now_ns - known.touched_ns >= for_span and not known.has_failed
+            if is_due and known.cause is None and tenant in ("", known.prefix.tenant):
+                _ask(known, cause, now_ns)
+
+    def sweep(self, now_ns: int) -> None:
+        """Has those warmed that G5 names, and forgets those of conversations that have ended."""
+        self._known = {
+            key: known
+            for key, known in self._known.items()
+            if known.is_declared or now_ns - known.used_ns < KEPT
+        }
+        self.ask_untouched(Cause.SWEEP, UNTOUCHED, now_ns)
+
+    def next(self) -> Known | None:
+        """The most recently used of those that are to be warmed."""
+        waiting = [known for known in self._known.values() if known.cause is not None]
+        return max(waiting, key=lambda known: known.used_ns, default=None)
+
+    @staticmethod
+    def on_warmed(known: Known) -> None:
+        """Touched since it was asked for: so the next sweep finds it due, however long its engine
+        took."""
+        known.touched_ns, known.cause = known.asked_ns, None
+
+    @staticmethod
+    def on_failure(known: Known) -> None:
+        known.cause, known.has_failed = None, True
+
+    @staticmethod
+    def on_interrupt(known: Known) -> None:
+        """A real request came. It is tried again once the engine is idle, a few times."""
+        known.tries += 1
+        if known.tries >= TRIES:
+            known.cause = None
+
+
+def _ask(known: Known, cause: Cause, now_ns: int) -> None:
+    known.cause, known.asked_ns, known.tries, known.has_failed = cause, now_ns, 0, False

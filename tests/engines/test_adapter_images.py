@@ -1,0 +1,178 @@
+"""Adapters that are cold, warm or hot give the same tokens, also to the next engine (F3)."""
+
+import contextlib
+import mmap
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbiter.pool import SlabView, create
+from arbiter.units import MIB, Bytes, Content
+from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, served, until
+
+VLLM = "deployments.engines.vllm.engine:build"
+SLOTS = 2
+NAMES = tuple(f"a{i}" for i in range(6))
+PROMPT = [(i * 37) % 2000 + 3 for i in range(40)]
+
+
+@pytest.fixture
+def slab() -> Iterator[int]:
+    fd = create("test", Bytes(256 * MIB))
+    with contextlib.closing(SlabView(fd)) as view:
+        view.limit_bytes = Bytes(128 * MIB)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    shutil.copytree(tiny.parent / f"{tiny.name}-adapters", tmp_path / "in")
+    return tmp_path
+
+
+def config(model: Path, folder: Path, slab: int | None, rank: int = 16) -> dict[str, Any]:
+    adapters = {"folder": str(folder / "in"), "store": str(folder / "store"), "max_rank": rank}
+    args = {"dtype": "float32", "kv_cache_memory_bytes": 64 * MIB, "max_model_len": 1024}
+    given: dict[str, Any] = {
+        "model": str(model),
+        "served_name": "tiny",
+        "adapters": {**adapters, "slots": SLOTS, "wait_s": 30.0},
+        "engine_args": {**args, "max_num_seqs": 16, "enable_prefix_caching": False},
+    }
+    if slab is not None:
+        given["slabs"] = {Content.ADAPTER.value: {"path": f"/proc/{os.getpid()}/fd/{slab}"}}
+    return given
+
+
+def tokens(child: Child, name: str) -> list[int]:
+    body = {"model": name, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    status, got = child.call("POST", "/v1/completions", body)
+    assert status == 200, got
+    found: list[int] = got["choices"][0]["token_ids"]
+    return found
+
+
+def all_tokens(child: Child) -> dict[str, list[int]]:
+    """One after the other: with two slots each adapter takes the slot of an earlier one."""
+    return {name: tokens(child, name) for name in NAMES}
+
+
+def facts(child: Child) -> dict[str, int]:
+    found: dict[str, int] = child.call("GET", "/slab")[1]["adapter"]
+    return found
+
+
+def kill(child: Child) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    until(lambda: is_gone(child.pid), 10)
+
+
+def all_at_once(child: Child) -> dict[str, list[int]]:
+    """More adapters than slots in one batch after the other, with the base among them."""
+    names = ("tiny", *NAMES)
+    with ThreadPoolExecutor(len(names)) as pool:
+        return dict(zip(names, pool.map(lambda name: tokens(child, name), names), strict=True))
+
+
+def tiers(child: Child) -> Any:
+    return child.call("GET", "/adapters")[1]["tiers"]
+
+
+@contextlib.contextmanager
+def killed(engines: ZygoteUnderTest, ticket: str, given: dict[str, Any]) -> Iterator[Child]:
+    """An engine that ends by SIGKILL."""
+    child = engines.spawn(ticket, VLLM, given).hold()
+    status, said = child.ready()
+    assert status == 200, (said, child.log[-2000:])
+    yield child
+    kill(child)
+
+
+def spoil_copies(folder: Path) -> None:
+    """What of an adapter lies on disk and would be loaded is of no use from now on."""
+    for weights in (folder / "store").glob("*/adapter_model.safetensors"):
+        weights.chmod(0o600)
+        weights.write_bytes(b"no weights")
+
+
+@pytest.fixture(scope="module")
+def right(
+    engines: ZygoteUnderTest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[int]]:
+    """What an engine without a slab answers."""
+    made = tmp_path_factory.mktemp("plain")
+    shutil.copytree(tiny.parent / f"{tiny.name}-adapters", made / "in")
+    with served(engines, "plain", VLLM, config(tiny, made, None)) as child:
+        found = all_tokens(child) | {"tiny": tokens(child, "tiny")}
+        assert child.call("GET", "/slab")[0] == 404
+    assert len({tuple(one) for one in found.values()}) == len(found)
+    return found
+
+
+@pytest.mark.spec("E7", "E10", "F3", "F4", "F10")
+def test_answers_are_equal_cold_warm_and_hot_and_in_the_next_engine_without_the_files(
+    engines: ZygoteUnderTest,
+    tiny: Path,
+    folder: Path,
+    slab: int,
+    right: dict[str, list[int]],
+) -> None:
+    alone = {name: right[name] for name in NAMES}
+    with killed(engines, "images", config(tiny, folder, slab)) as child:
+        assert all_at_once(child) == right, "cold, made ahead while their requests waited"
+        said = tiers(child)
+        assert (said["requests"]["cold"], said["staged_ahead"] > 0) == (len(NAMES), True), said
+        assert said["adapters"]["hot"] == SLOTS and said["adapters"]["warm"] == len(NAMES) - SLOTS
+        spoil_copies(folder)
+        assert all_tokens(child) == alone, "warm"
+        assert tokens(child, NAMES[-1]) == right[NAMES[-1]], "hot"
+        assert tiers(child)["requests"]["cold"] == len(NAMES)
+        assert tiers(child)["top"][0] == {"adapter": f"tiny:{NAMES[-1]}", "tier": "hot", "uses": 3}
+        assert child.call("POST", "/control/sleep")[0] == 200
+        assert child.call("POST", "/control/wake")[1]["verified"] is True
+        assert all_at_once(child) == right
+    with served(engines, "next-images", VLLM, config(tiny, folder, slab)) as child:
+        assert all_at_once(child) == right
+        assert all_tokens(child) == alone
+        assert tiers(child)["requests"]["cold"] == 0 and tiers(child)["hit_rate"] == 1.0
+        with contextlib.closing(SlabView(slab)) as view:
+            assert (view.content, view.ready_count) == (Content.ADAPTER, len(NAMES))
+            view.limit_bytes = Bytes(0)
+        assert child.call("POST", "/slab")[1]["adapter"]["ready"] == 0
+        assert os.fstat(slab).st_blocks * 512 < 4 * MIB
+        shutil.rmtree(folder / "store")
+        (folder / "store").mkdir()
+        assert all_tokens(child) == alone, "without room in the slab"
+
+
+@pytest.mark.spec("E2", "E5", "F3")
+def test_slots_of_another_rank_and_a_damaged_slab_are_as_an_empty_one(
+    engines: ZygoteUnderTest,
+    tiny: Path,
+    folder: Path,
+    slab: int,
+    right: dict[str, list[int]],
+) -> None:
+    name = NAMES[0]
+    with killed(engines, "wider", config(tiny, folder, slab, rank=32)) as child:
+        assert tokens(child, name) == right[name]
+        wider = facts(child)["row_bytes"]
+    with killed(engines, "narrower", config(tiny, folder, slab)) as child:
+        assert (facts(child)["ready"], facts(child)["row_bytes"] < wider) == (0, True)
+        assert tokens(child, name) == right[name]
+        assert tiers(child)["requests"] == {"hot": 0, "warm": 0, "cold": 1}
+    with contextlib.closing(mmap.mmap(slab, os.fstat(slab).st_size)) as memory:
+        memory[4096 : 4096 + 12 * 128] = b"\xa5" * (12 * 128)
+    with served(engines, "damaged", VLLM, config(tiny, folder, slab)) as child:
+        assert tokens(child, name) == right[name]
+        assert tiers(child)["requests"] == {"hot": 0, "warm": 0, "cold": 1}
+        assert facts(child)["ready"] == 1

@@ -1,0 +1,73 @@
+"""An engine that keeps more than it needs gives it back and serves on, on a real cluster (D7)."""
+
+from typing import Any
+
+import pytest
+
+from arbiter.client.admin import call_arbiter
+from arbiter.core.types import ModelName
+from arbiter.protocol.messages import Plain
+from arbiter.units import MIB
+from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("D7")]
+HOARD = 150 * MIB
+
+
+def row(state: Plain, name: str) -> Plain:
+    found: Plain = next((t for t in state["tickets"] if t["model"] == name), {})
+    return found
+
+
+def measured(state: Plain, name: str) -> int:
+    return sum(row(state, name)["measured_bytes"].values())
+
+
+async def hoard(d: LiveArbiter, chat: Any) -> int:
+    """Two requests, the second of which leaves much behind; what is measured then."""
+    assert await chat.ask.remote("a") == 200
+    await d.until(lambda s: row(s, "a")["settled_bytes"])
+    assert await chat.ask.remote("a") == 200
+    found = await d.until(lambda s: row(s, "a")["wasted_bytes"] > 100 * MIB)
+    await d.until(lambda s: row(s, "a")["idle_s"] is not None)
+    return measured(found, "a")
+
+
+async def test_hoarding_engine_is_compacted_by_hand_and_before_another_model_leaves() -> None:
+    models = {"chat": capability(a=model(50, hoard=HOARD)), "other": capability(b=model(60))}
+    async with live_arbiter(models | {"third": capability(c=model(100))}) as d:
+        chat, other, third = (d.holder(name) for name in ("chat", "other", "third"))
+        assert await other.ask.remote("b") == 200
+        before = await hoard(d, chat)
+        ticket = await other.keep.remote("b")
+        await d.until(lambda s: row(s, "b")["inflight"])
+        done = await call_arbiter("compact", "in use", (ModelName("other", "b"),), 20.0)
+        assert (done.freed_count, [(s.model, s.why) for s in done.spared]) == (
+            0,
+            [("b", "it is in use")],
+        )
+        await other.let_go.remote("b")
+        done = await call_arbiter("compact", "by hand", (), 20.0)
+        assert (done.freed_count, done.spared, done.is_finished) == (1, (), True)
+        assert done.freed_bytes > 100 * MIB
+        after = await d.until(lambda s: row(s, "a").get("measured_bytes"))
+        assert measured(after, "a") < before - 100 * MIB
+        assert row(after, "a")["state"] == "resident", "the answer came once it was back"
+        assert await call_arbiter("compact", "again", (), 20.0) == type(done)(
+            "again", 0, 0, (), True
+        )
+
+        await hoard(d, chat)
+        assert await third.ask.remote("c") == 200
+        await d.until(lambda s: {t["model"]: t["state"] for t in s["tickets"]} == dict.fromkeys(
+            "abc", "resident"
+        ))  # fmt: skip
+        assert row(await d.state(), "b")["ticket"] == ticket, "the other model never left"
+        assert [(e["model"], e["reason"]) for e in await d.events("eviction")] == [
+            ("a", "compact")
+        ] * 2
+        [asked] = [e["ticket"] for e in await d.events("model_load") if e["model"] == "c"]
+        said = (await call_arbiter("explain", asked))["said"]
+        assert any("to be loaded again smaller: a" in line for line in said)
+        assert await chat.ask.remote("a") == 200
+        await d.books_are_true()

@@ -1,0 +1,67 @@
+"""Speech and the re-warm sweep warm what is resident, on a real cluster."""
+
+import pytest
+
+from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
+from tests.support.waits import eventually
+
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.spec("G1", "G5", "G6")]
+
+PREFIXES = {"stable_prefixes": [{"system": "be brief"}]}
+NAMES = {
+    "ears": capability("vad", a=model(50)),
+    "mouth": capability(
+        b=model(50, keep_warm_s=6, can_sleep=False, **PREFIXES),
+        c=model(50, prewarm_fails="no memory", **PREFIXES),
+    ),
+}
+
+
+async def prewarms(d: LiveArbiter, name: str, *causes: str) -> None:
+    """Waits until these were all the pre-warms of a model."""
+
+    async def are_there() -> bool:
+        told = [e for e in await d.events("prewarm") if e["model"] == name]
+        return [event["cause"] for event in told] == list(causes)
+
+    await eventually(are_there)
+
+
+async def test_speech_and_sweep_warm_a_resident_model_and_neither_keeps_it_nor_loads_it() -> None:
+    async with live_arbiter(NAMES, pipelines=[["ears", "mouth"]], preload="off") as d:
+        ears, mouth = d.holder("ears"), d.holder("mouth")
+        assert await ears.pid.remote()
+        assert await mouth.keep.remote("b")
+        await mouth.let_go.remote("b")
+        await prewarms(d, "b", "load")
+        await ears.speak.remote()
+        await prewarms(d, "b", "load", "speech")
+        await mouth.shift_clock.remote(240)
+        await prewarms(d, "b", "load", "speech", "sweep")
+        for event in await d.events("prewarm"):
+            assert (event["prefix"], event["outcome"]) == ("__system_prefix__", "warmed")
+        await d.until(lambda s: not s["tickets"])  # its keep-warm is over: no pre-warm was a use
+        await ears.speak.remote()
+        await mouth.shift_clock.remote(1_000)
+        assert await mouth.ask.remote("b") == 200
+        await prewarms(d, "b", "load", "speech", "sweep", "load")
+        assert len(await d.events("model_load")) == 2
+        await d.until(lambda s: [row["requests_count"] for row in s["clients"]] == [2])
+
+
+async def test_prewarm_that_fails_is_one_event_until_the_next_load() -> None:
+    async with live_arbiter(NAMES, pipelines=[["ears", "mouth"]]) as d:
+        ears, mouth = d.holder("ears"), d.holder("mouth")
+        assert await ears.pid.remote()
+        assert await mouth.ask.remote("c") == 200
+        await prewarms(d, "c", "load")
+        [told] = await d.events("prewarm")
+        assert told["outcome"] == "the engine answered 500: no memory"
+        for _ in range(3):
+            await mouth.shift_clock.remote(240)
+            await ears.speak.remote()
+            assert await mouth.ask.remote("c") == 200
+        await prewarms(d, "c", "load")
+        await d.unload("c")
+        assert await mouth.ask.remote("c") == 200
+        await prewarms(d, "c", "load", "load")

@@ -1,0 +1,128 @@
+"""Which prefixes are warmed, when, and how often after a failure: by hand-set times."""
+
+import pytest
+
+from deployments.prefixes import DECLARED, Prefix
+from deployments.replica.prefix_book import (
+    FRESH,
+    KEPT,
+    MOST_COUNT,
+    SHORT_TERM,
+    TRIES,
+    UNTOUCHED,
+    Cause,
+    PrefixBook,
+)
+
+S = 1_000_000_000
+
+
+def prefix(key: str, tenant: str = "default") -> Prefix:
+    return Prefix(key, b"{}", tenant, DECLARED)
+
+
+def warmed(book: PrefixBook) -> list[tuple[str, Cause]]:
+    """Everything that waits, in its order, all of which succeeds."""
+    found = []
+    while known := book.next():
+        assert known.cause is not None
+        found.append((known.prefix.key, known.cause))
+        book.on_warmed(known)
+    return found
+
+
+@pytest.mark.spec("G1")
+def test_each_load_warms_what_is_declared_once_and_forgets_what_requests_brought() -> None:
+    book = PrefixBook([prefix("a"), prefix("b")])
+    book.on_load(0)
+    book.add(prefix("r"), 5)
+    assert warmed(book) == [("a", Cause.LOAD), ("b", Cause.LOAD)]
+    assert book.next() is None
+    book.on_load(9)
+    assert not book.knows("r")
+    assert warmed(book) == [("a", Cause.LOAD), ("b", Cause.LOAD)]
+
+
+@pytest.mark.spec("G5")
+def test_sweep_repeats_what_nothing_has_touched_for_four_fifths_of_the_short_term() -> None:
+    assert UNTOUCHED == SHORT_TERM * 0.8
+    book = PrefixBook([prefix("a")])
+    book.on_load(0)
+    warmed(book)
+    for key, used_ns in (("young", S), ("old", 0)):
+        book.add(prefix(key), used_ns)
+    book.sweep(UNTOUCHED - 1)
+    assert warmed(book) == []
+    book.sweep(UNTOUCHED)
+    assert sorted(warmed(book)) == [("a", Cause.SWEEP), ("old", Cause.SWEEP)]
+    book.sweep(UNTOUCHED + S)
+    assert warmed(book) == [("young", Cause.SWEEP)]
+
+
+@pytest.mark.spec("G5")
+def test_sweep_keeps_a_conversations_prefix_for_an_hour_and_a_declared_one_for_ever() -> None:
+    book = PrefixBook([prefix("a")])
+    book.on_load(0)
+    book.add(prefix("r"), 0)
+    book.sweep(KEPT - 1)
+    assert {key for key, _ in warmed(book)} == {"a", "r"}
+    book.sweep(KEPT + UNTOUCHED)
+    assert {key for key, _ in warmed(book)} == {"a"}
+    assert not book.knows("r")
+
+
+@pytest.mark.spec("G6")
+def test_failed_prefix_is_not_tried_again_until_it_is_used_or_loaded() -> None:
+    book = PrefixBook([prefix("a")])
+
+    def fail() -> None:
+        known = book.next()
+        assert known is not None
+        book.on_failure(known)
+
+    book.on_load(0)
+    fail()
+    for sweeps in range(1, 5):
+        book.sweep(sweeps * UNTOUCHED)
+        book.ask_untouched(Cause.SPEECH, FRESH, sweeps * UNTOUCHED)
+        assert book.next() is None
+    book.on_use("a", 5 * UNTOUCHED)
+    book.sweep(6 * UNTOUCHED)
+    assert book.next() is not None
+    fail()
+    book.on_load(7 * UNTOUCHED)
+    assert warmed(book) == [("a", Cause.LOAD)]
+
+
+@pytest.mark.spec("G6")
+def test_interrupted_prefix_is_tried_a_few_times_and_then_waits_for_the_next_sweep() -> None:
+    book = PrefixBook([prefix("a")])
+    book.on_load(0)
+    for _ in range(TRIES):
+        known = book.next()
+        assert known is not None
+        book.on_interrupt(known)
+    assert book.next() is None
+    book.sweep(UNTOUCHED)
+    assert warmed(book) == [("a", Cause.SWEEP)]
+
+
+@pytest.mark.spec("G1")
+def test_session_asks_for_its_tenants_prefixes_only_unless_they_are_fresh() -> None:
+    book = PrefixBook([prefix("mine", "acme"), prefix("other")])
+    book.on_load(0)
+    warmed(book)
+    book.ask_untouched(Cause.SESSION, FRESH, FRESH - 1, "acme")
+    assert warmed(book) == []
+    book.ask_untouched(Cause.SESSION, FRESH, FRESH, "acme")
+    assert warmed(book) == [("mine", Cause.SESSION)]
+
+
+def test_prefixes_of_requests_are_bounded_and_the_least_recently_used_go() -> None:
+    book = PrefixBook([prefix("a")])
+    for number in range(MOST_COUNT):
+        book.add(prefix(str(number)), number)
+    book.on_use("0", MOST_COUNT)
+    book.add(prefix("new"), MOST_COUNT + 1)
+    assert book.knows("0") and book.knows("a") and book.knows("new")
+    assert not book.knows("1") and book.knows("2")
