@@ -1,11 +1,11 @@
 """Keeps the arbiter's rules behind one door: `handle(event, now)` returns what must be done.
 
 Deterministic, and pure in time: the clock, the wire and the dice are outside. Every call runs the
-same eleven steps in this order: apply the event, fire the timers that are due, evict on
+same twelve steps in this order: apply the event, fire the timers that are due, evict on
 overcommitted devices, grant growth, run the grant pass over dirty nodes, take compactions further,
-estimate the wait of new tickets, forget removed models, prefetch what comes next, settle the
-clients' accounts, check the books of the devices that were touched. Then it says when it wants to
-be called next.
+estimate the wait of new tickets, forget removed models, load again what had left for a lease of
+`arbiter free`, prefetch what comes next, settle the clients' accounts, check the books of the
+devices that were touched. Then it says when it wants to be called next.
 
 A message about a ticket that has moved on is normal, because holders race with revokes and wires
 repeat messages; the core counts it in `stale_count` and ignores it otherwise. An identity that does
@@ -27,7 +27,7 @@ from arbiter.core.eviction import compaction, eviction, pressure, sleep
 from arbiter.core.queue import admission, grant_pass, wait_estimate
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.ticket import CHARGED, State
-from arbiter.core.reports import replica_targets
+from arbiter.core.reports import dry_run, replica_targets
 from arbiter.core.reports.explain import Explanation, explain
 from arbiter.core.reports.snapshot import StateView, view_of
 from arbiter.core.residency import (
@@ -84,6 +84,7 @@ class Arbiter:
         compaction.advance(state)
         wait_estimate.estimate_new(state)
         floors.forget_removed(state)
+        floors.return_freed(state)
         prefetch.predict_next(state)
         state.accounts.settle(state.ledger.holdings, state.now)
         state.ledger.check_touched()
@@ -166,6 +167,10 @@ class Arbiter:
         """Returns why a ticket waits, or why it went. Raises UnknownTicket."""
         return explain(self._state, ticket, now)
 
+    def plan(self, question: dry_run.PlanQuestion, now: Instant) -> dry_run.Plan:
+        """Returns what a request would bring about; changes nothing (K3)."""
+        return dry_run.plan(self._state, question, now, _handle_on)
+
     def compaction(self, request: str) -> Compacted | None:
         """Returns how far a compaction has come; None when none of this name is under way."""
         return compaction.progress(self._state, request)
@@ -219,6 +224,13 @@ class Arbiter:
     def restore_learned(self, rows: list[dict[str, Any]]) -> None:
         """Takes back the rows of `export_learned`."""
         self._state.estimates.restore(rows)
+
+
+def _handle_on(copied: CoreState, event: ev.Event, now: Instant) -> list[Decision]:
+    """Handles an event on a copy of the state."""
+    twin = object.__new__(Arbiter)
+    twin._state = copied
+    return twin.handle(event, now)
 
 
 # -- the events -----------------------------------------------------------------------------------

@@ -198,6 +198,7 @@ class EventKind(StrEnum):
     SLAB_DROPPED = "slab_dropped"
     TENANT_REMOVED = "tenant_removed"
     PINNED_OVERCOMMIT = "pinned_overcommit"
+    LOADING_SHARE = "loading_share"  # of ten minutes: it has crossed the bound
     PIN_OVER_CAP = "pin_over_cap"
 
     # Tickets.
@@ -240,6 +241,7 @@ class EventKind(StrEnum):
     LEASE_GRANTED = "lease_granted"
     LEASE_OVERDUE = "lease_overdue"
     LEASE_ENDED = "lease_ended"
+    FREED_RETURN = "freed_return"  # what left for `arbiter free` is loaded again
     CAPABILITY_RUN = "capability_run"
     RUNS_DROPPED = "runs_dropped"
     PREWARM = "prewarm"  # of a stable prefix: no request of a user

@@ -117,6 +117,14 @@ class Settings:
     rate_window: Span = seconds(5400)
     lasting_window: Span = seconds(86_400)
     carry_most: Span = seconds(900)  # C2, C8: the longest keep-warm of any role
+    # C13: so long a model whose place another one wants back goes on with requests of its own, as
+    # long as a ticket is bypassed. 0: it leaves when its minimum residency is over.
+    collate_most: Span = seconds(30)
+    # It has none after a pause as long as its load took, because whether to wait on or to swap is
+    # ski rental; of two heartbeats at least, and no longer than its user is likely to be.
+    collate_pause: Span = seconds(2)
+    collate_pause_most: Span = seconds(5)
+    loading_most_fraction: float = 0.3  # C13: of ten minutes; above it models stay longer
     min_residency_most: Span = seconds(60)  # a slow loader may not block others for minutes
 
     lease_term_most: Span = seconds(86_400)  # A15; batch clusters cap a job at a day

@@ -17,10 +17,12 @@ from arbiter.core.records.compactions import Compactions
 from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.records.eviction_history import EvictionHistory
 from arbiter.core.records.ledger import Ledger
+from arbiter.core.records.loading_times import LoadingTimes
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.request_queue import RequestQueue
 from arbiter.core.records.ticket import Sizes, State, Ticket
 from arbiter.core.records.timers import Timers
+from arbiter.core.records.trades import Trades
 from arbiter.core.records.usage_rates import HourlyUsage, UsageRates
 from arbiter.core.settings import Settings
 from arbiter.core.view import Policies
@@ -126,10 +128,10 @@ class CoreState:
       and `floors`, which people set;
     - the books: `ledger` (tickets and devices), `queue`, `holders`, `nodes`, `accounts` of clients;
     - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `transition_counts`,
-      `last_home`;
+      `last_home`, `trades` of places, `loading_times` and `loading_much`, by device;
     - work under way: `growing` residents, `wanted` models without a holder, `removing` models,
-      `prefetched` models, `evicted_for` a load that has not succeeded, `compactions`,
-      `pressure` by device,
+      `prefetched` models, `evicted_for` a load that has not succeeded, `freed_for` a lease that
+      holds, `compactions`, `pressure` by device,
       `failures` that cool down, `broken_loads` whose cause may still come;
     - memory of answers: `answers` by ticket, `evictions` for explain, `rankings` of victims by
       device;
@@ -161,6 +163,8 @@ class CoreState:
         self.lasting_rates = UsageRates(settings.lasting_window)
         self.hours = HourlyUsage(now)
         self.evictions = EvictionHistory()
+        self.trades = Trades()
+        self.loading_times = LoadingTimes()
         self.rankings: dict[DeviceId, Any] = {}  # see ranking.Ranking
         self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
         self.tenants = {limits.tenant: limits for limits in settings.tenants}
@@ -174,17 +178,12 @@ class CoreState:
         self.transition_counts: dict[types.ModelName, dict[types.ModelName, int]] = {}
         self.prefetched: dict[types.ModelName, Instant] = {}  # brought in unasked, not used yet
         self.floors: dict[types.ModelName, types.Floor] = {}  # by capability and model
-        self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
-        self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
-        self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
         self.pressure: dict[DeviceId, PressureState] = {}
         self.failures: dict[types.ModelName, Failure] = {}
         self.last_home: dict[tuple[NodeId, types.ModelName], DeviceId] = {}
-        self.evicted_for: dict[EvictedForKey, EvictedFor] = {}
         self.compactions = Compactions()
         self.active: dict[str, Instant] = {}  # capability: a ticket or holder of it last seen
         self.answers: OrderedDict[TicketId, RequestError] = OrderedDict()
-        self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()
         self.awaited = set(known_holders)  # of the last epoch, not back yet
         self.fresh: list[TicketId] = []  # joined the queue in this step
         self.born = now
@@ -193,6 +192,17 @@ class CoreState:
         self.stale_count = 0
         self.now = now
         self.out: list[Decision] = []
+        self._begin_work()
+
+    def _begin_work(self) -> None:
+        """Begins with no work under way."""
+        self.loading_much: dict[DeviceId, float] = {}  # share of its time, above the bound
+        self.wanted: dict[types.ModelName, None] = {}  # to be loaded by the first holder that can
+        self.removing: dict[types.ModelName, None] = {}  # no longer in the table, still held
+        self.growing: dict[TicketId, None] = {}  # residents that wait for more, in order
+        self.evicted_for: dict[EvictedForKey, EvictedFor] = {}
+        self.freed_for: dict[TicketId, dict[types.ModelName, None]] = {}  # return once it is over
+        self.broken_loads: OrderedDict[TicketId, Ticket] = OrderedDict()
 
     # -- across restarts -----------------------------------------------------------------------
 
@@ -346,6 +356,8 @@ class CoreState:
     ) -> None:
         """Changes the state of a ticket. See Ledger.move."""
         was = entry.state
+        if was is State.LOADING:
+            self.loading_times.note(entry.home, entry.since, self.now)
         self.ledger.move(entry, to, self.now, granted, home)
         if (was is State.LOADING) != (to is State.LOADING):
             self.queue.loading(entry.node, entry.model_name, 1 if to is State.LOADING else -1)

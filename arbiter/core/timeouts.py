@@ -8,7 +8,7 @@ from arbiter.core.queue import admission, grants
 from arbiter.core.records.ledger import audit as audit_books
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.reports import replica_targets
-from arbiter.core.residency import floors, heartbeats, idle, readings
+from arbiter.core.residency import floors, heartbeats, idle, loading_share, readings
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases, loads, reclaim
 from arbiter.units import HolderId, NodeId, TicketId, after, in_seconds
@@ -37,6 +37,7 @@ def audit(state: CoreState, _: str) -> None:
     """Checks all the books, and has every queue looked at: level-triggered, should a reason to look
     ever be missed. Raises LedgerBroken."""
     audit_books(state.ledger)
+    loading_share.watch(state)
     for entry in state.ledger.entries(State.RESIDENT, State.ASLEEP):
         if ("ticket", entry.ticket) not in state.timers:
             state.set_timer(entry, state.now)

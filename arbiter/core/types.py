@@ -138,6 +138,8 @@ class LeaseConditions:
     term: Span  # until it ends whatever the heartbeats say; what is left of it when repeated
     notice: Span  # from being asked for the bytes until it must be gone
     preemptible: bool = False  # may be asked for its bytes so that others may come
+    # `arbiter free`: idle models leave for it at once, none in use does, and they return after it
+    frees: bool = False
 
 
 @dataclass(frozen=True, slots=True)

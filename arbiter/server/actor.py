@@ -26,6 +26,7 @@ from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId
 # replica does so while a request waits for its first token, so what only the arbiter's own process
 # needs is imported where it is used; that is a tenth of a second.
 if TYPE_CHECKING:
+    from arbiter.core.reports.dry_run import PlanQuestion
     from arbiter.server.event_log import EventLog
     from arbiter.server.recording import Recorder, RecordingHeader
     from arbiter.server.shell import Shell
@@ -294,6 +295,12 @@ class ArbiterActor:
         """The holder has given the memory back. Repeated: nothing. Raises UnknownLease."""
         self._leases.give_back(lease, tenant)
 
+    async def free(self, call: messages.LeaseCall, is_kept: bool) -> messages.Plain:
+        """Frees what is idle for a lease (A15). `is_kept`: no process beats for it. Says what left
+        and what stays, as it was when the lease was first asked for, and how the lease is now.
+        Raises RequestError."""
+        return await self._leases.free(call, is_kept=is_kept)
+
     async def clean_leases(self) -> list[TicketId]:
         """Ends leases with missed heartbeats now, before they lapse."""
         return self._leases.clean()
@@ -409,6 +416,11 @@ class ArbiterActor:
     async def explain(self, ticket: TicketId) -> messages.Plain:
         """Why it waits, or why it went. Raises UnknownTicket."""
         return self._shell.explain(ticket)
+
+    async def plan(self, question: "PlanQuestion") -> messages.Plain:
+        """What a request would bring about. Changes nothing. Raises UnknownCapability,
+        UnknownModel."""
+        return self._shell.plan(question)
 
     async def events(self, after_seq: int, wait_s: float) -> list[messages.Plain]:
         return await self._shell.log.after(after_seq, wait_s)

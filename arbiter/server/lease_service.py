@@ -15,7 +15,9 @@ from typing import Protocol
 
 from arbiter.core import events as ev
 from arbiter.core import types
+from arbiter.core.decisions import Reason
 from arbiter.core.records.ticket import State
+from arbiter.core.reports.dry_run import PlanQuestion
 from arbiter.core.tickets.leases import LEASE
 from arbiter.errors import (
     AgentAway,
@@ -26,6 +28,7 @@ from arbiter.errors import (
     UnknownLease,
 )
 from arbiter.protocol import messages
+from arbiter.protocol.json_codec import plain
 from arbiter.protocol.lease_schema import NAME
 from arbiter.server.shell import Shell
 from arbiter.server.store import Member
@@ -77,6 +80,7 @@ class LeaseSession:
     heard_s: float = field(default_factory=time.monotonic)
     ends_unix_s: float | None = None  # its term, whatever its holder says; None: not known
     pid: int | None = None  # whose memory the agent reads for it
+    is_kept: bool = False  # no process beats for it: it lasts for its term
     work: asyncio.Task[None] | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -110,17 +114,29 @@ class LeaseService:
         self._ends = known.lease_ends()
         self._sessions: dict[TicketId, LeaseSession] = {}
         self._ended: OrderedDict[TicketId, str] = OrderedDict()  # why
+        self._plans: dict[TicketId, messages.Plain] = {}  # of `arbiter free`, as it began
 
-    async def update(self, call: messages.LeaseCall) -> messages.LeaseState:
+    async def update(
+        self, call: messages.LeaseCall, *, is_kept: bool = False
+    ) -> messages.LeaseState:
         """Raises RequestError when it is refused, or its process is not there."""
         if call.ticket in self._ended:
             return messages.LeaseState(call.ticket, "ended", reason=self._ended[call.ticket])
-        session = self._sessions.get(call.ticket) or self._open(call)
-        session.call, session.heard_s = call, time.monotonic()
+        session = self._sessions.get(call.ticket) or self._open(call, is_kept)
+        session.call, session.heard_s, session.is_kept = call, time.monotonic(), is_kept
         self._shell.feed(ev.Renewed(session.holder, session.held_tickets()))
         await self._wait(session, call)
         await self._adopt(session, call)
         return self._reply(session)
+
+    async def free(self, call: messages.LeaseCall, *, is_kept: bool) -> messages.Plain:
+        """Asks for what `arbiter free` may have. `is_kept`: no process beats for it, and it lasts
+        for its term or until it is given back. Repeated, it is one lease. Raises as `update`."""
+        if call.ticket not in self._sessions and call.ticket not in self._ended:
+            self._plans[call.ticket] = self._shell.plan(_question(call))
+        made = self._plans.get(call.ticket)
+        state = await self.update(call, is_kept=is_kept)
+        return {"plan": made, "lease": plain(state)}
 
     def give_back(self, lease: str, tenant: str) -> None:
         """Repeated: nothing. Raises UnknownLease."""
@@ -148,12 +164,23 @@ class LeaseService:
         over when all holders that would return had."""
         if self._shell.core.gave_up_waiting:
             self._forget_lapsed()
+        for session in [s for s in self._sessions.values() if s.is_kept]:
+            self._keep(session)
         for session in list(self._sessions.values()):
             if (
                 self._client_state(session) == "ended"
                 and time.monotonic() - session.heard_s > LATE_S
             ):
                 self._close(session, _why(session))
+
+    def _keep(self, session: LeaseSession) -> None:
+        """Beats for a lease that no process holds, until its term is over."""
+        match self._client_state(session):
+            case "leaving":
+                self._end(session, session.reason or Reason.TERM.value)
+            case "queued" | "held":
+                session.heard_s = time.monotonic()
+                self._shell.feed(ev.Renewed(session.holder, session.held_tickets()))
 
     def _forget_lapsed(self) -> None:
         """A lease that returns all the same counts as unknown; else its term would begin anew."""
@@ -167,7 +194,7 @@ class LeaseService:
 
     # -- coming --------------------------------------------------------------------------------
 
-    def _open(self, call: messages.LeaseCall) -> LeaseSession:
+    def _open(self, call: messages.LeaseCall, is_kept: bool) -> LeaseSession:
         if not NAME.fullmatch(call.lease):
             raise LeaseRefused("id", "has letters, digits and . _ - inside, 64 at most")
         node = call.node or self._only_node()
@@ -175,7 +202,8 @@ class LeaseService:
         if session.holder in self._expected:
             session.devices, session.ends_unix_s = call.devices, self._ends.get(call.ticket)
         self._sessions[call.ticket] = session
-        self._known.add_member(Member(session.holder, node))
+        if not is_kept:  # the next epoch waits for no process that does not exist
+            self._known.add_member(Member(session.holder, node))
         self._shell.open_mail(session.holder)
         self._shell.feed(ev.Joined(session.holder, node, LEASE, session.held_tickets()))
         session.work = asyncio.ensure_future(self._run(session))
@@ -266,6 +294,7 @@ class LeaseService:
         """The ticket may go on without it, until its bytes are seen back."""
         if self._sessions.pop(session.call.ticket, None) is None:
             return
+        self._plans.pop(session.call.ticket, None)
         self._ended[session.call.ticket] = reason
         if len(self._ended) > ENDED_KEPT:
             self._ended.popitem(last=False)
@@ -281,6 +310,11 @@ class LeaseService:
 
 def _why(session: LeaseSession) -> str:
     return str(session.error) if session.error else session.reason or "lost"
+
+
+def _question(call: messages.LeaseCall) -> PlanQuestion:
+    need = types.Need(call.size_bytes)
+    return PlanQuestion(LEASE, call.label, need, True, node=call.node, lease=call.terms)
 
 
 def _request(session: LeaseSession) -> ev.Requested:

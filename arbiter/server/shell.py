@@ -36,6 +36,7 @@ from arbiter.core.decisions import (
     SetTimer,
     WarmPrefixes,
 )
+from arbiter.core.reports.dry_run import PlanQuestion
 from arbiter.errors import RequestError, TicketClosed
 from arbiter.protocol import messages
 from arbiter.protocol.json_codec import plain
@@ -381,6 +382,12 @@ class Shell:
         """Raises UnknownTicket."""
         found: messages.Plain = plain(self.core.explain(ticket, self._clock()))
         return found
+
+    def plan(self, question: PlanQuestion) -> messages.Plain:
+        """What a request would bring about. The core's state stays as it is (K3), so a failure in
+        here is the caller's alone and ends no process."""
+        made: messages.Plain = plain(self.core.plan(question, self._clock()))
+        return made
 
     @property
     def open_tickets(self) -> int:

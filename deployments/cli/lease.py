@@ -103,6 +103,11 @@ def _need(gb: float | None, text: str | None) -> int:
     return found
 
 
+def run_command(words: list[str], held: leases.Lease, as_json: bool) -> int:
+    """Runs a command under a lease that is held; its notice is SIGTERM. Returns the exit status."""
+    return _run(words, held, signal.SIGTERM, as_json)
+
+
 def _run(words: list[str], held: leases.Lease, notice: signal.Signals, as_json: bool) -> int:
     """The command's exit status, as a shell has it."""
     try:

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from arbiter.errors import ArbiterError
-from deployments.cli import check, cluster, keys, lease, replay, show, steer
+from deployments.cli import check, cluster, free, keys, lease, plan, replay, show, steer
 from deployments.cli.output import CommandError, discard_stdout, say
 
 PANELS = ("See", "Steer", "Leases", "Cluster", "Keys", "Record and replay")
@@ -56,6 +56,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         show.status,
         show.events,
         show.explain,
+        plan.plan,
         show.residency,
         show.pool,
         show.adapters,
@@ -71,7 +72,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         steer.settings,
         steer.forget,
     ),
-    "Leases": (lease.lease, show.leases, steer.drain, steer.cleanup),
+    "Leases": (lease.lease, free.free, show.leases, steer.drain, steer.cleanup),
     "Cluster": (check.check, cluster.upgrade, cluster.down),
     "Record and replay": (replay.record, replay.whatif),
 }

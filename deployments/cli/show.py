@@ -62,11 +62,16 @@ def _status(state: dict[str, Any]) -> Iterator[RenderableType]:
 
 def _devices(devices: list[dict[str, Any]]) -> RenderableType:
     rows = [
-        (d["device"], *(size(d[f"{what}_bytes"]) for what in DEVICE_SIZES), d["pressure"])
+        (
+            d["device"],
+            *(size(d[f"{what}_bytes"]) for what in DEVICE_SIZES),
+            d["pressure"],
+            f"{d['loading_fraction']:.0%}",
+        )
         for d in devices
     ]
     heads = tuple(name.replace("_", " ") for name in DEVICE_SIZES)
-    return table(("device", *heads, "pressure"), rows, numbers=heads)
+    return table(("device", *heads, "pressure", "loading"), rows, numbers=(*heads, "loading"))
 
 
 def _tickets(tickets: list[dict[str, Any]]) -> RenderableType:

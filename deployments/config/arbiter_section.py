@@ -114,6 +114,9 @@ class ArbiterConfig(Strict):
     queue_per_model: int = Field(1_000, ge=1)
     queue_total: int = Field(10_000, ge=1)
     min_residency_loads: float = Field(1.0, ge=0)  # in units of the model's own load time
+    # C13: a model whose place another one wants back goes on with its requests for so long; 0: off
+    collate_s: float = Field(30.0, ge=0, le=600)
+    loading_most: float = Field(0.3, gt=0, le=1)  # of ten minutes; above it models stay longer
     host_marks: MarksConfig = MarksConfig()  # C4: of host RAM that asleep models may fill
     device_marks: MarksConfig | None = None  # of a device while a ticket is queued; absent: off
     # C11: `declared` brings in the next of a pipeline, `history` also what usually followed
@@ -183,6 +186,8 @@ class ArbiterConfig(Strict):
             queue_per_model_count=self.queue_per_model,
             queue_total_count=self.queue_total,
             min_residency_loads=self.min_residency_loads,
+            collate_most=seconds(self.collate_s),
+            loading_most_fraction=self.loading_most,
             host_marks=self.host_marks.as_marks(),
             device_marks=self.device_marks.as_marks() if self.device_marks else None,
             preload=self.preload,

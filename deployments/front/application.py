@@ -13,10 +13,12 @@ from deployments.front.http_errors import HANDLERS
 from deployments.front.routes import (
     arbiter,
     audio,
+    free,
     health,
     leases,
     ollama,
     openai,
+    plan,
     prewarm,
     residency,
     settings,
@@ -48,8 +50,8 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    state = (arbiter, leases, residency, settings, tenants)
-    for module in (openai, prewarm, audio, ollama, health, *state):
+    steering = (arbiter, plan, free, leases, residency, settings, tenants)
+    for module in (openai, prewarm, audio, ollama, health, *steering):
         app.include_router(module.router)
     _add(app, tuple(path for path in SCHEMAS if path != prefixes.PATH))
     offer(app)

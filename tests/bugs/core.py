@@ -81,7 +81,7 @@ BUGS = [
     Bug("a load does not warm those that wait", "arbiter/core/records/request_queue.py", "RequestQueue.loading",
         "is_warm != was_warm",
         "False"),
-    Bug("a victim more urgent than the asker", "arbiter/core/eviction/eligibility.py", "find_obstacle",
+    Bug("a victim more urgent than the asker", "arbiter/core/eviction/eligibility.py", "_too_soon",
         "if its_own < urgent:\n"
         "    return Obstacle.URGENT",
         ""),
@@ -132,7 +132,7 @@ BUGS = [
     Bug("revokes pinned", "arbiter/core/eviction/eligibility.py", "is_evictable",
         "not entry.pinned",
         ""),
-    Bug("ignores minimum residency", "arbiter/core/eviction/eligibility.py", "find_obstacle",
+    Bug("ignores minimum residency", "arbiter/core/eviction/eligibility.py", "_too_soon",
         "its_own == urgent and state.now < min_residency_ends(state, entry)",
         "False"),
     Bug("evicts again for bytes already coming back", "arbiter/core/queue/pass_state.py", "GrantPass.room",

@@ -120,6 +120,20 @@ def test_the_command_explains_a_ticket(gpus: Graph) -> None:
     assert "(404 ticket_not_found): no ticket 'no-such'" in failed.stderr
 
 
+@pytest.mark.spec("K3")
+def test_a_dry_run_answers_for_models_and_sizes_and_loads_nothing(gpus: Graph) -> None:
+    gpus.post("/v1/chat/completions", HELLO)
+    name = ticket(gpus, CHAT)
+    assert said(gpus, "plan", CHAT)["is_resident"]
+    cold = said(gpus, "plan", EMBEDDING)
+    assert cold["answer"] in ("now", "after_evicting") and cold["goes_to_bytes"]
+    never = said(gpus, "plan", "--gb", "100000")
+    assert (never["answer"], never["goes_to_bytes"]) == ("never", {})
+    assert arbiter(gpus, "plan", CHAT).stdout.splitlines()[1].startswith("It is resident")
+    assert ticket(gpus, CHAT) == name
+    assert not [t for t in gpus.state()["tickets"] if t["ticket"] == "dry run"]
+
+
 @pytest.mark.spec("D8")
 def test_the_command_sets_a_floor(gpus: Graph) -> None:
     assert arbiter(gpus, "floor", OTHER, "device").returncode == 0

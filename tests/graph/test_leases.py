@@ -2,15 +2,30 @@
 
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.graph.conftest import BIN, ROOT, Graph, until
-from tests.support.graph_commands import environment, run_command, send
+from tests.support.graph_commands import (
+    CHAT,
+    EMBEDDING,
+    environment,
+    run_command,
+    send,
+    unload_all,
+)
 
+HELLO: dict[str, Any] = {
+    "model": CHAT,
+    "messages": [{"role": "user", "content": "Who holds the memory?"}],
+    "max_tokens": 2,
+}
+EMBED = {"model": EMBEDDING, "input": "a lease"}
 TRAINER = [sys.executable, "-m", "tests.support.trainer", "100"]
 
 
@@ -61,3 +76,86 @@ def test_cleanup_ends_a_lease_whose_holder_has_gone(graph: Graph) -> None:
     assert lease in run_command(graph, "leases")
     until(lambda: lease in run_command(graph, "cleanup"), 30, "its heartbeats are missed")
     until(lambda: not any(t["lease"] for t in graph.state()["tickets"]), 10, "it is off the books")
+
+
+@pytest.mark.spec("A15")
+def test_freed_memory_is_held_for_its_term_and_what_left_returns(graph: Graph) -> None:
+    assert "nothing leaves" in run_command(graph, "free", "--gb", "0.01", "--dry-run")
+    graph.post("/v1/chat/completions", HELLO)
+    body = {"gb": more_than_free(graph, CHAT), "term_s": 600}
+    until(lambda: victims(graph, body), 5, "the model is idle, and would leave")
+    done = send(graph, "POST", "/arbiter/free", body)
+    assert done["lease"]["state"] == "held" and done["plan"]["victims"]
+    went = {victim["ticket"] for victim in done["plan"]["victims"]}
+    assert not went & {t["ticket"] for t in graph.state()["tickets"]}
+    run_command(graph, "drain", done["lease"]["ticket"])
+    models = {victim["model"] for victim in done["plan"]["victims"]}
+    until(
+        lambda: models & {t["model"] for t in graph.state()["tickets"] if t["state"] == "resident"},
+        60,
+        "what left is loaded again without a request",
+    )
+    told = [e for e in graph.events() if e["kind"] == "freed_return"]
+    assert told[-1]["ticket"] == done["lease"]["ticket"]
+
+
+def victims(graph: Graph, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What would leave; nothing is freed."""
+    made = send(graph, "POST", "/arbiter/free", {**body, "dry_run": True})
+    found: list[dict[str, Any]] = made["plan"]["victims"]
+    return found
+
+
+def more_than_free(graph: Graph, model: str) -> float:
+    """GiB that are there only once a resident model has left."""
+    return (cpu(graph)["free_bytes"] + charged(graph, model) / 2) / (1 << 30)
+
+
+def cpu(graph: Graph) -> dict[str, Any]:
+    [device] = [d for d in graph.state()["devices"] if d["kind"] == "cpu"]
+    return device
+
+
+def charged(graph: Graph, model: str) -> int:
+    """Bytes of a resident model on the device that computes."""
+    [ticket] = [t for t in graph.state()["tickets"] if t["model"] == model]
+    return int(sum(b for d, b in ticket["charged_bytes"].items() if d.endswith("cpu:0")))
+
+
+@pytest.mark.spec("C13")
+def test_interleaved_jobs_of_two_models_that_do_not_fit_together_are_collated(
+    graph: Graph,
+) -> None:
+    """A lease leaves room for the larger of both alone."""
+    graph.post("/v1/chat/completions", HELLO)
+    largest = charged(graph, CHAT)
+    graph.post("/v1/embeddings", EMBED)
+    largest = max(largest, charged(graph, EMBEDDING))
+    until(lambda: unload_all(graph), 60, "both have left")
+    gb = (cpu(graph)["free_bytes"] - largest * 1.05) / (1 << 30)
+    held = send(graph, "POST", "/arbiter/free", {"gb": gb, "term_s": 300})
+    try:
+        began = graph.state()["sequence"]
+        with ThreadPoolExecutor(8) as pool:  # four clients of each model, with five jobs each
+            took = list(pool.map(lambda model: jobs_of(graph, model, 5), [CHAT, EMBEDDING] * 4))
+        told = [e for e in graph.events() if e["seq"] > began]
+        loads = [e for e in told if e["kind"] == "model_load" and e["model"] in (CHAT, EMBEDDING)]
+        assert 2 <= len(loads) <= 4  # a load, and then at most three swaps
+        assert max(max(each) for each in took) < 60
+        assert cpu(graph)["loading_fraction"] > 0
+    finally:
+        run_command(graph, "drain", held["lease"]["ticket"])
+
+
+def jobs_of(graph: Graph, model: str, count: int) -> list[float]:
+    """The seconds that each of some jobs took, one after the other."""
+    path, body = "/v1/chat/completions", HELLO
+    if model == EMBEDDING:
+        path, body = "/v1/embeddings", EMBED
+    took = []
+    for _ in range(count):
+        began = time.monotonic()
+        status, _ = graph.post(path, body)
+        assert status == 200
+        took.append(time.monotonic() - began)
+    return took

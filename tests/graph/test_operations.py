@@ -67,6 +67,8 @@ GET /health
 GET /ready
 GET /arbiter/state
 GET /arbiter/explain/{ticket}
+POST /arbiter/plan
+POST /arbiter/free
 GET /arbiter/settings
 PUT /arbiter/settings
 GET /arbiter/events

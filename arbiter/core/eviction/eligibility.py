@@ -4,6 +4,7 @@ Lawful here means: awake and not loading, or asleep; not pinned; past its minimu
 just declined.
 """
 
+from collections.abc import Callable
 from enum import Enum, auto
 
 from arbiter.core.eviction.ranking import effective_priority
@@ -28,7 +29,9 @@ class Obstacle(Enum):
     AHEAD = auto()
     URGENT = auto()
     LATELY = auto()
+    COLLATED = auto()
     RESERVED = auto()
+    IN_USE = auto()
 
 
 def is_evictable(state: CoreState, entry: Ticket) -> bool:
@@ -49,21 +52,33 @@ def find_obstacle(
     None when it may. A victim is never more urgent than the asker, and an equal leaves only after
     its minimum residency (C2, C4). An asleep ticket that waits to be woken gives way to tickets
     before it in the queue, never to those behind: what it still holds on the device could keep the
-    head of the queue waiting for ever."""
+    head of the queue waiting for ever. `arbiter free` takes whatever is idle, and nothing else."""
     if entry is waiting:
         return Obstacle.ITSELF
     if not is_evictable(state, entry):
         return Obstacle.UNLAWFUL
     if state.tenants and quotas.is_reserved(state, entry, waiting.client.tenant):
         return Obstacle.RESERVED
+    if waiting.lease and waiting.lease.terms.frees:
+        is_wanted = entry.inflight > 0 or entry.ticket in state.queue
+        return Obstacle.IN_USE if is_wanted else None
     if entry.ticket in state.queue:
         is_ahead = state.queue.is_ahead(waiting.ticket, entry.ticket)
         return None if is_ahead else Obstacle.AHEAD
+    return _too_soon(state, entry, waiting, urgent)
+
+
+def _too_soon(
+    state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority
+) -> Obstacle | None:
+    """Returns the obstacle that time alone removes."""
     its_own = effective_priority(state, entry)
     if its_own < urgent:
         return Obstacle.URGENT
     if its_own == urgent and state.now < min_residency_ends(state, entry):
         return Obstacle.LATELY
+    if its_own == urgent and state.now < collated_until(state, entry, waiting):
+        return Obstacle.COLLATED
     return None
 
 
@@ -74,25 +89,33 @@ def may_swap(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority)
 
 def obstacle_text(state: CoreState, entry: Ticket, waiting: Ticket, urgent: Priority) -> str | None:
     """Returns the obstacle in words; None when the ticket may be revoked."""
-    match find_obstacle(state, entry, waiting, urgent):
-        case Obstacle.ITSELF:
-            return "it is the asker itself"
-        case Obstacle.UNLAWFUL:
-            return _why_never(state, entry)
-        case Obstacle.RESERVED:
-            return f"it lies within the reserve of {entry.client.tenant}"
-        case Obstacle.AHEAD:
-            return "it waits in the queue itself, before the asker"
-        case Obstacle.URGENT:
-            its_own = effective_priority(state, entry).name.lower()
-            return f"it is more urgent ({its_own} before {urgent.name.lower()})"
-        case Obstacle.LATELY:
-            left_s = in_seconds(since(state.now, min_residency_ends(state, entry)))
-            return f"protected for another {left_s:.1f} s (minimum residency)"
-    return None
+    obstacle = find_obstacle(state, entry, waiting, urgent)
+    return TEXTS[obstacle](state, entry, urgent) if obstacle else None
 
 
-def _why_never(state: CoreState, entry: Ticket) -> str:
+def _urgent_text(state: CoreState, entry: Ticket, urgent: Priority) -> str:
+    its_own = effective_priority(state, entry).name.lower()
+    return f"it is more urgent ({its_own} before {urgent.name.lower()})"
+
+
+def _lately_text(state: CoreState, entry: Ticket, _: Priority) -> str:
+    left_s = in_seconds(since(state.now, min_residency_ends(state, entry)))
+    much = max((state.loading_much.get(d, 0.0) for d in entry.home), default=0.0)
+    why = f", longer because loads took {much:.0%} of the last ten minutes" if much else ""
+    return f"protected for another {left_s:.1f} s (minimum residency{why})"
+
+
+def _collated_text(state: CoreState, entry: Ticket, _: Priority) -> str:
+    most_s = in_seconds(state.settings.collate_most)
+    goes_on = f"it goes on with its own requests until the asker has waited {most_s:.0f} s"
+    return f"both trade places, so {goes_on}"
+
+
+def _in_use_text(_: CoreState, entry: Ticket, __: Priority) -> str:
+    return f"it is in use ({entry.inflight} in flight)" if entry.inflight else "a request waits"
+
+
+def _why_never(state: CoreState, entry: Ticket, _: Priority) -> str:
     if entry.pinned:
         return "it is pinned"
     if state.now < entry.declined_until:
@@ -103,6 +126,18 @@ def _why_never(state: CoreState, entry: Ticket) -> str:
     if entry.state is State.ASLEEP:
         return "its floor is host"
     return f"it is {entry.state.value}"
+
+
+TEXTS: dict[Obstacle, Callable[[CoreState, Ticket, Priority], str]] = {
+    Obstacle.ITSELF: lambda *_: "it is the asker itself",
+    Obstacle.UNLAWFUL: _why_never,
+    Obstacle.RESERVED: lambda _, entry, __: f"it lies within the reserve of {entry.client.tenant}",
+    Obstacle.IN_USE: _in_use_text,
+    Obstacle.AHEAD: lambda *_: "it waits in the queue itself, before the asker",
+    Obstacle.URGENT: _urgent_text,
+    Obstacle.LATELY: _lately_text,
+    Obstacle.COLLATED: _collated_text,
+}
 
 
 def may_leave(state: CoreState, entry: Ticket) -> bool:
@@ -119,6 +154,48 @@ def min_residency_ends(state: CoreState, entry: Ticket) -> Instant:
     settings = state.settings
     load = entry.load
     assert load is not None  # not by `last_load`: asked of each candidate
-    in_loads = Span(int(load.took * settings.min_residency_loads))
+    in_loads = Span(int(load.took * _residency_loads(state, entry)))
     at_least = max(settings.min_residency, min(in_loads, settings.min_residency_most))
     return after(load.resident_since, at_least)
+
+
+def _residency_loads(state: CoreState, entry: Ticket) -> float:
+    """Returns for how many times its load a model stays. Where a device spends too much of its time
+    loading (C13), as many as keep the share of loads within the bound."""
+    usual = state.settings.min_residency_loads
+    if not state.loading_much or not any(d in state.loading_much for d in entry.home):
+        return usual
+    return max(usual, 1.0 / state.settings.loading_most_fraction - 1.0)
+
+
+def collated_until(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant:
+    """Returns until when a resident goes on with requests of its own although a ticket as urgent
+    waits for its place: where the asker's model has left for it before, so that both would trade
+    places with every few requests (C13). A model without requests leaves at once."""
+    if entry.state is not State.RESIDENT or entry.is_prefetch:
+        return state.now
+    bound = collation_bound(state, entry, waiting)
+    return bound if entry.inflight > 0 else min(bound, pause_ends(state, entry))
+
+
+def collation_bound(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant:
+    """Returns until when an asker waits for a model with which it trades places, at most: no longer
+    than half of the time that its deadline leaves. Now where they do not trade."""
+    trades = state.trades.has_left_for(waiting.model_name, entry.model_name, state.now)
+    queued = state.queue.find(waiting.ticket)
+    if not trades or queued is None or not state.settings.collate_most:
+        return state.now
+    asked, most = queued.request.asked, state.settings.collate_most
+    if queued.deadline is None:
+        return after(asked, most)
+    load = state.estimates.load_time(state.key_of(waiting), waiting.need.weights_bytes)
+    turnover = state.estimates.turnover(entry.capability)
+    spare = since(asked, queued.deadline) - load - turnover
+    return after(asked, Span(max(0, min(most, spare // 2))))
+
+
+def pause_ends(state: CoreState, entry: Ticket) -> Instant:
+    """Returns until when an idle resident may be expected to be asked again (C13)."""
+    settings = state.settings
+    pause = min(entry.last_load.took, settings.collate_pause_most)
+    return after(entry.last_used, max(settings.collate_pause, pause))

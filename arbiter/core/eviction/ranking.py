@@ -136,7 +136,7 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
             freed_bytes,
             entry.inflight,
             entry.last_used,
-            _reload_span(state, entry),
+            reload_span(state, entry),
             urgent,
             now=state.now,
             budget_bytes=book.budget_bytes,
@@ -151,7 +151,7 @@ def price_victim(state: CoreState, book: DeviceAccount, entry: Ticket) -> Priced
     return PricedVictim(entry.ticket, freed_bytes, rank, max(COST_LEAST, price.cost_s))
 
 
-def _reload_span(state: CoreState, entry: Ticket) -> Span:
+def reload_span(state: CoreState, entry: Ticket) -> Span:
     """Returns how long it takes to have a ticket back: a wake if it would fall asleep, else a load;
     0 when never measured."""
     key = state.key_of(entry)

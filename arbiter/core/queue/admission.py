@@ -4,7 +4,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import EventKind
 from arbiter.core.eviction import pressure
-from arbiter.core.queue import wait_estimate
+from arbiter.core.queue import freeing, wait_estimate
 from arbiter.core.queue.grants import age, grant_of
 from arbiter.core.queue.placement_memo import foresee_need
 from arbiter.core.records.ticket import State, Ticket
@@ -42,6 +42,7 @@ def on_requested(state: CoreState, event: ev.Requested) -> None:
             raise TicketClosed(event.ticket)
         _repeat_request(state, entry, event)
         return
+    event = freeing.as_attainable(state, event)
     error = state.answers.get(event.ticket) or _why_not(state, event)
     if error is not None:
         state.answer_error_finally(event.ticket, error)
@@ -120,12 +121,8 @@ def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
     if event.lease:
         short = pressure.refusal_under_pressure(state, event.holder, leases.LEASE)
         unlawful = leases.why_not(state, event, event.lease)
-        return (
-            short
-            or unlawful
-            or _over_quota(state, event, event.lease.tenant)
-            or _queue_full(state, event.model_name)
-        )
+        quota = None if event.lease.frees else _over_quota(state, event, event.lease.tenant)
+        return short or unlawful or quota or _queue_full(state, event.model_name)
     name = event.model_name
     try:
         state.registry.find(name)

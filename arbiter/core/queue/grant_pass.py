@@ -1,7 +1,10 @@
 """Makes one pass over a node's queue: which tickets are tried, in order, and when to stop (C6)."""
 
+from collections.abc import Iterator
+from itertools import islice
+
 from arbiter.core.eviction import watermarks
-from arbiter.core.eviction.eligibility import min_residency_ends
+from arbiter.core.eviction.eligibility import min_residency_ends, pause_ends
 from arbiter.core.eviction.ranking import priority_fades_at
 from arbiter.core.queue.grants import place, place_gang, return_to_service, wake
 from arbiter.core.queue.outcome import PassEnd
@@ -105,5 +108,19 @@ def _set_next_pass(state: CoreState, pass_: GrantPass) -> None:
         for entry in book.entries.values():
             fades_at = priority_fades_at(state, entry) or state.now
             moments += (min_residency_ends(state, entry), entry.declined_until, fades_at)
+    moments += _collations_end(state, pass_)
     if later := [at for at in moments if at > state.now]:
         state.timers.set(("queue", pass_.node.node), min(later))
+
+
+def _collations_end(state: CoreState, pass_: GrantPass) -> Iterator[Instant]:
+    """Yields when models that trade places may have no requests any more, and when the first of the
+    queue have waited for them as long as they must (C13)."""
+    if not state.trades:
+        return
+    for book in pass_.books.values():
+        for entry in islice(book.entries.values(), SCANNED_COUNT):
+            if entry.state is State.RESIDENT and not entry.inflight:
+                yield pause_ends(state, entry)
+    for waiting in islice(state.queue.at(pass_.node.node), SCANNED_COUNT):
+        yield after(waiting.request.asked, state.settings.collate_most)

@@ -8,7 +8,11 @@ loads of tickets before it that need the same bytes.
 from itertools import islice
 
 from arbiter.core.decisions import EventKind, Queued
-from arbiter.core.eviction.eligibility import min_residency_ends
+from arbiter.core.eviction.eligibility import (
+    collated_until,
+    collation_bound,
+    min_residency_ends,
+)
 from arbiter.core.eviction.eviction import returning_bytes
 from arbiter.core.eviction.ranking import effective_priority, priority_fades_at, ranked_victims
 from arbiter.core.records.ledger import DeviceAccount
@@ -80,6 +84,9 @@ def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span
     room_at = min(_room_at(state, book, entry, waiting) for book in books)
     turnover = state.estimates.turnover(entry.capability)
     wait = since(state.now, room_at) + turns * (turn + stays + turnover)
+    collated_at = max((collation_bound(state, e, entry) for e in ahead if e), default=state.now)
+    if collated_at > state.now:  # what is before it will be resident, and goes on as long
+        wait = max(wait, since(state.now, collated_at) + turnover)
     return Span(wait + load_span(state, entry))
 
 
@@ -108,7 +115,9 @@ def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
     """Returns when a ticket may lawfully be asked to leave: a load in flight ends first, a more
     urgent priority fades first."""
     if entry.state is State.LOADING:
-        return after(after(entry.since, entry.last_load.predicted), state.settings.min_residency)
+        loaded_at = after(entry.since, entry.last_load.predicted)
+        stays_until = after(loaded_at, state.settings.min_residency)
+        return max(stays_until, _collated_at(state, entry, waiting))
     lawful_at = max(state.now, entry.declined_until)
     asker = waiting.request.priority
     its_own = effective_priority(state, entry)
@@ -116,5 +125,18 @@ def _lawful_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
         fades_at = priority_fades_at(state, entry) or after(state.now, state.settings.carry_most)
         return max(lawful_at, fades_at)
     if its_own == asker:
-        return max(lawful_at, min_residency_ends(state, entry))
+        collated_at = _collated_at(state, entry, waiting)
+        return max(lawful_at, min_residency_ends(state, entry), collated_at)
     return lawful_at
+
+
+def _collated_at(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant:
+    """Returns when a model with which the asker trades places may leave at the latest (C13): while
+    it has requests, once the asker has waited as long as it must. A model that still loads will
+    have some."""
+    asker = state.ledger.find(waiting.request.ticket)
+    if asker is None:
+        return state.now
+    if entry.state is State.RESIDENT and collated_until(state, entry, asker) <= state.now:
+        return state.now
+    return collation_bound(state, entry, asker)

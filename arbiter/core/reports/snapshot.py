@@ -11,6 +11,7 @@ from arbiter.core.eviction.waste import wasted_bytes
 from arbiter.core.records.accounts import byte_seconds
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Sizes, Ticket
+from arbiter.core.residency.loading_share import loading_fraction
 from arbiter.core.state import CoreState
 from arbiter.core.tickets.device_limits import is_readable
 from arbiter.core.tickets.reclaim import kept_bytes
@@ -49,6 +50,7 @@ class DeviceView:
     uuid: str = ""  # of a GPU: the card itself
     unreadable: str | None = None  # why the driver does not answer; the figures are older
     foreign_processes: tuple[ForeignProcess, ...] = ()  # on a GPU, where NVML names them
+    loading_fraction: float = 0.0  # of the last ten minutes (C13)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +289,7 @@ def _device(state: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
         uuid=spec.uuid,
         unreadable=node.unreadable.get(book.device),
         foreign_processes=reading.foreign_processes if reading else (),
+        loading_fraction=loading_fraction(state, book, now),
     )
 
 

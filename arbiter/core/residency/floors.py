@@ -9,7 +9,7 @@ device floor releases the device as soon as the model is idle.
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.decisions import DropSlabs, EventKind, LoadModel, Reason
+from arbiter.core.decisions import DropSlabs, EventKind, LoadModel, LogEvent, Reason
 from arbiter.core.eviction.eviction import revoke
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
@@ -142,6 +142,21 @@ def on_join(state: CoreState, capability: str) -> None:
     for name in dict.fromkeys([*state.wanted, *_on_device(state)]):
         if name.capability == capability:
             state.wanted.pop(name, None)
+            load(state, name)
+
+
+def return_freed(state: CoreState) -> None:
+    """Loads again what left for a lease of `arbiter free`, once that lease is over (A15)."""
+    for ticket in list(state.freed_for):
+        entry = state.ledger.find(ticket)
+        if entry is not None and entry.state is not State.RECLAIMING:
+            continue
+        names = [name for name in state.freed_for.pop(ticket) if _is_known(state, name)]
+        if state.closing_by is not None or not names:
+            continue
+        models = ", ".join(name.path for name in names)
+        state.decide(LogEvent(EventKind.FREED_RETURN, {"models": models}, ticket))
+        for name in names:
             load(state, name)
 
 

@@ -42,7 +42,10 @@ def why_not(
         return StaleEpoch(NEVER_JOINED, state.epoch)
     if kept := _kept(state, terms.tenant):
         return HolderQuarantined(event.holder, kept)
-    return _unlawful(state, event, terms) or _over_cap(state, event, terms)
+    unlawful = _unlawful(state, event, terms)
+    if unlawful or terms.frees:  # by the operator, whom no tenant's cap binds
+        return unlawful
+    return _over_cap(state, event, terms)
 
 
 def _unlawful(
@@ -51,7 +54,8 @@ def _unlawful(
     term_most = state.settings.lease_term_most
     notice_most = state.settings.lease_notice_most
     if event.need.device_bytes <= 0:
-        return LeaseRefused("bytes", "must be greater than 0")
+        why = "nothing is free there, and nothing idle may leave; `arbiter status` shows what stays"
+        return LeaseRefused("bytes", why if terms.frees else "must be greater than 0")
     if not 0 < terms.term <= term_most:
         return LeaseRefused("term_s", f"must be above 0 and at most {in_seconds(term_most):.0f}")
     if not 0 <= terms.notice <= notice_most:

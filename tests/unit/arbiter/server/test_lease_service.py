@@ -284,3 +284,42 @@ async def test_lease_before_any_node_is_known_gets_arbiter_unavailable() -> None
     harness.shell.feed(ev.NodeLost(NODE))
     with pytest.raises(ArbiterUnavailable):
         await harness.call()
+
+
+FREES = replace(TERMS, preemptible=False, notice=seconds(0), frees=True)
+
+
+async def freed(harness: LeaseServiceHarness, **more: Any) -> dict[str, Any]:
+    call = messages.LeaseCall(
+        "gpu", gib(100), replace(FREES, **more), "gpu", seen="queued", wait=seconds(3)
+    )
+    async with asyncio.timeout(10):
+        return await harness.service.free(call, is_kept=True)
+
+
+async def test_what_is_freed_is_held_without_heartbeats_until_its_term_ends(
+    harness: LeaseServiceHarness,
+) -> None:
+    done = await freed(harness, term=seconds(20))
+    assert done["lease"]["devices_bytes"] == {CPU: gib(80)}  # as much as there is
+    assert (done["plan"]["need_bytes"], done["plan"]["victims"]) == (gib(80), [])
+    ticket = TicketId("lease:t:gpu")
+    for harness.now in range(1, 20):
+        harness.service.sweep()
+        assert harness.shell.core.state_of(ticket) == "resident", harness.now
+    harness.now = 20.0
+    harness.shell.feed(ev.TimerFired())
+    await asyncio.sleep(0)  # its revoke is read
+    await asyncio.sleep(0)
+    harness.service.sweep()
+    assert harness.shell.core.state_of(ticket) == "reclaiming"
+    assert not harness.known  # the next epoch waits for no process that does not exist
+
+
+async def test_freeing_again_under_the_same_name_is_one_lease_with_the_first_plan(
+    harness: LeaseServiceHarness,
+) -> None:
+    first = await freed(harness)
+    assert await freed(harness) == first
+    harness.service.give_back("gpu", "t")
+    assert (await freed(harness))["lease"]["state"] == "ended"

@@ -16,9 +16,9 @@ from tests.support.scripted_front import ScriptedFront
 from tests.unit.deployments.cli.conftest import Run
 
 PANELS = {
-    "See": ["status", "events", "explain", "residency", "pool", "adapters", "clients"],
+    "See": ["status", "events", "explain", "plan", "residency", "pool", "adapters", "clients"],
     "Steer": ["load", "unload", "grow", "shrink", "compact", "floor", "settings", "forget"],
-    "Leases": ["lease", "leases", "drain", "cleanup"],
+    "Leases": ["lease", "free", "leases", "drain", "cleanup"],
     "Cluster": ["check", "upgrade", "down"],
     "Keys": ["key"],
     "Record and replay": ["record", "whatif"],

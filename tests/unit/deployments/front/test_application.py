@@ -18,7 +18,7 @@ from deployments.front.auth import Authenticator
 from deployments.front.body_limit import MAX_BODY_BYTES, MAX_STEERING_BYTES
 from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring, Scope
-from deployments.front.routes import leases, residency, tenants
+from deployments.front.routes import free, leases, plan, residency, tenants
 from deployments.front.schemas import SCHEMAS, Kind
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
@@ -52,7 +52,7 @@ class Arbiter:
 @pytest.fixture
 def arbiter(monkeypatch: pytest.MonkeyPatch) -> Arbiter:
     fake = Arbiter()
-    for module in (arbiter_gateway, leases, residency, tenants):
+    for module in (arbiter_gateway, free, leases, plan, residency, tenants):
         monkeypatch.setattr(module, "call_arbiter", fake)
     return fake
 
@@ -160,6 +160,7 @@ async def test_paths_of_the_table_are_offered_and_described_until_it_changes(
         ("POST", "/arbiter/models/shrink/m", None),
         ("POST", "/arbiter/pressure", {"where": "n", "level": "low"}),
         ("PUT", "/arbiter/settings", {"generation": 1, "settings": {"evict": None}}),
+        ("POST", "/arbiter/free", {"gb": 1}),
     ],
 )
 async def test_routes_that_need_a_key_are_refused_without_one_and_reach_nothing(
@@ -341,3 +342,86 @@ async def test_full_front_is_429_before_the_body_is_read(
     assert (answer.status_code, error(answer)["code"]) == (429, "queue_full")
     assert answer.headers["retry-after"] == "1"
     assert front.service.in_flight == 0
+
+
+@pytest.mark.spec("K3")
+async def test_a_dry_run_asks_for_bytes_as_a_lease_of_the_keys_tenant_would(
+    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
+) -> None:
+    arbiter.answers["plan"] = {"answer": "now"}
+    body = {"model": "comfyui", "gb": 2, "priority": "high"}
+    answer = await client.post("/arbiter/plan", json=body, headers=owner)
+    assert answer.json() == {"answer": "now"}
+    [(method, asked)] = arbiter.calls
+    assert (method, asked.model, asked.need.device_bytes) == ("plan", "comfyui", 2 << 30)
+    assert asked.lease.tenant == "default" and asked.priority.name == "HIGH"
+
+
+@pytest.mark.spec("K3")
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "body"),
+        ({"model": "nothing"}, 404, "model"),
+        ({"model": "voice"}, 400, "model"),  # its engine says of no file what it needs
+        ({"model": "voice", "gb": -1}, 400, "gb"),
+        ({"gb": 1, "priority": "soon"}, 400, "priority"),
+    ],
+)
+async def test_a_dry_run_that_cannot_be_asked_names_the_field(
+    client: AsyncClient, arbiter: Arbiter, body: dict[str, Any], status: int, param: str
+) -> None:
+    answer = await client.post("/arbiter/plan", json=body)
+    assert (answer.status_code, error(answer)["param"]) == (status, param)
+    assert not arbiter.calls
+
+
+@pytest.mark.spec("K3", "L1")
+async def test_a_dry_run_needs_the_scope_of_reading_the_state(
+    client: AsyncClient, arbiter: Arbiter, keys_file: Path
+) -> None:
+    arbiter.answers["plan"] = {"answer": "now"}
+    infers = keys.add(keys_file, "i", "acme", frozenset({Scope.INFER}))
+    views = keys.add(keys_file, "v", "acme", frozenset({Scope.VIEW}))
+    for key, status in ((infers, 403), (views, 200)):
+        headers = {"authorization": f"Bearer {key}"}
+        answer = await client.post("/arbiter/plan", json={"gb": 1}, headers=headers)
+        assert answer.status_code == status
+    [(_, asked)] = arbiter.calls
+    assert asked.lease.tenant == "acme"
+
+
+@pytest.mark.spec("A15")
+async def test_freeing_asks_once_for_a_lease_that_the_arbiter_keeps(
+    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
+) -> None:
+    arbiter.answers["free"] = {"plan": {"victims": []}, "lease": {"state": "held"}}
+    body = {"gb": 2, "term_s": 600, "name": "comfyui"}
+    answer = (await client.post("/arbiter/free", json=body, headers=owner)).json()
+    assert answer.items() >= arbiter.answers["free"].items()
+    [(method, call, is_kept)] = arbiter.calls
+    assert (method, call.lease, is_kept) == ("free", answer["id"], True)
+    assert (call.size_bytes, call.label) == (2 << 30, "comfyui")
+    assert call.terms.frees and not call.terms.preemptible and call.terms.notice == 0
+
+
+@pytest.mark.spec("A15", "K3")
+async def test_a_dry_run_of_freeing_asks_for_a_plan_alone(
+    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
+) -> None:
+    arbiter.answers["plan"] = {"answer": "now"}
+    answer = await client.post("/arbiter/free", json={"gb": 2, "dry_run": True}, headers=owner)
+    assert answer.json() == {"plan": {"answer": "now"}, "lease": None}
+    [(method, asked)] = arbiter.calls
+    assert method == "plan" and asked.lease.frees
+
+
+@pytest.mark.spec("A15")
+async def test_what_is_not_freed_in_time_is_given_up(
+    client: AsyncClient, arbiter: Arbiter, owner: dict[str, str]
+) -> None:
+    arbiter.answers["free"] = {"plan": None, "lease": {"state": "queued"}}
+    body = {"gb": 2, "within_s": 0.001}
+    answer = await client.post("/arbiter/free", json=body, headers=owner)
+    assert (answer.status_code, error(answer)["code"]) == (503, "deadline_unmet")
+    assert [call[0] for call in arbiter.calls][-1] == "end_lease"

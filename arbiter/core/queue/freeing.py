@@ -1,0 +1,55 @@
+"""Says how much `arbiter free` can have at once, and what stays (A15).
+
+Such a lease asks before every other request for what is free or idle on one device of its node,
+however lately it was loaded and however urgent it was. What is pinned or in use stays; so a lease
+that asks for more than the rest gets the rest.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.eviction.eligibility import find_obstacle, obstacle_text
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.records.ticket import Ticket
+from arbiter.core.state import CoreState
+from arbiter.core.tickets import leases, quotas
+from arbiter.core.tickets.device_limits import on_demand_of, readable_devices
+from arbiter.core.types import Priority
+from arbiter.units import Bytes
+
+
+def as_attainable(state: CoreState, event: ev.Requested) -> ev.Requested:
+    """Returns the request of `arbiter free` with as many of its bytes as can be had at once; any
+    other request as it is."""
+    holder = state.holders.get(event.holder)
+    node = state.nodes.get(holder.node) if holder else None
+    if event.lease is None or not event.lease.frees or holder is None or node is None:
+        return event
+    asker = leases.new_entry(state, holder, event, event.lease)
+    books = readable_devices(state, node)
+    most = max((_attainable_bytes(state, book, asker) for book in books), default=0)
+    need = types.Need(Bytes(max(0, min(event.need.device_bytes, most))))
+    return replace(event, need=need, priority=Priority.URGENT)
+
+
+def _attainable_bytes(state: CoreState, book: DeviceAccount, asker: Ticket) -> int:
+    kept = quotas.kept(quotas.reserves(state), book, asker.client.tenant)
+    idle = (
+        entry.charge(book.device)
+        for entry in book.entries.values()
+        if find_obstacle(state, entry, asker, Priority.URGENT) is None
+    )
+    return min(on_demand_of(book), max(0, book.free_bytes - kept) + sum(idle))
+
+
+def staying(state: CoreState, asker: Ticket) -> Iterator[tuple[Ticket, str]]:
+    """Yields the tickets on the devices of the asker's node that would not leave for it, with the
+    reason."""
+    node = state.nodes.get(asker.node)
+    for book in readable_devices(state, node) if node else ():
+        for entry in book.entries.values():
+            why = obstacle_text(state, entry, asker, Priority.URGENT)
+            if why is not None and entry is not asker:
+                yield entry, why

@@ -1,0 +1,447 @@
+"""Says what a request would bring about, and changes nothing (K3).
+
+The answer is the core's own: a copy of the state is given the request, and what it decides is read.
+So a dry run needs no rule of its own and cannot disagree with what a request then gets. A copy
+takes about 20 ms with 500 models resident (benchmarks/dry_run.py).
+"""
+
+import copy
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from arbiter.core import events as ev
+from arbiter.core import types
+from arbiter.core.decisions import Decision, EventKind, Grant, LogEvent, Reason, Refuse, Tier
+from arbiter.core.eviction.ranking import effective_priority, reload_span
+from arbiter.core.queue import freeing, wait_estimate
+from arbiter.core.records.eviction_history import EvictionHistory
+from arbiter.core.records.ticket import State, Ticket
+from arbiter.core.reports.explain import explain
+from arbiter.core.state import CoreState
+from arbiter.core.tickets import leases
+from arbiter.core.tickets.device_limits import COMPUTE
+from arbiter.core.tickets.leases import LEASE
+from arbiter.errors import QuotaExceeded, RequestError
+from arbiter.units import Bytes, HolderId, Instant, NodeId, Span, TicketId, human, in_seconds, since
+from arbiter.units import seconds as span_of
+
+TICKET, HOLDER = TicketId("dry run"), HolderId("dry run")  # no client and no replica has such names
+SEATS_COUNT = 4  # nodes tried, each with a copy of its own; the best answer counts
+
+Step = Callable[[CoreState, ev.Event, Instant], list[Decision]]  # `Arbiter.handle` on a state
+
+
+class Answer(StrEnum):
+    """Names the four answers, best first."""
+
+    NOW = "now"
+    AFTER_EVICTING = "after_evicting"
+    NOT_BEFORE = "not_before"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanQuestion:
+    """Describes the request of a dry run: as `Requested`, without a ticket."""
+
+    capability: str
+    model: str
+    need: types.Need
+    need_is_explicit: bool = False
+    settings_key: str = ""
+    priority: types.Priority = types.Priority.NORMAL
+    client: types.Client = types.ANYBODY
+    split: types.Split = types.Split.NONE
+    node: NodeId | None = None  # None: any
+    holder: HolderId | None = None  # None: the holder that such a request would find
+    lease: types.LeaseConditions | None = None  # asks as a process outside Serve
+
+    @property
+    def name(self) -> types.ModelName:
+        """Names the model."""
+        return types.ModelName(self.capability, self.model)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanVictim:
+    """Describes a ticket that would leave."""
+
+    ticket: TicketId
+    capability: str
+    model: str
+    state: str
+    freed: tuple[types.DeviceBytes, ...]  # on devices that compute
+    goes: str  # asleep or gone
+    reload: Span  # until it would serve again; 0 when never measured
+    inflight: int
+    idle: Span
+    priority: str  # that counts now
+    tenant: str  # of the client that used it last
+    client: str
+
+
+@dataclass(frozen=True, slots=True)
+class StayingTicket:
+    """Describes a ticket that `arbiter free` may not have."""
+
+    ticket: TicketId
+    model: str
+    charged: tuple[types.DeviceBytes, ...]  # on devices that compute
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Says what a request would bring about."""
+
+    answer: Answer
+    capability: str
+    model: str
+    need_bytes: Bytes
+    node: NodeId | None
+    goes_to: tuple[types.DeviceBytes, ...]  # as granted, or promised; empty when it only waits
+    victims: tuple[PlanVictim, ...]
+    wait: Span | None  # until its load may begin, as expected; None: nothing is known, or never
+    load: Span  # from then until it serves; 0 when nothing is known
+    is_resident: bool  # it serves at once
+    starts_replica: bool  # a replica must start first, which takes a second or two more
+    code: str | None  # of the refusal
+    said: tuple[str, ...]  # the same for a person, a sentence each
+    stays: tuple[StayingTicket, ...] = ()  # of `arbiter free`: pinned, in use, not to be had
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """Says who asks, and where."""
+
+    holder: HolderId
+    node: NodeId
+    is_new: bool  # this holder has not joined
+
+
+def plan(state: CoreState, question: PlanQuestion, now: Instant, step: Step) -> Plan:
+    """Returns what the request would bring about at `now`. `state` stays as it is."""
+    here = _present(state, question)
+    if here and here.state is State.RESIDENT and here.ticket not in state.queue:
+        return _resident(state, question, here)
+    seats = _seats(state, question, here)
+    if not seats:
+        said = ("No node agent has introduced a device that it could go to.",)
+        return _waiting(question, None, None, said)
+    frozen = _freeze(state)
+    plans = []
+    for seat in seats:
+        plans.append(_try(state, frozen, question, seat, here, now, step))
+        if plans[-1].answer is Answer.NOW:
+            break
+    return min(plans, key=_rank)
+
+
+def _rank(made: Plan) -> tuple[int, int, int]:
+    """Orders plans, best first: by answer, by what reloads cost, by the wait."""
+    reload_ns = sum(v.reload for v in made.victims)
+    return [*Answer].index(made.answer), reload_ns, made.wait or 0
+
+
+# -- who asks, and the copy ------------------------------------------------------------------------
+
+
+def _present(state: CoreState, question: PlanQuestion) -> Ticket | None:
+    """Returns the ticket of the model that a request would find, the readiest first."""
+    order = (State.RESIDENT, State.LOADING, State.ASLEEP, State.QUEUED, State.DRAINING)
+    found = [
+        e
+        for e in state.ledger.entries(*order)
+        if not e.lease
+        and e.model_name == question.name
+        and question.holder in (None, e.holder)
+        and question.node in (None, e.node)
+    ]
+    return min(found, key=lambda e: order.index(e.state), default=None)
+
+
+def _seats(state: CoreState, question: PlanQuestion, here: Ticket | None) -> list[_Seat]:
+    if here is not None:
+        return [_Seat(here.holder, here.node, False)]
+    able: dict[NodeId, _Seat] = {}
+    for holder in state.holders.values():
+        is_asked = question.holder in (None, holder.holder) and question.node in (None, holder.node)
+        is_able = holder.capability == question.capability and not question.lease
+        if is_asked and is_able and (question.holder or not state.is_silent(holder.holder)):
+            able.setdefault(holder.node, _Seat(holder.holder, holder.node, False))
+    nodes = [n for n in sorted(state.nodes) if question.node in (None, n)]
+    fresh = [_Seat(question.holder or HOLDER, node, True) for node in nodes]
+    return ([*able.values()] or fresh)[:SEATS_COUNT]
+
+
+def _freeze(state: CoreState) -> bytes:
+    """Returns the state as bytes, from which each copy is made, without what no request reads: the
+    evictions and answers remembered for people, but for the answers that gangs wait for."""
+    bare = copy.copy(state)
+    gangs = [e.gang for t in state.queue.tickets() if (e := state.ledger.find(t)) and e.gang]
+    named = [t for gang in gangs for t in gang if t in state.answers]
+    bare.answers = OrderedDict((t, state.answers[t]) for t in named)
+    bare.evictions = EvictionHistory()
+    bare.foresight = None  # a function of the replay around this state
+    bare.out = []
+    return pickle.dumps(bare, pickle.HIGHEST_PROTOCOL)
+
+
+def _try(
+    state: CoreState,
+    frozen: bytes,
+    question: PlanQuestion,
+    seat: _Seat,
+    here: Ticket | None,
+    now: Instant,
+    step: Step,
+) -> Plan:
+    """Gives one copy the request, from one seat."""
+    copied: CoreState = pickle.loads(frozen)
+    copied.foresight = state.foresight
+    if seat.is_new:
+        role = LEASE if question.lease else question.capability
+        step(copied, ev.Joined(seat.holder, seat.node, role, ()), now)
+    ticket, need = (here.ticket, here.need) if here else (TICKET, question.need)
+    request = _request(question, seat, ticket, need)
+    decisions = step(copied, request, now)
+    return _Outcome(state, copied, question, seat, request.ticket, decisions).plan()
+
+
+def _request(
+    question: PlanQuestion, seat: _Seat, ticket: TicketId, need: types.Need
+) -> ev.Requested:
+    return ev.Requested(
+        ticket,
+        seat.holder,
+        question.capability,
+        question.model,
+        need,
+        question.settings_key,
+        question.need_is_explicit,
+        priority=question.priority,
+        client=question.client,
+        split=question.split,
+        lease=question.lease,
+    )
+
+
+# -- what came of it -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Reads an answer from what the copy has decided."""
+
+    state: CoreState  # as it is
+    copied: CoreState  # as it would be
+    question: PlanQuestion
+    seat: _Seat
+    ticket: TicketId
+    decisions: list[Decision]
+
+    def plan(self) -> Plan:
+        """Returns the answer."""
+        for decision in self.decisions:
+            if isinstance(decision, Grant) and decision.ticket == self.ticket:
+                return self._granted(decision)
+            if isinstance(decision, Refuse) and decision.ticket == self.ticket:
+                return self._refused(decision.error)
+        entry = self.copied.ledger.find(self.ticket)
+        assert entry is not None, "a request was neither answered nor queued"
+        if victims := tuple(self._victims()):
+            return self._evicting(entry, victims)
+        said = explain(self.copied, self.ticket, self.copied.now).said
+        return self._with_seat(Answer.NOT_BEFORE, said=said, wait=self._wait(entry), entry=entry)
+
+    def _granted(self, grant: Grant) -> Plan:
+        entry = self.copied.ledger.find(self.ticket)
+        assert entry is not None
+        on = ", ".join(f"{human(d.size_bytes)} on {d.device}" for d in grant.devices)
+        return self._with_seat(
+            Answer.NOW,
+            said=(f"Now: {on}; nothing leaves for it.",),
+            wait=Span(0),
+            load=grant.predicted,
+            goes_to=grant.devices,
+            entry=entry,
+        )
+
+    def _refused(self, error: RequestError) -> Plan:
+        passes = error.retry_after_s is not None and not _is_beyond_bound(error)
+        wait = span_of(error.retry_after_s) if passes and error.retry_after_s else None
+        answer = Answer.NOT_BEFORE if passes else Answer.NEVER
+        return self._with_seat(answer, said=(f"{error}.",), wait=wait, code=error.code)
+
+    def _evicting(self, entry: Ticket, victims: tuple[PlanVictim, ...]) -> Plan:
+        return self._with_seat(
+            Answer.AFTER_EVICTING,
+            said=tuple(_victim_said(v) for v in victims),
+            wait=self._wait(entry),
+            goes_to=self._promised(entry),
+            victims=victims,
+            entry=entry,
+        )
+
+    def _with_seat(
+        self,
+        answer: Answer,
+        *,
+        said: tuple[str, ...],
+        wait: Span | None,
+        load: Span | None = None,
+        goes_to: tuple[types.DeviceBytes, ...] = (),
+        victims: tuple[PlanVictim, ...] = (),
+        code: str | None = None,
+        entry: Ticket | None = None,
+    ) -> Plan:
+        if load is None:
+            load = wait_estimate.load_span(self.copied, entry) if entry else Span(0)
+        stays = self._stays(entry)
+        return Plan(
+            answer,
+            self.question.capability,
+            self.question.model,
+            self._need(entry),
+            self.seat.node,
+            goes_to,
+            victims,
+            wait,
+            load,
+            is_resident=False,
+            starts_replica=self.seat.is_new and not self.question.lease,
+            code=code,
+            said=(*said, *map(_stays_said, stays)),
+            stays=stays,
+        )
+
+    def _stays(self, entry: Ticket | None) -> tuple[StayingTicket, ...]:
+        """Returns what `arbiter free` would leave where it is; nothing for any other request."""
+        terms, copied = self.question.lease, self.copied
+        if terms is None or not terms.frees:
+            return ()
+        asked = _request(self.question, self.seat, self.ticket, self.question.need)
+        asker = entry or leases.new_entry(copied, copied.holders[self.seat.holder], asked, terms)
+        return tuple(
+            StayingTicket(e.ticket, e.model, self._listed(e), why)
+            for e, why in freeing.staying(copied, asker)
+            if not e.leaving
+        )
+
+    def _need(self, entry: Ticket | None) -> Bytes:
+        """Returns what it would be granted, as far as the pass has computed it."""
+        waiting = self.copied.queue.find(self.ticket)
+        if entry is not None and entry.home:
+            return entry.home_bytes
+        asked = entry.need.device_bytes if entry else self.question.need.device_bytes
+        return (waiting.need_bytes if waiting else None) or asked
+
+    def _wait(self, entry: Ticket) -> Span | None:
+        """Returns until its load may begin, as the core would tell its holder."""
+        waiting = self.copied.queue.find(self.ticket)
+        if not self.copied.is_settled:
+            return since(self.copied.now, self.copied.settled_at)
+        if waiting is None:
+            return None
+        until_served = wait_estimate.estimated_wait(self.copied, entry, waiting)
+        if until_served is None:
+            return None
+        return Span(max(0, until_served - wait_estimate.load_span(self.copied, entry)))
+
+    def _promised(self, entry: Ticket) -> tuple[types.DeviceBytes, ...]:
+        """Returns where room is made: its home when it wakes, else the devices of its evictions."""
+        if entry.home:
+            return tuple(types.DeviceBytes(d, size) for d, size in sorted(entry.home.items()))
+        devices = sorted({c.device for c in self.copied.evictions.about(self.ticket)})
+        if len(devices) != 1:  # an exclusion group, or several parts, whose sizes only a grant says
+            return ()
+        return (types.DeviceBytes(devices[0], self._need(entry)),)
+
+    def _victims(self) -> Iterator[PlanVictim]:
+        told = [d for d in self.decisions if isinstance(d, LogEvent)]
+        asked = [
+            d.ticket
+            for d in told
+            if d.kind is EventKind.EVICTION and d.data.get("waiting") == self.ticket
+        ]
+        for ticket in [*asked, *self._abandoned()]:
+            before = self.state.ledger.find(ticket) if ticket else None
+            if before is not None:
+                yield self._victim(before)
+
+    def _abandoned(self) -> list[TicketId]:
+        """Returns prefetches that would be given up for it."""
+        was = {e.ticket for e in self.state.ledger.entries(State.LOADING) if e.is_prefetch}
+        ending = self.copied.ledger.entries(State.RECLAIMING)
+        return [e.ticket for e in ending if e.ticket in was and e.leaving is Reason.WITHDRAWN]
+
+    def _listed(self, entry: Ticket) -> tuple[types.DeviceBytes, ...]:
+        """Returns what a ticket is charged on devices that compute."""
+        books = self.copied.ledger.books
+        there = [d for d in sorted(entry.devices) if d in books and books[d].kind in COMPUTE]
+        return tuple(types.DeviceBytes(d, entry.charge(d)) for d in there)
+
+    def _victim(self, before: Ticket) -> PlanVictim:
+        state = self.state
+        left = self.copied.ledger.find(before.ticket)
+        sleeps = left is not None and left.revocation and left.revocation.to is Tier.ASLEEP
+        return PlanVictim(
+            before.ticket,
+            before.capability,
+            before.model,
+            before.state.value,
+            self._listed(before),
+            (Tier.ASLEEP if sleeps else Tier.GONE).value,
+            reload_span(state, before),
+            before.inflight,
+            Span(0) if before.inflight else since(before.last_used, self.copied.now),
+            effective_priority(state, before).name.lower(),
+            before.client.tenant,
+            before.client.name,
+        )
+
+
+def _is_beyond_bound(error: RequestError) -> bool:
+    """Says whether a tenant asks for more than it may ever have: time does not mend that."""
+    return isinstance(error, QuotaExceeded) and error.wants > error.bound
+
+
+def _victim_said(victim: PlanVictim) -> str:
+    size = human(Bytes(sum(d.size_bytes for d in victim.freed)))
+    back_s = in_seconds(victim.reload)
+    back = f"back in {back_s:.1f} s" if victim.reload else "its reload was never measured"
+    use = (
+        f"{victim.inflight} requests in flight"
+        if victim.inflight
+        else f"idle for {in_seconds(victim.idle):.0f} s"
+    )
+    user = victim.client or victim.tenant
+    goes = "falls asleep" if victim.goes == Tier.ASLEEP.value else "leaves"
+    return f"{victim.model} ({victim.ticket}) {goes}: {size}, {use}, last used by {user}; {back}."
+
+
+def _stays_said(stays: StayingTicket) -> str:
+    size = human(Bytes(sum(d.size_bytes for d in stays.charged)))
+    return f"{stays.model} ({stays.ticket}) stays with {size}: {stays.why}."
+
+
+def _resident(state: CoreState, question: PlanQuestion, here: Ticket) -> Plan:
+    home = tuple(types.DeviceBytes(d, size) for d, size in sorted(here.home.items()))
+    said = (f"It is resident ({here.ticket}), and serves at once.",)
+    none: tuple[PlanVictim, ...] = ()
+    return Plan(
+        Answer.NOW, question.capability, question.model, here.home_bytes, here.node, home, none,
+        Span(0), Span(0), is_resident=True, starts_replica=False, code=None, said=said,
+    )  # fmt: skip
+
+
+def _waiting(
+    question: PlanQuestion, node: NodeId | None, wait: Span | None, said: tuple[str, ...]
+) -> Plan:
+    return Plan(
+        Answer.NOT_BEFORE, question.capability, question.model, question.need.device_bytes, node,
+        (), (), wait, Span(0), is_resident=False, starts_replica=False, code=None, said=said,
+    )  # fmt: skip

@@ -1,0 +1,35 @@
+"""Watches the share of its time that a device spends loading (C13).
+
+Above the bound models on the device stay longer before a request as urgent may take their place: as
+many times their own load as keep loads within the bound (`eligibility.min_residency_ends`).
+"""
+
+from arbiter.core.decisions import EventKind
+from arbiter.core.records.ledger import DeviceAccount
+from arbiter.core.state import CoreState
+from arbiter.core.tickets.device_limits import COMPUTE
+from arbiter.units import Instant
+
+
+def loading_fraction(state: CoreState, book: DeviceAccount, now: Instant) -> float:
+    """Returns the share of the last ten minutes in which a device was loading."""
+    under_way = [entry.since for entry in book.loading.values()]
+    return state.loading_times.fraction(book.device, now, under_way)
+
+
+def watch(state: CoreState) -> None:
+    """Notes on which devices loads take more than they should, and tells when that changes."""
+    most = state.settings.loading_most_fraction
+    for device, book in state.ledger.books.items():
+        if book.kind not in COMPUTE:
+            continue
+        share = loading_fraction(state, book, state.now)
+        was_above = device in state.loading_much
+        if share > most:
+            state.loading_much[device] = share
+        else:
+            state.loading_much.pop(device, None)
+        if was_above != (share > most):
+            state.log(EventKind.LOADING_SHARE, device=device, fraction=round(share, 3), most=most)
+    for device in state.loading_much.keys() - state.ledger.books.keys():
+        del state.loading_much[device]

@@ -1,0 +1,91 @@
+"""`arbiter plan MODEL`: what a load would bring about. Nothing changes."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import RenderableType
+
+from deployments.cli.http import Url, front
+from deployments.cli.output import AsJson, cell, show, size, sizes, span, table
+
+ANSWERS = {
+    "now": "now",
+    "after_evicting": "after evicting",
+    "not_before": "not before",
+    "never": "never",
+}
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A model's name, or any word with --gb.", show_default=False)
+    ] = "",
+    gb: Annotated[
+        float | None, typer.Option(help="GiB for something that is in no table, as a lease asks.")
+    ] = None,
+    priority: Annotated[
+        Literal["urgent", "high", "normal", "low", "batch"],
+        typer.Option(metavar="PRIORITY", help="urgent, high, normal, low or batch."),
+    ] = "normal",
+    node: Annotated[
+        str | None, typer.Option(help="Of several, as `arbiter status` has it.")
+    ] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Say what loading a model would bring about: now, after which evictions, not before, never.
+
+    Nothing is loaded and nothing leaves.
+    """
+    if not model and gb is None:
+        raise typer.BadParameter("name a model, or say how many --gb")
+    body = {"model": model, "gb": gb, "priority": priority, "node": node}
+    with front(url) as f:
+        made = f.send("POST", "/arbiter/plan", {k: v for k, v in body.items() if v is not None})
+    show(as_json, made, *lines(made))
+
+
+def lines(made: dict[str, Any]) -> Iterator[RenderableType]:
+    """A plan for a person: the answer, who would leave, and why."""
+    yield cell(_headline(made))
+    if made["victims"]:
+        yield ""
+        yield _victims(made["victims"])
+        return
+    for sentence in made["said"]:
+        yield cell(sentence)
+
+
+def _headline(made: dict[str, Any]) -> str:
+    words = [f"{made['model']} ({size(made['need_bytes'])}): {ANSWERS[made['answer']]}"]
+    if made["answer"] == "after_evicting":
+        words.append(f"{len(made['victims'])} of what is loaded")
+        if made["goes_to_bytes"]:
+            words.append(f"on {', '.join(made['goes_to_bytes'])}")
+    if made["answer"] == "not_before":
+        known = made["wait_s"] is not None
+        words.append(f"{span(made['wait_s'])} from now" if known else "a time that is not known")
+    if made["load_s"]:
+        words.append(f"and a load of {span(made['load_s'])}")
+    if made["starts_replica"]:
+        words.append("once its replica has started")
+    return " ".join(words)
+
+
+def _victims(victims: list[dict[str, Any]]) -> RenderableType:
+    rows = [
+        (
+            v["model"],
+            v["ticket"],
+            sizes(v["freed_bytes"]),
+            v["goes"],
+            span(v["reload_s"]) if v["reload_s"] else None,
+            v["inflight"],
+            span(v["idle_s"]),
+            v["client"] or v["tenant"],
+        )
+        for v in victims
+    ]
+    heads = ("model", "ticket", "frees", "goes", "back in", "in flight", "idle", "used by")
+    return table(heads, rows, numbers=("back in", "in flight", "idle"))

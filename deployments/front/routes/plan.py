@@ -1,0 +1,84 @@
+"""The dry run over HTTP (K3): what a request would bring about. It changes nothing."""
+
+import asyncio
+from typing import Literal
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import Field, model_validator
+
+from arbiter.client.admin import call_arbiter
+from arbiter.core.reports.dry_run import PlanQuestion
+from arbiter.core.tickets.leases import LEASE
+from arbiter.core.types import Client, LeaseConditions, Need, Priority
+from arbiter.errors import UnknownModel
+from arbiter.units import GIB, Bytes, NodeId, seconds
+from deployments.config import load_plan
+from deployments.config.fields import Strict
+from deployments.config.schema import ConfigError, Table
+from deployments.front.arbiter_gateway import STATE_WAIT_S
+from deployments.front.dependencies import State, Viewer
+from deployments.front.request import BadRequest
+from deployments.front.routes.json_route import JsonRoute
+from deployments.front.schemas import refusals
+
+router = APIRouter(
+    prefix="/arbiter", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 503)
+)
+MOST_GB = float(1 << 20)  # a pebibyte, far beyond any node
+UNKNOWN_FOR = seconds(60)  # a term that any settings allow: the answer does not depend on it
+
+
+class PlanBody(Strict):
+    """The body of `POST /arbiter/plan`: a model of the table, or so many GiB for something that is
+    in no table, as a lease would ask for them."""
+
+    model: str = Field("", max_length=256)
+    gb: float | None = Field(None, gt=0, le=MOST_GB)
+    priority: Literal["urgent", "high", "normal", "low", "batch"] = "normal"
+    node: str | None = Field(None, max_length=128)
+
+    @model_validator(mode="after")
+    def _names_something(self) -> "PlanBody":
+        if not self.model and self.gb is None:
+            raise ValueError("name a `model`, or say how many `gb`")
+        return self
+
+
+@router.post("/plan")
+async def plan(body: PlanBody, front: State, caller: Viewer) -> JSONResponse:
+    """Answers `now`, `after_evicting` (which, with bytes and reload seconds), `not_before` (with
+    the wait that the arbiter expects) or `never`, by the rules that a request meets."""
+    asked = await question(front.table, body, caller.tenant)
+    return JSONResponse(await call_arbiter("plan", asked, within_s=STATE_WAIT_S))
+
+
+async def question(table: Table, body: PlanBody, tenant: str) -> PlanQuestion:
+    """What the arbiter is asked. Raises UnknownModel, and BadRequest where the model's files are
+    not to be seen from here."""
+    node = None if body.node is None else NodeId(body.node)
+    priority = Priority[body.priority.upper()]
+    if body.gb is not None:
+        need = Need(Bytes(round(body.gb * GIB)))
+        terms = LeaseConditions(tenant, UNKNOWN_FOR, seconds(0))
+        return PlanQuestion(
+            LEASE, body.model or "unknown", need, True, priority=priority, node=node, lease=terms
+        )
+    home = table.homes.get(body.model)
+    if home is None:
+        raise UnknownModel(body.model, "", tuple(sorted(table.homes)))
+    try:
+        made = await asyncio.to_thread(load_plan.plan, body.model, table.capabilities[home])
+    except (ConfigError, OSError) as error:
+        said = f"what {body.model} needs cannot be told ({error}); say it by `gb`"
+        raise BadRequest(said, "model") from error
+    return _of_model(home, made, priority, tenant, node)
+
+
+def _of_model(
+    home: str, made: load_plan.ModelPlan, priority: Priority, tenant: str, node: NodeId | None
+) -> PlanQuestion:
+    return PlanQuestion(
+        home, made.model, made.need, made.need_is_explicit, made.settings_key, priority,
+        Client(tenant), made.split, node,
+    )  # fmt: skip
