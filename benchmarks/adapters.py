@@ -1,15 +1,13 @@
-"""Many adapters in one batch: what our admission is worth, and the first token by where one is.
+"""Many adapters in one batch: the first token by where an adapter is, and tokens a second by slots.
 
-    python -m benchmarks.adapters --model mid-chat --pairs 10
+    python -m benchmarks.adapters --model mid-chat
 
 Engine children alone, no Ray. Requests of a closed loop name one of N adapters in shuffled order.
 
 first: the first token of an adapter in a slot (resident), of one that has its checked copy and
 neither slot nor place in vLLM's cache (staged), of one never seen: copy, hash, checks, load (cold).
 steps: tokens a second by slots; the mean number of adapters and of requests in a step is the
-scheduler's own trace.
-pairs: admission on against off, loaded in turn: the same engine, and plain vLLM with LoRA, as many
-slots and the same adapters named at its start.
+scheduler's own trace. What admission is worth against plain vLLM: benchmarks.admission.
 """
 
 import argparse
@@ -35,8 +33,7 @@ STREAMS, TOKENS, RANK = 32, 32, 16
 MOST = 32  # adapters
 # Slots and different adapters asked for; 0 is the base alone on the same engine.
 STEPS = ((8, 0), (8, 1), (8, 8), (4, 32), (32, 32))
-PAIRS = ((8, 8), (4, 32))  # they fit; far more adapters than slots
-PARTS = ("first", "steps", "pairs")
+PARTS = ("first", "steps")
 ENGINE_ARGS: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_seqs": STREAMS,
@@ -75,11 +72,6 @@ class Bench:
         folders = {"folder": str(self.folder / "in"), "store": str(self.folder / "store")}
         adapters = {**folders, "max_rank": RANK, "slots": slots, "wait_s": 300.0}
         return self._started({"adapters": adapters, "engine_args": ENGINE_ARGS})
-
-    def plain(self, slots: int, count: int) -> contextlib.AbstractContextManager[Child]:
-        """Admission off."""
-        lora = plain_lora(self.folder / "in", slots, count)
-        return self._started({"engine_args": ENGINE_ARGS | lora})
 
     @contextlib.contextmanager
     def _started(self, more: dict[str, Any]) -> Iterator[Child]:
@@ -143,30 +135,11 @@ def _mean_since(before: dict[str, float], after: dict[str, float], name: str) ->
     return total / max(1.0, after["steps"] - before["steps"])
 
 
-def pairs(bench: Bench, slots: int, count: int, number: int) -> dict[str, Any]:
-    """Ratios on / off, pair by pair."""
-    names = shuffled(count)
-    with bench.ours(slots) as ours, bench.plain(slots, count) as plain:
-        runs: dict[str, list[load.Run]] = {"on": [], "off": []}
-        for pair in range(number + 1):
-            both = [("on", ours), ("off", plain)]
-            for name, child in both if pair % 2 else reversed(both):
-                done = run(child, names, STREAMS, pair)
-                if pair:  # the first pair warms both
-                    runs[name].append(done)
-    speed = {name: [r.tokens_per_s for r in found] for name, found in runs.items()}
-    ratio = report.paired_ratio(speed["on"], speed["off"])
-    print(f"{count:>3} adapters, {slots:>2} slots: throughput {ratio} of plain vLLM", flush=True)
-    samples = {f"tokens_per_s_{name}": report.Sample(tuple(v)) for name, v in speed.items()}
-    return {"throughput_ratio": ratio, **samples}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="mid-chat")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=3, help="of steps")
-    parser.add_argument("--pairs", type=int, default=10)
     args = parser.parse_args()
     path = load_plan.resolve(f"made:{args.model}")
     figures: dict[str, Any] = {"model": args.model, "streams": STREAMS, "tokens": TOKENS}
@@ -178,9 +151,6 @@ def main() -> None:
         for slots, count in STEPS if "steps" in args.parts else ():
             row = steps(bench, slots, count, args.rounds)
             figures[f"steps_slots_{slots}_adapters_{count}"] = row
-        for slots, count in PAIRS if "pairs" in args.parts else ():
-            row = pairs(bench, slots, count, args.pairs)
-            figures[f"pairs_slots_{slots}_adapters_{count}"] = row
     parts = [] if len(args.parts) == len(PARTS) else list(args.parts)
     report.write("adapters", figures, label="_".join([args.model, *parts]))
 

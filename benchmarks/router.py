@@ -18,24 +18,40 @@ from ray.serve.schema import LoggingConfig
 from benchmarks.report import Sample, paired_ratio, write
 from deployments import messages
 from deployments.app import ROUTER
+from deployments.routing.pieces import pieces_of, split
 from deployments.routing.rank import ModelPresence, ReplicaState, RouteRequest, RoutingHistory, rank
 
-CALL = messages.InferenceCall("/v1/x", b"{}", {}, "r", "m", conversation_id="c")
+CALL = messages.InferenceCall("/v1/x", b"{}", {}, "r", "m", key="conv:c", pieces=bytes(8 * 32))
+PROMPT = {"messages": [{"role": "system", "content": "Be exact. " * 1_600}]}  # 16,000 characters
 
 
 def choice_us(replicas: int, samples: int) -> float:
-    """Median of one order: memory, price, sort; 16 adapters in the slots of each."""
-    names = [f"m:a{i}" for i in range(16)]
-    offers = [
-        ReplicaState(f"r{i}", i % 3, models={"m": int(ModelPresence.RESIDENT)}, adapters=names)
-        for i in range(replicas)
-    ]
+    """Median of one order: memory, what each replica knows of a prompt, price, sort; 16 adapters in
+    the slots of each."""
+    names, models = [f"m:a{i}" for i in range(16)], {"m": int(ModelPresence.RESIDENT)}
     memory, took = RoutingHistory(), []
+    pieces = split(pieces_of(PROMPT, "t", "m"))
+    for i in range(replicas):
+        memory.seen.note(f"r{i}", "m", pieces)
     for number in range(samples):
-        wish = RouteRequest("m", f"m:a{number % 16}", f"t/{number % 100}")
+        wish = RouteRequest("m", f"m:a{number % 16}", f"t/{number % 100}", pieces)
         began_ns = time.perf_counter_ns()
         stuck, sent = memory.stuck(wish), memory.sent("m", number)
+        shares = [memory.seen.share(f"r{i}", "m", wish.pieces) for i in range(replicas)]
+        offers = [
+            ReplicaState(f"r{i}", i % 3, False, models, names, shares[i]) for i in range(replicas)
+        ]
         memory.chosen(wish, rank(wish, offers, stuck=stuck, sent=sent)[0], number)
+        took.append((time.perf_counter_ns() - began_ns) / 1e3)
+    return statistics.median(took)
+
+
+def pieces_us(samples: int) -> float:
+    """Median of the hashes of one prompt."""
+    took = []
+    for _ in range(samples):
+        began_ns = time.perf_counter_ns()
+        pieces_of(PROMPT, "t", "m")
         took.append((time.perf_counter_ns() - began_ns) / 1e3)
     return statistics.median(took)
 
@@ -86,6 +102,7 @@ def main() -> None:
         f"choice_us_{n}_replicas": Sample(tuple(choice_us(n, args.samples) for _ in range(10)))
         for n in (1, 2, 8, 64)
     }
+    figures["pieces_us"] = Sample(tuple(pieces_us(args.samples) for _ in range(10)))
     os.environ["PYTHONPATH"] = os.getcwd()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(proxy_location="Disabled", logging_config=LoggingConfig(enable_access_log=False))

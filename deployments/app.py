@@ -38,14 +38,14 @@ def front(args: FrontArgs) -> Application:
 
 def capability(args: CapabilityArgs) -> Application:
     """Any capability: `class` in `args` names its class, from any package. Raises ConfigError."""
-    return _capability(_class_of(args.class_), args.capability)
+    return _capability(_class_of(args.class_), args)
 
 
 def _builder(class_: str) -> Callable[[CapabilityArgs], Application]:
     """A builder for one class, in whose place `class` in `args` may name another."""
 
     def build(args: CapabilityArgs) -> Application:
-        return _capability(_class_of(args.class_ or class_), args.capability)
+        return _capability(_class_of(args.class_ or class_), args)
 
     return build
 
@@ -76,12 +76,12 @@ def _class_of(path: str | None) -> type:
     return found
 
 
-def _capability(server: type, name: str) -> Application:
+def _capability(server: type, args: CapabilityArgs) -> Application:
     """Zero replicas until asked; devices are the arbiter's to place, so no GPUs or CPUs are
     reserved with Ray."""
     deployment = serve.deployment(
         server,
-        name=name,
+        name=args.capability,
         max_ongoing_requests=256,
         max_queued_requests=512,
         ray_actor_options={"num_cpus": 0, "num_gpus": 0},
@@ -93,11 +93,11 @@ def _capability(server: type, name: str) -> Application:
         autoscaling_config={
             "min_replicas": 0,
             "initial_replicas": 0,
-            "max_replicas": 1,
+            "max_replicas": args.max_replicas,
             "metrics_interval_s": METRICS_INTERVAL_S,
             "look_back_period_s": LOOK_BACK_PERIOD_S,
             "upscale_delay_s": 0,
             "downscale_delay_s": 5,
         },
     )
-    return deployment.bind(name)
+    return deployment.bind(args.capability)

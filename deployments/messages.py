@@ -16,9 +16,18 @@ from deployments.prefixes import Cut
 # and drops what the client wrote.
 TENANT_HEADER = "x-arbiter-tenant"
 
+# In the headers of every call, from the replica to the engine: the priority as a number, and, where
+# the call has a deadline, the seconds that are left of it. What the client wrote is dropped too.
+PRIORITY_HEADER = "x-arbiter-priority"
+DEADLINE_HEADER = "x-arbiter-deadline-s"
+
 # In the headers of a multipart call, whose body the front leaves as it is: the name that the engine
 # serves (an alias of a profile, or a bare adapter name, may stand in the form).
 SERVED_HEADER = "x-arbiter-served-model"
+
+# In the `kv_transfer_params` of a body: the class of term of the KV it uses (arbiter.pool.Term), in
+# small letters. Absent: `long`.
+KV_TERM = "term"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,8 @@ class InferenceCall:
     priority: Priority = Priority.NORMAL
     tenant: str = "default"
     client_id: str = ""  # as the client calls itself
-    conversation_id: str | None = None
+    key: str = ""  # of its KV (deployments.front.kv_use); empty: it has none
+    pieces: bytes = b""  # hashes of its prompt (deployments.routing.pieces)
     stay_warm_s: float = 0.0  # after the call, before the model's keep-warm begins to count
     wants_progress: bool = False  # the client reads progress comments while the model loads
     served: str = ""  # the name the engine serves: an adapter, or the model (also where empty)

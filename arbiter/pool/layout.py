@@ -41,13 +41,25 @@ LONGEST_TERM_S = 30 * 86_400.0  # an expiry further away than that is damage; te
 _HEADER = struct.Struct("<8sII32sQQQ")
 _MARK = struct.Struct("<IIdd16sB60s")
 _STATE = struct.Struct("<I")
-_TIMES = struct.Struct("<dd")
-_TIMES_AT = 8
+_USE = struct.Struct("<Idd")
+_USE_AT = 4
 assert _HEADER.size <= LIMIT_AT and _MARK.size <= MARK_BYTES
 assert ERASE_AT + ERASE_BYTES <= HEADER_BYTES
 
 Buffer = memoryview
 CONTENTS = dict(enumerate(Content, 1))  # by the number in a header; 0 is no content
+
+
+class Term(IntEnum):
+    """How long a row stays after a use (SPEC G4): the `kind` of its mark. A row whose writer says
+    nothing has the first."""
+
+    LONG = 0
+    SHORT = 1
+    EXTENDED = 2
+
+
+TERMS_S = {Term.SHORT: 300.0, Term.LONG: 3_600.0, Term.EXTENDED: 86_400.0}
 
 
 class Count(IntEnum):
@@ -96,7 +108,7 @@ class Header:
 
 class Mark(NamedTuple):
     """What the table says of a row. Times are wall-clock seconds, because they outlive a boot's
-    monotonic clock in a file."""
+    monotonic clock in a file. `kind`: of a row of KV the Term of the use that expires last."""
 
     key: bytes
     expires_s: float
@@ -157,9 +169,10 @@ def write_mark(buffer: Buffer, row: int, mark: Mark) -> None:
     _STATE.pack_into(buffer, at, READY)
 
 
-def write_times(buffer: Buffer, row: int, expires_s: float, used_s: float) -> None:
-    """Notes a use of a row."""
-    _TIMES.pack_into(buffer, HEADER_BYTES + row * MARK_BYTES + _TIMES_AT, expires_s, used_s)
+def write_use(buffer: Buffer, row: int, mark: Mark) -> None:
+    """Notes a use of a row: what of its mark a use may change."""
+    at = HEADER_BYTES + row * MARK_BYTES + _USE_AT
+    _USE.pack_into(buffer, at, mark.kind, mark.expires_s, mark.used_s)
 
 
 def clear_mark(buffer: Buffer, row: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from arbiter.errors import RowMisused
 from arbiter.pool import layout
-from arbiter.pool.layout import NO_TENANT, Count, Mark
+from arbiter.pool.layout import NO_TENANT, Count, Mark, Term
 from arbiter.pool.slab import Slab
 from arbiter.pool.tenants import TenantRows
 from arbiter.units import Bytes
@@ -35,7 +35,8 @@ class Reserved:
 class Rows:
     """All rows of a slab. Adopts those that an earlier writer left READY and that have not expired.
 
-    `clock`: wall-clock seconds. `term_s`: how long a row stays after its last use. `most`: rows
+    `clock`: wall-clock seconds. `term_s`: how long a row stays after a use of the class `long`;
+    each use names its class, and a row expires with the latest of its uses (SPEC G4). `most`: rows
     beyond so many are not used, however much memory the slab may take. `caps`: which part of the
     rows a tenant may have, by its digest; without an entry, all."""
 
@@ -48,7 +49,8 @@ class Rows:
         most: int = sys.maxsize,
         caps: Mapping[bytes, float] | None = None,
     ) -> None:
-        self.slab, self.term_s, self._clock, self._most = slab, term_s, clock, most
+        self.slab, self._clock, self._most = slab, clock, most
+        self._terms_s = {**layout.TERMS_S, Term.LONG: term_s}
         self._buffer, self._counts = slab.file.buffer, slab.file.counts
         self._ready: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._reserved: dict[bytes, int] = {}
@@ -149,34 +151,42 @@ class Rows:
         for key in list(self._reserved):
             self.abandon(key)
 
-    def touch(self, keys: Iterable[bytes]) -> None:
+    def touch(self, keys: Iterable[bytes], term: Term = Term.LONG) -> None:
         """Notes that keys are used: the last one is the most recent. Keys that are not READY are
         left out. Of a prefix, give the tail first."""
         for key in keys:
             mark = self._marks.get(key)
             if mark is not None:
-                expires, used = self._times()
-                expires = max(mark.expires_s, expires)
-                self._marks[key] = mark._replace(expires_s=expires, used_s=used)
+                expires, used = self._times(term)
+                if expires >= mark.expires_s:
+                    mark = mark._replace(expires_s=expires, used_s=used, kind=term)
+                else:
+                    mark = mark._replace(used_s=used)
+                self._marks[key] = mark
                 self._ready.move_to_end(key)
-                layout.write_times(self._buffer, self._ready[key], expires, used)
+                layout.write_use(self._buffer, self._ready[key], mark)
 
-    def _times(self) -> tuple[float, float]:
+    def _times(self, term: Term) -> tuple[float, float]:
         """When a row that is used now expires, and the time of its use, which is later than that of
         the last use, so that the order outlives this process."""
         now = self._clock()
         self._last_use_s = max(now, self._last_use_s + _TICK_S)
-        return now + self.term_s, self._last_use_s
+        return now + self._terms_s[term], self._last_use_s
 
     def reserve(
-        self, keys: Collection[bytes], keep: Collection[bytes] = (), *, tenant: bytes = NO_TENANT
+        self,
+        keys: Collection[bytes],
+        keep: Collection[bytes] = (),
+        *,
+        term: Term = Term.LONG,
+        tenant: bytes = NO_TENANT,
     ) -> Reserved:
         """Rows for those keys that are neither READY nor reserved; READY ones count as used. Evicts
         what it must, but no key of `keys` or `keep`; a tenant at its cap loses rows of its own.
         What finds no room is left out, the last keys first, and counted."""
         ready, reserved = self._ready, self._reserved
         new = [key for key in dict.fromkeys(keys) if key not in ready and key not in reserved]
-        self.touch([key for key in keys if key in ready][::-1])
+        self.touch([key for key in keys if key in ready][::-1], term)
         evicted: list[bytes] = []
         most = len(new)
         if self._tenants.is_capped(tenant):
@@ -221,18 +231,18 @@ class Rows:
             heapq.heappush(self._free, row)
         self._known_count = self._usable_count
 
-    def mark_ready(self, key: bytes, tenant: bytes = NO_TENANT, kind: int = 0) -> None:
+    def mark_ready(self, key: bytes, tenant: bytes = NO_TENANT, term: Term = Term.LONG) -> None:
         """Makes a reserved row visible; its bytes are there. It is the most recently used one.
         Raises RowMisused."""
-        expires, used = self._times()
-        self._show(Mark(key, expires, used, tenant, kind))
+        expires, used = self._times(term)
+        self._show(Mark(key, expires, used, tenant, term))
         self._counts[Count.STORED] += 1
 
     def mark_restored(self, saved: Mark) -> None:
-        """As `mark_ready`, of a row that came back from a file: it keeps its tenant and kind, and
-        the later expiry. Raises RowMisused."""
-        expires, used = self._times()
-        self._show(saved._replace(expires_s=max(expires, saved.expires_s), used_s=used))
+        """As `mark_ready`, of a row that came back from a file: it keeps its tenant, its class and
+        its expiry until the asker uses it. Raises RowMisused."""
+        _, used = self._times(Term.LONG)
+        self._show(saved._replace(used_s=used))
         self._counts[Count.RESTORED] += 1
 
     def _show(self, mark: Mark) -> None:

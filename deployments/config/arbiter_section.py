@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from arbiter.core import settings as core
 from arbiter.core.view import NamedRole, Role
 from arbiter.units import Bytes, seconds
-from deployments.config.fields import LONGEST_S, Size, Strict
+from deployments.config.fields import LONGEST_S, KvTerm, Size, Strict
 from deployments.config.outside_policies import imported
 from policies import ADMIT, EVICT, REPLAY_ONLY, ROLES
 
@@ -35,6 +35,7 @@ class TenantConfig(Strict):
     share: float = Field(1.0, gt=0, le=1_000)  # of its turns in the queue, beside other tenants
     # E6: the part of the rows of each slab that its requests may fill, of models loaded from now on
     slab: float = Field(1.0, ge=0, le=1)
+    longest_kv_term: KvTerm = "extended"  # G4: for which its KV stays after a use, at most
 
     @field_validator("reserved")
     @classmethod

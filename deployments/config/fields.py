@@ -2,7 +2,7 @@
 what they do not know."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -28,6 +28,9 @@ def parse_size(value: object) -> int:
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 
+
+# A class of term, by the name that arbiter.pool.Term has in capitals; the shortest first.
+KvTerm = Literal["short", "long", "extended"]
 
 LONGEST_S = 31_622_400.0  # a leap year; beyond 292 of them nanoseconds do not fit
 

@@ -16,7 +16,7 @@ from arbiter.core import types
 from arbiter.protocol.lease_schema import DEFAULT_TENANT
 from arbiter.units import Bytes, seconds
 from deployments.config.arbiter_section import ArbiterConfig
-from deployments.config.fields import LONGEST_S, Size, Strict, parse_size
+from deployments.config.fields import LONGEST_S, KvTerm, Size, Strict, parse_size
 from deployments.config.url_allowlist import is_prefix
 from policies import ROLES
 
@@ -141,6 +141,8 @@ class ModelConfig(Strict):
     stable_prefixes: list[StablePrefixConfig] = Field([], max_length=MAX_PREFIXES)
     rewarm_s: float = Field(240.0, ge=30, le=3_600)  # G5: between two sweeps that repeat it
     keep_kv: bool = True  # G4: KV of its conversations outlives its engine, in the node's pool
+    # For how long after a use, where the request says nothing: 5 min, 1 h, 24 h
+    kv_term: KvTerm = "long"
     adapters: AdaptersConfig | None = None
     drafter: DrafterConfig | None = None  # with one it cannot sleep, nor have adapters
     threads: int | None = Field(None, ge=1)  # that compute; absent: the engine's own choice
@@ -360,6 +362,9 @@ class CapabilityArgs(Strict):
     capability: str  # a name in the table
     # `module:Class`, a subclass of Capability; absent: Capability itself
     class_: str | None = Field(None, alias="class", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    # G3: Serve starts another for more requests at once than its `target_ongoing_requests`; it gets
+    # a copy of a model when the replicas that have it are full (their `max_ongoing_requests`)
+    max_replicas: int = Field(1, ge=1, le=64)
 
 
 class ConfigError(ValueError):

@@ -14,13 +14,16 @@ from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from arbiter.units import DEFAULT_TENANT
 from deployments import messages
+from deployments.config.fields import KvTerm
 from deployments.config.schema import ModelConfig, Profile
 from deployments.front import stable_prefix
+from deployments.front.kv_use import USUAL, key_of
 from deployments.front.model_names import Target
 from deployments.front.pictures import BadPart, PictureCheck
 from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Kind
 from deployments.front.stable_prefix import BadMark, StableRun
 from deployments.multipart import BadForm, read_fields
+from deployments.routing.pieces import pieces_of
 
 # Headers that go on to the engine: those that its HTTP layer reads.
 FORWARDED = ("content-type", "accept")
@@ -56,6 +59,7 @@ class ParsedRequest:
     profile: Profile
     kind: Kind
     run: StableRun | None = None  # what its sender marked as stable
+    key: str = ""  # of its KV
 
     @property
     def model(self) -> str:
@@ -97,17 +101,26 @@ async def parse(
     kept = {name: headers[name] for name in FORWARDED if name in headers}
     profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
     own = None if is_form else fields
-    request_id = _request_id(headers)
-    return ParsedRequest(path, request_id, kept, raw, own, checked, profile, schema.kind, run)
+    request_id, key = _request_id(headers), key_of(checked, run)
+    return ParsedRequest(path, request_id, kept, raw, own, checked, profile, schema.kind, run, key)
 
 
 def call_of(
-    asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
+    asked: ParsedRequest,
+    target: Target,
+    model: ModelConfig,
+    tenant: str,
+    *,
+    term: KvTerm | None = None,
 ) -> messages.InferenceCall:
     """What goes to the capability. Extension fields that are not the engine's are taken out of a
-    JSON body and defaults put in; a form goes as it came, with the served name in a header."""
+    JSON body and defaults put in; a form goes as it came, with the served name in a header.
+    `term`: of its KV; None where KV ends with its engine."""
     checked, profile = asked.checked, asked.profile
     fields = _engine_fields(asked, target, model, tenant)
+    is_text = fields is not None and asked.kind is Kind.TEXT
+    if fields is not None and is_text and term not in (None, USUAL):
+        fields["kv_transfer_params"] = {messages.KV_TERM: term}
     is_unchanged = fields is None or fields == asked.fields  # then the client's own bytes will do
     stay = checked.x_stay_warm if checked.x_stay_warm is not None else profile.stay_warm_s
     said = {"x-request-id": asked.request_id, messages.TENANT_HEADER: tenant}
@@ -123,7 +136,8 @@ def call_of(
         asked.priority or target.priority,
         tenant=tenant,
         client_id=checked.x_client_id or "",
-        conversation_id=checked.x_conversation_id,
+        key=asked.key,
+        pieces=pieces_of(fields, tenant, target.served) if fields and is_text else b"",
         stay_warm_s=stay,
         wants_progress=asked.is_stream,
         served=target.served,

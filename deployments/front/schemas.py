@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from deployments import prefixes
+from deployments.config.fields import KvTerm
 from deployments.image_fields import ImageFields, VariationFields
 
 # OpenAI's own bounds where it states one: 128 choices, 128 tools, 4 stop texts (vLLM takes 16, as
@@ -29,6 +30,7 @@ MAX_MESSAGES = 10_000
 MAX_DOCUMENTS = 2_048  # of one rerank, score or classify: Jina's bound; Cohere advises 1,000
 MAX_SPOKEN = 4_096  # characters of one speech: OpenAI's bound
 MAX_PROMPT = 10_000  # characters before a transcript; Whisper reads the last 224 tokens of them
+MAX_CACHE_KEY = 512  # of `prompt_cache_key`; OpenAI takes 64
 MAX_NAME = 300  # of a model: two names of 128 and the separators between them
 DAY_S = 86_400.0
 STAY_WARM_MOST_S = 3_600.0  # the longest a client may keep an idle model resident
@@ -74,11 +76,17 @@ class Body(BaseModel):
     model: str = Field(min_length=1, max_length=MAX_NAME, description="see GET /v1/models")
     x_client_id: str | None = Field(None, pattern=_ID, description="chooses a client profile")
     x_conversation_id: str | None = Field(None, pattern=_ID)
+    x_prefix_id: str | None = Field(
+        None, pattern=_ID, description="requests that begin alike; `x_conversation_id` is stronger"
+    )
+    x_kv_term: KvTerm | None = Field(
+        None, description="how long its KV stays after it: 5 min, 1 h, 24 h; absent: the model's"
+    )
     x_priority: Literal["urgent", "high", "normal", "low", "batch"] | None = Field(
         None, description="above normal: the key needs the scope `priority`"
     )
     x_deadline_s: float | None = Field(
-        None, gt=0, le=DAY_S, description="refuse when the model is not there by then"
+        None, gt=0, le=DAY_S, description="refuse when the work has not begun by then"
     )
     x_stay_warm: Annotated[float, Field(ge=0, le=STAY_WARM_MOST_S)] | None = Field(
         None, description="seconds in which the model does not count as idle; true: 600"
@@ -114,6 +122,11 @@ class Generates(Streams):
 
     temperature: float | None = None
     top_p: float | None = None
+    prompt_cache_key: str | None = Field(
+        None, max_length=MAX_CACHE_KEY, description="requests that begin alike; a tenant's own"
+    )
+    # OpenAI's client writes the first; its service took the second as well
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
 
 class Samples(Generates):

@@ -31,8 +31,11 @@ from ray.serve.exceptions import (
 from arbiter.errors import CapabilityFailed, EngineLost, QueueFull, RequestError
 from arbiter.units import TicketId
 from deployments import messages, prefixes
-from deployments.config.schema import Profile, Table
-from deployments.front.model_names import ModelNames
+from deployments.config.arbiter_section import TenantConfig
+from deployments.config.fields import KvTerm
+from deployments.config.schema import ModelConfig, Profile, Table
+from deployments.front.kv_use import KeyTerms, asked_term, keeps_kv, term_of
+from deployments.front.model_names import ModelNames, Target
 from deployments.front.request import ParsedRequest, call_of
 from deployments.replica.background import BackgroundTasks
 
@@ -57,7 +60,7 @@ class InferenceService:
         self._send_of = send_of or handle_of
         self._sends: dict[str, Send] = {}
         self._background = BackgroundTasks()
-        self._in_flight = 0
+        self._in_flight, self._terms = 0, KeyTerms()
         self.configure(Table(capabilities={}))
 
     def configure(self, table: Table) -> None:
@@ -103,7 +106,17 @@ class InferenceService:
         path = prefixes.served_path(asked.path)
         if capability.paths and path not in capability.paths:
             raise messages.NotServedHere(target.model, path, capability.paths)
-        return call_of(asked, target, capability.models[target.model], tenant)
+        model = capability.models[target.model]
+        term = self._term(asked, target, model, tenant) if keeps_kv(capability, model) else None
+        return call_of(asked, target, model, tenant, term=term)
+
+    def _term(
+        self, asked: ParsedRequest, target: Target, model: ModelConfig, tenant: str
+    ) -> KvTerm:
+        said = asked_term(asked.checked)
+        said = self._terms.term(tenant, target.served, asked.key, said)
+        limits = self._table.arbiter.tenants.get(tenant, TenantConfig())
+        return term_of(said, model.kv_term, limits.longest_kv_term)
 
     def run(self, call: messages.InferenceCall) -> Parts:
         """The response: Progress where the call wants it, then a FullResponse, or a ResponseHead

@@ -155,7 +155,7 @@ class Capability:
                 use.ticket,
                 waited_s,
             )
-            answer = use.stream("POST", call.path, call.headers, call.body)
+            answer = use.stream("POST", call.path, _told(call, began_s), call.body)
             async with aclosing(self._pace.follow(answer)) as parts:
                 async for part in parts:
                     yield _with_wait(part, waited_s, use) if waited_s > WAIT_TOLD_S else part
@@ -188,6 +188,14 @@ class Capability:
 def _left_s(call: messages.InferenceCall, began_s: float) -> float | None:
     """Seconds left of the call's deadline, possibly negative; None: it has none."""
     return None if call.deadline_s is None else call.deadline_s - (time.monotonic() - began_s)
+
+
+def _told(call: messages.InferenceCall, began_s: float) -> dict[str, str]:
+    """The headers for the engine, whose own queue goes by priority and deadline too."""
+    told = call.headers | {messages.PRIORITY_HEADER: str(int(call.priority))}
+    if (left_s := _left_s(call, began_s)) is not None:
+        told[messages.DEADLINE_HEADER] = f"{left_s:.3f}"
+    return told
 
 
 async def _rest(parts: AsyncIterator[messages.Progress | messages.ResponseHead | bytes]) -> bytes:

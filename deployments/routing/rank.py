@@ -2,13 +2,16 @@
 
 A model that must be loaded costs seconds, an adapter that must be put into a slot milliseconds to
 tens of them, a conversation without its cached prefix a prefill, and a longer queue a share of a
-batch. So replicas are compared in that order, and the first difference decides.
+batch. So replicas are compared in that order, and the first difference decides: the prefix is where
+the last request of its key went, and of a new key where most of the prompt was sent before.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+
+from deployments.routing.pieces import SeenPieces
 
 
 class ModelPresence(IntEnum):
@@ -27,8 +30,10 @@ OVERLOAD_COUNT = 4
 # Seconds for which calls follow the call that went to a replica to have its model loaded, until the
 # replica itself says what it has (it is asked each second, and a load may wait for its grant).
 FOLLOW_S = 3.0
-# Remembered conversations of one capability, about 3 MB; the least recently used are forgotten.
-CONVERSATIONS = 10_000
+# Of a prompt's pieces, how many a replica must have been sent to be preferred for it (SPEC G3).
+HELD_SHARE = 0.7
+# Remembered keys of one capability, about 3 MB; the least recently used are forgotten.
+KEYS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,8 @@ class RouteRequest:
 
     model: str  # must be resident
     served: str  # what the engine is asked for: the model, or one of its adapters by full name
-    conversation: str = ""  # with its tenant; empty: belongs to none
+    key: str = ""  # of its KV, with its tenant; empty: it has none
+    pieces: Sequence[bytes] = ()  # of its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class ReplicaState:
         default_factory=dict
     )  # name to ModelPresence, of those above COLD
     adapters: Collection[str] = ()  # in slots, by full name
+    held_share: float = 0.0  # of the request's pieces, how many it was sent for this model
 
 
 def rank(
@@ -60,11 +67,11 @@ def rank(
     stuck: str | None = None,
     sent: str | None = None,
 ) -> list[str]:
-    """Returns all replicas, best first. `stuck`: the replica that holds the conversation; `sent`:
-    the replica to which the model's last call went within FOLLOW_S."""
+    """Returns all replicas, best first. `stuck`: the replica that holds the KV of the request's
+    key; `sent`: the replica to which the model's last call went within FOLLOW_S."""
     least_count = min((one.queue_count for one in offers), default=0)
 
-    def price(one: ReplicaState) -> tuple[bool, int, bool, bool, int, str]:
+    def price(one: ReplicaState) -> tuple[bool, int, bool, bool, bool, int, str]:
         warmth = one.models.get(wish.model, ModelPresence.COLD)
         if one.replica == sent:  # it may not have said so yet
             warmth = max(warmth, ModelPresence.RESIDENT if sent == stuck else ModelPresence.COMING)
@@ -75,6 +82,7 @@ def rank(
             -warmth,
             is_overloaded or not has_slot,
             is_overloaded or one.replica != stuck,
+            is_overloaded or one.held_share < HELD_SHARE,
             one.queue_count,
             one.replica,
         )
@@ -87,29 +95,32 @@ class RoutingHistory:
 
     def __init__(self) -> None:
         self._sent: dict[str, tuple[str, float]] = {}  # by model
-        self._stuck: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._stuck: OrderedDict[tuple[str, str], str] = OrderedDict()  # by key and served name
+        self.seen = SeenPieces()
 
     def sent(self, model: str, now_s: float) -> str | None:
         replica, at_s = self._sent.get(model, ("", 0.0))
         return replica if replica and now_s - at_s < FOLLOW_S else None
 
     def stuck(self, wish: RouteRequest) -> str | None:
-        return self._stuck.get((wish.conversation, wish.model)) if wish.conversation else None
+        return self._stuck.get((wish.key, wish.served)) if wish.key else None
 
     def chosen(self, wish: RouteRequest, replica: str, now_s: float) -> None:
         """Notes that the call goes to the replica."""
         if not wish.model:
             return  # a call of another kind teaches nothing
         self._sent[wish.model] = replica, now_s
-        if wish.conversation:
-            key = wish.conversation, wish.model
+        self.seen.note(replica, wish.model, wish.pieces)
+        if wish.key:
+            key = wish.key, wish.served
             self._stuck[key] = replica
             self._stuck.move_to_end(key)
-            if len(self._stuck) > CONVERSATIONS:
+            if len(self._stuck) > KEYS:
                 self._stuck.popitem(last=False)
 
     def keep(self, replicas: Collection[str]) -> None:
         """Forgets what is known of replicas that are not among these."""
+        self.seen.keep(replicas)
         for key in [k for k, replica in self._stuck.items() if replica not in replicas]:
             del self._stuck[key]
         for model in [m for m, (replica, _) in self._sent.items() if replica not in replicas]:

@@ -13,6 +13,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from deployments import messages
+from deployments.routing.pieces import split
 from deployments.routing.rank import ReplicaState, RouteRequest, RoutingHistory, rank
 
 ANYTHING = RouteRequest("", "")
@@ -23,12 +24,12 @@ def wish_of(args: Sequence[Any]) -> RouteRequest:
     call = args[0] if args else None
     if not isinstance(call, messages.InferenceCall):
         return ANYTHING
-    conversation = f"{call.tenant}/{call.conversation_id}" if call.conversation_id else ""
-    return RouteRequest(call.model, call.served or call.model, conversation)
+    key = f"{call.tenant}/{call.key}" if call.key else ""
+    return RouteRequest(call.model, call.served or call.model, key, split(call.pieces))
 
 
 class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
-    """Prefers the resident model, then the adapter, the conversation, and the shortest queue."""
+    """Prefers the resident model, then the adapter, the key, the prompt, and the shortest queue."""
 
     def initialize_state(self) -> None:
         """Called by Serve before anything else is."""
@@ -46,7 +47,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
         pending_request.routing_context.should_backoff = True  # this order is all there is
         wish, now_s = wish_of(pending_request.args), time.monotonic()
         found = {one.replica_id.unique_id: one for one in candidate_replicas}
-        offers = [self._offer(key, one) for key, one in found.items()]
+        offers = [self._offer(key, one, wish) for key, one in found.items()]
         sent, stuck = self._memory.sent(wish.model, now_s), self._memory.stuck(wish)
         order = rank(wish, offers, stuck=stuck, sent=sent)
         self._memory.chosen(wish, order[0], now_s)  # others come before it is sent
@@ -60,8 +61,10 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         self._memory.keep({one.replica_id.unique_id for one in replicas})
+        for one in replicas:
+            self._memory.seen.told(one.replica_id.unique_id, one.routing_stats.get("models", ()))
 
-    def _offer(self, key: str, one: RunningReplica) -> ReplicaState:
+    def _offer(self, key: str, one: RunningReplica, wish: RouteRequest) -> ReplicaState:
         queue = self.replica_queue_len_cache.get(one.replica_id) or 0
         said = one.routing_stats
         return ReplicaState(
@@ -70,6 +73,7 @@ class ResidentRouter(RequestRouter):  # type: ignore[misc]  # Ray ships no types
             queue >= one.max_ongoing_requests,
             said.get("models", {}),
             said.get("adapters", ()),
+            self._memory.seen.share(key, wish.model, wish.pieces),
         )
 
     # Serve finds a waiting call by its request's id, which all concurrent calls of one request

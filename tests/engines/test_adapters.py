@@ -3,13 +3,17 @@
 import json
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from arbiter.core.types import Priority
+from deployments import messages
 from deployments.config.safetensors_header import linear_shapes
+from deployments.engines.vllm.batch_gate import AHEAD
 from tests.support.adapters import write
 from tests.support.engine_host import Child, Connection, ZygoteUnderTest, served, until
 
@@ -199,6 +203,76 @@ def test_a_pinned_adapter_keeps_its_slot_until_its_entry_says_otherwise(
         streams = [opened(child, name) for name in ("a1", "a2")]
         for conn in streams:
             conn.close()
+
+
+@dataclass
+class Flood:
+    """One tenant's requests, far more than a batch has room for."""
+
+    child: Child
+    pool: ThreadPoolExecutor
+    done: list[int] = field(default_factory=list)
+
+    def start(self, count: int) -> list[Future[None]]:
+        return [self.pool.submit(self._ask, n) for n in range(count)]
+
+    def _ask(self, number: int) -> None:
+        assert asked_by(self.child, "flood", NAMES[1 + number % 7])[0] == 200
+        self.done.append(number)
+
+
+def asked_by(child: Child, tenant: str, model: str, **more: str) -> tuple[int, Any]:
+    """As a replica asks: what it says of the caller is in headers."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    headers = {messages.TENANT_HEADER: tenant, **more}
+    return child.call("POST", "/v1/completions", {**body, "ignore_eos": True}, headers)
+
+
+@pytest.mark.spec("F6")
+@pytest.mark.parametrize(
+    ("tenant", "adapter", "priority"),
+    [
+        ("single", "a1", Priority.NORMAL),
+        ("flood", "a1", Priority.URGENT),
+        ("flood", "a0", Priority.NORMAL),
+    ],
+    ids=["another tenant", "more urgent", "another adapter"],
+)
+def test_a_flood_delays_what_is_due_before_it_by_a_batch(
+    chat: Child, tenant: str, adapter: str, priority: Priority
+) -> None:
+    """Told by the order of the answers: those of the batch that runs, then the single request in
+    the next, although more than four batches of the flood came before it."""
+    window = 32 + AHEAD
+    with ThreadPoolExecutor(240) as pool:
+        flood = Flood(chat, pool)
+        asked = flood.start(240)
+        until(lambda: chat.call("GET", "/admission")[1]["waiting"] > 4 * window, 20)
+        before = len(flood.done)
+        said = {messages.PRIORITY_HEADER: str(int(priority))}
+        assert asked_by(chat, tenant, adapter, **said)[0] == 200
+        between = len(flood.done) - before
+        assert chat.call("GET", "/admission")[1]["waiting"] > 0
+        assert between <= 2 * window, f"{between} answers of the flood came first"
+        for one in asked:
+            one.result()
+
+
+@pytest.mark.spec("F6")
+def test_a_request_past_its_deadline_is_refused_and_counted_before_any_step(chat: Child) -> None:
+    assert ask(chat, "a0", count=1)[0] == 200
+    before = chat.call("GET", "/adapters")[1]
+    for model in ("tiny", "a0"):
+        status, got = asked_by(chat, "t", model, **{messages.DEADLINE_HEADER: "-0.5"})
+        assert (status, got["error"]["code"]) == (503, "deadline_unmet"), got
+        body = {"model": model, "prompt": PROMPT, "max_tokens": 4, "stream": True}
+        late = {messages.DEADLINE_HEADER: "0.0"}
+        status, got = chat.call("POST", "/v1/completions", body, late)
+        assert (status, got["error"]["code"]) == (503, "deadline_unmet"), got
+    after = chat.call("GET", "/adapters")[1]
+    assert after["trace"]["steps"] == before["trace"]["steps"]
+    assert after["expired"] == before["expired"] + 4
+    assert asked_by(chat, "t", "a0", **{messages.DEADLINE_HEADER: "60.0"})[0] == 200
 
 
 def opened(child: Child, model: str) -> Connection:

@@ -24,10 +24,11 @@ import pytest
 from arbiter.node import pool as pools
 from arbiter.node.pool import Pool
 from arbiter.node.slab_files import SlabFiles
-from arbiter.pool import SlabView, create, slab_file
-from arbiter.pool.layout import EXTENT_BYTES, tenant_digest
+from arbiter.pool import Mark, SlabView, Term, create, slab_file
+from arbiter.pool.layout import EXTENT_BYTES, TERMS_S, tenant_digest
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
+from deployments.messages import KV_TERM
 from models.train_vision import QUESTIONS
 from tests.support.drawings import drawing, uri
 from tests.support.engine_host import (
@@ -91,11 +92,20 @@ def config(model: Path, slab: int | None, **more: Any) -> dict[str, Any]:
 
 
 def ask(
-    child: Child, tokens: list[int], name: str = "tiny", most: int = 8, salt: str | None = None
+    child: Child,
+    tokens: list[int],
+    name: str = "tiny",
+    most: int = 8,
+    salt: str | None = None,
+    term: str | None = None,
 ) -> tuple[Any, int]:
     """What it answers, with log-probabilities, and how many tokens it did not compute."""
     body = {"model": name, "prompt": tokens, "max_tokens": most, "temperature": 0, "logprobs": 2}
-    more = {"ignore_eos": True, "return_token_ids": True} | ({"cache_salt": salt} if salt else {})
+    more: dict[str, Any] = {"ignore_eos": True, "return_token_ids": True}
+    if salt:
+        more["cache_salt"] = salt
+    if term:
+        more["kv_transfer_params"] = {KV_TERM: term}
     status, answer = child.call("POST", "/v1/completions", {**body, **more})
     assert status == 200, answer
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -250,19 +260,24 @@ def test_conversations_asked_at_once_come_back_together(
 
 
 @pytest.mark.spec("E6", "G2", "G4")
-def test_rows_name_their_tenant_and_no_tenant_gets_those_of_another_from_a_file(
+def test_rows_name_tenant_and_term_and_no_tenant_gets_those_of_another_from_a_file(
     engines: ZygoteUnderTest, tiny: Path, slab: int, next_slab: int, tmp_path: Path
 ) -> None:
     with killed(engines, "of-tenants", config(tiny, slab)) as child:
-        cold = ask(child, prompt(34), salt="acme")
-        assert ask(child, prompt(35))[1] == 0
+        cold = ask(child, prompt(34), salt="acme", term="extended")
+        assert ask(child, prompt(35), term="short")[1] == 0
         await_rows(child, 2 * STORED)
-    acme = tenant_digest("acme")
-    with contextlib.closing(SlabView(slab)) as view:
-        assert Counter(mark.tenant for _, mark in view.marks()) == {
-            acme: STORED,
-            bytes(16): STORED,
-        }
+        half = STORED // 2
+        assert ask(child, prompt(35, half * BLOCK + 1))[1] == half * BLOCK
+        until(lambda: terms_of(slab)[(bytes(16), Term.LONG)] == half, 10)
+    acme, asked_s = tenant_digest("acme"), time.time()
+    assert terms_of(slab) == {
+        (acme, Term.EXTENDED): STORED,
+        (bytes(16), Term.SHORT): STORED - half,
+        (bytes(16), Term.LONG): half,
+    }
+    for mark in marks_of(slab):
+        assert 0 < asked_s + TERMS_S[Term(mark.kind)] - mark.expires_s < 60
     file = tmp_path / "a.slab"
     save(slab, file)
     given = with_file(config(tiny, next_slab), file)
@@ -303,6 +318,34 @@ def test_tenant_has_no_more_rows_than_its_cap_and_leaves_none_when_it_is_removed
         assert not owner.must_erase
         assert Counter(mark.tenant for _, mark in owner.marks()) == {tenant_digest("other"): STORED}
         assert ask(child, prompt(36), salt="other")[1] == STORED * BLOCK
+
+
+def marks_of(slab: int) -> list[Mark]:
+    with contextlib.closing(SlabView(slab)) as view:
+        return [mark for _, mark in view.marks()]
+
+
+def terms_of(slab: int) -> Counter[tuple[bytes, Term]]:
+    """How many rows have each tenant and class."""
+    return Counter((mark.tenant, Term(mark.kind)) for mark in marks_of(slab))
+
+
+@pytest.mark.spec("G4")
+def test_every_route_that_generates_takes_the_term(
+    engines: ZygoteUnderTest, tiny: Path, slab: int
+) -> None:
+    """Each stores blocks of its own, because its text begins otherwise."""
+    routes = {"chat/completions": "messages", "messages": "messages", "responses": "input"}
+    with served(engines, "terms", VLLM, config(tiny, slab)) as child:
+        for number, (route, field) in enumerate(routes.items(), start=1):
+            said = [{"role": "user", "content": f"{number}. " + "word " * 300}]
+            body = {"model": "tiny", field: said, "kv_transfer_params": {KV_TERM: "short"}}
+            most = "max_output_tokens" if route == "responses" else "max_tokens"
+            status, answer = child.call("POST", f"/v1/{route}", {**body, most: 2})
+            assert status == 200, answer
+            await_rows(child, 3 * number)
+            assert len(marks_of(slab)) < 6 * number, "the route before stored all of these"
+        assert set(terms_of(slab)) == {(bytes(16), Term.SHORT)}
 
 
 def flip_bytes(path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deployments import messages
 from tests.support.engine_host import (
     Child,
     Connection,
@@ -67,6 +68,31 @@ def test_a_chat_is_answered_in_openais_shape(chat: Child) -> None:
     assert status == 200
     assert body["object"] == "chat.completion" and body["model"] == "tiny"
     assert body["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.spec("F6")
+def test_a_model_without_admitted_adapters_also_drops_what_is_past_its_deadline(
+    chat: Child,
+) -> None:
+    expired = chat.call("GET", "/admission")[1]["expired"]
+    for more in ({}, {"stream": True}):
+        late = {messages.DEADLINE_HEADER: "0.0", messages.TENANT_HEADER: "t"}
+        status, got = chat.call("POST", "/v1/chat/completions", {**GREEDY, **more}, late)
+        assert (status, got["error"]["code"]) == (503, "deadline_unmet"), got
+    facts = chat.call("GET", "/admission")[1]
+    assert facts["expired"] == expired + 2
+    assert facts["running"] == facts["waiting"] == 0
+    assert "t" not in facts["served"]
+
+
+@pytest.mark.spec("F6")
+def test_answer_costs_its_tenant_each_token_whether_streamed_or_not(chat: Child) -> None:
+    prompt = chat.call("POST", "/v1/chat/completions", GREEDY)[1]["usage"]["prompt_tokens"]
+    for more in ({}, {"stream": True}):
+        before = chat.call("GET", "/admission")[1]["served"][""]
+        assert chat.call("POST", "/v1/chat/completions", {**GREEDY, **more})[0] == 200
+        after = chat.call("GET", "/admission")[1]["served"][""]
+        assert after - before == prompt + 2 * 12
 
 
 @pytest.mark.spec("J1")

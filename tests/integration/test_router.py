@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,14 @@ from ray.serve.context import _get_serve_request_context, _serve_request_context
 
 from deployments import messages
 from deployments.app import ROUTER
+from deployments.front.model_names import ModelNames
+from deployments.front.request import call_of, parse
 from deployments.replica.capability import Capability
 from deployments.routing.rank import OVERLOAD_COUNT
 from tests.support.live_arbiter import LiveArbiter, capability, live_arbiter, model
 from tests.support.waits import eventually
 
-pytestmark = [pytest.mark.usefixtures("cluster", "serving"), pytest.mark.spec("G3")]
+pytestmark = [pytest.mark.usefixtures("cluster", "serving"), pytest.mark.spec("G2", "G3")]
 PATH = "/v1/chat/completions"
 ROOM = OVERLOAD_COUNT + 2  # of one replica
 
@@ -58,7 +61,28 @@ async def two() -> AsyncIterator[tuple[LiveArbiter, Any]]:
 
 
 def call(conversation: str | None = None, body: bytes = b"{}") -> messages.InferenceCall:
-    return messages.InferenceCall(PATH, body, {}, "req", "a", conversation_id=conversation)
+    key = f"conv:{conversation}" if conversation else ""
+    return messages.InferenceCall(PATH, body, {}, "req", "a", key=key)
+
+
+async def asked(
+    d: LiveArbiter,
+    system: str,
+    question: str,
+    conversation: str | None = None,
+    *,
+    stable: bool = False,
+    **more: Any,
+) -> messages.InferenceCall:
+    """As the front makes a call of what a client sends."""
+    first = {"role": "system", "content": system, **({"stable": True} if stable else {})}
+    said = [first, {"role": "user", "content": question}]
+    fields: dict[str, Any] = {"model": "a", "messages": said, **more}
+    if conversation is not None:
+        fields["x_conversation_id"] = conversation
+    it = await parse(PATH, json.dumps(fields).encode(), {}, {})
+    target = ModelNames(d.table).find("a", "default")
+    return call_of(it, target, d.table.capabilities["chat"].models["a"], "default")
 
 
 async def begun(
@@ -118,3 +142,82 @@ async def test_concurrent_calls_of_one_request_are_all_sent() -> None:
                 assert len(await asyncio.gather(*asked)) == 4
         finally:
             _serve_request_context.reset(token)
+
+
+MANUAL = " ".join(f"Rule {number}: be exact." for number in range(300))
+RULES = " ".join(f"Law {number}: be kind." for number in range(300))
+
+
+async def idle(d: LiveArbiter, count: int = 2) -> None:
+    """So many replicas compute nothing: what they say next of their queue counts no call that was
+    cancelled."""
+    await d.until(lambda s: sum(t["idle_s"] is not None for t in s["tickets"]) == count)
+
+
+async def both_loaded(d: LiveArbiter, handle: Any) -> tuple[str, str]:
+    """The replicas, when both have the model: the first was sent MANUAL, and the other one RULES
+    when the first was full."""
+    held = [await begun(handle, await asked(d, MANUAL, "Go on.", stream=True))]
+    first = held[0][0]
+    await anext(held[0][1])  # it has its model
+    while held[-1][0] == first:
+        assert len(held) <= ROOM
+        held.append(await begun(handle, await asked(d, RULES, "Go on.", stream=True)))
+    await anext(held[-1][1])
+    for _, parts in held[:-1]:
+        parts.cancel()
+    await idle(d, 1)
+    await eventually(lambda: _goes_to(handle, call(), first))  # once its router knows the model
+    held[-1][1].cancel()
+    await idle(d)
+    return first, held[-1][0]
+
+
+async def test_new_conversation_goes_where_its_prompt_is_known_unless_that_is_overloaded() -> None:
+    async with two() as (d, handle):
+        first, other = await both_loaded(d, handle)
+        busy = [await begun(handle, await asked(d, MANUAL, "Go on.", "busy-0", stream=True))]
+        assert busy[0][0] == first
+        await eventually(lambda: _goes_to(handle, call(), other))  # it has less to do
+        known = await asked(d, MANUAL, "And what does rule 7 say?", "new")
+        assert await replica_of(handle, known) == first
+        for number in range(1, OVERLOAD_COUNT):
+            more = await asked(d, MANUAL, "Go on.", f"busy-{number}", stream=True)
+            busy.append(await begun(handle, more))
+        assert {name for name, _ in busy} == {first}
+        moved = await _one_that_moves(d, handle, other)
+        for _, parts in busy:
+            parts.cancel()
+        keys = ({"x_conversation_id": moved}, {"stable": True}, {"x_prefix_id": "p"})
+        places = [await _stays(d, handle, key) for key in (*keys, {"prompt_cache_key": "k"})]
+        assert places[0] == other
+
+
+async def _one_that_moves(d: LiveArbiter, handle: Any, replica: str) -> str:
+    """A new conversation whose prompt another replica knows, and which went to this one. The router
+    hears a moment late that a call has ended, and until then the other counts as less busy."""
+    names = [f"moved-{number}" for number in range(200)]
+
+    async def moves() -> bool:
+        asks = await asked(d, MANUAL, "And rule 8?", names.pop())
+        return await _goes_to(handle, asks, replica)
+
+    await eventually(moves)
+    return f"moved-{len(names)}"
+
+
+async def _stays(d: LiveArbiter, handle: Any, key: dict[str, Any]) -> str:
+    """The replica to which requests of a key go each time, although another has less to do."""
+    await idle(d)
+    asks = await asked(d, "Be brief.", "Why?", **key)
+    held = [await begun(handle, replace(asks, body=b'{"stream": true}')) for _ in range(2)]
+    [place] = {name for name, _ in held}
+
+    async def goes_elsewhere() -> bool:
+        return await replica_of(handle, call()) != place
+
+    await eventually(goes_elsewhere)
+    assert await replica_of(handle, asks) == place
+    for _, parts in held:
+        parts.cancel()
+    return place

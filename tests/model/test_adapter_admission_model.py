@@ -1,14 +1,29 @@
 """The planning of admission against rules too simple to be wrong, for any load."""
 
 from collections import Counter
+from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.engines.vllm.admission import BASE, View, Waiting, plan
+from arbiter.core.types import Priority
+from deployments.engines.vllm.admission import BASE, BYPASSES, View, Waiting, plan
+from deployments.engines.vllm.token_counters import FairShare
 
 NAMES = st.sampled_from([BASE, *"abcdefgh"])
+
+
+PRIORITIES = list(Priority)
+
+
+@st.composite
+def asked(draw: st.DrawFn, key: int, since_s: float) -> Waiting:
+    tenant, priority = draw(st.sampled_from(["", "x", "y"])), draw(st.sampled_from(PRIORITIES))
+    expires_s = draw(st.sampled_from([inf, inf, 9.0, 10.0, 11.0]))
+    tokens = draw(st.integers(1, 40))
+    return Waiting(key, draw(NAMES), since_s, tenant, priority, tokens, expires_s)
 
 
 @st.composite
@@ -19,12 +34,34 @@ def views(draw: st.DrawFn) -> View:
     if draw(st.booleans()):
         del running[BASE]
     arrivals = sorted(draw(st.lists(st.floats(0, 10), max_size=30)))
-    waiting = [Waiting(n, draw(NAMES), since) for n, since in enumerate(arrivals)]
+    waiting = [draw(asked(n, since)) for n, since in enumerate(arrivals)]
     window = sum(running.values()) + draw(st.integers(0, 12))
     free = slots - len(running.keys() - {BASE})
     pinned = draw(st.lists(st.sampled_from("abcdefgh"), max_size=max(0, free - 1), unique=True))
     ageing_s = draw(st.sampled_from([0.5, 3.0, 100.0]))
-    return View(slots, window, running, waiting, 10.0, ageing_s, frozenset(pinned))
+    since = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 10), max_size=4)
+    return View(
+        slots,
+        window,
+        running,
+        waiting,
+        10.0,
+        ageing_s,
+        frozenset(pinned),
+        draw(shares(waiting)),
+        draw(st.dictionaries(st.sampled_from(PRIORITIES), st.integers(0, BYPASSES))),
+        draw(since),
+    )
+
+
+@st.composite
+def shares(draw: st.DrawFn, waiting: list[Waiting]) -> FairShare:
+    """Any services so far, of those that wait."""
+    made = FairShare()
+    for one in waiting:
+        made.arrived(one.tenant, one.adapter)
+        made.charge(one.tenant, one.adapter, draw(st.integers(0, 50)))
+    return made
 
 
 def slotted(view: View, running: Counter[str]) -> set[str]:
@@ -40,48 +77,77 @@ def after(view: View, entered: list[int]) -> Counter[str]:
 @settings(max_examples=400, derandomize=True)
 @given(views())
 def test_slots_and_window_are_never_exceeded_and_no_request_enters_twice(view: View) -> None:
-    entered = plan(view)
+    entered = plan(view).entering
     assert len(set(entered)) == len(entered)
     running = after(view, entered)
     assert len(slotted(view, running)) <= view.slots
     assert running.total() <= view.window
 
 
+@pytest.mark.spec("F6")
 @settings(max_examples=400, derandomize=True)
 @given(views())
-def test_adapter_admission_is_first_come_first_served_while_all_adapters_fit(view: View) -> None:
+def test_expired_request_never_enters_and_any_other_may(view: View) -> None:
+    entered = set(plan(view).entering)
+    assert not entered & {one.key for one in view.waiting if one.expires_s <= view.now_s}
+    alive = [one for one in view.waiting if one.expires_s > view.now_s]
+    assert plan(replace(view, waiting=alive)).entering == plan(view).entering
+
+
+@pytest.mark.spec("F6")
+@settings(max_examples=400, derandomize=True)
+@given(views())
+def test_while_all_adapters_fit_urgency_decides_and_then_who_was_served_least(view: View) -> None:
     adapters = {one.adapter for one in view.waiting} | set(view.running) | view.pinned
-    if len(adapters - {BASE}) <= view.slots:
-        room = view.window - sum(view.running.values())
-        assert plan(view) == [one.key for one in view.waiting[:room]]
+    view = replace(view, slots=max(view.slots, len(adapters)), bypassed={})
+    left = [one for one in view.waiting if one.expires_s > view.now_s]
+    counters = view.shares.copy()
+    for key in plan(view).entering[:BYPASSES]:  # so far none was bypassed often enough
+        best = min(left, key=lambda w: (w.priority, *counters.of(w.tenant, w.adapter), w.since_s))
+        assert best.key == key
+        counters.charge(best.tenant, best.adapter, best.tokens)
+        left.remove(best)
 
 
 @settings(max_examples=400, derandomize=True)
 @given(views())
-def test_requests_of_one_adapter_enter_in_order_of_arrival(view: View) -> None:
-    entered = plan(view)
-    for name in (BASE, *"abcdefgh"):
-        mine = [one.key for one in view.waiting if one.adapter == name]
+def test_requests_of_one_queue_enter_in_order_of_arrival(view: View) -> None:
+    entered = plan(view).entering
+    alive = [one for one in view.waiting if one.expires_s > view.now_s]
+    queues = {(one.priority, one.tenant, one.adapter) for one in alive}
+    for queue in queues:
+        mine = [w.key for w in alive if (w.priority, w.tenant, w.adapter) == queue]
         taken = [key for key in entered if key in mine]
         assert taken == mine[: len(taken)]
 
 
 @settings(max_examples=400, derandomize=True)
 @given(views())
+def test_a_plan_leaves_its_view_as_it_is(view: View) -> None:
+    before = view.shares.copy(), dict(view.running), dict(view.bypassed)
+    plan(view)
+    assert (view.shares, dict(view.running), dict(view.bypassed)) == before
+
+
+@settings(max_examples=400, derandomize=True)
+@given(views())
 def test_no_slot_stays_empty_while_a_request_waits_for_one(view: View) -> None:
-    running = after(view, plan(view))
-    left = len(view.waiting) - (running.total() - sum(view.running.values()))
+    running = after(view, plan(view).entering)
+    alive = [one for one in view.waiting if one.expires_s > view.now_s]
+    left = len(alive) - (running.total() - sum(view.running.values()))
     if left and running.total() < view.window:
         assert len(slotted(view, running)) == view.slots
-        assert not {one.adapter for one in view.waiting} & {BASE} or running[BASE]
+        assert not {one.adapter for one in alive} & {BASE} or running[BASE]
 
 
 @pytest.mark.spec("F2")
 def test_a_pinned_adapter_enters_at_once_and_is_never_run_dry_for_another() -> None:
     waiting = [Waiting(0, "cold", 0.0), Waiting(1, "pin", 5.0), Waiting(2, "b", 5.0)]
     pin = frozenset({"pin"})
-    assert plan(View(2, 8, {"b": 2}, waiting, 6.0, ageing_s=2.0, pinned=pin)) == [1], "b runs dry"
-    assert plan(View(2, 8, {"pin": 1}, waiting, 6.0, ageing_s=2.0, pinned=pin)) == [0, 1]
+    assert plan(View(2, 8, {"b": 2}, waiting, 6.0, ageing_s=2.0, pinned=pin)).entering == [1], (
+        "b runs dry"
+    )
+    assert plan(View(2, 8, {"pin": 1}, waiting, 6.0, ageing_s=2.0, pinned=pin)).entering == [0, 1]
 
 
 @pytest.mark.spec("F4", "F8")
@@ -99,7 +165,7 @@ def test_a_cold_adapter_enters_under_any_flood_on_hot_ones(
     for tick, key in zip(range(60), range(20_000, 30_000), strict=False):
         running = {k: (a, end) for k, (a, end) in running.items() if end > tick}
         counts = Counter(a for a, _ in running.values())
-        entered = plan(View(slots, window, counts, waiting, float(tick), ageing))
+        entered = plan(View(slots, window, counts, waiting, float(tick), ageing)).entering
         if 10_000 in entered:
             return
         for one in [w for w in waiting if w.key in entered]:
@@ -113,12 +179,20 @@ def test_running_adapters_then_the_longest_queue_go_first_beyond_the_slots() -> 
     names = ["c", "a", "d", "d", "a", "c", "d"]
     waiting = [Waiting(n, name, float(n)) for n, name in enumerate(names)]
     view = View(2, 8, {"a": 1}, waiting, 7.0, ageing_s=100.0)
-    assert plan(view) == [1, 4, 2, 3, 6]
+    assert plan(view).entering == [1, 4, 2, 3, 6]
 
 
 def test_an_aged_request_takes_the_slot_that_comes_free() -> None:
     waiting = [Waiting(0, "cold", 0.0), Waiting(1, "a", 5.0), Waiting(2, "b", 5.0)]
     full = View(2, 8, {"a": 1, "b": 2}, waiting, 6.0, ageing_s=2.0)
-    assert plan(full) == [2], "a runs dry, b goes on"
+    assert plan(full).entering == [2], "a runs dry, b goes on"
     freed = View(2, 8, {"b": 2}, waiting, 6.0, ageing_s=2.0)
-    assert plan(freed) == [0, 2]
+    assert plan(freed).entering == [0, 2]
+
+
+@pytest.mark.spec("F6")
+def test_an_adapter_is_fed_for_a_turn_before_it_gives_its_slot_away() -> None:
+    waiting = [Waiting(0, "cold", 0.0), Waiting(1, "hot", 0.0)]
+    view = View(1, 8, {"hot": 1}, waiting, 10.0, turn_s=1.0, slotted_s={"hot": 9.5})
+    assert plan(view).entering == [1], "its turn goes on"
+    assert plan(replace(view, slotted_s={"hot": 9.0})).entering == []

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from arbiter.pool import Rows
+from arbiter.pool import Rows, Term
+from arbiter.pool.layout import TERMS_S
 from tests.support.slabs import (
     EXTENT,
     ROW,
@@ -24,6 +25,8 @@ from tests.support.slabs import (
 
 KEYS = [f"key {number}".encode() for number in range(16)]
 MOST = 3  # extents of four rows each
+SPANS_S = {**TERMS_S, Term.LONG: TERM_S}
+TERMS = st.sampled_from(Term)
 
 
 class SlabRows(RuleBasedStateMachine):
@@ -33,6 +36,7 @@ class SlabRows(RuleBasedStateMachine):
         self.fd = self.open.enter_context(slab_file(extents=MOST))
         self.clock, self.limit = Clock(), MOST
         self.expires: dict[bytes, float] = {}  # the keys that must be found, each until then
+        self.terms: dict[bytes, Term] = {}  # of the use with which a key expires
         self.reserved: dict[bytes, int] = {}
         self.pins: dict[bytes, int] = {}
         self.reopen()
@@ -49,13 +53,22 @@ class SlabRows(RuleBasedStateMachine):
         for key in keys:
             del self.expires[key]
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, max_size=6))
-    def reserve(self, keys: list[bytes]) -> None:
-        got = self.rows.reserve(keys)
+    def use(self, key: bytes, term: Term) -> None:
+        """A key expires with the latest of its uses."""
+        end_s = self.clock() + SPANS_S[term]
+        self.expires[key] = max(self.expires.get(key, 0.0), end_s)
+        if self.expires[key] == end_s:
+            self.terms[key] = term
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, max_size=6), term=TERMS)
+    def reserve(self, keys: list[bytes], term: Term) -> None:
+        got = self.rows.reserve(keys, term=term)
         assert not set(got.evicted) & (set(self.pins) | set(self.reserved))
         assert not set(got.evicted) & set(keys)
         self.forget(got.evicted)
-        self.expires |= {k: self.clock() + TERM_S for k in keys if k in self.expires}
+        for key in keys:
+            if key in self.expires:
+                self.use(key, term)
         new = [k for k in keys if k not in self.expires and k not in self.reserved]
         assert list(got.rows) == new[: len(got.rows)]
         busy = len(self.pins) + len(self.reserved) + len(keys)
@@ -66,15 +79,15 @@ class SlabRows(RuleBasedStateMachine):
         self.reserved |= got.rows
 
     @precondition(lambda self: self.reserved)
-    @rule(dice=st.integers(0, 99))
-    def finish(self, dice: int) -> None:
+    @rule(dice=st.integers(0, 99), term=TERMS)
+    def finish(self, dice: int, term: Term) -> None:
         key = sorted(self.reserved)[dice % len(self.reserved)]
         del self.reserved[key]
         if dice % 5 == 0:
             self.rows.abandon(key)
         else:
-            self.rows.mark_ready(key)
-            self.expires[key] = self.clock() + TERM_S
+            self.rows.mark_ready(key, term=term)
+            self.use(key, term)
 
     @rule(key=st.sampled_from(KEYS))
     def pin(self, key: bytes) -> None:
@@ -93,12 +106,12 @@ class SlabRows(RuleBasedStateMachine):
         if not self.pins[key]:
             del self.pins[key]
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, max_size=6))
-    def touch(self, keys: list[bytes]) -> None:
-        self.rows.touch(keys)
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True, max_size=6), term=TERMS)
+    def touch(self, keys: list[bytes], term: Term) -> None:
+        self.rows.touch(keys, term)
         for key in keys:
             if key in self.expires:
-                self.expires[key] = self.clock() + TERM_S
+                self.use(key, term)
 
     @rule(key=st.sampled_from(KEYS))
     def drop(self, key: bytes) -> None:
@@ -106,7 +119,7 @@ class SlabRows(RuleBasedStateMachine):
             self.rows.drop(key)
             del self.expires[key]
 
-    @rule(span_s=st.sampled_from([1.0, TERM_S / 3, TERM_S * 2]))
+    @rule(span_s=st.sampled_from([1.0, TERM_S / 3, TERM_S * 2, TERMS_S[Term.SHORT]]))
     def let_time_pass(self, span_s: float) -> None:
         self.clock.now_s += span_s
 
@@ -139,8 +152,11 @@ class SlabRows(RuleBasedStateMachine):
         for key in KEYS:
             if key in self.expires and self.expires[key] > self.clock():
                 assert has_its_bytes(self.rows, key)
-        marked = {mark.key for _, mark in self.rows.slab.marks()}
-        assert marked == set(self.expires)
+        marked = {mark.key: mark for _, mark in self.rows.slab.marks()}
+        assert {key: mark.expires_s for key, mark in marked.items()} == self.expires
+        assert {key: mark.kind for key, mark in marked.items()} == {
+            key: self.terms[key] for key in self.expires
+        }
         assert len(self.rows) == len(self.expires)
 
     @invariant()

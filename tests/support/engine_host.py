@@ -54,10 +54,12 @@ class Child:
         self.lifeline.sock.shutdown(socket.SHUT_RDWR)
         self.lifeline.close()
 
-    def call(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+    def call(
+        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
         conn = Connection(self.path)
         data = None if body is None else json.dumps(body)
-        conn.request(method, path, data, {"content-type": "application/json"})
+        conn.request(method, path, data, {"content-type": "application/json"} | (headers or {}))
         answer = conn.getresponse()
         raw = answer.read()
         conn.close()

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from arbiter.errors import RequestError
-from deployments import messages
 from deployments.adapters.catalogue import Entry
 from deployments.adapters.safe_files import AdapterInvalid
 from deployments.adapters.store import CheckedAdapters, Store, catalogue_of
@@ -30,15 +30,11 @@ from deployments.adapters.validate import Rules
 from deployments.config.safetensors_header import linear_shapes
 from deployments.engines import asgi
 from deployments.engines.protocol import Config, Receive, Scope, Send
+from deployments.engines.vllm import callers
 from deployments.engines.vllm.adapter_images import HOT
 from deployments.engines.vllm.adapter_mover import AdapterMover
-from deployments.engines.vllm.admission import BASE
-from deployments.engines.vllm.batch_gate import AdaptersBusy, BatchGate
-
-# Requests that enter beyond a full batch, so that the next step has a request for each place that
-# gets free.
-AHEAD = 4
-_TENANT = messages.TENANT_HEADER.encode()
+from deployments.engines.vllm.admission import BASE, Waiting
+from deployments.engines.vllm.batch_gate import BatchGate
 
 
 @dataclass(slots=True)
@@ -48,7 +44,6 @@ class Asked:
     model: str  # as the client wrote it
     lora: LoRARequest
     entry: Entry
-    refused: RequestError | None = None  # in `generate`, by the gate or by vLLM
 
 
 _ASKED: ContextVar[Asked | None] = ContextVar("asked", default=None)
@@ -58,27 +53,59 @@ class AdmittingLLM(AsyncLLM):
     """vLLM's frontend, whose `generate`, where every route ends, first waits for a place in the
     batch and for the adapter's load."""
 
-    adapters: "AdapterService"
+    gate: BatchGate
+    served_name: str
+    adapters: "AdapterService | None" = None
 
     async def generate(
-        self, *args: Any, lora_request: LoRARequest | None = None, **more: Any
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        **more: Any,
     ) -> AsyncGenerator[Any, None]:
-        async with self.adapters.turn(lora_request):
-            found = super().generate(*args, lora_request=lora_request, **more)
+        count = callers.AnswerTokens(sampling_params)
+        async with self._turn(lora_request, callers.prompt_tokens(prompt)) as place:
+            found = super().generate(
+                prompt, sampling_params, request_id, lora_request=lora_request, **more
+            )
             async with aclosing(found) as outputs:
                 async for output in outputs:
+                    self.gate.answered(place, count.added(output))
                     yield output
+
+    @asynccontextmanager
+    async def _turn(self, lora: LoRARequest | None, tokens: int) -> AsyncIterator[Waiting]:
+        """One request's time in the engine. Raises AdaptersBusy, RequestExpired, QueueFull,
+        AdapterInvalid, EngineDeadError."""
+        name = _asked_name() or self.served_name
+        adapter = lora.lora_name if lora and self.adapters else BASE  # else vLLM has the slots
+        if self.adapters is not None and lora is not None:
+            self.adapters.mover.ahead(lora)
+        try:
+            async with callers.place(self.gate, adapter, name, tokens) as place:
+                if self.adapters is not None and lora is not None:
+                    await self.adapters.slotted(lora, name)
+                    self.gate.check_deadline(place, name)
+                yield place
+        except RequestError as error:
+            raise callers.noted(error) from None
+        finally:
+            if self.adapters is not None:
+                self.adapters.forget_idle_loads()
 
 
 class AdapterService:
     """The adapters of one engine: which request uses which, and when it may enter the batch."""
 
-    def __init__(self, config: Config, window: int) -> None:
+    def __init__(self, config: Config, gate: BatchGate) -> None:
         """`config["adapters"]`: what the load plan made. Raises OSError, BadHeader."""
         given = config["adapters"]
         self.served_name = str(config.get("served_name", config["model"]))
         self.llm: AsyncLLM | None = None
-        self.gate = BatchGate(given["slots"], window + AHEAD, given["wait_s"])
+        self.gate = gate
         self._catalogue = catalogue_of(config)
         rules = Rules(linear_shapes(Path(config["model"])), given["max_rank"])
         self._shelf = CheckedAdapters(Store(Path(given["store"])), rules)
@@ -107,32 +134,13 @@ class AdapterService:
         number = self._numbers.setdefault(published.digest, len(self._numbers) + 1)
         return Asked(model, LoRARequest(published.digest, number, str(published.path)), entry)
 
-    # -- a place in the batch, and a slot ------------------------------------------------------
+    # -- a slot --------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def turn(self, lora: LoRARequest | None) -> AsyncIterator[None]:
-        """One request's time in the engine. Raises AdaptersBusy, AdapterInvalid,
-        EngineDeadError."""
-        adapter = lora.lora_name if lora else BASE
-        asked = _ASKED.get()
-        name = asked.model if asked else self.served_name
-        if lora is not None:
-            self.mover.ahead(lora)
-        try:
-            await self.gate.enter(adapter, name)
-        except AdaptersBusy as error:
-            raise _noted(asked, error) from None
-        try:
-            if lora is not None:
-                await self._loaded(lora, name)
-                await self._pin(asked)
-            yield
-        except AdapterInvalid as error:
-            raise _noted(asked, error) from None
-        finally:
-            self.gate.leave(adapter)
-            if adapter not in self.gate.running:
-                self._loads.pop(adapter, None)
+    async def slotted(self, lora: LoRARequest, name: str) -> None:
+        """Returns once the adapter of a request that has a place in the batch has a slot. Raises
+        AdapterInvalid, EngineDeadError."""
+        await self._loaded(lora, name)
+        await self._pin(_ASKED.get())
 
     async def _loaded(self, lora: LoRARequest, name: str) -> None:
         """Returns once vLLM has the adapter in its host cache and in a slot. All requests that run
@@ -148,6 +156,10 @@ class AdapterService:
         if error:
             raise AdapterInvalid(name, f"vLLM: {error}") from error
         self.mover.used(lora, task.result() if is_first else HOT)
+
+    def forget_idle_loads(self) -> None:
+        for name in self._loads.keys() - self.gate.running.keys():
+            del self._loads[name]
 
     async def _pin(self, asked: Asked | None) -> None:
         """A pinned adapter keeps its slot from its first use on, while its entry says so. At least
@@ -192,13 +204,10 @@ class AdapterService:
         body = await asgi.read_body(receive)
         if body is None:
             return
-        tenant = dict(scope["headers"]).get(_TENANT, b"").decode("latin-1")
         try:
-            asked = await self.asked(body, tenant)
+            asked = await self.asked(body, callers.current().tenant)
         except RequestError as error:
             return await asgi.refuse_request(send, error)
-        if asked is not None:
-            send = _HeldHead(asked, send)
         _ASKED.set(asked)
         await api(scope, asgi.replay(body, receive), send)
 
@@ -219,6 +228,7 @@ class AdapterService:
             "slots": self.gate.slots,
             "running": running,
             "waiting": self.gate.waiting,
+            "expired": self.gate.expired,
             "pinned": pinned,
             "tiers": self.mover.facts(self._names, self._catalogue.names()),
         }
@@ -227,12 +237,6 @@ class AdapterService:
 def _asked_name() -> str:
     asked = _ASKED.get()
     return asked.model if asked else ""
-
-
-def _noted(asked: Asked | None, error: RequestError) -> RequestError:
-    if asked is not None:
-        asked.refused = error
-    return error
 
 
 class _AskedAdapters(dict[str, LoRARequest]):
@@ -247,27 +251,3 @@ class _AskedAdapters(dict[str, LoRARequest]):
         if asked is None or asked.model != name:
             raise KeyError(name)
         return asked.lora
-
-
-class _HeldHead:
-    """Keeps the head back until the first bytes, so that a request that `generate` refuses gets its
-    own status although vLLM has begun a stream."""
-
-    def __init__(self, asked: Asked, send: Send) -> None:
-        self._asked, self._send = asked, send
-        self._head: Any = None
-        self._passes = False
-
-    async def __call__(self, message: Any) -> None:
-        if self._passes:
-            return await self._send(message)
-        if message["type"] == "http.response.start":
-            self._head = message
-        elif refused := self._asked.refused:
-            if self._head is not None:
-                self._head = None
-                await asgi.refuse_request(self._send, refused)
-        elif self._head is not None:
-            self._passes = True
-            await self._send(self._head)
-            await self._send(message)

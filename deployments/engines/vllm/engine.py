@@ -24,15 +24,22 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from arbiter.units import Content
 from deployments import prefixes
 from deployments.engines import asgi, command_line, linux
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
-from deployments.engines.vllm import adapter_images, kv_offload, picture_slab, pooling
+from deployments.engines.vllm import (
+    adapter_images,
+    callers,
+    kv_offload,
+    picture_slab,
+    pooling,
+)
 from deployments.engines.vllm.adapters import AdapterService, AdmittingLLM
+from deployments.engines.vllm.batch_gate import AHEAD, BatchGate
+from deployments.engines.vllm.callers import HeldHead
 from deployments.engines.vllm.context_growth import ContextGrowth
 from deployments.engines.vllm.core_process import Core, await_core, fork_core
 from deployments.engines.vllm.pictures import Pictures
@@ -43,7 +50,7 @@ from deployments.engines.vllm.prewarm import NO_CACHE, Prewarmer
 ROUTES = frozenset(
     "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/messages "
     "/v1/messages/count_tokens /v1/models "
-    "/tokenize /detokenize /pooling /metrics /adapters /pictures /slab".split()
+    "/tokenize /detokenize /pooling /metrics /adapters /admission /pictures /slab".split()
 ) | frozenset(pooling.HANDLERS)
 _PROBE = "The answer is"
 _DEAD_S = 0.5  # for so long a frontend whose core is dead still answers its requests
@@ -67,13 +74,22 @@ def build(config: Config) -> "VllmEngine":
         threads=compute_threads(config),
         images=(images := adapter_images.take(config)),
     )
-    engine = VllmEngine(args, vllm_config, core, can_sleep=config.get("can_sleep", True))
+    gate = _gate(config, vllm_config)
+    engine = VllmEngine(args, vllm_config, core, gate, can_sleep=config.get("can_sleep", True))
     engine.has_slab = images is not None or kv_offload.has_slab(vllm_config)
     engine.most_tokens = int(config.get("grows_to", {}).get("max_model_len", 0))
     if "adapters" in config:
-        window = vllm_config.scheduler_config.max_num_seqs
-        engine.adapters = AdapterService(config, window)
+        engine.adapters = AdapterService(config, engine.gate)
     return engine
+
+
+def _gate(config: Config, vllm_config: VllmConfig) -> BatchGate:
+    """Of a model without adapters only tenants, priorities and deadlines matter, and a request
+    waits for as long as its caller does."""
+    window = vllm_config.scheduler_config.max_num_seqs + AHEAD
+    if "adapters" not in config:
+        return BatchGate(0, window)
+    return BatchGate(config["adapters"]["slots"], window, config["adapters"]["wait_s"])
 
 
 def compute_threads(config: Config) -> int | None:
@@ -172,9 +188,12 @@ def _drafter_arguments(config: Config) -> dict[str, Any]:
 class VllmEngine:
     """The frontend: tokenizer, templates, OpenAI's semantics. It is the core's only client."""
 
-    def __init__(self, args: Namespace, config: VllmConfig, core: Core, *, can_sleep: bool) -> None:
+    def __init__(
+        self, args: Namespace, config: VllmConfig, core: Core, gate: BatchGate, *, can_sleep: bool
+    ) -> None:
         self.args, self.config, self.core, self.can_sleep = args, config, core, can_sleep
-        self.llm: AsyncLLM | None = None
+        self.gate = gate
+        self.llm: AdmittingLLM | None = None
         self.api: FastAPI | None = None
         self.probes = 0
         self.pools = False
@@ -192,12 +211,12 @@ class VllmEngine:
             await self.llm.collective_rpc("load_from_disk" if _on_cpu() else "reload_weights")
             return
         await asyncio.to_thread(await_core, self.core)
-        kind = AsyncLLM if self.adapters is None else AdmittingLLM
-        self.llm = kind.from_vllm_config(
+        self.llm = AdmittingLLM.from_vllm_config(
             self.config,
             client_addresses=self.core.client_addresses,
             disable_log_stats=self.args.disable_log_stats,
         )
+        self.llm.gate, self.llm.served_name = self.gate, self.args.served_model_name[0]
         asyncio.get_running_loop().add_reader(self.core.pidfd, self._core_died)
         tasks = await self.llm.get_supported_tasks()
         self.pools = "generate" not in tasks
@@ -253,6 +272,9 @@ class VllmEngine:
 
     async def _adapted(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.api is not None and self.llm is not None
+        if scope["path"] == "/admission":
+            return await asgi.respond(send, 200, self.gate.facts())
+        send = HeldHead(callers.begin(scope), send)
         if self.adapters is None:
             return await self.api(scope, receive, send)
         if scope["path"] == "/adapters":
@@ -263,6 +285,7 @@ class VllmEngine:
     async def _prewarm(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.prewarmer is None:
             return await asgi.respond(send, 200, NO_CACHE)
+        send = HeldHead(callers.begin(scope), send)
         if self.adapters is not None:
             return await self.adapters.serve(self.prewarmer, scope, receive, send)
         await self.prewarmer(scope, receive, send)

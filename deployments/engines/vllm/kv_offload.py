@@ -41,10 +41,11 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from arbiter.pool import Rows, SavedRows, Slab, SlabFile, SlabUnusable, layout
+from arbiter.pool import Rows, SavedRows, Slab, SlabFile, SlabUnusable, Term, layout
 from arbiter.pool.layout import Count
 from arbiter.pool.tenants import caps_by_digest
 from arbiter.units import KIB, MIB, Bytes, Content
+from deployments import messages
 from deployments.engines.protocol import Config
 from deployments.engines.vllm.kv_restore import Restorer
 
@@ -53,7 +54,6 @@ logger = init_logger(__name__)
 FACTS = "/slab"  # GET: what each slab holds, by content; POST: shrinks them to their limits first
 # xxhash would begin each process with random numbers, and no key would be found again.
 _HASH = "sha256"
-_TERM_S = 3600.0  # how long a block stays after its last use: the class `long` (SPEC G4)
 _DIGESTED_BYTES = MIB  # of the begin and of the end of each file of weights
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _STEPS_AFTER_RESET = 2  # until which the worker may still write what was in flight
@@ -62,8 +62,9 @@ _ALIGNED_BYTES = 4 * KIB  # rows begin on kernel pages
 
 def arguments(config: Config) -> dict[str, Any]:
     """vLLM's arguments for an engine that was lent a slab of KV: `config["slabs"]["kv"]` has its
-    `path`, and perhaps a `file` with more rows, the `model_digest` of the weights, `term_s`, and
-    `caps`: by tenant the part of the rows that it may have. Empty without one."""
+    `path`, and perhaps a `file` with more rows, the `model_digest` of the weights, `term_s`, the
+    length of the class `long`, and `caps`: by tenant the part of the rows that it may have. Empty
+    without one."""
     given = config.get("slabs", {}).get(Content.KV)
     if not given:
         return {}
@@ -72,7 +73,7 @@ def arguments(config: Config) -> dict[str, Any]:
         "spec_module_path": SlabSpec.__module__,
         "slab": given["path"],
         "file": given.get("file"),
-        "term_s": float(given.get("term_s", _TERM_S)),
+        "term_s": float(given.get("term_s", layout.TERMS_S[Term.LONG])),
         "caps": given.get("caps", {}),
         "offload_prompt_only": False,  # vLLM's default would leave out what the model has said
     }
@@ -258,10 +259,25 @@ class SlabSpec(OffloadingSpec):
 
 
 @dataclass(frozen=True, slots=True)
-class _Tenant:
-    """Whose request it is, as its rows say it."""
+class _Use:
+    """Whose request it is, and how long what it uses stays, as its rows say it."""
 
-    digest: bytes
+    tenant: bytes = layout.NO_TENANT
+    term: Term = Term.LONG
+
+
+_NO_USE = _Use()
+
+
+def _use(req_context: ReqContext) -> _Use:
+    return req_context.get_state(_Use) or _NO_USE
+
+
+def _term(params: Mapping[str, Any] | None) -> Term:
+    """Of a request's `kv_transfer_params`, which only the front sets; a word that is none counts as
+    nothing said, because an error here would end the engine."""
+    word = str((params or {}).get(messages.KV_TERM, "")).upper()
+    return Term[word] if word in Term.__members__ else Term.LONG
 
 
 class SlabManager(OffloadingManager):
@@ -285,7 +301,9 @@ class SlabManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> LoadStoreSpec:
         self._loads_began_ns[req_context.req_id] = time.monotonic_ns()
-        return CPULoadStoreSpec(self.rows.pin(keys))
+        rows = self.rows.pin(keys)
+        self._used(req_context)
+        return CPULoadStoreSpec(rows)
 
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         self.rows.unpin(keys)
@@ -298,35 +316,38 @@ class SlabManager(OffloadingManager):
         in every step, and logs it."""
         if self.restorer is not None:
             self.restorer.give_up(keys)
-        tenant = _tenant_of(req_context)
-        found = self.rows.reserve(keys, keep=req_context._offload_key_positions, tenant=tenant)
+        keep, use = req_context._offload_key_positions, _use(req_context)
+        found = self.rows.reserve(keys, keep, term=use.term, tenant=use.tenant)
         spec = CPULoadStoreSpec(list(found.rows.values()))
         return PrepareStoreOutput(list(found.rows), spec, found.evicted)
 
     def complete_store(
         self, keys: Collection[bytes], req_context: ReqContext, success: bool = True
     ) -> None:
-        tenant = _tenant_of(req_context)
+        use = _use(req_context)
         for key in keys:
             if success:
-                self.rows.mark_ready(key, tenant)
+                self.rows.mark_ready(key, use.tenant, use.term)
             else:
                 self.rows.abandon(key)
         self._used(req_context)
 
     def _used(self, req_context: ReqContext) -> None:
-        """Makes all blocks of a request the most recently used, its first one the last to leave:
-        the connector tells us neither of blocks that the device has nor of their order."""
+        """Makes all blocks of a request the most recently used, its first one the last to leave,
+        and has none expire before its term: the connector tells us neither of blocks that the
+        device has nor of their order."""
         places = req_context._offload_key_positions
-        self.rows.touch(sorted(places, key=places.__getitem__, reverse=True))
+        latest_first = sorted(places, key=places.__getitem__, reverse=True)
+        self.rows.touch(latest_first, _use(req_context).term)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Notes the tenant, whose name is the salt that the front gives to its requests. The
-        connector leaves that out of its context, and the last blocks are stored when the request is
-        gone."""
+        """Notes the term and the tenant, whose name is the salt that the front gives to its
+        requests. The connector leaves the salt out of its context, and the last blocks are stored
+        when the request is gone."""
         request = self.requests.get(req_context.req_id)
-        if request is not None and request.cache_salt:
-            req_context.set_state(_Tenant(layout.tenant_digest(request.cache_salt)))
+        salt = request.cache_salt if request is not None else None
+        tenant = layout.tenant_digest(salt) if salt else b""
+        req_context.set_state(_Use(tenant, _term(req_context.kv_transfer_params)))
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -363,11 +384,6 @@ class SlabManager(OffloadingManager):
 
     def facts(self) -> dict[str, int]:
         return self.rows.slab.facts()
-
-
-def _tenant_of(req_context: ReqContext) -> bytes:
-    tenant = req_context.get_state(_Tenant)
-    return tenant.digest if tenant else layout.NO_TENANT
 
 
 def manager_of(scheduler: Any) -> SlabManager | None:

@@ -17,6 +17,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from arbiter.errors import RequestError
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Receive, Scope, Send
@@ -42,7 +43,7 @@ class Prewarmer:
         try:
             prefix = asgi.json_object(body)
             said = await asgi.until_disconnected(self._warm(prefix), receive)
-        except BadField as error:
+        except RequestError as error:
             return await asgi.refuse_request(send, error)
         if said is not None:
             await asgi.respond(send, 200, said)

@@ -84,6 +84,16 @@ def test_capability_class_of_another_package_is_named_by_the_applications_args()
     assert plain is Capability
 
 
+@pytest.mark.spec("G3")
+@pytest.mark.parametrize(("said", "most"), [({}, 1), ({"max_replicas": 3}, 3)])
+def test_capability_has_one_replica_unless_its_arguments_say_more(
+    said: dict[str, int], most: int
+) -> None:
+    args = CapabilityArgs.model_validate({"capability": "echo", **said})
+    config = app.capability(args)._bound_deployment._deployment_config.autoscaling_config
+    assert (config.min_replicas, config.max_replicas) == (0, most)
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from arbiter.errors import RowMisused
-from arbiter.pool import Rows, SlabView, layout
+from arbiter.pool import Rows, SlabView, Term, layout
+from arbiter.pool.layout import TERMS_S
 from tests.support.slabs import (
     EXTENT,
     ROW,
@@ -64,6 +65,25 @@ def test_tail_of_a_prefix_leaves_before_its_head_also_under_the_next_writer(
     rows.forget_in_flight()
     with rows_of(fd, clock) as later:
         assert later.reserve(keys(3, "n")).evicted == [prefix[-3]]
+
+
+@pytest.mark.spec("G4")
+def test_row_expires_with_the_latest_of_its_uses_also_under_the_next_writer(
+    fd: int, clock: Clock, rows: Rows
+) -> None:
+    store(rows, b"a", b"b")
+    rows.touch([b"a"], Term.EXTENDED)
+    rows.touch([b"a", b"b"], Term.SHORT)
+    day, short = TERMS_S[Term.EXTENDED], TERMS_S[Term.SHORT]
+    assert TERM_S < short < day
+    clock.now_s += short
+    assert ready(rows, [b"a", b"b"]) == [b"a"]
+    rows.touch([b"a"])
+    with rows_of(fd, clock) as later:
+        [(_, mark)] = later.slab.marks()
+        assert (mark.kind, mark.expires_s) == (Term.EXTENDED, clock() - short + day)
+        clock.now_s += day - short
+        assert later.expire() == [b"a"]
 
 
 def test_prefix_of_the_asker_is_no_victim_of_its_own_tail(rows: Rows) -> None:

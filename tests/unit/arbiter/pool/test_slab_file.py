@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from arbiter.pool import Mark, SavedRows, SlabView, slab_file
-from arbiter.pool.layout import LONGEST_TERM_S
+from arbiter.pool import Mark, SavedRows, SlabView, Term, slab_file
+from arbiter.pool.layout import LONGEST_TERM_S, TERMS_S
 from arbiter.units import MIB, Bytes, Content
 from tests.support import slabs
 from tests.support.slabs import (
@@ -84,14 +84,14 @@ def test_rows_come_back_with_their_bytes_tenant_class_and_expiry(fd: int, path: 
         store(rows, *keys(5))
         for key in rows.reserve([b"special"]).rows:
             rows.slab.row(rows._reserved[key])[:] = content_of(key)
-            rows.mark_ready(key, tenant=b"t" * 16, kind=3)
+            rows.mark_ready(key, tenant=b"t" * 16, term=Term.EXTENDED)
         rows.reserve([b"half"])
     assert save(fd, path) == 6
     with reader(path) as found:
         assert set(found.keys) == {*keys(5), b"special"}
         mark = found.mark(b"special")
-        assert mark is not None and (mark.tenant, mark.kind) == (b"t" * 16, 3)
-        assert mark.expires_s == CLOCK() + TERM_S
+        assert mark is not None and (mark.tenant, mark.kind) == (b"t" * 16, Term.EXTENDED)
+        assert mark.expires_s == CLOCK() + TERMS_S[Term.EXTENDED]
         for key in found.keys:
             target = bytearray(ROW)
             assert found.read(key, memoryview(target))
@@ -346,12 +346,12 @@ def test_slab_that_no_writer_has_used_makes_no_file(fd: int, path: Path) -> None
 
 
 @pytest.mark.spec("G4")
-def test_restored_row_is_found_by_this_writer_and_the_next_with_the_later_expiry(
+def test_restored_row_is_found_by_this_writer_and_the_next_and_expires_as_it_would_have(
     fd: int, path: Path
 ) -> None:
     saved(fd, path, 2)
     clock = Clock()
-    clock.now_s -= TERM_S / 2  # so that a use now would end sooner than what the file says
+    clock.now_s += TERM_S / 2  # so that a use now would end later than what the file says
     with slabs.slab_file() as empty_one:
         with rows_of(empty_one, clock) as rows, reader(path, clock=clock) as file:
             mark = file.mark(b"k0")

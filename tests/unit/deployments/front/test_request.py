@@ -12,10 +12,12 @@ from starlette.datastructures import Headers
 from arbiter.core.types import Priority
 from arbiter.errors import UnknownModel
 from deployments import messages
+from deployments.config.fields import KvTerm
 from deployments.config.schema import Table, parse_table
 from deployments.front.model_names import ModelNames
 from deployments.front.request import BadRequest, ParsedRequest, call_of, parse
 from deployments.front.schemas import PRIVATE
+from deployments.routing.pieces import HASH_BYTES
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "x"}]
@@ -72,8 +74,42 @@ async def test_extension_fields_are_read_and_do_not_reach_the_engine() -> None:
     }  # fmt: skip
     made, body = await call(PLAIN | said)
     assert (made.priority, made.deadline_s, made.stay_warm_s) == (Priority.LOW, 2.5, 30.0)
-    assert made.conversation_id == "c-1"
+    assert made.key == "conv:c-1"
     assert body == PLAIN
+
+
+@pytest.mark.spec("G2", "J2")
+async def test_conversation_that_a_header_names_is_the_key_of_its_call() -> None:
+    made, _ = await call(PLAIN | {"prompt_cache_key": "k"}, {"x-conversation-id": "c-2"})
+    assert made.key == "conv:c-2"
+    made, body = await call(PLAIN | {"prompt_cache_key": "k"})
+    assert (made.key, body["prompt_cache_key"]) == ("v5:k", "k")
+
+
+@pytest.mark.spec("G3")
+async def test_call_carries_the_pieces_of_the_prompt_that_its_engine_gets() -> None:
+    long = PLAIN | {"messages": [{"role": "user", "content": "x" * 2_000}]}
+    plain, _ = await call(long)
+    assert len(plain.pieces) == 3 * HASH_BYTES
+    of = table(model={"defaults": {"tools": [{"type": "function", "function": {}}]}})
+    other, _ = await call(long, of=of)
+    assert other.pieces[:HASH_BYTES] != plain.pieces[:HASH_BYTES]
+    of_acme, _ = await call(long, tenant="acme")
+    assert of_acme.pieces[:HASH_BYTES] != plain.pieces[:HASH_BYTES]
+    assert (await call(PLAIN))[0].pieces == b""
+
+
+@pytest.mark.spec("G4")
+async def test_term_goes_to_the_engine_where_it_is_not_the_usual_one() -> None:
+    of = table()
+    it, target = await asked(PLAIN), ModelNames(of).find("tiny", "default")
+
+    def told(term: KvTerm | None) -> Any:
+        made = call_of(it, target, of.capabilities["chat"].models["tiny"], "default", term=term)
+        return json.loads(made.body).get("kv_transfer_params")
+
+    assert (told("short"), told("extended")) == ({"term": "short"}, {"term": "extended"})
+    assert told("long") is None is told(None)
 
 
 @pytest.mark.spec("J1", "J2")
@@ -116,6 +152,8 @@ async def test_an_extension_may_be_a_header_and_the_body_wins() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("x_kv_term", "for ever"), ("prompt_cache_retention", "48h"), ("x_prefix_id", "a b"),
+        ("prompt_cache_key", "k" * 513), ("prompt_cache_key", 7),
         ("x_priority", 1), ("x_deadline_s", -1), ("x_deadline_s", float("nan")),
         ("x_deadline_s", 1e9), ("x_stay_warm", "for ever"), ("x_stay_warm", 1e6),
         ("x_client_id", "a b"), ("x_client_id", ""), ("x_conversation_id", "x" * 129),
@@ -178,6 +216,14 @@ async def test_prompts_of_a_tenant_are_cached_apart_and_no_header_names_the_tena
     made, body = await call(PLAIN, {messages.TENANT_HEADER: "victim"}, tenant="acme")
     assert body["cache_salt"] == "acme"
     assert made.headers[messages.TENANT_HEADER] == "acme"
+
+
+@pytest.mark.spec("F6", "L1")
+async def test_no_header_of_a_client_sets_its_priority_or_deadline_in_the_engine() -> None:
+    lies = {messages.PRIORITY_HEADER: "1", messages.DEADLINE_HEADER: "9999"}
+    made, _ = await call(PLAIN, lies)
+    assert not lies.keys() & made.headers.keys()
+    assert (made.priority, made.deadline_s) == (Priority.NORMAL, None)
 
 
 # -- forms ----------------------------------------------------------------------------------------

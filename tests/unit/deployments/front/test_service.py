@@ -1,5 +1,6 @@
 """InferenceService without HTTP: names, handles, the bound on calls in flight, content types."""
 
+import json
 from typing import Any
 
 import pytest
@@ -73,6 +74,25 @@ async def test_path_that_the_table_does_not_list_for_the_capability_is_named(
     with pytest.raises(messages.NotServedHere, match=SPEAK) as caught:
         await call(service, "/v1/other")
     assert (caught.value.status_code, caught.value.param) == (404, "model")
+
+
+@pytest.mark.spec("G4")
+async def test_no_request_keeps_kv_longer_than_its_tenant_may(service: InferenceService) -> None:
+    chat = {"role": "text", "engine": "vllm", "models": {"m": {"source": "x"}}}
+    tenants = {"tenants": {"acme": {"longest_kv_term": "short"}}}
+    service.configure(parse_table({"arbiter": tenants, "capabilities": {"chat": chat}}))
+
+    async def term(tenant: str, **said: Any) -> str:
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], **said})
+        asked = await parse("/v1/chat/completions", body.encode(), {}, service.profiles)
+        made: str = json.loads(service.call(asked, tenant).body)["kv_transfer_params"]["term"]
+        return made
+
+    assert await term("default", prompt_cache_retention="24h") == "extended"
+    assert await term("acme", prompt_cache_retention="24h") == await term("acme") == "short"
+    talk = {"x_conversation_id": "c-1"}
+    assert await term("default", **talk, x_kv_term="short") == "short"
+    assert await term("default", **talk) == "short", "a conversation keeps its term"
 
 
 async def test_capability_without_an_application_is_a_typed_error(speaker: Speaker) -> None:

@@ -10,6 +10,7 @@ from types import TracebackType
 
 import pytest
 
+from arbiter.core.types import Priority
 from arbiter.errors import EngineLost, TicketClosed
 from arbiter.units import TicketId
 from deployments import messages
@@ -74,6 +75,31 @@ async def test_error_outside_a_stream_is_raised_for_the_front_to_retry() -> None
         async for part in ExampleCapability(DyingEngine(JSON)).handle(CALL):
             got.append(part)
     assert got == []
+
+
+class AttentiveEngine(DyingEngine):
+    """Keeps what it was told in headers."""
+
+    told: dict[str, str]
+
+    async def stream(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> AsyncGenerator[messages.ResponseHead | bytes, None]:
+        self.told = headers
+        yield self.head
+
+
+@pytest.mark.spec("F6")
+async def test_engine_is_told_the_priority_and_what_is_left_of_the_deadline() -> None:
+    engine = AttentiveEngine(JSON)
+    lies = {messages.PRIORITY_HEADER: "1", messages.DEADLINE_HEADER: "9999"}
+    urgent = replace(CALL, priority=Priority.HIGH, deadline_s=9.0, headers={"a": "b"} | lies)
+    assert [part async for part in ExampleCapability(engine).handle(urgent)]
+    left = float(engine.told.pop(messages.DEADLINE_HEADER))
+    assert 0 < left <= 9.0
+    assert engine.told == {"a": "b", messages.PRIORITY_HEADER: "5"}
+    assert [part async for part in ExampleCapability(engine).handle(CALL)]
+    assert engine.told == {messages.PRIORITY_HEADER: "10"}
 
 
 async def test_a_path_of_another_capability_is_named() -> None:

@@ -1,12 +1,15 @@
-"""Which replica gets a request: the one with the model, the adapter, the conversation, or least to
-do.
+"""Which replica gets a request: the one with the model, the adapter, the conversation, the prompt,
+or least to do.
 """
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deployments.routing.rank import (
-    CONVERSATIONS,
     FOLLOW_S,
+    HELD_SHARE,
+    KEYS,
     OVERLOAD_COUNT,
     AdapterSlots,
     ModelPresence,
@@ -58,6 +61,57 @@ def test_overload_moves_a_conversation_and_an_adapter_but_loads_no_second_copy()
         assert rank(wish, offers(OVERLOAD_COUNT), stuck="busy") == ["other", "busy", "cold"]
 
 
+def test_new_conversation_goes_where_most_of_its_prompt_was_sent_and_else_to_the_least_loaded() -> (
+    None
+):
+    def offers(share: float) -> list[ReplicaState]:
+        knows = ReplicaState("knows", 2, models=HERE, held_share=share)
+        return [knows, ReplicaState("free", 1, models=HERE, held_share=0.1)]
+
+    assert rank(TALK, offers(HELD_SHARE))[0] == "knows"
+    assert rank(TALK, offers(HELD_SHARE - 0.01))[0] == "free"
+    assert rank(TALK, offers(1.0), stuck="free")[0] == "free", "where it was comes first"
+
+
+def test_of_replicas_that_know_a_prompt_the_least_loaded_and_none_that_is_overloaded() -> None:
+    def offers(more: int) -> list[ReplicaState]:
+        knows = [
+            ReplicaState(n, c, models=HERE, held_share=1.0) for n, c in (("a", more), ("b", 3))
+        ]
+        return [*knows, ReplicaState("c", 0, models=HERE)]
+
+    for wish in (TALK, LAW):  # the adapter has a slot nowhere
+        assert rank(wish, offers(2)) == ["a", "b", "c"]
+        assert rank(wish, offers(OVERLOAD_COUNT)) == ["b", "c", "a"]
+        assert rank(wish, offers(OVERLOAD_COUNT), stuck="a") == ["b", "c", "a"]
+
+
+OFFERS = st.lists(
+    st.builds(
+        ReplicaState,
+        st.sampled_from("abcd"),
+        st.integers(0, 2 * OVERLOAD_COUNT),
+        models=st.just(HERE),
+        held_share=st.sampled_from([0.0, HELD_SHARE - 0.1, HELD_SHARE, 1.0]),
+    ),
+    min_size=1,
+    unique_by=lambda one: one.replica,
+)
+
+
+@given(OFFERS, st.sampled_from(["a", "b", None]))
+def test_among_replicas_with_the_model_the_first_rule_that_any_meets_decides(
+    offers: list[ReplicaState], stuck: str | None
+) -> None:
+    least = min(one.queue_count for one in offers)
+    calm = [one for one in offers if one.queue_count < least + OVERLOAD_COUNT]
+    holders = [one for one in calm if one.held_share >= HELD_SHARE]
+    own = [one for one in calm if one.replica == stuck]
+    among = own or holders or calm
+    best = min(among, key=lambda one: (one.queue_count, one.replica))
+    assert rank(TALK, offers, stuck=stuck)[0] == best.replica
+
+
 def test_a_full_replica_is_the_last_to_be_asked() -> None:
     offers = [ReplicaState("full", 8, is_full=True, models=HERE), ReplicaState("cold", 3)]
     assert rank(BASE, offers, stuck="full", sent="full") == ["cold", "full"]
@@ -81,14 +135,15 @@ def test_a_conversation_does_not_leave_the_load_it_waited_for() -> None:
     assert rank(BASE, offers, sent="loaded")[0] == "other"
 
 
-def test_a_conversation_is_remembered_by_tenant_and_model_and_the_oldest_forgotten() -> None:
+def test_a_key_is_remembered_by_tenant_model_and_adapter_and_the_oldest_forgotten() -> None:
     memory = RoutingHistory()
     memory.chosen(TALK, "a", 0.0)
     assert memory.stuck(TALK) == "a"
     assert memory.stuck(RouteRequest("m", "m", "other/c-1")) is None
     assert memory.stuck(RouteRequest("n", "n", "acme/c-1")) is None
+    assert memory.stuck(RouteRequest("m", "m:law", "acme/c-1")) is None
     assert memory.stuck(BASE) is None
-    for number in range(CONVERSATIONS):
+    for number in range(KEYS):
         memory.chosen(RouteRequest("m", "m", f"acme/{number}"), "b", 0.0)
     assert memory.stuck(TALK) is None
 
@@ -99,6 +154,14 @@ def test_a_replica_that_went_is_forgotten() -> None:
     memory.keep({"b"})
     assert memory.stuck(TALK) is None
     assert memory.sent("m", 0.1) is None
+
+
+def test_a_prompt_is_remembered_where_it_went() -> None:
+    memory, pieces = RoutingHistory(), [b"1", b"2"]
+    memory.chosen(RouteRequest("m", "m", pieces=pieces), "a", 0.0)
+    assert [memory.seen.share(name, "m", pieces) for name in "ab"] == [1.0, 0.0]
+    memory.keep({"b"})
+    assert memory.seen.share("a", "m", pieces) == 0.0
 
 
 def test_adapter_slots_hold_the_most_recently_used_adapters() -> None:

@@ -1,20 +1,27 @@
 """A place in the batch is never lost, whoever is cancelled when."""
 
 import asyncio
+import time
+from typing import Any
 
 import pytest
 
-from deployments.engines.vllm.batch_gate import AdaptersBusy, BatchGate
+from arbiter.core.types import Priority
+from arbiter.errors import QueueFull
+from deployments import messages
+from deployments.engines.vllm import batch_gate
+from deployments.engines.vllm.admission import BASE, Waiting
+from deployments.engines.vllm.batch_gate import AdaptersBusy, BatchGate, RequestExpired
 
 
-async def asking(gate: BatchGate, adapter: str) -> "asyncio.Task[None]":
+async def asking(gate: BatchGate, adapter: str, **more: Any) -> "asyncio.Task[Waiting]":
     """A request that waits, or has entered."""
-    task = asyncio.ensure_future(gate.enter(adapter, adapter))
+    task = asyncio.ensure_future(gate.enter(adapter, adapter, **more))
     await asyncio.sleep(0)
     return task
 
 
-async def ended(*tasks: "asyncio.Task[None]") -> None:
+async def ended(*tasks: "asyncio.Task[Waiting]") -> None:
     await asyncio.wait(tasks)
 
 
@@ -22,14 +29,14 @@ async def ended(*tasks: "asyncio.Task[None]") -> None:
 def test_request_cancelled_as_another_leaves_takes_no_place_in_the_batch() -> None:
     async def story() -> None:
         gate = BatchGate(slots=1, window=4, wait_s=30)
-        await gate.enter("a", "a")
+        first = await gate.enter("a", "a")
         gone, next_one = await asking(gate, "b"), await asking(gate, "c")
         gone.cancel()  # its future is cancelled; its task has not run yet
-        gate.leave("a")
+        gate.leave(first)
         await ended(gone, next_one)
         assert gone.cancelled() and next_one.exception() is None
         assert gate.running == {"c": 1} and gate.waiting == 0
-        gate.leave("c")
+        gate.leave(next_one.result())
         assert not gate.running
 
     asyncio.run(story())
@@ -39,9 +46,9 @@ def test_request_cancelled_as_another_leaves_takes_no_place_in_the_batch() -> No
 def test_request_cancelled_after_admission_gives_its_place_back() -> None:
     async def story() -> None:
         gate = BatchGate(slots=1, window=4, wait_s=30)
-        await gate.enter("a", "a")
+        first = await gate.enter("a", "a")
         given, next_one = await asking(gate, "b"), await asking(gate, "c")
-        gate.leave("a")
+        gate.leave(first)
         assert gate.running == {"b": 1}
         given.cancel()
         await ended(given, next_one)
@@ -59,5 +66,90 @@ def test_request_that_waited_in_vain_gets_adapters_busy_and_is_forgotten() -> No
         with pytest.raises(AdaptersBusy, match="all 1 slots"):
             await gate.enter("b", "b")
         assert gate.running == {"a": 1} and gate.waiting == 0
+
+    asyncio.run(story())
+
+
+@pytest.mark.spec("F6")
+def test_expired_request_is_refused_counted_and_never_gets_a_place() -> None:
+    async def story() -> None:
+        gate = BatchGate(slots=0, window=1)
+        first = await gate.enter(BASE, "m")
+        late = await asking(gate, BASE, expires_s=time.monotonic() + 0.01)
+        await ended(late)
+        with pytest.raises(RequestExpired, match="m had not begun with the request"):
+            await gate.enter(BASE, "m", expires_s=time.monotonic())
+        assert isinstance(late.exception(), RequestExpired)
+        assert gate.facts() == {"running": 1, "waiting": 0, "expired": 2, "served": {"": 1}}
+        head, body = messages.refusal(RequestExpired("m", 0.5, 1.0))
+        assert head.status == 503 and b"deadline_unmet" in body
+        gate.leave(first)
+        assert not gate.running and gate.shares.tenants.waiting == {}
+
+    asyncio.run(story())
+
+
+@pytest.mark.spec("F6")
+def test_deadline_that_passes_while_an_adapter_loads_ends_the_request() -> None:
+    async def story() -> None:
+        gate = BatchGate(slots=1, window=1)
+        place = Waiting(0, "a", 0.0, expires_s=time.monotonic())
+        with pytest.raises(RequestExpired):
+            gate.check_deadline(place, "a")
+        gate.check_deadline(await gate.enter("a", "a"), "a")
+        assert gate.expired == 1
+
+    asyncio.run(story())
+
+
+@pytest.mark.spec("F6")
+def test_single_request_of_another_tenant_enters_before_the_flood_of_one() -> None:
+    async def story() -> None:
+        gate = BatchGate(slots=0, window=2)
+        running = [await gate.enter(BASE, "m", tenant="flood", tokens=10) for _ in range(2)]
+        flood = [await asking(gate, BASE, tenant="flood", tokens=10) for _ in range(20)]
+        single = await asking(gate, BASE, tenant="single", tokens=10)
+        gate.answered(running[0], 5)
+        gate.leave(running[0])
+        await asyncio.sleep(0)
+        assert single.done() and not any(task.done() for task in flood)
+        gate.leave(single.result())
+        await asyncio.sleep(0)
+        assert flood[0].done() and gate.waiting == 19
+        for task in flood:
+            task.cancel()
+        await ended(*flood)
+        assert gate.shares.tenants.waiting == {} and gate.waiting == 0
+        assert gate.shares.tenants.served == {"flood": 40, "single": 30}
+
+    asyncio.run(story())
+
+
+@pytest.mark.spec("F6")
+def test_more_urgent_request_enters_first() -> None:
+    async def story() -> None:
+        gate = BatchGate(slots=0, window=1)
+        first = await gate.enter(BASE, "m")
+        normal = await asking(gate, BASE)
+        urgent = await asking(gate, BASE, priority=Priority.URGENT)
+        gate.leave(first)
+        await asyncio.sleep(0)
+        assert urgent.done() and not normal.done()
+        normal.cancel()
+        await ended(normal)
+
+    asyncio.run(story())
+
+
+def test_queue_of_an_engine_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        monkeypatch.setattr(batch_gate, "MAX_WAITING", 1)
+        gate = BatchGate(slots=0, window=1)
+        await gate.enter(BASE, "m")
+        waiting = await asking(gate, BASE)
+        with pytest.raises(QueueFull):
+            await gate.enter(BASE, "m")
+        waiting.cancel()
+        await ended(waiting)
 
     asyncio.run(story())

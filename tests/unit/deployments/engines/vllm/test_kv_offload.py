@@ -19,10 +19,10 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from arbiter.pool import SlabFile, layout
+from arbiter.pool import SlabFile, Term, layout
 from deployments.engines.vllm import kv_offload
 from deployments.engines.vllm.kv_offload import Region, RowCopier, SlabManager
-from tests.support.slabs import EXTENT, ROW, Clock, keys, rows_of, set_limit, slab_file
+from tests.support.slabs import EXTENT, ROW, TERM_S, Clock, keys, rows_of, set_limit, slab_file
 
 FULL = 4 * EXTENT // ROW
 NO_STEP = ScheduleEndContext([], [])
@@ -37,21 +37,27 @@ def fd() -> Iterator[int]:
 
 
 @pytest.fixture
-def manager(fd: int) -> Iterator[SlabManager]:
-    with rows_of(fd, Clock()) as rows:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def manager(fd: int, clock: Clock) -> Iterator[SlabManager]:
+    with rows_of(fd, clock) as rows:
         yield SlabManager(rows)
 
 
-def request(*prefix: bytes) -> ReqContext:
+def request(*prefix: bytes, term: str = "") -> ReqContext:
     """A request whose blocks these are, as the connector notes them."""
-    context = ReqContext("r")
+    context = ReqContext("r", kv_transfer_params={"term": term} if term else None)
     for place, key in enumerate(prefix, start=1):
         context.set_offload_key_position(key, place * 128)
     return context
 
 
-def store(manager: SlabManager, prefix: list[bytes]) -> list[bytes]:
-    asked = request(*prefix)
+def store(manager: SlabManager, prefix: list[bytes], term: str = "") -> list[bytes]:
+    asked = request(*prefix, term=term)
+    manager.on_new_request(asked)
     found = manager.prepare_store(prefix, asked)
     manager.complete_store(set(found.keys_to_store), asked)
     manager.on_request_finished(asked)
@@ -86,6 +92,55 @@ def test_row_says_whose_request_stored_it_also_when_that_is_gone(manager: SlabMa
     said = {mark.key: mark.tenant for _, mark in manager.rows.slab.marks()}
     assert said == {b"of acme": layout.tenant_digest("acme"), b"of ": bytes(16)}
     assert len(layout.tenant_digest("acme")) == 16
+
+
+@pytest.mark.spec("G4")
+def test_blocks_of_a_request_expire_together_by_the_longest_term_of_their_uses(
+    clock: Clock, manager: SlabManager
+) -> None:
+    def ends_in_s() -> dict[bytes, float]:
+        return {mark.key: mark.expires_s - clock() for _, mark in manager.rows.slab.marks()}
+
+    def terms() -> dict[bytes, int]:
+        return {mark.key: mark.kind for _, mark in manager.rows.slab.marks()}
+
+    store(manager, [b"a", b"b"], term="short")
+    assert ends_in_s() == {b"a": 300.0, b"b": 300.0}
+    store(manager, [b"a", b"b", b"c"], term="extended")
+    assert set(ends_in_s().values()) == {86_400.0}
+    clock.now_s += 60
+    store(manager, [b"a", b"d"])
+    assert ends_in_s() == {b"a": 86_340.0, b"b": 86_340.0, b"c": 86_340.0, b"d": TERM_S}
+    assert terms() == dict.fromkeys((b"a", b"b", b"c"), Term.EXTENDED) | {b"d": Term.LONG}
+    clock.now_s += 86_340 - TERM_S / 2
+    manager.on_request_finished(request(b"b"))
+    assert (ends_in_s()[b"b"], terms()[b"b"]) == (TERM_S, Term.LONG)
+
+
+@pytest.mark.spec("G4")
+def test_blocks_that_are_loaded_stay_for_the_term_of_the_request_that_loads_them(
+    clock: Clock, manager: SlabManager
+) -> None:
+    store(manager, [b"a"], term="short")
+    clock.now_s += 299
+    asked = request(b"a", term="short")
+    manager.on_new_request(asked)
+    manager.prepare_load([b"a"], asked)
+    clock.now_s += 299
+    assert manager.lookup(b"a", asked) is LookupResult.HIT
+
+
+@pytest.mark.spec("L3")
+@pytest.mark.parametrize("said", [{}, {"term": "for ever"}, {"term": 7}, {"other": "x"}])
+def test_term_that_is_none_is_the_default(
+    clock: Clock, manager: SlabManager, said: dict[str, Any]
+) -> None:
+    asked = ReqContext("r", kv_transfer_params=said)
+    manager.on_new_request(asked)
+    manager.prepare_store([b"a"], asked)
+    manager.complete_store({b"a"}, asked)
+    [(_, mark)] = manager.rows.slab.marks()
+    assert (mark.kind, mark.expires_s) == (Term.LONG, clock() + TERM_S)
 
 
 def test_block_whose_copy_failed_is_not_there(manager: SlabManager) -> None:

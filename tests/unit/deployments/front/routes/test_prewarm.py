@@ -85,7 +85,7 @@ async def test_session_is_accepted_with_the_state_of_its_model(
     said = {"object": "prewarm", "id": "r-1", "model": "chat", "state": "resident"}
     assert (answer.status_code, answer.json()) == (202, said)
     [call] = replica.calls
-    assert (call.path, call.conversation_id) == (prefixes.PATH, "c-1")
+    assert (call.path, call.key) == (prefixes.PATH, "conv:c-1")
     assert call.stable is not None and call.stable.whole_count == 1
 
 

@@ -1,0 +1,131 @@
+"""Whose request this is, how urgent, and until when it must have begun: what the front and the
+replica say in its headers, kept from the route that reads them to `generate`, where it waits.
+
+A client cannot say any of it, because the front passes none of a client's own headers of these
+names on.
+"""
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sized
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from arbiter.core.types import Priority
+from arbiter.errors import RequestError
+from deployments import messages
+from deployments.engines import asgi
+from deployments.engines.protocol import Scope, Send
+from deployments.engines.vllm.admission import Waiting
+from deployments.engines.vllm.batch_gate import BatchGate
+
+
+@dataclass(slots=True)
+class Caller:
+    """The sender of one request, and the error that ended its wait."""
+
+    tenant: str = ""
+    priority: int = Priority.NORMAL
+    expires_s: float = inf  # on the monotonic clock
+    refused: RequestError | None = None
+
+
+# What the engine asks itself, as after a wake, has no caller and waits for nothing.
+_OURS = Caller(priority=Priority.URGENT)
+_CALLER: ContextVar[Caller] = ContextVar("caller", default=_OURS)
+
+
+def current() -> Caller:
+    """The caller of the request that this task answers."""
+    return _CALLER.get()
+
+
+def begin(scope: Scope) -> Caller:
+    """Reads a request's headers; from here on it is the current one of this task and those that it
+    starts."""
+    said = dict(scope["headers"])
+
+    def header(name: str) -> str:
+        value: bytes = said.get(name.encode(), b"")
+        return value.decode("latin-1")
+
+    caller = Caller(
+        header(messages.TENANT_HEADER),
+        int(header(messages.PRIORITY_HEADER) or Priority.NORMAL),
+        time.monotonic() + float(header(messages.DEADLINE_HEADER) or inf),
+    )
+    _CALLER.set(caller)
+    return caller
+
+
+@asynccontextmanager
+async def place(gate: BatchGate, adapter: str, name: str, tokens: int) -> AsyncIterator[Waiting]:
+    """The current request's place in the batch. Raises what `gate.enter` raises."""
+    caller = current()
+    found = await gate.enter(
+        adapter,
+        name,
+        tenant=caller.tenant,
+        priority=caller.priority,
+        tokens=tokens,
+        expires_s=caller.expires_s,
+    )
+    try:
+        yield found
+    finally:
+        gate.leave(found)
+
+
+def noted(error: RequestError) -> RequestError:
+    """For what ends a wait within `generate`, where vLLM would answer with a status of its own."""
+    current().refused = error
+    return error
+
+
+class HeldHead:
+    """Keeps the head back until the first bytes, so that a request that `generate` refuses gets its
+    own status although vLLM has begun a stream."""
+
+    def __init__(self, caller: Caller, send: Send) -> None:
+        self._caller, self._send = caller, send
+        self._head: Any = None
+        self._passes = False
+
+    async def __call__(self, message: Any) -> None:
+        if self._passes:
+            return await self._send(message)
+        if message["type"] == "http.response.start":
+            self._head = message
+        elif refused := self._caller.refused:
+            if self._head is not None:
+                self._head = None
+                await asgi.refuse_request(self._send, refused)
+        elif self._head is not None:
+            self._passes = True
+            await self._send(self._head)
+            await self._send(message)
+
+
+def prompt_tokens(prompt: object) -> int:
+    """The tokens of a prompt as vLLM's routes render it; 1 where they are not counted, as of
+    embeddings."""
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    return max(1, len(ids)) if isinstance(ids, Sized) else 1
+
+
+class AnswerTokens:
+    """Counts what each part of an answer adds, whether parts carry what is new or all so far."""
+
+    def __init__(self, params: Any) -> None:
+        self._deltas = params.output_kind.name == "DELTA"
+        self._seen: dict[int, int] = {}  # by choice
+
+    def added(self, output: Any) -> int:
+        total = 0
+        for choice in output.outputs:
+            count = len(choice.token_ids)
+            total += count if self._deltas else count - self._seen.get(choice.index, 0)
+            self._seen[choice.index] = count
+        return total

@@ -1,0 +1,90 @@
+"""Virtual token counters: how much service each tenant, and each adapter of a tenant, has had.
+
+A counter is the weighted tokens of what a name was served, and the name with the least is served
+next. A name that had nothing waiting begins at the least of those that do, so that it can save up
+nothing while it is idle. Two names that both always have requests waiting are then never further
+apart than twice the most that one batch holds, however long it goes on.
+
+Pure. Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI '24, algorithm 2 and
+theorem 4.4, from which the two weights are too.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+PROMPT_WEIGHT, ANSWER_WEIGHT = 1, 2  # of a token; tokens of an answer cost a step each
+
+# Names kept without a request, beyond which those go that a return would lift anyway.
+MOST_IDLE = 4_096
+
+
+@dataclass(slots=True)
+class TokenCounters:
+    """The counters of names that compete with each other."""
+
+    served: Counter[str] = field(default_factory=Counter)  # weighted tokens
+    waiting: Counter[str] = field(default_factory=Counter)  # requests, none of them zero
+    last_left: str = ""  # the last name whose last waiting request entered or left
+
+    def arrived(self, name: str) -> None:
+        """A request begins to wait."""
+        if name not in self.waiting:
+            self.served[name] = max(self.served[name], self._least())
+            self._forget_idle()
+        self.waiting[name] += 1
+
+    def left(self, name: str) -> None:
+        """A request waits no more: it entered, or it was given up."""
+        self.waiting[name] -= 1
+        if not self.waiting[name]:
+            del self.waiting[name]
+            self.last_left = name
+
+    def charge(self, name: str, weighted: int) -> None:
+        """`weighted`: tokens times their weight."""
+        self.served[name] += weighted
+
+    def copy(self) -> "TokenCounters":
+        return TokenCounters(self.served.copy(), self.waiting.copy(), self.last_left)
+
+    def _least(self) -> int:
+        if self.waiting:
+            return min(self.served[name] for name in self.waiting)
+        return self.served[self.last_left]
+
+    def _forget_idle(self) -> None:
+        if len(self.served) <= len(self.waiting) + MOST_IDLE:
+            return
+        least, kept = self._least(), self.waiting.keys() | {self.last_left}
+        self.served = Counter(
+            {name: n for name, n in self.served.items() if n > least or name in kept}
+        )
+
+
+@dataclass(slots=True)
+class FairShare:
+    """Tenants share the engine, and a tenant's adapters its share: a tenant with a hundred adapters
+    gets no more than one with a single one."""
+
+    tenants: TokenCounters = field(default_factory=TokenCounters)
+    adapters: dict[str, TokenCounters] = field(default_factory=dict)  # by tenant
+
+    def arrived(self, tenant: str, adapter: str) -> None:
+        self.tenants.arrived(tenant)
+        self.adapters.setdefault(tenant, TokenCounters()).arrived(adapter)
+
+    def left(self, tenant: str, adapter: str) -> None:
+        self.tenants.left(tenant)
+        self.adapters[tenant].left(adapter)
+
+    def charge(self, tenant: str, adapter: str, weighted: int) -> None:
+        self.tenants.charge(tenant, weighted)
+        self.adapters.setdefault(tenant, TokenCounters()).charge(adapter, weighted)
+
+    def of(self, tenant: str, adapter: str) -> tuple[int, int]:
+        """What the tenant was served, and what of it the adapter was: the least goes first."""
+        own = self.adapters.get(tenant)
+        return self.tenants.served[tenant], own.served[adapter] if own else 0
+
+    def copy(self) -> "FairShare":
+        return FairShare(self.tenants.copy(), {t: c.copy() for t, c in self.adapters.items()})

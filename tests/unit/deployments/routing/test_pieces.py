@@ -1,0 +1,147 @@
+"""Hashes of a prompt's pieces: equal for as long as two prompts are, of one tenant and adapter."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.routing import pieces as module
+from deployments.routing.pieces import (
+    HASH_BYTES,
+    PIECE_CHARACTERS,
+    PIECES_OF_A_PROMPT,
+    SeenPieces,
+    pieces_of,
+    split,
+)
+
+pytestmark = pytest.mark.spec("G3")
+MANUAL = "".join(f"Rule {number}: be exact. " for number in range(400))
+WHOLE = len(MANUAL) // PIECE_CHARACTERS
+OWNERS = ("acme", "m")
+
+
+def chat(*texts: str, **more: Any) -> dict[str, Any]:
+    roles = ("system", *("user", "assistant") * len(texts))
+    said = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    return {"model": "m", "messages": said, **more}
+
+
+def hashes(fields: dict[str, Any], *owners: str) -> list[bytes]:
+    return split(pieces_of(fields, *(owners or OWNERS)))
+
+
+def shared(one: list[bytes], other: list[bytes]) -> int:
+    """How many leading hashes are equal; none after these is."""
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    count = same.index(False) if False in same else len(same)
+    assert not any(same[count:])
+    return count
+
+
+def test_prompts_share_the_hashes_of_the_whole_pieces_with_which_both_begin() -> None:
+    one, other = hashes(chat(MANUAL, "x" * 3_000)), hashes(chat(MANUAL, "y" * 2_000))
+    assert shared(one, other) == WHOLE
+    assert len(one) > len(other) > WHOLE > 10
+    assert shared(hashes(chat("You are kind. " + MANUAL)), one) == 0
+
+
+def test_next_turn_begins_with_all_pieces_of_the_last() -> None:
+    first = hashes(chat(MANUAL, "And now?"))
+    assert shared(first, hashes(chat(MANUAL, "And now?", "Wait." * 500, "Why?"))) == len(first)
+
+
+def test_no_tenant_and_no_adapter_has_the_hashes_of_another() -> None:
+    own = hashes(chat(MANUAL))
+    for owners in (("other", "m"), ("acme", "m:law"), ("acm", "em")):
+        assert shared(own, hashes(chat(MANUAL), *owners)) == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": MANUAL},
+        {"prompt": list(range(3_000))},
+        {"instructions": MANUAL, "input": "Hello"},
+        {"system": [{"type": "text", "text": MANUAL}], "messages": []},
+        chat("Hello", tools=[{"type": "function", "function": {"description": MANUAL}}]),
+    ],
+)
+def test_each_api_has_its_prompt_in_pieces(fields: dict[str, Any]) -> None:
+    assert len(hashes(fields)) >= WHOLE
+    assert shared(hashes(fields), hashes(json.loads(json.dumps(fields, sort_keys=True)))) >= WHOLE
+
+
+def test_tools_come_before_the_messages_as_templates_write_them() -> None:
+    tools = [{"type": "function", "function": {"description": MANUAL}}]
+    one, other = hashes(chat("a", tools=tools)), hashes(chat("b" * 900, tools=tools))
+    assert shared(one, other) >= WHOLE
+
+
+def test_short_prompt_has_none_and_a_long_one_no_more_than_the_bound() -> None:
+    assert hashes(chat("Hello")) == []
+    assert pieces_of({}, *OWNERS) == b""
+    huge = pieces_of({"prompt": "word " * 300_000}, *OWNERS)
+    assert len(huge) == PIECES_OF_A_PROMPT * HASH_BYTES
+
+
+def test_nesting_that_a_client_chooses_is_no_error() -> None:
+    deep: Any = MANUAL
+    for _ in range(100_000):
+        deep = [deep]
+    assert len(hashes({"input": deep})) >= WHOLE
+
+
+@given(st.text(min_size=1_200, max_size=1_600), st.lists(st.integers(1, 1_199), max_size=6))
+def test_beginning_of_a_prompt_has_the_same_hashes_alone(text: str, cuts: list[int]) -> None:
+    """Any text, also such as no encoder takes, and any prefix of it."""
+    whole = hashes({"prompt": text})
+    for cut in cuts:
+        part = hashes({"prompt": text[:cut]})
+        assert shared(part, whole) >= cut // PIECE_CHARACTERS
+
+
+def test_share_counts_what_was_sent_from_the_beginning_on() -> None:
+    seen, prompt = SeenPieces(), [b"1", b"2", b"3", b"4"]
+    seen.note("a", "m", prompt[:3])
+    assert seen.share("a", "m", prompt) == 0.75
+    assert seen.share("a", "m", [b"0", *prompt]) == 0.0, "the first decides"
+    assert seen.share("a", "n", prompt) == seen.share("b", "m", prompt) == 0.0
+    assert seen.share("a", "m", []) == 0.0
+
+
+def test_least_recently_sent_piece_is_forgotten_and_the_tail_of_a_prompt_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "PIECES_OF_A_MODEL", 4)
+    seen = SeenPieces()
+    seen.note("a", "m", [b"1", b"2", b"3"])
+    seen.note("a", "m", [b"x", b"y"])
+    assert seen.share("a", "m", [b"1", b"2", b"3"]) == pytest.approx(2 / 3)
+    seen.note("a", "m", [b"1"])
+    seen.note("a", "m", [b"z"])
+    assert seen.share("a", "m", [b"1", b"2"]) == 0.5
+    assert seen.share("a", "m", [b"x", b"y"]) == 1.0
+
+
+def test_replica_that_lost_a_model_knows_its_prompts_no_more() -> None:
+    seen = SeenPieces()
+    seen.note("a", "m", [b"1"])
+    seen.note("a", "n", [b"1"])
+    seen.told("a", {})  # the model is on its way there
+    assert seen.share("a", "m", [b"1"]) == 1.0
+    seen.told("a", {"m": 3, "n": 3})
+    seen.told("a", {"m": 1, "n": 3})  # asleep
+    assert seen.share("a", "m", [b"1"]) == 1.0
+    seen.told("a", {"n": 3})
+    assert (seen.share("a", "m", [b"1"]), seen.share("a", "n", [b"1"])) == (0.0, 1.0)
+
+
+def test_replica_that_left_is_forgotten() -> None:
+    seen = SeenPieces()
+    seen.note("a", "m", [b"1"])
+    seen.told("a", {"m": 3})
+    seen.keep({"b"})
+    assert seen.share("a", "m", [b"1"]) == 0.0
