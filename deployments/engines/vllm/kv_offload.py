@@ -262,7 +262,7 @@ class SlabSpec(OffloadingSpec):
 class _Use:
     """Whose request it is, and how long what it uses stays, as its rows say it."""
 
-    tenant: bytes = b""
+    tenant: bytes = layout.NO_TENANT
     term: Term = Term.LONG
 
 
