@@ -36,7 +36,7 @@ from arbiter.core.decisions import (
     SetTimer,
     WarmPrefixes,
 )
-from arbiter.core.reports.dry_run import PlanQuestion
+from arbiter.core.reports.plan import PlanQuestion
 from arbiter.errors import RequestError, TicketClosed
 from arbiter.protocol import messages
 from arbiter.protocol.json_codec import plain

@@ -22,7 +22,7 @@ from deployments.engines.vllm.batch_gate import BatchGate
 REBALANCE_S = 60.0  # SPEC F3
 COUNTS_S = REPORT_S = 1.0
 # Adapters of waiting requests whose images are to be made: more than that many are not made before
-# they are needed. Each takes 6 ms and more of the engine's time.
+# they are needed. Each takes 3 ms and more of the engine's time.
 MOST_AHEAD = 256
 MOST_SHOWN = 20  # of the most used adapters, in the facts
 
