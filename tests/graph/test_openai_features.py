@@ -6,6 +6,7 @@ grammars, and that the same seed says the same.
 
 import base64
 import json
+import re
 import struct
 import urllib.request
 from typing import Any
@@ -208,7 +209,8 @@ def test_request_that_waits_for_a_load_gets_progress_comments_and_headers(
     with urllib.request.urlopen(request, timeout=60) as stream:
         blocks = stream.read().decode().strip().split("\n\n")
     told = [block for block in blocks if block.startswith(": ")]
-    assert any("phase=loading position=0 estimate_s=" in line for line in told)
+    # The model that has its place may go on for a moment, and the load follows.
+    assert any(re.search(r"phase=(queued|loading) position=0 estimate_s=", line) for line in told)
     assert blocks[: len(told)] == told
     assert blocks[-1] == "data: [DONE]"
     make_room(graph, client)

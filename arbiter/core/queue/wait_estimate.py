@@ -84,6 +84,9 @@ def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span
     room_at = min(_room_at(state, book, entry, waiting) for book in books)
     turnover = state.estimates.turnover(entry.capability)
     wait = since(state.now, room_at) + turns * (turn + stays + turnover)
+    if turns:  # what is before it serves first, in the same place
+        served_at = max((w.predicted_at or state.now for w in sample), default=state.now)
+        wait = max(wait, since(state.now, served_at) + turnover)
     collated_at = max((collation_bound(state, e, entry) for e in ahead if e), default=state.now)
     if collated_at > state.now:  # what is before it will be resident, and goes on as long
         wait = max(wait, since(state.now, collated_at) + turnover)
