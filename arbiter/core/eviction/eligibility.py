@@ -59,7 +59,7 @@ def find_obstacle(
         return Obstacle.UNLAWFUL
     if state.tenants and quotas.is_reserved(state, entry, waiting.client.tenant):
         return Obstacle.RESERVED
-    if waiting.lease and waiting.lease.terms.frees:
+    if waiting.frees:
         is_wanted = entry.inflight > 0 or entry.ticket in state.queue
         return Obstacle.IN_USE if is_wanted else None
     if entry.ticket in state.queue:

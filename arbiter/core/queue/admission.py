@@ -227,6 +227,7 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
         entry.priority,
         holder=entry.holder,
         is_of_gang=bool(entry.gang),
+        is_first=entry.frees,
         is_asleep=entry.state is not State.QUEUED,
         quota_group=quotas.quota_group(state, tenant),
         virtual_start_bytes=state.accounts.virtual_start_of(

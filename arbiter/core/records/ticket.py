@@ -287,6 +287,11 @@ class Ticket:
     # -- growth --------------------------------------------------------------------------------
 
     @property
+    def frees(self) -> bool:
+        """Says whether it is the lease of `arbiter free`."""
+        return self.lease is not None and self.lease.terms.frees
+
+    @property
     def grows_bytes(self) -> Bytes:
         """Returns what it waits for on top of what it has; 0 when it waits for nothing."""
         return self.growth.more_bytes if self.growth else Bytes(0)

@@ -126,7 +126,7 @@ def note_evicted_for(state: CoreState, waiting: Ticket, victim: Ticket) -> None:
     awake."""
     if victim.lease:
         return
-    if waiting.lease and waiting.lease.terms.frees:
+    if waiting.frees:
         if victim.state is State.RESIDENT:
             state.freed_for.setdefault(waiting.ticket, {})[victim.model_name] = None
         return

@@ -15,10 +15,13 @@ TERMS = types.LeaseConditions("ops", seconds(60), seconds(0), frees=True)
 HOLDER, FREE = HolderId("lease:free"), TicketId("free")
 
 
-def free(driver: CoreDriver, t: float, size: float) -> list[Decision]:
+def free(
+    driver: CoreDriver, t: float, size: float, deadline_s: float | None = None
+) -> list[Decision]:
     driver.at(t, ev.Joined(HOLDER, NODE, "lease", ()))
-    need = types.Need(gib(size))
-    return driver.at(t, ev.Requested(FREE, HOLDER, "lease", "gpu", need, lease=TERMS))
+    need, deadline = types.Need(gib(size)), None if deadline_s is None else seconds(deadline_s)
+    asked = ev.Requested(FREE, HOLDER, "lease", "gpu", need, deadline=deadline, lease=TERMS)
+    return driver.at(t, asked)
 
 
 def planned(driver: CoreDriver, t: float, size: float) -> Plan:
@@ -101,6 +104,33 @@ def test_nothing_is_freed_where_all_of_it_is_in_use() -> None:
     error = refusal(free(driver, 1, 10))
     assert isinstance(error, LeaseRefused) and "nothing idle may leave" in str(error)
     assert planned(driver, 1, 10).stays[0].why == "it is in use (1 in flight)"
+
+
+def test_an_earlier_request_that_finds_no_room_does_not_hold_it_up() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 80, priority=types.Priority.URGENT)
+    assert driver.ask(0.1, "b", 10, tenant="ops", priority=types.Priority.URGENT) == []
+    assert revoked(free(driver, 0.2, 40)) == [("a", "swap", "gone")]
+
+
+def test_it_holds_up_no_request_that_may_have_a_model_in_use() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 60)
+    driver.beat(0, "a", inflight=0)
+    driver.resident(0, "b", 20)
+    assert revoked(free(driver, 8, 80)) == [("a", "swap", "gone"), ("b", "swap", "gone")]
+    driver.at(8.1, ev.Busy(TicketId("a"), 1))
+    assert revoked(driver.ask(8.2, "c", 80)) == []
+
+
+def test_an_aged_request_that_keeps_the_device_does_not_hold_it_up() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "b", 40)
+    assert granted(driver.lease(0, "l", 40)) == ["l"]
+    assert driver.ask(1, "c", 80) == []
+    driver.sleep_until(40)
+    assert revoked(free(driver, 40, 40)) == [("b", "swap", "gone")]
+    assert granted(leave(driver, 41, "b")) == ["free"]
 
 
 def test_the_cap_of_a_tenant_does_not_bind_the_operator() -> None:
