@@ -110,9 +110,20 @@ def _place_on_one(
 
 
 def _is_closed_to_it_only(state: CoreState, pass_: GrantPass, entry: Ticket) -> bool:
-    """Says whether pressure keeps it from a device that others may use: that it found no room
-    proves nothing of these."""
-    return any(pressure.is_closed_to(state, entry, device) for device in pass_.books)
+    """Says whether pressure keeps it from a device that others may use, or what leaves for others
+    stays for it: that it found no room proves nothing of these."""
+    if entry.frees:
+        return True  # what is in use leaves for others
+    return any(
+        pressure.is_closed_to(state, entry, device) or _may_be_collated(state, entry, book)
+        for device, book in pass_.books.items()
+    )
+
+
+def _may_be_collated(state: CoreState, entry: Ticket, book: DeviceAccount) -> bool:
+    """Says whether a model of a device may stay for this asker alone, because both trade places."""
+    came = state.trades.came_for(entry.model_name, state.now)
+    return any(book.copies[name] for name in came)
 
 
 def _hold_to_quota(

@@ -15,6 +15,7 @@ class Trades:
 
     def __init__(self) -> None:
         self._at: OrderedDict[tuple[ModelName, ModelName], Instant] = OrderedDict()
+        self._came: dict[ModelName, dict[ModelName, None]] = {}  # of `_at`, by the model that left
 
     def __bool__(self) -> bool:
         return bool(self._at)
@@ -24,10 +25,18 @@ class Trades:
         forgotten."""
         self._at[left, came] = at
         self._at.move_to_end((left, came))
+        self._came.setdefault(left, {})[came] = None
         if len(self._at) > KEPT_COUNT:
-            self._at.popitem(last=False)
+            (left, came), _ = self._at.popitem(last=False)
+            del self._came[left][came]
+            if not self._came[left]:
+                del self._came[left]
 
     def has_left_for(self, left: ModelName, came: ModelName, now: Instant) -> bool:
         """Says whether a model left for another lately."""
         at = self._at.get((left, came))
         return at is not None and since(at, now) < REMEMBERED
+
+    def came_for(self, left: ModelName, now: Instant) -> list[ModelName]:
+        """Returns the models for which a model left lately."""
+        return [came for came in self._came.get(left, ()) if self.has_left_for(left, came, now)]

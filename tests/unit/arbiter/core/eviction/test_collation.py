@@ -56,6 +56,12 @@ def test_a_model_that_never_left_for_it_is_asked_after_its_minimum_residency() -
     assert revoked(driver.ask(14, "c", 60)) == [("b", "swap", "gone")]
 
 
+def test_a_collated_ticket_holds_up_no_model_that_never_left_for_the_resident() -> None:
+    driver = traded()
+    assert driver.ask(14, "a2", 60) == []
+    assert revoked(driver.ask(15, "c", 60)) == [("b", "swap", "gone")]
+
+
 def test_a_more_urgent_request_does_not_wait_for_the_collation() -> None:
     driver = traded()
     assert revoked(driver.ask(14, "a2", 60, priority=Priority.HIGH)) == [("b", "swap", "gone")]
