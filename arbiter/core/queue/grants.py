@@ -136,10 +136,11 @@ def _hold_to_quota(
 ) -> Outcome:
     """Rejects what its tenant can never have (C10); defers what the tenant has too much for now,
     and revokes some of the tenant's own for it. A ticket deferred here holds up no other.
-    `together`: the devices that it needs all of; without them any one of the node will do."""
+    `together`: the devices that it needs all of; without them any one of the node will do.
+    No quota binds `arbiter free`, which an operator runs."""
     tenant = entry.client.tenant
     need = limits.need_bytes
-    if tenant not in state.tenants and not pass_.reserves:
+    if entry.frees or (tenant not in state.tenants and not pass_.reserves):
         return Outcome.NOT_APPLICABLE
     most = sum(limits.most_by_device[d] for d in together) if together else limits.most_bytes
     if never := quotas.never(state, tenant, need, most):

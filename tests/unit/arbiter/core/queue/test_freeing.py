@@ -1,14 +1,27 @@
 """What `arbiter free` may have at once, what stays, and what returns (A15)."""
 
+from dataclasses import replace
+
 import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, LoadModel
 from arbiter.core.reports.plan import Plan, PlanQuestion
+from arbiter.core.settings import TenantLimits
 from arbiter.errors import LeaseRefused
 from arbiter.units import HolderId, TicketId, seconds
-from tests.support.core_driver import CPU, NODE, CoreDriver, gib, granted, refusal, revoked, s
+from tests.support.core_driver import (
+    CPU,
+    NODE,
+    PLAIN,
+    CoreDriver,
+    gib,
+    granted,
+    refusal,
+    revoked,
+    s,
+)
 
 pytestmark = pytest.mark.spec("A15")
 TERMS = types.LeaseConditions("ops", seconds(60), seconds(0), frees=True)
@@ -131,6 +144,12 @@ def test_an_aged_request_that_keeps_the_device_does_not_hold_it_up() -> None:
     driver.sleep_until(40)
     assert revoked(free(driver, 40, 40)) == [("b", "swap", "gone")]
     assert granted(leave(driver, 41, "b")) == ["free"]
+
+
+def test_the_quota_of_a_tenant_does_not_bind_the_operator() -> None:
+    limits = TenantLimits("ops", gib(20))
+    driver = CoreDriver(device=80, settings=replace(PLAIN, tenants=(limits,)))
+    assert granted(free(driver, 0, 70)) == ["free"]
 
 
 def test_the_cap_of_a_tenant_does_not_bind_the_operator() -> None:
