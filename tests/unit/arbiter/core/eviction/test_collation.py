@@ -69,9 +69,11 @@ def test_a_more_urgent_request_does_not_wait_for_the_collation() -> None:
 
 def test_a_deadline_shortens_the_collation_to_half_of_the_time_it_leaves() -> None:
     driver = traded()
-    driver.ask(14, "a2", 60, deadline_s=15)  # 2 s to load and 1 s to leave: 12 s are left
-    assert revoked(driver.beat(19, "b", inflight=1)) == []
-    assert revoked(driver.beat(20, "b", inflight=1)) == [("b", "swap", "gone")]
+    driver.ask(17, "a2", 60, deadline_s=15)  # 2 s to load and 1 s to leave: 12 s are left
+    assert driver.wakes == [s(20)]  # the books are audited every ten seconds
+    assert revoked(driver.woke(20)) == []
+    assert driver.wakes == [s(23)]
+    assert revoked(driver.woke(23)) == [("b", "swap", "gone")]
 
 
 def test_a_deadline_too_soon_is_refused_and_not_collated_away() -> None:
