@@ -180,18 +180,21 @@ def collated_until(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant:
 
 def collation_bound(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant:
     """Returns until when an asker waits for a model with which it trades places, at most: no longer
-    than half of the time that its deadline leaves. Now where they do not trade."""
+    than half of the time that its deadline leaves. A request that gave up and asks again goes on
+    with its wait. Now where they do not trade."""
     trades = state.trades.has_left_for(waiting.model_name, entry.model_name, state.now)
     queued = state.queue.find(waiting.ticket)
     if not trades or queued is None or not state.settings.collate_most:
         return state.now
-    asked, most = queued.request.asked, state.settings.collate_most
+    asked = queued.request.asked
+    began = state.trades.waits_since((waiting.holder, waiting.model), asked)
+    bound = after(began, state.settings.collate_most)
     if queued.deadline is None:
-        return after(asked, most)
+        return bound
     load = state.estimates.load_time(state.key_of(waiting), waiting.need.weights_bytes)
     turnover = state.estimates.turnover(entry.capability)
     spare = since(asked, queued.deadline) - load - turnover
-    return after(asked, Span(max(0, min(most, spare // 2))))
+    return min(bound, after(asked, Span(max(0, spare // 2))))
 
 
 def pause_ends(state: CoreState, entry: Ticket) -> Instant:

@@ -203,8 +203,8 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | No
         act=role.act if role else None,
     )
     entry.note_revoked(state.now)
-    if waiting is not None and not waiting.lease:
-        state.trades.note(entry.model_name, waiting.model_name, state.now)
+    if waiting is not None and not waiting.lease and reason is Reason.SWAP:
+        state.trades.asked(entry.ticket, waiting.model_name)
     if entry.state is State.ASLEEP:
         kill_and_notify(state, entry, reason)
         return

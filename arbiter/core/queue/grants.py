@@ -341,6 +341,7 @@ def _grant(
     state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, home: Sizes
 ) -> Outcome:
     state.queue.drop(entry.ticket)
+    state.trades.granted((entry.holder, entry.model))
     state.accounts.served(waiting.request.virtual_start_bytes)
     count_bypasses(state, pass_, waiting.request.sequence, home)
     charge_and_grant(state, entry, home)
