@@ -32,6 +32,7 @@ class Obstacle(Enum):
     COLLATED = auto()
     RESERVED = auto()
     IN_USE = auto()
+    NOTICE = auto()
 
 
 def is_evictable(state: CoreState, entry: Ticket) -> bool:
@@ -60,12 +61,28 @@ def find_obstacle(
     if state.tenants and quotas.is_reserved(state, entry, waiting.client.tenant):
         return Obstacle.RESERVED
     if waiting.frees:
-        is_wanted = entry.inflight > 0 or entry.ticket in state.queue
-        return Obstacle.IN_USE if is_wanted else None
+        return _why_not_freed(state, entry, waiting)
     if entry.ticket in state.queue:
         is_ahead = state.queue.is_ahead(waiting.ticket, entry.ticket)
         return None if is_ahead else Obstacle.AHEAD
     return _too_soon(state, entry, waiting, urgent)
+
+
+def _why_not_freed(state: CoreState, entry: Ticket, waiting: Ticket) -> Obstacle | None:
+    """Returns why `arbiter free` may not have a ticket."""
+    queued = state.queue.find(waiting.ticket)
+    if entry.inflight > 0 or entry.ticket in state.queue:
+        return Obstacle.IN_USE
+    if queued is not None and leaves_too_late(state, entry, queued.deadline):
+        return Obstacle.NOTICE
+    return None
+
+
+def leaves_too_late(state: CoreState, entry: Ticket, deadline: Instant | None) -> bool:
+    """Says whether a lease has more notice than a deadline leaves."""
+    if entry.lease is None or deadline is None:
+        return False
+    return after(state.now, entry.lease.terms.notice) > deadline
 
 
 def _too_soon(
@@ -115,6 +132,11 @@ def _in_use_text(_: CoreState, entry: Ticket, __: Priority) -> str:
     return f"it is in use ({entry.inflight} in flight)" if entry.inflight else "a request waits"
 
 
+def _notice_text(_: CoreState, entry: Ticket, __: Priority) -> str:
+    assert entry.lease is not None
+    return f"it has {in_seconds(entry.lease.terms.notice):.0f} s of notice, longer than the wait"
+
+
 def _why_never(state: CoreState, entry: Ticket, _: Priority) -> str:
     if entry.pinned:
         return "it is pinned"
@@ -133,6 +155,7 @@ TEXTS: dict[Obstacle, Callable[[CoreState, Ticket, Priority], str]] = {
     Obstacle.UNLAWFUL: _why_never,
     Obstacle.RESERVED: lambda _, entry, __: f"it lies within the reserve of {entry.client.tenant}",
     Obstacle.IN_USE: _in_use_text,
+    Obstacle.NOTICE: _notice_text,
     Obstacle.AHEAD: lambda *_: "it waits in the queue itself, before the asker",
     Obstacle.URGENT: _urgent_text,
     Obstacle.LATELY: _lately_text,

@@ -15,7 +15,7 @@ from arbiter.core.eviction import oversize, pressure
 from arbiter.core.eviction.compaction import make_room
 from arbiter.core.eviction.eligibility import may_swap
 from arbiter.core.eviction.eviction import evict_own, revoke, victims_for
-from arbiter.core.queue import gangs, placement
+from arbiter.core.queue import freeing, gangs, placement
 from arbiter.core.queue.outcome import Outcome
 from arbiter.core.queue.pass_state import GrantPass, Limits, count_bypasses
 from arbiter.core.queue.placement_memo import need_of
@@ -104,16 +104,38 @@ def _place_on_one(
     )
     if promised:
         pass_.promised[promised] += need
+    elif entry.frees:
+        return _take_rest(state, pass_, entry, waiting, devices)
     elif usable == devices and not _is_closed_to_it_only(state, pass_, entry):
         pass_.memo.note(need, entry.priority, waiting.quota_group)
     return pass_.defer(waiting, devices)
 
 
+def _take_rest(
+    state: CoreState,
+    pass_: GrantPass,
+    entry: Ticket,
+    waiting: QueueEntry,
+    devices: list[DeviceId],
+) -> Outcome:
+    """Has `arbiter free` ask for what there is, once nothing leaves for it any more: a model may
+    have been in use after all."""
+    if any(book.leaving for book in pass_.books.values()):
+        return pass_.defer(waiting, devices)
+    rest = freeing.rest_bytes(state, entry, pass_.books.values())
+    if rest >= waiting.need_bytes:
+        return pass_.defer(waiting, devices)
+    if not rest:
+        reject_queued(state, entry, leases.nothing_to_free())
+        return Outcome.REJECTED
+    entry.need_less(rest)
+    state.queue.stats(entry.node).know(waiting, rest, waiting.version)
+    return place(state, pass_, entry, waiting)
+
+
 def _is_closed_to_it_only(state: CoreState, pass_: GrantPass, entry: Ticket) -> bool:
     """Says whether pressure keeps it from a device that others may use, or what leaves for others
     stays for it: that it found no room proves nothing of these."""
-    if entry.frees:
-        return True  # what is in use leaves for others
     return any(
         pressure.is_closed_to(state, entry, device) or _may_be_collated(state, entry, book)
         for device, book in pass_.books.items()

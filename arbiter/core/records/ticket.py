@@ -286,6 +286,10 @@ class Ticket:
 
     # -- growth --------------------------------------------------------------------------------
 
+    def need_less(self, size: Bytes) -> None:
+        """Has a queued lease ask for fewer bytes."""
+        self.need = Need(size)
+
     @property
     def frees(self) -> bool:
         """Says whether it is the lease of `arbiter free`."""
