@@ -392,6 +392,7 @@ class CoreState:
     def close(self, entry: Ticket) -> None:
         """Takes a ticket off the books and out of the queue; its id is never used again."""
         self.queue.drop(entry.ticket)
+        self.compactions.note_waste(entry.ticket, is_enough=False)
         self.move(entry, State.CLOSED)
         if entry.ticket not in self.answers:
             self.remember(entry.ticket, TicketClosed(entry.ticket))

@@ -56,6 +56,10 @@ class CoreQueries:
     def request_queue(self) -> RequestQueue:
         return self.state.queue
 
+    def wasteful(self) -> set[TicketId]:
+        """What counts as holding enough beyond its need."""
+        return {*self.state.compactions.wasteful}
+
     def growing(self) -> set[TicketId]:
         return {*self.state.growing}
 

@@ -61,8 +61,9 @@ def staying(state: CoreState, asker: Ticket) -> Iterator[tuple[Ticket, str]]:
     """Yields the tickets on the devices of the asker's node that would not leave for it, with the
     reason."""
     node = state.nodes.get(asker.node)
-    for book in readable_devices(state, node) if node else ():
-        for entry in book.entries.values():
-            why = obstacle_text(state, entry, asker, Priority.URGENT)
-            if why is not None and entry is not asker:
-                yield entry, why
+    books = readable_devices(state, node) if node else ()
+    there = {ticket: entry for book in books for ticket, entry in book.entries.items()}
+    for entry in there.values():
+        why = obstacle_text(state, entry, asker, Priority.URGENT)
+        if why is not None and entry is not asker:
+            yield entry, why
