@@ -34,9 +34,7 @@ class Reason(Enum):
         return self in ONLY_IF_IDLE
 
 
-ONLY_IF_IDLE = frozenset(
-    {Reason.PRESSURE, Reason.IDLE, Reason.MANUAL, Reason.FREE, Reason.COMPACT}
-)
+ONLY_IF_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL, Reason.FREE, Reason.COMPACT})
 
 
 class Tier(Enum):

@@ -209,7 +209,10 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | No
     if entry.state is State.ASLEEP:
         kill_and_notify(state, entry, reason)
         return
-    sleeps = reason in (Reason.SWAP, Reason.FREE, Reason.FIT) or state.floor_of(entry.model_name) is Floor.HOST
+    sleeps = (
+        reason in (Reason.SWAP, Reason.FREE, Reason.FIT)
+        or state.floor_of(entry.model_name) is Floor.HOST
+    )
     granted = grant_with_host_copy(state, entry) if sleeps else None
     notice = entry.lease.terms.notice if entry.lease else state.settings.timeouts.barrier
     barrier_until = after(state.now, notice)

@@ -118,21 +118,15 @@ def _collations_end(state: CoreState, pass_: GrantPass) -> Iterator[Instant]:
     queue have waited for them as long as they must (C13)."""
     if not state.trades:
         return
-    for book in pass_.books.values():
-        for entry in islice(book.entries.values(), SCANNED_COUNT):
-            if entry.state is State.RESIDENT and not entry.inflight:
-                yield pause_ends(state, entry)
     residents = [
         entry
         for book in pass_.books.values()
         for entry in islice(book.entries.values(), SCANNED_COUNT)
         if entry.state is State.RESIDENT
     ]
+    yield from (pause_ends(state, entry) for entry in residents if not entry.inflight)
     for waiting in state.queue.first(pass_.node.node, SCANNED_COUNT):
-        asker = state.ledger.find(waiting.request.ticket)
-        if asker is None:
-            continue
-        came = state.trades.came_for(asker.model_name, state.now)
-        for entry in residents if came else ():
-            if entry.model_name in came:
-                yield collation_bound(state, entry, asker)
+        if asker := state.ledger.find(waiting.request.ticket):
+            came = state.trades.came_for(asker.model_name, state.now)
+            traded = (entry for entry in residents if came and entry.model_name in came)
+            yield from (collation_bound(state, entry, asker) for entry in traded)

@@ -138,7 +138,15 @@ class RequestQueue:
             ticket, now, self._sequence, priority, is_warm, is_asleep, virtual_start_bytes
         )
         waiting = QueueEntry(
-            request, (), model, node, deadline, holder, is_of_gang, is_first, quota_group=quota_group
+            request,
+            (),
+            model,
+            node,
+            deadline,
+            holder,
+            is_of_gang,
+            is_first,
+            quota_group=quota_group,
         )
         self._waiting[ticket] = waiting
         self._of_model.setdefault(model, {})[ticket] = None

@@ -11,6 +11,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import types
@@ -136,7 +137,7 @@ class _Freezer(pickle.Pickler):
         super().__init__(to, pickle.HIGHEST_PROTOCOL)
         self._names = {id(policy): name for name, policy in _shared(policies).items()}
 
-    def reducer_override(self, obj: object) -> object:
+    def reducer_override(self, obj: object) -> Any:
         name = self._names.get(id(obj))
         return NotImplemented if name is None else (_find_shared, (name,))
 

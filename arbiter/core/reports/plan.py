@@ -7,7 +7,6 @@ from arbiter.core import types
 from arbiter.core.decisions import Tier
 from arbiter.units import Bytes, HolderId, NodeId, Span, TicketId, human, in_seconds
 
-
 COMPACTED = "compacted"  # how a victim goes, beside the tiers
 GOES = {Tier.ASLEEP.value: "falls asleep", COMPACTED: "is unloaded and loaded again, smaller"}
 

@@ -1,14 +1,12 @@
 """What a request would bring about (K3): the four answers, each with its numbers."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.records.request_queue import RequestQueue
 from arbiter.core.reports.plan import Answer, Plan, PlanQuestion
 from arbiter.units import NodeId, TicketId, in_seconds, seconds
 from tests.support.core_driver import CPU, HOST, NODE, CoreDriver, gib, s
@@ -37,17 +35,17 @@ def test_what_fits_is_granted_now() -> None:
 
 def test_policies_may_be_any_functions() -> None:
     driver = CoreDriver(device=80)
-    ours = driver.state.policies
-    names = ("evict", "admit", "place", "keep_warm", "pressure")
-    driver.state.policies = replace(ours, **{n: wrapped(getattr(ours, n)) for n in names})
-    driver.state.queue = RequestQueue(driver.state.policies.admit)
+    driver.wrap_policies(wrapped)
     driver.resident(0, "a", 60)
     driver.ask(1, "b", 60)
     assert ask(driver, 30, 50).answer is Answer.NOT_BEFORE
 
 
 def wrapped(policy: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda view: policy(view)
+    def local(view: Any) -> Any:
+        return policy(view)
+
+    return local
 
 
 def test_a_resident_model_serves_at_once() -> None:
