@@ -21,6 +21,7 @@ class Reason(Enum):
     FAILED = "failed"
     WITHDRAWN = "withdrawn"
     TERM = "term"  # a lease has lasted as long as it may
+    FREE = "free"  # for `arbiter free` (A15)
     COMPACT = "compact"  # to be loaded again, because it holds more than it needs (D7)
 
     @property
@@ -33,7 +34,7 @@ class Reason(Enum):
         return self in ONLY_IF_IDLE
 
 
-ONLY_IF_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL, Reason.COMPACT})
+ONLY_IF_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL, Reason.FREE, Reason.COMPACT})
 
 
 class Tier(Enum):

@@ -359,6 +359,10 @@ class CoreState:
         if was is State.LOADING:
             self.loading_times.note(entry.home, entry.since, self.now)
         self.ledger.move(entry, to, self.now, granted, home)
+        if to in (State.ASLEEP, State.RECLAIMING):
+            self.trades.left(entry.ticket, entry.model_name, self.now)
+        elif was is State.DRAINING:
+            self.trades.stayed(entry.ticket)
         if (was is State.LOADING) != (to is State.LOADING):
             self.queue.loading(entry.node, entry.model_name, 1 if to is State.LOADING else -1)
         self.note_active(entry.capability)
@@ -388,6 +392,7 @@ class CoreState:
     def close(self, entry: Ticket) -> None:
         """Takes a ticket off the books and out of the queue; its id is never used again."""
         self.queue.drop(entry.ticket)
+        self.compactions.note_waste(entry.ticket, is_enough=False)
         self.move(entry, State.CLOSED)
         if entry.ticket not in self.answers:
             self.remember(entry.ticket, TicketClosed(entry.ticket))

@@ -132,10 +132,19 @@ class LeaseService:
     async def free(self, call: messages.LeaseCall, *, is_kept: bool) -> messages.Plain:
         """Asks for what `arbiter free` may have. `is_kept`: no process beats for it, and it lasts
         for its term or until it is given back. Repeated, it is one lease. Raises as `update`."""
-        if call.ticket not in self._sessions and call.ticket not in self._ended:
+        session = self._sessions.get(call.ticket)
+        if session is not None and not session.call.terms.frees:
+            raise LeaseRefused("id", "names a lease that `arbiter free` did not begin")
+        if session is None and call.ticket not in self._ended:
             self._plans[call.ticket] = self._shell.plan(_question(call))
         made = self._plans.get(call.ticket)
-        state = await self.update(call, is_kept=is_kept)
+        try:
+            state = await self.update(call, is_kept=is_kept)
+        finally:
+            if call.ticket not in self._sessions:  # it was refused, or is over
+                self._plans.pop(call.ticket, None)
+        if state.state == "ended":
+            raise LeaseRefused("id", f"names a lease that is over ({state.reason})")
         return {"plan": made, "lease": plain(state)}
 
     def give_back(self, lease: str, tenant: str) -> None:

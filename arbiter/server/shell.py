@@ -262,6 +262,8 @@ class Shell:
             async with asyncio.timeout(wait_s):
                 return await asyncio.shield(waiter)
         except TimeoutError:
+            if waiter.done():  # in the turn of the loop in which the time was over
+                return waiter.result()
             found = self.core.compaction(event.request)
             assert found is not None, "its end would have been the answer"
             return found

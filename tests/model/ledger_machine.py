@@ -56,7 +56,8 @@ SIZES = st.integers(1, 12)
 # The core picks an idle ticket for these; what the holder does when it is busy after all is
 # `Reason.only_if_idle`.
 PICKED_IDLE = (
-    Reason.PRESSURE, Reason.IDLE, Reason.FIT, Reason.MANUAL, Reason.SHUTDOWN, Reason.COMPACT
+    Reason.PRESSURE, Reason.IDLE, Reason.FIT, Reason.MANUAL, Reason.SHUTDOWN, Reason.FREE,
+    Reason.COMPACT,
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ PURE += sorted((ROOT / "policies").rglob("*.py"))
 ALLOWED = {
     "bisect", "collections", "collections.abc", "dataclasses", "difflib", "enum", "functools",
     "heapq", "itertools", "math", "re", "typing",
-    "copy", "pickle",  # a state is copied for a dry run
+    "copy", "io", "pickle",  # a state is copied for a dry run
 }  # fmt: skip
 # A file holds one subject; most stay under 400 lines, and 600 is the wall.
 LINES_PER_FILE, LINES_PER_FUNCTION, LINES_PER_CAPABILITY = 600, 50, 150

@@ -1,5 +1,7 @@
 """What a test asks of an arbiter's core, so that no test reads its private state."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from arbiter.core import types
@@ -55,6 +57,18 @@ class CoreQueries:
     @property
     def request_queue(self) -> RequestQueue:
         return self.state.queue
+
+    def wasteful(self) -> set[TicketId]:
+        """What counts as holding enough beyond its need."""
+        return {*self.state.compactions.wasteful}
+
+    def wrap_policies(self, wrap: Callable[[Any], Any]) -> None:
+        """Puts another function in the place of each policy, before the first ticket."""
+        state = self.state
+        names = ("evict", "admit", "place", "keep_warm", "pressure")
+        wrapped = {name: wrap(getattr(state.policies, name)) for name in names}
+        state.policies = replace(state.policies, **wrapped)
+        state.queue = RequestQueue(state.policies.admit)
 
     def growing(self) -> set[TicketId]:
         return {*self.state.growing}

@@ -48,7 +48,9 @@ def make_room(
     """Frees idle models that, loaded again, leave `short` bytes more to a queued ticket; where they
     would not suffice, evicts as `eviction.make_room` does, and returns what that returns. These
     models are freed at once, because the ticket waits for the bytes of all of them, and loaded
-    again once it has its answer."""
+    again once it has its answer. `arbiter free` takes whole models, which return after it."""
+    if waiting.frees:
+        return eviction.make_room(state, waiting, device, short, urgent)
     book = state.ledger.books[device]
     options, chosen = waste.compaction_for(state, book, waiting, short, urgent)
     if not chosen or prefetches_that_make_room(state, book, short):
@@ -89,7 +91,9 @@ def advance(state: CoreState) -> None:
 def _note_freed(state: CoreState, run: Compaction) -> None:
     for ticket, item in list(run.freeing.items()):
         entry = state.ledger.find(ticket)
-        if entry is None:
+        if entry is None and item.holder not in state.holders:
+            run.spare(item.name.model, ticket, "its replica has gone")
+        elif entry is None:
             run.end_freeing(item)
             _tell_freed(state, run, item)
         elif entry.reclaim_late:
@@ -117,7 +121,8 @@ def _load_next(state: CoreState, run: Compaction) -> None:
     while run.freed and not (run.freeing or run.loading or is_awaited):
         item = run.freed.pop(0)
         is_here = any(_tickets_of(state, item))  # a request has brought it back
-        if item.holder in state.holders and not is_here and waste.may_load(state, item.name):
+        may_load = state.closing_by is None and waste.may_load(state, item.name)
+        if item.holder in state.holders and not is_here and may_load:
             _load(state, run, item)
 
 

@@ -32,6 +32,7 @@ class Obstacle(Enum):
     COLLATED = auto()
     RESERVED = auto()
     IN_USE = auto()
+    NOTICE = auto()
 
 
 def is_evictable(state: CoreState, entry: Ticket) -> bool:
@@ -59,13 +60,29 @@ def find_obstacle(
         return Obstacle.UNLAWFUL
     if state.tenants and quotas.is_reserved(state, entry, waiting.client.tenant):
         return Obstacle.RESERVED
-    if waiting.lease and waiting.lease.terms.frees:
-        is_wanted = entry.inflight > 0 or entry.ticket in state.queue
-        return Obstacle.IN_USE if is_wanted else None
+    if waiting.frees:
+        return _why_not_freed(state, entry, waiting)
     if entry.ticket in state.queue:
         is_ahead = state.queue.is_ahead(waiting.ticket, entry.ticket)
         return None if is_ahead else Obstacle.AHEAD
     return _too_soon(state, entry, waiting, urgent)
+
+
+def _why_not_freed(state: CoreState, entry: Ticket, waiting: Ticket) -> Obstacle | None:
+    """Returns why `arbiter free` may not have a ticket."""
+    queued = state.queue.find(waiting.ticket)
+    if entry.inflight > 0 or entry.ticket in state.queue:
+        return Obstacle.IN_USE
+    if queued is not None and leaves_too_late(state, entry, queued.deadline):
+        return Obstacle.NOTICE
+    return None
+
+
+def leaves_too_late(state: CoreState, entry: Ticket, deadline: Instant | None) -> bool:
+    """Says whether a lease has more notice than a deadline leaves."""
+    if entry.lease is None or deadline is None:
+        return False
+    return after(state.now, entry.lease.terms.notice) > deadline
 
 
 def _too_soon(
@@ -115,6 +132,11 @@ def _in_use_text(_: CoreState, entry: Ticket, __: Priority) -> str:
     return f"it is in use ({entry.inflight} in flight)" if entry.inflight else "a request waits"
 
 
+def _notice_text(_: CoreState, entry: Ticket, __: Priority) -> str:
+    assert entry.lease is not None
+    return f"it has {in_seconds(entry.lease.terms.notice):.0f} s of notice, longer than the wait"
+
+
 def _why_never(state: CoreState, entry: Ticket, _: Priority) -> str:
     if entry.pinned:
         return "it is pinned"
@@ -133,6 +155,7 @@ TEXTS: dict[Obstacle, Callable[[CoreState, Ticket, Priority], str]] = {
     Obstacle.UNLAWFUL: _why_never,
     Obstacle.RESERVED: lambda _, entry, __: f"it lies within the reserve of {entry.client.tenant}",
     Obstacle.IN_USE: _in_use_text,
+    Obstacle.NOTICE: _notice_text,
     Obstacle.AHEAD: lambda *_: "it waits in the queue itself, before the asker",
     Obstacle.URGENT: _urgent_text,
     Obstacle.LATELY: _lately_text,
@@ -180,18 +203,21 @@ def collated_until(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant:
 
 def collation_bound(state: CoreState, entry: Ticket, waiting: Ticket) -> Instant:
     """Returns until when an asker waits for a model with which it trades places, at most: no longer
-    than half of the time that its deadline leaves. Now where they do not trade."""
+    than half of the time that its deadline leaves. A request that gave up and asks again goes on
+    with its wait. Now where they do not trade."""
     trades = state.trades.has_left_for(waiting.model_name, entry.model_name, state.now)
     queued = state.queue.find(waiting.ticket)
     if not trades or queued is None or not state.settings.collate_most:
         return state.now
-    asked, most = queued.request.asked, state.settings.collate_most
+    asked = queued.request.asked
+    began = state.trades.waits_since((waiting.holder, waiting.model), asked)
+    bound = after(began, state.settings.collate_most)
     if queued.deadline is None:
-        return after(asked, most)
+        return bound
     load = state.estimates.load_time(state.key_of(waiting), waiting.need.weights_bytes)
     turnover = state.estimates.turnover(entry.capability)
     spare = since(asked, queued.deadline) - load - turnover
-    return after(asked, Span(max(0, min(most, spare // 2))))
+    return min(bound, after(asked, Span(max(0, spare // 2))))
 
 
 def pause_ends(state: CoreState, entry: Ticket) -> Instant:

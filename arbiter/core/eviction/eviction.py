@@ -50,9 +50,10 @@ def make_room(
     if chosen:
         remember(state, book, waiting, short, options, chosen)
     victims = [book.entries[option.ticket] for option in chosen]
+    reason = Reason.FREE if waiting.frees else Reason.SWAP
     for victim in victims:
         note_evicted_for(state, waiting, victim)
-        revoke(state, victim, Reason.SWAP, waiting)
+        revoke(state, victim, reason, waiting)
     return bool(victims)
 
 
@@ -203,12 +204,15 @@ def revoke(state: CoreState, entry: Ticket, reason: Reason, waiting: Ticket | No
         act=role.act if role else None,
     )
     entry.note_revoked(state.now)
-    if waiting is not None and not waiting.lease:
-        state.trades.note(entry.model_name, waiting.model_name, state.now)
+    if waiting is not None and not waiting.lease and reason is Reason.SWAP:
+        state.trades.asked(entry.ticket, waiting.model_name)
     if entry.state is State.ASLEEP:
         kill_and_notify(state, entry, reason)
         return
-    sleeps = reason in (Reason.SWAP, Reason.FIT) or state.floor_of(entry.model_name) is Floor.HOST
+    sleeps = (
+        reason in (Reason.SWAP, Reason.FREE, Reason.FIT)
+        or state.floor_of(entry.model_name) is Floor.HOST
+    )
     granted = grant_with_host_copy(state, entry) if sleeps else None
     notice = entry.lease.terms.notice if entry.lease else state.settings.timeouts.barrier
     barrier_until = after(state.now, notice)

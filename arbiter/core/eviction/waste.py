@@ -136,6 +136,7 @@ def _room_made(state: CoreState, book: DeviceAccount, entry: Ticket) -> Bytes:
     peak again before the next load is granted, so then it is nothing."""
     if entry.ticket not in book.entries or book.device not in entry.home:
         return Bytes(0)
-    if book.copies[entry.model_name] > 1:
-        return Bytes(0)
+    for other in state.ledger.books.values():
+        if other.copies[entry.model_name] > (entry.ticket in other.entries):
+            return Bytes(0)
     return Bytes(entry.charge(book.device) - next_grant_bytes(state, entry))

@@ -11,7 +11,7 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.residency import floors, prefetch
 from arbiter.core.state import CoreState, Holder, reject_queued
 from arbiter.core.tickets import leases, quotas
-from arbiter.core.tickets.loads import retried
+from arbiter.core.tickets.loads import note_gave_up, retried
 from arbiter.core.tickets.reclaim import kept_bytes
 from arbiter.core.types import ModelName
 from arbiter.errors import (
@@ -227,6 +227,7 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
         entry.priority,
         holder=entry.holder,
         is_of_gang=bool(entry.gang),
+        is_first=entry.frees,
         is_asleep=entry.state is not State.QUEUED,
         quota_group=quotas.quota_group(state, tenant),
         virtual_start_bytes=state.accounts.virtual_start_of(
@@ -254,6 +255,7 @@ def reject_expired(state: CoreState, entry: Ticket) -> None:
     if state.now < waiting.deadline:
         state.set_timer(entry, waiting.deadline)
         return
+    note_gave_up(state, entry)
     waited = in_seconds(since(waiting.request.asked, state.now))
     again = retry_after_s(state, entry.model_name)
     reject_queued(state, entry, DeadlineUnmet(entry.ticket, waited, again))

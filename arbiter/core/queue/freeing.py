@@ -1,23 +1,24 @@
 """Says how much `arbiter free` can have at once, and what stays (A15).
 
 Such a lease asks before every other request for what is free or idle on one device of its node,
-however lately it was loaded and however urgent it was. What is pinned or in use stays; so a lease
-that asks for more than the rest gets the rest.
+however lately it was loaded and however urgent it was. What is pinned or in use stays, also what
+proves to be in use when it is asked to leave; so a lease that asks for more than the rest gets the
+rest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.eviction.eligibility import find_obstacle, obstacle_text
+from arbiter.core.eviction.eligibility import find_obstacle, leaves_too_late, obstacle_text
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases, quotas
 from arbiter.core.tickets.device_limits import on_demand_of, readable_devices
 from arbiter.core.types import Priority
-from arbiter.units import Bytes
+from arbiter.units import Bytes, Instant, after
 
 
 def as_attainable(state: CoreState, event: ev.Requested) -> ev.Requested:
@@ -29,17 +30,29 @@ def as_attainable(state: CoreState, event: ev.Requested) -> ev.Requested:
         return event
     asker = leases.new_entry(state, holder, event, event.lease)
     books = readable_devices(state, node)
-    most = max((_attainable_bytes(state, book, asker) for book in books), default=0)
+    by = None if event.deadline is None else after(state.now, event.deadline)
+    most = max((_attainable_bytes(state, book, asker, by) for book in books), default=0)
     need = types.Need(Bytes(max(0, min(event.need.device_bytes, most))))
     return replace(event, need=need, priority=Priority.URGENT)
 
 
-def _attainable_bytes(state: CoreState, book: DeviceAccount, asker: Ticket) -> int:
+def rest_bytes(state: CoreState, asker: Ticket, books: Iterable[DeviceAccount]) -> Bytes:
+    """Returns how much a queued lease of `arbiter free` can have now."""
+    waiting = state.queue.find(asker.ticket)
+    by = waiting.deadline if waiting else None
+    rest = max((_attainable_bytes(state, book, asker, by) for book in books), default=0)
+    return Bytes(max(0, rest))
+
+
+def _attainable_bytes(
+    state: CoreState, book: DeviceAccount, asker: Ticket, by: Instant | None
+) -> int:
     kept = quotas.kept(quotas.reserves(state), book, asker.client.tenant)
     idle = (
         entry.charge(book.device)
         for entry in book.entries.values()
         if find_obstacle(state, entry, asker, Priority.URGENT) is None
+        and not leaves_too_late(state, entry, by)
     )
     return min(on_demand_of(book), max(0, book.free_bytes - kept) + sum(idle))
 
@@ -48,8 +61,9 @@ def staying(state: CoreState, asker: Ticket) -> Iterator[tuple[Ticket, str]]:
     """Yields the tickets on the devices of the asker's node that would not leave for it, with the
     reason."""
     node = state.nodes.get(asker.node)
-    for book in readable_devices(state, node) if node else ():
-        for entry in book.entries.values():
-            why = obstacle_text(state, entry, asker, Priority.URGENT)
-            if why is not None and entry is not asker:
-                yield entry, why
+    books = readable_devices(state, node) if node else ()
+    there = {ticket: entry for book in books for ticket, entry in book.entries.items()}
+    for entry in there.values():
+        why = obstacle_text(state, entry, asker, Priority.URGENT)
+        if why is not None and entry is not asker:
+            yield entry, why

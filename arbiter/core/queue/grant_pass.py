@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from arbiter.core.eviction import watermarks
-from arbiter.core.eviction.eligibility import min_residency_ends, pause_ends
+from arbiter.core.eviction.eligibility import collation_bound, min_residency_ends, pause_ends
 from arbiter.core.eviction.ranking import priority_fades_at
 from arbiter.core.queue.grants import place, place_gang, return_to_service, wake
 from arbiter.core.queue.outcome import PassEnd
@@ -118,9 +118,15 @@ def _collations_end(state: CoreState, pass_: GrantPass) -> Iterator[Instant]:
     queue have waited for them as long as they must (C13)."""
     if not state.trades:
         return
-    for book in pass_.books.values():
-        for entry in islice(book.entries.values(), SCANNED_COUNT):
-            if entry.state is State.RESIDENT and not entry.inflight:
-                yield pause_ends(state, entry)
-    for waiting in islice(state.queue.at(pass_.node.node), SCANNED_COUNT):
-        yield after(waiting.request.asked, state.settings.collate_most)
+    residents = [
+        entry
+        for book in pass_.books.values()
+        for entry in islice(book.entries.values(), SCANNED_COUNT)
+        if entry.state is State.RESIDENT
+    ]
+    yield from (pause_ends(state, entry) for entry in residents if not entry.inflight)
+    for waiting in state.queue.first(pass_.node.node, SCANNED_COUNT):
+        if asker := state.ledger.find(waiting.request.ticket):
+            came = state.trades.came_for(asker.model_name, state.now)
+            traded = (entry for entry in residents if came and entry.model_name in came)
+            yield from (collation_bound(state, entry, asker) for entry in traded)

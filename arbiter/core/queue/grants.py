@@ -15,7 +15,7 @@ from arbiter.core.eviction import oversize, pressure
 from arbiter.core.eviction.compaction import make_room
 from arbiter.core.eviction.eligibility import may_swap
 from arbiter.core.eviction.eviction import evict_own, revoke, victims_for
-from arbiter.core.queue import gangs, placement
+from arbiter.core.queue import freeing, gangs, placement
 from arbiter.core.queue.outcome import Outcome
 from arbiter.core.queue.pass_state import GrantPass, Limits, count_bypasses
 from arbiter.core.queue.placement_memo import need_of
@@ -104,15 +104,48 @@ def _place_on_one(
     )
     if promised:
         pass_.promised[promised] += need
+    elif entry.frees:
+        return _take_rest(state, pass_, entry, waiting, devices)
     elif usable == devices and not _is_closed_to_it_only(state, pass_, entry):
         pass_.memo.note(need, entry.priority, waiting.quota_group)
     return pass_.defer(waiting, devices)
 
 
+def _take_rest(
+    state: CoreState,
+    pass_: GrantPass,
+    entry: Ticket,
+    waiting: QueueEntry,
+    devices: list[DeviceId],
+) -> Outcome:
+    """Has `arbiter free` ask for what there is, once nothing leaves for it any more: a model may
+    have been in use after all."""
+    if any(book.leaving for book in pass_.books.values()):
+        return pass_.defer(waiting, devices)
+    rest = freeing.rest_bytes(state, entry, pass_.books.values())
+    if rest >= waiting.need_bytes:
+        return pass_.defer(waiting, devices)
+    if not rest:
+        reject_queued(state, entry, leases.nothing_to_free())
+        return Outcome.REJECTED
+    entry.need_less(rest)
+    state.queue.stats(entry.node).know(waiting, rest, waiting.version)
+    return place(state, pass_, entry, waiting)
+
+
 def _is_closed_to_it_only(state: CoreState, pass_: GrantPass, entry: Ticket) -> bool:
-    """Says whether pressure keeps it from a device that others may use: that it found no room
-    proves nothing of these."""
-    return any(pressure.is_closed_to(state, entry, device) for device in pass_.books)
+    """Says whether pressure keeps it from a device that others may use, or what leaves for others
+    stays for it: that it found no room proves nothing of these."""
+    return any(
+        pressure.is_closed_to(state, entry, device) or _may_be_collated(state, entry, book)
+        for device, book in pass_.books.items()
+    )
+
+
+def _may_be_collated(state: CoreState, entry: Ticket, book: DeviceAccount) -> bool:
+    """Says whether a model of a device may stay for this asker alone, because both trade places."""
+    came = state.trades.came_for(entry.model_name, state.now)
+    return any(book.copies[name] for name in came)
 
 
 def _hold_to_quota(
@@ -125,10 +158,11 @@ def _hold_to_quota(
 ) -> Outcome:
     """Rejects what its tenant can never have (C10); defers what the tenant has too much for now,
     and revokes some of the tenant's own for it. A ticket deferred here holds up no other.
-    `together`: the devices that it needs all of; without them any one of the node will do."""
+    `together`: the devices that it needs all of; without them any one of the node will do.
+    No quota binds `arbiter free`, which an operator runs."""
     tenant = entry.client.tenant
     need = limits.need_bytes
-    if tenant not in state.tenants and not pass_.reserves:
+    if entry.frees or (tenant not in state.tenants and not pass_.reserves):
         return Outcome.NOT_APPLICABLE
     most = sum(limits.most_by_device[d] for d in together) if together else limits.most_bytes
     if never := quotas.never(state, tenant, need, most):
@@ -329,6 +363,7 @@ def _grant(
     state: CoreState, pass_: GrantPass, entry: Ticket, waiting: QueueEntry, home: Sizes
 ) -> Outcome:
     state.queue.drop(entry.ticket)
+    state.trades.granted((entry.holder, entry.model))
     state.accounts.served(waiting.request.virtual_start_bytes)
     count_bypasses(state, pass_, waiting.request.sequence, home)
     charge_and_grant(state, entry, home)

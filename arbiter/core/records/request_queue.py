@@ -29,6 +29,7 @@ class QueueEntry:
     deadline: Instant | None
     holder: HolderId = NO_HOLDER
     is_of_gang: bool = False
+    is_first: bool = False  # of `arbiter free`
     predicted_at: Instant | None = None  # when it was expected to serve, as it joined
     bypassed_count: int = 0
     is_aged: bool = False
@@ -124,18 +125,28 @@ class RequestQueue:
         *,
         holder: HolderId = NO_HOLDER,
         is_of_gang: bool = False,
+        is_first: bool = False,
         is_asleep: bool = False,
         virtual_start_bytes: Bytes = Bytes(0),
         quota_group: str = "",
     ) -> QueueEntry:
-        """Queues a ticket and returns its entry. `is_asleep`: it waits to be woken."""
+        """Queues a ticket and returns its entry. `is_asleep`: it waits to be woken. `is_first`: it
+        stands before every ticket that is not, aged or not."""
         self._sequence += 1
         is_warm = is_asleep or self._loads[node, model] > 0
         request = QueuedRequest(
             ticket, now, self._sequence, priority, is_warm, is_asleep, virtual_start_bytes
         )
         waiting = QueueEntry(
-            request, (), model, node, deadline, holder, is_of_gang, quota_group=quota_group
+            request,
+            (),
+            model,
+            node,
+            deadline,
+            holder,
+            is_of_gang,
+            is_first,
+            quota_group=quota_group,
         )
         self._waiting[ticket] = waiting
         self._of_model.setdefault(model, {})[ticket] = None
@@ -160,7 +171,7 @@ class RequestQueue:
     def _insert(self, waiting: QueueEntry) -> None:
         request = waiting.request
         place = (request.asked, request.sequence) if waiting.is_aged else self._place_of(request)
-        waiting.key = (not waiting.is_aged, *place)
+        waiting.key = (not waiting.is_first, not waiting.is_aged, *place)
         insort(self._own_order(waiting.node), (waiting.key, request.ticket))
         if waiting.node not in self._stats:
             self._stats[waiting.node] = QueueStats()

@@ -286,6 +286,15 @@ class Ticket:
 
     # -- growth --------------------------------------------------------------------------------
 
+    def need_less(self, size: Bytes) -> None:
+        """Has a queued lease ask for fewer bytes."""
+        self.need = Need(size)
+
+    @property
+    def frees(self) -> bool:
+        """Says whether it is the lease of `arbiter free`."""
+        return self.lease is not None and self.lease.terms.frees
+
     @property
     def grows_bytes(self) -> Bytes:
         """Returns what it waits for on top of what it has; 0 when it waits for nothing."""

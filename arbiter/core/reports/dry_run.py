@@ -6,10 +6,12 @@ takes 22 ms with 500 models resident (benchmarks/dry_run.py).
 """
 
 import copy
+import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from arbiter.core import events as ev
 from arbiter.core import types
@@ -20,6 +22,7 @@ from arbiter.core.records.eviction_history import EvictionHistory
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.reports.explain import explain
 from arbiter.core.reports.plan import (
+    COMPACTED,
     Answer,
     Plan,
     PlanQuestion,
@@ -32,6 +35,7 @@ from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases
 from arbiter.core.tickets.device_limits import COMPUTE
 from arbiter.core.tickets.leases import LEASE
+from arbiter.core.view import Policies
 from arbiter.errors import QuotaExceeded, RequestError
 from arbiter.units import Bytes, HolderId, Instant, NodeId, Span, TicketId, human, since
 from arbiter.units import seconds as span_of
@@ -116,7 +120,44 @@ def _freeze(state: CoreState) -> bytes:
     bare.evictions = EvictionHistory()
     bare.foresight = None  # a function of the replay around this state
     bare.out = []
-    return pickle.dumps(bare, pickle.HIGHEST_PROTOCOL)
+    frozen = io.BytesIO()
+    _Freezer(frozen, state.policies).dump(bare)
+    return frozen.getvalue()
+
+
+def _shared(policies: Policies) -> dict[str, object]:
+    """Returns what copies share, by name: the policies, each of which others may hold as well."""
+    return {"policies": policies} | {f.name: getattr(policies, f.name) for f in fields(policies)}
+
+
+class _Freezer(pickle.Pickler):
+    """Leaves policies out, which a copy shares: a policy may be any function."""
+
+    def __init__(self, to: io.BytesIO, policies: Policies) -> None:
+        super().__init__(to, pickle.HIGHEST_PROTOCOL)
+        self._names = {id(policy): name for name, policy in _shared(policies).items()}
+
+    def reducer_override(self, obj: object) -> Any:
+        name = self._names.get(id(obj))
+        return NotImplemented if name is None else (_find_shared, (name,))
+
+
+def _find_shared(name: str) -> object:
+    """Stands for the policy of this name in frozen bytes; `_Thawer` looks it up itself."""
+    raise LookupError(name)
+
+
+class _Thawer(pickle.Unpickler):
+    """Puts the policies back that `_Freezer` left out."""
+
+    def __init__(self, frozen: bytes, policies: Policies) -> None:
+        super().__init__(io.BytesIO(frozen))
+        self._policies = _shared(policies)
+
+    def find_class(self, module: str, name: str) -> object:
+        if name == _find_shared.__name__:
+            return self._policies.__getitem__
+        return super().find_class(module, name)
 
 
 def _try(
@@ -129,7 +170,7 @@ def _try(
     step: Step,
 ) -> Plan:
     """Gives one copy the request, from one attempt."""
-    copied: CoreState = pickle.loads(frozen)
+    copied: CoreState = _Thawer(frozen, state.policies).load()
     copied.foresight = state.foresight
     if attempt.is_new:
         role = LEASE if question.lease else question.capability
@@ -317,13 +358,15 @@ class _Outcome:
         state = self.state
         left = self.copied.ledger.find(before.ticket)
         sleeps = left is not None and left.revocation and left.revocation.to is Tier.ASLEEP
+        is_compacted = left is not None and left.leaving is Reason.COMPACT
+        goes = COMPACTED if is_compacted else (Tier.ASLEEP if sleeps else Tier.GONE).value
         return PlanVictim(
             before.ticket,
             before.capability,
             before.model,
             before.state.value,
             self._listed(before),
-            (Tier.ASLEEP if sleeps else Tier.GONE).value,
+            goes,
             reload_span(state, before),
             before.inflight,
             Span(0) if before.inflight else since(before.last_used, self.copied.now),

@@ -7,6 +7,9 @@ from arbiter.core import types
 from arbiter.core.decisions import Tier
 from arbiter.units import Bytes, HolderId, NodeId, Span, TicketId, human, in_seconds
 
+COMPACTED = "compacted"  # how a victim goes, beside the tiers
+GOES = {Tier.ASLEEP.value: "falls asleep", COMPACTED: "is unloaded and loaded again, smaller"}
+
 
 class Answer(StrEnum):
     """Names the four answers, best first."""
@@ -48,7 +51,7 @@ class PlanVictim:
     model: str
     state: str
     freed: tuple[types.DeviceBytes, ...]  # on devices that compute
-    goes: str  # asleep or gone
+    goes: str  # asleep, gone, or compacted: gone, and loaded again beside the asker
     reload: Span  # until it would serve again; 0 when never measured
     inflight: int
     idle: Span
@@ -98,7 +101,7 @@ def victim_said(victim: PlanVictim) -> str:
         else f"idle for {in_seconds(victim.idle):.0f} s"
     )
     user = victim.client or victim.tenant
-    goes = "falls asleep" if victim.goes == Tier.ASLEEP.value else "leaves"
+    goes = GOES.get(victim.goes, "leaves")
     return f"{victim.model} ({victim.ticket}) {goes}: {size}, {use}, last used by {user}; {back}."
 
 

@@ -54,8 +54,7 @@ def _unlawful(
     term_most = state.settings.lease_term_most
     notice_most = state.settings.lease_notice_most
     if event.need.device_bytes <= 0:
-        why = "nothing is free there, and nothing idle may leave; `arbiter status` shows what stays"
-        return LeaseRefused("bytes", why if terms.frees else "must be greater than 0")
+        return nothing_to_free() if terms.frees else LeaseRefused("bytes", "must be greater than 0")
     if not 0 < terms.term <= term_most:
         return LeaseRefused("term_s", f"must be above 0 and at most {in_seconds(term_most):.0f}")
     if not 0 <= terms.notice <= notice_most:
@@ -63,6 +62,12 @@ def _unlawful(
             "notice_s", f"must be at least 0 and at most {in_seconds(notice_most):.0f}"
         )
     return None
+
+
+def nothing_to_free() -> LeaseRefused:
+    """Returns the error of `arbiter free` where there is nothing to be had."""
+    why = "nothing is free there, and nothing idle may leave; `arbiter status` shows what stays"
+    return LeaseRefused("bytes", why)
 
 
 def _over_cap(

@@ -126,7 +126,7 @@ def note_evicted_for(state: CoreState, waiting: Ticket, victim: Ticket) -> None:
     awake."""
     if victim.lease:
         return
-    if waiting.lease and waiting.lease.terms.frees:
+    if waiting.frees:
         if victim.state is State.RESIDENT:
             state.freed_for.setdefault(waiting.ticket, {})[victim.model_name] = None
         return
@@ -189,14 +189,27 @@ def on_withdrawn(state: CoreState, event: ev.Withdrawn) -> None:
         return
     if entry.state is State.QUEUED:
         state.log(EventKind.TICKET_CLOSED, entry, reason=Reason.WITHDRAWN.value)
+        note_gave_up(state, entry)
         state.close(entry)
         state.evicted_for.pop((entry.holder, entry.model), None)
     elif entry.state is not State.LOADING:
+        note_gave_up(state, entry)
         state.unqueue(entry)  # it sleeps on
         state.evicted_for.pop((entry.holder, entry.model), None)
     elif not _is_nearly_done(state, entry):
         kill_and_notify(state, entry, Reason.WITHDRAWN)
         state.evicted_for.pop((entry.holder, entry.model), None)
+
+
+def note_gave_up(state: CoreState, entry: Ticket) -> None:
+    """Remembers since when a request had waited for a model with which its own trades places, as
+    long as that may keep it waiting (C13)."""
+    queued = state.queue.find(entry.ticket)
+    if queued is None or not state.trades.came_for(entry.model_name, state.now):
+        return
+    waiter = (entry.holder, entry.model)
+    began = state.trades.waits_since(waiter, queued.request.asked)
+    state.trades.gave_up(waiter, began, after(state.now, state.settings.collate_most))
 
 
 def let_sleep(state: CoreState, entry: Ticket) -> None:

@@ -322,4 +322,25 @@ async def test_freeing_again_under_the_same_name_is_one_lease_with_the_first_pla
     first = await freed(harness)
     assert await freed(harness) == first
     harness.service.give_back("gpu", "t")
-    assert (await freed(harness))["lease"]["state"] == "ended"
+    with pytest.raises(LeaseRefused, match="is over"):
+        await freed(harness)
+
+
+async def test_a_refused_request_to_free_leaves_nothing_behind(
+    harness: LeaseServiceHarness,
+) -> None:
+    harness.shell.feed(ev.NodeSeen(NodeId("m"), ()))
+    for _ in range(2):
+        with pytest.raises(LeaseRefused, match="node"):
+            await freed(harness)
+    assert not harness.service._plans
+    harness.shell.feed(ev.NodeLost(NodeId("m")))
+    assert (await freed(harness))["plan"]["need_bytes"] == gib(80)
+
+
+async def test_the_lease_of_a_process_is_not_freed_under_its_id(
+    harness: LeaseServiceHarness,
+) -> None:
+    await harness.service.update(messages.LeaseCall("gpu", gib(30), TERMS, "job"))
+    with pytest.raises(LeaseRefused, match="did not begin"):
+        await freed(harness)

@@ -167,3 +167,10 @@ async def test_compaction_is_answered_at_its_end_and_in_between_with_how_far_it_
     waiting = asyncio.ensure_future(made.compact(asked, wait_s=30))
     assert (await waiting).is_finished, "asked again, it is answered once it has ended"
     assert len(core.events) == 2
+
+
+@pytest.mark.spec("D7")
+async def test_compaction_that_ends_as_the_wait_is_over_is_answered_with_its_end() -> None:
+    made = shell_of(cast(Arbiter, Compacts()))
+    asyncio.get_running_loop().call_soon(made.feed, ev.TimerFired())
+    assert (await made.compact(ev.CompactAsked("r"), wait_s=0)).is_finished

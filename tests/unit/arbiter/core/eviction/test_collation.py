@@ -6,7 +6,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core.types import Priority
-from arbiter.units import Span, TicketId, in_seconds, seconds
+from arbiter.units import HolderId, Span, TicketId, in_seconds, seconds
 from tests.support.core_driver import CPU, PLAIN, CoreDriver, refusal, revoked, s
 
 pytestmark = pytest.mark.spec("C13")
@@ -56,6 +56,12 @@ def test_a_model_that_never_left_for_it_is_asked_after_its_minimum_residency() -
     assert revoked(driver.ask(14, "c", 60)) == [("b", "swap", "gone")]
 
 
+def test_a_collated_ticket_holds_up_no_model_that_never_left_for_the_resident() -> None:
+    driver = traded()
+    assert driver.ask(14, "a2", 60) == []
+    assert revoked(driver.ask(15, "c", 60)) == [("b", "swap", "gone")]
+
+
 def test_a_more_urgent_request_does_not_wait_for_the_collation() -> None:
     driver = traded()
     assert revoked(driver.ask(14, "a2", 60, priority=Priority.HIGH)) == [("b", "swap", "gone")]
@@ -63,9 +69,11 @@ def test_a_more_urgent_request_does_not_wait_for_the_collation() -> None:
 
 def test_a_deadline_shortens_the_collation_to_half_of_the_time_it_leaves() -> None:
     driver = traded()
-    driver.ask(14, "a2", 60, deadline_s=15)  # 2 s to load and 1 s to leave: 12 s are left
-    assert revoked(driver.beat(19, "b", inflight=1)) == []
-    assert revoked(driver.beat(20, "b", inflight=1)) == [("b", "swap", "gone")]
+    driver.ask(17, "a2", 60, deadline_s=15)  # 2 s to load and 1 s to leave: 12 s are left
+    assert driver.wakes == [s(20)]  # the books are audited every ten seconds
+    assert revoked(driver.woke(20)) == []
+    assert driver.wakes == [s(23)]
+    assert revoked(driver.woke(23)) == [("b", "swap", "gone")]
 
 
 def test_a_deadline_too_soon_is_refused_and_not_collated_away() -> None:
@@ -81,6 +89,42 @@ def test_a_trade_is_forgotten_after_ten_minutes() -> None:
     driver = traded()
     driver.beat(620, "b", inflight=1)
     assert revoked(driver.ask(620, "a2", 60)) == [("b", "swap", "gone")]
+
+
+def test_a_revoke_that_is_declined_is_no_trade() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "b", 60)
+    assert revoked(driver.ask(7, "a", 60)) == [("b", "swap", "gone")]
+    driver.at(7.1, ev.BarrierDropped(TicketId("b"), 1))
+    driver.at(7.2, ev.Withdrawn(TicketId("a"), HolderId("h")))
+    driver.beat(7.3, "b")
+    driver.at(30, ev.Released(TicketId("b"), "manual"))
+    driver.gone(30, "b")
+    driver.ask(31, "a2", 60)
+    driver.at(31, ev.Loaded(TicketId("a2"), seconds(0)))
+    driver.beat(31, "a2", inflight=1)
+    assert revoked(driver.ask(40, "b2", 60)) == [("a2", "swap", "gone")]
+
+
+def test_a_request_that_gives_up_and_asks_again_goes_on_waiting() -> None:
+    driver = traded()
+    assert driver.ask(14, "a2", 60) == []
+    driver.at(34, ev.Withdrawn(TicketId("a2"), HolderId("h")))
+    assert driver.ask(35, "a3", 60, deadline_s=100) == []
+    assert driver.wakes[0] <= s(40)
+    for t in range(36, 44):
+        assert driver.beat(t, "b", inflight=1) == [], t
+    assert revoked(driver.woke(44)) == [("b", "swap", "gone")]
+
+
+def test_a_request_long_after_it_gave_up_waits_anew() -> None:
+    driver = traded()
+    driver.ask(14, "a2", 60)
+    driver.at(34, ev.Withdrawn(TicketId("a2"), HolderId("h")))
+    driver.beat(64, "b", inflight=1)
+    assert driver.ask(65, "a3", 60) == []
+    assert driver.woke(94.9) == []
+    assert revoked(driver.woke(95)) == [("b", "swap", "gone")]
 
 
 # -- the share of time spent loading ---------------------------------------------------------------

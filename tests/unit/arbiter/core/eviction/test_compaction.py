@@ -9,12 +9,14 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Compacted, Decision, LoadModel, SparedModel
+from arbiter.core.reports.plan import PlanQuestion
 from arbiter.core.settings import Settings
 from arbiter.errors import UnknownModel
 from arbiter.units import HolderId, TicketId, seconds
 from tests.support.core_driver import (
     CPU,
     HOST,
+    NODE,
     PLAIN,
     CoreDriver,
     gib,
@@ -203,12 +205,30 @@ def test_load_that_its_holder_never_asks_for_ends_the_compaction() -> None:
     assert d.arbiter.compaction("by hand") is None
 
 
-def test_lost_holder_does_not_load_again() -> None:
+def test_lost_holder_does_not_load_again_and_its_model_is_not_counted() -> None:
     d = driver()
     d.resident(0, "a", 20)
     ask_compaction(d, 1, "a")
     d.at(2, ev.HolderLost(HolderId("h")))
-    assert d.gone(3, "a") == [Compacted("by hand", 1, gib(0), (), True)]
+    spared = SparedModel("a", TicketId("a"), "its replica has gone")
+    assert d.gone(3, "a") == [Compacted("by hand", 0, gib(0), (spared,), True)]
+
+
+def test_a_closing_arbiter_loads_nothing_again() -> None:
+    d = driver()
+    d.resident(0, "a", 20)
+    ask_compaction(d, 1, "a")
+    d.at(2, ev.ClosingDown())
+    assert not any(isinstance(e, LoadModel) for e in unload(d, 3, "a"))
+
+
+def test_a_ticket_that_has_left_is_no_longer_held_wasteful() -> None:
+    d = driver()
+    settle(d, 0, "a", 20, explicit=False)
+    bloat(d, 5, "a", 45)
+    d.at(6, ev.Released(TicketId("a"), "manual"))
+    d.gone(7, "a")
+    assert not d.wasteful()
 
 
 # -- for a queued ticket ---------------------------------------------------------------------------
@@ -228,6 +248,31 @@ def test_load_that_fits_beside_a_smaller_model_has_it_compacted_before_any_leave
     assert d.account(CPU).free_bytes == gib(10)
     assert "loaded again smaller: a (25.0 GiB" in " ".join(said(d, "a"))
     assert "loaded again smaller: a (25.0 GiB" in " ".join(said(d, "c"))
+
+
+def test_a_dry_run_says_that_a_model_would_be_compacted() -> None:
+    d = driver()
+    settle(d, 0, "a", 20, explicit=False)
+    d.resident(0, "b", 30)
+    bloat(d, 5, "a", 45)
+    question = PlanQuestion("text", "c", types.Need(gib(20)), True)
+    plan = d.arbiter.plan(question, d.now)
+    assert [(v.ticket, v.goes) for v in plan.victims] == [("a", "compacted")]
+    assert "is unloaded and loaded again, smaller" in plan.said[0]
+
+
+@pytest.mark.spec("A15")
+def test_arbiter_free_takes_whole_models_which_return_after_it() -> None:
+    d = driver()
+    settle(d, 0, "a", 20, explicit=False)
+    d.resident(0, "b", 30)
+    bloat(d, 5, "a", 45)
+    terms = types.LeaseConditions("ops", seconds(60), seconds(0), frees=True)
+    holder = HolderId("lease:free")
+    d.at(6, ev.Joined(holder, NODE, "lease", ()))
+    need = types.Need(gib(20))
+    asked = ev.Requested(TicketId("free"), holder, "lease", "gpu", need, lease=terms)
+    assert {reason for _, reason, _ in revoked(d.at(6, asked))} == {"free"}
 
 
 def said(d: CoreDriver, name: str) -> tuple[str, ...]:
@@ -267,6 +312,17 @@ def test_model_whose_other_process_would_teach_its_peak_again_is_not_compacted_f
     settle(d, 0, "a", 20, explicit=False)
     settle(d, 0, "a2", 20, model="a", holder="k", explicit=False)
     bloat(d, 5, "a", 40)
+    assert {reason for _, reason, _ in revoked(d.ask(6, "c", 30))} == {"swap"}
+
+
+def test_the_same_holds_for_a_process_on_another_node() -> None:
+    d = driver()
+    d.see_node(0, 80, 0, node="n2")
+    d.read(0, node="n2")
+    d.join(0, "k", node="n2")
+    settle(d, 0, "a", 20, explicit=False)
+    d.resident(0, "a2", 20, model="a", holder="k", explicit=False)
+    bloat(d, 5, "a", 70)
     assert {reason for _, reason, _ in revoked(d.ask(6, "c", 30))} == {"swap"}
 
 

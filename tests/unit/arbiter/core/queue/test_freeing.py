@@ -1,24 +1,40 @@
 """What `arbiter free` may have at once, what stays, and what returns (A15)."""
 
+from dataclasses import replace
+
 import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, LoadModel
 from arbiter.core.reports.plan import Plan, PlanQuestion
+from arbiter.core.settings import TenantLimits
 from arbiter.errors import LeaseRefused
 from arbiter.units import HolderId, TicketId, seconds
-from tests.support.core_driver import CPU, NODE, CoreDriver, gib, granted, refusal, revoked, s
+from tests.support.core_driver import (
+    CPU,
+    NODE,
+    PLAIN,
+    CoreDriver,
+    gib,
+    granted,
+    refusal,
+    revoked,
+    s,
+)
 
 pytestmark = pytest.mark.spec("A15")
 TERMS = types.LeaseConditions("ops", seconds(60), seconds(0), frees=True)
 HOLDER, FREE = HolderId("lease:free"), TicketId("free")
 
 
-def free(driver: CoreDriver, t: float, size: float) -> list[Decision]:
+def free(
+    driver: CoreDriver, t: float, size: float, deadline_s: float | None = None
+) -> list[Decision]:
     driver.at(t, ev.Joined(HOLDER, NODE, "lease", ()))
-    need = types.Need(gib(size))
-    return driver.at(t, ev.Requested(FREE, HOLDER, "lease", "gpu", need, lease=TERMS))
+    need, deadline = types.Need(gib(size)), None if deadline_s is None else seconds(deadline_s)
+    asked = ev.Requested(FREE, HOLDER, "lease", "gpu", need, deadline=deadline, lease=TERMS)
+    return driver.at(t, asked)
 
 
 def planned(driver: CoreDriver, t: float, size: float) -> Plan:
@@ -29,7 +45,7 @@ def planned(driver: CoreDriver, t: float, size: float) -> Plan:
 def leave(driver: CoreDriver, t: float, *names: str) -> list[Decision]:
     decisions: list[Decision] = []
     for name in names:
-        driver.at(t, ev.Released(TicketId(name), "swap"))
+        driver.at(t, ev.Released(TicketId(name), "free"))
         decisions += driver.gone(t, name)
     return decisions
 
@@ -50,7 +66,7 @@ def crowded() -> CoreDriver:
 
 def test_idle_models_leave_at_once_however_urgent_and_lately_loaded() -> None:
     driver = crowded()
-    assert revoked(free(driver, 0.1, 40)) == [("a", "swap", "gone")]
+    assert revoked(free(driver, 0.1, 40)) == [("a", "free", "gone")]
     assert granted(leave(driver, 0.2, "a")) == ["free"]
     assert driver.ticket("free").home == {CPU: gib(40)}
 
@@ -63,7 +79,7 @@ def test_what_is_pinned_or_in_use_stays_and_the_rest_is_granted() -> None:
         ("d", "it is pinned"), ("c", "it is in use (2 in flight)"),
     }  # fmt: skip
     assert "c (c) stays with 20.0 GiB: it is in use (2 in flight)." in plan.said
-    assert revoked(free(driver, 0.1, 75)) == [("a", "swap", "gone")]
+    assert revoked(free(driver, 0.1, 75)) == [("a", "free", "gone")]
     assert granted(leave(driver, 0.2, "a")) == ["free"]
     assert driver.ticket("free").home == {CPU: gib(50)}
 
@@ -80,7 +96,7 @@ def test_what_left_is_loaded_again_once_the_lease_is_over() -> None:
 def test_what_left_returns_when_the_lease_is_given_up_before_its_grant() -> None:
     driver = crowded()
     free(driver, 0.1, 40)
-    driver.at(0.2, ev.Released(TicketId("a"), "swap"))
+    driver.at(0.2, ev.Released(TicketId("a"), "free"))
     assert loads(driver.at(0.3, ev.Withdrawn(FREE))) == ["a"]
 
 
@@ -101,6 +117,56 @@ def test_nothing_is_freed_where_all_of_it_is_in_use() -> None:
     error = refusal(free(driver, 1, 10))
     assert isinstance(error, LeaseRefused) and "nothing idle may leave" in str(error)
     assert planned(driver, 1, 10).stays[0].why == "it is in use (1 in flight)"
+
+
+def test_an_earlier_request_that_finds_no_room_does_not_hold_it_up() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 80, priority=types.Priority.URGENT)
+    assert driver.ask(0.1, "b", 10, tenant="ops", priority=types.Priority.URGENT) == []
+    assert revoked(free(driver, 0.2, 40)) == [("a", "free", "gone")]
+
+
+def test_a_model_that_proves_busy_stays_and_the_rest_is_granted() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 60)
+    driver.resident(0, "b", 20)
+    assert revoked(free(driver, 8, 80)) == [("a", "free", "gone"), ("b", "free", "gone")]
+    driver.at(8.1, ev.Busy(TicketId("a"), 1))
+    assert granted(leave(driver, 8.2, "b")) == ["free"]
+    assert driver.ticket("free").home == {CPU: gib(20)}
+
+
+def test_where_all_prove_busy_it_is_refused() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "a", 80)
+    free(driver, 8, 40)
+    error = refusal(driver.at(8.1, ev.Busy(TicketId("a"), 1)))
+    assert isinstance(error, LeaseRefused) and "nothing idle may leave" in str(error)
+
+
+def test_a_lease_whose_notice_is_longer_than_the_wait_stays() -> None:
+    driver = CoreDriver(device=80)
+    driver.lease(0, "slow", 20, preemptible=True, notice_s=60)
+    driver.lease(0, "quick", 20, preemptible=True, notice_s=5, tenant="t2")
+    assert revoked(free(driver, 8, 80, deadline_s=25)) == [("quick", "free", "gone")]
+    assert granted(leave(driver, 9, "quick")) == ["free"]
+    assert driver.ticket("free").home == {CPU: gib(60)}
+
+
+def test_an_aged_request_that_keeps_the_device_does_not_hold_it_up() -> None:
+    driver = CoreDriver(device=80)
+    driver.resident(0, "b", 40)
+    assert granted(driver.lease(0, "l", 40)) == ["l"]
+    assert driver.ask(1, "c", 80) == []
+    driver.sleep_until(40)
+    assert revoked(free(driver, 40, 40)) == [("b", "free", "gone")]
+    assert granted(leave(driver, 41, "b")) == ["free"]
+
+
+def test_the_quota_of_a_tenant_does_not_bind_the_operator() -> None:
+    limits = TenantLimits("ops", gib(20))
+    driver = CoreDriver(device=80, settings=replace(PLAIN, tenants=(limits,)))
+    assert granted(free(driver, 0, 70)) == ["free"]
 
 
 def test_the_cap_of_a_tenant_does_not_bind_the_operator() -> None:

@@ -1,5 +1,8 @@
 """What a request would bring about (K3): the four answers, each with its numbers."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from arbiter.core import events as ev
@@ -28,6 +31,21 @@ def test_what_fits_is_granted_now() -> None:
     assert (plan.answer, plan.goes_to, plan.wait) == (Answer.NOW, on_cpu(50), 0)
     assert plan.said == ("Now: 50.0 GiB on n/cpu:0; nothing leaves for it.",)
     assert not plan.starts_replica and driver.find("dry run") is None
+
+
+def test_policies_may_be_any_functions() -> None:
+    driver = CoreDriver(device=80)
+    driver.wrap_policies(wrapped)
+    driver.resident(0, "a", 60)
+    driver.ask(1, "b", 60)
+    assert ask(driver, 30, 50).answer is Answer.NOT_BEFORE
+
+
+def wrapped(policy: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def local(view: Any) -> Any:
+        return policy(view)
+
+    return local
 
 
 def test_a_resident_model_serves_at_once() -> None:
