@@ -8,7 +8,7 @@ from arbiter.core.decisions import Reason
 @pytest.mark.spec("A9", "C5")
 def test_busy_holder_refuses_only_revokes_that_take_idle_models() -> None:
     refused = {reason for reason in Reason if reason.only_if_idle}
-    assert refused == {Reason.PRESSURE, Reason.IDLE, Reason.MANUAL, Reason.COMPACT}
+    assert refused == {Reason.PRESSURE, Reason.IDLE, Reason.MANUAL, Reason.HOURS, Reason.COMPACT}
 
 
 @pytest.mark.spec("A9", "A20")
