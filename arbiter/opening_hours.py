@@ -22,8 +22,8 @@ _WINDOW = re.compile(r"(\d{1,2})(?::(\d\d))?-(\d{1,2})(?::(\d\d))?")
 
 @dataclass(frozen=True, slots=True)
 class OpeningHours:
-    """Gives windows in minutes of the day, the end left out; one that ends before it begins goes
-    over midnight. `zone`: a name of the IANA database; empty: the local time of the machine."""
+    """Gives windows in minutes of the day, the end left out; a window that ends before it begins
+    goes over midnight. `zone`: a name of the IANA database; empty: the machine's local time."""
 
     windows: tuple[tuple[int, int], ...]
     zone: str = ""

@@ -39,9 +39,9 @@ def follow(state: CoreState) -> None:
                 state.set_timer(entry, state.now)
                 cap_pins(state, entry.home)
     for ticket in state.queue.tickets():
-        entry, waiting = state.ledger.find(ticket), state.queue.find(ticket)
-        if entry is not None and waiting is not None:  # the refusal of a gang takes several
-            _follow_queued(state, entry, waiting)
+        queued, waiting = state.ledger.find(ticket), state.queue.find(ticket)
+        if queued is not None and waiting is not None:
+            _follow_queued(state, queued, waiting)
     state.mark_dirty(*state.nodes)
 
 
