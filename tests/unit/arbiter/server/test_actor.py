@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from arbiter.server.store import Member, Store
 from arbiter.units import Bytes, HolderId, NodeId, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
+from tests.support.hours import hours_away
 from tests.support.local_arbiter import TABLE, Running
 
 H = HolderId("h")
@@ -225,12 +225,6 @@ async def test_state_that_cannot_be_saved_is_reported(running: Running, tmp_path
     async with running(state_file=str(tmp_path / "file" / "state")) as actor:
         kinds = [line["kind"] for line in await actor.events(0, 0)]
     assert kinds.count("state_not_kept") == 1
-
-
-def hours_away() -> str:
-    """A window of an hour that begins in six, whenever the test runs."""
-    hour = datetime.now(UTC).hour
-    return f"{(hour + 6) % 24}-{(hour + 7) % 24 or 24} UTC"
 
 
 @pytest.mark.spec("C13")

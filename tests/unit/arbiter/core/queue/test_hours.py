@@ -186,8 +186,11 @@ def seen_once(is_open: bool) -> CoreDriver:
 def test_a_model_is_prefetched_within_its_hours_only_also_while_batch_work_waits(
     is_open: bool,
 ) -> None:
-    decided = seen_once(is_open).at(7, ev.Loaded(TicketId("x"), seconds(1)))
+    driver = seen_once(is_open)
+    decided = driver.at(7, ev.Loaded(TicketId("x"), seconds(1)))
     assert decided == [LoadModel(HolderId("h"), "a")] * is_open
+    if is_open:  # of the lowest priority, and yet no batch work
+        assert granted(driver.ask(8, "a2", 30)) == ["a2"]
 
 
 def test_hours_taken_from_the_table_bind_no_more() -> None:
