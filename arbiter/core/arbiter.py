@@ -269,9 +269,11 @@ def _change_registry(state: CoreState, change: Callable[[Registry], None]) -> No
     `change` raises, having changed nothing."""
     before = tuple(state.registry.specs.values())
     floors_before = state.all_floors()
+    closed_before = hours.closed(state)
     change(state.registry)
     _follow_registry(state, before)
     floors.on_table(state, floors_before)
+    hours.load_opened(state, closed_before)
 
 
 def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> None:

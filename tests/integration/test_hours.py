@@ -35,7 +35,7 @@ async def test_outside_their_hours_a_model_leaves_and_is_refused_and_batch_work_
         assert (unload["model"], unload["reason"], unload["to"]) == ("a", "hours", "gone")
         with pytest.raises(OutsideHours) as refused:
             await holder.ask.remote("a")
-        assert refused.value.retry_after_s > 4 * 3600
+        assert refused.value.cause.retry_after_s > 4 * 3600
         batch = holder.ask.remote("b", None, priority=Priority.BATCH)
         state = await d.until(lambda s: s["queue"])
         assert state["queue"][0]["predicted_s"] > 4 * 3600

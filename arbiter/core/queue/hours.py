@@ -21,13 +21,11 @@ from arbiter.units import Instant, since
 def on_read(state: CoreState, event: ev.HoursRead) -> None:
     """Takes what the clock on the wall says of hours, and has those that opened or closed
     followed."""
-    closed_before = _closed(state)
+    closed_before = closed(state)
     for reading in state.opening_hours.read(event.readings, state.now):
         state.log(EventKind.HOURS, hours=reading.hours, is_open=reading.is_open, took=reading.left)
     follow(state)
-    for name in sorted(closed_before - _closed(state)):
-        if state.is_pinned(name):
-            floors.load(state, name)
+    load_opened(state, closed_before)
 
 
 def follow(state: CoreState) -> None:
@@ -45,7 +43,15 @@ def follow(state: CoreState) -> None:
     state.mark_dirty(*state.nodes)
 
 
-def _closed(state: CoreState) -> set[ModelName]:
+def load_opened(state: CoreState, closed_before: set[ModelName]) -> None:
+    """Loads what is pinned, or has the device floor, and is no longer outside its hours."""
+    for name in sorted(closed_before - closed(state)):
+        if floors.is_known(state, name) and state.is_pinned(name):
+            floors.load(state, name)
+
+
+def closed(state: CoreState) -> set[ModelName]:
+    """Returns the models that are outside their hours."""
     return {name for name in state.registry.hours if state.opens_at(name) is not None}
 
 

@@ -39,7 +39,7 @@ def on_table(state: CoreState, before: dict[ModelName, Floor]) -> None:
     after = state.all_floors()
     for name in sorted(before.keys() | after.keys()):
         floor = after.get(name, Floor.COLD)
-        if floor is not before.get(name, Floor.COLD) and _is_known(state, name):
+        if floor is not before.get(name, Floor.COLD) and is_known(state, name):
             _act_on(state, name, floor, source="table")
 
 
@@ -172,7 +172,7 @@ def return_freed(state: CoreState) -> None:
         entry = state.ledger.find(ticket)
         if entry is not None and entry.state is not State.RECLAIMING:
             continue
-        names = [name for name in state.freed_for.pop(ticket) if _is_known(state, name)]
+        names = [name for name in state.freed_for.pop(ticket) if is_known(state, name)]
         if state.closing_by is not None or not names:
             continue
         models = ", ".join(name.path for name in names)
@@ -211,15 +211,16 @@ def note_removed(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> 
     for spec in before:
         for model in spec.models:
             name = ModelName(spec.name, model.name)
-            if not _is_known(state, name):
+            if not is_known(state, name):
                 state.removing[name] = None
                 state.floors.pop(name, None)
     for name in list(state.removing):
-        if _is_known(state, name):
+        if is_known(state, name):
             del state.removing[name]  # it is back
 
 
-def _is_known(state: CoreState, name: ModelName) -> bool:
+def is_known(state: CoreState, name: ModelName) -> bool:
+    """Says whether a model is in the table, or registered."""
     try:
         state.registry.find(name)
     except (UnknownCapability, UnknownModel):

@@ -202,6 +202,21 @@ def test_hours_taken_from_the_table_bind_no_more() -> None:
     assert granted(driver.at(1, ev.CapabilitiesSet(table))) == ["a"]
 
 
+@pytest.mark.parametrize("pinned", [{"pinned": True}, {"floor": Floor.DEVICE}])
+def test_a_pinned_model_whose_hours_are_taken_from_the_table_is_loaded(
+    pinned: dict[str, object],
+) -> None:
+    driver = with_hours(is_open=False, **pinned)
+    text, embedding = driver.table
+    free = replace(text.models[0], hours="")
+    table = (replace(text, models=(free, *text.models[1:])), embedding)
+    assert driver.at(1, ev.CapabilitiesSet(table)) == [LoadModel(HolderId("h"), "a")]
+    driver.at(2, ev.CapabilitiesSet(driver.table))
+    removed = (replace(text, models=text.models[1:]), embedding)
+    decided = driver.at(3, ev.CapabilitiesSet(removed))
+    assert not any(isinstance(d, LoadModel) for d in decided)
+
+
 # -- batch work -----------------------------------------------------------------------------------
 
 
