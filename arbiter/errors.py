@@ -7,6 +7,7 @@ ArbiterError
     UnknownTicket         404  neither on the books nor remembered
     CapabilityConflict    409  the same name registered differently
     NeverFits             507  larger than the whole budget: change the model or the budget
+    OutsideHours          503  its model is not loaded at this time of day; says when it is
     DeadlineUnmet         503  cannot be served, or was not granted, before its deadline
     QueueFull             429  the bounded queue of a model or of the arbiter is full
     ModelCoolingDown      503  its last load failed; says why and when to come back
@@ -187,6 +188,21 @@ class DeadlineUnmet(RequestError):
         return (
             f"{self.ticket} was not granted within {self.waited_s:.1f} s;"
             f" ask again in {self.retry_after_s:.0f} s or allow a later deadline"
+        )
+
+
+@error_fields
+class OutsideHours(RequestError):
+    status_code, code = 503, "outside_hours"
+
+    model: str
+    hours: str
+    retry_after_s: float = field()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model} is loaded {self.hours} only; ask again in {self.retry_after_s:.0f} s,"
+            " or allow a deadline after that"
         )
 
 

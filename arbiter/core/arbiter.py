@@ -24,7 +24,7 @@ from arbiter.core import events as ev
 from arbiter.core import timeouts, types
 from arbiter.core.decisions import Compacted, Decision, EventKind, Reason, SetTimer
 from arbiter.core.eviction import compaction, eviction, pressure, sleep
-from arbiter.core.queue import admission, grant_pass, wait_estimate
+from arbiter.core.queue import admission, grant_pass, hours, wait_estimate
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.ticket import CHARGED, State
 from arbiter.core.reports import dry_run, replica_targets
@@ -186,6 +186,13 @@ class Arbiter:
         return self._state.estimates.export()
 
     @property
+    def hours(self) -> frozenset[str]:
+        """Returns the hours of models and of batch work (C13), of which `HoursRead` is to tell."""
+        known = self._state.registry
+        named = {*known.hours.values(), *known.batch_hours.values(), self.settings.batch_hours}
+        return frozenset(named - {""})
+
+    @property
     def learned_changes_count(self) -> int:
         """Rises with each change of what `export_learned` returns."""
         return self._state.estimates.changes_count
@@ -262,9 +269,11 @@ def _change_registry(state: CoreState, change: Callable[[Registry], None]) -> No
     `change` raises, having changed nothing."""
     before = tuple(state.registry.specs.values())
     floors_before = state.all_floors()
+    closed_before = hours.closed(state)
     change(state.registry)
     _follow_registry(state, before)
     floors.on_table(state, floors_before)
+    hours.load_opened(state, closed_before)
 
 
 def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> None:
@@ -274,6 +283,7 @@ def _follow_registry(state: CoreState, before: tuple[types.CapabilitySpec, ...])
     for entry in state.ledger.entries(*CHARGED):
         heartbeats.apply_configuration(state, entry)
         state.set_timer(entry, state.now)
+    hours.follow(state)
     readings.rebudget(state)
     device_limits.cap_pins(state, state.ledger.books)
     state.mark_dirty(*state.nodes)
@@ -417,6 +427,11 @@ def _(event: ev.PressurePushed, state: CoreState) -> None:
 @_apply.register
 def _(event: ev.TenantRemoved, state: CoreState) -> None:
     slabs.on_tenant_removed(state, event)
+
+
+@_apply.register
+def _(event: ev.HoursRead, state: CoreState) -> None:
+    hours.on_read(state, event)
 
 
 @_apply.register

@@ -22,6 +22,7 @@ class Reason(Enum):
     WITHDRAWN = "withdrawn"
     TERM = "term"  # a lease has lasted as long as it may
     FREE = "free"  # for `arbiter free` (A15)
+    HOURS = "hours"  # it is outside its hours (C13)
     COMPACT = "compact"  # to be loaded again, because it holds more than it needs (D7)
 
     @property
@@ -34,7 +35,16 @@ class Reason(Enum):
         return self in ONLY_IF_IDLE
 
 
-ONLY_IF_IDLE = frozenset({Reason.PRESSURE, Reason.IDLE, Reason.MANUAL, Reason.FREE, Reason.COMPACT})
+ONLY_IF_IDLE = frozenset(
+    {
+        Reason.PRESSURE,
+        Reason.IDLE,
+        Reason.MANUAL,
+        Reason.FREE,
+        Reason.HOURS,
+        Reason.COMPACT,
+    }
+)
 
 
 class Tier(Enum):
@@ -186,6 +196,7 @@ class EventKind(StrEnum):
     # The arbiter's process.
     ARBITER_STARTED = "arbiter_started"
     CLOSING = "closing"
+    HOURS = "hours"  # of models or batch work: they have opened or closed
     NOT_RECORDED = "not_recorded"  # the recording could not be written
     STATE_NOT_KEPT = "state_not_kept"  # nor the saved state
     REGISTRATION_LOST = "registration_lost"  # the table contradicts what Python registered

@@ -430,7 +430,8 @@ class FloorSet:
 
 @dataclass(frozen=True, slots=True)
 class LoadAsked:
-    """Loads a model once by hand, with no request waiting. Raises as FloorSet, and NotResident."""
+    """Loads a model once by hand, with no request waiting. Raises as FloorSet, and NotResident,
+    OutsideHours."""
 
     capability: str
     model: str
@@ -466,6 +467,23 @@ class TenantRemoved:
     """Has everything erased that the requests of a tenant left in the pools (E6)."""
 
     tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class HoursReading:
+    """Says whether hours (`ModelSpec.hours`) are open by the clock on the wall."""
+
+    hours: str
+    is_open: bool
+    left: Span  # until they close or open
+
+
+@dataclass(frozen=True, slots=True)
+class HoursRead:
+    """Brings the time of day into the core (C13): what the shell has read of hours before the core
+    has the table that names them, when they open or close, and when its clock was set."""
+
+    readings: tuple[HoursReading, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,6 +525,7 @@ Event = (
     | CompactAsked
     | PressurePushed
     | TenantRemoved
+    | HoursRead
     | ClosingDown
     | TimerFired
 )

@@ -125,6 +125,7 @@ class Settings:
     collate_pause: Span = seconds(2)
     collate_pause_most: Span = seconds(5)
     loading_most_fraction: float = 0.3  # C13: of ten minutes; above it models stay longer
+    batch_hours: str = ""  # C13: of batch work, where its model has none; empty: all day
     min_residency_most: Span = seconds(60)  # a slow loader may not block others for minutes
 
     lease_term_most: Span = seconds(86_400)  # A15; batch clusters cap a job at a day

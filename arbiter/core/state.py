@@ -18,6 +18,7 @@ from arbiter.core.records.estimates import Estimates, ModelKey
 from arbiter.core.records.eviction_history import EvictionHistory
 from arbiter.core.records.ledger import Ledger
 from arbiter.core.records.loading_times import LoadingTimes
+from arbiter.core.records.opening_hours import OpeningHours
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.request_queue import RequestQueue
 from arbiter.core.records.ticket import Sizes, State, Ticket
@@ -125,7 +126,7 @@ class CoreState:
     """Holds all that the rules read and change, by group:
 
     - configuration: `settings`, `policies`, `registry` (with the floors of the table), `tenants`,
-      and `floors`, which people set;
+      and `floors`, which people set; `opening_hours`, as the clock on the wall has them;
     - the books: `ledger` (tickets and devices), `queue`, `holders`, `nodes`, `accounts` of clients;
     - what was learned: `estimates`, `rates`, `lasting_rates`, `hours`, `transition_counts`,
       `last_home`, `trades` of places, `loading_times` and `loading_much`, by device;
@@ -158,6 +159,7 @@ class CoreState:
         self.epoch = epoch
         self.ledger = Ledger()
         self.registry = Registry(tuple(sorted(policies.roles)))
+        self.opening_hours = OpeningHours()
         self.estimates = Estimates(settings)
         self.rates = UsageRates(settings.rate_window)
         self.lasting_rates = UsageRates(settings.lasting_window)
@@ -308,9 +310,27 @@ class CoreState:
         return known is None or self.now - known.heard >= self.settings.timeouts.silent
 
     def floor_of(self, name: types.ModelName) -> types.Floor:
-        """Returns how far a model may fall: as a person set it, else as configured, else cold."""
+        """Returns how far a model may fall: as a person set it, else as configured, else cold.
+        Outside its hours it is cold (C13)."""
+        if self.opens_at(name) is not None:
+            return types.Floor.COLD
         floor = self.floors.get(name) or self.registry.configured_floors.get(name)
         return floor or types.Floor.COLD
+
+    def is_pinned(self, name: types.ModelName) -> bool:
+        """Says whether tickets of a model are pinned, by the table or by its floor. Raises
+        UnknownCapability, UnknownModel."""
+        is_pinned = self.registry.find(name).pinned or self.floor_of(name) is types.Floor.DEVICE
+        return is_pinned and self.opens_at(name) is None
+
+    def opens_at(self, name: types.ModelName) -> Instant | None:
+        """Returns when the hours of a model begin; None while it may be loaded."""
+        hours = self.registry.hours.get(name)
+        return self.opening_hours.opens_at(hours) if hours else None
+
+    def batch_hours_of(self, name: types.ModelName) -> str:
+        """Returns the hours of batch work for a model; empty where it has none."""
+        return self.registry.batch_hours.get(name, self.settings.batch_hours)
 
     def all_floors(self) -> dict[types.ModelName, types.Floor]:
         """Returns the floors that were set, and the configured ones above cold."""

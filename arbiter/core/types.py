@@ -153,6 +153,8 @@ class ModelSpec:
     dispatch_lock: str = ""  # its engine computes only while it holds this lock of its node
     shared_scratch_bytes: Bytes = Bytes(0)  # beyond its ticket, while it holds that lock (B2)
     floor: Floor = Floor.COLD  # how far it may fall, unless a person has set another (D1)
+    hours: str = ""  # outside of which it is not loaded (C13); empty: none
+    batch_hours: str = ""  # the same for batch work; empty: those of the settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ class ArbiterActor:
 
     def __init__(self, boot: messages.StartConfig) -> None:
         from arbiter.server.event_log import EventLog
+        from arbiter.server.hours_clock import HoursClock
         from arbiter.server.lease_service import LeaseService
         from arbiter.server.node_agents import RayAgents
         from arbiter.server.node_watch import NodeWatch
@@ -58,12 +60,16 @@ class ArbiterActor:
         self._sessions: dict[HolderId, str] = {}  # the last one of each holder
         self._session_ends: dict[str, asyncio.Event] = {}  # set when the session is over
         self._leases = LeaseService(self._shell, self._agents, self._store)
+        self._hours = HoursClock(self._shell.feed)
+        self._tell_hours(self._configuration.capabilities.capabilities)
         self._shell.feed(self._configuration.capabilities)
         self._tell_start()
         self._restore_registered()
         self._tasks: set[asyncio.Future[None]] = set()
         self._rpc = self._serve_rpc()
-        self._watch = NodeWatch(self._shell, self._agents, self._store, self._leases.sweep)
+        self._watch = NodeWatch(
+            self._shell, self._agents, self._store, self._leases.sweep, self._hours
+        )
         self._start(self._watch.run())
 
     def __repr__(self) -> str:
@@ -132,9 +138,13 @@ class ArbiterActor:
             return self._tell_registration_lost(None, error)
         for capability in registered:
             try:
+                self._tell_hours([capability])
                 self._shell.feed(ev.CapabilityRegistered(capability))
             except RequestError as error:
                 self._tell_registration_lost(capability.name, error)
+
+    def _tell_hours(self, capabilities: Iterable[types.CapabilitySpec]) -> None:
+        self._hours.tell_of(capabilities, self._shell.core.settings.batch_hours)
 
     def _tell_registration_lost(self, capability: str | None, cause: Exception) -> None:
         """`capability`: None for all of them."""
@@ -336,6 +346,7 @@ class ArbiterActor:
             future.register(capability)
         future.replace(table.capabilities)  # first, because it may be refused
         if {spec.role for spec in table.capabilities} <= old.policies.roles.keys():
+            self._tell_hours(table.capabilities)
             self._shell.feed(table)  # else the next epoch takes it, which has the new roles
         self._configuration = configuration
         self._store.save_configuration(configuration)
@@ -362,7 +373,9 @@ class ArbiterActor:
 
     async def register(self, capability: types.CapabilitySpec) -> None:
         """Adds a capability from Python, which lasts until `unregister`, over changes of the table
-        and restarts (A2). Raises CapabilityConflict, UnknownRole."""
+        and restarts (A2). Raises CapabilityConflict, UnknownRole; ValueError for hours that are
+        none."""
+        self._tell_hours([capability])
         self._shell.feed(ev.CapabilityRegistered(capability))
         self._store.save_registered(self._shell.core.registered)
 
@@ -384,7 +397,8 @@ class ArbiterActor:
         self._store.save_floors(self._shell.core.export_floors())
 
     async def load(self, capability: str, model: str) -> None:
-        """By hand, without a request. Raises UnknownCapability, UnknownModel, NotResident."""
+        """By hand, without a request. Raises UnknownCapability, UnknownModel, NotResident,
+        OutsideHours."""
         self._shell.feed(ev.LoadAsked(capability, model))
 
     async def compact(

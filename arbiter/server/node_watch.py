@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import ray
 
 from arbiter.core import events as ev
+from arbiter.server.hours_clock import HoursClock
 from arbiter.server.node_agents import LOOK_S
 from arbiter.server.shell import Shell
 from arbiter.server.store import Member, Store
@@ -38,9 +39,11 @@ class NodeWatch:
         agents: NodeAgents,
         store: Store,
         sweep: Callable[[], None],
+        hours: HoursClock,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shell, self._agents, self._store, self._sweep = shell, agents, store, sweep
+        self._hours = hours
         self._clock, self._began_s = clock, clock()
         self._learned_saved_count = shell.core.learned_changes_count
         store.note_learned(shell.core.export_learned())
@@ -59,6 +62,7 @@ class NodeWatch:
             if looks_count % USAGE_SAVED_LOOKS == 0:
                 self.save_usage()
             self._sweep()
+            self._hours.tell(self._shell.core.hours)
             self._shell.refresh_targets()
             await asyncio.sleep(LOOK_S)
 

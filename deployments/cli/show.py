@@ -55,9 +55,25 @@ def _status(state: dict[str, Any]) -> Iterator[RenderableType]:
     if state["queue"]:
         yield ""
         yield _queue(state["queue"])
+    for row in state["hours"]:
+        yield cell(_hours(row))
     for failure in state["cooldowns"]:
         text = f"cooling down: {failure['model']} for {failure['left_s']:.0f} s more"
         yield Text(clean(f"{text}, after {failure['times']} failures: {failure['cause']}"), "red")
+
+
+def _hours(row: dict[str, Any]) -> str:
+    """The hours of a model, or of batch work (C13)."""
+    model = row["model"] or "every model"
+    whose = f"batch work of {model}" if row["work"] == "batch" else model
+    return f"hours of {whose}: {_hours_now(row)}"
+
+
+def _hours_now(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    change = "closes" if row["is_open"] else "opens"
+    return f"{row['hours']}, {change} in {span(row['left_s'])}"
 
 
 def _devices(devices: list[dict[str, Any]]) -> RenderableType:
@@ -212,11 +228,12 @@ def residency(as_json: AsJson = False, url: Url = None) -> None:
             m["floor"],
             size(m["host_copy_bytes"]),
             span(m["loading_s"]),
+            _hours_now(m["hours"]),
         )
         for name, m in models.items()
     ]
-    heads = ("model", "capability", "level", "floor", "host copy", "loading for")
-    show(as_json, models, table(heads, rows, numbers=heads[4:]))
+    heads = ("model", "capability", "level", "floor", "host copy", "loading for", "hours")
+    show(as_json, models, table(heads, rows, numbers=heads[4:6]))
 
 
 def pool(as_json: AsJson = False, url: Url = None) -> None:

@@ -6,8 +6,9 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from arbiter.core import settings as core
 from arbiter.core.view import NamedRole, Role
+from arbiter.opening_hours import parse
 from arbiter.units import Bytes, seconds
-from deployments.config.fields import LONGEST_S, KvTerm, Size, Strict
+from deployments.config.fields import LONGEST_S, Hours, KvTerm, Size, Strict, Zone
 from deployments.config.outside_policies import imported
 from policies import ADMIT, EVICT, REPLAY_ONLY, ROLES
 
@@ -94,6 +95,13 @@ def _policy(what: str, name: str, usable: list[str]) -> str:
     return name
 
 
+def in_zone(hours: str, zone: str) -> str:
+    """Returns hours with the zone of the table, unless they name one."""
+    if not hours or parse(hours).zone:
+        return hours
+    return f"{hours} {zone}".rstrip()
+
+
 class ArbiterConfig(Strict):
     evict: str = "time_of_day"
     admit: str = "fair_share"
@@ -117,6 +125,9 @@ class ArbiterConfig(Strict):
     # C13: a model whose place another one wants back goes on with its requests for so long; 0: off
     collate_s: float = Field(30.0, ge=0, le=600)
     loading_most: float = Field(0.3, gt=0, le=1)  # of ten minutes; above it models stay longer
+    # C13: `22-07`, or a list: at other times batch requests wait, unless their model is resident
+    batch_hours: Hours = ""
+    time_zone: Zone = ""  # of all hours, as `Europe/Berlin`; absent: the arbiter's machine's
     host_marks: MarksConfig = MarksConfig()  # C4: of host RAM that asleep models may fill
     device_marks: MarksConfig | None = None  # of a device while a ticket is queued; absent: off
     # C11: `declared` brings in the next of a pipeline, `history` also what usually followed
@@ -188,6 +199,7 @@ class ArbiterConfig(Strict):
             min_residency_loads=self.min_residency_loads,
             collate_most=seconds(self.collate_s),
             loading_most_fraction=self.loading_most,
+            batch_hours=in_zone(self.batch_hours, self.time_zone),
             host_marks=self.host_marks.as_marks(),
             device_marks=self.device_marks.as_marks() if self.device_marks else None,
             preload=self.preload,

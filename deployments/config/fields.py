@@ -2,10 +2,11 @@
 what they do not know."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from arbiter.opening_hours import check_zone, parse
 from arbiter.units import GIB, KIB, MIB
 
 _UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -27,6 +28,20 @@ def parse_size(value: object) -> int:
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+
+
+def parse_hours(value: Any) -> str:
+    """Windows of the day as one text, from `22-07` or a list of such; empty: none. Raises
+    ValueError, saying what is wrong."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"{value!r} are no hours; write 22-07, or a list of such")
+    text = ", ".join(parts)
+    return str(parse(text)) if text else ""
+
+
+Hours = Annotated[str, BeforeValidator(parse_hours)]  # C13, as arbiter.opening_hours reads it
+Zone = Annotated[str, AfterValidator(check_zone)]
 
 
 # A class of term, by the name that arbiter.pool.Term has in capitals; the shortest first.

@@ -15,8 +15,8 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.protocol.lease_schema import DEFAULT_TENANT
 from arbiter.units import Bytes, seconds
-from deployments.config.arbiter_section import ArbiterConfig
-from deployments.config.fields import LONGEST_S, KvTerm, Size, Strict, parse_size
+from deployments.config.arbiter_section import ArbiterConfig, in_zone
+from deployments.config.fields import LONGEST_S, Hours, KvTerm, Size, Strict, parse_size
 from deployments.config.url_allowlist import is_prefix
 from policies import ROLES
 
@@ -135,6 +135,9 @@ class ModelConfig(Strict):
     pin: bool = False
     # D1: how far it may fall: `device` (loaded at start, never a victim), `host` (asleep at least)
     floor: Literal["cold", "host", "device"] = "cold"
+    # C13: `22-07`, or a list: at other times it is not loaded, and leaves once it is idle
+    hours: Hours = ""
+    batch_hours: Hours = ""  # at other times its batch requests wait; absent: the arbiter's
     allow_oversize: bool = False  # loads even where it is larger than the whole budget (B6)
     can_sleep: bool = True
     # What its conversations begin with, warmed at its load and again while it is resident (G1)
@@ -234,7 +237,7 @@ class CapabilityConfig(Strict):
                 raise ValueError(f"{name}: its drafter {drafter!r} is no other model of these")
         return self
 
-    def _model_spec(self, model: str, keep_warm_s: float) -> types.ModelSpec:
+    def _model_spec(self, model: str, keep_warm_s: float, zone: str) -> types.ModelSpec:
         """`keep_warm_s`: of its role, where neither the model nor the capability says otherwise."""
         config = self.models[model]
         said = (s for s in (config.keep_warm_s, self.keep_warm_s) if s is not None)
@@ -246,11 +249,13 @@ class CapabilityConfig(Strict):
             dispatch_lock=config.dispatch.lock if config.dispatch else "",
             shared_scratch_bytes=Bytes(config.dispatch.scratch if config.dispatch else 0),
             floor=types.Floor(config.floor),
+            hours=in_zone(config.hours, zone),
+            batch_hours=in_zone(config.batch_hours, zone),
         )
 
-    def as_spec(self, name: str, keep_warm_s: float) -> types.CapabilitySpec:
-        """`keep_warm_s`: of its role."""
-        models = tuple(self._model_spec(model, keep_warm_s) for model in sorted(self.models))
+    def as_spec(self, name: str, keep_warm_s: float, zone: str = "") -> types.CapabilitySpec:
+        """`keep_warm_s`: of its role. `zone`: of hours that name none."""
+        models = tuple(self._model_spec(m, keep_warm_s, zone) for m in sorted(self.models))
         return types.CapabilitySpec(
             name,
             self.role,
@@ -348,7 +353,7 @@ class Table(Strict):
         for name, config in sorted(self.capabilities.items()):
             keep_warm_s = self.arbiter.keep_warm_s_of(config.role)
             assert keep_warm_s is not None  # or `_known_roles` had refused the table
-            specs.append(config.as_spec(name, keep_warm_s))
+            specs.append(config.as_spec(name, keep_warm_s, self.arbiter.time_zone))
         return ev.CapabilitiesSet(tuple(specs))
 
 

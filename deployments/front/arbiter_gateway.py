@@ -72,6 +72,13 @@ class ArbiterState:
             if (row.capability, row.model) == (capability, model) and not row.is_lease
         ]
 
+    def hours_of(self, capability: str, model: str) -> dict[str, Any] | None:
+        """The hours of a model, and when they begin or end (C13); None: it has none."""
+        for row in self.plain["hours"]:
+            if (row["work"], row["capability"], row["model"]) == ("model", capability, model):
+                return {name: row[name] for name in ("hours", "is_open", "left_s")}
+        return None
+
     def presences(self, homes: Mapping[str, str]) -> dict[str, Presence]:
         """Of each model of `homes`, which says its capability."""
         took = {(row["capability"], row["model"]): row for row in self.plain["load_times"]}
@@ -79,6 +86,9 @@ class ArbiterState:
         blocked = {
             (row["capability"], row["model"]): row["left_s"] for row in self.plain["cooldowns"]
         }
+        for row in self.plain["hours"]:
+            if row["work"] == "model" and not row["is_open"]:
+                blocked[row["capability"], row["model"]] = row["left_s"]
         rows: dict[tuple[str, str], list[TicketRow]] = {}
         for row in self.tickets:
             if not row.is_lease and row.state != "reclaiming":

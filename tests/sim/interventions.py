@@ -1,10 +1,11 @@
 """What happens to the world besides asking: pairs of models, floors, a model removed for a while, a
 resident that grows, a capability that Python registers for a while, engines that take more than
-they were granted, and compactions that give it back.
+they were granted, compactions that give it back, and hours that begin and end.
 
 Mixed into every run like the faults, so that each rule meets every other in trouble.
 """
 
+import random
 from typing import TYPE_CHECKING
 
 from arbiter.core import events as ev
@@ -19,6 +20,8 @@ PAIR = ("b", "c")  # a gang of two processes
 EXTRA, EXTRA_MODEL = "extra", "x"  # registered from Python, or unknown
 MOVABLE = "abcdeg"  # neither set by hand nor removed: the pinned one
 BLOAT_SHARE = 0.3  # far above the headroom of what was learned
+NIGHT, EVENING = HOURS = ("night", "evening")  # of one model, and of batch work
+TURNS_COUNT = 6  # of hours that open or close, at most
 REMOVED_S, FLOOR_S, REGISTERED_S = 15.0, 20.0, 30.0
 
 
@@ -29,6 +32,7 @@ class Interventions:
         self.floors: dict[str, types.Floor] = {}
         self.registered: tuple[types.CapabilitySpec, ...] = ()
         self.compactions_count = 0
+        self.is_open = dict.fromkeys(HOURS, True)
 
     def schedule(self, count: int, within_s: float) -> None:
         interventions = [
@@ -38,6 +42,25 @@ class Interventions:
         weights = [self.world.rng.random() for _ in interventions]
         for intervention in self.world.rng.choices(interventions, weights, k=count):
             self.world.later(within_s, intervention)
+        dice = random.Random(self.world.seed)  # of its own: the other draws stay as they were
+        for _ in range(dice.randrange(TURNS_COUNT)):
+            self._turn_at(dice.uniform(0, within_s), dice.choice(HOURS), dice.random() < 0.5)
+        for hours in HOURS:
+            self._turn_at(within_s, hours, True)
+
+    def _turn_at(self, at_s: float, hours: str, is_open: bool) -> None:
+        def turn() -> None:
+            self.is_open[hours] = is_open
+            self.tell_hours()
+
+        self.world.later(at_s, turn, exactly=True)
+
+    def tell_hours(self) -> None:
+        """What the clock on the wall says; a new arbiter is told before it has the table."""
+        if self.world.arbiter is not None:
+            now = self.is_open.items()
+            readings = tuple(ev.HoursReading(h, is_open, seconds(20)) for h, is_open in now)
+            self.world.feed(ev.HoursRead(readings))
 
     def pair(self) -> None:
         """Two models that only make sense together."""

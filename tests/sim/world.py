@@ -43,7 +43,7 @@ from arbiter.units import (
 )
 from policies import bundle
 from tests.sim.actors import Agent, Caller, Holder
-from tests.sim.interventions import EXTRA, EXTRA_MODEL, Interventions
+from tests.sim.interventions import EVENING, EXTRA, EXTRA_MODEL, NIGHT, Interventions
 from tests.sim.lease_holders import LeaseHolder, size_of
 
 # The real times, except that a barrier and a hanging load are shorter: less virtual time a seed.
@@ -51,13 +51,14 @@ TERMS = replace(Timeouts(), barrier=seconds(4), load=seconds(15), lost=seconds(2
 SETTINGS = replace(
     DEFAULTS, arena_fraction=1.0, wiggle_fraction=0.0, gpu_margin_bytes=Bytes(0), timeouts=TERMS,
     carry_most=seconds(20), preload="history", habit_least_count=1, habit_fraction=0.0,
+    batch_hours=EVENING,
 )  # fmt: skip
 TENANTS = (
     TenantLimits("bounded", Bytes(60 * GIB)),
     TenantLimits("keeper", None, Bytes(15 * GIB)),
     TenantLimits("spent", None, Bytes(0), Bytes(10 * GIB)),
 )
-MODELS, PINNED, OVERSIZE = "abcdefg", "f", "g"
+MODELS, PINNED, OVERSIZE, NIGHTLY = "abcdefg", "f", "g", "d"
 FAULTS = (
     "lose", "repeat", "slow", "stuck", "oom", "broken", "hang", "rogue", "wedged", "liar",
     "unannounced",
@@ -146,7 +147,8 @@ class World:
     def table(self) -> ev.CapabilitiesSet:
         specs = tuple(
             types.ModelSpec(
-                m, seconds(-1 if m == "a" else 20), m == PINNED, allow_oversize=m == OVERSIZE
+                m, seconds(-1 if m == "a" else 20), m == PINNED, allow_oversize=m == OVERSIZE,
+                hours=NIGHT * (m == NIGHTLY),
             )
             for m in MODELS if m not in self.interventions.removed
         )  # fmt: skip
@@ -297,6 +299,7 @@ class World:
         for restore in self.kept:
             restore(arbiter)
         self.interventions.restore_floors()
+        self.interventions.tell_hours()
         self.feed(self.table())
         self.interventions.restore_registered()
 

@@ -4,7 +4,7 @@ from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import EventKind
 from arbiter.core.eviction import pressure
-from arbiter.core.queue import freeing, wait_estimate
+from arbiter.core.queue import freeing, hours, wait_estimate
 from arbiter.core.queue.grants import age, grant_of
 from arbiter.core.queue.placement_memo import foresee_need
 from arbiter.core.records.ticket import State, Ticket
@@ -27,7 +27,7 @@ from arbiter.errors import (
     UnknownCapability,
     UnknownModel,
 )
-from arbiter.units import after, in_seconds, since
+from arbiter.units import Span, after, in_seconds, since
 
 # -- asking ---------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def _repeat_request(state: CoreState, entry: Ticket, event: ev.Requested) -> Non
         state.decide(grant_of(entry))
     elif entry.state in (State.ASLEEP, State.DRAINING):
         quotas.take_over(state, entry, event.client)
-        if error := _why_no_wake(state, entry):
+        if error := _why_no_wake(state, entry, event.deadline):
             state.answer_error(entry.ticket, error)
         elif entry.ticket not in state.queue:
             _enqueue(state, entry, event)
@@ -84,6 +84,9 @@ def _raise_priority(state: CoreState, entry: Ticket, event: ev.Requested) -> Non
         state.queue.raise_priority(entry.ticket, event.priority)
     until = None if event.deadline is None else after(state.now, event.deadline)
     state.queue.extend_deadline(entry.ticket, until)
+    waiting = state.queue.find(entry.ticket)
+    assert waiting is not None
+    hours.hold(state, entry, waiting)
 
 
 def reject_removed_models(state: CoreState) -> None:
@@ -107,12 +110,12 @@ def refuse_all(state: CoreState) -> None:
         reject_queued(state, entry, ArbiterClosing())
 
 
-def _why_no_wake(state: CoreState, entry: Ticket) -> RequestError | None:
+def _why_no_wake(state: CoreState, entry: Ticket, deadline: Span | None) -> RequestError | None:
     if state.closing_by is not None:
         return ArbiterClosing()
     if kept := kept_bytes(state, entry.holder):
         return HolderQuarantined(entry.holder, kept)
-    return floors.refusal(state, entry.model_name)
+    return floors.refusal(state, entry.model_name, deadline)
 
 
 def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
@@ -128,7 +131,7 @@ def _why_not(state: CoreState, event: ev.Requested) -> RequestError | None:
         state.registry.find(name)
     except (UnknownCapability, UnknownModel) as unknown:
         return unknown
-    if error := floors.refusal(state, name):
+    if error := floors.refusal(state, name, event.deadline):
         return error
     if event.holder not in state.holders:
         return StaleEpoch(NEVER_JOINED, state.epoch)
@@ -197,7 +200,7 @@ def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
         since=state.now,
         role=role,
         role_rank=state.policies.roles[role].rank,
-        pinned=_is_pinned(state, spec, name),
+        pinned=state.is_pinned(name),
         keep_warm=spec.keep_warm,
         allow_oversize=spec.allow_oversize,
         dispatch_lock=spec.dispatch_lock,
@@ -208,17 +211,12 @@ def _new_entry(state: CoreState, holder: Holder, event: ev.Requested) -> Ticket:
     )
 
 
-def _is_pinned(state: CoreState, spec: types.ModelSpec, name: ModelName) -> bool:
-    """Says whether a new ticket is pinned, by the table or by its floor."""
-    return spec.pinned or state.floor_of(name) is types.Floor.DEVICE
-
-
 def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
     deadline = None if event.deadline is None else after(state.now, event.deadline)
     entry.set_priority(types.Priority.BATCH if entry.is_prefetch else event.priority)
     tenant = entry.client.tenant
     need = entry.need.device_bytes
-    state.queue.add(
+    waiting = state.queue.add(
         entry.ticket,
         entry.model_name,
         entry.node,
@@ -235,15 +233,19 @@ def _enqueue(state: CoreState, entry: Ticket, event: ev.Requested) -> None:
         ),
     )
     state.ledger.touch(entry)
+    hours.hold(state, entry, waiting)
     foresee_need(state, entry)
     state.fresh.append(entry.ticket)
     age(state, entry)
     if deadline is not None:
         state.set_timer(entry, deadline)
     priority = entry.priority.name.lower()
-    waiting = len(state.queue)
     state.log(
-        EventKind.TICKET_QUEUED, entry, position=waiting, attempt=entry.attempt, priority=priority
+        EventKind.TICKET_QUEUED,
+        entry,
+        position=len(state.queue),
+        attempt=entry.attempt,
+        priority=priority,
     )
 
 

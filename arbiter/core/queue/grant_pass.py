@@ -46,7 +46,7 @@ def _run_node(state: CoreState, node: Node) -> PassEnd:
     pass_ = _new_pass(state, node)
     for waiting in state.queue.walk(node.node):
         pass_.memo.walk_past(waiting)
-        if not pass_.memo.can_skip(waiting, state.estimates.version):
+        if not (waiting.is_held or pass_.memo.can_skip(waiting, state.estimates.version)):
             _try_entry(state, pass_, waiting)
         if pass_.order_changed:
             return PassEnd.ORDER_CHANGED

@@ -231,7 +231,8 @@ def _urgency(state: CoreState, pass_: GrantPass, waiting: QueueEntry) -> types.P
     if not waiting.is_aged:
         return waiting.request.priority
     if pass_.most_urgent is None:
-        pass_.most_urgent = min(w.request.priority for w in state.queue.at(pass_.node.node))
+        queued = state.queue.at(pass_.node.node)
+        pass_.most_urgent = min(w.request.priority for w in queued if not w.is_held)
     return pass_.most_urgent
 
 
@@ -252,6 +253,8 @@ def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: Queue
     books = compute_books(state, pass_.node)
     sizes = [(e, placement.estimated_bytes(state, e, pass_.largest_bytes)) for e in there]
     most = pass_.most_for(state, entry.client.tenant)
+    if any(_is_held(state, e) for e in there):
+        return pass_.defer(waiting, ())
     at_best = gangs.assign(sizes, books, most)
     if not at_best:
         return _reject_gang(state, entry.client.tenant, books, sizes, most)
@@ -259,6 +262,11 @@ def place_gang(state: CoreState, pass_: GrantPass, entry: Ticket, waiting: Queue
     free = {b.device: Bytes(min(b.free_bytes, pass_.room(b.device, entry))) for b in room}
     now = gangs.assign(sizes, room, free) or gangs.assign(sizes, room, most)
     return _place_parts(state, pass_, waiting, now or at_best)
+
+
+def _is_held(state: CoreState, entry: Ticket) -> bool:
+    waiting = state.queue.find(entry.ticket)
+    return waiting is not None and waiting.is_held
 
 
 def _reject_gang(
@@ -404,9 +412,9 @@ def grant_of(entry: Ticket) -> Grant:
 def age(state: CoreState, entry: Ticket) -> None:
     """Runs the time rule of bypassing: after so long a ticket is aged."""
     waiting = state.queue.find(entry.ticket)
-    if waiting is None or waiting.is_aged:
+    if waiting is None or waiting.is_aged or waiting.is_held:
         return
-    ages_at = after(waiting.request.asked, state.settings.timeouts.bypass)
+    ages_at = after(waiting.ages_from or waiting.request.asked, state.settings.timeouts.bypass)
     if state.now >= ages_at:
         state.queue.age(waiting)
     else:

@@ -124,7 +124,7 @@ def count_bypasses(state: CoreState, pass_: GrantPass, sequence: int, home: Size
         holder = other.holder
         if holder not in silent:
             silent[holder] = state.is_silent(holder)
-        if request.sequence > sequence or other.is_aged or silent[holder]:
+        if request.sequence > sequence or other.is_aged or other.is_held or silent[holder]:
             continue
         is_plain = not (request.is_asleep or other.is_of_gang)
         if other.need_bytes <= most if is_plain else _could_use(state, request.ticket, home, most):

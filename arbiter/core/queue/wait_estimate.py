@@ -15,6 +15,7 @@ from arbiter.core.eviction.eligibility import (
 )
 from arbiter.core.eviction.eviction import returning_bytes
 from arbiter.core.eviction.ranking import effective_priority, priority_fades_at, ranked_victims
+from arbiter.core.queue import hours
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import State, Ticket
@@ -70,8 +71,7 @@ def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span
     books = [b for b in compute_books(state, node) if waiting.need_bytes <= b.budget_bytes]
     if not books:
         return None
-    ahead_count = state.queue.ahead_count(waiting)
-    sample = state.queue.first(entry.node, min(ahead_count, SAMPLED_COUNT))
+    ahead_count, sample = _ahead(state, entry, waiting)
     wanted = int(waiting.need_bytes)
     if sample:
         wanted += sum(w.need_bytes for w in sample) * ahead_count // len(sample)
@@ -90,7 +90,19 @@ def estimated_wait(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Span
     collated_at = max((collation_bound(state, e, entry) for e in ahead if e), default=state.now)
     if collated_at > state.now:  # what is before it will be resident, and goes on as long
         wait = max(wait, since(state.now, collated_at) + turnover)
+    if (opens_at := hours.held_until(state, entry, waiting)) is not None:
+        wait = max(wait, since(state.now, opens_at))
     return Span(wait + load_span(state, entry))
+
+
+def _ahead(state: CoreState, entry: Ticket, waiting: QueueEntry) -> tuple[int, list[QueueEntry]]:
+    """Returns how many tickets go before it, and the first of them. What is held outside its hours
+    does not (C13), unless it is itself: then all may be let go at once."""
+    count = state.queue.ahead_count(waiting)
+    if waiting.is_held or not state.opening_hours.has_closed:
+        return count, state.queue.first(entry.node, min(count, SAMPLED_COUNT))
+    free = [w for w in state.queue.first(entry.node, count) if not w.is_held]
+    return len(free), free[:SAMPLED_COUNT]
 
 
 def _room_at(state: CoreState, book: DeviceAccount, entry: Ticket, waiting: QueueEntry) -> Instant:

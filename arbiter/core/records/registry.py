@@ -38,6 +38,8 @@ class Registry:
         self.registered: dict[str, CapabilitySpec] = {}  # from Python
         self.pinning: set[str] = set()  # capabilities with a pinned model
         self.configured_floors: dict[ModelName, Floor] = {}  # as configured; those above cold
+        self.hours: dict[ModelName, str] = {}  # of models that have some (C13)
+        self.batch_hours: dict[ModelName, str] = {}
         self._models: dict[str, dict[str, ModelSpec]] = {}
         self.is_set = False  # False: the configuration has not come yet, so nothing is removed
 
@@ -75,6 +77,8 @@ class Registry:
         self._models = {}
         self.pinning = set()
         self.configured_floors = {}
+        self.hours = {}
+        self.batch_hours = {}
         for spec in (*self._table.values(), *self.registered.values()):
             self._put(spec)
 
@@ -87,6 +91,10 @@ class Registry:
         self.configured_floors |= {
             ModelName(spec.name, model.name): model.floor for model in above_cold
         }
+        names = {ModelName(spec.name, model.name): model for model in spec.models}
+        self.hours |= {name: model.hours for name, model in names.items() if model.hours}
+        batch = {name: model.batch_hours for name, model in names.items() if model.batch_hours}
+        self.batch_hours |= batch
 
     def _check_role(self, spec: CapabilitySpec) -> None:
         if spec.role not in self._roles:

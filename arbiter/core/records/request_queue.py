@@ -36,6 +36,14 @@ class QueueEntry:
     need_bytes: Bytes = Bytes(0)
     quota_group: str = ""  # of its tenant: see quotas.quota_group
     version: int = -1  # of the estimates that say so
+    is_held: bool = False  # outside its hours: not tried (C13)
+    ages_from: Instant | None = None  # when it was last let go; None: since it asked
+
+    def note_hours(self, *, is_held: bool, now: Instant) -> None:
+        """Notes whether it is held; let go, its wait counts from now."""
+        if self.is_held and not is_held:
+            self.ages_from = now
+        self.is_held = is_held
 
     def expect(self, serves_at: Instant) -> None:
         """Notes when it should serve, as far as can be said when it joins."""
@@ -306,6 +314,10 @@ class RequestQueue:
     def nodes(self) -> list[NodeId]:
         """Returns the nodes on which a ticket waits."""
         return list(self._order)
+
+    def has_free(self) -> bool:
+        """Says whether a ticket waits that no hours hold (C13)."""
+        return any(not waiting.is_held for waiting in self._waiting.values())
 
     def count(self, model: ModelName) -> int:
         """Returns how many tickets wait for a model."""

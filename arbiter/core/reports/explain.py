@@ -11,7 +11,7 @@ from arbiter.core.eviction.eligibility import obstacle_text
 from arbiter.core.eviction.eviction import returning_bytes
 from arbiter.core.eviction.ranking import price_victim
 from arbiter.core.eviction.waste import compaction_obstacle, wasted_bytes
-from arbiter.core.queue import placement
+from arbiter.core.queue import hours, placement
 from arbiter.core.records.eviction_history import EvictionRecord, ScoredVictim
 from arbiter.core.records.ledger import DeviceAccount
 from arbiter.core.records.ticket import State, Ticket
@@ -168,6 +168,7 @@ def _now_said(
     for_s = in_seconds(since(entry.since, now))
     said = [f"{entry.model} ({entry.ticket}) is {entry.state.value} for {for_s:.1f} s."]
     said += _waste_said(state, entry)
+    said += _hours_said(state, entry, now)
     if entry.ticket not in state.queue:
         return said
     if not state.is_settled:
@@ -184,6 +185,26 @@ def _now_said(
     for shortage in shortages:
         said += _shortage_said(shortage)
     return said
+
+
+def _hours_said(state: CoreState, entry: Ticket, now: Instant) -> list[str]:
+    """Says that a ticket waits for hours to begin, or that its model leaves outside of them
+    (C13)."""
+    name = entry.model_name
+    own = state.registry.hours.get(name, "")
+    if waiting := state.queue.find(entry.ticket):
+        goes_at = hours.held_until(state, entry, waiting)
+        if goes_at is None:
+            return []
+        left_s = in_seconds(since(now, goes_at))
+        if state.opens_at(name) is None:
+            return [
+                f"Batch work waits for its hours, {state.batch_hours_of(name)}: {left_s:.0f} s."
+            ]
+        return [f"It waits for the hours of its model, {own}: {left_s:.0f} s."]
+    if entry.lease or state.opens_at(name) is None:
+        return []
+    return [f"It is outside the hours of its model, {own}, and leaves once it is idle."]
 
 
 def _waste_said(state: CoreState, entry: Ticket) -> list[str]:

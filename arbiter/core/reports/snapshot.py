@@ -3,6 +3,7 @@ nothing outside the arbiter's process.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from arbiter.core.events import ContentReading, ForeignProcess, SlabReading
@@ -15,7 +16,7 @@ from arbiter.core.residency.loading_share import loading_fraction
 from arbiter.core.state import CoreState
 from arbiter.core.tickets.device_limits import is_readable
 from arbiter.core.tickets.reclaim import kept_bytes
-from arbiter.core.types import DeviceBytes, DeviceKind, LeaseConditions
+from arbiter.core.types import DeviceBytes, DeviceKind, LeaseConditions, ModelName
 from arbiter.units import (
     Bytes,
     DeviceId,
@@ -180,6 +181,19 @@ class ContentView:
 
 
 @dataclass(frozen=True, slots=True)
+class HoursView:
+    """Shows hours (C13): of one model, of its batch work, or of all batch work that has no hours of
+    its own."""
+
+    work: str  # model or batch
+    capability: str  # empty: of every model
+    model: str
+    hours: str
+    is_open: bool
+    left: Span  # until they close or open
+
+
+@dataclass(frozen=True, slots=True)
 class StateView:
     """Shows all that the arbiter knows."""
 
@@ -198,6 +212,7 @@ class StateView:
     load_times: tuple[LoadTimeView, ...]
     slabs: tuple[SlabView, ...] = ()
     contents: tuple[ContentView, ...] = ()
+    hours: tuple[HoursView, ...] = ()
 
 
 def view_of(state: CoreState, now: Instant) -> StateView:
@@ -232,7 +247,20 @@ def view_of(state: CoreState, now: Instant) -> StateView:
             for name, node in sorted(state.nodes.items())
             for content in node.contents
         ),
+        hours=tuple(_hours(state, now)),
     )
+
+
+def _hours(state: CoreState, now: Instant) -> Iterator[HoursView]:
+    known, everywhere = state.registry, ModelName("", "")
+    rows = [("model", name, hours) for name, hours in sorted(known.hours.items())]
+    rows += [("batch", name, hours) for name, hours in sorted(known.batch_hours.items())]
+    if state.settings.batch_hours:
+        rows.append(("batch", everywhere, state.settings.batch_hours))
+    for work, name, hours in rows:
+        if window := state.opening_hours.find(hours):
+            left = Span(max(0, since(now, window.changes_at)))
+            yield HoursView(work, *name, hours, window.is_open, left)
 
 
 def _tenant(state: CoreState, tenant: str, now: Instant) -> TenantView:

@@ -15,9 +15,11 @@ from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.state import CoreState
 from arbiter.core.tickets.device_limits import cap_pins
 from arbiter.core.types import Floor, ModelName
-from arbiter.errors import NotResident, UnknownCapability, UnknownModel
+from arbiter.errors import NotResident, OutsideHours, UnknownCapability, UnknownModel
+from arbiter.units import Span, in_seconds, since
 
 HERE = (State.QUEUED, State.LOADING, State.RESIDENT)
+LEAST_RETRY_S = 1.0  # of hours that begin at any moment
 AWAKE = (State.LOADING, State.RESIDENT, State.DRAINING)  # a draining ticket may yet decline
 
 
@@ -37,12 +39,11 @@ def on_table(state: CoreState, before: dict[ModelName, Floor]) -> None:
     after = state.all_floors()
     for name in sorted(before.keys() | after.keys()):
         floor = after.get(name, Floor.COLD)
-        if floor is not before.get(name, Floor.COLD) and _is_known(state, name):
+        if floor is not before.get(name, Floor.COLD) and is_known(state, name):
             _act_on(state, name, floor, source="table")
 
 
 def _act_on(state: CoreState, name: ModelName, floor: Floor, *, source: str) -> None:
-    spec = state.registry.find(name)
     state.log(
         EventKind.FLOOR_SET,
         capability=name.capability,
@@ -52,7 +53,7 @@ def _act_on(state: CoreState, name: ModelName, floor: Floor, *, source: str) -> 
     )
     entries = _entries(state, name)
     for entry in entries:
-        state.ledger.pin(entry, spec.pinned or floor is Floor.DEVICE)
+        state.ledger.pin(entry, state.is_pinned(name))
         entry.settle_when_idle(floor is not Floor.DEVICE and entry.state in AWAKE)
         state.set_timer(entry, state.now)
         cap_pins(state, entry.home)
@@ -85,9 +86,13 @@ def settle(state: CoreState, entry: Ticket) -> None:
         revoke(state, entry, Reason.MANUAL, None)
 
 
-def refusal(state: CoreState, name: ModelName) -> NotResident | None:
-    """Returns the error for a request in a capability managed from outside, where only models with
-    the device floor are loaded; None when it may be loaded."""
+def refusal(
+    state: CoreState, name: ModelName, deadline: Span | None = None
+) -> OutsideHours | NotResident | None:
+    """Returns the error for a request outside the hours of its model, or in a capability managed
+    from outside, where only models with the device floor are loaded; None when it may be loaded."""
+    if closed := outside_hours(state, name, deadline):
+        return closed
     spec = state.registry.specs.get(name.capability)
     if spec is None or not spec.is_external:
         return None
@@ -95,12 +100,25 @@ def refusal(state: CoreState, name: ModelName) -> NotResident | None:
     return None if floor is Floor.DEVICE else NotResident(name.model, name.capability, floor.value)
 
 
+def outside_hours(state: CoreState, name: ModelName, deadline: Span | None) -> OutsideHours | None:
+    """Returns the error for a request that does not wait until the hours of its model begin (C13);
+    None when they have, or when it does."""
+    opens_at = state.opens_at(name)
+    if opens_at is None:
+        return None
+    wait = since(state.now, opens_at)
+    if deadline is not None and deadline >= wait:
+        return None
+    again_s = max(LEAST_RETRY_S, in_seconds(wait))
+    return OutsideHours(name.model, state.registry.hours[name], again_s)
+
+
 # -- loading without a request ---------------------------------------------------------------------
 
 
 def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
     """Loads a model once, by hand; a model that is resident already stays warm as long as after a
-    use. Raises UnknownCapability, UnknownModel, NotResident."""
+    use. Raises UnknownCapability, UnknownModel, NotResident, OutsideHours."""
     state.registry.find(event.model_name)
     if error := refusal(state, event.model_name):
         raise error
@@ -113,7 +131,10 @@ def on_load_asked(state: CoreState, event: ev.LoadAsked) -> None:
 
 
 def load(state: CoreState, name: ModelName) -> None:
-    """Has a holder of the capability load a model, or, where there is none, the first to join."""
+    """Has a holder of the capability load a model, or, where there is none, the first to join.
+    Outside its hours nothing is loaded (C13)."""
+    if state.opens_at(name) is not None:
+        return
     if any(e.state in HERE for e in _entries(state, name)):
         return
     able = [h for h in state.holders.values() if h.capability == name.capability]
@@ -151,7 +172,7 @@ def return_freed(state: CoreState) -> None:
         entry = state.ledger.find(ticket)
         if entry is not None and entry.state is not State.RECLAIMING:
             continue
-        names = [name for name in state.freed_for.pop(ticket) if _is_known(state, name)]
+        names = [name for name in state.freed_for.pop(ticket) if is_known(state, name)]
         if state.closing_by is not None or not names:
             continue
         models = ", ".join(name.path for name in names)
@@ -167,8 +188,9 @@ def wants_replica(state: CoreState, capability: str) -> bool:
 
 
 def _on_device(state: CoreState) -> list[ModelName]:
-    """Returns the models with the device floor."""
-    return [name for name, floor in state.all_floors().items() if floor is Floor.DEVICE]
+    """Returns the models with the device floor, but for those outside their hours."""
+    floored = [name for name, floor in state.all_floors().items() if floor is Floor.DEVICE]
+    return [name for name in floored if state.opens_at(name) is None]
 
 
 def _entries(state: CoreState, name: ModelName) -> list[Ticket]:
@@ -189,15 +211,16 @@ def note_removed(state: CoreState, before: tuple[types.CapabilitySpec, ...]) -> 
     for spec in before:
         for model in spec.models:
             name = ModelName(spec.name, model.name)
-            if not _is_known(state, name):
+            if not is_known(state, name):
                 state.removing[name] = None
                 state.floors.pop(name, None)
     for name in list(state.removing):
-        if _is_known(state, name):
+        if is_known(state, name):
             del state.removing[name]  # it is back
 
 
-def _is_known(state: CoreState, name: ModelName) -> bool:
+def is_known(state: CoreState, name: ModelName) -> bool:
+    """Says whether a model is in the table, or registered."""
     try:
         state.registry.find(name)
     except (UnknownCapability, UnknownModel):

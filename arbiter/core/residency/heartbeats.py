@@ -323,5 +323,5 @@ def apply_configuration(state: CoreState, entry: Ticket) -> None:
     rank = state.policies.roles[role].rank
     entry.configure(role, rank, allow_oversize=spec.allow_oversize, keep_warm=spec.keep_warm)
     state.ledger.touch(entry)
-    state.ledger.pin(entry, spec.pinned or state.floor_of(entry.model_name) is types.Floor.DEVICE)
+    state.ledger.pin(entry, state.is_pinned(entry.model_name))
     state.ledger.share_scratch(entry, spec.dispatch_lock, spec.shared_scratch_bytes)

@@ -1,5 +1,5 @@
-"""Lets idle models leave: after their keep-warm time (C8), at shutdown, down to a lowered floor, or
-by hand.
+"""Lets idle models leave: after their keep-warm time (C8), outside their hours (C13), at shutdown,
+down to a lowered floor, or by hand.
 """
 
 from arbiter.core.decisions import EventKind, Reason
@@ -20,6 +20,9 @@ def on_idle(state: CoreState, entry: Ticket) -> None:
     if state.closing_by is not None:
         eviction.revoke(state, entry, Reason.SHUTDOWN, None)
         return
+    if not entry.lease and state.opens_at(entry.model_name) is not None:
+        _leave_outside_hours(state, entry)
+        return
     floors.stop_settling_at_floor(state, entry)
     if entry.settles:
         floors.settle(state, entry)
@@ -34,6 +37,15 @@ def on_idle(state: CoreState, entry: Ticket) -> None:
         eviction.revoke(state, entry, Reason.IDLE, None)
     else:
         state.set_timer(entry, goes_at)
+
+
+def _leave_outside_hours(state: CoreState, entry: Ticket) -> None:
+    """Revokes an idle ticket, awake or asleep, outside the hours of its model (C13). A holder that
+    is busy after all declines, and is asked again once it is no longer left alone."""
+    if state.now < entry.declined_until:
+        state.set_timer(entry, entry.declined_until)
+    else:
+        eviction.revoke(state, entry, Reason.HOURS, None)
 
 
 def on_unload_asked(state: CoreState, ticket: TicketId) -> None:

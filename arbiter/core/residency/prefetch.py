@@ -132,7 +132,7 @@ def _is_free(state: CoreState, name: NodeId, wanted: ModelName) -> bool:
     size, spec = state.estimates.proven(wanted), state.registry.specs.get(wanted.capability)
     if node is None or size is None or spec is None or state.settings.preload == "off":
         return False
-    is_quiet = state.is_settled and state.closing_by is None and not len(state.queue)
+    is_quiet = state.is_settled and state.closing_by is None and not state.queue.has_free()
     return (
         is_quiet
         and is_nominal(state, name)

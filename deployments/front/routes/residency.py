@@ -51,7 +51,7 @@ class CompactBody(Strict):
 
 
 def picture(table: Table, state: ArbiterState) -> dict[str, Any]:
-    """Each model's level, floor, tickets, host copy, and the load in flight."""
+    """Each model's level, floor, tickets, host copy, the load in flight, and its hours."""
     return {
         model: _model(model, capability, state) for model, capability in sorted(table.homes.items())
     }
@@ -67,6 +67,7 @@ def _model(model: str, capability: str, state: ArbiterState) -> dict[str, Any]:
         "tickets": {row.ticket: row.state for row in mine},
         "host_copy_bytes": sum(row.host_bytes for row in mine),
         "loading_s": loading[0] if loading else None,
+        "hours": state.hours_of(capability, model),
     }
 
 

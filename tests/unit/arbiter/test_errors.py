@@ -25,6 +25,7 @@ ERRORS = [
     errors.CapabilityConflict("text", "role"),
     errors.NeverFits(TicketId("a"), Bytes(90 * GIB), Bytes(80 * GIB)),
     errors.DeadlineUnmet(TicketId("a"), 5.0, 2.0),
+    errors.OutsideHours("a", "22:00-07:00", 60.0),
     errors.QueueFull("a", 3, 3, 1.0),
     errors.ModelCoolingDown("a", "bad weights", 2.0),
     errors.LoadFailed("a", "bad weights", False),

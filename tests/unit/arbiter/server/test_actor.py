@@ -8,15 +8,17 @@ import pytest
 from ray.exceptions import OwnerDiedError, RayActorError
 
 from arbiter.core import events as ev
-from arbiter.errors import SettingsConflict, StaleEpoch
+from arbiter.core import types
+from arbiter.errors import OutsideHours, SettingsConflict, StaleEpoch
 from arbiter.protocol import messages
 from arbiter.server import shell
 from arbiter.server.actor import ArbiterActor
 from arbiter.server.node_agents import RayAgents
 from arbiter.server.store import Member, Store
-from arbiter.units import HolderId, NodeId, TicketId, seconds
+from arbiter.units import Bytes, HolderId, NodeId, TicketId, seconds
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
+from tests.support.hours import hours_away
 from tests.support.local_arbiter import TABLE, Running
 
 H = HolderId("h")
@@ -223,3 +225,21 @@ async def test_state_that_cannot_be_saved_is_reported(running: Running, tmp_path
     async with running(state_file=str(tmp_path / "file" / "state")) as actor:
         kinds = [line["kind"] for line in await actor.events(0, 0)]
     assert kinds.count("state_not_kept") == 1
+
+
+@pytest.mark.spec("C13")
+async def test_hours_are_known_before_the_table_that_names_them(running: Running) -> None:
+    chat = {"role": "text", "engine": "m:f"}
+    model = {"source": "x", "hours": hours_away(), "floor": "device"}
+    models = {"a": model, "b": {"source": "x"}}
+    table = {"capabilities": {"c": chat | {"models": models}}}
+    async with running(table) as actor:
+        await join(actor, "1")
+        [row] = (await actor.state())["hours"]
+        assert (row["model"], row["is_open"]) == ("a", False)
+        assert 5 * 3600 <= row["left_s"] <= 6 * 3600
+        need = types.Need(Bytes(1))
+        asked = ev.Requested(TicketId("t"), H, "c", "a", need)
+        with pytest.raises(OutsideHours) as caught:
+            await actor.acquire(actor._shell.epoch, asked)
+        assert caught.value.retry_after_s == pytest.approx(row["left_s"], abs=5)

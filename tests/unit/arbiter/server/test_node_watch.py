@@ -11,6 +11,7 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.settings import DEFAULTS
 from arbiter.core.types import ModelName
 from arbiter.server.event_log import EventLog
+from arbiter.server.hours_clock import HoursClock
 from arbiter.server.node_watch import NodeWatch
 from arbiter.server.shell import Shell
 from arbiter.server.store import Member, Store
@@ -41,7 +42,10 @@ class Watched:
         known = frozenset(member.holder for member in self.store.members())
         self.core = Arbiter(DEFAULTS, bundle(DEFAULTS), Epoch(1), known, self.now())
         shell = Shell(self.core, Epoch(1), NoAgents(), EventLog(Epoch(1)), clock=self.now)
-        self.watch = NodeWatch(shell, NoAgents(), self.store, lambda: None, lambda: self.now_s)
+        hours = HoursClock(shell.feed)
+        self.watch = NodeWatch(
+            shell, NoAgents(), self.store, lambda: None, hours, lambda: self.now_s
+        )
 
     def now(self) -> Instant:
         return Instant(seconds(self.now_s))

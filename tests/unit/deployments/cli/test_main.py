@@ -112,7 +112,7 @@ def test_help_imports_neither_ray_nor_what_asks_the_front() -> None:
 
 
 def test_status_imports_neither_ray_nor_an_engine(front: ScriptedFront) -> None:
-    empty = dict.fromkeys(("devices", "tickets", "queue", "cooldowns"), ())
+    empty = dict.fromkeys(("devices", "tickets", "queue", "hours", "cooldowns"), ())
     head = {"version": "1", "epoch": 1, "policy": "p", "is_closing": False, "is_settled": True}
     front.says("GET", "/arbiter/state", head | empty)
     with front.serving() as url:

@@ -95,6 +95,27 @@ def test_status_shows_what_cools_down_and_after_what(
     assert said in run("status").stdout
 
 
+def hours(work: str, model: str, is_open: bool, left_s: float) -> dict[str, Any]:
+    said = {"work": work, "capability": "text" * bool(model), "model": model}
+    return said | {"hours": "22:00-07:00 UTC", "is_open": is_open, "left_s": left_s}
+
+
+@pytest.mark.spec("C13")
+def test_status_and_residency_show_hours_and_when_they_begin_or_end(
+    front: ScriptedFront, run: Run, state: dict[str, Any]
+) -> None:
+    now = [hours("batch", "", False, 60.0), hours("batch", "b", True, 9000.0)]
+    state = state | {"hours": [hours("model", "a", False, 1200.0), *now]}
+    front.says("GET", "/arbiter/state", state)
+    said = run("status").stdout
+    assert "hours of a: 22:00-07:00 UTC, opens in 20 min\n" in said
+    assert "hours of batch work of every model: 22:00-07:00 UTC, opens in 60.0 s\n" in said
+    assert "hours of batch work of b: 22:00-07:00 UTC, closes in 2.5 h\n" in said
+    models = picture(parse_table(state["table"]), arbiter_gateway.typed(state))
+    front.says("GET", "/arbiter/residency", {"models": models})
+    assert rows(run("residency").stdout)["a"][-1] == "22:00-07:00 UTC, opens in 20 min"
+
+
 def test_a_terminal_gets_colours_and_a_pipe_none(told: ScriptedFront, run: Run) -> None:
     assert "\x1b[" not in run("status").stdout
     terminal = run("status", FORCE_COLOR="1", COLUMNS="160").stdout
@@ -126,7 +147,7 @@ def test_clients_shows_limits_and_accounts(
 
 @pytest.mark.spec("D8")
 def test_residency_shows_where_models_are(told: ScriptedFront, run: Run) -> None:
-    assert rows(run("residency").stdout)["a"] == ["text", "device", "cold", "0.0 MiB", "-"]
+    assert rows(run("residency").stdout)["a"] == ["text", "device", "cold", "0.0 MiB", "-", "-"]
     [(name, model)] = json.loads(run("residency", "--json").stdout).items()
     assert (name, model["level"]) == ("a", "device")
 

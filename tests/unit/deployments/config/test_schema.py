@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from arbiter.units import GIB, MIB, seconds
+from deployments.config.boot import as_plain
 from deployments.config.fields import parse_size
-from deployments.config.schema import ConfigError, check_file, parse_table
+from deployments.config.schema import ConfigError, Table, check_file, parse_table
 from deployments.config.voice_files import voices
 
 SHIPPED = Path(__file__).parents[4] / "serve_config.yaml"
@@ -165,6 +166,51 @@ def test_keep_warm_is_the_models_else_the_capabilitys_else_the_roles() -> None:
     assert keep_warm({}, {}) == seconds(300)
     assert keep_warm({"keep_warm_s": 5}, {}) == seconds(5)
     assert keep_warm({"keep_warm_s": 5}, {"keep_warm_s": -1}) == seconds(-1)
+
+
+def with_hours(arbiter: dict[str, Any], **of_m: object) -> Table:
+    chat = {"role": "text", "engine": "vllm", "models": {"m": {"source": "x", **of_m}}}
+    return parse_table({"arbiter": arbiter, "capabilities": {"chat": chat}})
+
+
+@pytest.mark.spec("C13")
+@pytest.mark.parametrize(
+    ("hours", "zone", "means"),
+    [
+        ("22-07", "", "22:00-07:00"),
+        (["22-07", "12:30-13"], "", "22:00-07:00, 12:30-13:00"),
+        ("22-07", "Europe/Berlin", "22:00-07:00 Europe/Berlin"),
+        ("22-07 UTC", "Europe/Berlin", "22:00-07:00 UTC"),
+        ("", "Europe/Berlin", ""),
+    ],
+)
+def test_hours_of_models_and_of_batch_work_are_read_in_the_zone_of_the_table(
+    hours: object, zone: str, means: str
+) -> None:
+    arbiter = {"batch_hours": hours, "time_zone": zone}
+    table = with_hours(arbiter, hours=hours, batch_hours=hours)
+    for read in (table, parse_table(as_plain(table))):  # as the arbiter keeps it
+        [spec] = read.as_event().capabilities
+        assert (spec.models[0].hours, spec.models[0].batch_hours) == (means, means)
+        assert read.arbiter.as_settings().batch_hours == means
+
+
+@pytest.mark.spec("C13")
+@pytest.mark.parametrize(
+    ("arbiter", "model", "says"),
+    [
+        ({}, {"hours": "night"}, "chat.models.m.hours: Value error, 'night' is not a window"),
+        ({}, {"hours": ["22-07", 7]}, "are no hours; write 22-07"),
+        ({}, {"batch_hours": "0-24"}, "batch_hours: .* is the whole day"),
+        ({"time_zone": "Mars"}, {}, "arbiter.time_zone: Value error, no time zone 'Mars'"),
+        ({"batch_hours": 22}, {}, "arbiter.batch_hours: Value error, 22 are no hours"),
+    ],
+)
+def test_what_are_no_hours_is_refused_by_its_key(
+    arbiter: dict[str, Any], model: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        with_hours(arbiter, **model)
 
 
 @pytest.mark.parametrize("value", ["inf", "1e308"])

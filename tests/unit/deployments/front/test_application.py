@@ -26,6 +26,7 @@ from tests.support.speaker import BODY, FORM, SPEAK, Speaker, table
 
 STATE: dict[str, Any] = {
     "tickets": [], "queue": [], "cooldowns": [], "floors": [], "load_times": [], "table": {},
+    "hours": [],
 }  # fmt: skip
 FIXED = b'{"generation": 1, "settings": {"state_file": 1}}'  # read at start only
 LEASE = {

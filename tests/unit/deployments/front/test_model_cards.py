@@ -11,7 +11,7 @@ from deployments.config.schema import Table, parse_table
 from deployments.front import arbiter_gateway, model_cards
 from deployments.front.arbiter_gateway import Presence, typed
 
-MODELS = ("hot", "coming", "asleep", "never-woken", "queued", "leaving", "gone", "cold", "new")
+MODELS = tuple("hot coming asleep never-woken queued leaving gone cold nightly new".split())
 ROW = {"capability": "chat", "in_state_s": 1.5, "charged_bytes": {}, "ram_bytes": 0, "lease": None}
 
 
@@ -37,7 +37,19 @@ STATE: dict[str, Any] = {
     "queue": [{"ticket": "queued-1", "predicted_s": 9.0}],
     "cooldowns": [{"capability": "chat", "model": "cold", "cause": "x", "left_s": 3.0}],
     "floors": [],
+    "hours": [
+        {
+            "work": work,
+            "capability": "chat",
+            "model": model,
+            "hours": "22:00-07:00",
+            "is_open": False,
+            "left_s": 600.0,
+        }
+        for work, model in (("model", "nightly"), ("batch", "never-woken"), ("batch", "gone"))
+    ],
     "load_times": [
+        took("nightly", 2.0),
         took("coming", 4.0),
         took("asleep", 4.0, 0.5),
         took("never-woken", 4.0),
@@ -64,6 +76,7 @@ def test_each_model_is_where_its_best_ticket_is_with_the_seconds_until_it_could_
         "leaving": Presence("draining", 2.0),
         "gone": Presence("cold", 2.0),
         "cold": Presence("cold", 5.0),  # it failed, and is not tried again for 3 s
+        "nightly": Presence("cold", 602.0),  # its hours begin in 600 s
         "new": Presence("cold", None),
     }
 

@@ -23,7 +23,7 @@ def ticket(model: str, state: str, charged: dict[str, int], ram: int) -> dict[st
 
 @pytest.mark.spec("B1", "D8")
 def test_the_ram_of_a_process_beside_a_gpu_is_no_host_copy() -> None:
-    state = {"cooldowns": [], "floors": [], "tickets": [
+    state = {"cooldowns": [], "floors": [], "hours": [], "tickets": [
         ticket("a", "resident", {"n/gpu:0": 60, "n/host": 2}, 2),
         ticket("b", "asleep", {"n/host": 52}, 2),
     ]}  # fmt: skip

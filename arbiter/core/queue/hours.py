@@ -1,0 +1,87 @@
+"""Keeps models and batch work to their hours (C13).
+
+Outside its hours a model is not loaded, and leaves once it is idle (residency/idle.py). A request
+for it is refused, with the time until the hours begin, because that is more than a client waits; a
+request whose deadline is later waits, because its client has said so. Batch work outside its hours
+waits in the queue: a *held* ticket is not tried, holds up no other, and its wait counts from when
+it is free to go.
+"""
+
+from arbiter.core import events as ev
+from arbiter.core.decisions import EventKind
+from arbiter.core.records.request_queue import QueueEntry
+from arbiter.core.records.ticket import CHARGED, Ticket
+from arbiter.core.residency import floors
+from arbiter.core.state import CoreState, reject_queued
+from arbiter.core.tickets.device_limits import cap_pins
+from arbiter.core.types import ModelName, Priority
+from arbiter.units import Instant, since
+
+
+def on_read(state: CoreState, event: ev.HoursRead) -> None:
+    """Takes what the clock on the wall says of hours, and has those that opened or closed
+    followed."""
+    closed_before = closed(state)
+    for reading in state.opening_hours.read(event.readings, state.now):
+        state.log(EventKind.HOURS, hours=reading.hours, is_open=reading.is_open, took=reading.left)
+    follow(state)
+    load_opened(state, closed_before)
+
+
+def follow(state: CoreState) -> None:
+    """Has all that depends on hours agree with them: pins, what leaves, and what is queued."""
+    if state.registry.hours:
+        for entry in state.ledger.entries(*CHARGED):
+            if not entry.lease and entry.model_name in state.registry.hours:
+                state.ledger.pin(entry, state.is_pinned(entry.model_name))
+                state.set_timer(entry, state.now)
+                cap_pins(state, entry.home)
+    for ticket in state.queue.tickets():
+        queued, waiting = state.ledger.find(ticket), state.queue.find(ticket)
+        if queued is not None and waiting is not None:
+            _follow_queued(state, queued, waiting)
+    state.mark_dirty(*state.nodes)
+
+
+def load_opened(state: CoreState, closed_before: set[ModelName]) -> None:
+    """Loads what is pinned, or has the device floor, and is no longer outside its hours."""
+    for name in sorted(closed_before - closed(state)):
+        if floors.is_known(state, name) and state.is_pinned(name):
+            floors.load(state, name)
+
+
+def closed(state: CoreState) -> set[ModelName]:
+    """Returns the models that are outside their hours."""
+    return {name for name in state.registry.hours if state.opens_at(name) is not None}
+
+
+def _follow_queued(state: CoreState, entry: Ticket, waiting: QueueEntry) -> None:
+    left = None if waiting.deadline is None else since(state.now, waiting.deadline)
+    error = None if entry.lease else floors.outside_hours(state, entry.model_name, left)
+    if error is not None:
+        reject_queued(state, entry, error)
+    else:
+        hold(state, entry, waiting)
+
+
+# -- one ticket -----------------------------------------------------------------------------------
+
+
+def hold(state: CoreState, entry: Ticket, waiting: QueueEntry) -> None:
+    """Holds a queued ticket outside its hours, or lets it go."""
+    is_held = held_until(state, entry, waiting) is not None
+    if waiting.is_held and not is_held:
+        state.set_timer(entry, state.now)  # it ages from now on
+        state.mark_dirty(entry.node)
+    waiting.note_hours(is_held=is_held, now=state.now)
+
+
+def held_until(state: CoreState, entry: Ticket, waiting: QueueEntry) -> Instant | None:
+    """Returns when a queued ticket may go by its hours; None when it may now. A lease knows its own
+    hour, and a prefetch is of the lowest priority but no batch work."""
+    if entry.lease:
+        return None
+    opens = [state.opens_at(entry.model_name)]
+    if waiting.request.priority is Priority.BATCH and not entry.is_prefetch:
+        opens.append(state.opening_hours.opens_at(state.batch_hours_of(entry.model_name)))
+    return max((at for at in opens if at is not None), default=None)
