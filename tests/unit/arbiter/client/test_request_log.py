@@ -14,6 +14,7 @@ from tests.support.core_driver import CoreDriver
 from tests.support.fake_arbiter import FakeArbiter, joined_client
 
 TICKET = TicketId("a-1")
+HOLDER = HolderId("h")
 
 
 def noted(runs: RequestLog, request: str) -> None:
@@ -28,7 +29,7 @@ def test_runs_are_bounded_and_dropped_ones_are_counted() -> None:
     kept, dropped = runs.waiting()
     assert ([run.request for run in kept], dropped) == (["r0", "r1"], 3)
     noted(runs, "r5")  # while the heartbeat is on its way
-    runs.said(kept, dropped)
+    runs.said(ev.Renewed(HOLDER, (), kept, dropped))
     assert runs.waiting() == ((), 1)
 
 
@@ -43,7 +44,7 @@ def test_requests_are_counted_by_client_also_those_whose_run_was_dropped(
     usage = runs.usage()
     assert {(u.client.name, u.requests_count) for u in usage} == {("a", 2), ("b", 1), ("", 2)}
     runs.note(TICKET, "m", seconds(1), "answered", "", types.Client("t", "a"))
-    runs.said((), 0, usage)
+    runs.said(ev.Renewed(HOLDER, (), usage=usage))
     assert runs.usage() == (ev.Usage(types.Client("t", "a"), 1),)
 
 
