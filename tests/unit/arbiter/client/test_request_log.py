@@ -48,6 +48,23 @@ def test_requests_are_counted_by_client_also_those_whose_run_was_dropped(
     assert runs.usage() == (ev.Usage(types.Client("t", "a"), 1),)
 
 
+@pytest.mark.spec("K2")
+def test_times_count_all_requests_and_are_told_once() -> None:
+    runs = RequestLog(most=1)
+    for took_s, outcome in ((0.25, "answered"), (2, "answered"), (0.5, "load_failed")):
+        runs.note(TICKET, "a", seconds(took_s), outcome, "")
+    told = {times.outcome: times.took for times in runs.times()}
+    assert {word: (sum(t.counts), t.sum) for word, t in told.items()} == {
+        "answered": (2, 2.25),
+        "refused": (1, 0.5),
+    }
+    renewed = ev.Renewed(HOLDER, (), request_times=runs.times())
+    runs.note(TICKET, "a", seconds(4), "answered", "")  # while the heartbeat is on its way
+    runs.said(renewed)
+    [left] = runs.times()
+    assert (left.outcome, sum(left.took.counts), left.took.sum) == ("answered", 1, 4.0)
+
+
 @pytest.mark.spec("K1", "A5")
 async def test_runs_go_with_the_heartbeat_and_again_when_it_was_lost(
     monkeypatch: pytest.MonkeyPatch,

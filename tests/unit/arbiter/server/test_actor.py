@@ -9,6 +9,7 @@ from ray.exceptions import OwnerDiedError, RayActorError
 
 from arbiter.core import events as ev
 from arbiter.errors import SettingsConflict, StaleEpoch
+from arbiter.metrics.samples import from_plain
 from arbiter.protocol import messages
 from arbiter.server import shell
 from arbiter.server.actor import ArbiterActor
@@ -223,3 +224,17 @@ async def test_state_that_cannot_be_saved_is_reported(running: Running, tmp_path
     async with running(state_file=str(tmp_path / "file" / "state")) as actor:
         kinds = [line["kind"] for line in await actor.events(0, 0)]
     assert kinds.count("state_not_kept") == 1
+
+
+@pytest.mark.spec("K2")
+async def test_metrics_count_what_the_event_log_tells(running: Running) -> None:
+    async with running() as actor:
+        call = await join(actor, "1")
+        counted = from_plain(await actor.metrics())
+        assert counted["arbiter_events_total"][("arbiter_started",)] == 1
+        assert counted["arbiter_events_total"][("holder_joined",)] == 1
+        assert counted["arbiter_holders"] == {("c",): 1}
+        assert counted["arbiter_model_state"] == {("c", "a"): 0}
+        await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
+        await ended(call)
+        assert from_plain(await actor.metrics())["arbiter_holders"] == {("c",): 0}
