@@ -41,7 +41,7 @@ def samples_of(source: Source) -> Samples:
         found[name].update(counts)
     for name, histograms in source.counters.histograms.items():
         found[name].update({labels: h.read() for labels, h in histograms.items()})
-    found["arbiter_request_seconds"].update(source.request_times)
+    _put(found, "arbiter_request_seconds", source.request_times.items())
     _arbiter(found, source)
     held = _held_on(source.view.tickets)
     for device in source.view.devices:
@@ -53,6 +53,11 @@ def samples_of(source: Source) -> Samples:
     return found
 
 
+def _put(found: Samples, name: str, rows: Iterable[tuple[Labels, Value]]) -> None:
+    for labels, value in rows:
+        found[name][labels] = value
+
+
 def _arbiter(found: Samples, source: Source) -> None:
     view = source.view
     found["arbiter_epoch"][()] = int(view.epoch)
@@ -60,11 +65,11 @@ def _arbiter(found: Samples, source: Source) -> None:
     found["arbiter_calls_total"][()] = source.calls_count
     holders = Counter({(name,): 0 for name in _capabilities(source)})
     holders.update((h.capability,) for h in view.holders)
-    found["arbiter_holders"].update(holders)
+    _put(found, "arbiter_holders", holders.items())
     kept = Counter({(device.node,): 0 for device in view.devices})
     for holder in view.holders:
         kept[(holder.node,)] += holder.kept_bytes
-    found["arbiter_quarantined_bytes"].update(kept)
+    _put(found, "arbiter_quarantined_bytes", kept.items())
 
 
 def _capabilities(source: Source) -> set[str]:
@@ -128,16 +133,16 @@ def _models(found: Samples, source: Source) -> None:
         state[name] = max(state[name], RANKS.get(ticket.state, 0))
         charged[name] += sum(part.size_bytes for part in ticket.charged)
         inflight[name] += ticket.inflight
-    found["arbiter_model_state"].update(state)
-    found["arbiter_model_charged_bytes"].update(charged)
-    found["arbiter_model_inflight_requests"].update(inflight)
+    _put(found, "arbiter_model_state", state.items())
+    _put(found, "arbiter_model_charged_bytes", charged.items())
+    _put(found, "arbiter_model_inflight_requests", inflight.items())
 
 
 def _queue(found: Samples, source: Source) -> None:
     queue = source.view.queue
     queued = Counter({(name,): 0 for name in _capabilities(source)})
     queued.update((row.capability,) for row in queue)
-    found["arbiter_queued_tickets"].update(queued)
+    _put(found, "arbiter_queued_tickets", queued.items())
     oldest = max((in_seconds(row.waited) for row in queue), default=0.0)
     found["arbiter_queue_oldest_seconds"][()] = oldest
     left = (in_seconds(row.left) for row in queue if row.left is not None)

@@ -9,7 +9,8 @@ from arbiter.core.settings import TenantLimits
 from arbiter.metrics.counters import Counters
 from arbiter.metrics.samples import Samples, Source, samples_of
 from arbiter.units import Bytes, Content, HolderId, Span, TicketId, seconds
-from tests.support.core_driver import CPU, HOST, NODE, PLAIN, CoreDriver, gib
+from tests.support.core_driver import HOST, NODE, PLAIN, CoreDriver, gib
+from tests.support.core_queries import CPU
 
 SECRETS = ("ticket-", "holder-", "request-", "adapter-", "client-", "slab-")
 
