@@ -3,10 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NewType
 
 # From a warm tiny model to the load of a large one; Prometheus buckets are at most (`le`).
 SECONDS_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 RATIO_BOUNDS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
+
+Sum = NewType("Sum", float)  # of a histogram's values, in the unit of its bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +18,7 @@ class HistogramCounts:
     their exact sum."""
 
     counts: tuple[int, ...]
-    sum: float
+    sum: Sum
 
 
 class Histogram:
@@ -43,7 +46,7 @@ class Histogram:
 
     def read(self) -> HistogramCounts:
         """Returns what has been counted so far."""
-        return HistogramCounts(tuple(self._counts), self._sum)
+        return HistogramCounts(tuple(self._counts), Sum(self._sum))
 
     @property
     def is_empty(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from arbiter.core.histogram import HistogramCounts
+from arbiter.core.histogram import HistogramCounts, Sum
 from arbiter.core.reports.snapshot import DeviceView, StateView, TicketView
 from arbiter.core.types import Level, ModelName
 from arbiter.metrics.counters import Counters, Labels
@@ -216,6 +216,6 @@ def from_plain(plain: Mapping[str, Any]) -> Samples:
         is_histogram = TABLE[name].kind is Kind.HISTOGRAM
         for labels, *value in plain[name]:
             found[name][tuple(labels)] = (
-                HistogramCounts(tuple(value[0]), value[1]) if is_histogram else value[0]
+                HistogramCounts(tuple(value[0]), Sum(value[1])) if is_histogram else value[0]
             )
     return found
