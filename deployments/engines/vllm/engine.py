@@ -26,6 +26,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from arbiter.core.types import Priority
 from arbiter.units import Content
 from deployments import prefixes
 from deployments.engines import asgi, command_line, linux
@@ -285,7 +286,9 @@ class VllmEngine:
     async def _prewarm(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.prewarmer is None:
             return await asgi.respond(send, 200, NO_CACHE)
-        send = HeldHead(callers.begin(scope), send)
+        caller = callers.begin(scope)
+        caller.priority = Priority.BATCH  # no request waits behind it for a place in the batch
+        send = HeldHead(caller, send)
         if self.adapters is not None:
             return await self.adapters.serve(self.prewarmer, scope, receive, send)
         await self.prewarmer(scope, receive, send)
