@@ -1,5 +1,5 @@
-"""Counts what the event log says (K2). All of it follows from the core's decisions, so a recording
-that is replayed counts the same.
+"""Counts what the event log says (K2): mostly decisions of the core, so that a recording counts the
+same when it is replayed.
 """
 
 from collections import Counter
