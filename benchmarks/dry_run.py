@@ -10,7 +10,7 @@ import argparse
 import time
 
 from arbiter.core import types
-from arbiter.core.reports.dry_run import Answer, PlanQuestion
+from arbiter.core.reports.plan import Answer, PlanQuestion
 from arbiter.units import GIB, Bytes, Instant, NodeId, seconds
 from benchmarks import report
 from benchmarks.core_scale import SEED, Scene

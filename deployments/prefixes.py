@@ -17,6 +17,8 @@ ROUTE = "/prewarm"  # of an engine
 # The id under which the engine's log and the events name what the configuration declares.
 DECLARED = "__system_prefix__"
 
+TERM = "kv_transfer_params"  # how long its KV stays (G4), which the front says; no part of the key
+
 # The fields of a chat that its rendering, or the reuse of its KV, depends on.
 _RENDERING = (
     "model",
@@ -64,6 +66,8 @@ def prefix_of(chat: dict[str, Any], cut: Cut, tenant: str, name: str = "") -> Pr
     text = json.dumps(said, sort_keys=True)
     key = cut.key or hashlib.sha256(text.encode()).hexdigest()[:16]
     said["next_role"] = _role_of(rest[0]) if rest else _role_after(whole)
+    if term := chat.get(TERM):
+        said[TERM] = term
     return Prefix(key, json.dumps(said).encode(), tenant, name or key)
 
 

@@ -30,6 +30,7 @@ from arbiter.core.records.registry import Registry
 from arbiter.core.records.ticket import CHARGED, State
 from arbiter.core.reports import dry_run, replica_targets
 from arbiter.core.reports.explain import Explanation, explain
+from arbiter.core.reports.plan import Plan, PlanQuestion
 from arbiter.core.reports.snapshot import StateView, view_of
 from arbiter.core.residency import (
     floors,
@@ -168,7 +169,7 @@ class Arbiter:
         """Returns why a ticket waits, or why it went. Raises UnknownTicket."""
         return explain(self._state, ticket, now)
 
-    def plan(self, question: dry_run.PlanQuestion, now: Instant) -> dry_run.Plan:
+    def plan(self, question: PlanQuestion, now: Instant) -> Plan:
         """Returns what a request would bring about; changes nothing (K3)."""
         return dry_run.plan(self._state, question, now, _handle_on)
 

@@ -131,6 +131,7 @@ class PurgeCaches:
 
     ticket: TicketId
     holder: HolderId
+    only_slabs: bool = False  # what its slabs must give back or erase, and nothing else (E4, E6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,14 @@ class WarmPrefixes:
 
     ticket: TicketId
     holder: HolderId
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetTenant:
+    """Has a holder forget what it remembers of a removed tenant's requests (E6, G5)."""
+
+    holder: HolderId
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +291,7 @@ Order = (
     | DropSlabs
     | DropTenant
     | PurgeCaches
+    | ForgetTenant
     | WarmPrefixes
 )
 Decision = Order | Compacted | LogEvent | SetTimer

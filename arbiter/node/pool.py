@@ -110,6 +110,8 @@ class PooledSlab:
     def erase_tenant(self, tenant: bytes) -> None:
         """At once where it is idle, else by its writer, which `order_erasures` tells."""
         if self.ticket is not None:
+            if self.view.geometry is None:
+                return  # no engine has written it, and perhaps this one does not either
             self.erasing.append(tenant)
             return self.order_erasures()
         self.end_save()  # it may have read some of them

@@ -51,6 +51,8 @@ class Rows:
     ) -> None:
         self.slab, self._clock, self._most = slab, clock, most
         self._terms_s = {**layout.TERMS_S, Term.LONG: term_s}
+        # Told of the tenant before its rows are erased, so that no other source brings them back.
+        self.before_erasure: Callable[[bytes], None] = lambda tenant: None
         self._buffer, self._counts = slab.file.buffer, slab.file.counts
         self._ready: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._reserved: dict[bytes, int] = {}
@@ -317,9 +319,10 @@ class Rows:
         Returns the keys that left."""
         slab, erasure = self.slab, self.slab.file.erasure
         gone: list[bytes] = []
-        if erasure.tenant is not None:
-            gone = self.erase_tenant(erasure.tenant)
-            if not self._tenants.held(erasure.tenant):
+        if (tenant := erasure.tenant) is not None:
+            self.before_erasure(tenant)
+            gone = self.erase_tenant(tenant)
+            if not self._tenants.held(tenant):
                 erasure.finish()
         if slab.permitted_bytes >= slab.allocated_bytes:
             return gone

@@ -164,9 +164,18 @@ class ReloadCommand:
 
 @dataclass(frozen=True, slots=True)
 class PurgeCommand:
-    """The ticket's engine is to empty its caches."""
+    """The ticket's engine is to empty its caches; or only to have its slabs give back what they
+    have beyond their limits, and erase what is to be erased."""
 
     ticket: TicketId
+    only_slabs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetTenantCommand:
+    """The holder is to forget what it remembers of a tenant's requests."""
+
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +183,9 @@ class PrewarmCommand:
     """The ticket's engine is to warm the stable prefixes of its model: a person begins to speak."""
 
     ticket: TicketId
+
+
+CacheCommand = PurgeCommand | PrewarmCommand | ForgetTenantCommand
 
 
 class ModelSize(Enum):
@@ -204,6 +216,7 @@ Command = (
     | WaitEstimate
     | ReloadCommand
     | PurgeCommand
+    | ForgetTenantCommand
     | PrewarmCommand
     | Resize
     | ConfigChanged

@@ -26,7 +26,7 @@ from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId
 # replica does so while a request waits for its first token, so what only the arbiter's own process
 # needs is imported where it is used; that is a tenth of a second.
 if TYPE_CHECKING:
-    from arbiter.core.reports.dry_run import PlanQuestion
+    from arbiter.core.reports.plan import PlanQuestion
     from arbiter.server.event_log import EventLog
     from arbiter.server.recording import Recorder, RecordingHeader
     from arbiter.server.shell import Shell

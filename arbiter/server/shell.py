@@ -23,6 +23,7 @@ from arbiter.core.decisions import (
     DropDrafter,
     DropSlabs,
     DropTenant,
+    ForgetTenant,
     Grant,
     KillEngine,
     LoadModel,
@@ -36,7 +37,7 @@ from arbiter.core.decisions import (
     SetTimer,
     WarmPrefixes,
 )
-from arbiter.core.reports.dry_run import PlanQuestion
+from arbiter.core.reports.plan import PlanQuestion
 from arbiter.errors import RequestError, TicketClosed
 from arbiter.metrics.counters import Counters
 from arbiter.metrics.samples import Samples, Source, samples_of
@@ -204,7 +205,14 @@ class Shell:
                 self._erase(order)
             case RequestReading(node):
                 self._agents.probe(node)
-            case Queued() | LoadModel() | DropDrafter() | PurgeCaches() | WarmPrefixes():
+            case (
+                Queued()
+                | LoadModel()
+                | DropDrafter()
+                | PurgeCaches()
+                | ForgetTenant()
+                | WarmPrefixes()
+            ):
                 self._command(order.holder, _as_command(order))
 
     def _erase(self, order: DropSlabs | DropTenant) -> None:
@@ -411,7 +419,7 @@ class Shell:
 
 
 def _as_command(
-    order: Queued | LoadModel | DropDrafter | PurgeCaches | WarmPrefixes,
+    order: Queued | LoadModel | DropDrafter | PurgeCaches | ForgetTenant | WarmPrefixes,
 ) -> messages.Command:
     match order:
         case Queued(ticket, _, predicted):
@@ -420,7 +428,9 @@ def _as_command(
             return messages.ReloadCommand(model)
         case DropDrafter(_, model):
             return messages.Resize(model, messages.ModelSize.ALONE)
-        case PurgeCaches(ticket):
-            return messages.PurgeCommand(ticket)
+        case PurgeCaches(ticket, _, only_slabs):
+            return messages.PurgeCommand(ticket, only_slabs)
+        case ForgetTenant(_, tenant):
+            return messages.ForgetTenantCommand(tenant)
         case WarmPrefixes(ticket):
             return messages.PrewarmCommand(ticket)

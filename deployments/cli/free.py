@@ -5,7 +5,7 @@ The memory is held while a command runs, or for a term.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +19,7 @@ from deployments.cli.http import Url, address, api_key, front
 from deployments.cli.lease import run_command
 from deployments.cli.output import AsJson, CommandError, cell, show, sizes, table, working
 
+NOTICE_S = 10.0  # for COMMAND to end, should the arbiter want the memory back
 WITHIN_S = 25.0  # less than a command waits for an answer (http.ANSWER_S); a barrier lasts 10 s
 _TERM = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -54,25 +55,30 @@ def free(
     """
     if gb <= 0:
         raise typer.BadParameter("say how much by --gb")
-    body: dict[str, Any] = {
-        "gb": gb, "term_s": float(term_text), "name": name, "node": node, "kept": not words,
-        "notice_s": 10.0, "within_s": WITHIN_S, "dry_run": dry_run,
-    }  # fmt: skip
+    body = {"gb": gb, "term_s": float(term_text), "name": name, "node": node}
+    more = {"kept": not words, "notice_s": NOTICE_S, "within_s": WITHIN_S, "dry_run": dry_run}
+    said = {key: value for key, value in (body | more).items() if value is not None}
     with front(url) as f, working(f"freeing {gb:g} GiB"):
-        done = f.send("POST", "/arbiter/free", {k: v for k, v in body.items() if v is not None})
+        done = f.send("POST", "/arbiter/free", said)
     if dry_run or not words:
         return show(as_json, done, *_lines(done))
-    where = address(url)
-    held = leases.ask(
-        gb, name=name, node=node, term_s=float(term_text), notice_s=10.0,
-        way=leases.HttpTransport(where, api_key(where)),
-    )  # fmt: skip
-    held.id = done["id"]
+    raise typer.Exit(_run(words, _freed(body, done["id"], address(url)), as_json))
+
+
+def _freed(body: Mapping[str, Any], lease: str, where: str) -> leases.Lease:
+    """The lease that the front has begun, as this process goes on with it."""
+    way = leases.HttpTransport(where, api_key(where))
+    how = {key: body[key] for key in ("name", "node", "term_s")}
+    held = leases.ask(body["gb"], **how, notice_s=NOTICE_S, way=way)
+    held.id = lease
+    return held
+
+
+def _run(words: list[str], lease: leases.Lease, as_json: bool) -> int:
     try:
-        code = run_command(words, held.acquire(), as_json)
+        return run_command(words, lease.acquire(), as_json)
     except (RequestError, LeaseLost, OSError) as error:
         raise CommandError(str(error)) from error
-    raise typer.Exit(code)
 
 
 def _lines(done: dict[str, Any]) -> Iterator[RenderableType]:

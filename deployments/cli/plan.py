@@ -19,7 +19,10 @@ ANSWERS = {
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="A model's name, or any word with --gb.", show_default=False)
+        str,
+        typer.Argument(
+            help="A model of the table. With --gb: a name for what would ask.", show_default=False
+        ),
     ] = "",
     gb: Annotated[
         float | None, typer.Option(help="GiB for something that is in no table, as a lease asks.")
@@ -60,12 +63,12 @@ def lines(made: dict[str, Any]) -> Iterator[RenderableType]:
 def _headline(made: dict[str, Any]) -> str:
     words = [f"{made['model']} ({size(made['need_bytes'])}): {ANSWERS[made['answer']]}"]
     if made["answer"] == "after_evicting":
-        words.append(f"{len(made['victims'])} of what is loaded")
+        words.append(f"{len(made['victims'])} of the loaded models")
         if made["goes_to_bytes"]:
             words.append(f"on {', '.join(made['goes_to_bytes'])}")
     if made["answer"] == "not_before":
         known = made["wait_s"] is not None
-        words.append(f"{span(made['wait_s'])} from now" if known else "a time that is not known")
+        words.append(f"{span(made['wait_s'])} from now" if known else "a time that can be told")
     if made["load_s"]:
         words.append(f"and a load of {span(made['load_s'])}")
     if made["starts_replica"]:

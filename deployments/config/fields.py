@@ -31,6 +31,7 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 
 # A class of term, by the name that arbiter.pool.Term has in capitals; the shortest first.
 KvTerm = Literal["short", "long", "extended"]
+USUAL: KvTerm = "long"  # of an engine that is told nothing
 
 LONGEST_S = 31_622_400.0  # a leap year; beyond 292 of them nanoseconds do not fit
 

@@ -19,8 +19,9 @@ from arbiter.errors import ArbiterUnavailable, LoadFailed, UnknownCapability, Un
 from arbiter.protocol.lease_schema import DEFAULT_TENANT
 from arbiter.protocol.messages import Plain
 from arbiter.units import MIB, Bytes, Content, Span, seconds
+from deployments import prefixes
 from deployments.config.engine_kinds import engine_kind
-from deployments.config.fields import parse_size
+from deployments.config.fields import USUAL, parse_size
 from deployments.config.model_files import adapter_slots, weights_bytes
 from deployments.config.schema import (
     CapabilityConfig,
@@ -31,6 +32,7 @@ from deployments.config.schema import (
     parse_table,
 )
 from deployments.environment import Environment
+from deployments.messages import KV_TERM
 from deployments.prefixes import DECLARED, Cut, Prefix, prefix_of
 
 # What a drafter's process part holds beyond its weights: seen with vLLM's CPU build, 33 MiB in all
@@ -130,6 +132,8 @@ def _declared(name: str, model: ModelConfig) -> Iterator[Prefix]:
             said["tools"] = entry.tools
         if entry.tenant != DEFAULT_TENANT:
             said["cache_salt"] = entry.tenant
+        if model.keep_kv and model.kv_term != USUAL:
+            said[prefixes.TERM] = {KV_TERM: model.kv_term}
         said["model"] = f"{name}:{entry.adapter}" if entry.adapter else name
         chat = model.with_thinking(model.defaults | said)
         cut = Cut(len(entry.chat), with_tools=bool(chat.get("tools")))

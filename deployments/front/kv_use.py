@@ -19,7 +19,6 @@ from deployments.front.stable_prefix import StableRun
 from deployments.routing.rank import KEYS
 
 TERMS: tuple[KvTerm, ...] = get_args(KvTerm)  # the shortest first
-USUAL: KvTerm = "long"  # of an engine that is told nothing
 # OpenAI's words: `in_memory` lasts for five to ten minutes without use there, `24h` for a day.
 RETENTIONS: dict[str, KvTerm] = {"in_memory": "short", "in-memory": "short", "24h": "extended"}
 _DIGEST_BYTES = 16

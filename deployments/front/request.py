@@ -14,10 +14,10 @@ from arbiter.core.types import Priority
 from arbiter.errors import RequestError
 from arbiter.units import DEFAULT_TENANT
 from deployments import messages
-from deployments.config.fields import KvTerm
+from deployments.config.fields import USUAL, KvTerm
 from deployments.config.schema import ModelConfig, Profile
 from deployments.front import stable_prefix
-from deployments.front.kv_use import USUAL, key_of
+from deployments.front.kv_use import key_of
 from deployments.front.model_names import Target
 from deployments.front.pictures import BadPart, PictureCheck
 from deployments.front.schemas import OF_THE_TABLE, PRIVATE, SCHEMAS, Body, Kind

@@ -89,6 +89,10 @@ class EngineLink:
         """Empties its caches, where it has any. Raises LoadRefused."""
         await self._control("/control/purge")
 
+    async def shrink_slabs(self) -> None:
+        """Has its slabs give back and erase what their owner says. Raises LoadRefused."""
+        await self._control("/slab")
+
     async def drop_drafter(self) -> bool:
         """False: its drafter only leaves with a restart. Raises LoadRefused."""
         return bool((await self._control("/control/drop_drafter"))["dropped"])

@@ -64,6 +64,14 @@ class PrefixBook:
         for key in of_requests[: max(0, len(of_requests) - MOST_COUNT)]:
             del self._known[key]
 
+    def forget_tenant(self, tenant: str) -> None:
+        """Forgets what requests of a tenant brought."""
+        self._known = {
+            key: known
+            for key, known in self._known.items()
+            if known.is_declared or known.prefix.tenant != tenant
+        }
+
     def on_use(self, key: str, now_ns: int) -> None:
         """A request that begins with it runs, and warms it in passing."""
         known = self._known[key] = self._known.pop(key)  # the last of the dictionary

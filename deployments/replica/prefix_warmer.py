@@ -127,6 +127,11 @@ class PrefixWarmer:
         self._book.ask_untouched(Cause.SESSION, FRESH, now_ns, tenant)
         self._news.set()
 
+    def forget_tenant(self, tenant: str) -> None:
+        """Warms nothing more of what a tenant's requests brought; a removed tenant has no more."""
+        self._book.forget_tenant(tenant)
+        self.interrupt()
+
     def on_speech(self) -> None:
         """A person begins to speak, whose words this model may have to answer."""
         self._book.ask_untouched(Cause.SPEECH, Span(0), self._clock.now_ns())

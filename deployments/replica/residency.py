@@ -209,7 +209,9 @@ class Residency:
         match command:
             case messages.RevokeCommand(ticket) if ticket in self.tickets:
                 unloading.revoke(self, self.tickets[ticket], command)
-            case messages.PurgeCommand() | messages.PrewarmCommand():
+            case (
+                messages.PurgeCommand() | messages.PrewarmCommand() | messages.ForgetTenantCommand()
+            ):
                 self._on_caches(command)
             case messages.WaitEstimate(ticket, predicted):
                 for held in [h for h in self.models.values() if h.ticket == ticket]:
@@ -221,12 +223,16 @@ class Residency:
             case messages.ConfigChanged(table):
                 self._take_table(table)
 
-    def _on_caches(self, command: messages.PurgeCommand | messages.PrewarmCommand) -> None:
+    def _on_caches(self, command: messages.CacheCommand) -> None:
+        if isinstance(command, messages.ForgetTenantCommand):
+            for warmer in [held.warmer for held in self.models.values() if held.warmer]:
+                warmer.forget_tenant(command.tenant)
+            return
         held = self.tickets.get(command.ticket)
         if held is None:
             return
         if isinstance(command, messages.PurgeCommand):
-            self.background.begin(_purge(held))
+            self.background.begin(_purge(held, only_slabs=command.only_slabs))
         elif held.warmer is not None:
             held.warmer.on_speech()
 
@@ -258,11 +264,11 @@ class Residency:
         held.demand.is_wanted = held.state in (HolderState.QUEUED, HolderState.LOADING)
 
 
-async def _purge(held: HeldModel) -> None:
+async def _purge(held: HeldModel, *, only_slabs: bool) -> None:
     """Of a model that serves: asleep it has no caches, and elsewhere it is about to end."""
     if held.link is None or held.state is not HolderState.RESIDENT:
         return
     try:
-        await held.link.purge()
+        await (held.link.shrink_slabs() if only_slabs else held.link.purge())
     except (EngineLost, LoadRefused) as error:
         logger.warning("%s: its caches were not emptied: %s", held.ticket, error)

@@ -338,7 +338,7 @@ BUGS = [
         "self._tenants.add(self._reserved_for.pop(key), -1)",
         "self._reserved_for.pop(key)"),
     Bug("an erasure counts as done while rows are pinned", "arbiter/pool/rows.py", "Rows.shrink_to_limit",
-        "not self._tenants.held(erasure.tenant)",
+        "not self._tenants.held(tenant)",
         "True"),
     Bug("an order to erase replaces an open one", "arbiter/pool/tenants.py", "Erasure.order",
         "self.tenant is not None",

@@ -14,7 +14,9 @@ CELL_S = 120  # the longest waits for two loads
 
 @pytest.mark.spec("K6", "J7")
 @pytest.mark.parametrize("name", ["quickstart", "capabilities", "voice_turn", "memory_timeline"])
-def test_notebook_runs_to_its_end(graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_notebook_runs_against_the_running_system(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     [address] = {
         found[1]
         for pid in graph.workers()

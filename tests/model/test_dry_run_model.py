@@ -22,7 +22,7 @@ from arbiter.core.decisions import (
     Revoke,
 )
 from arbiter.core.records.ticket import State
-from arbiter.core.reports.dry_run import Answer, Plan, PlanQuestion
+from arbiter.core.reports.plan import Answer, Plan, PlanQuestion
 from arbiter.units import Bytes, HolderId, NodeId, TicketId, seconds
 from tests.model.ledger_machine import HOLDER_OF, SIZES, TICKETS, LedgerMachine
 from tests.support.core_driver import PLAIN, gib

@@ -1,9 +1,9 @@
 """Says how much a process holds beyond what a new load of its model would take (D7).
 
 An allocator keeps what it once needed: the difference between what it reserved and what is in use.
-The core cannot look into a process, so it compares readings: what the model is measured to hold now
-with its peak when it was first idle behind a use. Beyond that, with the headroom of every learned
-size, is waste, which only a new process gives back for certain.
+The core cannot look into a process, so it compares two readings: what the model holds now, and its
+peak up to the first reading that found it idle after a request. What it holds beyond that peak and
+the usual headroom is waste; only a new process gives it back for certain.
 """
 
 from collections.abc import Callable

@@ -59,7 +59,8 @@ class Load:
     resident_since: Instant = Instant(0)
     readings_count: int = 0  # while resident; the first may have been taken before it was
     peak_bytes: Bytes = Bytes(0)
-    # The peak when it was first seen idle behind a use. None: not seen yet; 0: it never will be.
+    # The peak up to the first reading that found it idle after a request. None: there was none
+    # yet; 0: there will be none.
     settled_bytes: Bytes | None = None
 
 
@@ -259,7 +260,7 @@ class Ticket:
         load.peak_bytes = max(load.peak_bytes, held)
 
     def note_settled(self) -> Bytes:
-        """Notes, at the first reading that finds it idle behind a use, what it needed since its
+        """Notes, at the first reading that finds it idle after a request, what it needed since its
         load; returns that, and 0 at any other. A process that was woken may have kept more than it
         needs, so only a load counts."""
         load = self.last_load

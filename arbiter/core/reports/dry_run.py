@@ -2,7 +2,7 @@
 
 The answer is the core's own: a copy of the state is given the request, and what it decides is read.
 So a dry run needs no rule of its own and cannot disagree with what a request then gets. A copy
-takes about 20 ms with 500 models resident (benchmarks/dry_run.py).
+takes 22 ms with 500 models resident (benchmarks/dry_run.py).
 """
 
 import copy
@@ -10,7 +10,6 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 from arbiter.core import events as ev
 from arbiter.core import types
@@ -20,102 +19,32 @@ from arbiter.core.queue import freeing, wait_estimate
 from arbiter.core.records.eviction_history import EvictionHistory
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.reports.explain import explain
+from arbiter.core.reports.plan import (
+    Answer,
+    Plan,
+    PlanQuestion,
+    PlanVictim,
+    StayingTicket,
+    stays_said,
+    victim_said,
+)
 from arbiter.core.state import CoreState
 from arbiter.core.tickets import leases
 from arbiter.core.tickets.device_limits import COMPUTE
 from arbiter.core.tickets.leases import LEASE
 from arbiter.errors import QuotaExceeded, RequestError
-from arbiter.units import Bytes, HolderId, Instant, NodeId, Span, TicketId, human, in_seconds, since
+from arbiter.units import Bytes, HolderId, Instant, NodeId, Span, TicketId, human, since
 from arbiter.units import seconds as span_of
 
 TICKET, HOLDER = TicketId("dry run"), HolderId("dry run")  # no client and no replica has such names
-SEATS_COUNT = 4  # nodes tried, each with a copy of its own; the best answer counts
+ATTEMPTS_COUNT = 4  # nodes tried, each with a copy of its own; the best answer counts
 
 Step = Callable[[CoreState, ev.Event, Instant], list[Decision]]  # `Arbiter.handle` on a state
 
 
-class Answer(StrEnum):
-    """Names the four answers, best first."""
-
-    NOW = "now"
-    AFTER_EVICTING = "after_evicting"
-    NOT_BEFORE = "not_before"
-    NEVER = "never"
-
-
 @dataclass(frozen=True, slots=True)
-class PlanQuestion:
-    """Describes the request of a dry run: as `Requested`, without a ticket."""
-
-    capability: str
-    model: str
-    need: types.Need
-    need_is_explicit: bool = False
-    settings_key: str = ""
-    priority: types.Priority = types.Priority.NORMAL
-    client: types.Client = types.ANYBODY
-    split: types.Split = types.Split.NONE
-    node: NodeId | None = None  # None: any
-    holder: HolderId | None = None  # None: the holder that such a request would find
-    lease: types.LeaseConditions | None = None  # asks as a process outside Serve
-
-    @property
-    def name(self) -> types.ModelName:
-        """Names the model."""
-        return types.ModelName(self.capability, self.model)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanVictim:
-    """Describes a ticket that would leave."""
-
-    ticket: TicketId
-    capability: str
-    model: str
-    state: str
-    freed: tuple[types.DeviceBytes, ...]  # on devices that compute
-    goes: str  # asleep or gone
-    reload: Span  # until it would serve again; 0 when never measured
-    inflight: int
-    idle: Span
-    priority: str  # that counts now
-    tenant: str  # of the client that used it last
-    client: str
-
-
-@dataclass(frozen=True, slots=True)
-class StayingTicket:
-    """Describes a ticket that `arbiter free` may not have."""
-
-    ticket: TicketId
-    model: str
-    charged: tuple[types.DeviceBytes, ...]  # on devices that compute
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Says what a request would bring about."""
-
-    answer: Answer
-    capability: str
-    model: str
-    need_bytes: Bytes
-    node: NodeId | None
-    goes_to: tuple[types.DeviceBytes, ...]  # as granted, or promised; empty when it only waits
-    victims: tuple[PlanVictim, ...]
-    wait: Span | None  # until its load may begin, as expected; None: nothing is known, or never
-    load: Span  # from then until it serves; 0 when nothing is known
-    is_resident: bool  # it serves at once
-    starts_replica: bool  # a replica must start first, which takes a second or two more
-    code: str | None  # of the refusal
-    said: tuple[str, ...]  # the same for a person, a sentence each
-    stays: tuple[StayingTicket, ...] = ()  # of `arbiter free`: pinned, in use, not to be had
-
-
-@dataclass(frozen=True, slots=True)
-class _Seat:
-    """Says who asks, and where."""
+class _Attempt:
+    """Describes the holder and the node with which one attempt is made."""
 
     holder: HolderId
     node: NodeId
@@ -127,14 +56,14 @@ def plan(state: CoreState, question: PlanQuestion, now: Instant, step: Step) -> 
     here = _present(state, question)
     if here and here.state is State.RESIDENT and here.ticket not in state.queue:
         return _resident(state, question, here)
-    seats = _seats(state, question, here)
-    if not seats:
+    attempts = _attempts(state, question, here)
+    if not attempts:
         said = ("No node agent has introduced a device that it could go to.",)
         return _waiting(question, None, None, said)
     frozen = _freeze(state)
     plans = []
-    for seat in seats:
-        plans.append(_try(state, frozen, question, seat, here, now, step))
+    for attempt in attempts:
+        plans.append(_try(state, frozen, question, attempt, here, now, step))
         if plans[-1].answer is Answer.NOW:
             break
     return min(plans, key=_rank)
@@ -163,18 +92,18 @@ def _present(state: CoreState, question: PlanQuestion) -> Ticket | None:
     return min(found, key=lambda e: order.index(e.state), default=None)
 
 
-def _seats(state: CoreState, question: PlanQuestion, here: Ticket | None) -> list[_Seat]:
+def _attempts(state: CoreState, question: PlanQuestion, here: Ticket | None) -> list[_Attempt]:
     if here is not None:
-        return [_Seat(here.holder, here.node, False)]
-    able: dict[NodeId, _Seat] = {}
+        return [_Attempt(here.holder, here.node, False)]
+    able: dict[NodeId, _Attempt] = {}
     for holder in state.holders.values():
         is_asked = question.holder in (None, holder.holder) and question.node in (None, holder.node)
         is_able = holder.capability == question.capability and not question.lease
         if is_asked and is_able and (question.holder or not state.is_silent(holder.holder)):
-            able.setdefault(holder.node, _Seat(holder.holder, holder.node, False))
+            able.setdefault(holder.node, _Attempt(holder.holder, holder.node, False))
     nodes = [n for n in sorted(state.nodes) if question.node in (None, n)]
-    fresh = [_Seat(question.holder or HOLDER, node, True) for node in nodes]
-    return ([*able.values()] or fresh)[:SEATS_COUNT]
+    fresh = [_Attempt(question.holder or HOLDER, node, True) for node in nodes]
+    return ([*able.values()] or fresh)[:ATTEMPTS_COUNT]
 
 
 def _freeze(state: CoreState) -> bytes:
@@ -194,29 +123,29 @@ def _try(
     state: CoreState,
     frozen: bytes,
     question: PlanQuestion,
-    seat: _Seat,
+    attempt: _Attempt,
     here: Ticket | None,
     now: Instant,
     step: Step,
 ) -> Plan:
-    """Gives one copy the request, from one seat."""
+    """Gives one copy the request, from one attempt."""
     copied: CoreState = pickle.loads(frozen)
     copied.foresight = state.foresight
-    if seat.is_new:
+    if attempt.is_new:
         role = LEASE if question.lease else question.capability
-        step(copied, ev.Joined(seat.holder, seat.node, role, ()), now)
+        step(copied, ev.Joined(attempt.holder, attempt.node, role, ()), now)
     ticket, need = (here.ticket, here.need) if here else (TICKET, question.need)
-    request = _request(question, seat, ticket, need)
+    request = _request(question, attempt, ticket, need)
     decisions = step(copied, request, now)
-    return _Outcome(state, copied, question, seat, request.ticket, decisions).plan()
+    return _Outcome(state, copied, question, attempt, request.ticket, decisions).plan()
 
 
 def _request(
-    question: PlanQuestion, seat: _Seat, ticket: TicketId, need: types.Need
+    question: PlanQuestion, attempt: _Attempt, ticket: TicketId, need: types.Need
 ) -> ev.Requested:
     return ev.Requested(
         ticket,
-        seat.holder,
+        attempt.holder,
         question.capability,
         question.model,
         need,
@@ -239,7 +168,7 @@ class _Outcome:
     state: CoreState  # as it is
     copied: CoreState  # as it would be
     question: PlanQuestion
-    seat: _Seat
+    attempt: _Attempt
     ticket: TicketId
     decisions: list[Decision]
 
@@ -279,7 +208,7 @@ class _Outcome:
     def _evicting(self, entry: Ticket, victims: tuple[PlanVictim, ...]) -> Plan:
         return self._with_seat(
             Answer.AFTER_EVICTING,
-            said=tuple(_victim_said(v) for v in victims),
+            said=tuple(victim_said(v) for v in victims),
             wait=self._wait(entry),
             goes_to=self._promised(entry),
             victims=victims,
@@ -306,15 +235,15 @@ class _Outcome:
             self.question.capability,
             self.question.model,
             self._need(entry),
-            self.seat.node,
+            self.attempt.node,
             goes_to,
             victims,
             wait,
             load,
             is_resident=False,
-            starts_replica=self.seat.is_new and not self.question.lease,
+            starts_replica=self.attempt.is_new and not self.question.lease,
             code=code,
-            said=(*said, *map(_stays_said, stays)),
+            said=(*said, *map(stays_said, stays)),
             stays=stays,
         )
 
@@ -323,8 +252,8 @@ class _Outcome:
         terms, copied = self.question.lease, self.copied
         if terms is None or not terms.frees:
             return ()
-        asked = _request(self.question, self.seat, self.ticket, self.question.need)
-        asker = entry or leases.new_entry(copied, copied.holders[self.seat.holder], asked, terms)
+        asked = _request(self.question, self.attempt, self.ticket, self.question.need)
+        asker = entry or leases.new_entry(copied, copied.holders[self.attempt.holder], asked, terms)
         return tuple(
             StayingTicket(e.ticket, e.model, self._listed(e), why)
             for e, why in freeing.staying(copied, asker)
@@ -409,39 +338,42 @@ def _is_beyond_bound(error: RequestError) -> bool:
     return isinstance(error, QuotaExceeded) and error.wants > error.bound
 
 
-def _victim_said(victim: PlanVictim) -> str:
-    size = human(Bytes(sum(d.size_bytes for d in victim.freed)))
-    back_s = in_seconds(victim.reload)
-    back = f"back in {back_s:.1f} s" if victim.reload else "its reload was never measured"
-    use = (
-        f"{victim.inflight} requests in flight"
-        if victim.inflight
-        else f"idle for {in_seconds(victim.idle):.0f} s"
-    )
-    user = victim.client or victim.tenant
-    goes = "falls asleep" if victim.goes == Tier.ASLEEP.value else "leaves"
-    return f"{victim.model} ({victim.ticket}) {goes}: {size}, {use}, last used by {user}; {back}."
-
-
-def _stays_said(stays: StayingTicket) -> str:
-    size = human(Bytes(sum(d.size_bytes for d in stays.charged)))
-    return f"{stays.model} ({stays.ticket}) stays with {size}: {stays.why}."
-
-
 def _resident(state: CoreState, question: PlanQuestion, here: Ticket) -> Plan:
     home = tuple(types.DeviceBytes(d, size) for d, size in sorted(here.home.items()))
     said = (f"It is resident ({here.ticket}), and serves at once.",)
     none: tuple[PlanVictim, ...] = ()
     return Plan(
-        Answer.NOW, question.capability, question.model, here.home_bytes, here.node, home, none,
-        Span(0), Span(0), is_resident=True, starts_replica=False, code=None, said=said,
-    )  # fmt: skip
+        Answer.NOW,
+        question.capability,
+        question.model,
+        here.home_bytes,
+        here.node,
+        home,
+        none,
+        Span(0),
+        Span(0),
+        is_resident=True,
+        starts_replica=False,
+        code=None,
+        said=said,
+    )
 
 
 def _waiting(
     question: PlanQuestion, node: NodeId | None, wait: Span | None, said: tuple[str, ...]
 ) -> Plan:
     return Plan(
-        Answer.NOT_BEFORE, question.capability, question.model, question.need.device_bytes, node,
-        (), (), wait, Span(0), is_resident=False, starts_replica=False, code=None, said=said,
-    )  # fmt: skip
+        Answer.NOT_BEFORE,
+        question.capability,
+        question.model,
+        question.need.device_bytes,
+        node,
+        (),
+        (),
+        wait,
+        Span(0),
+        is_resident=False,
+        starts_replica=False,
+        code=None,
+        said=said,
+    )

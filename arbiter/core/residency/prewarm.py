@@ -1,6 +1,6 @@
 """Tells of pre-warmed prefixes, and passes on that a person begins to speak (G1, G6).
 
-Who speaks is about to say something to the models behind voice activity detection in a declared
+What a person says goes next to the models behind voice activity detection in a declared
 pipeline. The resident ones warm their stable prefixes while the words are still being spoken; the
 others are the business of `prefetch`.
 """

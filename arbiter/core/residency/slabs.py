@@ -1,7 +1,7 @@
 """What nodes keep in their pools beyond the engines that wrote it (E1, E4, E6)."""
 
 from arbiter.core import events as ev
-from arbiter.core.decisions import DropTenant, EventKind, PurgeCaches
+from arbiter.core.decisions import DropTenant, EventKind, ForgetTenant, PurgeCaches
 from arbiter.core.records.ticket import State
 from arbiter.core.state import CoreState, Node
 from arbiter.units import SECOND, NodeId, Span, after
@@ -19,7 +19,7 @@ def note_slabs(state: CoreState, node: Node, event: ev.Measured) -> None:
         entry = state.ledger.find(slab.ticket) if slab.ticket else None
         has_work = slab.allocated_bytes > slab.limit_bytes or slab.must_erase
         if entry and entry.state is State.RESIDENT and has_work:
-            state.decide(PurgeCaches(entry.ticket, entry.holder))
+            state.decide(PurgeCaches(entry.ticket, entry.holder, only_slabs=True))
     for gone in event.dropped:
         state.log(
             EventKind.SLAB_DROPPED,
@@ -34,8 +34,11 @@ def note_slabs(state: CoreState, node: Node, event: ev.Measured) -> None:
 
 
 def on_tenant_removed(state: CoreState, event: ev.TenantRemoved) -> None:
-    """Has every node erase what the tenant's requests left, also nodes whose agent is away now."""
+    """Has every node erase what the tenant's requests left, also nodes whose agent is away now. The
+    holders forget its prefixes first, so that none brings them back."""
     state.accounts.note_removed(event.tenant, after(state.now, TOLD_AGAIN))
+    for holder in state.holders:
+        state.decide(ForgetTenant(holder, event.tenant))
     for node in state.nodes:
         state.decide(DropTenant(node, event.tenant))
     state.log(EventKind.TENANT_REMOVED, tenant=event.tenant, nodes=len(state.nodes))

@@ -22,7 +22,7 @@ from deployments.engines.vllm.batch_gate import BatchGate
 REBALANCE_S = 60.0  # SPEC F3
 COUNTS_S = REPORT_S = 1.0
 # Adapters of waiting requests whose images are to be made: more than that many are not made before
-# they are needed. Each takes 6 ms and more of the engine's time.
+# they are needed. Each takes 3 ms and more of the engine's time.
 MOST_AHEAD = 256
 MOST_SHOWN = 20  # of the most used adapters, in the facts
 
@@ -47,6 +47,8 @@ class AdapterMover:
         self.found: Counter[str] = Counter()  # requests by the tier of their adapter
         self._reported: Counter[str] = Counter()  # of `found`
         self._report: asyncio.Task[None] | None = None
+        self._moving = asyncio.Lock()
+        self._sleeps = 0  # so far: a turn that began before one ends with it
         self.staged = 0  # of the requests that found theirs cold, those for which it was ahead
 
     # -- by request ------------------------------------------------------------------------------
@@ -67,7 +69,8 @@ class AdapterMover:
             name = next(iter(self._wanted))
             lora = self._wanted.pop(name)
             if name not in self._gate.running:
-                await self._attempt(self._stage, lora)
+                async with self._moving:
+                    await self._attempt(self._stage, lora)
 
     async def bring(self, lora: LoRARequest) -> str:
         """Returns with the adapter in a slot, and says in which tier its request found it. Raises
@@ -133,14 +136,20 @@ class AdapterMover:
 
     async def rebalance(self) -> None:
         """A turn of the tiers: notes which adapters should stay, and brings what is used."""
+        sleeps = self._sleeps
         await self._call("keep_adapters", self._kept())
         await self.look()
         wanted = moves(self._view())
         for move, names in ((self._bring, wanted.promote), (self._stage, wanted.stage)):
             for name in names:
-                if name in self._asked:
+                has_room = move != self._bring or len(self._fixed() | {name}) <= self._gate.slots
+                if name not in self._asked or not has_room:
+                    continue  # requests that entered meanwhile have the slots
+                async with self._moving:
+                    if self._sleeps != sleeps:
+                        return
                     await self._attempt(move, self._asked[name])
-                    self._read_ahead.discard(name)  # it was for no request
+                self._read_ahead.discard(name)  # it was for no request
         await self.look()
 
     async def look(self) -> None:
@@ -165,8 +174,12 @@ class AdapterMover:
             self._counted, self._counted_s = self._uses.counts(now_s), now_s
         return self._counted
 
-    def forget(self) -> None:
-        """Before a sleep: no adapter is brought until a request asks for it."""
+    async def forget(self) -> None:
+        """Before a sleep: returns once no adapter is on its way to a slot. None is brought until a
+        request asks for it."""
+        self._sleeps += 1
+        async with self._moving:
+            self._wanted.clear()
         self._uses.clear()
         self._counted_s = -inf
         self._hot = frozenset()

@@ -13,8 +13,8 @@ HOT_USES, WARM_USES = 10, 1  # SPEC F3
 WINDOW_S = 60.0
 # Of one adapter that are remembered: beyond it all count as equally busy.
 _MOST_USES = 100
-# Images made in one turn: each reads a file, some 6 ms for 0.2 MB, in which the engine makes no
-# step (docs/benchmarks.md).
+# Images made in one turn: each reads a file, 3 ms of processor time for 0.19 MB, in which the
+# engine makes no step (docs/benchmarks.md).
 MOST_STAGED = 32
 
 

@@ -155,7 +155,8 @@ class AdapterService:
             raise error
         if error:
             raise AdapterInvalid(name, f"vLLM: {error}") from error
-        self.mover.used(lora, task.result() if is_first else HOT)
+        if not callers.current().is_prewarm:
+            self.mover.used(lora, task.result() if is_first else HOT)
 
     def forget_idle_loads(self) -> None:
         for name in self._loads.keys() - self.gate.running.keys():
@@ -192,7 +193,7 @@ class AdapterService:
         """Drops all adapters before a sleep, because what vLLM keeps of them on the host is private
         memory too. The next request for an adapter loads it again from its copy."""
         assert self.llm is not None
-        self.mover.forget()
+        await self.mover.forget()
         self._pins.clear()
         self.gate.pinned = frozenset()
         for number in await self.llm.list_loras():

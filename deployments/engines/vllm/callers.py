@@ -29,6 +29,7 @@ class Caller:
     tenant: str = ""
     priority: int = Priority.NORMAL
     expires_s: float = inf  # on the monotonic clock
+    is_prewarm: bool = False  # on no account, and no use of an adapter
     refused: RequestError | None = None
 
 
@@ -69,7 +70,7 @@ async def place(gate: BatchGate, adapter: str, name: str, tokens: int) -> AsyncI
         name,
         tenant=caller.tenant,
         priority=caller.priority,
-        tokens=tokens,
+        tokens=0 if caller.is_prewarm else tokens,
         expires_s=caller.expires_s,
     )
     try:

@@ -199,6 +199,8 @@ class ForkedCore(EngineCoreProc):
         if not drafter.may_leave(self):
             return False
         drafter.expect_none(self)
+        if manager := kv_offload.manager_of(self.scheduler):
+            manager.may_store = False  # the next engine's drafter would miss its layers
         freed = self.collective_rpc("drop_drafter")
         logger.info("the drafter has left: %s", [human(Bytes(size)) for size in freed])
         return True

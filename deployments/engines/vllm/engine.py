@@ -287,6 +287,7 @@ class VllmEngine:
         if self.prewarmer is None:
             return await asgi.respond(send, 200, NO_CACHE)
         caller = callers.begin(scope)
+        caller.is_prewarm = True
         caller.priority = Priority.BATCH  # no request waits behind it for a place in the batch
         send = HeldHead(caller, send)
         if self.adapters is not None:

@@ -285,6 +285,9 @@ class SlabManager(OffloadingManager):
 
     def __init__(self, rows: Rows, restorer: Restorer | None = None) -> None:
         self.rows, self.restorer = rows, restorer
+        self.may_store = True  # False: its blocks lack layers that their namespace promises
+        if restorer is not None:
+            rows.before_erasure = restorer.forget_tenant
         self.requests: Mapping[str, Any] = {}  # the scheduler's own, by id: see `manager_of`
         self._steps_to_settle = 0
         self._loads_began_ns: dict[str, int] = {}  # by request: it has one load at a time
@@ -316,6 +319,8 @@ class SlabManager(OffloadingManager):
         in every step, and logs it."""
         if self.restorer is not None:
             self.restorer.give_up(keys)
+        if not self.may_store:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         keep, use = req_context._offload_key_positions, _use(req_context)
         found = self.rows.reserve(keys, keep, tenant=use.tenant, term=use.term)
         spec = CPULoadStoreSpec(list(found.rows.values()))
@@ -346,7 +351,7 @@ class SlabManager(OffloadingManager):
         when the request is gone."""
         request = self.requests.get(req_context.req_id)
         salt = request.cache_salt if request is not None else None
-        tenant = layout.tenant_digest(salt) if salt else b""
+        tenant = layout.tenant_digest(salt or "")
         req_context.set_state(_Use(tenant, _term(req_context.kv_transfer_params)))
         return RequestOffloadingContext()
 
@@ -364,8 +369,6 @@ class SlabManager(OffloadingManager):
 
     def shrink(self) -> None:
         """Erases what the owner has ordered to, and gives back what its limit no longer permits."""
-        if self.restorer is not None and (tenant := self.rows.slab.file.erasure.tenant) is not None:
-            self.restorer.forget_tenant(tenant)
         if not self._steps_to_settle:
             self.rows.shrink_to_limit()
 
@@ -425,7 +428,7 @@ class RowCopier(OffloadingWorker):
 
     def leave_out(self, addresses: set[int]) -> None:
         """Copies nothing more of the layers whose caches begin there: they gave their memory back.
-        Their parts of the rows become zeros, from which a drafter only drafts worse."""
+        In a row that is written meanwhile their part becomes zeros."""
         found = {n for n, tensor in enumerate(self._tensors) if tensor.data_ptr() in addresses}
         assert len(found) == len(addresses), f"{len(found)} of {len(addresses)} layers are known"
         self._left_out |= found

@@ -24,9 +24,8 @@ from deployments.engines.vllm.picture_connector import PictureConnector, Picture
 
 logger = init_logger(__name__)
 
-NAME = (
-    "own-pool"  # the prefix of the file's name; that of the node's pool is on no engine's account
-)
+# The prefix of the file's name. A slab of the pool has another, and is on no engine's account.
+NAME = "own-pool"
 # How a model's processor makes what its encoder reads of a picture.
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "config.json")
 
@@ -100,7 +99,8 @@ def refusal(vllm_config: VllmConfig) -> str | None:
     causes = {
         "it takes no pictures": sees is None or sees.get_limit_per_prompt("image") == 0,
         "it has an encoder of text or sound": model.is_encoder_decoder,
-        "its adapters change its eyes": lora is not None and lora.enable_tower_connector_lora,
+        "its adapters change its vision encoder": lora is not None
+        and lora.enable_tower_connector_lora,
         "only the first of its pipeline's stages would tell what it copied": (
             parallel.pipeline_parallel_size > 1
         ),
@@ -114,8 +114,8 @@ def refusal(vllm_config: VllmConfig) -> str | None:
 def width(model: ModelConfig) -> int:
     """Of an embedding as the encoder gives it: the text part's, as often again as DeepStack adds
     layers of the encoder. Embeddings of another width are not kept."""
-    eyes = getattr(model.hf_config, "vision_config", None)
-    layers = getattr(eyes, "deepstack_visual_indexes", None) or ()
+    vision = getattr(model.hf_config, "vision_config", None)
+    layers = getattr(vision, "deepstack_visual_indexes", None) or ()
     return int(model.get_inputs_embeds_size()) * (1 + len(layers))
 
 

@@ -18,6 +18,7 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from arbiter.errors import RequestError
+from deployments import prefixes
 from deployments.engines import asgi
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Receive, Scope, Send
@@ -65,7 +66,10 @@ class Prewarmer:
             prompt["cache_salt"] = salt
         number = f"prewarm-{next(self._numbers)}"
         cached = 0
-        outputs = self.llm.generate(prompt, _GREEDY, number, lora_request=lora)
+        params = _GREEDY.clone()
+        if term := prefix.get(prefixes.TERM):
+            params.extra_args = {prefixes.TERM: term}
+        outputs = self.llm.generate(prompt, params, number, lora_request=lora)
         async with aclosing(outputs):
             async for output in outputs:
                 cached = output.num_cached_tokens or 0

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from arbiter.client.admin import call_arbiter
-from arbiter.core.reports.dry_run import PlanQuestion
+from arbiter.core.reports.plan import PlanQuestion
 from arbiter.core.tickets.leases import LEASE
 from arbiter.core.types import LeaseConditions, Need
 from arbiter.errors import DeadlineUnmet
@@ -34,7 +34,9 @@ class FreeBody(Strict):
     name: str = Field("free", max_length=128)
     node: str | None = Field(None, max_length=128)  # None: the only one there is
     id: str | None = Field(None, pattern=NAME.pattern)  # None: a new one
-    kept: bool = True  # the arbiter holds it; else the caller beats by PUT /arbiter/leases/{id}
+    # True: the arbiter holds the lease; False: the caller sends heartbeats by PUT
+    # /arbiter/leases/{id}
+    kept: bool = True
     notice_s: float = Field(0.0, ge=0, le=3600)
     within_s: float = Field(60.0, gt=0, le=600)  # then what was freed is given back
     dry_run: bool = False
@@ -53,9 +55,15 @@ async def free(body: FreeBody, caller: Admin) -> JSONResponse:
         return JSONResponse({"plan": await call_arbiter("plan", asked), "lease": None})
     lease = body.id or f"free-{uuid.uuid4().hex[:10]}"
     call = LeaseCall(
-        lease, size, terms, body.name, node=node, deadline=seconds(body.within_s), seen="queued",
+        lease,
+        size,
+        terms,
+        body.name,
+        node=node,
+        deadline=seconds(body.within_s),
+        seen="queued",
         wait=seconds(CALL_S),
-    )  # fmt: skip
+    )
     return JSONResponse({"id": lease, **await _held(call, body)})
 
 

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field, model_validator
 
 from arbiter.client.admin import call_arbiter
-from arbiter.core.reports.dry_run import PlanQuestion
+from arbiter.core.reports.plan import PlanQuestion
 from arbiter.core.tickets.leases import LEASE
 from arbiter.core.types import Client, LeaseConditions, Need, Priority
 from arbiter.errors import UnknownModel
@@ -79,6 +79,13 @@ def _of_model(
     home: str, made: load_plan.ModelPlan, priority: Priority, tenant: str, node: NodeId | None
 ) -> PlanQuestion:
     return PlanQuestion(
-        home, made.model, made.need, made.need_is_explicit, made.settings_key, priority,
-        Client(tenant), made.split, node,
-    )  # fmt: skip
+        home,
+        made.model,
+        made.need,
+        made.need_is_explicit,
+        made.settings_key,
+        priority,
+        Client(tenant),
+        made.split,
+        node,
+    )

@@ -42,7 +42,9 @@ def test_what_left_and_what_stays_is_named(front: ScriptedFront, run: Run) -> No
 def test_a_dry_run_prints_the_plan_and_holds_nothing(front: ScriptedFront, run: Run) -> None:
     front.says("POST", "/arbiter/free", {"plan": PLAN, "lease": None})
     done = run("free", "--gb", "8", "--dry-run")
-    assert done.stdout.startswith("free (8.0 GiB): after evicting 1 of what is loaded on n/gpu:0")
+    assert done.stdout.startswith(
+        "free (8.0 GiB): after evicting 1 of the loaded models on n/gpu:0"
+    )
     assert front.requests[0].body["dry_run"] and "it is pinned" in done.stdout
 
 

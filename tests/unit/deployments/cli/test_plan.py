@@ -6,7 +6,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.reports.dry_run import PlanQuestion
+from arbiter.core.reports.plan import PlanQuestion
 from arbiter.protocol.json_codec import plain
 from arbiter.units import TicketId, seconds
 from tests.support.core_driver import CoreDriver, gib, s
@@ -33,7 +33,7 @@ def test_the_victims_are_listed_with_bytes_seconds_and_users(
     front.says("POST", "/arbiter/plan", planned(50))
     done = run("plan", "large", "--priority", "high")
     first, _, heads, row = done.stdout.splitlines()
-    assert first.startswith("large (50.0 GiB): after evicting 1 of what is loaded on n/cpu:0")
+    assert first.startswith("large (50.0 GiB): after evicting 1 of the loaded models on n/cpu:0")
     assert heads.split()[:3] == ["model", "ticket", "frees"]
     cells = [cell.strip() for cell in row.split("  ") if cell.strip()]
     assert cells == ["a", "a", "cpu:0 60.0 GiB", "gone", "4.0 s", "0", "26.0 s", "ann"]

@@ -316,6 +316,20 @@ async def test_prefix_of_a_request_is_warmed_by_the_sweep_and_not_by_itself(
         assert (told(arbiter)[0].prefix, told(arbiter)[0].cause) == ("k", "sweep")
 
 
+@pytest.mark.spec("G5", "E6")
+async def test_removed_tenants_prefix_is_warmed_no_more(clock: HandClock) -> None:
+    async with warming(stable_prefixes=[]) as (residency, arbiter, _):
+        for key, tenant in (("k", "acme"), ("l", "other")):
+            of_request = call(cut=Cut(1, key=key))
+            async with residency.use("a") as open_use:
+                open_use.begins_with(of_request.stable, of_request.body, tenant)
+        residency._obey(messages.ForgetTenantCommand("acme"))
+        clock.advance(240)
+        await settle(lambda: told(arbiter))
+        await no_more()
+        assert [event.prefix for event in told(arbiter)] == ["l"]
+
+
 @pytest.mark.spec("G1", "L3")
 async def test_prefix_larger_than_any_context_is_not_kept(
     clock: HandClock, monkeypatch: pytest.MonkeyPatch

@@ -312,6 +312,11 @@ async def test_caches_are_emptied_of_a_model_that_serves_and_of_no_other() -> No
         residency._obey(messages.PurgeCommand(ticket))
         await residency.background.done()
         assert engine.acts == ["/control/purge"]
+        residency._obey(messages.PurgeCommand(ticket, only_slabs=True))
+        await until(lambda: engine.acts[1:] == ["/slab"])
+        engine.answer.set()
+        await residency.background.done()
+        engine.acts.remove("/slab")
         revoke(residency, Reason.SWAP, Tier.ASLEEP)
         await until(lambda: "Slept" in arbiter.kinds())
         residency._obey(messages.PurgeCommand(ticket))

@@ -5,7 +5,7 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, LoadModel
-from arbiter.core.reports.dry_run import Plan, PlanQuestion
+from arbiter.core.reports.plan import Plan, PlanQuestion
 from arbiter.errors import LeaseRefused
 from arbiter.units import HolderId, TicketId, seconds
 from tests.support.core_driver import CPU, NODE, CoreDriver, gib, granted, refusal, revoked, s

@@ -4,7 +4,7 @@ import pytest
 
 from arbiter.core import events as ev
 from arbiter.core import types
-from arbiter.core.reports.dry_run import Answer, Plan, PlanQuestion
+from arbiter.core.reports.plan import Answer, Plan, PlanQuestion
 from arbiter.units import NodeId, TicketId, in_seconds, seconds
 from tests.support.core_driver import CPU, HOST, NODE, CoreDriver, gib, s
 

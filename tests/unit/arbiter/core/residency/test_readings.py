@@ -165,4 +165,4 @@ def test_resident_whose_slab_has_more_than_it_may_is_asked_to_shrink_it() -> Non
     d.slabs = (slab(10, "a"),)
     assert d.read(1) == []
     d.slabs = (slab(21, "a"), slab(21))  # of 20; the second one is idle
-    assert d.read(2) == [PurgeCaches(TicketId("a"), HolderId("h"))]
+    assert d.read(2) == [PurgeCaches(TicketId("a"), HolderId("h"), only_slabs=True)]

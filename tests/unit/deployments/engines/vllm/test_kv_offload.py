@@ -1,5 +1,6 @@
 """Between vLLM's connector and a slab: what is stored, in which order it leaves, and the copies."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from arbiter.pool import SlabFile, Term, layout
+from arbiter.pool import SlabFile, SlabView, Term, layout
 from deployments.engines.vllm import kv_offload
 from deployments.engines.vllm.kv_offload import Region, RowCopier, SlabManager
 from tests.support.slabs import EXTENT, ROW, TERM_S, Clock, keys, rows_of, set_limit, slab_file
@@ -92,6 +93,32 @@ def test_row_says_whose_request_stored_it_also_when_that_is_gone(manager: SlabMa
     said = {mark.key: mark.tenant for _, mark in manager.rows.slab.marks()}
     assert said == {b"of acme": layout.tenant_digest("acme"), b"of ": bytes(16)}
     assert len(layout.tenant_digest("acme")) == 16
+
+
+@pytest.mark.spec("E6")
+def test_rows_of_the_default_tenant_have_its_digest_also_before_they_are_in_a_file(
+    manager: SlabManager,
+) -> None:
+    asked = ReqContext("r")
+    manager.requests = {"r": SimpleNamespace(cache_salt=None)}
+    manager.on_new_request(asked)
+    manager.prepare_store([b"key"], asked)
+    manager.complete_store({b"key"}, asked)
+    with contextlib.closing(SlabView(manager.rows.slab.file.fd)) as owner:
+        assert owner.order_erasure(layout.NO_TENANT)
+        manager.shrink()
+        assert not owner.must_erase and len(manager.rows) == 0
+
+
+@pytest.mark.spec("F9")
+def test_engine_whose_blocks_lack_layers_stores_none_and_still_loads(manager: SlabManager) -> None:
+    asked = ReqContext("r")
+    manager.prepare_store([b"before"], asked)
+    manager.complete_store({b"before"}, asked)
+    manager.may_store = False
+    found = manager.prepare_store([b"after"], asked)
+    assert found is not None and list(found.keys_to_store) == []
+    assert manager.lookup(b"before", asked) is LookupResult.HIT
 
 
 @pytest.mark.spec("G4")
