@@ -4,13 +4,15 @@ warm request still sends nothing of its own.
 
 from collections import Counter, deque
 
-from arbiter.core.events import FinishedRequest, Usage
+from arbiter.core.events import FinishedRequest, Renewed, RequestTimes, Usage
+from arbiter.core.histogram import SECONDS_BOUNDS, Histogram
 from arbiter.core.types import ANYBODY, Client
-from arbiter.units import Span, TicketId
+from arbiter.units import Span, TicketId, in_seconds
 
 # Kept between two heartbeats: 256 requests a second of one replica, 30 kB. What exceeds it is
 # counted and told; a flood of runs is of use as a number only.
 RUNS_MOST = 256
+OUTCOMES = frozenset({"answered", "left"})  # every other one is a refusal, told by its code
 CLIENTS_MOST = 256  # told apart between two heartbeats; further ones count for their tenant
 
 
@@ -22,6 +24,7 @@ class RequestLog:
         self._kept: deque[FinishedRequest] = deque()
         self._dropped = 0
         self._requests: Counter[Client] = Counter()
+        self._times: dict[str, Histogram] = {}  # by outcome
 
     def note(
         self,
@@ -34,6 +37,8 @@ class RequestLog:
     ) -> None:
         is_room = len(self._requests) < CLIENTS_MOST or client in self._requests
         self._requests[client if is_room else Client(client.tenant)] += 1
+        word = outcome if outcome in OUTCOMES else "refused"
+        self._times.setdefault(word, Histogram(SECONDS_BOUNDS)).note(in_seconds(took))
         if len(self._kept) < self._most:
             self._kept.append(FinishedRequest(ticket, model, took, outcome, request))
         else:
@@ -47,11 +52,18 @@ class RequestLog:
         """And how many requests of each client."""
         return tuple(Usage(client, count) for client, count in self._requests.items())
 
-    def said(
-        self, runs: tuple[FinishedRequest, ...], dropped: int, usage: tuple[Usage, ...] = ()
-    ) -> None:
-        """A heartbeat with these has arrived, so the next one does not repeat them."""
-        for _ in runs:
+    def times(self) -> tuple[RequestTimes, ...]:
+        """And how long all of them took."""
+        return tuple(RequestTimes(outcome, taken.read()) for outcome, taken in self._times.items())
+
+    def said(self, renewed: Renewed) -> None:
+        """This heartbeat has arrived, so the next one does not repeat it."""
+        for _ in renewed.runs:
             self._kept.popleft()
-        self._dropped -= dropped
-        self._requests -= Counter({u.client: u.requests_count for u in usage})
+        self._dropped -= renewed.runs_dropped_count
+        self._requests -= Counter({u.client: u.requests_count for u in renewed.usage})
+        for told in renewed.request_times:
+            taken = self._times[told.outcome]
+            taken.subtract(told.took)
+            if taken.is_empty:  # what is left of its sum is an error of rounding
+                del self._times[told.outcome]

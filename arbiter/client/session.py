@@ -228,14 +228,14 @@ class Session:
             if epoch is None or arbiter is None:
                 continue
             runs, dropped = self.runs.waiting()
-            usage = self.runs.usage()
-            renewed = ev.Renewed(self.holder, self._held_tickets(), runs, dropped, usage)
+            counted = self.runs.usage(), self.runs.times()
+            renewed = ev.Renewed(self.holder, self._held_tickets(), runs, dropped, *counted)
             try:
                 await arbiter.call("renew", epoch, renewed)
             except (StaleEpoch, rpc.ConnectionLost, rpc.RemoteError):
                 self.lose(epoch)
             else:
-                self.runs.said(runs, dropped, usage)
+                self.runs.said(renewed)
 
     # -- the outbox ------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from arbiter.core import events as ev
 from arbiter.core import timeouts, types
 from arbiter.core.decisions import Compacted, Decision, EventKind, Reason, SetTimer
 from arbiter.core.eviction import compaction, eviction, pressure, sleep
+from arbiter.core.histogram import HistogramCounts
 from arbiter.core.queue import admission, grant_pass, hours, wait_estimate
 from arbiter.core.records.registry import Registry
 from arbiter.core.records.ticket import CHARGED, State
@@ -201,6 +202,18 @@ class Arbiter:
     def registered(self) -> tuple[types.CapabilitySpec, ...]:
         """Returns the capabilities registered from Python, in that order (A2)."""
         return tuple(self._state.registry.registered.values())
+
+    @property
+    def model_names(self) -> tuple[types.ModelName, ...]:
+        """Returns all models of the table and of Python."""
+        specs = self._state.registry.specs.values()
+        return tuple(types.ModelName(spec.name, m.name) for spec in specs for m in spec.models)
+
+    @property
+    def request_times(self) -> dict[tuple[str, str], HistogramCounts]:
+        """Returns how long requests took that ended in this life (K2), by capability and
+        outcome."""
+        return {name: taken.read() for name, taken in self._state.request_times.items()}
 
     def export_floors(self) -> list[list[str]]:
         """Returns rows of capability, model and floor; `restore_floors` reads them back."""

@@ -6,6 +6,7 @@ Holders speak of *use*, node agents of *bytes*, and neither speaks of the other.
 
 from dataclasses import dataclass
 
+from arbiter.core.histogram import HistogramCounts
 from arbiter.core.types import (
     ANYBODY,
     CapabilitySpec,
@@ -251,16 +252,26 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Counts the requests that have ended one way, by how long they took (K2)."""
+
+    outcome: str  # answered, left or refused
+    took: HistogramCounts  # in seconds, over SECONDS_BOUNDS
+
+
+@dataclass(frozen=True, slots=True)
 class Renewed:
     """Brings a heartbeat. Level-triggered: it repeats every ticket, so any heartbeat may be lost; a
     ticket charged to this holder that is missing here was released. `runs` ended since the last
-    heartbeat; `runs_dropped_count` more were dropped. `usage` counts all of them."""
+    heartbeat; `runs_dropped_count` more were dropped. `usage` and `request_times` count all of
+    them."""
 
     holder: HolderId
     tickets: tuple[HeldTicket, ...]
     runs: tuple[FinishedRequest, ...] = ()
     runs_dropped_count: int = 0
     usage: tuple[Usage, ...] = ()
+    request_times: tuple[RequestTimes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.core.decisions import Decision, EventKind, LogEvent, Refuse
+from arbiter.core.histogram import Histogram
 from arbiter.core.records.accounts import Accounts
 from arbiter.core.records.compactions import Compactions
 from arbiter.core.records.estimates import Estimates, ModelKey
@@ -134,6 +135,7 @@ class CoreState:
       `prefetched` models, `evicted_for` a load that has not succeeded, `freed_for` a lease that
       holds, `compactions`, `pressure` by device,
       `failures` that cool down, `broken_loads` whose cause may still come;
+    - counted for people: `request_times`, by capability and outcome;
     - memory of answers: `answers` by ticket, `evictions` for explain, `rankings` of victims by
       device;
     - time: `now`, `born`, `settled_at`, `closing_by`, `timers`, `active` capabilities, `awaited`
@@ -167,6 +169,7 @@ class CoreState:
         self.evictions = EvictionHistory()
         self.trades = Trades()
         self.loading_times = LoadingTimes()
+        self.request_times: dict[tuple[str, str], Histogram] = {}
         self.rankings: dict[DeviceId, Any] = {}  # see ranking.Ranking
         self.accounts = Accounts(settings.quota_window, settings.accounts_most_count)
         self.tenants = {limits.tenant: limits for limits in settings.tenants}

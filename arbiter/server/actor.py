@@ -46,6 +46,7 @@ class ArbiterActor:
         from arbiter.server.lease_service import LeaseService
         from arbiter.server.node_agents import RayAgents
         from arbiter.server.node_watch import NodeWatch
+        from arbiter.server.ray_metrics import export_forever
         from arbiter.server.store import Store, default_path
 
         self._boot = boot
@@ -71,6 +72,7 @@ class ArbiterActor:
             self._shell, self._agents, self._store, self._leases.sweep, self._hours
         )
         self._start(self._watch.run())
+        self._start(export_forever(self._shell.samples))
 
     def __repr__(self) -> str:
         return f"Arbiter({self._boot.configuration.settings.evict})"
@@ -126,7 +128,7 @@ class ArbiterActor:
         self._agents.on_end = self._tell_agent_ended
         aside = str(self._store.moved_aside) if self._store.moved_aside else None
         known = len(self._store.members())
-        self._shell.log.tell(
+        self._shell.tell(
             LogEvent(EventKind.ARBITER_STARTED, {"holders": known, "broken_state": aside})
         )
 
@@ -150,13 +152,13 @@ class ArbiterActor:
         """`capability`: None for all of them."""
         kind = EventKind.REGISTRATION_LOST
         said = LogEvent(kind, {"capability": capability, "cause": str(cause)})
-        self._shell.log.tell(said)
+        self._shell.tell(said)
 
     def _tell_trouble(self, why: str) -> None:
-        self._shell.log.tell(LogEvent(EventKind.STATE_NOT_KEPT, {"cause": why}))
+        self._shell.tell(LogEvent(EventKind.STATE_NOT_KEPT, {"cause": why}))
 
     def _tell_agent_ended(self, node: NodeId, cause: str) -> None:
-        self._shell.log.tell(LogEvent(EventKind.AGENT_ENDED, {"node": node, "cause": cause}))
+        self._shell.tell(LogEvent(EventKind.AGENT_ENDED, {"node": node, "cause": cause}))
 
     # -- holders -------------------------------------------------------------------------------
 
@@ -426,6 +428,12 @@ class ArbiterActor:
         now = self._configuration
         chosen = {"policy": now.settings.evict, "table": now.table, "generation": now.generation}
         return {**self._shell.snapshot(), **chosen}
+
+    async def metrics(self) -> messages.Plain:
+        """The value of every metric, in plain values (K2)."""
+        from arbiter.metrics.samples import to_plain
+
+        return to_plain(self._shell.samples())
 
     async def explain(self, ticket: TicketId) -> messages.Plain:
         """Why it waits, or why it went. Raises UnknownTicket."""

@@ -39,6 +39,8 @@ from arbiter.core.decisions import (
 )
 from arbiter.core.reports.plan import PlanQuestion
 from arbiter.errors import RequestError, TicketClosed
+from arbiter.metrics.counters import Counters
+from arbiter.metrics.samples import Samples, Source, samples_of
 from arbiter.protocol import messages
 from arbiter.protocol.json_codec import plain
 from arbiter.server.event_log import EventLog
@@ -142,6 +144,7 @@ class Shell:
     ) -> None:
         self.core, self.epoch, self.log = core, epoch, log
         self.calls_count = 0  # messages received, which the benchmarks of the protocol count
+        self.counters = Counters()
         self._agents, self._clock, self._crash = agents, clock, crash
         self._recorder = recorder
         self._waiting: dict[TicketId, asyncio.Future[messages.Granted]] = {}
@@ -175,13 +178,18 @@ class Shell:
     def _perform(self, decision: Decision) -> None:
         match decision:
             case LogEvent():
-                self.log.tell(decision)
+                self.tell(decision)
             case SetTimer(at):
                 self._arm(at)
             case Compacted():
                 self._compacted(decision)
             case _:
                 self._send(decision)
+
+    def tell(self, said: LogEvent) -> None:
+        """Writes one line of the event log, and counts it."""
+        self.counters.note(said)
+        self.log.tell(said)
 
     def _send(self, order: Order) -> None:
         match order:
@@ -387,6 +395,14 @@ class Shell:
             "sequence": self.log.sequence,
             **plain(self.core.snapshot(self._clock())),
         }
+
+    def samples(self) -> Samples:
+        """Returns the value of every metric (K2)."""
+        core = self.core
+        view = core.snapshot(self._clock())
+        return samples_of(
+            Source(view, self.counters, core.model_names, core.request_times, self.calls_count)
+        )
 
     def explain(self, ticket: TicketId) -> messages.Plain:
         """Raises UnknownTicket."""

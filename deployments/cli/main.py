@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from arbiter.errors import ArbiterError
-from deployments.cli import check, cluster, free, keys, lease, plan, replay, show, steer
+from deployments.cli import check, cluster, free, keys, lease, metrics, plan, replay, show, steer
 from deployments.cli.output import CommandError, discard_stdout, say
 
 PANELS = ("See", "Steer", "Leases", "Cluster", "Keys", "Record and replay")
@@ -79,6 +79,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 for panel, commands in COMMANDS.items():
     for command in commands:
         app.command(command.__name__, rich_help_panel=panel)(command)
+app.add_typer(metrics.app, name="metrics", rich_help_panel="See")
 app.add_typer(keys.app, name="key", rich_help_panel="Keys")
 
 

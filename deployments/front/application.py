@@ -16,6 +16,7 @@ from deployments.front.routes import (
     free,
     health,
     leases,
+    metrics,
     ollama,
     openai,
     plan,
@@ -50,7 +51,7 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    steering = (arbiter, plan, free, leases, residency, settings, tenants)
+    steering = (arbiter, metrics, plan, free, leases, residency, settings, tenants)
     for module in (openai, prewarm, audio, ollama, health, *steering):
         app.include_router(module.router)
     _add(app, tuple(path for path in SCHEMAS if path != prefixes.PATH))

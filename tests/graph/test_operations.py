@@ -65,6 +65,7 @@ GET /v1/models
 GET /v1/models/{model}
 GET /health
 GET /ready
+GET /metrics
 GET /arbiter/state
 GET /arbiter/explain/{ticket}
 POST /arbiter/plan

@@ -81,6 +81,7 @@ class TicketView:
     ram_bytes: Bytes = Bytes(0)  # of what it is charged on the host, its process beside a GPU
     settled_bytes: Bytes = Bytes(0)  # needed by its load, up to its first use; 0: not known
     wasted_bytes: Bytes = Bytes(0)  # held beyond what a new load of it would be granted (D7)
+    granted: tuple[DeviceBytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +348,7 @@ def _ticket(state: CoreState, entry: Ticket, now: Instant) -> TicketView:
         ram_bytes=entry.ram_bytes,
         settled_bytes=(entry.load.settled_bytes if entry.load else None) or Bytes(0),
         wasted_bytes=wasted_bytes(state, entry),
+        granted=_listed(entry.granted),
     )
 
 

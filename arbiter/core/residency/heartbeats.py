@@ -9,6 +9,7 @@ from arbiter.core import types
 from arbiter.core.decisions import EventKind, LogEvent, Reason, Tier
 from arbiter.core.eviction.eviction import send_revoke, victim_declined
 from arbiter.core.eviction.sleep import on_slept
+from arbiter.core.histogram import SECONDS_BOUNDS, Histogram
 from arbiter.core.records.ticket import Grown, Load, Sizes, State, Ticket
 from arbiter.core.residency import growth
 from arbiter.core.residency.readings import claim_unclaimed
@@ -77,6 +78,9 @@ def on_renewed(state: CoreState, event: ev.Renewed) -> None:
         _tell_runs(state, holder, event)
     for usage in event.usage:
         state.accounts.used(usage, state.now)
+    for times in event.request_times:
+        key = holder.capability, times.outcome
+        state.request_times.setdefault(key, Histogram(SECONDS_BOUNDS)).add(times.took)
     if event.tickets:
         state.note_active(holder.capability)
     _compare(state, event.holder, event.tickets)

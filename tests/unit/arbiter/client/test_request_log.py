@@ -14,6 +14,7 @@ from tests.support.core_driver import CoreDriver
 from tests.support.fake_arbiter import FakeArbiter, joined_client
 
 TICKET = TicketId("a-1")
+HOLDER = HolderId("h")
 
 
 def noted(runs: RequestLog, request: str) -> None:
@@ -28,7 +29,7 @@ def test_runs_are_bounded_and_dropped_ones_are_counted() -> None:
     kept, dropped = runs.waiting()
     assert ([run.request for run in kept], dropped) == (["r0", "r1"], 3)
     noted(runs, "r5")  # while the heartbeat is on its way
-    runs.said(kept, dropped)
+    runs.said(ev.Renewed(HOLDER, (), kept, dropped))
     assert runs.waiting() == ((), 1)
 
 
@@ -43,8 +44,25 @@ def test_requests_are_counted_by_client_also_those_whose_run_was_dropped(
     usage = runs.usage()
     assert {(u.client.name, u.requests_count) for u in usage} == {("a", 2), ("b", 1), ("", 2)}
     runs.note(TICKET, "m", seconds(1), "answered", "", types.Client("t", "a"))
-    runs.said((), 0, usage)
+    runs.said(ev.Renewed(HOLDER, (), usage=usage))
     assert runs.usage() == (ev.Usage(types.Client("t", "a"), 1),)
+
+
+@pytest.mark.spec("K2")
+def test_times_count_all_requests_and_are_told_once() -> None:
+    runs = RequestLog(most=1)
+    for took_s, outcome in ((0.25, "answered"), (2, "answered"), (0.5, "load_failed")):
+        runs.note(TICKET, "a", seconds(took_s), outcome, "")
+    told = {times.outcome: times.took for times in runs.times()}
+    assert {word: (sum(t.counts), t.sum) for word, t in told.items()} == {
+        "answered": (2, 2.25),
+        "refused": (1, 0.5),
+    }
+    renewed = ev.Renewed(HOLDER, (), request_times=runs.times())
+    runs.note(TICKET, "a", seconds(4), "answered", "")  # while the heartbeat is on its way
+    runs.said(renewed)
+    [left] = runs.times()
+    assert (left.outcome, sum(left.took.counts), left.took.sum) == ("answered", 1, 4.0)
 
 
 @pytest.mark.spec("K1", "A5")

@@ -10,6 +10,7 @@ from ray.exceptions import OwnerDiedError, RayActorError
 from arbiter.core import events as ev
 from arbiter.core import types
 from arbiter.errors import OutsideHours, SettingsConflict, StaleEpoch
+from arbiter.metrics.samples import from_plain
 from arbiter.protocol import messages
 from arbiter.server import shell
 from arbiter.server.actor import ArbiterActor
@@ -243,3 +244,17 @@ async def test_hours_are_known_before_the_table_that_names_them(running: Running
         with pytest.raises(OutsideHours) as caught:
             await actor.acquire(actor._shell.epoch, asked)
         assert caught.value.retry_after_s == pytest.approx(row["left_s"], abs=5)
+
+
+@pytest.mark.spec("K2")
+async def test_metrics_count_what_the_event_log_tells(running: Running) -> None:
+    async with running() as actor:
+        call = await join(actor, "1")
+        counted = from_plain(await actor.metrics())
+        assert counted["arbiter_events_total"][("arbiter_started",)] == 1
+        assert counted["arbiter_events_total"][("holder_joined",)] == 1
+        assert counted["arbiter_holders"] == {("c",): 1}
+        assert counted["arbiter_model_state"] == {("c", "a"): 0}
+        await actor.tell(actor._shell.epoch, H, ev.HolderLost(H))
+        await ended(call)
+        assert from_plain(await actor.metrics())["arbiter_holders"] == {("c",): 0}

@@ -16,15 +16,18 @@ from tests.support.scripted_front import ScriptedFront
 from tests.unit.deployments.cli.conftest import Run
 
 PANELS = {
-    "See": ["status", "events", "explain", "plan", "residency", "pool", "adapters", "clients"],
+    "See": [
+        "status", "events", "explain", "plan", "residency", "pool", "adapters", "clients",
+        "metrics",
+    ],
     "Steer": ["load", "unload", "grow", "shrink", "compact", "floor", "settings", "forget"],
     "Leases": ["lease", "free", "leases", "drain", "cleanup"],
     "Cluster": ["check", "upgrade", "down"],
     "Keys": ["key"],
     "Record and replay": ["record", "whatif"],
-}
-EVERY = [name for names in PANELS.values() for name in names if name != "key"]
-EVERY += ["key add", "key list", "key remove"]
+}  # fmt: skip
+EVERY = [name for names in PANELS.values() for name in names if name not in ("key", "metrics")]
+EVERY += ["metrics install", "key add", "key list", "key remove"]
 ARBITER = [sys.executable, "-m", "deployments.cli"]
 
 

@@ -13,7 +13,7 @@ from httpx import ASGITransport, AsyncClient, Response
 from arbiter.errors import ArbiterUnavailable, UnknownTicket
 from arbiter.units import TicketId
 from deployments.config.schema import parse_table
-from deployments.front import application, arbiter_gateway, keys
+from deployments.front import application, arbiter_gateway, keys, metrics_page
 from deployments.front.auth import Authenticator
 from deployments.front.body_limit import MAX_BODY_BYTES, MAX_STEERING_BYTES
 from deployments.front.dependencies import FrontState
@@ -53,7 +53,7 @@ class Arbiter:
 @pytest.fixture
 def arbiter(monkeypatch: pytest.MonkeyPatch) -> Arbiter:
     fake = Arbiter()
-    for module in (arbiter_gateway, free, leases, plan, residency, tenants):
+    for module in (arbiter_gateway, free, leases, metrics_page, plan, residency, tenants):
         monkeypatch.setattr(module, "call_arbiter", fake)
     return fake
 
@@ -426,3 +426,18 @@ async def test_what_is_not_freed_in_time_is_given_up(
     answer = await client.post("/arbiter/free", json=body, headers=owner)
     assert (answer.status_code, error(answer)["code"]) == (503, "deadline_unmet")
     assert [call[0] for call in arbiter.calls][-1] == "end_lease"
+
+
+@pytest.mark.spec("K2", "L1")
+async def test_metrics_need_the_scope_of_reading_the_state(
+    client: AsyncClient, arbiter: Arbiter, keys_file: Path
+) -> None:
+    arbiter.answers["metrics"] = {"arbiter_epoch": [[[], 7]]}
+    infers = keys.add(keys_file, "i", "acme", frozenset({Scope.INFER}))
+    views = keys.add(keys_file, "v", "acme", frozenset({Scope.VIEW}))
+    for key, status in ((infers, 403), (views, 200)):
+        answer = await client.get("/metrics", headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == status
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert "\narbiter_epoch 7.0\n" in answer.text
+    assert arbiter.calls == [("metrics",)]

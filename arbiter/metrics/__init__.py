@@ -1,0 +1,1 @@
+"""Metrics (K2): one table of names, and the values of a scrape."""

@@ -1,0 +1,96 @@
+"""Counts what the event log says (K2): mostly decisions of the core, so that a recording counts the
+same when it is replayed.
+"""
+
+from collections import Counter
+from typing import Any
+
+from arbiter.core.decisions import EventKind, LogEvent
+from arbiter.core.histogram import Histogram
+from arbiter.metrics.table import TABLE, Kind
+from arbiter.units import in_seconds
+
+Labels = tuple[str, ...]
+LOADS = {
+    EventKind.MODEL_LOAD: "arbiter_load_seconds",
+    EventKind.MODEL_WAKE: "arbiter_wake_seconds",
+}
+
+
+class Counters:
+    """Keeps one life's counters and histograms: by name of the table, then by labels."""
+
+    def __init__(self) -> None:
+        counted = [m.name for m in TABLE.values() if m.kind is Kind.COUNTER]
+        self.counts: dict[str, Counter[Labels]] = {name: Counter() for name in counted}
+        self.histograms: dict[str, dict[Labels, Histogram]] = {
+            m.name: {} for m in TABLE.values() if m.kind is Kind.HISTOGRAM
+        }
+        # Models out since their eviction; as many as there are models at most.
+        self._evicted: set[tuple[str, str]] = set()
+        for kind in EventKind:
+            self.counts["arbiter_events_total"][(kind.value,)] = 0
+
+    def note(self, event: LogEvent) -> None:
+        """Counts one line of the event log."""
+        self._count("events", event.kind.value)
+        data = event.data
+        match event.kind:
+            case EventKind.TICKET_GRANTED:
+                self._took("arbiter_ticket_wait_seconds", event, str(data["capability"]))
+            case EventKind.TICKET_REFUSED:
+                self._count("tickets_refused", str(data["code"]))
+            case EventKind.LOAD_FAILED:
+                self._count("load_failures", str(data["capability"]))
+            case EventKind.LEASE_ENDED:
+                self._count("leases_ended", str(data["reason"]))
+            case EventKind.MEMORY_PRESSURE:
+                self._count("pressure_changes", str(data["level"]), str(data["source"]))
+            case _:
+                self._note_model(event, data)
+
+    def _note_model(self, event: LogEvent, data: dict[str, Any]) -> None:
+        match event.kind:
+            case EventKind.MODEL_LOAD | EventKind.MODEL_WAKE:
+                self._note_load(event, data)
+            case EventKind.MODEL_UNLOAD:
+                self._count("unloads", data["reason"])
+                self._took("arbiter_unload_seconds", event, data["capability"], data["to"])
+            case EventKind.EVICTION:
+                self._count("evictions", data["reason"])
+                self._count("evicted_bytes", data["reason"], by=event.size_bytes or 0)
+                self._evicted.add((data["capability"], data["model"]))
+            case EventKind.ESTIMATE_ERROR:
+                self._note_estimate(event, data)
+
+    def _note_load(self, event: LogEvent, data: dict[str, Any]) -> None:
+        capability = data["capability"]
+        self._took(LOADS[event.kind], event, capability)
+        name = capability, data["model"]
+        if name in self._evicted and event.took is not None:
+            self._evicted.remove(name)
+            self._count("reload_seconds", capability, by=in_seconds(event.took))
+
+    def _note_estimate(self, event: LogEvent, data: dict[str, Any]) -> None:
+        """The event says what a load took and by how much that differs from what was expected."""
+        peak, capability = event.size_bytes or 0, data["capability"]
+        granted = peak - data["error_bytes"]
+        if granted > 0:
+            self._observe("arbiter_estimate_ratio", peak / granted, capability)
+        if event.took is not None and data["error_ns"] is not None:
+            predicted = event.took - data["error_ns"]
+            if predicted > 0:
+                self._observe("arbiter_load_time_ratio", event.took / predicted, capability)
+
+    def _took(self, name: str, event: LogEvent, *labels: str) -> None:
+        if event.took is not None:
+            self._observe(name, in_seconds(event.took), *labels)
+
+    def _count(self, name: str, *labels: str, by: float = 1) -> None:
+        self.counts[f"arbiter_{name}_total"][labels] += by  # type: ignore[assignment]
+
+    def _observe(self, name: str, value: float, *labels: str) -> None:
+        found = self.histograms[name]
+        if labels not in found:
+            found[labels] = Histogram(TABLE[name].bounds)
+        found[labels].note(value)

@@ -1,0 +1,221 @@
+"""The values of one scrape: the state as it is, and the counters so far (K2)."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from arbiter.core.histogram import HistogramCounts, Sum
+from arbiter.core.reports.snapshot import DeviceView, StateView, TicketView
+from arbiter.core.types import Level, ModelName
+from arbiter.metrics.counters import Counters, Labels
+from arbiter.metrics.table import TABLE, Kind, Metric
+from arbiter.units import DeviceId, in_seconds
+
+Value = float | HistogramCounts
+Samples = dict[str, dict[Labels, Value]]  # by name of the table, then by the values of its labels
+
+# Best last: a model with several tickets shows the best of them.
+STATES = ("cold", "queued", "loading", "asleep", "draining", "resident")
+RANKS = {state: rank for rank, state in enumerate(STATES)}
+HOLDING = ("loading", "resident", "draining", "asleep", "reclaiming")
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Gives what a scrape is made from."""
+
+    view: StateView
+    counters: Counters
+    models: tuple[ModelName, ...]  # all that there are
+    request_times: Mapping[tuple[str, str], HistogramCounts] = field(default_factory=dict)
+    calls_count: int = 0
+
+
+def samples_of(source: Source) -> Samples:
+    """Returns a value for each series; a name without a series has none."""
+    found: Samples = {name: {} for name in TABLE}
+    for name, counts in source.counters.counts.items():
+        found[name].update(counts)
+    for name, histograms in source.counters.histograms.items():
+        found[name].update({labels: h.read() for labels, h in histograms.items()})
+    _put(found, "arbiter_request_seconds", source.request_times.items())
+    _arbiter(found, source)
+    held = _held_on(source.view.tickets)
+    for device in source.view.devices:
+        _device(found, device, held[device.device])
+    _models(found, source)
+    _queue(found, source)
+    _pools(found, source.view)
+    _tenants(found, source.view)
+    return found
+
+
+def _put(found: Samples, name: str, rows: Iterable[tuple[Labels, Value]]) -> None:
+    for labels, value in rows:
+        found[name][labels] = value
+
+
+def _arbiter(found: Samples, source: Source) -> None:
+    view = source.view
+    found["arbiter_epoch"][()] = int(view.epoch)
+    found["arbiter_stale_messages_total"][()] = view.stale_count
+    found["arbiter_calls_total"][()] = source.calls_count
+    holders = Counter({(name,): 0 for name in _capabilities(source)})
+    holders.update((h.capability,) for h in view.holders)
+    _put(found, "arbiter_holders", holders.items())
+    kept = Counter({(device.node,): 0 for device in view.devices})
+    for holder in view.holders:
+        kept[(holder.node,)] += holder.kept_bytes
+    _put(found, "arbiter_quarantined_bytes", kept.items())
+
+
+def _capabilities(source: Source) -> set[str]:
+    return {name.capability for name in source.models}
+
+
+@dataclass(slots=True)
+class _Held:
+    """Sums up the tickets of one device."""
+
+    by_state: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(HOLDING, 0)))
+    granted_bytes: int = 0
+
+
+def _held_on(tickets: Iterable[TicketView]) -> defaultdict[DeviceId, _Held]:
+    found: defaultdict[DeviceId, _Held] = defaultdict(_Held)
+    for ticket in tickets:
+        for part in ticket.charged:
+            found[part.device].by_state[ticket.state] += part.size_bytes
+        for part in ticket.granted:
+            found[part.device].granted_bytes += part.size_bytes
+    return found
+
+
+def _device(found: Samples, device: DeviceView, held: _Held) -> None:
+    labels = device.node, device.device
+    known_bytes = sum(held.by_state.values())
+    states: dict[str, float] = {
+        **held.by_state,
+        "shared": device.charged_bytes - known_bytes,  # the scratch of dispatch locks
+        "foreign": device.foreign_bytes,
+        "free": device.free_bytes,
+    }
+    for state, size in states.items():
+        found["arbiter_device_state_bytes"][(*labels, state)] = size
+    values = {
+        "capacity_bytes": device.capacity_bytes,
+        "budget_bytes": device.budget_bytes,
+        "charged_bytes": device.charged_bytes,
+        "granted_bytes": held.granted_bytes,
+        "measured_bytes": device.measured_bytes,
+        "pressure_level": Level[device.pressure.upper()],
+        "readable": device.unreadable is None,
+        "loading_ratio": device.loading_fraction,
+    }
+    for name, value in values.items():
+        found[f"arbiter_device_{name}"][labels] = float(value)
+    if device.physical_free_bytes is not None:
+        found["arbiter_device_physical_free_bytes"][labels] = device.physical_free_bytes
+
+
+def _models(found: Samples, source: Source) -> None:
+    """A model that is cold keeps its series; a model that has left the table, and its tickets, have
+    none."""
+    state = dict.fromkeys(source.models, 0)
+    charged, inflight = dict.fromkeys(source.models, 0), dict.fromkeys(source.models, 0)
+    for ticket in source.view.tickets:
+        name = ModelName(ticket.capability, ticket.model)
+        if ticket.lease or name not in state:
+            continue
+        state[name] = max(state[name], RANKS.get(ticket.state, 0))
+        charged[name] += sum(part.size_bytes for part in ticket.charged)
+        inflight[name] += ticket.inflight
+    _put(found, "arbiter_model_state", state.items())
+    _put(found, "arbiter_model_charged_bytes", charged.items())
+    _put(found, "arbiter_model_inflight_requests", inflight.items())
+
+
+def _queue(found: Samples, source: Source) -> None:
+    queue = source.view.queue
+    queued = Counter({(name,): 0 for name in _capabilities(source)})
+    queued.update((row.capability,) for row in queue)
+    _put(found, "arbiter_queued_tickets", queued.items())
+    oldest = max((in_seconds(row.waited) for row in queue), default=0.0)
+    found["arbiter_queue_oldest_seconds"][()] = oldest
+    left = (in_seconds(row.left) for row in queue if row.left is not None)
+    found["arbiter_queue_deadline_seconds"][()] = min(left, default=INFINITY)
+
+
+def _pools(found: Samples, view: StateView) -> None:
+    hot: Counter[Labels] = Counter()
+    for row in view.slabs:
+        hot[(row.node, row.slab.content.value)] += row.slab.hot_count
+    for pool in view.contents:
+        content, labels = pool.content, (pool.node, pool.content.content.value)
+        values = {
+            "bytes": content.allocated_bytes,
+            "rows": content.rows_count,
+            "hot_rows": hot[labels],
+            "hits_total": content.hits_count,
+            "misses_total": content.misses_count,
+            "stored_total": content.stored_count,
+            "evicted_total": content.evicted_count,
+            "refused_total": content.refused_count,
+            "restored_total": content.restored_count,
+            "saves_total": content.saves_count,
+            "load_seconds_total": in_seconds(content.load),
+            "restore_seconds_total": in_seconds(content.restore),
+        }
+        for name, value in values.items():
+            found[f"arbiter_pool_{name}"][labels] = value
+
+
+def _tenants(found: Samples, view: StateView) -> None:
+    for tenant in view.tenants:
+        labels = (tenant.tenant,)
+        most = INFINITY if tenant.most_bytes is None else tenant.most_bytes
+        found["arbiter_tenant_held_bytes"][labels] = tenant.held_bytes
+        found["arbiter_tenant_limit_bytes"][labels] = most
+        found["arbiter_tenant_reserved_bytes"][labels] = tenant.reserved_bytes
+    held = [t for t in view.tickets if t.lease and t.state != "queued"]
+    found["arbiter_leases"][()] = len(held)
+    charged = sum(part.size_bytes for ticket in held for part in ticket.charged)
+    found["arbiter_lease_bytes"][()] = charged
+
+
+def buckets(metric: Metric, value: HistogramCounts) -> Iterator[tuple[str, int]]:
+    """Gives the upper bound of each bucket as Prometheus writes it, and the values up to it."""
+    bounds = (*(str(bound) for bound in metric.bounds), "+Inf")
+    return zip(bounds, accumulate(value.counts), strict=True)
+
+
+# -- between processes -----------------------------------------------------------------------------
+
+
+def to_plain(samples: Samples) -> dict[str, Any]:
+    """Returns plain values, which any code can read: rows of labels and value, or of labels, counts
+    by bucket, and sum."""
+    return {
+        name: [
+            [list(labels), list(value.counts), value.sum]
+            if isinstance(value, HistogramCounts)
+            else [list(labels), value]
+            for labels, value in rows.items()
+        ]
+        for name, rows in samples.items()
+    }
+
+
+def from_plain(plain: Mapping[str, Any]) -> Samples:
+    """Takes back the values of `to_plain`; what this code's table does not have is left out."""
+    found: Samples = {name: {} for name in TABLE}
+    for name in found.keys() & plain.keys():
+        is_histogram = TABLE[name].kind is Kind.HISTOGRAM
+        for labels, *value in plain[name]:
+            found[name][tuple(labels)] = (
+                HistogramCounts(tuple(value[0]), Sum(value[1])) if is_histogram else value[0]
+            )
+    return found

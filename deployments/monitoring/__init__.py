@@ -1,0 +1,1 @@
+"""What Prometheus and Grafana are given to watch an arbiter with (K2)."""

@@ -1,0 +1,80 @@
+"""The running graph's metrics: at the front, and on Ray's own exporter."""
+
+import json
+import subprocess
+import urllib.request
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families as families_of
+
+from arbiter.metrics.table import FRONT, TABLE, Kind
+from tests.graph.conftest import BIN, Graph, until
+
+CHAT = "tiny-chat"
+HELLO = [{"role": "user", "content": "Who holds the memory?"}]
+REPORT_S = 10.0  # of Ray's metrics; ours are set each 5 s
+
+
+def scrape(url: str) -> dict[str, list[Any]]:
+    """The samples of each series' name."""
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text = answer.read().decode()
+    found: dict[str, list[Any]] = {}
+    for family in families_of(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample)
+    return found
+
+
+def ray_targets(graph: Graph) -> list[str]:
+    """What Prometheus is told to scrape of this cluster."""
+    token = subprocess.run(
+        [BIN / "ray", "get-auth-token"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    request = urllib.request.Request(
+        f"{graph.dashboard}/api/prometheus/sd", headers={"Authorization": f"Bearer {token}"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        groups = json.load(answer)
+    return [target for group in groups for target in group["targets"]]
+
+
+@pytest.mark.spec("K2")
+def test_a_request_is_counted_at_the_front_and_on_rays_exporter(
+    graph: Graph, client: OpenAI
+) -> None:
+    def answered(name: str, found: dict[str, list[Any]]) -> float:
+        samples = found.get(name, [])
+        what = {"capability": "chat", "outcome": "answered"}
+        return sum(s.value for s in samples if s.labels.items() >= what.items())
+
+    page = f"{graph.url}/metrics"
+    before = answered("arbiter_request_seconds_count", scrape(page))
+    client.chat.completions.create(model=CHAT, messages=HELLO, max_tokens=2)
+    until(
+        lambda: answered("arbiter_request_seconds_count", scrape(page)) > before,
+        10,
+        "the heartbeat has brought the request",
+    )
+    found = scrape(page)
+    assert found["arbiter_up"][0].value == 1
+    states = {s.labels["model"]: s.value for s in found["arbiter_model_state"]}
+    assert states[CHAT] >= 1
+    exported = until(
+        lambda: next(
+            (
+                rays
+                for rays in map(scrape, (f"http://{t}/metrics" for t in ray_targets(graph)))
+                if answered("ray_arbiter_request_seconds_count", rays) > before
+            ),
+            None,
+        ),
+        3 * REPORT_S,
+        "Ray exports the request",
+    )
+    assert exported is not None
+    plain = {m.name for m in TABLE.values() if m.kind is not Kind.HISTOGRAM and m not in FRONT}
+    of_ray = {name.removeprefix("ray_") for name in exported if name.startswith("ray_arbiter_")}
+    assert plain & found.keys() <= of_ray
