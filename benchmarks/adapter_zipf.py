@@ -9,25 +9,22 @@ the one in its place has the slab. slots: as many adapters as there are slots.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
-import signal
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arbiter.pool import SlabView, create
 from arbiter.units import GIB, Bytes, Content
 from benchmarks import load, report
 from deployments.config import load_plan
 from deployments.config.safetensors_header import linear_shapes
 from tests.support.adapters import write
-from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, until, zygote
+from tests.support.engine_host import Child, killed, zygote
+from tests.support.slabs import lent_slab, path_of
 
 ENTRY = "deployments.engines.vllm.engine:build"
 SLOTS, STREAMS, TOKENS, RANK = 8, 16, 4, 8
@@ -56,22 +53,10 @@ def zipf(names: Sequence[str], requests: int, seed: int) -> list[str]:
     return random.Random(seed).choices(names, weights, k=requests)
 
 
-@contextlib.contextmanager
-def slab() -> Iterator[int]:
-    fd = create("zipf", SLAB_BYTES)
-    with contextlib.closing(SlabView(fd)) as view:
-        view.limit_bytes = SLAB_BYTES
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def killed(running: ZygoteUnderTest, model: Path, folder: Path, fd: int) -> Iterator[Child]:
-    """An engine that serves the adapters in `folder/in`, and ends by SIGKILL."""
+def config(model: Path, folder: Path, fd: int) -> dict[str, Any]:
+    """Of an engine that serves the adapters in `folder/in`."""
     folders = {"folder": str(folder / "in"), "store": str(folder / "store")}
-    config = {
+    return {
         "model": str(model),
         "served_name": "base",
         "adapters": {**folders, "max_rank": RANK, "slots": SLOTS, "wait_s": 300.0},
@@ -80,17 +65,8 @@ def killed(running: ZygoteUnderTest, model: Path, folder: Path, fd: int) -> Iter
             "max_num_seqs": STREAMS,
             "kv_cache_memory_bytes": 64 << 20,
         },
-        "slabs": {Content.ADAPTER.value: {"path": f"/proc/{os.getpid()}/fd/{fd}"}},
+        "slabs": {Content.ADAPTER.value: {"path": path_of(fd)}},
     }
-    child = running.spawn(f"zipf-{time.monotonic_ns()}", ENTRY, config).hold()
-    try:
-        status, body = child.ready()
-        assert status == 200, body
-        yield child
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        until(lambda: is_gone(child.pid), 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +110,15 @@ async def loads(count: int, requests: int, seed: int) -> dict[str, Served]:
     model = Path(load_plan.resolve("made:tiny-chat"))
     with (
         tempfile.TemporaryDirectory() as made,
-        slab() as fd,
+        lent_slab(SLAB_BYTES) as fd,
         zygote("deployments.engines.vllm.preload") as running,
     ):
         folder = Path(made)
         names = make_adapters(folder / "in", model, count)
-        with killed(running, model, folder, fd) as child:
+        given = config(model, folder, fd)
+        with killed(running, "zipf-new", ENTRY, given) as child:
             found = {"new": await serve(child, zipf(names, requests, seed), seed)}
-        with killed(running, model, folder, fd) as child:
+        with killed(running, "zipf-next", ENTRY, given) as child:
             found["next"] = await serve(child, zipf(names, requests, seed + 1), seed)
             few = random.Random(seed).choices(names[:SLOTS], k=requests)
             found["slots"] = await serve(child, few, seed)

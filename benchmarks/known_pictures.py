@@ -11,7 +11,6 @@ graph around them; this process holds the slab, as a node agent would.
 
 import argparse
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -23,11 +22,12 @@ from PIL import Image
 
 from arbiter.units import MIB
 from benchmarks import report
-from benchmarks.restore import kill, slab
+from benchmarks.restore import SLAB_BYTES
 from benchmarks.start_latency import ENTRY
 from deployments.config import load_plan
 from tests.support.drawings import uri
-from tests.support.engine_host import Child, ZygoteUnderTest, zygote
+from tests.support.engine_host import Child, ZygoteUnderTest, kill, zygote
+from tests.support.slabs import lent_slab, path_of
 
 SIDE, PATCH = 512, 16
 SCALE = 4  # of each 4 x 4 patches the model makes one embedding
@@ -66,7 +66,7 @@ def start(zygote: ZygoteUnderTest, model: Path, name: str, slab: int) -> Child:
         "model": str(model),
         "served_name": "m",
         "engine_args": args,
-        "slabs": {"picture": {"path": f"/proc/{os.getpid()}/fd/{slab}"}},
+        "slabs": {"picture": {"path": path_of(slab)}},
     }
     child = zygote.spawn(name, ENTRY, config).hold()
     status, said = child.ready()
@@ -101,7 +101,7 @@ def noise(seed: int) -> str:
 
 
 def measure(running: ZygoteUnderTest, model: Path, urls: list[str]) -> dict[str, list[float]]:
-    with slab() as fd:
+    with lent_slab(SLAB_BYTES) as fd:
         child = start(running, model, "first", fd)
         unknown = [ask(child, url, QUESTIONS[0]) for url in urls]
         known = [ask(child, url, QUESTIONS[1]) for url in urls]

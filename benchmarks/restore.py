@@ -14,23 +14,19 @@ agent would.
 """
 
 import argparse
-import contextlib
 import json
-import os
-import signal
 import statistics
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
-from arbiter.pool import SlabView, create
-from arbiter.units import GIB, MIB, Bytes
+from arbiter.units import GIB, MIB
 from benchmarks import report
 from benchmarks.start_latency import ENTRY
 from deployments.config import load_plan
-from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, until, zygote
+from tests.support.engine_host import Child, ZygoteUnderTest, kill, until, zygote
+from tests.support.slabs import lent_slab, path_of
 
 BLOCK = 128  # tokens, of the CPU build
 STREAMS, STREAM_PROMPT, STREAM_TOKENS = 8, 384, 64
@@ -38,14 +34,7 @@ TURN_TOKENS, ANSWER_TOKENS = 48, 16
 PARTS = ("first", "store", "hits")
 
 
-@contextlib.contextmanager
-def slab() -> Iterator[int]:
-    """A slab of 1 GiB at most. Its descriptor."""
-    fd = create("benchmark", Bytes(GIB))
-    with contextlib.closing(SlabView(fd)) as view:
-        view.limit_bytes = Bytes(GIB)
-        yield fd
-    os.close(fd)
+SLAB_BYTES = GIB
 
 
 class Engines:
@@ -67,7 +56,7 @@ class Engines:
         }
         config: dict[str, Any] = {"model": self._path, "served_name": "m", "engine_args": args}
         if slab is not None:
-            config["slabs"] = {"kv": {"path": f"/proc/{os.getpid()}/fd/{slab}"}}
+            config["slabs"] = {"kv": {"path": path_of(slab)}}
         self._count += 1
         child = self._zygote.spawn(f"restore-{self._count}", ENTRY, config).hold()
         status, said = child.ready()
@@ -99,19 +88,13 @@ def stored(child: Child, rows: int) -> None:
     until(lambda: child.call("GET", "/slab")[1]["kv"]["ready"] >= rows, 30)
 
 
-def kill(child: Child) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    until(lambda: is_gone(child.pid), 30)
-
-
 # -- the first token ------------------------------------------------------------------------------
 
 
 def first_round(engines: Engines, tokens: int) -> dict[str, float]:
     """Seconds of the three, with an engine each for before and after the kill."""
     prompt, whole = engines.prompt(tokens), (tokens - 1) // BLOCK * BLOCK
-    with slab() as fd:
+    with lent_slab(SLAB_BYTES) as fd:
         child = engines.start(fd)
         cold_s, _, known = ask(child, prompt)
         warm_s, _, known_warm = ask(child, prompt)
@@ -164,7 +147,7 @@ def store(engines: Engines, starts: int, pairs: int) -> dict[str, Any]:
     """One sample a start. Which engine starts first alternates too."""
     ratios: dict[str, list[float]] = {"with_by_without": [], "without_by_without": []}
     for number in range(starts):
-        with slab() as fd:
+        with lent_slab(SLAB_BYTES) as fd:
             if number % 2:
                 ratios["with_by_without"].append(1 / speeds_ratio(engines, (None, fd), pairs))
             else:
@@ -196,7 +179,7 @@ def talk(engines: Engines, child: Child, conversations: int, turns: int) -> floa
 def hits(engines: Engines) -> dict[str, Any]:
     found = {}
     for name, conversations, turns in (("one_of_50", 1, 50), ("hundred_of_10", 100, 10)):
-        with slab() as fd:
+        with lent_slab(SLAB_BYTES) as fd:
             child = engines.start(fd, kv_mib=16)
             found[name] = talk(engines, child, conversations, turns)
             kill(child)

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks import report
-from benchmarks.restore import STREAM_PROMPT, STREAM_TOKENS, STREAMS, slab
+from benchmarks.restore import SLAB_BYTES, STREAM_PROMPT, STREAM_TOKENS, STREAMS
 from deployments.config import load_plan
+from tests.support.slabs import lent_slab, path_of
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 BAR_FRACTION = 0.005  # of a step, for the manager
@@ -75,7 +76,7 @@ def engine(model: str, fd: int) -> Any:
         "max_num_batched_tokens": 2048,
     }
     config: dict[str, Any] = {"model": load_plan.resolve(f"made:{model}"), "engine_args": args}
-    config["slabs"] = {"kv": {"path": f"/proc/{os.getpid()}/fd/{fd}"}}
+    config["slabs"] = {"kv": {"path": path_of(fd)}}
     settings = AsyncEngineArgs.from_cli_args(engine.arguments(config)).create_engine_config()
     kv_offload.settle(settings, config)
     executor = Executor.get_class(settings)
@@ -120,7 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # more would compute beside the one whose time is taken
     random = Random(args.seed)
-    with slab() as fd:
+    with lent_slab(SLAB_BYTES) as fd:
         made = engine(args.model, fd)
         clock = watched(made)
         shares(made, clock, random)  # warms it

@@ -4,7 +4,6 @@ import contextlib
 import mmap
 import os
 import shutil
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from arbiter.pool import SlabView, create
+from arbiter.pool import SlabView
 from arbiter.units import MIB, Bytes, Content
-from tests.support.engine_host import Child, ZygoteUnderTest, is_gone, served, until
+from tests.support.engine_host import Child, ZygoteUnderTest, killed, served
+from tests.support.slabs import lent_slab, path_of
 
 VLLM = "deployments.engines.vllm.engine:build"
 SLOTS = 2
@@ -24,11 +24,8 @@ PROMPT = [(i * 37) % 2000 + 3 for i in range(40)]
 
 @pytest.fixture
 def slab() -> Iterator[int]:
-    fd = create("test", Bytes(256 * MIB))
-    with contextlib.closing(SlabView(fd)) as view:
-        view.limit_bytes = Bytes(128 * MIB)
-    yield fd
-    os.close(fd)
+    with lent_slab(128 * MIB) as fd:
+        yield fd
 
 
 @pytest.fixture
@@ -47,7 +44,7 @@ def config(model: Path, folder: Path, slab: int | None, rank: int = 16) -> dict[
         "engine_args": {**args, "max_num_seqs": 16, "enable_prefix_caching": False},
     }
     if slab is not None:
-        given["slabs"] = {Content.ADAPTER.value: {"path": f"/proc/{os.getpid()}/fd/{slab}"}}
+        given["slabs"] = {Content.ADAPTER.value: {"path": path_of(slab)}}
     return given
 
 
@@ -70,12 +67,6 @@ def facts(child: Child) -> dict[str, int]:
     return found
 
 
-def kill(child: Child) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    until(lambda: is_gone(child.pid), 10)
-
-
 def all_at_once(child: Child) -> dict[str, list[int]]:
     """More adapters than slots in one batch after the other, with the base among them."""
     names = ("tiny", *NAMES)
@@ -85,16 +76,6 @@ def all_at_once(child: Child) -> dict[str, list[int]]:
 
 def tiers(child: Child) -> Any:
     return child.call("GET", "/adapters")[1]["tiers"]
-
-
-@contextlib.contextmanager
-def killed(engines: ZygoteUnderTest, ticket: str, given: dict[str, Any]) -> Iterator[Child]:
-    """An engine that ends by SIGKILL."""
-    child = engines.spawn(ticket, VLLM, given).hold()
-    status, said = child.ready()
-    assert status == 200, (said, child.log[-2000:])
-    yield child
-    kill(child)
 
 
 def spoil_copies(folder: Path) -> None:
@@ -127,7 +108,7 @@ def test_answers_are_equal_cold_warm_and_hot_and_in_the_next_engine_without_the_
     right: dict[str, list[int]],
 ) -> None:
     alone = {name: right[name] for name in NAMES}
-    with killed(engines, "images", config(tiny, folder, slab)) as child:
+    with killed(engines, "images", VLLM, config(tiny, folder, slab)) as child:
         assert all_at_once(child) == right, "cold, made ahead while their requests waited"
         said = tiers(child)
         assert (said["requests"]["cold"], said["staged_ahead"] > 0) == (len(NAMES), True), said
@@ -163,10 +144,10 @@ def test_slots_of_another_rank_and_a_damaged_slab_are_as_an_empty_one(
     right: dict[str, list[int]],
 ) -> None:
     name = NAMES[0]
-    with killed(engines, "wider", config(tiny, folder, slab, rank=32)) as child:
+    with killed(engines, "wider", VLLM, config(tiny, folder, slab, rank=32)) as child:
         assert tokens(child, name) == right[name]
         wider = facts(child)["row_bytes"]
-    with killed(engines, "narrower", config(tiny, folder, slab)) as child:
+    with killed(engines, "narrower", VLLM, config(tiny, folder, slab)) as child:
         assert (facts(child)["ready"], facts(child)["row_bytes"] < wider) == (0, True)
         assert tokens(child, name) == right[name]
         assert tiers(child)["requests"] == {"hot": 0, "warm": 0, "cold": 1}

@@ -10,7 +10,6 @@ import http.client
 import json
 import mmap
 import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -37,11 +36,13 @@ from tests.support.engine_host import (
     Connection,
     ZygoteUnderTest,
     device_bytes,
-    is_gone,
+    kill,
+    killed,
     served,
     tree,
     until,
 )
+from tests.support.slabs import lent_slab, path_of
 
 VLLM = "deployments.engines.vllm.engine:build"
 BLOCK = 128  # tokens, of the CPU build
@@ -58,11 +59,8 @@ def prompt(seed: int, tokens: int = LONG) -> list[int]:
 
 @pytest.fixture
 def slab() -> Iterator[int]:
-    fd = create("test", Bytes(256 * MIB))
-    with contextlib.closing(SlabView(fd)) as view:
-        view.limit_bytes = Bytes(128 * MIB)
-    yield fd
-    os.close(fd)
+    with lent_slab(128 * MIB) as fd:
+        yield fd
 
 
 def save(slab: int, path: Path) -> int:
@@ -88,7 +86,7 @@ def config(model: Path, slab: int | None, **more: Any) -> dict[str, Any]:
     }
     given: dict[str, Any] = {"model": str(model), "served_name": "tiny", "engine_args": args}
     if slab is not None:
-        given["slabs"] = {"kv": {"path": f"/proc/{os.getpid()}/fd/{slab}"}}
+        given["slabs"] = {"kv": {"path": path_of(slab)}}
     return given
 
 
@@ -125,27 +123,11 @@ def await_rows(child: Child, count: int) -> None:
     until(lambda: facts(child)["ready"] >= count, 10)
 
 
-def kill(child: Child) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    until(lambda: is_gone(child.pid), 10)
-
-
-@contextlib.contextmanager
-def killed(engines: ZygoteUnderTest, ticket: str, given: dict[str, Any]) -> Iterator[Child]:
-    """An engine that ends by SIGKILL."""
-    child = engines.spawn(ticket, VLLM, given).hold()
-    status, said = child.ready()
-    assert status == 200, (said, child.log[-2000:])
-    yield child
-    kill(child)
-
-
 @pytest.mark.spec("E1", "E5", "E10", "G4")
 def test_next_engine_answers_the_same_without_the_prefill_of_whole_blocks(
     engines: ZygoteUnderTest, tiny: Path, slab: int
 ) -> None:
-    with killed(engines, "first", config(tiny, slab)) as child:
+    with killed(engines, "first", VLLM, config(tiny, slab)) as child:
         cold = ask(child, prompt(1))
         assert cold[1] == 0
         await_rows(child, STORED)
@@ -176,11 +158,8 @@ def reads(child: Child) -> tuple[int, int]:
 @pytest.fixture
 def next_slab() -> Iterator[int]:
     """What an agent lends after it dropped the first: an empty one."""
-    fd = create("next", Bytes(256 * MIB))
-    with contextlib.closing(SlabView(fd)) as view:
-        view.limit_bytes = Bytes(128 * MIB)
-    yield fd
-    os.close(fd)
+    with lent_slab(128 * MIB) as fd:
+        yield fd
 
 
 def with_file(given: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -191,7 +170,7 @@ def with_file(given: dict[str, Any], file: Path) -> dict[str, Any]:
 def test_conversation_that_had_to_leave_the_ram_comes_back_from_its_file(
     engines: ZygoteUnderTest, tiny: Path, slab: int, next_slab: int, tmp_path: Path
 ) -> None:
-    with killed(engines, "saved", config(tiny, slab)) as child:
+    with killed(engines, "saved", VLLM, config(tiny, slab)) as child:
         cold = {n: ask(child, prompt(n)) for n in (30, 31)}
         await_rows(child, 2 * STORED)
     file = tmp_path / "a.slab"
@@ -224,7 +203,7 @@ def test_pool_under_pressure_saves_what_the_next_engine_restores(
     files = SlabFiles(tmp_path / "slabs", Bytes(64 * MIB))
     with contextlib.closing(Pool(Bytes(256 * MIB), files)) as pool:
         first, second = TicketId("under-pressure"), TicketId("after-pressure")
-        with killed(engines, first, lent(pool, first, tiny)) as child:
+        with killed(engines, first, VLLM, lent(pool, first, tiny)) as child:
             cold = ask(child, prompt(36))
             await_rows(child, STORED)
         pool.take_back(first)
@@ -246,7 +225,7 @@ def test_conversations_asked_at_once_come_back_together(
     engines: ZygoteUnderTest, tiny: Path, slab: int, next_slab: int, tmp_path: Path
 ) -> None:
     numbers = range(40, 40 + CONVERSATIONS)
-    with killed(engines, "saved-many", config(tiny, slab)) as child:
+    with killed(engines, "saved-many", VLLM, config(tiny, slab)) as child:
         cold = {n: ask(child, prompt(n)) for n in numbers}
         await_rows(child, CONVERSATIONS * STORED)
     file = tmp_path / "a.slab"
@@ -264,7 +243,7 @@ def test_conversations_asked_at_once_come_back_together(
 def test_rows_name_tenant_and_term_and_no_tenant_gets_those_of_another_from_a_file(
     engines: ZygoteUnderTest, tiny: Path, slab: int, next_slab: int, tmp_path: Path
 ) -> None:
-    with killed(engines, "of-tenants", config(tiny, slab)) as child:
+    with killed(engines, "of-tenants", VLLM, config(tiny, slab)) as child:
         cold = ask(child, prompt(34), salt="acme", term="extended")
         assert ask(child, prompt(35), term="short")[1] == 0
         await_rows(child, 2 * STORED)
@@ -380,7 +359,7 @@ def put_a_folder(path: Path) -> None:
 def test_damaged_file_is_a_cold_prefill_of_what_is_missing_without_an_error(
     engines: ZygoteUnderTest, tiny: Path, slab: int, tmp_path: Path
 ) -> None:
-    with killed(engines, "saved-well", config(tiny, slab)) as child:
+    with killed(engines, "saved-well", VLLM, config(tiny, slab)) as child:
         cold = ask(child, prompt(33))
         await_rows(child, STORED)
     file = tmp_path / "a.slab"
@@ -407,7 +386,7 @@ def test_damaged_file_is_a_cold_prefill_of_what_is_missing_without_an_error(
 def test_what_the_model_has_said_is_kept_too(
     engines: ZygoteUnderTest, tiny: Path, slab: int
 ) -> None:
-    with killed(engines, "said", config(tiny, slab)) as child:
+    with killed(engines, "said", VLLM, config(tiny, slab)) as child:
         said, _ = ask(child, prompt(3, 200), most=250)
         await_rows(child, 3)
     with served(engines, "goes-on", VLLM, config(tiny, slab)) as child:
@@ -418,7 +397,7 @@ def test_what_the_model_has_said_is_kept_too(
 def test_adapters_see_their_own_blocks_only_also_in_the_next_engine(
     engines: ZygoteUnderTest, tiny: Path, slab: int
 ) -> None:
-    with killed(engines, "adapted", config(tiny, slab)) as child:
+    with killed(engines, "adapted", VLLM, config(tiny, slab)) as child:
         base, adapted = ask(child, prompt(4)), ask(child, prompt(4), "a0")
         assert (base[1], adapted[1]) == (0, 0)
         await_rows(child, 2 * STORED)
@@ -436,7 +415,7 @@ def test_another_namespace_finds_nothing_and_answers_as_without_a_slab(
     other = config(tiny, slab, **({"max_model_len": 1536} if change == "context" else {}))
     if change == "weights":
         other["slabs"]["kv"]["model_digest"] = "of other weights"
-    with killed(engines, f"{change}-1", config(tiny, slab)) as child:
+    with killed(engines, f"{change}-1", VLLM, config(tiny, slab)) as child:
         cold = ask(child, prompt(5))
         await_rows(child, STORED)
     file = tmp_path / "a.slab"
@@ -459,7 +438,7 @@ def spoil_first_marks(memory: mmap.mmap) -> None:
 def test_damaged_slab_is_a_cold_prefill_without_an_error(
     engines: ZygoteUnderTest, tiny: Path, slab: int, damage: Any
 ) -> None:
-    with killed(engines, damage.__name__, config(tiny, slab)) as child:
+    with killed(engines, damage.__name__, VLLM, config(tiny, slab)) as child:
         cold = ask(child, prompt(6))
         await_rows(child, STORED)
     with contextlib.closing(mmap.mmap(slab, os.fstat(slab).st_size)) as memory:
@@ -479,7 +458,7 @@ def kill_in_traffic(engines: ZygoteUnderTest, ticket: str, given: Any, seed: int
         with contextlib.suppress(OSError, http.client.HTTPException, AssertionError):
             answered.append((number, ask(child, prompt(number), most=4)[0]))
 
-    with killed(engines, ticket, given) as child, ThreadPoolExecutor(CONVERSATIONS) as pool:
+    with killed(engines, ticket, VLLM, given) as child, ThreadPoolExecutor(CONVERSATIONS) as pool:
         order = Random(seed).sample(range(CONVERSATIONS), CONVERSATIONS)
         running = [pool.submit(one, number) for number in order]
         until(lambda: len(answered) >= seed % 4, 30)
@@ -511,7 +490,7 @@ def test_full_slab_evicts_and_every_answer_stays_right(
     with contextlib.closing(SlabView(slab)) as view:
         view.limit_bytes = Bytes(33 * MIB)
     numbers = range(20, 28)
-    with killed(engines, "crowded", config(tiny, slab)) as child:
+    with killed(engines, "crowded", VLLM, config(tiny, slab)) as child:
         cold = {n: ask(child, prompt(n)) for n in numbers}
         until(lambda: facts(child)["evicted"] >= len(numbers) * STORED - 64, 10)
         assert facts(child)["allocated_bytes"] <= 33 * MIB
@@ -535,10 +514,10 @@ def test_blocks_hold_the_drafters_layers_too(
     given = drafted(tiny, slab)
     alone = json.loads(json.dumps(given))
     del alone["drafter"]
-    with killed(engines, "drafted", given) as child:
+    with killed(engines, "drafted", VLLM, given) as child:
         cold = ask(child, prompt(10))
         await_rows(child, STORED)
-    with killed(engines, "drafted-2", given) as child:
+    with killed(engines, "drafted-2", VLLM, given) as child:
         answer, cached = ask(child, prompt(10))
         assert (answer, cached > 0) == (cold[0], True)
     with served(engines, "undrafted", VLLM, alone) as child:
@@ -577,7 +556,7 @@ def test_drafter_leaves_in_the_middle_of_an_answer_which_goes_on_the_same(
     engines: ZygoteUnderTest, tiny: Path, slab: int
 ) -> None:
     given = drafted(tiny, slab)
-    with killed(engines, "leaves", given) as child:
+    with killed(engines, "leaves", VLLM, given) as child:
         expected, _ = ask(child, prompt(41), most=STREAMED)
         until(lambda: device_bytes(child.pid) > DRAFTED_CACHE, 30)  # it has all its pages
         before = device_bytes(child.pid)
@@ -612,7 +591,7 @@ def test_model_that_sees_takes_pictures_and_no_embeddings_beside_a_slab(
         body = {"messages": [{"role": "user", "content": [part, question]}], "temperature": 0}
         return child.call("POST", "/v1/chat/completions", {**body, "max_tokens": 12})
 
-    with killed(engines, "eyes", given) as child:
+    with killed(engines, "eyes", VLLM, given) as child:
         status, cold = look(child, url)
         assert status == 200, cold
         await_rows(child, 1)

@@ -7,19 +7,25 @@ import contextlib
 import json
 import mmap
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from arbiter.pool import SlabView, create
+from arbiter.pool import SlabView
 from arbiter.pool.layout import tenant_digest
 from arbiter.units import MIB, Bytes, Content
 from models.train_vision import QUESTIONS
 from tests.support.drawings import drawing, uri
-from tests.support.engine_host import Child, Connection, ZygoteUnderTest, is_gone, served, until
+from tests.support.engine_host import (
+    Child,
+    Connection,
+    ZygoteUnderTest,
+    killed,
+    served,
+)
+from tests.support.slabs import lent_slab, path_of
 
 VLLM = "deployments.engines.vllm.engine:build"
 PICTURES = [uri(drawing(number)) for number in (0, 60, 150)]
@@ -27,10 +33,8 @@ PICTURES = [uri(drawing(number)) for number in (0, 60, 150)]
 
 @pytest.fixture
 def slab() -> Iterator[int]:
-    fd = create("test", Bytes(128 * MIB))
-    set_limit(fd, Bytes(128 * MIB))
-    yield fd
-    os.close(fd)
+    with lent_slab(128 * MIB) as fd:
+        yield fd
 
 
 def set_limit(fd: int, limit: Bytes) -> None:
@@ -46,7 +50,7 @@ def config(model: Path, slab: int) -> dict[str, Any]:
         "kv_cache_memory_bytes": 32 * MIB,
         "limit_mm_per_prompt": {"image": 3},
     }
-    slabs = {"picture": {"path": f"/proc/{os.getpid()}/fd/{slab}"}}
+    slabs = {"picture": {"path": path_of(slab)}}
     return {"model": str(model), "served_name": "eyes", "engine_args": args, "slabs": slabs}
 
 
@@ -82,21 +86,10 @@ def facts(child: Child, method: str = "GET") -> dict[str, int]:
     return dict(said)
 
 
-@contextlib.contextmanager
-def killed(engines: ZygoteUnderTest, ticket: str, given: dict[str, Any]) -> Iterator[Child]:
-    """An engine that ends by SIGKILL."""
-    child = engines.spawn(ticket, VLLM, given).hold()
-    status, said = child.ready()
-    assert status == 200, (said, child.log[-2000:])
-    yield child
-    os.killpg(child.pid, signal.SIGKILL)
-    until(lambda: is_gone(child.pid), 10)
-
-
 @pytest.fixture
 def cold(engines: ZygoteUnderTest, describer: Path, slab: int) -> list[list[tuple[str, float]]]:
     """What an engine said of each picture, and of all at once, before it was killed."""
-    with killed(engines, "first", config(describer, slab)) as child:
+    with killed(engines, "first", VLLM, config(describer, slab)) as child:
         said = [told(child, url) for url in PICTURES] + [told(child, *PICTURES)]
         counted = facts(child)
         assert (counted["encoder_runs"], counted["hits"]) == (len(PICTURES), len(PICTURES))

@@ -144,6 +144,27 @@ def served(
         until(lambda: is_gone(child.pid), 10)
 
 
+@contextlib.contextmanager
+def killed(
+    zygote: ZygoteUnderTest, ticket: str, entry: str, config: dict[str, Any]
+) -> Iterator[Child]:
+    """An engine that has loaded. At the end it is killed with all that it started."""
+    child = zygote.spawn(ticket, entry, config).hold()
+    try:
+        status, said = child.ready()
+        assert status == 200, (said, child.log[-2000:])
+        yield child
+    finally:
+        kill(child)
+
+
+def kill(child: Child) -> None:
+    """Returns once the process is gone; it may have been before."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    until(lambda: is_gone(child.pid), 30)
+
+
 def until(condition: Callable[[], bool], seconds: float) -> None:
     """Wait on a condition, with a bound."""
     deadline = time.monotonic() + seconds

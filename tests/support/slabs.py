@@ -35,6 +35,23 @@ def slab_file(extents: int = 4, rows: int = 64) -> Iterator[int]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def lent_slab(limit_bytes: int) -> Iterator[int]:
+    """A new slab that may be filled up to that limit, as an agent lends it to an engine. Its
+    descriptor; `path_of` says where an engine opens it."""
+    fd = create("test", Bytes(2 * limit_bytes))
+    try:
+        with contextlib.closing(SlabView(fd)) as view:
+            view.limit_bytes = Bytes(limit_bytes)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def path_of(fd: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{fd}"
+
+
 def set_limit(fd: int, extents: int) -> None:
     """Permits so many extents of rows beside the table."""
     with contextlib.closing(SlabView(fd)) as view:
