@@ -128,7 +128,7 @@ def measure(case: Case, samples: int, seed: int) -> dict[str, Any]:
         order = random.Random(seed)
 
         def absent(number: int, *, cold: bool = False) -> LoRARequest:
-            """One that is in no slot."""
+            """An adapter that is in no slot."""
             free = [a for a in asked if a.lora_int_id not in worker.list_adapters()]
             one = order.choice(free)
             if cold and (key := key_of(one)) in images.rows:

@@ -226,7 +226,7 @@ def test_prefix_of_one_tenant_or_adapter_warms_no_other(chat: Child) -> None:
 @pytest.mark.spec("G6")
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"model": "nobody"}, "nobody"), ({"messages": [{"role": "system", "content": 7}]}, "")],
+    [({"model": "unlisted"}, "unlisted"), ({"messages": [{"role": "system", "content": 7}]}, "")],
 )
 def test_prefix_that_cannot_be_rendered_is_refused_and_harms_nothing(
     chat: Child, change: dict[str, Any], says: str

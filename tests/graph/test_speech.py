@@ -158,8 +158,8 @@ def test_translation_needs_a_model_of_many_languages(client: OpenAI, fox: bytes)
 def test_speech_has_the_chat_model_behind_it_warm_its_prefix(
     graph: Graph, client: OpenAI, fox: bytes
 ) -> None:
-    """Its replica of voice activity detection is new: one that has heard speech tells of it again
-    after half a minute."""
+    """Its replica of voice activity detection is new, because a replica that has heard speech tells
+    of it again after half a minute only."""
     vad = "no replica listens"
     until(lambda: graph.get("/ready")["capabilities"]["vad"]["state"] == "scaled_to_zero", 30, vad)
     seen = graph.state()["sequence"]

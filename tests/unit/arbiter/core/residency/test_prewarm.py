@@ -40,7 +40,7 @@ def test_speech_loads_nothing_and_warms_no_earlier_stage() -> None:
 def test_speech_from_a_holder_that_is_not_known_is_stale() -> None:
     d = driver()
     before = d.arbiter.stale_count
-    assert d.at(5, ev.SpeechStarted(HolderId("nobody"))) == []
+    assert d.at(5, ev.SpeechStarted(HolderId("unknown"))) == []
     assert d.arbiter.stale_count == before + 1
 
 

@@ -49,7 +49,7 @@ TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"proper
 
 
 def merging() -> PreTrainedTokenizerFast:
-    """One that joins whatever stands together often, white space and punctuation too."""
+    """A tokenizer that joins what often stands together, white space and punctuation too."""
     bpe = Tokenizer(models.BPE())
     bpe.decoder = decoders.ByteLevel()
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -108,7 +108,7 @@ async def test_client_does_not_wait_for_a_replica_that_starts(
 @pytest.mark.parametrize(
     ("change", "status", "param"),
     [
-        ({"model": "nobody"}, 404, "model"),
+        ({"model": "unlisted"}, 404, "model"),
         ({"model": "speak"}, 404, "model"),
         ({"messages": "hello"}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "x", "stable": 1}]}, 400, "messages[0].stable"),
