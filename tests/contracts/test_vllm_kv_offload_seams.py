@@ -16,7 +16,8 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
 
-from deployments.engines.vllm.kv_offload import Region, RowCopier, SlabManager, SlabSpec
+from deployments.engines.vllm.kv_offload import RowCopier, SlabManager, SlabSpec
+from deployments.engines.vllm.lent_slab import Region
 
 
 def test_our_classes_have_every_method_that_vllm_leaves_open() -> None:

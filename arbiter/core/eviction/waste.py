@@ -83,9 +83,17 @@ OBSTACLES: tuple[tuple[Callable[[CoreState, Ticket], bool], str], ...] = (
 )
 
 
-def compaction_obstacle(state: CoreState, entry: Ticket) -> str | None:
-    """Returns why a ticket may not be compacted now; None when it may."""
-    return next((text for holds, text in OBSTACLES if holds(state, entry)), None)
+def compaction_obstacle(
+    state: CoreState, entry: Ticket, asker: Ticket | None = None
+) -> str | None:
+    """Returns why a ticket may not be compacted now, for a queued ticket or for none; None when it
+    may. Another queued ticket would take the room that it leaves, however much less urgent it is
+    (C2)."""
+    why = next((text for holds, text in OBSTACLES if holds(state, entry)), None)
+    own = None if asker is None else asker.ticket
+    if why is None and any(w.request.ticket != own for w in state.queue.first(entry.node, 2)):
+        return "another ticket waits on its node, and would take its room"
+    return why
 
 
 def _may_load_again(state: CoreState, entry: Ticket) -> bool:
@@ -120,7 +128,7 @@ def compaction_for(
     options = []
     for entry in wasteful_tickets(state):
         room = _room_made(state, book, entry)
-        if room <= 0 or compaction_obstacle(state, entry) is not None:
+        if room <= 0 or compaction_obstacle(state, entry, waiting) is not None:
             continue
         if find_obstacle(state, entry, waiting, urgent) is not None:
             continue

@@ -11,7 +11,6 @@ An adapter that finds no row is loaded as vLLM does it, and so is one whose imag
 import copy
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -29,10 +28,11 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from arbiter.pool import Rows, Slab, SlabFile, SlabUnusable
+from arbiter.pool import Rows, Slab, SlabUnusable
 from arbiter.pool.layout import Count
-from arbiter.units import KIB, Bytes, Content
+from arbiter.units import Content
 from deployments.engines.protocol import Config
+from deployments.engines.vllm.lent_slab import hold, whole_pages
 
 logger = init_logger(__name__)
 
@@ -44,7 +44,6 @@ _STACKS = ("lora_a_stacked", "lora_b_stacked")
 # classifiers): their slots are not copied.
 _OTHER_STACKS = ("w13_lora_a_stacked", "w2_lora_a_stacked", "full_weight_stacked")
 _DIGEST = re.compile(r"[0-9a-f]{32}")  # a folder of deployments.adapters.store
-_ALIGNED_BYTES = 4 * KIB  # rows begin on kernel pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +232,7 @@ class SlotImages:
     def facts(self) -> dict[str, int]:
         """Counts by name, bytes of the whole file and of an image, and the file's limit."""
         slab = self.rows.slab
-        counts = {each.name.lower(): slab.file.counts[each] for each in Count}
-        del counts["allocated"], counts["restored"]
-        held, limit = slab.file.allocated_bytes, slab.file.limit_bytes
-        sizes = {"allocated_bytes": held, "limit_bytes": limit}
-        return {**counts, **sizes, "row_bytes": slab.geometry.row_bytes}
+        return {**slab.facts(), "row_bytes": slab.geometry.row_bytes}
 
 
 def key_of(request: LoRARequest) -> bytes | None:
@@ -256,12 +251,10 @@ def take(config: Config) -> LentSlab | None:
     if not given or "adapters" not in config:
         return None
     try:
-        slab = SlabFile(given["path"])
+        path = hold(given["path"])
     except SlabUnusable as error:
         logger.warning("adapters are not kept in a slab: %s", error)
         return None
-    path = f"/proc/{os.getpid()}/fd/{os.dup(slab.fd)}"
-    slab.close()
     term_s, most_rows = given.get("term_s", TERM_S), given.get("rows", MOST_ROWS)
     return LentSlab(path, float(term_s), int(most_rows))
 
@@ -273,8 +266,8 @@ def open_images(executor: Any, vllm_config: VllmConfig, lent: LentSlab | None) -
     try:
         worker = _lora_manager(executor, vllm_config)
         parts = slot_layout(worker._adapter_manager.modules)
-        row_bytes = Bytes(-(-_end(parts) // _ALIGNED_BYTES) * _ALIGNED_BYTES)
-        slab = Slab(lent.path, Content.ADAPTER, namespace(vllm_config, parts), row_bytes)
+        space = namespace(vllm_config, parts)
+        slab = Slab(lent.path, Content.ADAPTER, space, whole_pages(_end(parts)))
     except (NoImages, SlabUnusable) as error:
         logger.warning("adapters are not kept in a slab: %s", error)
         return None

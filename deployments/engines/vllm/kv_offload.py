@@ -4,12 +4,11 @@ vLLM's own connector decides what is stored and loaded, and when; here is where 
 slab belongs to the node agent, so a killed engine's successor finds every block that was whole. The
 key of a row is vLLM's block hash, in which the prefix, the adapter and the tenant's salt are.
 
-A model that sees takes pictures only, and no embeddings from clients (`refuse_embeddings`).
+A model that sees takes pictures only, and no embeddings from clients.
 """
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -41,23 +40,27 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from arbiter.pool import Rows, SavedRows, Slab, SlabFile, SlabUnusable, Term, layout
+from arbiter.pool import Rows, SavedRows, Slab, SlabFile, Term, layout
 from arbiter.pool.layout import Count
 from arbiter.pool.tenants import caps_by_digest
-from arbiter.units import KIB, MIB, Bytes, Content
+from arbiter.units import Content
 from deployments import messages
 from deployments.engines.protocol import Config
 from deployments.engines.vllm.kv_restore import Restorer
+from deployments.engines.vllm.lent_slab import (
+    Region,
+    refuse_embeddings,
+    take,
+    weights_digest,
+    whole_pages,
+)
 
 logger = init_logger(__name__)
 
 FACTS = "/slab"  # GET: what each slab holds, by content; POST: shrinks them to their limits first
 # xxhash would begin each process with random numbers, and no key would be found again.
 _HASH = "sha256"
-_DIGESTED_BYTES = MIB  # of the begin and of the end of each file of weights
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _STEPS_AFTER_RESET = 2  # until which the worker may still write what was in flight
-_ALIGNED_BYTES = 4 * KIB  # rows begin on kernel pages
 
 
 def arguments(config: Config) -> dict[str, Any]:
@@ -106,13 +109,6 @@ def settle(vllm_config: VllmConfig, config: Config) -> None:
     extra["namespace"] = _digest(_facts(vllm_config), digests).hex()
 
 
-def refuse_embeddings(vllm_config: VllmConfig, config: Config) -> None:
-    """vLLM would have any connector's engine accept embeddings from clients."""
-    pictures = vllm_config.model_config.multimodal_config
-    if pictures is not None and not config.get("engine_args", {}).get("enable_mm_embeds"):
-        pictures.enable_mm_embeds = pictures.allow_missing_mm_embeddings = False
-
-
 def has_slab(vllm_config: VllmConfig) -> bool:
     """Whether its connector is ours; a person may have configured another one."""
     transfer = vllm_config.kv_transfer_config
@@ -132,18 +128,6 @@ def refusal(vllm_config: VllmConfig) -> str | None:
         ),
     }
     return next((cause for cause, holds in causes.items() if holds), None)
-
-
-def take(extra: dict[str, Any]) -> str | None:
-    """Opens the slab for as long as this process lives, and names it by that: the core and its
-    workers find it so although the owner may end meanwhile. Returns why it cannot be used."""
-    try:
-        slab = SlabFile(extra["slab"])
-    except SlabUnusable as error:
-        return str(error)
-    extra["slab"] = f"/proc/{os.getpid()}/fd/{os.dup(slab.fd)}"
-    slab.close()
-    return None
 
 
 def _facts(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -178,22 +162,6 @@ def _digests(vllm_config: VllmConfig, given: Mapping[str, Any]) -> list[str | No
     return [model, weights_digest(Path(drafts.model))]
 
 
-def weights_digest(source: Path) -> str | None:
-    """Of a folder's files of weights, or of one file: names, sizes, times of change, and the begin
-    and the end of each. None where there are none."""
-    files = [source] if source.is_file() else sorted(source.glob("*"))
-    weights = [path for path in files if path.suffix in _WEIGHTS]
-    digest = hashlib.sha256()
-    for path in weights:
-        found = path.stat()
-        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns} ".encode())
-        with path.open("rb") as stream:
-            digest.update(stream.read(_DIGESTED_BYTES))
-            stream.seek(max(0, found.st_size - _DIGESTED_BYTES))
-            digest.update(stream.read(_DIGESTED_BYTES))
-    return digest.hexdigest() if weights else None
-
-
 def _digest(*facts: Any) -> bytes:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
 
@@ -207,8 +175,7 @@ class SlabSpec(OffloadingSpec):
         assert self.blocks_per_chunk == 1, "a row is one block"
         parallel = config.parallel
         self.rank_bytes = config.worker_kv_bytes_per_block
-        size = self.rank_bytes * parallel.world_size
-        self.row_bytes = Bytes(-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES)
+        self.row_bytes = whole_pages(self.rank_bytes * parallel.world_size)
         self.manager: SlabManager | None = None
 
     @property
@@ -479,39 +446,3 @@ class RowCopier(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Every job is done when it has been submitted."""
-
-
-class Region:
-    """The rows of a slab, as numpy has them, and as vLLM's worker for GPUs wants its host memory
-    (SharedOffloadRegion). The latter has not run on a GPU."""
-
-    # vLLM would pin so many bytes, and pinning gives every page memory, beyond the slab's limit.
-    total_size_bytes = 0
-
-    def __init__(self, file: SlabFile, row_bytes: Bytes) -> None:
-        shape = layout.geometry(file.capacity, row_bytes)
-        self.num_chunks, self._row_stride = shape.rows_count, row_bytes
-        flat = np.frombuffer(file.buffer, np.int8, shape.rows_count * row_bytes, shape.data_offset)
-        self.array = flat.reshape(shape.rows_count, row_bytes)
-        self.pinned_addresses: list[int] = []
-
-    def place(self, rank: int, start: int) -> None:
-        """Where the part of a rank begins within a row."""
-        self.rank, self._next = rank, start
-        self._base = torch.from_numpy(self.array)
-
-    @property
-    def is_pinned(self) -> bool:
-        return False
-
-    @is_pinned.setter
-    def is_pinned(self, value: bool) -> None:
-        """vLLM believes to have pinned it, all its zero bytes."""
-
-    def create_next_worker_view(self, tensor_page_size: int) -> torch.Tensor:
-        """Shape [rows, page], int8."""
-        start, self._next = self._next, self._next + tensor_page_size
-        return self._base[:, start : self._next]
-
-    def cleanup(self) -> None:
-        """The mapping ends with the process."""

@@ -29,8 +29,8 @@ from vllm.v1.request import Request
 
 from arbiter.pool import Rows, Slab, SlabFile, layout
 from arbiter.pool.tenants import caps_by_digest
-from arbiter.units import KIB, Bytes, Content
-from deployments.engines.vllm.kv_offload import Region
+from arbiter.units import Bytes, Content
+from deployments.engines.vllm.lent_slab import Region, whole_pages
 from deployments.engines.vllm.picture_cache import (
     ROW_EMBEDDINGS,
     Asked,
@@ -42,7 +42,6 @@ from deployments.engines.vllm.picture_cache import (
 logger = init_logger(__name__)
 
 IMAGE = "image"  # of vLLM's modalities, the one whose identities are ours
-_ALIGNED_BYTES = 4 * KIB  # rows begin on kernel pages
 
 
 class PicturesInUse(EncoderCacheManager):
@@ -194,8 +193,7 @@ def spare_measuring() -> None:
 
 def row_bytes(width: int, dtype: torch.dtype) -> Bytes:
     """Of ROW_EMBEDDINGS embeddings, in whole kernel pages."""
-    size = ROW_EMBEDDINGS * width * dtype.itemsize
-    return Bytes(-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES)
+    return whole_pages(ROW_EMBEDDINGS * width * dtype.itemsize)
 
 
 class Copier:

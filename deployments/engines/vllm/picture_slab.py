@@ -18,7 +18,7 @@ from arbiter.pool import SlabUnusable, SlabView, create, layout
 from arbiter.units import Bytes, Content
 from deployments.config import model_files
 from deployments.engines.protocol import Config
-from deployments.engines.vllm import kv_offload
+from deployments.engines.vllm import lent_slab
 from deployments.engines.vllm.picture_cache import ENTRIES, ROW_EMBEDDINGS, TERM_S
 from deployments.engines.vllm.picture_connector import PictureConnector, PicturesInUse
 
@@ -61,14 +61,14 @@ def settle(vllm_config: VllmConfig, config: Config) -> None:
     for one, so that vLLM keeps pictures by its own rules. Called before the core is forked."""
     if not has_slab(vllm_config):
         return
-    kv_offload.refuse_embeddings(vllm_config, config)
+    lent_slab.refuse_embeddings(vllm_config, config)
     extra = vllm_config.ec_transfer_config.ec_connector_extra_config
     if cause := refusal(vllm_config):
         logger.warning("%s leaves its pictures to vLLM's cache: %s", config["model"], cause)
         vllm_config.ec_transfer_config = None
         vllm_config.ec_manager_config = EncoderCacheManagerConfig()
         return
-    weights = kv_offload.weights_digest(Path(vllm_config.model_config.model))
+    weights = lent_slab.weights_digest(Path(vllm_config.model_config.model))
     extra["namespace"] = _namespace(vllm_config, weights)
     extra["width"] = width(vllm_config.model_config)
     extra["is_lent"] = _is_lent(extra, weights, config["model"])
@@ -123,7 +123,7 @@ def _is_lent(extra: dict[str, Any], weights: str | None, model: str) -> bool:
     """Takes the slab that it was lent, if it can be used."""
     if extra["slab"] is None:
         return False
-    cause = kv_offload.take(extra)
+    cause = lent_slab.take(extra)
     if cause is None and weights is None:
         cause = "its weights are no files on disk, so that nothing tells them apart"
     if cause is not None:

@@ -161,6 +161,18 @@ def test_what_is_asleep_in_use_or_pinned_stays_and_the_answer_says_why(
     assert d.state_of("a") == before
 
 
+@pytest.mark.spec("C2")
+def test_no_other_ticket_takes_the_room_of_a_compacted_model() -> None:
+    d = driver()
+    settle(d, 0, "a", 20, explicit=False)
+    d.resident(0, "b", 30)
+    bloat(d, 5, "a", 45)
+    assert revoked(d.ask(6, "c", 60, priority=types.Priority.BATCH)) == []
+    why = "another ticket waits on its node, and would take its room"
+    spared = (SparedModel("a", TicketId("a"), why),)
+    assert ask_compaction(d, 7, "a") == [Compacted("by hand", 0, gib(0), spared, True)]
+
+
 def test_model_that_is_used_after_all_is_spared_and_the_next_goes() -> None:
     d = driver()
     d.resident(0, "a", 20)

@@ -21,8 +21,9 @@ from vllm.v1.kv_offload.base import (
 )
 
 from arbiter.pool import SlabFile, SlabView, Term, layout
-from deployments.engines.vllm import kv_offload
-from deployments.engines.vllm.kv_offload import Region, RowCopier, SlabManager
+from deployments.engines.vllm import kv_offload, lent_slab
+from deployments.engines.vllm.kv_offload import RowCopier, SlabManager
+from deployments.engines.vllm.lent_slab import Region
 from tests.support.slabs import EXTENT, ROW, TERM_S, Clock, keys, rows_of, set_limit, slab_file
 
 FULL = 4 * EXTENT // ROW
@@ -312,7 +313,7 @@ def test_slab_that_was_taken_is_found_though_its_owner_has_ended() -> None:
     with slab_file() as fd:
         owners = os.dup(fd)
         extra: dict[str, Any] = {"slab": f"/proc/{os.getpid()}/fd/{owners}"}
-        assert kv_offload.take(extra) is None
+        assert lent_slab.take(extra) is None
         os.close(owners)
         assert os.stat(extra["slab"]).st_ino == os.fstat(fd).st_ino
         os.close(int(extra["slab"].rsplit("/", 1)[1]))
@@ -320,7 +321,7 @@ def test_slab_that_was_taken_is_found_though_its_owner_has_ended() -> None:
 
 def test_what_is_no_slab_is_not_taken(tmp_path: Path) -> None:
     extra = {"slab": str(tmp_path)}
-    assert str(tmp_path) in (kv_offload.take(extra) or "") and extra["slab"] == str(tmp_path)
+    assert str(tmp_path) in (lent_slab.take(extra) or "") and extra["slab"] == str(tmp_path)
 
 
 def configured(**changes: Any) -> Any:
@@ -360,7 +361,7 @@ def test_digest_of_weights_changes_with_them(tmp_path: Path, change: str) -> Non
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(3 << 20))
     (tmp_path / "notes.txt").write_text("no weights")
-    before = kv_offload.weights_digest(tmp_path)
+    before = lent_slab.weights_digest(tmp_path)
     found = file.stat()
     match change:
         case "content":
@@ -374,7 +375,7 @@ def test_digest_of_weights_changes_with_them(tmp_path: Path, change: str) -> Non
             file.rename(tmp_path / "other.safetensors")
         case "added":
             (tmp_path / "more.safetensors").write_bytes(b"x")
-    assert before and kv_offload.weights_digest(tmp_path) not in (None, before)
+    assert before and lent_slab.weights_digest(tmp_path) not in (None, before)
 
 
 FACTS: dict[str, Any] = {
@@ -428,5 +429,5 @@ def test_namespace_changes_with_each_fact_of_an_engine(
 
 def test_folder_without_weights_has_no_digest(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert kv_offload.weights_digest(tmp_path) is None
-    assert kv_offload.weights_digest(tmp_path / "org" / "name") is None
+    assert lent_slab.weights_digest(tmp_path) is None
+    assert lent_slab.weights_digest(tmp_path / "org" / "name") is None

@@ -1,0 +1,102 @@
+"""What all slabs of an engine of vLLM have in common: how they are held open, what tells apart the
+weights that made their rows, and how their rows are mapped.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+
+from arbiter.pool import SlabFile, SlabUnusable, layout
+from arbiter.units import KIB, MIB, Bytes
+from deployments.engines.protocol import Config
+
+_DIGESTED_BYTES = MIB  # of the begin and of the end of each file of weights
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_ALIGNED_BYTES = 4 * KIB  # rows begin on kernel pages
+
+
+def hold(path: str) -> str:
+    """Opens a slab for as long as this process lives. Returns its path by that, at which the core
+    and its workers find it although the owner may end meanwhile. Raises SlabUnusable."""
+    slab = SlabFile(path)
+    held = f"/proc/{os.getpid()}/fd/{os.dup(slab.fd)}"
+    slab.close()
+    return held
+
+
+def take(extra: dict[str, Any]) -> str | None:
+    """Holds the slab of a connector's configuration. Returns why it cannot be used."""
+    try:
+        extra["slab"] = hold(extra["slab"])
+    except SlabUnusable as error:
+        return str(error)
+    return None
+
+
+def whole_pages(size: int) -> Bytes:
+    """The size of a row for so many bytes."""
+    return Bytes(-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES)
+
+
+def refuse_embeddings(vllm_config: VllmConfig, config: Config) -> None:
+    """vLLM would have any connector's engine accept embeddings from clients."""
+    pictures = vllm_config.model_config.multimodal_config
+    if pictures is not None and not config.get("engine_args", {}).get("enable_mm_embeds"):
+        pictures.enable_mm_embeds = pictures.allow_missing_mm_embeddings = False
+
+
+def weights_digest(source: Path) -> str | None:
+    """Of a folder's files of weights, or of one file: names, sizes, times of change, and the begin
+    and the end of each. None where there are none."""
+    files = [source] if source.is_file() else sorted(source.glob("*"))
+    weights = [path for path in files if path.suffix in _WEIGHTS]
+    digest = hashlib.sha256()
+    for path in weights:
+        found = path.stat()
+        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns} ".encode())
+        with path.open("rb") as stream:
+            digest.update(stream.read(_DIGESTED_BYTES))
+            stream.seek(max(0, found.st_size - _DIGESTED_BYTES))
+            digest.update(stream.read(_DIGESTED_BYTES))
+    return digest.hexdigest() if weights else None
+
+
+class Region:
+    """The rows of a slab, as numpy has them, and as vLLM's worker for GPUs wants its host memory
+    (SharedOffloadRegion). The latter has not run on a GPU."""
+
+    # vLLM would pin so many bytes, and pinning gives every page memory, beyond the slab's limit.
+    total_size_bytes = 0
+
+    def __init__(self, file: SlabFile, row_bytes: Bytes) -> None:
+        shape = layout.geometry(file.capacity, row_bytes)
+        self.num_chunks, self._row_stride = shape.rows_count, row_bytes
+        flat = np.frombuffer(file.buffer, np.int8, shape.rows_count * row_bytes, shape.data_offset)
+        self.array = flat.reshape(shape.rows_count, row_bytes)
+        self.pinned_addresses: list[int] = []
+
+    def place(self, rank: int, start: int) -> None:
+        """Where the part of a rank begins within a row."""
+        self.rank, self._next = rank, start
+        self._base = torch.from_numpy(self.array)
+
+    @property
+    def is_pinned(self) -> bool:
+        return False
+
+    @is_pinned.setter
+    def is_pinned(self, value: bool) -> None:
+        """vLLM believes to have pinned it, all its zero bytes."""
+
+    def create_next_worker_view(self, tensor_page_size: int) -> torch.Tensor:
+        """Shape [rows, page], int8."""
+        start, self._next = self._next, self._next + tensor_page_size
+        return self._base[:, start : self._next]
+
+    def cleanup(self) -> None:
+        """The mapping ends with the process."""
