@@ -407,12 +407,20 @@ def test_adapters_see_their_own_blocks_only_also_in_the_next_engine(
         assert ask(child, prompt(4)) == (base[0], STORED * BLOCK)
 
 
-@pytest.mark.spec("E2")
-@pytest.mark.parametrize("change", ["weights", "context"])
+OTHER_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "weights": {},
+    "context": {"max_model_len": 1536},
+    "block": {"block_size": BLOCK // 2},
+    "precision": {"dtype": "bfloat16"},
+}
+
+
+@pytest.mark.spec("E2", "G2")
+@pytest.mark.parametrize("change", OTHER_ARGUMENTS)
 def test_another_namespace_finds_nothing_and_answers_as_without_a_slab(
     engines: ZygoteUnderTest, tiny: Path, slab: int, tmp_path: Path, change: str
 ) -> None:
-    other = config(tiny, slab, **({"max_model_len": 1536} if change == "context" else {}))
+    other = config(tiny, slab, **OTHER_ARGUMENTS[change])
     if change == "weights":
         other["slabs"]["kv"]["model_digest"] = "of other weights"
     with killed(engines, f"{change}-1", VLLM, config(tiny, slab)) as child:
@@ -421,7 +429,9 @@ def test_another_namespace_finds_nothing_and_answers_as_without_a_slab(
     file = tmp_path / "a.slab"
     save(slab, file)
     with served(engines, f"{change}-2", VLLM, with_file(other, file)) as child:
-        assert ask(child, prompt(5)) == (cold[0], 0)
+        answer, known = ask(child, prompt(5))
+        assert known == 0
+        assert answer == cold[0] or change == "precision"
 
 
 def spoil_header(memory: mmap.mmap) -> None:

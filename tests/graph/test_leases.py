@@ -15,6 +15,7 @@ from tests.support.graph_commands import (
     CHAT,
     EMBEDDING,
     environment,
+    read_command,
     run_command,
     send,
     unload_all,
@@ -127,6 +128,7 @@ def test_interleaved_jobs_of_two_models_that_do_not_fit_together_are_collated(
     graph: Graph,
 ) -> None:
     """A lease leaves room for the larger of both alone."""
+    read_command(graph, "settings", "collate_s=30")
     graph.post("/v1/chat/completions", HELLO)
     largest = charged(graph, CHAT)
     graph.post("/v1/embeddings", EMBED)
@@ -145,6 +147,7 @@ def test_interleaved_jobs_of_two_models_that_do_not_fit_together_are_collated(
         assert cpu(graph)["loading_fraction"] > 0
     finally:
         run_command(graph, "drain", held["lease"]["ticket"])
+        read_command(graph, "settings", "collate_s=0")
 
 
 def jobs_of(graph: Graph, model: str, count: int) -> list[float]:

@@ -71,3 +71,25 @@ async def test_hoarding_engine_is_compacted_by_hand_and_before_another_model_lea
         assert any("to be loaded again smaller: a" in line for line in said)
         assert await chat.ask.remote("a") == 200
         await d.books_are_true()
+
+
+async def test_schedule_compacts_what_is_idle_and_leaves_pinned_and_asleep_models() -> None:
+    models = {"chat": capability(a=model(50, hoard=HOARD))}
+    models["held"] = capability(p=model(50, hoard=HOARD, pin=True))
+    models["rests"] = capability(s=model(200))
+    models["big"] = capability(n=model(250, can_sleep=False))
+    async with live_arbiter(models, mib=900, compact_every_loads=4, min_residency_loads=0) as d:
+        chat, held, rests, big = (d.holder(name) for name in models)
+        for holder, name in ((held, "p"), (chat, "a")):  # two loads
+            for _ in range(2):
+                assert await holder.ask.remote(name) == 200
+                await d.until(lambda s, n=name: row(s, n).get("settled_bytes"))
+            await d.until(lambda s, n=name: row(s, n)["wasted_bytes"] > 100 * MIB)
+        assert await rests.ask.remote("s") == 200
+        before = await d.state()
+        assert await big.ask.remote("n") == 200  # the fourth; it finds no room beside all of these
+        await d.until(lambda s: row(s, "s")["state"] == "asleep")
+        after = await d.until(lambda s: row(s, "a").get("ticket") != row(before, "a")["ticket"])
+        assert row(after, "p")["ticket"] == row(before, "p")["ticket"]
+        assert row(after, "s")["ticket"] == row(before, "s")["ticket"]
+        assert [(e["model"]) for e in await d.events("model_compacted")] == ["a"]

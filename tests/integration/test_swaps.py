@@ -110,7 +110,7 @@ async def test_model_just_granted_serves_the_request_it_was_granted_for() -> Non
     """Though another ticket has waited for its bytes since before it was loaded."""
     slow = {"can_sleep": False, "load_seconds": 0.3, "chunks": 4, "chunk_seconds": 0.05}
     table: dict[str, Any] = {name: capability(**{name: model(200, **slow)}) for name in "ab"}
-    async with live_arbiter(table, min_residency_loads=0, collate_s=0) as d:
+    async with live_arbiter(table, min_residency_loads=0) as d:
         holders = {name: d.holder(name) for name in "ab"}
         for _ in range(3):
             asked = [holder.stream.remote(name) for name, holder in holders.items()]

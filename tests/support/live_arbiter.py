@@ -190,7 +190,8 @@ class LiveArbiter:
         }  # the wiggle room on top
         arenas["gpu"] = round((mib + 512) * MIB / 0.9)  # and the margin
         own: dict[str, Any] = {"arenas": arenas, "state_file": str(self.folder / "arbiter.sqlite")}
-        own |= {"spare_workers": 0, **arbiter}  # whose start would take a core for a second
+        # A spare worker's start would take a core for a second, and each trade of two models two.
+        own |= {"spare_workers": 0, "collate_s": 0, **arbiter}
         self.table = parse_table({"arbiter": own, "capabilities": capabilities})
         made = boot.boot(self.table)
         if gpus:

@@ -83,9 +83,7 @@ OBSTACLES: tuple[tuple[Callable[[CoreState, Ticket], bool], str], ...] = (
 )
 
 
-def compaction_obstacle(
-    state: CoreState, entry: Ticket, asker: Ticket | None = None
-) -> str | None:
+def compaction_obstacle(state: CoreState, entry: Ticket, asker: Ticket | None = None) -> str | None:
     """Returns why a ticket may not be compacted now, for a queued ticket or for none; None when it
     may. Another queued ticket would take the room that it leaves, however much less urgent it is
     (C2)."""
