@@ -3,7 +3,10 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Callable, Iterator
+from random import Random
 
 from arbiter.pool import Rows, Slab, SlabView, create
 from arbiter.units import KIB, MIB, Bytes, Content
@@ -50,6 +53,27 @@ def lent_slab(limit_bytes: int) -> Iterator[int]:
 
 def path_of(fd: int) -> str:
     return f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def run_and_kill(work: Callable[[int], object], seed: int, within_ns: int) -> None:
+    """Has a fork of this process work without an end, and kills it at a random moment of so many
+    nanoseconds. `work` is given a pipe to which it writes a byte when it begins."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work(write)
+        finally:
+            os._exit(1)
+    os.close(write)
+    assert os.read(read, 1) == b"."
+    os.close(read)
+    until = time.perf_counter_ns() + Random(seed).randrange(within_ns)
+    while time.perf_counter_ns() < until:
+        os.sched_yield()
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
 def set_limit(fd: int, extents: int) -> None:

@@ -2,13 +2,20 @@
 
 import os
 import random
-import signal
-import time
+from functools import partial
 
 import pytest
 
 from arbiter.pool import Rows
-from tests.support.slabs import Clock, content_of, rows_of, set_limit, slab_file, writer
+from tests.support.slabs import (
+    Clock,
+    content_of,
+    rows_of,
+    run_and_kill,
+    set_limit,
+    slab_file,
+    writer,
+)
 
 KILLS = 60
 KEYS = 24  # more than the slab has rows: it evicts all the time
@@ -28,32 +35,13 @@ def write_for_ever(fd: int, clock: Clock, seed: int, ready: int) -> None:
         rows.shrink_to_limit()
 
 
-def run_and_kill(fd: int, clock: Clock, seed: int) -> None:
-    """Within the first milliseconds of its work, in which it stores some hundred rows."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            write_for_ever(fd, clock, seed, write)
-        finally:
-            os._exit(1)
-    os.close(write)
-    assert os.read(read, 1) == b"."
-    os.close(read)
-    until = time.perf_counter_ns() + random.Random(seed).randrange(8_000_000)
-    while time.perf_counter_ns() < until:
-        os.sched_yield()
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-
-
 @pytest.mark.spec("E5")
 def test_row_that_is_ready_after_a_kill_at_any_moment_has_the_bytes_of_its_key() -> None:
     clock, found = Clock(), 0
     with slab_file(extents=4) as fd:
         for seed in range(KILLS):
-            run_and_kill(fd, clock, seed)
+            # Within the first milliseconds of its work, in which it stores some hundred rows.
+            run_and_kill(partial(write_for_ever, fd, clock, seed), seed, 8_000_000)
             with rows_of(fd, clock) as rows:
                 marks = list(rows.slab.marks())
                 assert len({mark.key for _, mark in marks}) == len(marks) == len(rows)

@@ -19,17 +19,10 @@ from tests.support.slabs import (
     keys,
     rows_of,
     set_limit,
-    slab_file,
     store,
 )
 
 FULL = 4 * EXTENT // ROW  # rows within the limit
-
-
-@pytest.fixture
-def fd() -> Iterator[int]:
-    with slab_file() as made:
-        yield made
 
 
 @pytest.fixture

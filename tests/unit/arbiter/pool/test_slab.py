@@ -4,7 +4,7 @@ import contextlib
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,12 +27,6 @@ from tests.support.slabs import (
     store,
     writer,
 )
-
-
-@pytest.fixture
-def fd() -> Iterator[int]:
-    with slab_file() as made:
-        yield made
 
 
 def blocks(fd: int) -> int:

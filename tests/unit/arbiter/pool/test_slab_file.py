@@ -33,12 +33,6 @@ CLOCK = Clock()
 
 
 @pytest.fixture
-def fd() -> Iterator[int]:
-    with slabs.slab_file() as made:
-        yield made
-
-
-@pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "a.slab"
 

@@ -19,18 +19,11 @@ from tests.support.slabs import (
     keys,
     rows_of,
     set_limit,
-    slab_file,
     writer,
 )
 
 FULL = 4 * EXTENT // ROW  # rows within the limit
 ACME, OTHER = layout.tenant_digest("acme"), layout.tenant_digest("other")
-
-
-@pytest.fixture
-def fd() -> Iterator[int]:
-    with slab_file() as made:
-        yield made
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 import os
 import random
-import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +33,7 @@ from deployments.engines.vllm.adapter_images import (
     key_of,
     slot_layout,
 )
-from tests.support.slabs import EXTENT, ROW, TERM_S, Clock, set_limit, slab_file
+from tests.support.slabs import EXTENT, ROW, TERM_S, Clock, run_and_kill, set_limit, slab_file
 
 SLOTS, RANK, MAX_RANK = 2, 3, 4
 MODULES = {"layers.0.down": (24, 40), "layers.1.down": (40, 16)}  # out, in
@@ -331,37 +330,18 @@ def test_namespace_changes_with_each_fact_of_the_slots(monkeypatch: pytest.Monke
 
 def bring_for_ever(fd: int, seed: int, ready: int) -> None:
     """Makes images, in a slab too small for them, until it is killed."""
+    torch.set_num_threads(1)  # its threads have not come along
     dice, engine = random.Random(seed), Engine(fd)
     os.write(ready, b".")
     while True:
         engine.images.stage(asked(dice.randrange(1, 40)))
 
 
-def run_and_kill(fd: int, seed: int) -> None:
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            torch.set_num_threads(1)  # its threads have not come along
-            bring_for_ever(fd, seed, write)
-        finally:
-            os._exit(1)
-    os.close(write)
-    assert os.read(read, 1) == b"."
-    os.close(read)
-    until = time.perf_counter_ns() + random.Random(seed).randrange(20_000_000)
-    while time.perf_counter_ns() < until:
-        os.sched_yield()
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-
-
 @pytest.mark.spec("E5", "F3")
 def test_engine_killed_while_it_makes_images_leaves_only_whole_ones(fd: int) -> None:
     found = 0
     for seed in range(KILLS):
-        run_and_kill(fd, seed)
+        run_and_kill(partial(bring_for_ever, fd, seed), seed, 20_000_000)
         engine = Engine(fd)
         for name in engine.images.warm():
             number = int(name, 16)
