@@ -3,6 +3,7 @@ process says of itself.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ PROC = Path("/proc")
 # Weights of a sleeping model: a memory file of this name prefix is host RAM, not device memory.
 HOST_COPY = "host-copy"
 
+# Paths of the kernel for shared memory: without a file (mmap(2), shmget(2)), and with one.
+_SHARED_MEMORY = ("/dev/zero", "/SYSV", "/dev/shm/", "/memfd:")
 _SECTOR_BYTES = 512  # the unit of st_blocks, whatever the file system (stat(2))
 _STAT_MOST_BYTES = 4096  # 52 numbers of at most 20 digits and a name of 64 bytes
 _DEAD = frozenset("ZXx")  # zombie or dead: its memory is back, only its exit status is left
@@ -131,11 +134,7 @@ def descend(leads: Iterable[int], everything: dict[int, Process]) -> set[int]:
 def rollup(pid: int) -> dict[str, int]:
     """Sums over all mappings of one process, in bytes; empty when it just went, or when
     it is another user's (a setuid helper): what cannot be read stays foreign."""
-    try:
-        text = (PROC / str(pid) / "smaps_rollup").read_text()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return {}
-    pairs = (line.split(":", 1) for line in text.splitlines()[1:])
+    pairs = (line.split(":", 1) for line in _text(pid, "smaps_rollup").splitlines()[1:])
     return {key: int(value.split()[0]) * KIB for key, value in pairs}
 
 
@@ -144,6 +143,7 @@ def memory(pids: Iterable[int], read: Callable[[int], dict[str, int]] = rollup) 
     process they were forked from count for neither, so a fork costs what it writes. Slabs of the
     pool are on no process's account.
     `read` may know a rollup already."""
+    pids = list(pids)
     private_bytes = shared_bytes = 0
     files: dict[tuple[int, int], tuple[str, int]] = {}
     for pid in pids:
@@ -156,8 +156,12 @@ def memory(pids: Iterable[int], read: Callable[[int], dict[str, int]] = rollup) 
     host_bytes = sum(size for name, size in files.values() if name.startswith(HOST_COPY))
     pool_bytes = sum(size for name, size in files.values() if name.startswith(slab.NAME))
     file_bytes = sum(size for _, size in files.values()) - host_bytes - pool_bytes
+    aside_bytes = host_bytes + pool_bytes
+    if aside_bytes and any(_maps_unheld(pid, {inode for _, inode in files}) for pid in pids):
+        # What is held of these files need not be mapped, and would hide what is only mapped.
+        aside_bytes = sum(_mapped_aside(pid) for pid in pids)
     # Shared pages are seen mapped (Pss) or held open (blocks), often both: the larger counts.
-    held_bytes = max(file_bytes, shared_bytes - host_bytes - pool_bytes)
+    held_bytes = max(file_bytes, shared_bytes - aside_bytes)
     return Memory(Bytes(private_bytes + held_bytes), Bytes(host_bytes))
 
 
@@ -177,6 +181,33 @@ def _memory_files(pid: int) -> Iterator[tuple[tuple[int, int], str, int]]:
                 yield (status.st_dev, status.st_ino), name, status.st_blocks * _SECTOR_BYTES
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # closed between listing and reading, or it has become another user's
+
+
+def _maps_unheld(pid: int, held: set[int]) -> bool:
+    """Whether a process shares memory of no file that it has open; `held`: inodes of those."""
+    for line in _text(pid, "maps").splitlines():
+        _, flags, _, _, inode, *path = line.split(maxsplit=5)
+        is_memory = bool(path) and path[0].startswith(_SHARED_MEMORY)
+        if is_memory and flags.endswith("s") and int(inode) not in held:
+            return True
+    return False
+
+
+def _mapped_aside(pid: int) -> int:
+    """A process's part of the slabs and host copies that it has mapped, in bytes."""
+    text, total = _text(pid, "smaps"), 0
+    for name in (HOST_COPY, slab.NAME):
+        for found in re.finditer(rf"/memfd:{name}.*\n(?:.*\n)*?Pss: *(\d+) kB", text):
+            total += int(found[1]) * KIB
+    return total
+
+
+def _text(pid: int, file: str) -> str:
+    """Empty where it cannot be read, as for `rollup`."""
+    try:
+        return (PROC / str(pid) / file).read_text()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""
 
 
 def stalled_fraction() -> float:

@@ -10,6 +10,7 @@ from openai import OpenAI
 from models.train_vision import QUESTIONS, answer
 from tests.graph.conftest import Graph, until
 from tests.support.drawings import FACTS, drawing, uri
+from tests.support.engine_host import slab_bytes
 from tests.support.graph_commands import read_command, send
 from tests.support.graph_processes import victims
 
@@ -50,6 +51,11 @@ def kill_engines(graph: Graph) -> None:
     for pid in graph.engines():
         os.kill(pid, signal.SIGKILL)
     until(lambda: not graph.engines(), WITHIN_S, "the engines have ended")
+
+
+def slabs_are_held(graph: Graph) -> bool:
+    """Whether a node agent lives that would keep them if every engine ended now."""
+    return any(slab_bytes(pid) for pid in victims(graph, "node agent"))
 
 
 @pytest.fixture
@@ -98,6 +104,7 @@ def test_next_agent_finds_the_slabs_of_living_engines(
     rows = slab(graph)["rows_count"]
     for pid in victims(graph, "node agent"):
         os.kill(pid, signal.SIGKILL)
+    until(lambda: slabs_are_held(graph), WITHIN_S, "the next agent has them open")
     knows(client, kept)
     until(lambda: slab(graph).get("rows_count") == rows, WITHIN_S, "the next agent shows it")
     kill_engines(graph)

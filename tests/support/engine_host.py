@@ -210,6 +210,11 @@ def host_bytes(pid: int) -> int:
     return _memfds(pid, lambda name: "host-copy" in name)
 
 
+def slab_bytes(pid: int) -> int:
+    """Of the slabs that a process tree has open."""
+    return _memfds(pid, lambda name: "host-pool" in name)
+
+
 def _private(pid: int) -> int:
     found = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from arbiter.node import procfs, zygote_client
+from arbiter.pool import slab
 from arbiter.units import MIB, Bytes
 
 SLACK = 16 * MIB  # of a child forked from a whole test run; the files here are 10 MiB or more
@@ -101,6 +102,20 @@ def test_a_memory_file_held_by_several_processes_of_one_tree_counts_once() -> No
 def test_shared_memory_without_a_file_is_measured() -> None:
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     with child(lambda: mmap.mmap(-1, 30 * MIB, flags)) as pid:
+        assert 30 * MIB <= measure(pid).device_bytes <= 30 * MIB + SLACK
+
+
+@pytest.mark.spec("B1", "B4")
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("name", [f"{slab.NAME}-kv", procfs.HOST_COPY])
+def test_file_of_another_account_hides_no_shared_memory(name: str, is_mapped: bool) -> None:
+    def both() -> list[object]:
+        fd = memory_file(name, 40)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        unnamed = mmap.mmap(-1, 30 * MIB, flags | mmap.MAP_ANONYMOUS)
+        return [unnamed, mmap.mmap(fd, 40 * MIB, flags) if is_mapped else fd]
+
+    with child(both) as pid:
         assert 30 * MIB <= measure(pid).device_bytes <= 30 * MIB + SLACK
 
 
