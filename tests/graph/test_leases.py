@@ -82,7 +82,7 @@ def test_cleanup_ends_a_lease_whose_holder_has_gone(graph: Graph) -> None:
 @pytest.mark.spec("A15")
 def test_freed_memory_is_held_for_its_term_and_what_left_returns(graph: Graph) -> None:
     assert "nothing leaves" in run_command(graph, "free", "--gb", "0.01", "--dry-run")
-    graph.post("/v1/chat/completions", HELLO)
+    print(graph.post("/v1/chat/completions", HELLO), graph.state()["tickets"])
     body = {"gb": more_than_free(graph, CHAT), "term_s": 600}
     until(lambda: victims(graph, body), 5, "the model is idle, and would leave")
     done = send(graph, "POST", "/arbiter/free", body)
@@ -129,9 +129,9 @@ def test_interleaved_jobs_of_two_models_that_do_not_fit_together_are_collated(
 ) -> None:
     """A lease leaves room for the larger of both alone."""
     read_command(graph, "settings", "collate_s=30")
-    graph.post("/v1/chat/completions", HELLO)
+    jobs_of(graph, CHAT, 1)
     largest = charged(graph, CHAT)
-    graph.post("/v1/embeddings", EMBED)
+    jobs_of(graph, EMBEDDING, 1)
     largest = max(largest, charged(graph, EMBEDDING))
     until(lambda: unload_all(graph), 60, "both have left")
     gb = (cpu(graph)["free_bytes"] - largest * 1.05) / (1 << 30)
@@ -158,7 +158,7 @@ def jobs_of(graph: Graph, model: str, count: int) -> list[float]:
     took = []
     for _ in range(count):
         began = time.monotonic()
-        status, _ = graph.post(path, body)
-        assert status == 200
+        status, said = graph.post(path, body)
+        assert status == 200, said
         took.append(time.monotonic() - began)
     return took

@@ -23,14 +23,14 @@ def measured(state: Plain, name: str) -> int:
     return sum(row(state, name)["measured_bytes"].values())
 
 
-async def hoard(d: LiveArbiter, chat: Any) -> int:
+async def hoard(d: LiveArbiter, holder: Any, name: str = "a") -> int:
     """Two requests, the second of which leaves much behind; what is measured then."""
-    assert await chat.ask.remote("a") == 200
-    await d.until(lambda s: row(s, "a")["settled_bytes"])
-    assert await chat.ask.remote("a") == 200
-    found = await d.until(lambda s: row(s, "a")["wasted_bytes"] > 100 * MIB)
-    await d.until(lambda s: row(s, "a")["idle_s"] is not None)
-    return measured(found, "a")
+    assert await holder.ask.remote(name) == 200
+    await d.until(lambda s: row(s, name)["settled_bytes"])
+    assert await holder.ask.remote(name) == 200
+    found = await d.until(lambda s: row(s, name)["wasted_bytes"] > 100 * MIB)
+    await d.until(lambda s: row(s, name)["idle_s"] is not None)
+    return measured(found, name)
 
 
 async def test_hoarding_engine_is_compacted_by_hand_and_before_another_model_leaves() -> None:
@@ -74,22 +74,25 @@ async def test_hoarding_engine_is_compacted_by_hand_and_before_another_model_lea
 
 
 async def test_schedule_compacts_what_is_idle_and_leaves_pinned_and_asleep_models() -> None:
-    models = {"chat": capability(a=model(50, hoard=HOARD))}
+    models = {"rests": capability(s=model(200, floor="host", keep_warm_s=0.1))}
+    models["chat"] = capability(a=model(50, hoard=HOARD))
     models["held"] = capability(p=model(50, hoard=HOARD, pin=True))
-    models["rests"] = capability(s=model(200))
-    models["big"] = capability(n=model(250, can_sleep=False))
-    async with live_arbiter(models, mib=900, compact_every_loads=4, min_residency_loads=0) as d:
-        chat, held, rests, big = (d.holder(name) for name in models)
-        for holder, name in ((held, "p"), (chat, "a")):  # two loads
-            for _ in range(2):
-                assert await holder.ask.remote(name) == 200
-                await d.until(lambda s, n=name: row(s, n).get("settled_bytes"))
-            await d.until(lambda s, n=name: row(s, n)["wasted_bytes"] > 100 * MIB)
+    models["last"] = capability(n=model(50))
+    async with live_arbiter(models, mib=900, compact_every_loads=4) as d:
+        rests, chat, held, last = (d.holder(name) for name in models)
         assert await rests.ask.remote("s") == 200
+        await d.until(lambda s: row(s, "s").get("state") == "asleep")
+        await hoard(d, held, "p")
+        await hoard(d, chat, "a")
         before = await d.state()
-        assert await big.ask.remote("n") == 200  # the fourth; it finds no room beside all of these
-        await d.until(lambda s: row(s, "s")["state"] == "asleep")
-        after = await d.until(lambda s: row(s, "a").get("ticket") != row(before, "a")["ticket"])
+        assert await last.ask.remote("n") == 200  # the fourth load
+        after = await d.until(
+            lambda s: (
+                row(s, "a").get("ticket", row(before, "a")["ticket"]) != row(before, "a")["ticket"]
+            )
+        )
+        for name, state in (("p", "resident"), ("s", "asleep"), ("n", "resident")):
+            assert row(after, name)["state"] == state
         assert row(after, "p")["ticket"] == row(before, "p")["ticket"]
         assert row(after, "s")["ticket"] == row(before, "s")["ticket"]
-        assert [(e["model"]) for e in await d.events("model_compacted")] == ["a"]
+        assert [e["model"] for e in await d.events("model_compacted")] == ["a"]
