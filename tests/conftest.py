@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
+SUMMARY_FROM_S = 60  # of tests in all
 ENGINES = ",".join(
     f"deployments.engines.{name}"
     for name in (
@@ -63,6 +65,19 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """So that libraries that count what is left at the end find nothing."""
     gc.unfreeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the time went, by folder: the whole is to stay under 40 minutes."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds["/".join(report.nodeid.split("/")[:2])] += report.duration
+    if sum(seconds.values()) > SUMMARY_FROM_S:
+        terminalreporter.section("seconds by folder")
+        for folder, took_s in seconds.most_common():
+            terminalreporter.write_line(f"{took_s:7.0f}  {folder}")
 
 
 @pytest.fixture(scope="session")

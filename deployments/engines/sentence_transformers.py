@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 
-from deployments.engines import asgi, dispatch_lock, host_copy
+from deployments.engines import asgi, dispatch_lock, host_copy, pickles
 from deployments.engines.asgi import BadField
 from deployments.engines.protocol import Config, Receive, Scope, Send
 
@@ -85,8 +85,12 @@ class EmbeddingEngine:
     def _load(self) -> None:
         self.model = None  # a model that is replaced leaves first: the ticket is for one model
         torch.set_num_threads(self.threads)
+        pickles.refuse(self.path)
         self.model = SentenceTransformer(
-            self.path, device=self.device, local_files_only=True, model_kwargs=spread(self.parts)
+            self.path,
+            device=self.device,
+            local_files_only=True,
+            model_kwargs={"use_safetensors": True, **spread(self.parts)},
         )
         self.model.eval()
         host_copy.own(self.model)

@@ -29,7 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from arbiter.core.types import Priority
 from arbiter.units import Content
 from deployments import prefixes
-from deployments.engines import asgi, command_line, linux
+from deployments.engines import asgi, command_line, linux, pickles
 from deployments.engines.protocol import Config, LoadFailed, Receive, Scope, Send
 from deployments.engines.vllm import (
     adapter_images,
@@ -53,6 +53,7 @@ ROUTES = frozenset(
     "/v1/messages/count_tokens /v1/models "
     "/tokenize /detokenize /pooling /metrics /adapters /admission /pictures /slab".split()
 ) | frozenset(pooling.HANDLERS)
+_PICKLED_FORMATS = ("pt", "npcache")
 _PROBE = "The answer is"
 _DEAD_S = 0.5  # for so long a frontend whose core is dead still answers its requests
 _CPU_WORKER = "deployments.engines.vllm.cpu_worker.SleepingCpuWorker"
@@ -108,6 +109,7 @@ def compute_threads(config: Config) -> int | None:
 def arguments(config: Config) -> Namespace:
     """The namespace that `vllm serve` would have. Raises LoadFailed that names a bad argument."""
     given = {**_defaults(config), **config.get("engine_args", {})}
+    _refuse_pickles(config, given)
     if "kv_cache_memory_bytes" not in given:
         raise LoadFailed("BadConfig", "engine_args: kv_cache_memory_bytes is required", False)
     if ways := len(config.get("parts", [])):  # vLLM counts KV bytes per GPU, a ticket in total
@@ -135,6 +137,18 @@ def text_api() -> FastAPI:
 
 def _refuse_arguments(message: str) -> NoReturn:
     raise LoadFailed("BadConfig", f"engine_args: {message}", False)
+
+
+def _refuse_pickles(config: Config, given: dict[str, Any]) -> None:
+    """Has vLLM read safetensors only. A quantized model may have a format of its own, which vLLM
+    finds. Raises LoadFailed."""
+    if (form := given.get("load_format")) in _PICKLED_FORMATS:
+        raise LoadFailed("BadConfig", f"engine_args: load_format {form} reads pickles", False)
+    if "quantization" not in given:
+        given.setdefault("load_format", "safetensors")
+    for model in (config, config.get("drafter")):
+        if model is not None:
+            pickles.refuse(model["model"])
 
 
 def _defaults(config: Config) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Code that a model's folder carries is not run: a model that needs it is not loaded."""
+"""Code that a model's folder carries, as a module or in a pickle, is not run: a model that needs it
+is not loaded."""
 
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,28 @@ OF_ITS_OWN = {
 }
 
 
-def carrying(source: Path, folder: Path, file: str, changed: dict[str, Any]) -> Path:
-    """The model with another configuration, and with a module that leaves a mark when it is run;
-    the path of the mark."""
-    mark = folder.parent / "it-ran"
+class Touch:
+    """When it is unpickled, the file is there."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def link(source: Path, folder: Path) -> None:
     for path in (p for p in source.rglob("*") if p.is_file()):
         linked = folder / path.relative_to(source)
         linked.parent.mkdir(parents=True, exist_ok=True)
         linked.symlink_to(path.resolve())
+
+
+def carrying(source: Path, folder: Path, file: str, changed: dict[str, Any]) -> Path:
+    """The model with another configuration, and with a module that leaves a mark when it is run;
+    the path of the mark."""
+    mark = folder.parent / "it-ran"
+    link(source, folder)
     given = json.loads((source / file).read_text())
     (folder / file).unlink()
     (folder / file).write_text(json.dumps(given | changed))
@@ -56,5 +72,24 @@ def test_code_that_a_model_carries_is_not_run(
     child = engines.spawn(ticket, f"{ENGINES}{engine}:build", given).hold()
     status, said = child.ready()
     assert status == 500, said
+    assert not mark.exists()
+    until(lambda: is_gone(child.pid), 10)
+
+
+@pytest.mark.spec("L2")
+@pytest.mark.parametrize("engine", ["vllm.engine", "sentence_transformers"])
+def test_pickle_in_place_of_safetensors_is_not_read(
+    engines: ZygoteUnderTest, tiny: Path, tmp_path: Path, engine: str
+) -> None:
+    mark, folder = tmp_path / "it-ran", tmp_path / "model"
+    link(tiny if engine == "vllm.engine" else MINILM, folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": Touch(mark)}))
+    arguments = {"kv_cache_memory_bytes": 1 << 20} if engine == "vllm.engine" else {}
+    given = {"model": str(folder), "served_name": "carried", "engine_args": arguments}
+    child = engines.spawn(f"pickled-{os.getpid()}", f"{ENGINES}{engine}:build", given).hold()
+    status, said = child.ready()
+    assert status == 500, said
+    assert "pytorch_model.bin is a pickle" in said["error"]["message"]
     assert not mark.exists()
     until(lambda: is_gone(child.pid), 10)
