@@ -45,6 +45,8 @@ $(VENV)/.installed-$(DEVICE): pyproject.toml constraints-$(DEVICE).txt constrain
 models: install
 	$(BIN)/python -m models.make_models $(if $(RETRAIN),--retrain)
 
+FAST := tests/unit tests/model tests/sim tests/style
+
 serve: install models
 	$(BIN)/arbiter check serve_config.yaml
 	$(BIN)/serve run serve_config.yaml
@@ -60,8 +62,11 @@ check: install
 	$(BIN)/deptry . --exclude '\.venv' --ignore DEP002
 	$(BIN)/pytest tests/style
 
+# On both cores what neither starts Ray nor an engine; the rest mostly waits for processes to start.
 test: install models
-	$(BIN)/pytest
+	failed=; $(BIN)/pytest -n 2 $(FAST) || failed=1; \
+		$(BIN)/pytest tests $(FAST:%=--ignore=%) || failed=1; \
+		test -z "$$failed"
 
 retest: install models
 	$(BIN)/pytest --last-failed --last-failed-no-failures none
