@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from arbiter.core.types import Priority
 from tests.support.live_arbiter import capability, live_arbiter, model, two
 from tests.support.waits import eventually
 
@@ -154,4 +155,57 @@ async def test_model_of_the_lowest_role_leaves_first_though_it_was_used_last() -
         assert await d.holder("other").ask.remote("x") == 200
         [eviction] = await d.events("eviction")
         assert eviction["model"] == "seeing" and "image embeddings" in eviction["act"]
+        await d.books_are_true()
+
+
+@pytest.mark.spec("C1")
+async def test_model_of_a_role_whose_eviction_costs_more_stays_though_it_was_used_first() -> None:
+    roles = {
+        "dear": {"rank": 50, "evict_cost_s": 100, "act": "its index is built anew"},
+        "cheap": {"rank": 50, "act": "nothing is lost"},
+    }
+    table = {name: capability(name, **{name: model(150)}) for name in roles}
+    table["other"] = capability(x=model(150))
+    async with live_arbiter(table, roles=roles, policy="cost_aware") as d:
+        for name in ("dear", "cheap"):
+            assert await d.holder(name).ask.remote(name) == 200
+        await d.until(lambda s: all((t["idle_s"] or 0) > 2 for t in s["tickets"]))
+        assert await d.holder("other").ask.remote("x") == 200
+        [eviction] = await d.events("eviction")
+        assert (eviction["model"], eviction["act"]) == ("cheap", "nothing is lost")
+
+
+@pytest.mark.spec("C2")
+async def test_model_counts_as_batch_once_its_keep_warm_time_is_over() -> None:
+    """It stays loaded by its floor, and is as urgent as its last request for two seconds only."""
+    table = {"chat": capability(a=model(200, floor="device", keep_warm_s=3))}
+    table["other"] = capability(b=model(200))
+    async with live_arbiter(table, min_residency_loads=0) as d:
+        chat, other = d.holder("chat"), d.holder("other")
+        await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["resident"])
+        assert await chat.ask.remote("a", priority=Priority.URGENT) == 200
+        normal = other.ask.remote("b")
+        state = await d.until(lambda s: [q["model"] for q in s["queue"]] == ["b"])
+        [a] = [t for t in state["tickets"] if t["model"] == "a"]
+        assert (a["inflight"], a["priority"]) == (0, "urgent")
+        assert await asyncio.wait_for(normal, 30) == 200
+        [eviction] = await d.events("eviction")
+        assert eviction["ticket"] == a["ticket"]
+
+
+@pytest.mark.spec("C4")
+async def test_host_ram_above_its_mark_gives_up_the_models_that_slept_longest() -> None:
+    """Its budget has room for all; the high mark for one of them."""
+    models = {"chat": capability(**{name: model(100) for name in "abc"})}
+    async with live_arbiter(models, mib=150, host_marks={"high": 0.4, "low": 0.3}) as d:
+        holder = d.holder()
+        for name in "abc":
+            assert await holder.ask.remote(name) == 200
+        await d.until(lambda s: {t["model"]: t["state"] for t in s["tickets"]} == {
+            "b": "asleep", "c": "resident"
+        })  # fmt: skip
+        assert await holder.ask.remote("b") == 200
+        assert await holder.ask.remote("a") == 200
+        loads = [e["model"] for e in await d.events("model_load")]
+        assert loads == ["a", "b", "c", "a"], "b woke up, and a was loaded anew"
         await d.books_are_true()
