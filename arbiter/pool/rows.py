@@ -58,6 +58,7 @@ class Rows:
         self._reserved: dict[bytes, int] = {}
         self._tenants = TenantRows(caps or {})
         self._reserved_for: dict[bytes, bytes] = {}  # the tenant of each reserved row
+        self._settling: list[int] = []  # rows that are free once no write of theirs can come
         self._pins: dict[bytes, int] = {}
         self._marks: dict[bytes, Mark] = {}  # of READY rows
         self._free: list[int] = []  # a heap: low rows first, so that the tail empties
@@ -148,10 +149,19 @@ class Rows:
         self._counts[what] += more
 
     def forget_in_flight(self) -> None:
-        """Drops all pins and frees all reserved rows: no read or write of this process goes on."""
+        """Drops all pins, and forgets all reserved rows: what was asked for them is void. They are
+        free after `settle`, because a write that was under way may still reach them."""
         self._pins.clear()
-        for key in list(self._reserved):
-            self.abandon(key)
+        for key, row in self._reserved.items():
+            self._tenants.add(self._reserved_for.pop(key), -1)
+            self._settling.append(row)
+        self._reserved.clear()
+
+    def settle(self) -> None:
+        """Frees the rows of `forget_in_flight`: all writes that were under way then are over."""
+        for row in self._settling:
+            heapq.heappush(self._free, row)
+        self._settling.clear()
 
     def touch(self, keys: Iterable[bytes], term: Term = Term.LONG) -> None:
         """Notes that keys are used: the last one is the most recent. Keys that are not READY are
@@ -328,7 +338,7 @@ class Rows:
             return gone
         gone += self.expire()
         room = slab.permitted_bytes // slab.geometry.row_bytes
-        over = len(self._ready) + len(self._reserved) - room
+        over = len(self._ready) + len(self._reserved) + len(self._settling) - room
         idle = (key for key in self._ready if key not in self._pins)
         victims = [key for key, _ in zip(idle, range(max(0, over)), strict=False)]
         for key in victims:
@@ -351,7 +361,8 @@ class Rows:
 
     def _end_of_fixed(self, room: int) -> int:
         """So many rows stay usable: those permitted, and all up to the last that cannot move."""
-        fixed = [*self._reserved.values(), *(self._ready[key] for key in self._pins)]
+        pinned = (self._ready[key] for key in self._pins)
+        fixed = [*self._reserved.values(), *self._settling, *pinned]
         return max(room, max(fixed, default=-1) + 1)
 
     def _cut_to(self, count: int, least_bytes: Bytes) -> None:
@@ -368,7 +379,7 @@ class Rows:
         allocated = max(least_bytes, needed)
         slab.cut(Bytes(min(allocated, slab.allocated_bytes)))
         self._known_count = self._usable_count
-        taken = {*self._ready.values(), *self._reserved.values()}
+        taken = {*self._ready.values(), *self._reserved.values(), *self._settling}
         self._free = [row for row in range(self._known_count) if row not in taken]
 
     def _move(self, key: bytes, place: int) -> None:

@@ -12,13 +12,14 @@ TOLD_AGAIN = Span(24 * 3_600 * SECOND)
 
 
 def note_slabs(state: CoreState, node: Node, event: ev.Measured) -> None:
-    """Takes what a node tells of its pool, and has writers do what is theirs: a resident whose slab
-    has more than it may shrinks it, and a resident with rows of a removed tenant erases them."""
+    """Takes what a node tells of its pool, and has writers do what is theirs: a model whose slab has
+    more than it may shrinks it, and a model with rows of a removed tenant erases them. Asleep it
+    does so as well, because that needs no weights."""
     node.slabs, node.contents = event.slabs, event.contents
     for slab in event.slabs:
         entry = state.ledger.find(slab.ticket) if slab.ticket else None
         has_work = slab.allocated_bytes > slab.limit_bytes or slab.must_erase
-        if entry and entry.state is State.RESIDENT and has_work:
+        if entry and entry.state in (State.RESIDENT, State.ASLEEP) and has_work:
             state.decide(PurgeCaches(entry.ticket, entry.holder, only_slabs=True))
     for gone in event.dropped:
         state.log(
