@@ -338,8 +338,8 @@ class SlabManager(OffloadingManager):
         return self.restorer is not None and self.restorer.is_busy
 
     def shrink(self) -> None:
-        """Erases what the owner has ordered to, and gives back what its limit no longer permits, also
-        in an engine that sleeps."""
+        """Erases what the owner has ordered to, and gives back what its limit no longer permits,
+        also in an engine that sleeps."""
         self.rows.shrink_to_limit()
 
     def reset_cache(self) -> None:

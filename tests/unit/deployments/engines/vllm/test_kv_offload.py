@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from arbiter.pool import SlabFile, SlabView, Term, layout
+from arbiter.pool import Removal, SlabFile, SlabView, Term, layout
 from deployments.engines.vllm import kv_offload, lent_slab
 from deployments.engines.vllm.kv_offload import RowCopier, SlabManager
 from deployments.engines.vllm.lent_slab import Region
@@ -106,7 +106,7 @@ def test_rows_of_the_default_tenant_have_its_digest_also_before_they_are_in_a_fi
     manager.prepare_store([b"key"], asked)
     manager.complete_store({b"key"}, asked)
     with contextlib.closing(SlabView(manager.rows.slab.file.fd)) as owner:
-        assert owner.order_erasure(layout.NO_TENANT)
+        assert owner.order_erasure(Removal(layout.NO_TENANT))
         manager.shrink()
         assert not owner.must_erase and len(manager.rows) == 0
 
@@ -235,7 +235,7 @@ def test_engine_that_takes_no_step_after_a_reset_erases_and_shrinks(
     store(manager, keys(FULL // 2, "b"))
     manager.reset_cache()
     with contextlib.closing(SlabView(fd)) as owner:
-        assert owner.order_erasure(layout.tenant_digest("acme"))
+        assert owner.order_erasure(Removal(layout.tenant_digest("acme")))
         manager.shrink()
         assert not owner.must_erase
     assert hits(manager, [*keys(FULL // 2, "a"), *keys(FULL // 2, "b")]) == keys(FULL // 2, "b")
