@@ -33,6 +33,7 @@ TENANT_BYTES = 16
 LIMIT_AT, COUNTS_AT, ERASE_AT = 128, 192, 448
 ERASE_BYTES = 3 * 8 + TENANT_BYTES
 NO_TENANT = bytes(TENANT_BYTES)  # in the marks of rows that the default tenant's requests left
+SHARED = b"\xff" * TENANT_BYTES  # in those of rows that belong to no tenant
 FREE = 0
 # Four bytes no two of which are equal to those of FREE: a word that is half written is not READY.
 READY = int.from_bytes(b"REDY", "little")

@@ -7,6 +7,11 @@ from arbiter.pool import layout
 from arbiter.pool.layout import Buffer, Removal
 
 
+def owner_digest(tenant: str) -> bytes:
+    """How a mark names the owner of what a person put there. `tenant`: empty for what all share."""
+    return layout.tenant_digest(tenant) if tenant else layout.SHARED
+
+
 def caps_by_digest(caps: Mapping[str, float]) -> dict[bytes, float]:
     """`caps`: by the tenants' names, as an engine's configuration has them."""
     return {layout.tenant_digest(tenant): cap for tenant, cap in caps.items()}
