@@ -114,10 +114,12 @@ class DropSlabs:
 
 @dataclass(frozen=True, slots=True)
 class DropTenant:
-    """Has the node agent erase what requests of a removed tenant left in its pool (E6)."""
+    """Has the node agent erase what requests of a tenant left in its pool until it was removed
+    (E6)."""
 
     node: NodeId
     tenant: str
+    ago: Span  # since it was removed
 
 
 @dataclass(frozen=True, slots=True)

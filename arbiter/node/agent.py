@@ -24,10 +24,10 @@ from arbiter.node.leased_processes import LeasedProcess, LeasedProcesses
 from arbiter.node.pool import Pool
 from arbiter.node.reports import Reports
 from arbiter.node.slab_files import SlabFiles
-from arbiter.pool.layout import tenant_digest
+from arbiter.pool.layout import Removal, tenant_digest
 from arbiter.protocol import ray_internals, rpc
 from arbiter.protocol.messages import AgentSettings, SpawnSpec
-from arbiter.units import NodeId, TicketId
+from arbiter.units import NodeId, Span, TicketId, in_seconds
 
 logger = logging.getLogger("arbiter.agent")
 
@@ -126,9 +126,11 @@ class NodeAgent:
         self._pool.drop_owner(owner)
         self._wakeup.set()
 
-    async def drop_tenant(self, tenant: str) -> None:
-        """Erase what requests of a removed tenant left in the pool."""
-        self._pool.drop_tenant(tenant_digest(tenant))
+    async def drop_tenant(self, tenant: str, ago: Span = Span(0)) -> None:
+        """Erase what requests of a tenant left in the pool until it was removed, so long ago. The
+        clocks of two machines may differ, so the arbiter says no time."""
+        removal = Removal(tenant_digest(tenant), time.time() - in_seconds(ago))
+        self._pool.drop_tenant(removal)
         self._wakeup.set()
 
     async def living(self, pids: list[int]) -> dict[int, int]:

@@ -20,7 +20,7 @@ from arbiter.errors import SlabUnusable
 from arbiter.node import procfs
 from arbiter.node.content_totals import ContentTotals
 from arbiter.node.slab_files import Save, SlabFiles
-from arbiter.pool import SlabView, create
+from arbiter.pool import Removal, SlabView, create
 from arbiter.pool.layout import EXTENT_BYTES, PAGE_BYTES
 from arbiter.pool.slab import NAME
 from arbiter.protocol.messages import SlabRequest
@@ -59,7 +59,7 @@ class PooledSlab:
     # before is right, and stays: the engine is told of it too, and prefers its rows in RAM.
     save: Save | None = None
     leaves_for: str = ""  # the reason of the save
-    erasing: list[bytes] = field(default_factory=list)  # tenants, of which its writer is to be told
+    erasing: list[Removal] = field(default_factory=list)  # of which its writer is to be told
 
     @property
     def value(self) -> tuple[int, float]:
@@ -107,15 +107,15 @@ class PooledSlab:
             hot_hits_count=counts.hot_hits_count,
         )
 
-    def erase_tenant(self, tenant: bytes) -> None:
+    def erase_tenant(self, removal: Removal) -> None:
         """At once where it is idle, else by its writer, which `order_erasures` tells."""
         if self.ticket is not None:
             if self.view.geometry is None:
                 return  # no engine has written it, and perhaps this one does not either
-            self.erasing.append(tenant)
+            self.erasing.append(removal)
             return self.order_erasures()
         self.end_save()  # it may have read some of them
-        self.view.erase_tenant(tenant)
+        self.view.erase_tenant(removal)
 
     def order_erasures(self) -> None:
         """Gives the writer the next order, once it has carried out the last one."""
@@ -124,11 +124,11 @@ class PooledSlab:
 
     def carry_out_erasures(self) -> None:
         """What the writer left undone when it ended."""
-        if self.view.must_erase:
-            self.erasing.append(self.view.ordered_tenant)
+        if (removal := self.view.ordered_removal) is not None:
+            self.erasing.append(removal)
             self.view.finish_erasure()
-        for tenant in self.erasing:
-            self.view.erase_tenant(tenant)
+        for removal in self.erasing:
+            self.view.erase_tenant(removal)
         self.erasing.clear()
 
 
@@ -259,13 +259,13 @@ class Pool:
         for slab in self._slabs:
             slab.order_erasures()
 
-    def drop_tenant(self, tenant: bytes) -> None:
-        """Erases the rows of a removed tenant (E6): in idle slabs now, in files soon, and in lent
-        slabs by their writers."""
+    def drop_tenant(self, removal: Removal) -> None:
+        """Erases what leaves with a removed tenant (E6): in idle slabs now, in files soon, and in
+        lent slabs by their writers."""
         for slab in self._slabs:
-            slab.erase_tenant(tenant)
+            slab.erase_tenant(removal)
         if self.files:
-            self.files.erase_tenant(tenant)
+            self.files.erase_tenant(removal)
 
     def drop_owner(self, owner: str) -> None:
         """Erases what belongs to a removed model (D9). Its engines have ended by then."""

@@ -20,7 +20,7 @@ from threading import Event
 from typing import Self
 
 from arbiter.node.zygote_client import private_folder
-from arbiter.pool import SlabUnusable, SlabView, slab_file
+from arbiter.pool import Removal, SlabUnusable, SlabView, slab_file
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import GIB, Bytes, human
 
@@ -90,9 +90,9 @@ class SlabFiles:
         """Removes the files of a model, soon: once a save under way has ended."""
         self._thread.submit(self._erase, owner)
 
-    def erase_tenant(self, tenant: bytes) -> None:
-        """Takes the rows of a tenant out of all files, soon: as `erase`."""
-        self._thread.submit(self._erase_tenant, tenant)
+    def erase_tenant(self, removal: Removal) -> None:
+        """Takes what leaves with a tenant out of all files, soon: as `erase`."""
+        self._thread.submit(self._erase_tenant, removal)
 
     def sweep(self) -> None:
         """Removes, soon, the files whose last row has expired, and what killed agents left."""
@@ -146,11 +146,11 @@ class SlabFiles:
         for path in self.folder.glob(f"{_name(owner)}-*"):
             _remove(path)
 
-    def _erase_tenant(self, tenant: bytes) -> None:
+    def _erase_tenant(self, removal: Removal) -> None:
         """A file that cannot be replaced is removed, because the tenant's rows must go."""
         for _, _, path in self._files():
             try:
-                slab_file.erase_tenant(path, tenant)
+                slab_file.erase_tenant(path, removal)
             except OSError as error:
                 logger.warning("%s is removed with all its rows: %s", path, error)
                 _remove(path)

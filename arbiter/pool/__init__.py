@@ -1,7 +1,7 @@
 """Memory that outlives the process which fills it: slabs of equal rows, one memory file each."""
 
 from arbiter.errors import RowMisused, SlabUnusable
-from arbiter.pool.layout import Mark, Term
+from arbiter.pool.layout import Mark, Removal, Term
 from arbiter.pool.rows import Reserved, Rows
 from arbiter.pool.slab import Counts, Slab, SlabFile, SlabView, create
 from arbiter.pool.slab_file import SavedRows
@@ -9,6 +9,7 @@ from arbiter.pool.slab_file import SavedRows
 __all__ = [
     "Counts",
     "Mark",
+    "Removal",
     "Reserved",
     "RowMisused",
     "Rows",

@@ -23,7 +23,7 @@ from arbiter.units import DEFAULT_TENANT, KIB, MIB, Bytes, Content
 PAGE_BYTES = 2 * MIB  # the unit of a slab's size, so that a kernel with huge pages can use them
 EXTENT_BYTES = 16 * PAGE_BYTES  # what a slab grows by: fallocate of it took 12 ms (SPEC E1)
 MAGIC = b"ARBSLAB\n"
-VERSION = 2  # raise it when anything on this page moves
+VERSION = 3  # raise it when anything on this page moves
 HEADER_BYTES = 4 * KIB
 MARK_BYTES = 128
 NAMESPACE_BYTES = 32
@@ -31,15 +31,16 @@ KEY_BYTES = 60  # the longest key; vLLM's are 36
 TENANT_BYTES = 16
 # Each on a cache line of its own: two processes write them.
 LIMIT_AT, COUNTS_AT, ERASE_AT = 128, 192, 448
-ERASE_BYTES = 2 * 8 + TENANT_BYTES
+ERASE_BYTES = 3 * 8 + TENANT_BYTES
 NO_TENANT = bytes(TENANT_BYTES)  # in the marks of rows that the default tenant's requests left
+SHARED = b"\xff" * TENANT_BYTES  # in those of rows that belong to no tenant
 FREE = 0
 # Four bytes no two of which are equal to those of FREE: a word that is half written is not READY.
 READY = int.from_bytes(b"REDY", "little")
 LONGEST_TERM_S = 30 * 86_400.0  # an expiry further away than that is damage; terms end at 24 h
 
 _HEADER = struct.Struct("<8sII32sQQQ")
-_MARK = struct.Struct("<IIdd16sB60s")
+_MARK = struct.Struct("<IIdd16sB60sd")
 _STATE = struct.Struct("<I")
 _USE = struct.Struct("<Idd")
 _USE_AT = 4
@@ -108,13 +109,31 @@ class Header:
 
 class Mark(NamedTuple):
     """What the table says of a row. Times are wall-clock seconds, because they outlive a boot's
-    monotonic clock in a file. `kind`: of a row of KV the Term of the use that expires last."""
+    monotonic clock in a file. `kind`: of a row of KV the Term of the use that expires last.
+    `stored_s`: when its writer began to write it."""
 
     key: bytes
     expires_s: float
     used_s: float
     tenant: bytes = NO_TENANT
     kind: int = 0
+    stored_s: float = 0.0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether its times are numbers; others are damage."""
+        return all(math.isfinite(s) for s in (self.expires_s, self.used_s, self.stored_s))
+
+
+class Removal(NamedTuple):
+    """What leaves with a removed tenant: its rows that were stored until then (wall-clock seconds).
+    Later ones are those of a tenant that has come again under its name."""
+
+    tenant: bytes
+    until_s: float = math.inf
+
+    def covers(self, tenant: bytes, stored_s: float) -> bool:
+        return tenant == self.tenant and stored_s <= self.until_s
 
 
 def content_code(content: Content) -> int:
@@ -164,7 +183,7 @@ def write_mark(buffer: Buffer, row: int, mark: Mark) -> None:
     """Makes a row visible. Its bytes must be there."""
     at = HEADER_BYTES + row * MARK_BYTES
     times = (mark.expires_s, mark.used_s)
-    fields = (mark.kind, *times, mark.tenant, len(mark.key), mark.key)
+    fields = (mark.kind, *times, mark.tenant, len(mark.key), mark.key, mark.stored_s)
     _MARK.pack_into(buffer, at, FREE, *fields)
     _STATE.pack_into(buffer, at, READY)
 
@@ -192,10 +211,11 @@ def read_marks(buffer: Buffer, count: int) -> Iterator[tuple[int, Mark]]:
     number, is damage."""
     table = bytes(buffer[HEADER_BYTES : HEADER_BYTES + count * MARK_BYTES])
     for row, at in enumerate(range(0, len(table), MARK_BYTES)):
-        state, kind, expires, used, tenant, length, key = _MARK.unpack_from(table, at)
-        sound = state == READY and 0 < length <= KEY_BYTES
-        if sound and math.isfinite(expires) and math.isfinite(used):
-            yield row, Mark(key[:length], expires, used, tenant, kind)
+        state, kind, expires, used, tenant, length, key, stored = _MARK.unpack_from(table, at)
+        if state == READY and 0 < length <= KEY_BYTES:
+            mark = Mark(key[:length], expires, used, tenant, kind, stored)
+            if mark.is_sound:
+                yield row, mark
 
 
 def _up(size: int, unit: int) -> Bytes:

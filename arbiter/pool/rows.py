@@ -10,10 +10,11 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from arbiter.errors import RowMisused
 from arbiter.pool import layout
-from arbiter.pool.layout import NO_TENANT, Count, Mark, Term
+from arbiter.pool.layout import NO_TENANT, Count, Mark, Removal, Term
 from arbiter.pool.slab import Slab
 from arbiter.pool.tenants import TenantRows
 from arbiter.units import Bytes
@@ -30,6 +31,13 @@ class Reserved:
 
     rows: dict[bytes, int]
     evicted: list[bytes] = field(default_factory=list)
+
+
+class _Claim(NamedTuple):
+    """Whose a reserved row will be, and since when it is being written."""
+
+    tenant: bytes
+    stored_s: float
 
 
 class Rows:
@@ -51,13 +59,14 @@ class Rows:
     ) -> None:
         self.slab, self._clock, self._most = slab, clock, most
         self._terms_s = {**layout.TERMS_S, Term.LONG: term_s}
-        # Told of the tenant before its rows are erased, so that no other source brings them back.
-        self.before_erasure: Callable[[bytes], None] = lambda tenant: None
+        # Told before a tenant's rows are erased, so that no other source brings them back.
+        self.before_erasure: Callable[[Removal], None] = lambda removal: None
         self._buffer, self._counts = slab.file.buffer, slab.file.counts
         self._ready: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._reserved: dict[bytes, int] = {}
         self._tenants = TenantRows(caps or {})
-        self._reserved_for: dict[bytes, bytes] = {}  # the tenant of each reserved row
+        self._claims: dict[bytes, _Claim] = {}  # of reserved rows
+        self._settling: list[int] = []  # rows that are free once no write of theirs can come
         self._pins: dict[bytes, int] = {}
         self._marks: dict[bytes, Mark] = {}  # of READY rows
         self._free: list[int] = []  # a heap: low rows first, so that the tail empties
@@ -148,10 +157,19 @@ class Rows:
         self._counts[what] += more
 
     def forget_in_flight(self) -> None:
-        """Drops all pins and frees all reserved rows: no read or write of this process goes on."""
+        """Drops all pins, and forgets all reserved rows: what was asked for them is void. They are
+        free after `settle`, because a write that was under way may still reach them."""
         self._pins.clear()
-        for key in list(self._reserved):
-            self.abandon(key)
+        for key, row in self._reserved.items():
+            self._tenants.add(self._claims.pop(key).tenant, -1)
+            self._settling.append(row)
+        self._reserved.clear()
+
+    def settle(self) -> None:
+        """Frees the rows of `forget_in_flight`: all writes that were under way then are over."""
+        for row in self._settling:
+            heapq.heappush(self._free, row)
+        self._settling.clear()
 
     def touch(self, keys: Iterable[bytes], term: Term = Term.LONG) -> None:
         """Notes that keys are used: the last one is the most recent. Keys that are not READY are
@@ -182,10 +200,12 @@ class Rows:
         *,
         tenant: bytes = NO_TENANT,
         term: Term = Term.LONG,
+        stored_s: float | None = None,
     ) -> Reserved:
         """Rows for those keys that are neither READY nor reserved; READY ones count as used. Evicts
         what it must, but no key of `keys` or `keep`; a tenant at its cap loses rows of its own.
-        What finds no room is left out, the last keys first, and counted."""
+        What finds no room is left out, the last keys first, and counted. `stored_s`: of a row that
+        comes from a file, when it was first written; else now."""
         ready, reserved = self._ready, self._reserved
         new = [key for key in dict.fromkeys(keys) if key not in ready and key not in reserved]
         self.touch([key for key in keys if key in ready][::-1], term)
@@ -197,7 +217,8 @@ class Rows:
             evicted += self._make_room(most, {*keys, *keep})
         rows = {key: heapq.heappop(self._free) for key in new[: min(most, len(self._free))]}
         self._reserved |= rows
-        self._reserved_for |= dict.fromkeys(rows, tenant)
+        began_s = self._clock() if stored_s is None else stored_s
+        self._claims |= dict.fromkeys(rows, _Claim(tenant, began_s))
         self._tenants.add(tenant, len(rows))
         self._counts[Count.REFUSED] += len(new) - len(rows)
         return Reserved(rows, evicted)
@@ -251,8 +272,10 @@ class Rows:
         row = self._reserved.pop(mark.key, None)
         if row is None:
             raise RowMisused(mark.key.hex(), "marked READY, and it is not reserved")
-        self._tenants.add(self._reserved_for.pop(mark.key), -1)
+        claim = self._claims.pop(mark.key)
+        self._tenants.add(claim.tenant, -1)
         self._tenants.add(mark.tenant, 1)
+        mark = mark._replace(stored_s=claim.stored_s)
         layout.write_mark(self._buffer, row, mark)
         self._ready[mark.key] = row
         self._marks[mark.key] = mark
@@ -263,7 +286,7 @@ class Rows:
         row = self._reserved.pop(key, None)
         if row is None:
             raise RowMisused(key.hex(), "abandoned, and it is not reserved")
-        self._tenants.add(self._reserved_for.pop(key), -1)
+        self._tenants.add(self._claims.pop(key).tenant, -1)
         heapq.heappush(self._free, row)
 
     def drop(self, key: bytes) -> None:
@@ -319,16 +342,16 @@ class Rows:
         Returns the keys that left."""
         slab, erasure = self.slab, self.slab.file.erasure
         gone: list[bytes] = []
-        if (tenant := erasure.tenant) is not None:
-            self.before_erasure(tenant)
-            gone = self.erase_tenant(tenant)
-            if not self._tenants.held(tenant):
+        if (removal := erasure.removal) is not None:
+            self.before_erasure(removal)
+            gone = self.erase_tenant(removal)
+            if not self._has_any(removal):
                 erasure.finish()
         if slab.permitted_bytes >= slab.allocated_bytes:
             return gone
         gone += self.expire()
         room = slab.permitted_bytes // slab.geometry.row_bytes
-        over = len(self._ready) + len(self._reserved) - room
+        over = len(self._ready) + len(self._reserved) + len(self._settling) - room
         idle = (key for key in self._ready if key not in self._pins)
         victims = [key for key, _ in zip(idle, range(max(0, over)), strict=False)]
         for key in victims:
@@ -336,11 +359,18 @@ class Rows:
         self._cut_to(self._end_of_fixed(room), slab.permitted_bytes)
         return gone + victims
 
-    def erase_tenant(self, tenant: bytes) -> list[bytes]:
-        """Overwrites rows of a tenant, so many at a time. Pinned and reserved rows stay for a later
-        call. Returns the keys that left."""
+    def _has_any(self, removal: Removal) -> bool:
+        if not self._tenants.held(removal.tenant):
+            return False
+        is_ready = any(removal.covers(m.tenant, m.stored_s) for m in self._marks.values())
+        return is_ready or any(removal.covers(*claim) for claim in self._claims.values())
+
+    def erase_tenant(self, removal: Removal) -> list[bytes]:
+        """Overwrites rows of a removed tenant, so many at a time. Pinned and reserved rows stay for
+        a later call. Returns the keys that left."""
         idle = (key for key in self._ready if key not in self._pins)
-        own = (key for key in idle if self._marks[key].tenant == tenant)
+        marks = ((key, self._marks[key]) for key in idle)
+        own = (key for key, mark in marks if removal.covers(mark.tenant, mark.stored_s))
         gone = [key for key, _ in zip(own, range(ERASED_AT_ONCE), strict=False)]
         nothing = bytes(self.slab.geometry.row_bytes)
         for key in gone:
@@ -351,7 +381,8 @@ class Rows:
 
     def _end_of_fixed(self, room: int) -> int:
         """So many rows stay usable: those permitted, and all up to the last that cannot move."""
-        fixed = [*self._reserved.values(), *(self._ready[key] for key in self._pins)]
+        pinned = (self._ready[key] for key in self._pins)
+        fixed = [*self._reserved.values(), *self._settling, *pinned]
         return max(room, max(fixed, default=-1) + 1)
 
     def _cut_to(self, count: int, least_bytes: Bytes) -> None:
@@ -368,7 +399,7 @@ class Rows:
         allocated = max(least_bytes, needed)
         slab.cut(Bytes(min(allocated, slab.allocated_bytes)))
         self._known_count = self._usable_count
-        taken = {*self._ready.values(), *self._reserved.values()}
+        taken = {*self._ready.values(), *self._reserved.values(), *self._settling}
         self._free = [row for row in range(self._known_count) if row not in taken]
 
     def _move(self, key: bytes, place: int) -> None:

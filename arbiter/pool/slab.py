@@ -18,7 +18,7 @@ from pathlib import Path
 
 from arbiter.errors import SlabUnusable
 from arbiter.pool import layout
-from arbiter.pool.layout import Count, Geometry, Header, Mark
+from arbiter.pool.layout import Count, Geometry, Header, Mark, Removal
 from arbiter.pool.tenants import Erasure
 from arbiter.units import Bytes, Content
 
@@ -310,25 +310,24 @@ class SlabView:
         """The wall-clock second at which the last READY row expires; 0 without any."""
         return max((mark.expires_s for _, mark in self.marks()), default=0.0)
 
-    def order_erasure(self, tenant: bytes) -> bool:
+    def order_erasure(self, removal: Removal) -> bool:
         """Has the writer erase the rows of a tenant. False: an earlier order is still open."""
-        return self._file.erasure.order(tenant)
+        return self._file.erasure.order(removal)
 
     @property
     def must_erase(self) -> bool:
         """Whether the writer has an order that it has not carried out."""
-        return self._file.erasure.tenant is not None
+        return self.ordered_removal is not None
 
     @property
-    def ordered_tenant(self) -> bytes:
-        """Whose rows it is to erase. An order has to be open."""
-        tenant = self._file.erasure.tenant
-        assert tenant is not None
-        return tenant
+    def ordered_removal(self) -> Removal | None:
+        """Which rows it is to erase; None: no order is open."""
+        return self._file.erasure.removal
 
-    def erase_tenant(self, tenant: bytes) -> int:
-        """Overwrites the rows of a tenant in a slab that no writer has. Returns how many."""
-        shape, found = self.geometry, [row for row, m in self.marks() if m.tenant == tenant]
+    def erase_tenant(self, removal: Removal) -> int:
+        """Overwrites rows of a removed tenant in a slab that no writer has. Returns how many."""
+        shape = self.geometry
+        found = [row for row, m in self.marks() if removal.covers(m.tenant, m.stored_s)]
         usable = self._file.counts[Count.ALLOCATED] // shape.row_bytes if shape else 0
         for row in found:
             assert shape is not None

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from arbiter.pool import layout
-from arbiter.pool.layout import Mark
+from arbiter.pool.layout import Mark, Removal
 from arbiter.pool.slab import SlabView
 from arbiter.units import KIB, MIB, Bytes, Content
 
 SUFFIX, TEMPORARY = ".slab", ".tmp"
 _MAGIC = b"ARBROWS\n"
-_VERSION = 1  # raise it when anything of the above changes
+_VERSION = 2  # raise it when anything of the above changes
 _HEADER = struct.Struct("<8sII32sQQd")
 _TABLE_AT = 128
-_MARK = struct.Struct("<Idd16sB60s")
+_MARK = struct.Struct("<Idd16sB60sd")
 _PLACE = struct.Struct("<Q32s")  # offset of the bytes, digest
 _ENTRY_BYTES = _MARK.size + _PLACE.size
 _ALIGNED_BYTES = 4 * KIB
@@ -116,10 +116,10 @@ class SavedRows:
         self._rows.pop(key, None)
         return False
 
-    def forget_tenant(self, tenant: bytes) -> None:
-        """Its rows are found no more."""
+    def forget_tenant(self, removal: Removal) -> None:
+        """What leaves with the tenant is found no more."""
         rows = list(self._rows.items())  # at once, because a `read` may take one out meanwhile
-        for key in [key for key, row in rows if row.mark.tenant == tenant]:
+        for key in [k for k, row in rows if removal.covers(row.mark.tenant, row.mark.stored_s)]:
             self._rows.pop(key, None)
 
     def sources(self) -> Iterator[_Source]:
@@ -167,16 +167,20 @@ def save(
         older.close()
 
 
-def erase_tenant(path: Path, tenant: bytes) -> bool:
-    """Replaces a file by one without the rows of a tenant, or removes it where no other row is
-    left. Returns whether it had any. Raises OSError, and then the file is as it was."""
+def erase_tenant(path: Path, removal: Removal) -> bool:
+    """Replaces a file by one without the rows of a removed tenant, or removes it where no other row
+    is left. Returns whether it had any. Raises OSError, and then the file is as it was."""
     fd = _open(path)
     if fd is None:
         return False
     try:
         head = _read_head(fd)
         rows = [] if head is None else list(_read_table(fd, head))
-        kept = [_Source(r.mark, fd, r.offset, r.digest) for r in rows if r.mark.tenant != tenant]
+        kept = [
+            _Source(r.mark, fd, r.offset, r.digest)
+            for r in rows
+            if not removal.covers(r.mark.tenant, r.mark.stored_s)
+        ]
         if head is None or len(kept) == len(rows):
             return False
         if not kept or not _save(kept, head, path, _always, _always):
@@ -295,7 +299,7 @@ def _digest(namespace: bytes, mark: Mark) -> _Digest:
 
 def _packed(mark: Mark) -> bytes:
     times = (mark.expires_s, mark.used_s)
-    return _MARK.pack(mark.kind, *times, mark.tenant, len(mark.key), mark.key)
+    return _MARK.pack(mark.kind, *times, mark.tenant, len(mark.key), mark.key, mark.stored_s)
 
 
 def _open(path: Path) -> int | None:
@@ -331,11 +335,12 @@ def _read_table(fd: int, head: _Head) -> Iterator[_Row]:
     except OSError:  # of the disk
         return
     for at in range(0, len(table) - _ENTRY_BYTES + 1, _ENTRY_BYTES):
-        kind, expires, used, tenant, length, key = _MARK.unpack_from(table, at)
+        kind, expires, used, tenant, length, key, stored = _MARK.unpack_from(table, at)
         offset, digest = _PLACE.unpack_from(table, at + _MARK.size)
-        sound = 0 < length <= layout.KEY_BYTES and offset + head.row_bytes <= size
-        if sound and math.isfinite(expires) and math.isfinite(used):
-            yield _Row(Mark(key[:length], expires, used, tenant, kind), offset, digest)
+        mark = Mark(key[:length], expires, used, tenant, kind, stored)
+        has_bytes = 0 < length <= layout.KEY_BYTES and offset + head.row_bytes <= size
+        if has_bytes and mark.is_sound:
+            yield _Row(mark, offset, digest)
 
 
 def _up(size: int) -> int:

@@ -4,7 +4,12 @@ from collections import Counter
 from collections.abc import Mapping
 
 from arbiter.pool import layout
-from arbiter.pool.layout import Buffer
+from arbiter.pool.layout import Buffer, Removal
+
+
+def owner_digest(tenant: str) -> bytes:
+    """How a mark names the owner of what a person put there. `tenant`: empty for what all share."""
+    return layout.tenant_digest(tenant) if tenant else layout.SHARED
 
 
 def caps_by_digest(caps: Mapping[str, float]) -> dict[bytes, float]:
@@ -38,32 +43,36 @@ class TenantRows:
 
 
 class Erasure:
-    """Words in a slab's header by which the owner has its writer erase the rows of one tenant at a
-    time: whose they are, the number of the order, which is written last, and the number of the
-    order that the writer has carried out. No other order is given before that."""
+    """Words in a slab's header by which the owner has its writer erase the rows of one removed
+    tenant at a time: which they are, the number of the order, which is written last, and the
+    number of the order that the writer has carried out. No other order is given before that."""
 
     def __init__(self, buffer: Buffer) -> None:
         start, end = layout.ERASE_AT, layout.ERASE_AT + layout.ERASE_BYTES
-        self._tenant = buffer[start + 16 : end]
+        self._until = buffer[start + 16 : start + 24].cast("d")
+        self._tenant = buffer[start + 24 : end]
         self._numbers = buffer[start : start + 16].cast("Q")
 
-    def order(self, tenant: bytes) -> bool:
+    def order(self, removal: Removal) -> bool:
         """By the owner. False: an earlier order is still open."""
-        if self.tenant is not None:
+        if self.removal is not None:
             return False
-        self._tenant[:] = tenant
+        self._tenant[:], self._until[0] = removal
         self._numbers[0] = (self._numbers[0] + 1) % (1 << 63)
         return True
 
     @property
-    def tenant(self) -> bytes | None:
-        """The tenant whose rows are to go; None: no order is open."""
-        return None if self._numbers[0] == self._numbers[1] else bytes(self._tenant)
+    def removal(self) -> Removal | None:
+        """Which rows are to go; None: no order is open."""
+        if self._numbers[0] == self._numbers[1]:
+            return None
+        return Removal(bytes(self._tenant), self._until[0])
 
     def finish(self) -> None:
-        """By the writer, once no row of the tenant is left."""
+        """By the writer, once none of these rows is left."""
         self._numbers[1] = self._numbers[0]
 
     def release(self) -> None:
         self._tenant.release()
+        self._until.release()
         self._numbers.release()

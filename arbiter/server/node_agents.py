@@ -16,7 +16,7 @@ from arbiter.node.agent import NodeAgent
 from arbiter.protocol import ray_internals, rpc
 from arbiter.protocol.messages import NAMESPACE, AgentSettings, agent_name
 from arbiter.server.store import Member
-from arbiter.units import HolderId, NodeId, TicketId
+from arbiter.units import HolderId, NodeId, Span, TicketId
 
 logger = logging.getLogger("arbiter")
 
@@ -52,8 +52,8 @@ class RayAgents:
     def drop_slabs(self, node: NodeId, owner: str) -> None:
         self._say(node, "drop_slabs", owner)
 
-    def drop_tenant(self, node: NodeId, tenant: str) -> None:
-        self._say(node, "drop_tenant", tenant)
+    def drop_tenant(self, node: NodeId, tenant: str, ago: Span) -> None:
+        self._say(node, "drop_tenant", tenant, ago)
 
     async def adopt(
         self, node: NodeId, ticket: TicketId, pid: int, granted: tuple[types.DeviceBytes, ...]

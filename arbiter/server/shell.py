@@ -63,7 +63,7 @@ class Agents(Protocol):
     def kill(self, node: NodeId, ticket: TicketId) -> None: ...
     def probe(self, node: NodeId) -> None: ...
     def drop_slabs(self, node: NodeId, owner: str) -> None: ...
-    def drop_tenant(self, node: NodeId, tenant: str) -> None: ...
+    def drop_tenant(self, node: NodeId, tenant: str, ago: Span) -> None: ...
 
 
 # A queued ticket brings its holder one estimate of the wait and a held model one revoke at a time,
@@ -219,8 +219,8 @@ class Shell:
         match order:
             case DropSlabs(node, owner):
                 self._agents.drop_slabs(node, owner)
-            case DropTenant(node, tenant):
-                self._agents.drop_tenant(node, tenant)
+            case DropTenant(node, tenant, ago):
+                self._agents.drop_tenant(node, tenant, ago)
 
     # -- tickets -------------------------------------------------------------------------------
 

@@ -10,6 +10,9 @@ Serves the engine's own routes, and these, on the socket the zygote bound:
     POST /control/wake      200 {"seconds", "verified"}; false: the probe differed from the one
                             recorded at load, and the model was loaded from disk again
     POST /control/purge     200 {"purges"}: whether the engine has caches, which are then empty
+    POST /control/shrink_slabs
+                            200 {"shrinks"}: whether it writes slabs of the node's pool, which then
+                            have no more than they may; asleep too
     POST /control/drop_drafter
                             200 {"dropped"}: whether its drafter's memory is back; false: as before
 """
@@ -36,6 +39,7 @@ from deployments.engines.protocol import (
     Receive,
     Scope,
     Send,
+    ShrinksSlabs,
     Spawn,
     load_failure,
 )
@@ -168,6 +172,7 @@ class EngineHost:
             "POST /control/sleep": self._sleep,
             "POST /control/wake": self._wake,
             "POST /control/purge": self._purge,
+            "POST /control/shrink_slabs": self._shrink_slabs,
             "POST /control/drop_drafter": self._drop_drafter,
         }
 
@@ -260,16 +265,28 @@ class EngineHost:
         await self._turned(send, self._wake_up())
 
     async def _purge(self, receive: Receive, send: Send) -> None:
-        """A model that is not awake has no caches. A failure is told, and ends nothing."""
+        """A model that is not awake has no caches."""
         engine, is_awake = self.engine, self.loaded.is_set() and not self.asleep
         if self.failure or not is_awake or not isinstance(engine, Purges):
             return await asgi.respond(send, 200, {"purges": False})
-        task = asyncio.ensure_future(engine.purge())
+        await self._attempt(send, engine.purge(), {"purges": True})
+
+    async def _shrink_slabs(self, receive: Receive, send: Send) -> None:
+        """Between sleep and wake, because either may load the model anew."""
+        engine = self.engine
+        if self.failure or not self.loaded.is_set() or not isinstance(engine, ShrinksSlabs):
+            return await asgi.respond(send, 200, {"shrinks": False})
+        async with self.turn:
+            await self._attempt(send, engine.shrink_slabs(), {"shrinks": True})
+
+    async def _attempt(self, send: Send, act: Awaitable[None], done: dict[str, Any]) -> None:
+        """Answers `done` after the act. A failure is told, and ends nothing."""
+        task = asyncio.ensure_future(act)
         await asyncio.wait({task})
         if error := task.exception():
             cause = load_failure(error)
             return await asgi.refuse(send, 503, cause.message, kind=cause.kind)
-        await asgi.respond(send, 200, {"purges": True})
+        await asgi.respond(send, 200, done)
 
     async def _drop_drafter(self, receive: Receive, send: Send) -> None:
         await self._turned(send, self._without_drafter())

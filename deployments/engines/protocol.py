@@ -82,6 +82,15 @@ class Purges(Protocol):
 
 
 @runtime_checkable
+class ShrinksSlabs(Protocol):
+    """An engine that writes slabs of the node's pool."""
+
+    async def shrink_slabs(self) -> None:
+        """Erase what their owner ordered to, and give back what it no longer permits. Called awake
+        and asleep."""
+
+
+@runtime_checkable
 class DropsDrafter(Protocol):
     """An engine whose drafter may leave while it serves."""
 

@@ -91,7 +91,7 @@ class EngineLink:
 
     async def shrink_slabs(self) -> None:
         """Has its slabs give back and erase what their owner says. Raises LoadRefused."""
-        await self._control("/slab")
+        await self._control("/control/shrink_slabs")
 
     async def drop_drafter(self) -> bool:
         """False: its drafter only leaves with a restart. Raises LoadRefused."""

@@ -265,8 +265,11 @@ class Residency:
 
 
 async def _purge(held: HeldModel, *, only_slabs: bool) -> None:
-    """Of a model that serves: asleep it has no caches, and elsewhere it is about to end."""
-    if held.link is None or held.state is not HolderState.RESIDENT:
+    """Of a model that serves. Asleep it has no caches but its slabs, and elsewhere it is about to
+    end."""
+    is_asleep = held.state is HolderState.ASLEEP
+    is_served = held.state is HolderState.RESIDENT or (is_asleep and only_slabs)
+    if held.link is None or not is_served:
         return
     try:
         await (held.link.shrink_slabs() if only_slabs else held.link.purge())

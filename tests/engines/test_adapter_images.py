@@ -1,9 +1,11 @@
 """Adapters that are cold, warm or hot give the same tokens, also to the next engine (F3)."""
 
 import contextlib
+import json
 import mmap
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from arbiter.pool import SlabView
+from arbiter.pool import Removal, SlabView
+from arbiter.pool.layout import SHARED, tenant_digest
 from arbiter.units import MIB, Bytes, Content
+from deployments.messages import TENANT_HEADER
 from tests.support.engine_host import Child, ZygoteUnderTest, killed, served
 from tests.support.slabs import lent_slab, path_of
 
@@ -48,13 +52,26 @@ def config(model: Path, folder: Path, slab: int | None, rank: int = 16) -> dict[
     return given
 
 
-def tokens(child: Child, name: str) -> list[int]:
-    body = {"model": name, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    body |= {"ignore_eos": True, "return_token_ids": True}
-    status, got = child.call("POST", "/v1/completions", body)
+def tokens(child: Child, name: str, tenant: str = "") -> list[int]:
+    status, got = answer(child, name, tenant)
     assert status == 200, got
     found: list[int] = got["choices"][0]["token_ids"]
     return found
+
+
+def answer(child: Child, name: str, tenant: str) -> tuple[int, Any]:
+    body = {"model": name, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    return child.call("POST", "/v1/completions", body, {TENANT_HEADER: tenant} if tenant else None)
+
+
+def give_own_adapter(folder: Path, tenant: str) -> None:
+    """Puts an adapter `own` into the tenant's catalogue, unlike every other one."""
+    own = folder / "in" / f"@{tenant}" / "own"
+    shutil.copytree(folder / "in" / NAMES[0], own)
+    settings = own / "adapter_config.json"
+    said = json.loads(settings.read_text())
+    settings.write_text(json.dumps({**said, "lora_alpha": 2 * said["lora_alpha"]}))
 
 
 def all_tokens(child: Child) -> dict[str, list[int]]:
@@ -99,7 +116,7 @@ def right(
     return found
 
 
-@pytest.mark.spec("E7", "E10", "F3", "F4", "F10")
+@pytest.mark.spec("E6", "E7", "E10", "F2", "F3", "F4", "F10")
 def test_answers_are_equal_cold_warm_and_hot_and_in_the_next_engine_without_the_files(
     engines: ZygoteUnderTest,
     tiny: Path,
@@ -125,7 +142,15 @@ def test_answers_are_equal_cold_warm_and_hot_and_in_the_next_engine_without_the_
         assert all_at_once(child) == right
         assert all_tokens(child) == alone
         assert tiers(child)["requests"]["cold"] == 0 and tiers(child)["hit_rate"] == 1.0
+        give_own_adapter(folder, "acme")
+        assert tokens(child, "own", "acme") not in right.values()
+        assert answer(child, "own", "other")[0] == answer(child, "own", "")[0] == 404
         with contextlib.closing(SlabView(slab)) as view:
+            tenants = Counter(mark.tenant for _, mark in view.marks())
+            assert tenants == {SHARED: len(NAMES), tenant_digest("acme"): 1}
+            assert view.order_erasure(Removal(tenant_digest("acme")))
+            assert child.call("POST", "/control/shrink_slabs") == (200, {"shrinks": True})
+            assert not view.must_erase
             assert (view.content, view.ready_count) == (Content.ADAPTER, len(NAMES))
             view.limit_bytes = Bytes(0)
         assert child.call("POST", "/slab")[1]["adapter"]["ready"] == 0

@@ -23,7 +23,7 @@ import pytest
 from arbiter.node import pool as pools
 from arbiter.node.pool import Pool
 from arbiter.node.slab_files import SlabFiles
-from arbiter.pool import Mark, SlabView, Term, create, slab_file
+from arbiter.pool import Mark, Removal, SlabView, Term, create, slab_file
 from arbiter.pool.layout import EXTENT_BYTES, TERMS_S, tenant_digest
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
@@ -326,7 +326,7 @@ def test_tenant_has_no_more_rows_than_its_cap_and_leaves_none_when_it_is_removed
         held = Counter(mark.tenant for _, mark in owner.marks())
         assert held == {acme: cap, tenant_digest("other"): STORED}
         assert facts(child)["refused"] == STORED - cap
-        assert owner.order_erasure(acme)
+        assert owner.order_erasure(Removal(acme))
         assert child.call("POST", "/slab")[0] == 200
         assert not owner.must_erase
         assert Counter(mark.tenant for _, mark in owner.marks()) == {tenant_digest("other"): STORED}
@@ -613,18 +613,32 @@ def test_model_that_sees_takes_pictures_and_no_embeddings_beside_a_slab(
         assert seen["usage"]["prompt_tokens_details"]["cached_tokens"] >= BLOCK
 
 
-@pytest.mark.spec("D1", "G4")
-def test_blocks_come_back_from_the_slab_after_sleep_and_wake(
+@pytest.mark.spec("D1", "E4", "E6", "G4")
+def test_blocks_come_back_after_sleep_and_wake_and_asleep_the_engine_erases_and_shrinks(
     engines: ZygoteUnderTest, tiny: Path, slab: int
 ) -> None:
-    with served(engines, "sleeps", VLLM, config(tiny, slab)) as child:
+    with (
+        served(engines, "sleeps", VLLM, config(tiny, slab)) as child,
+        contextlib.closing(SlabView(slab)) as owner,
+    ):
         cold = ask(child, prompt(7))
-        await_rows(child, STORED)
+        ask(child, prompt(6), salt="acme")
+        await_rows(child, 2 * STORED)
         for turn in (1, 2):
             assert child.call("POST", "/control/sleep")[0] == 200
             assert child.call("POST", "/control/wake")[1]["verified"] is True
             assert ask(child, prompt(7)) == (cold[0], STORED * BLOCK)
             assert facts(child)["loaded"] == turn * STORED
+        assert child.call("POST", "/control/sleep")[0] == 200
+        assert owner.order_erasure(Removal(tenant_digest("acme")))
+        assert child.call("POST", "/control/shrink_slabs") == (200, {"shrinks": True})
+        assert not owner.must_erase
+        assert {mark.tenant for mark in marks_of(slab)} == {bytes(16)}
+        before, owner.limit_bytes = owner.allocated_bytes, Bytes(0)
+        assert child.call("POST", "/control/shrink_slabs")[0] == 200
+        assert owner.ready_count == 0 and owner.allocated_bytes <= before - 32 * MIB
+        assert child.call("POST", "/control/wake")[1]["verified"] is True
+        assert ask(child, prompt(7)) == (cold[0], 0)
 
 
 @pytest.mark.spec("E1", "E4")

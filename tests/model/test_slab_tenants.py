@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from arbiter.pool import Rows, SlabView, layout
+from arbiter.pool import Removal, Rows, SlabView, layout
 from tests.support.slabs import EXTENT, ROW, TERM_S, Clock, set_limit, slab_file, writer
 
 TENANTS = [layout.tenant_digest(name) for name in ("default", "acme", "other")]
@@ -72,10 +72,10 @@ class SlabTenants(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(TENANTS), is_idle=st.booleans())
     def erase(self, tenant: bytes, is_idle: bool) -> None:
         if is_idle:
-            self.owner.erase_tenant(tenant)
+            self.owner.erase_tenant(Removal(tenant))
             self.kept = {k: owner for k, owner in self.kept.items() if owner != tenant}
             return self.reopen()
-        assert self.owner.order_erasure(tenant)
+        assert self.owner.order_erasure(Removal(tenant))
         for key in self.rows.shrink_to_limit():
             del self.kept[key]
         assert not self.owner.must_erase

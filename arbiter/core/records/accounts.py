@@ -49,7 +49,7 @@ class Accounts:
         default_factory=dict
     )  # fair share: see `virtual_start_of`
     virtual_bytes: float = 0.0
-    removed: dict[str, Instant] = field(default_factory=dict)  # tenants, and until when it matters
+    removed: dict[str, Instant] = field(default_factory=dict)  # tenants, and when
 
     def used(self, usage: Usage, now: Instant) -> None:
         """Counts requests of a client that have ended."""
@@ -86,14 +86,17 @@ class Accounts:
         """Lets a tenant load again; safe for a tenant that was not cooling down."""
         self.cooling.pop(tenant, None)
 
-    def note_removed(self, tenant: str, until: Instant) -> None:
-        """Remembers for a time that a tenant was removed (E6)."""
-        self.removed[tenant] = until
+    def note_removed(self, tenant: str, now: Instant) -> None:
+        """Remembers that a tenant was removed (E6)."""
+        self.removed[tenant] = now
 
-    def lately_removed(self, now: Instant) -> list[str]:
-        """Returns the tenants that were removed so lately that it matters."""
-        self.removed = {tenant: until for tenant, until in self.removed.items() if until > now}
-        return list(self.removed)
+    def lately_removed(self, within: Span, now: Instant) -> dict[str, Span]:
+        """Returns how long ago each tenant was removed that was removed within that time. Forgets
+        the others."""
+        ages = {tenant: since(at, now) for tenant, at in self.removed.items()}
+        lately = {tenant: age for tenant, age in ages.items() if age < within}
+        self.removed = {tenant: self.removed[tenant] for tenant in lately}
+        return lately
 
     # -- fair share ----------------------------------------------------------------------------
 

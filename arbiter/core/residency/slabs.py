@@ -4,7 +4,7 @@ from arbiter.core import events as ev
 from arbiter.core.decisions import DropTenant, EventKind, ForgetTenant, PurgeCaches
 from arbiter.core.records.ticket import State
 from arbiter.core.state import CoreState, Node
-from arbiter.units import SECOND, NodeId, Span, after
+from arbiter.units import SECOND, NodeId, Span
 
 # For so long an agent that appears is told of a removed tenant: no row and no file outlives its
 # last use by more (the class `extended`, SPEC G4).
@@ -12,13 +12,14 @@ TOLD_AGAIN = Span(24 * 3_600 * SECOND)
 
 
 def note_slabs(state: CoreState, node: Node, event: ev.Measured) -> None:
-    """Takes what a node tells of its pool, and has writers do what is theirs: a resident whose slab
-    has more than it may shrinks it, and a resident with rows of a removed tenant erases them."""
+    """Takes what a node tells of its pool, and has writers do what is theirs: a model whose slab
+    has more than it may shrinks it, and a model with rows of a removed tenant erases them. Asleep
+    it does so as well, because that needs no weights."""
     node.slabs, node.contents = event.slabs, event.contents
     for slab in event.slabs:
         entry = state.ledger.find(slab.ticket) if slab.ticket else None
         has_work = slab.allocated_bytes > slab.limit_bytes or slab.must_erase
-        if entry and entry.state is State.RESIDENT and has_work:
+        if entry and entry.state in (State.RESIDENT, State.ASLEEP) and has_work:
             state.decide(PurgeCaches(entry.ticket, entry.holder, only_slabs=True))
     for gone in event.dropped:
         state.log(
@@ -36,15 +37,15 @@ def note_slabs(state: CoreState, node: Node, event: ev.Measured) -> None:
 def on_tenant_removed(state: CoreState, event: ev.TenantRemoved) -> None:
     """Has every node erase what the tenant's requests left, also nodes whose agent is away now. The
     holders forget its prefixes first, so that none brings them back."""
-    state.accounts.note_removed(event.tenant, after(state.now, TOLD_AGAIN))
+    state.accounts.note_removed(event.tenant, state.now)
     for holder in state.holders:
         state.decide(ForgetTenant(holder, event.tenant))
     for node in state.nodes:
-        state.decide(DropTenant(node, event.tenant))
+        state.decide(DropTenant(node, event.tenant, Span(0)))
     state.log(EventKind.TENANT_REMOVED, tenant=event.tenant, nodes=len(state.nodes))
 
 
 def on_agent_seen(state: CoreState, node: NodeId) -> None:
     """Tells an agent that has just appeared of the tenants that were removed lately."""
-    for tenant in state.accounts.lately_removed(state.now):
-        state.decide(DropTenant(node, tenant))
+    for tenant, ago in state.accounts.lately_removed(TOLD_AGAIN, state.now).items():
+        state.decide(DropTenant(node, tenant, ago))

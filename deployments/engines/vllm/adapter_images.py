@@ -4,6 +4,8 @@ The image of an adapter is what vLLM's layers make of its files, laid out as the
 each `set_lora` writes it, into the slab's row instead of into a slot. From then on the adapter is
 brought into any slot by copies out of the row, in this engine and in the next,
 and its files are not read (SPEC F3, E10). vLLM's own cache on the host then keeps a placeholder.
+The image of a tenant's own adapter is a row of that tenant, and leaves with it (E6); of several
+tenants with equal files it is that of the tenant whose request had it made.
 
 An adapter that finds no row is loaded as vLLM does it, and so is one whose image is gone.
 """
@@ -14,7 +16,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from arbiter.pool import Rows, Slab, SlabUnusable
-from arbiter.pool.layout import Count
+from arbiter.pool.layout import SHARED, Count, Removal
+from arbiter.pool.tenants import caps_by_digest, owner_digest
 from arbiter.units import Content
 from deployments.engines.protocol import Config
 from deployments.engines.vllm.lent_slab import hold, whole_pages
@@ -53,6 +56,7 @@ class LentSlab:
     path: str
     term_s: float = TERM_S
     most_rows: int = MOST_ROWS
+    caps: dict[str, float] = field(default_factory=dict)  # by tenant, a part of the rows
 
 
 class NoImages(Exception):
@@ -87,6 +91,9 @@ class SlotImages:
 
     def __init__(self, worker: LRUCacheWorkerLoRAManager, rows: Rows, parts: list[Part]) -> None:
         self.rows, self._parts = rows, parts
+        self._owners: dict[bytes, bytes] = {}  # of adapters of one tenant, its digest by key
+        self._forgotten: set[bytes] = set()  # keys of those whose tenant was removed
+        rows.before_erasure = self._forget
         self._worker, self._manager = worker, worker._adapter_manager
         self._slots = [_slots_of(self._stack(part)) for part in parts]
         self._blanks = {name: copy.copy(m) for name, m in self._manager.modules.items()}
@@ -95,6 +102,14 @@ class SlotImages:
         worker._load_adapter = self.load
         self._manager._add_adapter = self.add
         self._manager.activate_adapter = self.activate
+
+    def note_owner(self, request: LoRARequest, tenant: str) -> None:
+        """Says whose adapter it is before it is loaded. `tenant`: empty for an adapter of all."""
+        key = key_of(request)
+        if key is not None and tenant:
+            self._owners[key] = owner_digest(tenant)
+        elif key is not None:
+            self._owners.pop(key, None)
 
     def load(self, request: LoRARequest) -> LoRAModel:
         """In the place of `_load_adapter`: no file is read where there is an image."""
@@ -159,7 +174,8 @@ class SlotImages:
     def _store(self, key: bytes, lora: LoRAModel) -> bool:
         """Writes the image, then its mark (E5). False where no row is free for it; `lora` is then
         as it was."""
-        found = self.rows.reserve([key]).rows
+        owner = self._owners.get(key, SHARED)
+        found = self.rows.reserve([key], tenant=owner).rows
         if key not in found:
             return key in self.rows
         try:
@@ -169,7 +185,7 @@ class SlotImages:
         except BaseException:
             self.rows.abandon(key)
             raise
-        self.rows.mark_ready(key)
+        self.rows.mark_ready(key, owner)
         return True
 
     def _write(self, row: int, lora: LoRAModel) -> None:
@@ -225,8 +241,18 @@ class SlotImages:
         """The digests of all that have an image."""
         return [key.hex() for key in self.rows.keys()]
 
+    def _forget(self, removal: Removal) -> None:
+        self._forgotten |= {key for key, o in self._owners.items() if o == removal.tenant}
+
+    def forgotten(self) -> list[str]:
+        """The digests of adapters whose tenant was removed since the last call: they are to be
+        brought again by a request only."""
+        found = [key.hex() for key in self._forgotten]
+        self._forgotten.clear()
+        return found
+
     def shrink(self) -> None:
-        """Gives back what the owner's limit no longer permits."""
+        """Erases what the slab's owner ordered to, and gives back what it no longer permits."""
         self.rows.shrink_to_limit()
 
     def facts(self) -> dict[str, int]:
@@ -246,7 +272,7 @@ def key_of(request: LoRARequest) -> bytes | None:
 def take(config: Config) -> LentSlab | None:
     """Opens the slab that an engine was lent for its adapters, for as long as this process lives:
     the core finds it so although the owner may end meanwhile. `config["slabs"]["adapter"]` has its
-    `path`, and perhaps `term_s` and `rows`. None without one."""
+    `path`, and perhaps `term_s`, `rows` and `caps`. None without one."""
     given = config.get("slabs", {}).get(Content.ADAPTER)
     if not given or "adapters" not in config:
         return None
@@ -256,7 +282,7 @@ def take(config: Config) -> LentSlab | None:
         logger.warning("adapters are not kept in a slab: %s", error)
         return None
     term_s, most_rows = given.get("term_s", TERM_S), given.get("rows", MOST_ROWS)
-    return LentSlab(path, float(term_s), int(most_rows))
+    return LentSlab(path, float(term_s), int(most_rows), dict(given.get("caps", {})))
 
 
 def open_images(executor: Any, vllm_config: VllmConfig, lent: LentSlab | None) -> SlotImages | None:
@@ -271,7 +297,8 @@ def open_images(executor: Any, vllm_config: VllmConfig, lent: LentSlab | None) -
     except (NoImages, SlabUnusable) as error:
         logger.warning("adapters are not kept in a slab: %s", error)
         return None
-    rows = Rows(slab, lent.term_s, time.time, most=lent.most_rows)
+    caps = caps_by_digest(lent.caps)
+    rows = Rows(slab, lent.term_s, time.time, most=lent.most_rows, caps=caps)
     return SlotImages(worker, rows, parts)
 
 

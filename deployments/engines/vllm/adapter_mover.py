@@ -39,6 +39,7 @@ class AdapterMover:
         self._counted: dict[str, int] = {}
         self._counted_s = -inf
         self._asked: dict[str, LoRARequest] = {}  # by digest
+        self.owners: dict[str, str] = {}  # of adapters of one tenant, by digest
         self._hot: frozenset[str] = frozenset()  # as the core last said
         self._warm: set[str] = set()
         self._wanted: dict[str, LoRARequest] = {}  # of requests that wait, without an image
@@ -86,18 +87,22 @@ class AdapterMover:
         return tier
 
     async def _bring(self, lora: LoRARequest) -> str:
-        tier: str = await self._call("bring_adapter", lora, self._kept())
+        tier: str = await self._call("bring_adapter", lora, self._owner(lora), self._kept())
         self._warm.add(lora.lora_name)
         return tier
 
     async def _stage(self, lora: LoRARequest) -> str | None:
         """None: the engine keeps no images."""
-        tier: str | None = await self._call("stage_adapter", lora)
+        tier: str | None = await self._call("stage_adapter", lora, self._owner(lora))
         if tier is not None:
             self._warm.add(lora.lora_name)
         if tier == COLD:
             self._read_ahead.add(lora.lora_name)
         return tier
+
+    def _owner(self, lora: LoRARequest) -> str:
+        """Empty for an adapter of all tenants."""
+        return self.owners.get(lora.lora_name, "")
 
     async def _attempt(self, move: _Move, lora: LoRARequest) -> None:
         """An adapter that is bad or gone by now is left: its next request hears of that."""
@@ -158,6 +163,9 @@ class AdapterMover:
         names = {lora.lora_int_id: name for name, lora in self._asked.items()}
         self._hot = frozenset(names[number] for number in said["hot"] if number in names)
         self._warm = set(said["warm"])
+        for name in said["forgotten"]:
+            self._uses.forget(name)
+            self._counted_s = -inf
 
     def _view(self) -> View:
         places = self._hot, frozenset(self._warm), self._fixed()

@@ -37,6 +37,9 @@ class Uses:
         found = {adapter: len(times) for adapter, times in self._times.items()}
         return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
 
+    def forget(self, adapter: str) -> None:
+        self._times.pop(adapter, None)
+
     def clear(self) -> None:
         self._times.clear()
 

@@ -131,6 +131,7 @@ class AdapterService:
             return None
         published = await self._shelf.take(entry)
         self._names[published.digest] = entry.full_name
+        self.mover.owners[published.digest] = entry.tenant
         number = self._numbers.setdefault(published.digest, len(self._numbers) + 1)
         return Asked(model, LoRARequest(published.digest, number, str(published.path)), entry)
 

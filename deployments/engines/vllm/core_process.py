@@ -141,23 +141,27 @@ class ForkedCore(EngineCoreProc):
         self.pictures.shrink()
         return self.pictures.facts()
 
-    def bring_adapter(self, lora_request: LoRARequest, keep: list[int]) -> str:
-        """Called by name from the frontend, as the next ones: fills a slot with an adapter. `keep`:
-        adapters that should not lose theirs for it, the last of them least. Returns the tier in
-        which the adapter was."""
+    def bring_adapter(self, lora_request: LoRARequest, tenant: str, keep: list[int]) -> str:
+        """Called by name from the frontend, as the next ones: fills a slot with an adapter.
+        `tenant`: whose it is; empty for an adapter of all. `keep`: adapters that should not lose
+        their slots for it, the last of them least. Returns the tier in which the adapter was."""
         if self.images is None:
             is_hot = lora_request.lora_int_id in self.list_loras()
             self.add_lora(lora_request)
             return adapter_images.HOT if is_hot else adapter_images.COLD
+        self.images.note_owner(lora_request, tenant)
         self.images.keep(keep)
         tier = self.images.tier(lora_request)
         self.add_lora(lora_request)
         return tier
 
-    def stage_adapter(self, lora_request: LoRARequest) -> str | None:
+    def stage_adapter(self, lora_request: LoRARequest, tenant: str) -> str | None:
         """Makes an adapter warm that will be needed soon. Returns the tier in which it was; None
         without a slab for images."""
-        return None if self.images is None else self.images.stage(lora_request)
+        if self.images is None:
+            return None
+        self.images.note_owner(lora_request, tenant)
+        return self.images.stage(lora_request)
 
     def keep_adapters(self, keep: list[int]) -> None:
         if self.images is not None:
@@ -169,9 +173,11 @@ class ForkedCore(EngineCoreProc):
             self.images.count(hot, warm, cold)
 
     def adapter_tiers(self) -> dict[str, Any]:
-        """Which adapters are in slots, by number, and which have an image, by digest."""
-        warm = [] if self.images is None else self.images.warm()
-        return {"hot": sorted(self.list_loras()), "warm": warm}
+        """Which adapters are in slots, by number, which have an image, by digest, and which are to
+        be brought for a request only, because their tenant was removed."""
+        images = self.images
+        warm, forgotten = ([], []) if images is None else (images.warm(), images.forgotten())
+        return {"hot": sorted(self.list_loras()), "warm": warm, "forgotten": forgotten}
 
     def slab_facts(self) -> dict[str, Any]:
         """What each slab of the engine holds, by content; empty without any."""

@@ -351,6 +351,11 @@ class VllmEngine:
         if self.llm is not None:
             await self._slabs(shrinks=True)
 
+    async def shrink_slabs(self) -> None:
+        """Asleep too: the core has the tables of its slabs, and needs no weights for it."""
+        if self.llm is not None:
+            await self._slabs(shrinks=True)
+
     async def drop_drafter(self) -> bool:
         """On GPUs compiled graphs hold the drafter, and the memory pool gives no part back."""
         if not _on_cpu() or self.llm is None or self.config.speculative_config is None:

@@ -326,7 +326,10 @@ class SlabManager(OffloadingManager):
         self._used(req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._steps_to_settle = max(0, self._steps_to_settle - 1)
+        if self._steps_to_settle:
+            self._steps_to_settle -= 1
+            if not self._steps_to_settle:
+                self.rows.settle()
         if self.restorer is not None:
             self.restorer.end_step()
         self.shrink()
@@ -335,13 +338,13 @@ class SlabManager(OffloadingManager):
         return self.restorer is not None and self.restorer.is_busy
 
     def shrink(self) -> None:
-        """Erases what the owner has ordered to, and gives back what its limit no longer permits."""
-        if not self._steps_to_settle:
-            self.rows.shrink_to_limit()
+        """Erases what the owner has ordered to, and gives back what its limit no longer permits,
+        also in an engine that sleeps."""
+        self.rows.shrink_to_limit()
 
     def reset_cache(self) -> None:
         """What is READY stays: a block's key says what it holds. vLLM calls this for every sleep.
-        The worker may still write what was in flight, so that no row moves there meanwhile."""
+        The worker may still write what was in flight, so that those rows are not free yet."""
         if self.restorer is not None:
             self.restorer.stop()
         self.rows.forget_in_flight()

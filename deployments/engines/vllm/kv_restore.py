@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import ReqContext
 
 from arbiter.pool import Rows, SavedRows
-from arbiter.pool.layout import Count
+from arbiter.pool.layout import Count, Removal
 
 # Once a step, because the core asks again at once: 21,000 times while 56 MB came from a disk.
 NAP_S = 0.0005
@@ -70,9 +70,10 @@ class Restorer:
             else:
                 self._settle(key)
 
-    def forget_tenant(self, tenant: bytes) -> None:
-        """Restores no more rows of a tenant. Those on their way come, and leave with its rows."""
-        self._saved.forget_tenant(tenant)
+    def forget_tenant(self, removal: Removal) -> None:
+        """Restores no more of what leaves with a tenant. What is on its way comes, and leaves
+        then."""
+        self._saved.forget_tenant(removal)
 
     def stop(self) -> None:
         """Returns when no row is written any more. Those on their way stay reserved."""
@@ -93,7 +94,8 @@ class Restorer:
         if key in self._rows or self._rows.is_reserved(key) or not _is_first(key, request):
             return False
         keep = request._offload_key_positions
-        found = self._rows.reserve([key], keep=keep, tenant=mark.tenant)
+        stored_s = mark.stored_s
+        found = self._rows.reserve([key], keep=keep, tenant=mark.tenant, stored_s=stored_s)
         for row in found.rows.values():
             target = self._rows.slab.row(row)
             self._coming[key] = self._thread.submit(self._read, key, target)

@@ -19,7 +19,7 @@ from arbiter.node import pool as pools
 from arbiter.node import slab_files
 from arbiter.node.pool import Pool
 from arbiter.node.slab_files import SlabFiles
-from arbiter.pool import Rows, SavedRows, Slab, slab_file
+from arbiter.pool import Removal, Rows, SavedRows, Slab, slab_file
 from arbiter.pool.layout import tenant_digest
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
@@ -610,7 +610,7 @@ def test_removed_tenant_leaves_idle_slabs_and_files_and_others_stay(
     write_of(path, "c")
     write(path, "y")
     saving.take_back(B)
-    saving.drop_tenant(ACME)
+    saving.drop_tenant(Removal(ACME))
     assert keys_in(saving, "chat/m") == [b"y"]
     assert len(files_in(saving)) == 1, "a file without any other row is removed"
     rows = SavedRows(Path(saving.file_for(CHAT) or ""), Content.KV, SPACE, Bytes(SLOT), time.time())
@@ -618,6 +618,21 @@ def test_removed_tenant_leaves_idle_slabs_and_files_and_others_stay(
         assert set(rows.keys) == {b"x"}
         found = bytearray(SLOT)
         assert rows.read(b"x", memoryview(found)) and bytes(found) == b"x" * SLOT
+
+
+@pytest.mark.spec("E6")
+def test_file_keeps_what_a_tenant_stored_after_its_removal(
+    saving: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saving.lend(A, CHAT)
+    write_of(path, "old")
+    removal = Removal(ACME, time.time())
+    write_of(path, "new")
+    saving.take_back(A)
+    squeeze(saving, monkeypatch)
+    until(saving, lambda: len(saving.dropped()) == 1)
+    saving.drop_tenant(removal)
+    until(saving, lambda: saved_keys(saving.file_for(CHAT)) == {b"new"})
 
 
 @pytest.mark.spec("E6")
@@ -629,7 +644,7 @@ def test_save_that_may_have_read_a_removed_tenants_rows_makes_no_file(
     hold_saves(saving, held)
     squeeze(saving, monkeypatch)
     saving.turn()
-    saving.drop_tenant(ACME)
+    saving.drop_tenant(Removal(ACME))
     held.set()
     assert files_in(saving) == []
 
@@ -639,7 +654,7 @@ def test_writers_erase_one_removed_tenant_after_the_other(pool: Pool) -> None:
     rows = write_of(pool.lend(A, CHAT), "a")
     write(pool.lend(B, OTHER), "x")
     for tenant in (ACME, tenant_digest("other"), tenant_digest("third")):
-        pool.drop_tenant(tenant)
+        pool.drop_tenant(Removal(tenant))
     assert [s.must_erase for s in pool.readings()] == [True, True]
     for _ in range(3):
         rows.shrink_to_limit()
@@ -653,8 +668,8 @@ def test_slab_of_an_engine_that_ended_before_it_erased_is_erased_as_it_comes_bac
     pool: Pool,
 ) -> None:
     rows = write_of(pool.lend(A, CHAT), "a")
-    pool.drop_tenant(tenant_digest("other"))
-    pool.drop_tenant(ACME)
+    pool.drop_tenant(Removal(tenant_digest("other")))
+    pool.drop_tenant(Removal(ACME))
     pool.take_back(A)
     assert keys_in(pool, "chat/m") == []
     assert [s.must_erase for s in pool.readings()] == [False]

@@ -17,7 +17,7 @@ import pytest
 from arbiter.node import pool as pools
 from arbiter.node.pool import Pool
 from arbiter.node.slab_files import SlabFiles
-from arbiter.pool import Rows, SavedRows, Slab, slab_file
+from arbiter.pool import Removal, Rows, SavedRows, Slab, slab_file
 from arbiter.pool.layout import tenant_digest
 from arbiter.protocol.messages import SlabRequest
 from arbiter.units import MIB, Bytes, Content, TicketId
@@ -152,7 +152,7 @@ class Chaos:
         self.disk.may_go_on.set()
 
     def remove_tenant(self) -> None:
-        self.pool.drop_tenant(ACME)
+        self.pool.drop_tenant(Removal(ACME))
 
     def settle(self) -> None:
         assert self.pool.files is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from arbiter.pool import Rows, SlabView, layout, rows
+from arbiter.pool import Removal, Rows, SlabView, layout, rows
 from arbiter.units import DEFAULT_TENANT
 from tests.support.slabs import (
     EXTENT,
@@ -99,13 +99,13 @@ def test_writer_erases_what_the_owner_orders_and_nothing_else(fd: int) -> None:
     with rows_of(fd, Clock()) as own, contextlib.closing(SlabView(fd)) as owner:
         store(own, ACME, b"secret")
         store(own, OTHER, b"theirs")
-        assert owner.order_erasure(ACME)
-        assert owner.must_erase and not owner.order_erasure(OTHER), "one order at a time"
+        assert owner.order_erasure(Removal(ACME))
+        assert owner.must_erase and not owner.order_erasure(Removal(OTHER)), "one order at a time"
         assert own.shrink_to_limit() == [b"secret"]
         assert not owner.must_erase
         assert content_of(b"secret") not in bytes_of(fd)
         assert has_its_bytes(own, b"theirs")
-        assert owner.order_erasure(OTHER)
+        assert owner.order_erasure(Removal(OTHER))
 
 
 @pytest.mark.spec("E3", "E6")
@@ -114,7 +114,7 @@ def test_pinned_and_reserved_rows_are_erased_once_they_are_let_go(fd: int) -> No
         store(own, ACME, b"read")
         own.pin([b"read"])
         own.reserve([b"written"], tenant=ACME)
-        owner.order_erasure(ACME)
+        owner.order_erasure(Removal(ACME))
         assert own.shrink_to_limit() == []
         own.unpin([b"read"])
         assert own.shrink_to_limit() == [b"read"] and owner.must_erase
@@ -129,7 +129,7 @@ def test_step_waits_for_the_erasure_of_some_rows_only(
     monkeypatch.setattr(rows, "ERASED_AT_ONCE", 3)
     with rows_of(fd, Clock()) as own, contextlib.closing(SlabView(fd)) as owner:
         store(own, ACME, *keys(7))
-        owner.order_erasure(ACME)
+        owner.order_erasure(Removal(ACME))
         assert [len(own.shrink_to_limit()) for _ in range(4)] == [3, 3, 1, 0]
         assert not owner.must_erase
 
@@ -138,7 +138,7 @@ def test_step_waits_for_the_erasure_of_some_rows_only(
 def test_order_that_a_killed_writer_left_open_is_the_next_writers(fd: int) -> None:
     with rows_of(fd, Clock()) as own, contextlib.closing(SlabView(fd)) as owner:
         store(own, ACME, b"secret")
-        owner.order_erasure(ACME)
+        owner.order_erasure(Removal(ACME))
     with rows_of(fd, Clock()) as later:
         assert later.shrink_to_limit() == [b"secret"]
 
@@ -150,7 +150,7 @@ def test_owner_erases_in_a_slab_that_no_writer_has(fd: int) -> None:
         store(own, OTHER, b"theirs")
     with contextlib.closing(SlabView(fd)) as owner:
         before = owner.allocated_bytes
-        assert owner.erase_tenant(ACME) == 1 and owner.erase_tenant(ACME) == 0
+        assert owner.erase_tenant(Removal(ACME)) == 1 and owner.erase_tenant(Removal(ACME)) == 0
         assert owner.allocated_bytes == before
     assert content_of(b"secret") not in bytes_of(fd)
     with rows_of(fd, Clock()) as later:
@@ -163,3 +163,51 @@ def test_default_tenant_is_that_of_rows_without_a_name(fd: int) -> None:
         own.reserve([b"a"])
         own.mark_ready(b"a")
     assert by_tenant(fd) == {layout.NO_TENANT: 1}
+
+
+@pytest.mark.spec("E6")
+def test_tenant_that_has_come_again_keeps_what_it_stored_after_its_removal(
+    fd: int, clock: Clock
+) -> None:
+    """Also where its writer is told later, and what it uses again was stored before."""
+    with rows_of(fd, clock) as own, contextlib.closing(SlabView(fd)) as owner:
+        store(own, ACME, b"old")
+        own.reserve([b"under way"], tenant=ACME)
+        removal = Removal(ACME, clock())
+        clock.now_s += 1
+        own.touch([b"old"])
+        store(own, ACME, b"new")
+        own.mark_ready(b"under way", ACME)
+        assert owner.order_erasure(removal)
+        assert set(own.shrink_to_limit()) == {b"old", b"under way"}
+        assert not owner.must_erase and has_its_bytes(own, b"new")
+
+
+@pytest.mark.spec("E6")
+def test_order_waits_for_what_was_under_way_at_the_removal_and_for_nothing_later(
+    fd: int, clock: Clock
+) -> None:
+    with rows_of(fd, clock) as own, contextlib.closing(SlabView(fd)) as owner:
+        own.reserve([b"before"], tenant=ACME)
+        owner.order_erasure(Removal(ACME, clock()))
+        clock.now_s += 1
+        own.reserve([b"after"], tenant=ACME)
+        assert own.shrink_to_limit() == [] and owner.must_erase
+        own.mark_ready(b"before", ACME)
+        assert own.shrink_to_limit() == [b"before"] and not owner.must_erase
+
+
+@pytest.mark.spec("E6")
+def test_idle_slab_keeps_what_a_tenant_stored_after_its_removal_also_under_the_next_writer(
+    fd: int, clock: Clock
+) -> None:
+    with rows_of(fd, clock) as own:
+        store(own, ACME, b"old")
+        removed_s = clock.now_s
+        clock.now_s += 1
+        store(own, ACME, b"new")
+    with contextlib.closing(SlabView(fd)) as owner:
+        assert owner.erase_tenant(Removal(ACME, removed_s)) == 1
+    with rows_of(fd, clock) as later, contextlib.closing(SlabView(fd)) as owner:
+        owner.order_erasure(Removal(ACME, removed_s))
+        assert later.shrink_to_limit() == [] and has_its_bytes(later, b"new")

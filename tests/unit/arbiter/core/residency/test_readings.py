@@ -166,3 +166,18 @@ def test_resident_whose_slab_has_more_than_it_may_is_asked_to_shrink_it() -> Non
     assert d.read(1) == []
     d.slabs = (slab(21, "a"), slab(21))  # of 20; the second one is idle
     assert d.read(2) == [PurgeCaches(TicketId("a"), HolderId("h"), only_slabs=True)]
+
+
+@pytest.mark.spec("E4", "E6")
+def test_sleeping_model_whose_slab_has_more_than_it_may_is_asked_too() -> None:
+    d = CoreDriver(device=200, host=200)
+    d.resident(0, "a", 80, host=40)
+    d.engines["a"] = {CPU: 80}
+    d.read(1)
+    d.ask(20, "b", 140)
+    d.at(21, ev.Slept(TicketId("a")))
+    d.engines["a"] = {CPU: 5, HOST: 40}
+    d.read(22)
+    assert d.state_of("a") == "asleep"
+    d.slabs = (slab(21, "a"),)
+    assert d.read(23) == [PurgeCaches(TicketId("a"), HolderId("h"), only_slabs=True)]

@@ -5,7 +5,16 @@ import pytest
 from arbiter.core import events as ev
 from arbiter.core.decisions import DropTenant, ForgetTenant, PurgeCaches
 from arbiter.core.residency.slabs import TOLD_AGAIN
-from arbiter.units import Bytes, Content, HolderId, NodeId, Span, TicketId, in_seconds
+from arbiter.units import (
+    Bytes,
+    Content,
+    HolderId,
+    NodeId,
+    Span,
+    TicketId,
+    in_seconds,
+    seconds,
+)
 from tests.support.core_driver import CPU, NODE, CoreDriver
 
 
@@ -15,19 +24,28 @@ def test_every_node_erases_what_a_removed_tenant_left() -> None:
     d.at(1, ev.NodeSeen(NodeId("m"), ()))
     assert d.at(2, ev.TenantRemoved("acme")) == [
         ForgetTenant(HolderId("h"), "acme"),  # first, so that its sweep brings nothing back
-        DropTenant(NODE, "acme"),
-        DropTenant(NodeId("m"), "acme"),
+        DropTenant(NODE, "acme", Span(0)),
+        DropTenant(NodeId("m"), "acme", Span(0)),
     ]
     assert d.last("tenant_removed").data == {"tenant": "acme", "nodes": 2}
 
 
 @pytest.mark.spec("E6")
-def test_agent_that_was_away_is_told_once_it_appears_and_for_a_day() -> None:
+def test_agent_that_was_away_is_told_since_when_once_it_appears_and_for_a_day() -> None:
     d = CoreDriver()
     d.at(1, ev.TenantRemoved("acme"))
     seen, day_s = ev.NodeSeen(NodeId("m"), ()), in_seconds(TOLD_AGAIN)
-    assert d.at(day_s, seen) == [DropTenant(NodeId("m"), "acme")]
+    assert d.at(day_s, seen) == [DropTenant(NodeId("m"), "acme", seconds(day_s - 1))]
     assert d.at(day_s + 1, seen) == []
+
+
+@pytest.mark.spec("E6")
+def test_tenant_that_is_removed_twice_was_removed_the_second_time() -> None:
+    d = CoreDriver()
+    d.at(1, ev.TenantRemoved("acme"))
+    d.at(9, ev.TenantRemoved("acme"))
+    told = d.at(10, ev.NodeSeen(NodeId("m"), ()))
+    assert told == [DropTenant(NodeId("m"), "acme", seconds(1))]
 
 
 @pytest.mark.spec("E6")

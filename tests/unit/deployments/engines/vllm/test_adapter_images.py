@@ -20,7 +20,8 @@ from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from arbiter.pool import Rows, Slab, SlabView
+from arbiter.pool import Removal, Rows, Slab, SlabView
+from arbiter.pool.layout import tenant_digest
 from arbiter.units import Bytes, Content
 from deployments.engines.vllm import adapter_images
 from deployments.engines.vllm.adapter_images import (
@@ -59,6 +60,7 @@ class Engine:
         slots: int = SLOTS,
         most: int = 1_000,
         number_of_weights: Callable[[int], int] = int,
+        caps: dict[bytes, float] | None = None,
     ) -> None:
         self.number_of_weights = number_of_weights
         manager = LRUCacheLoRAModelManager.__new__(LRUCacheLoRAModelManager)
@@ -76,7 +78,8 @@ class Engine:
         self.parsed: list[int] = []
         parts = slot_layout(manager.modules)
         slab = Slab(fd, Content.ADAPTER, b"n" * 32, ROW, extent_bytes=EXTENT)
-        self.images = SlotImages(self.worker, Rows(slab, TERM_S, Clock(), most=most), parts)
+        rows = Rows(slab, TERM_S, Clock(), most=most, caps=caps)
+        self.images = SlotImages(self.worker, rows, parts)
 
     def _parse(self, request: LoRARequest) -> LoRAModel:
         """In the place of the files: weights that follow from the number."""
@@ -206,6 +209,47 @@ def test_adapters_that_are_kept_lose_their_slot_last(fd: int) -> None:
     engine.images.keep([1, 77])
     engine.bring(3)
     assert engine.manager.lora_index_to_id == [1, 3]
+
+
+@pytest.mark.spec("E6", "F2")
+def test_image_of_a_tenants_own_adapter_leaves_with_the_tenant_and_a_common_one_with_none(
+    fd: int,
+) -> None:
+    engine = Engine(fd)
+    for number, tenant in ((1, "acme"), (2, ""), (3, "other"), (4, "default")):
+        engine.images.note_owner(asked(number), tenant)
+        engine.bring(number)
+    with closing(SlabView(fd)) as owner:
+        for tenant, left in (("acme", {2, 3, 4}), ("default", {2, 3})):
+            assert owner.order_erasure(Removal(tenant_digest(tenant)))
+            engine.images.shrink()
+            assert not owner.must_erase
+            assert {mark.key.hex() for _, mark in owner.marks()} == {digest(n) for n in left}
+    assert engine.images.forgotten() == [digest(1), digest(4)] and not engine.images.forgotten()
+    assert same(engine.bring(1), plain(1)), "made anew"
+    assert engine.parsed == [1, 2, 3, 4, 1]
+
+
+@pytest.mark.spec("E6")
+def test_image_that_tenants_share_is_of_the_one_that_had_it_made(fd: int) -> None:
+    engine = Engine(fd)
+    for tenant in ("acme", "other"):
+        engine.images.note_owner(asked(1), tenant)
+        engine.bring(1)
+    with closing(SlabView(fd)) as owner:
+        [(_, mark)] = owner.marks()
+    assert mark.tenant == tenant_digest("acme")
+
+
+@pytest.mark.spec("E6")
+def test_tenant_has_no_more_images_than_its_cap(fd: int) -> None:
+    engine = Engine(fd, caps={tenant_digest("acme"): 2 * ROW / (4 * EXTENT)})
+    engine.images.note_owner(asked(9), "")
+    engine.bring(9)
+    for number in (1, 2, 3):
+        engine.images.note_owner(asked(number), "acme")
+        assert same(engine.bring(number), plain(number))
+    assert [engine.images.tier(asked(n)) for n in (1, 2, 3, 9)] == [COLD, HOT, HOT, WARM]
 
 
 @pytest.mark.spec("E6")

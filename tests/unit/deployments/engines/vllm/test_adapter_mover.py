@@ -32,15 +32,19 @@ class Core:
         self.slots: list[str] = []
         self.warm: set[str] = set()
         self.bad: set[str] = set()
+        self.forgotten: set[str] = set()
+        self.owners: dict[str, str] = {}  # as each was told last
 
     async def call_utility_async(self, method: str, *given: Any) -> Any:
         self.begun.append(method)
         await asyncio.sleep(0)
         if method == "adapter_tiers":
-            return {"hot": [ord(c) for c in self.slots], "warm": [NAMES[c] for c in self.warm]}
+            warm, forgotten = ([NAMES[c] for c in of] for of in (self.warm, self.forgotten))
+            return {"hot": [ord(c) for c in self.slots], "warm": warm, "forgotten": forgotten}
         if method == "keep_adapters":
             return self.kept.append(given[0])
         letter = given[0].lora_name[0]
+        self.owners[letter] = given[1]
         self.calls.append((method, letter))
         if letter in self.bad:
             raise RuntimeError("a bad adapter")
@@ -133,6 +137,23 @@ def test_bad_adapter_that_waits_stops_none_of_the_others() -> None:
         assert core.staged == ["a", "b"]
         with pytest.raises(RuntimeError, match="bad"):
             await mover.bring(lora("a"))
+
+    of_mover(test)
+
+
+@pytest.mark.spec("E6")
+def test_core_is_told_whose_adapter_it_brings_and_a_removed_tenants_are_not_brought_back() -> None:
+    async def test(mover: AdapterMover, core: Core, gate: BatchGate) -> None:
+        mover.owners[NAMES["a"]] = "acme"
+        mover.ahead(lora("a"))
+        await settled(mover)
+        assert core.owners == {"a": "acme"}
+        await use(mover, "a", HOT_USES + 1)
+        await use(mover, "b")
+        assert core.owners == {"a": "acme", "b": ""}
+        core.warm, core.slots, core.calls, core.forgotten = set(), [], [], {"a"}
+        await mover.rebalance()
+        assert core.calls == [("stage_adapter", "b")]
 
     of_mover(test)
 

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from arbiter.pool import SlabFile, SlabView, Term, layout
+from arbiter.pool import Removal, SlabFile, SlabView, Term, layout
 from deployments.engines.vllm import kv_offload, lent_slab
 from deployments.engines.vllm.kv_offload import RowCopier, SlabManager
 from deployments.engines.vllm.lent_slab import Region
@@ -106,7 +106,7 @@ def test_rows_of_the_default_tenant_have_its_digest_also_before_they_are_in_a_fi
     manager.prepare_store([b"key"], asked)
     manager.complete_store({b"key"}, asked)
     with contextlib.closing(SlabView(manager.rows.slab.file.fd)) as owner:
-        assert owner.order_erasure(layout.NO_TENANT)
+        assert owner.order_erasure(Removal(layout.NO_TENANT))
         manager.shrink()
         assert not owner.must_erase and len(manager.rows) == 0
 
@@ -208,7 +208,7 @@ def test_blocks_that_the_device_had_count_as_used(manager: SlabManager) -> None:
     assert store(manager, [b"c"]) == second[-1:]
 
 
-def test_reset_keeps_what_is_whole_and_moves_nothing_until_the_worker_is_done(
+def test_reset_keeps_what_is_whole_and_the_place_of_what_was_written_until_the_worker_is_done(
     fd: int, manager: SlabManager
 ) -> None:
     store(manager, keys(FULL - 2))
@@ -223,6 +223,38 @@ def test_reset_keeps_what_is_whole_and_moves_nothing_until_the_worker_is_done(
     assert manager.rows.slab.usable_count == FULL
     manager.on_schedule_end(NO_STEP)
     assert manager.rows.slab.usable_count == EXTENT // ROW
+
+
+@pytest.mark.spec("E4", "E6")
+def test_engine_that_takes_no_step_after_a_reset_erases_and_shrinks(
+    fd: int, manager: SlabManager
+) -> None:
+    manager.requests = {"r": SimpleNamespace(cache_salt="acme")}
+    store(manager, keys(FULL // 2, "a"))
+    manager.requests = {}
+    store(manager, keys(FULL // 2, "b"))
+    manager.reset_cache()
+    with contextlib.closing(SlabView(fd)) as owner:
+        assert owner.order_erasure(Removal(layout.tenant_digest("acme")))
+        manager.shrink()
+        assert not owner.must_erase
+    assert hits(manager, [*keys(FULL // 2, "a"), *keys(FULL // 2, "b")]) == keys(FULL // 2, "b")
+    set_limit(fd, 1)
+    manager.shrink()
+    assert manager.facts()["ready"] == EXTENT // ROW == manager.rows.slab.usable_count
+
+
+def test_row_that_was_being_written_at_a_reset_is_no_others_until_the_worker_is_done(
+    manager: SlabManager,
+) -> None:
+    store(manager, keys(FULL - 1))
+    [void] = manager.prepare_store([b"half"], request(b"half")).store_spec.block_ids
+    manager.reset_cache()
+    [other] = manager.prepare_store([b"new"], request(b"new")).store_spec.block_ids
+    assert other != void
+    for _ in range(2):
+        manager.on_schedule_end(NO_STEP)
+    assert list(manager.prepare_store([b"newer"], request(b"newer")).store_spec.block_ids) == [void]
 
 
 @pytest.mark.spec("E1")

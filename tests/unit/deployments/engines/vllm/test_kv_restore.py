@@ -12,7 +12,8 @@ from threading import Event
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
-from arbiter.pool import Rows, SavedRows, SlabView, slab_file
+from arbiter.pool import Removal, Rows, SavedRows, SlabView, slab_file
+from arbiter.pool.layout import NO_TENANT
 from arbiter.units import MIB, Bytes, Content
 from deployments.engines.vllm.kv_offload import SlabManager
 from deployments.engines.vllm.kv_restore import Restorer
@@ -232,3 +233,23 @@ def fill(rows: Rows) -> list[bytes]:
         rows.slab.row(row)[:] = content_of(key)
         rows.mark_ready(key)
     return list(found)
+
+
+@pytest.mark.spec("E6", "G4")
+def test_rows_of_a_file_leave_with_the_tenant_that_stored_them_however_late_they_came_back(
+    path: Path,
+) -> None:
+    later = Clock()
+    later.now_s += 10
+    with managed(path, later) as manager:
+        assert answer(manager, request(*keys(2)), *keys(2)) == [HIT] * 2
+        coming = request(b"k2")
+        assert manager.lookup(b"k2", coming) is RETRY
+        store(manager.rows, b"new")
+        with contextlib.closing(SlabView(manager.rows.slab.file.fd)) as owner:
+            owner.order_erasure(Removal(NO_TENANT, CLOCK()))
+            assert answer(manager, coming, b"k2") in ([HIT], [MISS])
+            manager.shrink()
+            assert not owner.must_erase
+        assert manager.rows.keys() == [b"new"]
+        assert answer(manager, request(*keys(4)), *keys(4)) == [MISS] * 4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from arbiter.pool import SlabView, layout
+from arbiter.pool import Removal, SlabView, layout
 from arbiter.units import Bytes, Content
 from deployments.engines.vllm.picture_cache import ENTRIES, ROW_EMBEDDINGS, TERM_S, Asked, Copies
 from tests.support.picture_slabs import (
@@ -202,7 +202,7 @@ def test_rows_name_their_tenant(fd: int, engine: SeeingEngine) -> None:
 def test_pictures_of_a_removed_tenant_are_erased(fd: int, engine: SeeingEngine) -> None:
     engine.look("p")
     with contextlib.closing(SlabView(fd)) as owner:
-        assert owner.order_erasure(layout.tenant_digest("acme"))
+        assert owner.order_erasure(Removal(layout.tenant_digest("acme")))
         engine.cache.shrink()
         assert not owner.must_erase and owner.ready_count == 0
     assert engine.look("p") == [False]
