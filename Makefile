@@ -39,15 +39,15 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 install: $(VENV)/.installed-$(DEVICE)
 
 $(VENV)/.installed-$(DEVICE): pyproject.toml constraints-$(DEVICE).txt constraints-weights.txt
-	$(PYTHON) tools/install.py --venv $(VENV) --device $(DEVICE)
-	touch $@
+	@$(PYTHON) tools/install.py --venv $(VENV) --device $(DEVICE)
+	@touch $@
 
 models: install
-	$(BIN)/python -m models.make_models $(if $(RETRAIN),--retrain)
+	@$(BIN)/python -m models.make_models $(if $(RETRAIN),--retrain)
 
+# Ray's own lines go to a file, which is named at the end; VERBOSE=1 shows them.
 serve: install models
-	$(BIN)/arbiter check serve_config.yaml
-	$(BIN)/serve run serve_config.yaml
+	@$(BIN)/arbiter serve serve_config.yaml
 
 check: install
 	$(BIN)/ruff format --check .
