@@ -39,17 +39,15 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 install: $(VENV)/.installed-$(DEVICE)
 
 $(VENV)/.installed-$(DEVICE): pyproject.toml constraints-$(DEVICE).txt constraints-weights.txt
-	$(PYTHON) tools/install.py --venv $(VENV) --device $(DEVICE)
-	touch $@
+	@$(PYTHON) tools/install.py --venv $(VENV) --device $(DEVICE)
+	@touch $@
 
 models: install
-	$(BIN)/python -m models.make_models $(if $(RETRAIN),--retrain)
+	@$(BIN)/python -m models.make_models $(if $(RETRAIN),--retrain)
 
-FAST := tests/unit tests/model tests/sim tests/style
-
+# Ray's own lines go to a file, which is named at the end; VERBOSE=1 shows them.
 serve: install models
-	$(BIN)/arbiter check serve_config.yaml
-	$(BIN)/serve run serve_config.yaml
+	@$(BIN)/arbiter serve serve_config.yaml
 
 check: install
 	$(BIN)/ruff format --check .
@@ -61,6 +59,8 @@ check: install
 		--optional-dependencies-dev-groups dev
 	$(BIN)/deptry . --exclude '\.venv' --ignore DEP002
 	$(BIN)/pytest tests/style
+
+FAST := tests/unit tests/model tests/sim tests/style
 
 # On both cores what neither starts Ray nor an engine; the rest mostly waits for processes to start.
 test: install models

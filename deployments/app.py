@@ -1,17 +1,33 @@
-"""Builders that `import_path` in serve_config.yaml names: the front, and a capability."""
+"""Builders of Serve applications: the front's, which `import_path` in serve_config.yaml names, and
+a capability's, which the front calls for each row of its table; `import_path` may name it too."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from deployments.config.schema import CapabilityArgs, ConfigError, FrontArgs
+from deployments.config.schema import CapabilityArgs, CapabilityConfig, ConfigError, FrontArgs
+
+# By role, and `rerank`, which a row of the table names by `class`.
+CLASSES = {
+    "text": "deployments.capabilities.text:TextServer",
+    "embedding": "deployments.capabilities.embedding:EmbeddingServer",
+    "rerank": "deployments.capabilities.rerank:RerankServer",
+    "vision": "deployments.capabilities.vision:VisionServer",
+    "image": "deployments.capabilities.image:ImageServer",
+    "asr": "deployments.capabilities.asr:TranscriptionServer",
+    "tts": "deployments.capabilities.tts:SpeechServer",
+    "vad": "deployments.capabilities.vad:VadServer",
+}
 
 # A handle reports its queue this often, so that a waiting request starts a replica in about a
 # second; with Serve's defaults (10 s, 30 s) it takes seven to ten.
 METRICS_INTERVAL_S, LOOK_BACK_PERIOD_S = 0.1, 0.5
+
+SCALING = "deployments.scaling:CapabilityPolicy"
 
 # Above the longest generation: a replica told to stop finishes its streams first, and a replica
 # that Serve ends earlier breaks them.
@@ -50,14 +66,41 @@ def _builder(class_: str) -> Callable[[CapabilityArgs], Application]:
     return build
 
 
-text = _builder("deployments.capabilities.text:TextServer")
-embedding = _builder("deployments.capabilities.embedding:EmbeddingServer")
-rerank = _builder("deployments.capabilities.rerank:RerankServer")
-vision = _builder("deployments.capabilities.vision:VisionServer")
-image = _builder("deployments.capabilities.image:ImageServer")
-asr = _builder("deployments.capabilities.asr:TranscriptionServer")
-tts = _builder("deployments.capabilities.tts:SpeechServer")
-vad = _builder("deployments.capabilities.vad:VadServer")
+text = _builder(CLASSES["text"])
+embedding = _builder(CLASSES["embedding"])
+rerank = _builder(CLASSES["rerank"])
+vision = _builder(CLASSES["vision"])
+image = _builder(CLASSES["image"])
+asr = _builder(CLASSES["asr"])
+tts = _builder(CLASSES["tts"])
+vad = _builder(CLASSES["vad"])
+
+
+def of_table(name: str, config: CapabilityConfig) -> Application:
+    """The application of one row of the table, scaled as the arbiter says. Raises ConfigError."""
+    server = _class_of(class_path(config))
+    args = CapabilityArgs(capability=name, max_replicas=config.max_replicas)
+    return _capability(server, args, scaling_of(name, config))
+
+
+def scaling_of(name: str, config: CapabilityConfig) -> dict[str, object]:
+    """The part of `autoscaling_config` by which a row of the table differs from another: what
+    Serve has of it says whether it is deployed as the row now is. Raises ConfigError."""
+    described = {"capability": name, "class_path": class_path(config) or ""}
+    policy = {"policy_function": SCALING, "policy_kwargs": described}
+    return {"max_replicas": config.max_replicas, "policy": policy}
+
+
+def class_path(config: CapabilityConfig) -> str | None:
+    """`module:Class` of a row; None: Capability itself. Raises ConfigError."""
+    if config.class_ is None:
+        return None if config.paths else CLASSES.get(config.role)
+    if ":" in config.class_:
+        return config.class_
+    if config.class_ not in CLASSES:
+        known = ", ".join(CLASSES)
+        raise ConfigError(f"class: no {config.class_!r}; there is: {known}, or `module:Class`")
+    return CLASSES[config.class_]
 
 
 def _class_of(path: str | None) -> type:
@@ -70,15 +113,17 @@ def _class_of(path: str | None) -> type:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"args.class {path!r}: {error}") from error
+        raise ConfigError(f"class {path!r}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Capability)):
-        raise ConfigError(f"args.class {path!r} is no subclass of {Capability.__name__}")
+        raise ConfigError(f"class {path!r} is no subclass of {Capability.__name__}")
     return found
 
 
-def _capability(server: type, args: CapabilityArgs) -> Application:
+def _capability(
+    server: type, args: CapabilityArgs, scaling: Mapping[str, object] = MappingProxyType({})
+) -> Application:
     """Zero replicas until asked; devices are the arbiter's to place, so no GPUs or CPUs are
-    reserved with Ray."""
+    reserved with Ray. `scaling`: more of `autoscaling_config`."""
     deployment = serve.deployment(
         server,
         name=args.capability,
@@ -98,6 +143,7 @@ def _capability(server: type, args: CapabilityArgs) -> Application:
             "look_back_period_s": LOOK_BACK_PERIOD_S,
             "upscale_delay_s": 0,
             "downscale_delay_s": 5,
+            **scaling,
         },
     )
     return deployment.bind(args.capability)

@@ -1,7 +1,8 @@
-"""How many replicas Serve keeps of each capability: an application-level autoscaling policy that
-follows the arbiter, and the requests alone where there is no arbiter.
+"""How many replicas Serve keeps of each capability: an autoscaling policy that follows the arbiter,
+and the requests alone where there is no arbiter.
 
-Named by `autoscaling_policy.policy_function` in serve_config.yaml. Serve makes one in its
+The front deploys each capability with a CapabilityPolicy; an application that serve_config.yaml has
+itself names ArbiterPolicy by `autoscaling_policy.policy_function`. Serve makes one in its
 controller and calls it each 0.1 s, so a call must not wait: a thread keeps the numbers fresh.
 """
 
@@ -101,6 +102,17 @@ class ArbiterPolicy:
         """Keeps what holds when the arbiter has gone."""
         row = table.get("capabilities", {}).get(self._capability, {})
         self.alone_s = float(row.get("downscale_to_zero_s", ALONE_S))
+
+
+class CapabilityPolicy:
+    """The same for one deployment, as Serve wants it there. `class_path`: of what is deployed; the
+    front reads it back to see whether that is as the table has it."""
+
+    def __init__(self, capability: str, class_path: str = "") -> None:
+        self._policy = ArbiterPolicy(capability)
+
+    def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
+        return self._policy.replicas(context), {}
 
 
 def by_requests(context: Context) -> int:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from deployments import progress
 from deployments.environment import Environment
 from models import packaged, shipped, vllm_classes
 
@@ -165,16 +166,21 @@ def main() -> None:
     parser.add_argument("--retrain", action="store_true", help="train again what is carried")
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    for model in packaged.MODELS:
-        print(packaged.check(model))
-    print(packaged.make_vad(args.folder))
+    steps = progress.Steps()
+    with steps.step("models of packages, checked") as note:
+        for model in packaged.MODELS:
+            note(str(packaged.check(model)))
+        note(str(packaged.make_vad(args.folder)))
     for shape in (*RANDOM, MID) if args.random else ():
-        print(make(args.folder, shape))
-    for folder in shipped.unpack_all(args.folder):
-        print(folder)
+        with steps.step(f"model {shape.name}") as note:
+            note(str(make(args.folder, shape)))
+    with steps.step("models trained here, unpacked") as note:
+        note(", ".join(folder.name for folder in shipped.unpack_all(args.folder)))
     if args.retrain:
-        retrain(args.folder)
-    vllm_classes.inspect(args.folder)
+        with steps.step("models trained again"):
+            retrain(args.folder)
+    with steps.step("models as vLLM knows them"):
+        vllm_classes.inspect(args.folder)
 
 
 def retrain(folder: Path) -> None:

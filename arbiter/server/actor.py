@@ -453,6 +453,10 @@ class ArbiterActor:
     async def pid(self) -> int:
         return os.getpid()
 
+    async def nodes(self) -> messages.Plain:
+        """Each living node, and whether engines start there as fast as they can."""
+        return await self._agents.readiness()
+
     async def table(self) -> messages.Plain:
         """What another arbiter is to be started with, in plain values: it may be of other code,
         in which a pickled object would be read without an error, and wrong."""

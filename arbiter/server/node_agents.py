@@ -101,6 +101,22 @@ class RayAgents:
             gone += [m.holder for m in here if living.get(m.pid) != m.start_ticks]
         return gone
 
+    async def readiness(self) -> dict[str, dict[str, str]]:
+        """Of each living node, whether engines start there as fast as they can."""
+        nodes = sorted(self._nodes)
+        said = await asyncio.gather(*(self._readiness_of(node) for node in nodes))
+        return dict(zip(nodes, said, strict=True))
+
+    async def _readiness_of(self, node: NodeId) -> dict[str, str]:
+        """`starting` while it has no agent, or one that does not answer."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                found: dict[str, str] = await self._handles[node].readiness.remote()
+                return found
+        except (ray.exceptions.RayError, TimeoutError, KeyError):
+            cause = self._causes.get(node)
+            return {"state": "starting", "cause": cause} if cause else {"state": "starting"}
+
     async def close(self) -> None:
         """End all agents and every engine and zygote of theirs."""
         for node, handle in self._handles.items():

@@ -96,13 +96,29 @@ def built(path: Path, found: "Table") -> Iterator[str]:
         boot.boot(found)
     except ValueError as error:
         yield f"front.user_config: {error}"
-    for app in ServeDeploySchema.model_validate(yaml.safe_load(path.read_text())).applications:
+    applications = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text())).applications
+    yield from _capabilities(found, {app.name for app in applications})
+    for app in applications:
         where = f"applications.{app.name}"
         yield from _application(app, where)
         policy = app.autoscaling_policy
         if policy is not None:
             yield from _policy(policy, f"{where}.autoscaling_policy")
             yield from _followed(app, found, f"{where}.autoscaling_policy.policy_kwargs")
+
+
+def _capabilities(found: "Table", theirs: set[str]) -> Iterator[str]:
+    """Builds what the front will deploy: the rows without an application in the file."""
+    from ray.serve._private.build_app import build_app
+
+    from deployments import app
+    from deployments.config.schema import ConfigError
+
+    for name in sorted(found.capabilities.keys() - theirs):
+        try:
+            build_app(app.of_table(name, found.capabilities[name]), name=name)
+        except ConfigError as error:
+            yield f"front.user_config.capabilities.{name}.{error}"
 
 
 def _application(app: "ServeApplicationSchema", where: str) -> Iterator[str]:

@@ -14,7 +14,20 @@ import typer
 from typer.core import TyperGroup
 
 from arbiter.errors import ArbiterError
-from deployments.cli import check, cluster, free, keys, lease, metrics, plan, replay, show, steer
+from deployments.cli import (
+    check,
+    cluster,
+    free,
+    init,
+    keys,
+    lease,
+    metrics,
+    plan,
+    replay,
+    serve,
+    show,
+    steer,
+)
 from deployments.cli.output import CommandError, discard_stdout, say
 
 PANELS = ("See", "Steer", "Leases", "Cluster", "Keys", "Record and replay")
@@ -73,7 +86,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         steer.forget,
     ),
     "Leases": (lease.lease, free.free, show.leases, steer.drain, steer.cleanup),
-    "Cluster": (check.check, cluster.upgrade, cluster.down),
+    "Cluster": (init.init, check.check, serve.serve, cluster.upgrade, cluster.down),
     "Record and replay": (replay.record, replay.whatif),
 }
 for panel, commands in COMMANDS.items():

@@ -1,15 +1,16 @@
 """Everything a person may write into the front's `user_config` in serve_config.yaml.
 
 One table for the whole system: the arbiter's settings and every capability with its models. The
-front checks it and hands it to the arbiter, which keeps it and hands it to replicas, so a change
-restarts nothing and a capability with zero replicas is known. Unknown keys are refused by name.
+front checks it, hands it to the arbiter, which keeps it and hands it to replicas, and deploys each
+capability, so a change restarts nothing and a capability with zero replicas is known. Unknown keys
+are refused by name.
 """
 
 import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from arbiter.core import events as ev
 from arbiter.core import types
@@ -27,6 +28,7 @@ _RESERVED = re.compile(r"/(arbiter|health|ready|docs|openapi\.json|v1/models)(/.
 # Names end up in URLs, file names and metric labels; `:` separates a base from its adapter.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
+CLASS = r"^([a-z]+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
 MAX_PREFIXES = 32  # of one model; each is a request of one token, sent to an idle engine
 
@@ -191,9 +193,20 @@ class ModelConfig(Strict):
 
 
 class CapabilityConfig(Strict):
+    """All there is to say of a capability: the front makes its Serve application from it, unless
+    the file has an application of its name."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
     role: str
     engine: str  # a name in deployments.config.engine_kinds.ENGINES, or `module:function`
     models: dict[str, ModelConfig] = Field(min_length=1)
+    # A name in deployments.app.CLASSES, or `module:Class`, a subclass of Capability; absent: that
+    # of the role, or Capability itself where `paths` are given
+    class_: str | None = Field(None, alias="class", pattern=CLASS)
+    # G3: Serve starts another for more requests at once than its `target_ongoing_requests`; it gets
+    # a copy of a model when the replicas that have it are full (their `max_ongoing_requests`)
+    max_replicas: int = Field(1, ge=1, le=64)
     keep_warm_s: float | None = Field(None, ge=-1, le=LONGEST_S)
     downscale_to_zero_s: float = Field(300.0, ge=0, le=LONGEST_S)  # H0
     # D2: `external`: requests load nothing, a control plane sets what is resident
@@ -362,14 +375,12 @@ class FrontArgs(Strict):
 
 
 class CapabilityArgs(Strict):
-    """`args` of a capability application."""
+    """`args` of a capability application that the file has."""
 
     capability: str  # a name in the table
     # `module:Class`, a subclass of Capability; absent: Capability itself
     class_: str | None = Field(None, alias="class", pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    # G3: Serve starts another for more requests at once than its `target_ongoing_requests`; it gets
-    # a copy of a model when the replicas that have it are full (their `max_ongoing_requests`)
-    max_replicas: int = Field(1, ge=1, le=64)
+    max_replicas: int = Field(1, ge=1, le=64)  # as in CapabilityConfig
 
 
 class ConfigError(ValueError):
@@ -410,9 +421,8 @@ def _check_applications(applications: list[dict[str, Any]], path: Path) -> Table
     if "user_config" not in blocks[0]:
         raise ConfigError(f"{path}: application `front` needs a deployment with `user_config`")
     table = parse_table(blocks[0]["user_config"], f"{path}: front.user_config")
-    for name in table.capabilities:
-        if name not in by_name:
-            raise ConfigError(f"{path}: capability {name!r} has no application of that name")
+    if "front" in table.capabilities:
+        raise ConfigError(f"{path}: capability 'front' has the name of the front's application")
     for name, app in by_name.items():
         if (
             name != "front"

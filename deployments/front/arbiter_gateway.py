@@ -173,6 +173,13 @@ async def readiness(table: Table, failures: Mapping[str, str]) -> dict[str, Any]
     }
 
 
+async def nodes() -> dict[str, Any]:
+    """Each node: `ready` once its zygote has imported what engines need, `starting` before,
+    `failed` with the cause. Raises ArbiterUnavailable."""
+    found: dict[str, Any] = await call_arbiter("nodes", within_s=STATE_WAIT_S)
+    return found
+
+
 def _readiness(capability: str, now: ArbiterState, serve_failure: str) -> dict[str, Any]:
     states = {row.model: row.state for row in now.tickets if row.capability == capability}
     load_failure = now.load_failures.get(capability, "")

@@ -37,11 +37,13 @@ class Front:
         return self._application
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Checks the table and hands it to the arbiter. Raises ConfigError with every bad key."""
+        """Checks the table, hands it to the arbiter and deploys its capabilities. Raises
+        ConfigError with every bad key, and what they raise."""
         table = parse_table(user_config, "front.user_config")
         path = keys_path(table.front.keys_file, table.arbiter.state_file)
         await asyncio.to_thread(ensure_first, path)
         await arbiter_gateway.configure(table)
+        await self._front.apps.follow(table)
         sites = frozenset(table.front.hosts), frozenset(table.front.origins)
         self._front.auth = Authenticator(Keyring(path), *sites)
         self._front.service.configure(table)

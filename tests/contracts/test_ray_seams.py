@@ -19,6 +19,7 @@ from arbiter.errors import NeverFits
 from arbiter.node import spare_workers
 from arbiter.protocol import ray_internals
 from arbiter.units import Bytes, TicketId
+from deployments.app import SCALING
 from deployments.replica.capability import Capability
 from deployments.routing.router import ResidentRouter
 from deployments.scaling import ArbiterPolicy, Context
@@ -171,6 +172,20 @@ def test_serve_makes_one_instance_of_a_policy_class_for_an_application() -> None
     ]
     made = [maker(policy) for maker in makers if len(inspect.signature(maker).parameters) == 1]
     assert any(isinstance(one, ArbiterPolicy) for one in made)
+
+
+@pytest.mark.spec("M2")
+def test_serve_says_who_deployed_an_application_and_how_it_is_scaled() -> None:
+    """By which the front knows what it has deployed (deployments.front.capability_apps)."""
+    from ray.serve.config import AutoscalingConfig
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ApplicationDetails, DeploymentDetails
+
+    assert _get_global_client(raise_if_no_controller_running=False) is None
+    assert {"source", "deployments"} <= ApplicationDetails.model_fields.keys()
+    assert "deployment_config" in DeploymentDetails.model_fields
+    given = {"max_replicas": 2, "policy": {"policy_function": SCALING, "policy_kwargs": {"a": 1}}}
+    assert given.items() <= AutoscalingConfig(**given).model_dump().items()
 
 
 @pytest.mark.spec("G3")

@@ -16,7 +16,6 @@ import pytest
 from tests.graph.conftest import IN_FLIGHT, ROOT, Graph, command_of, started, until
 from tests.support.contributing import addition, package
 
-OTHERS = "sick", "held", "mirror"
 POLICY = "my_package.evict_largest:price"
 BROKEN = '''"""A builder that fails as one does whose library is not installed."""
 
@@ -45,14 +44,17 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         mirror = {"engine": "tests.support.mirror_engine:build", "paths": ["/v1/mirror"]}
         models = {name: {**quick, "can_sleep": False} for name in ("mirror", "brief")}
         capabilities["mirror"] = {"role": "text", "models": models} | mirror
+        models = {"unbuilt": {"source": str(outside), "need": {"weights": "1 MiB"}}}
+        unbuilt = {"class": "my_package.nowhere:Patient", "models": models}
+        capabilities["unbuilt"] = {**capabilities["echo"], **unbuilt}
         models = {"held": {"source": str(outside), "need": {"weights": "1 MiB"}}}
-        held = {"paths": ["/v1/held"], "managed": "external", "models": models}
-        capabilities["held"] = {"role": "text", "engine": engine} | held
-        front, [echo] = config["applications"][0], added["applications"]
+        row = {"paths": ["/v1/held"], "managed": "external", "models": models}
+        capabilities["held"] = {"role": "text", "engine": engine} | row
+        front, [own] = config["applications"][0], added["applications"]
         broken = {"name": "broken", "route_prefix": None, "import_path": "my_package.broken:build"}
-        del (plain := json.loads(json.dumps(echo)))["args"]["class"]
-        others = [json.loads(json.dumps(plain).replace("echo", name)) for name in OTHERS]
-        config["applications"] = [front, echo, *others, broken | {"args": {"capability": "broken"}}]
+        # One that the file has itself; the front deploys the others.
+        del (held := json.loads(json.dumps(own).replace("echo", "held")))["args"]["class"]
+        config["applications"] = [front, held, broken | {"args": {"capability": "broken"}}]
         table = front["deployments"][0]["user_config"]
         table["capabilities"] = capabilities
         table["arbiter"] |= {"evict": POLICY, "pipelines": []}
@@ -143,7 +145,7 @@ def test_outside_path_and_policy_are_described(extended: Graph) -> None:
     assert "/v1/echo" in extended.get("/openapi.json")["paths"]
     assert extended.state()["table"]["arbiter"]["evict"] == POLICY
     assert {card["id"] for card in extended.get("/v1/models")["data"]} == {
-        "parrot", "none", "sick", "held", "mirror", "brief",
+        "parrot", "none", "unbuilt", "sick", "held", "mirror", "brief",
     }  # fmt: skip
 
 
@@ -155,6 +157,7 @@ def test_failed_application_and_failed_load_read_failed_with_their_cause(extende
 
     cause = until(lambda: failed("broken"), 60, "the application that cannot be built has failed")
     assert "a_library_that_is_not_installed" in cause
+    assert "No module named 'my_package.nowhere'" in failed("unbuilt")
     assert not failed("echo") and not failed("sick")
     answer = post(extended, "/v1/echo", b'{"model": "none"}', "application/json")
     assert (answer.status, json.load(answer)["error"]["code"]) == (503, "capability_failed")

@@ -95,15 +95,15 @@ def test_the_configuration_for_gpus_deploys_and_serves(gpus: Graph) -> None:
     )  # fmt: skip
     applications = yaml.safe_load(done.stdout)["applications"]
     states = {name: app["status"] for name, app in applications.items()}
-    assert states == {app["name"]: "RUNNING" for app in gpus.config["applications"]}
+    assert states == {name: "RUNNING" for name in ("front", *gpus.table["capabilities"])}
 
 
 @pytest.mark.spec("H0")
 @pytest.mark.parametrize("name", ["chat", "embedding", "image", "asr", "tts", "vad"])
 def test_each_capability_is_scaled_by_the_arbiters_policy(gpus: Graph, name: str) -> None:
-    """Where it cannot be made, Serve says so in its log and scales by itself; the application runs
+    """Where it cannot be made, Serve says so in its log and scales by itself; the capability runs
     all the same."""
-    says = f"policy 'deployments.scaling:ArbiterPolicy' for application '{name}'"
+    says = f"'deployments.scaling:CapabilityPolicy' for deployment 'Deployment(name='{name}'"
     until(lambda: says in (gpus.folder / "serve.log").read_text(), 30, says)
 
 

@@ -1,51 +1,53 @@
-"""The shipped configuration by the bare command, as a person runs it who has read no Makefile."""
+"""A configuration that `arbiter init` wrote, as a person starts it who has read no Makefile: by
+`arbiter serve`, which is `serve run` with its lines in a file."""
 
 import contextlib
 import os
+import re
 import subprocess
+import sys
 import tempfile
-import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from deployments.cli.serve import RULE
 from models import shipped
 from models.make_models import default_folder
-from tests.graph.conftest import BIN, ROOT, Graph, free_port, stop, until
+from tests.graph.conftest import ROOT, Graph, free_port, stop, until
 
+ARBITER = [sys.executable, "-m", "deployments.cli"]
 HELLO = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "small-chat", "messages": HELLO, "max_tokens": 2, "temperature": 0}
 EMBED = {"model": "all-minilm-l6-v2", "input": "hi"}
 
 
 @contextlib.contextmanager
-def plain_serve_run() -> Iterator[Graph]:
+def plain_start() -> Iterator[Graph]:
     """With a home and a place for temporary files of its own, by which Ray finds no other cluster,
-    and no other variable than those and the PATH. Of the file only the port is changed."""
-    text = (ROOT / "serve_config.yaml").read_text()
-    assert text.count("port: 8000") == 1
+    and no other variable than those and the PATH."""
     with tempfile.TemporaryDirectory(prefix="plain-", ignore_cleanup_errors=True) as folder:
         home = Path(folder)
         made = home / ".cache" / "serve-arbiter"
         made.mkdir(parents=True)
         shipped.unpack_all(default_folder())  # as `make models` does
         (made / "models").symlink_to(default_folder())
-        port = free_port()
-        file = home / "serve_config.yaml"
-        file.write_text(text.replace("port: 8000", f"port: {port}"))
-        log = (home / "serve.log").open("wb")
-        process = subprocess.Popen(
-            [BIN / "serve", "run", file],
-            cwd=ROOT,
-            env={"HOME": folder, "TMPDIR": folder, "PATH": os.environ["PATH"]},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        log.close()
-        config = yaml.safe_load(text)
+        port, file = free_port(), home / "serve_config.yaml"
+        env = {"HOME": folder, "TMPDIR": folder, "PATH": os.environ["PATH"]}
+        words = ["init", str(file), "--cpu", "--port", str(port)]
+        subprocess.run([*ARBITER, *words], cwd=ROOT, env=env, timeout=60, check=True)
+        with (home / "said.log").open("wb") as said:
+            process = subprocess.Popen(
+                [*ARBITER, "serve", str(file)],
+                cwd=ROOT,
+                env=env,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+        config = yaml.safe_load(file.read_text())
         running = Graph(f"http://127.0.0.1:{port}", process, home, config)
         try:
             yield running
@@ -53,25 +55,42 @@ def plain_serve_run() -> Iterator[Graph]:
             stop(process)
 
 
-def is_up(graph: Graph) -> bool:
-    log = graph.folder / "serve.log"
-    assert graph.process.poll() is None, f"serve run ended: {log.read_text()[-2000:]}"
-    try:
-        return {"chat", "embedding"} <= set(graph.get("/ready")["capabilities"])
-    except (urllib.error.URLError, ConnectionError):
-        return False
+def said(graph: Graph) -> str:
+    return (graph.folder / "said.log").read_text()
 
 
-@pytest.mark.spec("H0")
-def test_plain_serve_run_without_a_variable_answers_chat_and_embeddings() -> None:
-    with plain_serve_run() as graph:
-        until(lambda: is_up(graph), 120, "the front answers")
-        until(lambda: graph.state()["devices"], 60, "the node has introduced itself")
-        status, said = graph.post("/v1/chat/completions", CHAT)
-        assert status == 200, said
-        assert said["usage"]["completion_tokens"] == 2
-        status, said = graph.post("/v1/embeddings", EMBED)
-        assert status == 200, said
-        assert len(said["data"][0]["embedding"]) == 384
+def is_ready(graph: Graph) -> bool:
+    assert graph.process.poll() is None, f"arbiter serve ended: {said(graph)[-2000:]}"
+    return said(graph).count(RULE) == 2
+
+
+@pytest.mark.spec("H0", "M1", "M2")
+def test_written_configuration_is_served_without_a_variable_and_is_warm_when_it_says_ready() -> (
+    None
+):
+    with plain_start() as graph:
+        until(lambda: is_ready(graph), 180, "it says that it is ready")
+        *steps, box = said(graph).split(RULE)[:2]
+        assert re.findall(r"^  ok +(\w+)", "".join(steps), re.M) == [
+            "configuration", "Ray", "front", "arbiter", "imports", "capabilities",
+        ]  # fmt: skip
+        assert f"{graph.url}/v1 (OpenAI)" in box and "failed" not in box
+        report = graph.get("/ready")
+        assert {row["state"] for row in report["nodes"].values()} == {"ready"}
+        assert report["capabilities"].keys() == graph.table["capabilities"].keys()
+        [curl] = re.findall(r"^curl .*$", box, re.M)
+        pasted = subprocess.run(curl, shell=True, capture_output=True, timeout=120, check=True)
+        assert b'"role":"assistant"' in pasted.stdout
+        status, answer = graph.post("/v1/chat/completions", CHAT)
+        assert status == 200, answer
+        assert answer["usage"]["completion_tokens"] == 2
+        status, answer = graph.post("/v1/embeddings", EMBED)
+        assert status == 200, answer
+        assert len(answer["data"][0]["embedding"]) == 384
         models = {t["model"] for t in graph.state()["tickets"]}
         assert models & {"small-chat", "all-minilm-l6-v2"}
+        [log] = (graph.folder / ".cache" / "serve-arbiter" / "logs").iterdir()
+        assert "Started a local Ray instance" in log.read_text()
+        assert "Ray instance" not in said(graph)
+        stop(graph.process)
+        assert "ok     stopping" in said(graph)

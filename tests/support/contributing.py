@@ -34,7 +34,8 @@ def package(folder: Path) -> Path:
 
 
 def addition() -> dict[str, Any]:
-    """`capabilities` and `applications` of the capability that the page adds."""
-    [text] = blocks("yaml")
-    found: dict[str, Any] = yaml.safe_load(text)
+    """`capabilities` of the page, and `applications`, which it may have instead of the front."""
+    found: dict[str, Any] = {}
+    for text in blocks("yaml"):
+        found |= yaml.safe_load(text)
     return found

@@ -25,9 +25,11 @@ async def root() -> Response:
 @router.get("/ready", responses=refusals(503))
 async def ready(front: State) -> JSONResponse:
     """Readiness of each capability: ready, loading, scaled_to_zero or failed with its cause. 503
-    only where all have failed, or the arbiter does not answer."""
+    only where all have failed, or the arbiter does not answer. And of each node: `ready` once its
+    next engine starts as fast as any."""
     table = front.table
-    failures = await front.applications.failures(sorted(table.capabilities))
+    failures = await front.applications.failures(sorted(table.capabilities)) | front.apps.causes
     report = await arbiter_gateway.readiness(table, failures)
     states = {row["state"] for row in report.values()}
-    return JSONResponse({"capabilities": report}, 503 if states == {"failed"} else 200)
+    body = {"capabilities": report, "nodes": await arbiter_gateway.nodes()}
+    return JSONResponse(body, 503 if states == {"failed"} else 200)

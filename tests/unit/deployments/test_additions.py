@@ -75,7 +75,12 @@ async def test_policy_path_is_not_taken_from_a_request() -> None:
 
 @pytest.mark.spec("H9")
 @pytest.mark.usefixtures("outside")
-def test_capability_class_of_another_package_is_named_by_the_applications_args() -> None:
+def test_capability_class_of_another_package_is_named_by_its_row_or_by_an_applications_args() -> (
+    None
+):
+    table = parse_table({"capabilities": addition()["capabilities"]})
+    made = app.of_table("echo", table.capabilities["echo"])._bound_deployment.func_or_class
+    assert made.__name__ == "Patient"
     [application] = addition()["applications"]
     args = CapabilityArgs.model_validate(application["args"])
     made = app.capability(args)._bound_deployment.func_or_class

@@ -1,6 +1,5 @@
 """`arbiter check` builds what a file names: what passes deploys, and what does not is named."""
 
-import copy
 import json
 import os
 import re
@@ -41,6 +40,28 @@ def shipped(name: str = "serve_config.gpu.yaml") -> Config:
     return found
 
 
+def with_applications() -> Config:
+    """With an application of its own for each capability, as a person may have written them."""
+    found = shipped()
+    for name in found["applications"][0]["deployments"][0]["user_config"]["capabilities"]:
+        policy = {
+            "policy_function": "deployments.scaling:ArbiterPolicy",
+            "policy_kwargs": {"capability": name},
+        }
+        found["applications"].append(
+            {
+                "name": name,
+                "route_prefix": None,
+                "import_path": "deployments.app:capability",
+                "args": {"capability": name},
+                "autoscaling_policy": policy,
+                "deployments": [{"name": name}],
+            }
+        )
+    chat(found)["import_path"] = "deployments.app:text"
+    return found
+
+
 def written(config: Config, tmp_path: Path) -> Path:
     file = tmp_path / "serve_config.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -74,7 +95,7 @@ def test_what_models_need_is_there_for_programs(run: Run) -> None:
 @pytest.mark.spec("H0")
 def test_a_policy_without_its_arguments_is_refused_as_serve_would(run: Run, tmp_path: Path) -> None:
     """serve_config.gpu.yaml was shipped so, and failed only when it was deployed."""
-    config = shipped()
+    config = with_applications()
     for app in config["applications"][1:]:
         del app["autoscaling_policy"]["policy_kwargs"]
     file = written(config, tmp_path)
@@ -156,7 +177,7 @@ def test_what_would_fail_when_it_deploys_is_named_by_its_key(
     what: str, run: Run, tmp_path: Path
 ) -> None:
     change, place, says = WRONG[what]
-    config = copy.deepcopy(shipped())
+    config = with_applications()
     change(config)
     failed = run("check", str(written(config, tmp_path)), "--json")
     assert failed.exit_code == 1
@@ -164,8 +185,23 @@ def test_what_would_fail_when_it_deploys_is_named_by_its_key(
     assert problem.startswith(place) and says in problem
 
 
-def test_a_router_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "names"),
+    [("painter", "no 'painter'; there is: text, "), ("none:Patient", "No module named 'none'")],
+)
+def test_class_of_a_row_that_cannot_be_deployed_is_named(
+    said: str, names: str, run: Run, tmp_path: Path
+) -> None:
     config = shipped()
+    table = config["applications"][0]["deployments"][0]["user_config"]
+    table["capabilities"]["asr"]["class"] = said
+    failed = run("check", str(written(config, tmp_path)), "--json")
+    [problem] = json.loads(failed.stdout)["problems"]
+    assert problem.startswith("front.user_config.capabilities.asr.class") and names in problem
+
+
+def test_a_router_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
+    config = with_applications()
     wrong = {"request_router_class": "deployments.routing.router:Router"}
     chat(config)["deployments"][0]["request_router_config"] = wrong
     failed = run("check", str(written(config, tmp_path)))
@@ -206,7 +242,7 @@ def test_a_builder_beside_the_file_is_found(
     (tmp_path / "beside.py").write_text("from deployments.app import text as build\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", os.getcwd())])
-    config = shipped()
+    config = with_applications()
     chat(config)["import_path"] = "beside:build"
     assert run("check", str(written(config, tmp_path))).exit_code == 0
 

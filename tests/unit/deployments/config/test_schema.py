@@ -69,7 +69,7 @@ def test_an_unknown_key_in_the_table_is_named(path: tuple[str, ...], tmp_path: P
 
 def test_a_key_that_serve_would_drop_in_silence_is_named(tmp_path: Path) -> None:
     config = shipped()
-    config["applications"][1]["deployments"][0]["max_ongoing_request"] = 5
+    config["applications"][0]["deployments"][0]["max_ongoing_request"] = 5
     assert "'max_ongoing_request'" in refused(config, tmp_path)
 
 
@@ -144,10 +144,28 @@ def test_model_belongs_to_one_capability(tmp_path: Path) -> None:
     assert "'small-chat' is in both" in refused(config, tmp_path)
 
 
-def test_a_capability_without_an_application_is_named(tmp_path: Path) -> None:
+@pytest.mark.spec("M2")
+def test_shipped_configurations_have_one_entry_per_capability() -> None:
+    for name in ("serve_config.yaml", "serve_config.gpu.yaml"):
+        config = yaml.safe_load(SHIPPED.with_name(name).read_text())
+        assert [one["name"] for one in config["applications"]] == ["front"]
+        assert len(front_table(config)["capabilities"]) == 8
+
+
+def test_capability_with_the_name_of_the_fronts_application_is_refused(tmp_path: Path) -> None:
     config = shipped()
-    del config["applications"][2]
-    assert "'embedding' has no application" in refused(config, tmp_path)
+    front_table(config)["capabilities"]["front"] = {
+        "role": "text", "engine": "vllm", "models": {"m": {"source": "x"}}
+    }  # fmt: skip
+    assert "'front' has the name of the front's application" in refused(config, tmp_path)
+
+
+@pytest.mark.parametrize("said", ["a.b:C", "rerank"])
+def test_class_of_a_row_is_kept_by_the_arbiters_copy_of_the_table(said: str) -> None:
+    chat = {"role": "text", "engine": "vllm", "class": said, "models": {"m": {"source": "x"}}}
+    table = parse_table({"capabilities": {"chat": chat}})
+    assert as_plain(table)["capabilities"]["chat"]["class"] == said
+    assert parse_table(as_plain(table)) == table
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

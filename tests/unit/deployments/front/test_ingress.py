@@ -9,9 +9,20 @@ from httpx import ASGITransport, AsyncClient
 from arbiter.errors import ArbiterUnavailable, QueueFull
 from deployments.config.schema import ConfigError, Table
 from deployments.front import arbiter_gateway
+from deployments.front.capability_apps import CapabilityApps
 from deployments.front.ingress import Front
 
 CHAT = {"role": "text", "engine": "m:f", "models": {"tiny": {"source": "x"}}}
+
+
+class NoServe:
+    """There is no controller here."""
+
+    def applications(self) -> dict[str, Any]:
+        return {}
+
+    def run(self, applications: dict[str, Any]) -> None: ...
+    def delete(self, name: str) -> None: ...
 
 
 @pytest.fixture
@@ -28,6 +39,7 @@ async def front(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = object.__new__(kind)
     await kind.__init__(made)
     made._set_asgi_app(made.__serve_build_asgi_app__())
+    made._front.apps = CapabilityApps(NoServe(), {})
     return made
 
 

@@ -1,0 +1,279 @@
+"""`arbiter init`: writes a configuration for this machine.
+
+What it has comes from the entries of the shipped configurations, of serve_config.gpu.yaml where
+there are GPUs and of serve_config.yaml where there are none, and from the models that a person
+names.
+"""
+
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+
+from arbiter.units import GIB, MIB, Bytes, human
+from deployments.cli import config_text
+from deployments.cli.output import CommandError, show, table, working
+
+if TYPE_CHECKING:
+    from deployments.cli.model_sources import Source
+
+FILES = {True: "serve_config.gpu.yaml", False: "serve_config.yaml"}
+PIPELINE = ("vad", "asr", "chat", "tts")
+LENT = 0.9  # of a device; the rest is kept back (`arena`)
+HOST_PART, HOST_MOST, HOST_LEAST = 0.25, 64 * GIB, 1 * GIB  # of RAM, for weights asleep
+CPU_PART = 0.5  # of RAM, for models on a machine without a GPU
+NAMED = re.compile(r"(?:([a-z]+):)?([^=:]+)=(.+)")
+UNKNOWN_PART = 0.3  # of a device, granted to a model whose size nothing tells
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is of it to divide."""
+
+    gpus: tuple[Bytes, ...]
+    ram_bytes: Bytes
+    words: str
+
+    @property
+    def largest_bytes(self) -> int:
+        return max(self.gpus, default=int(self.ram_bytes * CPU_PART))
+
+    @property
+    def host_bytes(self) -> int:
+        part = int(self.ram_bytes * HOST_PART)
+        return max(HOST_LEAST, min(HOST_MOST, part if self.gpus else part // 2))
+
+
+def find_machine(wants_gpu: bool | None) -> Machine:
+    """By NVML and the kernel. `wants_gpu`: None leaves it to what there is. Raises CommandError."""
+    from arbiter.node import nvml, procfs
+
+    ram, _ = procfs.ram()
+    try:
+        found = nvml.find_gpus() if wants_gpu is not False else nvml.NoGpus()
+        cards = [found.card(index) for index in range(found.count())]
+    except (nvml.NvmlFailed, nvml.GpuUnreadable) as error:
+        raise CommandError(f"{error}; `--cpu` does without") from error
+    if wants_gpu and not cards:
+        raise CommandError("NVML finds no GPU here; without --gpu the file is for the CPU")
+    words = f"{human(ram)} of RAM"
+    if cards:
+        words = ", ".join(f"{card.name} of {human(card.total_bytes)}" for card in cards)
+    return Machine(tuple(card.total_bytes for card in cards), ram, words)
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("serve_config.yaml"),
+    gpu: Annotated[
+        bool | None, typer.Option("--gpu/--cpu", help="Default: --gpu where NVML finds one.")
+    ] = None,
+    capabilities: Annotated[
+        str, typer.Option(help="Those to serve, as chat,embedding; default: all there are.")
+    ] = "",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="[CAPABILITY:]NAME=SOURCE, a folder or hub id; it takes the place of the"
+            " capability's own models."
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65_535, help="Of the API.")] = 8000,
+    force: Annotated[bool, typer.Option(help="Replace the file where it exists.")] = False,
+) -> None:
+    """Write a configuration for this machine: its GPUs or RAM, capabilities and models."""
+    if file.exists() and not force:
+        raise CommandError(f"{file} exists; name another file, or replace it by --force")
+    with working("looking at this machine and its models"):
+        machine = find_machine(gpu)
+        text, needs, left_out = written(machine, _names(capabilities), model or [], port)
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise CommandError(f"{file} cannot be written: {error}") from error
+    rows = [(name, human(Bytes(need))) for name, need in needs.items()]
+    heads = ("model", "about, while resident")
+    said = [f"left out: {line}" for line in left_out]
+    if len(needs) < len(_models(text)):
+        said.append("`make models` makes those that are not made yet")
+    next_is = f"`arbiter check {file}` names what an edit breaks; `arbiter serve {file}` starts it"
+    wrote = f"{file}: for {machine.words}"
+    show(False, None, wrote, table(heads, rows, numbers=heads[1:]), *said, next_is)
+
+
+def _models(text: str) -> list[str]:
+    table = yaml.safe_load(text)["applications"][0]["deployments"][0]["user_config"]
+    return [name for row in table["capabilities"].values() for name in row["models"]]
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def written(
+    machine: Machine, chosen: list[str], models: list[str], port: int = 8000
+) -> tuple[str, dict[str, int], list[str]]:
+    """The text of the file, what each model needs in bytes, and what was left out, with the reason.
+    Raises CommandError."""
+    from deployments.cli.model_sources import look
+
+    entries = config_text.shipped(FILES[bool(machine.gpus)])
+    if unknown := [name for name in chosen if name not in entries]:
+        raise CommandError(f"--capabilities: no {unknown[0]!r}; there is: {', '.join(entries)}")
+    named = [look(*_split(one, entries)) for one in models]
+    _refuse_twice(named)
+    wanted = chosen or list(entries)
+    for source in named:
+        if source.capability not in wanted:
+            raise CommandError(
+                f"{source.name}: {source.source} is for {source.capability}"
+                f" ({source.what.split(';')[0]}), which --capabilities leaves out"
+            )
+    kept = {name: entries[name] for name in entries if name in wanted}
+    for capability in {source.capability for source in named}:
+        kept[capability].models.clear()
+    for source in named:
+        comment = source.what.format(size=human(source.weights_bytes or Bytes(0)))
+        kept[source.capability].add(source.name, comment, _row(source, machine))
+    return _fitted(machine, kept, {source.name for source in named}, port)
+
+
+def _split(text: str, entries: dict[str, Any]) -> tuple[str, str, str]:
+    """Name, source, and capability, which may be empty. Raises CommandError."""
+    found = NAMED.fullmatch(text)
+    if found is None:
+        raise CommandError(f"--model {text!r}: write NAME=SOURCE, or CAPABILITY:NAME=SOURCE")
+    if found[1] and found[1] not in entries:
+        raise CommandError(f"--model {text!r}: no capability {found[1]!r} of {', '.join(entries)}")
+    return found[2], found[3], found[1] or ""
+
+
+def _refuse_twice(named: "list[Source]") -> None:
+    names = [source.name for source in named]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise CommandError(f"--model {twice[0]}: this name is given twice")
+
+
+def _fitted(
+    machine: Machine, kept: dict[str, config_text.Entry], asked_for: set[str], port: int
+) -> tuple[str, dict[str, int], list[str]]:
+    """Without the models of the shipped file that are larger than this machine."""
+    needs, left_out = _needs(machine, kept), []
+    for entry in kept.values():
+        for name in [name for name in entry.models if needs.get(name, 0) > _room(machine)]:
+            why = f"{name} needs {human(Bytes(needs[name]))}, of {human(Bytes(_room(machine)))}"
+            if name in asked_for:
+                raise CommandError(f"{why} that a device lends here")
+            left_out.append(why)
+            del entry.models[name], needs[name]
+    kept = {name: entry for name, entry in kept.items() if entry.models}
+    if not kept:
+        raise CommandError(f"nothing fits on {machine.words}: {'; '.join(left_out)}")
+    text = config_text.whole(
+        _about(machine, needs, left_out), port, _arbiter(machine, kept, needs), list(kept.values())
+    )
+    return text, needs, left_out
+
+
+def _room(machine: Machine) -> int:
+    """What one model may take: of all GPUs together, because vLLM divides a model over several."""
+    return int(LENT * (sum(machine.gpus) or machine.largest_bytes))
+
+
+def _needs(machine: Machine, kept: dict[str, config_text.Entry]) -> dict[str, int]:
+    """Bytes of each model while resident. Models that `make models` has yet to make are not in it.
+    Raises CommandError."""
+    from deployments.config.load_plan import plan
+    from deployments.config.schema import ConfigError, parse_table
+
+    raw = yaml.safe_load("".join(entry.text for entry in kept.values()))
+    needs: dict[str, int] = {}
+    for capability in parse_table({"capabilities": raw}).capabilities.values():
+        for name, model in capability.models.items():
+            try:
+                needs[name] = plan(name, capability).need.device_bytes
+            except ConfigError as error:
+                if not model.source.startswith("made:"):
+                    raise CommandError(f"{name}: {error}") from error
+    return needs
+
+
+def _about(machine: Machine, needs: dict[str, int], left_out: list[str]) -> list[str]:
+    about = ", ".join(f"{name} {human(Bytes(need))}" for name, need in needs.items())
+    return [
+        f"Written by `arbiter init` for {machine.words}.",
+        "`arbiter check` names what an edit breaks, `arbiter serve` starts it.",
+        *textwrap.wrap(f"While resident, about: {about}.", 96),
+        *(f"Left out: {line}." for line in left_out),
+    ]
+
+
+def _arbiter(
+    machine: Machine, kept: dict[str, config_text.Entry], needs: dict[str, int]
+) -> dict[str, str]:
+    """Lines of the arbiter's section."""
+    host = f"host: {machine.host_bytes // MIB} MiB"
+    if machine.gpus:
+        arenas = f"{{{host}}} # sleeping weights; a GPU's arena is nine tenths of it"
+    else:
+        # Enough for all of them where that is less than half of the RAM.
+        most = max(sum(needs.values()) / LENT, GIB)
+        cpu_bytes = int(min(most, machine.largest_bytes))
+        arenas = f"{{cpu: {cpu_bytes // MIB} MiB, {host}}} # of RAM: models, and sleeping weights"
+    lines = {"evict": "time_of_day", "arenas": arenas}
+    if set(PIPELINE) <= kept.keys():
+        lines["pipelines"] = f"[[{', '.join(PIPELINE)}]] # a voice turn loads the next stage ahead"
+    return lines
+
+
+def _row(source: "Source", machine: Machine) -> dict[str, Any]:
+    """The keys of a model that a person named."""
+    arguments = _arguments(source, machine)
+    row: dict[str, Any] = {"source": source.source}
+    need = _need(source, machine, arguments)
+    if need:
+        row["need"] = need
+    if source.capability in ("asr", "tts", "vad"):
+        row["can_sleep"] = False
+    return row | ({"engine_args": arguments} if arguments else {})
+
+
+def _arguments(source: "Source", machine: Machine) -> dict[str, Any]:
+    """Of vLLM and diffusers; other engines need none."""
+    has_gpu = bool(machine.gpus)
+    if source.capability == "image":
+        return {"steps": 30, "max_batch": 1}
+    if source.capability not in ("chat", "rerank", "vision"):
+        return {}
+    most = 16_384 if has_gpu else 2_048
+    length = min(source.context_tokens or most, most)
+    arguments: dict[str, Any] = {"max_model_len": length, "max_num_seqs": 64 if has_gpu else 16}
+    cache = 3 * GIB if has_gpu else 512 * MIB
+    if source.capability == "rerank":
+        arguments |= {"runner": "pooling"} | ({} if has_gpu else {"dtype": "float32"})
+        cache = 64 * MIB
+    if source.capability == "vision":
+        arguments |= {"limit_mm_per_prompt": {"image": 2}, "mm_processor_cache_gb": 0.25}
+        cache //= 3
+    left = int(_room(machine) - (source.weights_bytes or 0) * 1.1 - 1.5 * GIB * has_gpu)
+    cache = max(64 * MIB, min(cache, left))
+    return arguments | {"kv_cache_memory_bytes": f"{cache // MIB} MiB"}
+
+
+def _need(source: "Source", machine: Machine, arguments: dict[str, Any]) -> dict[str, str]:
+    """Empty where the files of a folder tell it to the arbiter (A17)."""
+    from deployments.config.fields import parse_size
+
+    is_here = Path(source.source).expanduser().exists() or ":" in source.source
+    if is_here and not machine.gpus and source.capability != "image":
+        return {}
+    weights = source.weights_bytes or int(machine.largest_bytes * UNKNOWN_PART)
+    cache = parse_size(arguments.get("kv_cache_memory_bytes", 0))
+    working = cache + (1 * GIB if machine.gpus else 128 * MIB)
+    parts = {"weights": weights, "working": working, "context": 700 * MIB if machine.gpus else 0}
+    if source.capability == "image":
+        parts["scratch"] = 3 * GIB if machine.gpus else 1 * GIB
+    return {name: f"{-(-size // MIB)} MiB" for name, size in parts.items() if size}

@@ -1,0 +1,306 @@
+"""`arbiter serve FILE`: `serve run` as a child, whose lines go into a file, until the next request
+is as fast as any; then a box with what a person needs to go on.
+
+Each step ends with a real sign of the system: what Ray writes, the front's answers, and what the
+node agents say of their zygotes (`/ready`).
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deployments import progress
+from deployments.cli.output import CommandError
+
+Ready = dict[str, Any]  # the body of `/ready`
+
+LOOK_S = 0.2  # between two looks for a sign
+ANSWER_S = 5.0  # of the front to one look
+SETTLE_S = 10.0  # for a capability that reads failed: Serve may not have come to it yet
+LOGS_KEPT = 10
+LINES = 20  # of the log, where it failed
+RAY = re.compile(r"(?:Started a local Ray instance|Connected to Ray cluster)")
+DASHBOARD = re.compile(r"dashboard at\s+(?:\x1b\[[\d;]*m)*(http://[\w.:\[\]-]+)")
+RULE = "-" * 78
+PROGRAM = [str(Path(sys.executable).with_name("serve")), "run"]
+PROMPT = "What is a ticket?"
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """What the starter reads of a configuration that `arbiter check` has passed."""
+
+    host: str
+    port: int
+    capabilities: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        """For a client on this machine."""
+        name = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        return f"http://{f'[{name}]' if ':' in name else name}:{self.port}"
+
+
+def read(file: Path) -> Configured:
+    """Raises CommandError."""
+    import yaml
+
+    try:
+        raw = yaml.safe_load(file.read_text())
+        http = raw.get("http_options") or {}
+        table = raw["applications"][0]["deployments"][0]["user_config"]["capabilities"]
+        return Configured(http.get("host", "127.0.0.1"), http.get("port", 8000), table)
+    except (OSError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
+        raise CommandError(f"{file}: {error!r}; `arbiter init` writes one") from error
+
+
+@dataclass(slots=True)
+class Child:
+    """The running `serve run`, and the file that has its lines."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    is_told_to_end: bool = False
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, *_: object) -> None:
+        """Forwards a signal: `serve run` ends Serve and Ray on SIGINT, and on no other."""
+        self.is_told_to_end = True
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+
+    def until(self, sign: Callable[[], bool]) -> bool:
+        """Whether the sign came before the child ended or was told to."""
+        while not self.is_told_to_end and self.process.poll() is None:
+            if sign():
+                return True
+            time.sleep(LOOK_S)
+        return False
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def show_as_it_comes(self) -> None:
+        """With VERBOSE=1: copies the file to the terminal."""
+
+        def copy() -> None:
+            with self.log.open(errors="replace") as lines:
+                while True:
+                    if line := lines.readline():
+                        sys.stdout.write(line)
+                        sys.stdout.flush()
+                    elif self._over.wait(LOOK_S):
+                        return
+
+        threading.Thread(target=copy, daemon=True).start()
+
+    def wait(self) -> int:
+        """Its exit status, as a shell would have it."""
+        status = self.process.wait()
+        self._over.set()
+        return status if status >= 0 else 128 - status
+
+
+def serve(
+    file: Annotated[Path, typer.Argument(help="As `serve run` takes it.")] = Path(
+        "serve_config.yaml"
+    ),
+) -> None:
+    """Start all that a configuration names, and say when it is ready; Ctrl-C ends it."""
+    began_s, configured, steps = time.monotonic(), read(file), progress.Steps()
+    _refuse_taken(configured)
+    log = _new_log()
+    with steps.step("configuration") as note:
+        _check(file, log, note)
+    child = _start(file, log)
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, child.end)
+    try:
+        ready = _until_ready(child, configured.url, steps)
+    except CommandError:
+        child.end()
+        child.wait()
+        raise
+    if ready is not None:
+        print("\n".join(box(configured, ready, child, time.monotonic() - began_s)), flush=True)
+        child.until(lambda: False)
+    if child.is_told_to_end:
+        with steps.step("stopping"):
+            status = child.wait()
+    else:
+        status = child.wait()
+        last = "\n".join(child.text.splitlines()[-LINES:])
+        print(f"{last}\n`serve run` ended with {status}; its log: {log}", file=sys.stderr)
+    raise typer.Exit(status)
+
+
+def _check(file: Path, log: Path, note: progress.Note) -> None:
+    """In a process of its own, which gives back what it imports. Raises CommandError."""
+    command = [sys.executable, "-m", "deployments.cli", "check", file]
+    try:
+        progress.run(command, log, note)
+    except progress.ProgramFailed as error:
+        raise CommandError(error.last) from error
+
+
+def _refuse_taken(configured: Configured) -> None:
+    """Another's answers would be taken for signs. Raises CommandError."""
+    at = configured.url.removeprefix("http://").rpartition(":")[0].strip("[]")
+    try:
+        socket.create_connection((at, configured.port), ANSWER_S).close()
+    except OSError:
+        return
+    raise CommandError(
+        f"something listens at {configured.url} already. Is it running? End that, or choose another"
+        " `http_options.port`; a running system takes a new configuration by `serve deploy`"
+    )
+
+
+def _new_log() -> Path:
+    """An empty file for this start; the oldest of earlier starts go."""
+    from deployments.environment import Environment
+
+    folder = Environment().logs
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in sorted(folder.glob("serve-*.log"))[: -LOGS_KEPT + 1]:
+        old.unlink(missing_ok=True)
+    log = folder / f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    log.touch()
+    return log
+
+
+def _start(file: Path, log: Path) -> Child:
+    """In a session of its own, so that Ctrl-C reaches it once, from here."""
+    command = [*PROGRAM, str(file)]
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    child = Child(process, log)
+    if progress.is_verbose():
+        child.show_as_it_comes()
+    return child
+
+
+def _until_ready(child: Child, url: str, steps: progress.Steps) -> Ready | None:
+    """What `/ready` said last; None where the child ended, or is to end."""
+    found: Ready = {}
+
+    def look(good: Callable[[Ready], bool], note: progress.Note) -> bool:
+        found.update(ask_ready(url) or {})
+        note(_words(found))
+        return bool(found) and good(found)
+
+    with steps.step("Ray") as note:
+        if not child.until(lambda: RAY.search(child.text) is not None or _answers(url)):
+            return None
+    with steps.step("front") as note:
+        if not child.until(lambda: _answers(url)):
+            return None
+    with steps.step("arbiter and node agents") as note:
+        if not child.until(lambda: look(lambda said: bool(said["nodes"]), note)):
+            return None
+    with steps.step("imports of engines") as note:
+        if not child.until(lambda: look(_is_warm, note)):
+            return None
+    with steps.step("capabilities") as note:
+        settled_s = time.monotonic() + SETTLE_S
+        if not child.until(
+            lambda: look(lambda said: not failures(said), note) or time.monotonic() > settled_s
+        ):
+            return None
+    return found
+
+
+def _is_warm(said: Ready) -> bool:
+    """Raises CommandError where a node can start no engine."""
+    for node, row in said["nodes"].items():
+        if row["state"] == "failed":
+            raise CommandError(f"no engine can start on {node}: its zygote {row['cause']}")
+    return all(row["state"] == "ready" for row in said["nodes"].values())
+
+
+def _words(said: Ready) -> str:
+    nodes = [row["state"] for row in said.get("nodes", {}).values()]
+    causes = [row["cause"] for row in said.get("nodes", {}).values() if row.get("cause")]
+    return "; ".join([f"{nodes.count('ready')} of {len(nodes)} nodes", *causes]) if nodes else ""
+
+
+def failures(said: Ready) -> dict[str, str]:
+    """Capability to the cause for which it serves nothing."""
+    rows = said["capabilities"].items()
+    return {name: row.get("cause", "") for name, row in rows if row["state"] == "failed"}
+
+
+def _answers(url: str) -> bool:
+    return _get(f"{url}/health") is not None
+
+
+def ask_ready(url: str) -> Ready | None:
+    """None while no front or no arbiter answers. It is 503 where all capabilities failed."""
+    said = _get(f"{url}/ready")
+    try:
+        found = json.loads(said or b"{}")
+    except ValueError:
+        return None
+    return found if "nodes" in found else None
+
+
+def _get(url: str) -> bytes | None:
+    """The body of an answer of the front, of whatever status; None without one, or where Serve's
+    proxy says that there is no route."""
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
+            said: bytes = answer.read()
+            return said
+    except urllib.error.HTTPError as error:
+        return error.read() if error.code == 503 else None
+    except (OSError, ValueError):
+        return None
+
+
+def box(configured: Configured, said: Ready, child: Child, took_s: float) -> list[str]:
+    """What a person needs to go on, in lines."""
+    url, failed = configured.url, failures(said)
+    dashboard = DASHBOARD.search(child.text)
+    good = [name for name in said["capabilities"] if name not in failed]
+    rows = [
+        ("API", f"{url}/v1 (OpenAI), {url} (Anthropic, Ollama), {url}/docs"),
+        ("console", f"{url}/" if _get(f"{url}/") is not None else ""),
+        ("dashboard", dashboard[1] if dashboard else ""),
+        ("log", str(child.log)),
+        ("serves", ", ".join(good)),
+        *(("failed", f"{name}: {cause}") for name, cause in failed.items()),
+    ]
+    return [
+        RULE,
+        f"ready after {took_s:.0f} s; Ctrl-C ends it" if good else "nothing can be served",
+        *(f"  {name:10} {text}" for name, text in rows if text),
+        "",
+        curl(url, configured.capabilities),
+        RULE,
+    ]
+
+
+def curl(url: str, capabilities: dict[str, Any]) -> str:
+    """A request to paste, in one line: to the first model that chats, else for what there is."""
+    for row in capabilities.values():
+        if row.get("role") == "text" and row.get("models") and not row.get("paths"):
+            messages = [{"role": "user", "content": PROMPT}]
+            body = json.dumps({"model": next(iter(row["models"])), "messages": messages})
+            head = "-H 'content-type: application/json'"
+            return f"curl -s {url}/v1/chat/completions {head} -d '{body}'"
+    return f"curl -s {url}/v1/models"

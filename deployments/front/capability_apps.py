@@ -1,0 +1,102 @@
+"""The Serve applications of capabilities, deployed from the front's table: a capability is one row
+of it, and no application in the file that a person edits (ADR 34).
+
+An application that the file has under a capability's name is left to Serve. One that is deployed as
+the row says is left as it is, because Serve restarts every replica of what it is given again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.context import _get_global_client
+from ray.serve.schema import APIType
+
+from deployments import app
+from deployments.config.schema import ConfigError, Table
+
+logger = logging.getLogger("ray.serve")
+
+Details = Mapping[str, Any]  # of one application, as Serve's REST API has them
+Scaling = Mapping[str, object]
+
+
+class Serve(Protocol):
+    """What is asked of Serve's controller; each call blocks."""
+
+    def applications(self) -> dict[str, Details]: ...
+    def run(self, applications: dict[str, Application]) -> None: ...
+    def delete(self, name: str) -> None: ...
+
+
+class Controller:
+    """The controller of this cluster."""
+
+    def applications(self) -> dict[str, Details]:
+        found: dict[str, Details] = _get_global_client().get_serve_details()["applications"]
+        return found
+
+    def run(self, applications: dict[str, Application]) -> None:
+        """Returns before they run: with zero replicas there is nothing to wait for."""
+        targets = [serve.RunTarget(one, name, None) for name, one in applications.items()]
+        serve.run_many(
+            targets,
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    def delete(self, name: str) -> None:
+        serve.delete(name, _blocking=False)
+
+
+@dataclass(slots=True)
+class CapabilityApps:
+    """`causes`: capability to why its application could not be built, of the last table."""
+
+    serve: Serve
+    causes: dict[str, str]
+
+    async def follow(self, table: Table) -> None:
+        """Deploys rows that are new or other than before, and deletes those that are gone. Raises
+        RayError, RayServeException."""
+        await asyncio.to_thread(self._follow, table)
+
+    def _follow(self, table: Table) -> None:
+        there = self.serve.applications()
+        theirs = {name for name, one in there.items() if one["source"] == APIType.DECLARATIVE}
+        deployed = {name: scaling_of(name, one) for name, one in there.items()}
+        self.causes = {}
+        wanted: dict[str, Application] = {}
+        for name, row in table.capabilities.items():
+            try:
+                if name not in theirs and not _says(deployed.get(name), app.scaling_of(name, row)):
+                    wanted[name] = app.of_table(name, row)
+            except ConfigError as error:
+                logger.error("capability %s is not deployed: %s", name, error)
+                self.causes[name] = f"its Serve application cannot be built: {error}"
+        if wanted:
+            self.serve.run(wanted)
+        for name in deployed.keys() - theirs - table.capabilities.keys():
+            if _says(deployed[name], {}):
+                self.serve.delete(name)
+
+
+def scaling_of(name: str, details: Details) -> Scaling | None:
+    """The `autoscaling_config` of an application's deployment of the same name; None without."""
+    deployment = details["deployments"].get(name, {}).get("deployment_config", {})
+    found: Scaling | None = deployment.get("autoscaling_config")
+    return found
+
+
+def _says(found: Scaling | None, wanted: Scaling) -> bool:
+    """Whether the front deployed it, with all that is wanted."""
+    if found is None:
+        return False
+    policy: Any = found.get("policy")
+    if policy["policy_function"] != app.SCALING:
+        return False
+    return all(found.get(key) == value for key, value in wanted.items())
