@@ -145,12 +145,12 @@ class RayTransport:
 
 def transport(url: str | None = None, key: str | None = None) -> LeaseTransport:
     """Through Ray where this process is connected and no address was given, else by HTTP."""
-    if url is None and "ARBITER_URL" not in os.environ and _is_in_ray():
+    if url is None and "ARBITER_URL" not in os.environ and is_in_ray():
         return RayTransport()
     return HttpTransport(url, key)
 
 
-def _is_in_ray() -> bool:
+def is_in_ray() -> bool:
     import sys
 
     ray = sys.modules.get("ray")
@@ -184,7 +184,7 @@ class Lease:
         began = heard = time.monotonic()
         if within_s is not None:
             self.body["deadline_s"] = within_s
-        while self.state in ("", "queued"):
+        while self.state in ("", "queued") and not self.ended.is_set():  # or another gave it up
             try:
                 self._hear(self.way.put(self.id, self._said()))
                 heard = time.monotonic()

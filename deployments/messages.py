@@ -30,6 +30,11 @@ SERVED_HEADER = "x-arbiter-served-model"
 KV_TERM = "term"
 
 
+# Served by every capability: the model is in use until the client hangs up, so long at most. That
+# is the longest generation, which is in use as well.
+ACQUIRE, ACQUIRE_S = "/v1/acquire", 600.0
+
+
 @dataclass(frozen=True, slots=True)
 class InferenceCall:
     """One request for one model, as the front sends it to a capability."""

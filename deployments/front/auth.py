@@ -11,7 +11,7 @@ A route declares what it needs: `caller: Annotated[Caller, Depends(require(Scope
 
 import ipaddress
 
-from fastapi import Request
+from starlette.requests import Request
 
 from arbiter.errors import RequestError
 from arbiter.units import DEFAULT_TENANT

@@ -2,16 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 
 from deployments.config.schema import parse_table
-from deployments.front import application, arbiter_gateway
+from deployments.front import application, arbiter_gateway, by_handle
 from deployments.front.auth import Authenticator
 from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring, ensure_first, keys_path
+from deployments.messages import ResponseHead
 
 
 @serve.deployment(
@@ -35,6 +38,14 @@ class Front:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor (its name for it)."""
         return self._application
+
+    async def respond(
+        self, asked: by_handle.HandleRequest
+    ) -> AsyncGenerator[ResponseHead | bytes, None]:
+        """A request by handle, on the same routes as over HTTP (deployments.client)."""
+        async with aclosing(by_handle.respond(self._application, asked)) as parts:
+            async for part in parts:
+                yield part
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Checks the table, hands it to the arbiter and deploys its capabilities. Raises

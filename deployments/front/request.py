@@ -97,7 +97,7 @@ async def parse(
         for name in _EXTENSIONS
         if (value := headers.get(name.replace("_", "-"))) is not None
     }
-    checked = _checked(schema.body, said | fields)
+    checked = check_body(schema.body, said | fields)
     kept = {name: headers[name] for name in FORWARDED if name in headers}
     profile = profiles.get(checked.x_client_id or "", _NO_PROFILE)
     own = None if is_form else fields
@@ -204,7 +204,8 @@ def _stable_run(fields: dict[str, Any]) -> StableRun | None:
         raise BadRequest(str(error), error.place) from error
 
 
-def _checked(body: type[Body], fields: dict[str, Any]) -> Body:
+def check_body(body: type[Body], fields: dict[str, Any]) -> Body:
+    """The fields as their model has them. Raises BadRequest naming the first that is wrong."""
     try:
         return body.model_validate(fields)
     except ValidationError as error:

@@ -22,6 +22,7 @@ from pydantic import (
 from deployments import prefixes
 from deployments.config.fields import KvTerm
 from deployments.image_fields import ImageFields, VariationFields
+from deployments.messages import ACQUIRE, ACQUIRE_S
 
 # OpenAI's own bounds where it states one: 128 choices, 128 tools, 4 stop texts (vLLM takes 16, as
 # does the front), 20 alternatives per token. MAX_MESSAGES is far above any use seen.
@@ -158,6 +159,17 @@ class Prewarm(Chat):
     messages: list[Message] = Field(
         [], max_length=MAX_MESSAGES, description="absent: what the configuration declares"
     )
+
+
+class Acquire(Body):
+    """POST /v1/acquire: the model is in use until the client hangs up. Answers with events, the
+    first when it serves."""
+
+    term_s: float = Field(ACQUIRE_S, gt=0, le=ACQUIRE_S, description="at most so many seconds")
+
+    @property
+    def wants_events(self) -> bool:
+        return True
 
 
 class Completion(Samples):
@@ -356,6 +368,7 @@ class Schema:
 SCHEMAS: dict[str, Schema] = {
     "/v1/chat/completions": Schema(Chat, Kind.TEXT),
     prefixes.PATH: Schema(Prewarm, Kind.TEXT),
+    ACQUIRE: Schema(Acquire, Kind.JSON),
     "/v1/completions": Schema(Completion, Kind.TEXT),
     "/v1/responses": Schema(Responses, Kind.TEXT),
     "/v1/messages": Schema(Messages, Kind.TEXT),

@@ -104,7 +104,7 @@ class InferenceService:
         target = self.names.find(asked.model, tenant)
         capability = self._table.capabilities[target.capability]
         path = prefixes.served_path(asked.path)
-        if capability.paths and path not in capability.paths:
+        if capability.paths and path not in (*capability.paths, messages.ACQUIRE):
             raise messages.NotServedHere(target.model, path, capability.paths)
         model = capability.models[target.model]
         term = self._term(asked, target, model, tenant) if keeps_kv(capability, model) else None

@@ -16,7 +16,7 @@ from arbiter.core.types import Client
 from arbiter.errors import DeadlineUnmet, RequestError, TicketClosed
 from arbiter.units import TicketId
 from deployments import messages, prefixes
-from deployments.replica import resize
+from deployments.replica import acquired, resize
 from deployments.replica.held_model import HolderState
 from deployments.replica.residency import Residency
 from deployments.replica.sessions import Sessions
@@ -91,6 +91,8 @@ class Capability:
 
     def _at_once(self, call: messages.InferenceCall) -> messages.FullResponse | None:
         """The response to a call for which no model is waited for; None: it needs one."""
+        if call.path == messages.ACQUIRE:
+            return None
         if self.paths and prefixes.served_path(call.path) not in self.paths:
             return _wrong_route(call, self.paths)
         return self._sessions.open(call) if call.path == prefixes.PATH else None
@@ -155,10 +157,16 @@ class Capability:
                 use.ticket,
                 waited_s,
             )
-            answer = use.stream("POST", call.path, _told(call, began_s), call.body)
-            async with aclosing(self._pace.follow(answer)) as parts:
+            async with aclosing(self._answer(call, use, began_s)) as parts:
                 async for part in parts:
                     yield _with_wait(part, waited_s, use) if waited_s > WAIT_TOLD_S else part
+
+    def _answer(
+        self, call: messages.InferenceCall, use: Use, began_s: float
+    ) -> AsyncGenerator[messages.ResponseHead | bytes, None]:
+        if call.path == messages.ACQUIRE:
+            return acquired.events(use, call.body)
+        return self._pace.follow(use.stream("POST", call.path, _told(call, began_s), call.body))
 
     async def prepare(self, call: messages.InferenceCall, use: Use) -> None:
         """Brings what a call needs on this node besides its model. Raises RequestError."""

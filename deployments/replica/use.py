@@ -100,6 +100,15 @@ class Use:
         return self._held.plan.config
 
     @property
+    def model(self) -> str:
+        return self._model
+
+    @property
+    def is_resident(self) -> bool:
+        """False: its model has to go, or has gone."""
+        return self._held is not None and self._held.state is HolderState.RESIDENT
+
+    @property
     def ticket(self) -> TicketId:
         return self._held.ticket if self._held else self._ticket
 

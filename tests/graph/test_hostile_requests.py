@@ -96,6 +96,8 @@ def affordable(case: Any) -> None:
     case.body.pop("x_deadline_s", None)
     if case.path.startswith("/api/") and isinstance(case.body.get("options", {}), dict | None):
         case.body["options"] = (case.body.get("options") or {}) | {"num_predict": 2}
+    if isinstance(case.body.get("term_s", 1), int | float):
+        case.body["term_s"] = min(case.body.get("term_s", 1), 0.05)  # of /v1/acquire
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "x_steps"):
         if isinstance(case.body.get(name, 1), int):
             case.body[name] = min(case.body.get(name, 1), 2)

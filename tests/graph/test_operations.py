@@ -28,6 +28,7 @@ HELLO = [{"role": "user", "content": "Who holds the memory?"}]
 OFFERED = """
 POST /v1/chat/completions
 POST /v1/prewarm
+POST /v1/acquire
 POST /v1/completions
 POST /v1/responses
 POST /v1/embeddings

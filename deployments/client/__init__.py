@@ -1,0 +1,53 @@
+"""The Python client: one object with a method for each thing that the system does.
+
+    from deployments.client import AsyncClient, Client, Picture
+
+It speaks to the front over HTTP or by the handle of its deployment; see docs/python.md.
+"""
+
+from deployments.client.answers import (
+    Answer,
+    Choice,
+    Delta,
+    Embeddings,
+    Ranked,
+    Ranking,
+    Span,
+    Speech,
+    ToolCall,
+    Transcript,
+    Usage,
+)
+from deployments.client.arbiter_rows import Device, Event, Plan, Status, Ticket, Waiting
+from deployments.client.asynchronous import AsyncClient, AsyncHeld
+from deployments.client.media import Audio, Picture
+from deployments.client.synchronous import Client, Held
+from deployments.client.told_errors import FrontUnreachable, ToldError
+
+__all__ = [
+    "Answer",
+    "AsyncClient",
+    "AsyncHeld",
+    "Audio",
+    "Choice",
+    "Client",
+    "Delta",
+    "Device",
+    "Embeddings",
+    "Event",
+    "FrontUnreachable",
+    "Held",
+    "Picture",
+    "Plan",
+    "Ranked",
+    "Ranking",
+    "Span",
+    "Speech",
+    "Status",
+    "Ticket",
+    "ToldError",
+    "ToolCall",
+    "Transcript",
+    "Usage",
+    "Waiting",
+]

@@ -1,0 +1,116 @@
+"""What the arbiter tells a client: its state, its events, and what a request would bring about."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device and its account."""
+
+    device: str
+    node: str
+    kind: str
+    budget_bytes: int  # what may be lent
+    charged_bytes: int
+    free_bytes: int
+    pressure: str  # nominal, low, critical
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One model on one holder, or a lease."""
+
+    ticket: str
+    capability: str
+    model: str
+    state: str
+    inflight: int
+    charged_bytes: Mapping[str, int]  # by device
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A ticket in the queue."""
+
+    position: int
+    ticket: str
+    model: str
+    waited_s: float
+    predicted_s: float | None  # until it serves; None: nothing is known
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The arbiter's state. `plain` has all of it, as `arbiter status --json` shows it."""
+
+    sequence: int  # of the last event: subscribe from here
+    devices: tuple[Device, ...]
+    tickets: tuple[Ticket, ...]
+    queue: tuple[Waiting, ...]
+    plain: Row
+
+    def of_model(self, model: str) -> tuple[Ticket, ...]:
+        """The tickets of one model."""
+        return tuple(ticket for ticket in self.tickets if ticket.model == model)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of the arbiter's log; `fields` differ by its kind."""
+
+    sequence: int
+    kind: str
+    fields: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a request would bring about; it changes nothing."""
+
+    answer: str  # now, after_evicting, not_before, never
+    model: str
+    need_bytes: int
+    wait_s: float | None  # until its load may begin; None: nothing is known
+    load_s: float
+    victims: tuple[str, ...]  # the models that would leave
+    said: tuple[str, ...]  # the same for a person, a sentence each
+    plain: Row
+
+    def __str__(self) -> str:
+        return " ".join(self.said)
+
+
+def status(said: Row) -> Status:
+    return Status(
+        said["sequence"],
+        tuple(_taken(Device, row) for row in said["devices"]),
+        tuple(_taken(Ticket, row) for row in said["tickets"]),
+        tuple(_taken(Waiting, row) for row in said["queue"]),
+        said,
+    )
+
+
+def event(said: Row) -> Event:
+    return Event(said["seq"], said["kind"], said)
+
+
+def plan(said: Row) -> Plan:
+    return Plan(
+        said["answer"],
+        said["model"],
+        said["need_bytes"],
+        said["wait_s"],
+        said["load_s"],
+        tuple(row["model"] for row in said["victims"]),
+        tuple(said["said"]),
+        said,
+    )
+
+
+def _taken(kind: Any, row: Row) -> Any:
+    """The fields of a row that the class names."""
+    return kind(**{name: row[name] for name in kind.__dataclass_fields__})

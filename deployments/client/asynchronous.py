@@ -1,0 +1,200 @@
+"""AsyncClient: the calls of AsyncCalls, and with them leases, uses, events and state.
+
+async with AsyncClient() as client:
+    answer = await client.chat("What is a ticket?", model="small-chat")
+    async for delta in client.stream_chat("And a lease?", model="small-chat"):
+        print(delta, end="")
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Literal, Self, Unpack
+
+from arbiter import leases
+from arbiter.errors import TicketClosed
+from arbiter.units import TicketId
+from deployments.client import arbiter_rows
+from deployments.client.calls import AsyncCalls, Budget
+from deployments.client.connection import Asked, Connection
+from deployments.client.fields import Fields, Json
+from deployments.client.told_errors import FrontUnreachable
+from deployments.environment import Environment
+from deployments.messages import ACQUIRE, ACQUIRE_S
+
+WITHIN_S = 600.0  # one answer: OpenAI's own bound, and the longest generation
+AGAIN_S, AWAY_S = 0.5, 30.0  # a front starts in two seconds; fifteen times that is an outage
+
+
+class AsyncClient(AsyncCalls):
+    """One per program; `async with`, or `close`."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        key: str | None = None,
+        handle: Any = None,
+        model: str | None = None,
+        timeout_s: float = WITHIN_S,
+    ) -> None:
+        """Over HTTP to `url`, or by the `handle` of the front's deployment. Without either: to
+        `ARBITER_URL` if that is set; else by handle, where this process is connected to Ray, as a
+        driver and every deployment are; else to port 8000 of this machine. `key`: else
+        `ARBITER_KEY`. `model`: of the calls that name none. `timeout_s`: between two pieces of an
+        answer."""
+        environment = Environment()
+        given = environment.key.get_secret_value() if environment.key else ""
+        token = given if key is None else key
+        if handle is None and url is None and _is_inside():
+            from deployments.client.handle import front_handle
+
+            handle = front_handle()
+        if handle is not None:
+            connection = Connection.by_handle(handle, token, timeout_s)
+        else:
+            where = (url or environment.url).rstrip("/")
+            connection = Connection.over_http(where, token, timeout_s)
+        super().__init__(connection, model)
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- models and memory -----------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def acquire(
+        self, model: str | None = None, *, term_s: float = ACQUIRE_S, **fields: Unpack[Fields]
+    ) -> AsyncGenerator["AsyncHeld"]:
+        """Holds a model for several calls: it is in use until the block ends, so no other takes its
+        place between them. At most `term_s` seconds. Raises RequestError."""
+        asked, name = await self._asked(ACQUIRE, model, fields, {"term_s": term_s}, None)
+        held = AsyncHeld(self._connection, name, self._budget)
+        try:
+            await held.begin(asked)
+            yield held
+        finally:
+            await held.release()
+
+    @asynccontextmanager
+    async def lease(
+        self, gb: float, *, within_s: float | None = None, **how: Any
+    ) -> AsyncGenerator[leases.Lease]:
+        """Device memory for this process itself, as arbiter.leases.ask says. Threads beat for it,
+        so that a busy event loop does not lose it. Needs a key of scope `lease`. Raises
+        LeaseRefused, QuotaExceeded, NeverFits, DeadlineUnmet."""
+        held = self._lease(gb, how)
+        try:
+            yield await asyncio.to_thread(held.acquire, within_s)
+        finally:
+            await asyncio.to_thread(held.release)
+
+    def _lease(self, gb: float, how: dict[str, Any]) -> leases.Lease:
+        way = self._connection.lease_way()
+        return leases.ask(gb, **{"pid": os.getpid(), "way": way, **how})
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    async def models(self) -> tuple[str, ...]:
+        """The names that this key may ask for, adapters among them."""
+        said = await self._connection.read(Asked("GET", "/v1/models"))
+        return tuple(row["id"] for row in said["data"])
+
+    async def status(self) -> arbiter_rows.Status:
+        """Devices, tickets and the queue, now."""
+        return arbiter_rows.status(await self._connection.read(Asked("GET", "/arbiter/state")))
+
+    async def plan(
+        self,
+        model: str | None = None,
+        *,
+        gb: float | None = None,
+        priority: Literal["urgent", "high", "normal", "low", "batch"] = "normal",
+        node: str | None = None,
+    ) -> arbiter_rows.Plan:
+        """What a request for a model, or so many GiB for something else, would bring about. It
+        changes nothing."""
+        name = model or self._default_model or ""
+        body: Json = {"model": name, "gb": gb, "priority": priority, "node": node}
+        said = await self._connection.read(Asked("POST", "/arbiter/plan", json=body))
+        return arbiter_rows.plan(said)
+
+    async def subscribe(self, after: int | None = None) -> AsyncGenerator[arbiter_rows.Event]:
+        """Events behind the sequence number `after`, or from now on, as they happen, until the
+        caller stops. Goes on where it was after a break of the connection; raises FrontUnreachable
+        when no front has answered for half a minute."""
+        last = (await self.status()).sequence if after is None else after
+        heard_s = time.monotonic()
+        while True:
+            asked = Asked("GET", f"/arbiter/events?after={last}")
+            try:
+                async with aclosing(self._connection.events(asked)) as events:
+                    async for row in events:
+                        last, heard_s = row["seq"], time.monotonic()
+                        yield arbiter_rows.event(row)
+            except FrontUnreachable:
+                if time.monotonic() - heard_s > AWAY_S:
+                    raise
+            await asyncio.sleep(AGAIN_S)
+
+
+class AsyncHeld(AsyncCalls):
+    """A model that is in use for its client until `release`: the calls, without its name."""
+
+    def __init__(self, connection: Connection, model: str, budget: Budget | None) -> None:
+        super().__init__(connection, model, budget)
+        self.model, self.ticket = model, TicketId(model)
+        self._following: asyncio.Task[None] | None = None
+
+    async def begin(self, asked: Asked) -> None:
+        """Waits until the model serves. Raises RequestError."""
+        begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._following = asyncio.create_task(self._follow(asked, begun))
+        both: set[asyncio.Future[Any]] = {self._following, begun}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not begun.done():
+            begun.cancel()
+            await self._following  # raises what it was refused with
+            raise TicketClosed(self.ticket)
+        self.ticket = TicketId(begun.result())
+
+    async def _follow(self, asked: Asked, begun: "asyncio.Future[str]") -> None:
+        """Ends when the use does. A break of the connection has ended it, too."""
+        try:
+            async with aclosing(self._connection.events(asked)) as events:
+                async for event in events:
+                    if not begun.done():
+                        begun.set_result(event["ticket"])
+        except FrontUnreachable:
+            if not begun.done():
+                raise
+
+    @property
+    def has_ended(self) -> bool:
+        """It was released, its term is over, or the arbiter took the model back."""
+        return self._following is None or self._following.done()
+
+    async def release(self) -> None:
+        """Idempotent; calls after it raise TicketClosed."""
+        following = self._following
+        if following is not None:
+            following.cancel()
+            await asyncio.wait({following})
+
+    async def _asked(self, *asked: Any) -> tuple[Asked, str]:
+        if self.has_ended:
+            raise TicketClosed(self.ticket)
+        return await super()._asked(*asked)
+
+
+def _is_inside() -> bool:
+    """Connected to Ray, and told of no other front."""
+    return "ARBITER_URL" not in os.environ and leases.is_in_ray()

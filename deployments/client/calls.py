@@ -1,0 +1,341 @@
+"""AsyncCalls: what a client, or a model that it holds, can be asked. Each is one request to the
+front; its fields are checked here by the front's own request models, and there once more."""
+
+import asyncio
+import copy
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, Unpack
+
+from arbiter.errors import DeadlineUnmet
+from arbiter.units import TicketId
+from deployments.client import answers, messages
+from deployments.client.connection import Asked, Connection, Files
+from deployments.client.fields import (
+    ChatFields,
+    CompletionFields,
+    EmbeddingFields,
+    Fields,
+    ImageFields,
+    Json,
+    Messages,
+    RerankFields,
+    SpeechFields,
+    TranscriptionFields,
+    VadFields,
+)
+from deployments.client.media import Audio, Heard, Picture, Seen, audio_of, picture_of
+from deployments.front.request import check_body
+from deployments.front.schemas import OF_THE_TABLE, SCHEMAS
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+EMBED, RERANK = "/v1/embeddings", "/v1/rerank"
+DRAW, EDIT = "/v1/images/generations", "/v1/images/edits"
+TRANSCRIBE, SPEAK, VAD = "/v1/audio/transcriptions", "/v1/audio/speech", "/v1/audio/vad"
+DESCRIBE = "Describe this picture."
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The time that several calls may take together."""
+
+    budget_s: float
+    until_s: float  # on the monotonic clock
+
+    def left_s(self, model: str) -> float:
+        """Raises DeadlineUnmet once it is over."""
+        left_s = self.until_s - time.monotonic()
+        if left_s <= 0:
+            raise self.unmet(model)
+        return left_s
+
+    def unmet(self, model: str) -> DeadlineUnmet:
+        return DeadlineUnmet(TicketId(model), self.budget_s, 1.0)
+
+
+class AsyncCalls:
+    """Every call takes `model`, unless one was named for all, and the fields of its request model.
+    Raises RequestError: BadRequest, UnknownModel, QueueFull, DeadlineUnmet and the others of
+    arbiter.errors; FrontUnreachable where no front answers."""
+
+    def __init__(
+        self, connection: Connection, model: str | None = None, budget: Budget | None = None
+    ) -> None:
+        self._connection, self._default_model, self._budget = connection, model, budget
+
+    def within(self, budget_s: float) -> Self:
+        """The same, for calls that share `budget_s` seconds from now: each has what is left as its
+        deadline, so a call that cannot be served in time is refused at once, with DeadlineUnmet. A
+        stream must have begun by then."""
+        view = copy.copy(self)
+        view._budget = Budget(budget_s, time.monotonic() + budget_s)
+        return view
+
+    # -- text ------------------------------------------------------------------------------------
+
+    async def chat(
+        self, said: Messages, *, model: str | None = None, **fields: Unpack[ChatFields]
+    ) -> answers.Answer:
+        """`said`: a text, or messages as OpenAI has them, with Pictures among their parts."""
+        body = {"messages": messages.written(said)}
+        return answers.answer(await self._read(CHAT, model, fields, body))
+
+    async def stream_chat(
+        self, said: Messages, *, model: str | None = None, **fields: Unpack[ChatFields]
+    ) -> AsyncGenerator[answers.Delta]:
+        """As `chat`, while it is written. A caller that stops early ends the work."""
+        body = {"messages": messages.written(said), "stream": True}
+        async for event in self._events(CHAT, model, fields, body):
+            for delta in answers.deltas(event):
+                yield delta
+
+    async def complete(
+        self, prompt: str, *, model: str | None = None, **fields: Unpack[CompletionFields]
+    ) -> answers.Answer:
+        """The text that goes on from `prompt`."""
+        return answers.answer(await self._read(COMPLETE, model, fields, {"prompt": prompt}))
+
+    async def stream_complete(
+        self, prompt: str, *, model: str | None = None, **fields: Unpack[CompletionFields]
+    ) -> AsyncGenerator[answers.Delta]:
+        """As `complete`, while it is written."""
+        body = {"prompt": prompt, "stream": True}
+        async for event in self._events(COMPLETE, model, fields, body):
+            for delta in answers.deltas(event):
+                yield delta
+
+    async def embed(
+        self, texts: str | list[str], *, model: str | None = None, **fields: Unpack[EmbeddingFields]
+    ) -> answers.Embeddings:
+        """A vector for each text."""
+        body = {"input": texts, "encoding_format": "float"}
+        return answers.embeddings(await self._read(EMBED, model, fields, body))
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        model: str | None = None,
+        **fields: Unpack[RerankFields],
+    ) -> answers.Ranking:
+        """The documents by how well they answer the query, the best first."""
+        body = {"query": query, "documents": list(documents), "return_documents": False}
+        return answers.ranking(await self._read(RERANK, model, fields, body), list(documents))
+
+    # -- pictures --------------------------------------------------------------------------------
+
+    async def images(
+        self,
+        prompt: str,
+        *,
+        model: str | None = None,
+        picture: Seen | None = None,
+        mask: Seen | None = None,
+        **fields: Unpack[ImageFields],
+    ) -> tuple[Picture, ...]:
+        """Pictures drawn by a text, or a picture that it changes, where `mask` is transparent."""
+        path, files = await _drawn_from(picture, mask)
+        said = await self._read(path, model, fields, {"prompt": prompt}, files)
+        return answers.pictures(said)
+
+    async def stream_images(
+        self,
+        prompt: str,
+        *,
+        previews: int = 2,
+        model: str | None = None,
+        picture: Seen | None = None,
+        mask: Seen | None = None,
+        **fields: Unpack[ImageFields],
+    ) -> AsyncGenerator[Picture]:
+        """As `images`, with so many previews of each, whose `is_final` is False."""
+        path, files = await _drawn_from(picture, mask)
+        body = {"prompt": prompt, "stream": True, "partial_images": previews}
+        async for event in self._events(path, model, fields, body, files):
+            yield answers.drawn(event)
+
+    async def describe(
+        self,
+        pictures: Seen | Sequence[Seen],
+        question: str = DESCRIBE,
+        *,
+        model: str | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> answers.Answer:
+        """What a model that sees says of one picture, or of several."""
+        return await self.chat(await _shown(pictures, question), model=model, **fields)
+
+    async def stream_describe(
+        self,
+        pictures: Seen | Sequence[Seen],
+        question: str = DESCRIBE,
+        *,
+        model: str | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> AsyncGenerator[answers.Delta]:
+        """As `describe`, while it is written."""
+        shown = await _shown(pictures, question)
+        async for delta in self.stream_chat(shown, model=model, **fields):
+            yield delta
+
+    # -- sound -----------------------------------------------------------------------------------
+
+    async def transcribe(
+        self,
+        sound: Heard,
+        *,
+        model: str | None = None,
+        with_words: bool = False,
+        **fields: Unpack[TranscriptionFields],
+    ) -> answers.Transcript:
+        """What is said in a sound, with its segments; `with_words`: with those of each word."""
+        stretches = ["segment", "word"] if with_words else ["segment"]
+        body = {"response_format": "verbose_json", "timestamp_granularities[]": stretches}
+        files = await _heard(sound)
+        return answers.transcript(await self._read(TRANSCRIBE, model, fields, body, files))
+
+    async def stream_transcribe(
+        self, sound: Heard, *, model: str | None = None, **fields: Unpack[TranscriptionFields]
+    ) -> AsyncGenerator[answers.Delta]:
+        """As `transcribe`, segment by segment."""
+        files = await _heard(sound)
+        async for event in self._events(TRANSCRIBE, model, fields, {"stream": True}, files):
+            if "delta" in event:
+                yield answers.Delta(event["delta"])
+
+    async def speak(
+        self, text: str, *, model: str | None = None, **fields: Unpack[SpeechFields]
+    ) -> Audio:
+        """The text, spoken; as a WAV file unless `response_format` says otherwise."""
+        body = {"input": text, "response_format": "wav"}
+        asked, model = await self._asked(SPEAK, model, fields, body, None)
+        raw, kind = await self._bounded(self._connection.whole(asked), model)
+        return Audio(raw, kind)
+
+    async def stream_speak(
+        self, text: str, *, model: str | None = None, **fields: Unpack[SpeechFields]
+    ) -> AsyncGenerator[Audio]:
+        """As `speak`, clause by clause; as bare samples (`pcm`) unless `response_format` says
+        otherwise. The pieces one after the other are the whole."""
+        body = {"input": text, "response_format": "pcm"}
+        asked, _ = await self._asked(SPEAK, model, fields, body, None)
+        async for piece, kind in self._connection.pieces(asked):
+            yield Audio(piece, kind)
+
+    async def vad(
+        self, sound: Heard, *, model: str | None = None, **fields: Unpack[VadFields]
+    ) -> answers.Speech:
+        """Where a sound has speech in it."""
+        files = await _heard(sound)
+        return answers.speech(await self._read(VAD, model, fields, {}, files))
+
+    # -- any path --------------------------------------------------------------------------------
+
+    async def request(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        model: str | None = None,
+        **fields: Unpack[Fields],
+    ) -> Json:
+        """One use of a model on any path that it serves: a capability of your own, or a route that
+        has no method here. Returns the fields of its JSON. Pictures and Audio in `body` are sent as
+        files."""
+        files: Files = {
+            name: (name, value.data, value.content_type)
+            for name, value in body.items()
+            if isinstance(value, Picture | Audio)
+        }
+        rest = {name: value for name, value in body.items() if name not in files}
+        said: Json = await self._read(path, model, fields, rest, files)
+        return said
+
+    # -- one way for all -------------------------------------------------------------------------
+
+    async def _read(
+        self,
+        path: str,
+        model: str | None,
+        fields: Mapping[str, Any],
+        body: Mapping[str, Any],
+        files: Files | None = None,
+    ) -> Any:
+        asked, model = await self._asked(path, model, fields, body, files)
+        return await self._bounded(self._connection.read(asked), model)
+
+    async def _events(
+        self,
+        path: str,
+        model: str | None,
+        fields: Mapping[str, Any],
+        body: Mapping[str, Any],
+        files: Files | None = None,
+    ) -> AsyncGenerator[dict[str, Any]]:
+        asked, _ = await self._asked(path, model, fields, body, files)
+        async for event in self._connection.events(asked):
+            yield event
+
+    async def _bounded(self, work: Any, model: str) -> Any:
+        """Raises DeadlineUnmet where the budget is over first."""
+        if self._budget is None:
+            return await work
+        try:
+            async with asyncio.timeout(self._budget.until_s - time.monotonic()):
+                return await work
+        except TimeoutError:
+            raise self._budget.unmet(model) from None
+
+    async def _asked(
+        self,
+        path: str,
+        model: str | None,
+        fields: Mapping[str, Any],
+        body: Mapping[str, Any],
+        files: Files | None,
+    ) -> tuple[Asked, str]:
+        """And the model. Raises BadRequest."""
+        name = model or self._default_model
+        if not name:
+            raise TypeError("name a `model`, for this call or for the client")
+        said = {"model": name, **body, **fields}
+        said.update(said.pop("extra_body", {}))
+        if self._budget is not None:
+            said["x_deadline_s"] = min(
+                self._budget.left_s(name), said.get("x_deadline_s", self._budget.budget_s)
+            )
+        _check(path, said, files or {})
+        if files:
+            return Asked("POST", path, form=said, files=files), name
+        return Asked("POST", path, json=said), name
+
+
+def _check(path: str, said: Mapping[str, Any], files: Files) -> None:
+    """As the front reads it: of a file its size, and of a field that a form repeats the last.
+    Raises BadRequest."""
+    sizes = {name: len(content) for name, (_, content, _) in files.items()}
+    last = {name: v[-1] if files and isinstance(v, list) else v for name, v in said.items()}
+    check_body(SCHEMAS.get(path, OF_THE_TABLE).body, last | sizes)
+
+
+async def _heard(sound: Heard) -> Files:
+    audio = await asyncio.to_thread(audio_of, sound)
+    return {"file": ("sound", audio.data, audio.content_type)}
+
+
+async def _shown(pictures: Seen | Sequence[Seen], question: str) -> list[Json]:
+    several = [pictures] if isinstance(pictures, Seen) else pictures
+    seen = [await asyncio.to_thread(picture_of, one) for one in several]
+    return messages.written([{"role": "user", "content": [question, *seen]}])
+
+
+async def _drawn_from(picture: Seen | None, mask: Seen | None) -> tuple[str, Files]:
+    """The path, and the files of an edit."""
+    files: Files = {}
+    for name, given in (("image", picture), ("mask", mask)):
+        if given is not None:
+            seen = await asyncio.to_thread(picture_of, given)
+            files[name] = (name, seen.data, seen.content_type)
+    return (EDIT if files else DRAW), files

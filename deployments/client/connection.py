@@ -1,0 +1,118 @@
+"""A client's way to the front: over HTTP, or by the handle of its deployment. Both are httpx; only
+the transport beneath it differs, so that there is one way to write a request and to read a refusal.
+"""
+
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from arbiter.leases import LeaseTransport
+from deployments.client import leases
+from deployments.client.told_errors import FrontUnreachable, told, told_in_stream
+
+CONNECT_S = 5.0
+END = "[DONE]"  # OpenAI's last event
+DATA = "data: "
+
+Files = dict[str, tuple[str, bytes, str]]  # by field: name, content, type
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request."""
+
+    method: str
+    path: str
+    json: Mapping[str, Any] | None = None
+    form: Mapping[str, Any] = field(default_factory=dict)
+    files: Files = field(default_factory=dict)
+    within_s: float | None = None  # None: the client's own bound
+
+
+class Connection:
+    """One per client; views of it share it."""
+
+    def __init__(
+        self, http: httpx.AsyncClient, where: str, lease_way: Callable[[], LeaseTransport]
+    ) -> None:
+        self._http, self._where, self.lease_way = http, where, lease_way
+
+    @classmethod
+    def over_http(cls, url: str, key: str, timeout_s: float) -> "Connection":
+        """`key`: empty where the front asks for none."""
+        http = _client(url, key, timeout_s, None)
+        return cls(http, url, lambda: leases.over_http(url, key))
+
+    @classmethod
+    def by_handle(cls, handle: Any, key: str, timeout_s: float) -> "Connection":
+        """`handle`: of the front's deployment."""
+        from deployments.client.handle import HandleTransport
+
+        http = _client("http://localhost", key, timeout_s, HandleTransport(handle))
+        return cls(http, "the front's deployment", lambda: leases.by_handle(handle, key))
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    @asynccontextmanager
+    async def opened(self, asked: Asked) -> AsyncGenerator[httpx.Response]:
+        """The response once its head is there; leaving ends it. Raises RequestError."""
+        how: dict[str, Any] = {"json": asked.json} if asked.json is not None else {}
+        if asked.files:
+            how = {"data": asked.form, "files": asked.files}
+        if asked.within_s is not None:
+            how["timeout"] = httpx.Timeout(asked.within_s, connect=CONNECT_S)
+        with _reached(self._where):
+            async with self._http.stream(asked.method, asked.path, **how) as response:
+                if response.is_error:
+                    raise told(response.status_code, response.headers, await response.aread())
+                yield response
+
+    async def read(self, asked: Asked) -> Any:
+        """A JSON value. Raises RequestError."""
+        raw, _ = await self.whole(asked)
+        return json.loads(raw)
+
+    async def whole(self, asked: Asked) -> tuple[bytes, str]:
+        """The body and its content type. Raises RequestError."""
+        async with self.opened(asked) as response:
+            return await response.aread(), response.headers.get("content-type", "")
+
+    async def pieces(self, asked: Asked) -> AsyncGenerator[tuple[bytes, str]]:
+        """The body as it comes, each piece with the content type. Raises RequestError."""
+        async with self.opened(asked) as response:
+            kind = response.headers.get("content-type", "")
+            async for piece in response.aiter_bytes():
+                yield piece, kind
+
+    async def events(self, asked: Asked) -> AsyncGenerator[dict[str, Any]]:
+        """The events of a stream, without its comments. Raises RequestError, also where a refusal
+        comes as an event."""
+        async with self.opened(asked) as response:
+            async for line in response.aiter_lines():
+                if line.startswith(DATA) and line != DATA + END:
+                    event = json.loads(line.removeprefix(DATA))
+                    if refusal := told_in_stream(event):
+                        raise refusal
+                    yield event
+
+
+def _client(
+    url: str, key: str, timeout_s: float, transport: httpx.AsyncBaseTransport | None
+) -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, transport=transport)
+
+
+@contextmanager
+def _reached(where: str) -> Iterator[None]:
+    """Raises FrontUnreachable."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise FrontUnreachable(where, str(error) or type(error).__name__) from error

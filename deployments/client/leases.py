@@ -1,0 +1,92 @@
+"""Leases through the front, for the thread that beats for one: over HTTP or by handle (A15)."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from arbiter.errors import ArbiterUnavailable, RequestError
+from arbiter.leases import HTTP_S, Plain
+from deployments.client.told_errors import told
+from deployments.front.by_handle import HandleRequest
+
+Said = tuple[int, dict[str, str], bytes]  # status, headers, body
+Send = Callable[[str, str, bytes, float], Said]  # of a method, a path, a body and seconds
+
+
+class FrontLeases:
+    """A LeaseTransport. Raises the same typed errors as the client does."""
+
+    def __init__(self, send: Send, node: Callable[[], str] | None = None) -> None:
+        """`node`: of this process, where it is one of the cluster's."""
+        self._send, self._node = send, node
+
+    def put(self, lease: str, body: Plain) -> Plain:
+        """Raises RequestError, ConnectionError where the arbiter is away."""
+        is_here = self._node is not None and body.get("pid") and not body.get("node")
+        own = {"node": self._node()} if is_here and self._node else {}
+        said = self._ask("PUT", lease, {**body, **own}, body.get("wait_s", 0.0))
+        if not isinstance(said.get("state"), str):
+            raise ConnectionError(f"no answer of the arbiter's: {said!r}")
+        return said
+
+    def delete(self, lease: str, tenant: str | None) -> None:
+        """Raises as `put`. The key says whose it is, not `tenant`."""
+        self._ask("DELETE", lease, None, 0.0)
+
+    def _ask(self, method: str, lease: str, body: Plain | None, wait_s: float) -> Plain:
+        raw = b"" if body is None else json.dumps(body).encode()
+        status, headers, said = self._send(method, f"/arbiter/leases/{lease}", raw, HTTP_S + wait_s)
+        if status >= 400:
+            refusal = told(status, headers, said)
+            raise ConnectionError(str(refusal)) if _may_pass(refusal) else refusal
+        try:
+            found: Plain = json.loads(said)
+        except ValueError as error:
+            raise ConnectionError(f"no answer of the arbiter's: {said[:500]!r}") from error
+        return found
+
+
+def _may_pass(refusal: RequestError) -> bool:
+    """The arbiter is away, or what answered was not the front in order."""
+    nameless = refusal.code in ("", "internal_error")
+    return isinstance(refusal, ArbiterUnavailable) or (refusal.status_code >= 500 and nameless)
+
+
+def over_http(url: str, key: str) -> FrontLeases:
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+
+    def send(method: str, path: str, body: bytes, within_s: float) -> Said:
+        try:
+            answer = httpx.request(
+                method, url + path, content=body, headers=headers, timeout=within_s
+            )
+        except httpx.HTTPError as error:
+            raise ConnectionError(str(error) or type(error).__name__) from error
+        return answer.status_code, dict(answer.headers), answer.content
+
+    return FrontLeases(send)
+
+
+def by_handle(handle: Any, key: str) -> FrontLeases:
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    from arbiter.protocol import ray_internals
+
+    start = handle.options(stream=True).respond.remote
+    headers = (
+        ("host", "localhost"),
+        ("content-type", "application/json"),
+        ("authorization", f"Bearer {key}"),
+    )
+
+    def send(method: str, path: str, body: bytes, within_s: float) -> Said:
+        try:
+            head, *rest = start(HandleRequest(method, path, headers, body))
+        except (RayError, RayServeException) as error:
+            raise ConnectionError(str(error)) from error
+        return head.status, head.headers, b"".join(rest)
+
+    return FrontLeases(send, ray_internals.own_node)

@@ -1,0 +1,30 @@
+"""The messages of a chat as a person writes them, made those of OpenAI's API."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from deployments.client.fields import Json, Messages
+from deployments.client.media import Picture
+
+
+def written(said: Messages) -> list[Json]:
+    """A text is one message of the user; in a list of parts a text and a Picture stand for
+    themselves."""
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    return [_message(one) for one in said]
+
+
+def _message(message: Mapping[str, Any]) -> Json:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    return {**message, "content": [_part(part) for part in content]}
+
+
+def _part(part: Any) -> Any:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, Picture):
+        return {"type": "image_url", "image_url": {"url": part.uri}}
+    return part

@@ -1,0 +1,159 @@
+"""Client: AsyncClient for scripts and notebooks, by plain calls. Each method is made of the method
+of the same name there, with its signature; an event loop on a thread of its own does the work.
+
+    with Client() as client:
+        print(client.chat("What is a ticket?", model="small-chat").text)
+"""
+
+import functools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from arbiter import leases
+from deployments.client.asynchronous import WITHIN_S, AsyncClient, AsyncHeld
+from deployments.client.calls import AsyncCalls
+from deployments.client.fields import Fields
+from deployments.messages import ACQUIRE_S
+
+P = ParamSpec("P")
+T = TypeVar("T")
+A = TypeVar("A", bound=AsyncCalls)
+_END: Any = object()
+
+
+def plain(
+    method: Callable[Concatenate[A, P], Awaitable[T]],
+) -> Callable[Concatenate["Calls", P], T]:
+    """The method as a plain call."""
+
+    @functools.wraps(method)
+    def call(self: "Calls", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        bound = functools.partial(method, self._behind, *args, **kwargs)
+        return self._portal.call(bound)
+
+    return call
+
+
+def plain_stream(
+    method: Callable[Concatenate[A, P], AsyncGenerator[T]],
+) -> Callable[Concatenate["Calls", P], Generator[T, None, None]]:
+    """The method as a plain generator; closing it, or leaving a loop over it, ends the work."""
+
+    @functools.wraps(method)
+    def iterate(self: "Calls", /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        parts = method(self._behind, *args, **kwargs)
+        try:
+            while (part := self._portal.call(anext, parts, _END)) is not _END:
+                yield part
+        finally:
+            self._portal.call(parts.aclose)
+
+    return iterate
+
+
+class Calls:
+    """See AsyncCalls."""
+
+    _behind: Any
+    _portal: BlockingPortal
+
+    chat = plain(AsyncCalls.chat)
+    stream_chat = plain_stream(AsyncCalls.stream_chat)
+    complete = plain(AsyncCalls.complete)
+    stream_complete = plain_stream(AsyncCalls.stream_complete)
+    embed = plain(AsyncCalls.embed)
+    rerank = plain(AsyncCalls.rerank)
+    images = plain(AsyncCalls.images)
+    stream_images = plain_stream(AsyncCalls.stream_images)
+    describe = plain(AsyncCalls.describe)
+    stream_describe = plain_stream(AsyncCalls.stream_describe)
+    transcribe = plain(AsyncCalls.transcribe)
+    stream_transcribe = plain_stream(AsyncCalls.stream_transcribe)
+    speak = plain(AsyncCalls.speak)
+    stream_speak = plain_stream(AsyncCalls.stream_speak)
+    vad = plain(AsyncCalls.vad)
+    request = plain(AsyncCalls.request)
+
+    def within(self, budget_s: float) -> Self:
+        """See AsyncCalls.within."""
+        view = object.__new__(type(self))
+        view.__dict__ = self.__dict__ | {"_behind": self._behind.within(budget_s)}
+        return view
+
+
+class Client(Calls):
+    """See AsyncClient. One per program; `with`, or `close`."""
+
+    models = plain(AsyncClient.models)
+    status = plain(AsyncClient.status)
+    plan = plain(AsyncClient.plan)
+    subscribe = plain_stream(AsyncClient.subscribe)
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        key: str | None = None,
+        handle: Any = None,
+        model: str | None = None,
+        timeout_s: float = WITHIN_S,
+    ) -> None:
+        """See AsyncClient.__init__."""
+        self._behind: AsyncClient = AsyncClient(
+            url, key=key, handle=handle, model=model, timeout_s=timeout_s
+        )
+        self._stack = ExitStack()
+        self._portal = self._stack.enter_context(start_blocking_portal())
+        self._stack.callback(self._portal.call, self._behind.close)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def acquire(
+        self, model: str | None = None, *, term_s: float = ACQUIRE_S, **fields: Unpack[Fields]
+    ) -> Iterator["Held"]:
+        """See AsyncClient.acquire."""
+        acquired = self._behind.acquire(model, term_s=term_s, **fields)
+        with self._portal.wrap_async_context_manager(acquired) as held:
+            yield Held(held, self._portal)
+
+    @contextmanager
+    def lease(
+        self, gb: float, *, within_s: float | None = None, **how: Any
+    ) -> Iterator[leases.Lease]:
+        """See AsyncClient.lease."""
+        held = self._behind._lease(gb, how)
+        try:
+            yield held.acquire(within_s)
+        finally:
+            held.release()
+
+
+class Held(Calls):
+    """See AsyncHeld."""
+
+    release = plain(AsyncHeld.release)
+
+    def __init__(self, behind: AsyncHeld, portal: BlockingPortal) -> None:
+        self._behind, self._portal = behind, portal
+        self.model = behind.model
+
+    @property
+    def ticket(self) -> str:
+        return str(self._behind.ticket)
+
+    @property
+    def has_ended(self) -> bool:
+        """See AsyncHeld.has_ended."""
+        return bool(self._behind.has_ended)

@@ -1,0 +1,37 @@
+"""A use that lasts until its client hangs up: POST /v1/acquire, for several calls of which no other
+model takes the place in between (A7)."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from deployments.messages import ACQUIRE_S, ResponseHead
+from deployments.replica.use import Use
+from deployments.replica.wait_progress import LOOK_S
+
+SAY_S = 15.0  # between two comments: below the usual 30-60 s after which proxies cut a connection
+HEAD = ResponseHead(200, {"content-type": "text/event-stream", "cache-control": "no-store"})
+
+
+async def events(use: Use, body: bytes) -> AsyncGenerator[ResponseHead | bytes, None]:
+    """An event that says the ticket, then comments, then an event with the reason of the end. Ends
+    when the term is over, or when the model has to go, because a drain waits for its uses."""
+    term_s = float(json.loads(body).get("term_s", ACQUIRE_S))
+    end_s = said_s = time.monotonic()
+    end_s += term_s
+    yield HEAD
+    yield _event(use, state="held", term_s=term_s)
+    while use.is_resident and (now_s := time.monotonic()) < end_s:
+        await asyncio.sleep(min(LOOK_S, end_s - now_s))
+        if now_s - said_s > SAY_S:
+            said_s = now_s
+            yield b": held\n\n"
+    reason = "term" if use.is_resident else "leaving"
+    yield _event(use, state="ended", reason=reason)
+
+
+def _event(use: Use, **said: Any) -> bytes:
+    told = {"object": "acquired", "ticket": use.ticket, "model": use.model, **said}
+    return b"data: " + json.dumps(told).encode() + b"\n\n"

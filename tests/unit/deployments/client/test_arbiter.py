@@ -1,0 +1,164 @@
+"""What a client hears of the arbiter, and its leases, over both ways."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbiter.errors import ArbiterUnavailable, QuotaExceeded, UnknownModel
+from arbiter.leases import Lease
+from deployments.client import AsyncClient, Client, asynchronous
+from deployments.client.arbiter_rows import Device, Event, Ticket, Waiting
+from deployments.front import arbiter_gateway
+from deployments.front.routes import leases, plan
+from tests.support.answering_front import MODEL, AnsweringFront, both
+
+STATE = {
+    "sequence": 7,
+    "devices": [
+        {"device": "n/cpu:0", "node": "n", "kind": "cpu", "budget_bytes": 9, "charged_bytes": 4,
+         "free_bytes": 5, "pressure": "nominal", "uuid": ""}
+    ],
+    "tickets": [
+        {"ticket": "t", "capability": "all", "model": MODEL, "state": "resident", "inflight": 1,
+         "charged_bytes": {"n/cpu:0": 4}, "in_state_s": 1.0, "ram_bytes": 0, "lease": None}
+    ],
+    "queue": [
+        {"position": 1, "ticket": "u", "model": "other", "waited_s": 0.5, "predicted_s": None,
+         "capability": "all", "left_s": None}
+    ],
+    "cooldowns": [], "floors": [], "load_times": [], "hours": [],
+}  # fmt: skip
+PLAN = {
+    "answer": "after_evicting", "model": "unknown", "need_bytes": 4, "wait_s": 0.5, "load_s": 1.0,
+    "victims": [{"model": MODEL}], "said": ["It leaves.", "Then there is room."],
+}  # fmt: skip
+
+
+class Arbiter:
+    """Answers each method with what the test gave it."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Any] = {"state": STATE, "plan": PLAN}
+        self.asked: list[tuple[Any, ...]] = []
+
+    async def __call__(self, method: str, *args: Any, within_s: float = 0) -> Any:
+        self.asked.append((method, *args))
+        answer = self.answers[method]
+        if callable(answer):
+            answer = await answer(*args)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def arbiter(monkeypatch: pytest.MonkeyPatch) -> Arbiter:
+    made = Arbiter()
+    for module in (arbiter_gateway, leases, plan):
+        monkeypatch.setattr(module, "call_arbiter", made)
+    return made
+
+
+@pytest.fixture
+def front(tmp_path: Path, arbiter: Arbiter) -> AnsweringFront:
+    return AnsweringFront(tmp_path)
+
+
+@pytest.fixture
+async def clients(front: AnsweringFront) -> AsyncIterator[dict[str, AsyncClient]]:
+    async with both(front) as made:
+        yield made
+
+
+@pytest.mark.spec("J7")
+async def test_status_and_plan_are_typed(clients: dict[str, AsyncClient], arbiter: Arbiter) -> None:
+    for client in clients.values():
+        status = await client.status()
+        assert status.sequence == 7 and status.plain == STATE
+        assert status.devices == (Device("n/cpu:0", "n", "cpu", 9, 4, 5, "nominal"),)
+        [ticket] = status.of_model(MODEL)
+        assert ticket == Ticket("t", "all", MODEL, "resident", 1, {"n/cpu:0": 4})
+        assert status.queue == (Waiting(1, "u", "other", 0.5, None),)
+        said = await client.plan(gb=0.5)
+        assert (said.answer, said.victims, said.wait_s) == ("after_evicting", (MODEL,), 0.5)
+        assert str(said) == "It leaves. Then there is room."
+        with pytest.raises(UnknownModel):
+            await client.plan("none")
+
+
+@pytest.mark.spec("J7")
+async def test_subscriber_goes_on_where_it_was_when_the_stream_breaks(
+    clients: dict[str, AsyncClient], arbiter: Arbiter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asynchronous, "AGAIN_S", 0.01)
+
+    async def log(after: int, wait_s: float) -> Any:
+        if after == 8 and ("events", 8, wait_s) not in arbiter.asked[:-1]:
+            return ArbiterUnavailable(0.0)  # which breaks the stream
+        if after >= 9:
+            await asyncio.Event().wait()
+        return [{"seq": after + 1, "kind": "model_load", "model": MODEL}]
+
+    arbiter.answers["events"] = log
+    for client in clients.values():
+        arbiter.asked.clear()
+        heard = []
+        async for event in client.subscribe():
+            heard.append(event)
+            if len(heard) == 2:
+                break
+        assert [event.sequence for event in heard] == [8, 9]
+        assert heard[0] == Event(8, "model_load", {"seq": 8, "kind": "model_load", "model": MODEL})
+
+
+@pytest.mark.spec("J7", "A15")
+async def test_lease_is_held_by_a_key_and_given_back(
+    clients: dict[str, AsyncClient], arbiter: Arbiter
+) -> None:
+    devices = {"n/cpu:0": 1 << 30}
+
+    async def hear(call: Any) -> Any:
+        return {"state": "held", "devices_bytes": devices, "node": "n"}
+
+    arbiter.answers |= {"lease": hear, "end_lease": None}
+    # Over HTTP alone: by handle a process says its node, which it has in a cluster.
+    async with clients["http"].lease(1.0, name="job") as held:
+        assert isinstance(held, Lease) and held.devices == devices
+    assert arbiter.asked[-1] == ("end_lease", held.id, "default")
+    arbiter.answers["lease"] = QuotaExceeded("default", 1, 2, 2, "leases")
+    with pytest.raises(QuotaExceeded, match="has 1 leases"):
+        async with clients["http"].lease(1.0):
+            pytest.fail("it was refused")
+    with pytest.raises(QuotaExceeded):
+        async with clients["handle"].lease(1.0, pid=None):
+            pytest.fail("it was refused")
+
+
+@pytest.mark.spec("J7", "A15")
+def test_plain_client_leases_and_subscribes(front: AnsweringFront, arbiter: Arbiter) -> None:
+    async def hear(call: Any) -> Any:
+        return {"state": "held", "devices_bytes": {}, "node": "n"}
+
+    async def log(after: int, wait_s: float) -> Any:
+        return [{"seq": after + 1, "kind": "model_load"}]
+
+    arbiter.answers |= {"lease": hear, "end_lease": None, "events": log}
+    with front.serving() as url, Client(url, key=front.key) as client:
+        with client.lease(1.0) as held:
+            assert held.state == "held"
+        assert ("end_lease", held.id, "default") in arbiter.asked
+        for event in client.subscribe(after=3):
+            assert event.sequence == 4
+            break
+        assert client.status().sequence == 7
+
+
+def test_client_takes_the_address_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARBITER_URL", "http://front:9/")
+    assert str(AsyncClient()._connection._http.base_url) == "http://front:9"
+    assert "authorization" not in AsyncClient(key="")._connection._http.headers
+    monkeypatch.setenv("ARBITER_KEY", "arb-1")
+    assert AsyncClient()._connection._http.headers["authorization"] == "Bearer arb-1"
