@@ -24,6 +24,7 @@ from deployments.front.routes import (
     residency,
     settings,
     tenants,
+    view,
 )
 from deployments.front.schemas import SCHEMAS
 
@@ -51,7 +52,7 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    steering = (arbiter, metrics, plan, free, leases, residency, settings, tenants)
+    steering = (arbiter, view, metrics, plan, free, leases, residency, settings, tenants)
     for module in (openai, prewarm, audio, ollama, health, *steering):
         app.include_router(module.router)
     _add(app, tuple(path for path in SCHEMAS if path != prefixes.PATH))

@@ -72,6 +72,9 @@ POST /arbiter/plan
 POST /arbiter/free
 GET /arbiter/settings
 PUT /arbiter/settings
+GET /arbiter/view
+GET /arbiter/view/adapters
+GET /arbiter/view/stream
 GET /arbiter/events
 GET /arbiter/events/recent
 GET /arbiter/leases
