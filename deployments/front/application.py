@@ -13,6 +13,7 @@ from deployments.front.http_errors import HANDLERS
 from deployments.front.routes import (
     arbiter,
     audio,
+    console,
     free,
     health,
     leases,
@@ -53,7 +54,7 @@ def build(front: FrontState) -> FastAPI:
     app.state.front = front
     app.state.offered = []
     steering = (arbiter, view, metrics, plan, free, leases, residency, settings, tenants)
-    for module in (openai, prewarm, audio, ollama, health, *steering):
+    for module in (openai, prewarm, audio, ollama, health, console, *steering):
         app.include_router(module.router)
     _add(app, tuple(path for path in SCHEMAS if path != prefixes.PATH))
     offer(app)

@@ -22,9 +22,10 @@ from deployments.front import arbiter_gateway
 from deployments.monitoring.story import event_row
 from deployments.monitoring.view import Facts, View, to_plain, view_of
 
-REST_S = 15.0  # below the 30-60 s after which proxies cut a silent connection
+REST_S = 15.0  # the arbiter's own bound of a wait for events
 BUSY_S = 1.0  # K4: visible within a second
 PAUSE_S = 0.25  # between two reads of the state, so that a burst of events costs four a second
+QUIET_S = 10.0  # below the 30-60 s after which proxies cut a silent connection
 AWAY_S = 0.5  # between two tries while no arbiter answers; a restart takes 1-2 s
 FACTS_S = 5.0  # counting 10,000 adapters takes a listing of their folder
 KEPT_EVENTS, KEPT_SAMPLES = 1_000, 900  # a quarter of an hour of changes each second
@@ -75,6 +76,7 @@ class Viewing:
         self._samples: deque[dict[str, Any]] = deque(maxlen=KEPT_SAMPLES)
         self._seen = 0
         self._is_busy = True
+        self._is_first = True  # since a viewer came: what was before is not known
         self._away_unix_s: float | None = None
         self._facts, self._facts_unix_s = Facts(), 0.0
 
@@ -88,16 +90,19 @@ class Viewing:
         return view_of(state, await facts_of(), self._clock())
 
     async def follow(self, facts_of: FactsOf, after: int) -> AsyncIterator[dict[str, Any]]:
-        """First all, with events behind `after`, then what changes; an empty message when nothing
-        has for `REST_S`."""
+        """First all, with events behind `after`, then what changes; an empty message now and then
+        while nothing does."""
         sent, ends = Sent(after), self._clock() + LONGEST_S
         self._enter(facts_of)
         try:
             while self._clock() < ends:
                 changed = self._changed
-                if self._view is not None or self._away_unix_s is not None:
-                    yield self._message(sent)
-                await _within(changed, REST_S + BUSY_S)
+                if message := self._message(sent):
+                    yield message
+                if not await _within(changed, QUIET_S):
+                    yield {}
+                if self._task is not None and self._task.done():
+                    self._task.result()  # raises what ended it; the next viewer starts another
         finally:
             self._leave()
 
@@ -105,8 +110,8 @@ class Viewing:
 
     def _enter(self, facts_of: FactsOf) -> None:
         self._viewers_count += 1
-        if self._task is None:
-            self._view = None  # it is of another time
+        if self._task is None or self._task.done():
+            self._view, self._is_first = None, True  # what is known is of another time
             self._task = asyncio.ensure_future(self._watch(facts_of))
 
     def _leave(self) -> None:
@@ -141,9 +146,10 @@ class Viewing:
         self._view = to_plain(view)
         self._models = {f"{m['capability']}/{m['model']}": m for m in self._view.pop("models")}
         self._is_busy = is_busy(view)
-        sample = sample_of(view)
-        if not self._samples or self._samples[-1]["devices"] != sample["devices"]:
+        sample = sample_of(view) | {"is_first": self._is_first}
+        if self._is_first or self._samples[-1]["devices"] != sample["devices"]:
             self._samples.append(sample)
+        self._is_first = False
 
     # -- one viewer ----------------------------------------------------------------------------
 
@@ -187,22 +193,24 @@ def is_busy(view: View) -> bool:
 
 
 def sample_of(view: View) -> dict[str, Any]:
-    """One moment of the picture over time: per device the size of each part, what is measured of
-    all engines, and the budget."""
+    """One moment of the picture over time: per device the size and the tickets of each part, what
+    is measured of all that is there, and the budget."""
     devices = {}
     for row in view.devices:
-        sizes: dict[str, int] = {}
+        sizes: dict[str, tuple[int, str]] = {}
         for part in row.parts:
             name = f"{part.kind}/{part.label}"
-            sizes[name] = sizes.get(name, 0) + part.size_bytes
+            size, tickets = sizes.get(name, (0, ""))
+            sizes[name] = size + part.size_bytes, f"{tickets} {part.ticket}".strip()
         measured = row.measured_bytes + row.foreign_bytes
         devices[row.device] = {"parts": sizes, "measured": measured, "budget": row.budget_bytes}
     return {"unix_s": view.at_unix_s, "devices": devices}
 
 
-async def _within(event: asyncio.Event, wait_s: float) -> None:
+async def _within(event: asyncio.Event, wait_s: float) -> bool:
+    """Whether it was set in time."""
     try:
         async with asyncio.timeout(wait_s):
-            await event.wait()
+            return await event.wait()
     except TimeoutError:
-        return
+        return False

@@ -61,6 +61,8 @@ GET /api/version
 GET /api/tags
 GET /api/ps
 HEAD /
+GET /
+GET /console/{name}
 GET /v1/models
 GET /v1/models/{model}
 GET /health

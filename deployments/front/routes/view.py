@@ -1,6 +1,5 @@
 """The view model over HTTP (K4): once, as a stream that all viewers share, and adapters by name."""
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,10 +20,10 @@ MOST_FOUND = 200  # adapters in one answer: as many as a person reads
 
 
 def facts_of(front: FrontState) -> Callable[[], Awaitable[Facts]]:
-    """What the front knows of its table; adapters are listed in a thread, because that is disk."""
+    """What the front knows of its table."""
 
     async def facts() -> Facts:
-        names = await asyncio.to_thread(front.service.names.visible, "")
+        names = front.service.names.visible("")
         counts = Counter(base for base, colon, _ in (n.partition(":") for n in names) if colon)
         return Facts(front.table.homes, counts)
 
@@ -68,7 +67,7 @@ async def adapters(
     most: Annotated[int, Query(ge=1, le=MOST_FOUND)] = 50,
 ) -> dict[str, Any]:
     """Adapters by full name whose name contains `search`, and how many do."""
-    names = await asyncio.to_thread(front.service.names.visible, caller.tenant)
+    names = front.service.names.visible(caller.tenant)
     words = search.casefold()
     found = [
         name
