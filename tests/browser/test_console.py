@@ -1,7 +1,6 @@
 """Each view of the console in a real Chromium, before a front whose arbiter is scripted."""
 
 import time
-from typing import Any
 
 import pytest
 from playwright.sync_api import expect
