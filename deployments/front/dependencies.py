@@ -14,6 +14,7 @@ from deployments.front.keys import Caller, Keyring, Scope, keys_path
 from deployments.front.metrics_page import MetricsPage
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
+from deployments.front.viewing import Viewing
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class FrontState:
     applications: Applications = field(default_factory=Applications)
     apps: CapabilityApps = field(default_factory=lambda: CapabilityApps(Controller(), {}))
     metrics: MetricsPage = field(default_factory=MetricsPage)
+    viewing: Viewing = field(default_factory=Viewing)
 
     @property
     def table(self) -> Table:

@@ -62,6 +62,8 @@ GET /api/version
 GET /api/tags
 GET /api/ps
 HEAD /
+GET /
+GET /console/{name}
 GET /v1/models
 GET /v1/models/{model}
 GET /health
@@ -73,6 +75,9 @@ POST /arbiter/plan
 POST /arbiter/free
 GET /arbiter/settings
 PUT /arbiter/settings
+GET /arbiter/view
+GET /arbiter/view/adapters
+GET /arbiter/view/stream
 GET /arbiter/events
 GET /arbiter/events/recent
 GET /arbiter/leases
@@ -81,6 +86,8 @@ DELETE /arbiter/leases/{lease}
 DELETE /arbiter/tenants/{tenant}/kept
 POST /arbiter/leases/{lease}/drain
 POST /arbiter/leases/cleanup
+POST /arbiter/queue/{ticket}/cancel
+POST /arbiter/queue/{ticket}/raise
 GET /arbiter/residency
 PUT /arbiter/residency/{model}
 POST /arbiter/compact
