@@ -13,6 +13,7 @@ from deployments.front.http_errors import HANDLERS
 from deployments.front.routes import (
     arbiter,
     audio,
+    console,
     free,
     health,
     leases,
@@ -24,6 +25,7 @@ from deployments.front.routes import (
     residency,
     settings,
     tenants,
+    view,
 )
 from deployments.front.schemas import SCHEMAS
 
@@ -51,8 +53,8 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    steering = (arbiter, metrics, plan, free, leases, residency, settings, tenants)
-    for module in (openai, prewarm, audio, ollama, health, *steering):
+    steering = (arbiter, view, metrics, plan, free, leases, residency, settings, tenants)
+    for module in (openai, prewarm, audio, ollama, health, console, *steering):
         app.include_router(module.router)
     _add(app, tuple(path for path in SCHEMAS if path != prefixes.PATH))
     offer(app)

@@ -205,6 +205,15 @@ async def recent_events(after: int) -> list[dict[str, Any]]:
     return found
 
 
+async def next_events(after: int, wait_s: float) -> list[dict[str, Any]]:
+    """Events with a number above `after`, oldest first; waits at most `wait_s` for one. Raises
+    ArbiterUnavailable."""
+    found: list[dict[str, Any]] = await call_arbiter(
+        "events", after, wait_s, within_s=wait_s + STATE_WAIT_S
+    )
+    return found
+
+
 def event_number(text: str, otherwise: int) -> int:
     """Reads a `Last-Event-ID`, which a client may fill with anything."""
     return int(text) if EVENT_NUMBER.fullmatch(text) else otherwise

@@ -13,6 +13,7 @@ from deployments.front.keys import Caller, Keyring, Scope, keys_path
 from deployments.front.metrics_page import MetricsPage
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
+from deployments.front.viewing import Viewing
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class FrontState:
     service: InferenceService = field(default_factory=InferenceService)
     applications: Applications = field(default_factory=Applications)
     metrics: MetricsPage = field(default_factory=MetricsPage)
+    viewing: Viewing = field(default_factory=Viewing)
 
     @property
     def table(self) -> Table:

@@ -40,8 +40,8 @@ OTHERS = {
     "speech": "joe",
     "vad": "silero-vad",
 }  # by the last part of the path; all others: CHAT
-# Whose answers do not end, or are not ours: the event stream, and FastAPI's pages.
-ENDLESS = {"/arbiter/events"}
+# Whose answers do not end, or are not ours: the streams of events and views, and FastAPI's pages.
+ENDLESS = {"/arbiter/events", "/arbiter/view/stream"}
 ANSWERED_S = 60.0
 NOT_SERVED = 501  # what Ollama's users do to its models
 BOUNDED = settings(

@@ -61,6 +61,8 @@ GET /api/version
 GET /api/tags
 GET /api/ps
 HEAD /
+GET /
+GET /console/{name}
 GET /v1/models
 GET /v1/models/{model}
 GET /health
@@ -72,6 +74,9 @@ POST /arbiter/plan
 POST /arbiter/free
 GET /arbiter/settings
 PUT /arbiter/settings
+GET /arbiter/view
+GET /arbiter/view/adapters
+GET /arbiter/view/stream
 GET /arbiter/events
 GET /arbiter/events/recent
 GET /arbiter/leases

@@ -96,6 +96,7 @@ class QueueView:
     waited: Span
     left: Span | None  # until its deadline
     predicted: Span | None  # until it serves, as expected when it joined; 0: overdue
+    priority: str = "normal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +372,9 @@ def _queue(state: CoreState, now: Instant) -> list[QueueView]:
         waited = since(waiting.request.asked, now)
         at = waiting.predicted_at
         predicted = None if at is None else Span(max(0, since(now, at)))
-        rows.append(QueueView(position, ticket, *entry.model_name, waited, left, predicted))
+        priority = waiting.request.priority.name.lower()
+        row = QueueView(position, ticket, *entry.model_name, waited, left, predicted, priority)
+        rows.append(row)
     return rows
 
 

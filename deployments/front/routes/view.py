@@ -1,0 +1,79 @@
+"""The view model over HTTP (K4): once, as a stream that all viewers share, and adapters by name."""
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from deployments.front import arbiter_gateway
+from deployments.front.dependencies import FrontState, State, Viewer
+from deployments.front.routes.arbiter import EVENT_STREAM
+from deployments.front.schemas import refusals
+from deployments.monitoring.view import Facts, to_plain
+
+router = APIRouter(prefix="/arbiter/view", responses=refusals(401, 403))
+MOST_FOUND = 200  # adapters in one answer: as many as a person reads
+
+
+def facts_of(front: FrontState) -> Callable[[], Awaitable[Facts]]:
+    """What the front knows of its table."""
+
+    async def facts() -> Facts:
+        names = front.service.names.visible("")
+        counts = Counter(base for base, colon, _ in (n.partition(":") for n in names) if colon)
+        return Facts(front.table.homes, counts)
+
+    return facts
+
+
+@router.get("", responses=refusals(503))
+async def view(front: State, _: Viewer) -> JSONResponse:
+    """All rows of the console and of `arbiter top`, as of now."""
+    return JSONResponse(to_plain(await front.viewing.read(facts_of(front))))
+
+
+@router.get("/stream", response_class=StreamingResponse, responses=EVENT_STREAM)
+async def stream(
+    front: State, _: Viewer, after: int = 0, last_event_id: Annotated[str, Header()] = ""
+) -> StreamingResponse:
+    """As SSE: first all rows and events after `after`, then what changes. All streams share one
+    subscription at the arbiter. `Last-Event-ID` resumes."""
+    number = arbiter_gateway.event_number(last_event_id, after)
+    return StreamingResponse(_sse(front, number), media_type="text/event-stream")
+
+
+async def _sse(front: FrontState, after: int) -> AsyncIterator[bytes]:
+    async with aclosing(front.viewing.follow(facts_of(front), after)) as messages:  # type: ignore[type-var]
+        async for message in messages:
+            if not message:
+                yield b": nothing happened\n\n"
+                continue
+            if events := message.get("events"):
+                after = events[-1]["seq"]
+            data = json.dumps(message, separators=(",", ":"))
+            yield f"id: {after}\nevent: view\ndata: {data}\n\n".encode()
+
+
+@router.get("/adapters")
+async def adapters(
+    front: State,
+    caller: Viewer,
+    search: Annotated[str, Query(max_length=256)] = "",
+    model: Annotated[str, Query(max_length=256)] = "",
+    most: Annotated[int, Query(ge=1, le=MOST_FOUND)] = 50,
+) -> dict[str, Any]:
+    """Adapters by full name whose name contains `search`, and how many do."""
+    names = front.service.names.visible(caller.tenant)
+    words = search.casefold()
+    found = [
+        name
+        for name in names
+        if (base := name.partition(":"))[1]
+        and (not model or base[0] == model)
+        and words in name.casefold()
+    ]
+    return {"count": len(found), "adapters": found[:most]}
