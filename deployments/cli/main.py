@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from arbiter.errors import ArbiterError
 from deployments.cli import check, cluster, free, keys, lease, metrics, plan, replay, show, steer
+from deployments.cli import top as watch
 from deployments.cli.output import CommandError, discard_stdout, say
 
 PANELS = ("See", "Steer", "Leases", "Cluster", "Keys", "Record and replay")
@@ -54,6 +55,7 @@ app = typer.Typer(
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "See": (
         show.status,
+        watch.top,
         show.events,
         show.explain,
         plan.plan,
