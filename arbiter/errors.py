@@ -436,6 +436,29 @@ class TicketClosed(RequestError):
 
 
 @error_fields
+class TicketNotQueued(RequestError):
+    status_code, code = 409, "ticket_not_queued"
+
+    ticket: TicketId
+    state: str
+
+    def __str__(self) -> str:
+        return f"{self.ticket} does not wait: it is {self.state}; `arbiter explain` says more"
+
+
+@error_fields
+class RequestCancelled(RequestError):
+    """An operator has ended the wait. Not a status after which clients ask again by themselves."""
+
+    status_code, code = 410, "cancelled"
+
+    ticket: TicketId
+
+    def __str__(self) -> str:
+        return f"an operator cancelled {self.ticket} while it waited; ask again if it is needed"
+
+
+@error_fields
 class TicketNotGranted(RequestError):
     """A node agent refuses to spawn an engine under this ticket (A3)."""
 

@@ -1,9 +1,9 @@
 """Refresh the libraries that the console carries: `make vendor`.
 
-Each file is taken from the tarball that npm has under the version below; the tarball's sha512 must be
-the one in `vendor.json`, or is written there with `--accept`. The one change is that of bare imports,
-which a browser resolves only with an import map, and the console's content security policy allows no
-inline script.
+Each file is taken from the tarball that npm has under the version below; the tarball's sha512 must
+be the one in `vendor.json`, or is written there with `--accept`. The one change is that of bare
+imports, which a browser resolves only with an import map, and the console's content security policy
+allows no inline script.
 """
 
 import argparse

@@ -417,6 +417,16 @@ def _(event: ev.UnloadAsked, state: CoreState) -> None:
 
 
 @_apply.register
+def _(event: ev.PriorityRaised, state: CoreState) -> None:
+    admission.on_raised(state, event)
+
+
+@_apply.register
+def _(event: ev.CancelAsked, state: CoreState) -> None:
+    admission.on_cancel_asked(state, event)
+
+
+@_apply.register
 def _(event: ev.FloorSet, state: CoreState) -> None:
     floors.on_set(state, event)
     state.mark_dirty(*state.nodes)  # other tickets may be victims now

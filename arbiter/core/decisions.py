@@ -227,6 +227,7 @@ class EventKind(StrEnum):
     TICKET_WAITS = "ticket_waits"
     TICKET_GRANTED = "ticket_granted"
     TICKET_REFUSED = "ticket_refused"
+    TICKET_RAISED = "ticket_raised"  # by hand
     TICKET_CLOSED = "ticket_closed"
     TICKET_REJOINED = "ticket_rejoined"
     OVERSIZE = "oversize"

@@ -427,6 +427,21 @@ class UnloadAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class PriorityRaised:
+    """Asks with a more urgent priority for a queued ticket, by hand (K4)."""
+
+    ticket: TicketId
+    priority: Priority
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAsked:
+    """Refuses a queued ticket by hand (K4)."""
+
+    ticket: TicketId
+
+
+@dataclass(frozen=True, slots=True)
 class FloorSet:
     """Sets how far a model may fall (D8). Raises UnknownCapability, UnknownModel."""
 
@@ -532,6 +547,8 @@ Event = (
     | Prewarmed
     | SpeechStarted
     | UnloadAsked
+    | PriorityRaised
+    | CancelAsked
     | FloorSet
     | LoadAsked
     | CompactAsked

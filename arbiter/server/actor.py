@@ -399,6 +399,14 @@ class ArbiterActor:
         """By hand; one in use stays."""
         self._shell.feed(ev.UnloadAsked(ticket))
 
+    async def raise_priority(self, ticket: TicketId, priority: types.Priority) -> None:
+        """Of a queued ticket, by hand. Raises UnknownTicket, TicketNotQueued."""
+        self._shell.feed(ev.PriorityRaised(ticket, priority))
+
+    async def cancel(self, ticket: TicketId) -> None:
+        """Refuses a queued ticket, by hand. Raises UnknownTicket, TicketNotQueued."""
+        self._shell.feed(ev.CancelAsked(ticket))
+
     async def set_floor(self, capability: str, model: str, floor: types.Floor) -> None:
         """Kept across restarts. Raises UnknownCapability, UnknownModel."""
         self._shell.feed(ev.FloorSet(capability, model, floor))

@@ -22,6 +22,7 @@ from deployments.front.routes import (
     openai,
     plan,
     prewarm,
+    queue,
     residency,
     settings,
     tenants,
@@ -53,8 +54,8 @@ def build(front: FrontState) -> FastAPI:
     )
     app.state.front = front
     app.state.offered = []
-    steering = (arbiter, view, metrics, plan, free, leases, residency, settings, tenants)
-    for module in (openai, prewarm, audio, ollama, health, console, *steering):
+    steering = (arbiter, view, metrics, plan, free, leases, queue, residency, settings)
+    for module in (openai, prewarm, audio, ollama, health, console, tenants, *steering):
         app.include_router(module.router)
     _add(app, tuple(path for path in SCHEMAS if path != prefixes.PATH))
     offer(app)

@@ -121,6 +121,12 @@ class Viewing:
             self._task = None
 
     async def _watch(self, facts_of: FactsOf) -> None:
+        try:
+            await self._watch_on(facts_of)
+        finally:
+            self._announce()  # also that it has ended
+
+    async def _watch_on(self, facts_of: FactsOf) -> None:
         wait_s = 0.0  # what has happened while no viewer was there
         while True:
             try:
@@ -131,9 +137,12 @@ class Viewing:
             except ArbiterUnavailable:
                 self._away_unix_s = self._away_unix_s or self._clock()
                 wait_s, pause_s = 0.0, AWAY_S
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._announce()
             await asyncio.sleep(pause_s)
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _take(self, told: list[dict[str, Any]], facts_of: FactsOf) -> None:
         state, now = await self._state(), self._clock()

@@ -92,6 +92,7 @@ SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "ticket_queued": lambda e: f"{e['model']} joins the queue as number {e['position']}",
     "ticket_waits": lambda e: f"{e['model']} waits, as expected for",
     "ticket_granted": lambda e: f"{e['model']} is granted its memory",
+    "ticket_raised": lambda e: f"{e['model']} waits with priority {e['priority']}, by hand",
     "ticket_refused": lambda e: f"refused: {e['cause']}",
     "load_failed": lambda e: f"{e['model']} failed to load: {e['cause']}",
     "cool_down": lambda e: f"{e['model']} cools down after {e['times']} failures: {e['cause']}",

@@ -1,7 +1,6 @@
 """Each view of the console in a real Chromium, before a front whose arbiter is scripted."""
 
 import time
-from typing import Any
 
 import pytest
 from playwright.sync_api import expect
@@ -24,7 +23,7 @@ def test_memory_shows_who_holds_what_and_each_change_with_its_reason(
     parts = device.get_by_role("region", name=f"Parts of {GPU}")
     expect(parts).to_contain_text("talk")
     expect(parts).to_contain_text("blender")
-    expect(device.locator(".facts")).to_contain_text("300.0 MiB")
+    expect(device.locator("dl")).to_contain_text("300.0 MiB")
     books.leaves("talk")
     books.holds("next", 600)
     front.arbiter.tell("model_unload", "talk", time.time(), reason="swap", to="gone")

@@ -85,6 +85,8 @@ DELETE /arbiter/leases/{lease}
 DELETE /arbiter/tenants/{tenant}/kept
 POST /arbiter/leases/{lease}/drain
 POST /arbiter/leases/cleanup
+POST /arbiter/queue/{ticket}/cancel
+POST /arbiter/queue/{ticket}/raise
 GET /arbiter/residency
 PUT /arbiter/residency/{model}
 POST /arbiter/compact

@@ -17,11 +17,11 @@ from arbiter.core.reports.snapshot import (
     TicketView,
 )
 from arbiter.core.types import DeviceBytes, DeviceKind, LeaseConditions
-from arbiter.units import Content
 from arbiter.protocol.json_codec import plain
 from arbiter.units import (
     MIB,
     Bytes,
+    Content,
     DeviceId,
     Epoch,
     HolderId,

@@ -21,11 +21,21 @@ from deployments.front import application, arbiter_gateway, keys, metrics_page
 from deployments.front.auth import Authenticator
 from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring, Scope
-from deployments.front.routes import free, leases, plan, residency, tenants
+from deployments.front.routes import free, leases, plan, queue, residency, tenants
 from deployments.front.service import InferenceService
 from tests.support.arbiter_states import Books, size
 
-CALLERS = (arbiter_gateway, free, leases, metrics_page, plan, residency, runtime_settings, tenants)
+CALLERS = (
+    arbiter_gateway,
+    free,
+    leases,
+    metrics_page,
+    plan,
+    queue,
+    residency,
+    runtime_settings,
+    tenants,
+)
 STARTS_S = 20.0
 
 

@@ -7,6 +7,7 @@ from arbiter.core.eviction import pressure
 from arbiter.core.queue import freeing, hours, wait_estimate
 from arbiter.core.queue.grants import age, grant_of
 from arbiter.core.queue.placement_memo import foresee_need
+from arbiter.core.records.request_queue import QueueEntry
 from arbiter.core.records.ticket import State, Ticket
 from arbiter.core.residency import floors, prefetch
 from arbiter.core.state import CoreState, Holder, reject_queued
@@ -21,13 +22,16 @@ from arbiter.errors import (
     HolderQuarantined,
     ModelCoolingDown,
     QueueFull,
+    RequestCancelled,
     RequestError,
     StaleEpoch,
     TicketClosed,
+    TicketNotQueued,
     UnknownCapability,
     UnknownModel,
+    UnknownTicket,
 )
-from arbiter.units import Span, after, in_seconds, since
+from arbiter.units import Span, TicketId, after, in_seconds, since
 
 # -- asking ---------------------------------------------------------------------------------------
 
@@ -87,6 +91,36 @@ def _raise_priority(state: CoreState, entry: Ticket, event: ev.Requested) -> Non
     waiting = state.queue.find(entry.ticket)
     assert waiting is not None
     hours.hold(state, entry, waiting)
+
+
+def on_raised(state: CoreState, event: ev.PriorityRaised) -> None:
+    """Lets a queued ticket ask with a more urgent priority; a less urgent one changes nothing.
+    Raises UnknownTicket, TicketNotQueued."""
+    entry, waiting = _queued(state, event.ticket)
+    if event.priority >= entry.priority:
+        return
+    entry.set_priority(event.priority)
+    state.queue.raise_priority(entry.ticket, event.priority)
+    hours.hold(state, entry, waiting)
+    state.mark_dirty(entry.node)
+    state.log(EventKind.TICKET_RAISED, entry, priority=event.priority.name.lower())
+
+
+def on_cancel_asked(state: CoreState, event: ev.CancelAsked) -> None:
+    """Refuses a queued ticket; all requests that wait under it are answered. Raises UnknownTicket,
+    TicketNotQueued."""
+    entry, _ = _queued(state, event.ticket)
+    note_gave_up(state, entry)
+    reject_queued(state, entry, RequestCancelled(event.ticket))
+
+
+def _queued(state: CoreState, ticket: TicketId) -> tuple[Ticket, QueueEntry]:
+    entry, waiting = state.ledger.find(ticket), state.queue.find(ticket)
+    if entry is None:
+        raise UnknownTicket(ticket)
+    if waiting is None:
+        raise TicketNotQueued(ticket, entry.state.value)
+    return entry, waiting
 
 
 def reject_removed_models(state: CoreState) -> None:

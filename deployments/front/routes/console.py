@@ -63,9 +63,7 @@ def _file(path: Path) -> File:
 
 
 @router.get("/", response_class=Response, responses=PAGE)
-async def page(
-    accept: Annotated[str, Header()] = "", if_none_match: IfNoneMatch = ""
-) -> Response:
+async def page(accept: Annotated[str, Header()] = "", if_none_match: IfNoneMatch = "") -> Response:
     """The console, for a browser; else what Ollama's clients look for."""
     if "text/html" not in accept:
         return PlainTextResponse("Ollama is running", headers={"vary": "accept"})

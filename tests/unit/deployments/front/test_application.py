@@ -18,7 +18,7 @@ from deployments.front.auth import Authenticator
 from deployments.front.body_limit import MAX_BODY_BYTES, MAX_STEERING_BYTES
 from deployments.front.dependencies import FrontState
 from deployments.front.keys import Keyring, Scope
-from deployments.front.routes import free, leases, plan, residency, tenants
+from deployments.front.routes import free, leases, plan, queue, residency, tenants
 from deployments.front.schemas import SCHEMAS, Kind
 from deployments.front.serve_status import Applications
 from deployments.front.service import InferenceService
@@ -53,7 +53,7 @@ class Arbiter:
 @pytest.fixture
 def arbiter(monkeypatch: pytest.MonkeyPatch) -> Arbiter:
     fake = Arbiter()
-    for module in (arbiter_gateway, free, leases, metrics_page, plan, residency, tenants):
+    for module in (arbiter_gateway, free, leases, metrics_page, plan, queue, residency, tenants):
         monkeypatch.setattr(module, "call_arbiter", fake)
     return fake
 
@@ -324,7 +324,7 @@ async def test_description_names_each_body_and_no_status_that_is_never_sent(
     for path in ("/arbiter/leases/{lease}", "/arbiter/settings", "/arbiter/residency/{model}"):
         assert "application/json" in paths[path]["put"]["requestBody"]["content"]
     unkeyed = {path for path, _, one in operations if "security" not in one}
-    assert unkeyed == {"/", "/health", "/ready", "/api/version"}
+    assert unkeyed == {"/", "/console/{name}", "/health", "/ready", "/api/version"}
     takes_form = {path for path, _, one in operations if "multipart/form-data" in json.dumps(one)}
     forms = {path for path, schema in SCHEMAS.items() if schema.kind is Kind.FORM}
     assert takes_form == {SPEAK} | forms
