@@ -150,6 +150,7 @@ class ContentReading:
     saves_count: int  # slabs that went to a file
     load: Span
     restore: Span
+    hot_hits_count: int = 0  # requests for which the slabs were not asked
 
     @property
     def hit_fraction(self) -> float | None:

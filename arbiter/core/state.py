@@ -97,6 +97,7 @@ class PressureState:
     pushed: types.Level = types.Level.NOMINAL
     pushed_until: Instant | None = None
     free_bytes: Bytes = Bytes(0)
+    stalled_fraction: float = 0.0  # of the last 10 s, in which some task waited for this memory
     acts_at: Instant | None = None  # the next tick
     nothing_left: bool = False  # told once, until the level changes
 

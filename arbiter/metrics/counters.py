@@ -5,12 +5,28 @@ same when it is replayed.
 from collections import Counter
 from typing import Any
 
-from arbiter.core.decisions import EventKind, LogEvent
+from arbiter import errors
+from arbiter.core.decisions import EventKind, LogEvent, Reason
 from arbiter.core.histogram import Histogram
 from arbiter.metrics.table import TABLE, Kind
 from arbiter.units import in_seconds
 
 Labels = tuple[str, ...]
+_REASONS = tuple(reason.value for reason in Reason)
+KNOWN = {
+    "arbiter_events_total": tuple(kind.value for kind in EventKind),
+    "arbiter_unloads_total": _REASONS,
+    "arbiter_evictions_total": _REASONS,
+    "arbiter_evicted_bytes_total": _REASONS,
+    "arbiter_leases_ended_total": _REASONS,
+    "arbiter_tickets_refused_total": tuple(
+        sorted(
+            error.code
+            for error in vars(errors).values()
+            if isinstance(error, type) and issubclass(error, errors.RequestError)
+        )
+    ),
+}
 LOADS = {
     EventKind.MODEL_LOAD: "arbiter_load_seconds",
     EventKind.MODEL_WAKE: "arbiter_wake_seconds",
@@ -28,8 +44,10 @@ class Counters:
         }
         # Models out since their eviction; as many as there are models at most.
         self._evicted: set[tuple[str, str]] = set()
-        for kind in EventKind:
-            self.counts["arbiter_events_total"][(kind.value,)] = 0
+        # A counter that begins with its first event would hide that event: Prometheus sees no
+        # increase without a value before it.
+        for name, labels in KNOWN.items():
+            self.counts[name].update(dict.fromkeys(((label,) for label in labels), 0))
 
     def note(self, event: LogEvent) -> None:
         """Counts one line of the event log."""

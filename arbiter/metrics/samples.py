@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from arbiter.core.histogram import HistogramCounts, Sum
+from arbiter.core.histogram import Histogram, HistogramCounts, Sum
 from arbiter.core.reports.snapshot import DeviceView, StateView, TicketView
 from arbiter.core.types import Level, ModelName
 from arbiter.metrics.counters import Counters, Labels
-from arbiter.metrics.table import TABLE, Kind, Metric
+from arbiter.metrics.table import CAPABILITY, TABLE, Kind, Metric
+from arbiter.replay.score import ReplayedDay
 from arbiter.units import DeviceId, in_seconds
 
 Value = float | HistogramCounts
@@ -32,6 +33,7 @@ class Source:
     models: tuple[ModelName, ...]  # all that there are
     request_times: Mapping[tuple[str, str], HistogramCounts] = field(default_factory=dict)
     calls_count: int = 0
+    day: ReplayedDay | None = None  # None: not replayed yet
 
 
 def samples_of(source: Source) -> Samples:
@@ -41,6 +43,7 @@ def samples_of(source: Source) -> Samples:
         found[name].update(counts)
     for name, histograms in source.counters.histograms.items():
         found[name].update({labels: h.read() for labels, h in histograms.items()})
+    _begin_at_zero(found, source)
     _put(found, "arbiter_request_seconds", source.request_times.items())
     _arbiter(found, source)
     held = _held_on(source.view.tickets)
@@ -50,7 +53,20 @@ def samples_of(source: Source) -> Samples:
     _queue(found, source)
     _pools(found, source.view)
     _tenants(found, source.view)
+    if source.day is not None:
+        _replayed(found, source.day)
     return found
+
+
+def _begin_at_zero(found: Samples, source: Source) -> None:
+    """What is counted by capability has a value before its first event, as in `counters.KNOWN`."""
+    labels = [(capability,) for capability in _capabilities(source)]
+    for metric in TABLE.values():
+        if metric.labels == CAPABILITY and metric.kind is not Kind.GAUGE:
+            is_histogram = metric.kind is Kind.HISTOGRAM
+            zero: Value = Histogram(metric.bounds).read() if is_histogram else 0
+            for each in labels:
+                found[metric.name].setdefault(each, zero)
 
 
 def _put(found: Samples, name: str, rows: Iterable[tuple[Labels, Value]]) -> None:
@@ -70,6 +86,10 @@ def _arbiter(found: Samples, source: Source) -> None:
     for holder in view.holders:
         kept[(holder.node,)] += holder.kept_bytes
     _put(found, "arbiter_quarantined_bytes", kept.items())
+    stalled = {(node,): 0.0 for (node,) in kept}
+    for device in view.devices:
+        stalled[(device.node,)] = max(stalled[(device.node,)], device.stalled_fraction)
+    _put(found, "arbiter_node_stalled_ratio", stalled.items())
 
 
 def _capabilities(source: Source) -> set[str]:
@@ -160,6 +180,7 @@ def _pools(found: Samples, view: StateView) -> None:
             "rows": content.rows_count,
             "hot_rows": hot[labels],
             "hits_total": content.hits_count,
+            "hot_hits_total": content.hot_hits_count,
             "misses_total": content.misses_count,
             "stored_total": content.stored_count,
             "evicted_total": content.evicted_count,
@@ -184,6 +205,18 @@ def _tenants(found: Samples, view: StateView) -> None:
     found["arbiter_leases"][()] = len(held)
     charged = sum(part.size_bytes for ticket in held for part in ticket.charged)
     found["arbiter_lease_bytes"][()] = charged
+
+
+def _replayed(found: Samples, day: ReplayedDay) -> None:
+    found["arbiter_replay_span_seconds"][()] = in_seconds(day.span)
+    for policy, score in day.scores.items():
+        values = {
+            "loading_seconds": in_seconds(score.loading),
+            "waited_seconds": in_seconds(score.waited),
+            "moved_bytes": score.moved_bytes,
+        }
+        for name, value in values.items():
+            found[f"arbiter_replay_{name}"][(policy,)] = value
 
 
 def buckets(metric: Metric, value: HistogramCounts) -> Iterator[tuple[str, int]]:

@@ -82,6 +82,9 @@ DEVICES = (
     _gauge("device_pressure_level", "", DEVICE, "0 nominal, 1 low, 2 critical."),
     _gauge("device_readable", "", DEVICE, "Whether the driver answers."),
     _gauge("device_loading_ratio", "ratio", DEVICE, "Share of ten minutes spent loading."),
+    _gauge(
+        "node_stalled_ratio", "ratio", ("node",), "Share of 10 s in which tasks lack RAM (PSI)."
+    ),
     _counter("pressure_changes", "", ("level", "source"), "Changes of a device's pressure."),
 )
 MODELS = (
@@ -114,11 +117,19 @@ LOADS = (
     _ratio("estimate", CAPABILITY, "Measured peak of a load by the bytes granted to it."),
     _ratio("load_time", CAPABILITY, "Time of a load by the time predicted."),
 )
+POLICY = ("policy",)  # chosen: the one in force; lru; belady: foresight
+REPLAYS = (
+    _gauge("replay_span_seconds", "seconds", (), "Time whose demand is replayed, a day at most."),
+    _gauge("replay_loading_seconds", "seconds", POLICY, "Its loads and wakes under a policy."),
+    _gauge("replay_waited_seconds", "seconds", POLICY, "What its requests wait under a policy."),
+    _gauge("replay_moved_bytes", "bytes", POLICY, "What its loads and wakes move to devices."),
+)
 POOLS = (
     _gauge("pool_bytes", "bytes", POOL, "RAM of the slabs."),
     _gauge("pool_rows", "", POOL, "Rows that are ready."),
     _gauge("pool_hot_rows", "", POOL, "Rows in engines' slots now."),
     _counter("pool_hits", "", POOL, "Lookups that found a row."),
+    _counter("pool_hot_hits", "", POOL, "Requests that found theirs in a slot: no lookup."),
     _counter("pool_misses", "", POOL, "Lookups that found none."),
     _counter("pool_stored", "", POOL, "Rows stored."),
     _counter("pool_evicted", "", POOL, "Rows evicted."),
@@ -140,6 +151,6 @@ TENANTS = (
 TABLE: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        *FRONT, *ARBITER, *DEVICES, *MODELS, *QUEUE, *LOADS, *POOLS, *TENANTS,
+        *FRONT, *ARBITER, *DEVICES, *MODELS, *QUEUE, *LOADS, *REPLAYS, *POOLS, *TENANTS,
     )
 }  # fmt: skip

@@ -51,4 +51,5 @@ def _reading(
         saves_count=saves_count,
         load=Span(counts["load_ns"]),
         restore=Span(counts["restore_ns"]),
+        hot_hits_count=counts["hot_hits_count"],
     )

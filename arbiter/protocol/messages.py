@@ -81,6 +81,8 @@ class StartConfig:
     agent: AgentSettings
     state_file: str | None = None  # None: store.default_path()
     event_file: str | None = None  # JSON lines, if wanted
+    replay_module: str | None = None  # replays the last day (arbiter.server.day_replays), if wanted
+    replay_s: float = 1_800.0  # between two such replays
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ class Score:
     moved_bytes: Bytes  # onto devices, by loads and wakes
     waited: Span  # all requests together
     waited_p99: Span  # of all requests, those that waited nothing included
+    loading: Span = Span(0)  # of all loads and wakes together
 
     @property
     def miss_fraction(self) -> float:
@@ -39,6 +40,7 @@ class Tally:
     wakes_count: int = 0
     evictions_count: int = 0
     moved_bytes: int = 0
+    loading: Span = Span(0)
     waits: list[int] = field(default_factory=list)  # ns, of those that waited
 
     def score(self) -> Score:
@@ -55,6 +57,7 @@ class Tally:
             Bytes(self.moved_bytes),
             Span(sum(waits)),
             Span(p99),
+            self.loading,
         )
 
 
@@ -84,6 +87,16 @@ def as_plain(score: Score) -> dict[str, float]:
     """For JSON: counts and bytes as they are, times in seconds."""
     plain: dict[str, float] = {f.name: getattr(score, f.name) for f in fields(score)}
     plain["waited_s"] = in_seconds(Span(int(plain.pop("waited"))))
+    plain["loading_s"] = in_seconds(Span(int(plain.pop("loading"))))
     plain["waited_p99_s"] = in_seconds(Span(int(plain.pop("waited_p99"))))
     plain["miss_fraction"] = score.miss_fraction
     return plain
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedDay:
+    """What the demand of the last day costs under each policy, by its part: `chosen` is the one in
+    force, `lru` the least recently used, `belady` foresight."""
+
+    span: Span  # from the first event that counts to the replay; a day at most
+    scores: dict[str, Score]

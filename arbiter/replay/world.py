@@ -257,6 +257,7 @@ class World:
         if self._counts(self.now):
             self._tally.loads_count += not simulated.is_wake
             self._tally.wakes_count += simulated.is_wake
+            self._tally.loading = Span(self._tally.loading + took)
             self._tally.moved_bytes += sum(d.size_bytes for d in simulated.home)
         self._serve(simulated)
         self._feed(ev.Loaded(ticket, took))

@@ -57,6 +57,7 @@ class ArbiterActor:
         epoch = self._store.next_epoch()
         self._agents = RayAgents(boot.agent)
         log = EventLog(epoch, Path(boot.event_file) if boot.event_file else None)
+        self._tasks: set[asyncio.Future[None]] = set()
         self._shell = self._new_shell(epoch, log)
         self._sessions: dict[HolderId, str] = {}  # the last one of each holder
         self._session_ends: dict[str, asyncio.Event] = {}  # set when the session is over
@@ -66,7 +67,6 @@ class ArbiterActor:
         self._shell.feed(self._configuration.capabilities)
         self._tell_start()
         self._restore_registered()
-        self._tasks: set[asyncio.Future[None]] = set()
         self._rpc = self._serve_rpc()
         self._watch = NodeWatch(
             self._shell, self._agents, self._store, self._leases.sweep, self._hours
@@ -79,6 +79,7 @@ class ArbiterActor:
 
     def _new_shell(self, epoch: Epoch, log: "EventLog") -> "Shell":
         """Its core is made from a heading, so that a recording of this epoch begins as it did."""
+        from arbiter.server.day_replays import DayReplays
         from arbiter.server.recording import RecordingHeader
         from arbiter.server.shell import Shell, monotonic
 
@@ -95,8 +96,13 @@ class ArbiterActor:
             self._store.accounts(),
             self._store.usage(),
         )
-        core = heading.core(chosen.policies)
-        return Shell(core, epoch, self._agents, log, recorder=self._recorder(heading, log))
+        core, module = heading.core(chosen.policies), self._boot.replay_module
+        day = DayReplays(module, chosen.settings, monotonic) if module else None
+        recorder = self._recorder(heading, log)
+        shell = Shell(core, epoch, self._agents, log, recorder=recorder, day=day)
+        if day:
+            self._start(day.run(self._boot.replay_s))
+        return shell
 
     def _recorder(self, heading: "RecordingHeader", log: "EventLog") -> "Recorder | None":
         """A file that cannot be written costs the recording, not the arbiter."""

@@ -43,6 +43,7 @@ from arbiter.metrics.counters import Counters
 from arbiter.metrics.samples import Samples, Source, samples_of
 from arbiter.protocol import messages
 from arbiter.protocol.json_codec import plain
+from arbiter.server.day_replays import DayReplays
 from arbiter.server.event_log import EventLog
 from arbiter.server.recording import Recorder
 from arbiter.units import Bytes, Epoch, HolderId, Instant, NodeId, Span, TicketId
@@ -139,6 +140,7 @@ class Shell:
         log: EventLog,
         *,
         recorder: Recorder | None = None,
+        day: DayReplays | None = None,
         clock: Callable[[], Instant] = monotonic,
         crash: Callable[[BaseException], NoReturn] = crash,
     ) -> None:
@@ -146,7 +148,7 @@ class Shell:
         self.calls_count = 0  # messages received, which the benchmarks of the protocol count
         self.counters = Counters()
         self._agents, self._clock, self._crash = agents, clock, crash
-        self._recorder = recorder
+        self._recorder, self._day = recorder, day
         self._waiting: dict[TicketId, asyncio.Future[messages.Granted]] = {}
         self._callers: dict[TicketId, int] = {}
         self._compacting: dict[str, asyncio.Future[Compacted]] = {}  # by request
@@ -168,11 +170,13 @@ class Shell:
 
     def _decide(self, event: ev.Event) -> list[Decision]:
         now = self._clock()
-        if self._recorder is None:
-            return self.core.handle(event, now)
-        self._recorder.event(event, now)
+        if self._recorder:
+            self._recorder.event(event, now)
         decisions = self.core.handle(event, now)
-        self._recorder.decided(decisions)
+        if self._recorder:
+            self._recorder.decided(decisions)
+        if self._day:
+            self._day.note(event, now, decisions)
         return decisions
 
     def _perform(self, decision: Decision) -> None:
@@ -399,9 +403,15 @@ class Shell:
     def samples(self) -> Samples:
         """Returns the value of every metric (K2)."""
         core = self.core
-        view = core.snapshot(self._clock())
         return samples_of(
-            Source(view, self.counters, core.model_names, core.request_times, self.calls_count)
+            Source(
+                core.snapshot(self._clock()),
+                self.counters,
+                core.model_names,
+                core.request_times,
+                self.calls_count,
+                self._day.last if self._day else None,
+            )
         )
 
     def explain(self, ticket: TicketId) -> messages.Plain:

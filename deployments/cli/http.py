@@ -4,7 +4,7 @@ import ipaddress
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
@@ -99,6 +99,10 @@ class StreamEnded(CommandError):
         )
 
 
+class _Cut(Exception):
+    """A stream that has ended, and why."""
+
+
 class Front:
     """The front at one address, asked with one key."""
 
@@ -127,9 +131,24 @@ class Front:
     def follow(self, after: int) -> Iterator[dict[str, Any]]:
         """Events behind sequence number `after`, as they happen, for ever. Raises NoFront, Refused,
         StreamEnded."""
+        last = after
+        try:
+            for event in self._stream(f"/arbiter/events?after={after}"):
+                last = event["seq"]
+                yield event
+        except _Cut as cut:
+            raise StreamEnded(self.url, last, str(cut)) from cut
+
+    def view(self, after: int) -> Iterator[dict[str, Any]]:
+        """Messages of the view's stream, with events behind `after`, until it ends: after some
+        minutes, or with the front. Raises NoFront, Refused, NotTheFront."""
+        with suppress(_Cut):
+            yield from self._stream(f"/arbiter/view/stream?after={after}")
+
+    def _stream(self, path: str) -> Iterator[dict[str, Any]]:
+        """The values of a stream. Raises _Cut when it ends, NoFront, Refused, NotTheFront."""
         import httpx
 
-        path, last = f"/arbiter/events?after={after}", after
         try:
             with self._client.stream("GET", path) as answer:
                 if answer.is_error:
@@ -137,14 +156,12 @@ class Front:
                 _check(answer, f"GET {self.url}{path}")
                 for line in answer.iter_lines():
                     if line.startswith("data: "):
-                        event = json.loads(line.removeprefix("data: "))
-                        last = event["seq"]
-                        yield event
+                        yield json.loads(line.removeprefix("data: "))
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise NoFront(self.url, _cause(error)) from error
         except httpx.HTTPError as error:
-            raise StreamEnded(self.url, last, _cause(error)) from error
-        raise StreamEnded(self.url, last, "the front closed the connection")
+            raise _Cut(_cause(error)) from error
+        raise _Cut("the front closed the connection")
 
 
 @contextmanager

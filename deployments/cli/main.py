@@ -28,6 +28,7 @@ from deployments.cli import (
     show,
     steer,
 )
+from deployments.cli import top as watch
 from deployments.cli.output import CommandError, discard_stdout, say
 
 PANELS = ("See", "Steer", "Leases", "Cluster", "Keys", "Record and replay")
@@ -67,6 +68,7 @@ app = typer.Typer(
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "See": (
         show.status,
+        watch.top,
         show.events,
         show.explain,
         plan.plan,

@@ -148,6 +148,9 @@ class ArbiterConfig(Strict):
     disk_pool: Size | None = None
     # G4: between two looks of a node for slabs and files in which everything has expired
     pool_sweep_s: float = Field(300.0, ge=60, le=LONGEST_S)
+    # K2: between two replays of the last day for the metrics, each some seconds of a processor at
+    # the lowest priority; 0: none
+    replay_s: float = Field(1_800.0, ge=0, le=LONGEST_S)
     # N3: idle Ray workers kept on each node, 77 MB each, so that replicas start at once
     spare_workers: int = Field(1, ge=0, le=64)
     tenants: dict[str, TenantConfig] = Field({})  # C10

@@ -12,6 +12,7 @@ from deployments.environment import Environment
 from policies import bundle
 
 ZYGOTE = "deployments.engines.zygote"
+DAY_REPLAY = "deployments.monitoring.day_replay"
 
 
 def configuration(table: Table) -> Configuration:
@@ -37,7 +38,14 @@ def boot(table: Table) -> StartConfig:
         sweep_s=table.arbiter.pool_sweep_s,
     )
     files = {"state_file": table.arbiter.state_file, "event_file": table.arbiter.event_file}
-    return StartConfig(configuration(table), agent, **files)
+    replay_s = table.arbiter.replay_s
+    return StartConfig(
+        configuration(table),
+        agent,
+        **files,
+        replay_module=DAY_REPLAY if replay_s else None,
+        replay_s=replay_s,
+    )
 
 
 def _slabs_folder(table: Table) -> Path:

@@ -15,7 +15,15 @@ from deployments.config.schema import ConfigError, parse_table
 Plain = dict[str, Any]
 # Read once.
 AT_START_ONLY = frozenset(
-    {"state_file", "event_file", "spare_workers", "host_pool", "disk_pool", "pool_sweep_s"}
+    {
+        "state_file",
+        "event_file",
+        "spare_workers",
+        "host_pool",
+        "disk_pool",
+        "pool_sweep_s",
+        "replay_s",
+    }
 )
 POLICIES = frozenset({"evict", "admit"})
 

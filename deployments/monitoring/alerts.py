@@ -19,7 +19,7 @@ class Alert:
 ALERTS = (
     Alert(
         "ArbiterAway",
-        "max(arbiter_up) == 0",
+        "(max(arbiter_up) or vector(0)) == 0",
         "1m",
         "critical",
         "No front reaches the arbiter; nothing is loaded or evicted.",

@@ -32,6 +32,20 @@ def _p95(name: str, by: str = "") -> str:
     return f"histogram_quantile(0.95, sum by ({labels}) (rate({name}_bucket[5m])))"
 
 
+def _regret(policy: str) -> str:
+    """The loads that foresight (Belady) would have spared the last day, as a share of it."""
+    name = "arbiter_replay_loading_seconds"
+    spared = f'{name}{{policy="{policy}"}} - ignoring(policy) {name}{{policy="belady"}}'
+    return f"({spared}) / ignoring(policy) arbiter_replay_span_seconds"
+
+
+def _tier(name: str) -> str:
+    """A share of the requests that named an adapter: found in a slot, in host RAM, or nowhere."""
+    kinds = ("hot_hits", "hits", "misses")
+    rates = " + ".join(f"sum(rate(arbiter_pool_{each}_total{ADAPTERS}[5m]))" for each in kinds)
+    return f"sum(rate(arbiter_pool_{name}_total{ADAPTERS}[5m])) / ({rates})"
+
+
 ADAPTERS = '{content="adapter"}'
 PANELS = (
     Panel(
@@ -84,11 +98,13 @@ PANELS = (
         is_stacked=True,
     ),
     Panel(
-        "Share of the time spent on reloads",
+        "Share of the time spent on reloads, and regret over the last day",
         "percentunit",
         (
             Query("rate(arbiter_reload_seconds_total[5m])", "after evictions: {{capability}}"),
             Query("arbiter_device_loading_ratio", "all loads: {{device}}"),
+            Query(_regret("chosen"), "replayed, beyond foresight: the policy in force"),
+            Query(_regret("lru"), "replayed, beyond foresight: least recently used"),
         ),
     ),
     Panel(
@@ -105,6 +121,7 @@ PANELS = (
         (
             Query("arbiter_device_physical_free_bytes", "free: {{device}}"),
             Query("arbiter_device_pressure_level > 0", "pressure: {{device}}"),
+            Query("arbiter_node_stalled_ratio", "stalled for RAM: {{node}}"),
         ),
     ),
     Panel(
@@ -113,12 +130,9 @@ PANELS = (
         (
             Query(f"sum by (node) (arbiter_pool_hot_rows{ADAPTERS})", "in slots: {{node}}"),
             Query(f"sum by (node) (arbiter_pool_rows{ADAPTERS})", "in host RAM: {{node}}"),
-            Query(
-                f"sum(rate(arbiter_pool_hits_total{ADAPTERS}[5m]))"
-                f" / (sum(rate(arbiter_pool_hits_total{ADAPTERS}[5m]))"
-                f" + sum(rate(arbiter_pool_misses_total{ADAPTERS}[5m])))",
-                "hit rate",
-            ),
+            Query(_tier("hot_hits"), "found in a slot"),
+            Query(_tier("hits"), "found in host RAM"),
+            Query(_tier("misses"), "read from disk"),
         ),
     ),
     Panel(

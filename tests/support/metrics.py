@@ -8,10 +8,21 @@ from arbiter.core.histogram import SECONDS_BOUNDS, Histogram
 from arbiter.core.settings import TenantLimits
 from arbiter.metrics.counters import Counters
 from arbiter.metrics.samples import Samples, Source, samples_of
+from arbiter.replay.score import ReplayedDay, Score
 from arbiter.units import Bytes, Content, HolderId, Span, TicketId, seconds
 from tests.support.core_driver import HOST, NODE, PLAIN, CoreDriver, gib
 from tests.support.core_queries import CPU
 
+NOTHING = Score(0, 0, 0, 0, 0, 0, Bytes(0), Span(0), Span(0))
+DAY = ReplayedDay(
+    seconds(3_600),
+    {
+        "chosen": replace(NOTHING, loading=seconds(30), waited=seconds(40), moved_bytes=gib(3)),
+        "lru": replace(NOTHING, loading=seconds(36)),
+        "belady": replace(NOTHING, loading=seconds(12)),
+    },
+)
+STALLED = 0.02  # too little to count as pressure
 SECRETS = ("ticket-", "holder-", "request-", "adapter-", "client-", "slab-")
 
 
@@ -21,7 +32,8 @@ def scrape(driver: CoreDriver, counters: Counters, calls_count: int = 0) -> Samp
         counters.note(told)
     driver.told.clear()
     core = driver.arbiter
-    source = Source(driver.snapshot(), counters, core.model_names, core.request_times, calls_count)
+    view, names = driver.snapshot(), core.model_names
+    source = Source(view, counters, names, core.request_times, calls_count, DAY)
     return samples_of(source)
 
 
@@ -51,7 +63,9 @@ def _pool() -> ev.ContentReading:
          "refused_count", "restored_count", "saves_count"),
         3,
     )  # fmt: skip
-    return ev.ContentReading(Content.ADAPTER, gib(1), **counts, load=seconds(2), restore=seconds(1))
+    return ev.ContentReading(
+        Content.ADAPTER, gib(1), **counts, load=seconds(2), restore=seconds(1), hot_hits_count=9
+    )
 
 
 def busy_core() -> CoreDriver:
@@ -120,5 +134,5 @@ def end_leases(driver: CoreDriver) -> None:
 
 def read_pool(driver: CoreDriver) -> None:
     reading = ev.DeviceReading(CPU, gib(20), Bytes(0))
-    measured = ev.Measured(NODE, (reading,), (), slabs=(_slab(),), contents=(_pool(),))
+    measured = ev.Measured(NODE, (reading,), (), STALLED, slabs=(_slab(),), contents=(_pool(),))
     driver.at(66, measured)

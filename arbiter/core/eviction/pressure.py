@@ -39,6 +39,7 @@ def on_reading(state: CoreState, node: Node, stalled_fraction: float) -> None:
         pressure_state = _state_of(state, device)
         pressure_state.measured = state.policies.pressure(gauge)
         pressure_state.free_bytes = reading.free_bytes
+        pressure_state.stalled_fraction = stalls
         _update_level(state, book, "measured")
 
 
@@ -65,6 +66,12 @@ def level_of(state: CoreState, device: DeviceId) -> Level:
     """Returns the pressure level of a device."""
     pressure_state = state.pressure.get(device)
     return pressure_state.level if pressure_state else Level.NOMINAL
+
+
+def stalled_fraction(state: CoreState, device: DeviceId) -> float:
+    """Returns the share of the last ten seconds in which some task waited for this RAM."""
+    pressure_state = state.pressure.get(device)
+    return pressure_state.stalled_fraction if pressure_state else 0.0
 
 
 def is_nominal(state: CoreState, node: NodeId) -> bool:

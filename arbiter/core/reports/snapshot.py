@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from arbiter.core.events import ContentReading, ForeignProcess, SlabReading
-from arbiter.core.eviction.pressure import level_of
+from arbiter.core.eviction.pressure import level_of, stalled_fraction
 from arbiter.core.eviction.waste import wasted_bytes
 from arbiter.core.records.accounts import byte_seconds
 from arbiter.core.records.ledger import DeviceAccount
@@ -52,6 +52,7 @@ class DeviceView:
     unreadable: str | None = None  # why the driver does not answer; the figures are older
     foreign_processes: tuple[ForeignProcess, ...] = ()  # on a GPU, where NVML names them
     loading_fraction: float = 0.0  # of the last ten minutes (C13)
+    stalled_fraction: float = 0.0  # of ten seconds, in which some task waited for this RAM (PSI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +321,7 @@ def _device(state: CoreState, book: DeviceAccount, now: Instant) -> DeviceView:
         unreadable=node.unreadable.get(book.device),
         foreign_processes=reading.foreign_processes if reading else (),
         loading_fraction=loading_fraction(state, book, now),
+        stalled_fraction=stalled_fraction(state, book.device),
     )
 
 

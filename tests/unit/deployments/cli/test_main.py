@@ -17,7 +17,7 @@ from tests.unit.deployments.cli.conftest import Run
 
 PANELS = {
     "See": [
-        "status", "events", "explain", "plan", "residency", "pool", "adapters", "clients",
+        "status", "top", "events", "explain", "plan", "residency", "pool", "adapters", "clients",
         "metrics",
     ],
     "Steer": ["load", "unload", "grow", "shrink", "compact", "floor", "settings", "forget"],

@@ -1,0 +1,288 @@
+"""What `arbiter top` shows, as rows and bars: pure, so that textual and rich draw the same."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from deployments.cli.output import STYLES, cell, clean, size, span, table
+from deployments.monitoring.attention import CRITICAL, Alarm
+from deployments.monitoring.parts import COMING_BACK, FOREIGN, FREE, GRANTED, Part
+from deployments.monitoring.story import BAD, CAME, PLAIN, WENT, EventRow
+from deployments.monitoring.view import DeviceRow, LeaseRow, ModelRow, QueueRow, View
+
+BAR_WIDTH = 48  # beside a device's name on a terminal of 80
+MEASURED = "measured"  # the part of what is granted that is held by now
+# Each kind has a sign of its own, so that a bar is read without colours as well.
+SIGNS = {MEASURED: "█", GRANTED: "▓", COMING_BACK: "░", FOREIGN: "▒", FREE: "·"}
+COLOURS = {MEASURED: "green", GRANTED: "cyan", COMING_BACK: "magenta", FOREIGN: "red", FREE: "dim"}
+WORDS = {COMING_BACK: "coming back"}
+TONES = {CAME: "green", WENT: "magenta", BAD: "red", PLAIN: ""}
+HOLDERS_SHOWN = 6  # beneath a bar, the largest
+EVENTS_ONCE = 10  # of one frame
+
+TABS = ("models", "queue", "leases", "events")
+Value = str | int | Text | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the person at the terminal has chosen."""
+
+    tab: str = TABS[0]
+    order: str = "state"
+
+    def next_tab(self) -> "Choice":
+        return Choice(_next(TABS, self.tab), self.order)
+
+    def next_order(self) -> "Choice":
+        return Choice(self.tab, _next(tuple(ORDERS), self.order))
+
+
+def _next(names: Sequence[str], now: str) -> str:
+    return names[(names.index(now) + 1) % len(names)]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Columns by their heads; those in `numbers` end at the right."""
+
+    head: tuple[str, ...]
+    rows: list[tuple[Value, ...]]
+    numbers: tuple[str, ...] = ()
+    nothing: str = ""  # said when there are none
+
+    def drawn(self) -> RenderableType:
+        if not self.rows:
+            return Text(self.nothing, "dim")
+        return table(self.head, self.rows, self.numbers)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def title(view: View, away_unix_s: float | None, now_unix_s: float) -> Text:
+    """One line about the arbiter."""
+    if away_unix_s is not None:
+        away = span(max(0.0, now_unix_s - away_unix_s))
+        return Text(f"The arbiter has not answered for {away}; what is shown is older.", "bold red")
+    there = sum(row.state != "cold" for row in view.models)
+    said = f"arbiter {view.version}, epoch {view.epoch}, policy {view.policy}"
+    return Text(f"{said}; {there} of {len(view.models)} models, {len(view.queue)} queued")
+
+
+def alarm_line(alarm: Alarm) -> Text:
+    style = "bold red" if alarm.level == CRITICAL else "yellow"
+    return Text(f"! {clean(alarm.text)}", style)
+
+
+def legend() -> Text:
+    """What the signs of a bar mean."""
+    made = Text()
+    for kind, sign in SIGNS.items():
+        made.append(sign, COLOURS[kind]).append(f" {WORDS.get(kind, kind)}  ", "dim")
+    return made
+
+
+def memory(devices: Iterable[DeviceRow], width: int = BAR_WIDTH) -> Group:
+    """A bar of each device's budget, its sums, and who holds the most."""
+    return Group(*(part for device in devices for part in _device(device, width)))
+
+
+def _device(device: DeviceRow, width: int) -> list[RenderableType]:
+    sums = amounts(device)
+    name = f"{device.device} {clean(device.name)}".strip()
+    head = Text(f"{name}: {size(device.budget_bytes)} to lend, free {size(device.free_bytes)}")
+    if device.pressure != "nominal":
+        head.append(f", pressure {device.pressure}", STYLES.get(device.pressure, ""))
+    if device.unreadable is not None:
+        head.append(f", unreadable: {clean(device.unreadable)}", "bold red")
+    line = bar(sums, width)
+    granted = sum(part.size_bytes for part in device.parts if part.kind == GRANTED)
+    told = {GRANTED: granted, MEASURED: device.measured_bytes, FOREIGN: device.foreign_bytes}
+    told[COMING_BACK] = sums[COMING_BACK]
+    line.append("  " + ", ".join(f"{WORDS.get(k, k)} {size(v)}" for k, v in told.items() if v))
+    return [head, line, *_holders(device)]
+
+
+def _holders(device: DeviceRow) -> list[Text]:
+    held = sorted((p for p in device.parts if p.kind != FREE), key=lambda p: -p.size_bytes)
+    if not held:
+        return []
+    more = f", {len(held) - HOLDERS_SHOWN} more" if len(held) > HOLDERS_SHOWN else ""
+    said = ", ".join(_holder(part) for part in held[:HOLDERS_SHOWN])
+    return [Text(f"  {said}{more}", "dim")]
+
+
+def _holder(part: Part) -> str:
+    kind = {FOREIGN: "foreign ", COMING_BACK: "leaving "}.get(part.kind, "")
+    return f"{kind}{clean(part.label)} {size(part.size_bytes)}"
+
+
+def amounts(device: DeviceRow) -> dict[str, int]:
+    """Bytes of the budget by kind. What is granted is split into what its holder has by now and the
+    rest."""
+    found = dict.fromkeys(SIGNS, 0)
+    for part in device.parts:
+        if part.kind == GRANTED:
+            held = min(part.measured_bytes or 0, part.size_bytes)
+            found[MEASURED] += held
+            found[GRANTED] += part.size_bytes - held
+        else:
+            found[part.kind] += part.size_bytes
+    return found
+
+
+def bar(sums: dict[str, int], width: int) -> Text:
+    """`width` signs, shared out by bytes: each kind begins where the sums before it end, so that
+    no rounding adds up."""
+    whole, made, begins, so_far = sum(sums.values()), Text(), 0, 0
+    for kind, amount in sums.items():
+        so_far += amount
+        ends = round(width * so_far / whole) if whole else 0
+        made.append(SIGNS[kind] * (ends - begins), COLOURS[kind])
+        begins = ends
+    return made.append(SIGNS[FREE] * (width - begins), COLOURS[FREE])
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+ORDERS: dict[str, Callable[[ModelRow], tuple[object, ...]]] = {
+    "state": lambda row: (),  # as the view has them: what is there first, then by name
+    "name": lambda row: (row.model, row.capability),
+    "memory": lambda row: (-(row.charged_bytes + row.host_bytes), row.model),
+    "requests": lambda row: (-row.inflight, row.model),
+}
+
+
+def models(view: View, order: str, now_unix_s: float) -> Rows:
+    head = ("model", "capability", "state", "for", "in flight", "charged", "measured", "in RAM")
+    rows = [_model(row, now_unix_s) for row in sorted(view.models, key=ORDERS[order])]
+    return Rows((*head, "leaves in", "note"), rows, ("for", *head[4:], "leaves in"), "no models")
+
+
+def _model(row: ModelRow, now: float) -> tuple[Value, ...]:
+    return (
+        row.model,
+        row.capability,
+        cell(row.state),
+        _since(row.since_unix_s, now),
+        row.inflight or None,
+        _some(row.charged_bytes),
+        _some(row.measured_bytes),
+        _some(row.host_bytes),
+        _until(row.leaves_unix_s, now),
+        _note(row),
+    )
+
+
+def _note(row: ModelRow) -> str:
+    notes = ["pinned"] * row.is_pinned
+    notes += [f"leaves: {row.leaving}"] * bool(row.leaving)
+    notes += ["outside its hours"] * (not row.is_open)
+    notes += [f"failed: {row.failure}"] * bool(row.failure)
+    if row.adapters:
+        hot, warm, cold = row.adapters.hot, row.adapters.warm, row.adapters.cold
+        notes.append(f"adapters {hot} hot, {warm} warm, {cold} cold")
+    return "; ".join(notes)
+
+
+def queue(rows: Iterable[QueueRow], now_unix_s: float) -> Rows:
+    head = ("position", "ticket", "model", "needs", "waited", "expected in", "deadline in")
+    found: list[tuple[Value, ...]] = [
+        (
+            row.position,
+            row.ticket,
+            row.model,
+            size(row.need_bytes),
+            _since(row.since_unix_s, now_unix_s),
+            _late(row, now_unix_s),
+            _until(row.deadline_unix_s, now_unix_s),
+        )
+        for row in rows
+    ]
+    return Rows(head, found, (head[0], *head[3:]), "nothing is queued")
+
+
+def _late(row: QueueRow, now: float) -> Text:
+    return Text(_until(row.expected_unix_s, now), "red" if row.is_late else "")
+
+
+def leases(rows: Iterable[LeaseRow], now_unix_s: float) -> Rows:
+    head = ("lease", "name", "tenant", "state", "charged", "measured", "ends in")
+    found: list[tuple[Value, ...]] = [
+        (
+            row.ticket,
+            row.name,
+            row.tenant,
+            cell(row.state),
+            size(row.charged_bytes),
+            size(row.measured_bytes),
+            _until(row.ends_unix_s, now_unix_s),
+        )
+        for row in rows
+    ]
+    return Rows(head, found, head[4:], "no memory is leased")
+
+
+def events(rows: Iterable[EventRow]) -> Rows:
+    """Newest first."""
+    found: list[tuple[Value, ...]] = [
+        (
+            time.strftime("%H:%M:%S", time.localtime(row.unix_s)),
+            Text(row.kind, TONES[row.tone]),
+            row.text,
+        )
+        for row in rows
+    ]
+    return Rows(("time", "event", "what happened"), found[::-1], (), "no event yet")
+
+
+def chosen(view: View, told: Sequence[EventRow], choice: Choice, now_unix_s: float) -> Rows:
+    """The rows of the tab."""
+    match choice.tab:
+        case "models":
+            return models(view, choice.order, now_unix_s)
+        case "queue":
+            return queue(view.queue, now_unix_s)
+        case "leases":
+            return leases(view.leases, now_unix_s)
+    return events(told)
+
+
+def _since(unix_s: float | None, now: float) -> str:
+    return span(None if unix_s is None else max(0.0, now - unix_s))
+
+
+def _until(unix_s: float | None, now: float) -> str:
+    return span(None if unix_s is None else max(0.0, unix_s - now))
+
+
+def _some(size_bytes: int) -> str | None:
+    return size(size_bytes) if size_bytes else None
+
+
+# -- frames ----------------------------------------------------------------------------------------
+
+
+def frame(view: View, told: Sequence[EventRow]) -> list[RenderableType]:
+    """All of it, one after the other, as of the view's own time."""
+    now = view.at_unix_s
+    parts: list[RenderableType] = [title(view, None, now)]
+    parts += [alarm_line(alarm) for alarm in view.alarms]
+    parts += ["", memory(view.devices), legend()]
+    parts += ["", models(view, "state", now).drawn()]
+    parts += ["", queue(view.queue, now).drawn()]
+    if view.leases:
+        parts += ["", leases(view.leases, now).drawn()]
+    return [*parts, "", events(list(told)[-EVENTS_ONCE:]).drawn()]
+
+
+def tab_line(choice: Choice) -> Text:
+    """The tabs, with the keys."""
+    made = Text()
+    for name in TABS:
+        made.append(f" {name} ", "reverse" if name == choice.tab else "").append(" ")
+    return made.append(f" tab: view, s: sort ({choice.order}), q: quit", "dim")

@@ -1,0 +1,88 @@
+"""`arbiter top` with textual: the same rows in tables that scroll (K4). Needs the extra `top`."""
+
+import time
+from typing import ClassVar
+
+from rich.console import Group
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane
+
+from deployments.cli import top, top_rows
+from deployments.cli.output import cell
+from deployments.cli.top import Watch
+from deployments.cli.top_rows import TABS, Choice, Rows
+
+Cells = DataTable[object]
+
+
+class Screen(App[None]):
+    """Draws a Watch until `q` or its end."""
+
+    CSS = "#above { height: auto; max-height: 60%; } TabbedContent { height: 1fr; }"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("tab", "next_tab", "view", priority=True),
+        Binding("s", "next_order", "sort"),
+    ]
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch, self._choice = watch, Choice()
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(id="above"):
+            yield Static(id="memory", markup=False)
+        with TabbedContent(id="tabs"):
+            for name in TABS:
+                with TabPane(name, id=name):
+                    yield Cells(id=f"{name}-rows", cursor_type="row")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.draw()
+        self.set_interval(top.FRAME_S, self.draw)
+
+    def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
+        if event.pane.id in TABS:
+            self._choice = Choice(event.pane.id, self._choice.order)
+            self.draw()
+
+    def action_next_tab(self) -> None:
+        """Shows the next tab's rows."""
+        self._choice = self._choice.next_tab()
+        self.query_one(TabbedContent).active = self._choice.tab
+        self.draw()
+
+    def action_next_order(self) -> None:
+        """Sorts the models by something else."""
+        self._choice = self._choice.next_order()
+        self.draw()
+
+    def draw(self) -> None:
+        """Draws the view as it is now."""
+        if self._watch.ended.is_set():
+            self.exit()
+            return
+        watch, now = self._watch, time.time()
+        if watch.view is None or watch.trouble:
+            self.query_one("#memory", Static).update(watch.trouble)
+            return
+        above = top.summary(watch.view, watch.away_unix_s, now)
+        self.query_one("#memory", Static).update(Group(*above))
+        self.sub_title = f"sorted by {self._choice.order}"
+        rows = top_rows.chosen(watch.view, watch.events, self._choice, now)
+        fill(self.query_one(f"#{self._choice.tab}-rows", Cells), rows)
+
+
+def fill(table: Cells, rows: Rows) -> None:
+    """Replaces all rows; the place to which a person scrolled stays."""
+    scrolled, cursor = table.scroll_offset, table.cursor_row
+    if not table.columns:
+        table.add_columns(*rows.head)
+    table.clear()
+    for row in rows.rows:
+        table.add_row(*(cell(value) for value in row))
+    table.move_cursor(row=min(cursor, max(0, len(rows.rows) - 1)), scroll=False)
+    table.scroll_to(scrolled.x, scrolled.y, animate=False)
