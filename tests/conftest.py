@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,14 +69,14 @@ def pytest_unconfigure() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Where the time went, by folder: the whole is to stay under 40 minutes."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds["/".join(report.nodeid.split("/")[:2])] += report.duration
     if sum(seconds.values()) > SUMMARY_FROM_S:
         terminalreporter.section("seconds by folder")
-        for folder, took_s in seconds.most_common():
+        for folder, took_s in sorted(seconds.items(), key=lambda item: -item[1]):
             terminalreporter.write_line(f"{took_s:7.0f}  {folder}")
 
 
