@@ -159,7 +159,8 @@ def test_twenty_clients_at_once_get_each_their_own_picture(client: OpenAI) -> No
     before = pic.picture(alone.data[0].model_dump())  # type: ignore[index]
     for number, answer in enumerate(answers):
         image = pic.picture(answer.data[0].model_dump())
-        same = pic.difference(image, before) <= pic.ROUNDING
+        # Sums in another order add up over the steps; a picture of the other caption is 50 away.
+        same = pic.difference(image, before) <= 4 * pic.ROUNDING
         assert same == bool(number % 2), number
 
 
