@@ -3,7 +3,9 @@ which CI sets."""
 
 import os
 import shutil
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,18 @@ from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 from tests.support.console_front import ConsoleFront, listening, table_of
 
 WITHIN_MS = 10_000  # for anything that must appear
+VIEWS = ["memory", "models", "queue", "events", "leases", "settings", "ask"]
 MODELS = ["talk", "next", "left", "draw"]
 # The sandbox needs a user namespace, which containers do not have; the console is our own page.
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+
+
+def eventually(holds: Callable[[], bool], within_s: float = 20.0) -> None:
+    """Waits for what no page shows."""
+    ends = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < ends, f"it does not hold after {within_s} s"
+        threading.Event().wait(0.01)
 
 
 def chromium() -> str | None:
@@ -25,7 +36,7 @@ def chromium() -> str | None:
     return named or shutil.which("chromium") or shutil.which("google-chrome")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # while it runs, no test of the process may be asynchronous
 def browser() -> Iterator[Browser]:
     path = chromium()
     if path is None:
