@@ -14,8 +14,6 @@ from deployments.cli.output import cell
 from deployments.cli.top import Watch
 from deployments.cli.top_rows import TABS, Choice, Rows
 
-Cells = DataTable[object]
-
 
 class Screen(App[None]):
     """Draws a Watch until `q` or its end."""
@@ -37,7 +35,7 @@ class Screen(App[None]):
         with TabbedContent(id="tabs"):
             for name in TABS:
                 with TabPane(name, id=name):
-                    yield Cells(id=f"{name}-rows", cursor_type="row")
+                    yield DataTable[object](id=f"{name}-rows", cursor_type="row")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -73,10 +71,11 @@ class Screen(App[None]):
         self.query_one("#memory", Static).update(Group(*above))
         self.sub_title = f"sorted by {self._choice.order}"
         rows = top_rows.chosen(watch.view, watch.events, self._choice, now)
-        fill(self.query_one(f"#{self._choice.tab}-rows", Cells), rows)
+        table: DataTable[object] = self.query_one(f"#{self._choice.tab}-rows", DataTable)
+        fill(table, rows)
 
 
-def fill(table: Cells, rows: Rows) -> None:
+def fill(table: DataTable[object], rows: Rows) -> None:
     """Replaces all rows; the place to which a person scrolled stays."""
     scrolled, cursor = table.scroll_offset, table.cursor_row
     if not table.columns:

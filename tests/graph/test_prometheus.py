@@ -1,4 +1,4 @@
-"""A real Prometheus, with the files that `arbiter metrics install` writes, scrapes the running graph:
+"""A real Prometheus, with the files that `arbiter metrics install` writes, scrapes a running graph:
 every query of the dashboard and of the alerts has data there.
 """
 
