@@ -33,7 +33,7 @@ export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test retest check bench sim chaos graph-chaos soak models install
+.PHONY: vendor serve test retest check bench sim chaos graph-chaos soak models install
 .DEFAULT_GOAL := serve
 
 install: $(VENV)/.installed-$(DEVICE)
@@ -78,6 +78,10 @@ chaos: install
 # The same against everything that `make serve` starts, Serve's own processes included.
 graph-chaos: install models
 	$(BIN)/python -m benchmarks.graph_chaos --kills $(KILLS)
+
+# The libraries that the console carries, from the tarballs that npm has (node's npm is needed).
+vendor: install
+	$(BIN)/python tools/vendor.py $(if $(ACCEPT),--accept)
 
 soak: install models
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)

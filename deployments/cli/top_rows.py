@@ -77,7 +77,7 @@ def attention(view: View) -> list[Text]:
     """A line for each thing that needs a person."""
     return [
         Text(f"! {clean(row.text)}", "bold red" if row.level == CRITICAL else "yellow")
-        for row in view.alarms
+        for row in view.alerts
     ]
 
 

@@ -15,7 +15,7 @@ LOADING_MOST = 0.3  # of ten minutes: the default bound of the arbiter's own rul
 
 
 @dataclass(frozen=True, slots=True)
-class Alarm:
+class Alert:
     """Describes one thing that needs attention."""
 
     level: str  # critical or warning
@@ -23,77 +23,77 @@ class Alarm:
     text: str
 
 
-def alarms_of(state: Mapping[str, Any]) -> list[Alarm]:
+def alerts_of(state: Mapping[str, Any]) -> list[Alert]:
     """The worst first."""
     rules = (_arbiter, _devices, _holders, _cooldowns, _queue, _tenants)
     found = chain.from_iterable(rule(state) for rule in rules)
-    return sorted(found, key=lambda alarm: alarm.level != CRITICAL)
+    return sorted(found, key=lambda alert: alert.level != CRITICAL)
 
 
-def _arbiter(state: Mapping[str, Any]) -> Iterator[Alarm]:
+def _arbiter(state: Mapping[str, Any]) -> Iterator[Alert]:
     if state["is_closing"]:
-        yield Alarm(CRITICAL, "arbiter", "The arbiter is shutting down and grants nothing more.")
+        yield Alert(CRITICAL, "arbiter", "The arbiter is shutting down and grants nothing more.")
     elif not state["is_settled"]:
         text = "The arbiter has restarted and waits at most 5 s for its holders before it grants."
-        yield Alarm(WARNING, "arbiter", text)
+        yield Alert(WARNING, "arbiter", text)
 
 
-def _devices(state: Mapping[str, Any]) -> Iterator[Alarm]:
+def _devices(state: Mapping[str, Any]) -> Iterator[Alert]:
     for row in state["devices"]:
         device, free = row["device"], row["free_bytes"]
         if row["unreadable"] is not None:
             text = f"{device} cannot be read ({row['unreadable']}); nothing is granted there."
-            yield Alarm(CRITICAL, device, f"{text} Look at its driver.")
+            yield Alert(CRITICAL, device, f"{text} Look at its driver.")
         if free < 0:
             over = human(Bytes(-free))
             text = f"{device} is overcommitted by {over}; idle models leave as soon as they may."
-            yield Alarm(WARNING, device, text)
+            yield Alert(WARNING, device, text)
         if row["pressure"] != "nominal":
             yield _pressure(row)
         if row["loading_fraction"] > LOADING_MOST:
             share = f"{row['loading_fraction']:.0%} of the last ten minutes"
             text = f"{device} spent {share} loading; models trade places too often."
-            yield Alarm(WARNING, device, f"{text} Let fewer of them share it.")
+            yield Alert(WARNING, device, f"{text} Let fewer of them share it.")
 
 
-def _pressure(row: Mapping[str, Any]) -> Alarm:
+def _pressure(row: Mapping[str, Any]) -> Alert:
     free = row["physical_free_bytes"]
     left = "" if free is None else f": {human(Bytes(free))} are physically free"
     level = CRITICAL if row["pressure"] == "critical" else WARNING
     text = f"Memory pressure on {row['device']} is {row['pressure']}{left}."
-    return Alarm(level, row["device"], f"{text} End what the arbiter does not know, or add memory.")
+    return Alert(level, row["device"], f"{text} End what the arbiter does not know, or add memory.")
 
 
-def _holders(state: Mapping[str, Any]) -> Iterator[Alarm]:
+def _holders(state: Mapping[str, Any]) -> Iterator[Alert]:
     for row in state["holders"]:
         if row["kept_bytes"]:
             kept = human(Bytes(row["kept_bytes"]))
             text = f"{row['holder']} is in quarantine: it did not give {kept} back."
-            yield Alarm(CRITICAL, row["holder"], f"{text} End its process if it hangs.")
+            yield Alert(CRITICAL, row["holder"], f"{text} End its process if it hangs.")
 
 
-def _cooldowns(state: Mapping[str, Any]) -> Iterator[Alarm]:
+def _cooldowns(state: Mapping[str, Any]) -> Iterator[Alert]:
     for row in state["cooldowns"]:
         times = "once" if row["times"] == 1 else f"{row['times']} times"
         text = f"{row['model']} failed to load {times}: {row['cause']}."
         again = f"It is tried again in {row['left_s']:.0f} s at the earliest."
-        yield Alarm(WARNING, row["model"], f"{text} {again}")
+        yield Alert(WARNING, row["model"], f"{text} {again}")
 
 
-def _queue(state: Mapping[str, Any]) -> Iterator[Alarm]:
+def _queue(state: Mapping[str, Any]) -> Iterator[Alert]:
     for row in state["queue"]:
         expected, left, waited = row["predicted_s"], row["left_s"], row["waited_s"]
         said = f"{row['model']} ({row['ticket']})"
         if expected is not None and left is not None and expected > left:
             text = f"{said} is expected in {expected:.0f} s, after its deadline in {left:.0f} s."
-            yield Alarm(WARNING, row["ticket"], text)
+            yield Alert(WARNING, row["ticket"], text)
         elif waited > LONG_WAIT_S:
             text = f"{said} has waited {waited:.0f} s; explain says for what."
-            yield Alarm(WARNING, row["ticket"], text)
+            yield Alert(WARNING, row["ticket"], text)
 
 
-def _tenants(state: Mapping[str, Any]) -> Iterator[Alarm]:
+def _tenants(state: Mapping[str, Any]) -> Iterator[Alert]:
     for row in state["tenants"]:
         if row["is_cooling"]:
             text = f"{row['tenant']} held more than its average allows, and waits until that falls."
-            yield Alarm(WARNING, row["tenant"], text)
+            yield Alert(WARNING, row["tenant"], text)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from deployments.monitoring.attention import Alarm, alarms_of
+from deployments.monitoring.attention import Alert, alerts_of
 from deployments.monitoring.parts import Part, parts_of
 
 ORDER = ("resident", "draining", "loading", "asleep", "queued", "reclaiming")  # best first
@@ -63,7 +63,7 @@ class AdapterCounts:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """Describes one model of the table, or one that holds a ticket without being in it."""
+    """Describes one model of the table, or a ticket's model that is not in it."""
 
     model: str
     capability: str
@@ -171,7 +171,7 @@ class View:
     leases: tuple[LeaseRow, ...]
     tenants: tuple[TenantRow, ...]
     slabs: tuple[SlabRow, ...]
-    alarms: tuple[Alarm, ...]  # what needs attention, the worst first; empty: nothing does
+    alerts: tuple[Alert, ...]  # what needs attention, the worst first; empty: nothing does
 
 
 def view_of(state: Mapping[str, Any], facts: Facts, now_unix_s: float) -> View:
@@ -192,7 +192,7 @@ def view_of(state: Mapping[str, Any], facts: Facts, now_unix_s: float) -> View:
         leases=tuple(_lease(t, now_unix_s) for t in state["tickets"] if t["lease"]),
         tenants=tuple(_tenants(state)),
         slabs=tuple(_slab(row["node"], row["slab"]) for row in state["slabs"]),
-        alarms=tuple(alarms_of(state)),
+        alerts=tuple(alerts_of(state)),
     )
 
 

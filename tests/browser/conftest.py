@@ -3,7 +3,9 @@ which CI sets."""
 
 import os
 import shutil
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,14 @@ WITHIN_MS = 10_000  # for anything that must appear
 MODELS = ["talk", "next", "left", "draw"]
 # The sandbox needs a user namespace, which containers do not have; the console is our own page.
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+
+
+def eventually(holds: Callable[[], bool], within_s: float = 20.0) -> None:
+    """Waits for what no page shows."""
+    ends = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < ends, f"it does not hold after {within_s} s"
+        threading.Event().wait(0.01)
 
 
 def chromium() -> str | None:

@@ -128,7 +128,7 @@ class Books:
         )  # fmt: skip
         about = {"version": "0.1", "protocol": "abc", "calls": 0, "sequence": self.sequence}
         chosen = {"policy": "cost_aware", "table": {}, "generation": 1}
-        return about | plain(view) | chosen | more
+        return {**about, **plain(view), **chosen, **more}
 
     def _device(self, device: DeviceId, mib: int) -> DeviceView:
         tickets = self.tickets.values()

@@ -15,7 +15,7 @@ import uvicorn
 
 from arbiter.errors import ArbiterUnavailable, UnknownTicket
 from arbiter.units import TicketId
-from deployments.config import runtime_settings
+from deployments.config import boot, runtime_settings
 from deployments.config.schema import Table, parse_table
 from deployments.front import application, arbiter_gateway, keys, metrics_page
 from deployments.front.auth import Authenticator
@@ -61,6 +61,7 @@ class ScriptedArbiter:
     answers: dict[str, Any] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     asked: list[tuple[Any, ...]] = field(default_factory=list)
+    table: dict[str, Any] = field(default_factory=dict)
     is_away: bool = False
     waiting: int = 0  # long polls that are open now
 
@@ -83,7 +84,7 @@ class ScriptedArbiter:
         if method == "events":
             return await self._after(*args)
         if method == "state":
-            return self.books.state()
+            return self.books.state(table=self.table)
         if method not in self.answers:
             self.asked.append((method, *args))
             return None
@@ -153,6 +154,7 @@ class ConsoleFront:
 def listening(folder: Path, table: Table) -> Iterator[ConsoleFront]:
     """The application of the front as Serve would run it, on a free port."""
     arbiter = ScriptedArbiter(answers={"explain": explained, "plan": planned})
+    arbiter.table = boot.as_plain(table)
     keys_file = folder / "keys.json"
     keys.ensure_first(keys_file)
     service = InferenceService()

@@ -13,15 +13,15 @@ function place() {
 	return { name: VIEWS[name] ? name : "memory", search: decodeURIComponent(search) };
 }
 
-function alarmsOf({ view, isUp, away }) {
+function alertsOf({ view, isUp, away }) {
 	const gone = !isUp ? "The front does not answer; what you see is old." : away && `No arbiter has answered since ${clock(away)}. Requests on loaded models are served.`;
-	return [...(gone ? [{ level: "critical", text: gone }] : []), ...(view?.alarms || [])];
+	return [...(gone ? [{ level: "critical", text: gone }] : []), ...(view?.alerts || [])];
 }
 
 function tell(view, count) {
 	const devices = (view?.devices || []).filter((row) => row.kind !== "host");
 	const sum = (field) => devices.reduce((total, row) => total + Math.max(0, row[field]), 0), free = sum("free_bytes");
-	document.title = `${view ? `${bytes(free)} free` : "arbiter"}${count ? ` · ${count} alarms` : ""}`;
+	document.title = `${view ? `${bytes(free)} free` : "arbiter"}${count ? ` · ${count} alerts` : ""}`;
 	const svg = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path fill="#9ab" d="M0 0h16v16H0z"/>
 		<path fill="#47a" d="M0 ${16 * (free / sum("budget_bytes") || 0)}h16v16H0z"/>${count ? '<circle cx="12" cy="4" r="4" fill="#d33"/>' : ""}</svg>`;
 	document.getElementById("icon").href = `data:image/svg+xml,${encodeURIComponent(svg)}`;
@@ -38,18 +38,18 @@ function keys(event) {
 }
 
 function App() {
-	const store = useStore(), [{ name, search }, go] = useState(place), { view } = store, alarms = alarmsOf(store), [title, View] = VIEWS[name];
+	const store = useStore(), [{ name, search }, go] = useState(place), { view } = store, alerts = alertsOf(store), [title, View] = VIEWS[name];
 	useEffect(() => {
 		addEventListener("hashchange", () => go(place()));
 		addEventListener("keydown", keys);
 	}, []);
-	useEffect(() => tell(view, alarms.length));
+	useEffect(() => tell(view, alerts.length));
 	const state = !store.isUp ? "not connected" : store.away ? "arbiter away" : "live";
 	return html`<header><b>arbiter</b><nav aria-label="Views">${Object.entries(VIEWS).map(([to, [label]], i) => html`<a href=${`#${to}`} title=${`Key ${i + 1}`}
 			aria-current=${to === name ? "page" : null}>${label}${to === "queue" && view?.queue.length > 0 && ` (${view.queue.length})`}</a>`)}</nav>
 			<small role="status" class=${state === "live" ? "good" : "bad"}>${state}</small></header>
 		<main><h1 class="hidden">${title}</h1>${store.refusal ? html`<div class="card"><${KeyForm} why=${store.refusal} /></div>` : html`
-			<div class="attention" role="status">${alarms.length ? html`<ul class="card">${alarms.map((row) => html`<li class=${row.level}>${row.text}</li>`)}</ul>`
+			<div class="attention" role="status">${alerts.length ? html`<ul class="card">${alerts.map((row) => html`<li class=${row.level}>${row.text}</li>`)}</ul>`
 				: html`<p class="good">Nothing needs attention.</p>`}</div>
 			${view && html`<${View} search=${search} />`}`}</main>
 		${view && html`<footer class="muted">arbiter ${view.version}, epoch ${view.epoch}, policy ${view.policy}</footer>`}

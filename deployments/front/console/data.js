@@ -74,7 +74,7 @@ async function once() {
 		store.pause = 100;
 	};
 	try {
-		const answer = await ask(`view/stream?after=${store.events.at(-1)?.seq || 0}`, abort);
+		const answer = await ask(`view/stream?after=${store.events.at(-1)?.seq || 0}`, { signal: abort.signal });
 		await read(answer.body.pipeThrough(new TextDecoderStream()).getReader(), alive);
 	} catch (error) {
 		if (error.needsKey) store.refusal = error.message;

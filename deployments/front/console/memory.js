@@ -1,14 +1,15 @@
 // Per device: who holds the memory now, and over time, each change marked with its reason.
 import { bytes, clock, html, now, marked, size, span, table, ticket, useEffect, useRef, useState, useStore } from "./ui.js";
 
-const COLOURS = ["#4477aa", "#228833", "#aa3377", "#44a5c2", "#b58900", "#7b61c9", "#009988", "#c2577a", "#5f8a2c", "#2f6fb3"];
+const COLOURS = ["#47a", "#283", "#a37", "#4ac", "#b80", "#75c", "#098", "#c57", "#582", "#26b"];
 const OWN = { foreign: "#8a8f98", coming_back: "#e0a030", free: "#8883" }, LEVEL = { foreign: 0, granted: 1, coming_back: 2 };
 const WINDOWS = { "1 min": 60, "5 min": 300, "15 min": 900, "1 h": 3600 };
 const given = new Map();
 
 function colour(kind, label) {
+	if (OWN[kind]) return OWN[kind];
 	if (!given.has(label)) given.set(label, COLOURS[given.size % COLOURS.length]);
-	return OWN[kind] || given.get(label);
+	return given.get(label);
 }
 
 const css = (name) => getComputedStyle(document.body).getPropertyValue(name);

@@ -26,7 +26,10 @@ const cancel = (row) => propose(`Cancel ${row.ticket}`, async () => html`<p>All 
 	"Cancel it", async () => (await post(`queue/${named(row.ticket)}/cancel`), "It is refused."));
 
 const Search = ({ value, view, label }) => html`<input type="search" id="search" aria-label=${label} placeholder=${`${label} ( / )`} value=${value}
-	onInput=${(event) => location.replace(`#${view}?${named(event.target.value)}`)} />`;
+	onInput=${(event) => {
+		history.replaceState(null, "", `#${view}?${named(event.target.value)}`);
+		dispatchEvent(new Event("hashchange"));
+	}} />`;
 
 const model = ["model", (r) => html`<b>${r.model}</b> <small>${r.capability}</small>`];
 const MODELS = [model, ["state", (r) => html`${marked(r.state)} ${r.state === "loading" && r.load_s && `${span(now() - r.since_unix_s)} of ${span(r.load_s)} `}

@@ -135,7 +135,7 @@ def test_nothing_needs_attention_where_all_is_well() -> None:
     books = Books()
     books.holds("talk", 300)
     books.waits("next", 900)
-    assert shown(books).alarms == ()
+    assert shown(books).alerts == ()
 
 
 @pytest.mark.spec("K4")
@@ -148,14 +148,14 @@ def test_what_needs_attention_is_told_with_numbers_the_worst_first() -> None:
     )
     books.holds("big", 1_200)
     books.waits("next", 10, expected_s=12.0, left_s=9.0)
-    alarms = shown(books).alarms
-    assert alarms[0].level == "critical"
-    assert "64.0 MiB" in alarms[0].text
-    text = {alarm.about: alarm.text for alarm in alarms}
+    alerts = shown(books).alerts
+    assert alerts[0].level == "critical"
+    assert "64.0 MiB" in alerts[0].text
+    text = {alert.about: alert.text for alert in alerts}
     assert text.keys() == {"arbiter", GPU, "chat#1", "talk", "next-1"}
     assert "12 s, after its deadline in 9 s" in text["next-1"]
     assert "failed to load 2 times: no file" in text["talk"]
-    assert any("overcommitted by 200.0 MiB" in alarm.text for alarm in alarms)
+    assert any("overcommitted by 200.0 MiB" in alert.text for alert in alerts)
 
 
 @pytest.mark.spec("K4")
