@@ -71,6 +71,10 @@ def _went(event: Mapping[str, Any]) -> str:
     return "falls asleep" if event.get("to") == "asleep" else "leaves"
 
 
+def _off(error_bytes: int) -> str:
+    return f"{human(Bytes(abs(error_bytes)))} {'more' if error_bytes > 0 else 'less'}"
+
+
 def _text(event: Mapping[str, Any]) -> str:
     sentence = SENTENCES.get(event["kind"])
     numbers = [human(Bytes(event["size_bytes"]))] if event.get("size_bytes") is not None else []
@@ -95,6 +99,11 @@ SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "ticket_raised": lambda e: f"{e['model']} waits with priority {e['priority']}, by hand",
     "ticket_refused": lambda e: f"refused: {e['cause']}",
     "load_failed": lambda e: f"{e['model']} failed to load: {e['cause']}",
+    "estimate_error": lambda e: (
+        f"{e['model']} took {_off(e['error_bytes'])} than estimated; it took"
+    ),
+    "ticket_rejoined": lambda e: f"{e['model']} is back on the books, {e['phase']}",
+    "holder_joined": lambda e: f"a holder on {e['node']} joins with {e['tickets']} tickets",
     "cool_down": lambda e: f"{e['model']} cools down after {e['times']} failures: {e['cause']}",
     "lease_granted": lambda e: f"{e['tenant']} leases memory as {e['model']}",
     "lease_ended": lambda e: f"the lease {e['model']} ends ({e['reason']})",

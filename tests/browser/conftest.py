@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 from tests.support.console_front import ConsoleFront, listening, table_of
 
 WITHIN_MS = 10_000  # for anything that must appear
+VIEWS = ["memory", "models", "queue", "events", "leases", "settings", "ask"]
 MODELS = ["talk", "next", "left", "draw"]
 # The sandbox needs a user namespace, which containers do not have; the console is our own page.
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
@@ -35,7 +36,7 @@ def chromium() -> str | None:
     return named or shutil.which("chromium") or shutil.which("google-chrome")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # while it runs, no test of the process may be asynchronous
 def browser() -> Iterator[Browser]:
     path = chromium()
     if path is None:

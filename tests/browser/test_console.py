@@ -8,12 +8,11 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from deployments.front.keys import Scope
-from tests.browser.conftest import Tab, eventually, watched
+from tests.browser.conftest import VIEWS, Tab, eventually, watched
 from tests.support.arbiter_states import Books, size
 from tests.support.console_front import ConsoleFront, listening, table_of
 
 GPU = "n1/gpu:0"
-VIEWS = ["memory", "models", "queue", "events", "leases", "settings", "ask"]
 PHONE = {"width": 390, "height": 844}
 
 

@@ -56,5 +56,6 @@ function App() {
 		${store.dialog && html`<${Dialog} dialog=${store.dialog} key=${store.dialog.title} />`}`;
 }
 
+document.body.textContent = "";
 render(html`<${App} />`, document.body);
 follow();

@@ -81,7 +81,7 @@ export function KeyForm({ why, onUsed }) {
 	};
 	return html`<form onSubmit=${use}><p role="alert" class="bad">${why}</p>
 		<label>API key <input name="key" type="password" autocomplete="off" required /></label> <button class="main">Use it</button>
-		<p class="muted">It stays in this tab. The first start wrote a key with every scope into admin.key, beside the arbiter's state.</p></form>`;
+		<p class="muted">It stays in this tab. admin.key beside the arbiter's state has one with every scope.</p></form>`;
 }
 
 export function Dialog({ dialog }) {
