@@ -32,7 +32,7 @@ def top(
     as_json: AsJson = False,
     url: Url = None,
 ) -> None:
-    """Memory, models, queue, alarms and events, as they change. In a pipe: one frame."""
+    """Memory, models, queue, events and what needs attention, as they change."""
     if once or as_json or not sys.stdout.isatty():
         _print_once(as_json, url)
         return
@@ -157,8 +157,7 @@ def screenful(watch: Watch, choice: Choice, now_unix_s: float, height: int) -> R
 def summary(view: View, away_unix_s: float | None, now_unix_s: float) -> list[RenderableType]:
     """What is always shown: the arbiter, what needs attention, and memory by device."""
     title = top_rows.title(view, away_unix_s, now_unix_s)
-    alarms = [top_rows.alarm_line(alarm) for alarm in view.alarms]
-    return [title, *alarms, top_rows.memory(view.devices), top_rows.legend()]
+    return [title, *top_rows.attention(view), top_rows.memory(view.devices), top_rows.legend()]
 
 
 @contextmanager

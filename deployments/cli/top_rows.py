@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from deployments.cli.output import STYLES, cell, clean, size, span, table
-from deployments.monitoring.attention import CRITICAL, Alarm
+from deployments.monitoring.attention import CRITICAL
 from deployments.monitoring.parts import COMING_BACK, FOREIGN, FREE, GRANTED, Part
 from deployments.monitoring.story import BAD, CAME, PLAIN, WENT, EventRow
 from deployments.monitoring.view import DeviceRow, LeaseRow, ModelRow, QueueRow, View
@@ -73,9 +73,12 @@ def title(view: View, away_unix_s: float | None, now_unix_s: float) -> Text:
     return Text(f"{said}; {there} of {len(view.models)} models, {len(view.queue)} queued")
 
 
-def alarm_line(alarm: Alarm) -> Text:
-    style = "bold red" if alarm.level == CRITICAL else "yellow"
-    return Text(f"! {clean(alarm.text)}", style)
+def attention(view: View) -> list[Text]:
+    """A line for each thing that needs a person."""
+    return [
+        Text(f"! {clean(row.text)}", "bold red" if row.level == CRITICAL else "yellow")
+        for row in view.alerts
+    ]
 
 
 def legend() -> Text:
@@ -271,7 +274,7 @@ def frame(view: View, told: Sequence[EventRow]) -> list[RenderableType]:
     """All of it, one after the other, as of the view's own time."""
     now = view.at_unix_s
     parts: list[RenderableType] = [title(view, None, now)]
-    parts += [alarm_line(alarm) for alarm in view.alarms]
+    parts += attention(view)
     parts += ["", memory(view.devices), legend()]
     parts += ["", models(view, "state", now).drawn()]
     parts += ["", queue(view.queue, now).drawn()]
