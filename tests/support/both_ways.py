@@ -9,13 +9,15 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import ray
 
 from arbiter.errors import RequestError, TicketClosed
-from deployments.client import AsyncClient, Audio
+from deployments.client import AsyncClient, Audio, Delta
 from deployments.client.handle import front_handle
 from deployments.client.media import Picture
 from tests.support.drawings import drawing
@@ -36,11 +38,17 @@ async def listed(parts: AsyncGenerator[Any]) -> list[Any]:
     return [part async for part in parts]
 
 
+async def joined(parts: AsyncGenerator[Delta]) -> list[str | bool]:
+    """The text, and whether it came in pieces, of which there are more or fewer by the clock."""
+    found = [part.text async for part in parts]
+    return ["".join(found), len(found) > 2]
+
+
 ANSWERED: dict[str, Call] = {
     "chat": lambda c, _: c.chat(TEXT, model=CHAT, **GREEDY),
-    "stream_chat": lambda c, _: listed(c.stream_chat(TEXT, model=CHAT, **GREEDY)),
+    "stream_chat": lambda c, _: joined(c.stream_chat(TEXT, model=CHAT, **GREEDY)),
     "complete": lambda c, _: c.complete(TEXT, model=CHAT, **GREEDY),
-    "stream_complete": lambda c, _: listed(c.stream_complete(TEXT, model=CHAT, **GREEDY)),
+    "stream_complete": lambda c, _: joined(c.stream_complete(TEXT, model=CHAT, **GREEDY)),
     "embed": lambda c, _: c.embed([TEXT, FOX], model="all-minilm-l6-v2"),
     "rerank": lambda c, _: c.rerank("How do I free memory?", DOCUMENTS, model=RERANK),
     "request": lambda c, _: c.request(
@@ -76,18 +84,22 @@ async def main() -> None:
         AsyncClient(handle=front_handle()) as handle,
         AsyncClient(handle=front_handle(), key="arb-wrong") as stranger,
     ):
+        began_s = time.monotonic()
         fox = await http.speak(FOX, model="joe")
         said: dict[str, Any] = {}
         for name, call in ANSWERED.items():
+            print(f"{time.monotonic() - began_s:.1f} s: {name}", file=sys.stderr)
             said[name] = [shown(await call(client, fox)) for client in (http, handle)]
         for name, call in REFUSED.items():
             said[name] = [await refusal(call(client, fox)) for client in (http, handle)]
-        said["a wrong key"] = [await refusal(stranger.chat(TEXT, model=CHAT))]
+        said["a wrong key"] = await refusal(leased(stranger))
         for name, client in {"http": http, "handle": handle}.items():
+            print(f"{time.monotonic() - began_s:.1f} s: by {name}", file=sys.stderr)
             said[f"left by {name}"] = await left_early(client)
             said[f"acquired by {name}"] = await acquired(client)
             said[f"heard by {name}"] = await heard(client)
             said[f"leased by {name}"] = await leased(client)
+    print(f"{time.monotonic() - began_s:.1f} s: the end", file=sys.stderr)
     print(json.dumps(said))
 
 
@@ -174,7 +186,7 @@ async def heard(client: AsyncClient) -> list[str]:
 async def leased(client: AsyncClient) -> list[Any]:
     async with client.lease(0.05, name="python") as held:
         rows = (await client.status()).plain["tickets"]
-        return [held.state, sum(row["ticket"] == held.id for row in rows)]
+        return [held.state, sum(row["lease"] is not None for row in rows)]
 
 
 if __name__ == "__main__":

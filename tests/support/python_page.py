@@ -15,5 +15,5 @@ def snippets() -> list[str]:
 
 def program() -> str:
     """Says before each snippet how many went before it."""
-    parts = (f"print('snippet {number}')\n{one}" for number, one in enumerate(snippets()))
+    parts = (f"print('\\nsnippet {number}')\n{one}" for number, one in enumerate(snippets()))
     return "\n".join(parts)
