@@ -6,6 +6,7 @@ of the same name there, with its signature; an event loop on a thread of its own
 """
 
 import functools
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
@@ -80,7 +81,8 @@ class Calls:
     def within(self, budget_s: float) -> Self:
         """See AsyncCalls.within."""
         view = object.__new__(type(self))
-        view.__dict__ = self.__dict__ | {"_behind": self._behind.within(budget_s)}
+        behind = self._behind.within(budget_s)
+        view.__dict__ = self.__dict__ | {"_behind": behind, "_whole": self}  # which must live on
         return view
 
 
@@ -105,13 +107,15 @@ class Client(Calls):
         self._behind: AsyncClient = AsyncClient(
             url, key=key, handle=handle, model=model, timeout_s=timeout_s
         )
-        self._stack = ExitStack()
-        self._portal = self._stack.enter_context(start_blocking_portal())
-        self._stack.callback(self._portal.call, self._behind.close)
+        stack = ExitStack()
+        self._portal = stack.enter_context(start_blocking_portal())
+        stack.callback(self._portal.call, self._behind.close)
+        # A script that forgets to close it ends as well: Python waits for the loop's thread
+        self._close = weakref.finalize(self, stack.close)
 
     def close(self) -> None:
         """Idempotent."""
-        self._stack.close()
+        self._close()
 
     def __enter__(self) -> Self:
         return self

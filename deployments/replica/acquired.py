@@ -17,18 +17,18 @@ HEAD = ResponseHead(200, {"content-type": "text/event-stream", "cache-control": 
 
 async def events(use: Use, body: bytes) -> AsyncGenerator[ResponseHead | bytes, None]:
     """An event that says the ticket, then comments, then an event with the reason of the end. Ends
-    when the term is over, or when the model has to go, because a drain waits for its uses."""
+    when the term is over, or the engine is. A barrier does not end it, and drops (A9)."""
     term_s = float(json.loads(body).get("term_s", ACQUIRE_S))
     end_s = said_s = time.monotonic()
     end_s += term_s
     yield HEAD
     yield _event(use, state="held", term_s=term_s)
-    while use.is_resident and (now_s := time.monotonic()) < end_s:
+    while use.is_open and (now_s := time.monotonic()) < end_s:
         await asyncio.sleep(min(LOOK_S, end_s - now_s))
         if now_s - said_s > SAY_S:
             said_s = now_s
             yield b": held\n\n"
-    reason = "term" if use.is_resident else "leaving"
+    reason = "term" if use.is_open else "engine_lost"
     yield _event(use, state="ended", reason=reason)
 
 

@@ -104,9 +104,9 @@ class Use:
         return self._model
 
     @property
-    def is_resident(self) -> bool:
-        """False: its model has to go, or has gone."""
-        return self._held is not None and self._held.state is HolderState.RESIDENT
+    def is_open(self) -> bool:
+        """False: it was released, or its engine has ended."""
+        return self._held is not None and self._held.state is not HolderState.CLOSED
 
     @property
     def ticket(self) -> TicketId:

@@ -2,6 +2,8 @@
 
 import base64
 import pickle
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -394,6 +396,23 @@ def test_plain_client_does_the_same_by_plain_calls(front: AnsweringFront) -> Non
                 held.chat("Hello")
         with pytest.raises(UnknownModel):
             client.chat("Hello", model="none")
+
+
+@pytest.mark.spec("J7")
+def test_script_that_forgets_to_close_its_client_ends() -> None:
+    script = """
+from deployments.client import Client, FrontUnreachable
+client = Client("http://127.0.0.1:9", model="model")
+turn = Client("http://127.0.0.1:9", model="model").within(60)
+try:
+    turn.chat("Hello")
+except FrontUnreachable:
+    print("not there")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, b"not there\n"), done.stderr
 
 
 @pytest.mark.spec("J7")

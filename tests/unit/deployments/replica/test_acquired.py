@@ -33,16 +33,21 @@ async def test_model_is_in_use_until_the_term_is_over(monkeypatch: pytest.Monkey
     assert (ended["state"], ended["reason"]) == ("ended", "term")
 
 
-@pytest.mark.spec("A7", "J7")
-async def test_use_ends_when_its_model_has_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.spec("A7", "A9", "J7")
+async def test_use_outlasts_a_barrier_and_ends_with_its_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(acquired, "LOOK_S", 0.01)
-    async with base.holder() as (residency, _, _):
-        async with residency.use("a") as use:
-            async with aclosing(acquired.events(use, b"{}")) as parts:
-                heard = [await anext(parts), await anext(parts)]
-                residency.models["a"].move(HolderState.DRAINING)
-                async with asyncio.timeout(10):
-                    heard += [part async for part in parts]
+    monkeypatch.setattr(acquired, "SAY_S", 0.0)
+    async with base.holder() as (residency, _, engine):
+        async with residency.use("a") as use, aclosing(acquired.events(use, b"{}")) as parts:
+            heard = [await anext(parts), await anext(parts)]
+            residency.models["a"].move(HolderState.DRAINING)
+            heard += [await anext(parts)]
             residency.models["a"].move(HolderState.RESIDENT)
+            engine.dead.set()
+            async with asyncio.timeout(10):
+                heard += [part async for part in parts]
+    assert heard[2] == b": held\n\n"
     assert [event["state"] for event in events(heard)] == ["held", "ended"]
-    assert events(heard)[-1]["reason"] == "leaving"
+    assert events(heard)[-1]["reason"] == "engine_lost"
