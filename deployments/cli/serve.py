@@ -151,7 +151,7 @@ def serve(
 
 def _check(file: Path, log: Path, note: progress.Note) -> None:
     """In a process of its own, which gives back what it imports. Raises CommandError."""
-    command = [sys.executable, "-m", "deployments.cli", "check", file]
+    command = [sys.executable, "-m", "deployments.cli", "check", str(file)]
     try:
         progress.run(command, log, note)
     except progress.ProgramFailed as error:

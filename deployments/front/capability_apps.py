@@ -1,8 +1,8 @@
 """The Serve applications of capabilities, deployed from the front's table: a capability is one row
 of it, and no application in the file that a person edits (ADR 34).
 
-An application that the file has under a capability's name is left to Serve. One that is deployed as
-the row says is left as it is, because Serve restarts every replica of what it is given again.
+An application that the file has under a capability's name is left to Serve. What is deployed as the
+row says is left as it is, because Serve restarts every replica of what it is given again.
 """
 
 import asyncio
