@@ -60,8 +60,9 @@ check: install
 	$(BIN)/deptry . --exclude '\.venv' --ignore DEP002
 	$(BIN)/pytest tests/style
 
+# A test that takes long is named meanwhile.
 test: install models
-	$(BIN)/pytest
+	@$(BIN)/pytest -p tests.support.heartbeat
 
 retest: install models
 	$(BIN)/pytest --last-failed --last-failed-no-failures none
