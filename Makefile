@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEVICE ?= cpu# cpu or gpu: which build of torch and vLLM to install
+CONFIG ?= serve_config.yaml# what `make serve` serves; `arbiter init` writes one for a machine
 SEEDS ?= 10000
 KILLS ?= 200
 MINUTES ?= 6
@@ -47,7 +48,7 @@ models: install
 
 # Ray's own lines go to a file, which is named at the end; VERBOSE=1 shows them.
 serve: install models
-	@$(BIN)/arbiter serve serve_config.yaml
+	@$(BIN)/arbiter serve $(CONFIG)
 
 check: install
 	$(BIN)/ruff format --check .
