@@ -8,7 +8,7 @@ row says is left as it is, because Serve restarts every replica of what it is gi
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ray import serve
@@ -57,8 +57,8 @@ class Controller:
 class CapabilityApps:
     """`causes`: capability to why its application could not be built, of the last table."""
 
-    serve: Serve
-    causes: dict[str, str]
+    serve: Serve = field(default_factory=Controller)
+    causes: dict[str, str] = field(default_factory=dict)
 
     async def follow(self, table: Table) -> None:
         """Deploys rows that are new or other than before, and deletes those that are gone. Raises
