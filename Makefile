@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEVICE ?= cpu# cpu or gpu: which build of torch and vLLM to install
+CONFIG ?= serve_config.yaml# what `make serve` serves; `arbiter init` writes one for a machine
 SEEDS ?= 10000
 KILLS ?= 200
 MINUTES ?= 6
@@ -47,7 +48,7 @@ models: install
 
 # Ray's own lines go to a file, which is named at the end; VERBOSE=1 shows them.
 serve: install models
-	@$(BIN)/arbiter serve serve_config.yaml
+	@$(BIN)/arbiter serve $(CONFIG)
 
 check: install
 	$(BIN)/ruff format --check .
@@ -62,10 +63,11 @@ check: install
 
 FAST := tests/unit tests/model tests/sim tests/style
 
-# On both cores what neither starts Ray nor an engine; the rest mostly waits for processes to start.
+# On both cores what neither starts Ray nor an engine; the rest mostly waits for processes to start,
+# and a test of it that takes long is named meanwhile.
 test: install models
-	failed=; $(BIN)/pytest -n 2 $(FAST) || failed=1; \
-		$(BIN)/pytest tests $(FAST:%=--ignore=%) || failed=1; \
+	@failed=; $(BIN)/pytest -n 2 $(FAST) || failed=1; \
+		$(BIN)/pytest -p tests.support.heartbeat tests $(FAST:%=--ignore=%) || failed=1; \
 		test -z "$$failed"
 
 retest: install models

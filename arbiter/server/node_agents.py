@@ -108,7 +108,7 @@ class RayAgents:
         return dict(zip(nodes, said, strict=True))
 
     async def _readiness_of(self, node: NodeId) -> dict[str, str]:
-        """`starting` while it has no agent, or one that does not answer."""
+        """`starting` while it has no agent, or its agent does not answer."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 found: dict[str, str] = await self._handles[node].readiness.remote()

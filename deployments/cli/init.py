@@ -16,7 +16,7 @@ import yaml
 
 from arbiter.units import GIB, MIB, Bytes, human
 from deployments.cli import config_text
-from deployments.cli.output import CommandError, show, table, working
+from deployments.cli.output import AsJson, CommandError, show, table, working
 
 if TYPE_CHECKING:
     from deployments.cli.model_sources import Source
@@ -83,6 +83,7 @@ def init(
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65_535, help="Of the API.")] = 8000,
     force: Annotated[bool, typer.Option(help="Replace the file where it exists.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a configuration for this machine: its GPUs or RAM, capabilities and models."""
     if file.exists() and not force:
@@ -101,7 +102,8 @@ def init(
         said.append("`make models` makes those that are not made yet")
     next_is = f"`arbiter check {file}` names what an edit breaks; `arbiter serve {file}` starts it"
     wrote = f"{file}: for {machine.words}"
-    show(False, None, wrote, table(heads, rows, numbers=heads[1:]), *said, next_is)
+    value = {"file": str(file), "need_bytes": needs, "left_out": left_out}
+    show(as_json, value, wrote, table(heads, rows, numbers=heads[1:]), *said, next_is)
 
 
 def _models(text: str) -> list[str]:

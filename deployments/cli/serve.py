@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from deployments import progress
-from deployments.cli.output import CommandError
+from deployments.cli.output import AsJson, CommandError
 
 Ready = dict[str, Any]  # the body of `/ready`
 
@@ -120,6 +120,7 @@ def serve(
     file: Annotated[Path, typer.Argument(help="As `serve run` takes it.")] = Path(
         "serve_config.yaml"
     ),
+    as_json: AsJson = False,
 ) -> None:
     """Start all that a configuration names, and say when it is ready; Ctrl-C ends it."""
     began_s, configured, steps = time.monotonic(), read(file), progress.Steps()
@@ -137,7 +138,8 @@ def serve(
         child.wait()
         raise
     if ready is not None:
-        print("\n".join(box(configured, ready, child, time.monotonic() - began_s)), flush=True)
+        found = facts(configured, ready, child, time.monotonic() - began_s)
+        print(json.dumps(found) if as_json else "\n".join(box(found)), flush=True)
         child.until(lambda: False)
     if child.is_told_to_end:
         with steps.step("stopping"):
@@ -151,7 +153,7 @@ def serve(
 
 def _check(file: Path, log: Path, note: progress.Note) -> None:
     """In a process of its own, which gives back what it imports. Raises CommandError."""
-    command = [sys.executable, "-m", "deployments.cli", "check", file]
+    command = [sys.executable, "-m", "deployments.cli", "check", str(file)]
     try:
         progress.run(command, log, note)
     except progress.ProgramFailed as error:
@@ -272,25 +274,40 @@ def _get(url: str) -> bytes | None:
         return None
 
 
-def box(configured: Configured, said: Ready, child: Child, took_s: float) -> list[str]:
-    """What a person needs to go on, in lines."""
+def facts(configured: Configured, said: Ready, child: Child, took_s: float) -> dict[str, Any]:
+    """What a person or program needs to go on."""
     url, failed = configured.url, failures(said)
     dashboard = DASHBOARD.search(child.text)
-    good = [name for name in said["capabilities"] if name not in failed]
+    return {
+        "ready_s": round(took_s, 1),
+        "url": url,
+        "console": f"{url}/" if _get(f"{url}/") is not None else None,
+        "dashboard": dashboard[1] if dashboard else None,
+        "log": str(child.log),
+        "serves": [name for name in said["capabilities"] if name not in failed],
+        "failed": failed,
+        "try": curl(url, configured.capabilities),
+    }
+
+
+def box(found: dict[str, Any]) -> list[str]:
+    """The same in lines; the request to paste has one for itself."""
+    url, good = found["url"], found["serves"]
     rows = [
         ("API", f"{url}/v1 (OpenAI), {url} (Anthropic, Ollama), {url}/docs"),
-        ("console", f"{url}/" if _get(f"{url}/") is not None else ""),
-        ("dashboard", dashboard[1] if dashboard else ""),
-        ("log", str(child.log)),
+        ("console", found["console"]),
+        ("dashboard", found["dashboard"]),
+        ("log", found["log"]),
         ("serves", ", ".join(good)),
-        *(("failed", f"{name}: {cause}") for name, cause in failed.items()),
+        *(("failed", f"{name}: {cause}") for name, cause in found["failed"].items()),
     ]
+    took = f"ready after {found['ready_s']:.0f} s; Ctrl-C ends it"
     return [
         RULE,
-        f"ready after {took_s:.0f} s; Ctrl-C ends it" if good else "nothing can be served",
+        took if good else "nothing can be served",
         *(f"  {name:10} {text}" for name, text in rows if text),
         "",
-        curl(url, configured.capabilities),
+        found["try"],
         RULE,
     ]
 

@@ -1,14 +1,14 @@
 """The Serve applications of capabilities, deployed from the front's table: a capability is one row
 of it, and no application in the file that a person edits (ADR 34).
 
-An application that the file has under a capability's name is left to Serve. One that is deployed as
-the row says is left as it is, because Serve restarts every replica of what it is given again.
+An application that the file has under a capability's name is left to Serve. What is deployed as the
+row says is left as it is, because Serve restarts every replica of what it is given again.
 """
 
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ray import serve
@@ -57,8 +57,8 @@ class Controller:
 class CapabilityApps:
     """`causes`: capability to why its application could not be built, of the last table."""
 
-    serve: Serve
-    causes: dict[str, str]
+    serve: Serve = field(default_factory=Controller)
+    causes: dict[str, str] = field(default_factory=dict)
 
     async def follow(self, table: Table) -> None:
         """Deploys rows that are new or other than before, and deletes those that are gone. Raises

@@ -9,7 +9,7 @@ from fastapi.security import HTTPBearer
 
 from deployments.config.schema import Table
 from deployments.front.auth import Authenticator
-from deployments.front.capability_apps import CapabilityApps, Controller
+from deployments.front.capability_apps import CapabilityApps
 from deployments.front.keys import Caller, Keyring, Scope, keys_path
 from deployments.front.metrics_page import MetricsPage
 from deployments.front.serve_status import Applications
@@ -25,7 +25,7 @@ class FrontState:
     auth: Authenticator = field(default_factory=lambda: Authenticator(Keyring(keys_path())))
     service: InferenceService = field(default_factory=InferenceService)
     applications: Applications = field(default_factory=Applications)
-    apps: CapabilityApps = field(default_factory=lambda: CapabilityApps(Controller(), {}))
+    apps: CapabilityApps = field(default_factory=CapabilityApps)
     metrics: MetricsPage = field(default_factory=MetricsPage)
     viewing: Viewing = field(default_factory=Viewing)
 

@@ -2,18 +2,30 @@
 and what the front says of applications, paths and processes that are not there.
 """
 
+import copy
 import http.client
 import json
 import os
 import signal
+import subprocess
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.graph.conftest import IN_FLIGHT, ROOT, Graph, command_of, started, until
+from tests.graph.conftest import (
+    BIN,
+    IN_FLIGHT,
+    ROOT,
+    Graph,
+    as_users,
+    command_of,
+    started,
+    until,
+)
 from tests.support.contributing import addition, package
 
 POLICY = "my_package.evict_largest:price"
@@ -164,6 +176,47 @@ def test_failed_application_and_failed_load_read_failed_with_their_cause(extende
     answer = post(extended, "/v1/sick", b'{"model": "sick"}', "application/json")
     assert (answer.status, json.load(answer)["error"]["code"]) == (503, "load_failed")
     assert "told to fail" in failed("sick")
+
+
+@pytest.mark.spec("A2", "M2")
+def test_row_that_comes_and_goes_while_it_runs_restarts_nothing(extended: Graph) -> None:
+    body = b'{"model": "parrot"}'
+    assert post(extended, "/v1/echo", body, "application/json").status == 200
+    [before] = [t["ticket"] for t in extended.state()["tickets"] if t["model"] == "parrot"]
+    running = replicas(extended)
+    config = copy.deepcopy(extended.config)
+    rows = config["applications"][0]["deployments"][0]["user_config"]["capabilities"]
+    rows["late"] = copy.deepcopy(rows["echo"]) | {"paths": ["/v1/late"]}
+    rows["late"]["models"] = {"late": rows["echo"]["models"]["parrot"]}
+    extended.deploy(config)
+    late = b'{"model": "late"}'
+    until(
+        lambda: post(extended, "/v1/late", late, "application/json").status == 200,
+        60,
+        "the new capability answers",
+    )
+    assert running <= replicas(extended)
+    assert before in {t["ticket"] for t in extended.state()["tickets"]}
+    extended.deploy(extended.config)
+    until(lambda: "late" not in applications(extended), 30, "its application is gone")
+    assert {"echo", "held"} <= applications(extended)
+    assert running <= replicas(extended)
+
+
+def replicas(graph: Graph) -> set[int]:
+    """Pids of the front and of the capability that answered before."""
+    mine = ("ray::ServeReplica:front", "ray::ServeReplica:echo")
+    return {pid for pid in graph.workers() if command_of(pid).startswith(mine)}
+
+
+def applications(graph: Graph) -> set[str]:
+    """As Serve lists them."""
+    done = subprocess.run(
+        [BIN / "serve", "status", "-a", graph.dashboard],
+        env=as_users({}) | {"RAY_AUTH_MODE": "token"},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return set(yaml.safe_load(done.stdout)["applications"])
 
 
 @pytest.mark.spec("J1", "L3")

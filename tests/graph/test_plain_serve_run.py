@@ -65,9 +65,7 @@ def is_ready(graph: Graph) -> bool:
 
 
 @pytest.mark.spec("H0", "M1", "M2")
-def test_written_configuration_is_served_without_a_variable_and_is_warm_when_it_says_ready() -> (
-    None
-):
+def test_plain_serve_run_of_a_written_file_answers_and_is_warm() -> None:
     with plain_start() as graph:
         until(lambda: is_ready(graph), 180, "it says that it is ready")
         *steps, box = said(graph).split(RULE)[:2]

@@ -166,3 +166,30 @@ async def test_engine_in_the_place_of_a_killed_one_finds_its_slab(folder: Path) 
                 until(lambda pid=pid: is_gone(pid), START_S)  # the agent had no turn to see it
     finally:
         await running.close()
+
+
+@pytest.mark.spec("M1")
+async def test_node_is_ready_when_its_zygote_has_its_imports_done(
+    no_arbiter: None, folder: Path
+) -> None:
+    running = agent_in(folder)
+    assert await running.readiness() == {"state": "starting"}
+
+    async def is_ready() -> bool:
+        return (await running.readiness())["state"] == "ready"
+
+    await eventually(is_ready, START_S)
+    assert (await running.pids())["zygote"]
+    await running.close()
+
+
+@pytest.mark.spec("M1")
+async def test_node_whose_zygote_does_not_stay_up_says_why(no_arbiter: None, folder: Path) -> None:
+    running = agent_in(folder, BROKEN_ZYGOTE)
+
+    async def has_failed() -> bool:
+        return (await running.readiness())["state"] == "failed"
+
+    await eventually(has_failed, START_S)
+    assert "does not start" in (await running.readiness())["cause"]
+    await running.close()

@@ -152,3 +152,23 @@ async def test_agent_that_cannot_start_is_started_at_growing_intervals(
     await look()  # it has lived, so it is started at once
     await look()
     assert starts_s[-2:] == [300, 300] and len(starts_s) == 12
+
+
+@pytest.mark.spec("M1")
+async def test_readiness_of_a_node_is_its_agents_word_and_starting_without_it() -> None:
+    async def warm() -> dict[str, str]:
+        return {"state": "ready"}
+
+    async def restarts() -> dict[str, str]:
+        raise ActorUnavailableError("it restarts", None)
+
+    agents = RayAgents(AgentSettings("no.zygote"))
+    agents._nodes = frozenset(NodeId(n) for n in ("warm", "new", "again"))
+    agents._handles[NodeId("warm")] = FakeArbiter(readiness=warm)
+    agents._handles[NodeId("again")] = FakeArbiter(readiness=restarts)
+    agents._causes[NodeId("again")] = "out of memory"
+    assert await agents.readiness() == {
+        "again": {"state": "starting", "cause": "out of memory"},
+        "new": {"state": "starting"},
+        "warm": {"state": "ready"},
+    }

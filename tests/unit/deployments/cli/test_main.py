@@ -22,7 +22,7 @@ PANELS = {
     ],
     "Steer": ["load", "unload", "grow", "shrink", "compact", "floor", "settings", "forget"],
     "Leases": ["lease", "free", "leases", "drain", "cleanup"],
-    "Cluster": ["check", "upgrade", "down"],
+    "Cluster": ["init", "check", "serve", "upgrade", "down"],
     "Keys": ["key"],
     "Record and replay": ["record", "whatif"],
 }  # fmt: skip

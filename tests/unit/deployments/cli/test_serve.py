@@ -1,5 +1,6 @@
 """`arbiter serve` tells each step by its sign, ends with a box, and ends with its child."""
 
+import json
 import signal
 import socket
 import sys
@@ -79,6 +80,15 @@ def test_box_comes_when_imports_are_done_and_a_signal_ends_all_with_the_childs_s
     assert curl.startswith(f"curl -s {url}/v1/chat/completions ") and '"model": "m"' in curl
     assert "Started a local Ray instance" in Path(said["log"]).read_text()
     assert "Ray instance" not in done.output
+
+
+def test_programs_are_told_the_same_as_json(
+    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behaves("ready", monkeypatch)
+    found = json.loads(run("serve", str(file), "--json").stdout)
+    assert (found["url"], found["serves"]) == (serve.read(file).url, ["chat"])
+    assert found["ready_s"] > 0 and found["console"] is None
 
 
 @pytest.mark.spec("M1")

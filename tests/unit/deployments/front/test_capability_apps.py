@@ -53,7 +53,7 @@ def fake() -> FakeServe:
 
 @pytest.fixture
 def apps(fake: FakeServe) -> CapabilityApps:
-    return CapabilityApps(fake, {})
+    return CapabilityApps(fake)
 
 
 @pytest.mark.spec("M2")
@@ -63,7 +63,7 @@ async def test_row_is_deployed_once_by_however_many_fronts(
     first = table(chat={}, rank={"role": "embedding", "class": "rerank"})
     await apps.follow(first)
     await apps.follow(first)
-    await CapabilityApps(fake, {}).follow(first)
+    await CapabilityApps(fake).follow(first)
     assert fake.ran == ["chat", "rank"]
     found = fake.there["rank"]["deployments"]["rank"]["deployment_config"]["autoscaling_config"]
     said = found["policy"]["policy_kwargs"]["class_path"]

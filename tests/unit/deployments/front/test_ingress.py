@@ -39,7 +39,7 @@ async def front(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = object.__new__(kind)
     await kind.__init__(made)
     made._set_asgi_app(made.__serve_build_asgi_app__())
-    made._front.apps = CapabilityApps(NoServe(), {})
+    made._front.apps = CapabilityApps(NoServe())
     return made
 
 

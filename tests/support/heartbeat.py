@@ -1,0 +1,45 @@
+"""A pytest plugin of `make test`: a test that takes long is named, so that no run looks hung.
+
+pytest -p tests.support.heartbeat
+"""
+
+import threading
+import time
+
+import pytest
+
+SILENCE_S = 10.0
+
+
+class Heartbeat:
+    """Names the running test each time it has run for so long again."""
+
+    def __init__(self, config: pytest.Config, silence_s: float = SILENCE_S) -> None:
+        self._writer = config.get_terminal_writer()
+        self._silence_s = silence_s
+        self._running, self._began_s = "collecting", time.monotonic()
+        self._next = threading.Event()
+        self._is_over = False
+        threading.Thread(target=self._tell, daemon=True).start()
+
+    def _tell(self) -> None:
+        while not self._is_over:
+            if self._next.wait(self._silence_s):
+                self._next.clear()
+                continue
+            took_s = time.monotonic() - self._began_s
+            self._writer.line()
+            self._writer.line(f"  ... {took_s:4.0f} s  {self._running}")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._running, self._began_s = nodeid, time.monotonic()
+        self._next.set()
+
+    def pytest_unconfigure(self) -> None:
+        self._is_over = True
+        self._next.set()
+
+
+@pytest.hookimpl(trylast=True)  # the terminal is configured by another plugin
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Heartbeat(config))
