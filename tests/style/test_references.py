@@ -18,7 +18,9 @@ CODE_FOLDERS = ("arbiter", "policies", "deployments", "models", "benchmarks", "t
 CODE = sorted(p for folder in CODE_FOLDERS for p in (ROOT / folder).rglob("*.py"))
 # What a note under docs/benchmarks says was so on its day.
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/adr/*.md")])
-DOTTED = re.compile(r"(?<![\w/.@-])(?:arbiter|deployments|policies)(?:\.(?!(?:py|sqlite)\b)[A-Za-z_]\w*)+")
+DOTTED = re.compile(
+    r"(?<![\w/.@-])(?:arbiter|deployments|policies)(?:\.(?!(?:py|sqlite)\b)[A-Za-z_]\w*)+"
+)
 TOP = "|".join((*CODE_FOLDERS, "docs"))
 PATH = re.compile(rf"(?<![\w/.~-])(?:{TOP})/[\w/.-]*\.(?:py|md|json|txt)\b")
 HAS_DOCSTRING = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
