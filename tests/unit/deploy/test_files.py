@@ -3,6 +3,7 @@
 What only Docker or Kubernetes can prove is not claimed here.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -138,6 +139,22 @@ def test_start_listens_where_it_is_told_and_changes_nothing_else(tmp_path: Path)
     file = start.written(everywhere, tmp_path)
     assert yaml.safe_load(file.read_text()) == everywhere
     assert main(["check", str(file)]) == 0
+
+
+@pytest.mark.spec("M3")
+def test_start_makes_the_models_checks_the_file_and_becomes_serve_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All but the last, which would not come back."""
+    became: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, words: became.append([str(path), *words]))
+    monkeypatch.setattr(sys, "argv", ["start.py", "--host", "0.0.0.0", "serve_config.yaml"])
+    monkeypatch.chdir(ROOT)
+    start.main()
+    [[program, *words]] = became
+    assert Path(program).exists() and words[:2] == ["serve", "run"]
+    config = yaml.safe_load(Path(words[2]).read_text())
+    assert config == start.listening_on(CONFIG, "0.0.0.0")
 
 
 # -- systemd -------------------------------------------------------------------------------------
