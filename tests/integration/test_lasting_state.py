@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,7 @@ async def test_arbiter_of_a_restored_backup_knows_the_size_of_a_model(tmp_path: 
         [unknown] = await d.events("model_load")
         await eventually(lambda: rows_of(file))
         await asyncio.to_thread(pages.run, back_up.text, tmp_path, home)
-    for lost in folder.iterdir():
-        lost.unlink()
+    shutil.rmtree(folder)
     await asyncio.to_thread(pages.run, restore.text, tmp_path, home)
     async with live_arbiter(table, state_file=file) as d:
         assert await d.holder().ask.remote("a") == 200
