@@ -32,15 +32,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, required=True)
     parser.add_argument("--device", choices=("cpu", "gpu"), required=True)
+    parser.add_argument("--without-dev", action="store_true", help="as an image needs it")
     args = parser.parse_args()
     try:
-        install(args.venv, args.device)
+        install(args.venv, args.device, "" if args.without_dev else ",dev")
     except progress.ProgramFailed as error:
         sys.exit(f"install: {error}")
 
 
-def install(folder: Path, device: str) -> None:
-    """Raises ProgramFailed."""
+def install(folder: Path, device: str, more: str) -> None:
+    """`more`: extras beside the device's, as pip takes them. Raises ProgramFailed."""
     python, steps = folder / "bin" / "python", progress.Steps()
     if not python.exists():
         with steps.step("environment"):
@@ -54,7 +55,7 @@ def install(folder: Path, device: str) -> None:
         pip(python, note, "install", *weights)
     with steps.step("engines, Ray and the project") as note:
         constraints = ROOT / f"constraints-{device}.txt"
-        pip(python, note, "install", "-c", str(constraints), "-e", f"{ROOT}[{device},dev]")
+        pip(python, note, "install", "-c", str(constraints), "-e", f"{ROOT}[{device}{more}]")
     with steps.step("what does not import is dropped") as note:
         for package in OPTIONAL:
             drop_if_broken(python, note, package)

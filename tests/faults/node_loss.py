@@ -1,6 +1,6 @@
 """A cluster of two nodes, of which neither spawns an engine under a grant for the other (A3), loses
-one (A19). Run by test_node_loss in a process of its own, because a process can be in one cluster
-only. Prints `ok`.
+one (A19) and gets one back (M3). Run by test_node_loss in a process of its own, because a process
+can be in one cluster only. Prints `ok`.
 """
 
 import asyncio
@@ -16,7 +16,14 @@ from arbiter.node.procfs import process
 from arbiter.protocol import messages, ray_internals, rpc
 from arbiter.units import TicketId
 from tests.conftest import ENVIRONMENT
-from tests.support.live_arbiter import ENGINE, Holder, capability, live_arbiter, model
+from tests.support.live_arbiter import (
+    ENGINE,
+    Holder,
+    LiveArbiter,
+    capability,
+    live_arbiter,
+    model,
+)
 
 # Dead after three missed checks, a second apart; Ray's own defaults take half a minute.
 QUICK = {
@@ -52,7 +59,20 @@ async def main(cluster: Cluster, worker: Any) -> None:
         await d.books_are_true()
         for pid in engines:  # their holder died with its node, and they with their holder
             assert (found := process(pid)) is None or not found.alive
+        await a_node_that_is_back_serves(d, cluster)
         print("ok")
+
+
+async def a_node_that_is_back_serves(d: LiveArbiter, cluster: Cluster) -> None:
+    """Its devices are lent again, and each node has a model."""
+    back = cluster.add_node(num_cpus=2)
+    await d.until(lambda s: len(s["devices"]) == 4, 60)
+    there = Holder.options(  # type: ignore[attr-defined]
+        scheduling_strategy=ray_internals.on_node(back.node_id)
+    ).remote("chat")
+    assert await there.ask.remote("b") == 200
+    nodes = {ray_internals.own_node(), messages.node_of(back.node_id)}
+    await d.until(lambda s: {t["node"] for t in s["tickets"]} == nodes)
 
 
 async def assert_refused_elsewhere(state: messages.Plain, agents: dict[str, Any]) -> None:

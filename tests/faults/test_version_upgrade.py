@@ -8,7 +8,7 @@ import pytest
 from tests.support import own_cluster
 
 
-@pytest.mark.spec("A20")
+@pytest.mark.spec("A20", "M3")
 def test_upgrade_to_other_code_leaves_nothing_of_the_old_but_its_holders(tmp_path: Path) -> None:
     for name in ("arbiter", "deployments", "models", "policies", "tests"):
         skipped = shutil.ignore_patterns("__pycache__")

@@ -1,6 +1,10 @@
 """What outlives the arbiter on a real cluster: registrations from Python, and what was learned."""
 
 import asyncio
+import os
+import shutil
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from arbiter.protocol import messages
 from arbiter.units import seconds
 from deployments.config import boot
 from deployments.config.schema import parse_table
+from deployments.front import keys
+from tests.support import pages
 from tests.support.live_arbiter import LiveArbiter, capability, gone, kill, live_arbiter, model
 from tests.support.waits import eventually
 
@@ -109,3 +115,32 @@ async def unload_all(d: LiveArbiter) -> None:
     for ticket in state["tickets"]:
         await call_arbiter("unload", ticket["ticket"])
     await d.until(lambda s: not s["tickets"])
+
+
+@pytest.mark.spec("M3", "A17")
+async def test_arbiter_of_a_restored_backup_knows_the_size_of_a_model(tmp_path: Path) -> None:
+    """Both blocks of docs/deploy.md, as they stand there."""
+    deploy = pages.blocks(pages.ROOT / "docs" / "deploy.md")
+    back_up, restore = (block for block in deploy if block.text.startswith("STATE="))
+    home = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    folder = tmp_path / "state" / "serve-arbiter"
+    keys.ensure_first(folder / "keys.json")
+    pages.as_checkout(tmp_path)
+    table = {"chat": capability(a=model(50, load_seconds=0.5))}
+    file = str(folder / "arbiter.sqlite")
+    async with live_arbiter(table, state_file=file) as d:
+        assert await d.holder().ask.remote("a") == 200
+        [unknown] = await d.events("model_load")
+        await eventually(lambda: rows_of(file))
+        await asyncio.to_thread(pages.run, back_up.text, tmp_path, home)
+    shutil.rmtree(folder)
+    await asyncio.to_thread(pages.run, restore.text, tmp_path, home)
+    async with live_arbiter(table, state_file=file) as d:
+        assert await d.holder().ask.remote("a") == 200
+        [known] = await d.events("model_load")
+    assert known["predicted_ns"] >= 0.4e9 > (unknown["predicted_ns"] or 0)
+
+
+def rows_of(state_file: str) -> int:
+    with sqlite3.connect(state_file) as db:
+        return int(db.execute("SELECT count(*) FROM learned_rows").fetchone()[0])
