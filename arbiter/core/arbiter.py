@@ -46,7 +46,7 @@ from arbiter.core.settings import Settings
 from arbiter.core.state import CoreState, Foresight
 from arbiter.core.tickets import device_limits, loads, reclaim
 from arbiter.core.view import Policies
-from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId, after
+from arbiter.units import Epoch, HolderId, Instant, NodeId, Span, TicketId, after, seconds
 
 NEXT = Span(1)  # what admission left to be looked at is looked at in a step of its own
 
@@ -241,6 +241,11 @@ class Arbiter:
         """Takes back the rows of `export_floors`. Raises ValueError for an unknown floor."""
         for capability, model, floor in rows:
             self._state.floors[types.ModelName(capability, model)] = types.Floor(floor)
+
+    def restore_removed(self, ages_s: dict[str, float]) -> None:
+        """Takes back how many seconds ago each tenant was removed (E6)."""
+        for tenant, age_s in ages_s.items():
+            self._state.accounts.note_removed(tenant, after(self._state.now, seconds(-age_s)))
 
     def restore_learned(self, rows: list[dict[str, Any]]) -> None:
         """Takes back the rows of `export_learned`."""

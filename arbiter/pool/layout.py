@@ -122,7 +122,7 @@ class Mark(NamedTuple):
     @property
     def is_sound(self) -> bool:
         """Whether its times are numbers; others are damage."""
-        return all(math.isfinite(s) for s in (self.expires_s, self.used_s, self.stored_s))
+        return math.isfinite(self.expires_s + self.used_s + self.stored_s)
 
 
 class Removal(NamedTuple):

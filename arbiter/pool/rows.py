@@ -258,7 +258,9 @@ class Rows:
         """Makes a reserved row visible; its bytes are there. It is the most recently used one.
         Raises RowMisused."""
         expires, used = self._times(term)
-        self._show(Mark(key, expires, used, tenant, term))
+        claim = self._claims.get(key)
+        stored_s = claim.stored_s if claim else used  # without a claim it is refused below
+        self._show(Mark(key, expires, used, tenant, term, stored_s))
         self._counts[Count.STORED] += 1
 
     def mark_restored(self, saved: Mark) -> None:
@@ -272,10 +274,8 @@ class Rows:
         row = self._reserved.pop(mark.key, None)
         if row is None:
             raise RowMisused(mark.key.hex(), "marked READY, and it is not reserved")
-        claim = self._claims.pop(mark.key)
-        self._tenants.add(claim.tenant, -1)
+        self._tenants.add(self._claims.pop(mark.key).tenant, -1)
         self._tenants.add(mark.tenant, 1)
-        mark = mark._replace(stored_s=claim.stored_s)
         layout.write_mark(self._buffer, row, mark)
         self._ready[mark.key] = row
         self._marks[mark.key] = mark

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from arbiter.core.decisions import Compacted, EventKind, LogEvent
 from arbiter.errors import RequestError, SettingsConflict, StaleEpoch
 from arbiter.node import zygote_client
 from arbiter.protocol import messages, ray_internals, rpc
-from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId
+from arbiter.units import Epoch, Generation, HolderId, NodeId, TicketId, in_seconds
 
 # A process that gets a handle of this actor imports this module: Ray wants its class. A starting
 # replica does so while a request waits for its first token, so what only the arbiter's own process
@@ -95,6 +96,7 @@ class ArbiterActor:
             self._store.floors(),
             self._store.accounts(),
             self._store.usage(),
+            {name: time.time() - at for name, at in self._store.removed_tenants().items()},
         )
         core, module = heading.core(chosen.policies), self._boot.replay_module
         day = DayReplays(module, chosen.settings, monotonic) if module else None
@@ -435,7 +437,14 @@ class ArbiterActor:
         self._shell.feed(pushed)
 
     async def remove_tenant(self, tenant: str) -> None:
-        """Erases what its requests left in the pool of every node (E6)."""
+        """Erases what its requests left in the pool of every node (E6). An agent that is away now
+        is told when it appears, also by the next epoch."""
+        from arbiter.core.residency.slabs import TOLD_AGAIN
+
+        now, lately_s = time.time(), in_seconds(TOLD_AGAIN)
+        known = self._store.removed_tenants()
+        lately = {name: at for name, at in known.items() if now - at < lately_s}
+        self._store.save_removed_tenants({**lately, tenant: now})
         self._shell.feed(ev.TenantRemoved(tenant))
 
     async def state(self) -> messages.Plain:

@@ -56,6 +56,7 @@ class RecordingHeader:
     floors: Any = None  # as the core is given them; None: none set
     accounts: Any = None  # as the core exported them; None: no client has used anything
     usage: Any = None  # as the core exported it; None: no model was used
+    removed_s: Any = None  # how long ago each tenant was removed; None: none was
 
     def core(self, policies: Policies) -> Arbiter:
         known = frozenset(self.known_holders)
@@ -68,6 +69,8 @@ class RecordingHeader:
             core.restore_accounts(self.accounts)
         if self.usage:
             core.restore_usage(self.usage)
+        if self.removed_s:
+            core.restore_removed(self.removed_s)
         return core
 
 

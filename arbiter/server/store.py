@@ -173,6 +173,14 @@ class Store:
     def save_lease_ends(self, ends: dict[str, float]) -> None:
         self._save_fact("lease_ends", json.dumps(ends).encode())
 
+    def removed_tenants(self) -> dict[str, float]:
+        """When tenants were removed, as last saved, in seconds of the wall clock."""
+        found: dict[str, float] = json.loads(self._fact("removed_tenants") or b"{}")
+        return found
+
+    def save_removed_tenants(self, removed: dict[str, float]) -> None:
+        self._save_fact("removed_tenants", json.dumps(removed).encode())
+
     def accounts(self) -> Any:
         """What clients of this session have used, as last saved."""
         return json.loads(self._fact("accounts") or b"[]")

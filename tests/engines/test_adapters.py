@@ -21,6 +21,7 @@ VLLM = "deployments.engines.vllm.engine:build"
 COUNT = 24
 PROMPT = [(i * 37) % 2000 + 3 for i in range(40)]
 NAMES = tuple(f"a{i}" for i in range(8))
+BATCH = 256  # SPEC F4
 
 
 def config(tiny: Path, folder: Path, slots: int, wait_s: float) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def tokens_at_once(child: Child, names: tuple[str, ...]) -> list[list[int]]:
         return list(pool.map(lambda name: tokens(child, name), names))
 
 
-@pytest.mark.spec("F1", "F10")
+@pytest.mark.spec("F1", "F4", "F10")
 def test_eight_adapters_and_the_base_run_in_one_step_and_answer_as_alone(
     engines: ZygoteUnderTest, tiny: Path, folder: Path, chat: Child
 ) -> None:
@@ -87,8 +88,23 @@ def test_eight_adapters_and_the_base_run_in_one_step_and_answer_as_alone(
     assert chat.call("POST", "/control/sleep")[0] == 200
     assert chat.call("POST", "/control/wake")[1]["verified"] is True
     assert tokens_at_once(chat, names) == alone
-    with served(engines, "again", VLLM, config(tiny, folder, slots=8, wait_s=30.0)) as again:
+    wide = config(tiny, folder, slots=8, wait_s=30.0)
+    wide["engine_args"] |= {"max_num_seqs": BATCH, "kv_cache_memory_bytes": 160 << 20}
+    with served(engines, "again", VLLM, wide) as again:
         assert tokens_at_once(again, names) == alone
+        fill(again, names)
+
+
+def fill(child: Child, names: tuple[str, ...]) -> None:
+    """Asks for more at once than a batch holds: a step has a whole batch, of all adapters."""
+
+    def one(number: int) -> int:
+        return int(ask(child, names[number % len(names)], count=80)[0])
+
+    with ThreadPoolExecutor(BATCH + 40) as pool:
+        assert set(pool.map(one, range(BATCH + 40))) == {200}
+    trace = child.call("GET", "/adapters")[1]["trace"]
+    assert (trace["most_requests"], trace["most_adapters_beside_base"]) == (BATCH, 8)
 
 
 @pytest.mark.spec("F1")

@@ -11,7 +11,7 @@ from models.train_vision import QUESTIONS, answer
 from tests.graph.conftest import Graph, until
 from tests.support.drawings import FACTS, drawing, uri
 from tests.support.engine_host import slab_bytes
-from tests.support.graph_commands import read_command, send
+from tests.support.graph_commands import level, read_command, send
 from tests.support.graph_processes import victims
 
 CHAT, EYES = "tiny-chat", "tiny-describe"
@@ -95,6 +95,36 @@ def test_conversation_outlives_an_eviction_and_the_command_shows_its_slab(
     knows(client, kept)
     until(lambda: slab(graph)["hits_count"] > row["hits_count"], WITHIN_S, "its hits are shown")
     assert slab(graph)["load_s"] > row["load_s"]
+
+
+@pytest.mark.spec("E4", "E6", "G4")
+def test_removed_tenant_leaves_the_slabs_of_engines_that_ended_that_sleep_and_that_serve(
+    graph: Graph, client: OpenAI, kept: str
+) -> None:
+    """The tenant of all requests without a key: what is known of it later was stored since."""
+    assert kept
+
+    def forget() -> None:
+        send(graph, "DELETE", "/arbiter/tenants/default/kept")
+        until(lambda: slab(graph).get("rows_count", 0) == 0, WITHIN_S, "its rows have left")
+
+    def asked_cold() -> None:
+        _, prompt, known = ask(client)
+        assert known < BLOCK
+        until(lambda: is_kept(graph, prompt), WITHIN_S, "what was computed anew is kept again")
+
+    send(graph, "POST", f"/arbiter/models/unload/{CHAT}")
+    until(lambda: slab(graph).get("ticket") is None, WITHIN_S, "the slab is idle")
+    forget()
+    asked_cold()
+    send(graph, "PUT", f"/arbiter/residency/{CHAT}", {"floor": "host"})
+    until(lambda: level(graph) == "host", WITHIN_S, "the model sleeps")
+    assert slab(graph)["ticket"] and slab(graph)["rows_count"]
+    forget()
+    send(graph, "PUT", f"/arbiter/residency/{CHAT}", {"floor": "cold"})
+    asked_cold()
+    assert slab(graph)["ticket"]
+    forget()
 
 
 @pytest.mark.spec("E1")

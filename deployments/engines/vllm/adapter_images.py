@@ -247,7 +247,7 @@ class SlotImages:
     def forgotten(self) -> list[str]:
         """The digests of adapters whose tenant was removed since the last call: they are to be
         brought again by a request only."""
-        found = [key.hex() for key in self._forgotten]
+        found = sorted(key.hex() for key in self._forgotten)
         self._forgotten.clear()
         return found
 

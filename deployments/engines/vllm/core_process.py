@@ -49,6 +49,7 @@ class StepTrace:
     steps: int = 0
     requests: int = 0
     adapters: int = 0
+    most_requests: int = 0
     most_adapters: int = 0
     most_beside_base: int = 0  # different adapters in one step with the base among them
 
@@ -61,6 +62,7 @@ class StepTrace:
         self.steps += 1
         self.requests += len(names)
         self.adapters += count
+        self.most_requests = max(self.most_requests, len(names))
         self.most_adapters = max(self.most_adapters, count)
         if "" in different:
             self.most_beside_base = max(self.most_beside_base, count)
@@ -71,6 +73,7 @@ class StepTrace:
             "steps": self.steps,
             "mean_requests": self.requests / steps,
             "mean_adapters": self.adapters / steps,
+            "most_requests": self.most_requests,
             "most_adapters": self.most_adapters,
             "most_adapters_beside_base": self.most_beside_base,
         }

@@ -18,6 +18,7 @@ from tests.support.slabs import (
     has_its_bytes,
     keys,
     rows_of,
+    run_and_kill,
     set_limit,
     store,
 )
@@ -133,11 +134,21 @@ def test_pins_are_counted(rows: Rows) -> None:
 
 
 @pytest.mark.spec("E3")
-def test_pins_end_with_their_process(fd: int, clock: Clock, rows: Rows) -> None:
-    store(rows, b"a")
-    rows.pin([b"a"])
+def test_pins_end_with_their_process(fd: int, clock: Clock) -> None:
+    def work(pipe: int) -> None:
+        with rows_of(fd, clock) as rows:
+            store(rows, b"a")
+            rows.pin([b"a"])
+            rows.reserve([b"b"])
+            os.write(pipe, b".")
+            while True:
+                rows.pin([b"a"])
+
+    run_and_kill(work, 0, 1_000_000)
     with rows_of(fd, clock) as later:
+        assert has_its_bytes(later, b"a")
         later.drop(b"a")
+        assert not later.is_reserved(b"b")
 
 
 @pytest.mark.spec("E3")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from arbiter.core import events as ev
+from arbiter.core.decisions import DropTenant
 from arbiter.core.types import (
     CapabilitySpec,
     DeviceBytes,
@@ -20,7 +21,17 @@ from arbiter.core.types import (
 from arbiter.errors import CapabilityConflict, UnknownCapability, UnknownRole
 from arbiter.server.actor import ArbiterActor
 from arbiter.server.store import Store
-from arbiter.units import Bytes, DeviceId, HolderId, Instant, NodeId, Span, TicketId, seconds
+from arbiter.units import (
+    Bytes,
+    DeviceId,
+    HolderId,
+    Instant,
+    NodeId,
+    Span,
+    TicketId,
+    in_seconds,
+    seconds,
+)
 from deployments.config.boot import configuration
 from deployments.config.schema import parse_table
 from tests.support.local_arbiter import TABLE, Running
@@ -118,6 +129,17 @@ async def test_change_that_takes_the_role_of_a_registered_capability_is_refused(
         with pytest.raises(UnknownRole, match="wiki"):
             await actor.change_settings(configuration(parse_table(TABLE)), generation)
         assert (await actor.state())["generation"] == generation
+
+
+@pytest.mark.spec("E6")
+async def test_next_arbiter_knows_when_tenants_were_removed(running: Running) -> None:
+    async with running() as first:
+        await first.remove_tenant("acme")
+        async with running() as second:
+            core = second._shell.core
+            told = core.handle(ev.NodeSeen(NodeId("late"), ()), core._state.now)
+    [order] = [decision for decision in told if isinstance(decision, DropTenant)]
+    assert order.tenant == "acme" and 0 <= in_seconds(order.ago) < 60
 
 
 @pytest.mark.spec("A2")

@@ -56,6 +56,14 @@ def test_holders_learned_values_and_configuration_come_back(tmp_path: Path) -> N
 
 
 @pytest.mark.spec("A18")
+@pytest.mark.spec("E6")
+def test_removed_tenants_come_back_with_their_times(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    assert store.removed_tenants() == {}
+    store.save_removed_tenants({"acme": 12.5})
+    assert opened(tmp_path).removed_tenants() == {"acme": 12.5}
+
+
 def test_clusters_of_one_user_keep_apart_and_share_what_was_learned(tmp_path: Path) -> None:
     one = opened(tmp_path)
     one.add_member(ME)
