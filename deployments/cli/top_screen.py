@@ -108,5 +108,7 @@ def _refill(table: DataTable[object], rows: Rows) -> None:
     table.clear()
     for row in rows.rows:
         table.add_row(*(cell(value) for value in row))
+    if not rows.rows:
+        table.add_row(*(rows.nothing, *[""] * (len(rows.head) - 1)))
     table.move_cursor(row=min(cursor, max(0, len(rows.rows) - 1)), scroll=False)
     table.scroll_to(scrolled.x, scrolled.y, animate=False)

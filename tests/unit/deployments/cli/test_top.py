@@ -264,8 +264,31 @@ async def test_keys_change_tab_and_order_and_quit(view: View) -> None:
         await pilot.press("tab")
         assert screen.query_one(TabbedContent).active == "queue"
         assert first_cells(screen.query_one("#queue-rows", DataTable)) == ["1"]
+        await pilot.press("tab", "tab")
+        assert first_cells(screen.query_one("#events-rows", DataTable))[0].count(":") == 2
         await pilot.press("q")
     assert not screen.is_running
+
+
+@pytest.mark.spec("K4")
+async def test_a_table_follows_its_rows(view: View) -> None:
+    """Cells change in place; rows that come and go leave no other behind."""
+    watch = watched(view)
+    screen = Screen(watch)
+    async with screen.run_test(size=(120, 40)):
+        table = screen.query_one("#models-rows", DataTable)
+        watch.view = replace(view, models=(replace(view.models[0], inflight=7), *view.models[1:]))
+        screen.look()
+        assert str(table.get_row_at(0)[4]) == "7"
+        watch.view = replace(view, models=view.models[1:])
+        screen.look()
+        assert first_cells(table) == [row.model for row in view.models[1:]]
+        watch.view = replace(view, models=())
+        screen.look()
+        assert first_cells(table) == ["no models"]
+        watch.view = view
+        screen.look()
+        assert first_cells(table) == [row.model for row in view.models]
 
 
 @pytest.mark.spec("K4")
