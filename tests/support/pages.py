@@ -39,7 +39,7 @@ def blocks(page: Path) -> list[Block]:
 STARTS = "starts or replaces a system; run by"
 NOT_RUN: dict[str, str] = {
     "README.md: make serve   # environment, engines, models, then `serve run serve_config.yaml`":
-        f"{STARTS} test_plain_serve_run_without_a_variable_answers_chat_and_embeddings and .ci/run",
+        f"{STARTS} test_plain_serve_run_of_a_written_file_answers_and_is_warm and .ci/run",
     "README.md: make install DEVICE=gpu": "needs a GPU and a model hub",
     "docs/deploy.md: sudo useradd --system --create-home arbiter": "needs root and systemd",
     "docs/deploy.md: docker build -f deploy/Dockerfile --target cpu -t serve-arbiter:cpu .":
