@@ -200,12 +200,10 @@ class Rows:
         *,
         tenant: bytes = NO_TENANT,
         term: Term = Term.LONG,
-        stored_s: float | None = None,
     ) -> Reserved:
         """Rows for those keys that are neither READY nor reserved; READY ones count as used. Evicts
         what it must, but no key of `keys` or `keep`; a tenant at its cap loses rows of its own.
-        What finds no room is left out, the last keys first, and counted. `stored_s`: of a row that
-        comes from a file, when it was first written; else now."""
+        What finds no room is left out, the last keys first, and counted."""
         ready, reserved = self._ready, self._reserved
         new = [key for key in dict.fromkeys(keys) if key not in ready and key not in reserved]
         self.touch([key for key in keys if key in ready][::-1], term)
@@ -217,8 +215,7 @@ class Rows:
             evicted += self._make_room(most, {*keys, *keep})
         rows = {key: heapq.heappop(self._free) for key in new[: min(most, len(self._free))]}
         self._reserved |= rows
-        began_s = self._clock() if stored_s is None else stored_s
-        self._claims |= dict.fromkeys(rows, _Claim(tenant, began_s))
+        self._claims |= dict.fromkeys(rows, _Claim(tenant, self._clock()))
         self._tenants.add(tenant, len(rows))
         self._counts[Count.REFUSED] += len(new) - len(rows)
         return Reserved(rows, evicted)

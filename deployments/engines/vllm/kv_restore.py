@@ -71,8 +71,7 @@ class Restorer:
                 self._settle(key)
 
     def forget_tenant(self, removal: Removal) -> None:
-        """Restores no more of what leaves with a tenant. What is on its way comes, and leaves
-        then."""
+        """Restores no more of what leaves with a tenant; what is on its way is given up."""
         self._saved.forget_tenant(removal)
 
     def stop(self) -> None:
@@ -94,8 +93,7 @@ class Restorer:
         if key in self._rows or self._rows.is_reserved(key) or not _is_first(key, request):
             return False
         keep = request._offload_key_positions
-        stored_s = mark.stored_s
-        found = self._rows.reserve([key], keep=keep, tenant=mark.tenant, stored_s=stored_s)
+        found = self._rows.reserve([key], keep=keep, tenant=mark.tenant)
         for row in found.rows.values():
             target = self._rows.slab.row(row)
             self._coming[key] = self._thread.submit(self._read, key, target)
