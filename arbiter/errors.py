@@ -26,6 +26,8 @@ ArbiterError
     ArbiterClosing        503  shutdown has begun
     ArbiterUnavailable    503  the arbiter cannot be reached, so nothing may be loaded
     TicketClosed          409  use after release
+    TicketNotQueued       409  it is to be raised or cancelled, and does not wait
+    RequestCancelled      410  an operator has ended its wait
     TicketNotGranted      409  an engine was to be spawned under a ticket without a grant
     StaleEpoch            409  message of an earlier epoch of the arbiter
   AgentAway               a node's agent did not answer just now; what was asked is asked again

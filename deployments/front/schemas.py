@@ -402,6 +402,7 @@ _REFUSALS = {
     403: "the key lacks a scope, or the Host or Origin is not allowed",
     404: "no such model",
     409: "in conflict with the present state; the message says which",
+    410: "an operator cancelled it while it waited",
     413: "the body is too large",
     429: "a queue is full; see Retry-After",
     501: "not served here; the message says what to do",

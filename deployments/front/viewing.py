@@ -112,6 +112,7 @@ class Viewing:
         self._viewers_count += 1
         if self._task is None or self._task.done():
             self._view, self._is_first = None, True  # what is known is of another time
+            self._away_unix_s = None
             self._task = asyncio.ensure_future(self._watch(facts_of))
 
     def _leave(self) -> None:

@@ -66,7 +66,7 @@ def test_title_tells_free_bytes_and_one_line_that_nothing_needs_attention(
     front.arbiter.books.waits("next", 900, expected_s=12.0, left_s=9.0)
     front.arbiter.tell("ticket_queued", "next", position=1, attempt=1, priority="normal")
     expect(page.get_by_text("after its deadline in 9 s")).to_be_visible()
-    expect(page).to_have_title("700.0 MiB free · 1 alerts")
+    expect(page).to_have_title("700.0 MiB free · 1 alert")
     assert page.locator("#icon").get_attribute("href") != calm
 
 

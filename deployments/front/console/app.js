@@ -21,7 +21,7 @@ function alertsOf({ view, isUp, away }) {
 function tell(view, count) {
 	const devices = (view?.devices || []).filter((row) => row.kind !== "host");
 	const sum = (field) => devices.reduce((total, row) => total + Math.max(0, row[field]), 0), free = sum("free_bytes");
-	document.title = `${view ? `${bytes(free)} free` : "arbiter"}${count ? ` · ${count} alerts` : ""}`;
+	document.title = `${view ? `${bytes(free)} free` : "arbiter"}${count ? ` · ${count} alert${count > 1 ? "s" : ""}` : ""}`;
 	const svg = `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path fill="#9ab" d="M0 0h16v16H0z"/>
 		<path fill="#47a" d="M0 ${16 * (free / sum("budget_bytes") || 0)}h16v16H0z"/>${count ? '<circle cx="12" cy="4" r="4" fill="#d33"/>' : ""}</svg>`;
 	document.getElementById("icon").href = `data:image/svg+xml,${encodeURIComponent(svg)}`;

@@ -54,7 +54,6 @@ export function table(label, rows, of, empty, by) {
 
 export const button = (label, of, onClick) => html`<button class="small" aria-label=${`${label} ${of}`} onClick=${onClick}>${label}</button>`;
 
-// -- what an act would do --------------------------------------------------------------------------
 
 // `look` is shown first, and asked before anything happens; `run` is the act.
 export const propose = (title, look, label, run) => show({ title, look, label, run });

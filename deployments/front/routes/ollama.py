@@ -30,7 +30,7 @@ from deployments.front.schemas import refusals
 from deployments.front.service import Parts
 
 router = APIRouter(
-    prefix="/api", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 429, 503, 507)
+    prefix="/api", route_class=JsonRoute, responses=refusals(400, 401, 403, 404, 410, 429, 503, 507)
 )
 
 CHAT, COMPLETION, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"

@@ -43,6 +43,8 @@ ERRORS = [
     errors.ArbiterClosing(),
     errors.ArbiterUnavailable(3.0),
     errors.TicketClosed(TicketId("t")),
+    errors.TicketNotQueued(TicketId("t"), "loading"),
+    errors.RequestCancelled(TicketId("t")),
     errors.TicketNotGranted(TicketId("t"), NodeId("n")),
     errors.StaleEpoch(Epoch(1), Epoch(2)),
 ]
@@ -54,7 +56,7 @@ def test_errors_survive_a_process_border(error: RequestError) -> None:
     assert copy == error
     assert hash(copy) == hash(error)
     assert (str(copy), copy.__dict__) == (str(error), error.__dict__)
-    assert copy.status_code in (400, 404, 409, 429, 503, 507)
+    assert copy.status_code in (400, 404, 409, 410, 429, 503, 507)
     assert (copy.retry_after_s is not None) == (copy.status_code in (429, 503))
     assert copy.code != RequestError.code
 
