@@ -335,6 +335,8 @@ class SlabView:
             if row < usable:  # pages behind are none, and a write would make some
                 start = shape.data_offset + row * shape.row_bytes
                 self._file.buffer[start : start + shape.row_bytes] = bytes(shape.row_bytes)
+        if found:
+            self._file.counts[Count.READY] = self.ready_count
         return len(found)
 
     def finish_erasure(self) -> None:

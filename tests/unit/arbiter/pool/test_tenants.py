@@ -207,7 +207,9 @@ def test_idle_slab_keeps_what_a_tenant_stored_after_its_removal_also_under_the_n
         clock.now_s += 1
         store(own, ACME, b"new")
     with contextlib.closing(SlabView(fd)) as owner:
+        assert owner.counts.ready_count == 2
         assert owner.erase_tenant(Removal(ACME, removed_s)) == 1
+        assert owner.counts.ready_count == 1, "as its reading says"
     with rows_of(fd, clock) as later, contextlib.closing(SlabView(fd)) as owner:
         owner.order_erasure(Removal(ACME, removed_s))
         assert later.shrink_to_limit() == [] and has_its_bytes(later, b"new")
