@@ -11,9 +11,12 @@ without its last chunk, which HTTP clients report as an incomplete response.
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from fastapi.responses import Response, StreamingResponse
+from starlette.types import Send
 
 from arbiter.errors import CapabilityFailed, RequestError
 from deployments import messages
@@ -35,7 +38,7 @@ async def relay(parts: Parts, *, wants_progress: bool, progress_s: float = PROGR
         beginning = FirstPart(parts, progress_s)
         first = await beginning.first()
         if first is None:
-            return StreamingResponse(beginning.told(), media_type=SSE)
+            return ClosingStream(beginning.told(), media_type=SSE)
     else:
         part = await anext(parts)
         assert isinstance(part, messages.ResponseHead | messages.FullResponse), "no progress here"
@@ -43,7 +46,18 @@ async def relay(parts: Parts, *, wants_progress: bool, progress_s: float = PROGR
     if isinstance(first, messages.FullResponse):
         await parts.aclose()
         return whole(first)
-    return StreamingResponse(_body(first, parts), first.status, first.headers)
+    return ClosingStream(_body(first, parts), first.status, first.headers)
+
+
+class ClosingStream(StreamingResponse):
+    """Closes its parts when the client leaves while one is being sent. Starlette leaves them to the
+    garbage collector then, and the engine would work on until that comes."""
+
+    body_iterator: AsyncGenerator[Any, None]
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await super().stream_response(send)
 
 
 class FirstPart:

@@ -127,7 +127,7 @@ async def test_lease_is_held_by_a_key_and_given_back(
     # Over HTTP alone: by handle a process says its node, which it has in a cluster.
     async with clients["http"].lease(1.0, name="job") as held:
         assert isinstance(held, Lease) and held.devices == devices
-    assert arbiter.asked[-1] == ("end_lease", held.id, "default")
+    assert ("end_lease", held.id, "default") in arbiter.asked  # a heartbeat may be under way
     arbiter.answers["lease"] = QuotaExceeded("default", 1, 2, 2, "leases")
     with pytest.raises(QuotaExceeded, match="has 1 leases"):
         async with clients["http"].lease(1.0):
