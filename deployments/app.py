@@ -112,8 +112,8 @@ def _class_of(path: str | None) -> type:
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"class {path!r}: {error}") from error
+    except Exception as error:  # a module that is imported may raise anything
+        raise ConfigError(f"class {path!r}: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Capability)):
         raise ConfigError(f"class {path!r} is no subclass of {Capability.__name__}")
     return found

@@ -9,6 +9,7 @@ Each viewer is sent what has changed since its last message, however slowly it r
 """
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -54,7 +55,7 @@ class Sent:
     sample_unix_s: float = 0.0
     sections: dict[str, Any] = field(default_factory=dict)
     models: dict[str, Any] = field(default_factory=dict)
-    away_unix_s: float | None = None
+    away_unix_s: float | None = math.nan  # it is told first whether the arbiter is away
 
 
 class Viewing:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from arbiter.core.types import Priority
 from tests.support.live_arbiter import capability, live_arbiter, model, two
 from tests.support.waits import eventually
 
@@ -166,31 +165,13 @@ async def test_model_of_a_role_whose_eviction_costs_more_stays_though_it_was_use
     }
     table = {name: capability(name, **{name: model(150)}) for name in roles}
     table["other"] = capability(x=model(150))
-    async with live_arbiter(table, roles=roles, policy="cost_aware") as d:
+    async with live_arbiter(table, roles=roles, evict="cost_aware") as d:
         for name in ("dear", "cheap"):
             assert await d.holder(name).ask.remote(name) == 200
         await d.until(lambda s: all((t["idle_s"] or 0) > 2 for t in s["tickets"]))
         assert await d.holder("other").ask.remote("x") == 200
         [eviction] = await d.events("eviction")
         assert (eviction["model"], eviction["act"]) == ("cheap", "nothing is lost")
-
-
-@pytest.mark.spec("C2")
-async def test_model_counts_as_batch_once_its_keep_warm_time_is_over() -> None:
-    """It stays loaded by its floor, and is as urgent as its last request for two seconds only."""
-    table = {"chat": capability(a=model(200, floor="device", keep_warm_s=3))}
-    table["other"] = capability(b=model(200))
-    async with live_arbiter(table, min_residency_loads=0) as d:
-        chat, other = d.holder("chat"), d.holder("other")
-        await d.until(lambda s: [t["state"] for t in s["tickets"]] == ["resident"])
-        assert await chat.ask.remote("a", priority=Priority.URGENT) == 200
-        normal = other.ask.remote("b")
-        state = await d.until(lambda s: [q["model"] for q in s["queue"]] == ["b"])
-        [a] = [t for t in state["tickets"] if t["model"] == "a"]
-        assert (a["inflight"], a["priority"]) == (0, "urgent")
-        assert await asyncio.wait_for(normal, 30) == 200
-        [eviction] = await d.events("eviction")
-        assert eviction["ticket"] == a["ticket"]
 
 
 @pytest.mark.spec("C4")

@@ -42,4 +42,4 @@ async def recent_events(after: int = 0) -> JSONResponse:
 async def events(after: int = 0, last_event_id: Annotated[str, Header()] = "") -> StreamingResponse:
     """The event log as SSE, from sequence number `after` on; `Last-Event-ID` resumes."""
     number = arbiter_gateway.event_number(last_event_id, after)
-    return StreamingResponse(arbiter_gateway.event_stream(number), media_type="text/event-stream")
+    return ClosingStream(arbiter_gateway.event_stream(number), media_type="text/event-stream")

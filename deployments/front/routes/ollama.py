@@ -127,7 +127,7 @@ async def _spoken(
     assert isinstance(first, messages.ResponseHead), "no progress here"
     answer = Answer(body.model, spoken, first.headers, began_ns)
     lines = _closing(answer.streamed(_bytes(parts)), parts)
-    return StreamingResponse(lines, media_type=LINES)
+    return ClosingStream(lines, media_type=LINES)
 
 
 async def _loaded(

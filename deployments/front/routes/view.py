@@ -43,7 +43,7 @@ async def stream(
     """As SSE: first all rows and events after `after`, then what changes. All streams share one
     subscription at the arbiter. `Last-Event-ID` resumes."""
     number = arbiter_gateway.event_number(last_event_id, after)
-    return StreamingResponse(_sse(front, number), media_type="text/event-stream")
+    return ClosingStream(_sse(front, number), media_type="text/event-stream")
 
 
 async def _sse(front: FrontState, after: int) -> AsyncIterator[bytes]:
