@@ -103,6 +103,11 @@ def class_path(config: CapabilityConfig) -> str | None:
     return CLASSES[config.class_]
 
 
+# Of a module that a person wrote: what its text and what it runs at import may raise.
+IMPORT_ERRORS = (ImportError, SyntaxError, OSError, RuntimeError, AttributeError, NameError)
+IMPORT_ERRORS += (TypeError, ValueError, LookupError, ArithmeticError, AssertionError)
+
+
 def _class_of(path: str | None) -> type:
     """Raises ConfigError."""
     from deployments.replica.capability import Capability
@@ -112,7 +117,7 @@ def _class_of(path: str | None) -> type:
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a module that is imported may raise anything
+    except IMPORT_ERRORS as error:
         raise ConfigError(f"class {path!r}: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Capability)):
         raise ConfigError(f"class {path!r} is no subclass of {Capability.__name__}")

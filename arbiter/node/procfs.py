@@ -205,7 +205,7 @@ def _mapped_aside(pid: int) -> int:
 def _text(pid: int, file: str) -> str:
     """Empty where it cannot be read, as for `rollup`."""
     try:
-        return (PROC / str(pid) / file).read_text()
+        return (PROC / str(pid) / file).read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""
 

@@ -96,7 +96,10 @@ class ArbiterActor:
             self._store.floors(),
             self._store.accounts(),
             self._store.usage(),
-            {name: time.time() - at for name, at in self._store.removed_tenants().items()},
+            {
+                name: max(0.0, time.time() - at)
+                for name, at in self._store.removed_tenants().items()
+            },
         )
         core, module = heading.core(chosen.policies), self._boot.replay_module
         day = DayReplays(module, chosen.settings, monotonic) if module else None

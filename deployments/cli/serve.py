@@ -129,11 +129,11 @@ def serve(
     with steps.step("configuration") as note:
         _check(file, log, note)
     child = _start(file, log)
-    for name in (signal.SIGINT, signal.SIGTERM):
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, child.end)
     try:
         ready = _until_ready(child, configured.url, steps)
-    except CommandError:
+    except BaseException:
         child.end()
         child.wait()
         raise

@@ -9,10 +9,12 @@ from deployments.engines.protocol import LoadFailed
 _PICKLED = re.compile(r"(.*pytorch_model|model|consolidated).*\.bin|.*\.(pt|pth|ckpt|pkl)")
 
 
-def refuse(model: str) -> None:
-    """Raises LoadFailed where a folder of the model has weights in a pickle and none in
-    safetensors. A hub's id is no folder; for those the library is told to take no pickle."""
-    for path in sorted(Path(model).rglob("*")):
-        if _PICKLED.fullmatch(path.name) and not any(path.parent.glob("*.safetensors")):
+def refuse(folder: Path) -> None:
+    """Raises LoadFailed where a folder that the library reads has weights in a pickle and none in
+    safetensors. Where there is no folder, as for a hub's id, the library is told to take none."""
+    if any(folder.glob("*.safetensors")):
+        return
+    for path in sorted(folder.glob("*")):
+        if _PICKLED.fullmatch(path.name):
             advice = "save it as safetensors (`save_pretrained` does)"
             raise LoadFailed("BadModel", f"{path} is a pickle, which is not read; {advice}", False)

@@ -10,9 +10,11 @@ waits for others, and many requests fill the batch by themselves.
 
 import asyncio
 import base64
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,13 @@ def spread(parts: list[int]) -> dict[str, Any]:
     return {"device_map": "auto", "max_memory": dict(enumerate(parts))} if parts else {}
 
 
+def module_folders(model: Path) -> list[Path]:
+    """Those that the library reads: the model's own, and one for each of its modules."""
+    listed = model / "modules.json"
+    modules = json.loads(listed.read_text()) if listed.is_file() else []
+    return [model, *(model / module["path"] for module in modules if module["path"])]
+
+
 class EmbeddingEngine:
     """One model, one worker thread, one queue."""
 
@@ -85,7 +94,8 @@ class EmbeddingEngine:
     def _load(self) -> None:
         self.model = None  # a model that is replaced leaves first: the ticket is for one model
         torch.set_num_threads(self.threads)
-        pickles.refuse(self.path)
+        for folder in module_folders(Path(self.path)):
+            pickles.refuse(folder)
         self.model = SentenceTransformer(
             self.path,
             device=self.device,

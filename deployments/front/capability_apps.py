@@ -14,13 +14,14 @@ from typing import Any, Protocol
 from ray import serve
 from ray.serve import Application
 from ray.serve.context import _get_global_client
-from ray.serve.schema import APIType
+from ray.serve.schema import APIType, ApplicationStatus
 
 from deployments import app
 from deployments.config.schema import ConfigError, Table
 
 logger = logging.getLogger("ray.serve")
 
+GONE = (ApplicationStatus.DELETING, ApplicationStatus.DEPLOY_FAILED)
 Details = Mapping[str, Any]  # of one application, as Serve's REST API has them
 Scaling = Mapping[str, object]
 
@@ -66,7 +67,9 @@ class CapabilityApps:
         await asyncio.to_thread(self._follow, table)
 
     def _follow(self, table: Table) -> None:
-        there = self.serve.applications()
+        # What leaves with the file's last change is not there any more; what failed is tried again.
+        known = self.serve.applications().items()
+        there = {name: one for name, one in known if one["status"] not in GONE}
         theirs = {name for name, one in there.items() if one["source"] == APIType.DECLARATIVE}
         deployed = {name: scaling_of(name, one) for name, one in there.items()}
         self.causes = {}

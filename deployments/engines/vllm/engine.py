@@ -9,6 +9,7 @@ import asyncio
 import os
 from argparse import Namespace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -144,11 +145,11 @@ def _refuse_pickles(config: Config, given: dict[str, Any]) -> None:
     finds. Raises LoadFailed."""
     if (form := given.get("load_format")) in _PICKLED_FORMATS:
         raise LoadFailed("BadConfig", f"engine_args: load_format {form} reads pickles", False)
-    if "quantization" not in given:
-        given.setdefault("load_format", "safetensors")
+    if "quantization" not in given and form in (None, "auto", "hf"):
+        given["load_format"] = "safetensors"
     for model in (config, config.get("drafter")):
         if model is not None:
-            pickles.refuse(model["model"])
+            pickles.refuse(Path(model["model"]))
 
 
 def _defaults(config: Config) -> dict[str, Any]:

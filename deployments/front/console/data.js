@@ -41,6 +41,7 @@ function add(list, rows = [], field) {
 function take(message) {
 	if ("away_unix_s" in message) store.away = message.away_unix_s;
 	if (message.view) store.view = { ...store.view, ...message.view };
+	if (message.view && store.isNew) store.isNew = store.models.clear();
 	for (const row of message.models || []) store.models.set(`${row.capability}/${row.model}`, row);
 	for (const name of message.gone || []) store.models.delete(name);
 	add(store.events, message.events, "seq");
@@ -75,6 +76,7 @@ async function once() {
 	};
 	try {
 		const answer = await ask(`view/stream?after=${store.events.at(-1)?.seq || 0}`, { signal: abort.signal });
+		store.isNew = true;
 		await read(answer.body.pipeThrough(new TextDecoderStream()).getReader(), alive);
 	} catch (error) {
 		if (error.needsKey) store.refusal = error.message;

@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from deployments.front import arbiter_gateway
 from deployments.front.dependencies import require
 from deployments.front.keys import Scope
+from deployments.front.relay import ClosingStream
 from deployments.front.schemas import refusals
 
 router = APIRouter(prefix="/arbiter", dependencies=[Depends(require(Scope.VIEW))])

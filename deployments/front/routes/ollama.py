@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
 from arbiter.errors import UnknownModel
 from deployments import messages
@@ -22,7 +22,7 @@ from deployments.front.dependencies import FrontState, Inferrer, State
 from deployments.front.keys import Caller
 from deployments.front.ollama import bodies, catalogue
 from deployments.front.ollama.answers import Answer, Spoken, embedded, in_chat, in_generate, now
-from deployments.front.relay import whole
+from deployments.front.relay import ClosingStream, whole
 from deployments.front.request import BadRequest
 from deployments.front.routes.json_route import JsonRoute
 from deployments.front.routes.openai import call_for

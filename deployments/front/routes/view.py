@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from deployments.front import arbiter_gateway
 from deployments.front.dependencies import FrontState, State, Viewer
+from deployments.front.relay import ClosingStream
 from deployments.front.routes.arbiter import EVENT_STREAM
 from deployments.front.schemas import refusals
 from deployments.monitoring.view import Facts, to_plain

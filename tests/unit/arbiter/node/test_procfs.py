@@ -123,7 +123,7 @@ def test_file_of_another_account_hides_no_shared_memory(name: str, is_mapped: bo
 def test_unreadable_files_of_another_user_are_skipped(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kept(*_: object) -> str:
+    def kept(*_: object, **__: object) -> str:
         raise PermissionError("another user's")
 
     with child(lambda: memory_file("scratch", 20)) as pid:

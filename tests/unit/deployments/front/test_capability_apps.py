@@ -1,5 +1,6 @@
 """The front deploys each row of its table once, and leaves to Serve what the file has itself."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ class FakeServe:
 
 
 def application(source: str, name: str, **config: Any) -> Details:
-    return {"source": source, "deployments": {name: {"deployment_config": config}}}
+    deployments = {name: {"deployment_config": config}}
+    return {"source": source, "status": "RUNNING", "deployments": deployments}
 
 
 def table(**rows: dict[str, Any]) -> Table:
@@ -93,6 +95,28 @@ async def test_application_of_the_file_and_what_others_run_stay_as_they_are(
     fake.there |= theirs
     await apps.follow(table(chat={}))
     assert fake.ran == [] and fake.there == theirs
+
+
+@pytest.mark.parametrize("status", ["DELETING", "DEPLOY_FAILED"])
+async def test_row_whose_application_leaves_with_the_file_or_failed_is_deployed(
+    apps: CapabilityApps, fake: FakeServe, status: str
+) -> None:
+    fake.there["chat"] = application("declarative", "chat") | {"status": status}
+    await apps.follow(table(chat={}))
+    assert fake.ran == ["chat"]
+
+
+@pytest.mark.spec("J9")
+async def test_module_of_a_class_that_is_no_python_costs_its_row_alone(
+    apps: CapabilityApps,
+    fake: FakeServe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "misspelt.py").write_text("class Patient(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    await apps.follow(table(sick={"class": "misspelt:Patient"}, chat={}))
+    assert fake.ran == ["chat"] and "SyntaxError" in apps.causes["sick"]
 
 
 @pytest.mark.spec("J9")
