@@ -38,9 +38,9 @@ def blocks(page: Path) -> list[Block]:
 # By page and first line. A test is named where it runs the same.
 STARTS = "starts or replaces a system; run by"
 NOT_RUN: dict[str, str] = {
-    "README.md: make serve   # environment, engines, models, then `serve run serve_config.yaml`":
+    "README.md: make serve   # environment, engines, models, then `arbiter serve`":
         f"{STARTS} test_plain_serve_run_of_a_written_file_answers_and_is_warm and .ci/run",
-    "README.md: make install DEVICE=gpu": "needs a GPU and a model hub",
+    "README.md: make install DEVICE=gpu VENV=.venv-gpu": "needs a GPU and a model hub",
     "docs/deploy.md: sudo useradd --system --create-home arbiter": "needs root and systemd",
     "docs/deploy.md: docker build -f deploy/Dockerfile --target cpu -t serve-arbiter:cpu .":
         "needs Docker, and the second of the name Kubernetes",

@@ -83,7 +83,11 @@ def test_image_copies_what_is_there_and_what_the_configuration_imports(target: s
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     allowed = [line[1:] for line in ignored if line.startswith("!")]
     assert ignored[0] == "*"
-    assert all(any(Path(source).match(glob) for glob in allowed) for source in copied)
+    with_folders = {source: [Path(source), *Path(source).parents] for source in copied}
+    assert all(
+        any(path.match(glob) for glob in allowed for path in paths)
+        for paths in with_folders.values()
+    )
 
 
 @pytest.mark.spec("M3")
@@ -115,13 +119,25 @@ def test_image_and_unit_have_the_variables_of_make_serve() -> None:
 
 
 @pytest.mark.spec("M3")
-def test_install_script_takes_the_words_of_the_image(capsys: pytest.CaptureFixture[str]) -> None:
+def test_install_script_takes_the_words_of_the_image(tmp_path: Path) -> None:
+    """With no other file of the repository than those that the stage has copied by then."""
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
     for target in ("cpu", "gpu"):
         [command] = [w for w in of(target, "RUN") if "tools/install.py" in w]
+        stage = dockerfile.split(f" AS {target}-environment\n")[1].split("\nFROM ")[0]
+        for line in re.findall(r"^COPY (.+)$", stage, re.M):
+            *sources, to = line.split()
+            for source in sources:
+                copy = tmp_path / target / (f"{to}{Path(source).name}" if to[-1] == "/" else to)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, copy)
         helped = subprocess.run(
-            [sys.executable, ROOT / "tools" / "install.py", "--help"],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
+            [sys.executable, "-I", "tools/install.py", "--help"],
+            cwd=tmp_path / target,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         options = [word for word in command if word.startswith("--")]
         assert options == ["--venv", "--device", "--without-dev"]
         assert all(option in helped for option in options)
