@@ -104,8 +104,19 @@ def class_path(config: CapabilityConfig) -> str | None:
 
 
 # Of a module that a person wrote: what its text and what it runs at import may raise.
-IMPORT_ERRORS = (ImportError, SyntaxError, OSError, RuntimeError, AttributeError, NameError)
-IMPORT_ERRORS += (TypeError, ValueError, LookupError, ArithmeticError, AssertionError)
+IMPORT_ERRORS = (
+    ImportError,
+    SyntaxError,
+    OSError,
+    RuntimeError,
+    AttributeError,
+    NameError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+)
 
 
 def _class_of(path: str | None) -> type:
