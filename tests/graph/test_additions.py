@@ -64,7 +64,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         capabilities["held"] = {"role": "text", "engine": engine} | row
         front, [own] = config["applications"][0], added["applications"]
         broken = {"name": "broken", "route_prefix": None, "import_path": "my_package.broken:build"}
-        # One that the file has itself; the front deploys the others.
+        # The file has this application itself; the front deploys the others.
         del (held := json.loads(json.dumps(own).replace("echo", "held")))["args"]["class"]
         config["applications"] = [front, held, broken | {"args": {"capability": "broken"}}]
         table = front["deployments"][0]["user_config"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# An answer of 400 or more fails its block, and so does one that does not come.
+# An answer of 400 or more fails its block, and so does an answer that does not come.
 CURLRC = "fail-with-body\nmax-time = 120\n"
 WITHIN_S = 240.0  # the longest block loads four models
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)

@@ -21,7 +21,7 @@ from tests.support.tools import tool
 
 
 class Prometheus:
-    """Asks the one that listens at `address`."""
+    """Asks the Prometheus that listens at `address`."""
 
     def __init__(self, address: str) -> None:
         self._address = address

@@ -22,6 +22,7 @@ from deployments.front.auth import host_name
 from deployments.front.keys import keys_path
 from deployments.monitoring import files as monitoring
 from tests.graph.conftest import make_serve_sets
+from tests.support.tools import tool
 from tools import rayservice
 
 ROOT = Path(__file__).parents[3]
@@ -199,14 +200,12 @@ def test_unit_starts_what_exists_where_it_says() -> None:
 @pytest.mark.spec("M3")
 def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
     """With this checkout in the place of /opt/serve-arbiter."""
-    tool = shutil.which("systemd-analyze")
-    if tool is None:
-        pytest.skip("no systemd-analyze on this machine")
+    analyze = tool("systemd-analyze")
     text = (DEPLOY / "serve-arbiter.service").read_text()
     here = text.replace("/opt/serve-arbiter/.venv/bin/python", sys.executable)
     path = tmp_path / "serve-arbiter.service"
     path.write_text(here)
-    done = subprocess.run([tool, "verify", path], capture_output=True, text=True, check=False)
+    done = subprocess.run([analyze, "verify", path], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
